@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
 from private_llm_gateway.constrained import Grammar, Written
+from private_llm_gateway.decoding import Text, TokenTexts
 
 Finish = Literal["stop", "length"]
-_TAIL = 4
-"""Tokens of the prompt that the first token's text is decoded behind."""
+_TAIL = 16
+"""Tokens of the prompt that the first token's text is decoded behind: a character of theirs may not be whole."""
 
 
 @dataclass(frozen=True)
@@ -66,10 +67,10 @@ class Piece:
 
 
 class Answer:
-    """One answer. ends: the tokens that end any text."""
+    """One answer. ends: the tokens that end any text. A character that the prompt began belongs to the answer."""
 
     def __init__(
-        self, index: int, prompt: list[int], writing: Writing, tokenizer: Any, ends: tuple[int, ...],  # noqa: ANN401
+        self, index: int, prompt: list[int], writing: Writing, texts: TokenTexts, ends: tuple[int, ...],
         sample: int = 0,
     ) -> None:  # fmt: skip
         self.index, self.prompt, self.writing, self.ends = index, prompt, writing, ends
@@ -82,9 +83,8 @@ class Answer:
             secrets.randbits(62) if writing.seed is None else (writing.seed * 1_000_003 + sample) % (1 << 62)
         )
         self.written = None if writing.grammar is None else Written(writing.grammar, ends)
-        self._tokenizer = tokenizer
-        self._tail = prompt[-_TAIL:]
-        self._from, self._read = 0, len(self._tail)
+        self._spoken = Text(texts, prompt[-_TAIL:])
+        self._before = len(self._spoken.text)
         self._shown = self._told = 0
         self._reported = self._ahead_told = False
 
@@ -99,10 +99,11 @@ class Answer:
         if token in self.ends:
             self._end("stop")
             return
-        if self.writing.logprobs is not None:
-            self.likelihoods.append(Likelihood(token, logprob, top, len(self.text)))
         before = len(self.text)
-        self.text += self._decoded(whole=False)
+        at = self._spoken.take(token) - self._before
+        self.text = self._spoken.text[self._before :]
+        if self.writing.logprobs is not None:
+            self.likelihoods.append(Likelihood(token, logprob, top, at))
         if self.written is not None:
             self.written.take(token)
         if self._stopped(before):
@@ -137,19 +138,9 @@ class Answer:
     def _end(self, why: Finish) -> None:
         self.finish = why
         before = len(self.text)
-        self.text += self._decoded(whole=True)
+        self._spoken.end()
+        self.text = self._spoken.text[self._before :]
         self._stopped(before)
-
-    def _decoded(self, whole: bool) -> str:
-        """The text of tokens that were not decoded yet; `whole`: half a character, too."""
-        tokens = [*self._tail, *self.tokens]
-        options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
-        before = self._tokenizer.decode(tokens[self._from : self._read], **options)
-        now = self._tokenizer.decode(tokens[self._from :], **options)
-        if len(now) <= len(before) or (now.endswith("\ufffd") and not whole):
-            return ""
-        self._from, self._read = self._read, len(tokens)
-        return str(now[len(before) :])
 
     def _stopped(self, before: int) -> bool:
         """Cut the text before the first stop text that ends behind `before`, if there is one."""

@@ -28,8 +28,8 @@ _LONGEST = 64
 """Characters of a token that is used under a grammar."""
 
 
-class TokenTexts:
-    """What each token of a vocabulary adds to a text. Those that are not whole characters are left out."""
+class TokenTree:
+    """What each token of a vocabulary adds to a text, by its characters. Parts of characters are left out."""
 
     def __init__(self, tokenizer: Any, size: int) -> None:  # noqa: ANN401 - a transformers tokenizer
         anchor = tokenizer("a", add_special_tokens=False)["input_ids"]
@@ -92,8 +92,8 @@ class Following:
 class Grammar:
     """A grammar over one vocabulary. Thread-safe. Raises ApiError (400) where it goes on in too many ways."""
 
-    def __init__(self, node: Node, texts: TokenTexts) -> None:
-        self.texts = texts
+    def __init__(self, node: Node, tree: TokenTree) -> None:
+        self.tree = tree
         try:
             self.start = start(node)
         except TooWide:
@@ -121,7 +121,7 @@ class Grammar:
     def _walk(self, state: State) -> tuple[Following, ...]:
         steps: dict[tuple[State, str], State | None] = {}
         tokens: dict[State, list[int]] = {}
-        open_ = [(self.texts.root, state)]
+        open_ = [(self.tree.root, state)]
         work = 0
         while open_:
             branch, at = open_.pop()
@@ -144,7 +144,7 @@ class Grammar:
                 work += len(closing) // _CLOSING
                 if work > _MOST_WORK:
                     raise TooWide
-                made.append(Following(after, torch.tensor(found, dtype=torch.int64), self.texts.count(closing)))
+                made.append(Following(after, torch.tensor(found, dtype=torch.int64), self.tree.count(closing)))
         return tuple(made)
 
 

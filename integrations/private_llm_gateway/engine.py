@@ -20,7 +20,8 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 from private_llm.errors import PartiesBusy, TransportError
-from private_llm_gateway.answer import Answer, Likelihood, Piece
+from private_llm_gateway.answer import Answer, Piece
+from private_llm_gateway.decoding import Text
 from private_llm_gateway.pool import Abandoned
 from private_llm_gateway.sampling import Chooser, Watcher, choose, likelihood, likelihoods_of_prompt
 from private_llm_gateway.served import Served
@@ -242,7 +243,8 @@ def _prompt(run: _Run, group: Sequence[Answer]) -> None:
     prompt = group[0].prompt
     count = group[0].writing.logprobs or 0
     logits = run.model(input_ids=torch.tensor([prompt]), use_cache=False).logits[0]
-    ahead: tuple[Likelihood, ...] = tuple(likelihoods_of_prompt(logits, prompt, count, run.served.offsets(prompt)))
+    text = Text(run.served.texts)
+    ahead = tuple(likelihoods_of_prompt(logits, prompt, count, [text.take(token) for token in prompt]))
     for answer in group:
         answer.ahead = ahead
         if answer.left and not answer.tokens:

@@ -105,9 +105,7 @@ def _wanted(
     if n * len(prompts) > most:
         raise bad("n", f"n: {len(prompts)} prompts with {n} answers each; want {most} answers at most", "invalid_value")
     groups = tuple(
-        tuple(
-            Answer(number * n + sample, prompt, writing, served.tokenizer, served.ends, sample) for sample in range(n)
-        )
+        tuple(Answer(number * n + sample, prompt, writing, served.texts, served.ends, sample) for sample in range(n))
         for number, prompt in enumerate(prompts)
     )
     stream = fields.flag("stream")
@@ -172,4 +170,4 @@ def _grammar(fields: Fields, served: Served) -> Grammar | None:
     if not isinstance(named, dict) or "schema" not in named:
         raise bad("response_format.json_schema", "response_format.json_schema: want an object with name and schema",
                   "missing_required_parameter")  # fmt: skip
-    return Grammar(of_schema(named["schema"]), served.texts)
+    return Grammar(of_schema(named["schema"]), served.tree)

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from private_llm_gateway.answer import Likelihood, Piece
+from private_llm_gateway.decoding import Text
 from private_llm_gateway.requests import Wanted
 from private_llm_gateway.served import Served
 from private_llm_gateway.spending import Spent
@@ -74,8 +75,8 @@ class Response:
             made["text"] = piece.text
             if self.wanted.logprobs and (piece.likelihoods or piece.ahead or field == "message"):
                 prompt = self.wanted.answers[piece.index].prompt
-                shift = len(self._echoed(prompt)) if self.wanted.echo else 0
-                made["logprobs"] = _completion_logprobs(self.wanted.served, piece.ahead, piece.likelihoods, shift)
+                echoed = self._echoed(prompt) if self.wanted.echo else ""
+                made["logprobs"] = _completion_logprobs(self.wanted.served, piece.ahead, piece.likelihoods, echoed)
             return made
         if field == "message":
             made[field] = {"role": "assistant", "content": piece.text, "refusal": None}
@@ -87,7 +88,8 @@ class Response:
         return made
 
     def _echoed(self, prompt: list[int]) -> str:
-        return str(self.wanted.served.tokenizer.decode(prompt, skip_special_tokens=True))
+        """A prompt's text, but for a character that is not whole: that belongs to the answer."""
+        return Text(self.wanted.served.texts, prompt).text
 
 
 def embeddings(served: Served, vectors: Tensor, tokens: int, encoded: bool, spent: Spent) -> dict[str, Any]:
@@ -108,26 +110,31 @@ def _finite(logprob: float) -> float:
 
 def _chat_logprob(served: Served, each: Likelihood) -> dict[str, Any]:
     def one(token: int, logprob: float | None) -> dict[str, Any]:
-        text = served.text_of(token)
-        return {"token": text, "logprob": _finite(logprob or 0.0), "bytes": list(text.encode())}
+        added = served.texts.bytes_of(token)
+        told = {"token": served.texts.name_of(token), "logprob": _finite(logprob or 0.0)}
+        return {**told, "bytes": None if added is None else list(added)}
 
     return {**one(each.token, each.logprob), "top_logprobs": [one(*pair) for pair in each.top]}
 
 
 def _completion_logprobs(
-    served: Served, ahead: Sequence[Likelihood], rows: Sequence[Likelihood], shift: int
+    served: Served, ahead: Sequence[Likelihood], rows: Sequence[Likelihood], echoed: str
 ) -> dict[str, Any]:
-    """ahead: of the prompt, whose text is `shift` characters long."""
+    """ahead: of the prompt, whose text is `echoed`."""
     every = [*ahead, *rows]
+    names = [served.texts.name_of(each.token) for each in every]
+    for at, each in enumerate(ahead):
+        if each.at == 0 and not echoed.startswith(names[at]):  # tokenizers of words strip what begins a text
+            names[at] = names[at].removeprefix(" ")
     top: list[dict[str, float] | None] = []
     for each in every:
         named: dict[str, float] = {}
         for token, logprob in each.top:
-            named.setdefault(served.text_of(token), _finite(logprob))
+            named.setdefault(served.texts.name_of(token), _finite(logprob))
         top.append(None if each.logprob is None else named)
     return {
-        "tokens": [served.text_of(each.token) for each in every],
+        "tokens": names,
         "token_logprobs": [None if each.logprob is None else _finite(each.logprob) for each in every],
         "top_logprobs": top,
-        "text_offset": [each.at for each in ahead] + [each.at + shift for each in rows],
+        "text_offset": [each.at for each in ahead] + [each.at + len(echoed) for each in rows],
     }

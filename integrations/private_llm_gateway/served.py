@@ -14,7 +14,8 @@ from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError
 from private_llm.net.addresses import parse_address
 from private_llm.protocol_facts import CASCADE
-from private_llm_gateway.constrained import Grammar, TokenTexts
+from private_llm_gateway.constrained import Grammar, TokenTree
+from private_llm_gateway.decoding import TokenTexts
 from private_llm_gateway.json_schema import any_object
 from private_llm_gateway.pool import SessionPool
 from private_llm_gateway.settings import is_loopback
@@ -87,32 +88,22 @@ class Served:
     @cached_property
     def texts(self) -> TokenTexts:
         """What each token adds to a text."""
-        return TokenTexts(self.tokenizer, self.vocabulary)
+        return TokenTexts(self.tokenizer)
+
+    @cached_property
+    def tree(self) -> TokenTree:
+        """The same, as a tree that grammars walk."""
+        return TokenTree(self.tokenizer, self.vocabulary)
 
     @cached_property
     def any_object(self) -> Grammar:
         """Any JSON object."""
-        return Grammar(any_object(), self.texts)
+        return Grammar(any_object(), self.tree)
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         """All tokens of a text, none cut off. `special`: with those that the model wants around it."""
         with self._encoding:  # a tokenizer that pads or cuts by default is changed for a moment
             return list(self.tokenizer(text, add_special_tokens=special, truncation=False, verbose=False)["input_ids"])
-
-    def text_of(self, token: int) -> str:
-        """What a token adds to a text; its name for a special one or a part of a character."""
-        if token in self._special:
-            return str(self.tokenizer.convert_ids_to_tokens(token))
-        added = str(self.tokenizer.decode([*self._anchor[0], token]))[len(self._anchor[1]) :]
-        return str(self.tokenizer.convert_ids_to_tokens(token)) if "\ufffd" in added or not added else added
-
-    def offsets(self, tokens: list[int]) -> list[int]:
-        """Where each token's text begins in the text of all."""
-        found, at = [], 0
-        for token in tokens:
-            found.append(at)
-            at += 0 if token in self._special else len(self.text_of(token))
-        return found
 
     def about(self) -> dict[str, Any]:
         """What the page shows: model, protocol, parties, and a sentence on what is protected."""
@@ -161,12 +152,3 @@ class Served:
     def _deals(self, number: int) -> bool:
         facts = self.config.facts
         return facts is not None and facts.dealer and number == facts.helper
-
-    @cached_property
-    def _special(self) -> frozenset[int]:
-        return frozenset(self.tokenizer.all_special_ids)
-
-    @cached_property
-    def _anchor(self) -> tuple[list[int], str]:
-        ids = self.tokenizer("a", add_special_tokens=False)["input_ids"]
-        return ids, str(self.tokenizer.decode(ids))

@@ -16,6 +16,7 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from private_llm_gateway import endpoints
 from private_llm_gateway.answer import Answer, Writing
+from private_llm_gateway.decoding import TokenTexts
 from private_llm_gateway.sampling import choose
 
 from private_llm.config import PrivateConfig
@@ -176,7 +177,7 @@ def test_low_top_p_and_bias_and_penalties_steer(client: OpenAI) -> None:
 )
 def test_penalties_are_openais_formula(writing: Writing, wanted: int) -> None:
     """logit - presence [it came] - frequency times how often, for tokens of the answer."""
-    answer = Answer(0, [7, 7], writing, tokenizer(), (2,))
+    answer = Answer(0, [7, 7], writing, TokenTexts(tokenizer()), (2,))
     for token in (5, 5, 5, 6):
         answer.take(token)
     logits = torch.zeros(4096)

@@ -11,7 +11,7 @@ import openai
 import pytest
 from openai import OpenAI
 from private_llm_gateway import constrained
-from private_llm_gateway.constrained import Grammar, TokenTexts
+from private_llm_gateway.constrained import Grammar, TokenTree
 from private_llm_gateway.errors import ApiError
 from private_llm_gateway.grammar import State, TooWide, start
 from private_llm_gateway.json_schema import any_object, of_schema
@@ -146,7 +146,7 @@ def test_texts_that_go_on_in_too_many_ways_are_refused(monkeypatch: pytest.Monke
         state.after("[")
     monkeypatch.setattr(constrained, "_MOST_WORK", 10)
     with pytest.raises(ApiError, match="too many ways"):
-        Grammar(any_object(), TokenTexts(tokenizer(), 4096)).following(start(any_object()))
+        Grammar(any_object(), TokenTree(tokenizer(), 4096)).following(start(any_object()))
 
 
 def test_many_biases_are_added_at_once(client: OpenAI) -> None:
