@@ -6,36 +6,39 @@ No error repeats a value that a client sent: it may be a secret.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from private_llm_gateway.errors import bad
 
-_NEUTRAL: dict[str, tuple[object, ...]] = {
-    # what would change an answer and is not supported, and the values with which it does not
-    "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],), "function_call": ("none", "auto"),
-    "audio": (), "moderation": (), "modalities": (["text"],), "prediction": (), "web_search_options": (),
-    "suffix": ("",), "reasoning_effort": ("none",), "verbosity": ("medium",), "store": (False,),
-    "service_tier": ("auto", "default"),
-    "top_k": (0, -1), "min_p": (0,), "typical_p": (1,), "repetition_penalty": (1,), "length_penalty": (1,),
-    "min_tokens": (0,), "ignore_eos": (False,), "best_of": (1,), "use_beam_search": (False,), "guided_json": (),
-    "guided_regex": (), "guided_choice": (), "guided_grammar": (), "grammar": (), "structured_outputs": (),
-    "chat_template": (), "chat_template_kwargs": ({},), "continue_final_message": (False,),
-    "add_generation_prompt": (True,), "bad_words": ([],), "stop_token_ids": ([],), "prompt_logprobs": (0,),
-    "logits_processors": ([],), "truncate_prompt_tokens": (), "return_tokens_as_token_ids": (False,),
-    "max_new_tokens": (), "min_new_tokens": (0,), "max_output_tokens": (), "num_beams": (1,), "beam_width": (1,),
-    "top_a": (0,), "tfs_z": (1,), "tfs": (1,), "xtc_probability": (0,), "dry_multiplier": (0,), "mirostat": (0,),
-    "dynatemp_range": (0,), "allowed_token_ids": (), "include_stop_str_in_output": (False,),
-    "skip_special_tokens": (True,), "thinking": (), "reasoning": (), "documents": ([],), "system": (),
-    "json_schema": (), "regex": (), "ebnf": (), "truncation": ("disabled",), "truncate": (False, "NONE"),
-}  # fmt: skip
-
-_ELSEWHERE: dict[str, dict[str, tuple[object, ...]]] = {
-    # fields of the other addresses, which would be waited for in vain
-    "chat": {"echo": (False,), "prompt": (), "input": ()},
-    "completions": {"max_completion_tokens": (), "top_logprobs": (0,), "messages": (), "input": ()},
-    "embeddings": {"prompt": (), "messages": ()},
+_TEXT = (
+    "model", "max_tokens", "temperature", "top_p", "seed", "n", "stop", "logprobs", "logit_bias", "presence_penalty",
+    "frequency_penalty", "stream", "stream_options", "response_format",
+)  # fmt: skip
+_DONE: dict[str, tuple[str, ...]] = {
+    "chat": (*_TEXT, "messages", "max_completion_tokens", "top_logprobs"),
+    "completions": (*_TEXT, "prompt", "echo"),
+    "embeddings": ("model", "input", "encoding_format", "dimensions"),
 }
+_CHANGES_NOTHING = frozenset({
+    "user", "metadata", "safety_identifier", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_options",
+    "prompt_cache_retention", "request_id", "priority", "keep_alive", "cache_prompt",
+})  # fmt: skip
+_NEUTRAL: dict[str, tuple[object, ...]] = {
+    # what would change an answer and is not done here, and the values with which it does not
+    "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],), "function_call": ("none", "auto"),
+    "modalities": (["text"],), "suffix": ("",), "reasoning_effort": ("none",), "verbosity": ("medium",),
+    "store": (False,), "service_tier": ("auto", "default"), "stream": (False,), "echo": (False,), "top_logprobs": (0,),
+    "top_k": (0, -1), "min_p": (0,), "typical_p": (1,), "repetition_penalty": (1,), "length_penalty": (1,),
+    "min_tokens": (0,), "ignore_eos": (False,), "best_of": (1,), "use_beam_search": (False,),
+    "chat_template_kwargs": ({},), "continue_final_message": (False,), "add_generation_prompt": (True,),
+    "bad_words": ([],), "stop_token_ids": ([],), "prompt_logprobs": (0,), "logits_processors": ([],),
+    "return_tokens_as_token_ids": (False,), "min_new_tokens": (0,), "num_beams": (1,), "beam_width": (1,),
+    "top_a": (0,), "tfs_z": (1,), "tfs": (1,), "xtc_probability": (0,), "dry_multiplier": (0,), "mirostat": (0,),
+    "dynatemp_range": (0,), "include_stop_str_in_output": (False,), "skip_special_tokens": (True,),
+    "documents": ([],), "truncation": ("disabled",), "truncate": (False, "NONE"),
+}  # fmt: skip
+_MOST_NAME = 64
 
 
 def body_of(raw: bytes) -> dict[str, Any]:
@@ -51,15 +54,25 @@ def body_of(raw: bytes) -> dict[str, Any]:
 
 
 def refuse_unsupported(body: Mapping[str, Any], place: str, alright: tuple[str, ...] = ()) -> None:
-    """Raises ApiError (400) naming a field that asks for something that is not done here.
+    """Raises ApiError (400) naming a field that is not done here, unless it is known to change nothing.
 
     place: chat, completions or embeddings.
     """
-    for name, neutral in (_NEUTRAL | _ELSEWHERE[place]).items():
-        value = body.get(name)
-        same = any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in neutral)
-        if name not in alright and value is not None and not same:
-            raise bad(name, f"{name}: unsupported here; leave it out", "unsupported_parameter")
+    refuse_others(body, {*_DONE[place], *alright, *_CHANGES_NOTHING}, _NEUTRAL)
+
+
+def refuse_others(
+    given: Mapping[str, Any], known: Collection[str], neutral: Mapping[str, tuple[object, ...]], where: str = ""
+) -> None:
+    """Raises ApiError (400) for a field of `given` (at `where`) that is not `known`, not null, and not `neutral`."""
+    for name, value in given.items():
+        if value is None or name in known:
+            continue
+        if not any(
+            value == each and isinstance(value, bool) == isinstance(each, bool) for each in neutral.get(name, ())
+        ):
+            told = f"{where}{name}" if len(name) <= _MOST_NAME else f"{where}{name[:_MOST_NAME]}..."
+            raise bad(told, f"{told}: unsupported here; leave it out", "unsupported_parameter")
 
 
 class Fields:

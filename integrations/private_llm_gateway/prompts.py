@@ -7,10 +7,15 @@ from typing import Any
 import jinja2
 
 from private_llm_gateway.errors import ApiError, bad
+from private_llm_gateway.fields import refuse_others
 from private_llm_gateway.served import Served
 
 _ROLES = ("system", "developer", "user", "assistant")
 _MOST_MESSAGES = 4096
+_OUT_OF_BAND = ("id", "annotations", "cache_control")
+"""Of messages and their parts: no part of the text, and no wish."""
+_NO_CALLS: dict[str, tuple[object, ...]] = {"tool_calls": ([],), "refusal": ("",), "reasoning_content": ("",)}
+"""As answers come back with the next question."""
 
 
 def of_messages(served: Served, messages: object) -> list[int]:
@@ -25,10 +30,9 @@ def of_messages(served: Served, messages: object) -> list[int]:
         raise bad("messages", f"messages: got no list; {wanted}", "invalid_type")
     if not 0 < len(messages) <= _MOST_MESSAGES:
         raise bad("messages", f"messages: got {len(messages)}; {wanted}", "invalid_value")
-    said = [_message(message, f"messages[{at}]") for at, message in enumerate(messages)]
+    listed = [_message(message, f"messages[{at}]") for at, message in enumerate(messages)]
     if not served.tokenizer.chat_template:
-        return _checked(served, served.encode("\n".join(text for _, text in said)), "messages")
-    listed = [{"role": "system" if role == "developer" else role, "content": text} for role, text in said]
+        return _checked(served, served.encode("\n".join(message["content"] for message in listed)), "messages")
     try:
         text = served.tokenizer.apply_chat_template(listed, add_generation_prompt=True, tokenize=False)
     except jinja2.TemplateError:
@@ -72,18 +76,21 @@ def check_context(served: Served, prompt: int, wanted: int, param: str) -> None:
         )
 
 
-def _message(message: object, where: str) -> tuple[str, str]:
+def _message(message: object, where: str) -> dict[str, str]:
+    """What a chat template is told of a message. It may make something of a name; most do not."""
     if not isinstance(message, dict):
         raise bad(where, f"{where}: want an object with role and content", "invalid_type")
-    role = message.get("role")
+    role, name = message.get("role"), message.get("name")
     if role in ("tool", "function"):
         raise _unsupported(f"{where}.role")
     if role not in _ROLES:
         raise bad(f"{where}.role", f"{where}.role: want one of {', '.join(_ROLES)}", "invalid_value")
-    for name in ("tool_calls", "function_call", "audio", "name", "refusal"):
-        if message.get(name):
-            raise _unsupported(f"{where}.{name}")
-    return role, _content(message.get("content"), f"{where}.content")
+    refuse_others(message, ("role", "content", "name", *_OUT_OF_BAND), _NO_CALLS, f"{where}.")
+    if name is not None and not isinstance(name, str):
+        raise bad(f"{where}.name", f"{where}.name: want a text", "invalid_type")
+    told = {"role": "system" if role == "developer" else role}
+    told["content"] = _content(message.get("content"), f"{where}.content")
+    return {**told, "name": name} if name else told
 
 
 def _content(content: Any, where: str) -> str:  # noqa: ANN401 - as it came
@@ -98,6 +105,7 @@ def _content(content: Any, where: str) -> str:  # noqa: ANN401 - as it came
             raise _unsupported(f"{where}[{at}].type")
         if not isinstance(part.get("text"), str):
             raise bad(f"{where}[{at}].text", f"{where}[{at}].text: want a text", "invalid_type")
+        refuse_others(part, ("type", "text", *_OUT_OF_BAND), {}, f"{where}[{at}].")
         parts.append(part["text"])
     return "".join(parts)
 

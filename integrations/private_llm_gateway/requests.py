@@ -9,7 +9,7 @@ from typing import Any
 from private_llm_gateway.answer import Answer, Writing
 from private_llm_gateway.constrained import Grammar
 from private_llm_gateway.errors import ApiError, bad
-from private_llm_gateway.fields import Fields, refuse_unsupported
+from private_llm_gateway.fields import Fields, refuse_others, refuse_unsupported
 from private_llm_gateway.json_schema import of_schema
 from private_llm_gateway.prompts import check_context, of_field, of_messages
 from private_llm_gateway.served import Served
@@ -112,9 +112,7 @@ def _wanted(
     options = fields.mapping("stream_options")
     if options and not stream:
         raise bad("stream_options", "stream_options: want stream true as well", "invalid_value")
-    if options.get("include_obfuscation"):
-        name = "stream_options.include_obfuscation"
-        raise bad(name, f"{name}: unsupported here; leave it out", "unsupported_parameter")
+    refuse_others(options, ("include_usage",), {"include_obfuscation": (False,)}, "stream_options.")
     return Wanted(served, chat, groups, stream, Fields(options).flag("include_usage"), logprobs, echo)
 
 
@@ -158,6 +156,7 @@ def _grammar(fields: Fields, served: Served) -> Grammar | None:
     if kind != "json_schema" and form.keys() & {"schema", "json_schema"}:
         raise bad("response_format", "response_format: a schema wants type json_schema, and to be named json_schema",
                   "unsupported_parameter")  # fmt: skip
+    refuse_others(form, ("type", "json_schema"), {}, "response_format.")
     if kind == "text":
         return None
     if kind == "json_object":
@@ -170,4 +169,5 @@ def _grammar(fields: Fields, served: Served) -> Grammar | None:
     if not isinstance(named, dict) or "schema" not in named:
         raise bad("response_format.json_schema", "response_format.json_schema: want an object with name and schema",
                   "missing_required_parameter")  # fmt: skip
+    refuse_others(named, ("name", "description", "schema", "strict"), {}, "response_format.json_schema.")
     return Grammar(of_schema(named["schema"]), served.tree)

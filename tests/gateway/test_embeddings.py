@@ -22,6 +22,12 @@ from tests.gateway.small_gateway import PLAIN, TOKEN, Gateway, serving, tokenize
 TEXTS = ["The history of the city", "Once upon a time there was a king who had a horse", "I", "My fellow citizens"]
 ROWS = 3
 ERROR = 2e-3
+OTHERS: dict[str, object] = {
+    "normalize": False, "pooling": "cls", "task": "retrieval.query", "input_type": "query", "prompt_name": "query",
+    "instruction": "a", "late_chunking": True, "embedding_type": "binary", "truncate_dim": 8, "messages": [],
+    "a_field_of_next_year": 1,
+}  # fmt: skip
+"""What other servers know, and would change the vectors."""
 HEADERS = {"Authorization": f"Bearer {TOKEN}"}
 
 
@@ -81,6 +87,7 @@ def test_both_forms_are_of_the_clients_type(vectors: Gateway) -> None:
         ({"encoding_format": "int8"}, "encoding_format", "invalid_value"),
         ({"encoding_format": 0}, "encoding_format", "invalid_value"),
         ({"truncate": "END"}, "truncate", "unsupported_parameter"),
+        *[({name: value}, name, "unsupported_parameter") for name, value in OTHERS.items()],
         ({"input": [[]]}, "input", "invalid_type"),
         ({"input": []}, "input", "invalid_type"),
         ({"input": ["a"] * 9}, "input", "invalid_value"),

@@ -7,6 +7,8 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from copy import copy
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -14,12 +16,24 @@ import openai
 import pytest
 from openai import OpenAI
 from private_llm_gateway.app import bound_socket
+from private_llm_gateway.prompts import of_messages
 from private_llm_gateway.settings import GatewaySettings
 from sse_starlette.sse import AppStatus
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError
-from tests.gateway.small_gateway import CHAT, PROMPT, TOKEN, Gateway, greedy, prompt_ids, serving, small, text_of
+from tests.gateway.small_gateway import (
+    CHAT,
+    PROMPT,
+    TOKEN,
+    Gateway,
+    greedy,
+    prompt_ids,
+    serving,
+    small,
+    text_of,
+    tokenizer,
+)  # fmt: skip
 from tests.service.conftest import eventually
 
 ASKED: dict[str, Any] = {"model": "small", "messages": CHAT, "max_tokens": 2, "temperature": 0}
@@ -88,7 +102,16 @@ def told(error: openai.APIStatusError) -> dict[str, Any]:
         ({"messages": [{"role": SECRET, "content": "a"}]}, "messages[0].role", "invalid_value"),
         ({"messages": [{"role": "tool", "content": "a", "tool_call_id": "1"}]}, "messages[0].role",
          "unsupported_parameter"),
-        ({"messages": [{"role": "user", "content": "a", "name": SECRET}]}, "messages[0].name", "unsupported_parameter"),
+        ({"messages": [{"role": "user", "content": "a", "name": 3}]}, "messages[0].name", "invalid_type"),
+        ({"messages": [{"role": "user", "content": "a", "prefix": True}]}, "messages[0].prefix",
+         "unsupported_parameter"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "detail": "high"}]}]},
+         "messages[0].content[0].detail", "unsupported_parameter"),
+        ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, "stream_options.continuous_usage_stats",
+         "unsupported_parameter"),
+        ({"response_format": {"type": "text", "strict": True}}, "response_format.strict", "unsupported_parameter"),
+        ({"a_field_of_next_year": [1]}, "a_field_of_next_year", "unsupported_parameter"),
+        ({"temprature": 1}, "temprature", "unsupported_parameter"),
         ({"messages": [{"role": "assistant", "content": "a", "tool_calls": [{}]}]}, "messages[0].tool_calls",
          "unsupported_parameter"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": SECRET}}]}]},
@@ -156,10 +179,25 @@ def test_bodies_that_are_no_requests_are_never_422(gateway: Gateway, body: bytes
         assert answer.json()["error"]["type"] == "invalid_request_error"
 
 
-def test_unknown_fields_are_tolerated(client: OpenAI) -> None:
-    more = {"user": "u", "metadata": {"a": "b"}, "safety_identifier": "s", "a_field_of_next_year": [1], "store": False}
+def test_fields_that_change_nothing(client: OpenAI) -> None:
+    """Of the request, and of messages as agents send them: names, and answers that go back as they came."""
+    more = {"user": "u", "metadata": {"a": "b"}, "safety_identifier": "s", "a_field_of_next_year": None, "store": False}
     made = client.chat.completions.create(**ASKED, extra_body=more)
-    assert made.choices[0].message.content == text_of(greedy(2))
+    said = made.choices[0].message
+    assert said.content == text_of(greedy(2))
+    messages: Any = [{**CHAT[0], "name": "planner"}, said.model_dump(), {"role": "user", "content": "and", "name": "a"}]
+    again = client.chat.completions.create(**{**ASKED, "messages": messages})
+    plain = [CHAT[0], {"role": "assistant", "content": said.content}, {"role": "user", "content": "and"}]
+    wanted = client.chat.completions.create(**{**ASKED, "messages": plain})
+    assert (again.choices[0].message.content, again.usage) == (wanted.choices[0].message.content, wanted.usage)
+
+
+def test_a_template_may_use_names() -> None:
+    served: Any = SimpleNamespace(
+        tokenizer=copy(tokenizer()), vocabulary=4096, encode=lambda text, special: [len(text)]
+    )
+    served.tokenizer.chat_template = "{% for m in messages %}{{ m.name }}: {{ m.content }}{% endfor %}"
+    assert of_messages(served, [{"role": "user", "content": "a", "name": "Ada"}]) == [len("Ada: a")]
 
 
 def test_a_wrong_token(gateway: Gateway) -> None:
