@@ -21,6 +21,7 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from torch import Tensor
 
 from private_llm.errors import PlaintextLeak, UnsupportedOp
+from private_llm.forks import Origin
 from private_llm.kernels import parallel
 from private_llm.kernels.backends.cpu import aes as cpu_aes
 from private_llm.kernels.backends.cpu import aes_ctr as cpu_aes_ctr
@@ -41,26 +42,30 @@ def makes_fast() -> bool:
 
 
 class StreamKey:
-    """The key of one stream (16 bytes); `repr` never shows it."""
+    """The key of one stream (16 bytes); `repr` never shows it. A fork of the process that made it makes nothing of it:
+    what gives bytes, or the place of the key, raises ProtocolAbort there.
+    """
 
-    __slots__ = ("_address", "_raw", "_rounds")
+    __slots__ = ("_address", "_origin", "_raw", "_rounds")
 
     def __init__(self, raw: bytes) -> None:
-        self._raw = raw
+        self._raw, self._origin = raw, Origin()
         self._rounds = cpu_aes.round_keys(raw) if cpu_aes.usable() else None
         self._address = None if self._rounds is None else int(self._rounds.ctypes.data)
 
     @property
     def rounds(self) -> int | None:
         """The address of the round keys, for kernels; None on processors without AES instructions."""
+        self._origin.demand("a mask")
         return self._address
 
     @property
     def place(self) -> tuple[int, int]:
         """Where the round keys begin, and their bytes. Raises UnsupportedOp on processors without AES instructions."""
-        if self._rounds is None or self._address is None:
+        address = self.rounds
+        if self._rounds is None or address is None:
             raise UnsupportedOp("round keys on a processor without AES instructions")
-        return self._address, self._rounds.nbytes
+        return address, self._rounds.nbytes
 
     def fill(self, start: int, out: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> None:
         """Overwrite out (uint8 [n], contiguous) with bytes start .. start + n - 1 of the stream."""
@@ -71,7 +76,7 @@ class StreamKey:
 
     def write(self, start: int, to: int, size: int) -> None:
         """The same at an address. Raises UnsupportedOp on processors without AES instructions."""
-        keys = self._address
+        keys = self.rounds
         if keys is None:
             raise UnsupportedOp("a stream at an address, on a processor without AES instructions")
         pieces = 1 if size < _SHARED else parallel.threads(size / BYTES)

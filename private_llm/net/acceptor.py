@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from private_llm.forks import Origin
 from private_llm.net.addresses import same_user
 
 HANDSHAKE_S = 10.0
@@ -48,7 +49,7 @@ class Acceptor:
 
     def __init__(self, listener: socket.socket, expected: int) -> None:
         """expected: how many endpoints have business here."""
-        self._listener = listener
+        self._listener, self._origin = listener, Origin()
         self._most, self._most_of_source = _CALLERS + expected, _PER_SOURCE + expected
         self._callers: list[_Caller] = []
         self._lock = threading.Lock()
@@ -63,8 +64,11 @@ class Acceptor:
             self._acceptor.start()
 
     def close(self) -> None:
-        """Accept nobody any more. Idempotent."""
+        """Accept nobody any more. Idempotent; in a fork it closes the fork's copy alone."""
         self._closed = True
+        if not self._origin.here:
+            self._listener.close()
+            return
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the accepting thread at once where the system does that
         if self._acceptor.is_alive():

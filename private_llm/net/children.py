@@ -29,6 +29,7 @@ from typing import Any, NoReturn
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import PartyFailed
+from private_llm.forks import Origin
 from private_llm.kernels.parallel import threads_per_node, usable_cores
 from private_llm.net.addresses import hosts_of, open_named_listeners
 from private_llm.net.rendezvous import connect
@@ -50,14 +51,15 @@ Run = Callable[..., str | None]
 def start_children(
     config: PrivateConfig, entry: str, extra: Mapping[str, Any]
 ) -> tuple[SocketTransport, Callable[[], None]]:
-    """Start all parties; the client's transport to them, and a function that ends them (idempotent).
+    """Start all parties; the client's transport to them, and a function that ends them (idempotent; does
+    nothing in a fork).
 
     extra must be JSON. Raises PartyFailed if they do not start.
     """
     listeners = open_named_listeners(config.endpoints)
     hosts = hosts_of(listeners)
     token = secrets.token_bytes(32)
-    child = _spawn(config, listeners)
+    child, origin = _spawn(config, listeners), Origin()
     try:
         order = {
             "config": config.to_dict(),
@@ -76,8 +78,9 @@ def start_children(
         raise
 
     def stop() -> None:
-        _end(child)
-        transport.close()
+        if origin.here:
+            _end(child)
+            transport.close()
 
     return transport, stop
 
@@ -85,13 +88,14 @@ def start_children(
 def start_servers(
     config: PrivateConfig, entry: str, extra: Mapping[str, Any], listeners: Sequence[socket.socket]
 ) -> Callable[[], None]:
-    """Start all parties as servers, each at its own listening socket; a function that ends them (idempotent).
+    """Start all parties as servers, each at its own listening socket; a function that ends them (idempotent; does
+    nothing in a fork).
 
     A server that is killed is started again.
     What is named runs as function(config, party, listener, **extra), where extra must be JSON. The listeners are
     closed here. Raises PartyFailed if the parties do not start.
     """
-    child = _spawn(config, listeners)
+    child, origin = _spawn(config, listeners), Origin()
     order = {
         "config": config.to_dict(),
         "hosts": (),
@@ -109,7 +113,8 @@ def start_servers(
         listener.close()
 
     def stop() -> None:
-        _end(child)
+        if origin.here:
+            _end(child)
 
     return stop
 

@@ -101,8 +101,8 @@ class DistMesh:
         return DistTransport(self, me)
 
     def close(self) -> None:
-        """Leave the process group, if this mesh made it."""
-        if self._owner and dist.is_initialized():
+        """Leave the process group, if this mesh made it; nothing in a fork."""
+        if self._owner and self.local.origin.here and dist.is_initialized():
             dist.destroy_process_group()
 
     def _demand_one_machine(self, world: int) -> None:
@@ -130,6 +130,7 @@ class DistTransport(Transport):
         self._pending: deque[tuple[int, int, Tensor, dist.Work]] = deque()
         self._ahead = 0
         self._failure: str | None = None
+        self._origin = mesh.local.origin
 
     def _send(self, to: int, tag: str, payload: Tensor) -> None:
         if self._is_here(to):
@@ -207,8 +208,8 @@ class DistTransport(Transport):
                 raise self._fail(error, frm, what) from None
 
     def abort(self, reason: str) -> None:
-        """Leave the reason in the store and hang up, so that all peers stop."""
-        if self._failure is None:
+        """Leave the reason in the store and hang up, so that all peers stop; nothing in a fork."""
+        if self._failure is None and self._origin.here:
             self._failure = reason
             with contextlib.suppress(RuntimeError):  # the store may have gone with its process
                 self._mesh.store.compare_set("failure", "", reason)
@@ -219,8 +220,8 @@ class DistTransport(Transport):
                 self._get_tagged(peer, torch.empty(1, dtype=torch.uint8), _NO_TAG, datetime.timedelta(milliseconds=1))
 
     def close(self) -> None:
-        """Wait until the receivers have taken what was sent."""
-        if self._failure is None:
+        """Wait until the receivers have taken what was sent; nothing in a fork."""
+        if self._failure is None and self._origin.here:
             try:
                 while self._pending:
                     self._reap()
@@ -300,6 +301,7 @@ class DistTransport(Transport):
 
     # -- failures -------------------------------------------------------------------------------------
     def _check(self) -> None:
+        self._origin.demand("this connection")
         if self._failure is not None:
             raise PartyFailed(self._failure)
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from private_llm.errors import PartyFailed, TransportError
+from private_llm.forks import Origin
 from private_llm.net.direct import End
 from private_llm.net.memory_link import Item, MemoryLink, Reader, Writer, new_link
 from private_llm.net.transport import CLIENT, Transport, endpoint_name
@@ -89,7 +90,7 @@ class LocalMesh:
         self.endpoints = [*range(parties), CLIENT]
         self.timeout = timeout
         self.turns = None if at_once is None else Turns(at_once)
-        self.number = 0
+        self.number, self.origin = 0, Origin()
         self.parallel_sessions = _ParallelSessions()
         self.parallel_sessions.meshes[0] = self
         self.others: list[LocalMesh] = []  # of this session, made here; no circle, so that links end with the mesh
@@ -127,7 +128,11 @@ class LocalMesh:
         return LocalTransport(self, me)
 
     def abort(self, reason: str) -> None:
-        """Wake every waiting endpoint of every parallel session with PartyFailed."""
+        """Wake every waiting endpoint of every parallel session with PartyFailed; nothing in a fork, which has none
+        of their threads, but shares counters of messages with its parent.
+        """
+        if not self.origin.here:
+            return
         with self.parallel_sessions.lock:
             if self.parallel_sessions.failure is None:
                 self.parallel_sessions.failure = reason
@@ -154,6 +159,7 @@ class LocalTransport(Transport):
     def __init__(self, mesh: LocalMesh, me: int) -> None:
         super().__init__(me)
         self._mesh, self._session = mesh, mesh.parallel_sessions
+        self._origin = mesh.origin
 
     def ends(self, endpoint: int) -> Sequence[End]:
         """Both, but for an endpoint that gives up its turn when it waits."""
@@ -170,6 +176,7 @@ class LocalTransport(Transport):
         return _NO_TURNS if turns is None or self.me == CLIENT else turns.given_up()
 
     def _send(self, to: int, tag: str, payload: Tensor) -> None:
+        self._origin.demand("this connection")
         link = self._mesh.links[(self.me, to)]
         size = payload.numel() * payload.element_size()
         counted = size > _SMALL
@@ -214,6 +221,7 @@ class LocalTransport(Transport):
 
     def wait(self, frm: int) -> None:
         """Block until a frame from `frm` is there, however long it takes."""
+        self._origin.demand("this connection")
         link = self._mesh.links[(frm, self.me)]
         if link.items.empty():
             with self.aside():
@@ -232,6 +240,7 @@ class LocalTransport(Transport):
 
     def _next(self, frm: int, tag: str) -> tuple[str, Tensor]:
         """The next tag and payload from `frm`, which is no more ahead by them."""
+        self._origin.demand("this connection")
         link = self._mesh.links[(frm, self.me)]
         if self._session.failure is not None:
             raise PartyFailed(self._session.failure)

@@ -10,7 +10,8 @@
   3. Online, an `OfflineStoreTransport` hands the messages to the protocol as if they had just been sent.
 
 A store is read once, front to back, and its file is gone with it; there is no way back, because masks must never
-repeat.
+repeat. A fork shares the file, the key and the place in the file, so it neither reads nor writes (and the file has no
+buffer that it could write when it ends).
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from torch import Tensor
 
 from private_llm.errors import ConfigError, ProtocolAbort, ShareFileError, TransportError
+from private_llm.forks import Origin
 from private_llm.net import wire
 from private_llm.net.ledger import CONTROL
 from private_llm.net.transport import Transport
@@ -42,7 +44,10 @@ _SEAL = 16
 
 
 class OfflineStore:
-    """One encrypted file of messages, in calls: written, rewound once, read once."""
+    """One encrypted file of messages, in calls: written, rewound once, read once.
+
+    Raises ProtocolAbort, whatever is asked but `close`, in a fork of the process that made it.
+    """
 
     def __init__(self, folder: str | Path | None = None) -> None:
         """A new file in `folder` (default: the system's place for temporary files) that only this process can open.
@@ -50,9 +55,10 @@ class OfflineStore:
         Raises ConfigError for a folder that cannot be written.
         """
         try:
-            self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - `close` closes it
+            self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115 - `close` closes it
         except OSError as error:
             raise ConfigError(f"store folder {str(folder)!r}: {error.strerror}; name one that can be written") from None
+        self._origin = Origin()
         self._cipher = AESGCM(AESGCM.generate_key(128))
         self._session = secrets.token_bytes(8)
         self._buffer = bytearray()
@@ -62,7 +68,6 @@ class OfflineStore:
     @property
     def nbytes(self) -> int:
         """Size of the file."""
-        self._file.flush()
         return os.fstat(self._file.fileno()).st_size
 
     # -- writing ----------------------------------------------------------------------------------------------
@@ -95,11 +100,11 @@ class OfflineStore:
 
     def rewind(self) -> None:
         """From now on, read. Raises ProtocolAbort the second time."""
+        self._origin.demand("a store of masks")
         if self._reading:
             raise ProtocolAbort("a store may be read once only: masks must never repeat")
         self._reading = True
         self._messages = self._pieces = 0
-        self._file.flush()
         self._file.seek(0)
 
     # -- reading ----------------------------------------------------------------------------------------------
@@ -132,11 +137,13 @@ class OfflineStore:
         self._file.close()
 
     def _header(self, kind: Kind, tag: str, dtype: torch.dtype, count: int) -> bytes:
+        self._origin.demand("a store of masks")
         header = wire.encode(kind, _WRITER, self._session, self._messages, tag, dtype, count)
         self._messages += 1
         return header
 
     def _expect(self, want: Frame) -> bytes:
+        self._origin.demand("a store of masks")
         header = self._file.read(HEADER_BYTES)
         self._messages += 1
         try:
@@ -150,8 +157,10 @@ class OfflineStore:
         return header
 
     def _write(self, data: bytes | memoryview) -> None:
+        rest = memoryview(data)
         try:
-            self._file.write(data)
+            while rest:
+                rest = rest[self._file.write(rest) :]
         except OSError as error:
             raise ShareFileError(
                 f"the store cannot be written ({error.strerror}); make room, or name another offline_folder"

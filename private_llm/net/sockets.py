@@ -11,8 +11,10 @@
 - a client that asks for nothing for `idle_s` seconds: its session ends, and the parties are free for others.
 
 The ledger counts payload bytes; `wire_bytes` also counts headers and notes (not the overhead of TLS).
-A transport belongs to one thread; only `abort` may be called from another. Parallel sessions have connections of their
-own, so that none waits behind the frames of another; the end of one parallel session is the end of all.
+A transport belongs to one thread; only `abort` may be called from another. In a fork of its process it raises
+ProtocolAbort where it would send or receive, and aborting or closing it says nothing on the shared connections.
+Parallel sessions have connections of their own, so that none waits behind the frames of another; the end of one
+parallel session is the end of all.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ import torch
 from torch import Tensor
 
 from private_llm.errors import ConfigError, PartyFailed, TransportError
+from private_llm.forks import Origin
 from private_llm.net.direct import End
 from private_llm.net.incoming import Incoming
 from private_llm.net.outgoing import Outgoing
@@ -56,6 +59,7 @@ class SocketTransport(Transport):
         self, me: int, pairs: dict[int, Pair], timeout: float, device: str = "cpu", idle_s: float | None = None
     ) -> None:
         super().__init__(me)
+        self._origin = Origin()
         self.timeout = timeout
         self.idle_s = idle_s
         self._life = self._said_at = time.monotonic()
@@ -172,7 +176,9 @@ class SocketTransport(Transport):
                 raise self._fail(PartyFailed(link.ended), peer, "while nothing was awaited")
 
     def abort(self, reason: str) -> None:
-        """Tell all others that this endpoint stops and why."""
+        """Tell all others that this endpoint stops and why; nothing in a fork, whose parent goes on."""
+        if not self._origin.here:
+            return
         ending = [each for each in self._parallel_sessions if each._failure is None]
         for each in ending:
             each._failure = reason
@@ -183,7 +189,9 @@ class SocketTransport(Transport):
                 link.abort(reason)
 
     def close(self) -> None:
-        """Write what is queued, say goodbye and close all connections, of all parallel sessions."""
+        """Write what is queued, say goodbye and close all connections, of all parallel sessions; nothing in a fork."""
+        if not self._origin.here:
+            return
         for parallel_session in self._parallel_sessions:
             parallel_session._close()
 
@@ -198,6 +206,7 @@ class SocketTransport(Transport):
 
     # -- failures -------------------------------------------------------------------------------------
     def _check(self) -> None:
+        self._origin.demand("this connection")
         if self._failure is not None:
             raise PartyFailed(self._failure)
 

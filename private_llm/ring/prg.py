@@ -12,7 +12,6 @@ made on the GPU that needs it. Which of them a session uses is agreed by all par
 from __future__ import annotations
 
 import hashlib
-import os
 import secrets
 from collections.abc import Sequence
 
@@ -21,7 +20,8 @@ import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from torch import Tensor
 
-from private_llm.errors import ConfigError, DomainError, ProtocolAbort
+from private_llm.errors import ConfigError, DomainError
+from private_llm.forks import Origin, forked, process
 from private_llm.kernels import ops
 from private_llm.kernels.drawn import DrawnTensor, StreamKey, Stretch, makes_fast
 from private_llm.kernels.watching import this_thread
@@ -30,42 +30,21 @@ from private_llm.ring.ring import Ring
 _ZEROS = memoryview(bytes(1 << 20))
 
 
-class _Process:
-    """forks: how many times this process was copied on its way from the first one."""
-
-    forks = 0
-
-    def copied(self) -> None:
-        """In the child of a fork."""
-        self.forks += 1
-
-
-_process = _Process()
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_process.copied)
-
-
-def _forked() -> ProtocolAbort:
-    return ProtocolAbort(
-        "masks of a stream that was made before this process was forked: its parent draws the same ones, and masks "
-        "must never repeat; open the model in the process that uses it"
-    )
-
-
 class Seed:
     """32 secret bytes and the cipher of their streams, "aes" or "chacha20"; `repr` never shows the bytes.
 
-    Raises ConfigError for another length or cipher; pickling raises TypeError.
+    Raises ConfigError for another length or cipher; pickling raises TypeError. In a fork of the process that made it,
+    whatever is asked of it raises ProtocolAbort.
     """
 
-    __slots__ = ("_raw", "cipher")
+    __slots__ = ("_origin", "_raw", "cipher")
 
     def __init__(self, raw: bytes, cipher: str = "aes") -> None:
         if len(raw) != 32:
             raise ConfigError(f"seed: got {len(raw)} bytes; want 32")
         if cipher not in ("aes", "chacha20"):
             raise ConfigError(f"prg: got {cipher!r}; want 'aes' or 'chacha20'")
-        self._raw, self.cipher = bytes(raw), cipher
+        self._raw, self.cipher, self._origin = bytes(raw), cipher, Origin()
 
     @classmethod
     def fresh(cls) -> Seed:
@@ -74,7 +53,7 @@ class Seed:
 
     def derive(self, label: str) -> Seed:
         """An independent seed for `label` (domain separation)."""
-        raw = hashlib.blake2b(label.encode(), key=self._raw, digest_size=32, person=b"pllm-seed").digest()
+        raw = hashlib.blake2b(label.encode(), key=self.raw(), digest_size=32, person=b"pllm-seed").digest()
         return Seed(raw, self.cipher)
 
     def stream(self, label: str) -> Prg:
@@ -93,10 +72,14 @@ class Seed:
         return DrawnTensor([Stretch(StreamKey(self._key(label, 16)), 0, lines)], line, ring.dtype)
 
     def _key(self, label: str, size: int) -> bytes:
-        return hashlib.blake2b(label.encode(), key=self._raw, digest_size=size, person=b"pllm-prg").digest()
+        return hashlib.blake2b(label.encode(), key=self.raw(), digest_size=size, person=b"pllm-prg").digest()
 
     def raw(self) -> bytes:
-        """The bytes, for a key exchange or a share file that only the holder may read."""
+        """The bytes, for a key exchange or a share file that only the holder may read.
+
+        Raises ProtocolAbort in a fork of the process that made this seed.
+        """
+        self._origin.demand("this seed")
         return self._raw
 
     def __repr__(self) -> str:
@@ -117,7 +100,7 @@ class Prg:
     """Bytes: a draw takes whole blocks."""
 
     def __init__(self, key: bytes) -> None:
-        self._stream, self._taken, self._forks = StreamKey(key) if makes_fast() else None, 0, _process.forks
+        self._stream, self._taken, self._forks = StreamKey(key) if makes_fast() else None, 0, process.forks
         if self._stream is None:
             self._encrypt = Cipher(algorithms.AES(key), modes.CTR(bytes(16))).encryptor()
 
@@ -126,8 +109,8 @@ class Prg:
 
         Raises ProtocolAbort in a fork of the process that made this stream, DomainError for another kind of array.
         """
-        if self._forks != _process.forks:
-            raise _forked()
+        if self._forks != process.forks:
+            raise forked("this stream")
         if out.dtype != np.uint8 or not out.flags.carray:
             raise DomainError(f"a stream fills writable, contiguous bytes; got {out.dtype}, strides {out.strides}")
         if self._stream is not None:
@@ -155,8 +138,8 @@ class Prg:
         """
         if str(device) == "meta":
             return torch.empty(count, dtype=dtype, device="meta")
-        if self._forks != _process.forks:
-            raise _forked()
+        if self._forks != process.forks:
+            raise forked("this stream")
         out = torch.empty(count, dtype=dtype)
         if count and self._stream is not None:
             start, size = self._taken, out.nbytes
@@ -186,7 +169,7 @@ class ChaCha(Prg):
 
     def __init__(self, key: bytes) -> None:
         self._key, self._nonce, self._block = key, 0, 0
-        self._stream, self._forks = None, _process.forks
+        self._stream, self._forks = None, process.forks
         self._at: tuple[int, int] | None = None
 
     def _take(self, size: int) -> list[tuple[int, int, int]]:
@@ -203,8 +186,8 @@ class ChaCha(Prg):
 
     def fill(self, out: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> None:
         """Overwrite `out` (uint8 [n], contiguous) with the next stream bytes; a call takes whole blocks of 64 bytes."""
-        if self._forks != _process.forks:
-            raise _forked()
+        if self._forks != process.forks:
+            raise forked("this stream")
         at = 0
         for nonce, block, size in self._take(out.size):
             if self._at != (nonce, block):
@@ -232,8 +215,8 @@ class ChaCha(Prg):
 
         Raises ProtocolAbort in a fork of the process that made this stream.
         """
-        if self._forks != _process.forks:
-            raise _forked()
+        if self._forks != process.forks:
+            raise forked("this stream")
         key = torch.frombuffer(bytearray(self._key), dtype=torch.int32).to(device)
         made = [torch.empty(0, dtype=torch.int32, device=device)]
         for nonce, block, size in self._take(count * dtype.itemsize):

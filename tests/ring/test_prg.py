@@ -159,7 +159,8 @@ def test_streams_are_not_copied(cipher: str) -> None:
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
 @pytest.mark.parametrize("cipher", ["aes", "chacha20"])
 def test_a_fork_draws_nothing_of_its_parents_streams(cipher: str) -> None:
-    """Parent and child would mask two prompts alike, and whoever sees both messages has their difference."""
+    """Parent and child would mask two prompts alike, and whoever sees both messages has their difference. What is
+    derived in the child from a seed of the parent is what the parent derives, too."""
     seed = Seed(bytes(32), cipher)
     stream = seed.stream("masks")
     stream.words(3)
@@ -171,12 +172,16 @@ def test_a_fork_draws_nothing_of_its_parents_streams(cipher: str) -> None:
             return "before this process was forked" in str(error)
         return False
 
+    drawn = seed.drawn("mask", (2, 3), RING64) if cipher == "aes" else None
     child = os.fork()
     if not child:
         right = False
         try:
-            right = refused(lambda: stream.words(3)) and refused(lambda: stream.fill(np.zeros(16, np.uint8)))
-            right = right and bool(torch.equal(seed.stream("own").words(2), seed.stream("own").words(2)))
+            draws = [lambda: stream.words(3), lambda: stream.fill(np.zeros(16, np.uint8))]
+            draws += [lambda: seed.stream("own"), lambda: seed.derive("own"), seed.raw]
+            draws += [drawn.made, lambda: drawn + 1] if drawn is not None else []
+            own = Seed(bytes(32), cipher)
+            right = all(map(refused, draws)) and bool(torch.equal(own.stream("o").words(2), own.stream("o").words(2)))
         finally:
             os._exit(not right)
     assert os.waitpid(child, 0)[1] == 0

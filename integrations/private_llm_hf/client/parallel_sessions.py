@@ -147,7 +147,7 @@ class ParallelSessions(Parties):
 
         Raises TransportError if they give different answers, UnsupportedOp and DomainError as `SessionRows.of_call`.
         """
-        with self.lock:
+        with self.alone():
             place = self.place_of(call)
             if place is not None:
                 return self._run(call, secrets, self._planned[place[1]])
@@ -195,7 +195,7 @@ class ParallelSessions(Parties):
 
     def command(self, edit: CacheEdit) -> None:
         """Cache management in every parallel session that holds rows of the cache."""
-        with self.lock:
+        with self.alone():
             planned = self.place_of(edit) is not None
             rows, picks = self._kept.of_command(edit)
             with self._using(rows):
@@ -216,7 +216,7 @@ class ParallelSessions(Parties):
         self._check_helped()
         planned, parts = plan_parallel_sessions(entries, len(self._parallel_sessions))
         schedule = Schedule(next(self._plans), entries)
-        with self.lock, self._using([1] * len(self._parallel_sessions)):
+        with self.alone(), self._using([1] * len(self._parallel_sessions)):
             self._drop_schedule()
             waiting = [
                 parallel_session.prepare(part)

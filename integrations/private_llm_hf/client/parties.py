@@ -24,6 +24,7 @@ from torch import Tensor
 from private_llm import errors
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError, DomainError, PartyFailed, PrivateLLMError, ShareFileError, TransportError
+from private_llm.forks import Origin
 from private_llm.net.ledger import Ledger
 from private_llm.net.roles import HEARSAY, WHO, named
 from private_llm.net.transport import Transport
@@ -66,6 +67,8 @@ class Parties(SessionClient):
 
     Whatever talks to the parties raises PartyFailed once the session is over; it is over when a call fails or is
     interrupted. The call itself raises TransportError, or the PrivateLLMError that a party reported (DomainError, ...).
+    A fork of the process that opened the session raises ProtocolAbort wherever it would talk to the parties, and ends
+    nothing, whatever it does: the session is its parent's.
     """
 
     def __init__(
@@ -76,7 +79,7 @@ class Parties(SessionClient):
         self.members = range(config.parties)
         self.ranges = UNKNOWN
         self.transport, self.end, self.shutdown = transport, end, shutdown
-        self.lock = threading.RLock()
+        self.lock, self._origin = threading.RLock(), Origin()
         self._handles = itertools.count(1)
         self._unused: deque[int] = deque()
         self._over: str | None = None
@@ -94,7 +97,14 @@ class Parties(SessionClient):
     @contextmanager
     def _call(self) -> Iterator[None]:
         """One call at a time; end the session if it fails or is interrupted halfway."""
-        with self.lock, self._guarded():
+        with self.alone(), self._guarded():
+            yield
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Keep other threads off. Raises ProtocolAbort in a fork, where the lock might be held for ever."""
+        self._origin.demand("this session")
+        with self.lock:
             yield
 
     @contextmanager
@@ -226,7 +236,7 @@ class Parties(SessionClient):
 
         secrets: the inputs listed in call.secret, in that order: ring elements, or token ids with their vocabulary.
         """
-        with self.lock:
+        with self.alone():
             place = self.place_of(call)
             with self._call(), self.asking(call, secrets, place) as answer:
                 return answer()
@@ -268,7 +278,7 @@ class Parties(SessionClient):
 
     def command(self, edit: CacheEdit) -> None:
         """Change a cache, without an answer; an error surfaces at the next call."""
-        with self.lock:
+        with self.alone():
             place = self.place_of(edit)
             with self._call():
                 self.tell(ManageCache(edit, place), None if place is None else self._asked)
@@ -379,7 +389,9 @@ class Parties(SessionClient):
             return Costs.from_rows(rows, self.config.helper)
 
     def close(self) -> None:
-        """Stop the parties. Idempotent."""
+        """Stop the parties. Idempotent; nothing in a fork."""
+        if not self._origin.here:
+            return
         with self.lock:
             if self._over is not None:
                 return

@@ -17,6 +17,7 @@ from typing import Any
 
 from private_llm.config import PrivateConfig, TLSConfig
 from private_llm.errors import PartyFailed, PrivateLLMError
+from private_llm.forks import Origin
 from private_llm.net.addresses import hosts_of, open_listeners
 from private_llm.net.certificates import make_certificates, user_folder
 from private_llm.net.children import start_servers
@@ -44,7 +45,7 @@ class LocalParties:
         When it returns, all parties are ready. Raises ConfigError for settings that a service does not have,
         PartyFailed if the parties do not start, or are not ready in time.
         """
-        self._folder = Path(tempfile.mkdtemp(prefix="private-llm-"))
+        self._folder, self._origin = Path(tempfile.mkdtemp(prefix="private-llm-")), Origin()
         try:
             certificates = make_certificates(self._folder / "certs", config.endpoints, users=users)
             listeners = open_listeners(config.endpoints)
@@ -92,9 +93,10 @@ class LocalParties:
         return dataclasses.replace(self._remote, tls=TLSConfig(*paths))
 
     def close(self) -> None:
-        """End the parties. Idempotent."""
-        self._stop()
-        self._remove()
+        """End the parties. Idempotent; nothing in a fork."""
+        if self._origin.here:
+            self._stop()
+            self._remove()
 
     def _remove(self) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)
