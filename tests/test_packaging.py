@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from typer.testing import CliRunner
 import private_llm
 from private_llm.config import VERSION
 from private_llm.errors import ConfigError
+from private_llm.threat import markdown
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -63,3 +66,38 @@ def test_a_picture_without_matplotlib_is_refused_before_any_work(
 
 def test_matplotlib_draws_without_a_screen() -> None:
     assert load_pyplot().get_backend().lower() == "agg"
+
+
+# -- what is not in the wheel ----------------------------------------------------------------------------------------
+_ELSEWHERE = re.compile(r"\b(?:docs|scripts|examples|tests)/\w|\b[\w-]+\.(?:md|sh)\b")
+
+
+def shown(source: Path) -> Iterator[str]:
+    """String literals of a module without its docstrings; of the command line, whose docstrings are help, with them."""
+    tree = ast.parse(source.read_text())
+    statements = [node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)]
+    kept = {
+        node.body[0].value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef)
+        and isinstance(node.body[0], ast.Expr)
+        and "private_llm_cli" in source.parts
+    }
+    hidden = {id(value) for value in statements if value not in kept}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in hidden:
+            yield node.value
+
+
+def test_no_error_and_no_help_names_a_file_that_a_wheel_lacks() -> None:
+    """The threat model is a page of the repository, and says so."""
+    sources = [path for folder in ("private_llm", "integrations") for path in (ROOT / folder).rglob("*.py")]
+    found = [
+        f"{path.relative_to(ROOT)}: {text[:100]}"
+        for path in sources
+        if path.parent != ROOT / "private_llm/threat"
+        for text in shown(path)
+        if _ELSEWHERE.search(text)
+    ]
+    assert found == []
+    assert "Files that it names lie in the repository" in markdown()

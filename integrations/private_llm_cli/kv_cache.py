@@ -19,8 +19,8 @@ KvCacheOption = Annotated[
     str,
     typer.Option(
         "--kv-cache",
-        help=f"What the KV cache keeps: {', '.join(POLICIES)}; settings after commas, as mpcache,gamma=0.25 "
-        "(docs/kv-cache.md).",
+        help=f"What the KV cache keeps: {', '.join(POLICIES)}; settings after commas, as mpcache,gamma=0.25; "
+        "an unknown one lists those that there are.",
     ),
 ]
 OldKvCacheOption = Annotated[str, typer.Option("--cache-policy", hidden=True, help="Now --kv-cache.")]

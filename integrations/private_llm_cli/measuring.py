@@ -96,7 +96,7 @@ def estimate(
         str,
         typer.Option(
             help="As if predictors left out these shares: neurons=0.9,heads=0.5 and, after further commas, "
-            "block=16, rank=128, heads-rank=32, levels=open or levels=budget (docs/comet.md)."
+            "block=16, rank=128, heads-rank=32, levels=open or levels=budget."
         ),
     ] = "",
     ranges: RangesOption = None,

@@ -100,7 +100,7 @@ AgreedAdderOption = Annotated[
     typer.Option(
         "--adder",
         help="How comparisons are made, the same at all endpoints: prefix, ripple, keys (parties far apart), or "
-        "auto,bandwidth_mbit=1000,latency_ms=20 (docs/hosts.md; default: prefix).",
+        "auto,bandwidth_mbit=1000,latency_ms=20, which chooses by price (default: prefix).",
     ),
 ]
 ReluBitsOption = Annotated[
@@ -108,7 +108,11 @@ ReluBitsOption = Annotated[
 ]
 ReluLowOption = Annotated[int, typer.Option("--relu-low", help="How many of them, the lowest, ReLU leaves out.")]
 ApproximationsOption = Annotated[
-    Approximations, typer.Option("--approximations", help="Whose GELU and softmax (docs/approximations.md).")
+    Approximations,
+    typer.Option(
+        "--approximations",
+        help="Whose GELU and softmax; mpcformer and secformer want models that were distilled with theirs.",
+    ),
 ]
 PartyOption = Annotated[PartyMode, typer.Option("--party-mode", help="Parties as threads or as processes.")]
 

@@ -127,8 +127,7 @@ def check_ring(model: PreTrainedModel, config: PrivateConfig) -> None:
         if isinstance(module, nn.LayerNorm | nn.RMSNorm) or norm_of(module) is not None:
             raise ConfigError(
                 f"ring: got {config.ring} for {type(model).__name__}, whose '{name}' ({type(module).__name__}) has "
-                "products beyond it; want ring=64. The 32-bit ring is for networks of convolutions and ReLU "
-                "(docs/models.md)"
+                "products beyond it; want ring=64. The 32-bit ring is for networks of convolutions and ReLU"
             )
 
 

@@ -17,7 +17,7 @@ drain_s = 30.0                  # seconds that sessions may take to end after SI
 [models]                        # name for logs = this party's share file, or a folder with party<N>.safetensors
 demo = "shares/party0.safetensors"
 
-[tls]                           # docs/deploy.md tells who makes which file
+[tls]                           # made by `private-llm certs`: ca, then request, then sign
 certificate = "tls/party0.pem"  # common name party0; read anew when the file is replaced
 key = "tls/party0.key"          # mode 600
 ca = "tls/ca.pem"
@@ -34,12 +34,12 @@ gather_s = 0.005                # how long a pass waits for the next requests of
 # positions_in_all = 65536      # those of all sessions together, half of them of one user (default: the same)
 # elements = 50000000           # of the largest array of one pass (default: the same)
 
-[computation]                   # settings of PrivateConfig (docs/api.md); those that parties agree upon as everywhere
+[computation]                   # settings of PrivateConfig; those that parties agree upon as everywhere
 timeout_s = 120.0               # seconds of silence after which another endpoint counts as dead
 idle_s = 1800.0                 # seconds without a call that end a session (0: never)
 device = "cpu"                  # or "cuda:0"
-# adder = "auto"                # parties far apart: comparison keys where they are faster (docs/hosts.md); the same
-# bandwidth_mbit = 1000         # three lines at all parties, and --adder auto,bandwidth_mbit=1000,latency_ms=20 at
+# adder = "auto"                # parties far apart: comparison keys where they are faster; these three lines the same
+# bandwidth_mbit = 1000         # at all parties, and --adder auto,bandwidth_mbit=1000,latency_ms=20 at
 # latency_ms = 20               # users. Mbit/s of a party's connection, milliseconds one way
 
 [operator]

@@ -74,5 +74,5 @@ def in_words(file: str, facts: CertificateFacts) -> str | None:
     left = f"expires in {days:.0f} days" if days > 0 else "has expired"
     what = "want a new one (`private-llm certs request`); it is read without a restart"
     if file == "ca":
-        what = "make a new CA and let all endpoints trust both before certificates are renewed (docs/deploy.md)"
+        what = "make a new CA, and let all endpoints trust both (one file with the two) before certificates are renewed"
     return f"the {file} {facts.name} {left}, on {facts.ends:%Y-%m-%d %H:%M} UTC; {what}"

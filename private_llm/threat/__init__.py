@@ -73,7 +73,7 @@ def markdown() -> str:
         "# Threat model",
         "",
         "Made from `private_llm/protocol_facts.py` and `private_llm/threat/` by `private-llm doctor --threats`; edit "
-        "it there.",
+        "it there. Files that it names lie in the repository of private-llm.",
         "",
     ]
     for entry in entries():

@@ -90,8 +90,8 @@ class SpeculationConfig:
         have, want = model.config.get_text_config().vocab_size, config.get_text_config().vocab_size
         if have != want:
             raise ConfigError(
-                f"draft: got a model of {have} tokens; want {want}, the private model's own vocabulary (train one with "
-                "scripts/train_draft.py, or use draft='lookup')"
+                f"draft: got a model of {have} tokens; want {want}, the private model's own vocabulary: a "
+                "smaller model of its family, or draft='lookup', which needs none"
             )
         made = ModelDraft(model, processors, sample)
         return Both(made) if self.look_up else made

@@ -43,7 +43,7 @@ def warn_of_functions(model_class: type[nn.Module], approximations: str) -> None
         warnings.warn(
             f"{model_class.__name__}: approximations={approximations!r} puts other functions in the place of {what}. "
             "Answers are the plaintext model's with these functions, which may be far from its own unless it was "
-            "distilled with them (docs/approximations.md)",
+            "distilled with them; the default approximations need no distillation",
             NeedsDistillation,
             stacklevel=5,
         )

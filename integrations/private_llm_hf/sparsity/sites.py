@@ -136,7 +136,7 @@ def _feed_forward(model: PreTrainedModel, calls: list[_Call]) -> list[Site]:
         raise PatchMismatch(
             f"{type(model).__name__}: no feed-forward block whose activation makes exact zeros (found: "
             f"{', '.join(names) or 'no activation behind a linear layer'}); want ReLU or one of its relatives: "
-            "scripts/relufy.py swaps GELU and SiLU for one and tunes the model"
+            "private_llm_hf.sparsity.relufy.relufy swaps GELU and SiLU for one and tunes the model"
         )
     return sparse
 

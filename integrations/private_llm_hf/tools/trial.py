@@ -123,7 +123,7 @@ def _try(model: PreTrainedModel, make_private: Callable[[], PreTrainedModel], on
             raise PatchMismatch(
                 f"{name}: its private result would be wrong. A small model of this class with random weights, "
                 f"{difference}, so nothing was sent. {_first_difference(model) if on_shares else ''}Report the class, "
-                "or add what it needs (docs/how-to-add.md)"
+                "or replace the modules that differ with private_llm_hf.register_handler"
             ) from None
         except Exception as refused:  # whatever a foreign forward raises at a party or here
             first = str(refused) or type(refused).__name__
@@ -280,7 +280,8 @@ def _refusals(model: PreTrainedModel, first: str) -> str:
     shown = "; ".join(found[:20]) + (f" and {len(found) - 20} more" if len(found) > 20 else "")
     return (
         f"no private rule for {len(found)} module(s) or operation(s), found with a small model and random weights "
-        f"before anything was sent: {shown}. Register a handler, or add the operation (docs/how-to-add.md)"
+        f"before anything was sent: {shown}. Give modules a rule with private_llm_hf.register_handler, "
+        "operations one with private_llm.tensor.dispatch.implements"
     )
 
 

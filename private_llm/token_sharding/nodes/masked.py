@@ -79,7 +79,8 @@ def encode(piece: Piece, reference: Tensor, nodes: int, where: str = "attention"
     if numbers.numel() and not float(numbers.abs().max()) < 2.0**62 / nodes:
         raise DomainError(
             f"{where}: some keys weigh more than 2^{62 - FRAC} / {nodes} times as much as a token's own key, which "
-            "masked sums cannot hold; use a plan of fewer shards, or partials='open' (see docs/cascade.md)"
+            "masked sums cannot hold; use a plan of fewer shards, or partials='open', "
+            "which lets a node see each shard's part of its row's attention"
         )
     return numbers.round().to(torch.int64)
 
