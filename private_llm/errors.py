@@ -66,6 +66,10 @@ class WeakProtection(UserWarning):
     """A sharding plan is used whose nodes, if they try, can work out tokens that they are not given."""
 
 
+class UntestedVersion(UserWarning):
+    """A library is newer than the newest one that this release was tested with: what it changed may not be known."""
+
+
 def refuse_unknown(found: Iterable[str], known: Iterable[str], where: str = "") -> None:
     """Raise ConfigError for settings that do not exist. where: what they are settings of, as "plan: "."""
     names = sorted(known)

@@ -24,7 +24,10 @@ with without_collections():
     from private_llm_hf.client.preprocess import ForwardPlan, GeneratePlan
     from private_llm_hf.client.speculation import FixedCounts, SpeculationConfig
     from private_llm_hf.handlers import register_handler, unregister_handler
+    from private_llm_hf.transformers_versions import warn_if_untested
     from private_llm_hf.vision.network import Network
+
+warn_if_untested()
 
 __all__ = [
     "H2O",

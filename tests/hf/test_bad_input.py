@@ -12,6 +12,7 @@ import torch
 import transformers as tr
 from private_llm_hf import AutoPrivateModel, AutoPrivateModelForCausalLM, PrivateConfig, patch
 from private_llm_hf.checkpoint.model_spec import accepted_class
+from private_llm_hf.transformers_versions import CACHE
 from transformers import DynamicCache, PreTrainedModel
 
 from private_llm.errors import ConfigError, DomainError, PatchMismatch, PlaintextLeak, UnsupportedOp
@@ -155,7 +156,7 @@ def test_forward_arguments_without_a_rule(opt: PreTrainedModel, arguments: dict[
 
 
 def test_a_cache_that_is_not_the_parties(opt: PreTrainedModel) -> None:
-    with pytest.raises(DomainError, match="past_key_values: got DynamicCache; want the handle"):
+    with pytest.raises(DomainError, match=f"{CACHE}: got DynamicCache; want the handle"):
         opt(input_ids=IDS, past_key_values=DynamicCache())
 
 

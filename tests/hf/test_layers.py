@@ -9,6 +9,7 @@ import pytest
 import torch
 from private_llm_hf import patch
 from private_llm_hf.party import layers
+from private_llm_hf.transformers_versions import CACHE
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaAttention
@@ -103,8 +104,8 @@ def test_a_layer_that_asks_for_the_length_stays_as_it_was(monkeypatch: pytest.Mo
     forward = LlamaAttention.forward
 
     def asks(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("past_key_values") is not None:
-            kwargs["past_key_values"].get_seq_length()
+        if kwargs.get(CACHE) is not None:
+            kwargs[CACHE].get_seq_length()
         return forward(self, *args, **kwargs)
 
     monkeypatch.setattr(LlamaAttention, "forward", asks)
@@ -129,7 +130,7 @@ def test_masked_steps_are_no_programs_of_layers(monkeypatch: pytest.MonkeyPatch)
 
 def test_what_layers_are_called_with() -> None:
     angle, position = torch.rand(1, 1, 4), torch.zeros(1, 1, dtype=torch.int64)
-    given = {"past_key_values": object(), "use_cache": True, "position_embeddings": (angle, angle), "mask": None}
+    given = {CACHE: object(), "use_cache": True, "position_embeddings": (angle, angle), "mask": None}
     facts, publics = layers._facts({**given, "position_ids": position}) or ((), [])
     assert [x is y for x, y in zip(publics, [angle, angle, position], strict=True)] == [True] * 3
     assert facts != (layers._facts({**given, "use_cache": False, "position_ids": position}) or ((), []))[0]

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from private_llm_hf.long_context.framing import bundled_text, token_ids
 from private_llm_hf.long_context.perplexity import TextWindow, continuation_loss, perplexity, text_windows
+from private_llm_hf.transformers_versions import CACHE
 from torch import Tensor
 from transformers import DynamicCache
 
@@ -74,7 +75,7 @@ def test_the_cache_sees_the_prompt_at_once_and_then_steps(model: Any) -> None:
     assert [call["input_ids"].shape[1] for call in recorded.calls] == [31, 4, 2]
     assert [call["logits_to_keep"] for call in recorded.calls] == [1, 4, 2]
     assert torch.equal(torch.cat([call["position_ids"][0] for call in recorded.calls]), torch.arange(37))
-    assert all(call["past_key_values"] is cache for call in recorded.calls)
+    assert all(call[CACHE] is cache for call in recorded.calls)
 
 
 def test_perplexity_of_a_model_that_knows_nothing(model: Any) -> None:

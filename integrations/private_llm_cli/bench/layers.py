@@ -130,10 +130,12 @@ def _llama(shape: Shape) -> dict[str, Any]:
 
 
 def _opt_forward(model: nn.Module, values: Sequence[Tensor], cache: Any, mask: Tensor | None) -> Tensor:  # noqa: ANN401
+    from private_llm_hf.transformers_versions import CACHE
+
     layer = model.get_submodule("decoder.layers.0")
     if len(values) > 1:
         cache.update(values[1], values[2], 0)
-    out: Tensor = layer(values[0], attention_mask=mask, past_key_values=cache if len(values) > 1 else None)
+    out: Tensor = layer(values[0], attention_mask=mask, **{CACHE: cache if len(values) > 1 else None})
     return out
 
 
@@ -143,6 +145,8 @@ def _gpt2_forward(model: nn.Module, values: Sequence[Tensor], cache: Any, mask: 
 
 
 def _llama_forward(model: nn.Module, values: Sequence[Tensor], cache: Any, mask: Tensor | None) -> Tensor:  # noqa: ANN401
+    from private_llm_hf.transformers_versions import CACHE
+
     layer, cached = model.get_submodule("layers.0"), 0
     if len(values) > 1:
         cache.update(values[1], values[2], 0)
@@ -151,7 +155,7 @@ def _llama_forward(model: nn.Module, values: Sequence[Tensor], cache: Any, mask:
     turns = model.get_submodule("rotary_emb")(torch.zeros(1), positions)
     out: Any = layer(
         values[0], attention_mask=mask, position_embeddings=tuple(turn.to(values[0].dtype) for turn in turns),
-        past_key_values=cache if len(values) > 1 else None,
+        **{CACHE: cache if len(values) > 1 else None},
     )  # fmt: skip
     return out if isinstance(out, Tensor) else out[0]
 

@@ -134,9 +134,11 @@ def smollm2(shape: Shape) -> WholeWork:
         return asked["out"].logits, asked["ids"]
 
     def step(model: Any) -> None:  # noqa: ANN401 - a private model
+        from private_llm_hf.transformers_versions import CACHE
+
         out = asked["out"]
         best = out.logits[:, -1:].argmax(-1)
-        asked["out"] = model(input_ids=best, past_key_values=out.past_key_values, use_cache=True)
+        asked["out"] = model(input_ids=best, **{CACHE: out[CACHE]}, use_cache=True)
 
     return WholeWork("smollm2", shape, build, call, lambda model, ids: model(input_ids=ids).logits, step=step)
 

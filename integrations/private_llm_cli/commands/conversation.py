@@ -79,14 +79,16 @@ class Conversation:
         self.messages.append({"role": "assistant", "content": stream.text})
 
     def _generate(self, ids: Tensor, limit: int, stream: TextStream, stopped: Callable[[], bool]) -> str:
+        from private_llm_hf.transformers_versions import CACHE
+
         cache, self._cache = self._continued(ids), None  # what a failed call leaves of a cache is not known
         stream.go_on()
         made = self.model.generate(
-            ids.unsqueeze(0), attention_mask=torch.ones(1, len(ids), dtype=torch.int64), past_key_values=cache,
+            ids.unsqueeze(0), attention_mask=torch.ones(1, len(ids), dtype=torch.int64), **{CACHE: cache},
             max_new_tokens=limit, streamer=stream, return_dict_in_generate=True,
             stopping_criteria=[lambda row, _, **__: torch.full((len(row),), stopped())], **self._sampling,
         )  # fmt: skip
-        self._cache, self._held = made.past_key_values, made.sequences[0]
+        self._cache, self._held = made[CACHE], made.sequences[0]
         if stopped():
             return "stopped"
         return "stop" if len(self._held) < len(ids) + limit or self._ended() else "length"

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import DynamicCache, LogitsProcessorList, PreTrainedModel
 
 from private_llm_hf.client.acceptance import Tree
+from private_llm_hf.transformers_versions import CACHE
 
 LONGEST, SHORTEST = 4, 2
 """Tokens at the end of the text that a look-up searches for earlier in it: first the most, then fewer."""
@@ -81,7 +82,7 @@ class ModelDraft(Draft):
 
     def _chances(self, cache: DynamicCache, fed: Tensor, text: Tensor) -> Tensor:
         """Logarithms of the chances [R, V] behind rows of text [R, n], whose last tokens `fed` are new to the cache."""
-        logits = self._model(input_ids=fed, past_key_values=cache, use_cache=True).logits[:, -1].float()
+        logits = self._model(input_ids=fed, **{CACHE: cache}, use_cache=True).logits[:, -1].float()
         scores: Tensor = self._processors(text, logits)
         return scores.log_softmax(-1)
 

@@ -20,6 +20,7 @@ from private_llm_hf.client.losses import Labels
 from private_llm_hf.client.remote_state import PrivateCache, PrivateEncoderOutput
 from private_llm_hf.client.session_client import Secret
 from private_llm_hf.models.architectures import architecture
+from private_llm_hf.transformers_versions import CACHE
 from private_llm_hf.wire.answers import GUARD
 from private_llm_hf.wire.commands import OPENED, Call, Encoded, Fact, Tokens, Values
 
@@ -145,8 +146,8 @@ class Forward:
 
     def _cache(self, rows: int, length: int) -> PrivateCache | None:
         """The cache this call continues or starts, if any."""
-        cache = self.given.pop("past_key_values", None)
-        caches = architecture(self.config).caches and "past_key_values" in self.model.accepts
+        cache = self.given.pop(CACHE, None)
+        caches = architecture(self.config).caches and CACHE in self.model.accepts
         wanted = self.given.pop("use_cache", getattr(self.config, "use_cache", False) and caches)
         wanted = wanted and not isinstance(self.parties.config.kv_cache, NoCache)
         if not caches:
@@ -156,15 +157,15 @@ class Forward:
             return PrivateCache(self.parties, rows) if wanted else None
         if not isinstance(cache, PrivateCache) or not cache.belongs_to(self.parties):
             raise DomainError(
-                f"past_key_values: got {type(cache).__name__}; want the handle that an earlier call of this model "
+                f"{CACHE}: got {type(cache).__name__}; want the handle that an earlier call of this model "
                 "returned (the cache itself lives at the parties)"
             )
         if cache.withheld:
             raise DomainError(
-                "past_key_values: a value left its range in a call that filled this cache; start again without it"
+                f"{CACHE}: a value left its range in a call that filled this cache; start again without it"
             )
         if cache.position and cache.rows != rows:
-            raise DomainError(f"past_key_values: got a cache of {cache.rows} rows; want {rows}, as many as the inputs")
+            raise DomainError(f"{CACHE}: got a cache of {cache.rows} rows; want {rows}, as many as the inputs")
         return cache
 
     def _check_padding(self) -> None:
@@ -234,7 +235,7 @@ class Forward:
         if self.labels is not None:
             values["loss"] = self.labels.loss(values["logits"])
         if cache is not None:
-            values["past_key_values"] = cache
+            values[CACHE] = cache
         made = _output_class(kind, self.model)
         fields = {field.name for field in dataclasses.fields(made)}  # heads that do not generate hand no cache back
         return made(**{name: value for name, value in values.items() if name in fields})

@@ -33,6 +33,7 @@ from private_llm_hf.client.speculation import SpeculationConfig
 from private_llm_hf.client.speculative_loop import decoding
 from private_llm_hf.models.architectures import architecture
 from private_llm_hf.patch_plan import PatchPlan
+from private_llm_hf.transformers_versions import CACHE, with_cache_named
 
 _ELSEWHERE = (
     "the weights are with the parties, secret ones only as shares; to store shares run `private-llm share` on the "
@@ -217,13 +218,13 @@ class PrivateModel:
                 f"cache_implementation: got {generation_config.cache_implementation!r}; want None (the parties "
                 "hold the cache)"
             )
-        given = model_kwargs.get("past_key_values")
+        given = model_kwargs.get(CACHE)
         if given is not None:
             given._is_user_defined = True
         elif isinstance(self.parties.config.kv_cache, NoCache):
             generation_config.use_cache = model_kwargs["use_cache"] = False
         elif generation_config.use_cache is not False:
-            cache = model_kwargs["past_key_values"] = PrivateCache(self.parties, 0)
+            cache = model_kwargs[CACHE] = PrivateCache(self.parties, 0)
             self.parties.keep_together(cache.handle, generation_config.num_beams or 1)
 
     def _get_logits_processor(
@@ -355,7 +356,7 @@ def _with_drafts(original: Callable[..., Any]) -> Callable[..., Any]:
         """
         if speculation is not None:
             kwargs["custom_generate"] = decoding(speculation, kwargs.get("streamer"))
-        return original(self, *args, **kwargs)
+        return original(self, *args, **with_cache_named(kwargs))
 
     return generate
 
@@ -377,7 +378,7 @@ def _make_class(original: type[PreTrainedModel]) -> type[PreTrainedModel]:
     finish = getattr(original, "finish", lambda output, config: output)
 
     def forward(self: PrivateModel, *args: object, **kwargs: object) -> ModelOutput | tuple[object, ...]:
-        bound = signature.bind(self, *args, **kwargs)
+        bound = signature.bind(self, *args, **with_cache_named(kwargs))
         given = dict(bound.arguments)
         given.pop(next(iter(signature.parameters)))
         for name, parameter in signature.parameters.items():

@@ -19,7 +19,7 @@ from private_llm_hf.wire.commands import CopyCache, CropCache, ResetCache, Selec
 
 
 class PrivateCache(Cache):  # type: ignore[misc]
-    """The handle of a KV cache at the parties; made by the model, passed back as `past_key_values`.
+    """The handle of a KV cache at the parties; made by the model, passed back as `past_key_values` or `cache`.
 
     position: the number of the next position per row, which transformers takes for the cache's length. kv_length: how
     many entries each row has, fewer if the session's cache policy evicts. Both are public. Reordering (beam search)
@@ -64,6 +64,11 @@ class PrivateCache(Cache):  # type: ignore[misc]
     def is_croppable(self) -> bool:
         """Always."""
         return True
+
+    @property
+    def is_linear(self) -> list[bool]:
+        """Never: it holds positions, which generate() does not send again. (Of no layers, all would be.)"""
+        return [False]
 
     def __len__(self) -> int:
         return 0

@@ -28,6 +28,7 @@ from private_llm_hf.client.acceptance import ROOT, Tree, accept
 from private_llm_hf.client.drafts import Draft
 from private_llm_hf.client.inputs import check_generated
 from private_llm_hf.client.speculation import DraftLength, FixedCounts, SpeculationConfig
+from private_llm_hf.transformers_versions import CACHE
 
 _LOG = logging.getLogger(__name__)
 
@@ -53,7 +54,7 @@ def decoding(config: SpeculationConfig, streamer: BaseStreamer | None) -> Callab
     ) -> GenerateDecoderOnlyOutput | Tensor:  # fmt: skip
         _refuse(model, input_ids, generation_config, facts)
         text = Text(input_ids[0].tolist(), stopping_criteria, streamer)
-        passes = Passes(model, facts["past_key_values"], logits_processor, generation_config.do_sample, text)
+        passes = Passes(model, facts[CACHE], logits_processor, generation_config.do_sample, text)
         draft = config.drafter(model.config, logits_processor, generation_config.do_sample)
         if config.fixed_counts is None:
             _open_counts(passes, draft, config, generation_config.max_length)
@@ -72,12 +73,12 @@ def _refuse(model: CausalModel, ids: Tensor, generation: GenerationConfig, facts
         raise ConfigError(f"speculation: got {len(ids)} rows, or beams; want one prompt, greedy or sampled")
     if model.config.is_encoder_decoder or facts.get("inputs_embeds") is not None:
         raise UnsupportedOp("speculation: want a decoder-only model and a prompt of token ids")
-    if facts.get("past_key_values") is None:
+    if facts.get(CACHE) is None:
         raise ConfigError("speculation: needs a cache; leave use_cache=False and NoCache() out")
     mask = facts.get("attention_mask")
     if mask is not None and not bool(mask.all()):
         raise DomainError("speculation: got a padded prompt; want one without padding (a single prompt needs none)")
-    if ids.shape[1] <= facts["past_key_values"].get_seq_length():
+    if ids.shape[1] <= facts[CACHE].get_seq_length():
         raise DomainError("speculation: the cache holds the whole prompt; want at least one token that it does not")
 
 
@@ -107,7 +108,7 @@ class Text:
         if not config.return_dict_in_generate:
             return ids
         return GenerateDecoderOnlyOutput(
-            sequences=ids, past_key_values=cache,
+            sequences=ids, **{CACHE: cache},
             scores=tuple(self.scores) if config.output_scores else None,
             logits=tuple(self.logits) if config.output_logits else None,
         )  # fmt: skip
@@ -133,7 +134,7 @@ class Passes:
         if len(rows) > 1:
             self.cache.batch_repeat_interleave(len(rows))
         more = {"logits_to_keep": keep} if self._short else {}
-        made = self._model(input_ids=torch.tensor(rows), past_key_values=self.cache, use_cache=True, **more)
+        made = self._model(input_ids=torch.tensor(rows), **{CACHE: self.cache}, use_cache=True, **more)
         logits: Tensor = made.logits[:, -keep:].float()
         return logits
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from private_llm.kv_policies.policy import CachePolicy
 from private_llm_hf.long_context.recording import Prefill
+from private_llm_hf.transformers_versions import CACHE
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,7 +41,7 @@ def forced(model: Any, prefill: Prefill, policy: CachePolicy, given: Tensor) -> 
     cache = prefill.cache(policy)
     logits, attended, held = [prefill.logits], [], []
     for token in given[:, :-1].split(1, dim=1):
-        logits.append(model(input_ids=token, past_key_values=cache, use_cache=True).logits[:, -1])
+        logits.append(model(input_ids=token, **{CACHE: cache}, use_cache=True).logits[:, -1])
         length = cache.get_seq_length()
         attended += [count / length for count in cache.attended()]
         held += [count / length for count in cache.entries()]

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from private_llm.errors import ConfigError
 from private_llm_hf.long_context.framing import bundled_text, frame_of, token_ids
+from private_llm_hf.transformers_versions import CACHE
 
 
 @dataclass(frozen=True)
@@ -68,11 +69,11 @@ def continuation_loss(model: Any, window: TextWindow, cache: Any = None, step: i
         made = model(
             input_ids=ids[:, begin:end],
             position_ids=torch.arange(begin, end, device=device)[None],
-            past_key_values=cache,
+            **{CACHE: cache},
             use_cache=True,
             logits_to_keep=kept,
         )
-        cache = made.past_key_values
+        cache = made[CACHE]
         losses.append(F.cross_entropy(made.logits[0].float(), ids[0, end - kept + 1 : end + 1], reduction="none"))
     return float(torch.cat(losses).mean())
 

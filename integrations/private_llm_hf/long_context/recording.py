@@ -23,6 +23,7 @@ from private_llm.kv_policies.fixed import KEEP_ALL
 from private_llm.kv_policies.policy import CachePolicy
 from private_llm_hf.long_context.plain_attention import Scoring, mass_of
 from private_llm_hf.long_context.plain_cache import PolicyCache, PolicyLayer
+from private_llm_hf.transformers_versions import CACHE
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,5 +91,5 @@ def record(model: PreTrainedModel, **inputs: Any) -> Prefill:  # noqa: ANN401 - 
     cache = PolicyCache(KEEP_ALL, model)
     cache.layers = [_Recorder(KEEP_ALL, layer.number, layer.windowed, None) for layer in cache.layers]
     with torch.no_grad():
-        logits = model(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
+        logits = model(**inputs, **{CACHE: cache}, use_cache=True, logits_to_keep=1).logits[:, -1]
     return Prefill(model.config, tuple(layer.call for layer in cache.layers), logits)

@@ -17,6 +17,7 @@ from transformers.models.auto import modeling_auto
 from private_llm_hf.models.architectures import architecture
 from private_llm_hf.models.miniature import miniature
 from private_llm_hf.models.windows import BOUNDED, layer_kinds
+from private_llm_hf.transformers_versions import CACHE
 
 _LENGTH, _PADDING = 7, 3
 _ERROR = 1e-4
@@ -78,5 +79,5 @@ def _logits(
                                                         "position_ids": positions[:, :length]}  # fmt: skip
     first = model(input_ids=prompt, use_cache=True, **cut)
     whole = {} if mask is None or positions is None else {"attention_mask": mask, "position_ids": positions[:, length:]}
-    second = model(input_ids=following, past_key_values=first.past_key_values, use_cache=True, **whole)
+    second = model(input_ids=following, **{CACHE: first[CACHE]}, use_cache=True, **whole)
     return torch.cat([first.logits, second.logits], 1)

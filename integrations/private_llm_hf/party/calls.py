@@ -21,6 +21,7 @@ from private_llm.tensor.secret import SecretTensor
 from private_llm.tensor.secret_index import SecretIndex
 from private_llm_hf.party.cache import SecretCache
 from private_llm_hf.party.kept import Kept
+from private_llm_hf.transformers_versions import CACHE
 from private_llm_hf.wire.answers import GUARD
 from private_llm_hf.wire.commands import OPENED, PUBLIC, Call, Tokens, Values
 
@@ -82,7 +83,7 @@ def arguments(
     for item, held in zip(call.secret, secrets, strict=True):
         inputs[model_name(item)] = taken(model, session, item, held, item.shape)
     if call.cache is not None:
-        inputs["past_key_values"] = kept.cache(owner, call.cache)
+        inputs[CACHE] = kept.cache(owner, call.cache)
     if call.encoded is not None:
         inputs["encoder_outputs"] = kept.encoded(owner, call.encoded)
     return inputs
@@ -103,7 +104,7 @@ def run_alone(
 def run_model(model: nn.Module, session: Session, inputs: dict[str, Any]) -> ModelOutput:
     """The model's output; behind it the cache's policy decides what stays."""
     result: ModelOutput = model(**inputs, return_dict=True)
-    cache = inputs.get("past_key_values")
+    cache = inputs.get(CACHE)
     if isinstance(cache, SecretCache):
         with session.protocol.ledger.scope("cache policy"):
             cache.evict(inputs.get("attention_mask"))

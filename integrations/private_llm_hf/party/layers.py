@@ -18,6 +18,7 @@ from private_llm.replay.modules import repeated_around
 from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.secret import SecretTensor
 from private_llm_hf.party.cache import SecretCache, Updated
+from private_llm_hf.transformers_versions import CACHE
 
 Attention = Callable[[SecretTensor, SecretTensor, SecretTensor], SecretTensor]
 """Of a query, keys and values."""
@@ -86,7 +87,7 @@ class RepeatedLayer:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - a module's own signature
         """As the layer's own forward."""
-        cache = kwargs.get("past_key_values")
+        cache = kwargs.get(CACHE)
         if self._around is None or len(args) != 1 or type(cache) is not SecretCache or this_call.middle is not None:
             return self._forward(*args, **kwargs)
         found = _facts(kwargs) if cache.policy == KEEP_ALL else None
@@ -101,7 +102,7 @@ def _facts(kwargs: Mapping[str, Any]) -> tuple[Hashable, list[Tensor]] | None:
     facts: list[Hashable] = []
     publics: list[Tensor] = []
     for name, each in kwargs.items():
-        if name == "past_key_values":
+        if name == CACHE:
             continue
         for one in each if isinstance(each, tuple) else (each,):
             if one is None or isinstance(one, bool):

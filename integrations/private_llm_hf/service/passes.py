@@ -30,6 +30,7 @@ from private_llm_hf.party.calls import Answer, answer, model_name, run_alone, ru
 from private_llm_hf.party.kept import Kept
 from private_llm_hf.service.checks import check_call
 from private_llm_hf.service.kinds import kept_positions, kind
+from private_llm_hf.transformers_versions import CACHE
 from private_llm_hf.wire.answers import GUARD
 from private_llm_hf.wire.commands import Call
 
@@ -101,7 +102,7 @@ def _run_shared(model: PreTrainedModel, session: Session, kept: Kept, parts: Seq
     pasts = [0 if p.call.cache is None else kept.past(p.owner, p.call.cache) for p in parts]
     inputs: dict[str, Any] = {}
     if cached:
-        inputs["past_key_values"] = kept.together(cached)
+        inputs[CACHE] = kept.together(cached)
     spans = _spans(parts, pasts)
     inputs |= _public(model, parts, spans)
     inputs[model_name(parts[0].call.secret[0])] = _secret(model, session, parts, spans)

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from private_llm.errors import DomainError
 from private_llm.token_sharding import Rows, Step, allowed, attend, combine, key_bias
 from private_llm_hf.token_sharding.attention_calls import attention_calls, cascade_config, listen, register
+from private_llm_hf.transformers_versions import CACHE
 
 
 class _Reached(Exception):
@@ -152,8 +153,8 @@ def likely_tokens(model: PreTrainedModel, count: int, texts: int = 64, length: i
     cache = None
     with torch.inference_mode():
         for _ in range(length):
-            made = model(input_ids=ids[:, -1:], past_key_values=cache, use_cache=True)
-            cache = made.past_key_values
+            made = model(input_ids=ids[:, -1:], **{CACHE: cache}, use_cache=True)
+            cache = made[CACHE]
             expected = made.logits[:, -1].float().softmax(-1)
             mean += expected.mean(0)
             ids = torch.cat([ids, torch.multinomial(expected, 1, generator=chance)], 1)

@@ -1,0 +1,48 @@
+"""What differs between the versions of transformers that this package supports."""
+
+from __future__ import annotations
+
+import dataclasses
+import multiprocessing
+import warnings
+from typing import Any
+
+import transformers
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from private_llm.errors import ConfigError, UntestedVersion
+
+TESTED = (5, 24)
+"""The newest minor version of transformers that the tests of this release passed with."""
+
+_NAMES = ("cache", "past_key_values")
+"""The KV cache as an argument and as an output: since 5.24, and before."""
+
+CACHE = _NAMES[0 if _NAMES[0] in {field.name for field in dataclasses.fields(GenerateDecoderOnlyOutput)} else 1]
+"""Its name in the version that is installed."""
+
+
+def with_cache_named(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The same arguments of forward() or generate(), with the KV cache under the name that is installed.
+
+    Users may give either name, whatever the version. Raises ConfigError if both are given.
+    """
+    other = _NAMES[1 - _NAMES.index(CACHE)]
+    if other not in arguments:
+        return arguments
+    if CACHE in arguments:
+        raise ConfigError(f"{other}: got {CACHE} as well, which is the same argument; want one of them")
+    return {CACHE if name == other else name: value for name, value in arguments.items()}
+
+
+def warn_if_untested(version: str = transformers.__version__) -> None:
+    """Warn (UntestedVersion) of a transformers that is newer than the one that was tested; parties stay silent."""
+    found = tuple(int(part) for part in version.split(".")[:2])
+    if found > TESTED and multiprocessing.parent_process() is None:
+        tested = ".".join(map(str, TESTED))
+        warnings.warn(
+            f"transformers {version} is newer than {tested}, the newest that this version of private-llm was tested "
+            f"with; if a model fails, pip install 'transformers=={tested}.*', or a newer private-llm",
+            UntestedVersion,
+            stacklevel=3,
+        )
