@@ -122,8 +122,9 @@ _QUAD = Threat(
         ("a party that deviates", "that the session ends, which it knew beforehand: there is one verdict, which never "
          "says what differed. Any party can end the session, or refuse to take part"),
         ("two parties together", "everything: weights, prompt and output"),
-        ("the client", "as in trio. Client and model owner are trusted to share what they own properly: inputs and "
-         "keys that do not fit together are noticed, malformed keys of point functions are not"),
+        ("the client", "as in trio, also with one party's help: parties compare what they were told and got before "
+         "they run it. Malformed keys of point functions are not noticed, which make an input that is no token. The "
+         "model owner is trusted to share its weights properly"),
         ("a wiretapper", "as in trio"),
     ),
     source=(

@@ -31,6 +31,9 @@ class PartyEnd(ABC):
     """Whether a client sends the same tensor to all parties that receive one of an input."""
     can_repeat = False
     """Whether parties of this protocol may repeat steps as recorded programs, at some time (`mask_streams`)."""
+    compares = False
+    """Whether parties notice what one of them alters. Then they must compare what they were told to run, too: records
+    of different runs differ, but one party alone may be the judge of records."""
 
     def __init__(self, party: int, transport: Transport, ring: Ring) -> None:
         self.party = party
@@ -72,6 +75,12 @@ class PartyEnd(ABC):
         forgotten.
         """
         return []
+
+    def take_inputs(self) -> str:
+        """A digest of what clients sent for values since the last call, "" at a party that receives none or does not
+        compare (`compares`): all who state one must state the same. Local.
+        """
+        return ""
 
     @property
     def mask_streams(self) -> Sequence[Prg]:

@@ -190,7 +190,9 @@ SERVICE = Threat(
          "users of such a pass run alone for a while, and who is alone when it happens again stays out for a while. "
          "What a client keeps and asks is bounded; users take turns by what they had of the passes"),
         ("party 0", "as every party. It chooses which requests run when, and can so keep a client waiting; it cannot "
-         "make the others run what they did not get from the client itself"),
+         "make the others run what they did not get from the client itself. Under quad it cannot make them run different "
+         "requests either, not even with a client's help: before each step all compare what they were told and got. "
+         "Under semi-honest protocols it could"),
     ),
     source="private_llm_hf/service/; argued in docs/decisions.md and tested with clients that leave, lie and stall",
     setting="`private-llm party --config`, `private-llm gateway`; a party of one's own serves one client at a time",

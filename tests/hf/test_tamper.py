@@ -15,6 +15,7 @@ from private_llm.errors import PartyFailed, ProtocolAbort, TransportError
 from private_llm.net.local import LocalMesh, LocalTransport
 from private_llm.net.record import Alter, RecordingTransport
 from private_llm.net.transport import Transport
+from tests.hf_party.vouching import vouch
 from tests.protocols.cheating import Liar
 
 QUAD = PrivateConfig(protocol="quad", timeout_s=20)
@@ -116,6 +117,36 @@ def test_a_message_of_every_kind(model: tr.OPTForCausalLM, cheater: int, monkeyp
                 with pytest.raises(PartyFailed, match="this session is over"):
                     private(IDS)
                 private.close()
+
+
+@pytest.mark.parametrize("what", ["input", "command"])
+def test_a_client_that_tells_party_2_something_else(
+    model: tr.OPTForCausalLM, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Party 0, who alone judges records, vouches for it: the others must find it before they compute anything."""
+    vouch(monkeypatch)
+    sent = listen(monkeypatch)
+    embedded = model.get_input_embeddings()(IDS)
+    with torch.no_grad():
+        private = patch(model, QUAD)
+        private(inputs_embeds=embedded)
+        transport = private.parties.end.transport
+        send, send_bytes, before = transport.send, transport.send_bytes, len(sent[1].messages)  # type: ignore[attr-defined]
+
+        def lie(to: int, tag: str, payload: Tensor) -> None:
+            send(to, tag, payload + 1 if (to, tag, what) == (2, "input", "input") else payload)
+
+        def lie_bytes(to: int, tag: str, payload: bytes) -> None:
+            less = (to, what) == (2, "command")  # one output less, which this model does not have
+            send_bytes(to, tag, payload.replace(b',"pooler_output"', b"") if less else payload)
+
+        monkeypatch.setattr(transport, "send", lie)
+        monkeypatch.setattr(transport, "send_bytes", lie_bytes)
+        with pytest.raises(ProtocolAbort, match="told to run different things"):
+            private(inputs_embeds=embedded)
+    told = [message.tag for message in sent[1].messages[before:] if message.direction == "sent"]  # type: ignore[attr-defined]
+    assert {*told} == {"control"}, told
+    private.close()
 
 
 @pytest.mark.parametrize("rotate_roles", [False, True])

@@ -7,7 +7,8 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
-from private_llm_hf.service.agreement import agree, chosen, digest
+from private_llm_hf.party.course import agree, digest
+from private_llm_hf.service.agreement import chosen
 from private_llm_hf.service.settings import ServiceSettings
 from private_llm_hf.service.waiting import Waiting, Weighed
 

@@ -40,6 +40,7 @@ from private_llm_hf.party.announced import Shapes, announced_shapes, input_shape
 from private_llm_hf.party.at_rest import keeps_seeds
 from private_llm_hf.party.calls import Answer, answer, arguments, refuse_unknown, run_alone, table_of
 from private_llm_hf.party.command_loop import Heartbeat, reported, serve_commands
+from private_llm_hf.party.course import Course
 from private_llm_hf.party.held_weights import Weights, weights_of_file, weights_of_model
 from private_llm_hf.party.kept import Kept
 from private_llm_hf.party.model import build_party_model, release
@@ -76,6 +77,7 @@ class Party:
         self._heartbeat = Heartbeat(links, config.timeout_s / 4)
         self.ahead = OfflinePhase(self.session, links, self._run_ahead, self._heartbeat.beat)
         self._silent = False
+        self._course = Course(self.session)
 
     def serve(self) -> None:
         """Answer commands until the client stops. Raises what ended the session otherwise."""
@@ -86,6 +88,7 @@ class Party:
             self._forget()
 
     def _obey(self, command: PartyCommand) -> None:
+        self._course.add(command, "all" if _place(command) is None else "computing")
         match command:
             case commands.Hello():
                 file = self.share_file
@@ -117,8 +120,14 @@ class Party:
 
     def _following(self, command: PartyCommand) -> AbstractContextManager[None]:
         """With what was computed ahead for a planned request."""
-        at = command.at if isinstance(command, (Forward, commands.ManageCache)) else None
+        at = _place(command)
         return nullcontext() if at is None else self.ahead.following(*at)
+
+    def _compare(self, planned: bool = False) -> None:
+        """Before a call under quad: were all who compute it told the same? Raises ProtocolAbort if not."""
+        values = self.session.protocol.take_inputs()
+        parties = [p for p in range(self.config.parties) if not (planned and p == self.config.helper)]
+        self._course.compare(self.transport, parties, {"values": values} if values else {})
 
     def _answer(self, message: Message) -> None:
         if not self._silent:
@@ -222,6 +231,7 @@ class Party:
     # -- calls -----------------------------------------------------------------------------------------------
     def _preprocess(self, command: commands.Preprocess) -> None:
         self._free(command.free)
+        self._compare()
         stored = self.ahead.prepare(command.plan, command.calls)
         self._answer(Prepared(stored, tuple(self.session.protocol.take_digests())))
 
@@ -248,16 +258,19 @@ class Party:
         """
         with self.transport.ledger.scope(""):  # the time of inputs and opening
             self._free(command.free)
-            self._run(self.ready(), command.call, command.slices)
+            self._run(self.ready(), command)
 
-    def _run(self, model: PreTrainedModel, call: Call, slices: Slices | None) -> None:
+    def _run(self, model: PreTrainedModel, command: Forward) -> None:
+        call = command.call
         refuse_unknown(call)
         kept, secrets = self._kept(), [self._receive(model, item) for item in call.secret]
-        if slices is None:
+        if not self._silent:
+            self._compare(command.at is not None)
+        if command.slices is None:
             self._reveal(run_alone(model, self.session, kept, "", call, secrets))
         else:
             inputs = arguments(model, self.session, kept, "", call, secrets)
-            self._pass_on(states_before_cut(model, inputs), slices)
+            self._pass_on(states_before_cut(model, inputs), command.slices)
 
     def _receive(self, model: PreTrainedModel, item: commands.Tokens | commands.Values) -> Share | Index:
         """One secret input: shares of token ids, or of values as they are."""
@@ -302,6 +315,11 @@ class Party:
     def manage_cache(self, edit: CacheEdit) -> None:
         """Crop, select, copy or forget entries. Raises TransportError and DomainError as `Kept.edit`."""
         self._kept().edit("", edit)
+
+
+def _place(command: PartyCommand) -> commands.Place | None:
+    """Where a planned request stands in its plan."""
+    return command.at if isinstance(command, (Forward, commands.ManageCache)) else None
 
 
 def _rows_of(rows: list[int], part: Tensor) -> Tensor:

@@ -3,15 +3,19 @@
 Each step has three messages: party 0 offers requests, the others say which of them they have, and party 0 says which
 run; and a fourth when a pass is over. They carry numbers and digests of public facts. Whatever follows from them is
 done at the same place in the same order at all parties, so that all hold the same caches.
+
+Party 0 alone offers, compares the votes and says what runs. Under quad, where it may lie, all parties then compare what
+they were told and what they got from the clients (`party/course.py`): before a pass, and so before anything is opened.
+These messages are booked to no request.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
+from private_llm_hf.party.course import agree
 from private_llm_hf.wire.codec import Between, Message
 
 Step = Annotated[int, Between(0, 1 << 62)]
@@ -63,21 +67,6 @@ class Done(Message):
     """To party 0: the pass is over here. A helping party is through with its own part long before the others."""
 
     step: Step
-
-
-def digest(*pieces: bytes | memoryview) -> str:
-    """32 hexadecimal digits that stand for public bytes, or for what all compared parties hold anyway."""
-    made = hashlib.blake2b(digest_size=16, person=b"pllm-service")
-    for piece in pieces:
-        made.update(len(piece).to_bytes(8, "little"))
-        made.update(piece)
-    return made.hexdigest()
-
-
-def agree(facts: Sequence[Mapping[str, str]]) -> bool:
-    """Whether no two parties state different digests under one name."""
-    seen: dict[str, str] = {}
-    return all(seen.setdefault(name, value) == value for each in facts for name, value in each.items())
 
 
 def chosen(votes: Iterable[Sequence[Mapping[str, str] | None]], own: Sequence[Mapping[str, str]]) -> list[bool | None]:

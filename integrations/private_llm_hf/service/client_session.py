@@ -30,7 +30,7 @@ from private_llm.ring.dpf import key_words
 from private_llm.ring.prg import Prg, Seed
 from private_llm_hf.client.costs import rows_of
 from private_llm_hf.party.announced import input_shape
-from private_llm_hf.service.agreement import digest
+from private_llm_hf.party.course import digest
 from private_llm_hf.service.costs import SessionCosts
 from private_llm_hf.service.limits import Limits
 from private_llm_hf.service.links import Frame, Recorder

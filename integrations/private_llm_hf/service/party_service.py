@@ -31,6 +31,7 @@ from private_llm.net.roles import HEARSAY, WHO, called, named, named_errors
 from private_llm.net.sockets import SocketTransport
 from private_llm.protocols.session import join_parties
 from private_llm_hf.models.sparse_blocks import adopted
+from private_llm_hf.party.course import Course, joined
 from private_llm_hf.service.agreement import Done, Offer, Run, Ticket, Vote, chosen
 from private_llm_hf.service.ahead import Ahead
 from private_llm_hf.service.client_session import ClientSession, Request
@@ -52,6 +53,7 @@ _TICK_S = 0.25
 """How often an idle party looks after its links."""
 _STOPPED = "has stopped"
 """What a party that was drained says at the end, behind its name."""
+_APART = "the parties disagree on the step that they are at"
 _GRACE_S = 0.02
 """Seconds that a party waits for a request that party 0 has got already."""
 
@@ -183,6 +185,8 @@ class PartyService:
             self._holdings = Holdings(self.limits)
             self._ahead.holdings = self._holdings
             self._step = 0
+            self._course = Course(session)
+            self._course.add(self.limits)
             self._up.set()
             self.observer.links_up()
             if self._leave_at is None:
@@ -261,7 +265,7 @@ class PartyService:
         votes: list[Vote] = [recv_message(links, party, (Vote,)) for party in others]
         for vote in votes:
             if vote.step != self._step or len(vote.facts) != len(requests):
-                raise TransportError("the parties disagree on the step that they are at")
+                raise ProtocolAbort(_APART)
         over = self._lost(votes)
         runs: list[Request] = []
         places = []
@@ -276,10 +280,10 @@ class PartyService:
                 places.append(place)
             else:
                 request.session.cut("the client told the parties different things")
-        done = (*ended, *sorted(over))
+        run = Run(self._step, tuple(places), (*ended, *sorted(over)))
         for party in others:
-            send_message(links, party, Run(self._step, tuple(places), done))
-        self._carry_out(links, runs, done)
+            send_message(links, party, run)
+        self._carry_out(links, runs, offer, run)
 
     def _weighed(self, request: Request) -> Weighed:
         """What kind of pass a request wants, and how large its part of it is; what is planned runs alone, and so does
@@ -322,28 +326,28 @@ class PartyService:
         offer: Offer = recv_message(links, 0, (Offer,))
         self._step += 1
         if offer.step != self._step:
-            raise TransportError("the parties disagree on the step that they are at")
+            raise ProtocolAbort(_APART)
         wanted = [(ticket.session, ticket.number) for ticket in offer.tickets]
         held = self._waiting.find(wanted, _GRACE_S)
         facts = tuple(None if request is None else request.facts for request in held)
         send_message(links, 0, Vote(self._step, facts, self._take_ended(), self._leave_at is not None))
         run: Run = recv_message(links, 0, (Run,))
         if run.step != self._step:
-            raise TransportError("the parties disagree on the step that they are at")
+            raise ProtocolAbort(_APART)
         runs = []
         for place in run.tickets:
             request = held[place] if place < len(held) else None
             if request is None:
-                raise TransportError("party 0 runs a request that is not here")
+                raise ProtocolAbort("party 0 runs a request that is not here")
             if request in runs:
-                raise TransportError("party 0 runs a request twice")
+                raise ProtocolAbort("party 0 runs a request twice")
             runs.append(request)
         self._waiting.take(runs)
         if offer.live is not None:
             self.admission.confirm(offer.live)
             self._drop_strangers(offer.live)
             self.observer.load(len(self._sessions), len(self._waiting))
-        self._carry_out(links, runs, run.ended)
+        self._carry_out(links, runs, offer, run)
 
     def _drop_strangers(self, live: Sequence[str]) -> None:
         """End sessions that party 0 does not have: it comes first, so they are over there, or never began."""
@@ -354,14 +358,19 @@ class PartyService:
             session.cut("party 0 has no such session")
 
     # -- all ------------------------------------------------------------------------------------------------------
-    def _carry_out(self, links: ServiceLinks, requests: list[Request], ended: Sequence[str]) -> None:
-        """Forget what ended, and run a pass. Everything here is the same at all parties."""
-        for number in ended:
+    def _carry_out(self, links: ServiceLinks, requests: list[Request], offer: Offer, run: Run) -> None:
+        """Forget what ended, and run a pass. Everything here is the same at all parties.
+
+        Raises ProtocolAbort, before anything is sent, where parties that compare were told or sent different things.
+        """
+        for number in run.ended:
             self._holdings.forget(number)
             for model in self._models.values():
                 model.kept.forget(number)
-        for number in ended:
+        for number in run.ended:
             self._ahead.forget(number)
+        self._course.add([offer, run])
+        self._course.compare(links, range(self.config.parties), joined([request.facts for request in requests]))
         if not requests:
             return
         began = time.perf_counter()
@@ -372,6 +381,7 @@ class PartyService:
         except ProtocolAbort:
             self._suspects.aborted(request.session.user for request in requests)
             raise
+        self._course.add([type(r.error).__name__ for r in requests if r.step is None])  # a disk is one party's own
         if self.number == 0:
             self._await_all(links)
         else:
@@ -412,7 +422,7 @@ class PartyService:
         for party in range(1, self.config.parties):
             done: Done = recv_message(links, party, (Done,))
             if done.step != self._step:
-                raise TransportError("the parties disagree on the step that they are at")
+                raise ProtocolAbort(_APART)
 
     def _model(self, request: Request) -> ServedModel:
         return request.session.model or self.model_of(None)

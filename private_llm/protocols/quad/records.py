@@ -36,6 +36,7 @@ class QuadRecords(Trio):
 
     name = "quad"
     has_exponentials = has_waves = has_narrow = can_repeat = False
+    compares = True
 
     def __init__(
         self, party: int, transport: Transport, ring: Ring, pair_seeds: dict[int, Seed],
@@ -45,6 +46,7 @@ class QuadRecords(Trio):
         self._transcripts = {other: TranscriptMac(pair_seeds[other]) for other in _TRANSCRIPTS[party]}
         self._deviation = False
         self._digests: list[str] = []
+        self._received = ""
         first, second, joint, data = group_seeds
         helper = {1: first, 2: second, 0: first if party == 1 else second}
         masks = {role: seed for role, seed in helper.items() if seed is not None}
@@ -94,6 +96,11 @@ class QuadRecords(Trio):
     def take_digests(self) -> list[str]:
         """Party 3, ahead: digests (32 bytes, hexadecimal) of the masks of what will be opened, for the client alone."""
         taken, self._digests = self._digests, []
+        return taken
+
+    def take_inputs(self) -> str:
+        """As the interface says: at parties 0, 1 and 2."""
+        taken, self._received = self._received, ""
         return taken
 
     def _joint(self, count: int) -> Tensor:

@@ -5,8 +5,9 @@ copy into a GMAC tag (a polynomial over GF(2^128), NIST SP 800-38D) whose key is
 only the two share. Different sequences of L bytes get equal tags with probability at most (L / 16 + 2) / 2^128, for
 whoever lacks the key.
 
-Verdict: parties 1 and 2 send their tags to party 0; party 0 compares and tells all others the one answer. Why party 0
-alone: in a run it sends nothing, so if it is the cheater there is nothing to find; and if another party is, its first
+Verdict: parties 1 and 2 send their tags to party 0; party 0 compares and tells all others the one answer. What parties
+run, and on which inputs, must be compared before (`PartyEnd.compares`), not by party 0 alone. Why party 0 alone judges:
+in a run it sends nothing, so if it is the cheater there is nothing to find; and if another party is, its first
 lie makes one transcript of two honest parties differ for sure, whatever the secrets are (the argument is in
 `arithmetic` and `bits`), so the answer is "no" whatever the cheater claims about its own transcript. Were verdicts on
 single transcripts seen, a cheater could alter a message by d, which alters a value at party 0 by d times a secret mask,

@@ -1,0 +1,82 @@
+"""What parties that notice lies (quad) were told to run, compared among all of them before they run it.
+
+What a party runs is said to it alone: by its client, and in a service by party 0 (`service/agreement.py`). Told
+different things, parties would run different calls under the same masks and open one user's output to another; their
+records would then differ, but party 0 alone is the judge of records, and may be the one that lied. So each party keeps
+a digest of all that it was told, in order, sends it to all others before a call, and runs the call when everybody has
+sent the same. Of two honest parties one is told what the other is, or both stop before anything is masked or opened.
+
+Which messages this covers, and which reach one party only: docs/decisions/020-what-quad-parties-were-told.md.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from private_llm.errors import ProtocolAbort
+from private_llm.net.transport import Transport
+from private_llm.protocols.session import Session
+from private_llm_hf.wire.codec import Message, text_of
+from private_llm_hf.wire.frames import recv_message, send_message
+
+
+@dataclass(frozen=True)
+class Told(Message):
+    """To each other party, before a call: digests by name. Those of one name must be equal at all who state it."""
+
+    facts: dict[str, str]
+
+
+class Course:
+    """One party's digests of what it was told since its links were made; none under protocols that do not compare."""
+
+    def __init__(self, session: Session) -> None:
+        self._session, self._told = session, dict[str, str]()
+
+    def add(self, message: object, among: str = "all") -> None:
+        """The next thing that this party was told, or found. among: a name for those who were told the same. Local."""
+        if self._session.protocol.compares:
+            text = text_of(message, ordered=True)
+            self._told[among] = digest(self._told.get(among, "").encode(), text.encode())
+
+    def compare(self, links: Transport, parties: Iterable[int], facts: Mapping[str, str]) -> None:
+        """Go on if these parties were told the same, and got the same (facts: of the next call).
+
+        A message of some hundred bytes to each of them, booked as control; no round is booked. Raises ProtocolAbort if
+        one of them states something else; nothing of the call has then been sent.
+        """
+        if not self._session.protocol.compares:
+            return
+        mine, others = Told({**self._told, **facts}), [party for party in parties if party != links.me]
+        for other in others:
+            send_message(links, other, mine)
+        for other in others:
+            theirs: Told = recv_message(links, other, (Told,))
+            if not agree([mine.facts, theirs.facts]):
+                raise ProtocolAbort(
+                    "the parties were told to run different things: one of them, or the client, deviates; nothing of "
+                    "this call was sent or opened; end the session and find out why"
+                )
+
+
+def digest(*pieces: bytes | memoryview) -> str:
+    """32 hexadecimal digits that stand for public bytes, or for what all compared parties hold anyway."""
+    made = hashlib.blake2b(digest_size=16, person=b"pllm-service")
+    for piece in pieces:
+        made.update(len(piece).to_bytes(8, "little"))
+        made.update(piece)
+    return made.hexdigest()
+
+
+def agree(facts: Sequence[Mapping[str, str]]) -> bool:
+    """Whether no two parties state different digests under one name."""
+    seen: dict[str, str] = {}
+    return all(seen.setdefault(name, value) == value for each in facts for name, value in each.items())
+
+
+def joined(facts: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    """Of the facts of several requests one digest a name."""
+    names = {name for each in facts for name in each}
+    return {name: digest(*(each.get(name, "").encode() for each in facts)) for name in names}
