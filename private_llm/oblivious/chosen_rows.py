@@ -19,7 +19,7 @@ from torch import Tensor
 
 from private_llm.errors import ProtocolAbort
 from private_llm.net.ledger import Cost
-from private_llm.oblivious.compaction import OUT_OF_STEP
+from private_llm.oblivious.compaction import first_places
 from private_llm.protocols.permutation import Permutation
 from private_llm.protocols.prices import Prices
 from private_llm.protocols.share import BitShare, words_for
@@ -148,8 +148,8 @@ def one_hot_rows(marks: Fixed, kept: int) -> OneHotRows:
 def shuffled_rows(marks: Fixed, bits: BitShare, kept: int) -> ShuffledRows:
     """The way of shuffles. marks and bits: the same zeros and ones, [blocks, rows] and one vector of their flat order.
 
-    A shuffle of a bit a row, and its opening (`shuffled_cost`). Raises ProtocolAbort if another number of marks is
-    opened, or if this party is not told.
+    A shuffle of a bit a row, and its opening (`shuffled_cost`). If another number of marks is opened, any rows and
+    `Known.ranked_wrong`. Raises ProtocolAbort if this party is not told.
     """
     blocks, rows = marks.shape
     proto = marks.proto
@@ -157,13 +157,12 @@ def shuffled_rows(marks: Fixed, bits: BitShare, kept: int) -> ShuffledRows:
     opened = proto.open_shuffled(proto.shuffle_bits(bits, order))
     if opened is None:
         raise ProtocolAbort("shuffled_rows: this party is not told what is opened; want an order that nobody knows")
-    if opened.is_meta:
-        places = torch.arange(blocks)[:, None] * rows + torch.arange(kept)
-    else:
-        found = opened[0].view(blocks, rows)
-        if not bool((found.sum(1) == kept).all()):
-            raise ProtocolAbort(f"shuffled_rows: another number of rows than {kept} was opened: {OUT_OF_STEP}")
-        places = found.flatten().nonzero()[:, 0].view(blocks, kept).cpu()
+    places, found = first_places(blocks, rows, kept), opened[0].view(blocks, rows)
+    if not opened.is_meta:
+        if bool((found.sum(1) == kept).all()):
+            places = found.flatten().nonzero()[:, 0].view(blocks, kept).cpu()
+        else:
+            marks.session.known.ranked_wrong = True
     return ShuffledRows(order, places, rows)
 
 

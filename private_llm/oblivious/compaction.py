@@ -3,7 +3,9 @@
 All rows move in a fresh secret order. Beside them moves a number for each: 0 for a row that goes, and for one that
 stays which of those it is, 1 .. kept. These numbers are opened in the secret order. They are a uniform arrangement of
 1 .. kept and zeros, whatever is marked, so opening them says nothing; and rows that they mark can be picked, and put
-back in their old order, in the clear. Source: shuffle-based indexing (Comet, section 4.2), with ranks for bits.
+back in their old order, in the clear. Of values that left their range another number of rows may be marked: then any
+`kept` rows are moved, and the call's verdict says that its answer is wrong (`Known.ranked_wrong`). Source:
+shuffle-based indexing (Comet, section 4.2), with ranks for bits.
 """
 
 from __future__ import annotations
@@ -22,8 +24,6 @@ from private_llm.ring.ring import Ring
 from private_llm.tensor.fixed import Fixed
 
 _LANES = 64
-OUT_OF_STEP = "parties disagree, or what was ranked left its range"
-"""Why another number of rows may be marked than was asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +51,8 @@ def compact(marks: Fixed, kept: int) -> Compaction:
     """Where the marked rows will lie: marks [blocks, rows] are 0 or 1 (no fractional bits), `kept` ones in each block.
 
     With m bits for kept: m comparisons of m + 1 bits for each row, m gates, a shuffle of m bits a row and their
-    opening (`compaction_cost`). Raises DomainError for marks of another shape and for kept outside 1 .. rows;
-    ProtocolAbort if what is opened is no such arrangement, or if this party is not told.
+    opening (`compaction_cost`). Raises DomainError for marks of another shape and for kept outside 1 .. rows,
+    ProtocolAbort if this party is not told.
     """
     if len(marks.shape) != 2 or not 0 < kept <= marks.shape[1]:
         raise DomainError(f"compact: got marks {tuple(marks.shape)} and kept={kept}; want [blocks, rows], 1 to rows")
@@ -65,23 +65,33 @@ def compact(marks: Fixed, kept: int) -> Compaction:
     opened = proto.open_shuffled(proto.shuffle_bits(bits, order))
     if opened is None:
         raise ProtocolAbort("compact: this party is not told what is opened; want an order that nobody knows")
-    return Compaction(order, _places(opened, blocks, kept), rows)
+    places = _places(opened, blocks, kept)
+    if places is None:
+        marks.session.known.ranked_wrong = True
+        places = first_places(blocks, rows, kept)
+    return Compaction(order, places, rows)
 
 
-def _places(opened: Tensor, blocks: int, kept: int) -> Tensor:
-    """int64 [blocks, kept]: flat places of the numbers 1 .. kept in each block."""
+def first_places(blocks: int, rows: int, kept: int) -> Tensor:
+    """The first `kept` rows of each block, int64 [blocks, kept]."""
+    return torch.arange(blocks)[:, None] * rows + torch.arange(kept)
+
+
+def _places(opened: Tensor, blocks: int, kept: int) -> Tensor | None:
+    """int64 [blocks, kept]: flat places of the numbers 1 .. kept in each block; None if what is opened is no such
+    arrangement.
+    """
     rows = opened.shape[1] // blocks
-    starts = torch.arange(blocks)[:, None] * rows
     if opened.is_meta:
-        return starts + torch.arange(kept)
+        return first_places(blocks, rows, kept)
     weights = 1 << torch.arange(len(opened), device=opened.device)
     numbers = (opened * weights[:, None]).sum(0).view(blocks, rows).cpu()
     ordered, places = numbers.sort(dim=1, descending=True)
     if not torch.equal(ordered[:, :kept], torch.arange(kept, 0, -1).expand(blocks, kept)) or bool(
         ordered[:, kept:].any()
     ):
-        raise ProtocolAbort(f"compact: what was opened does not number the rows that stay: {OUT_OF_STEP}")
-    return places[:, :kept].flip(1) + starts
+        return None
+    return places[:, :kept].flip(1) + torch.arange(blocks)[:, None] * rows
 
 
 def number_bits(x: Fixed, count: int) -> BitShare:

@@ -40,6 +40,7 @@ class Known:
     each row has a verdict of its own; None: one verdict for the call. compared: which of `ranges.QUANTITIES` the
     arguments of comparisons are (`exact.comparisons.comparing`). alike: quantities of which every module counts as
     having the widest range of all modules that have one. seeds: whether masks of weights stay seeds until a layer runs.
+    ranked_wrong: what parties opened to move chosen rows shows, to all of them, that what was ranked left its range.
     """
 
     def __init__(self) -> None:
@@ -50,6 +51,11 @@ class Known:
         self.compared = "compare"
         self.alike: frozenset[str] = frozenset()
         self.seeds = False
+        self.ranked_wrong = False
+
+    def clear(self) -> None:
+        """Owe nothing any more: the call is over."""
+        self.owed, self.pending, self.ranked_wrong = [], None, False
 
 
 @dataclass(frozen=True, eq=False)

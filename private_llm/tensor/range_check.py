@@ -22,6 +22,10 @@ Where rows of a batch belong to several clients (`Known.batch`), each row has a 
 entries of two of them: of tensors whose first dimension counts the batch's rows, each the same number of times, and of
 flat ones of which it is known where each row's entries end. What cannot be told apart counts for all rows.
 
+Where entries are chosen by rank, values out of their range may make parties open an arrangement that no choice has
+(`Known.ranked_wrong`). They all see it, and go on with any rows of that number: the verdict of the call is 1, whatever
+else was watched, and nobody else's call suffers.
+
 Cost for n watched rows: 8 n comparisons over the whole ring and as many injections of a bit, 65 bytes each, 8 to 10
 rounds for a call of any length.
 """
@@ -193,12 +197,17 @@ def verdict(
 ) -> Fixed | None:  # fmt: skip
     """A secret [1], 0 fractional bits: 1 if a watched value of this call left its range, else 0.
 
-    With `Known.batch` [batch]: one for each row. None if nothing was watched. 8 sums for each watched row: 65 bytes
+    With `Known.batch` [batch]: one for each row. None if nothing was watched; a public 1 where `Known.ranked_wrong`,
+    even with guard=False. 8 sums for each watched row: 65 bytes
     each in trio (64-bit ring) from 64 rows on, 8 to 10 rounds; by comparison keys 4 kB and 2 rounds. What was owed is
     forgotten. run: computes a function of up to `_FEW` comparisons, such as `replay.units.repeat`.
     """
     watch_pending(session)
-    owed, session.known.owed = session.known.owed, []
+    owed, wrong, batch = session.known.owed, session.known.ranked_wrong, session.known.batch
+    session.known.clear()
+    if wrong:
+        ones = torch.ones(batch or 1, dtype=session.ring.dtype, device=session.device)
+        return Fixed(session, session.protocol.on(ones.device).public(ones), 0)
     if not owed:
         return None
     alike: dict[int, list[Share]] = {}
@@ -210,7 +219,7 @@ def verdict(
         flat = Fixed(session, _joined(shares, device), 0)
         proto, bound = flat.proto, 1 << bits
         both += [proto.add_public(flat.share, -bound), proto.add_public(proto.neg(flat.share), -bound)]
-    every, batch = Fixed(session, _joined(both, device), 0), session.known.batch
+    every = Fixed(session, _joined(both, device), 0)
 
     def compute(sums: Sequence[Fixed]) -> Sequence[Fixed]:
         left = 1 - negative(sums[0])
@@ -242,7 +251,8 @@ def require(flag: Tensor) -> None:
     """What the client does with the opened verdict [1], local. Raises DomainError if a value left its range."""
     if bool((flag != 0).any()):
         raise DomainError(
-            "a value left its range, so this answer would be wrong and is withheld (nobody else learns of it). "
+            "a value left its range, so this answer would be wrong and is withheld (nobody else learns of it, or the "
+            "parties where a cache policy ranks entries). "
             "`private-llm diff MODEL --prompt TEXT` names the module (for images: a run under protocol='plain' with "
             "debug_ranges=True); `private-llm calibrate MODEL --text FILE`, or --image FILE, on texts or images like "
             "yours, or fewer fractional bits (frac_bits), give it room; guard=False switches this check off"

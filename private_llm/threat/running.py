@@ -39,8 +39,9 @@ CACHE_POLICY = Threat(
         ("parties of one run", "what is opened while entries are brought together is an arrangement of 1 .. kept "
          "(eviction) or of as many ones as clusters are kept (gather='shuffled-scores') in an order that is secret and "
          "fresh for each row, key head and choice: uniform, whatever is chosen, as long as what is ranked stays in its "
-         "range; if it leaves it, another number of ones may be opened, and the session ends. Layers that share a "
-         "choice use the same order again and open nothing; so that they share is known, and it is a setting"),
+         "range; if it leaves it, another number of ones may be opened, which they see, and the answer is withheld. "
+         "Layers that share a choice use the same order again and open nothing; so that they share is known, and it is "
+         "a setting"),
         ("the user, and whoever reads the answer", "the answer is that of a model that forgets: later tokens do not "
          "see what was evicted, and see of the rest only what was chosen. A budget may therefore change what is said, "
          "most for what a prompt mentions once and is asked for late"),
@@ -190,9 +191,9 @@ SERVICE = Threat(
          "users of such a pass run alone for a while, and who is alone when it happens again stays out for a while. "
          "What a client keeps and asks is bounded; users take turns by what they had of the passes"),
         ("party 0", "as every party. It chooses which requests run when, and can so keep a client waiting; it cannot "
-         "make the others run what they did not get from the client itself. Under quad it cannot make them run different "
-         "requests either, not even with a client's help: before each step all compare what they were told and got. "
-         "Under semi-honest protocols it could"),
+         "make the others run what they did not get from the client itself. Under quad it cannot make them run "
+         "different requests either, not even with a client's help: before each step all compare what they were told "
+         "and got. Under semi-honest protocols it could"),
     ),
     source="private_llm_hf/service/; argued in docs/decisions.md and tested with clients that leave, lie and stall",
     setting="`private-llm party --config`, `private-llm gateway`; a party of one's own serves one client at a time",

@@ -204,7 +204,7 @@ def _step(request: Request) -> Step:
 
 def _give_up(model: ServedModel, request: Request, error: PrivateLLMError) -> None:
     """The session ends; nothing that it half did is left."""
-    model.session.known.owed, model.session.known.pending = [], None
+    model.session.known.clear()
     model.kept.forget(owner_of(request.session.id))
     request.fail(error)
 

@@ -48,7 +48,7 @@ def run_requests(
     except (TransportError, ProtocolAbort):
         raise
     except PrivateLLMError as error:  # the same at all parties: it follows from public facts
-        model.session.known.owed, model.session.known.pending = [], None
+        model.session.known.clear()
         for request in accepted:
             model.kept.forget(request.session.id)
             holdings.forget(request.session.id)

@@ -75,7 +75,7 @@ def _run(model: PreTrainedModel, session: Session, kept: Kept, parts: Sequence[P
 
 def _abandon(session: Session, kept: Kept, parts: Sequence[Part]) -> None:
     """Forget what a pass that failed left half done: checks owed, and caches whose layers may differ in length."""
-    session.known.owed, session.known.pending = [], None
+    session.known.clear()
     for part in parts:
         if part.call.cache is not None:
             kept.free(part.owner, [part.call.cache])
