@@ -28,7 +28,7 @@ from private_llm_gateway.engine import Limits, Tell
 from private_llm_gateway.pool import SessionPool
 from private_llm_gateway.served import Served
 from private_llm_gateway.settings import GatewaySettings
-from private_llm_gateway.spending import Spent
+from private_llm_gateway.spending import Bill, Spent
 from torch import Tensor
 from transformers import AutoTokenizer, BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 
@@ -113,7 +113,7 @@ class Bodies(Http):
 
 def _write(
     served: Served, groups: Sequence[Sequence[Answer]], tell: Tell, gone: Callable[[], bool], limits: Limits,
-    echo: bool = False,
+    bill: Bill, echo: bool = False,
 ) -> Spent:  # fmt: skip
     """As `engine.write`, of some tokens that are always the same."""
     for group in groups:
@@ -136,6 +136,8 @@ def _write_one(answer: Answer, tell: Tell) -> None:
         tell(piece, Spent())
 
 
-def _embed(served: Served, rows: list[list[int]], gone: Callable[[], bool], limits: Limits) -> tuple[Spent, Tensor]:
+def _embed(
+    served: Served, rows: list[list[int]], gone: Callable[[], bool], limits: Limits, bill: Bill
+) -> tuple[Spent, Tensor]:
     """As `engine.embed`."""
     return Spent(), torch.ones(len(rows), served.pool.first.config.hidden_size)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -24,7 +25,7 @@ from private_llm_gateway.requests import Wanted, find_model
 from private_llm_gateway.running import ClientGone, Runner, Running
 from private_llm_gateway.served import Served
 from private_llm_gateway.settings import GatewaySettings
-from private_llm_gateway.spending import Spent
+from private_llm_gateway.spending import Bill
 
 _FIRST_S = 10.0
 """Errors within this time have a status of their own; later ones are events of the stream that has begun."""
@@ -64,10 +65,24 @@ class Endpoints:
             except Exception as error:  # noqa: BLE001 - whatever it is, the client is told in the envelope
                 told = in_words(error)
                 response = JSONResponse(told.body(), told.status, told.headers())
-            self.metrics.answered(path, response.status_code, time.monotonic() - began)
+            if isinstance(response, EventSourceResponse):
+                response.body_iterator = self._until_told(response.body_iterator, path, began)
+            else:
+                self.metrics.answered(path, response.status_code, time.monotonic() - began)
             return response
 
         self.router.add_route(path, answer, [method])
+
+    async def _until_told(self, events: Any, path: str, began: float) -> AsyncIterator[ServerSentEvent]:  # noqa: ANN401
+        """A stream, counted when it is over."""
+        status = 499
+        try:
+            async with contextlib.aclosing(events):
+                async for event in events:
+                    yield event
+            status = 200
+        finally:
+            self.metrics.answered(path, status, time.monotonic() - began)
 
     # -- texts --------------------------------------------------------------------------------------------------
     async def _text(self, read: Reader, request: Request) -> Response:
@@ -78,12 +93,12 @@ class Endpoints:
         def work(tell: engine.Tell, gone: Callable[[], bool]) -> Any:  # noqa: ANN401
             ahead = wanted.echo and wanted.logprobs
             limits = engine.Limits(self.settings.wait_s, self.settings.rows)
-            return engine.write(wanted.served, wanted.groups, tell, gone, limits, ahead)
+            with self._billing(wanted.served) as bill:
+                return engine.write(wanted.served, wanted.groups, tell, gone, limits, bill, ahead)
 
         running = self.runner.start(wanted.served, work)
         if not wanted.stream:
             spent = await running.whole(request.is_disconnected)
-            self._count(wanted, spent)
             return JSONResponse(await run_in_threadpool(made.whole, spent))
         await running.first(_FIRST_S, request.is_disconnected)
         return EventSourceResponse(self._events(wanted, made, running), sep=_LINE_END, ping=_PING_S)
@@ -105,7 +120,6 @@ class Endpoints:
                 yield _event(_json(made.chunk(Piece(piece.index, "", (), piece.finish), total)))
             if wanted.usage:
                 yield _event(_json(made.usage(total)))
-            self._count(wanted, total)
             yield _event("[DONE]")
         except ClientGone:
             return
@@ -114,9 +128,14 @@ class Endpoints:
         finally:
             running.gone.set()
 
-    def _count(self, wanted: Wanted, spent: Spent) -> None:
-        counts = wanted.counts
-        self.metrics.spent(wanted.served.name, counts["prompt_tokens"], counts["completion_tokens"], spent)
+    @contextlib.contextmanager
+    def _billing(self, served: Served) -> Iterator[Bill]:
+        """A bill that is counted in the end, also of requests that failed or that nobody waits for any more."""
+        bill = Bill()
+        try:
+            yield bill
+        finally:
+            self.metrics.spent(served.name, bill)
 
     # -- vectors ------------------------------------------------------------------------------------------------
     async def _embeddings(self, request: Request) -> Response:
@@ -125,10 +144,11 @@ class Endpoints:
         tokens = sum(map(len, rows))
 
         def work(_: engine.Tell, gone: Callable[[], bool]) -> Any:  # noqa: ANN401
-            return engine.embed(served, rows, gone, engine.Limits(self.settings.wait_s, self.settings.rows))
+            limits = engine.Limits(self.settings.wait_s, self.settings.rows)
+            with self._billing(served) as bill:
+                return engine.embed(served, rows, gone, limits, bill)
 
         spent, vectors = await self.runner.start(served, work).whole(request.is_disconnected)
-        self.metrics.spent(served.name, tokens, 0, spent)
         return JSONResponse(await run_in_threadpool(responses.embeddings, served, vectors, tokens, encoded, spent))
 
     def _read_embeddings(self, body: Mapping[str, Any]) -> tuple[Served, list[list[int]], bool]:

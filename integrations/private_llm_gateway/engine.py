@@ -7,6 +7,7 @@ nobody else waits for; party services merge what sessions ask at the same time.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections import deque
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
-from private_llm.errors import PartiesBusy, TransportError
+from private_llm.errors import PartiesBusy, PrivateLLMError, TransportError
 from private_llm_gateway.answer import Answer, Piece
 from private_llm_gateway.decoding import Text
 from private_llm_gateway.pool import Abandoned
@@ -70,16 +71,20 @@ class _Run:
                 if hasattr(self, "meter"):
                     self.meter.renewed()
 
+    def count_last(self) -> None:
+        """Add what was sent before the work ended, unless the session is over as well."""
+        with contextlib.suppress(PrivateLLMError):
+            self.meter.look(now=True)
+
 
 class _Crew:
     """The sessions of one request, which take its groups one after the other."""
 
     def __init__(
         self, served: Served, groups: Sequence[Sequence[Answer]], tell: Tell, gone: Callable[[], bool], rows: int,
-        echo: bool,
+        echo: bool, bill: Bill,
     ) -> None:  # fmt: skip
-        self.served, self.tell, self.gone, self.rows, self.echo = served, tell, gone, rows, echo
-        self.bill = Bill()
+        self.served, self.tell, self.gone, self.rows, self.echo, self.bill = served, tell, gone, rows, echo, bill
         self._left = deque(groups)
         self._at_work = 0
         self._error: BaseException | None = None
@@ -91,11 +96,14 @@ class _Crew:
         while (group := self._next()) is not None:
             try:
                 run = run or _Run(self.served, model, self._over, self.bill, self.rows)
+                self.bill.prompt(len(group[0].prompt))
                 if self.echo:
                     run.trying(partial(_prompt, run, group))
                 run.trying(partial(_write_group, run, group, self.tell))
                 run.trying(partial(run.meter.look, now=True))
             except BaseException as error:
+                if run is not None:
+                    run.count_last()
                 with self._changed:
                     self._error = self._error or error
                 raise
@@ -134,14 +142,14 @@ class _Crew:
 
 def write(
     served: Served, groups: Sequence[Sequence[Answer]], tell: Tell, gone: Callable[[], bool], limits: Limits,
-    echo: bool = False,
+    bill: Bill, echo: bool = False,
 ) -> Spent:  # fmt: skip
     """Write answers, in groups of one prompt each, telling what is new after every token.
 
-    echo: find the likelihoods of the prompts' tokens as well. Returns the cost. Raises Abandoned if the client is gone,
-    PoolBusy, and errors of the library.
+    echo: find the likelihoods of the prompts' tokens as well. Returns what `bill` has then; whatever is raised, it has
+    what was spent before. Raises Abandoned if the client is gone, PoolBusy, and errors of the library.
     """
-    crew = _Crew(served, groups, tell, gone, limits.rows, echo)
+    crew = _Crew(served, groups, tell, gone, limits.rows, echo, bill)
     with served.pool.session(limits.wait_s, gone) as model, torch.inference_mode():
         for _ in range(min(len(groups), served.pool.size) - 1):
             threading.Thread(target=crew.help, name="further session", daemon=True).start()
@@ -149,26 +157,28 @@ def write(
             crew.work(model)
         finally:
             crew.finish()
-    return crew.bill.spent
+    return bill.spent
 
 
 def embed(
-    served: Served, rows: list[list[int]], gone: Callable[[], bool], limits: Limits
+    served: Served, rows: list[list[int]], gone: Callable[[], bool], limits: Limits, bill: Bill
 ) -> tuple[Spent, Tensor]:  # fmt: skip
     """Sentence vectors [B, hidden] of token rows: the mean of each row's hidden states, of length 1."""
     order = sorted(range(len(rows)), key=lambda at: len(rows[at]))  # rows of about one length need little padding
     made: list[Tensor] = [torch.empty(0)] * len(rows)
-    bill = Bill()
     with served.pool.session(limits.wait_s, gone) as model, torch.inference_mode():
         run = _Run(served, model, gone, bill, limits.rows)
-        for first in range(0, len(order), limits.rows):
-            if gone():
-                raise Abandoned
-            part = order[first : first + limits.rows]
-            vectors = run.trying(partial(_vectors, run, [rows[at] for at in part]))
-            for at, vector in zip(part, vectors, strict=True):
-                made[at] = vector
-        run.trying(partial(run.meter.look, now=True))
+        try:
+            for first in range(0, len(order), limits.rows):
+                if gone():
+                    raise Abandoned
+                part = order[first : first + limits.rows]
+                bill.prompt(sum(len(rows[at]) for at in part))
+                vectors = run.trying(partial(_vectors, run, [rows[at] for at in part]))
+                for at, vector in zip(part, vectors, strict=True):
+                    made[at] = vector
+        finally:
+            run.count_last()
     return bill.spent, torch.stack(made)
 
 

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from private_llm_gateway.running import Runner
 from private_llm_gateway.served import Served
-from private_llm_gateway.spending import Spent
+from private_llm_gateway.spending import Bill
 
 _SECONDS = (0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
 
@@ -51,10 +51,11 @@ class Metrics:
         self._requests.labels(endpoint, str(status)).inc()
         self._seconds.labels(endpoint).observe(seconds)
 
-    def spent(self, model: str, prompt: int, made: int, spent: Spent) -> None:
-        """What an answer took."""
-        self._tokens.labels(model, "prompt").inc(prompt)
-        self._tokens.labels(model, "completion").inc(made)
+    def spent(self, model: str, bill: Bill) -> None:
+        """What a request took, whether or not anybody waited for its end."""
+        spent = bill.spent
+        self._tokens.labels(model, "prompt").inc(bill.read)
+        self._tokens.labels(model, "completion").inc(bill.made)
         self._bytes.labels(model).inc(spent.bytes)
         self._rounds.labels(model).inc(spent.rounds)
 

@@ -30,19 +30,24 @@ class Spent:
 
 
 class Bill:
-    """The cost of one request. Thread-safe."""
+    """The cost of one request, whatever becomes of it. Thread-safe. read, made: tokens of prompts and of answers."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._bytes = self._rounds = self._tokens = 0
+        self._bytes = self._rounds = self.read = self.made = 0
         self._first: tuple[float, int] | None = None
+
+    def prompt(self, tokens: int) -> None:
+        """A prompt is given to the parties."""
+        with self._lock:
+            self.read += tokens
 
     def tokens(self, count: int) -> None:
         """Tokens came."""
         with self._lock:
-            self._tokens += count
+            self.made += count
             if self._first is None:
-                self._first = (time.monotonic(), self._tokens)
+                self._first = (time.monotonic(), self.made)
 
     def add(self, sent: int, rounds: int) -> None:
         """More was sent."""
@@ -56,7 +61,7 @@ class Bill:
         with self._lock:
             began, first = self._first or (time.monotonic(), 0)
             seconds = time.monotonic() - began
-            return Spent(self._bytes, self._rounds, (self._tokens - first) / seconds if seconds > 0 else 0.0)
+            return Spent(self._bytes, self._rounds, (self.made - first) / seconds if seconds > 0 else 0.0)
 
 
 class Meter:

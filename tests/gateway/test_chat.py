@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPConnection
 from typing import Any
 
 import httpx
+import openai
 import pytest
 import torch
 from openai import OpenAI
@@ -34,6 +36,7 @@ from tests.gateway.small_gateway import (
     text_of,
     tokenizer,
 )  # fmt: skip
+from tests.service.conftest import eventually
 
 GREEDY: dict[str, Any] = {"model": "small", "messages": CHAT, "max_tokens": 8, "temperature": 0}
 HEADERS = {"Authorization": f"Bearer {TOKEN}"}
@@ -255,6 +258,39 @@ def test_a_chat_without_a_limit_fills_the_context(client: OpenAI) -> None:
     assert made.usage is not None
     assert made.usage.total_tokens == plain_model().config.max_position_embeddings
     assert made.usage.completion_tokens > 16
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_figures_count_what_nobody_waited_for(monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
+    """A client that leaves after a token or two: its prompt, its tokens and what they cost are counted as it leaves."""
+    served, slow = small(), threading.Event()
+    with serving(served) as gateway, gateway.client() as client:
+        if stream:
+            with client.chat.completions.create(**{**GREEDY, "max_tokens": 100}, stream=True) as parts:
+                for _ in range(4):
+                    next(parts)
+        else:
+            take = Answer.take
+            monkeypatch.setattr(Answer, "take", lambda self, *row: (take(self, *row), slow.wait(0.05)))
+            with pytest.raises(openai.APITimeoutError):
+                client.with_options(timeout=0.5).chat.completions.create(**{**GREEDY, "max_tokens": 100})
+        figures: dict[str, float] = {}
+
+        def counted() -> bool:
+            lines = httpx.get(f"{gateway.url}/metrics", headers=HEADERS, timeout=60).text.splitlines()
+            figures.update(
+                (name, float(value)) for name, _, value in (line.rpartition(" ") for line in lines if line[0] != "#")
+            )
+            return figures.get('private_llm_tokens_total{kind="prompt",model="small"}', 0) > 0
+
+        assert eventually(counted)
+    found = {
+        kind: figures[f'private_llm_tokens_total{{kind="{kind}",model="small"}}'] for kind in ("prompt", "completion")
+    }
+    assert found["prompt"] == prompt_ids().shape[1]
+    assert 1 <= found["completion"] < 100
+    assert figures['private_llm_bytes_total{model="small"}'] > 0
+    assert figures['private_llm_requests_total{endpoint="/v1/chat/completions",status="499"}'] == 1
 
 
 def test_completions_continue_texts(client: OpenAI) -> None:
