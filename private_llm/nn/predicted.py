@@ -26,10 +26,11 @@ from private_llm.oblivious.sparse_output import sparse_output_product
 from private_llm.protocols.share import BitShare
 from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.ops_matmul import linear_by
+from private_llm.tensor.range_check import watch_flat
 from private_llm.tensor.secret import SecretTensor
 
 SCORE_BITS = 10
-"""Scores lie below 2^10; a larger one may count with the wrong sign, so its unit is foretold wrongly."""
+"""Scores lie below 2^10; a larger one would count with the wrong sign, so the check of ranges watches for it."""
 
 RESOLUTION_BITS = 8
 """Scores up to 2^-8 above the threshold may count as below it."""
@@ -58,7 +59,7 @@ class ActivityPredictor(nn.Module):
         """x [.., width], secret, to one row of bits [positions * units].
 
         Bytes in trio (64-bit ring, 18 bits): 31 for each of the rank, and for each unit 24 and a comparison of 19 bits
-        (11). 2 rounds, 1 and 3. Raises UnsupportedOp for public weights or input.
+        (11), and of the check of ranges (2). 2 rounds, 1 and 3. Raises UnsupportedOp for public weights or input.
         """
         hidden: Tensor = self.fc1(x)
         if self.hidden == "relu":
@@ -72,6 +73,7 @@ class ActivityPredictor(nn.Module):
         value = value.view(lambda part: part.reshape(-1, part.shape[-1]))
         scores = value.matmul(held.view(Tensor.t), frac=value.frac + held.frac)  # no bit is dropped: one round
         scores = scores + bias.raw
+        watch_flat(scores, scores.frac + SCORE_BITS - 1)
         bits = min(scores.session.ring.bits, scores.frac + SCORE_BITS + 1)
         return scores.proto.invert(scores.below([0.0], bits=bits, low=max(0, scores.frac - RESOLUTION_BITS)))
 

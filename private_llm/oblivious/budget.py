@@ -83,7 +83,9 @@ def choose(session: Session, active: BitShare, budget: int, vectors: int = 1) ->
 def check_budget(active: BitShare, vectors: int, budget: int | None) -> int:
     """The length of each vector. Raises DomainError for vectors of unequal length, or a budget outside 1 to it."""
     if active.rows != 1 or vectors < 1 or active.count % vectors:
-        raise DomainError(f"budget: got {active.rows} rows of {active.count} bits; want one, of {vectors} equal vectors")
+        raise DomainError(
+            f"budget: got {active.rows} rows of {active.count} bits; want one, of {vectors} equal vectors"
+        )
     units = active.count // vectors
     if budget is not None and not 0 < budget <= units:
         raise DomainError(f"budget: got {budget}; want 1 to {units}, the elements of a vector")

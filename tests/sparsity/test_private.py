@@ -11,6 +11,7 @@ import torch
 from private_llm_hf import GeneratePlan, patch
 from private_llm_hf.checkpoint.model_spec import ModelSpec
 from private_llm_hf.checkpoint.node_checkpoint import WeightsDigest
+from private_llm_hf.checkpoint.norm_readers import norms_read
 from private_llm_hf.models import sparse_blocks
 from private_llm_hf.party import model as party_model
 from private_llm_hf.sparsity import sharing
@@ -30,7 +31,7 @@ from transformers import (
 
 import private_llm.nn.predicted as predicted
 from private_llm.config import PrivateConfig
-from private_llm.errors import ConfigError, PatchMismatch, PrivateLLMError, UnsupportedOp
+from private_llm.errors import ConfigError, DomainError, PatchMismatch, PrivateLLMError, UnsupportedOp
 from private_llm.sparsity_config import CometConfig
 from tests.hf.compare import LOGIT_ERROR
 from tests.hf.tiny import build
@@ -274,18 +275,46 @@ def test_attention_that_passes_by_the_mask_of_heads_stops(tmp_path: Path, monkey
         private(**given)
 
 
-def test_the_size_of_scores_means_nothing(tmp_path: Path) -> None:
-    """Scores 2^12 times as large as FC1's, which would wrap, foretell the same."""
-    model, found = sparse("opt"), []
-    for site in find_sites(model, batch("opt"), ("ffn",)):
+def sized(model: PreTrainedModel, name: str, gain: float, folder: Path) -> str:
+    """Right predictors whose first layer, and so whose scores, are `gain` times FC1's."""
+    found = []
+    for site in find_sites(model, batch(name), ("ffn",)):
         made = exact(model, site)
         with torch.no_grad():
-            made.fc1.weight.mul_(2.0**12)
-            made.fc2.bias.mul_(2.0**12)
+            made.fc1.weight.mul_(gain)
+            made.fc2.bias.mul_(gain)
         found.append(SitePredictor(site, made))
-    PredictorSet(fingerprint(model), found).save_pretrained(tmp_path)
-    config = CometConfig(str(tmp_path), orders="kept", levels="open")
-    close(run(model, "opt", config)[0], answer(model, "opt"))
+    PredictorSet(fingerprint(model), found).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "gain", "norm"),
+    [("opt", 2.0**12, 1), ("opt", 2.0**-12, 1), ("opt", 1, 2048), ("llama", 1, 1 / 64), ("bert", 2.0**-12, 2048),
+     ("t5", 1, 2048), ("gpt2", 2.0**12, 1 / 64)],
+)  # fmt: skip
+def test_the_size_of_scores_and_of_inputs_means_nothing(name: str, gain: float, norm: float, tmp_path: Path) -> None:
+    """Scores that would wrap, or fall below what a comparison resolves, foretell the same."""
+    model = sparse(name)
+    read = norms_read(type(model), model.config)
+    with torch.no_grad():
+        for site in find_sites(model, batch(name), ("ffn",)):
+            for value in model.get_submodule(read[site.name]).parameters():
+                value.mul_(norm)
+            for reader in site.readers:  # so that the model stays what it is
+                model.get_submodule(reader).weight.div_(norm)
+    config = CometConfig(sized(model, name, gain, tmp_path), orders="kept", levels="open")
+    difference = run(model, name, config)[0] - answer(model, name)
+    assert float(difference.abs().max()) < 2 * LOGIT_ERROR
+
+
+def test_scores_that_leave_their_range_withhold_the_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nothing is known of the input, the check of ranges finds scores that a comparison would get wrong."""
+    monkeypatch.setattr(sharing, "norms_read", lambda *_: {})
+    model = sparse("opt")
+    config = CometConfig(sized(model, "opt", 2.0**14, tmp_path), orders="kept", levels="open")
+    with pytest.raises(DomainError, match="a value left its range"):
+        run(model, "opt", config)
 
 
 def test_heads_are_left_out_of_queries_only(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from private_llm_hf.handlers import handler_of
 from private_llm_hf.models.architectures import architecture
 from private_llm_hf.models.latent import expands_latents
 from private_llm_hf.models.norms import spelled_norm
+from private_llm_hf.vision.network import image_shape
 
 _SAME = {Tensor.contiguous, Tensor.to, Tensor.float, Tensor.detach, Tensor.unsqueeze, F.dropout, torch.dropout}
 _SHAPED = {Tensor.view, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten}
@@ -41,6 +42,21 @@ def norm_readers(model_class: type[PreTrainedModel], config: PretrainedConfig) -
     """
     if architecture(config).kind != "decoder":
         return {}
+    found = _traced(model_class, config)
+    return {} if found is None else found[0].readers(found[1])
+
+
+def norms_read(model_class: type[PreTrainedModel], config: PretrainedConfig) -> dict[str, str]:
+    """Linear layers, of any kind of model, that read the output of one norm and nothing else, with the norm's name.
+
+    Others may read the norm as well. The model runs once, on the meta device.
+    """
+    found = _traced(model_class, config)
+    return {} if found is None else found[0].norms_of_layers()
+
+
+def _traced(model_class: type[PreTrainedModel], config: PretrainedConfig) -> tuple[_Trace, object] | None:
+    """The trace of a forward, and what it returned; None if it does not run without values."""
     settings = copy.deepcopy(config)
     settings._attn_implementation = "eager"  # others look into the mask
     model = skeleton(model_class, settings)
@@ -51,14 +67,24 @@ def norm_readers(model_class: type[PreTrainedModel], config: PretrainedConfig) -
         handles.append(module.register_forward_hook(trace.leave))
     try:
         with torch.no_grad(), trace:
-            ids = torch.zeros(1, 2, dtype=torch.int64, device="meta")
-            made = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
+            return trace, model(**_input(config))
     except _CANNOT:
-        return {}
+        return None
     finally:
         for handle in handles:
             handle.remove()
-    return trace.readers(made)
+
+
+def _input(config: PretrainedConfig) -> dict[str, object]:
+    """Two tokens, or an image, on the meta device."""
+    kind = architecture(config).kind
+    if kind == "vision":
+        return {"pixel_values": torch.zeros(1, *image_shape(config), device="meta")}
+    ids = torch.zeros(1, 2, dtype=torch.int64, device="meta")
+    if kind == "encoder":
+        return {"input_ids": ids}  # masks of encoders are looked into
+    given = {"decoder_input_ids": ids} if kind == "encoder-decoder" else {"attention_mask": torch.ones_like(ids)}
+    return {"input_ids": ids, "use_cache": False, **given}
 
 
 class _Trace(TorchFunctionMode):
@@ -136,6 +162,11 @@ class _Trace(TorchFunctionMode):
             self._lost.add(owner)
         else:
             self._read[owner].add(None)
+
+    def norms_of_layers(self) -> dict[str, str]:
+        """Of each layer that reads one norm alone the norm."""
+        only = {layer: next(iter(read)) for layer, read in self._read.items() if len(read) == 1}
+        return {self._layers[layer]: self._norms[norm] for layer, norm in only.items() if norm is not None}
 
     def readers(self, output: object) -> dict[str, tuple[str, ...]]:
         """Of each norm that lost nothing the layers that read it. output: of the model."""

@@ -9,7 +9,7 @@ holds it, and it changes whenever the model is shared.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -23,14 +23,14 @@ from private_llm.ring.prg import Seed
 from private_llm.sparsity_config import CometConfig
 from private_llm_hf.checkpoint.model_spec import ModelSpec
 from private_llm_hf.checkpoint.node_checkpoint import WeightsDigest
+from private_llm_hf.checkpoint.norm_readers import norms_read
 from private_llm_hf.checkpoint.weights import Sink, skeleton
 from private_llm_hf.models.architectures import attention_of
 from private_llm_hf.models.attention_interface import NAME
+from private_llm_hf.models.norms import spelled_norm
 from private_llm_hf.models.sparse_blocks import KEY, SparseBlock, facts_of, layer_sizes
 from private_llm_hf.sparsity.predictor_set import PredictorSet, SitePredictor
-
-_GAIN = 8.0
-"""Largest spectral norm of a predictor's first layer: inputs of norm 128 keep scores below 2^10."""
+from private_llm_hf.sparsity.score_scale import scaled
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,8 @@ class SharedPredictors:
         predictors.check(config)
         bare = skeleton(cls, config)
         self._weights: str = predictors.model["weights"]
-        self._tensors: dict[str, Tensor] = {}
+        self._members: list[tuple[SitePredictor, SparseBlock, Tensor]] = []
+        self._norms = _read_norms(cls, config, bare)
         self._moves: dict[str, list[_Move]] = {}
         blocks = []
         for member in predictors:
@@ -66,7 +67,7 @@ class SharedPredictors:
                 continue
             block = _facts(member, settings)
             order = self._ordered(bare, block, member.predictor.grouping, settings.orders == "kept")
-            self._tensors |= dict(_weights_of(member, block, order))
+            self._members.append((member, block, order))
             blocks.append(block)
         if not blocks:
             raise ConfigError(
@@ -84,10 +85,14 @@ class SharedPredictors:
         """
         digest, folded = WeightsDigest(), spec.folding(sink)
         left = {name for name in self._moves if name.endswith(".weight")}
+        vectors: dict[str, Tensor] = {}
+        wanted = {self._norms[block.name][0] for _, block, _ in self._members if block.name in self._norms}
 
         def take(name: str, tensor: Tensor) -> None:
             digest(name, tensor)
             left.discard(name)
+            if name.rpartition(".")[0] in wanted:
+                vectors[name] = tensor.detach().double().cpu()
             for move in self._moves.get(name, ()):
                 tensor = move(tensor)
             folded(name, tensor)
@@ -103,8 +108,16 @@ class SharedPredictors:
                 f"sparsity: '{min(left)}' is tied to another weight, so its units have no secret order of their own; "
                 "want orders='fresh'"
             )
-        for name, tensor in self._tensors.items():
-            sink(name, tensor)
+        for member, block, order in self._members:
+            for own, value in scaled(member.predictor, *self._gain(block, vectors)).items():
+                ordered = value[order] if own.startswith("fc2.") else value
+                sink(f"{block.predictor}.{own}", ordered.contiguous())
+
+    def _gain(self, block: SparseBlock, vectors: Mapping[str, Tensor]) -> tuple[Tensor | None, Tensor | None]:
+        """Weight and bias of the norm that a block reads, as far as they are known."""
+        name, offset = self._norms.get(block.name, ("", 0.0))
+        weight = vectors.get(f"{name}.weight")
+        return None if weight is None else weight + offset, vectors.get(f"{name}.bias")
 
     def _ordered(self, model: PreTrainedModel, block: SparseBlock, grouping: Tensor | None, kept: bool) -> Tensor:
         """Draw the block's order, if it is kept, and note what moves; returns it, of units.
@@ -202,24 +215,16 @@ def _facts(member: SitePredictor, settings: CometConfig) -> SparseBlock:
     )  # fmt: skip
 
 
-def _weights_of(member: SitePredictor, block: SparseBlock, order: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Named weights of a predictor: units in their order, threshold taken off, scores of at most `_GAIN` times x.
-
-    The sign of a score is all that counts, and its size must be known (`SCORE_BITS`).
-    """
-    predictor = member.predictor
-    down, shift = predictor.fc1.weight.detach().double(), predictor.fc1.bias.detach().double()
-    weight, bias = predictor.fc2.weight.detach().double(), predictor.fc2.bias.detach().double()
-    gain = min(1.0, _GAIN / max(float(torch.linalg.matrix_norm(down, 2)), 1e-6))
-    down, shift, bias = down * gain, shift * gain, (bias - predictor.config.threshold) * gain
-    norm = (weight.square().sum(1) + bias.square()).sqrt().clamp_min(1e-6)
-    weight, bias = weight / norm[:, None], bias / norm
-    weight, bias = weight[order], bias[order]
-    found = {
-        "fc1.weight": down, "fc1.bias": shift, "fc2.weight": weight, "fc2.bias": bias,
-    }  # fmt: skip
-    for own, value in found.items():
-        yield f"{block.predictor}.{own}", value.detach().float().contiguous()
+def _read_norms(
+    cls: type[PreTrainedModel], config: PretrainedConfig, model: PreTrainedModel
+) -> dict[str, tuple[str, float]]:
+    """Of layers that read a norm its name, and what is added to its weight for good."""
+    found = {}
+    for layer, name in norms_read(cls, config).items():
+        norm = spelled_norm(model.get_submodule(name))
+        if norm is not None:
+            found[layer] = (name, norm.offset)
+    return found
 
 
 def _uniform(count: int) -> Tensor:
