@@ -182,7 +182,7 @@ def test_a_private_run_computes_the_foretold_groups(protocol: str, orders: str, 
         dense = model(**given).logits
         with predicted_only(model, made):
             want = model(**given).logits
-    more = {"levels": "open"} if orders == "kept" else {"neuron_budget": 1.0}
+    more = {"levels": "open"} if orders == "kept" else {"levels": "noisy", "epsilon": 0.5}
     sparsity = CometConfig(str(tmp_path), heads=False, orders=orders, **more)  # type: ignore[arg-type]
     with patch(model, PrivateConfig(protocol=protocol, insecure=protocol == "plain", sparsity=sparsity)) as private:
         found = private(**given).logits

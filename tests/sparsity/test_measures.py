@@ -18,6 +18,15 @@ def test_shares_are_counted_over_all_batches() -> None:
     assert found.f1 == pytest.approx(2 * (4 / 5) * (2 / 3) / (4 / 5 + 2 / 3))
 
 
+def test_within_a_budget_shares_are_those_of_what_a_run_draws() -> None:
+    """Two of four predicted are drawn; where one is predicted, one of the three others fills up."""
+    counter = Counter()
+    counter.add(torch.tensor([[True] * 4 + [False]]), torch.tensor([[1.0, 1, 0, 0, 1]]), budget=2)
+    counter.add(torch.tensor([[True] + [False] * 4]), torch.tensor([[0.0, 4, 0, 0, 0]]), budget=2)
+    found = counter.measures()
+    assert found == Measures(2, recall=(1 + 1) / 7, precision=1 / 3, activity=4 / 10, predicted=3 / 10, most=2)
+
+
 def test_where_nothing_happens_nothing_is_missed() -> None:
     counter = Counter()
     counter.add(torch.zeros(2, 3, dtype=torch.bool), torch.zeros(2, 3))

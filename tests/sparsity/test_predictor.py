@@ -28,11 +28,17 @@ def test_it_is_two_layers_and_a_strict_threshold(hidden: str) -> None:
     assert not predictor.with_config(PredictorConfig(rank=3, hidden=hidden, threshold=at)).predict(x)[0, 0, 0]
 
 
-def test_a_budget_keeps_the_highest_scores_above_the_threshold() -> None:
+def test_a_budget_is_kept_to_at_random_among_what_is_predicted() -> None:
     predictor = made(budget=0.35)
     scores = torch.tensor([[9.0, -1, 8, 7, 6, -2, -3, -4, -5, -6], [-1.0] * 9 + [2.0]])
     assert predictor.most == 3
-    assert predictor.select(scores).nonzero().tolist() == [[0, 0], [0, 2], [0, 3], [1, 9]]
+    drawn = torch.stack([predictor.select(scores, torch.Generator().manual_seed(seed)) for seed in range(200)])
+    assert drawn.sum(2).unique().tolist() == [3]
+    often = drawn.float().mean(0)
+    assert often[0].nonzero()[:, 0].tolist() == [0, 2, 3, 4]
+    assert float((often[0, [0, 2, 3, 4]] - 3 / 4).abs().max()) < 0.15
+    assert often[1, 9] == 1
+    assert float((often[1, :9] - 2 / 9).abs().max()) < 0.15
     assert made(budget=0.01).most == 1
     assert made().most == 10
 

@@ -179,12 +179,22 @@ def test_under_the_balanced_weight_the_bias_stays() -> None:
     assert weight > 1.5, "active units are fewer"
 
 
+def test_a_tight_budget_raises_the_threshold(recording: Recording) -> None:
+    """Which of the predicted units a run computes is random, so fewer and surer ones are better."""
+    loose = train_predictor(recording, PredictorConfig(rank=2), QUICK)
+    tight = train_predictor(recording, PredictorConfig(rank=2, budget=0.1), QUICK)
+    drawn = measure(loose.predictor.with_config(tight.predictor.config), recording).recall
+    assert measure(tight.predictor, recording).recall > drawn + 0.03
+
+
 def test_a_budget_covers_the_asked_share_of_positions(recording: Recording) -> None:
     trained = train_predictor(recording, PredictorConfig(rank=4), replace(QUICK, epochs=1))
     tight, all_of_it = (fit_budget(trained.predictor, recording, QUICK, share) for share in (0.5, 1.0))
     assert tight.most < all_of_it.most == trained.validation.most < trained.predictor.units
     _, held_out = split_rows(len(recording), QUICK)
-    assert measure(all_of_it, recording, held_out) == trained.validation
+    drawn = measure(all_of_it, recording, held_out)
+    assert drawn.recall > trained.validation.recall, "what fills up finds some"
+    assert replace(drawn, recall=trained.validation.recall) == trained.validation
     found = measure(tight, recording, held_out)
     assert found.most == tight.most
     assert found.recall < trained.validation.recall

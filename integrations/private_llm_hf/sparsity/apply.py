@@ -18,23 +18,27 @@ from private_llm_hf.sparsity.predictor_set import PredictorSet, SitePredictor
 
 
 @contextmanager
-def predicted_only(model: PreTrainedModel, predictors: PredictorSet) -> Iterator[None]:
-    """While it lasts, `model` leaves out what `predictors` say is inactive. Raises ConfigError for another model's."""
+def predicted_only(model: PreTrainedModel, predictors: PredictorSet, seed: int = 0) -> Iterator[None]:
+    """While it lasts, `model` leaves out what `predictors` say is inactive, and keeps to their budgets as runs do.
+
+    seed: of what budgets leave out and fill up. Raises ConfigError for another model's.
+    """
     predictors.check(model)
+    chance = torch.Generator().manual_seed(seed)
     with ExitStack() as stack:
         for member in predictors:
-            _listen(model, member, stack)
+            _listen(model, member, chance, stack)
         yield
 
 
-def _listen(model: PreTrainedModel, member: SitePredictor, stack: ExitStack) -> None:
+def _listen(model: PreTrainedModel, member: SitePredictor, chance: torch.Generator, stack: ExitStack) -> None:
     first, last = model.get_submodule(member.site.readers[0]), model.get_submodule(member.site.writer)
     predictor = member.predictor.to(next(model.parameters()).device)
     kept: list[Tensor] = []
 
     def foretell(_: nn.Module, received: tuple[Any, ...]) -> None:
         with torch.no_grad():
-            kept.append(predictor.expand(predictor.predict(received[0])))
+            kept.append(predictor.expand(predictor.predict(received[0], chance)))
 
     def leave_out(_: nn.Module, received: tuple[Any, ...]) -> tuple[Any, ...]:
         whole, mask = received[0], kept.pop()

@@ -2,7 +2,8 @@
 
 Counted are units (neurons, heads, or blocks of neurons). Where units are blocks, recall weighs each by its active
 neurons: it is the share of the active *neurons* that are computed. Precision is the share of predicted units that are
-active.
+active. With a budget, which of the predicted units a run leaves out, or fills up with, is random: recall and precision
+are those in the mean over what it may draw.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ Scored = Callable[[], Iterator[tuple[Tensor, Tensor]]]
 class Measures:
     """rows: positions. activity, predicted: shares of units that are, or are predicted, active.
 
-    most: units predicted at the busiest position. Recall is 1 where nothing is active, precision where nothing is
-    predicted.
+    most: units predicted at the busiest position; predicted and most are at most a budget. Recall is 1 where nothing
+    is active, precision where nothing is predicted.
     """
 
     rows: int
@@ -49,19 +50,26 @@ class Counter:
     """Adds up predictions."""
 
     def __init__(self) -> None:
-        self._rows = self._units = self._active = self._found = self._predicted = self._right = 0
-        self._active_units = self._most = 0
+        self._rows = self._units = self._active_units = self._predicted = self._most = 0
+        self._active = self._found = self._right = 0.0
 
-    def add(self, predicted: Tensor, counts: Tensor) -> None:
-        """bool [N, units], and active neurons per unit [N, units]."""
-        active = counts > 0
+    def add(self, predicted: Tensor, counts: Tensor, budget: int | None = None) -> None:
+        """bool [N, units] of scores above the threshold, and active neurons per unit [N, units].
+
+        budget: units that every position computes, drawn as a run draws them; None: those that are predicted.
+        """
+        active, many = counts > 0, predicted.sum(1, keepdim=True).double()
+        within = many if budget is None else many.clamp(max=budget)
+        others = counts.shape[1] - many
+        filled = torch.zeros_like(many) if budget is None else (budget - within) / others.clamp_min(1)
+        chances = torch.where(predicted, within / many.clamp_min(1), filled)
         self._rows += len(counts)
         self._units += counts.numel()
-        self._right += int((predicted & active).sum())
-        self._predicted += int(predicted.sum())
-        self._most = max(self._most, int(predicted.sum(1).max())) if len(counts) else self._most
-        self._active += int(counts.sum())
-        self._found += int(counts[predicted].sum())
+        self._right += float((chances * (predicted & active)).sum())
+        self._predicted += int(within.sum())
+        self._most = max(self._most, int(within.max())) if len(counts) else self._most
+        self._active += float(counts.sum())
+        self._found += float((chances * counts).sum())
         self._active_units += int(active.sum())
 
     def measures(self) -> Measures:

@@ -62,17 +62,21 @@ class Predictor(nn.Module):
         found: Tensor = self.fc2(hidden.relu() if self.config.hidden == "relu" else hidden)
         return found
 
-    def predict(self, x: Tensor) -> Tensor:
-        """Which units are predicted active, bool [..., units]; within the budget, the highest scores."""
-        return self.select(self(x))
+    def predict(self, x: Tensor, chance: torch.Generator | None = None) -> Tensor:
+        """Which units a run computes, bool [..., units]: `select` of the scores of x."""
+        return self.select(self(x), chance)
 
-    def select(self, scores: Tensor) -> Tensor:
-        """The threshold and the budget, on scores [..., units]."""
+    def select(self, scores: Tensor, chance: torch.Generator | None = None) -> Tensor:
+        """Units whose scores [..., units] exceed the threshold; with a budget exactly that many, as a private run does.
+
+        It leaves out units at random where too many are predicted, and fills up with others at random where too few
+        are: the highest scores are known to nobody. chance: draws them (default: PyTorch's generator).
+        """
         active = scores > self.config.threshold
-        if self.most < self.units:
-            best = scores.topk(self.most, dim=-1).indices
-            active &= torch.zeros_like(active).scatter_(-1, best, True)
-        return active
+        if self.config.budget is None:
+            return active
+        order = active.float() + torch.empty(scores.shape).uniform_(generator=chance).to(scores.device)
+        return torch.zeros_like(active).scatter_(-1, order.topk(self.most, dim=-1).indices, True)
 
     def expand(self, active: Tensor) -> Tensor:
         """Units [..., units] as neurons [..., neurons]."""

@@ -34,8 +34,9 @@ class PredictorConfig(_Settings):
     kind: "ffn" (units are neurons, from what FC1 or gate and up receive) or "heads" (units are attention heads, from
     what q receives). rank: rows of W1. hidden: a, "linear" (Comet) or "relu" (the public format of PowerInfer).
     block: neurons per unit; a block is active if any of its neurons is. target_recall: least share of the active
-    neurons (heads) that calibration puts above threshold 0 on validation data. budget: largest share of units that
-    may be predicted active at one position, those with the highest scores; None for no limit. tolerance: how
+    neurons (heads) that calibration puts above threshold 0 on validation data. budget: share of units that
+    every position computes, at random among those that are predicted if they are more, and with others if they are
+    fewer; None: those that are predicted. tolerance: how
     much of its norm the output of an attention block may lose by leaving inactive heads out (`activity.py`).
     Raises ConfigError.
     """

@@ -2,7 +2,8 @@
 
 Each epoch begins with validation: the best threshold t that reaches the target recall, and F1 there. t is taken off the
 bias, so that threshold 0 has the target recall, and the weight of active units becomes the one under which the mean
-score stays there: both classes then pull at the bias with the same force. The epoch with the best F1 is kept.
+score stays there: both classes then pull at the bias with the same force. The epoch with the best F1 is kept. If it has
+a budget, the threshold becomes the one with the best recall of what a run draws within it.
 Epochs begin from their own seeds and checkpoints are whole, so an interrupted run ends as one that was not.
 """
 
@@ -95,7 +96,7 @@ def train_predictor(
             _epoch(recording, train, predictor, training, done, model, optimizer, accelerator)
         with torch.no_grad():
             predictor.fc2.bias.sub_(threshold_for(config.target_recall, scored))
-            f1 = _measure(scored, _positive).f1
+            f1 = _measure(scored, 0.0).f1
             done.weight = min(max(balance(scored), _LIGHTEST), _HEAVIEST)
         if f1 > done.best:
             done.best, done.since = f1, 0
@@ -111,7 +112,9 @@ def train_predictor(
     predictor.load_state_dict(best)
     predictor.cpu()
     with torch.no_grad():
-        validation = _measure(lambda: _plain(predictor, recording, held_out), predictor.select)
+        if config.budget is not None:
+            predictor.fc2.bias.sub_(_within_budget(predictor, recording, held_out))
+        validation = _measured(predictor, recording, held_out)
     return Trained(predictor, validation, done.epoch - 1)
 
 
@@ -128,7 +131,7 @@ def measure(predictor: Predictor, recording: Recording, rows: Tensor | None = No
         )
     chosen = torch.arange(len(recording)) if rows is None else rows
     with torch.no_grad():
-        return _measure(lambda: _plain(predictor, recording, chosen), predictor.select)
+        return _measured(predictor, recording, chosen)
 
 
 def split_rows(rows: int, training: TrainingConfig) -> tuple[Tensor, Tensor]:
@@ -202,10 +205,6 @@ def _mean(counts: Tensor) -> Tensor:
     return counts.sum() / (counts > 0).sum().clamp_min(1)
 
 
-def _positive(scores: Tensor) -> Tensor:
-    return scores > 0
-
-
 def _labelled(predictor: Predictor, recording: Recording, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     for x, active in recording.batches(rows, _READ):
         yield x.double(), (predictor.counts(active) > 0).double()
@@ -216,10 +215,31 @@ def _plain(predictor: Predictor, recording: Recording, rows: Tensor) -> Iterator
         yield predictor(x), predictor.counts(active)
 
 
-def _measure(scored: Callable[[], Iterator[tuple[Tensor, Tensor]]], select: Callable[[Tensor], Tensor]) -> Measures:
+def _within_budget(predictor: Predictor, recording: Recording, rows: Tensor) -> float:
+    """The threshold that loses least where a run draws within the budget: the higher it is, the surer what is drawn."""
+    scores, _ = next(_plain(predictor, recording, rows))
+    shares = predictor.most / predictor.units * 2.0 ** torch.arange(-2.0, 2.5, 0.5)
+    tried = [
+        0.0,
+        *torch.quantile(scores.flatten()[:: max(1, scores.numel() >> 20)], (1 - shares).clamp_min(0)).tolist(),
+    ]
+
+    def recall(threshold: float) -> float:
+        return _measure(lambda: _plain(predictor, recording, rows), threshold, predictor.most).recall
+
+    best: float = max(tried, key=recall)
+    return best
+
+
+def _measured(predictor: Predictor, recording: Recording, rows: Tensor) -> Measures:
+    budget = None if predictor.config.budget is None else predictor.most
+    return _measure(lambda: _plain(predictor, recording, rows), predictor.config.threshold, budget)
+
+
+def _measure(scored: Scored, threshold: float, budget: int | None = None) -> Measures:
     counter = Counter()
     for scores, counts in scored():
-        counter.add(select(scores), counts)
+        counter.add(scores > threshold, counts, budget)
     return counter.measures()
 
 
