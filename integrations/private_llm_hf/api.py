@@ -22,8 +22,8 @@ from private_llm.ranges import UNKNOWN, Ranges
 from private_llm_hf.checkpoint.calibration_runs import check_ranges, checkpoint_ranges, loaded_ranges
 from private_llm_hf.checkpoint.checkpoint import Checkpoint
 from private_llm_hf.checkpoint.client_folder import generation_config, made_or_removed, write_client_folder
-from private_llm_hf.checkpoint.dense import dense_model, without_quantisation
-from private_llm_hf.checkpoint.loaded import refuse_changes
+from private_llm_hf.checkpoint.dense import dense_model, unwrapped, without_quantisation
+from private_llm_hf.checkpoint.loaded import as_built
 from private_llm_hf.checkpoint.model_spec import ModelSpec, describe, folds_norms
 from private_llm_hf.checkpoint.node_checkpoint import WeightsDigest
 from private_llm_hf.checkpoint.share_files import ShareWriter, refuse_taken
@@ -92,6 +92,7 @@ class _AutoPrivate:
             raise ConfigError(f"unknown argument(s) {', '.join(sorted(unused))} for from_pretrained{hint}")
         architecture(config)
         model_class = _model_class(cls.auto_class, config)
+        config = checkpoint.settled(model_class, config, **download, **loading)
 
         def weights(wanted: WeightList, sink: Sink, local: bool = False) -> None:
             where = {**download, "local_files_only": True} if local else download
@@ -158,29 +159,50 @@ def patch(
         raise PatchMismatch(f"patch: got {type(model).__name__}; want a transformers model or a torch.nn.Module")
     if isinstance(model, PrivateModel):
         raise PatchMismatch(f"patch: got a {type(model).__name__}, which is private already; want the plaintext model")
-    model = dense_model(model)
-    if not isinstance(model, PreTrainedModel):
-        model = Network.of(model)
-    if type(model) not in (Network, getattr(transformers, type(model).__name__, None)):
-        raise PatchMismatch(
-            f"patch: {type(model).__name__} is not a model class of transformers, so the parties cannot build it"
-        )
-    empty = [name for name, value in model.named_parameters() if value.is_meta]
-    if empty:
-        raise PatchMismatch(
-            f"patch: {len(empty)} weights of {type(model).__name__} have no values, such as {empty[0]}; load them first"
-        )
-    generation = getattr(model, "generation_config", None)
+    generation = getattr(unwrapped(model), "generation_config", None)
+    model = _loaded(model)
 
     def weights(wanted: WeightList, sink: Sink, local: bool = True) -> None:
         stream_loaded(model, wanted, sink)
 
-    config = without_quantisation(model.config)
-    refuse_changes(model, config)
     return _open(
-        type(model), config, private_config, weights, generation,
+        type(model), model.config, private_config, weights, generation,
         ranges or (lambda: loaded_ranges(model, private_config, images)), mesh, start,
     )  # fmt: skip
+
+
+def _loaded(model: nn.Module) -> PreTrainedModel:
+    """What parties can build of a model in memory: transformers' own class, or a `Network`. Raises PatchMismatch."""
+    inner = unwrapped(model)
+    if isinstance(inner, PreTrainedModel):
+        architecture(inner.config)
+    model = dense_model(model)
+    if not isinstance(model, PreTrainedModel):
+        return _network(model)
+    if isinstance(model, Network):
+        return model
+    if type(model) is not getattr(transformers, type(model).__name__, None):
+        raise PatchMismatch(
+            f"patch: {type(model).__name__} is not a model class of transformers, so the parties cannot build it; load "
+            "the weights into the class of transformers that it extends, and run what it adds in the clear"
+        )
+    return as_built(model, without_quantisation(model.config))
+
+
+def _network(model: nn.Module) -> Network:
+    """A network of standard modules. Raises PatchMismatch, for one around a model of transformers with what to do."""
+    try:
+        return Network.of(model)
+    except PatchMismatch as error:
+        inside = [(name, part) for name, part in model.named_modules() if isinstance(part, PreTrainedModel)]
+        if not inside:
+            raise
+        name, part = inside[0]
+        raise PatchMismatch(
+            f"patch: {type(model).__name__} is a module of its own around a {type(part).__name__}; patch that one "
+            f"(private = patch(model.{name})) and run the layers around it in the clear on what it returns, or load "
+            f"both as one class of transformers, such as one for sequence classification ({error})"
+        ) from None
 
 
 def _open(
@@ -291,6 +313,7 @@ def ranges_of_checkpoint(
     config, _ = checkpoint.config(**hf_kwargs)
     architecture(config)
     model_class = _model_class(auto.auto_class, config)
+    config = checkpoint.settled(model_class, config, **hf_kwargs)
     return checkpoint_ranges(checkpoint, model_class, config, _checked(private_config), hf_kwargs, text, images)
 
 
@@ -319,6 +342,7 @@ def share_checkpoint(
     config, _ = checkpoint.config(**hf_kwargs)
     architecture(config)
     model_class = _model_class(auto.auto_class, config)
+    config = checkpoint.settled(model_class, config, **hf_kwargs)
     require_agreement(model_class, config, _open_small)
     source_config = config
     sparse = shared_predictors(private_config.sparsity, model_class, config)

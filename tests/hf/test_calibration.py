@@ -16,7 +16,7 @@ from private_llm_hf.api import ranges_of_checkpoint, share_checkpoint
 from private_llm_hf.checkpoint import calibration_runs
 from private_llm_hf.checkpoint.calibration import watching
 from private_llm_hf.checkpoint.calibration_runs import loaded_ranges
-from private_llm_hf.checkpoint.loaded import refuse_changes
+from private_llm_hf.checkpoint.loaded import as_built
 from private_llm_hf.client.parties import Parties
 from private_llm_hf.client.remote_state import PrivateCache
 from private_llm_hf.party.party import Party
@@ -151,7 +151,7 @@ def test_a_model_is_patched_while_another_thread_calibrates_it(monkeypatch: pyte
 
     def look() -> None:
         started.wait(60)
-        refuse_changes(model, model.config)
+        as_built(model, model.config)
         looked.set()
 
     monkeypatch.setattr(calibration_runs, "calibrate", slow)

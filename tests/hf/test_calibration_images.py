@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from private_llm_hf import AutoPrivateModelForImageClassification, PrivateConfig, patch, ranges_of_checkpoint
-from private_llm_hf.checkpoint.calibration_runs import SPAN, loaded_ranges, pictures
+from private_llm_hf.checkpoint.calibration_runs import loaded_ranges
+from private_llm_hf.checkpoint.sample_inputs import SPAN, pictures
 from private_llm_hf.vision.network import Network
 from torch import nn
 

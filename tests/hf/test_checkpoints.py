@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -23,6 +24,7 @@ from private_llm_hf.checkpoint.checkpoint import Checkpoint
 from private_llm_hf.checkpoint.node_checkpoint import NodeCheckpoint
 from private_llm_hf.checkpoint.share_files import ShareFile, share_path
 from torch import Tensor, nn
+from transformers.utils import is_peft_available
 
 from private_llm.errors import ConfigError, PatchMismatch
 from private_llm.ranges import Ranges
@@ -235,6 +237,7 @@ def test_an_adapter_without_peft_names_the_package(checkpoint: Path, tmp_path: P
     (tmp_path / "adapter_config.json").write_text(
         json.dumps({"base_model_name_or_path": str(checkpoint), "peft_type": "LORA"})
     )
+    is_peft_available()  # transformers remembers its first answer
     hidden = {name: sys.modules.pop(name) for name in list(sys.modules) if name.split(".")[0] == "peft"}
     sys.modules["peft"] = None  # type: ignore[assignment]
     try:
@@ -257,8 +260,12 @@ class Lora:
     def __init__(self, peft: ModuleType) -> None:
         self.peft = peft
 
-    def on(self, model: tr.PreTrainedModel, *names: str, task: str | None = "CAUSAL_LM") -> tr.PreTrainedModel:
-        settings = self.peft.LoraConfig(r=4, target_modules=list(names), init_lora_weights=False, task_type=task)
+    def on(
+        self, model: tr.PreTrainedModel, *names: str, task: str | None = "CAUSAL_LM", own: tuple[str, ...] = ()
+    ) -> tr.PreTrainedModel:
+        settings = self.peft.LoraConfig(
+            r=4, target_modules=list(names), init_lora_weights=False, task_type=task, modules_to_save=list(own) or None
+        )
         return self.peft.get_peft_model(model, settings).eval()
 
 
@@ -278,6 +285,60 @@ def test_an_unmerged_lora_is_merged_in_a_copy(lora: Lora) -> None:
         assert torch.equal(adapted(input_ids=IDS).logits, want), "the original stays as it is"
         with adapted.disable_adapter(), patch(adapted, PLAIN) as private:
             assert worst(private(input_ids=IDS).logits, adapted(input_ids=IDS).logits) < LOGIT_ERROR
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings", "ignore:Setting `save_embedding_layers`")
+@pytest.mark.parametrize(
+    ("name", "modules", "own"),
+    [
+        ("llama", ("q_proj", "embed_tokens"), ()),
+        ("llama", ("lm_head",), ()),
+        ("gpt2", ("wte",), ()),
+        ("llama", ("q_proj",), ("embed_tokens",)),
+    ],
+)
+def test_an_adapter_of_a_tied_weight_changes_that_one_only(
+    lora: Lora, tmp_path: Path, name: str, modules: tuple[str, ...], own: tuple[str, ...]
+) -> None:
+    base = tiny.build(name, tie_word_embeddings=True)
+    base.tie_weights()
+    base.save_pretrained(tmp_path / "base")
+    adapted = lora.on(base, *modules, own=own)
+    for value_name, value in adapted.named_parameters():
+        if "modules_to_save" in value_name:
+            value.data.add_(torch.randn_like(value) * 0.1)
+    adapted.peft_config["default"].base_model_name_or_path = str(tmp_path / "base")
+    adapted.save_pretrained(tmp_path / "adapter")
+    quick = dataclasses.replace(PLAIN, calibrate=False)
+    with torch.no_grad():
+        want = adapted(input_ids=IDS).logits
+        with patch(adapted, quick) as private:
+            assert worst(private(input_ids=IDS).logits, want) < LOGIT_ERROR
+        with AutoPrivateModelForCausalLM.from_pretrained(str(tmp_path / "adapter"), quick) as private:
+            assert worst(private(input_ids=IDS).logits, want) < LOGIT_ERROR
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings", "ignore:Setting `save_embedding_layers`")
+def test_an_adapter_of_a_larger_vocabulary(lora: Lora, tmp_path: Path) -> None:
+    tiny.build("llama").save_pretrained(tmp_path / "base")
+    base = tiny.build("llama")
+    base.resize_token_embeddings(141)
+    adapted = lora.on(base, "q_proj")
+    adapted.peft_config["default"].base_model_name_or_path = str(tmp_path / "base")
+    adapted.save_pretrained(tmp_path / "adapter")
+    ids = torch.tensor([[3, 140, 7]])
+    with AutoPrivateModelForCausalLM.from_pretrained(str(tmp_path / "adapter"), PLAIN) as private, torch.no_grad():
+        assert private.config.vocab_size == 141
+        assert worst(private(input_ids=ids).logits, adapted(input_ids=ids).logits) < LOGIT_ERROR
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings", "ignore:Setting `save_embedding_layers`")
+def test_an_adapter_that_merges_into_something_else_is_named(lora: Lora, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("private_llm_hf.checkpoint.dense._separate", lambda model: None)
+    base = tiny.build("llama", tie_word_embeddings=True)
+    base.tie_weights()
+    with pytest.raises(PatchMismatch, match="with its adapter merged, 'lm_head' computes something else"):
+        patch(lora.on(base, "embed_tokens"), PLAIN)
 
 
 def test_an_adapter_that_transformers_added(lora: Lora) -> None:

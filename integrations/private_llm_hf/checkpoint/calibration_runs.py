@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -20,21 +18,18 @@ from private_llm.errors import ConfigError, TightRange
 from private_llm.ranges import UNKNOWN, Ranges
 from private_llm_hf.checkpoint.calibration import calibrate
 from private_llm_hf.checkpoint.checkpoint import Checkpoint
-from private_llm_hf.checkpoint.loaded import AS_GIVEN
-from private_llm_hf.checkpoint.weights import dense_weight
+from private_llm_hf.checkpoint.sample_inputs import pictures
+from private_llm_hf.checkpoint.weights import AS_GIVEN
 from private_llm_hf.client.inputs import max_positions
 from private_llm_hf.models.architectures import architecture
 from private_llm_hf.models.emulation import emulated
-from private_llm_hf.vision.network import NetworkConfig, image_shape
+from private_llm_hf.vision.network import NetworkConfig
 
 LENGTH = 128
 """Tokens of a row."""
 
 ROWS = 2
 """Rows of text."""
-
-SPAN = 2.5
-"""Largest value of the pictures of noise: white, normalised by the usual means and deviations, is 2.2 to 2.7."""
 
 _PRIME = 7919
 
@@ -88,7 +83,7 @@ def loaded_ranges(model: nn.Module, private_config: PrivateConfig, images: Tenso
     with AS_GIVEN:
         training = model.training
         try:
-            with _unpacked(model), emulated(model, private_config.approximations):
+            with emulated(model, private_config.approximations):
                 if architecture(model.config).kind == "vision":
                     return _seen(model.eval(), private_config, images)
                 return calibrate(model.eval(), private_config, batches(model, _tokenizer_beside(model)))
@@ -113,26 +108,6 @@ def check_ranges(model: nn.Module, ranges: Ranges) -> None:
             f"ranges: {len(strange)} module(s) are none of this {type(model).__name__}, such as {strange[0]!r}; "
             "calibrate this very model (private-llm calibrate)"
         )
-
-
-@contextmanager
-def _unpacked(model: nn.Module) -> Iterator[None]:
-    """Weights in classes of their own (torchao's, for instance) as plain ones inside: the values that are shared.
-
-    Raises PatchMismatch with the weight's name if one cannot be made plain.
-    """
-    held = []
-    try:
-        for path, module in model.named_modules():
-            for own, value in module.named_parameters(recurse=False):
-                plain = dense_weight(f"{path}.{own}" if path else own, value)
-                if plain is not value:
-                    held.append((module, own, value))
-                    module._parameters[own] = nn.Parameter(plain, requires_grad=False)
-        yield
-    finally:
-        for module, own, value in held:
-            module._parameters[own] = value
 
 
 def bundled_text() -> str:
@@ -162,22 +137,6 @@ def batches(
         rows += [row.view(1, -1) for row in ids.split(length) if len(row) > 1]
     kind = architecture(model.config).kind
     return [functools.partial(_run, ids=row, kind=kind) for row in rows]
-
-
-def pictures(config: PretrainedConfig) -> Tensor:
-    """Images [4, C, H, W] from -2.5 to 2.5, the span that processors leave: rough, smooth, and of one colour each half.
-
-    Natural images have spectra like 1 / frequency; the smooth picture has, the rough one has all alike.
-    """
-    channels, height, width = image_shape(config)
-    random = np.random.default_rng(_PRIME)
-    rough = random.uniform(-SPAN, SPAN, (channels, height, width))
-    across = np.hypot(np.fft.fftfreq(height)[:, None], np.fft.fftfreq(width)[None])
-    across[0, 0] = np.inf
-    smooth = np.fft.ifft2(np.fft.fft2(random.normal(size=(channels, height, width))) / across).real
-    smooth *= SPAN / max(float(np.abs(smooth).max()), 1e-12)
-    halves = np.where(np.arange(width) < width / 2, -SPAN, SPAN) * np.ones((channels, height, 1))
-    return torch.from_numpy(np.stack([rough, smooth, halves, np.full_like(halves, SPAN)])).float()
 
 
 def _seen(model: PreTrainedModel, private_config: PrivateConfig, images: Tensor | None) -> Ranges:

@@ -17,11 +17,13 @@ from typing import Any
 
 import torch
 import transformers
+from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.utils import find_adapter_config_file
 
 from private_llm.errors import ConfigError, PatchMismatch, PrivateLLMError
-from private_llm_hf.checkpoint.dense import FOREIGN, dense_model, first_line, quantisation, without_quantisation
+from private_llm_hf.checkpoint.dense import FOREIGN, TIED, dense_model, first_line, quantisation, without_quantisation
+from private_llm_hf.checkpoint.loaded import as_built
 from private_llm_hf.checkpoint.weights import LOADING, Sink, WeightList, stream_checkpoint, stream_loaded
 
 
@@ -48,6 +50,7 @@ class Checkpoint:
         self._where = dict(download)
         self._base = None if self.gguf_file is not None else _base_of_adapter(self.source, self._where)
         self._quantised: Any = None
+        self._whole: PreTrainedModel | None = None
 
     def config(self, **options: Any) -> tuple[PretrainedConfig, dict[str, Any]]:  # noqa: ANN401 - as transformers
         """The configuration as if weights were plain, and the arguments that it has no use for.
@@ -65,6 +68,16 @@ class Checkpoint:
             config, unused = AutoConfig.from_pretrained(self.source, return_unused_kwargs=True, **options)
         unused.pop("gguf_file", None)
         return self.plain_config(config), unused
+
+    def settled(self, model_class: type[PreTrainedModel], config: PretrainedConfig, **hf: object) -> PretrainedConfig:
+        """The configuration of the weights as they are shared: an adapter may resize the vocabulary, or untie the head.
+
+        The whole model of an adapter is loaded for that, and kept until it is shared. Raises as `load`.
+        """
+        if self._base is None:
+            return config
+        self._whole = self.load(model_class, config, **hf)
+        return self._whole.config
 
     def plain_config(self, config: PretrainedConfig) -> PretrainedConfig:
         """A configuration without the note that weights are quantised, which is kept for loading."""
@@ -99,6 +112,8 @@ class Checkpoint:
 
         Raises PatchMismatch and OSError as `stream`.
         """
+        if self._whole is not None:
+            return self._whole
         model, missing = self._load(model_class, config, hf)
         if missing:
             shown = ", ".join(sorted(missing)[:20]) + (f" and {len(missing) - 20} more" if len(missing) > 20 else "")
@@ -106,7 +121,7 @@ class Checkpoint:
                 f"checkpoint {self.source!r} lacks {len(missing)} weight(s) of {model_class.__name__}: {shown}; load "
                 "one that was trained with this head"
             )
-        return model
+        return as_built(model, without_quantisation(model.config)) if self._special else model
 
     def _load(
         self, model_class: type[PreTrainedModel], config: PretrainedConfig, hf: dict[str, object]
@@ -132,10 +147,12 @@ class Checkpoint:
     def _merged(self, model: PreTrainedModel, missing: set[str]) -> tuple[PreTrainedModel, set[str]]:
         """The base model with this adapter in its weights."""
         with self._readable():
-            from peft import PeftModel
+            from peft import PeftModel, load_peft_weights
 
+            _resize(model, load_peft_weights(self.source, device="cpu", **self._where))
             with warnings.catch_warnings():  # peft goes on with adapters that it made up
                 warnings.filterwarnings("error", message="Found missing adapter keys")
+                warnings.filterwarnings("ignore", message=TIED)
                 adapted = PeftModel.from_pretrained(model, self.source, **self._where)
             own = {part for settings in adapted.peft_config.values() for part in settings.modules_to_save or ()}
             return dense_model(adapted, owned=True), {name for name in missing if own.isdisjoint(name.split("."))}
@@ -171,6 +188,19 @@ class Checkpoint:
         if self._quantised is not None:
             return f"{self.source!r} (quantised: {_method(self._quantised)})"
         return f"{self.source!r}" + ("" if self._base is None else f" (adapter of {self._base.source!r})")
+
+
+def _resize(model: PreTrainedModel, adapter: dict[str, Tensor]) -> None:
+    """Give the base model the vocabulary that its adapter was trained with: peft stores resized embeddings."""
+    names = {name for name, module in model.named_modules() if module is model.get_input_embeddings()}
+    for name, value in adapter.items():
+        inner, _, own = name.removeprefix("base_model.model.").rpartition(".")
+        rows = value.shape[-1] if own == "lora_embedding_A" else value.shape[0]
+        whole = own in ("weight", "lora_embedding_A") and ".lora_" not in name
+        if whole and any(inner == each or inner.startswith(f"{each}.") for each in names):
+            if rows != model.get_input_embeddings().weight.shape[0]:
+                model.resize_token_embeddings(rows, mean_resizing=False)
+            return
 
 
 def _check_dtype(name: str, value: object) -> None:

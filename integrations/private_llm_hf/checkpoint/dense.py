@@ -1,13 +1,14 @@
 """A loaded model as its plain weights: quantised weights unpacked, adapters merged, or refused in one sentence.
 
-Parties build a model from its class and configuration. What a model does beside them (layers that were put in the
-place of others) they cannot know, so a model whose modules are not those of its class is refused by their names.
+An adapter beside a weight that is tied to another becomes part of its own copy of it, and the merged model is compared
+with the adapted one before anybody uses it.
 """
 
 from __future__ import annotations
 
 import copy
 import sys
+import warnings
 from typing import Any
 
 import torch
@@ -15,12 +16,20 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from private_llm.errors import PatchMismatch
+from private_llm_hf.checkpoint.given_parts import strange_modules
+from private_llm_hf.checkpoint.same_outputs import difference, first_difference, outputs, recorded
+from private_llm_hf.checkpoint.sample_inputs import sample_inputs
 from private_llm_hf.checkpoint.weights import skeleton
 from private_llm_hf.vision.network import Network
 
 FOREIGN = (ImportError, ValueError, RuntimeError, TypeError, AttributeError, KeyError)
 """What transformers, peft and the packages of quantisers raise for a model that they cannot handle."""
-_SHOWN = 5
+
+TIED = "(?s).*tie(d|_word)"
+"""What peft warns of where adapters meet tied weights, which are separated before they are merged."""
+
+_MERGED, _ROUNDED = 1e-4, 5e-2
+"""Largest difference that merging makes, as a part of the largest output: in 32 bits, and where weights have 16."""
 
 
 def dense_model(model: nn.Module, owned: bool = False) -> nn.Module:
@@ -28,13 +37,22 @@ def dense_model(model: nn.Module, owned: bool = False) -> nn.Module:
 
     owned: nobody else uses the model, so it need not be copied. Raises PatchMismatch for what cannot be made plain.
     """
-    model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
-    model = _merged(model, owned)
+    model = _merged(unwrapped(model), owned)
     if isinstance(model, PreTrainedModel) and not isinstance(model, Network):
-        if getattr(model, "is_quantized", False) and _replaced(model):
+        plain = skeleton(type(model), without_quantisation(model.config))
+        if getattr(model, "is_quantized", False) and strange_modules(model, plain):
             model = _dequantised(model, owned)
-        _check_modules(model)
     return model
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside what torch.compile and data parallelism put around it."""
+    while True:
+        parallel = isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel)
+        inner = getattr(model, "_orig_mod", model.module if parallel else model)
+        if inner is model or not isinstance(inner, nn.Module):
+            return model
+        model = inner
 
 
 def quantisation(config: PretrainedConfig) -> object:
@@ -72,8 +90,14 @@ def _merged(model: nn.Module, owned: bool) -> nn.Module:
         mine: Any = model if owned else copy.deepcopy(model)
         if adapted and not hasattr(mine.base_model, "merge_and_unload"):
             raise TypeError("it works on prompts or activations, which no weight can hold")
+        base = mine.get_base_model() if adapted else mine
+        given = sample_inputs(base)
+        wanted, calls = outputs(mine, given), recorded(mine, dict(base.named_modules()), given)
+        _separate(base)
         end = "unload" if _disabled(mine) else "merge_and_unload"
-        plain = getattr(mine, end)() if adapted else _unwrapped(mine)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=TIED)
+            plain = getattr(mine, end)() if adapted else _without_layers(mine)
     except FOREIGN as error:
         raise PatchMismatch(
             f"{kind}: its adapter cannot be merged into its weights ({first_line(error)}); patch the base model, or "
@@ -81,7 +105,31 @@ def _merged(model: nn.Module, owned: bool) -> nn.Module:
         ) from None
     if not isinstance(plain, nn.Module):
         raise PatchMismatch(f"{kind}: merging its adapter gave a {type(plain).__name__}; want a model")
+    half = any(value.dtype in (torch.float16, torch.bfloat16) for value in plain.parameters())
+    allowed = _ROUNDED if half else _MERGED
+    found = difference(wanted, outputs(plain, given), allowed)
+    if found is not None:
+        where = first_difference(calls, recorded(plain, dict(plain.named_modules()), given), allowed)
+        raise PatchMismatch(
+            f"{kind}: with its adapter merged, '{where or kind}' computes something else than with the adapter beside "
+            f"it ({found}); merge it yourself and patch the result, or leave that module out of the adapter"
+        )
     return plain
+
+
+def _separate(model: nn.Module) -> None:
+    """Give each layer with an adapter a weight of its own: merging into a tied one would change others, too."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    holders: dict[int, set[int]] = {}
+    for module in model.modules():
+        for weight in module._parameters.values():
+            holders.setdefault(id(weight), set()).add(id(module))
+    for layer in [module for module in model.modules() if isinstance(module, BaseTunerLayer)]:
+        base = layer.get_base_layer()
+        for own, weight in list(base._parameters.items()):
+            if weight is not None and len(holders[id(weight)]) > 1:
+                base._parameters[own] = nn.Parameter(weight.detach().clone(), requires_grad=False)
 
 
 def _disabled(model: nn.Module) -> bool:
@@ -89,7 +137,7 @@ def _disabled(model: nn.Module) -> bool:
     return any(getattr(layer, "disable_adapters", False) is True for layer in model.modules())
 
 
-def _unwrapped(model: nn.Module) -> nn.Module:
+def _without_layers(model: nn.Module) -> nn.Module:
     """A model that transformers' own add_adapter or load_adapter changed: each layer with its adapter merged."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -117,31 +165,3 @@ def _dequantised(model: PreTrainedModel, owned: bool) -> PreTrainedModel:
             f"it ({first_line(error)}); load the model's checkpoint in float or half precision"
         ) from None
     return plain
-
-
-def _check_modules(model: PreTrainedModel) -> None:
-    """Raises PatchMismatch naming modules that its class would not build."""
-    found = _replaced(model)
-    if found:
-        more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-        raise PatchMismatch(
-            f"patch: {len(found)} module(s) of this {type(model).__name__} are not those of its class: "
-            f"{', '.join(found[:_SHOWN])}{more}; the parties build it from its configuration alone, so load it without "
-            "quantisation, merge its adapters, or undo the change"
-        )
-
-
-def _replaced(model: PreTrainedModel) -> list[str]:
-    """Modules of another class than the model's class builds, or of another name; what is inside them is not listed."""
-    plain = skeleton(type(model), without_quantisation(model.config))
-    built = {name: type(module) for name, module in plain.named_modules()}
-    mine = {name: type(module) for name, module in model.named_modules()}
-    found: dict[str, str] = {}
-    for name in [*mine, *(name for name in built if name not in mine)]:
-        if mine.get(name) is not built.get(name) and not name.startswith(tuple(f"{outer}." for outer in found)):
-            found[name] = f"{name} ({_called(mine.get(name))}, want {_called(built.get(name))})"
-    return list(found.values())
-
-
-def _called(kind: type | None) -> str:
-    return "none" if kind is None else f"{kind.__module__}.{kind.__qualname__}"

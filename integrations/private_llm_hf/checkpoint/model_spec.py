@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import transformers
 from transformers import PretrainedConfig, PreTrainedModel
@@ -53,11 +54,16 @@ def accepted_class(name: object, config: object) -> type[PreTrainedModel]:
     return found
 
 
+def sent_values(config: PretrainedConfig) -> dict[str, Any]:
+    """What of a configuration is sent to the parties: all that changes what a model computes, as JSON has it."""
+    return {k: v for k, v in json.loads(config.to_json_string(use_diff=False)).items() if k not in _PASSING}
+
+
 def describe(
     model_class: type[PreTrainedModel], config: PretrainedConfig, ranges: Ranges = UNKNOWN, folded: Folded = NONE_FOLDED
 ) -> Description:  # fmt: skip
     """What parties need to know to build a model: class, configuration, a digest of both, ranges, folded norms."""
-    values = {k: v for k, v in json.loads(config.to_json_string(use_diff=False)).items() if k not in _PASSING}
+    values = sent_values(config)
     facts = {"class": model_class.__name__, "config": values}
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
     return Description(

@@ -40,6 +40,9 @@ _METHOD = "private-llm-share"
 LOADING = threading.Lock()
 """transformers patches its own classes while it loads: two loads at once would leave models untied for good."""
 
+AS_GIVEN = threading.Lock()
+"""Held while a model of the caller's is in another state than the caller gave it in, and by who looks at that state."""
+
 
 def skeleton(cls: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:
     """The module tree of a model on the meta device: names and shapes, no weights.
@@ -91,6 +94,15 @@ class WithoutWeights(TorchFunctionMode):
         if func is torch.empty:
             kwargs["device"] = "meta"
         return func(*args, **kwargs)
+
+
+def without_weights(cls: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:
+    """The module tree with real (public) buffers and without weights, tied as the configuration says: the parties'."""
+    with WithoutWeights():
+        model = cls(config)
+    weights_of_buffers(model)
+    model.tie_weights()
+    return model
 
 
 @dataclass(frozen=True)

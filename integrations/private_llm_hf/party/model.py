@@ -30,7 +30,7 @@ from private_llm.replay.modules import repeated
 from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.secret import SecretTensor
 from private_llm_hf.checkpoint.model_spec import accepted_class
-from private_llm_hf.checkpoint.weights import WithoutWeights, weights_of_buffers
+from private_llm_hf.checkpoint.weights import without_weights
 from private_llm_hf.handlers import handler_of, match
 from private_llm_hf.models.architectures import attention_of, table
 from private_llm_hf.models.attention_interface import register
@@ -126,10 +126,7 @@ def empty_model(config: Mapping[str, Any], class_name: str, folded: Folded = NON
     """
     cls = accepted_class(class_name, config)
     register()
-    with WithoutWeights():
-        model = cls(party_config(config, cls))
-    weights_of_buffers(model)
-    model.tie_weights()
+    model = without_weights(cls, party_config(config, cls))
     fold_batch_norms(model)
     fold_norms(model, folded)
     attach_predictors(model)

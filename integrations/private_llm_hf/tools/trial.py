@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import inspect
 import json
 import logging
 import os
@@ -33,7 +32,7 @@ from private_llm.errors import PatchMismatch
 from private_llm.kernels.compiling import FOLDER
 from private_llm.tensor.secret import SecretTensor
 from private_llm.token_sharding import ShardingPlan
-from private_llm_hf.checkpoint.calibration_runs import pictures
+from private_llm_hf.checkpoint.sample_inputs import is_encoder_of_two, sample_pictures, sample_tokens
 from private_llm_hf.checkpoint.weights import skeleton
 from private_llm_hf.handlers import handler_of
 from private_llm_hf.models.architectures import architecture, compared
@@ -55,9 +54,6 @@ _LEAST = 4e-3
 """What fixed point may always be off by."""
 _NEW = ((5, 17), (9, 23), (31, 40))
 """Tokens that both models are made to generate: two rows, three steps."""
-_LENGTH = 6
-_SIDE = 32
-"""Pixels of images, where any size goes."""
 
 Open = Callable[[PreTrainedModel, PrivateConfig], PreTrainedModel]
 """Makes a model private without a trial."""
@@ -154,10 +150,10 @@ def _compare(model: PreTrainedModel, case: _Case, wanted: dict[str, Tensor], fou
 def _cases(model: PreTrainedModel) -> Iterator[_Case]:
     facts = architecture(model.config)
     if facts.kind == "vision":
-        yield _Case("on two images", _forward(pixel_values=_pictures(model.config)))
+        yield _Case("on two images", _forward(pixel_values=sample_pictures(model.config)))
         return
-    ids, left = _tokens(model.config)
-    kind = "encoder" if _is_encoder_of_two(model) else facts.kind
+    ids, left = sample_tokens(model.config)
+    kind = "encoder" if is_encoder_of_two(model) else facts.kind
     if kind == "encoder-decoder":
         yield _Case("on two texts", _forward(input_ids=ids, decoder_input_ids=ids.flip(1)))
     else:
@@ -173,33 +169,9 @@ def _cases(model: PreTrainedModel) -> Iterator[_Case]:
         yield _Case("with padding and a cache", _generate(_padded(ids, left, model), left, model.config))
 
 
-def _is_encoder_of_two(model: PreTrainedModel) -> bool:
-    """Whether this class is the encoder alone of a type that has a decoder, too (T5EncoderModel)."""
-    alone = "decoder_input_ids" not in inspect.signature(type(model).forward).parameters
-    return architecture(model.config).kind == "encoder-decoder" and alone and not model.can_generate()
-
-
-def _tokens(config: PretrainedConfig) -> tuple[Tensor, Tensor]:
-    """Token ids [2, 6] none of which is special, and a mask that pads the first row on the left."""
-    vocabulary = config.get_text_config().vocab_size
-    ids = (torch.arange(2 * _LENGTH).view(2, _LENGTH) * 7 + 3) % max(vocabulary - 4, 1) + min(3, vocabulary - 1)
-    mask = torch.ones_like(ids)
-    mask[0, :2] = 0
-    return ids, mask
-
-
 def _padded(ids: Tensor, mask: Tensor, model: PreTrainedModel) -> Tensor:
     pad = getattr(model.config.get_text_config(), "pad_token_id", None)
     return ids.masked_fill(mask == 0, pad if isinstance(pad, int) and pad >= 0 else 0)
-
-
-def _pictures(config: PretrainedConfig) -> Tensor:
-    free = architecture(config).images == "any" and not isinstance(config, NetworkConfig)
-    seen = getattr(config, "vision_config", config)  # of models of images and texts
-    if free and (seen is not config or not hasattr(config, "image_size")):
-        channels, side = getattr(seen, "num_channels", 3), getattr(seen, "image_size", _SIDE)
-        return torch.linspace(-40, 40, 2 * channels * side**2).view(2, channels, side, side).sin() * 2
-    return pictures(config)[:2]
 
 
 def _forward(**given: Tensor) -> Callable[[PreTrainedModel], dict[str, Tensor]]:
@@ -248,7 +220,7 @@ class _Forced(LogitsProcessor):  # type: ignore[misc]
 def _first_difference(model: PreTrainedModel) -> str:
     """The first module whose output differs, without padding and cache; nothing if none does."""
     vision = architecture(model.config).kind == "vision"
-    given = _pictures(model.config) if vision else _tokens(model.config)[0]
+    given = sample_pictures(model.config) if vision else sample_tokens(model.config)[0]
     try:
         rows = compare(model, given, ON_SHARES).modules
     except Exception:  # noqa: BLE001 - an explanation that fails must not hide what it was to explain
@@ -264,10 +236,10 @@ def _refusals(model: PreTrainedModel, first: str) -> str:
 
     def run(private: nn.Module, secret: Callable[[Tensor], SecretTensor]) -> object:
         if architecture(model.config).kind == "vision":
-            return private(pixel_values=secret(_pictures(model.config)), return_dict=True)
-        ids, _ = _tokens(model.config)
+            return private(pixel_values=secret(sample_pictures(model.config)), return_dict=True)
+        ids, _ = sample_tokens(model.config)
         embedded = secret(model.get_input_embeddings()(ids))
-        if architecture(model.config).kind == "encoder-decoder" and not _is_encoder_of_two(model):
+        if architecture(model.config).kind == "encoder-decoder" and not is_encoder_of_two(model):
             return private(inputs_embeds=embedded, decoder_inputs_embeds=embedded, return_dict=True)
         return private(inputs_embeds=embedded, return_dict=True)
 

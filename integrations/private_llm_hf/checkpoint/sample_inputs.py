@@ -1,0 +1,74 @@
+"""Small plaintext inputs that a model of any kind takes: token ids, and pictures of noise."""
+
+from __future__ import annotations
+
+import inspect
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel
+
+from private_llm_hf.models.architectures import architecture
+from private_llm_hf.vision.network import NetworkConfig, image_shape
+
+SPAN = 2.5
+"""Largest value of the pictures of noise: white, normalised by the usual means and deviations, is 2.2 to 2.7."""
+_LENGTH = 6
+_SIDE = 32
+"""Pixels of images, where any size goes."""
+_SEED = 7919
+
+
+def sample_inputs(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Arguments of one forward: a text of six tokens, the last two padding, or two images."""
+    if architecture(model.config).kind == "vision":
+        return {"pixel_values": sample_pictures(model.config)}
+    ids, mask = sample_tokens(model.config)
+    given = {"input_ids": ids[:1]}
+    if "attention_mask" in inspect.signature(type(model).forward).parameters:
+        given["attention_mask"] = mask[:1].flip(1)
+    if architecture(model.config).kind == "encoder-decoder" and not is_encoder_of_two(model):
+        given["decoder_input_ids"] = ids[:1].flip(1)
+    return given
+
+
+def is_encoder_of_two(model: PreTrainedModel) -> bool:
+    """Whether this class is the encoder alone of a type that has a decoder, too (T5EncoderModel)."""
+    alone = "decoder_input_ids" not in inspect.signature(type(model).forward).parameters
+    return architecture(model.config).kind == "encoder-decoder" and alone and not model.can_generate()
+
+
+def sample_tokens(config: PretrainedConfig) -> tuple[Tensor, Tensor]:
+    """Token ids [2, 6] none of which is special, and a mask that pads the first row on the left."""
+    vocabulary = config.get_text_config().vocab_size
+    ids = (torch.arange(2 * _LENGTH).view(2, _LENGTH) * 7 + 3) % max(vocabulary - 4, 1) + min(3, vocabulary - 1)
+    mask = torch.ones_like(ids)
+    mask[0, :2] = 0
+    return ids, mask
+
+
+def sample_pictures(config: PretrainedConfig) -> Tensor:
+    """Two images [2, C, H, W]; small ones for models that take images of any size."""
+    free = architecture(config).images == "any" and not isinstance(config, NetworkConfig)
+    seen = getattr(config, "vision_config", config)  # of models of images and texts
+    if free and (seen is not config or not hasattr(config, "image_size")):
+        channels, side = getattr(seen, "num_channels", 3), getattr(seen, "image_size", _SIDE)
+        return torch.linspace(-40, 40, 2 * channels * side**2).view(2, channels, side, side).sin() * 2
+    return pictures(config)[:2]
+
+
+def pictures(config: PretrainedConfig) -> Tensor:
+    """Images [4, C, H, W] from -2.5 to 2.5, the span that processors leave: rough, smooth, and of one colour each half.
+
+    Natural images have spectra like 1 / frequency; the smooth picture has, the rough one has all alike.
+    """
+    channels, height, width = image_shape(config)
+    random = np.random.default_rng(_SEED)
+    rough = random.uniform(-SPAN, SPAN, (channels, height, width))
+    across = np.hypot(np.fft.fftfreq(height)[:, None], np.fft.fftfreq(width)[None])
+    across[0, 0] = np.inf
+    smooth = np.fft.ifft2(np.fft.fft2(random.normal(size=(channels, height, width))) / across).real
+    smooth *= SPAN / max(float(np.abs(smooth).max()), 1e-12)
+    halves = np.where(np.arange(width) < width / 2, -SPAN, SPAN) * np.ones((channels, height, 1))
+    return torch.from_numpy(np.stack([rough, smooth, halves, np.full_like(halves, SPAN)])).float()
