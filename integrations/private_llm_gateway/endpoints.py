@@ -158,9 +158,8 @@ class Endpoints:
         form = "float" if body.get("encoding_format") is None else body["encoding_format"]
         if form not in ("float", "base64"):
             raise bad("encoding_format", "encoding_format: want float or base64", "invalid_value")
-        size = served.pool.first.config.get_text_config().hidden_size
-        if fields.integer("dimensions", 1, 1 << 20) not in (None, size):
-            raise bad("dimensions", f"dimensions: unsupported; this model's vectors have {size}",
+        if fields.integer("dimensions", 1, 1 << 20) not in (None, served.size):
+            raise bad("dimensions", f"dimensions: unsupported; this model's vectors have {served.size}",
                       "unsupported_parameter")  # fmt: skip
         rows = of_field(served, "input", body.get("input"), self.settings.max_choices)
         check_context(served, max(map(len, rows)), 0, "input")

@@ -163,7 +163,7 @@ def write(
 def embed(
     served: Served, rows: list[list[int]], gone: Callable[[], bool], limits: Limits, bill: Bill
 ) -> tuple[Spent, Tensor]:  # fmt: skip
-    """Sentence vectors [B, hidden] of token rows: the mean of each row's hidden states, of length 1."""
+    """Sentence vectors [B, size] of token rows, as `served.vectors` makes them of hidden states."""
     order = sorted(range(len(rows)), key=lambda at: len(rows[at]))  # rows of about one length need little padding
     made: list[Tensor] = [torch.empty(0)] * len(rows)
     with served.pool.session(limits.wait_s, gone) as model, torch.inference_mode():
@@ -189,8 +189,7 @@ def _vectors(run: _Run, rows: list[list[int]]) -> Tensor:
     ids = torch.tensor([[*row, *[pad] * (length - len(row))] for row in rows])
     mask = torch.tensor([[1] * len(row) + [0] * (length - len(row)) for row in rows])
     states = run.model(input_ids=ids, attention_mask=mask).last_hidden_state
-    weights = mask[..., None].to(states.dtype)
-    return torch.nn.functional.normalize((states * weights).sum(1) / weights.sum(1), dim=1)
+    return run.served.vectors.of(states, mask)
 
 
 def _write_group(run: _Run, group: Sequence[Answer], tell: Tell) -> None:

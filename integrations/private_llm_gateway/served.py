@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
+from private_llm_hf.checkpoint.sentence_vectors import SentenceVectors
 from private_llm_hf.client.inputs import max_positions
 from private_llm_hf.models.architectures import architecture
 
@@ -26,11 +27,15 @@ OWN_CHAT = "the model's own"
 
 @dataclass(frozen=True)
 class Served:
-    """A model by its name. tokenizer: of transformers. Raises ConfigError for models without a place in this API."""
+    """A model by its name. tokenizer: of transformers. vectors: which ones an encoder gives.
+
+    Raises ConfigError for models without a place in this API.
+    """
 
     name: str
     pool: SessionPool
     tokenizer: Any
+    vectors: SentenceVectors = field(default_factory=SentenceVectors)
     _encoding: Any = field(default_factory=threading.Lock, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -65,7 +70,13 @@ class Served:
     @property
     def context(self) -> int | None:
         """Tokens of prompt and answer together, or None if there is no limit."""
-        return max_positions(self.pool.first.config)
+        limits = [limit for limit in (max_positions(self.pool.first.config), self.vectors.longest) if limit is not None]
+        return min(limits, default=None)
+
+    @property
+    def size(self) -> int:
+        """Entries of an encoder's vectors."""
+        return self.vectors.size(int(self.pool.first.config.get_text_config().hidden_size))
 
     @cached_property
     def ends(self) -> tuple[int, ...]:
@@ -102,6 +113,7 @@ class Served:
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         """All tokens of a text, none cut off. `special`: with those that the model wants around it."""
+        text = self.vectors.text(text)
         with self._encoding:  # a tokenizer that pads or cuts by default is changed for a moment
             return list(self.tokenizer(text, add_special_tokens=special, truncation=False, verbose=False)["input_ids"])
 

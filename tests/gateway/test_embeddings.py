@@ -15,6 +15,7 @@ from openai.types import CreateEmbeddingResponse
 from private_llm_gateway.pool import SessionPool
 from private_llm_gateway.served import Served
 from private_llm_hf import patch
+from private_llm_hf.checkpoint.sentence_vectors import SentenceVectors
 from transformers import BertConfig, BertModel
 
 from tests.gateway.small_gateway import PLAIN, TOKEN, Gateway, serving, tokenizer
@@ -68,6 +69,19 @@ def test_vectors_are_the_plaintext_models(vectors: Gateway) -> None:
     assert tokens.data[0].embedding == pytest.approx(made.data[0].embedding, abs=ERROR)
     count = sum(len(ids) for ids in tokenizer()(TEXTS)["input_ids"])
     assert (made.usage.prompt_tokens, made.usage.total_tokens) == (count, count)
+
+
+def test_a_model_that_pools_otherwise_is_served_as_it_says() -> None:
+    """The first token, twice the size, a prompt, lower case, not of length 1, a shorter limit."""
+    how = SentenceVectors(("cls", "max"), unit=False, prompt="Query: ", lower=True, longest=8)
+    served = Served("others", SessionPool(patch(encoder(), PLAIN), 1), tokenizer(), how)
+    states = encoder()(input_ids=tokenizer()("query: the city", return_tensors="pt")["input_ids"]).last_hidden_state
+    want = torch.cat([states[0, 0], states[0].amax(0)]).numpy()
+    with serving(served) as made, made.client() as client:
+        (row,) = client.embeddings.create(model="others", input="The City", dimensions=64).data
+        assert np.abs(np.array(row.embedding) - want).max() < 4 * ERROR
+        with pytest.raises(openai.BadRequestError, match="8"):
+            client.embeddings.create(model="others", input="a b c d e f g h")
 
 
 def test_both_forms_are_of_the_clients_type(vectors: Gateway) -> None:

@@ -83,6 +83,7 @@ def start_model(
     from private_llm_gateway.served import Served
     from private_llm_hf import AutoPrivateModel, AutoPrivateModelForCausalLM
     from private_llm_hf.api import share_checkpoint
+    from private_llm_hf.checkpoint.sentence_vectors import SentenceVectors, sentence_vectors
     from private_llm_hf.checkpoint.share_files import share_path
     from private_llm_hf.models.architectures import architecture
     from private_llm_hf.service.local import LocalParties
@@ -103,6 +104,7 @@ def start_model(
         step("loading the tokenizer")
         tokenizer = tokenizer_of(client)
         writes = architecture(AutoConfig.from_pretrained(client)).kind == "decoder"
+        vectors = SentenceVectors() if writes else sentence_vectors(client)
         auto = AutoPrivateModelForCausalLM if writes else AutoPrivateModel
         own = not config.hosts and _served(config)
         if own:
@@ -120,7 +122,7 @@ def start_model(
             step,
         )  # fmt: skip
     stack.callback(model.close)
-    served = Served(name, SessionPool(model, choices.sessions if config.hosts else 1), tokenizer)
+    served = Served(name, SessionPool(model, choices.sessions if config.hosts else 1), tokenizer, vectors)
     stack.callback(served.pool.close)
     return served
 

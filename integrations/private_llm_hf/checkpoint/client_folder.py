@@ -11,6 +11,7 @@ from typing import Any
 from transformers import AutoImageProcessor, AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from private_llm_hf.checkpoint.checkpoint import Checkpoint
+from private_llm_hf.checkpoint.sentence_vectors import copy_sentence_files
 from private_llm_hf.models.architectures import architecture
 
 
@@ -30,7 +31,7 @@ def write_client_folder(
     checkpoint: Checkpoint, folder: Path, config: PretrainedConfig, model_class: type[PreTrainedModel],
     download: dict[str, Any],
 ) -> None:  # fmt: skip
-    """Configuration, generation settings and tokenizer for the user of share files."""
+    """Configuration, generation settings and tokenizer for the user of share files, and how vectors are made."""
     source = checkpoint.source
     config.architectures = [model_class.__name__]
     config.save_pretrained(folder)
@@ -41,6 +42,7 @@ def write_client_folder(
         with contextlib.suppress(OSError, ValueError):  # plain networks and tests have none
             AutoImageProcessor.from_pretrained(source, **download).save_pretrained(folder)
         return
+    copy_sentence_files(source, folder, **download)
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             checkpoint.tokenizer_source, **checkpoint.tokenizer_options, **download
