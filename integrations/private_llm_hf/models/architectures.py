@@ -140,7 +140,7 @@ def refuse_loading(config: object) -> None:
         if name in _LOADING and value not in (None, False, {}):
             raise PatchMismatch(
                 f"configuration: {name!r} lets a model load code or another model; want a configuration that describes "
-                "all of it"
+                "all of it (delete the entry where transformers' own class computes the same)"
             )
         refuse_loading(value)
 
