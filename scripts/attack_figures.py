@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from private_llm_cli.bench.rows import commit
 from private_llm_cli.commands.models import demo_model, plaintext_model, tokenizer_of
 from private_llm_cli.commands.output import emit_json, progress_bar
 from private_llm_cli.commands.pyplot import load_pyplot
@@ -144,6 +145,7 @@ def measure(path: Path, tiny: bool) -> None:
         for job in jobs:
             for row in job:
                 row = {key: float(f"{v:.4g}") if isinstance(v, float) else v for key, v in row.items()}
+                row["commit"] = commit()
                 file.write(json.dumps(row) + "\n")
                 file.flush()
                 emit_json(row)

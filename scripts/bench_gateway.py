@@ -27,14 +27,12 @@ from pathlib import Path
 from typing import Any
 
 from openai import OpenAI
-from private_llm_cli.bench.rows import machine
+from private_llm_cli.bench.rows import provenance
 from private_llm_cli.commands.models import demo_model, plaintext_model, quiet, smollm2_model, tokenizer_of
 from private_llm_gateway.child import child_gateway
 from private_llm_hf.models import smollm2
 from rich.console import Console
 from rich.progress import track
-
-from private_llm.config import VERSION
 
 DEMO_PROMPTS = ("The history of", "My fellow citizens , we must")
 
@@ -126,7 +124,7 @@ def _memory_of(pid: int) -> dict[str, int]:
 def measure(source: str, name: str, prompts: tuple[str, ...], new: int, at_once: list[int]) -> Iterator[dict[str, Any]]:
     """Rows as they come: one for each prompt, one for each number at a time, one of memory."""
     wanted = plaintext(source, prompts, new)
-    head = {"name": "gateway", "model": name, "new": new, "version": VERSION, "machine": machine()}
+    head = {"name": "gateway", "model": name, "new": new, **provenance()}
     began = time.perf_counter()
     with child_gateway(source, "--name", name) as gateway:
         started = time.perf_counter() - began

@@ -33,6 +33,7 @@ if not GPU:
 
 import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
+from private_llm_cli.bench.rows import commit  # noqa: E402
 from private_llm_hf import patch  # noqa: E402
 from torch import Tensor  # noqa: E402
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, OPTConfig, OPTForCausalLM  # noqa: E402
@@ -245,7 +246,8 @@ def main() -> None:
     if not GPU and not given.tiny:
         raise SystemExit("no GPU that PyTorch can use; --tiny runs the same code in Triton's interpreter")
     machine = torch.cuda.get_device_name() if GPU else "no GPU: Triton's interpreter, nothing is timed"
-    print(json.dumps({"name": "machine", "gpu": machine, "torch": torch.__version__, "triton": triton.__version__}))
+    versions = {"torch": torch.__version__, "triton": triton.__version__, "commit": commit()}
+    print(json.dumps({"name": "machine", "gpu": machine, **versions}))
     if GPU and not given.no_tests and not given.only:
         with tempfile.TemporaryDirectory() as cache:
             command = [sys.executable, "-m", "pytest", "-q", "tests/kernels", "-o", f"cache_dir={cache}"]

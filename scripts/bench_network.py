@@ -34,6 +34,7 @@ from typing import Any
 from unittest import mock
 
 from private_llm_cli.bench.namespaces import CLIENT_HOST, address, missing_rights, shaped, switch
+from private_llm_cli.bench.rows import taken
 
 ROOT = Path(__file__).resolve().parent.parent
 ROWS = ROOT / "docs" / "network.jsonl"
@@ -205,7 +206,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
             f"| {row['parallel_sessions']}{', rotating' * row['rotate_roles']} "
             f"| {row['seconds']['median']:.3f} s | {row['bytes_total'] / 1e6:.1f} MB | {full} |"
         )
-    return "\n".join([*lines, "", f"Parties as processes; {rows[0]['machine']}."])
+    return "\n".join([*lines, "", f"Parties as processes; {taken(rows)}."])
 
 
 def write(rows: Sequence[dict[str, Any]]) -> None:

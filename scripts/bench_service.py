@@ -23,8 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from private_llm_cli.bench.rows import machine, party_threads
+from private_llm_cli.bench.rows import party_threads, provenance
 from private_llm_cli.commands.models import demo_model, quiet
 from private_llm_hf import AutoPrivateModelForCausalLM, GeneratePlan
 from private_llm_hf.api import share_checkpoint
@@ -33,7 +32,7 @@ from rich.console import Console
 from rich.progress import track
 from transformers import AutoTokenizer
 
-from private_llm.config import VERSION, PrivateConfig
+from private_llm.config import PrivateConfig
 
 PROMPTS = (
     "The river runs along the valley and", "Once upon a time there was a king who", "A law is a rule that the",
@@ -112,9 +111,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
                         **planned,
                         "repeat": args.repeat,
                         "threads": party_threads(config.parties),
-                        "machine": machine(),
-                        "torch": torch.__version__,
-                        "version": VERSION,
+                        **provenance(),
                     }
                 )
             for model in models:

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from compare_approximations import into_page
 from kv_accuracy_plots import draw
+from private_llm_cli.bench.rows import commit
 from private_llm_cli.commands.output import progress_bar
 from private_llm_hf.long_context.at_budget import levels_text, mpcache_at, policies_at
 from private_llm_hf.long_context.forced import Forced, forced
@@ -178,7 +179,7 @@ def run(args: argparse.Namespace) -> None:
             for question in questions(model, tokenizer, args, length):
                 advance()
                 for part in args.parts:
-                    facts = {**about, "part": part}
+                    facts = {**about, "part": part, "commit": commit()}
                     for more, found in swept(part, length, args.budgets):
                         policies = {name: one for name, one in found.items() if name not in args.without}
                         for row in measured(model, question, policies, {**facts, **more}):

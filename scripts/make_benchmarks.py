@@ -23,6 +23,7 @@ from private_llm_cli.bench import cascade
 from private_llm_cli.bench.catalogue import LARGE, NAMES, make
 from private_llm_cli.bench.measure import measure
 from private_llm_cli.bench.pigeon import jobs
+from private_llm_cli.bench.rows import taken
 from private_llm_hf.models import smollm2
 
 from private_llm.config import PrivateConfig
@@ -77,8 +78,7 @@ def _table(rows: list[dict[str, Any]]) -> str:
     first = rows[0]
     lines.append(
         f"\n{first['protocol']}, {first['ring']}-bit ring, {first['parties']} parties as {first['party_mode']}, "
-        f"{first['threads']} torch thread(s) each; {first['machine']}; torch {first['torch']}; "
-        f"private-llm {first['version']}."
+        f"{first['threads']} torch thread(s) each; {taken(rows)}."
     )
     return "\n".join(lines)
 
@@ -101,8 +101,7 @@ def pigeon_table(rows: list[dict[str, Any]]) -> str:
             f"| {seconds} | {sizes[0] / 1e6:.1f} | {aim_mb} "
             f"| {reference_mb} | {row['rounds']} | {row['error_max']:.0e} |"
         )
-    first = rows[0]
-    lines.append(f"\n{first['machine']}; torch {first['torch']}; private-llm {first['version']}.")
+    lines.append(f"\n{taken(rows)}.")
     return "\n".join(lines)
 
 
@@ -133,8 +132,7 @@ def cascade_table(rows: list[dict[str, Any]]) -> str:
         )
     first = rows[0]
     lines.append(
-        f"\n{first['shape'][1]} tokens, {first['threads']} torch threads for the plaintext forward; "
-        f"{first['machine']}; torch {first['torch']}; private-llm {first['version']}."
+        f"\n{first['shape'][1]} tokens, {first['threads']} torch threads for the plaintext forward; {taken(rows)}."
     )
     return "\n".join(lines)
 
@@ -155,8 +153,7 @@ def smollm2_table(rows: list[dict[str, Any]]) -> str:
             f"| {row['bytes_total'] / 1e6:.1f} | {row['rounds']} | {row['error_max']:.4f} | {later} "
             f"| {row['after']['bytes_total'] / 1e6:.2f} | {row['after']['rounds']} |"
         )
-    first = rows[0]
-    lines.append(f"\n{first['machine']}; torch {first['torch']}; private-llm {first['version']}.")
+    lines.append(f"\n{taken(rows)}.")
     return "\n".join(lines)
 
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from make_benchmarks import keep, put, read_rows
+from private_llm_cli.bench.rows import taken
 from private_llm_cli.bench.wan import LATENCIES, Case, cases, networks
 from private_llm_cli.bench.wan_models import wan_model
 from private_llm_cli.bench.wan_run import Place
@@ -74,7 +75,7 @@ def _measured_table(rows: Rows) -> str:
     first = rows[0]
     lines.append(
         f"\n{first['network']}; {first['protocol']}, prompt of {first['shape'][1]} tokens, parties as "
-        f"{first['party_mode']}; {first['machine']}; torch {first['torch']}; private-llm {first['version']}."
+        f"{first['party_mode']}; {taken(rows)}."
     )
     return "\n".join(lines)
 
@@ -100,7 +101,7 @@ def modelled_table(rows: Rows) -> str:
     if chosen:
         lines.append(
             f"\nA formula, not a measurement; {chosen[0]['protocol']}, prompt of {chosen[0]['shape'][1]} tokens; "
-            f"layers timed on {chosen[0]['machine']}."
+            f"layers timed on {taken(chosen)}."
         )
     return "\n".join(lines)
 

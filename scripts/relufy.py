@@ -27,7 +27,7 @@ import datasets
 import torch
 import transformers
 from accelerate import Accelerator
-from private_llm_cli.bench.rows import machine
+from private_llm_cli.bench.rows import provenance
 from private_llm_hf.sparsity.collect import share_of_zeros
 from private_llm_hf.sparsity.relufy import ACTIVATIONS, relufy, save_relufied
 from private_llm_hf.sparsity.sites import activations_of
@@ -165,7 +165,7 @@ def main(args: argparse.Namespace) -> None:
         "tuned": figures(args, model, texts, bos),
         "steps": done.step,
         "tokens": done.tokens,
-        "machine": machine(),
+        **provenance(),
     }
     save_relufied(model, made, args.output, report)
     tokenizer.save_pretrained(args.output)

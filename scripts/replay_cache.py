@@ -28,6 +28,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from link_orders import DATA
+from private_llm_cli.bench.rows import commit
 from private_llm_cli.commands.models import demo_model, plaintext_model, tokenizer_of
 from private_llm_cli.commands.output import emit_json, emit_table, progress_bar
 from private_llm_cli.commands.pyplot import load_pyplot
@@ -293,7 +294,7 @@ def main() -> None:
             rows += rows_of(source, step)
     if options.json:
         for row in rows:
-            emit_json(asdict(row))
+            emit_json({**asdict(row), "commit": commit()})
     else:
         show(rows)
     if options.plot is not None:

@@ -34,7 +34,7 @@ import transformers
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from inversion_plot import plot
-from private_llm_cli.bench.rows import machine
+from private_llm_cli.bench.rows import provenance
 from private_llm_hf.token_sharding.inversion_model import SeenRows, reader, reader_of
 from private_llm_hf.tools.texts import encode, load_texts, windows
 from rich.console import Console
@@ -45,7 +45,6 @@ from torch import Tensor
 from train_demo_model import batches, divide
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from private_llm.config import VERSION
 from private_llm.token_sharding import (
     Inverter,
     Observers,
@@ -195,7 +194,7 @@ def main(args: argparse.Namespace) -> None:
             "texts": args.texts, **test(args, attacker, rows, tests, observers, common), "note": args.note,
             "trained_on": len(groups), "started_from": args.start and args.start.stem, "steps": steps,
             "batch": args.batch, "seconds": round(seconds), "seed": args.seed, "threads": torch.get_num_threads(),
-            "machine": machine(), "torch": torch.__version__, "version": VERSION,
+            **provenance(),
         })  # fmt: skip
         print(line, flush=True)
         if args.out:

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from private_llm.circuits.carry import carry_plan
-from private_llm.config import VERSION
 from private_llm.kernels import matmul, ops
 from private_llm.kernels.address import addresses
 from private_llm.kernels.backends.cpu import amx as cpu_amx
@@ -30,7 +29,7 @@ from private_llm.replay.program import Address, Arena, Memory, Operand, Program,
 from private_llm.replay.taps import Notes, Rerun
 from private_llm.ring.prg import Prg, Seed
 from private_llm.ring.ring import RING32, RING64, Ring
-from private_llm_cli.bench.rows import machine, spread
+from private_llm_cli.bench.rows import provenance, spread
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,7 @@ class KernelRow:
 
     def to_dict(self) -> dict[str, Any]:
         """The row with the machine and the versions it was taken with."""
-        return {**asdict(self), "machine": machine(), "torch": torch.__version__, "version": VERSION}
+        return {**asdict(self), **provenance()}
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from private_llm_cli.bench.cache_steps import AttentionShape, Counted, Figures, 
 from private_llm_cli.bench.layers import alone
 from private_llm_cli.bench.link import LinkSpeed
 from private_llm_cli.bench.measure import measure
-from private_llm_cli.bench.rows import machine, party_threads
+from private_llm_cli.bench.rows import party_threads, provenance
 from private_llm_cli.bench.work import Shape
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ def _seconds(case: Case, repeat: int, progress: Callable[[], None], speed: LinkS
         "latency_ms": None if speed is None else speed.latency_ms,
         "seconds": kept.seconds, "full_seconds": full.seconds, "repeat": repeat,
         "ratio_seconds": full.seconds["median"] / kept.seconds["median"],
-        "evicting_seconds": kept.prompt_seconds - full.prompt_seconds, "machine": machine(),
+        "evicting_seconds": kept.prompt_seconds - full.prompt_seconds, **provenance(),
         "threads": party_threads(config.parties), "aim_ratio": AIM_SECONDS,
     }  # fmt: skip
 
@@ -142,7 +142,7 @@ def _alone(case: Case, repeat: int, progress: Callable[[], None]) -> dict[str, A
     return {
         "seconds": row.seconds, "full_seconds": row.seconds, "ratio_seconds": 1.0, "ratio_bytes": 1.0,
         "bytes": row.bytes_total, "full_bytes": row.bytes_total, "rounds": row.rounds, "full_rounds": row.rounds,
-        "repeat": repeat, "machine": machine(), "threads": row.threads,
+        "repeat": repeat, **provenance(), "threads": row.threads,
     }  # fmt: skip
 
 

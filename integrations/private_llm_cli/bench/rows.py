@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import platform
 import statistics
+import subprocess
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +62,37 @@ class Row:
 
     def to_dict(self) -> dict[str, Any]:
         """The row with the machine and the versions it was taken with."""
-        return {**asdict(self), "machine": machine(), "torch": torch.__version__, "version": VERSION}
+        return {**asdict(self), **provenance()}
+
+
+def provenance() -> dict[str, Any]:
+    """Columns of every row: the machine, the versions, and the commit of the checkout (None outside of one)."""
+    return {"machine": machine(), "torch": torch.__version__, "version": VERSION, "commit": commit()}
+
+
+@lru_cache(maxsize=1)
+def commit() -> str | None:
+    """The commit this code runs at, with a "+" if files differ from it; None where no checkout or no git is."""
+    here = Path(__file__).resolve().parent
+    tracked = ("ls-files", "--error-unmatch", __file__)  # not so where this is installed inside another checkout
+    asked = (tracked, ("describe", "--always", "--abbrev=8", "--exclude=*", "--dirty=+"))
+    try:
+        answers = [
+            subprocess.run(["git", "-C", str(here), *words], capture_output=True, text=True, timeout=20, check=True)
+            for words in asked
+        ]
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return answers[-1].stdout.strip()
+
+
+def taken(rows: Sequence[dict[str, Any]]) -> str:
+    """Machine, versions and commits of rows, for the line below their table."""
+    first, commits = rows[0], sorted({row["commit"] for row in rows})
+    return (
+        f"{first['machine']}; torch {first['torch']}; private-llm {first['version']}, "
+        f"commit{'s' if commits[1:] else ''} {', '.join(commits)}"
+    )
 
 
 def settings(config: PrivateConfig, speed: LinkSpeed | None) -> dict[str, Any]:

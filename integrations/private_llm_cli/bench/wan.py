@@ -18,14 +18,12 @@ from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from private_llm.config import VERSION, PrivateConfig
+from private_llm.config import PrivateConfig
 from private_llm.token_sharding import cards
 from private_llm_cli.bench.layers import llama_decode, llama_layer
 from private_llm_cli.bench.link import LinkSpeed
 from private_llm_cli.bench.measure import measure
-from private_llm_cli.bench.rows import machine, party_threads, spread
+from private_llm_cli.bench.rows import party_threads, provenance, spread
 from private_llm_cli.bench.wan_models import PROMPT, TINY_PROMPT, WanModel, wan_model
 from private_llm_cli.bench.wan_run import DRAFTS, Place, measured_passes
 from private_llm_cli.bench.work import Shape, Work
@@ -231,8 +229,7 @@ class Case:
             "ring": config.ring, "parties": config.parties, "adder": config.adder, **asdict(self.network),
         }  # fmt: skip
         made = self._modelled(config, repeat) if self.how == "modelled" else self._measured(config, repeat, place)
-        versions = {"machine": machine(), "torch": torch.__version__, "version": VERSION}
-        return {**row, **made, "threads": party_threads(config.parties), **versions}
+        return {**row, **made, "threads": party_threads(config.parties), **provenance()}
 
     def _measured(self, config: PrivateConfig, repeat: int, place: Place | None) -> dict[str, Any]:
         prompt, place = self._prompt, place or Place.here()

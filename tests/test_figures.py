@@ -1,0 +1,138 @@
+"""Figures of the pages are those of this code: bytes and rounds of the rows in docs/*.jsonl are counted again here.
+
+Seconds cannot be compared between machines, so a row counts as older than the code when its bytes or rounds differ
+from what the code sends now. Every row names the commit that it was made at.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from private_llm_cli.bench import mpcache
+from private_llm_cli.bench.catalogue import make
+from private_llm_cli.bench.link import LinkSpeed
+from private_llm_cli.bench.measure import measure
+from private_llm_cli.bench.pigeon import jobs
+from private_llm_cli.bench.wan import counted_both, estimated, wan_config
+from private_llm_cli.bench.wan_models import PROMPT, wan_model
+from private_llm_hf.models import smollm2
+from private_llm_hf.tools.estimate import estimate, named_shape
+
+from private_llm.config import PrivateConfig
+
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+ROWS = {path.name: [json.loads(line) for line in path.read_text("utf-8").splitlines()] for path in DOCS.glob("*.jsonl")}
+Row = dict[str, Any]
+SENT = ("bytes_total", "rounds")
+
+
+def ran_again() -> Iterator[tuple[Row, Row]]:
+    """The README's table."""
+    for row in ROWS["benchmarks.jsonl"]:
+        yield row, measure(make(row["name"]), PrivateConfig(), 1).to_dict()
+
+
+NETWORKS = {
+    "LeNet-5, 28 x 28, batch 16": "lenet5", "AlexNet, CIFAR, batch 16": "alexnet",
+    "VGG-16, CIFAR, batch 16": "vgg16-cifar10", "VGG-16, ImageNet, batch 1": "vgg16-imagenet-average",
+    "ResNet-50, ImageNet, batch 1": "resnet50-average",
+}  # fmt: skip
+
+
+def engine_again() -> Iterator[tuple[Row, Row]]:
+    """PIGEON's works: functions run, and the estimator, which is exact, counts the networks of images."""
+    made = {(job.line.label, job.protocol, job.line.ring): job for job in jobs(PrivateConfig(), imagenet=True)}
+    for row in ROWS["pigeon.jsonl"]:
+        job = made[row["label"], row["protocol"], row["ring"]]
+        if row["label"] in NETWORKS:
+            found = named_shape(NETWORKS[row["label"]])
+            assert found is not None
+            yield row, estimate(*found, job.config, 1, 0, job.work.shape[0]).costs.to_dict()
+        else:
+            yield row, measure(job.work, replace(job.config, party_mode="threads"), 1).to_dict()
+
+
+def chat_again() -> Iterator[tuple[Row, Row]]:
+    """SmolLM2's prompt."""
+    lacking = smollm2.missing()
+    if lacking is not None:
+        pytest.skip(lacking)
+    row = ROWS["smollm2.jsonl"][0]
+    yield row, measure(make("smollm2"), PrivateConfig(protocol=row["protocol"], party_mode="threads"), 1).to_dict()
+
+
+def distance_again() -> Iterator[tuple[Row, Row]]:
+    """Tokens over a distance: of each model the first and the last modelled row."""
+    rows = [row for row in ROWS["networks.jsonl"] if row["how"] == "modelled"]
+    for name in dict.fromkeys(row["model"] for row in rows):
+        model, of_model = wan_model(name), [row for row in rows if row["model"] == name]
+        if model.missing() is None:
+            for row in (of_model[0], of_model[-1]):
+                network = LinkSpeed(row["bandwidth_mbit"], row["latency_ms"])
+                first, later = counted_both(*estimated(model, wan_config(network), PROMPT))
+                yield row, later.columns(first)
+
+
+def cache_again() -> Iterator[tuple[Row, Row]]:
+    """Steps and layers with the paper's settings at 2048 tokens, where the aims are."""
+    made = {(case.kind, case.label, case.model, case.protocol, case.tokens): case for case in mpcache.cases(("trio",))}
+    for row in ROWS["mpcache.jsonl"]:
+        case = made.get((row["kind"], row["label"], row["model"], row["protocol"], row["tokens"]))
+        if case is not None and case.kind in ("step", "layer") and case.policy == mpcache.PAPER and case.tokens == 2048:
+            yield row, replace(case, measured=False).run(1)
+
+
+CACHE = ("bytes", "full_bytes", "rounds", "full_rounds", "ratio_bytes")
+COUNTED: dict[str, tuple[Callable[[], Iterator[tuple[Row, Row]]], tuple[str, ...], str]] = {
+    "benchmarks.jsonl": (ran_again, SENT, "python scripts/make_benchmarks.py --only NAME"),
+    "pigeon.jsonl": (engine_again, SENT, "python scripts/make_benchmarks.py --only pigeon"),
+    "smollm2.jsonl": (chat_again, SENT, "python scripts/make_benchmarks.py --only smollm2"),
+    "networks.jsonl": (
+        distance_again, (*SENT, "bytes_first_token", "rounds_first_token"), "python scripts/make_networks.py --measure",
+    ),
+    "mpcache.jsonl": (cache_again, CACHE, "private-llm bench mpcache --json"),
+}  # fmt: skip
+"""Rows that are counted again: how, which columns must be equal, and what makes the rows anew."""
+STUDIES = {
+    "cascade.jsonl", "cascade-attacks.jsonl", "cascade-attacks-search.jsonl", "gpu.jsonl", "kv-accuracy.jsonl",
+    "kv-refill.jsonl", "network.jsonl",
+}  # fmt: skip
+"""Accuracies, attacks and other machines' seconds: their scripts run at their smallest in test_scripts_tiny.py."""
+
+
+def test_every_file_of_rows_is_counted_again_or_a_study() -> None:
+    assert set(ROWS) == {*COUNTED, *STUDIES}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", COUNTED)
+def test_rows_are_those_of_this_code(name: str) -> None:
+    again, columns, command = COUNTED[name]
+    compared, older = 0, []
+    for row, now in again():
+        compared += 1
+        label = row.get("label", row.get("model", row["name"]))
+        older += [
+            f"{label}: {column} {row[column]}, now {now[column]}" for column in columns if row[column] != now[column]
+        ]
+    assert compared
+    assert not older, f"docs/{name} is older than the code; {command} makes it anew:\n" + "\n".join(older)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_rows_name_a_commit_of_this_history(name: str) -> None:
+    commits = {row["commit"] for row in ROWS[name]}
+    git = ["git", "-C", str(DOCS)]
+    if (
+        subprocess.run([*git, "rev-parse", "--is-shallow-repository"], capture_output=True, text=True).stdout
+        != "false\n"
+    ):
+        pytest.skip("not a checkout with its whole history")
+    for commit in commits:
+        subprocess.run([*git, "merge-base", "--is-ancestor", commit, "HEAD"], check=True)
