@@ -94,15 +94,19 @@ _ENOUGH_S = 0.02
 
 
 def measure_kernels(
-    repeat: int = 5, tiny: bool = False, progress: Callable[[str], None] = lambda _: None
-) -> Iterator[KernelRow]:
-    """Every job on one thread, many on all too: one call to warm up, then `repeat` timed runs, each filling 20 ms."""
+    repeat: int = 5, tiny: bool = False, progress: Callable[[str], None] = lambda _: None,
+    wanted: Callable[[str, str], bool] = lambda name, note: True,
+) -> Iterator[KernelRow]:  # fmt: skip
+    """Every job on one thread, many on all too: one call to warm up, then `repeat` timed runs, each filling 20 ms.
+
+    wanted: says of a job's name and note whether to measure it.
+    """
     tune_allocator()  # as a party does at its start
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         for ring in (RING64, RING32):
-            for job in _jobs(ring, tiny):
+            for job in (job for job in _jobs(ring, tiny) if wanted(job.name, job.note)):
                 torch.set_num_threads(1)
                 yield _measured(job, repeat, tiny)
                 progress(job.name)
