@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from pathlib import Path
 
 import pytest
 import torch
+from private_llm_cli.app import app
+from private_llm_cli.commands.output import size
 from private_llm_hf.models.sparse_blocks import KEY, adopted, shared_settings
 from private_llm_hf.sparsity.predictor_set import PredictorSet, SitePredictor, fingerprint
 from private_llm_hf.sparsity.sites import find_sites
 from transformers import AutoConfig, AutoModelForCausalLM
+from typer.main import get_command
+from typer.testing import CliRunner
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import PatchMismatch
@@ -53,6 +58,8 @@ def test_a_run_leaves_out_what_is_foretold(run: Run, checkpoint: Path, predictor
         (("--sparsity", "HERE"), "has no budget"),
         (("--sparsity", "HERE", "--neuron-budget", "1.5"), "neuron_budget: got 1.5"),
         (("--sparsity", "HERE", "--neuron-budget", "nan"), "neuron_budget: got nan"),
+        (("--sparsity", "HERE", "--epsilon", "0.5"), "--epsilon: it is of the noise of --levels noisy"),
+        (("--sparsity", "HERE", "--levels", "noisy", "--epsilon", "9"), "epsilon: got 9"),
         (("--sparsity", "HERE", "--levels", "open"), "levels='open' goes with orders='kept'"),
         (
             ("--sparsity", "HERE", "--orders", "kept", "--levels", "open", "--neuron-budget", "0.5"),
@@ -66,6 +73,22 @@ def test_options_that_cannot_work_are_refused(
 ) -> None:
     given = [predictors if word == "HERE" else word for word in words]
     assert message in " ".join(run("generate", str(checkpoint), *PROMPT, *given, code=2).split())
+
+
+def test_the_price_is_said_before_a_run(checkpoint: Path, predictors: str) -> None:
+    """On stderr, with advice where predictors do not pay."""
+    words = ["generate", str(checkpoint), *PROMPT, "--sparsity", predictors, "--neuron-budget", "0.5", "--json"]
+    made = CliRunner().invoke(app, words)
+    assert made.exit_code == 0, made.output
+    said, row = " ".join(made.stderr.split()), json.loads(made.stdout)
+    assert f"3 tokens after 3 will send {size(row['bytes_total'])}; without it" in said
+    assert "It saves nothing here: leave --sparsity out" in said
+
+
+@pytest.mark.parametrize("command", ["chat", "gateway", "classify", "demo", "share"])
+def test_commands_that_run_a_model_take_the_options(command: str) -> None:
+    names = {name for each in get_command(app).commands[command].params for name in each.opts}  # type: ignore[attr-defined]
+    assert {"--sparsity", "--orders", "--levels", "--neuron-budget", "--head-budget", "--epsilon"} <= names
 
 
 def test_other_models_are_refused(run: Run, predictors: str) -> None:

@@ -15,6 +15,7 @@ from private_llm_cli.kv_cache import KvCacheOption, OldKvCacheOption, kv_cache_o
 from private_llm_cli.options import (
     SHARED,
     AgreedAdderOption,
+    EpsilonOption,
     FracOption,
     GgufOption,
     HeadBudgetOption,
@@ -63,11 +64,12 @@ def share(
     levels: LevelsOption = None,
     neuron_budget: NeuronBudgetOption = None,
     head_budget: HeadBudgetOption = None,
+    epsilon: EpsilonOption = None,
 ) -> None:
     """As the model owner: split a checkpoint into one share file per party, tensor by tensor."""
     from private_llm_cli.commands.parties import share as run
 
-    more = sparsity_of(sparsity, orders, levels, neuron_budget, head_budget)
+    more = sparsity_of(sparsity, orders, levels, neuron_budget, head_budget, epsilon)
     if sparsity == SHARED:
         raise ConfigError("sparsity: whoever shares a model holds its predictors; want the folder of them")
     config = config_of(protocol, ring, **bits(frac_bits), **more)
@@ -145,6 +147,7 @@ def party(
     sparsity: SparsityOption = "",
     orders: OrdersOption = None,
     levels: LevelsOption = None,
+    epsilon: EpsilonOption = None,
     model: Annotated[str, typer.Option(help="Under 'cascade': this CompNode's own copy of the public model.")] = "",
     allow: Annotated[
         str | None, typer.Option(help="Users to admit: a file, one name a line, read at every handshake, or a,b.")
@@ -186,7 +189,7 @@ def party(
         | {"parallel_sessions": parallel_sessions, "rotate_roles": rotate_roles}
         | plan_of(plan, accept_weak_plan, split)
         | kv_cache_of(kv_cache, cache_policy)
-        | sparsity_of(sparsity, orders, levels)
+        | sparsity_of(sparsity, orders, levels, epsilon=epsilon)
     )
     if sparsity not in ("", SHARED):
         raise ConfigError(f"sparsity: got {sparsity!r}; a party holds no predictors: want 'shared', or a share file")

@@ -200,6 +200,9 @@ NeuronBudgetOption = Annotated[
 HeadBudgetOption = Annotated[
     float | None, typer.Option("--head-budget", help="With --sparsity: the share of heads that a position opens.")
 ]
+EpsilonOption = Annotated[
+    float | None, typer.Option("--epsilon", help="With --levels noisy: of the noise on each count (default: 0.1).")
+]
 SHARED = "shared"
 """What --sparsity says where predictors come with the model's shares."""
 
@@ -210,16 +213,19 @@ def sparsity_of(
     levels: Levels | None,
     neurons: float | None = None,
     heads: float | None = None,
+    epsilon: float | None = None,
 ) -> dict[str, Any]:
     """Settings of --sparsity and what belongs to it. Raises ConfigError for the others without it."""
     given: dict[str, Any] = {"orders": orders and orders.value, "levels": levels and levels.value}
-    given |= {"neuron_budget": neurons, "head_budget": heads}
+    given |= {"neuron_budget": neurons, "head_budget": heads, "epsilon": epsilon}
     chosen = {key: value for key, value in given.items() if value is not None}
     if not sparsity:
         if chosen:
             names = ", ".join(f"--{key.replace('_', '-')}" for key in chosen)
             raise ConfigError(f"{names}: want --sparsity as well, with a folder of predictors or 'shared'")
         return {}
+    if epsilon is not None and levels != Levels.NOISY:
+        raise ConfigError("--epsilon: it is of the noise of --levels noisy; want both, or neither")
     if sparsity == SHARED and (neurons is not None or heads is not None):
         raise ConfigError("--neuron-budget, --head-budget: whoever shares the model sets them; want --sparsity FOLDER")
     return {"sparsity": {"predictors": None if sparsity == SHARED else sparsity, **chosen}}

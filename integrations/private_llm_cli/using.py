@@ -17,6 +17,7 @@ from private_llm_cli.options import (
     AgreedAdderOption,
     DemoModel,
     DraftOption,
+    EpsilonOption,
     GgufOption,
     HeadBudgetOption,
     HostsOption,
@@ -79,13 +80,14 @@ def demo(
     levels: LevelsOption = None,
     neuron_budget: NeuronBudgetOption = None,
     head_budget: HeadBudgetOption = None,
+    epsilon: EpsilonOption = None,
 ) -> None:
     """Private generate() of the bundled model, or a chat with a real one, beside the plaintext model's text."""
     from private_llm_cli.commands.chat import chat
     from private_llm_cli.commands.generate import demo as run
     from private_llm_cli.commands.models import CHAT_PROMPT, DEMO_PROMPT, LONG_PROMPT
 
-    more = sparsity_of(sparsity, orders, levels, neuron_budget, head_budget) | adder_of(adder)
+    more = sparsity_of(sparsity, orders, levels, neuron_budget, head_budget, epsilon) | adder_of(adder)
     config = config_of(protocol, ring, party_mode, **plan_of(plan, accept_weak_plan, split), **more)
     new_tokens = min(new_tokens, 4) if tiny else new_tokens
     if model is DemoModel.SMOLLM2:
@@ -131,6 +133,7 @@ def generate(
     levels: LevelsOption = None,
     neuron_budget: NeuronBudgetOption = None,
     head_budget: HeadBudgetOption = None,
+    epsilon: EpsilonOption = None,
 ) -> None:
     """Private generate() of any supported model."""
     from private_llm_cli.commands.generate import generate as run
@@ -138,7 +141,9 @@ def generate(
     chosen = sampling(temperature, top_p) | drafting(draft, draft_paths, advance)
     more = {**remote(hosts, tls, "client", allow_plain_loopback), **plan_of(plan, accept_weak_plan, split)}
     more |= adder_of(adder)
-    more |= kv_cache_of(kv_cache, cache_policy) | sparsity_of(sparsity, orders, levels, neuron_budget, head_budget)
+    more |= kv_cache_of(kv_cache, cache_policy) | sparsity_of(
+        sparsity, orders, levels, neuron_budget, head_budget, epsilon
+    )
     config = config_of(protocol, ring, party_mode, reveal=reveal, weights=weights, matmul=matmul, **more)
     if preprocess and draft:
         raise ConfigError("preprocess: with --draft nobody knows ahead how often the model runs; leave one of them out")
@@ -176,6 +181,12 @@ def gateway(
     adder: AgreedAdderOption = "",
     ranges: RangesOption = None,
     kv_cache: KvCacheOption = "",
+    sparsity: SparsityOption = "",
+    orders: OrdersOption = None,
+    levels: LevelsOption = None,
+    neuron_budget: NeuronBudgetOption = None,
+    head_budget: HeadBudgetOption = None,
+    epsilon: EpsilonOption = None,
 ) -> None:
     """Serve a private model to chat clients: the OpenAI API on this machine, and a chat page."""
     from private_llm_gateway.settings import GatewaySettings
@@ -184,6 +195,7 @@ def gateway(
     from private_llm_cli.commands.gateway import gateway as run
 
     more = remote(hosts, tls, "client", allow_plain_loopback) | kv_cache_of(kv_cache, "") | adder_of(adder)
+    more |= sparsity_of(sparsity, orders, levels, neuron_budget, head_budget, epsilon)
     config = config_of(protocol, ring, party_mode, reveal=reveal, weights=weights, timeout_s=timeout, **more)
     choices = GatewayChoices(model, name, sessions, ranges, token, no_token, wait)
     settings = GatewaySettings(
@@ -215,12 +227,19 @@ def chat(
     draft_paths: PathsOption = 1,
     advance: AdvanceOption = None,
     kv_cache: KvCacheOption = "",
+    sparsity: SparsityOption = "",
+    orders: OrdersOption = None,
+    levels: LevelsOption = None,
+    neuron_budget: NeuronBudgetOption = None,
+    head_budget: HeadBudgetOption = None,
+    epsilon: EpsilonOption = None,
 ) -> None:
     """Talk with a private model in the terminal, or with lines from a pipe. /reset, /cost, /quit; Ctrl-C stops."""
     from private_llm_cli.commands.terminal_chat import terminal_chat
 
     chosen = sampling(temperature, top_p) | drafting(draft, draft_paths, advance)
     more = remote(hosts, tls, "client", allow_plain_loopback) | kv_cache_of(kv_cache, "") | adder_of(adder)
+    more |= sparsity_of(sparsity, orders, levels, neuron_budget, head_budget, epsilon)
     config = config_of(protocol, ring, party_mode, reveal=reveal, weights=weights, **more)
     if not model and config.hosts:
         raise ConfigError("model: got none with --hosts; want the client folder that the model's owner gave you")
@@ -242,11 +261,18 @@ def classify(
     allow_plain_loopback: LoopbackOption = False,
     adder: AgreedAdderOption = "",
     frac_bits: Annotated[int | None, typer.Option(help="Fractional bits (default: 10 in 32 bits, else 18).")] = None,
+    sparsity: SparsityOption = "",
+    orders: OrdersOption = None,
+    levels: LevelsOption = None,
+    neuron_budget: NeuronBudgetOption = None,
+    head_budget: HeadBudgetOption = None,
+    epsilon: EpsilonOption = None,
 ) -> None:
     """Private image classification, beside the plaintext model's answers."""
     from private_llm_cli.commands.classify import classify as run
 
     more = remote(hosts, tls, "client", allow_plain_loopback)
     more |= adder_of(adder) | bits(10 if ring == 32 and frac_bits is None else frac_bits)
+    more |= sparsity_of(sparsity, orders, levels, neuron_budget, head_budget, epsilon)
     config = config_of(protocol, ring, party_mode, reveal=reveal, weights=weights, **more)
     run(model, images or [], count, config, as_json)

@@ -9,6 +9,7 @@ with without_collections():
     from private_llm.kv_policies.policy import Level
     from private_llm.kv_policies.rivals import H2O, TOVA, HeadMerging, InfLLM, LongCache, SnapKV
     from private_llm.ranges import Ranges
+    from private_llm.sparsity_config import CometConfig
     from private_llm.token_sharding import ShardingPlan
     from private_llm_hf.api import (
         AutoPrivateModel,
@@ -38,6 +39,7 @@ __all__ = [
     "AutoPrivateModelForMaskedLM",
     "AutoPrivateModelForSeq2SeqLM",
     "AutoPrivateModelForSequenceClassification",
+    "CometConfig",
     "FixedCounts",
     "ForwardPlan",
     "GeneratePlan",

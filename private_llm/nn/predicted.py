@@ -198,7 +198,7 @@ class FreshActivation:
         units = h.shape[-1] // self._block
         positions = active.count // units
         if isinstance(self._level, LevelNoise):
-            choice = noisy_choose(h.session, active, self._level)
+            choice = noisy_choose(h.session, active, self._level, positions * self._predictor.expected)
         else:
             choice = choose(h.session, active, self._level, positions)
         rows = h.to_fixed().view(lambda part: part.reshape(-1, self._block))

@@ -16,6 +16,7 @@ from private_llm_hf.models.sparse_blocks import sparse_blocks
 from private_llm_hf.sparsity.planned import PlannedSparsity
 from private_llm_hf.sparsity.predictor import Predictor
 from private_llm_hf.sparsity.predictor_set import PredictorSet, SitePredictor, fingerprint
+from private_llm_hf.sparsity.price import sparsity_price
 from private_llm_hf.sparsity.settings import PredictorConfig
 from private_llm_hf.sparsity.sites import Site, find_sites
 from private_llm_hf.tools.estimate import Estimate, estimate
@@ -25,6 +26,7 @@ from typer.testing import CliRunner
 from private_llm.errors import ConfigError
 from private_llm.oblivious.active_units import _supposed
 from private_llm.oblivious.sparse_output import components
+from private_llm.sparsity_config import CometConfig
 from tests.sparsity.models import RELU, batch, sparse
 
 RANK, HEADS_RANK = 5, 3
@@ -193,3 +195,29 @@ def test_the_command_refuses_what_it_cannot_count(more: list[str]) -> None:
     result = CliRunner().invoke(app, ["estimate", "opt-125m", *more])
     assert result.exit_code != 0
     assert "sparsity" in str(result.exception or result.output)
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"orders": "kept"}, {"levels": "noisy", "epsilon": 0.5}], ids=["fresh", "kept", "noisy"]
+)
+def test_the_price_before_a_run_is_what_it_sends(settings: dict[str, Any], tmp_path: Path) -> None:
+    """With predictors, in the orders that they were shared for, and without."""
+    model = sparse("opt")
+    folder = saved(model, "opt", PlannedSparsity(0.5, rank=RANK), tmp_path)
+    config = PrivateConfig(sparsity=CometConfig(folder, heads=False, **settings))
+    ids = torch.randint(3, 100, (2, 7), generator=torch.Generator().manual_seed(5))
+    sent = []
+    for each in (config, dataclasses.replace(config, sparsity=None)):
+        with patch(model, each) as private:
+            private.generation_config.eos_token_id = None
+            if each is config:
+                price = sparsity_price(private, 7, 2, batch=2)
+            private.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=2, do_sample=False)
+            sent.append(private.cost().bytes_total)
+    assert price.dense_bytes == sent[1]
+    assert price.pays == (price.sparse_bytes < sent[1])
+    if "levels" in settings:  # how many are active, and the noise, are not known before
+        assert price.most
+        assert 0.5 < price.sparse_bytes / sent[0] < 2
+    else:
+        assert (price.sparse_bytes, price.most) == (sent[0], False)

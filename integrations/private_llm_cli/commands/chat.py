@@ -12,6 +12,7 @@ from private_llm.errors import ConfigError
 from private_llm_cli.commands.generate import Made, cost_line, figures
 from private_llm_cli.commands.models import plaintext_model, smollm2_model, tokenizer_of
 from private_llm_cli.commands.output import CONSOLE, emit_json, progress_bar, show_text
+from private_llm_cli.commands.sparsity_note import note_sparsity
 from private_llm_cli.commands.text import TextStream, agreement
 
 
@@ -38,6 +39,7 @@ def chat(prompt: str, config: PrivateConfig, new_tokens: int, as_json: bool, cac
         step("sharing the weights", 0)
         private: Any = patch(plain, config)
     with closing(private):
+        note_sparsity(private, start, new_tokens)
         if not as_json:
             CONSOLE.print(f"[bold]model    [/] {smollm2.NAME}", highlight=False)
             _say("prompt", prompt)

@@ -12,6 +12,7 @@ from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError
 from private_llm_cli.commands.models import image_config, image_model
 from private_llm_cli.commands.output import CONSOLE, duration, emit_json, emit_table, progress_bar, size
+from private_llm_cli.commands.sparsity_note import note_sparsity
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,6 +49,7 @@ def classify(source: str, files: Sequence[Path], count: int, config: PrivateConf
     with progress_bar(2, quiet=as_json) as step, torch.no_grad():
         step("sharing the weights", 0)
         with AutoPrivateModelForImageClassification.from_pretrained(source, config) as model:
+            note_sparsity(model, 0, 0, len(batch.pixels))
             step("classifying")
             started = time.perf_counter()
             found = _classes(model(batch.pixels))

@@ -16,6 +16,7 @@ from private_llm.errors import ConfigError
 from private_llm_cli.commands.calibrate import ranges_from
 from private_llm_cli.commands.models import demo_model, loaded_from, tokenizer_of
 from private_llm_cli.commands.output import CONSOLE, NOTES, progress_bar
+from private_llm_cli.commands.sparsity_note import TURN, note_sparsity
 from private_llm_cli.commands.waiting import when_ready
 
 if TYPE_CHECKING:
@@ -122,6 +123,8 @@ def start_model(
             step,
         )  # fmt: skip
     stack.callback(model.close)
+    if writes:
+        note_sparsity(model, *TURN)
     served = Served(name, SessionPool(model, choices.sessions if config.hosts else 1), tokenizer, vectors)
     stack.callback(served.pool.close)
     return served

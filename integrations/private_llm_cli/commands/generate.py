@@ -27,6 +27,7 @@ from private_llm_cli.commands.output import (
     size,
 )
 from private_llm_cli.commands.plot_bench import check_name
+from private_llm_cli.commands.sparsity_note import note_sparsity
 from private_llm_cli.commands.text import TextStream, TokenClock, agreement, by_link, is_text, margin
 
 if TYPE_CHECKING:
@@ -155,6 +156,7 @@ def run(
         else:
             model = patch(loaded, config, mesh)
         with closing(model):
+            note_sparsity(model, inputs["input_ids"].shape[1], new_tokens)
             spent = None
             if preprocess:
                 step("preprocessing", 0)

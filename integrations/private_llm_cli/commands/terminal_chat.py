@@ -20,6 +20,7 @@ from private_llm.errors import DomainError, PrivateLLMError, ProtocolAbort, Tran
 from private_llm_cli.commands.conversation import Conversation
 from private_llm_cli.commands.models import demo_model, loaded_from, smollm2_model, tokenizer_of
 from private_llm_cli.commands.output import NOTES, compile_notes, duration, progress_bar, show_text, size
+from private_llm_cli.commands.sparsity_note import TURN, note_sparsity
 from private_llm_cli.commands.text import TextStream, is_text
 
 if TYPE_CHECKING:
@@ -75,6 +76,7 @@ def terminal_chat(source: str, config: PrivateConfig, new_tokens: int, sampling:
     try:
         chat = TerminalChat(talk, load, sys.stdin.isatty())
         chat.welcome(source, config)
+        note_sparsity(talk.model, *TURN)
         chat.run()
     finally:
         talk.model.close()

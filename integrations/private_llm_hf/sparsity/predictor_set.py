@@ -18,11 +18,13 @@ neurons grouping[u * block : (u + 1) * block]. Version 1 had no groupings and is
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from safetensors import SafetensorError
@@ -43,8 +45,14 @@ FORMAT, VERSION = "private-llm predictors", 2
 _FACTS, _TENSORS = "predictors.json", "predictors.safetensors"
 _READ = (1, VERSION)
 _KEYS = ("format", "version", "model", "tensors", "predictors")
-_SHOWN = 4
-"""Differing settings that an error names."""
+_MODEL: dict[str, type] = {"class": str, "config": dict, "model": str, "weights": str}
+_ROW: dict[str, type] = {"site": dict, "config": dict, "measures": dict}
+_SITE: dict[str, type] = {
+    "name": str, "kind": str, "layer": int, "width": int, "units": int, "readers": list, "writer": str
+}  # fmt: skip
+_CALLED = {str: "a text", dict: "an object", list: "a list", int: "a whole number"}
+_SHOWN, _LONG = 4, 60
+"""Differing settings that an error names, and characters of a value that it shows."""
 
 
 @dataclass(frozen=True)
@@ -113,38 +121,28 @@ class PredictorSet:
             raise ConfigError(f"{folder / _TENSORS}: cannot be read ({error}); copy the folder again") from None
         if _digest(tensors) != facts["tensors"]:
             raise ConfigError(f"{folder}: {_TENSORS} and {_FACTS} do not belong together; copy both from one place")
-        members = []
         try:
-            for row in facts["predictors"]:
-                refuse_unknown(row, ("site", "config", "measures"), f"{_FACTS}: ")
-                site, config = Site.from_dict(row["site"]), PredictorConfig.from_dict(row["config"])
-                grouping = tensors.get(f"{site.name}.grouping") if facts["version"] > 1 else None
-                predictor = Predictor(site.width, site.units, config, grouping=grouping)
-                own = {name: tensors.pop(f"{site.name}.{name}") for name in predictor.state_dict()}
-                _check_tensors(site.name, own, predictor.state_dict())
-                predictor.load_state_dict(own)
-                measures = {name: Measures(**found) for name, found in row["measures"].items()}
-                members.append(SitePredictor(site, predictor.eval(), measures))
+            members = [_member(row, tensors, facts["version"]) for row in facts["predictors"]]
         except (KeyError, TypeError, AttributeError) as error:
             raise ConfigError(f"{folder / _FACTS}: not as this version writes it ({error}); copy it again") from None
         if tensors:
             raise ConfigError(f"{folder / _TENSORS}: tensors of no predictor: {', '.join(sorted(tensors)[:_SHOWN])}")
         return cls(facts["model"], members)
 
-    def check(self, model: PreTrainedModel | PretrainedConfig) -> None:
+    def check(
+        self, model: PreTrainedModel | PretrainedConfig, loaded_as: type[PreTrainedModel] | None = None
+    ) -> None:  # fmt: skip
         """Raise ConfigError unless these predictors were made for this model: class, configuration, and its weights.
 
-        A configuration, or a model on the meta device, has no weights to compare.
+        A configuration, or a model on the meta device, has no weights to compare. loaded_as: the class of the model
+        that a configuration is of (default: the predictors' own).
         """
         made_for = self.model["class"]
-        if isinstance(model, PreTrainedModel):
-            if type(model).__name__ != made_for:
-                raise ConfigError(
-                    f"predictors of a {made_for}; got a {type(model).__name__}: load the model as that class"
-                )
-            config, cls = model.config, type(model)
-        else:
-            config, cls = model, model_class(made_for)
+        config = model.config if isinstance(model, PreTrainedModel) else model
+        known = type(model) if isinstance(model, PreTrainedModel) else loaded_as
+        if known is not None and known.__name__ != made_for:
+            raise ConfigError(f"predictors of a {made_for}; got a {known.__name__}: load the model as that class")
+        cls = model_class(made_for) if known is None else known
         found = describe(cls, config)
         if found.model != self.model["model"]:
             raise ConfigError(
@@ -233,16 +231,47 @@ def _facts(folder: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: version {facts.get('version')!r}; this private-llm reads {read}: train again")
     refuse_unknown(facts, _KEYS, f"{path}: ")
     missing = sorted(set(_KEYS) - set(facts))
-    if missing or not {"class", "config", "model", "weights"} <= set(facts["model"]):
-        raise ConfigError(f"{path}: {', '.join(missing) or 'model'} incomplete; copy it again")
+    if missing:
+        raise ConfigError(f"{path}: {', '.join(missing)} incomplete; copy it again")
+    _of_types(facts, {"model": dict, "tensors": str, "predictors": list}, f"{path}: ")
+    _of_types(facts["model"], _MODEL, f"{path}: model: ")
+    for row in facts["predictors"]:
+        _of_types({"predictor": row}, {"predictor": dict}, f"{path}: ")
+        refuse_unknown(row, _ROW, f"{path}: ")
+        _of_types(row, _ROW, f"{path}: a predictor: ")
+        _of_types(row["site"], _SITE, f"{path}: a predictor's site: ")
     return facts
 
 
-def _check_tensors(site: str, found: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> None:
+def _of_types(values: Mapping[str, Any], wanted: Mapping[str, type], where: str) -> None:
+    """Raise ConfigError unless each of these keys is there with a value of its type."""
+    for key, kind in wanted.items():
+        if key not in values or type(values[key]) is not kind:
+            got = f"got {str(values[key])[:_LONG]!r}" if key in values else "is not there"
+            raise ConfigError(f"{where}{key}: {got}; want {_CALLED[kind]}: copy the folder again, or train again")
+
+
+def _member(row: Mapping[str, Any], tensors: dict[str, Tensor], version: int) -> SitePredictor:
+    """The predictor of one row; takes its tensors, whose sizes are compared before anything of that size is made."""
+    site, config = Site.from_dict(row["site"]), PredictorConfig.from_dict(row["config"])
+    rank, units = config.rank, math.ceil(site.units / config.block)
+    shapes = {"fc1.weight": (rank, site.width), "fc1.bias": (rank,), "fc2.weight": (units, rank), "fc2.bias": (units,)}
+    own = {name: tensors.pop(f"{site.name}.{name}") for name in shapes}
+    grouping = tensors.pop(f"{site.name}.grouping", None) if version > 1 else None
+    _check_tensors(site.name, own, shapes)
+    if grouping is not None and grouping.shape != (site.units,):
+        raise ConfigError(f"site '{site.name}': grouping is {tuple(grouping.shape)}; want {(site.units,)}")
+    predictor = Predictor(site.width, site.units, config, grouping=grouping)
+    predictor.load_state_dict({**own, **({} if grouping is None else {"grouping": grouping})})
+    measures = {name: Measures(**found) for name, found in row["measures"].items()}
+    return SitePredictor(site, predictor.eval(), measures)
+
+
+def _check_tensors(site: str, found: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
     for name, value in found.items():
-        if value.shape != want[name].shape or value.dtype != want[name].dtype:
-            got, wanted = (f"{v.dtype} {tuple(v.shape)}" for v in (value, want[name]))
-            raise ConfigError(f"site '{site}': {name} is {got}; want {wanted}")
+        if tuple(value.shape) != shapes[name] or value.dtype != torch.float32:
+            got = f"{value.dtype} {tuple(value.shape)}"
+            raise ConfigError(f"site '{site}': {name} is {got}; want {torch.float32} {shapes[name]}")
         if not bool(value.isfinite().all()):
             raise ConfigError(f"site '{site}': {name} holds NaN or infinity; train again")
 

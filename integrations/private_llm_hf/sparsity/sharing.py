@@ -53,9 +53,9 @@ class SharedPredictors:
     def __init__(
         self, predictors: PredictorSet, settings: CometConfig, cls: type[PreTrainedModel], config: PretrainedConfig
     ) -> None:
-        """Raises ConfigError for predictors of another model, without a budget where one is wanted, or without any
-        block of the wanted kinds; PatchMismatch for a block whose units cannot be put in another order."""
-        predictors.check(config)
+        """Raises ConfigError for predictors of another model or class, without a budget where one is wanted, or without
+        any block of the wanted kinds; PatchMismatch for a block whose units cannot be put in another order."""
+        predictors.check(config, cls)
         bare = skeleton(cls, config)
         self._weights: str = predictors.model["weights"]
         self._members: list[tuple[SitePredictor, SparseBlock, Tensor]] = []
