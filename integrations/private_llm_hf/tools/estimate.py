@@ -156,6 +156,7 @@ class _MetaParty(Party):
         self.session = session
         session.known.ranges = Ranges(description.ranges)
         self.answer = Outputs("", ())
+        self._silent = True  # nobody to compare with what it was told, which costs control messages alone
         parameters = meta_parameters(empty, session)
         self.model = build_party_model(
             description.config, description.class_, parameters, session, folded=description.folded
