@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,30 @@ def test_a_ring_that_is_nearly_full_is_said_to_be() -> None:
         TightRange, match=r"reached .* 32-bit ring with 10 fractional bits holds less than 1024.*frac_bits="
     ):
         loaded_ranges(network, SMALL)
+
+
+@pytest.mark.parametrize("factor", [4, 20])
+def test_each_ring_is_refused_at_its_own_limit(factor: int) -> None:
+    """A product of 2^32 comes out as 0 in a 32-bit ring: neither a calibrated network nor another one answers it."""
+    network, ones = nn.Sequential(*[nn.Linear(8, 8, bias=False) for _ in range(6)]), torch.ones(1, 8)
+    with torch.no_grad():
+        for layer in network:
+            layer.weight.copy_(factor * torch.eye(8))
+        want = network(ones)
+    config = replace(SMALL, protocol="plain", insecure=True)
+    calibrated = "module '5' reached .* holds less than 1024" if factor == 4 else "module '4' has values"
+    with pytest.raises(DomainError, match=calibrated):
+        patch(network, config, images=ones)
+    with pytest.warns(TightRange):
+        private = patch(network, config)
+    with private, pytest.raises(DomainError, match="a value left its range"):
+        private(ones)
+    with patch(network, replace(config, ring=64, frac_bits=18)) as wide:
+        if factor == 4:
+            torch.testing.assert_close(wide(ones), want)
+        else:
+            with pytest.raises(DomainError, match="a value left its range"):
+                wide(ones)
 
 
 def test_images_of_the_owner_s(tmp_path: Path) -> None:

@@ -158,7 +158,7 @@ def jobs(
         for line in (*LINES, *IMAGENET) if imagenet else LINES:
             settings = replace(
                 config, protocol=protocol, insecure=False, ring=line.ring, frac_bits=_FRACTION[line.ring],
-                relu_bits=config.relu_bits or line.ring, adder=adder, party_mode=mode,
+                relu_bits=config.relu_bits or line.ring, adder=adder, party_mode=mode, calibrate=False,
             )  # fmt: skip
             yield Job(line, protocol, make(line.work, None if tiny else line.shape, tiny=tiny), settings)
 

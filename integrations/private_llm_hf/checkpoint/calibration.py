@@ -285,7 +285,7 @@ def ranges_of(largest: Largest, config: PrivateConfig) -> Ranges:
         if met.get("gain", 0.0) > 0.0:  # the weights themselves: no head room
             known["gain"] = max(0, bits_above(met["gain"]))
         modules[name] = known
-    _warn_of_tight_ring(largest, config)
+    _check_ring(largest, config)
     for norm, width in largest.widths.items():
         fit = fitting_bits(width, modules[norm]["square"])
         if LEAST_BITS <= fit < config.frac_bits and 2.0**-fit <= ROUNDING * math.sqrt(largest.smallest[norm]):
@@ -307,19 +307,28 @@ def _check_relu(name: str, reached: float, config: PrivateConfig) -> None:
         )
 
 
-def _warn_of_tight_ring(largest: Largest, config: PrivateConfig) -> None:
-    """Warn (TightRange) of the module that comes nearest to what a product of this ring can hold, if that is near."""
+def _check_ring(largest: Largest, config: PrivateConfig) -> None:
+    """Raise DomainError for the module that outgrows what a product of a 32-bit ring can hold, and warn (TightRange) of
+    one that comes near to it."""
     limit = 2.0 ** (Ring(config.ring).value_bits - 2 * config.frac_bits)
     peaks = {name: met["peak"] for name, met in largest.largest.items() if "peak" in met}
     worst = max(peaks, key=lambda name: peaks[name], default=None)
     if config.ring == 64 or worst is None or peaks[worst] < limit / 2:
         return
     fitting = math.floor((Ring(config.ring).value_bits - math.ceil(math.log2(peaks[worst])) - 1) / 2)
+    found = (
+        f"module '{worst}' reached {peaks[worst]:.3g} in calibration, and a {config.ring}-bit ring with "
+        f"{config.frac_bits} fractional bits holds less than {limit:g}"
+    )
+    room = f"frac_bits={fitting} or ring=64 gives room" if fitting >= LEAST_BITS else "ring=64 gives room"
+    if peaks[worst] >= limit:
+        raise DomainError(
+            f"{found}. Nothing was sent. {room}; so do images like yours (images=some_images), if those of noise are "
+            "what is too large"
+        )
     warnings.warn(
-        f"module '{worst}' reached {peaks[worst]:.3g} on pictures of noise, and a {config.ring}-bit ring with "
-        f"{config.frac_bits} fractional bits holds less than {limit:g}: values beyond that are garbage, of which the "
-        f"check of ranges sees only what outgrows everything. frac_bits={fitting} or ring=64 gives room; "
-        "`calibrate=False` silences this for images that you have tried (private-llm diff)",
+        f"{found}: values beyond that are garbage, of which the check of ranges sees only what outgrows everything. "
+        f"{room}; `calibrate=False` silences this for images that you have tried (private-llm diff)",
         TightRange,
         stacklevel=4,
     )

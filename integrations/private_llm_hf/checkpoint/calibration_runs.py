@@ -145,8 +145,9 @@ def _seen(model: PreTrainedModel, private_config: PrivateConfig, images: Tensor 
         if isinstance(model.config, NetworkConfig) and model.config.image_shape is None:
             if private_config.ring < 64 and private_config.guard:
                 warnings.warn(
-                    "this network does not say what images it takes, so it was not calibrated, and without that a "
-                    "32-bit ring has no check of ranges: patch(model, config, images=some_images) gives both",
+                    "this network does not say what images it takes, so it was not calibrated, and without that the "
+                    "check of ranges of a 32-bit ring withholds answers for values that come near to its limit: "
+                    "patch(model, config, images=some_images) lets it use the ring up to there",
                     TightRange,
                     stacklevel=5,
                 )
