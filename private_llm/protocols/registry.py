@@ -34,6 +34,7 @@ from private_llm.protocols.share import Share, cleartext
 from private_llm.protocols.trio import cost as trio_cost
 from private_llm.protocols.trio.client import TrioClient, open_trio
 from private_llm.protocols.trio.party import ExactTrio, Trio
+from private_llm.protocols.trio.piecewise import agree_on_ciphers
 from private_llm.ring.prg import Seed
 from private_llm.ring.ring import Ring
 
@@ -127,14 +128,24 @@ def unregister(name: str) -> None:
 
 def _trio_party(setup: PartySetup) -> Trio:
     kind = ExactTrio if setup.exact else Trio
-    return kind(setup.party, setup.transport, setup.ring, setup.pair_seeds, setup.input_keys, setup.adder)
+    return kind(
+        setup.party, setup.transport, setup.ring, setup.pair_seeds, setup.input_keys, setup.adder,
+        comparing=_comparing(setup),
+    )  # fmt: skip
+
+
+def _comparing(setup: PartySetup) -> Seed | None:
+    """The seed of the ciphers of comparison keys, if the parties may take such keys."""
+    if not setup.adder.may_take_keys:
+        return None
+    return Seed(bytes(32)) if setup.counting else agree_on_ciphers(setup.transport, setup.party)
 
 
 def _dealer_party(setup: PartySetup) -> TwoPartyDealer:
     kind = ExactDealer if setup.exact else TwoPartyDealer
     return kind(
         setup.party, setup.transport, setup.ring, setup.pair_seeds, setup.input_keys, setup.adder,
-        remask=setup.config.matmul == "remask",
+        comparing=_comparing(setup), remask=setup.config.matmul == "remask",
     )  # fmt: skip
 
 

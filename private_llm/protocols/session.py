@@ -102,7 +102,8 @@ def join(config: PrivateConfig, party: int, transport: Transport) -> Session:
     """Agree with all other endpoints on settings and keys, and return this party's session.
 
     Sends a 64-byte greeting to each other endpoint, receives a 32-byte key from the client for each mask of inputs that
-    this party knows, and makes the protocol's end (quad: group keys, too). Raises ConfigError when another endpoint
+    this party knows, and makes the protocol's end (quad: group keys; where comparison keys may be taken, 32 bytes from
+    party 0 to each other party, too). Raises ConfigError when another endpoint
     runs other settings or another version, or a device is not here.
     """
     device = device_for(config.device, party)
@@ -115,8 +116,8 @@ def join(config: PrivateConfig, party: int, transport: Transport) -> Session:
 def join_parties(config: PrivateConfig, party: int, transport: Transport) -> Session:
     """As `join`, for parties that serve many clients: with the other parties alone. Each client meets by `meet_client`.
 
-    Sends a 64-byte greeting to each other party, and makes the protocol's end (quad: group keys, too). Raises
-    ConfigError as `join`.
+    Sends a 64-byte greeting to each other party, and makes the protocol's end as `join` does. Raises ConfigError as
+    that.
     """
     device = device_for(config.device, party)
     seeds = _meet(config, transport, [p for p in range(config.parties) if p != party])

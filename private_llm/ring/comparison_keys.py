@@ -4,8 +4,13 @@ alpha has `levels` bits and beta is a row of 64-bit words; each holder's key giv
 2^32) of the function's value at any public x, without a word between the holders. A key alone is pseudorandom.
 Construction: Boyle, Chandran, Gilboa, Gupta, Ishai, Kumar, Rathee, "Function secret sharing for mixed-mode and
 fixed-point secure computation" (Eurocrypt 2021), figure 1. A node's seed s makes its children's seeds AES_L(s) ^ s,
-AES_R(s) ^ s and the words of its two sides by further fixed public keys; the lowest bit of a child is its control bit,
-and is cleared.
+AES_R(s) ^ s and the words of its two sides by further keys; the lowest bit of a child is its control bit, and is
+cleared.
+
+The keys of AES are known to both holders and to who makes keys, and to nobody else; they are derived from a seed of the
+session, anew every EPOCH comparison keys (`Ciphers`). So work that is done for one of them, or before, is of no use for
+others: a holder of n keys of l levels opens one of them with 2^127 / (n l) blocks of AES, where n is EPOCH at most,
+however long a session is: 2^102 blocks for 32 levels.
 
 The two keys differ in their roots alone: all other words (`key_words`) are one array that both holders have:
 2 words of seed correction and one for each word of beta at each level, 2 bits of control corrections at each level, and
@@ -14,7 +19,7 @@ one word for each word of beta at the end.
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -24,7 +29,7 @@ from private_llm.errors import DomainError
 from private_llm.kernels.backends.cpu import aes, aes_fan
 from private_llm.kernels.backends.cpu import comparison_keys as kernels
 from private_llm.kernels.watching import as_array
-from private_llm.ring.prg import Prg
+from private_llm.ring.prg import Prg, Seed
 
 Array = np.ndarray[Any, Any]
 
@@ -32,14 +37,63 @@ MOST_WORDS = 4
 """Words that a beta may have."""
 
 
-def _cipher(label: bytes) -> Cipher[modes.ECB]:
-    return Cipher(algorithms.AES(label), modes.ECB())
+EPOCH = 1 << 20
+"""Comparison keys that are made with one set of keys of AES, at most."""
 
 
-_CHILDREN = (b"private-llm.dcL0", b"private-llm.dcR0")
-_VALUES = ((b"private-llm.dcV0", b"private-llm.dcV1"), (b"private-llm.dcW0", b"private-llm.dcW1"))
-_END = (b"private-llm.dcE0", b"private-llm.dcE1")
-"""Public keys of AES: of the left and right child, of two blocks of words of either side, of two at the end."""
+class CipherSet:
+    """Keys of AES: of the left and the right child, of two blocks of words of either side, of two at the end."""
+
+    def __init__(self, stream: Prg) -> None:
+        """The next 128 bytes of a stream."""
+        raw = np.empty(8 * 16, dtype=np.uint8)
+        stream.fill(raw)
+        keys = [raw[16 * n : 16 * n + 16].tobytes() for n in range(8)]
+        self.children, self.values, self.end = keys[:2], (keys[2:4], keys[4:6]), keys[6:]
+
+    @cached_property
+    def tables(self) -> Array:
+        """Of the left and the right side (child, two blocks of words) and of the end: [3, 11, 4, 2], for kernels."""
+        sides = [[child, *words] for child, words in zip(self.children, self.values, strict=True)]
+        return aes_fan.tables([[aes.round_keys(key) for key in each] for each in [*sides, self.end]])
+
+    def contexts(self, words: int) -> tuple[list[CipherContext], list[list[CipherContext]], list[CipherContext]]:
+        """Encryptors of children, of the words of either side, and of the words at the end."""
+        blocks = _blocks(words)
+        inner = [[_encryptor(key) for key in side[:blocks]] for side in self.values]
+        return [_encryptor(key) for key in self.children], inner, [_encryptor(key) for key in self.end[:blocks]]
+
+    def __repr__(self) -> str:
+        return "CipherSet(<secret>)"
+
+
+class Ciphers:
+    """The ciphers of one comparison key after the other, a new set every EPOCH keys.
+
+    Makers and holders derive them from one seed, and take as many at a time in the same order.
+    """
+
+    def __init__(self, seed: Seed) -> None:
+        self._seed, self._epochs, self._left = seed, 0, 0
+        self._set: CipherSet | None = None
+
+    def take(self, count: int) -> CipherSet:
+        """The set of the next `count` keys. Raises DomainError for more than EPOCH at a time."""
+        if count > EPOCH:
+            raise DomainError(f"comparison keys: got {count} at a time; want at most {EPOCH}")
+        if self._set is None or count > self._left:
+            self._set = CipherSet(self._seed.stream(f"comparison ciphers {self._epochs}"))
+            self._epochs, self._left = self._epochs + 1, EPOCH
+        self._left -= count
+        return self._set
+
+    def apart(self, label: str) -> Ciphers:
+        """Others, for calls that a maker computes at another time than holders do."""
+        return Ciphers(self._seed.derive(label))
+
+
+def _encryptor(key: bytes) -> CipherContext:
+    return Cipher(algorithms.AES(key), modes.ECB()).encryptor()
 
 
 def key_words(levels: int, words: int) -> int:
@@ -55,23 +109,24 @@ def cipher_blocks(levels: int, words: int) -> int:
     return (1 + _blocks(words)) * levels + _blocks(words)
 
 
-def make_keys(alpha: Array, beta: Array, levels: int, first: Prg, second: Prg) -> Array:
+def make_keys(alpha: Array, beta: Array, levels: int, first: Prg, second: Prg, ciphers: CipherSet) -> Array:
     """What both holders have of the keys of alpha uint64 [n] and beta uint64 [n, words]: uint64 [n, key_words].
 
-    The roots, 2 words each, are drawn from the streams of the two holders, who draw the same (`roots`). Only the lowest
-    `levels` bits of alpha count. Raises DomainError for levels outside 1 to 64, and for no words or too many.
+    The roots, 2 words each, are drawn from the streams of the two holders, who draw the same (`roots`) and have the
+    same ciphers. Only the lowest `levels` bits of alpha count. Raises DomainError for levels outside 1 to 64, and for
+    no words or too many.
     """
     count, words = beta.shape
     _check(levels, words)
     seeds = np.stack([roots(first, count), roots(second, count)])
     if aes.usable():
         made = np.zeros((count, key_words(levels, words)), dtype=np.uint64)
-        kernels.make(seeds, alpha, beta, levels, _tables(), made)
+        kernels.make(seeds, alpha, beta, levels, ciphers.tables, made)
         return made
-    return _make_by_levels(seeds, alpha, beta, levels)
+    return _make_by_levels(seeds, alpha, beta, levels, ciphers)
 
 
-def _make_by_levels(seeds: Array, alpha: Array, beta: Array, levels: int) -> Array:
+def _make_by_levels(seeds: Array, alpha: Array, beta: Array, levels: int, ciphers: CipherSet) -> Array:
     """`make_keys` with OpenSSL's cipher, a level of all keys at a time."""
     count, words = beta.shape
     control = np.zeros((2, count), dtype=np.uint64)
@@ -79,7 +134,7 @@ def _make_by_levels(seeds: Array, alpha: Array, beta: Array, levels: int) -> Arr
     total = np.zeros((count, words), dtype=np.uint64)
     made = np.zeros((count, key_words(levels, words)), dtype=np.uint64)
     sides, values, bits = _parts(made, levels, words)
-    children, inner, end = _contexts(words)
+    children, inner, end = ciphers.contexts(words)
     for level in range(levels):
         left, right = (_encrypt(each, seeds) for each in children)
         kernels.correct(
@@ -94,8 +149,9 @@ def _make_by_levels(seeds: Array, alpha: Array, beta: Array, levels: int) -> Arr
 
 
 def evaluate(
-    holder: int, root: Array, key: Array, x: Array, levels: int, words: int, nodes: Array | None = None
-) -> Array:
+    holder: int, root: Array, key: Array, x: Array, levels: int, words: int, ciphers: CipherSet,
+    nodes: Array | None = None,
+) -> Array:  # fmt: skip
     """This holder's shares of beta where x < alpha, else of 0: uint64 [points, n, words] at x uint64 [points, n].
 
     holder: 0 or 1, the first or second of `make_keys`, with its root [n, 2]. Only the lowest `levels` bits of x count.
@@ -109,12 +165,14 @@ def evaluate(
     if aes.usable():
         total = np.empty((points, count, words), dtype=np.uint64)
         most = np.full(levels, points, dtype=np.int64) if nodes is None else nodes
-        kernels.follow(root, holder, key, np.ascontiguousarray(x), levels, most, _tables(), total)
+        kernels.follow(root, holder, key, np.ascontiguousarray(x), levels, most, ciphers.tables, total)
         return total
-    return _evaluate_by_levels(holder, root, key, x, levels, words)
+    return _evaluate_by_levels(holder, root, key, x, levels, words, ciphers)
 
 
-def _evaluate_by_levels(holder: int, root: Array, key: Array, x: Array, levels: int, words: int) -> Array:
+def _evaluate_by_levels(
+    holder: int, root: Array, key: Array, x: Array, levels: int, words: int, ciphers: CipherSet
+) -> Array:
     """`evaluate` with OpenSSL's cipher, a level of all points at a time."""
     points, count = x.shape
     seeds = np.tile(root, (points, 1))
@@ -122,7 +180,7 @@ def _evaluate_by_levels(holder: int, root: Array, key: Array, x: Array, levels: 
     total = np.zeros((points * count, words), dtype=np.uint64)
     flat = x.reshape(-1)
     sides, values, bits = _parts(key, levels, words)
-    children, inner, end = _contexts(words)
+    children, inner, end = ciphers.contexts(words)
     for level in range(levels):
         left, right = (_encrypt(each, seeds) for each in children)
         kernels.descend(
@@ -176,29 +234,12 @@ def _check(levels: int, words: int) -> None:
         raise DomainError(f"comparison keys: got {levels} levels and {words} words; want 1 to 64 and 1 to {MOST_WORDS}")
 
 
-@cache
-def _tables() -> Array:
-    """Of the left and the right side (child, two blocks of words) and of the end: [3, 11, 4, 2], for kernels."""
-    labels = [[child, *words] for child, words in zip(_CHILDREN, _VALUES, strict=True)]
-    return aes_fan.tables([[aes.round_keys(label) for label in each] for each in [*labels, list(_END)]])
-
-
 def _control_words(levels: int) -> int:
     return (levels + 31) // 32
 
 
 def _blocks(words: int) -> int:
     return (words + 1) // 2
-
-
-def _contexts(words: int) -> tuple[list[CipherContext], list[list[CipherContext]], list[CipherContext]]:
-    """Encryptors of children, of the words of either side, and of the words at the end."""
-    blocks = _blocks(words)
-    return (
-        [_cipher(label).encryptor() for label in _CHILDREN],
-        [[_cipher(label).encryptor() for label in side[:blocks]] for side in _VALUES],
-        [_cipher(label).encryptor() for label in _END[:blocks]],
-    )
 
 
 def _encrypt(encryptor: CipherContext, blocks: Array) -> Array:

@@ -115,8 +115,9 @@ COMPARISON_KEYS = Threat(
         (
             "party 1 or party 2",
             "keys of comparisons with masks: pseudorandom words of public length, so what hides the masks here is AES "
-            "and not chance alone; its keys are public constants and seeds have 127 bits, so 2^86 blocks of work may "
-            "open one of 2^36 keys of 32 levels; values stay masked by uniform elements as ever",
+            "and not chance alone; the keys of AES are the parties' own, fresh for each session of theirs and again "
+            "after 2^20 keys of comparisons, and seeds have 127 bits, so 2^102 blocks of work may open one key of 32 "
+            "levels, however many prompts a session has; values stay masked by uniform elements as ever",
         ),
         ("party 0, or the dealer", "nothing more: it makes the keys from masks that it knows anyway"),
         (
@@ -161,8 +162,8 @@ RANGES = Threat(
             "values beyond their stated range give garbage; of what is watched (layers, convolutions, products, "
             "scores, norms and activations) the check sees, in the 64-bit ring, any entry beyond its bound with "
             "probability 15/16 or more per row (docs/ranges.md says when always); in the 32-bit ring, where garbage is "
-            "hardly larger than values, only what wraps widely, and nothing without calibration. It makes no claim "
-            "against parties that deviate",
+            "hardly larger than values, only what wraps widely, and without calibration what comes within half of the "
+            "ring's limit. It makes no claim against parties that deviate",
         ),
     ),
     source=(

@@ -45,7 +45,7 @@ def run(config: PrivateConfig, x: Tensor, y: Tensor, **more: object) -> Outcome:
 
 def received(outcome: Outcome, party: int) -> list[Message]:
     kept = [m for m in outcome.recorders[party].messages if m.direction == "received"]
-    return [m for m in kept if m.tag not in ("hello", "input key", "group key", "group digest", "input")]
+    return [m for m in kept if m.tag not in ("hello", "cipher key", "input key", "group key", "group digest", "input")]
 
 
 # -- MP-SPDZ's list ----------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from tests.session import run_session
 N = 4096
 CHI_SQUARE_255 = 448.0
 """Bound of a chi-square statistic with 255 degrees of freedom at p = 1e-12; a run tests some thousands."""
-SETUP = ("hello", "input key", "group key", "group digest", "index", "verify", "permutation")
+SETUP = ("hello", "cipher key", "input key", "group key", "group digest", "index", "verify", "permutation")
 """Messages that carry keys, digests, verdicts and the dealer's orders, not values."""
 RECEIVERS = {"trio": (1, 2), "dealer": (1, 2), "quad": (0, 1, 2)}
 """Who receives values, from other parties or from the client: Trio's party 0 and Quad's party 3 only send."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+
 import numba
 import numpy as np
 import pytest
@@ -10,10 +12,11 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from private_llm.errors import DomainError
 from private_llm.kernels.backends.cpu import aes, aes_fan
 from private_llm.ring import comparison_keys
-from private_llm.ring.comparison_keys import Array
+from private_llm.ring.comparison_keys import EPOCH, Array, Ciphers
 from private_llm.ring.prg import Seed
 
 COUNT = 40
+CIPHERS = Ciphers(Seed(bytes(range(32)))).take(1)
 
 
 def words(generator: np.random.Generator, levels: int, *shape: int) -> Array:
@@ -25,10 +28,10 @@ def words(generator: np.random.Generator, levels: int, *shape: int) -> Array:
 def value(alpha: Array, beta: Array, x: Array, levels: int) -> Array:
     """What both holders' shares add up to, at x [points, n]."""
     seeds = Seed.fresh(), Seed.fresh()
-    key = comparison_keys.make_keys(alpha, beta, levels, *(seed.stream("t") for seed in seeds))
+    key = comparison_keys.make_keys(alpha, beta, levels, *(seed.stream("t") for seed in seeds), CIPHERS)
     assert key.shape == (len(alpha), comparison_keys.key_words(levels, beta.shape[1]))
     roots = [comparison_keys.roots(seed.stream("t"), len(alpha)) for seed in seeds]
-    shares = [comparison_keys.evaluate(b, roots[b], key, x, levels, beta.shape[1]) for b in (0, 1)]
+    shares = [comparison_keys.evaluate(b, roots[b], key, x, levels, beta.shape[1], CIPHERS) for b in (0, 1)]
     assert shares[0].shape == (*x.shape, beta.shape[1])
     return shares[0] + shares[1]
 
@@ -67,9 +70,9 @@ def test_both_ways_make_the_same_keys_and_values(monkeypatch: pytest.MonkeyPatch
     seeds, found = (Seed.fresh(), Seed.fresh()), []
     for way in (True, False):
         monkeypatch.setattr(aes, "usable", lambda way=way: way)
-        key = comparison_keys.make_keys(alpha, beta, 37, *(seed.stream("t") for seed in seeds))
+        key = comparison_keys.make_keys(alpha, beta, 37, *(seed.stream("t") for seed in seeds), CIPHERS)
         root = comparison_keys.roots(seeds[1].stream("t"), COUNT)
-        found.append((key, comparison_keys.evaluate(1, root, key, x, 37, 3)))
+        found.append((key, comparison_keys.evaluate(1, root, key, x, 37, 3, CIPHERS)))
     assert np.array_equal(found[0][0], found[1][0])
     assert np.array_equal(found[0][1], found[1][1])
 
@@ -148,7 +151,7 @@ def test_a_key_looks_uniform_whatever_alpha_and_beta_are() -> None:
         seeds = Seed.fresh(), Seed.fresh()
         key = comparison_keys.make_keys(
             np.full(count, alpha, np.uint64), np.full((count, 2), beta, np.uint64), levels,
-            *(seed.stream("t") for seed in seeds),
+            *(seed.stream("t") for seed in seeds), CIPHERS,
         )  # fmt: skip
         controls = key[:, 4 * levels]
         rest = np.delete(key, 4 * levels, axis=1)
@@ -168,12 +171,12 @@ def test_one_holder_alone_has_uniform_values() -> None:
     count = 4096
     seeds = Seed.fresh(), Seed.fresh()
     key = comparison_keys.make_keys(
-        np.full(count, 9, np.uint64), np.ones((count, 1), np.uint64), 6, *(seed.stream("t") for seed in seeds)
+        np.full(count, 9, np.uint64), np.ones((count, 1), np.uint64), 6, *(seed.stream("t") for seed in seeds), CIPHERS
     )
     for holder, seed in enumerate(seeds):
         root = comparison_keys.roots(seed.stream("t"), count)
         for x in (3, 9, 60):
-            share = comparison_keys.evaluate(holder, root, key, np.full((1, count), x, np.uint64), 6, 1)
+            share = comparison_keys.evaluate(holder, root, key, np.full((1, count), x, np.uint64), 6, 1, CIPHERS)
             counts = np.bincount(np.frombuffer(share.tobytes(), np.uint8), minlength=256)
             expected = share.size * 8 / 256
             assert ((counts - expected) ** 2 / expected).sum() < 378
@@ -188,9 +191,9 @@ def test_the_size_and_the_work_that_prices_name() -> None:
 def test_impossible_sizes_are_refused(levels: int, width: int) -> None:
     alpha, beta = np.zeros(2, np.uint64), np.zeros((2, width), np.uint64)
     with pytest.raises(DomainError, match="want 1 to 64 and 1 to 4"):
-        comparison_keys.make_keys(alpha, beta, levels, Seed.fresh().stream("a"), Seed.fresh().stream("b"))
+        comparison_keys.make_keys(alpha, beta, levels, Seed.fresh().stream("a"), Seed.fresh().stream("b"), CIPHERS)
     with pytest.raises(DomainError, match="want 1 to 64 and 1 to 4"):
-        comparison_keys.evaluate(0, np.zeros((2, 2), np.uint64), beta, alpha[None], levels, width)
+        comparison_keys.evaluate(0, np.zeros((2, 2), np.uint64), beta, alpha[None], levels, width, CIPHERS)
 
 
 @pytest.mark.parametrize("low", [0, 3])
@@ -219,12 +222,50 @@ def test_shared_ways_give_the_same_shares(levels: int, low: int, width: int, cip
     random, count = np.random.default_rng(levels), 19
     alpha, beta = words(random, levels, count), words(random, 64, count, width)
     seeds = Seed.fresh(), Seed.fresh()
-    key = comparison_keys.make_keys(alpha, beta, levels, *(seed.stream("t") for seed in seeds))
+    key = comparison_keys.make_keys(alpha, beta, levels, *(seed.stream("t") for seed in seeds), CIPHERS)
     root = comparison_keys.roots(seeds[0].stream("t"), count)
     apart = [0, 1, 1, 9, 300, 301, 5000, 1 << (levels + low - 2)]
     for offsets in (apart, apart[::-1], [-each for each in apart], [3]):
         points = np.array([each % (1 << 64) for each in offsets], dtype=np.uint64)
         x = ~((words(random, 64, count) + points[:, None]) >> np.uint64(low))
         nodes = comparison_keys.shared_ways(points, levels, low)
-        shared = comparison_keys.evaluate(0, root, key, x, levels, width, nodes)
-        assert np.array_equal(shared, comparison_keys.evaluate(0, root, key, x, levels, width))
+        shared = comparison_keys.evaluate(0, root, key, x, levels, width, CIPHERS, nodes)
+        assert np.array_equal(shared, comparison_keys.evaluate(0, root, key, x, levels, width, CIPHERS))
+
+
+def test_ciphers_are_of_one_session_and_few_keys(cipher: str) -> None:
+    """Every key of AES is another one in the next epoch, in a section and in another session; holders agree on all."""
+    seed, random = Seed.fresh(), np.random.default_rng(8)
+
+    def keys(ciphers: Ciphers, count: int) -> list[bytes]:
+        found = ciphers.take(count)
+        return [*found.children, *found.values[0], *found.values[1], *found.end]
+
+    maker, holder = Ciphers(seed), Ciphers(seed)
+    counts = (1, EPOCH - 1, 2, EPOCH, EPOCH // 2, 3)
+    made = [keys(maker, count) for count in counts]
+    assert made == [keys(holder, count) for count in counts]
+    assert [made.index(each) for each in made] == [0, 0, 2, 3, 4, 4]
+    apart = [keys(Ciphers(seed).apart(label), 1) for label in ("a", "b")]
+    every = [key for each in (*made[::2], made[3], *apart, keys(Ciphers(Seed.fresh()), 1)) for key in each]
+    assert len(set(every)) == len(every) == 56
+    with pytest.raises(DomainError, match="at most"):
+        maker.take(EPOCH + 1)
+    alpha, beta = words(random, 9, COUNT), words(random, 64, COUNT, 2)
+    found = []
+    for number in range(2):  # the words of a key depend on the ciphers alone
+        ciphers = Ciphers(Seed(bytes([number] * 32))).take(COUNT)
+        found.append(comparison_keys.make_keys(alpha, beta, 9, *(Seed(bytes(32)).stream(n) for n in "ab"), ciphers))
+    assert not np.any(found[0] == found[1])
+
+
+def test_ciphers_of_a_given_seed(cipher: str) -> None:
+    """Known answer: the ciphers are BLAKE2b and AES in counter mode of the seed, the key is figure 1 of the paper."""
+    ciphers = Ciphers(Seed(bytes(32))).take(1)
+    streams = (Seed(bytes([number] * 32)).stream("roots") for number in (1, 2))
+    key = comparison_keys.make_keys(np.array([5], np.uint64), np.array([[7]], np.uint64), 3, *streams, ciphers)
+    stream = Seed(bytes(32)).stream("comparison ciphers 0")
+    raw = np.zeros(128, np.uint8)
+    stream.fill(raw)
+    assert b"".join([*ciphers.children, *ciphers.values[0], *ciphers.values[1], *ciphers.end]) == raw.tobytes()
+    assert hashlib.blake2b(key.tobytes(), digest_size=16).hexdigest() == "55daffc9d7f00f9727f91cd6f7feeddf"

@@ -50,9 +50,9 @@ class TwoPartyDealer(DealerShuffles):
 
     def __init__(
         self, party: int, transport: Transport, ring: Ring, pair_seeds: dict[int, Seed], input_keys: Sequence[Seed],
-        adder: Adder = DEFAULT_ADDER, device: str = "cpu", remask: bool = False,
+        adder: Adder = DEFAULT_ADDER, device: str = "cpu", comparing: Seed | None = None, remask: bool = False,
     ) -> None:  # fmt: skip
-        super().__init__(party, transport, ring, pair_seeds, input_keys, adder, device)
+        super().__init__(party, transport, ring, pair_seeds, input_keys, adder, device, comparing)
         self.remask = remask
 
     def mul(self, x: Share, y: Share, shift: int = 0, narrow: Narrow | None = None) -> Share:

@@ -15,12 +15,14 @@ One finish turns the sum of all pieces into a share: 1 round, 2 with a shift, in
 goes along. Party 0 sends each evaluator the key (`ring.comparison_keys`), whose roots come from their common streams,
 and party 2 the shared powers. Source: Boyle et al. 2021, section 3 (DReLU by a comparison key), with Trio's masks in
 place of a dealer's. Leakage: none to a single party, as long as AES is a good cipher; the receivers' views are
-pseudorandom keys.
+pseudorandom keys. Party 0 tells the evaluators a fresh seed of the cipher's keys when the session begins
+(`agree_on_ciphers`); what that leaves of the cipher's security is in the header of `ring.comparison_keys`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
@@ -28,12 +30,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from private_llm.errors import DomainError
+from private_llm.errors import DomainError, UnsupportedOp
 from private_llm.kernels.backends.cpu.comparison_keys import add_steps
 from private_llm.kernels.watching import as_array
 from private_llm.net.ledger import Cost
 from private_llm.net.transport import Transport
 from private_llm.protocols.adder import DEFAULT_ADDER, Adder
+from private_llm.protocols.party_end import Links
 from private_llm.protocols.piecewise import Pieces, PiecesShape
 from private_llm.protocols.share import Share
 from private_llm.protocols.trio import cost
@@ -50,11 +53,30 @@ class TrioPiecewise(TrioShuffles):
 
     def __init__(
         self, party: int, transport: Transport, ring: Ring, pair_seeds: dict[int, Seed], input_keys: Sequence[Seed],
-        adder: Adder = DEFAULT_ADDER, device: str = "cpu",
+        adder: Adder = DEFAULT_ADDER, device: str = "cpu", comparing: Seed | None = None,
     ) -> None:  # fmt: skip
+        """comparing: what the parties derive the ciphers of comparison keys from; None: they take none."""
         super().__init__(party, transport, ring, pair_seeds, input_keys, device)
         self.adder = adder
-        self.has_keys = adder.may_take_keys
+        self.has_keys = adder.may_take_keys and comparing is not None
+        self._ciphers = None if comparing is None else comparison_keys.Ciphers(comparing)
+
+    @contextmanager
+    def section(self, label: str, links: Links = lambda transport: transport) -> Iterator[None]:
+        """As `TrioArithmetic.section`; ciphers are apart, too."""
+        kept = self._ciphers
+        with super().section(label, links):
+            self._ciphers = None if kept is None else kept.apart(label)
+            try:
+                yield
+            finally:
+                self._ciphers = kept
+
+    def _next_ciphers(self, count: int) -> comparison_keys.CipherSet:
+        """Those of the next keys. Raises UnsupportedOp where the parties agreed on none."""
+        if self._ciphers is None:
+            raise UnsupportedOp("piecewise: these parties take no comparison keys; want adder='keys' or 'auto'")
+        return self._ciphers.take(count)
 
     def takes_keys(self, count: int, shape: PiecesShape, other: Callable[..., Cost], *facts: Hashable) -> bool:
         """As the interface says, by bytes, rounds and the cipher's work of whoever has most of it."""
@@ -119,7 +141,10 @@ class TrioPiecewise(TrioShuffles):
         lower, top = _split(np.uint64(0) - mask, shape)
         powers = np.stack([mask**j for j in range(words)])
         beta = np.where(top == 1, np.uint64(0) - powers, powers)
-        keys = comparison_keys.make_keys(lower, np.ascontiguousarray(beta.T), shape.levels, *self._streams)
+        first, second = self._streams
+        keys = comparison_keys.make_keys(
+            lower, np.ascontiguousarray(beta.T), shape.levels, first, second, self._next_ciphers(count)
+        )
         shared = np.concatenate([top * powers, powers[2:]]) - self._shared(more, count)
         message = _signed(keys)
         self.transport.send(1, "piecewise", message)
@@ -136,11 +161,13 @@ class TrioPiecewise(TrioShuffles):
         key_words = comparison_keys.key_words(shape.levels, words)
         more, device = words + (words > 2), x.parts[0].device
         meta, first = x.parts[0].is_meta, self.role == 1
-        root = None if meta else comparison_keys.roots(self._streams[0], count)
+        root = ciphers = None
+        if not meta:
+            ciphers, root = self._next_ciphers(count), comparison_keys.roots(self._streams[0], count)
         key = self.transport.recv(0, "piecewise", (count, key_words), torch.int64)
         if not first:
             received = self.transport.recv(0, "piecewise", (more, count), torch.int64)
-        if root is None:
+        if root is None or ciphers is None:
             return torch.empty((shape.outputs, count), dtype=self.ring.dtype, device="meta")
         shared = self._shared(more, count) if first else _unsigned(received)
         powers = np.stack(
@@ -154,13 +181,23 @@ class TrioPiecewise(TrioShuffles):
             some = slice(at, at + step)
             lower, top = _split(masked[some] + offsets[:, None], shape)
             values = comparison_keys.evaluate(
-                self.role - 1, root[some], key_of[some], ~lower, shape.levels, words, pieces.ways
+                self.role - 1, root[some], key_of[some], ~lower, shape.levels, words, ciphers, pieces.ways
             )
             add_steps(
                 values, top, np.ascontiguousarray(shared[:words, some]), np.ascontiguousarray(powers[:, some]), steps,
                 sums, at,
             )  # fmt: skip
         return _signed(_polynomial(sums, masked)).to(self.ring.dtype).to(device)
+
+
+def agree_on_ciphers(transport: Transport, party: int) -> Seed:
+    """A fresh seed for the ciphers of comparison keys, at the start of a session: 32 bytes from party 0 to 1 and 2."""
+    if party:
+        return Seed(transport.recv(0, "cipher key", (32,), torch.uint8).cpu().numpy().tobytes())
+    seed = Seed.fresh()
+    for evaluator in (1, 2):
+        transport.send(evaluator, "cipher key", torch.frombuffer(bytearray(seed.raw()), dtype=torch.uint8))
+    return seed
 
 
 @lru_cache(maxsize=4096)
