@@ -11,6 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,8 @@ from private_llm.replay.graphs import GraphProgram, Masks, Node, Pool, Slot, Sto
 from private_llm.replay.loops import MOVES
 from private_llm.replay.operations import UNFORESEEN, all_written_by, tensors_of
 from private_llm.replay.program import Middle, Receive, Send
-from private_llm.replay.recording import Held, Recording, unrecorded
+from private_llm.replay.recording import Held, Recording
+from private_llm.replay.taps import noted, unrecorded
 from private_llm.ring.prg import Prg
 
 MOST_RECORDED = 4 << 30
@@ -68,8 +70,10 @@ class GraphRecorder(Recording[Slot]):
 
     # -- what changes ----------------------------------------------------------------------------------------
     def given(self, x: Tensor) -> Slot:
-        """A tensor whose values come from outside."""
+        """A tensor whose values come from outside. Raises UnsupportedOp if it is too large."""
         slot = self._slot(x)
+        if self.reason is not None:
+            raise UnsupportedOp(self.reason)
         self._fixed[slot] = x
         self._changing.add(_memory(x))
         return slot
@@ -84,18 +88,15 @@ class GraphRecorder(Recording[Slot]):
         self.publics.tensors.append(x)
         return self.given(x)
 
-    def middle(self, given: Sequence[Tensor], made: Sequence[Tensor]) -> list[Tensor]:
-        """Python has computed the middle of this step; returns what the step goes on with."""
-        with unrecorded():
-            results = [x.contiguous().clone() for x in made]
-            if self.reason is None:
-                inputs = [self._used(x) for x in given]
-                if all(isinstance(slot, Slot) and self.changes(x) for slot, x in zip(inputs, given, strict=True)):
-                    outputs = tuple([self.given(x) for x in results])
-                    self._events.append(Middle(tuple([x for x in inputs if isinstance(x, Slot)]), outputs))
-                    self._behind += 1
-                else:
-                    self.stop("a middle that is given a constant")
+    @noted
+    def _middle(self, given: Sequence[Tensor], made: Sequence[Tensor]) -> list[Tensor]:
+        results = [x.contiguous().clone() for x in made]
+        inputs = [self._used(x) for x in given]
+        if not all(isinstance(slot, Slot) and self.changes(x) for slot, x in zip(inputs, given, strict=True)):
+            raise UnsupportedOp("a middle that is given a constant")
+        outputs = tuple([self.given(x) for x in results])
+        self._events.append(Middle(tuple([x for x in inputs if isinstance(x, Slot)]), outputs))
+        self._behind += 1
         return results
 
     def _slot(self, x: Tensor, known: Container[int] = ()) -> Slot:
@@ -168,32 +169,37 @@ class GraphRecorder(Recording[Slot]):
     # -- the modes' ends -------------------------------------------------------------------------------------
     def operated(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:  # noqa: ANN401 - PyTorch's
         """Run an operation of PyTorch and write it down."""
-        made = func(*args, **kwargs)
-        if self.reason is not None:
-            return made
+        made = self.computing(partial(func, *args, **kwargs), func._schema.is_mutable)
+        self._operated(func, made, args, kwargs)
+        return made
+
+    @noted
+    def _operated(self, func: Any, made: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:  # noqa: ANN401
         given = list(tensors_of([*args, *kwargs.values()]))
         results = list(tensors_of([made]))
         changes = any(map(self.changes, given))
         numbers = func in MOVES and all(index.dtype == torch.int64 for index in tensors_of(args[1:]))
         if changes and ((UNFORESEEN & set(func.tags) and not numbers) or (made is not None and not results)):
-            self.stop(f"{func}: a result that depends on values or chance")
-        elif changes or any(x.device == self._device for x in results):
+            raise UnsupportedOp("a result that depends on values or chance")
+        if changes or any(x.device == self._device for x in results):
             self._add(func, args, kwargs, results, all_written_by(func, args, kwargs))
-        return made
 
     def computed(self, call: Callable[..., Any], arguments: Sequence[Any], writes: int) -> Any:  # noqa: ANN401
         """A kernel, which is called here; the last `writes` arguments are written to."""
         with unrecorded(), watched_by(None):
-            made = call(*arguments)
-            if self.reason is None:
-                if any(isinstance(x, DrawnTensor) for x in tensors_of(arguments)):
-                    self.stop("masks of weights that are made anew")
-                else:
-                    written = list(tensors_of(arguments[len(arguments) - writes :]))
-                    self._add(call, arguments, {}, list(tensors_of([made])), written)
+            made = self.computing(partial(call, *arguments), bool(writes))
+            self._computed(call, made, arguments, writes)
             return made
 
+    @noted
+    def _computed(self, call: Callable[..., Any], made: Any, arguments: Sequence[Any], writes: int) -> None:  # noqa: ANN401
+        if any(isinstance(x, DrawnTensor) for x in tensors_of(arguments)):
+            raise UnsupportedOp("masks of weights that are made anew")
+        written = list(tensors_of(arguments[len(arguments) - writes :]))
+        self._add(call, arguments, {}, list(tensors_of([made])), written)
+
     # -- Watcher ---------------------------------------------------------------------------------------------
+    @noted
     def addressed(self, tensors: Sequence[Tensor]) -> None:
         """A kernel in main memory, whose results nobody follows."""
         if any(map(self.changes, tensors)):
@@ -202,35 +208,35 @@ class GraphRecorder(Recording[Slot]):
     def launched(self, kernel: Callable[..., None], arguments: Sequence[Any]) -> None:
         """`addressed` was told of it."""
 
+    @noted
     def drew(self, stream: object, out: Tensor) -> None:
         """Masks, of one of the session's streams."""
         number = self.number_of(stream)
-        if self.reason is not None or not out.numel():
+        if not out.numel():
             return
         if number is None or out.device != self._device:
-            self.stop("masks of another stream, or on another device")
-            return
+            raise UnsupportedOp("masks of another stream, or on another device")
         self._masks.setdefault((number, self._behind), []).append(self.given(out))
 
+    @noted
     def left(self, x: Tensor) -> None:
         """Values leave PyTorch, so what becomes of them is not seen."""
         if self.changes(x):
             self.stop("values that leave PyTorch")
 
     # -- Tap -------------------------------------------------------------------------------------------------
+    @noted
     def told_sent(self, to: int, tag: str, payload: Tensor) -> None:
         """A message leaves: what it contains must change from run to run."""
-        if self.reason is None:
-            slot = self._used(payload)
-            if isinstance(slot, Slot) and self.changes(payload):
-                self._events.append(Send(to, tag, slot))
-            else:
-                self.stop(f"sending '{tag}': a constant")
+        slot = self._used(payload)
+        if not isinstance(slot, Slot) or not self.changes(payload):
+            raise UnsupportedOp("a constant")
+        self._events.append(Send(to, tag, slot))
 
+    @noted
     def told_received(self, frm: int, tag: str, payload: Tensor) -> None:
         """A message has come."""
-        if self.reason is None:
-            self._events.append(Receive(frm, tag, self.given(payload)))
+        self._events.append(Receive(frm, tag, self.given(payload)))
 
     # -- the end ---------------------------------------------------------------------------------------------
     def program(self, inputs: Sequence[Slot], outputs: Sequence[Tensor]) -> GraphProgram:

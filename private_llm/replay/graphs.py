@@ -8,6 +8,7 @@ and copied; messages go through main memory, as always.
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -122,8 +123,17 @@ class GraphProgram:
 
         Rounds and bytes as recorded. Raises what the links raise, and DomainError for a middle without one.
         """
+        return self.ready(outside, arena, given, weights)(middle)
+
+    def ready(
+        self, outside: Outside, arena: Arena, given: Sequence[Tensor], weights: Sequence[int]
+    ) -> Callable[[Inner | None], list[Tensor]]:  # fmt: skip
+        """As `Program.ready`."""
         for slot, x in zip(self._inputs, given, strict=True):
             self._fixed[slot].copy_(x)
+        return functools.partial(self._run, outside)
+
+    def _run(self, outside: Outside, middle: Inner | None) -> list[Tensor]:
         found, left = dict(self._fixed) if self._graphs is None else self._kept, 0
         self._draw(outside, left)
         for number, segment in enumerate(self._segments):

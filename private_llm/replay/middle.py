@@ -31,6 +31,10 @@ class Middle(ABC):
         self.publics = tuple(publics)
         self.reason: str | None = None
         self.met = False
+        self.unwatched()
+
+    def unwatched(self) -> None:
+        """Nobody surrounds this middle: not yet, or not any more."""
         self.aside: Callable[[], AbstractContextManager[None]] = nullcontext
         """What is computed inside is no part of the unit."""
         self.begins: Callable[[], str | None] = lambda: None
@@ -53,10 +57,17 @@ class Middle(ABC):
         if self.reason is not None:
             return compute()
         self.met = True
-        self.reason = self.begins()
+        try:
+            self.reason = self.begins()
+        except Exception as error:  # noqa: BLE001 - who watches a middle never ends it
+            self.refuse(f"its begin: {error}")
         with self.aside():
             made = compute()
-        return self.ends(values, made)
+        try:
+            return self.ends(values, made)
+        except Exception as error:  # noqa: BLE001 - as above
+            self.refuse(f"its end: {error}")
+            return made
 
 
 class _Thread(threading.local):

@@ -282,12 +282,23 @@ class Program:
         """Outputs in memory of their own. weights: addresses of the module's memories. inner: what its middle computes,
         in another arena. Raises what `outside` and `inner` raise.
         """
+        return self.ready(outside, arena, inputs, weights)(inner)
+
+    def ready(
+        self, outside: Outside, arena: Arena, inputs: Sequence[Tensor], weights: tuple[int, ...]
+    ) -> Callable[[Inner | None], list[Tensor]]:  # fmt: skip
+        """As `run`, up to where it draws, sends or receives: what fails before can still be computed in Python."""
         bound = self.bind(arena)
-        for stream, octets in bound.draws[-1]:
-            outside.fill(stream, octets)
         for place, given in zip(bound.inputs, inputs, strict=True):
             place.copy_(given)
-        table, last, at, direct = self._addressed(bound, weights), len(self.events), 0, outside.direct()
+        return functools.partial(self._run, outside, outside.direct(), bound, self._addressed(bound, weights))
+
+    def _run(
+        self, outside: Outside, direct: Direct, bound: _Bound, table: int, inner: Inner | None
+    ) -> list[Tensor]:  # fmt: skip
+        for stream, octets in bound.draws[-1]:
+            outside.fill(stream, octets)
+        last, at = len(self.events), 0
         while at < last:
             with direct:
                 at = self._stretch(table, at, direct.address)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import bisect
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -39,8 +40,8 @@ from private_llm.replay.program import (
     Weight,
     Word,
 )
-from private_llm.replay.recording import Held, Recording, unrecorded
-from private_llm.replay.taps import whole_blocks
+from private_llm.replay.recording import Held, Recording
+from private_llm.replay.taps import noted, whole_blocks
 from private_llm.ring.prg import Prg
 
 MOST_RECORDED = 256 << 20
@@ -124,8 +125,10 @@ class Recorder(Recording[Operand]):
         return found
 
     def given(self, x: Tensor) -> Operand:
-        """A tensor of ring elements that come from outside. Raises UnsupportedOp as `operand`."""
+        """A tensor of ring elements that come from outside. Raises UnsupportedOp as `operand`, and for a large one."""
         self.changing(x).first = -1
+        if self.reason is not None:
+            raise UnsupportedOp(self.reason)
         return self.operand(x)
 
     def public(self, x: Tensor) -> Operand:
@@ -141,19 +144,14 @@ class Recorder(Recording[Operand]):
             raise UnsupportedOp("a public tensor without elements")
         return found
 
-    def middle(self, given: Sequence[Tensor], made: Sequence[Tensor]) -> list[Tensor]:
-        """Python has computed the middle of this step; returns what the step goes on with."""
-        with unrecorded():
-            results = [x.contiguous().clone() for x in made]
-            if self.reason is None:
-                try:
-                    inputs = tuple([self.operand(x) for x in given])
-                    for x in results:
-                        self.changing(x)
-                    self._events.append(Middle(inputs, tuple([self.operand(x) for x in results])))
-                    self._behind = len(self._events) - 1
-                except UnsupportedOp as error:
-                    self.stop(f"a middle: {error}")
+    @noted
+    def _middle(self, given: Sequence[Tensor], made: Sequence[Tensor]) -> list[Tensor]:
+        results = [x.contiguous().clone() for x in made]
+        inputs = tuple([self.operand(x) for x in given])
+        for x in results:
+            self.changing(x)
+        self._events.append(Middle(inputs, tuple([self.operand(x) for x in results])))
+        self._behind = len(self._events) - 1
         return results
 
     def _view(self, x: Tensor) -> Operand | Tensor:
@@ -223,123 +221,128 @@ class Recorder(Recording[Operand]):
         )  # fmt: skip
 
     # -- Watcher ---------------------------------------------------------------------------------------------
+    @noted
     def addressed(self, tensors: Sequence[Tensor]) -> None:
         """Their kernel is going to be called."""
         for x in tensors:
-            if x.numel() and self.reason is None:
+            if x.numel():
                 place = x.data_ptr()
                 self._untouched.add(place)
                 if isinstance(self._address(place), int):
                     self._keep.append(x)
 
+    @noted
     def launched(self, kernel: Callable[..., None], arguments: Sequence[Any]) -> None:
         """A kernel becomes a step."""
-        if self.reason is None:
-            with unrecorded():
-                self._launched(kernel, arguments)
-
-    def _launched(self, kernel: Callable[..., None], arguments: Sequence[Any]) -> None:
-        try:
-            code, kinds = steps.KERNELS[kernel]
-            row: list[Word] = []
-            for kind, each in zip(kinds, arguments, strict=True):
-                if kind == "w":
-                    self._written(int(each))
-            for kind, each in zip(kinds, arguments, strict=True):
-                if kind == "k":
-                    row.append(self._address(int(each)))
-                    if not isinstance(row[-1], Weight):
-                        raise UnsupportedOp("a mask of another module's weight")
-                elif kind == "z":
-                    if not isinstance(each, np.uint64):
-                        raise UnsupportedOp(f"a kernel on {type(each).__name__}")
-                elif kind in "pf":
-                    self._keep.append(each)
-                    row += [each.ctypes.data, each.size]
-                else:
-                    self._untouched.discard(int(each))
-                    row.append(self._address(int(each)) if kind in "rw" else int(each))
-            self._into.append(Step(code, tuple(row)))
-        except Exception as error:  # noqa: BLE001 - what nobody foresaw is no reason to end the step itself
-            self.stop(f"kernel {getattr(kernel, '__name__', kernel)}: {error}")
+        code, kinds = steps.KERNELS[kernel]
+        row: list[Word] = []
+        for kind, each in zip(kinds, arguments, strict=True):
+            if kind == "w":
+                self._written(int(each))
+        for kind, each in zip(kinds, arguments, strict=True):
+            if kind == "k":
+                row.append(self._address(int(each)))
+                if not isinstance(row[-1], Weight):
+                    raise UnsupportedOp("a mask of another module's weight")
+            elif kind == "z":
+                if not isinstance(each, np.uint64):
+                    raise UnsupportedOp(f"a kernel on {type(each).__name__}")
+            elif kind in "pf":
+                self._keep.append(each)
+                row += [each.ctypes.data, each.size]
+            else:
+                self._untouched.discard(int(each))
+                row.append(self._address(int(each)) if kind in "rw" else int(each))
+        self._into.append(Step(code, tuple(row)))
 
     def beside(self, work: Callable[[int, int], None], ranges: Sequence[tuple[int, int]]) -> None:
         """Pieces become one event, for which the memory that each takes is not used again."""
-        pieces: list[tuple[Step, ...]] = []
+        pieces: list[list[Event]] = []
         try:
             for first, last in ranges:
-                self._into = []
+                pieces.append([])
+                self._into = pieces[-1]
                 work(first, last)
-                pieces.append(tuple([each for each in self._into if isinstance(each, Step)]))
-                if len(pieces[-1]) < len(self._into):
-                    self.stop("pieces side by side that are not all steps")
         finally:
             self._into = self._events
-        if self.reason is None and any(pieces):
-            for step in chain.from_iterable(pieces):
+        self._together(pieces)
+
+    @noted
+    def _together(self, pieces: Sequence[Sequence[Event]]) -> None:
+        found = [tuple([each for each in piece if isinstance(each, Step)]) for piece in pieces]
+        if list(map(len, found)) != list(map(len, pieces)):
+            raise UnsupportedOp("pieces side by side that are not all steps")
+        if any(found):
+            for step in chain.from_iterable(found):
                 for word in step.row:
                     if isinstance(word, Address):
                         word.memory.used(len(self._events))
-            self._events.append(Together(tuple(pieces)))
+            self._events.append(Together(tuple(found)))
 
+    @noted
     def drew(self, stream: object, out: Tensor) -> None:
         """Masks, of one of the session's streams."""
         number = self.number_of(stream)
-        if self.reason is not None:
-            return
         if number is None:
-            self.stop("masks of another stream")
-            return
+            raise UnsupportedOp("masks of another stream")
         if not out.numel():
             return
-        with unrecorded():
-            memory = self.memory_of(out) or self.changing(out)
+        memory = self.memory_of(out) or self.changing(out)
         memory.size = whole_blocks(self._streams[number], memory.size)
         memory.first = self._behind
         self._draws.setdefault((number, self._behind), []).append(memory)
 
+    @noted
     def left(self, x: Tensor) -> None:
         """Values leave PyTorch, so what becomes of them is not seen."""
         if self.memory_of(x) is not None:
             self.stop("values that leave PyTorch")
 
     # -- Tap -------------------------------------------------------------------------------------------------
+    @noted
     def told_sent(self, to: int, tag: str, payload: Tensor) -> None:
         """A message leaves: what it contains must change from run to run."""
-        if self.reason is None:
-            try:
-                self._events.append(Send(to, tag, self.operand(payload)))
-            except UnsupportedOp as error:
-                self.stop(f"sending '{tag}': {error}")
+        self._events.append(Send(to, tag, self.operand(payload)))
 
+    @noted
     def told_received(self, frm: int, tag: str, payload: Tensor) -> None:
         """A message has come."""
         if payload.dtype != torch.int64 or not payload.numel():
-            self.stop(f"receiving '{tag}': {payload.numel()} x {payload.dtype}")
-        if self.reason is None:
-            self.changing(payload)
-            self._events.append(Receive(frm, tag, self.operand(payload)))
+            raise UnsupportedOp(f"{payload.numel()} x {payload.dtype}")
+        self.changing(payload)
+        self._events.append(Receive(frm, tag, self.operand(payload)))
 
     # -- the modes' ends -------------------------------------------------------------------------------------
     def operated(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:  # noqa: ANN401 - PyTorch's
         """Run an operation of PyTorch and write it down."""
-        if self.reason is not None:
-            return func(*args, **kwargs)
+        before = self._before(func, args, kwargs)
+        made = self.computing(partial(func, *args, **kwargs), func._schema.is_mutable)
+        self._after(func, made, before, args, kwargs)
+        return made
+
+    @noted
+    def _before(
+        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]  # noqa: ANN401 - PyTorch's
+    ) -> tuple[list[Tensor], bool, Tensor | None]:  # fmt: skip
+        """Tensors among the arguments, whether one varies, and that which is written to."""
         tensors = list(tensors_of([*args, *kwargs.values()]))
         changes = any(map(self._varies, tensors))
         written = written_by(func, args, kwargs)
-        try:
-            if changes and written is not None:
-                self._written(written.data_ptr())
-        except Exception as error:  # noqa: BLE001 - as for kernels
-            self.stop(f"{func}: {error}")
-        made = func(*args, **kwargs)
+        if changes and written is not None:
+            self._written(written.data_ptr())
+        return tensors, changes, written
+
+    @noted
+    def _after(
+        self, func: Any, made: Any, before: tuple[list[Tensor], bool, Tensor | None], args: Sequence[Any],  # noqa: ANN401
+        kwargs: Mapping[str, Any],
+    ) -> None:  # fmt: skip
+        tensors, changes, written = before
         for x in made if isinstance(made, list | tuple) else (made,):
             if isinstance(x, Tensor):
                 self._follow(func, x, tensors, changes, written, args, kwargs)
             elif changes:
-                self.stop(f"{func} gives {type(x).__name__} of a value that changes")
-        return made
+                raise UnsupportedOp(f"gives {type(x).__name__} of a value that changes")
 
     def _follow(
         self, func: Any, x: Tensor, tensors: Sequence[Tensor], changes: bool, written: Tensor | None,  # noqa: ANN401
@@ -373,17 +376,14 @@ class Recorder(Recording[Operand]):
         self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made: Tensor | None  # noqa: ANN401
     ) -> None:  # fmt: skip
         """An operation that no step computes is called again, if its result has the same shape every time."""
-        try:
-            numbers = func in loops.MOVES and all(index.dtype == torch.int64 for index in tensors_of(args[1:]))
-            if (UNFORESEEN & set(func.tags) and not numbers) or (made is not None and len(func._schema.returns) != 1):
-                raise UnsupportedOp("a result that depends on values or chance")
-            result = None if made is None else self._view(made)
-            if isinstance(result, Tensor):
-                raise UnsupportedOp("a result that is a constant")
-            named = {key: self._views(each) for key, each in kwargs.items()}
-            self._into.append(Call(func, tuple(self._views(list(args))), named, result))
-        except UnsupportedOp as error:
-            self.stop(f"{func}: {error}")
+        numbers = func in loops.MOVES and all(index.dtype == torch.int64 for index in tensors_of(args[1:]))
+        if (UNFORESEEN & set(func.tags) and not numbers) or (made is not None and len(func._schema.returns) != 1):
+            raise UnsupportedOp("a result that depends on values or chance")
+        result = None if made is None else self._view(made)
+        if isinstance(result, Tensor):
+            raise UnsupportedOp("a result that is a constant")
+        named = {key: self._views(each) for key, each in kwargs.items()}
+        self._into.append(Call(func, tuple(self._views(list(args))), named, result))
 
     # -- the end ---------------------------------------------------------------------------------------------
     def program(self, inputs: Sequence[Operand], outputs: Sequence[Tensor]) -> Program:

@@ -9,24 +9,17 @@ from typing import Any, Generic
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from private_llm.kernels.watching import Watcher
 from private_llm.net.transport import Transport
 from private_llm.replay.program import Place
 from private_llm.replay.publics import Encoding, Publics
-from private_llm.replay.taps import Tap
+from private_llm.replay.taps import Tap, noted, unrecorded
 from private_llm.ring.prg import Prg
 from private_llm.tensor.dispatch import TorchArg
 
 Held = MutableSequence[Any] | MutableMapping[Any, Any] | MutableSet[Any] | Publics
-
-
-@contextmanager
-def unrecorded() -> Iterator[None]:
-    """Inside, what PyTorch computes is no part of the step."""
-    with _disable_current_modes():
-        yield
 
 
 class Recording(Watcher, Tap, Generic[Place]):
@@ -34,8 +27,6 @@ class Recording(Watcher, Tap, Generic[Place]):
 
     def __init__(self, transport: Transport, streams: Sequence[Prg]) -> None:
         Tap.__init__(self, transport)
-        self.reason: str | None = None
-        """Why the step cannot be repeated, or None."""
         self.publics = Publics()
         self._streams = list(streams)
 
@@ -68,7 +59,7 @@ class Recording(Watcher, Tap, Generic[Place]):
 
     def stop(self, reason: str) -> None:
         """This step cannot be repeated as a program; what was held for it is let go."""
-        self.reason = self.reason or reason
+        super().stop(reason)
         for held in self._held():
             held.clear()
 
@@ -76,18 +67,44 @@ class Recording(Watcher, Tap, Generic[Place]):
         """Ring elements of public values."""
         with unrecorded():
             made = make()
-            if self.reason is not None or not self.changes(values):
-                self.constant(made)
-                return made
-            key = self.publics.encoding(values, bits)
-            if key is None:
-                self.stop("ring elements of public values that are computed")
-                return made
-            held = self.publics.made.get(key)
-            if held is None:
-                held = self.publics.made[key] = made.clone()
-                self.given(held)
-            return held
+        held = self._encoded(values, bits, made)
+        return made if held is None else held
+
+    @noted
+    def _encoded(self, values: Tensor, bits: int, made: Tensor) -> Tensor:
+        if not self.changes(values):
+            self.constant(made)
+            return made
+        key = self.publics.encoding(values, bits)
+        if key is None:
+            self.stop("ring elements of public values that are computed")
+            return made
+        held = self.publics.made.get(key)
+        if held is None:
+            held = self.publics.made[key] = made.clone()
+            self.given(held)
+        return held
+
+    def middle(self, given: Sequence[Tensor], made: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Python has computed the middle of this step; returns what the step goes on with."""
+        results = self._middle(given, made)
+        return made if results is None else results
+
+    @abstractmethod
+    def _middle(self, given: Sequence[Tensor], made: Sequence[Tensor]) -> Sequence[Tensor] | None:
+        """Write a middle down; copies of what it made."""
+
+    def computing(self, call: Callable[[], Any], writes: bool) -> Any:  # noqa: ANN401 - whatever it makes
+        """What a part of the step makes. Where memory runs out that this recording holds, that is let go, and the part
+        is computed once more, unless it writes to memory that is there.
+        """
+        try:
+            return call()
+        except (MemoryError, RuntimeError) as error:
+            if self.reason is not None or writes or not _memory_ran_out(error):
+                raise
+            self.stop(f"memory ran out: {error}")
+        return call()
 
     def encodings(self) -> dict[Encoding, Place]:
         """Ring elements of public tensors, which whoever repeats the program makes anew."""
@@ -115,6 +132,11 @@ class Recording(Watcher, Tap, Generic[Place]):
     def told_bytes(self) -> None:
         """A message came whose size is not known before."""
         self.stop("a message of unknown size")
+
+
+def _memory_ran_out(error: Exception) -> bool:
+    """Of PyTorch's allocators that of the CPU has no class of its own for it."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 class _Operations(TorchDispatchMode):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from private_llm.kernels.watching import Watcher
 from private_llm.net.direct import Direct
@@ -26,22 +28,66 @@ class Notes:
         self.received: list[tuple[int, str, Tensor]] = []
 
 
+@contextmanager
+def unrecorded() -> Iterator[None]:
+    """Inside, what PyTorch computes is no part of the step."""
+    with _disable_current_modes():
+        yield
+
+
+Made = TypeVar("Made")
+
+
+def noted(note: Callable[..., Made]) -> Callable[..., Made | None]:
+    """A method of a tap that only writes down: an error there ends the writing, never the step; None once it has ended.
+
+    So a method that does something for the step itself (sends, computes) must not be one.
+    """
+
+    @functools.wraps(note)
+    def guarded(self: Tap, *about: Any) -> Made | None:  # noqa: ANN401 - what the method takes
+        if self.reason is not None:
+            return None
+        try:
+            with unrecorded():
+                return note(self, *about)
+        except Exception as error:  # noqa: BLE001 - what nobody foresaw is no reason to end the step
+            named = [each if isinstance(each, str) else getattr(each, "__name__", "") for each in about]
+            self.stop(f"{' '.join([note.__name__.strip('_'), *filter(None, named)])}: {error or type(error).__name__}")
+            return None
+
+    return guarded
+
+
 class Tap(PassingTransport):
-    """Links that tell of every message; who receives or sends has a copy of its own."""
+    """Links that tell of every message; who receives or sends has a copy of its own, while all is written down."""
 
     def __init__(self, inner: Transport) -> None:
         super().__init__(inner)
         self.inner, self.notes = inner, Notes()
+        self.reason: str | None = None
+        """Why not all of the step was written down, or None."""
+
+    def stop(self, reason: str) -> None:
+        """From now on nothing is written down."""
+        self.reason = self.reason or reason
 
     def send(self, to: int, tag: str, payload: Tensor) -> None:
         """Tell, and let the inner transport send a copy and book it: under its own numbers, where it has others."""
         self.told_sent(to, tag, payload)
-        self._inner.send(to, tag, payload.clone())
+        copied = self._copied(payload)
+        self._inner.send(to, tag, payload if copied is None else copied)
 
     def _recv(self, frm: int, tag: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        payload = super()._recv(frm, tag, shape, dtype).clone()
+        payload = super()._recv(frm, tag, shape, dtype)
+        copied = self._copied(payload)
+        payload = payload if copied is None else copied
         self.told_received(frm, tag, payload)
         return payload
+
+    @noted
+    def _copied(self, payload: Tensor) -> Tensor:
+        return payload.clone()
 
     def _recv_bytes(self, frm: int, tag: str, most: int) -> bytes:
         self.told_bytes()
@@ -52,10 +98,12 @@ class Tap(PassingTransport):
         self.told_bytes()
         super().wait(frm)
 
+    @noted
     def told_sent(self, to: int, tag: str, payload: Tensor) -> None:
         """A message leaves."""
         self.notes.sent.append((to, tag, payload.clone()))
 
+    @noted
     def told_received(self, frm: int, tag: str, payload: Tensor) -> None:
         """A message has come."""
         self.notes.received.append((frm, tag, payload.clone()))
@@ -71,6 +119,7 @@ class Witness(Watcher, Tap):
         Tap.__init__(self, transport)
         self._streams = list(streams)
 
+    @noted
     def drew(self, stream: object, out: Tensor) -> None:
         """Masks of one of the session's streams."""
         for number, each in enumerate(self._streams):

@@ -46,7 +46,8 @@ MOST_BYTES = 64 << 20
 MOST_HELD = 256 << 20
 """Bytes of constants and tables of all programs of a session; again the one that was used longest ago goes first."""
 
-Compute = Callable[[Sequence[Fixed]], tuple[Sequence[Fixed], Hashable]]
+Result = tuple[Sequence[Fixed], Hashable]
+Compute = Callable[[Sequence[Fixed]], Result]
 """A function of shared values: what it makes, and public facts about that, equal in every call of a key; None as facts
 if a program could not make that."""
 
@@ -126,36 +127,60 @@ class Replays:
     def run(
         self, session: Session, key: Hashable, inputs: Sequence[Fixed], compute: Compute, owner: Owner = NOBODY,
         patience: int = 1, middle: Middle | None = None,
-    ) -> tuple[Sequence[Fixed], Hashable]:  # fmt: skip
+    ) -> Result:  # fmt: skip
         """What `compute` makes of the inputs, and its facts.
 
         key: all that decides what is computed, but sizes and the owner's weights. patience: calls before one is
         recorded. middle: what of this call stays in Python.
         """
-        # a graph reads the memories with which it was captured, in the pool of its place
-        alone = (owner.name, self._place) if captures(session) else ()
-        unit = self._unit(
-            alone[1:], (key, alone, tuple([(tuple(x.shape), x.form, len(x.share.parts)) for x in inputs]))
-        )
-        unit.calls += 1
+        unit = _Unit()
+        try:
+            unit = self._unit(session, key, inputs, owner)
+            unit.calls += 1
+            call = self._call(session, unit, inputs, owner, patience, middle)
+        except Exception as error:  # noqa: BLE001 - nothing is computed yet, so Python computes as always
+            self._refuse(unit, owner, error)
+            if middle is not None:
+                middle.unwatched()
+            call = functools.partial(self._plain, unit, inputs, None)
+        return call(compute)
+
+    def _call(
+        self, session: Session, unit: _Unit, inputs: Sequence[Fixed], owner: Owner, patience: int,
+        middle: Middle | None,
+    ) -> Callable[[Compute], Result]:  # fmt: skip
+        """How this call is computed, ready to begin."""
+        refused = unit.refused_all or owner.name in unit.refused
         if owner.name in unit.checked and unit.kept is not None:
             return self._repeat(session, unit.kept, inputs, owner, middle)
-        if unit.refused_all or unit.calls <= patience or owner.name in unit.refused:
-            self.counts["plain"] += 1
-            if middle is None or unit.refused_all or owner.name in unit.refused:
-                made, facts = compute(inputs)
-            else:
-                made, facts = self._first(inputs, compute, middle)
-                unit.refused_all = self._without(middle)
-            unit.refused_all |= facts is None
-            return made, facts
+        if refused or unit.calls <= patience:
+            first = None if refused else middle
+            return functools.partial(self._plain, unit, inputs, first)
         if unit.kept is None:
-            return self._record(session, unit, inputs, compute, owner, middle)
-        return self._check(session, unit, unit.kept, inputs, compute, owner, middle)
+            return self._record(session, unit, inputs, owner, middle)
+        return self._check(session, unit, unit.kept, inputs, owner, middle)
+
+    def _refuse(self, unit: _Unit, owner: Owner, error: Exception) -> None:
+        """From now on Python computes: for this owner, where there is a program for others."""
+        self.refused[str(error) or type(error).__name__] += 1
+        unit.checked.discard(owner.name)
+        unit.refused.add(owner.name)
+        unit.refused_all |= unit.kept is None
+
+    def _plain(self, unit: _Unit, inputs: Sequence[Fixed], middle: Middle | None, compute: Compute) -> Result:
+        """As always."""
+        self.counts["plain"] += 1
+        if middle is None:
+            made, facts = compute(inputs)
+        else:
+            made, facts = self._first(inputs, compute, middle)
+            unit.refused_all |= self._without(middle)
+        unit.refused_all |= facts is None
+        return made, facts
 
     def _first(
         self, inputs: Sequence[Fixed], compute: Compute, middle: Middle
-    ) -> tuple[Sequence[Fixed], Hashable]:  # fmt: skip
+    ) -> Result:  # fmt: skip
         """As always, but what is within is not recorded by itself, and the middle is watched."""
 
         @contextmanager
@@ -198,7 +223,10 @@ class Replays:
     def _arena(self) -> Arena:
         return self._arenas[self._place]
 
-    def _unit(self, place: tuple[object, ...], key: Hashable) -> _Unit:
+    def _unit(self, session: Session, key: Hashable, inputs: Sequence[Fixed], owner: Owner) -> _Unit:
+        # a graph reads the memories with which it was captured, in the pool of its place
+        alone = (owner.name, self._place) if captures(session) else ()
+        key, place = (key, alone, tuple([(tuple(x.shape), x.form, len(x.share.parts)) for x in inputs])), alone[1:]
         found = self._units.get(key)
         if found is None:
             found = self._units[key] = _Unit(place)
@@ -223,10 +251,8 @@ class Replays:
             del self._units[key]
 
     def _record(
-        self, session: Session, unit: _Unit, inputs: Sequence[Fixed], compute: Compute, owner: Owner,
-        middle: Middle | None,
-    ) -> tuple[Sequence[Fixed], Hashable]:  # fmt: skip
-        self.counts["recorded"] += 1
+        self, session: Session, unit: _Unit, inputs: Sequence[Fixed], owner: Owner, middle: Middle | None
+    ) -> Callable[[Compute], Result]:  # fmt: skip
         protocol = session.protocol
         recorder: Any = (
             GraphRecorder(
@@ -235,39 +261,53 @@ class Replays:
             if captures(session)
             else Recorder(protocol.transport, protocol.mask_streams, owner.places)
         )
-        parts = [part.contiguous().clone() for x in inputs for part in x.share.parts]
-        operands = [recorder.given(parts[number]) for number in range(len(parts))]
+        parts: list[Tensor] = []
+        operands = []
+        for part in [part for x in inputs for part in x.share.parts]:
+            parts.append(part.contiguous().clone())
+            operands.append(recorder.given(parts[-1]))
         told = Told(session, owner.name)
         if middle is not None:
             operands += [recorder.public(x) for x in middle.publics]
             self._surround(middle, told, recorder, recorder.aside)
             middle.ends = told.ending(recorder.middle)
-        with recorder.operations(), watched_by(recorder), tapped(protocol, recorder), _met(middle):
-            made, facts = compute(_values(inputs, parts))
+        given = _values(inputs, parts)
+        parts.clear()
+        self.counts["recorded"] += 1
+
+        def record(compute: Compute) -> Result:
+            with recorder.operations(), watched_by(recorder), tapped(protocol, recorder), _met(middle):
+                made, facts = compute(given)
+            given.clear()  # nothing that changes may outlive the step
+            try:
+                unit.kept = self._kept(recorder, operands, told, made, facts, middle)
+                self._let_go(unit.place)
+            except Exception as error:  # noqa: BLE001 - the step is done; only its program is not
+                self._refuse(unit, owner, error)
+            return made, facts
+
+        return record
+
+    def _kept(
+        self, recorder: Any, operands: Sequence[Any], told: Told, made: Sequence[Fixed], facts: Hashable,  # noqa: ANN401
+        middle: Middle | None,
+    ) -> _Kept:  # fmt: skip
+        """The program of a step that was recorded. Raises UnsupportedOp where there is none."""
         new = told.end()
-        forms = tuple(x.form for x in made)
-        try:
-            if facts is None:
-                raise UnsupportedOp("results that are no secret tensors")
-            if middle is not None and self._without(middle):
-                raise UnsupportedOp(f"its middle: {middle.reason}")
-            if any(rows is not None for _, _, rows in new):
-                raise UnsupportedOp("a verdict for each row of a batch")
-            outputs = [part for x in made for part in x.share.parts] + [p for sums, _, _ in new for p in sums.parts]
-            parts.clear()
-            encodings = recorder.encodings()
-            program = recorder.program([*operands, *encodings.values()], outputs)
-            if isinstance(program, Program) and program.size > MOST_BYTES:
-                raise UnsupportedOp(f"a program of more than {MOST_BYTES >> 20} MiB")
-            unit.kept = _Kept(
-                program, forms, tuple(bits for _, bits, _ in new), facts, told.booked, told.met, tuple(encodings)
-            )
-        except Exception as error:  # noqa: BLE001 - the step is done; only its program is not
-            unit.refused_all = True
-            self.refused[str(error)] += 1
-        else:
-            self._let_go(unit.place)
-        return made, facts
+        if facts is None:
+            raise UnsupportedOp("results that are no secret tensors")
+        if middle is not None and self._without(middle):
+            raise UnsupportedOp(f"its middle: {middle.reason}")
+        if any(rows is not None for _, _, rows in new):
+            raise UnsupportedOp("a verdict for each row of a batch")
+        encodings = recorder.encodings()
+        program = recorder.program([*operands, *encodings.values()], _outputs(made, new))
+        if isinstance(program, Program) and program.size > MOST_BYTES:
+            raise UnsupportedOp(f"a program of more than {MOST_BYTES >> 20} MiB")
+        return _Kept(
+            program, tuple([x.form for x in made]), tuple([bits for _, bits, _ in new]), facts, told.booked, told.met,
+            tuple(encodings),
+        )  # fmt: skip
 
     def _surround(
         self, middle: Middle, told: Told, tap: Tap, unseen: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -286,10 +326,8 @@ class Replays:
         middle.aside, middle.begins = aside, begins
 
     def _check(
-        self, session: Session, unit: _Unit, kept: _Kept, inputs: Sequence[Fixed], compute: Compute, owner: Owner,
-        middle: Middle | None,
-    ) -> tuple[Sequence[Fixed], Hashable]:  # fmt: skip
-        self.counts["checked"] += 1
+        self, session: Session, unit: _Unit, kept: _Kept, inputs: Sequence[Fixed], owner: Owner, middle: Middle | None
+    ) -> Callable[[Compute], Result]:  # fmt: skip
         protocol = session.protocol
         witness = Witness(protocol.transport, protocol.mask_streams)
         given = [part.contiguous().clone() for x in inputs for part in x.share.parts]
@@ -298,54 +336,72 @@ class Replays:
             given += [x.clone() for x in middle.publics]
             self._surround(middle, told, witness)
             middle.ends = told.ending(seen.note)
-        with watched_by(witness), tapped(protocol, witness), _met(middle):
-            made, facts = compute(inputs)
-        new = told.end()
-        outputs = [part for x in made for part in x.share.parts] + [p for sums, _, _ in new for p in sums.parts]
-        rerun = Rerun(witness.notes)
-        try:
+        self.counts["checked"] += 1
+
+        def right(made: Sequence[Fixed], facts: Hashable) -> bool:
+            new, rerun = told.end(), Rerun(witness.notes)
+            if witness.reason is not None or (middle is not None and middle.reason is not None):
+                raise UnsupportedOp(f"its check: {witness.reason or (middle and middle.reason)}")
             if middle is not None:
-                given += [encode_public(inputs[0], middle.publics[each[0]], each) for each in kept.encodings]
-            again = kept.program.run(rerun, self._arena, given, owner.addresses, seen.again)
-        except Exception as error:  # noqa: BLE001 - as above
-            again = []
-            self.refused[str(error)] += 1
-        same = (kept.forms, kept.owed, kept.facts) == (tuple(x.form for x in made), tuple(b for _, b, _ in new), facts)
-        right = (
-            same and rerun.agrees(witness.notes) and (kept.booked, kept.middle) == (told.booked, told.met) and seen.same
-            and (middle is None or middle.reason is None)
-            and len(again) == len(outputs) and all(map(torch.equal, again, outputs))
-        )  # fmt: skip
-        (unit.checked if right else unit.refused).add(owner.name)
-        if not right:
-            self.refused["a recorded program that gives something else"] += 1
-        return made, facts
+                given.extend(encode_public(inputs[0], middle.publics[each[0]], each) for each in kept.encodings)
+            again, outputs = (
+                kept.program.run(rerun, self._arena, given, owner.addresses, seen.again),
+                _outputs(made, new),
+            )
+            said = tuple([x.form for x in made]), tuple([bits for _, bits, _ in new]), facts
+            return (
+                (kept.forms, kept.owed, kept.facts) == said and rerun.agrees(witness.notes)
+                and (kept.booked, kept.middle) == (told.booked, told.met) and seen.same
+                and len(again) == len(outputs) and all(map(torch.equal, again, outputs))
+            )  # fmt: skip
+
+        def check(compute: Compute) -> Result:
+            with watched_by(witness), tapped(protocol, witness), _met(middle):
+                made, facts = compute(inputs)
+            try:
+                if not right(made, facts):
+                    raise UnsupportedOp("a recorded program that gives something else")
+                unit.checked.add(owner.name)
+            except Exception as error:  # noqa: BLE001 - as above
+                self._refuse(unit, owner, error)
+            return made, facts
+
+        return check
 
     def _repeat(
         self, session: Session, kept: _Kept, inputs: Sequence[Fixed], owner: Owner, middle: Middle | None
-    ) -> tuple[Sequence[Fixed], Hashable]:  # fmt: skip
-        self.counts["repeated"] += 1
-        protocol, known = session.protocol, session.known
+    ) -> Callable[[Compute], Result]:  # fmt: skip
+        protocol = session.protocol
         outside = self._live
         if outside is None or outside.transport is not protocol.transport:
             outside = self._live = Live(protocol.transport, protocol.mask_streams)
         parts = [part for x in inputs for part in x.share.parts]
-        each, before = len(parts) // len(inputs), len(known.owed)
+        each = len(parts) // len(inputs)
         inner: Inner | None = None
         if middle is not None and kept.middle is not None:
             parts += [
                 *middle.publics, *(encode_public(inputs[0], middle.publics[e[0]], e) for e in kept.encodings)
             ]  # fmt: skip
             inner = functools.partial(self._inner, session, kept.middle, middle, owner.name)
-        made = kept.program.run(outside, self._arena, parts, owner.addresses, inner)
-        protocol.ledger.add_again(kept.booked, owner.name)
-        shares = [Share(tuple(made[at : at + each])) for at in range(0, len(made), each)]
-        values = [Fixed(session, share, *form) for share, form in zip(shares, kept.forms, strict=False)]
-        sums: list[Owed] = [(share, bits, None) for share, bits in zip(shares[len(values) :], kept.owed, strict=True)]
-        first = len(sums) if kept.middle is None else kept.middle.owed
-        known.owed[before:before] = sums[:first]
-        known.owed += sums[first:]
-        return values, kept.facts
+        ready = kept.program.ready(outside, self._arena, parts, owner.addresses)
+        self.counts["repeated"] += 1
+
+        def repeat(_: Compute) -> Result:
+            known = session.known
+            before = len(known.owed)
+            made = ready(inner)
+            protocol.ledger.add_again(kept.booked, owner.name)
+            shares = [Share(tuple(made[at : at + each])) for at in range(0, len(made), each)]
+            values = [Fixed(session, share, *form) for share, form in zip(shares, kept.forms, strict=False)]
+            sums: list[Owed] = [
+                (share, bits, None) for share, bits in zip(shares[len(values) :], kept.owed, strict=True)
+            ]  # fmt: skip
+            first = len(sums) if kept.middle is None else kept.middle.owed
+            known.owed[before:before] = sums[:first]
+            known.owed += sums[first:]
+            return values, kept.facts
+
+        return repeat
 
     def _inner(
         self, session: Session, met: Met, middle: Middle, owner: str, parts: Sequence[Tensor]
@@ -376,6 +432,11 @@ def _met(middle: Middle | None) -> Iterator[None]:
         yield
     finally:
         this_call.middle = before
+
+
+def _outputs(made: Sequence[Fixed], owed: Sequence[Owed]) -> list[Tensor]:
+    """Parts of what a call made, and of the sums that it owes to the range check."""
+    return [part for x in made for part in x.share.parts] + [part for sums, _, _ in owed for part in sums.parts]
 
 
 def _values(inputs: Sequence[Fixed], parts: Sequence[Tensor]) -> list[Fixed]:
@@ -420,7 +481,7 @@ def repeat(
     if replays is None or known.pending is not None:
         return compute(inputs)
 
-    def told(values: Sequence[Fixed]) -> tuple[Sequence[Fixed], Hashable]:
+    def told(values: Sequence[Fixed]) -> Result:
         made = compute(values)
         return made, () if known.pending is None else None
 

@@ -27,7 +27,7 @@ from private_llm.replay.taps import Live
 from private_llm.replay.units import Replays, replays_of
 from private_llm.tensor import range_check
 from private_llm.tensor.fixed import Fixed
-from tests.replay import test_middles, test_programs
+from tests.replay import test_failures, test_middles, test_programs
 from tests.replay.test_programs import CALLS, FRAC, FUNCTIONS, run, some
 from tests.session import run_session
 
@@ -101,6 +101,7 @@ def test_a_middle_that_differs_from_call_to_call(protocol: str) -> None:
         test_programs.test_a_program_that_is_wrong_is_found_before_it_is_used,
         test_middles.test_public_values_that_are_computed_are_refused,
         test_middles.test_what_has_no_middle_or_two_stays_in_python,
+        functools.partial(test_failures.an_error_in_any_function, "graphs.py", "graph_recorder.py", "recording.py"),
     ],
 )
 def test_what_holds_of_programs_holds_of_graphs(same: Callable[[], None]) -> None:

@@ -21,7 +21,7 @@ from private_llm.net.transport import Transport
 from private_llm.protocols.client_end import ClientEnd
 from private_llm.protocols.session import Session, meta_session
 from private_llm.protocols.share import Share
-from private_llm.replay import modules, recorder, units
+from private_llm.replay import modules, units
 from private_llm.replay.modules import repeated
 from private_llm.replay.program import Program, Together
 from private_llm.replay.units import Owner, Replays, replays_of
@@ -301,33 +301,6 @@ def test_large_modules_stay_in_python_where_nobody_helps_a_program(monkeypatch: 
     monkeypatch.setattr(parallel, "threads", lambda seconds: getattr(mine, "threads", 1))
     run_session(PrivateConfig(), party, client)
     assert [dict(each) for each in counts] == [{"plain": 1, "recorded": 1, "checked": 1}] * 3
-
-
-def test_a_step_that_is_too_large_to_record_is_let_go_while_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorder, "MOST_RECORDED", 20_000)
-    made, held, _ = run(PrivateConfig(), F.gelu, some(4))
-    assert all(torch.allclose(got, F.gelu(x).double(), atol=2e-3) for got, x in zip(made, some(4), strict=True))
-    assert held[1].counts == {"plain": CALLS - 1, "recorded": 1}
-    assert any("MiB in one step" in why for why in held[1].refused)
-
-
-def test_what_a_recorder_did_not_foresee_ends_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error in its own code, where a step is written down and where it is checked."""
-
-    def fails(*_: object) -> None:
-        raise ValueError("unforeseen")
-
-    monkeypatch.setattr(recorder.Recorder, "program", fails)
-    inputs = some(5)
-    made, held, _ = run(PrivateConfig(), F.relu, inputs)
-    assert all(torch.allclose(got, F.relu(x).double(), atol=2e-3) for got, x in zip(made, inputs, strict=True))
-    assert held[0].refused == {"unforeseen": 1}
-    monkeypatch.undo()
-    monkeypatch.setattr(Program, "run", fails)
-    made, held, _ = run(PrivateConfig(), F.relu, inputs)
-    assert all(torch.allclose(got, F.relu(x).double(), atol=2e-3) for got, x in zip(made, inputs, strict=True))
-    assert held[0].counts["repeated"] == 0
-    assert held[0].refused["unforeseen"] == 1
 
 
 def test_constants_of_programs_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
