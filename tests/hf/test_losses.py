@@ -96,6 +96,19 @@ def test_an_encoder_decoder_reads_its_labels_shifted() -> None:
     close(tiny.build("t5"), {"input_ids": IDS, "decoder_input_ids": torch.tensor([[0, 3, 4, 5]] * 2)}, TOKENS)
 
 
+@pytest.mark.parametrize("family", ["Bart", "MBart", "Pegasus", "Blenderbot", "PLBart", "BlenderbotSmall"])
+def test_each_family_shifts_its_labels_in_its_own_way(family: str) -> None:
+    model = miniature(getattr(tr, f"{family}ForConditionalGeneration"), getattr(tr, f"{family}Config")())
+    ids = torch.arange(5, 13).view(2, 4)
+    close(model, {"input_ids": ids}, torch.where(ids == 8, -100, ids))
+
+
+def test_a_model_that_names_no_start_wants_the_decoders_inputs() -> None:
+    refused = pytest.raises(UnsupportedOp, match=r"labels: T5ForConditionalGeneration: .*give decoder_input_ids")
+    with patch(tiny.build("t5", decoder_start_token_id=None), PLAIN) as private, refused:
+        private(input_ids=IDS, labels=TOKENS)
+
+
 # -- what does not fit ----------------------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def opt() -> Iterator[PreTrainedModel]:

@@ -110,9 +110,9 @@ class Forward:
     def _start_with(self, labels: Labels) -> None:
         """A decoder without inputs of its own reads the labels, shifted behind its start token."""
         names = ("decoder_input_ids", "decoder_inputs_embeds")
-        if not any(name in self.given for name in names):
+        if labels.of_tokens and not any(name in self.given for name in names):
             self.given[names[0]] = self.model.shifted(labels.labels)
-        read = next(self.given[name] for name in names if name in self.given)
+        read = next((self.given[name] for name in names if name in self.given), None)
         if isinstance(read, Tensor) and read.ndim > 1:  # what is not is refused as an input
             labels.check(read.shape[0], read.shape[1], self.given.get("logits_to_keep"))
 

@@ -72,6 +72,11 @@ class Labels:
         """On the client's CPU."""
         return self._labels
 
+    @property
+    def of_tokens(self) -> bool:
+        """Whether a decoder without inputs of its own reads them, shifted."""
+        return self._kind == "tokens"
+
     def check(self, rows: int, length: int, kept: object) -> None:
         """Refuse labels that are not one per position of [rows, length], or not one set of classes per row.
 

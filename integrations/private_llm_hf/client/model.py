@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -40,6 +41,14 @@ _ELSEWHERE = (
     "checkpoint"
 )
 
+_NOT_GENERATED = {
+    "assistant_early_exit": "it drafts with the model's own first layers, which are with the parties; want "
+    "speculation=SpeculationConfig(...), assistant_model or prompt_lookup_num_tokens",
+    "use_mtp": "layers that foretell several tokens are with the parties; want speculation=SpeculationConfig(...)",
+    "is_assistant": "a private model drafts for no other; give the smaller model as assistant_model",
+}
+"""Settings of generate() that reach into the model."""
+
 
 class PrivateModel:
     """What all private models share; `private_class` mixes it into a subclass of the original class."""
@@ -50,7 +59,6 @@ class PrivateModel:
     # from the class that this one is mixed into
     generate: Callable[..., Any]
     __call__: Callable[..., Any]
-    _shift_right: Callable[[torch.Tensor], torch.Tensor]
 
     def __init__(
         self,
@@ -188,8 +196,25 @@ class PrivateModel:
         return _Encoder(self)
 
     def shifted(self, labels: torch.Tensor) -> torch.Tensor:
-        """What the decoder of an encoder-decoder model reads when its outputs are compared with these labels."""
-        return self._shift_right(labels)
+        """What the decoder of an encoder-decoder model reads when its outputs are compared with these labels.
+
+        Raises UnsupportedOp where neither its class nor its configuration says.
+        """
+        prepare = getattr(self, "prepare_decoder_input_ids_from_labels", None)
+        shift = getattr(sys.modules[self.original_class.__module__], "shift_tokens_right", None)
+        made: torch.Tensor
+        try:
+            if prepare is not None:
+                made = prepare(labels)
+                return made
+            if shift is not None:
+                settings = self.config.pad_token_id, self.config.decoder_start_token_id
+                made = shift(labels, *settings[: len(inspect.signature(shift).parameters) - 1])
+                return made
+            reason = "its class does not say what its decoder reads for them"
+        except ValueError as error:  # a token that the configuration does not name
+            reason = str(error)
+        raise UnsupportedOp(f"labels: {self.original_class.__name__}: {reason}; give decoder_input_ids as well")
 
     def _prepare_model_inputs(self, inputs: object = None, *args: object, **kwargs: object) -> object:
         """As the original's, for tensors."""
@@ -211,6 +236,9 @@ class PrivateModel:
         max_cache_length: int = 0,
     ) -> None:
         """Generate() starts: all positions must exist, and the cache will live at the parties."""
+        for name, reason in _NOT_GENERATED.items():
+            if getattr(generation_config, name, None) not in (None, False):
+                raise UnsupportedOp(f"{name}: {reason}")
         if not self.config.is_encoder_decoder:
             check_generated(self.config, max_cache_length)
         if generation_config.cache_implementation not in (None, "dynamic"):
