@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from private_llm_gateway.constrained import Grammar, Written
 from private_llm_gateway.decoding import Text, TokenTexts
@@ -37,6 +39,11 @@ class Writing:
     stop: tuple[str, ...] = ()
     logprobs: int | None = None
     grammar: Grammar | None = field(default=None, compare=False)
+
+    @cached_property
+    def added(self) -> Tensor | None:
+        """`bias` as a tensor of tokens and values, float64 [2, N]."""
+        return torch.tensor(self.bias, dtype=torch.float64).T if self.bias else None
 
     @property
     def plain(self) -> bool:

@@ -25,7 +25,7 @@ from private_llm_gateway.requests import Wanted, find_model
 from private_llm_gateway.running import ClientGone, Runner, Running
 from private_llm_gateway.served import Served
 from private_llm_gateway.settings import GatewaySettings
-from private_llm_gateway.spending import Bill
+from private_llm_gateway.spending import Bill, Spent
 
 _FIRST_S = 10.0
 """Errors within this time have a status of their own; later ones are events of the stream that has begun."""
@@ -86,8 +86,8 @@ class Endpoints:
 
     # -- texts --------------------------------------------------------------------------------------------------
     async def _text(self, read: Reader, request: Request) -> Response:
-        body = body_of(await request.body())
-        wanted = await run_in_threadpool(read, self.models, body, self.settings.max_choices)
+        raw = await request.body()
+        wanted = await run_in_threadpool(lambda: read(self.models, body_of(raw), self.settings.max_choices))
         made = responses.Response(wanted)
 
         def work(tell: engine.Tell, gone: Callable[[], bool]) -> Any:  # noqa: ANN401
@@ -99,7 +99,7 @@ class Endpoints:
         running = self.runner.start(wanted.served, work)
         if not wanted.stream:
             spent = await running.whole(request.is_disconnected)
-            return JSONResponse(await run_in_threadpool(made.whole, spent))
+            return await run_in_threadpool(lambda: _sent(made.whole(spent)))
         await running.first(_FIRST_S, request.is_disconnected)
         return EventSourceResponse(self._events(wanted, made, running), sep=_LINE_END, ping=_PING_S)
 
@@ -107,12 +107,13 @@ class Endpoints:
         self, wanted: Wanted, made: responses.Response, running: Running
     ) -> AsyncIterator[ServerSentEvent]:
         try:
-            for chunk in made.opening():
+            for chunk in await run_in_threadpool(made.opening):
                 yield _event(_json(chunk))
             ended: list[Piece] = []
             async for piece, spent in running.pieces():
                 if piece.text or piece.likelihoods or piece.ahead:
-                    yield _event(_json(made.chunk(dataclasses.replace(piece, finish=None), spent)))
+                    open_ = dataclasses.replace(piece, finish=None)
+                    yield _event(await run_in_threadpool(_chunk, made, open_, spent))
                 if piece.finish is not None:
                     ended.append(piece)
             total = await running.result()
@@ -139,8 +140,8 @@ class Endpoints:
 
     # -- vectors ------------------------------------------------------------------------------------------------
     async def _embeddings(self, request: Request) -> Response:
-        body = body_of(await request.body())
-        served, rows, encoded = await run_in_threadpool(self._read_embeddings, body)
+        raw = await request.body()
+        served, rows, encoded = await run_in_threadpool(lambda: self._read_embeddings(body_of(raw)))
         tokens = sum(map(len, rows))
 
         def work(_: engine.Tell, gone: Callable[[], bool]) -> Any:  # noqa: ANN401
@@ -149,7 +150,7 @@ class Endpoints:
                 return engine.embed(served, rows, gone, limits, bill)
 
         spent, vectors = await self.runner.start(served, work).whole(request.is_disconnected)
-        return JSONResponse(await run_in_threadpool(responses.embeddings, served, vectors, tokens, encoded, spent))
+        return await run_in_threadpool(lambda: _sent(responses.embeddings(served, vectors, tokens, encoded, spent)))
 
     def _read_embeddings(self, body: Mapping[str, Any]) -> tuple[Served, list[list[int]], bool]:
         served = find_model(self.models, body, "encoder")
@@ -199,8 +200,21 @@ def find_any(models: Mapping[str, Served], name: str) -> Served:
     return find_model(models, {"model": name}, models[name].kind if name in models else "decoder")
 
 
+def _sent(made: Mapping[str, Any]) -> Response:
+    """An object as JSON, each item of its lists on its own: one call for all of them would hold up other threads."""
+    parts = []
+    for name, value in made.items():
+        items = [json.dumps(item) for item in value] if isinstance(value, list) else None
+        parts.append(f"{json.dumps(name)}:" + (json.dumps(value) if items is None else f"[{','.join(items)}]"))
+    return Response("{" + ",".join(parts) + "}", media_type="application/json")
+
+
 def _event(data: str) -> ServerSentEvent:
     return ServerSentEvent(data, sep=_LINE_END)  # each event has its own; that of the response is for its pings
+
+
+def _chunk(made: responses.Response, piece: Piece, spent: Spent) -> str:
+    return _json(made.chunk(piece, spent))
 
 
 def _json(made: Mapping[str, Any]) -> str:

@@ -6,6 +6,7 @@ No error repeats a value that a client sent: it may be a secret.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -39,18 +40,29 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "documents": ([],), "truncation": ("disabled",), "truncate": (False, "NONE"),
 }  # fmt: skip
 _MOST_NAME = 64
+_MOST_VALUES = 1 << 18
+_MOST_STOP = 1024
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def body_of(raw: bytes) -> dict[str, Any]:
-    """The JSON object of a body. Raises ApiError (400) for anything else."""
+    """The JSON object of a body. Raises ApiError (400) for anything else. To be called off the event loop."""
+    if sum(map(raw.count, (b"[", b"{", b","))) > _MOST_VALUES:  # which reading would hold up everybody
+        raise bad(None, f"the body has more than {_MOST_VALUES} lists, objects and commas", "invalid_value")
     try:
-        found = json.loads(raw)
-        json.dumps(found, ensure_ascii=False).encode()  # lone surrogates are in no text: tokenizers do not take them
+        text = raw.decode("utf-8-sig")
+        found = json.loads(text, parse_constant=_no_number)
+        if _SURROGATE.search(text):  # lone ones are in no text: tokenizers do not take them
+            json.dumps(found, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
         raise bad(None, "the body is no JSON; want an object as OpenAI's API describes it", "invalid_json") from None
     if not isinstance(found, dict):
         raise bad(None, "the body is JSON, but no object; want one as OpenAI's API describes it", "invalid_json")
     return found
+
+
+def _no_number(name: str) -> float:
+    raise ValueError(f"{name} is no JSON")
 
 
 def refuse_unsupported(body: Mapping[str, Any], place: str, alright: tuple[str, ...] = ()) -> None:
@@ -130,11 +142,13 @@ class Fields:
         listed = [value] if isinstance(value, str) else [] if value is None else value
         if not isinstance(listed, list) or len(listed) > 4 or not all(isinstance(s, str) and s for s in listed):
             raise bad("stop", "stop: want a text, or a list of up to four, none empty", "invalid_value")
+        if any(len(text) > _MOST_STOP for text in listed):
+            raise bad("stop", f"stop: want texts of {_MOST_STOP} characters at most", "invalid_value")
         return tuple(listed)
 
     def bias(self, vocabulary: int) -> tuple[tuple[int, float], ...]:
-        """`logit_bias`: numbers from -100 to 100 by token id."""
-        made = []
+        """`logit_bias`: numbers from -100 to 100 by token id. Ids that are written in several ways are one."""
+        made: dict[int, float] = {}
         for token, value in self.mapping("logit_bias").items():
             good = token.isascii() and token.isdecimal() and len(token) < 10 and int(token) < vocabulary
             if not good or isinstance(value, bool) or not isinstance(value, int | float) or not -100 <= value <= 100:
@@ -143,8 +157,8 @@ class Fields:
                     f"logit_bias: want numbers from -100 to 100 by token ids from 0 to {vocabulary - 1}",
                     "invalid_value",
                 )
-            made.append((int(token), float(value)))
-        return tuple(made)
+            made[int(token)] = made.get(int(token), 0.0) + float(value)
+        return tuple(made.items())
 
 
 def _kind(value: object) -> str:

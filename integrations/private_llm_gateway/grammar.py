@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import compress
 
 MOST_STACKS = 5000
 """Of one state."""
@@ -141,25 +142,48 @@ class State:
         return found
 
     @cached_property
-    def _classes(self) -> list[tuple[OneOf, set[Stack]]]:
-        """Classes on top, and what is left behind each: the same whichever character it was."""
-        return [(top, expand(stack[:-1])) for stack in self.stacks if stack and isinstance(top := stack[-1], OneOf)]
+    def _classes(self) -> tuple[dict[OneOf, set[Stack]], int]:
+        """Classes on top, and what is left behind each: the same whichever character it was. And the looks it took."""
+        found: dict[OneOf, set[Stack]] = {}
+        looks = 0
+        for stack in self.stacks:
+            if stack and isinstance(top := stack[-1], OneOf):
+                every, took = expand(stack[:-1])
+                found.setdefault(top, set()).update(every)
+                looks += took
+        return found, looks
 
-    def after(self, character: str) -> State | None:
-        """The state after one more character, or None if it may not follow. Raises TooWide."""
+    @cached_property
+    def _behind(self) -> dict[tuple[bool, ...], State | None]:
+        """The states behind characters that no text on top wants, by the classes that hold them. Few, once found."""
+        return {}
+
+    def after(self, character: str) -> tuple[State | None, int]:
+        """The state after one more character, None if it may not follow; and the looks it took. Raises TooWide."""
+        classes = self._classes[0]
+        held = tuple(one.holds(character) for one in classes)
+        texts = self._by_character.get(character, ())
+        if not texts and held in self._behind:
+            return self._behind[held], 1
         found: set[Stack] = set()
-        for behind in self._by_character.get(character, ()):
-            found |= expand(behind)
+        for every in compress(classes.values(), held):
+            found |= every
+        looks = 1 + len(found)
+        _check_width(found)
+        for behind in texts:
+            every, took = expand(behind)
+            found |= every
+            looks += took
             _check_width(found)
-        for one, every in self._classes:
-            if one.holds(character):
-                found |= every
-                _check_width(found)
-        return State(frozenset(found)) if found else None
+        made = State(frozenset(found)) if found else None
+        if not texts:
+            self._behind[held] = made
+        return made, looks
 
-    def work(self, character: str) -> int:
-        """What `after` takes, about: looks at a stack; 20 for one that is expanded."""
-        return 1 + len(self._classes) + 20 * len(self._by_character.get(character, ()))
+    @property
+    def upkeep(self) -> int:
+        """Looks that a new state takes once."""
+        return 4 * len(self.stacks) + self._classes[1]
 
     def closing(self) -> str:
         """A shortest text that completes it."""
@@ -168,7 +192,7 @@ class State:
 
 def start(node: Node) -> State:
     """Before the first character. Raises TooWide."""
-    found = expand((node,))
+    found, _ = expand((node,))
     _check_width(found)
     return State(frozenset(found))
 
@@ -178,8 +202,8 @@ def _check_width(stacks: set[Stack]) -> None:
         raise TooWide
 
 
-def expand(stack: Stack) -> set[Stack]:
-    """All stacks that this one stands for, with a text or a class on top, or none left."""
+def expand(stack: Stack) -> tuple[set[Stack], int]:
+    """All stacks that this one stands for, with a text or a class on top, or none left; and how many were looked at."""
     done: set[Stack] = set()
     seen = {stack}
     open_: list[Stack] = [stack]
@@ -192,7 +216,7 @@ def expand(stack: Stack) -> set[Stack]:
             if further not in seen:
                 seen.add(further)
                 open_.append(further)
-    return done
+    return done, len(seen)
 
 
 def _steps(top: Node, rest: Stack) -> list[Stack]:

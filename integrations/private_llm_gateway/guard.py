@@ -21,6 +21,7 @@ _OPEN = ("/", "/health", "/favicon.ico")
 _OPEN_BELOW = "/page/"
 _UNREAD = (408, 413)
 """Statuses behind which the rest of a body is not waited for."""
+_FRAMING = "invalid_framing"
 
 
 class Guard:
@@ -42,12 +43,14 @@ class Guard:
             return
         try:
             headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+            _check_framing(headers)
             self._check(scope["path"], headers)
             _check_form(scope["method"], headers)
             most = self.settings.max_body if scope["method"] == "POST" and not _is_open(scope["path"]) else 0
             body = await self._body(headers, receive, most)
         except ApiError as error:
-            headers = error.headers() | ({"Connection": "close"} if error.status in _UNREAD else {})
+            unread = error.status in _UNREAD or error.code == _FRAMING
+            headers = error.headers() | ({"Connection": "close"} if unread else {})
             await JSONResponse(error.body(), error.status, headers)(scope, receive, send)
             return
         if body is None:  # the client left
@@ -114,6 +117,12 @@ class Guard:
 def _is_open(path: str) -> bool:
     """Whether an address is answered without a token."""
     return path in _OPEN or path.startswith(_OPEN_BELOW)
+
+
+def _check_framing(headers: Mapping[str, str]) -> None:
+    """Raises ApiError (400) for a body of two lengths: where a proxy before this gateway reads two requests, too."""
+    if "transfer-encoding" in headers and "content-length" in headers:
+        raise ApiError(400, "want Content-Length or Transfer-Encoding, not both of them", code=_FRAMING)
 
 
 def _check_form(method: str, headers: Mapping[str, str]) -> None:

@@ -22,8 +22,10 @@ _KNOWN = {
     "number": set(), "integer": set(), "boolean": set(), "null": set(),
 }  # fmt: skip
 _MOST_REPEATS = 1 << 16
-_MOST_DEPTH = 64
+_MOST_DEPTH = 128
 _MOST_NODES = 5000
+_MOST_TEXT = 1 << 16
+"""Characters of all names, enums and constants together, each of which is walked through at every token."""
 _MOST_SHORTEST = 1 << 14
 """Characters of a shortest text: every model's context is full before."""
 _PARAM = "response_format.json_schema.schema"
@@ -78,10 +80,6 @@ _ANY: Node = Choice(
 )
 
 
-def _text(value: object) -> Node:
-    return Text(json.dumps(value, ensure_ascii=False))
-
-
 def _choice(parts: list[Node]) -> Node:
     return parts[0] if len(parts) == 1 else Choice(tuple(parts))
 
@@ -105,13 +103,19 @@ class _Schemas:
         self.root = root
         self.made: dict[str, Node] = {}
         self.open: list[str] = []
-        self.count = 0
+        self.count = self.characters = self.depth = 0
 
     def node(self, schema: object, where: str) -> Node:
         """The grammar of a part at `where`."""
         self._count(1)
-        if where.count("/") > _MOST_DEPTH:
-            raise bad(_PARAM, f"schema: deeper than {_MOST_DEPTH}")
+        self.depth += 1
+        if self.depth > _MOST_DEPTH:
+            raise bad(_PARAM, f"schema: deeper than {_MOST_DEPTH}, references counted")
+        made = self._node(schema, where)
+        self.depth -= 1
+        return made
+
+    def _node(self, schema: object, where: str) -> Node:
         if schema is True:
             return _ANY
         if not isinstance(schema, dict):
@@ -150,7 +154,14 @@ class _Schemas:
         if not isinstance(values, list) or not values:
             raise bad(_PARAM, f"schema: enum at {where or 'the top'}; want a list of values")
         self._count(len(values))
-        return _choice([_text(value) for value in values])
+        return _choice([self._text(value) for value in values])
+
+    def _text(self, value: object) -> Node:
+        made = Text(json.dumps(value, ensure_ascii=False))
+        self.characters += made.size
+        if self.characters > _MOST_TEXT:
+            raise bad(_PARAM, f"schema: names and values have more than {_MOST_TEXT} characters")
+        return made
 
     def _only(self, schema: dict[str, Any], known: set[str], where: str) -> None:
         other = sorted(set(schema) - known - _SAYS_NOTHING)
@@ -183,7 +194,10 @@ class _Schemas:
         if not properties:
             return Text("{}") if more is False else _object_of(self.node(more, f"{where}/additionalProperties"))
         parts: list[tuple[Node, bool]] = [
-            (Sequence((_text(str(name)), Text(":"), _SPACE, self.node(value, f"{where}/{name}"))), name in wanted_names)
+            (
+                Sequence((self._text(str(name)), Text(":"), _SPACE, self.node(value, f"{where}/{name}"))),
+                name in wanted_names,
+            )
             for name, value in properties.items()
         ]
         first: Node = Text("}")

@@ -12,6 +12,8 @@ from private_llm_gateway.served import Served
 
 _ROLES = ("system", "developer", "user", "assistant")
 _MOST_MESSAGES = 4096
+_MOST_CHARACTERS = 256
+"""Of a token, on an average: more than any text has."""
 _OUT_OF_BAND = ("id", "annotations", "cache_control")
 """Of messages and their parts: no part of the text, and no wish."""
 _NO_CALLS: dict[str, tuple[object, ...]] = {"tool_calls": ([],), "refusal": ("",), "reasoning_content": ("",)}
@@ -32,14 +34,15 @@ def of_messages(served: Served, messages: object) -> list[int]:
         raise bad("messages", f"messages: got {len(messages)}; {wanted}", "invalid_value")
     listed = [_message(message, f"messages[{at}]") for at, message in enumerate(messages)]
     if not served.tokenizer.chat_template:
-        return _checked(served, served.encode("\n".join(message["content"] for message in listed)), "messages")
+        text = "\n".join(message["content"] for message in listed)
+        return _checked(served, served.encode(_short(served, text, "messages")), "messages")
     try:
         text = served.tokenizer.apply_chat_template(listed, add_generation_prompt=True, tokenize=False)
     except jinja2.TemplateError:
         raise bad(
             "messages", "messages: the model's chat template refuses this order of roles", "invalid_value"
         ) from None
-    return _checked(served, served.encode(text, special=False), "messages")
+    return _checked(served, served.encode(_short(served, text, "messages"), special=False), "messages")
 
 
 def of_field(served: Served, name: str, value: object, most: int) -> list[list[int]]:
@@ -55,7 +58,7 @@ def of_field(served: Served, name: str, value: object, most: int) -> list[list[i
     rows = []
     for item in value:
         if isinstance(item, str):
-            rows.append(_checked(served, served.encode(item), name))
+            rows.append(_checked(served, served.encode(_short(served, item, name)), name))
         elif _is_ids(item):
             rows.append(_checked(served, item, name))
         else:
@@ -74,6 +77,14 @@ def check_context(served: Served, prompt: int, wanted: int, param: str) -> None:
             "completion.",
             "context_length_exceeded",
         )
+
+
+def _short(served: Served, text: str, param: str) -> str:
+    """A text that may fit the model: others are not taken apart, which others would wait for."""
+    if served.context is not None and len(text) > served.context * _MOST_CHARACTERS:
+        told = f"This model's maximum context length is {served.context} tokens. However, the {param} has {len(text)} "
+        raise bad(param, f"{told}characters. Please reduce its length.", "context_length_exceeded")
+    return text
 
 
 def _message(message: object, where: str) -> dict[str, str]:

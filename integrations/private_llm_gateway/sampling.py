@@ -93,9 +93,8 @@ def _changed(answer: Answer, scores: Tensor) -> Tensor:
         seen = torch.tensor(list(counts), dtype=torch.int64)
         times = torch.tensor(list(counts.values()), dtype=scores.dtype)
         scores[seen] -= writing.presence + writing.frequency * times
-    if writing.bias:
-        tokens, values = zip(*writing.bias, strict=True)
-        scores = scores.index_add(0, torch.tensor(tokens), torch.tensor(values, dtype=scores.dtype))
+    if writing.added is not None:
+        scores = scores.index_add(0, writing.added[0].long(), writing.added[1])
     if answer.written is not None:
         allowed = answer.written.allowed(len(scores), answer.left)
         if bool(allowed.any()):

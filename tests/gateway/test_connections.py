@@ -131,6 +131,18 @@ def test_bodies_for_what_needs_no_token_are_refused(short: Gateway, length: str)
         assert rest(sock).startswith(b"HTTP/1.1 413")
 
 
+@pytest.mark.parametrize("head", [HEAD, f"POST / {START}", f"GET /health {START}"], ids=["known", "stranger", "health"])
+def test_bodies_of_two_lengths_are_refused(short: Gateway, head: str) -> None:
+    """A proxy before the gateway may take the rest for a request of its own: the connection ends."""
+    with call(short) as sock:
+        sock.sendall(
+            f"{head}Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\nGET / {START}\r\n".encode()
+        )
+        answer = rest(sock)
+    assert answer.startswith(b"HTTP/1.1 400")
+    assert answer.count(b"HTTP/1.1") == 1
+
+
 def test_a_websocket_is_no_way_in(short: Gateway) -> None:
     with call(short) as sock:
         sock.sendall(STRANGERS["a websocket"].encode())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import signal
 import threading
 from collections.abc import Iterator
@@ -15,8 +17,11 @@ import httpx
 import openai
 import pytest
 from openai import OpenAI
+from private_llm_gateway import endpoints
 from private_llm_gateway.app import bound_socket
 from private_llm_gateway.prompts import of_messages
+from private_llm_gateway.responses import Response
+from private_llm_gateway.served import Served
 from private_llm_gateway.settings import GatewaySettings
 from sse_starlette.sse import AppStatus
 
@@ -76,6 +81,9 @@ def told(error: openai.APIStatusError) -> dict[str, Any]:
         ({"stop": [""]}, "stop", "invalid_value"),
         ({"stop": 0}, "stop", "invalid_value"),
         ({"stop": {}}, "stop", "invalid_value"),
+        ({"stop": "a" * 1025}, "stop", "invalid_value"),
+        ({"messages": [{"role": "user", "content": "a" * 40_000}]}, "messages", "context_length_exceeded"),
+        ({"max_tokens": 10**4000}, "max_tokens", "invalid_value"),
         ({"max_tokens": 2, "max_completion_tokens": 3}, "max_tokens", "invalid_value"),
         ({"max_tokens": SECRET, "max_completion_tokens": 3}, "max_tokens", "invalid_type"),
         ({"echo": True}, "echo", "unsupported_parameter"),
@@ -171,12 +179,61 @@ def test_the_context_error_counts_as_openai_does(client: OpenAI) -> None:
     assert fits.choices[0].finish_reason == "stop"
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"[]", b'"a"', b"null", b"{}", b'{"model": 3}', b"\xff"])
+NO_REQUESTS = [
+    b"", b"{", b"[]", b'"a"', b"null", b"{}", b'{"model": 3}', b"\xff", b"[" * 1_000_000, b'{"a":' * 100_000,
+    b'{"model": NaN}', b'{"model": -Infinity}', b'{"model": %s}' % (b"9" * 100_000), b'{"model": "\\ud800"}',
+    b'{"a": [' + b"0," * 300_000 + b"0]}", b'{"a": "' + b"," * 300_000 + b'"}',
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("body", NO_REQUESTS, ids=lambda body: body[:12])
 def test_bodies_that_are_no_requests_are_never_422(gateway: Gateway, body: bytes) -> None:
     for path in ("chat/completions", "completions", "embeddings"):
         answer = httpx.post(f"{gateway.url}/v1/{path}", content=body, headers=HEADERS)
         assert answer.status_code == 400, path
         assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_texts_that_cannot_fit_are_not_taken_apart(client: OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Served, "encode", lambda *_: pytest.fail("it was taken apart"))
+    for path, asked in (("chat/completions", ASKED), ("completions", CONTINUED)):
+        long = (
+            {"prompt": "a" * 40_000}
+            if asked is CONTINUED
+            else {"messages": [{"role": "user", "content": "a" * 40_000}]}
+        )
+        with pytest.raises(openai.BadRequestError, match="40000 characters"):
+            client.post(f"/{path}", body={**asked, **long}, cast_to=object)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_event_loop_neither_reads_nor_writes_bodies(
+    client: OpenAI, gateway: Gateway, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    """What a body, a prompt's likelihoods or a long answer take, the others do not wait for."""
+    inside: dict[str, list[bool]] = {}
+
+    def looping() -> bool:
+        with contextlib.suppress(RuntimeError):
+            return asyncio.get_running_loop() is not None
+        return False
+
+    def watched(holder: Any, name: str) -> None:
+        real = getattr(holder, name)
+
+        def call(*args: Any) -> Any:
+            inside.setdefault(name, []).append(looping())
+            return real(*args)
+
+        monkeypatch.setattr(holder, name, call)
+
+    names = {False: ((endpoints, "_sent"), (Response, "whole")), True: ((endpoints, "_chunk"), (Response, "opening"))}
+    for holder, name in ((endpoints, "body_of"), *names[stream]):
+        watched(holder, name)
+    body = {**CONTINUED, "echo": True, "logprobs": 1, "stream": stream}
+    httpx.post(f"{gateway.url}/v1/completions", json=body, headers=HEADERS, timeout=60)
+    assert set(inside) == {"body_of", *(name for _, name in names[stream])}
+    assert not any(place for places in inside.values() for place in places)
 
 
 def test_fields_that_change_nothing(client: OpenAI) -> None:
@@ -194,7 +251,7 @@ def test_fields_that_change_nothing(client: OpenAI) -> None:
 
 def test_a_template_may_use_names() -> None:
     served: Any = SimpleNamespace(
-        tokenizer=copy(tokenizer()), vocabulary=4096, encode=lambda text, special: [len(text)]
+        tokenizer=copy(tokenizer()), vocabulary=4096, context=None, encode=lambda text, special: [len(text)]
     )
     served.tokenizer.chat_template = "{% for m in messages %}{{ m.name }}: {{ m.content }}{% endfor %}"
     assert of_messages(served, [{"role": "user", "content": "a", "name": "Ada"}]) == [len("Ada: a")]

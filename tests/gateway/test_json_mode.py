@@ -111,8 +111,13 @@ def arrays(part: dict[str, Any]) -> dict[str, Any]:
         ({"enum": [0] * 100_000}, "larger than 5000"),
         ({"type": ["string"] * 100_000}, "larger than 5000"),
         ({"type": []}, "want a type"),
+        (chained(1500, lambda part: part), "deeper than 128"),
+        (chained(200, lambda part: {"type": "array", "items": part}), "deeper than 128"),
+        ({"enum": ["a" * 40_000, "b" * 40_000]}, "more than 65536 characters"),
+        ({"properties": {"a" * 70_000: {}}}, "more than 65536 characters"),
+        ({"anyOf": [{"type": "string", "maxLength": most} for most in range(1, 1500)]}, "too many ways"),
     ],
-    ids=["arrays", "strings", "refs", "enum", "types", "no type"],
+    ids=["arrays", "strings", "refs", "enum", "types", "no type", "chain", "deep", "long values", "long names", "wide"],
 )
 def test_schemas_that_would_fill_the_memory_are_refused(client: OpenAI, schema: dict[str, Any], named: str) -> None:
     form: Any = {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}
@@ -140,7 +145,7 @@ def test_large_schemas_are_written(client: OpenAI, schema: dict[str, Any]) -> No
 def test_texts_that_go_on_in_too_many_ways_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     state: State | None = start(of_schema(chained(18, arrays)))
     for _ in range(11):
-        state = state and state.after("[")
+        state = state and state.after("[")[0]
     assert state is not None
     with pytest.raises(TooWide):
         state.after("[")
