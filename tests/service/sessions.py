@@ -27,7 +27,10 @@ from tests.session import run_session
 
 @dataclass(frozen=True, eq=False)
 class Ask:
-    """What a session asks: token ids [rows, length] (int64) or embeddings [rows, length, width], and public facts."""
+    """What a session asks: token ids [rows, length] (int64) or embeddings [rows, length, width], and public facts.
+
+    Embeddings of whole numbers are ring elements, whatever a client of this library would send.
+    """
 
     owner: str
     given: Tensor
@@ -40,8 +43,7 @@ class Ask:
     def call(self) -> Call:
         """The request."""
         shape = tuple(self.given.shape)
-        ids = self.given.dtype == torch.int64
-        item = Tokens("input_ids", shape, self.vocabulary) if ids else Values("inputs_embeds", shape)
+        item = Tokens("input_ids", shape, self.vocabulary) if self.given.dim() == 2 else Values("inputs_embeds", shape)
         return Call(self.public, (item,), self.cache, None, None, self.outputs)
 
 
@@ -114,8 +116,10 @@ def run_service(config: PrivateConfig, model: PreTrainedModel, steps: Sequence[S
                 found.append(None)
                 continue
             for ask in step:
-                if ask.given.dtype == torch.int64:
+                if ask.given.dim() == 2:
                     client.share_index(ask.given.reshape(-1), ask.vocabulary)
+                elif ask.given.dtype == torch.int64:
+                    client.share(ask.given)
                 else:
                     client.share(ring.encode(ask.given, config.frac_bits))
             for _ in range(config.parties):
@@ -136,7 +140,7 @@ def run_service(config: PrivateConfig, model: PreTrainedModel, steps: Sequence[S
 
 
 def _received(session: Session, ask: Ask) -> Any:
-    if ask.given.dtype == torch.int64:
+    if ask.given.dim() == 2:
         return session.protocol.receive_index(ask.given.numel(), ask.vocabulary)
     return session.protocol.receive_input(tuple(ask.given.shape))
 
