@@ -24,6 +24,8 @@ from private_llm_hf.service.party_service import PartyService
 from private_llm_hf.service.settings import ServiceSettings
 
 from private_llm.config import TLSConfig
+from private_llm.kv_policies.fixed import KEEP_ALL
+from private_llm.kv_policies.policy import CachePolicy
 from private_llm.net.addresses import hosts_of, open_listeners
 from private_llm.net.certificates import make_certificates
 from private_llm.net.transport import CLIENT
@@ -138,11 +140,12 @@ def start(tmp_path: Path, shares: Callable[[str, str], Path]) -> Iterator[Start]
 
     def begin(
         protocol: str = "trio", users: tuple[str, ...] = (), timeout_s: float = 10.0,
-        models: tuple[str, ...] = ("llama",), idle_s: float | None = 1800.0, adder: Any = "auto", **limits: Any,
+        models: tuple[str, ...] = ("llama",), idle_s: float | None = 1800.0, adder: Any = "auto",
+        kv_cache: CachePolicy = KEEP_ALL, **limits: Any,
     ) -> Running:  # fmt: skip
         wait = limits.pop("busy_wait_s", 20.0)
         config = PrivateConfig(
-            protocol=protocol, timeout_s=timeout_s, busy_wait_s=wait, idle_s=idle_s, adder=adder
+            protocol=protocol, timeout_s=timeout_s, busy_wait_s=wait, idle_s=idle_s, adder=adder, kv_cache=kv_cache
         )  # fmt: skip
         folders = {name: shares(protocol, name) for name in models}
         running.append(Running(config, tmp_path / str(len(running)), folders, users, **limits))

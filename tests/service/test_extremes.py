@@ -6,13 +6,16 @@ from dataclasses import replace
 
 import pytest
 import torch
+from private_llm_hf.wire.commands import Call, Values
 from torch import Tensor
 
 from private_llm.config import PrivateConfig
+from private_llm.errors import DomainError
 from tests.harness import TRIO
 from tests.hf import tiny
 from tests.hf.test_kv_eviction import POLICIES, PROTOCOLS
 from tests.hf_party.parties import ids
+from tests.service.conftest import Start
 from tests.service.sessions import Ask, Done, run_service
 from tests.service.test_passes import SAME, worst
 
@@ -71,3 +74,30 @@ def company(config: PrivateConfig, kind: str) -> None:
     assert worst([found[place].logits[0] for place in (0, 2)], [done.logits[0] for done in found[5:]]) <= SAME
     assert [flags(found[place], 0) for place in (0, 2, 5, 6)] == [CLEAN] * 4
     assert flags(found[1], 0) == WRONG
+
+
+def test_a_users_own_request_fails_and_nothing_else(start: Start) -> None:
+    """In a service whose cache policy ranks: Eve's session goes on, Bob's too, and nobody is suspected."""
+    running = start(users=("bob", "eve"), kv_cache=POLICIES["tova"])
+    with running.model("bob") as bob, running.model("eve") as eve:
+        right = bob(ids(1, 40, seed=1), use_cache=True).logits
+        width = bob.config.hidden_size
+        with pytest.raises(DomainError, match="left its range"):
+            eve(inputs_embeds=torch.full((1, 40, width), 2.0**30), use_cache=True)
+        for length in (40, 1, 1):
+            item = Values("inputs_embeds", (1, length, width))
+            call = Call({"use_cache": True}, (item,), 1, None, None, ("logits",))
+            _, found = eve.parties.forward(call, [words("random", item.shape, int(length == 1))])
+            assert found["range check"].tolist() == [1]
+        for bad in (torch.nan, torch.inf, 2.0**63):
+            with pytest.raises(DomainError):
+                eve(inputs_embeds=torch.full((1, 40, width), bad))
+        for token in (-1, 128, 1 << 40):
+            with pytest.raises(DomainError):
+                eve(torch.tensor([[5, token]]))
+        with pytest.raises(DomainError):
+            eve(torch.zeros(1, 0, dtype=torch.int64))
+        for user in (eve, bob):
+            assert worst([user(ids(1, 40, seed=1), use_cache=True).logits], [right]) <= SAME
+    assert not any(watch.downs for watch in running.watches)
+    assert not any(service._suspects.runs_alone(user) for service in running.services for user in ("bob", "eve"))
