@@ -8,9 +8,8 @@ import hashlib
 import importlib
 import json
 import re
-import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import InitVar, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 from private_llm.errors import ConfigError, refuse_unknown
@@ -52,16 +51,12 @@ SQUARED_SOFTMAX = ("mpcformer", "secformer")
 """Approximations whose softmax squares scores, so a score far below all others weighs most."""
 
 
-_OLD_NAMES = ("lanes", "permute", "cache_policy")
-"""Settings that are called otherwise now (`PrivateConfig._take_old_names`)."""
-
-
 _Config = TypeVar("_Config")
 
 
 def _settings(cls: Any) -> list[str]:  # noqa: ANN401 - a class of settings
     """What its constructor takes."""
-    return [*(f.name for f in dataclasses.fields(cls)), *_OLD_NAMES]
+    return [f.name for f in dataclasses.fields(cls)]
 
 
 def _refuses_unknown(cls: type[_Config]) -> type[_Config]:
@@ -207,9 +202,6 @@ class PrivateConfig:
     prg: Literal["aes", "chacha20"] = "aes"
     parallel_sessions: int = 1
     rotate_roles: bool = False
-    lanes: InitVar[int | None] = None
-    permute: InitVar[bool | None] = None
-    cache_policy: InitVar[CachePolicy | None] = None
     party_mode: Literal["auto", "threads", "processes", "remote", "distributed"] = "auto"
     hosts: tuple[str, ...] = ()
     tls: TLSConfig | None = None
@@ -233,14 +225,7 @@ class PrivateConfig:
     offline_folder: str | None = None
     replay: bool = True
 
-    def __post_init__(self, lanes: int | None, permute: bool | None, cache_policy: CachePolicy | None) -> None:
-        self._take_old_names(
-            {
-                "parallel_sessions": ("lanes", lanes),
-                "rotate_roles": ("permute", permute),
-                "kv_cache": ("cache_policy", cache_policy),
-            }
-        )
+    def __post_init__(self) -> None:
         self._import_plugins()
         for key, allowed in _CHOICES.items():
             if getattr(self, key) not in allowed:
@@ -333,15 +318,6 @@ class PrivateConfig:
             raise ConfigError(
                 "weights_at_rest: got 'seeds' with sparsity, whose listed neurons are read from memory; want 'resident'"
             )
-
-    def _take_old_names(self, old: dict[str, tuple[str, object]]) -> None:
-        """Settings under the names that they had in the first version; they go with the next one."""
-        for name, (former, value) in old.items():
-            if value is not None:
-                if getattr(self, name) != type(self).__dataclass_fields__[name].default:
-                    raise ConfigError(f"{former}, {name}: got both; want {name} alone, which {former} is called now")
-                warnings.warn(f"{former} is now called {name}; use that name", DeprecationWarning, stacklevel=4)
-                object.__setattr__(self, name, value)
 
     def _import_plugins(self) -> None:
         if isinstance(self.plugins, str):
@@ -459,9 +435,8 @@ class PrivateConfig:
             values["plan"] = ShardingPlan.from_dict(values["plan"])
         if isinstance(values.get("sparsity"), dict):
             values["sparsity"] = CometConfig.from_dict(values["sparsity"])
-        for key in ("kv_cache", "cache_policy"):
-            if isinstance(values.get(key), dict):
-                values[key] = policy_of(values[key])
+        if isinstance(values.get("kv_cache"), dict):
+            values["kv_cache"] = policy_of(values["kv_cache"])
         if not isinstance(values.get("hosts", ""), str):
             values["hosts"] = tuple(values["hosts"])
         return cls(**values)

@@ -37,7 +37,6 @@ from private_llm.kv_policies.rivals import H2O, HeadMerging, InfLLM, SnapKV
 )
 def test_texts_are_policies(text: str, policy: CachePolicy) -> None:
     assert PrivateConfig.from_dict(kv_cache_of(text)).kv_cache == policy
-    assert kv_cache_of("", text) == kv_cache_of(text)
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -77,11 +76,6 @@ def test_what_is_wrong_is_said(text: str, says: str) -> None:
         kv_cache_of(text)
 
 
-def test_both_names_at_once_are_refused() -> None:
-    with pytest.raises(ConfigError, match="old name"):
-        kv_cache_of("h2o", "h2o")
-
-
 def estimated(*options: str) -> dict[str, Any]:
     result = CliRunner().invoke(
         app, ["estimate", "gpt2", "--seq", "40", "--new", "2", "--gmacs", "40", "--json", *options]
@@ -93,7 +87,7 @@ def estimated(*options: str) -> dict[str, Any]:
 
 def test_an_estimate_shows_what_a_policy_saves() -> None:
     policy = "mpcache,gamma=0.5,least=12,recent=4,levels=4:0.5"
-    full, kept = estimated(), estimated("--cache-policy", policy)
+    full, kept = estimated(), estimated("--kv-cache", policy)
     saving = kept["kv_cache"]
     assert "kv_cache" not in full
     assert saving["policy"]["name"] == "mpcache"

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from private_llm.errors import ConfigError
-from private_llm_cli.kv_cache import KvCacheOption, OldKvCacheOption, kv_cache_of
+from private_llm_cli.kv_cache import KvCacheOption, kv_cache_of
 from private_llm_cli.options import (
     SHARED,
     AgreedAdderOption,
@@ -143,7 +143,6 @@ def party(
     accept_weak_plan: WeakOption = False,
     split: SplitOption = None,
     kv_cache: KvCacheOption = "",
-    cache_policy: OldKvCacheOption = "",
     sparsity: SparsityOption = "",
     orders: OrdersOption = None,
     levels: LevelsOption = None,
@@ -188,7 +187,7 @@ def party(
         | adder_of(adder)
         | {"parallel_sessions": parallel_sessions, "rotate_roles": rotate_roles}
         | plan_of(plan, accept_weak_plan, split)
-        | kv_cache_of(kv_cache, cache_policy)
+        | kv_cache_of(kv_cache)
         | sparsity_of(sparsity, orders, levels, epsilon=epsilon)
     )
     if sparsity not in ("", SHARED):

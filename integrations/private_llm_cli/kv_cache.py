@@ -23,27 +23,23 @@ KvCacheOption = Annotated[
         "an unknown one lists those that there are.",
     ),
 ]
-OldKvCacheOption = Annotated[str, typer.Option("--cache-policy", hidden=True, help="Now --kv-cache.")]
 
 
-def kv_cache_of(text: str, old: str = "") -> dict[str, Any]:
-    """Settings of --kv-cache. old: what was given under its former name, --cache-policy.
+def kv_cache_of(text: str) -> dict[str, Any]:
+    """Settings of --kv-cache.
 
-    Raises ConfigError for both, and for names, settings and values that are not known, which lists those that are.
+    Raises ConfigError for names, settings and values that are not known, which lists those that are.
     """
-    if text and old:
-        raise ConfigError("--cache-policy is the old name of --kv-cache: want one of them")
-    given = text or old
-    if not given:
+    if not text:
         return {}
-    name, *parts = (part.strip() for part in given.split(","))
+    name, *parts = (part.strip() for part in text.split(","))
     if name not in POLICIES:
         raise ConfigError(f"kv_cache: got {name!r}; want {_offered()}")
     settings: dict[str, Any] = {}
     for part in parts:
         key, equals, value = (piece.strip() for piece in part.partition("="))
         if not (key and equals and value) or key in settings:
-            raise ConfigError(f"kv_cache: got {given!r}; want KEY=VALUE once for each setting: {_of(name)}")
+            raise ConfigError(f"kv_cache: got {text!r}; want KEY=VALUE once for each setting: {_of(name)}")
         settings[key] = _levels(value) if key == "levels" else _value(value)
     try:
         policy_of({"name": name, **settings})

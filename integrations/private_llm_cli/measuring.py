@@ -13,7 +13,7 @@ import typer
 from private_llm.errors import ConfigError
 from private_llm.protocol_facts import CASCADE
 from private_llm.token_sharding import ShardingPlan
-from private_llm_cli.kv_cache import KvCacheOption, OldKvCacheOption, kv_cache_of
+from private_llm_cli.kv_cache import KvCacheOption, kv_cache_of
 from private_llm_cli.options import (
     PROTOCOLS,
     SHAPES,
@@ -91,7 +91,6 @@ def estimate(
     accept_weak_plan: WeakOption = False,
     split: SplitOption = None,
     kv_cache: KvCacheOption = "",
-    cache_policy: OldKvCacheOption = "",
     sparsity: Annotated[
         str,
         typer.Option(
@@ -110,7 +109,7 @@ def estimate(
         "reveal": reveal,
         "matmul": matmul,
         "weights": weights,
-        **kv_cache_of(kv_cache, cache_policy),
+        **kv_cache_of(kv_cache),
     }
     if adder is not None:
         more |= {"adder": adder.value, "bandwidth_mbit": bandwidth, "latency_ms": latency}

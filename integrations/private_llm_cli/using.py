@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from private_llm.errors import ConfigError
-from private_llm_cli.kv_cache import KvCacheOption, OldKvCacheOption, kv_cache_of
+from private_llm_cli.kv_cache import KvCacheOption, kv_cache_of
 from private_llm_cli.options import (
     AdvanceOption,
     AgreedAdderOption,
@@ -125,7 +125,6 @@ def generate(
     accept_weak_plan: WeakOption = False,
     split: SplitOption = None,
     kv_cache: KvCacheOption = "",
-    cache_policy: OldKvCacheOption = "",
     gguf_file: GgufOption = None,
     ranges: RangesOption = None,
     sparsity: SparsityOption = "",
@@ -141,9 +140,7 @@ def generate(
     chosen = sampling(temperature, top_p) | drafting(draft, draft_paths, advance)
     more = {**remote(hosts, tls, "client", allow_plain_loopback), **plan_of(plan, accept_weak_plan, split)}
     more |= adder_of(adder)
-    more |= kv_cache_of(kv_cache, cache_policy) | sparsity_of(
-        sparsity, orders, levels, neuron_budget, head_budget, epsilon
-    )
+    more |= kv_cache_of(kv_cache) | sparsity_of(sparsity, orders, levels, neuron_budget, head_budget, epsilon)
     config = config_of(protocol, ring, party_mode, reveal=reveal, weights=weights, matmul=matmul, **more)
     if preprocess and draft:
         raise ConfigError("preprocess: with --draft nobody knows ahead how often the model runs; leave one of them out")
@@ -194,7 +191,7 @@ def gateway(
     from private_llm_cli.commands.gateway import GatewayChoices, token_of
     from private_llm_cli.commands.gateway import gateway as run
 
-    more = remote(hosts, tls, "client", allow_plain_loopback) | kv_cache_of(kv_cache, "") | adder_of(adder)
+    more = remote(hosts, tls, "client", allow_plain_loopback) | kv_cache_of(kv_cache) | adder_of(adder)
     more |= sparsity_of(sparsity, orders, levels, neuron_budget, head_budget, epsilon)
     config = config_of(protocol, ring, party_mode, reveal=reveal, weights=weights, timeout_s=timeout, **more)
     choices = GatewayChoices(model, name, sessions, ranges, token, no_token, wait)
@@ -238,7 +235,7 @@ def chat(
     from private_llm_cli.commands.terminal_chat import terminal_chat
 
     chosen = sampling(temperature, top_p) | drafting(draft, draft_paths, advance)
-    more = remote(hosts, tls, "client", allow_plain_loopback) | kv_cache_of(kv_cache, "") | adder_of(adder)
+    more = remote(hosts, tls, "client", allow_plain_loopback) | kv_cache_of(kv_cache) | adder_of(adder)
     more |= sparsity_of(sparsity, orders, levels, neuron_budget, head_budget, epsilon)
     config = config_of(protocol, ring, party_mode, reveal=reveal, weights=weights, **more)
     if not model and config.hosts:

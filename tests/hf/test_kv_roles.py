@@ -1,4 +1,4 @@
-"""Which layer chooses for which, the policy that caches nothing, and the setting under its old name."""
+"""Which layer chooses for which, the policy that caches nothing, and no setting of another name."""
 
 from __future__ import annotations
 
@@ -62,12 +62,3 @@ def test_without_a_cache_every_token_runs_the_whole_text(config: PrivateConfig) 
             held = private(**prompt(), use_cache=True).past_key_values
             assert (held is None) == (policy != KEEP_ALL)
     assert config is PLAIN or sent[1] > 2.5 * sent[0]  # three prompts instead of one
-
-
-def test_the_setting_has_an_old_name() -> None:
-    with pytest.warns(DeprecationWarning, match="cache_policy is now called kv_cache"):
-        assert PrivateConfig(cache_policy=MPCACHE) == PrivateConfig(kv_cache=MPCACHE)
-    with pytest.warns(DeprecationWarning, match="cache_policy is now called kv_cache"):
-        config = PrivateConfig.from_dict({"cache_policy": MPCACHE.to_dict()})
-    assert config.kv_cache == MPCACHE
-    assert "cache_policy" not in config.to_dict()

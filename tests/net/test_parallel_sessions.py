@@ -156,10 +156,7 @@ def test_impossible_parallel_sessions(wrong: dict[str, object]) -> None:
         PrivateConfig.from_dict(wrong)
 
 
-def test_old_names_of_settings_are_taken_with_a_warning() -> None:
-    with pytest.warns(DeprecationWarning, match="lanes is now called parallel_sessions"):
-        assert PrivateConfig(lanes=3) == PrivateConfig(parallel_sessions=3)
-    with pytest.warns(DeprecationWarning, match="permute is now called rotate_roles"):
-        config = PrivateConfig.from_dict({"parallel_sessions": 2, "permute": True})
-    assert (config.rotate_roles, PrivateConfig.from_dict(config.to_dict())) == (True, config)
-    assert not {"lanes", "permute"} & set(config.to_dict())
+@pytest.mark.parametrize("name", ["lanes", "permute", "cache_policy"])
+def test_errors_offer_no_setting_that_there_is_not(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"unknown key.s. {name}.*; known keys: (?!.*{name})"):
+        PrivateConfig.from_dict({name: 3})
