@@ -129,6 +129,18 @@ class AutoPrivateModelForSequenceClassification(_AutoPrivate):
     auto_class = transformers.AutoModelForSequenceClassification
 
 
+class AutoPrivateModelForTokenClassification(_AutoPrivate):
+    """Classifiers of every token, for instance of names."""
+
+    auto_class = transformers.AutoModelForTokenClassification
+
+
+class AutoPrivateModelForQuestionAnswering(_AutoPrivate):
+    """Models that find an answer in a text: logits of its first and its last token."""
+
+    auto_class = transformers.AutoModelForQuestionAnswering
+
+
 class AutoPrivateModelForImageClassification(_AutoPrivate):
     """Classifiers of images."""
 

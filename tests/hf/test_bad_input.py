@@ -186,7 +186,7 @@ def test_the_weights_do_not_come_out(opt: PreTrainedModel, tmp_path: Path) -> No
         with pytest.raises(UnsupportedOp):
             refused()
     assert list(tmp_path.iterdir()) == []
-    assert list(opt.parameters()) == []
+    assert sum(value.numel() for value in opt.parameters()) == 0
 
 
 def test_what_a_private_model_shows_of_itself(opt: PreTrainedModel) -> None:

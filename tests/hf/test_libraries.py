@@ -11,7 +11,12 @@ from typing import Any
 import pytest
 import torch
 import transformers as tr
-from private_llm_hf import AutoPrivateModelForMaskedLM, patch
+from private_llm_hf import (
+    AutoPrivateModelForMaskedLM,
+    AutoPrivateModelForQuestionAnswering,
+    AutoPrivateModelForTokenClassification,
+    patch,
+)
 from private_llm_hf.api import share_checkpoint
 from torch import nn
 from transformers import PreTrainedModel
@@ -74,7 +79,23 @@ def test_a_dtype_that_would_do_nothing_is_refused(llama: PreTrainedModel, change
 def test_what_is_true_already_changes_nothing(llama: PreTrainedModel) -> None:
     for same in (llama.float(), llama.to("cpu"), llama.to(torch.float32), llama.to(torch.device("cpu")), llama.eval()):
         assert same is llama
-    assert llama.device == torch.device("cpu")
+    assert llama.device == llama.cpu().device == torch.device("cpu")
+
+
+@pytest.mark.parametrize("within", [lambda model: model, nn.Sequential], ids=["itself", "within a module"])
+def test_a_device_that_would_do_nothing_is_refused(llama: PreTrainedModel, within: Any) -> None:
+    whole = within(llama)
+    moves = (lambda: whole.to("cuda"), lambda: whole.cuda(), lambda: whole.to(torch.device("cuda", 1)))
+    moves += (lambda: whole.to("meta"), lambda: whole.to_empty(device="meta"), lambda: whole.to("cuda", torch.float16))
+    for move in moves:
+        with pytest.raises(ConfigError, match=r"has no weights to move: .*PrivateConfig\(device='cuda'\)"):
+            move()
+    assert whole.to("cpu") is whole
+    first = next(whole.parameters())
+    assert (first.device, first.dtype, first.numel()) == (llama.device, llama.dtype, 0)
+    assert not first.requires_grad
+    with pytest.raises(UnsupportedOp, match="fixed point"):
+        whole.half()
 
 
 def test_a_compiled_model_is_the_model() -> None:
@@ -210,6 +231,24 @@ def test_masked_language_models(name: str, cls: type[PreTrainedModel], tmp_path:
         out, want = (m(input_ids=IDS, attention_mask=mask).logits for m in (private, model))
     assert worst(out, want, mask) < LOGIT_ERROR
     assert len(share_checkpoint(str(tmp_path / "checkpoint"), tmp_path / "out", TRIO, AutoPrivateModelForMaskedLM)) == 3
+
+
+@pytest.mark.parametrize(
+    ("auto", "cls", "outputs"),
+    [
+        (AutoPrivateModelForTokenClassification, tr.BertForTokenClassification, ("logits",)),
+        (AutoPrivateModelForQuestionAnswering, tr.BertForQuestionAnswering, ("start_logits", "end_logits")),
+    ],
+)
+def test_heads_of_every_token(auto: Any, cls: type[PreTrainedModel], outputs: tuple[str, ...], tmp_path: Path) -> None:
+    model = tiny.build("bert", cls)
+    model.save_pretrained(tmp_path)
+    mask = torch.tensor([[1, 1, 1, 0]])
+    with torch.no_grad(), auto.from_pretrained(str(tmp_path), PLAIN) as private:
+        assert type(private).__name__ == f"Private{cls.__name__}"
+        got, want = (m(input_ids=IDS, attention_mask=mask) for m in (private, model))
+        for name in outputs:
+            assert worst(got[name], want[name], mask) < LOGIT_ERROR
 
 
 # -- costs ------------------------------------------------------------------------------------------

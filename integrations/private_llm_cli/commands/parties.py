@@ -17,7 +17,10 @@ from private_llm_cli.commands.calibrate import ranges_from
 from private_llm_cli.commands.models import gguf_options, image_config, quiet
 from private_llm_cli.commands.output import CONSOLE, compile_notes, emit_json, progress_bar, size
 
-TASKS = ("causal-lm", "seq2seq", "classification", "features", "image", "masked-lm")
+TASKS = (
+    "causal-lm", "seq2seq", "classification", "features", "image", "masked-lm", "token-classification",
+    "question-answering",
+)  # fmt: skip
 """What a shared checkpoint will be used for: which of transformers' auto classes loads it."""
 
 
@@ -28,6 +31,7 @@ def auto_class(task: str) -> Any:  # noqa: ANN401 - one of the integration's aut
     autos = (
         hf.AutoPrivateModelForCausalLM, hf.AutoPrivateModelForSeq2SeqLM, hf.AutoPrivateModelForSequenceClassification,
         hf.AutoPrivateModel, hf.AutoPrivateModelForImageClassification, hf.AutoPrivateModelForMaskedLM,
+        hf.AutoPrivateModelForTokenClassification, hf.AutoPrivateModelForQuestionAnswering,
     )  # fmt: skip
     if task not in TASKS:
         raise ConfigError(f"task: got {task!r}; want one of {', '.join(TASKS)}")

@@ -69,6 +69,8 @@ class PrivateModel:
     ) -> None:
         # Only the root constructor: the architecture's own would build modules and weights.
         PreTrainedModel.__init__(self, config)
+        # who asks the first parameter for device and dtype gets an answer, and no weight
+        self.weights_with_the_parties = nn.Parameter(torch.empty(0), requires_grad=False)
         self.parties = parties
         self.patch_plan = patch_plan
         self.accepts = frozenset(inspect.signature(self.original_class.forward).parameters)
@@ -300,27 +302,23 @@ class PrivateModel:
     def compile(self, *_: object, **__: object) -> None:
         """Nothing to do, as for `torch.compile(model)`: the client computes nothing that compiling would speed up."""
 
-    def to(self, *args: object, **kwargs: object) -> PrivateModel:
-        """The model as it is: the client stays on its CPU. Raises UnsupportedOp for a dtype other than float32."""
-        for value in (*args, *kwargs.values()):
-            dtype = value.dtype if isinstance(value, torch.Tensor) else value
-            if isinstance(dtype, torch.dtype) and dtype != torch.float32:
-                self._refuse_dtype(dtype)
-        return self
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> PrivateModel:
+        """What to(), cuda(), half() and others do to weights, here and inside a module that holds this one: nothing, as
+        long as that leaves float32 on the CPU.
 
-    def half(self) -> PrivateModel:
-        """Raises UnsupportedOp: outputs are float32."""
-        self._refuse_dtype(torch.float16)
-        return self
-
-    def bfloat16(self) -> PrivateModel:
-        """Raises UnsupportedOp: outputs are float32."""
-        self._refuse_dtype(torch.bfloat16)
-        return self
-
-    def double(self) -> PrivateModel:
-        """Raises UnsupportedOp: outputs are float32."""
-        self._refuse_dtype(torch.float64)
+        Raises ConfigError for another device, UnsupportedOp for another dtype.
+        """
+        try:
+            made = fn(torch.zeros(1))
+        except (RuntimeError, AssertionError):  # what torch raises for a device that is not here
+            made = None
+        if made is None or made.device.type != "cpu":
+            raise ConfigError(
+                "a private model has no weights to move: it takes inputs and gives outputs on the CPU (pipelines: "
+                "device='cpu'); the parties compute on a GPU with PrivateConfig(device='cuda')"
+            )
+        if made.dtype != torch.float32:
+            self._refuse_dtype(made.dtype)
         return self
 
     def _refuse_dtype(self, dtype: torch.dtype) -> None:
