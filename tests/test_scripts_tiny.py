@@ -8,7 +8,7 @@ import pytest
 
 from tests.forked_scripts import ROOT, Scripts
 
-SCRIPTS = [path for path in sorted((ROOT / "scripts").glob("*.py")) if "__main__" in path.read_text(encoding="utf-8")]
+SCRIPTS = [path for path in sorted((ROOT / "scripts").rglob("*.py")) if "__main__" in path.read_text(encoding="utf-8")]
 """All but the files that a script imports from its own folder."""
 ALONE = {"bench_gpu"}
 """Those that decide something before they import anything."""

@@ -25,6 +25,8 @@ from private_llm.sparsity_config import CometConfig
         ({"levels": "noisy", "orders": "kept"}, "levels='noisy' goes with orders='fresh'"),
         ({"levels": "noisy", "epsilon": 0}, "epsilon: got 0"),
         ({"delta": float("nan")}, "delta: got nan"),
+        ({"positions": 0, "orders": "kept"}, "positions: got 0"),
+        ({"positions": 5}, "want orders='kept'"),
         ({"predictors": 3}, "want the path of a folder"),
         ({"predictor": "x"}, "predictor"),
     ],
@@ -41,6 +43,7 @@ def test_it_survives_json_and_parties_agree_on_all_but_the_folder() -> None:
         (CometConfig("b", orders="kept"), True),
         (CometConfig("a", orders="fresh", neuron_budget=0.5), False),
         (CometConfig("a", orders="kept", levels="open"), False),
+        (CometConfig("a", orders="kept", positions=512), True),
         (None, False),
     ):
         assert (PrivateConfig(sparsity=other).agreement() == config.agreement()) is same

@@ -414,6 +414,21 @@ def test_what_does_not_go_with_it_is_said(tmp_path: Path) -> None:
         assert private.generate(torch.ones(1, 5, dtype=torch.long), max_new_tokens=2).shape == (1, 7)
 
 
+@pytest.mark.parametrize("name", ["opt", "t5"])
+def test_an_order_serves_as_many_positions_as_was_said(name: str, tmp_path: Path) -> None:
+    """T5: nine of the encoder and five of the decoder, in two rows."""
+    model = sparse(name)
+    settings = {"orders": "kept", "levels": "open", "positions": 2 * 14}
+    config = PrivateConfig(**PLAIN, sparsity=CometConfig(saved(model, name, tmp_path), **settings))
+    with patch(model, config) as private:
+        private(**batch(name))
+        assert private.parties.opened_positions == (18 if name == "opt" else 28)
+        with pytest.raises(ConfigError, match=r"positions=28 were computed.* share it anew"):
+            private(**batch(name))
+    with patch(model, config) as private:
+        private(**batch(name))
+
+
 def test_nothing_of_a_call_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Patterns, queries and chosen neurons of each block are as large as the prompt is long."""
     model, blocks = sparse("llama"), []

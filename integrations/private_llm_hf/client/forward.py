@@ -12,13 +12,13 @@ from transformers import PretrainedConfig, modeling_outputs
 from transformers.modeling_outputs import ModelOutput
 
 from private_llm.config import SQUARED_SOFTMAX
-from private_llm.errors import DomainError, UnsupportedOp
+from private_llm.errors import ConfigError, DomainError, UnsupportedOp
 from private_llm.kv_policies.fixed import NoCache
 from private_llm.tensor.range_check import require
 from private_llm_hf.client import inputs as check
 from private_llm_hf.client.losses import Labels
 from private_llm_hf.client.remote_state import PrivateCache, PrivateEncoderOutput
-from private_llm_hf.client.session_client import Secret
+from private_llm_hf.client.session_client import Secret, SessionClient
 from private_llm_hf.models.architectures import architecture
 from private_llm_hf.transformers_versions import CACHE
 from private_llm_hf.wire.answers import GUARD
@@ -37,6 +37,23 @@ _REFUSED = {
 
 _GENERATE_S = ("tokenizer", "assistant_tokenizer", "is_first_iteration", "next_sequence_length")
 """Arguments of generate() itself (for stop strings, for its own steps), which it hands on to every forward."""
+
+
+def spend_positions(parties: SessionClient, count: int) -> None:
+    """Count positions whose patterns will be opened in a kept order.
+
+    Raises ConfigError where they are more than `CometConfig.positions`.
+    """
+    settings = parties.config.sparsity
+    if settings is None or settings.positions is None:
+        return
+    if parties.opened_positions + count > settings.positions:
+        raise ConfigError(
+            f"sparsity: this call has {count} positions, and {parties.opened_positions} of positions="
+            f"{settings.positions} were computed in this sharing's orders already; close this model and share it anew, "
+            "which draws new orders"
+        )
+    parties.opened_positions += count
 
 
 class Forward:
@@ -217,6 +234,7 @@ class Forward:
             self.public, tuple(self.listed), None if cache is None else cache.handle,
             None if encoded is None else _reference(encoded), None, OPENED,
         )  # fmt: skip
+        spend_positions(self.parties, asked.rows * length)
         kind, opened = self.parties.forward(asked, self.secrets)
         if cache is not None:
             cache.rows = asked.rows
@@ -259,6 +277,7 @@ def encode_prompt(
     call.take_mask("attention_mask", rows, length)
     encoded = PrivateEncoderOutput.of(model.parties, rows, length)
     asked = Call(call.public, tuple(call.listed), None, None, encoded.handle, ())
+    spend_positions(model.parties, rows * length)
     _, opened = model.parties.forward(asked, call.secrets)
     require(opened.pop(GUARD, torch.zeros(1)))
     return encoded

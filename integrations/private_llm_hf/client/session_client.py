@@ -30,6 +30,8 @@ class SessionClient(ABC):
     config: PrivateConfig
     ring: Ring
     ranges: Ranges = UNKNOWN
+    opened_positions: int = 0
+    """Of calls so far, where a kept order serves a limited number (`CometConfig.positions`)."""
 
     @abstractmethod
     def forward(self, call: Call, secrets: list[Secret]) -> tuple[str, dict[str, Tensor]]:
