@@ -47,7 +47,8 @@ class Eviction:
     """Entries that stay after a call: the `first` and the `recent` newest, and of the others those of most attention.
 
     Attention is the sum of probabilities over the last queries (`CachePolicy.mass_queries`) and the query heads that
-    share a key head; each key head ranks for itself. Entries keep their order. Padding ranks last.
+    share a key head; each key head ranks for itself. Entries keep their order. Padding ranks last, and is neither among
+    the first nor the newest while tokens are left for these places.
 
     recent_share: that share of what stays is for the newest entries, if it is more than `recent`.
     pool: an odd number of neighbours over which an entry's attention is averaged before ranking (1: none).
@@ -85,7 +86,7 @@ class Selection:
     Levels go from large clusters to small ones, whose sizes divide each other; at each level the clusters within those
     that are left are ranked by q . representative, summed over the query heads that share a key head. The newest
     entries that fill no cluster of the first level, and at least `recent`, are always attended to. Calls with several
-    queries attend to everything.
+    queries attend to everything. Padding shares no cluster with tokens, and its clusters rank last.
 
     represent: what stands for a cluster's keys: "extremes", alpha r_max + (1 - alpha) r_min (elementwise largest and
     smallest; MPCache, equation 6); their "mean"; the sum of the `heavy` keys of most attention (InfLLM); or a "unit"
@@ -101,10 +102,13 @@ class Selection:
     recent: int = 0
     gather: Literal["auto", "scores", "shuffled-scores", "keys"] = "auto"
 
-    def shape(self, held: int) -> ClusterShape | None:
-        """Clusters among `held` entries; None where nothing would be left out."""
+    def shape(self, held: int, padding: int = 0) -> ClusterShape | None:
+        """Clusters among `held` entries; None where nothing would be left out.
+
+        padding: so many entries beside the newest ones must fit into the tail (`padding.py`).
+        """
         size = self.levels[0].size
-        clusters = max(0, held - self.first - self.recent) // size
+        clusters = max(0, held - self.first - self.recent - padding) // size
         there, kept, left = [], [], clusters
         for place, level in enumerate(self.levels):
             there.append(left)

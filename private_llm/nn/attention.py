@@ -142,13 +142,14 @@ def attend(
 
 def attend_and_weigh(
     query: Fixed, key: Fixed, value: Fixed, mask: Tensor | None, scale: float, softcap: float | None,
-    bias: Fixed | Tensor | None, counted: int, sinks: Fixed | None = None,
+    bias: Fixed | Tensor | None, counted: int, sinks: Fixed | None = None, among: Tensor | None = None,
 ) -> tuple[Fixed, Fixed | None]:  # fmt: skip
     """As `attend`, with sinks and the attention mass that each key got from the last `counted` queries, or None for 0.
 
     sinks: a score for each head [H] that takes part in its softmax and brings no value: one entry more a row.
     The mass is [B, G, k]: the sum of the probabilities over these queries and over the H / G heads that share the key
-    head; queries that see nothing add nothing. It is a local sum, so asking for it sends nothing.
+    head; queries that see nothing add nothing, nor do those that `among`, bool [B or 1, counted],
+    leaves out. It is a local sum, so asking for it sends nothing.
     """
     batch, heads, queries, _ = query.shape
     groups, keys = key.shape[1], key.shape[2]
@@ -160,7 +161,7 @@ def attend_and_weigh(
         return _nothing(query, (batch, heads, queries, value.shape[-1])), nobody
     if queries <= _FEW and pattern.select is None and bias is None and sinks is None and not counted:
         return _repeated(query, key, value, scale, softcap), None
-    return _attended(query, key, value, pattern, scale, softcap, bias, sinks, counted)
+    return _attended(query, key, value, pattern, scale, softcap, bias, sinks, counted, among=among)
 
 
 def _repeated(query: Fixed, key: Fixed, value: Fixed, scale: float, softcap: float | None) -> Fixed:
@@ -184,6 +185,7 @@ def _repeated(query: Fixed, key: Fixed, value: Fixed, scale: float, softcap: flo
 def _attended(
     query: Fixed, key: Fixed, value: Fixed, pattern: Pattern, scale: float, softcap: float | None,
     bias: Fixed | Tensor | None, sinks: Fixed | None, counted: int, present: Tensor | None = None,
+    among: Tensor | None = None,
 ) -> tuple[Fixed, Fixed | None]:  # fmt: skip
     """`attend_and_weigh` where some query sees something. present: see `padded_keys`; with all keys alone."""
     (batch, heads, queries, keys), groups, depth = pattern.shape, key.shape[1], query.shape[3]
@@ -211,7 +213,7 @@ def _attended(
     weighing = weights.view(lambda part: part.reshape(*grouped, keys))
     frac = read_frac(value.session)
     mixed = mixed_values(weighing, value, pattern, frac, read_width(value.session, frac, "value"))
-    mass = _mass(weights, groups, counted) if counted else None
+    mass = _mass(weights, groups, counted, among) if counted else None
     return mixed.view(lambda part: part.reshape(batch, heads, queries, -1)), mass
 
 
@@ -275,10 +277,13 @@ def _divided_last(
     return mixed.mul(inverse.view(lambda part: part.reshape(*grouped, 1)), frac, width=width)
 
 
-def _mass(weights: Fixed, groups: int, counted: int) -> Fixed:
+def _mass(weights: Fixed, groups: int, counted: int, among: Tensor | None) -> Fixed:
     """Probabilities [B, H, q, k] of the last `counted` queries, summed over them and the heads of a group. Local."""
     batch, _, _, keys = weights.shape
-    newest = weights.view(lambda part: part[:, :, -counted:].reshape(batch, groups, -1, keys))
+    newest = weights.view(lambda part: part[:, :, -counted:])
+    if among is not None:
+        newest = newest.scale_int(among[:, None, :, None].to(newest.share.parts[0]))
+    newest = newest.view(lambda part: part.reshape(batch, groups, -1, keys))
     return newest.sum(2)
 
 

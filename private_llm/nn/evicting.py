@@ -17,11 +17,18 @@ from torch import Tensor
 
 from private_llm.errors import UnsupportedOp
 from private_llm.exact.maximum import concatenated
-from private_llm.kv_policies.policy import CachePolicy, Eviction
+from private_llm.kv_policies.padding import (
+    alike,
+    clusters_of_tokens,
+    outside_clusters,
+    padding_last,
+    queries_that_count,
+)
+from private_llm.kv_policies.policy import CachePolicy, ClusterShape, Eviction, Selection
 from private_llm.nn.attention import attend_and_weigh
 from private_llm.nn.clusters import representatives
 from private_llm.nn.kv_cache import KVBuffer
-from private_llm.nn.selecting import FORBIDDEN, Chosen, attend_to_chosen, choose_clusters
+from private_llm.nn.selecting import FORBIDDEN, Chosen, attend_to_chosen, choose_clusters, reordered
 from private_llm.oblivious.compaction import Compaction, compact
 from private_llm.oblivious.topk import largest
 from private_llm.protocols.share import Share
@@ -48,13 +55,20 @@ class Call:
 
 @dataclass(frozen=True, eq=False)
 class Evicted:
-    """Which entries stayed in this call: `first` and `newest` ones, and those that `middle` brings together."""
+    """Which entries stayed in this call: `first` and `newest` ones, and those that `middle` brings together.
+
+    order: the public order of entries that this is about, int64 [B or 1, n]; None: theirs. marks: 0 or 1, [B, G, those
+    between first and newest]. tokens: bool [B or 1, entries that stay], None: all are. croppable: so many of the newest
+    entries lay where they lie now.
+    """
 
     middle: Compaction
     first: int
     newest: int
     tokens: Tensor | None
     marks: Fixed
+    order: Tensor | None
+    croppable: int
 
 
 class EvictingLayer:
@@ -70,6 +84,7 @@ class EvictingLayer:
         self._penalty: Fixed | None = None  # -1 at the entries that are hidden, else 0: [B, G, 1, n]
         self._hidden = 0
         self._clusters: list[Fixed] | None = None
+        self._padding: Tensor | None = None  # entries of padding when clusters were made: int64 [B or 1]
 
     # -- attention ---------------------------------------------------------------------------------------------
     def attend(self, call: Call, queries: int) -> Fixed:
@@ -82,18 +97,21 @@ class EvictingLayer:
         keys, values = self._held()
         self._mass = None if self._mass is None else _longer(self._mass, self.buffer.length)
         self._penalty = None if self._penalty is None else _longer(self._penalty, self.buffer.length)
-        counted = 0 if self.leader is not None else self.policy.mass_queries(queries)
-        chosen = self._choose(call.query, keys, values.shape[-1])
+        tokens = _tokens(call.tokens, keys.shape[2])
+        counted, among = (0, None) if self.leader is not None else queries_that_count(self.policy, queries, tokens)
+        chosen = self._choose(call.query, keys, values.shape[-1], tokens)
         if chosen is None:
             out, mass = attend_and_weigh(
                 call.query, keys, values, call.mask, call.scale, call.softcap, self._penalty_of(call.query), counted,
-                call.sinks,
+                call.sinks, among,
             )  # fmt: skip
         else:
             out, mass = attend_to_chosen(
                 call.query, keys, values, call.mask, call.scale, call.softcap, call.sinks, chosen,
                 None if self._penalty is None else self._penalty.scale_int(int(FORBIDDEN)), weigh=counted > 0,
             )  # fmt: skip
+            if mass is not None and among is not None:
+                mass = mass.scale_int(among[:, None].to(mass.share.parts[0]))
         self._count(mass if counted else None, counted * call.query.shape[1] // keys.shape[1])
         self._evict(call, queries)
         return out
@@ -112,15 +130,19 @@ class EvictingLayer:
         addend = self._penalty.scale_int(int(FORBIDDEN))
         return addend.view(lambda part: part.repeat_interleave(shared, 1).expand(-1, -1, query.shape[2], -1))
 
-    def _choose(self, query: Fixed, keys: Fixed, value_size: int) -> Chosen | None:
+    def _choose(self, query: Fixed, keys: Fixed, value_size: int, tokens: Tensor | None) -> Chosen | None:
         """What a single query attends to; None: everything."""
         selection = self.policy.selection
-        shape = None if selection is None or query.shape[2] > 1 else selection.shape(keys.shape[2])
+        shape = None if selection is None or query.shape[2] > 1 else _shape(selection, keys.shape[2], tokens)
         if selection is None or shape is None:
             return None
         if self.leader is None:
-            made = self._representatives(keys)
-            self.chosen = choose_clusters(query, made, shape, selection.gather, value_size)
+            made, order, there = self._representatives(keys, tokens), None, None
+            if tokens is not None:
+                order = padding_last(tokens, selection.first, shape.sizes[0])
+                end = shape.first + shape.clustered
+                there = torch.cat([clusters_of_tokens(tokens, order, shape.first, end, s) for s in shape.sizes], 1)
+            self.chosen = choose_clusters(query, made, shape, selection.gather, value_size, order, there)
         else:
             self.chosen = self.leader.chosen
             if self.chosen is None or self.chosen.shape != shape:
@@ -128,21 +150,29 @@ class EvictingLayer:
         return self.chosen
 
     # -- clusters ----------------------------------------------------------------------------------------------
-    def _representatives(self, keys: Fixed) -> list[Fixed]:
+    def _representatives(self, keys: Fixed, tokens: Tensor | None) -> list[Fixed]:
         """Of all clusters there are now; only those are made that were not there before."""
         selection = self.policy.selection
-        shape = None if selection is None else selection.shape(keys.shape[2])
+        shape = None if selection is None else _shape(selection, keys.shape[2], tokens)
         if selection is None or shape is None:
             return []
         size, ready = selection.levels[0].size, 0
+        padding = None if tokens is None else (~tokens).sum(-1)
+        if not alike(padding, self._padding):  # clusters begin elsewhere
+            self._clusters, self._padding = None, padding
         if self._clusters is not None:
             ready = self._clusters[0].shape[2]
             if ready > shape.there[0]:  # entries at the end were cropped
                 self._clusters, ready = self._first_clusters(shape.there[0]), shape.there[0]
         if ready < shape.there[0]:
             start, stop = selection.first + ready * size, selection.first + shape.clustered
-            fresh = keys.view(lambda part: part[:, :, start:stop])
-            mass = None if self._mass is None else self._mass.view(lambda part: part[:, :, start:stop])
+            fresh, mass = keys, self._mass
+            if tokens is not None:
+                order = padding_last(tokens, selection.first, size)
+                fresh = keys.scale_int(tokens[:, None, :, None].to(keys.share.parts[0]))  # padding may be anything
+                fresh, mass = reordered(fresh, order, 2), None if mass is None else reordered(mass, order, 2)
+            fresh = fresh.view(lambda part: part[:, :, start:stop])
+            mass = None if mass is None else mass.view(lambda part: part[:, :, start:stop])
             made = representatives(fresh, selection, mass)
             old = self._clusters
             self._clusters = made if old is None else [concatenated(list(p), 2) for p in zip(old, made, strict=True)]
@@ -167,7 +197,7 @@ class EvictingLayer:
     def _evict(self, call: Call, queries: int) -> None:
         """After a call: forget all but as many entries as the policy says, and make clusters of a prompt's rest."""
         eviction, buffer = self.policy.eviction, self.buffer
-        alive = buffer.length - self._hidden
+        held, alive = buffer.length, buffer.length - self._hidden
         kept = self.policy.ranked(alive, buffer.position, queries)
         newest = 0 if eviction is None else eviction.newest(kept)
         if self._penalty is not None and (buffer.newest or 0) < newest:
@@ -178,7 +208,9 @@ class EvictingLayer:
                 raise UnsupportedOp(_NOT_CHOSEN)
             self._forget(self.evicted, eviction, kept)
         if queries > 1 and self.leader is None:
-            self._representatives(self._held()[0])
+            keys = self._held()[0]
+            tokens = _tokens(call.tokens, keys.shape[2]) if buffer.length == held else buffer.tokens
+            self._representatives(keys, tokens)
 
     def _rank(self, eviction: Eviction, call: Call, kept: int, newest: int) -> Evicted:
         """Which entries stay: the top of their masses, padding last."""
@@ -195,12 +227,16 @@ class EvictingLayer:
             below = 2 if eviction.pool == 1 else bound + 2
             mass = mass + self._penalty.view(lambda part: part.squeeze(2)).scale_int(below)
             bound = max(bound, below)
+        order = None if tokens is None else padding_last(tokens, first, newest=newest)
+        mass = mass if order is None else reordered(mass, order, 2)
         middle = mass.view(lambda part: part[:, :, first : held - newest])
         wanted = kept - first - newest
         marks = largest(middle, wanted, bits=middle.frac + bound.bit_length() + 2)
         made = compact(marks.view(lambda part: part.flatten(0, 1)), wanted)
-        stay = None if tokens is None else _tokens_that_stay(tokens, first, newest, wanted)
-        return Evicted(made, first, newest, stay, marks)
+        if tokens is None or order is None:
+            return Evicted(made, first, newest, None, marks, None, newest)
+        stay = _tokens_that_stay(tokens.gather(1, order), first, newest, wanted)
+        return Evicted(made, first, newest, stay, marks, order, min(newest, _unmoved(order)))
 
     def _forget(self, evicted: Evicted, eviction: Eviction, kept: int) -> None:
         keys, values = self._held()
@@ -211,7 +247,7 @@ class EvictingLayer:
         pairs = zip(keys.share.parts, values.share.parts, strict=True)
         both = self._kept(keys.with_share(Share(tuple(torch.cat(pair, 3) for pair in pairs))), evicted)
         stay = [both.view(lambda part: part[..., :size]), both.view(lambda part: part[..., size:])]
-        self.buffer.replace(stay[0], values.with_share(stay[1].share), evicted.newest, evicted.tokens)
+        self.buffer.replace(stay[0], values.with_share(stay[1].share), evicted.croppable, evicted.tokens)
         self._clusters = None
         if self._mass is not None:
             always = eviction.memory == "always"
@@ -224,15 +260,17 @@ class EvictingLayer:
         batch, groups = evicted.marks.shape[:2]
         ends = [_ones(evicted.marks, (batch, groups, n)) for n in (evicted.first, evicted.newest)]
         marks = concatenated([ends[0], evicted.marks, ends[1]], 2)
-        self.buffer.newest = evicted.newest  # cropping more would remove a secret number of hidden entries
-        self._penalty = (marks - 1.0).view(lambda part: part.unsqueeze(2))
         self._hidden = marks.shape[2] - kept
+        marks = marks if evicted.order is None else reordered(marks, evicted.order.argsort(-1), 2)
+        self.buffer.newest = evicted.croppable  # cropping more would remove a secret number of hidden entries
+        self._penalty = (marks - 1.0).view(lambda part: part.unsqueeze(2))
         if self.policy.eviction is not None and self.policy.eviction.memory != "always":
             self._mass, self._mass_bound = None, 0
 
     @staticmethod
     def _kept(x: Fixed, evicted: Evicted) -> Fixed:
         """x [B, G, n, P] at the entries that stay: one shuffle of those between first and newest."""
+        x = x if evicted.order is None else reordered(x, evicted.order, 2)
         batch, groups, held, width = x.shape
         end = held - evicted.newest
         rows = x.view(lambda part: part[:, :, evicted.first : end].reshape(-1, width))
@@ -264,6 +302,8 @@ class EvictingLayer:
         self._mass = None if self._mass is None else moved(self._mass)
         self._penalty = None if self._penalty is None else moved(self._penalty)
         self._clusters = None if self._clusters is None else [moved(x) for x in self._clusters]
+        if self._padding is not None and len(self._padding) > 1:
+            self._padding = self._padding[index]
 
     def copy(self, leader: EvictingLayer | None) -> EvictingLayer:
         """Another layer with the same entries so far, which follows `leader`."""
@@ -272,6 +312,7 @@ class EvictingLayer:
         twin._mass, twin._mass_bound = self._mass, self._mass_bound
         twin._penalty, twin._hidden = self._penalty, self._hidden
         twin._clusters = None if self._clusters is None else list(self._clusters)
+        twin._padding = self._padding
         twin.chosen, twin.evicted = self.chosen, self.evicted
         return twin
 
@@ -282,6 +323,16 @@ class EvictingLayer:
             self.buffer.hidden, self.buffer.newest, self.buffer.tokens, clusters, self._mass is not None,
             self._mass_bound, self._hidden,
         )  # fmt: skip
+
+
+def _shape(selection: Selection, held: int, tokens: Tensor | None) -> ClusterShape | None:
+    return selection.shape(held, 0 if tokens is None else outside_clusters(tokens, selection.levels[0].size))
+
+
+def _unmoved(order: Tensor) -> int:
+    """How many entries at the end are where they were, in all rows."""
+    moved = (order != torch.arange(order.shape[1], device=order.device)).any(0)
+    return order.shape[1] - int(moved.nonzero()[-1]) - 1 if bool(moved.any()) else order.shape[1]
 
 
 def _longer(x: Fixed, length: int) -> Fixed:

@@ -38,11 +38,23 @@ FORBIDDEN = 2.0**16
 
 @dataclass(frozen=True, eq=False)
 class Chosen:
-    """Clusters that queries attend to, for each row and key head: `blocks` choices. levels: one in the other."""
+    """Clusters that queries attend to, for each row and key head: `blocks` choices. levels: one in the other.
+
+    order: of the entries that `shape` is about, public, int64 [B or 1, n] (`kv_policies/padding.py`); None: theirs.
+    """
 
     shape: ClusterShape
     gather: str
     levels: tuple[ChosenRows, ...]
+    order: Tensor | None = None
+
+    def arranged(self, x: Fixed) -> Fixed:
+        """Entries of x [B, G, m, n] in `order`. Local."""
+        return x if self.order is None else reordered(x, self.order, 3)
+
+    def in_place(self, x: Fixed) -> Fixed:
+        """The inverse of `arranged`."""
+        return x if self.order is None else reordered(x, self.order.argsort(-1), 3)
 
     def take(self, x: Fixed) -> Fixed:
         """Entries of chosen clusters: [blocks, clustered, P] to [blocks, chosen, P]."""
@@ -61,11 +73,21 @@ class Chosen:
         return y
 
 
+def reordered(x: Fixed, order: Tensor, dim: int) -> Fixed:
+    """Entries of x [B, G, ..] along `dim` in a public order, int64 [B or 1, entries of the result]. Local."""
+    shape = [1] * len(x.shape)
+    shape[0], shape[dim] = order.shape
+    wanted = [*x.shape[:dim], order.shape[1], *x.shape[dim + 1 :]]
+    return x.view(lambda part: part.gather(dim, order.to(part.device).view(shape).expand(wanted)))
+
+
 def choose_clusters(
-    query: Fixed, representatives: Sequence[Fixed], shape: ClusterShape, gather: str, value_size: int
-) -> Chosen:
+    query: Fixed, representatives: Sequence[Fixed], shape: ClusterShape, gather: str, value_size: int,
+    order: Tensor | None = None, tokens: Tensor | None = None,
+) -> Chosen:  # fmt: skip
     """The clusters most like a query [B, H, 1, D], by `representatives` [B, G, clusters, D] of each level.
 
+    order: as `Chosen`. tokens: bool [B or 1, clusters of all levels], False for those of padding, which rank last.
     Likeness must stay below 2^24; it is watched. One product of all levels' likenesses (a truncation before it, of a
     query that a rotary embedding left with many fractional bits: the ring has no room for both), and for each level a
     top-k and the making of its rows. gather: as `Selection`, value_size: of a value, for "auto".
@@ -77,7 +99,12 @@ def choose_clusters(
     total = total.at(query.session.frac) if total.frac > query.session.frac + SLACK else total
     every = concatenated(list(representatives), 2)
     likeness = total.matmul(every.view(lambda part: part.transpose(-1, -2)), frac=LIKENESS_BITS)
+    if tokens is not None:
+        likeness = likeness.scale_int(tokens[:, None, None].to(likeness.share.parts[0]))
     watch_flat(likeness, LIKENESS_REACH - 1 + likeness.frac)
+    if tokens is not None:
+        below = 2.0 ** (LIKENESS_REACH - 1) * (~tokens)[:, None, None].double()
+        likeness = likeness - below.to(likeness.share.parts[0].device)
     likeness = likeness.view(lambda part: part.reshape(blocks, -1))
     if gather == "auto":
         gather = cheapest_gather(query.session, shape, blocks, shared, depth, value_size)
@@ -92,7 +119,7 @@ def choose_clusters(
             own = rows.take(own.view(lambda part, n=inner: part.unflatten(1, (-1, n))))  # type: ignore[misc]
             own = own.view(lambda part: part.flatten(1))
         made.append(_rows(own, there, kept, gather))
-    return Chosen(shape, gather, tuple(made))
+    return Chosen(shape, gather, tuple(made), order)
 
 
 def _rows(likeness: Fixed, there: int, kept: int, gather: str) -> ChosenRows:
@@ -121,12 +148,15 @@ def attend_to_chosen(
     grouped = grouped.at(query.session.frac) if grouped.frac > query.session.frac + SLACK else grouped
     turned = key.view(lambda part: part.transpose(-1, -2))
     scores = grouped.matmul(turned, frac=grouped.frac + key.frac)  # [B, G, shared, n], truncated when few are left
+    seen = _seen(mask, batch)
+    scores = scores if seen is None else scores.scale_int(seen[:, None].to(scores.share.parts[0]))
     watch_flat(scores, REACH - 1 + scores.frac)
-    penalty = _penalty(scores, (batch, groups, 1, entries), mask, addend)
+    penalty = _penalty(scores, (batch, groups, 1, entries), seen, addend)
     if penalty is not None and softcap is None:
         scores, penalty = scores + penalty, None
     elif penalty is not None:  # a cap would hide it: one column more to take
         scores = concatenated([scores, penalty.at(scores.frac)], 2)
+    scores = chosen.arranged(scores)
     columns, end = scores.shape[2], shape.first + shape.clustered
     rows = scores.view(lambda part: part[..., shape.first : end].transpose(2, 3).reshape(batch * groups, -1, columns))
     taken = chosen.take(rows).view(lambda part: part.view(batch, groups, -1, columns).transpose(2, 3))
@@ -140,7 +170,7 @@ def attend_to_chosen(
     spread = chosen.put_back(rows).view(lambda part: part.view(batch, groups, -1, shared).transpose(2, 3))
     first = weights.view(lambda part: part[..., count : count + shape.first])
     tail = weights.view(lambda part: part[..., count + shape.first :])
-    whole = concatenated([first, spread, tail], 3)
+    whole = chosen.in_place(concatenated([first, spread, tail], 3))
     out = mixed_values(whole, value, pattern_of(None, batch, heads, 1, entries))
     return out.view(lambda part: part.reshape(batch, heads, 1, -1)), whole.sum(2)
 
@@ -153,10 +183,13 @@ def _attend_to_gathered(
     batch, heads, _, depth = query.shape
     groups, entries, shape = key.shape[1], key.shape[2], chosen.shape
     shared, end = heads // groups, shape.first + shape.clustered
+    seen = _seen(mask, batch)
+    key = key if seen is None else key.scale_int(seen.unsqueeze(-1).to(key.share.parts[0]))
     made = [key.at(query.session.frac), value.at(query.session.frac)]
-    penalty = _penalty(query, (batch, groups, 1, entries), mask, addend)
+    penalty = _penalty(query, (batch, groups, 1, entries), seen, addend)
     made += [] if penalty is None else [_column(penalty.at(query.session.frac))]
     both = concatenated(made, 3)
+    both = both if chosen.order is None else reordered(both, chosen.order, 2)
     rows = both.view(lambda part: part[:, :, shape.first : end].reshape(batch * groups, -1, part.shape[-1]))
     taken = chosen.take(rows).view(lambda part: part.unflatten(0, (batch, groups)))
     pieces = [taken, *(both.view(lambda part, s=s: part[:, :, s]) for s in _outside(shape, entries))]  # type: ignore[misc]
@@ -178,7 +211,8 @@ def _attend_to_gathered(
     spread = chosen.put_back(rows).view(lambda part: part.view(batch, groups, -1))
     rest = weights.view(lambda part: part[..., shape.chosen :].sum(2, dtype=part.dtype))
     first, tail = (rest.view(lambda part, s=s: part[..., s]) for s in (slice(0, shape.first), slice(shape.first, None)))  # type: ignore[misc]
-    return out, concatenated([first, spread, tail], 2)
+    mass = concatenated([first, spread, tail], 2)
+    return out, mass if chosen.order is None else reordered(mass, chosen.order.argsort(-1), 2)
 
 
 def _column(x: Fixed) -> Fixed:
@@ -199,14 +233,19 @@ def _outside(shape: ClusterShape, entries: int) -> tuple[slice, slice]:
     return slice(0, shape.first), slice(shape.first + shape.clustered, entries)
 
 
-def _penalty(like: Fixed, shape: tuple[int, ...], mask: Tensor | None, addend: Fixed | None) -> Fixed | None:
-    """What scores [B, G, 1, n] (shape) are less: at padding, where no query head may look, and by the secret addend.
+def _seen(mask: Tensor | None, batch: int) -> Tensor | None:
+    """bool [B, 1, n]: where some query head may look, which is everywhere but at padding; None: everywhere.
 
-    Rows of heads left out do not count. None: nothing.
+    Rows of heads left out do not count.
     """
-    seen = None if mask is None else mask.any(1).expand(shape[0], 1, -1)
+    seen = None if mask is None else mask.any(1).expand(batch, 1, -1)
     seen = None if seen is None else seen | ~seen.any(-1, keepdim=True)
-    if seen is None or bool(seen.all()):
+    return None if seen is None or bool(seen.all()) else seen
+
+
+def _penalty(like: Fixed, shape: tuple[int, ...], seen: Tensor | None, addend: Fixed | None) -> Fixed | None:
+    """What scores [B, G, 1, n] (shape) are less: where nobody may look, and by the secret addend. None: nothing."""
+    if seen is None:
         return addend
     frac = like.session.frac
     made = like.with_share(like.proto.public(_zeros(like, shape)), frac) if addend is None else addend

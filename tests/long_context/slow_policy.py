@@ -53,15 +53,21 @@ class SlowPolicy:
         each, before = heads // groups, self.position[layer]
         self.position[layer] = total = before + queries
         out = torch.zeros(batch, heads, queries, v.shape[-1], dtype=v.dtype)
-        counted = 0 if self.windows[layer] else min(queries, policy.mass_queries(queries))
+        everybody = 0 if self.windows[layer] else policy.mass_queries(queries)
+        padding = [0] * batch
         for row in range(batch):
-            got: dict[int, dict[int, float]] = {g: {} for g in range(groups)}
             for group in range(groups):
                 state = self.heads.setdefault((layer, row, group), HeadState())
                 state.live += range(before, total)
-                for position in range(before, total):
-                    state.mass[position] = 0.0
-                self.choose(layer, row, group, q[row, group * each : (group + 1) * each], k[row, group])
+                state.mass |= dict.fromkeys(range(before, total), 0.0)
+            padding[row] = sum(not mask[row, 0, -1, p] for p in state.live)
+        for row in range(batch):
+            got: dict[int, dict[int, float]] = {g: {} for g in range(groups)}
+            there = [i for i in range(queries) if mask[row, 0, i, before + i]]
+            counted = there[-(policy.mass_queries(len(there)) or everybody) :] if everybody else []
+            for group in range(groups):
+                own = q[row, group * each : (group + 1) * each]
+                self.choose(layer, row, group, own, k[row, group], mask[row, 0, -1], padding)
             for query in range(queries):
                 scores = []
                 for head in range(heads):
@@ -80,7 +86,7 @@ class SlowPolicy:
                     norm = sum(weights.values())
                     for p, weight in weights.items():
                         out[row, head, query] += weight / norm * v[row, head // each, p]
-                        if query >= queries - counted:
+                        if query in counted:
                             mine = got[head // each]
                             mine[p] = mine.get(p, 0.0) + weight / norm
             if not self.windows[layer]:
@@ -89,15 +95,22 @@ class SlowPolicy:
         return out
 
     # -- selection ----------------------------------------------------------------------------------------------
-    def choose(self, layer: int, row: int, group: int, q: Tensor, k: Tensor) -> None:
-        """q [heads of the group, queries, D], k [T, D]."""
+    def choose(
+        self, layer: int, row: int, group: int, q: Tensor, k: Tensor, tokens: Tensor, padding: list[int]
+    ) -> None:  # fmt: skip
+        """q [heads of the group, queries, D], k [T, D], tokens bool [T], padding: entries of it in each row."""
         state, selection = self.heads[layer, row, group], self.policy.selection
         state.chosen = list(state.live)
-        shape = (
-            None if selection is None or q.shape[1] != 1 or self.windows[layer] else selection.shape(len(state.live))
-        )
-        if selection is None or shape is None:
+        if selection is None or q.shape[1] != 1 or self.windows[layer]:
             return
+        width = selection.levels[0].size
+        shape = selection.shape(len(state.live), max(count % width for count in padding))
+        if shape is None:
+            return
+        there = [p for p in state.live if tokens[p]]
+        nobody = [p for p in state.live if not tokens[p]]
+        whole = len(nobody) // width * width
+        live = [*there[: shape.first], *nobody[:whole], *there[shape.first :], *nobody[whole:]]
         if self.leader(layer) != layer:
             theirs = self.heads[self.leader(layer), row, group]
             state.chosen = list(theirs.chosen)
@@ -107,12 +120,13 @@ class SlowPolicy:
             clusters = [(a, a + size) for begin, end in left for a in range(begin, end, size)]
             likeness = []
             for a, b in clusters:
-                likeness.append(float(query @ stands_for(selection, state, k, state.live[a:b])))
+                like = float(query @ stands_for(selection, state, k, live[a:b]))
+                likeness.append(like if any(tokens[p] for p in live[a:b]) else -math.inf)
             order = sorted(range(len(clusters)), key=lambda i, x=likeness: (-x[i], i))[:kept]
             left = [clusters[i] for i in sorted(order)]
         places = [*range(shape.first), *(p for a, b in left for p in range(a, b))]
         places += range(shape.first + shape.clustered, len(state.live))
-        state.chosen = [state.live[p] for p in places]
+        state.chosen = [live[p] for p in places]
 
     # -- eviction -----------------------------------------------------------------------------------------------
     def evict(
@@ -139,7 +153,9 @@ class SlowPolicy:
             for i, p in enumerate(alive):
                 near = [mass[alive[j]] for j in range(max(0, i - half), min(len(alive), i + half + 1))]
                 smooth[p] = sum(near) / eviction.pool if bool(tokens[p]) else -1.0
-            fixed = set(alive[: eviction.first]) | set(alive[len(alive) - eviction.newest(want) :])
+            there = [p for p in alive if tokens[p]]
+            older = max(0, len(there) - eviction.newest(want))
+            fixed = set(there[: min(eviction.first, older)]) | set(there[older:])
             rest = sorted((p for p in alive if p not in fixed), key=lambda p: (-smooth[p], p))
             stay = sorted(fixed | set(rest[: want - len(fixed)]))
         state.stayed = list(stay)

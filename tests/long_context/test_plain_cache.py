@@ -124,6 +124,16 @@ def test_every_policy_is_what_the_loops_make(policy: str) -> None:
         assert max(whole[1:]) > 1e-3
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+def test_nothing_depends_on_what_padding_holds(policy: str) -> None:
+    model, (text, mask) = built("llama", 2), text_of()
+    made = []
+    for pad in (0, 97):
+        with policy_attention(model):
+            made.append(run(model, text.masked_fill(mask == 0, pad), mask, PolicyCache(POLICIES[policy], model)))
+    assert max(apart(*made, mask)) < ERROR
+
+
 @pytest.mark.parametrize("policy", ["mpcache", "h2o", "infllm"])
 @pytest.mark.parametrize("name", ["gpt2", "opt", "qwen2", "gemma2", "gemma3_text", "mistral", "gpt_neox"])
 def test_other_families(name: str, policy: str) -> None:

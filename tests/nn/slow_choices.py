@@ -50,14 +50,21 @@ def clusters(keys: Tensor, selection: Selection, size: int, mass: Tensor | None)
     return made
 
 
-def entries(query: Tensor, levels: list[Tensor], shape: ClusterShape, exact: bool = False) -> list[int]:
-    """What one query [D] (summed over its heads) attends to, of one key head with `levels` [n, D] each."""
+def entries(
+    query: Tensor, levels: list[Tensor], shape: ClusterShape, exact: bool = False, real: list[list[bool]] | None = None
+) -> list[int]:
+    """What one query [D] (summed over its heads) attends to, of one key head with `levels` [n, D] each.
+
+    real: of each level which clusters are no padding.
+    """
     left = list(range(shape.there[0]))
     for place, (made, kept) in enumerate(zip(levels, shape.kept, strict=True)):
         if place:
             ratio = shape.sizes[place - 1] // shape.sizes[place]
             left = [c * ratio + inner for c in left for inner in range(ratio)]
-        left = [left[i] for i in best([float(query @ made[c]) for c in left], kept, exact)]
+        likeness = [float(query @ made[c]) if real is None or real[place][c] else -math.inf for c in left]
+        sure = exact or sorted(likeness)[-kept] == -math.inf  # of padding the first
+        left = [left[i] for i in best(likeness, kept, sure)]
     size = shape.sizes[-1]
     inside = [shape.first + c * size + i for c in left for i in range(size)]
     end = shape.first + shape.clustered

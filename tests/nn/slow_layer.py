@@ -24,6 +24,7 @@ class Held:
     mass: list[float] = field(default_factory=list)
     hidden: list[bool] = field(default_factory=list)
     levels: list[list[Tensor]] = field(default_factory=list)
+    padding: int = 0
     chosen: list[int] | None = None
     kept: list[int] | None = None
 
@@ -60,7 +61,10 @@ class SlowLayer:
 
     def _attend(self, b: int, g: int, held: Held, query: Tensor, start: int) -> Tensor:
         policy, new = self.policy, query.shape[1]
-        counted = 0 if self.leader is not None else policy.mass_queries(new)
+        there = [i for i in range(new) if self._token(b, start + i)]
+        everybody = 0 if self.leader is not None else policy.mass_queries(new)
+        own = policy.mass_queries(len(there)) or everybody
+        counted = there[-own:] if everybody else []
         held.chosen = self._choose(b, g, held, query) if new == 1 else None
         out = torch.zeros(*query.shape[:2], len(held.values[0]), dtype=torch.float64)
         keys, values, got = torch.stack(held.keys), torch.stack(held.values), [0.0] * len(held.keys)
@@ -74,14 +78,14 @@ class SlowLayer:
                 if seen:
                     made = slow_choices.attention(query[h, i], keys, values, seen, 0.5, self.cap, sink)
                     out[h, i] = made[0]
-                    if i >= new - counted:
+                    if i in counted:
                         got = [a + float(w) for a, w in zip(got, made[1], strict=True)]
         eviction = policy.eviction
         call = eviction is not None and eviction.memory == "call"
         held.mass = got if call else [a + w for a, w in zip(held.mass, got, strict=True)]
         self._evict(b, g, held, new)
         if new > 1 and self.leader is None:
-            self._grow(held)
+            self._grow(b, held)
         return out
 
     def _token(self, b: int, position: int) -> bool:
@@ -89,15 +93,30 @@ class SlowLayer:
 
     def _shape(self, held: Held) -> ClusterShape | None:
         selection = self.policy.selection
-        return None if selection is None else selection.shape(len(held.keys))
+        if selection is None:
+            return None
+        size = selection.levels[0].size
+        padding = [sum(not self._token(b, p) for p in row[0].positions) for b, row in enumerate(self.rows)]
+        return selection.shape(len(held.keys), max(count % size for count in padding))
 
-    def _grow(self, held: Held) -> None:
+    def _order(self, b: int, held: Held, first: int, size: int) -> list[int]:
+        """The first tokens, whole clusters of padding, the other tokens, the rest of padding."""
+        tokens = [n for n, p in enumerate(held.positions) if self._token(b, p)]
+        padding = [n for n, p in enumerate(held.positions) if not self._token(b, p)]
+        whole = len(padding) // size * size
+        return [*tokens[:first], *padding[:whole], *tokens[first:], *padding[whole:]]
+
+    def _grow(self, b: int, held: Held) -> None:
         """What stands for a cluster is made once, when all of it is there."""
         selection, shape = self.policy.selection, self._shape(held)
         if selection is None or shape is None:
             return
         held.levels = held.levels or [[] for _ in shape.sizes]
-        keys, mass = torch.stack(held.keys), torch.tensor(held.mass, dtype=torch.float64)
+        order = self._order(b, held, selection.first, shape.sizes[0])
+        padding = sum(not self._token(b, p) for p in held.positions)
+        if padding != held.padding:  # clusters begin elsewhere
+            held.padding, held.levels = padding, [[] for _ in shape.sizes]
+        keys, mass = torch.stack(held.keys)[order], torch.tensor(held.mass, dtype=torch.float64)[order]
         for made, size in zip(held.levels, shape.sizes, strict=True):
             del made[shape.clustered // size :]
             for c in range(len(made), shape.clustered // size):
@@ -108,8 +127,13 @@ class SlowLayer:
         shape = self._shape(held)
         if shape is None or self.leader is not None:
             return None if shape is None or self.leader is None else self.leader.rows[b][g].chosen
-        self._grow(held)
-        return slow_choices.entries(query[:, 0].sum(0), [torch.stack(made) for made in held.levels], shape)
+        self._grow(b, held)
+        order = self._order(b, held, shape.first, shape.sizes[0])
+        tokens = torch.tensor([self._token(b, held.positions[n]) for n in order])
+        levels = [torch.stack(made) for made in held.levels]
+        count = shape.clustered
+        real = [tokens[shape.first : shape.first + count].view(-1, size).any(1).tolist() for size in shape.sizes]
+        return [order[n] for n in slow_choices.entries(query[:, 0].sum(0), levels, shape, real=real)]
 
     def _evict(self, b: int, g: int, held: Held, new: int) -> None:
         eviction, alive = self.policy.eviction, len(held.keys) - sum(held.hidden)
@@ -135,7 +159,9 @@ class SlowLayer:
         if eviction is None:
             raise ValueError("nothing is evicted")
         newest, half, total = eviction.newest(kept), eviction.pool // 2, len(held.keys)
-        middle = range(eviction.first, total - newest)
+        tokens = sum(self._token(b, p) for p in held.positions)
+        order = self._order(b, held, max(0, min(eviction.first, tokens - newest)), 1)
+        middle = order[eviction.first : total - newest]
         ranks = []
         for n in middle:
             near = range(max(0, n - half), min(total, n + half + 1))
@@ -145,7 +171,7 @@ class SlowLayer:
         top = sorted(ranks, reverse=True)
         padding = top[wanted - 1] == top[wanted]  # of padding and of hidden entries the first stay
         inner = slow_choices.best(ranks, wanted, exact=padding, gap=MASS_GAP)
-        return [*range(eviction.first), *(middle[i] for i in inner), *range(total - newest, total)]
+        return [*order[: eviction.first], *(middle[i] for i in inner), *order[total - newest :]]
 
     def crop(self, count: int) -> None:
         """Forget the last positions."""

@@ -137,12 +137,12 @@ def table(tokens: Tensor, start: int, new: int) -> Tensor:
     return torch.ones(new, total, dtype=torch.bool).tril(start) & padded[:, None, None, :]
 
 
-def private(case: Case, session: Session, *given: Fixed) -> list[Fixed]:
+def private(case: Case, session: Session, *given: Fixed, tokens: Tensor | None = None) -> list[Fixed]:
     """Outputs of every call and layer, then what is held."""
     layers: list[EvictingLayer] = []
     for _ in range(case.layers):
         layers.append(EvictingLayer(case.policy, layers[0] if layers else None))
-    part, out, done, tokens = given[0].share.parts[0], [], 0, case.tokens
+    part, out, done, tokens = given[0].share.parts[0], [], 0, case.tokens if tokens is None else tokens
     sinks = None
     if case.sinks:
         elements = session.ring.encode(SINKS[: case.heads], session.frac).to(part.device)
@@ -226,6 +226,48 @@ def test_policies_against_loops(name: str, heads: str) -> None:
 @pytest.mark.parametrize("padded", ["left", "right", "both", "short"])
 def test_padding(name: str, padded: str) -> None:
     check(Case(POLICIES[name], SHORT_TALK if name == "longcache" else TALK, padded=padded))
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_nothing_depends_on_what_padding_holds(name: str) -> None:
+    case = Case(POLICIES[name], SHORT_TALK if name == "longcache" else TALK, padded="both")
+    inputs, others, calls = case.inputs(), [], [step for step in case.steps if isinstance(step, int)]
+    for x in inputs:
+        other = x.clone()
+        other[:, :, : calls[0]] = torch.where(case.tokens[:, None, :, None], x[:, :, : calls[0]], 40.0)
+        others.append(other)
+    made = [run_parties(config("plain"), lambda s, *x: private(case, s, *x), each).values for each in (inputs, others)]
+    for number, (mine, other) in enumerate(zip(*made, strict=True)):
+        if number < len(calls):
+            there = case.tokens[:, None, :, None] if not number else torch.ones(1, dtype=torch.bool)
+            assert ((mine - other) * there).abs().max() <= BOUND / 10
+
+
+@pytest.mark.parametrize("gather", ["scores", "keys"])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        MPCacheConfig(gamma=0.5, least=9, most=9, recent=2, first=1, observed=4, pool=3, levels=(Level(3, 0.5),)),
+        MPCacheConfig(gamma=1, least=9, recent=2, first=2, levels=(Level(6, 0.2), Level(3, 0.5))),
+        InfLLM(kept=0.1, first=2, recent=2, block=6, heavy=2),
+    ],
+)
+def test_a_padded_row_is_what_it_is_alone(policy: CachePolicy, gather: str) -> None:
+    """Where counts are the same: as many entries stay, and clusters go on, with six more entries of padding."""
+    policy = replace(policy, gather=gather) if isinstance(policy, MPCacheConfig) else policy
+    case = Case(policy, (24, 1, 1, 1))
+    tokens = torch.ones(2, 24, dtype=torch.bool)
+    tokens[0, :6] = False
+    inputs = case.inputs()
+    short = [x[:1, :, 6:] for x in inputs]
+    run = run_parties(config("plain"), lambda s, *x: private(case, s, *x, tokens=tokens), inputs).values
+    brief = replace(case, steps=(18, 1, 1, 1))
+    alone = run_parties(
+        config("plain"), lambda s, *x: private(brief, s, *x, tokens=tokens[:1, 6:]), short
+    ).values  # fmt: skip
+    assert (run[0][:1, :, 6:] - alone[0]).abs().max() <= BOUND
+    for mine, other in zip(run[1:4], alone[1:4], strict=True):
+        assert (mine[:1] - other).abs().max() <= BOUND
 
 
 @pytest.mark.parametrize("protocol", [name for name in protocol_names() if name != "plain"])

@@ -29,10 +29,11 @@ def entries_that_stay(
     if eviction.pool > 1:
         mass = F.avg_pool1d(mass, eviction.pool, stride=1, padding=eviction.pool // 2)
     rank = mass if padding is None else mass.masked_fill(~padding, -1.0)
-    alive = torch.ones_like(rank, dtype=torch.int64) if hidden is None else (~hidden).long()
+    alive = torch.ones_like(rank, dtype=torch.bool) if hidden is None else ~hidden
+    alive = alive if padding is None else alive & padding
     number = alive.cumsum(-1)
-    newest = number > number[..., -1:] - eviction.newest(kept)
-    rank = rank.masked_fill((number <= eviction.first) | newest, torch.inf)
+    older = number[..., -1:] - eviction.newest(kept)
+    rank = rank.masked_fill(alive & ((number <= older.clamp(max=eviction.first)) | (number > older)), torch.inf)
     return largest(rank if hidden is None else rank.masked_fill(hidden, -torch.inf), kept)
 
 
@@ -58,15 +59,19 @@ def representatives(keys: Tensor, mass: Tensor | None, size: int, selection: Sel
     return made
 
 
-def chosen_entries(query: Tensor, levels: list[Tensor], shape: ClusterShape) -> Tensor:
+def chosen_entries(query: Tensor, levels: list[Tensor], shape: ClusterShape, tokens: Tensor | None = None) -> Tensor:
     """int64 [B, G, first + chosen + tail]: the entries that a query attends to.
 
     query: [B, G, D], summed over the heads of a group. levels: each level's representatives [B, G, n, D], of all its
-    clusters, whether or not the level before leaves them.
+    clusters, whether or not the level before leaves them. tokens: bool [B, G, entries], False at padding, whose
+    clusters rank last.
     """
     left: Tensor | None = None
     for place, (made, kept) in enumerate(zip(levels, shape.kept, strict=True)):
         likeness = (made @ query.unsqueeze(-1)).squeeze(-1)
+        if tokens is not None:
+            inside = tokens[..., shape.first : shape.first + shape.clustered].unflatten(-1, (-1, shape.sizes[place]))
+            likeness = likeness.masked_fill(~inside.any(-1), -torch.inf)
         if left is None:
             left = largest(likeness, kept)
         else:
@@ -76,8 +81,8 @@ def chosen_entries(query: Tensor, levels: list[Tensor], shape: ClusterShape) -> 
     if left is None:
         raise ValueError("chosen_entries: got no levels; want the representatives of at least one")
     size, device = shape.sizes[-1], query.device
-    inside = (left.unsqueeze(-1) * size + torch.arange(size, device=device)).flatten(2) + shape.first
+    entries = (left.unsqueeze(-1) * size + torch.arange(size, device=device)).flatten(2) + shape.first
     start = torch.arange(shape.first, device=device)
     end = shape.first + shape.clustered + torch.arange(shape.tail, device=device)
-    outer = inside.shape[:2]
-    return torch.cat([start.expand(*outer, -1), inside, end.expand(*outer, -1)], dim=-1)
+    outer = entries.shape[:2]
+    return torch.cat([start.expand(*outer, -1), entries, end.expand(*outer, -1)], dim=-1)

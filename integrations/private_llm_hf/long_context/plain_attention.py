@@ -55,14 +55,17 @@ class Layer(Protocol):
 
     merged_heads: int
 
-    def counted(self, queries: int) -> int:
-        """How many of a call's last queries' attention is wanted."""
+    def counted(self, queries: int) -> tuple[int, Tensor | None]:
+        """Of how many of the last queries attention is wanted, and of which of these: bool [B, so many]; None: all.
+
+        After `choose`, which tells the layer what is padding.
+        """
 
     def columns(self, allowed: Tensor | None, heads: int) -> Tensor | None:
         """Of a mask over all positions the columns of the entries held."""
 
-    def choose(self, query: Tensor) -> Tensor | None:
-        """The entries that a call attends to; None: all held."""
+    def choose(self, query: Tensor, allowed: Tensor | None) -> Tensor | None:
+        """The entries that a call attends to; None: all held. allowed: the call's mask over all positions."""
 
     def attended(self, query: Tensor, mass: Tensor | None, allowed: Tensor | None, call: Scoring) -> None:
         """A call is done. mass: what the entries held got, [B, G, held]; None if not counted."""
@@ -139,29 +142,32 @@ def attention(
     call = Scoring(scale, softcap, s_aux, 1 if layer is None else layer.merged_heads, causal)
     if layer is None:
         return _weigh(module, query, key, value, attention_mask, call, 0)[0].transpose(1, 2), None
-    counted, pick, held = layer.counted(query.shape[2]), layer.choose(query), key.shape[2]
+    pick, held = layer.choose(query, attention_mask), key.shape[2]
+    counted, among = layer.counted(query.shape[2])
     allowed = layer.columns(attention_mask, query.shape[1])
     if pick is None:
-        out, mass = _weigh(module, query, key, value, allowed, call, counted)
+        out, mass = _weigh(module, query, key, value, allowed, call, counted, among)
     else:
         wide = pick.unsqueeze(-1)
         key, value = (part.gather(2, wide.expand(*pick.shape, part.shape[-1])) for part in (key, value))
         seen = None if allowed is None else columns_at(allowed, pick, query.shape[1])
-        out, mass = _weigh(module, query, key, value, seen, call, counted)
+        out, mass = _weigh(module, query, key, value, seen, call, counted, among)
         mass = None if mass is None else mass.new_zeros(*pick.shape[:2], held).scatter(-1, pick, mass)
     layer.attended(query, mass, attention_mask, call)
     return out.transpose(1, 2), None
 
 
 def _weigh(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None, call: Scoring, counted: int
-) -> tuple[Tensor, Tensor | None]:
-    """Outputs [B, H, q, Dv], and the attention [B, G, kv] that entries got from the last `counted` queries (0: None).
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None, call: Scoring, counted: int,
+    among: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Outputs [B, H, q, Dv], and the attention [B, G, kv] that entries got from the last `counted` queries (0: None),
+    of those that `among` says, bool [B, counted].
 
     allowed: bool, broadcastable to [B, H, q, kv]; a query that sees nothing gives and gets nothing.
     """
     if call.plain:
-        mass = mass_of(query, key, allowed, call, counted) if counted else None
+        mass = mass_of(query, key, allowed, call, counted, among) if counted else None
         out = sdpa_attention_forward(module, query, key, value, allowed, scaling=call.scale, is_causal=call.causal)[0]
         return out.transpose(1, 2), mass
     start, outputs = query.shape[2] - counted, []
@@ -170,16 +176,28 @@ def _weigh(
     for number, weights in enumerate(probabilities(query, key, allowed, call, 0)):
         outputs.append(weights.to(value.dtype) @ values)
         if total is not None:
-            total += _grouped(weights[:, :, max(0, start - number * _CHUNK) :], key.shape[1])
+            skipped = max(0, start - number * _CHUNK)
+            late = weights[:, :, skipped:]
+            total += _grouped(_those(late, among, number * _CHUNK + skipped - start), key.shape[1])
     return torch.cat(outputs, dim=2), total
 
 
-def mass_of(query: Tensor, key: Tensor, allowed: Tensor | None, call: Scoring, counted: int) -> Tensor:
-    """[B, G, kv], at least float32: probabilities, summed over the last `counted` queries and the heads of a group."""
+def mass_of(
+    query: Tensor, key: Tensor, allowed: Tensor | None, call: Scoring, counted: int, among: Tensor | None = None
+) -> Tensor:
+    """[B, G, kv], at least float32: probabilities, summed over the last `counted` queries and the heads of a group.
+
+    among: bool [B, counted], which of these queries count; None: all.
+    """
     total = _zeros(key)
-    for weights in probabilities(query, key, allowed, call, query.shape[2] - counted):
-        total += _grouped(weights, key.shape[1])
+    for number, weights in enumerate(probabilities(query, key, allowed, call, query.shape[2] - counted)):
+        total += _grouped(_those(weights, among, number * _CHUNK), key.shape[1])
     return total
+
+
+def _those(weights: Tensor, among: Tensor | None, start: int) -> Tensor:
+    """Probabilities [B, H, some q, kv], zeros where bool `among` [B, q] from `start` on leaves a query out."""
+    return weights if among is None else weights * among[:, None, start : start + weights.shape[2], None]
 
 
 def probabilities(query: Tensor, key: Tensor, allowed: Tensor | None, call: Scoring, start: int) -> Iterator[Tensor]:

@@ -21,6 +21,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from private_llm.errors import ConfigError, DomainError, UnsupportedOp
 from private_llm.kv_policies.fixed import NoCache
+from private_llm.kv_policies.padding import alike, outside_clusters, padding_last, queries_that_count
 from private_llm.kv_policies.policy import CacheFacts, CachePolicy, ClusterShape, Selection
 from private_llm.nn.kv_cache import columns_at
 from private_llm_hf.long_context.choices import chosen_entries, entries_that_stay, representatives
@@ -60,6 +61,7 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         self.position = self.start = self.attends = 0
         self.waiting = self.is_initialized = False
         self._levels: list[Tensor] = []
+        self._padding: Tensor | None = None  # entries of padding when clusters were made: int64 [B, G or 1]
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to prepare: the first update decides the shapes."""
@@ -96,11 +98,12 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         return handed, self.values
 
     # -- what attention asks ------------------------------------------------------------------------------------
-    def counted(self, queries: int) -> int:
+    def counted(self, queries: int) -> tuple[int, Tensor | None]:
         """As many as the policy says; none in a layer that keeps everything, or follows another's choices."""
         if self.windowed or self.leader is not None:
-            return 0
-        return min(queries, self.policy.mass_queries(queries))
+            return 0, None
+        counted, among = queries_that_count(self.policy, queries, self.tokens)
+        return min(queries, counted), among
 
     def columns(self, allowed: Tensor | None, heads: int) -> Tensor | None:
         """Without the hidden ones, if any: [B or 1, H or 1, q, held]."""
@@ -111,35 +114,51 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         shown = ~self.hidden.repeat_interleave(heads // self.hidden.shape[1], dim=1).unsqueeze(2)
         return shown if allowed is None else allowed & shown
 
-    def choose(self, query: Tensor) -> Tensor | None:
-        """int64 [B, G, n], ascending, for a single query [B, H, 1, D]; None: all held."""
+    def choose(self, query: Tensor, allowed: Tensor | None) -> Tensor | None:
+        """int64 [B, G, n], ascending, for a single query [B, H, 1, D]; None: all held. allowed: [B, 1, q, position]."""
+        self._note_padding(allowed, query.shape[0])
         selection = self.policy.selection
         if self.windowed or selection is None or query.shape[2] != 1 or self.keys is None:
             return None
-        shape = selection.shape(self.held)
+        tokens = self._tokens_held()
+        shape = self._shape(selection, tokens)
         if shape is None:
             return None
         self.attends = self.held - shape.clustered + shape.chosen
         if self.leader is not None:
             return self.leader.picked
-        self._represent(shape, selection)
+        self._represent(shape, selection, tokens)
         summed = query.squeeze(2).unflatten(1, (self.keys.shape[1], -1)).sum(2)
-        self.picked = chosen_entries(summed, self._levels, shape)
+        if tokens is None:
+            self.picked = chosen_entries(summed, self._levels, shape)
+            return self.picked
+        order = padding_last(tokens, shape.first, shape.sizes[0]).expand(*self.keys.shape[:2], -1)
+        tokens = tokens.expand(order.shape).gather(-1, order)
+        self.picked = order.gather(-1, chosen_entries(summed, self._levels, shape, tokens)).sort(dim=-1).values
         return self.picked
 
-    def _represent(self, shape: ClusterShape, selection: Selection) -> None:
+    def _shape(self, selection: Selection, tokens: Tensor | None) -> ClusterShape | None:
+        return selection.shape(self.held, 0 if tokens is None else outside_clusters(tokens, selection.levels[0].size))
+
+    def _represent(self, shape: ClusterShape, selection: Selection, tokens: Tensor | None) -> None:
         """Representatives of all clusters that there are now: of each level, whatever the levels before leave."""
         if self.keys is None:
             return
-        levels = []
+        keys, mass, padding, levels = self.keys, self.mass, None if tokens is None else (~tokens).sum(-1), []
+        if tokens is not None:
+            order = padding_last(tokens, shape.first, shape.sizes[0]).expand(*keys.shape[:2], -1)
+            keys = keys.gather(2, order.unsqueeze(-1).expand(*order.shape, keys.shape[-1]))
+            mass = None if mass is None else mass.gather(-1, order)
+        if not alike(padding, self._padding):  # clusters begin elsewhere
+            self._levels, self._padding = [], padding
         for place, size in enumerate(shape.sizes):
             there = shape.clustered // size
             made = self._levels[place][:, :, :there] if self._levels else None
             done = 0 if made is None else made.shape[2]
             part = slice(shape.first + done * size, shape.first + there * size)
             if done < there:
-                mass = None if self.mass is None else self.mass[:, :, part]
-                more = representatives(self.keys[:, :, part], mass, size, selection)
+                got = None if mass is None else mass[:, :, part]
+                more = representatives(keys[:, :, part], got, size, selection)
                 made = more if made is None else torch.cat([made, more], dim=2)
             levels += [] if made is None else [made]
         self._levels = levels
@@ -147,14 +166,13 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
     def attended(self, query: Tensor, mass: Tensor | None, allowed: Tensor | None, call: Scoring) -> None:
         """Remember the attention that entries got, and evict as the policy says. allowed: [B, 1, q, position]."""
         self.waiting = False
-        self._note_padding(allowed, query.shape[0])
         if self.windowed:
             return
         self.evict(mass)
-        selection = self.policy.selection
-        shape = None if selection is None or query.shape[2] == 1 else selection.shape(self.held)
+        selection, tokens = self.policy.selection, self._tokens_held()
+        shape = None if selection is None or query.shape[2] == 1 else self._shape(selection, tokens)
         if selection is not None and shape is not None and self.leader is None:
-            self._represent(shape, selection)
+            self._represent(shape, selection, tokens)
 
     def _note_padding(self, allowed: Tensor | None, batch: int) -> None:
         """A token sees itself; padding is seen by nobody."""
@@ -226,7 +244,8 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         if self.tokens is None:
             return None
         at = self.positions_held().to(self.tokens.device)
-        return self.tokens.unsqueeze(1).expand(-1, at.shape[1], -1).gather(-1, at.expand(len(self.tokens), -1, -1))
+        held = self.tokens.unsqueeze(1).expand(-1, at.shape[1], -1).gather(-1, at.expand(len(self.tokens), -1, -1))
+        return None if bool(held.all()) else held
 
     def positions_held(self) -> Tensor:
         """int64 [B or 1, G or 1, held]."""
@@ -292,7 +311,7 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Rows by indices (beam search)."""
-        for name in ("keys", "values", "positions", "mass", "hidden", "tokens"):
+        for name in ("keys", "values", "positions", "mass", "hidden", "tokens", "_padding"):
             part = getattr(self, name)
             if part is not None and (part.shape[0] > 1 or name != "positions"):
                 setattr(self, name, part.index_select(0, beam_idx.to(part.device)))

@@ -37,8 +37,10 @@ class Call:
     scoring: Scoring
     masses: dict[int, Tensor] = field(default_factory=dict)
 
-    def mass(self, counted: int) -> Tensor | None:
-        """Of the last `counted` queries [B, G, S]; remembered. None for 0."""
+    def mass(self, counted: int, among: Tensor | None) -> Tensor | None:
+        """Of the last `counted` queries [B, G, S], or those of them `among` says; remembered if all. None for 0."""
+        if counted and among is not None:
+            return mass_of(self.query, self.keys, self.allowed, self.scoring, counted, among)
         if counted and counted not in self.masses:
             self.masses[counted] = mass_of(self.query, self.keys, self.allowed, self.scoring, counted)
         return self.masses.get(counted)
@@ -69,7 +71,8 @@ class Prefill:
         cache = PolicyCache(policy, self.config)
         for layer, call in zip(cache.layers, self.calls, strict=True):
             layer.update(call.keys, call.values)
-            mass = call.mass(layer.counted(self.length))
+            layer.choose(call.query, call.allowed)
+            mass = call.mass(*layer.counted(self.length))
             layer.attended(call.query, mass, call.allowed, call.scoring)
         return cache
 
