@@ -102,13 +102,10 @@ class Selection:
     recent: int = 0
     gather: Literal["auto", "scores", "shuffled-scores", "keys"] = "auto"
 
-    def shape(self, held: int, padding: int = 0) -> ClusterShape | None:
-        """Clusters among `held` entries; None where nothing would be left out.
-
-        padding: so many entries beside the newest ones must fit into the tail (`padding.py`).
-        """
+    def shape(self, held: int) -> ClusterShape | None:
+        """Clusters among `held` entries; None where nothing would be left out."""
         size = self.levels[0].size
-        clusters = max(0, held - self.first - self.recent - padding) // size
+        clusters = max(0, held - self.first - self.recent) // size
         there, kept, left = [], [], clusters
         for place, level in enumerate(self.levels):
             there.append(left)

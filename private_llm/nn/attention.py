@@ -193,7 +193,7 @@ def _attended(
     query = query.view(lambda part: part.reshape(*grouped, depth))
     alone = bias is None and sinks is None  # the range of scores tells nothing of what is added to them
     if softcap is None:
-        width = _score_width(query.session, alone)
+        width = score_width(query.session, alone)
         scores = _scores(query, key, scale, pattern.select, query.session.frac, width)
     else:
         capped = precise_tanh(_scores(query, key, scale / softcap, pattern.select, query.session.frac + SLACK))
@@ -287,7 +287,7 @@ def _mass(weights: Fixed, groups: int, counted: int, among: Tensor | None) -> Fi
     return newest.sum(2)
 
 
-def _score_width(session: Session, alone: bool) -> int | None:
+def score_width(session: Session, alone: bool) -> int | None:
     """How many of the lowest bits of scores softmax reads, one by circuits and `exponential`; None: all of them.
 
     Curves by comparison keys multiply scores, and so do the squares of other approximations. alone: nothing is added to

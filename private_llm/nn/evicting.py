@@ -17,14 +17,8 @@ from torch import Tensor
 
 from private_llm.errors import UnsupportedOp
 from private_llm.exact.maximum import concatenated
-from private_llm.kv_policies.padding import (
-    alike,
-    clusters_of_tokens,
-    outside_clusters,
-    padding_last,
-    queries_that_count,
-)
-from private_llm.kv_policies.policy import CachePolicy, ClusterShape, Eviction, Selection
+from private_llm.kv_policies.padding import Arranged, arranged, padding_last, queries_that_count
+from private_llm.kv_policies.policy import CachePolicy, ClusterShape, Eviction
 from private_llm.nn.attention import attend_and_weigh
 from private_llm.nn.clusters import representatives
 from private_llm.nn.kv_cache import KVBuffer
@@ -84,7 +78,7 @@ class EvictingLayer:
         self._penalty: Fixed | None = None  # -1 at the entries that are hidden, else 0: [B, G, 1, n]
         self._hidden = 0
         self._clusters: list[Fixed] | None = None
-        self._padding: Tensor | None = None  # entries of padding when clusters were made: int64 [B or 1]
+        self._rows: Tensor | None = None  # `Arranged.clusters` when clusters were made, where there is padding
 
     # -- attention ---------------------------------------------------------------------------------------------
     def attend(self, call: Call, queries: int) -> Fixed:
@@ -133,16 +127,12 @@ class EvictingLayer:
     def _choose(self, query: Fixed, keys: Fixed, value_size: int, tokens: Tensor | None) -> Chosen | None:
         """What a single query attends to; None: everything."""
         selection = self.policy.selection
-        shape = None if selection is None or query.shape[2] > 1 else _shape(selection, keys.shape[2], tokens)
+        shape, order = (None, None) if query.shape[2] > 1 else self._shape(keys.shape[2], tokens)
         if selection is None or shape is None:
             return None
         if self.leader is None:
-            made, order, there = self._representatives(keys, tokens), None, None
-            if tokens is not None:
-                order = padding_last(tokens, selection.first, shape.sizes[0])
-                end = shape.first + shape.clustered
-                there = torch.cat([clusters_of_tokens(tokens, order, shape.first, end, s) for s in shape.sizes], 1)
-            self.chosen = choose_clusters(query, made, shape, selection.gather, value_size, order, there)
+            made = self._representatives(keys, tokens)
+            self.chosen = choose_clusters(query, made, shape, selection.gather, value_size, order)
         else:
             self.chosen = self.leader.chosen
             if self.chosen is None or self.chosen.shape != shape:
@@ -153,34 +143,45 @@ class EvictingLayer:
     def _representatives(self, keys: Fixed, tokens: Tensor | None) -> list[Fixed]:
         """Of all clusters there are now; only those are made that were not there before."""
         selection = self.policy.selection
-        shape = None if selection is None else _shape(selection, keys.shape[2], tokens)
+        shape, order = self._shape(keys.shape[2], tokens)
         if selection is None or shape is None:
             return []
-        size, ready = selection.levels[0].size, 0
-        padding = None if tokens is None else (~tokens).sum(-1)
-        if not alike(padding, self._padding):  # clusters begin elsewhere
-            self._clusters, self._padding = None, padding
-        if self._clusters is not None:
-            ready = self._clusters[0].shape[2]
-            if ready > shape.there[0]:  # entries at the end were cropped
-                self._clusters, ready = self._first_clusters(shape.there[0]), shape.there[0]
+        size, kept = selection.levels[0].size, None
+        self._clusters = self._first_clusters(shape.there[0])  # entries at the end may have been cropped
+        ready = 0 if self._clusters is None else self._clusters[0].shape[2]
+        if order is not None:
+            ready, kept = order.ready(self._rows, ready)
+        elif self._rows is not None:  # no padding any more
+            self._clusters, ready = None, 0
+        self._rows = None if order is None else order.clusters
         if ready < shape.there[0]:
             start, stop = selection.first + ready * size, selection.first + shape.clustered
             fresh, mass = keys, self._mass
-            if tokens is not None:
-                order = padding_last(tokens, selection.first, size)
-                fresh = keys.scale_int(tokens[:, None, :, None].to(keys.share.parts[0]))  # padding may be anything
-                fresh, mass = reordered(fresh, order, 2), None if mass is None else reordered(mass, order, 2)
+            if order is not None:
+                fresh = reordered(keys, order.order, 2)
+                fresh = fresh.scale_int(order.tokens[:, None, :, None].to(keys.share.parts[0]))  # may be anything
+                mass = None if mass is None else reordered(mass, order.order, 2)
             fresh = fresh.view(lambda part: part[:, :, start:stop])
             mass = None if mass is None else mass.view(lambda part: part[:, :, start:stop])
             made = representatives(fresh, selection, mass)
             old = self._clusters
-            self._clusters = made if old is None else [concatenated(list(p), 2) for p in zip(old, made, strict=True)]
+            self._clusters = made if old is None else [
+                _joined(*pair, ready * (size // level.size), None if kept is None else kept * (size // level.size))
+                for pair, level in zip(zip(old, made, strict=True), selection.levels, strict=True)
+            ]  # fmt: skip
         return self._clusters or []
+
+    def _shape(self, held: int, tokens: Tensor | None) -> tuple[ClusterShape | None, Arranged | None]:
+        """Clusters among `held` entries, and how these are arranged if some are padding."""
+        selection = self.policy.selection
+        if selection is None or tokens is None:
+            return None if selection is None else selection.shape(held), None
+        made = arranged(selection, tokens)
+        return None if made is None else made.shape, made
 
     def _first_clusters(self, count: int) -> list[Fixed] | None:
         """Representatives of the first `count` clusters of the first level."""
-        if self._clusters is None:
+        if self._clusters is None or not count:
             return None
         there = self._clusters[0].shape[2]
         return [x.view(lambda part: part[:, :, : min(count, there) * part.shape[2] // there]) for x in self._clusters]
@@ -302,8 +303,8 @@ class EvictingLayer:
         self._mass = None if self._mass is None else moved(self._mass)
         self._penalty = None if self._penalty is None else moved(self._penalty)
         self._clusters = None if self._clusters is None else [moved(x) for x in self._clusters]
-        if self._padding is not None and len(self._padding) > 1:
-            self._padding = self._padding[index]
+        if self._rows is not None and self._rows.shape[1] > 1:
+            self._rows = self._rows[:, index]
 
     def copy(self, leader: EvictingLayer | None) -> EvictingLayer:
         """Another layer with the same entries so far, which follows `leader`."""
@@ -312,7 +313,7 @@ class EvictingLayer:
         twin._mass, twin._mass_bound = self._mass, self._mass_bound
         twin._penalty, twin._hidden = self._penalty, self._hidden
         twin._clusters = None if self._clusters is None else list(self._clusters)
-        twin._padding = self._padding
+        twin._rows = self._rows
         twin.chosen, twin.evicted = self.chosen, self.evicted
         return twin
 
@@ -325,14 +326,21 @@ class EvictingLayer:
         )  # fmt: skip
 
 
-def _shape(selection: Selection, held: int, tokens: Tensor | None) -> ClusterShape | None:
-    return selection.shape(held, 0 if tokens is None else outside_clusters(tokens, selection.levels[0].size))
-
-
 def _unmoved(order: Tensor) -> int:
     """How many entries at the end are where they were, in all rows."""
     moved = (order != torch.arange(order.shape[1], device=order.device)).any(0)
     return order.shape[1] - int(moved.nonzero()[-1]) - 1 if bool(moved.any()) else order.shape[1]
+
+
+def _joined(old: Fixed, new: Fixed, start: int, kept: Tensor | None) -> Fixed:
+    """The first `start` of old [B, G, m, D], then new; of old ones beside new ones the first `kept` [B or 1] stay."""
+    more = old.shape[2] - start
+    if kept is not None and more > 0:
+        stay = (torch.arange(start, old.shape[2]) < kept[:, None])[:, None, :, None].to(new.share.parts[0])
+        mine = old.view(lambda part: part[:, :, start:]).scale_int(stay)
+        beside = new.view(lambda part: part[:, :, :more]).scale_int(1 - stay)
+        new = concatenated([mine + beside, new.view(lambda part: part[:, :, more:])], 2)
+    return concatenated([old.view(lambda part: part[:, :, :start]), new], 2)
 
 
 def _longer(x: Fixed, length: int) -> Fixed:

@@ -15,19 +15,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from torch import Tensor
 
 from private_llm.approx.tanh import precise_tanh
 from private_llm.exact.maximum import concatenated
+from private_llm.kv_policies.padding import Arranged
 from private_llm.kv_policies.policy import ClusterShape
-from private_llm.nn.attention import mixed_values, pattern_of, scaled, soften
-from private_llm.nn.selection_costs import LIKENESS_BITS, LIKENESS_REACH, cheapest_gather
-from private_llm.oblivious.chosen_rows import ChosenRows, one_hot_rows, shuffled_rows
+from private_llm.nn.attention import mixed_values, pattern_of, scaled, score_width, soften
+from private_llm.nn.selection_costs import LIKENESS_BITS, LIKENESS_REACH, cheapest_gather, composes
+from private_llm.oblivious.chosen_rows import ChosenRows, OneHotRows, one_hot_rows, shuffled_rows
 from private_llm.oblivious.topk import largest_bits
 from private_llm.ranges import REACH
-from private_llm.tensor.fixed import Fixed, arithmetic
+from private_llm.tensor.fixed import Fixed, arithmetic, narrows
 from private_llm.tensor.range_check import watch_flat
 from private_llm.tensor.scale import times_scalar
 from private_llm.tensor.secret import SLACK, SecretTensor
@@ -38,57 +40,82 @@ FORBIDDEN = 2.0**16
 
 @dataclass(frozen=True, eq=False)
 class Chosen:
-    """Clusters that queries attend to, for each row and key head: `blocks` choices. levels: one in the other.
-
-    order: of the entries that `shape` is about, public, int64 [B or 1, n] (`kv_policies/padding.py`); None: theirs.
+    """Clusters that queries attend to, for each row and key head: `blocks` choices. levels: one in the other, or one
+    for all, which chooses among the smallest clusters. arranged: of the entries that `shape` is about, where some are
+    padding, [B or 1, n]; None: they are as they lie.
     """
 
     shape: ClusterShape
     gather: str
     levels: tuple[ChosenRows, ...]
-    order: Tensor | None = None
+    arranged: Arranged | None = None
 
-    def arranged(self, x: Fixed) -> Fixed:
-        """Entries of x [B, G, m, n] in `order`. Local."""
-        return x if self.order is None else reordered(x, self.order, 3)
+    def in_order(self, x: Fixed, dim: int = 3) -> Fixed:
+        """Entries of x along `dim` as `arranged`, zeros where there is none. Local."""
+        return x if self.arranged is None else reordered(x, self.arranged.order, dim)
 
-    def in_place(self, x: Fixed) -> Fixed:
-        """The inverse of `arranged`."""
-        return x if self.order is None else reordered(x, self.order.argsort(-1), 3)
+    def in_place(self, x: Fixed, held: int, dim: int = 3) -> Fixed:
+        """The inverse of `in_order`."""
+        return x if self.arranged is None else reordered(x, self.arranged.in_place(held), dim)
+
+    def seen(self, seen: Tensor | None) -> Tensor | None:
+        """bool [B, 1, slots]: where there is an entry that may be seen; None: everywhere."""
+        if self.arranged is None:
+            return seen
+        there = self.arranged.tokens.unsqueeze(1)
+        if seen is None:
+            return there
+        more = torch.constant_pad_nd(seen, (0, 1))
+        return more.gather(-1, self.arranged.order.unsqueeze(1).expand(len(seen), 1, -1))
+
+    @property
+    def _steps(self) -> list[tuple[ChosenRows, int]]:
+        """With entries of a row."""
+        return list(zip(self.levels, self.shape.sizes[-len(self.levels) :], strict=True))
 
     def take(self, x: Fixed) -> Fixed:
         """Entries of chosen clusters: [blocks, clustered, P] to [blocks, chosen, P]."""
-        for rows, size, count in zip(self.levels, self.shape.sizes, self.shape.there, strict=True):
+        for rows, size in self._steps:
             width = x.shape[-1]
-            table = x.view(lambda part, n=count, s=size: part.reshape(len(part), n, s * part.shape[-1]))  # type: ignore[misc]
+            table = x.view(lambda part, n=rows.rows, s=size: part.reshape(len(part), n, s * part.shape[-1]))  # type: ignore[misc]
             x = rows.take(table).view(lambda part, w=width: part.reshape(len(part), -1, w))  # type: ignore[misc]
         return x
 
     def put_back(self, y: Fixed) -> Fixed:
         """Entries where `take` found them, zeros elsewhere: [blocks, chosen, P] to [blocks, clustered, P]."""
-        for rows, size, kept in reversed(list(zip(self.levels, self.shape.sizes, self.shape.kept, strict=True))):
+        for rows, size in reversed(self._steps):
             width = y.shape[-1]
-            table = y.view(lambda part, n=kept, s=size: part.reshape(len(part), n, s * part.shape[-1]))  # type: ignore[misc]
+            table = y.view(lambda part, n=rows.kept, s=size: part.reshape(len(part), n, s * part.shape[-1]))  # type: ignore[misc]
             y = rows.put_back(table).view(lambda part, w=width: part.reshape(len(part), -1, w))  # type: ignore[misc]
         return y
 
 
 def reordered(x: Fixed, order: Tensor, dim: int) -> Fixed:
-    """Entries of x [B, G, ..] along `dim` in a public order, int64 [B or 1, entries of the result]. Local."""
+    """Entries of x [B, G, ..] along `dim` in a public order, int64 [B or 1, entries of the result]. Local.
+
+    Zeros for the entry after the last one.
+    """
     shape = [1] * len(x.shape)
     shape[0], shape[dim] = order.shape
     wanted = [*x.shape[:dim], order.shape[1], *x.shape[dim + 1 :]]
-    return x.view(lambda part: part.gather(dim, order.to(part.device).view(shape).expand(wanted)))
+    more = bool((order == x.shape[dim]).any())
+
+    def moved(part: Tensor) -> Tensor:
+        wide = torch.constant_pad_nd(part, (0, 0) * (part.ndim - 1 - dim) + (0, 1)) if more else part
+        return wide.gather(dim, order.to(part.device).view(shape).expand(wanted))
+
+    return x.view(moved)
 
 
 def choose_clusters(
     query: Fixed, representatives: Sequence[Fixed], shape: ClusterShape, gather: str, value_size: int,
-    order: Tensor | None = None, tokens: Tensor | None = None,
+    arranged: Arranged | None = None,
 ) -> Chosen:  # fmt: skip
     """The clusters most like a query [B, H, 1, D], by `representatives` [B, G, clusters, D] of each level.
 
-    order: as `Chosen`. tokens: bool [B or 1, clusters of all levels], False for those of padding, which rank last.
-    Likeness must stay below 2^24; it is watched. One product of all levels' likenesses (a truncation before it, of a
+    arranged: as `Chosen`; clusters of padding rank last. Likeness must stay below 2^24; it is watched.
+
+    One product of all levels' likenesses (a truncation before it, of a
     query that a rotary embedding left with many fractional bits: the ring has no room for both), and for each level a
     top-k and the making of its rows. gather: as `Selection`, value_size: of a value, for "auto".
     """
@@ -99,6 +126,7 @@ def choose_clusters(
     total = total.at(query.session.frac) if total.frac > query.session.frac + SLACK else total
     every = concatenated(list(representatives), 2)
     likeness = total.matmul(every.view(lambda part: part.transpose(-1, -2)), frac=LIKENESS_BITS)
+    tokens = None if arranged is None else torch.cat([arranged.of_tokens(size) for size in shape.sizes], 1)
     if tokens is not None:
         likeness = likeness.scale_int(tokens[:, None, None].to(likeness.share.parts[0]))
     watch_flat(likeness, LIKENESS_REACH - 1 + likeness.frac)
@@ -119,7 +147,15 @@ def choose_clusters(
             own = rows.take(own.view(lambda part, n=inner: part.unflatten(1, (-1, n))))  # type: ignore[misc]
             own = own.view(lambda part: part.flatten(1))
         made.append(_rows(own, there, kept, gather))
-    return Chosen(shape, gather, tuple(made), order)
+    if composes(shape, shared, depth, value_size, gather):
+        made = [reduce(_within, made)]
+    return Chosen(shape, gather, tuple(made), arranged)
+
+
+def _within(outer: ChosenRows, inner: ChosenRows) -> ChosenRows:
+    if not (isinstance(outer, OneHotRows) and isinstance(inner, OneHotRows)):
+        raise TypeError("only one-hot rows compose")
+    return inner.within(outer)
 
 
 def _rows(likeness: Fixed, there: int, kept: int, gather: str) -> ChosenRows:
@@ -147,20 +183,22 @@ def attend_to_chosen(
     grouped = scaled(query.view(lambda part: part.reshape(batch, groups, shared, depth)), _inner(scale, softcap))
     grouped = grouped.at(query.session.frac) if grouped.frac > query.session.frac + SLACK else grouped
     turned = key.view(lambda part: part.transpose(-1, -2))
-    scores = grouped.matmul(turned, frac=grouped.frac + key.frac)  # [B, G, shared, n], truncated when few are left
     seen = _seen(mask, batch)
+    scores = _scores(grouped, turned, softcap, seen is None and addend is None, len(chosen.levels))  # [B, G, shared, n]
     scores = scores if seen is None else scores.scale_int(seen[:, None].to(scores.share.parts[0]))
     watch_flat(scores, REACH - 1 + scores.frac)
-    penalty = _penalty(scores, (batch, groups, 1, entries), seen, addend)
+    scores = chosen.in_order(scores)
+    addend = None if addend is None else chosen.in_order(addend)
+    slots = scores.shape[3]
+    penalty = _penalty(scores, (batch, groups, 1, slots), chosen.seen(seen), addend)
     if penalty is not None and softcap is None:
         scores, penalty = scores + penalty, None
     elif penalty is not None:  # a cap would hide it: one column more to take
         scores = concatenated([scores, penalty.at(scores.frac)], 2)
-    scores = chosen.arranged(scores)
     columns, end = scores.shape[2], shape.first + shape.clustered
     rows = scores.view(lambda part: part[..., shape.first : end].transpose(2, 3).reshape(batch * groups, -1, columns))
     taken = chosen.take(rows).view(lambda part: part.view(batch, groups, -1, columns).transpose(2, 3))
-    pieces = [taken, *(scores.view(lambda part, s=s: part[..., s]) for s in _outside(shape, entries))]  # type: ignore[misc]
+    pieces = [taken, *(scores.view(lambda part, s=s: part[..., s]) for s in _outside(shape, slots))]  # type: ignore[misc]
     near = concatenated(pieces, 3)
     penalty = None if penalty is None else near.view(lambda part: part[:, :, shared:])
     weights = _weights(near.view(lambda part: part[:, :, :shared]), mask, softcap, sinks, heads, penalty)
@@ -170,7 +208,7 @@ def attend_to_chosen(
     spread = chosen.put_back(rows).view(lambda part: part.view(batch, groups, -1, shared).transpose(2, 3))
     first = weights.view(lambda part: part[..., count : count + shape.first])
     tail = weights.view(lambda part: part[..., count + shape.first :])
-    whole = chosen.in_place(concatenated([first, spread, tail], 3))
+    whole = chosen.in_place(concatenated([first, spread, tail], 3), entries)
     out = mixed_values(whole, value, pattern_of(None, batch, heads, 1, entries))
     return out.view(lambda part: part.reshape(batch, heads, 1, -1)), whole.sum(2)
 
@@ -186,18 +224,19 @@ def _attend_to_gathered(
     seen = _seen(mask, batch)
     key = key if seen is None else key.scale_int(seen.unsqueeze(-1).to(key.share.parts[0]))
     made = [key.at(query.session.frac), value.at(query.session.frac)]
-    penalty = _penalty(query, (batch, groups, 1, entries), seen, addend)
-    made += [] if penalty is None else [_column(penalty.at(query.session.frac))]
-    both = concatenated(made, 3)
-    both = both if chosen.order is None else reordered(both, chosen.order, 2)
+    both = chosen.in_order(concatenated(made, 3), 2)
+    addend = None if addend is None else chosen.in_order(addend)
+    penalty = _penalty(query, (batch, groups, 1, both.shape[2]), chosen.seen(seen), addend)
+    both = both if penalty is None else concatenated([both, _column(penalty.at(query.session.frac))], 3)
     rows = both.view(lambda part: part[:, :, shape.first : end].reshape(batch * groups, -1, part.shape[-1]))
     taken = chosen.take(rows).view(lambda part: part.unflatten(0, (batch, groups)))
-    pieces = [taken, *(both.view(lambda part, s=s: part[:, :, s]) for s in _outside(shape, entries))]  # type: ignore[misc]
+    pieces = [taken, *(both.view(lambda part, s=s: part[:, :, s]) for s in _outside(shape, both.shape[2]))]  # type: ignore[misc]
     held = concatenated(pieces, 2)
     near = held.view(lambda part: part[..., :depth])
     grouped = scaled(query.view(lambda part: part.reshape(batch, groups, shared, depth)), _inner(scale, softcap))
     grouped = grouped.at(query.session.frac) if grouped.frac > query.session.frac + SLACK else grouped
-    scores = grouped.matmul(near.view(lambda part: part.transpose(-1, -2)), frac=grouped.frac + near.frac)
+    turned = near.view(lambda part: part.transpose(-1, -2))
+    scores = _scores(grouped, turned, softcap, seen is None and addend is None, 0)
     watch_flat(scores, REACH - 1 + scores.frac)
     penalty = None if penalty is None else _column(held.view(lambda part: part[..., -1:]))
     weights = _weights(scores, mask, softcap, sinks, heads, penalty)
@@ -212,7 +251,19 @@ def _attend_to_gathered(
     rest = weights.view(lambda part: part[..., shape.chosen :].sum(2, dtype=part.dtype))
     first, tail = (rest.view(lambda part, s=s: part[..., s]) for s in (slice(0, shape.first), slice(shape.first, None)))  # type: ignore[misc]
     mass = concatenated([first, spread, tail], 2)
-    return out, mass if chosen.order is None else reordered(mass, chosen.order.argsort(-1), 2)
+    return out, chosen.in_place(mass, entries, 2)
+
+
+def _scores(query: Fixed, turned: Fixed, softcap: float | None, alone: bool, takes: int) -> Fixed:
+    """Scores, with the fractional bits and in the lowest bits that softmax reads after `takes` choices of rows.
+
+    Where nothing is narrow they keep all fractional bits, truncated when few are left. alone: nothing is added.
+    """
+    session = query.session
+    width = score_width(session, alone) if softcap is None and narrows(session) else None
+    if width is None:
+        return query.matmul(turned, frac=query.frac + turned.frac)
+    return query.matmul(turned, frac=session.frac, width=width + takes)
 
 
 def _column(x: Fixed) -> Fixed:

@@ -5,8 +5,8 @@ output with truncation, 3 e without (trio: 30.75 and 24), for `blocks` pairs of 
 each, n entries of D and Dv elements, and k chosen ones in clusters of s:
 
     likeness and choice    clusters e' + top-k + the making of rows
-    scores                 n shared 3 e
-    taken, put back        (k + n) shared 3 e         one-hot; two shuffles of n shared elements where they are shuffled
+    scores                 n shared 3 e, or narrower by what softmax does not read
+    taken, put back        (k + n) shared 3 e         one-hot, of all levels together; else two shuffles of n shared
     softmax                (first + k + tail) shared entries, instead of n shared
     values                 Dv shared e'
     keys gathered instead  k (D + Dv) 3 e, and neither `taken` nor n scores
@@ -23,6 +23,7 @@ from private_llm.oblivious.chosen_rows import one_hot_cost, shuffled_cost
 from private_llm.oblivious.compaction import compaction_cost
 from private_llm.oblivious.pricing import Pricing
 from private_llm.oblivious.topk import cost as topk_cost
+from private_llm.protocols.narrow import Narrow
 from private_llm.protocols.session import Session
 from private_llm.ranges import REACH
 
@@ -44,13 +45,32 @@ def gather_cost(
     Without ranking, softmax and the product with values, which are alike for all ways.
     """
     moving = moving_cost(pricing, shape, blocks, shared, depth, value_size, gather, column, weigh)
-    return rows_cost(pricing, shape, blocks, gather) + moving
+    return rows_cost(pricing, shape, blocks, gather, composes(shape, shared, depth, value_size, gather)) + moving
 
 
-def rows_cost(pricing: Pricing, shape: ClusterShape, blocks: int, gather: str) -> Cost:
+def composes(shape: ClusterShape, shared: int, depth: int, value_size: int, gather: str) -> bool:
+    """Whether one-hot rows of several levels become those of one: a product more, and one less to take and put back.
+
+    Where the matrix has fewer entries than what the outer levels move. Public and local.
+    """
+    if gather == "shuffled-scores" or len(shape.sizes) == 1:
+        return False
+    moved, back = (depth + value_size, 0) if gather == "keys" else (shared, shared)
+    outer = sum(kept * size for kept, size in zip(shape.kept[:-1], shape.sizes, strict=False))
+    return sum(_composed(shape)) <= outer * (moved + back)
+
+
+def _composed(shape: ClusterShape) -> list[int]:
+    """Entries of the matrices of composed levels, from the second on."""
+    return [kept * (shape.clustered // size) for kept, size in list(zip(shape.kept, shape.sizes, strict=True))[1:]]
+
+
+def rows_cost(pricing: Pricing, shape: ClusterShape, blocks: int, gather: str, composed: bool = False) -> Cost:
     """Making the rows of each level, and taking the likenesses of the clusters within those that are left."""
     prices, ring = pricing.prices, pricing.ring
     total = Cost()
+    for count in _composed(shape) if composed else ():
+        total += prices.product(ring, blocks * count, 0)
     shuffled = gather == "shuffled-scores"
     for place, (there, kept, size) in enumerate(zip(shape.there, shape.kept, shape.sizes, strict=True)):
         total += shuffled_cost(prices, blocks, there) if shuffled else one_hot_cost(prices, ring, blocks, there, kept)
@@ -62,26 +82,36 @@ def rows_cost(pricing: Pricing, shape: ClusterShape, blocks: int, gather: str) -
 
 def moving_cost(
     pricing: Pricing, shape: ClusterShape, blocks: int, shared: int, depth: int, value_size: int, gather: str,
-    column: bool = False, weigh: bool = False,
+    column: bool = False, weigh: bool = False, width: int | None = None, shift: int = 0,
 ) -> Cost:  # fmt: skip
     """Scores, taking, putting back. A layer that uses the choices of another pays this and no `rows_cost`.
 
     column: one more is taken, of what scores are less (keys: at padding or under a secret mask; scores: if they are
-    capped as well). weigh: keys' way puts masses back, too.
+    capped as well). weigh: keys' way puts masses back, too. width: bits of scores that softmax reads, with `shift` bits
+    dropped from products; None: all, and those are dropped later.
     """
     prices, ring = pricing.prices, pricing.ring
     keys = gather == "keys"
     left = shape.first + (shape.chosen if keys else shape.clustered) + shape.tail
-    total = prices.product(ring, blocks * shared * left, 0)
     moved, back = (depth + value_size if keys else shared) + column, int(weigh) if keys else shared
-    for there, kept, size in zip(shape.there, shape.kept, shape.sizes, strict=True):
-        width = blocks * size
+    levels = list(zip(shape.there, shape.kept, shape.sizes, strict=True))
+    if composes(shape, shared, depth, value_size, gather):
+        levels = [(shape.clustered // shape.sizes[-1], shape.kept[-1], shape.sizes[-1])]
+    right = 0 if width is None else width + (0 if keys else len(levels))
+    narrow = Narrow(min(ring.bits, right + shift), right) if right else None
+    total = prices.product(ring, blocks * shared * left, shift if narrow else 0, narrow)
+    for there, kept, size in levels:
+        entries = blocks * size
         if gather == "shuffled-scores":
-            total += prices.shuffle(ring, there * width * moved)
-            total += prices.shuffle(ring, there * width * back, undo=True)
+            total += prices.shuffle(ring, there * entries * moved)
+            total += prices.shuffle(ring, there * entries * back, undo=True)
+            continue
+        if right and not keys:
+            total += prices.product(ring, kept * entries * moved, 1, Narrow(right, right - 1))
+            right -= 1
         else:
-            total += prices.product(ring, kept * width * moved, 0)
-            total += prices.product(ring, there * width * back, 0) if back else Cost()
+            total += prices.product(ring, kept * entries * moved, 0)
+        total += prices.product(ring, there * entries * back, 0) if back else Cost()
     return total
 
 
@@ -103,23 +133,27 @@ def ranking_cost(pricing: Pricing, shape: ClusterShape, blocks: int, depth: int,
 def step_cost(
     pricing: Pricing, shape: ClusterShape, blocks: int, shared: int, depth: int, value_size: int, gather: str,
     frac: int, score_shift: int, query_shift: int = 0, leads: bool = True, weigh: bool = False,
+    width: int | None = None,
 ) -> Cost:  # fmt: skip
     """Attention of one new token, without its softmax over first, chosen and newest entries.
 
     score_shift: bits that are truncated from scores: frac, and j more for a scale of 2^-j. query_shift: bits of a query
     that are truncated before (once for its likeness, once for scores). leads: False for a layer that uses the choice of
-    another: it neither ranks nor makes rows.
+    another: it neither ranks nor makes rows. width: as `moving_cost`.
     """
     prices, ring = pricing.prices, pricing.ring
     left = blocks * shared * (shape.first + shape.chosen + shape.tail)
-    total = moving_cost(pricing, shape, blocks, shared, depth, value_size, gather, weigh=weigh)
+    total = moving_cost(pricing, shape, blocks, shared, depth, value_size, gather, weigh=weigh, width=width,
+                        shift=score_shift)  # fmt: skip
     if query_shift:
         total += prices.truncate(ring, blocks * shared * depth, query_shift)
-    total += prices.truncate(ring, left, score_shift) + prices.product(ring, blocks * shared * value_size, frac)
+    total += prices.truncate(ring, left, score_shift) if width is None else Cost()
+    total += prices.product(ring, blocks * shared * value_size, frac)
     if not leads:
         return total
     choice = ranking_cost(pricing, shape, blocks, depth, frac, query_shift)
-    return total + choice + rows_cost(pricing, shape, blocks, gather)
+    composed = composes(shape, shared, depth, value_size, gather)
+    return total + choice + rows_cost(pricing, shape, blocks, gather, composed)
 
 
 @lru_cache(maxsize=1024)

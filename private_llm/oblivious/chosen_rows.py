@@ -67,12 +67,30 @@ class OneHotRows(ChosenRows):
         return self.matrix.shape[2]
 
     def take(self, x: Fixed, frac: int | None = None) -> Fixed:
-        """One product: 24 bytes an output and 1 round in trio; 30.75 and 2 where 18 bits are dropped."""
-        return self._on(x).matmul(x, frac=x.frac if frac is None else frac)
+        """One product: 24 bytes an output and 1 round in trio; 30.75 and 2 where 18 bits are dropped.
+
+        Of x that is right in `width` bits, one bit less is right: (3 width - 1) / 8 bytes.
+        """
+        frac, matrix = x.frac if frac is None else frac, self._on(x)
+        if x.width is None:
+            return matrix.matmul(x, frac=frac)
+        return matrix.finer(1).matmul(x, frac=frac, width=x.width - 1)  # divided by 2, which leaves bits nobody reads
 
     def put_back(self, y: Fixed) -> Fixed:
         """One product, 24 bytes an output and 1 round in trio."""
         return self._on(y).view(lambda part: part.transpose(1, 2)).matmul(y, frac=y.frac)
+
+    def within(self, outer: OneHotRows) -> OneHotRows:
+        """Of rows that `outer` took in groups of self.rows / outer.kept, the choice that both make together.
+
+        One product, 24 bytes an entry of the matrix and 1 round in trio.
+        """
+        inner = self.rows // outer.kept
+        own = self.matrix.view(lambda part: part.unflatten(2, (outer.kept, inner)).transpose(2, 3).flatten(1, 2))
+        made = own.matmul(outer.matrix, frac=0).view(
+            lambda part: part.unflatten(1, (-1, inner)).transpose(2, 3).flatten(2)
+        )
+        return OneHotRows(made)
 
     def _on(self, like: Fixed) -> Fixed:
         where = like.share.parts[0].device

@@ -54,20 +54,18 @@ class SlowPolicy:
         self.position[layer] = total = before + queries
         out = torch.zeros(batch, heads, queries, v.shape[-1], dtype=v.dtype)
         everybody = 0 if self.windows[layer] else policy.mass_queries(queries)
-        padding = [0] * batch
         for row in range(batch):
             for group in range(groups):
                 state = self.heads.setdefault((layer, row, group), HeadState())
                 state.live += range(before, total)
                 state.mass |= dict.fromkeys(range(before, total), 0.0)
-            padding[row] = sum(not mask[row, 0, -1, p] for p in state.live)
         for row in range(batch):
             got: dict[int, dict[int, float]] = {g: {} for g in range(groups)}
             there = [i for i in range(queries) if mask[row, 0, i, before + i]]
             counted = there[-(policy.mass_queries(len(there)) or everybody) :] if everybody else []
             for group in range(groups):
                 own = q[row, group * each : (group + 1) * each]
-                self.choose(layer, row, group, own, k[row, group], mask[row, 0, -1], padding)
+                self.choose(layer, row, group, own, k[row, group], mask[row, 0, -1])
             for query in range(queries):
                 scores = []
                 for head in range(heads):
@@ -95,16 +93,14 @@ class SlowPolicy:
         return out
 
     # -- selection ----------------------------------------------------------------------------------------------
-    def choose(
-        self, layer: int, row: int, group: int, q: Tensor, k: Tensor, tokens: Tensor, padding: list[int]
-    ) -> None:  # fmt: skip
-        """q [heads of the group, queries, D], k [T, D], tokens bool [T], padding: entries of it in each row."""
+    def choose(self, layer: int, row: int, group: int, q: Tensor, k: Tensor, tokens: Tensor) -> None:
+        """q [heads of the group, queries, D], k [T, D], tokens bool [T]."""
         state, selection = self.heads[layer, row, group], self.policy.selection
         state.chosen = list(state.live)
         if selection is None or q.shape[1] != 1 or self.windows[layer]:
             return
         width = selection.levels[0].size
-        shape = selection.shape(len(state.live), max(count % width for count in padding))
+        shape = selection.shape(len(state.live))
         if shape is None:
             return
         there = [p for p in state.live if tokens[p]]
@@ -115,7 +111,9 @@ class SlowPolicy:
             theirs = self.heads[self.leader(layer), row, group]
             state.chosen = list(theirs.chosen)
             return
-        query, left = q[:, 0].sum(0), [(shape.first, shape.first + shape.clustered)]
+        count = max(0, len(live) - shape.first - selection.recent - len(nobody) % width) // width
+        end = shape.first + count * width
+        query, left = q[:, 0].sum(0), [(shape.first, end)]
         for size, kept in zip(shape.sizes, shape.kept, strict=True):
             clusters = [(a, a + size) for begin, end in left for a in range(begin, end, size)]
             likeness = []
@@ -125,7 +123,7 @@ class SlowPolicy:
             order = sorted(range(len(clusters)), key=lambda i, x=likeness: (-x[i], i))[:kept]
             left = [clusters[i] for i in sorted(order)]
         places = [*range(shape.first), *(p for a, b in left for p in range(a, b))]
-        places += range(shape.first + shape.clustered, len(state.live))
+        places += range(end, len(state.live))
         state.chosen = [live[p] for p in places]
 
     # -- eviction -----------------------------------------------------------------------------------------------

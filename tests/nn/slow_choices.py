@@ -63,7 +63,7 @@ def entries(
             ratio = shape.sizes[place - 1] // shape.sizes[place]
             left = [c * ratio + inner for c in left for inner in range(ratio)]
         likeness = [float(query @ made[c]) if real is None or real[place][c] else -math.inf for c in left]
-        sure = exact or sorted(likeness)[-kept] == -math.inf  # of padding the first
+        sure = exact or kept >= len(left) or sorted(likeness)[-kept] == -math.inf  # of padding the first
         left = [left[i] for i in best(likeness, kept, sure)]
     size = shape.sizes[-1]
     inside = [shape.first + c * size + i for c in left for i in range(size)]

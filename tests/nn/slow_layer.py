@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -93,11 +93,14 @@ class SlowLayer:
 
     def _shape(self, held: Held) -> ClusterShape | None:
         selection = self.policy.selection
-        if selection is None:
-            return None
-        size = selection.levels[0].size
-        padding = [sum(not self._token(b, p) for p in row[0].positions) for b, row in enumerate(self.rows)]
-        return selection.shape(len(held.keys), max(count % size for count in padding))
+        return None if selection is None else selection.shape(len(held.keys))
+
+    def _own(self, b: int, held: Held, shape: ClusterShape, recent: int) -> ClusterShape:
+        """The clusters of a row: what is left of padding lies beyond them, and so do `recent` tokens."""
+        size, padding = shape.sizes[0], sum(not self._token(b, p) for p in held.positions)
+        count = max(0, len(held.keys) - shape.first - recent - padding % size) // size
+        there = (count, *shape.there[1:])
+        return replace(shape, there=there, tail=len(held.keys) - shape.first - count * size)
 
     def _order(self, b: int, held: Held, first: int, size: int) -> list[int]:
         """The first tokens, whole clusters of padding, the other tokens, the rest of padding."""
@@ -112,6 +115,7 @@ class SlowLayer:
         if selection is None or shape is None:
             return
         held.levels = held.levels or [[] for _ in shape.sizes]
+        shape = self._own(b, held, shape, selection.recent)
         order = self._order(b, held, selection.first, shape.sizes[0])
         padding = sum(not self._token(b, p) for p in held.positions)
         if padding != held.padding:  # clusters begin elsewhere
@@ -128,9 +132,11 @@ class SlowLayer:
         if shape is None or self.leader is not None:
             return None if shape is None or self.leader is None else self.leader.rows[b][g].chosen
         self._grow(b, held)
+        if self.policy.selection is not None:
+            shape = self._own(b, held, shape, self.policy.selection.recent)
         order = self._order(b, held, shape.first, shape.sizes[0])
         tokens = torch.tensor([self._token(b, held.positions[n]) for n in order])
-        levels = [torch.stack(made) for made in held.levels]
+        levels = [torch.stack(made) if made else torch.zeros(0, 1) for made in held.levels]
         count = shape.clustered
         real = [tokens[shape.first : shape.first + count].view(-1, size).any(1).tolist() for size in shape.sizes]
         return [order[n] for n in slow_choices.entries(query[:, 0].sum(0), levels, shape, real=real)]

@@ -14,11 +14,12 @@ from torch import Tensor
 from private_llm.config import PrivateConfig
 from private_llm.kv_policies.policy import ClusterShape, Level, Selection
 from private_llm.net.ledger import Cost
-from private_llm.nn.attention import pattern_of, soften
+from private_llm.nn.attention import pattern_of, score_width, soften
 from private_llm.nn.selecting import FORBIDDEN, attend_to_chosen, choose_clusters
 from private_llm.nn.selection_costs import (
     GATHERS,
     cheapest_gather,
+    composes,
     gather_cost,
     moving_cost,
     ranking_cost,
@@ -27,8 +28,8 @@ from private_llm.nn.selection_costs import (
 )
 from private_llm.oblivious.pricing import Pricing
 from private_llm.protocols.registry import protocol_names
-from private_llm.protocols.session import Session
-from private_llm.tensor.fixed import Fixed
+from private_llm.protocols.session import Session, meta_session
+from private_llm.tensor.fixed import Fixed, narrows
 from tests.harness import run_meta, run_parties
 from tests.nn import slow_choices
 from tests.tensor.secrets import fixed, noise, opened, plain_session
@@ -250,6 +251,12 @@ def ran(case: Case, protocol: str, program: object) -> Cost:
     return cost
 
 
+def width_of(protocol: str) -> int | None:
+    """Bits of scores that softmax reads."""
+    session = meta_session(config(protocol), 0)
+    return score_width(session, alone=True) if narrows(session) else None
+
+
 def softmax_cost(case: Case, protocol: str) -> Cost:
     """Of a softmax over the entries that are left, which all kinds of attention have."""
     count = case.shape.first + case.shape.chosen + case.shape.tail
@@ -265,14 +272,16 @@ def test_costs_of_a_choice_and_of_a_step_are_those_of_the_formulas(name: str, ga
     case = CASES[name]
     pricing = Pricing.of(config(protocol))
     size = (case.blocks, case.heads // case.groups, case.depth, case.value_size)
-    without = step_cost(pricing, case.shape, *size, gather, 18, 19, weigh=True) + softmax_cost(case, protocol)
+    without = step_cost(pricing, case.shape, *size, gather, 18, 19, weigh=True, width=width_of(protocol))
+    without += softmax_cost(case, protocol)
 
     def chosen(session: Session, q: Fixed, k: Fixed, v: Fixed, *levels: Fixed) -> Fixed:
         choose_clusters(q, levels, case.shape, gather, case.value_size)
         return q
 
     want = ranking_cost(pricing, case.shape, case.blocks, case.depth, 18, 0)
-    assert ran(case, protocol, chosen) == want + rows_cost(pricing, case.shape, case.blocks, gather)
+    composed = composes(case.shape, *size[1:], gather)
+    assert ran(case, protocol, chosen) == want + rows_cost(pricing, case.shape, case.blocks, gather, composed)
     assert ran(case, protocol, lambda s, *x: private(case, gather, s, None, None, *x)) == without
 
 
@@ -289,7 +298,7 @@ def test_a_layer_that_follows_pays_no_choice(gather: str, protocol: str) -> None
         return attend_to_chosen(q, k, v, None, 0.5, None, None, chosen, weigh=False)[0]
 
     size = (case.blocks, case.heads // case.groups, case.depth, case.value_size)
-    want = step_cost(pricing, case.shape, *size, gather, 18, 19, leads=False)
+    want = step_cost(pricing, case.shape, *size, gather, 18, 19, leads=False, width=width_of(protocol))
     assert ran(case, protocol, followed) == want + softmax_cost(case, protocol)
 
 

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -65,7 +66,7 @@ class Layer(Protocol):
         """Of a mask over all positions the columns of the entries held."""
 
     def choose(self, query: Tensor, allowed: Tensor | None) -> Tensor | None:
-        """The entries that a call attends to; None: all held. allowed: the call's mask over all positions."""
+        """The entries that a call attends to, or their number for none; None: all held. allowed: over all positions."""
 
     def attended(self, query: Tensor, mass: Tensor | None, allowed: Tensor | None, call: Scoring) -> None:
         """A call is done. mass: what the entries held got, [B, G, held]; None if not counted."""
@@ -149,10 +150,12 @@ def attention(
         out, mass = _weigh(module, query, key, value, allowed, call, counted, among)
     else:
         wide = pick.unsqueeze(-1)
+        key, value = (F.pad(part, (0, 0, 0, 1)) for part in (key, value))
         key, value = (part.gather(2, wide.expand(*pick.shape, part.shape[-1])) for part in (key, value))
+        allowed = None if allowed is None else F.pad(allowed, (0, 1))
         seen = None if allowed is None else columns_at(allowed, pick, query.shape[1])
         out, mass = _weigh(module, query, key, value, seen, call, counted, among)
-        mass = None if mass is None else mass.new_zeros(*pick.shape[:2], held).scatter(-1, pick, mass)
+        mass = None if mass is None else mass.new_zeros(*pick.shape[:2], held + 1).scatter(-1, pick, mass)[..., :held]
     layer.attended(query, mass, attention_mask, call)
     return out.transpose(1, 2), None
 

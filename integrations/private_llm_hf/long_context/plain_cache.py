@@ -21,7 +21,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from private_llm.errors import ConfigError, DomainError, UnsupportedOp
 from private_llm.kv_policies.fixed import NoCache
-from private_llm.kv_policies.padding import alike, outside_clusters, padding_last, queries_that_count
+from private_llm.kv_policies.padding import Arranged, arranged, queries_that_count
 from private_llm.kv_policies.policy import CacheFacts, CachePolicy, ClusterShape, Selection
 from private_llm.nn.kv_cache import columns_at
 from private_llm_hf.long_context.choices import chosen_entries, entries_that_stay, representatives
@@ -61,7 +61,7 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         self.position = self.start = self.attends = 0
         self.waiting = self.is_initialized = False
         self._levels: list[Tensor] = []
-        self._padding: Tensor | None = None  # entries of padding when clusters were made: int64 [B, G or 1]
+        self._rows: Tensor | None = None  # `Arranged.clusters` when clusters were made, where there is padding
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to prepare: the first update decides the shapes."""
@@ -115,50 +115,66 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         return shown if allowed is None else allowed & shown
 
     def choose(self, query: Tensor, allowed: Tensor | None) -> Tensor | None:
-        """int64 [B, G, n], ascending, for a single query [B, H, 1, D]; None: all held. allowed: [B, 1, q, position]."""
+        """int64 [B, G, n], ascending, for a single query [B, H, 1, D]; None: all held.
+
+        Their number stands for none. allowed: [B, 1, q, position].
+        """
         self._note_padding(allowed, query.shape[0])
         selection = self.policy.selection
         if self.windowed or selection is None or query.shape[2] != 1 or self.keys is None:
             return None
         tokens = self._tokens_held()
-        shape = self._shape(selection, tokens)
+        shape, order = self._shape(selection, tokens)
         if shape is None:
             return None
         self.attends = self.held - shape.clustered + shape.chosen
         if self.leader is not None:
             return self.leader.picked
-        self._represent(shape, selection, tokens)
+        self._represent(shape, selection, order)
         summed = query.squeeze(2).unflatten(1, (self.keys.shape[1], -1)).sum(2)
-        if tokens is None:
+        if order is None:
             self.picked = chosen_entries(summed, self._levels, shape)
             return self.picked
-        order = padding_last(tokens, shape.first, shape.sizes[0]).expand(*self.keys.shape[:2], -1)
-        tokens = tokens.expand(order.shape).gather(-1, order)
-        self.picked = order.gather(-1, chosen_entries(summed, self._levels, shape, tokens)).sort(dim=-1).values
+        picked = chosen_entries(summed, self._levels, shape, order.tokens.expand(*self.keys.shape[:2], -1))
+        self.picked = order.order.expand(*self.keys.shape[:2], -1).gather(-1, picked).sort(dim=-1).values
         return self.picked
 
-    def _shape(self, selection: Selection, tokens: Tensor | None) -> ClusterShape | None:
-        return selection.shape(self.held, 0 if tokens is None else outside_clusters(tokens, selection.levels[0].size))
+    def _shape(self, selection: Selection, tokens: Tensor | None) -> tuple[ClusterShape | None, Arranged | None]:
+        """Clusters among the entries held, and how these are arranged if some are padding."""
+        if tokens is None:
+            return selection.shape(self.held), None
+        made = arranged(selection, tokens)
+        return None if made is None else made.shape, made
 
-    def _represent(self, shape: ClusterShape, selection: Selection, tokens: Tensor | None) -> None:
+    def _represent(self, shape: ClusterShape, selection: Selection, order: Arranged | None) -> None:
         """Representatives of all clusters that there are now: of each level, whatever the levels before leave."""
         if self.keys is None:
             return
-        keys, mass, padding, levels = self.keys, self.mass, None if tokens is None else (~tokens).sum(-1), []
-        if tokens is not None:
-            order = padding_last(tokens, shape.first, shape.sizes[0]).expand(*keys.shape[:2], -1)
-            keys = keys.gather(2, order.unsqueeze(-1).expand(*order.shape, keys.shape[-1]))
-            mass = None if mass is None else mass.gather(-1, order)
-        if not alike(padding, self._padding):  # clusters begin elsewhere
-            self._levels, self._padding = [], padding
+        keys, mass, levels, kept = self.keys, self.mass, [], None
+        if order is not None:
+            at = order.order.expand(*keys.shape[:2], -1)
+            keys = F.pad(keys, (0, 0, 0, 1)).gather(2, at.unsqueeze(-1).expand(*at.shape, keys.shape[-1]))
+            mass = None if mass is None else F.pad(mass, (0, 1)).gather(-1, at)
+        ready = min(self._levels[0].shape[2], shape.there[0]) if self._levels else 0
+        if order is not None:
+            ready, kept = order.ready(self._rows, ready)
+        elif self._rows is not None:  # no padding any more
+            ready = 0
+        self._rows = None if order is None else order.clusters
+        ready = ready * shape.sizes[0]
         for place, size in enumerate(shape.sizes):
             there = shape.clustered // size
-            made = self._levels[place][:, :, :there] if self._levels else None
+            made = self._levels[place][:, :, : ready // size] if self._levels else None
             done = 0 if made is None else made.shape[2]
             part = slice(shape.first + done * size, shape.first + there * size)
             if done < there:
                 got = None if mass is None else mass[:, :, part]
                 more = representatives(keys[:, :, part], got, size, selection)
+                beside = self._levels[place][:, :, done:there] if self._levels else more[:, :, :0]
+                if kept is not None and beside.shape[2]:  # rows keep what they had
+                    number = torch.arange(done, done + beside.shape[2], device=kept.device)
+                    stays = (number < (kept * (shape.sizes[0] // size)).unsqueeze(-1)).unsqueeze(-1)
+                    more[:, :, : beside.shape[2]] = torch.where(stays, beside, more[:, :, : beside.shape[2]])
                 made = more if made is None else torch.cat([made, more], dim=2)
             levels += [] if made is None else [made]
         self._levels = levels
@@ -169,10 +185,11 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         if self.windowed:
             return
         self.evict(mass)
-        selection, tokens = self.policy.selection, self._tokens_held()
-        shape = None if selection is None or query.shape[2] == 1 else self._shape(selection, tokens)
-        if selection is not None and shape is not None and self.leader is None:
-            self._represent(shape, selection, tokens)
+        selection = self.policy.selection
+        if selection is not None and query.shape[2] > 1 and self.leader is None:
+            shape, order = self._shape(selection, self._tokens_held())
+            if shape is not None:
+                self._represent(shape, selection, order)
 
     def _note_padding(self, allowed: Tensor | None, batch: int) -> None:
         """A token sees itself; padding is seen by nobody."""
@@ -311,7 +328,9 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Rows by indices (beam search)."""
-        for name in ("keys", "values", "positions", "mass", "hidden", "tokens", "_padding"):
+        if self._rows is not None:
+            self._rows = self._rows.index_select(1, beam_idx.to(self._rows.device))
+        for name in ("keys", "values", "positions", "mass", "hidden", "tokens"):
             part = getattr(self, name)
             if part is not None and (part.shape[0] > 1 or name != "positions"):
                 setattr(self, name, part.index_select(0, beam_idx.to(part.device)))
