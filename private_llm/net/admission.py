@@ -128,10 +128,8 @@ class Admission:
     def confirm(self, served: Collection[str]) -> None:
         """Party 0 serves these sessions."""
         with self._lock:
-            for number in served:
-                found = self._callers.get(bytes.fromhex(number))
-                if found is not None:
-                    found.known = True
+            for number, caller in self._callers.items():
+                caller.known = caller.known or number.hex() in served
 
     def _make_room(self, user: str) -> None:
         """Raise PartiesBusy unless there is room for one more, or a caller that party 0 does not serve gives it up."""

@@ -13,6 +13,7 @@ import pytest
 import torch
 from private_llm_hf.service import party_service, pass_of_requests
 from private_llm_hf.service.agreement import Offer, Run, Vote
+from private_llm_hf.service.client_session import ClientSession
 from private_llm_hf.service.kinds import past_of
 from private_llm_hf.service.limits import MOST_EDITS, MOST_HANDLES, Holdings, Limits, elements_of
 from private_llm_hf.service.suspects import Suspects
@@ -446,3 +447,22 @@ def test_party_0_cannot_run_a_request_twice(start: Start, monkeypatch: pytest.Mo
             step(model, 2)
         monkeypatch.undo()
     assert eventually(lambda: any("runs a request twice" in reason for reason, _ in running.watches[1].downs))
+
+
+def test_a_session_that_begins_anew_at_one_party_is_another(start: Start) -> None:
+    """Its masks would begin anew there, too. Under the same number it takes nothing away from the one that goes on."""
+    running = start()
+    with running.model() as model:
+        other = model.open_session()
+        step(other, 3)
+        step(model, 3)
+        service = running.services[1]
+        old = max(service._sessions.values(), key=lambda each: each.began)
+        service._waiting.drop(ClientSession(service, old.link))
+        old._earlier = ClientSession(service, old.link)._earlier
+        with pytest.raises(TransportError, match="told the parties different things"):
+            step(other, 1)
+        session = next(iter(service._sessions.values()))
+        service.admission.leave = lambda link: None  # type: ignore[method-assign]
+        service.over(ClientSession(service, session.link), None)
+        assert service._sessions[session.id] is session

@@ -78,7 +78,7 @@ def test_a_pass_waits_for_the_sessions_of_the_last_one() -> None:
     queue.add(request("a"))
     assert names(queue.choose(5, kind_of, 100)) == ["a"]
     queue.ran([request("a"), request("b")], seconds=40.0)
-    queue.drop("b")
+    queue.drop(request("b").session)
     queue.add(request("a"))
     began = time.monotonic()
     assert names(queue.choose(5, kind_of, 100)) == ["a"]
@@ -117,8 +117,12 @@ def test_nothing_stays_of_a_session_that_is_over() -> None:
     queue = waiting()
     queue.ran([request("a")], seconds=1.0)
     queue.add(request("a", since=1.0))
-    queue.again(request("a", since=time.monotonic()), patience=5.0)
-    queue.drop("a")
+    last = request("a", since=time.monotonic())
+    queue.again(last, patience=5.0)
+    queue.drop(request("a").session)  # another one of that number
+    assert len(queue) == 1
+    queue.drop(last.session)
+    assert len(queue) == 0
     assert not queue._turns
     assert not queue._not_before
     assert not queue._expected

@@ -130,7 +130,7 @@ class ClientSession:
         self._edits: list[CacheEdit] = []
         self._plan = Plan(0, (), -1)
         self._drop = False
-        self._requests = 0
+        self._requests, self._earlier = 0, ""
         self._sending = threading.Lock()
         self._answered = True
         self._cut: str | None = None
@@ -340,10 +340,16 @@ class ClientSession:
         return recorder.frames
 
     def _facts(self, command: Message, edits: Sequence[CacheEdit], frames: Sequence[Frame]) -> dict[str, str]:
-        """Digests of all that another party must have got alike from this client."""
+        """Digests of all that another party must have got alike from this client.
+
+        earlier: the calls before, which drew from the streams of its masks; a session that begins anew at one party
+        alone, under the number and keys of an older one, has had others.
+        """
         spec = protocol_spec(self.host.config.protocol)
         text = text_of([command, list(edits)], ordered=True)
         facts = {"call": digest(text.encode()), "model": digest(self._served().digest.encode())}
+        facts["earlier"] = self._earlier
+        self._earlier = digest(self._earlier.encode(), facts["call"].encode())
         facts["user"] = digest(self.user.encode())
         for mask, key in zip(spec.masks_of(self.host.number), self.keys, strict=True):
             facts[f"mask {mask}"] = digest(key.raw())

@@ -216,9 +216,10 @@ class PartyService:
     def over(self, session: ClientSession, reason: str | None) -> None:
         """A session has ended here."""
         with self._lock:
-            self._sessions.pop(session.id, None)
+            if self._sessions.get(session.id) is session:  # its number may be another's by now
+                del self._sessions[session.id]
             self._ended.append(session.id)
-        self._waiting.drop(session.id)
+        self._waiting.drop(session)
         self.admission.leave(session.link)
         self.observer.session_ended(session.short, session.user, time.monotonic() - session.began, reason)
 

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
-from private_llm_hf.service.client_session import Request
+from private_llm_hf.service.client_session import ClientSession, Request
 from private_llm_hf.service.settings import ServiceSettings
 
 _PATIENCE = 2.0
@@ -79,11 +79,13 @@ class Waiting:
                 self._turns[number] = _MEMORY * turn + (1 - _MEMORY) * self._turns.get(number, turn)
             self._changed.notify_all()
 
-    def drop(self, session: str) -> None:
+    def drop(self, session: ClientSession) -> None:
         """A session is over: what it asked for is forgotten."""
         with self._changed:
-            self._requests.pop(session, None)
-            self._forget(session)
+            found = self._requests.get(session.id)
+            if found is not None and found.session is session:
+                del self._requests[session.id]
+            self._forget(session.id)
             self._changed.notify_all()
 
     def wake(self) -> None:
