@@ -2,10 +2,10 @@
 
 A case connects as a user, goes some way (connections alone, keys agreed, a model, a call whose cache is held, a call
 whose inputs never come or come to some parties), and then sends changed commands, calls of any shape, handles of caches
-that are others', other calls to other parties, tensors of other types and sizes, changed and half frames, or loses the
-connection to one party. It leaves in order, without a word, or by resetting its connections. All the while honest
-users generate on sessions of their own, which must not end, and their texts must be right; so must that of a new one,
-every so many cases. In the end no session may be left.
+that are others', other calls to other parties, inputs far out of range, tensors of other types and sizes, changed and
+half frames, or loses the connection to one party. It leaves in order, without a word, or by resetting its connections.
+All the while honest users generate on sessions of their own, which must not end, and their texts must be right; so must
+that of a new one, every so many cases. In the end no session may be left.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from private_llm.net.wire import Kind
 
 STATES = ("linked", "met", "loaded", "called", "called", "asked", "half asked")
 ACTS = ("command", "call", "call", "edit", "edit", "shape", "lie", "noise", "frame", "half", "note", "flood", "cut",
-        "honest")  # fmt: skip
+        "extreme", "honest")  # fmt: skip
 ENDS = ("close", "abort", "reset", "silence")
 HONEST = ("anna", "ben")
 _EVERY = 20
@@ -161,8 +161,14 @@ class Service:
 
     def _say(self, transport: Any, parties: Parties | None, act: dict[str, Any]) -> None:  # noqa: ANN401
         kind, raw, to = act["kind"], bytes.fromhex(act["raw"]), act["to"]
-        if kind in ("lie", "honest"):
+        if kind in ("lie", "honest", "extreme"):
             if parties is None:
+                return
+            if kind == "extreme":  # each text of 64 bytes has words of its own
+                words = torch.frombuffer(bytearray(raw), dtype=torch.int64).repeat(4 * SMALL["hidden_size"] // 8)
+                item = Values("inputs_embeds", (1, 4, SMALL["hidden_size"]))
+                call = Call({}, (item,), act["cache"], None, None, OPENED)
+                parties.forward(call, [words.view(item.shape)])
                 return
             if kind == "honest":
                 parties.forward(_call(act["cache"]), [_secret(4)])
