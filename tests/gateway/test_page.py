@@ -119,6 +119,8 @@ def test_who_holds_what_is_shown(page: WebDriver) -> None:
         element(page, "summary").click()
         assert element(page, "#protection").is_displayed()
         assert page.execute_script("return document.documentElement.scrollWidth <= innerWidth")
+        widths = "return [...document.querySelectorAll('#cost dt')].map(label => label.getBoundingClientRect().width)"
+        assert min(page.execute_script(widths)) > 10, "figures have their labels beside them"
     finally:
         look(page, 1200, 800)
 
