@@ -8,16 +8,18 @@ import re
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from private_llm_cli.app import main
+import typer
+from private_llm_cli.app import app, main
 from private_llm_cli.bench.rows import Row
 from transformers import OPTConfig, OPTForCausalLM
+from typer.testing import CliRunner
 
 ROOT = Path(__file__).resolve().parent.parent
 COMMANDS = (
@@ -64,6 +66,41 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_help_names_every_command(run: Run) -> None:
     text = run("--help")
     assert all(re.search(rf"\b{name}\b", text) for name in COMMANDS)
+
+
+def pages(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    yield path, command
+    for name, below in getattr(command, "commands", {}).items():
+        yield from pages(below, (*path, name))
+
+
+def test_help_shows_every_name_whole_at_80_columns() -> None:
+    found = list(pages(typer.main.get_command(app)))
+    assert len(found) > len(COMMANDS)
+    for path, command in found:
+        shown = CliRunner().invoke(app, [*path, "--help"], terminal_width=80, env={"COLUMNS": "80"}).output
+        named = {name for each in command.params if not getattr(each, "hidden", False) for name in each.opts}
+        assert named <= set(re.findall(r"[\w-]+", shown)), path
+        assert "\u2026" not in shown
+        assert not re.search(r"\w\.\.\.\n", shown)
+        assert max(map(len, shown.splitlines())) <= 80
+    panels = re.findall(r"^(\S.*):$", CliRunner().invoke(app, ["generate", "--help"]).output, re.MULTILINE)
+    assert {"Arguments", "Options", "Parties", "Protocol and numbers", "Predicted sparsity"} <= set(panels)
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        ("generate m --promt x", "--promt; did you mean --prompt?"),
+        ("generate m -prompt x", "-prompt; did you mean --prompt?"),
+        ("generate m --max_new_tokens=3", "--max_new_tokens; did you mean --max-new-tokens?"),
+        ("certs --partis 3", "--partis; did you mean --parties?"),
+        ("--plugn a", "--plugn; did you mean --plugin?"),
+        ("doctor --xyzzy", "--xyzzy; --help lists all."),
+    ],
+)
+def test_a_misspelt_option_is_told_its_nearest(words: str, hint: str) -> None:
+    assert f"No such option: {hint}" in CliRunner().invoke(app, words.split()).output
 
 
 def test_version(run: Run) -> None:
@@ -261,7 +298,7 @@ def test_help_lists_the_built_in_shapes(run: Run) -> None:
 
     listed = json.loads(resources.files("private_llm_hf").joinpath("models", "shapes.json").read_text())
     assert sorted(SHAPES) == sorted([*listed, *BUILDERS])
-    told = re.sub(r"[\s│]+", "", run("estimate", "--help"))
+    told = re.sub(r"\s+", "", run("estimate", "--help"))
     assert all(name in told for name in SHAPES)
 
 

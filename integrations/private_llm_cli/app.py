@@ -20,6 +20,7 @@ from private_llm.config import VERSION, import_plugins
 from private_llm.errors import PrivateLLMError
 from private_llm_cli.certifying import certs
 from private_llm_cli.deploying import calibrate, kv_budget, party, share
+from private_llm_cli.help_pages import Command, Group
 from private_llm_cli.measuring import audit, bench, diff, doctor, estimate
 from private_llm_cli.options import PLUGINS
 from private_llm_cli.training import predictors
@@ -31,6 +32,8 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    cls=Group,
 )
 for command in (
     demo,
@@ -48,7 +51,7 @@ for command in (
     bench,
     doctor,
 ):
-    app.command()(command)
+    app.command(cls=Command)(command)
 app.add_typer(certs)
 app.add_typer(predictors)
 

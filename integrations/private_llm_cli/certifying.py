@@ -11,9 +11,11 @@ from typing import Annotated
 import typer
 
 from private_llm.errors import ConfigError
+from private_llm_cli.help_pages import Command, Group
 from private_llm_cli.options import Json, PlanOption, ProtocolOption, SplitOption, config_of, folder_of, plan_of
 
 certs = typer.Typer(
+    cls=Group,
     name="certs", help="Certificates for mutual TLS: a set for trying out, or keys made at home.",
     invoke_without_command=True, no_args_is_help=True,
 )  # fmt: skip
@@ -49,7 +51,7 @@ def trial(
     run(folder_of(out), config, parties, days, user or ())
 
 
-@certs.command()
+@certs.command(cls=Command)
 def ca(
     out: Annotated[str, typer.Option("--out", help="Folder for ca.key (never leaves it) and ca.pem (for everybody).")],
     days: DaysOption = 1825.0,
@@ -60,7 +62,7 @@ def ca(
     run(folder_of(out), days)
 
 
-@certs.command()
+@certs.command(cls=Command)
 def request(
     name: Annotated[str, typer.Option("--name", help="party0, party1, ..., client, or client:NAME.")],
     out: Annotated[str, typer.Option("--out", help="Folder for the key (never leaves it) and the request (.csr).")],
@@ -71,7 +73,7 @@ def request(
     run(folder_of(out), name)
 
 
-@certs.command()
+@certs.command(cls=Command)
 def sign(
     file: Annotated[Path, typer.Argument(help="A request (.csr).")],
     ca: Annotated[Path, typer.Option("--ca", help="Folder of the CA.")],
@@ -85,7 +87,7 @@ def sign(
     run(file, ca, out, days, name)
 
 
-@certs.command()
+@certs.command(cls=Command)
 def show(
     files: Annotated[list[Path], typer.Argument(help="Certificates or requests.")],
     as_json: Json = False,

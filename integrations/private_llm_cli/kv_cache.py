@@ -14,6 +14,7 @@ import typer
 
 from private_llm.errors import ConfigError
 from private_llm.kv_policies.registry import POLICIES, policy_of
+from private_llm_cli.options import CACHE
 
 KvCacheOption = Annotated[
     str,
@@ -21,6 +22,7 @@ KvCacheOption = Annotated[
         "--kv-cache",
         help=f"What the KV cache keeps: {', '.join(POLICIES)}; settings after commas, as mpcache,gamma=0.25; "
         "an unknown one lists those that there are.",
+        rich_help_panel=CACHE,
     ),
 ]
 

@@ -80,19 +80,33 @@ class PartyMode(StrEnum):
     PROCESSES = "processes"
 
 
+PARTIES, PROTOCOL, SHARDING = "Parties", "Protocol and numbers", "Token sharding (protocol cascade)"
+SPARSITY, WRITING, CACHE = "Predicted sparsity", "How text is written", "Cache of keys and values"
+"""Groups of options in help pages."""
+
 Json = Annotated[bool, typer.Option("--json", help="Print figures as JSON, one object per line.")]
 PROTOCOLS = f"<{'|'.join((*protocol_names(), CASCADE))}>"
 """How help texts show the names of this library's protocols."""
 ProtocolOption = Annotated[
     str,
-    typer.Option("--protocol", parser=protocol_name, metavar=PROTOCOLS, help="'plain' hides nothing (for comparison)."),
+    typer.Option(
+        "--protocol",
+        parser=protocol_name,
+        metavar=PROTOCOLS,
+        help="'plain' hides nothing (for comparison).",
+        rich_help_panel=PROTOCOL,
+    ),
 ]
-RingOption = Annotated[int, typer.Option("--ring", help="Bits of the ring: 64 or 32.")]
-MatmulOption = Annotated[str, typer.Option(help="'masked', or under 'dealer' 'remask': operand-sized traffic.")]
+RingOption = Annotated[int, typer.Option("--ring", help="Bits of the ring: 64 or 32.", rich_help_panel=PROTOCOL)]
+MatmulOption = Annotated[
+    str, typer.Option(help="'masked', or under 'dealer' 'remask': operand-sized traffic.", rich_help_panel=PROTOCOL)
+]
 AdderOption = Annotated[
     Adder | None,
     typer.Option(
-        "--adder", help="Of comparisons: few rounds, fewest bytes, keys, or by --bandwidth (default: prefix)."
+        "--adder",
+        help="Of comparisons: few rounds, fewest bytes, keys, or by --bandwidth (default: prefix).",
+        rich_help_panel=PROTOCOL,
     ),
 ]
 AgreedAdderOption = Annotated[
@@ -101,23 +115,35 @@ AgreedAdderOption = Annotated[
         "--adder",
         help="How comparisons are made, the same at all endpoints: prefix, ripple, keys (parties far apart), or "
         "auto,bandwidth_mbit=1000,latency_ms=20, which chooses by price (default: prefix).",
+        rich_help_panel=PROTOCOL,
     ),
 ]
 ReluBitsOption = Annotated[
-    int | None, typer.Option("--relu-bits", help="Lowest bits that ReLU compares (default: what its range needs).")
+    int | None,
+    typer.Option(
+        "--relu-bits", help="Lowest bits that ReLU compares (default: what its range needs).", rich_help_panel=PROTOCOL
+    ),
 ]
-ReluLowOption = Annotated[int, typer.Option("--relu-low", help="How many of them, the lowest, ReLU leaves out.")]
+ReluLowOption = Annotated[
+    int, typer.Option("--relu-low", help="How many of them, the lowest, ReLU leaves out.", rich_help_panel=PROTOCOL)
+]
 ApproximationsOption = Annotated[
     Approximations,
     typer.Option(
         "--approximations",
         help="Whose GELU and softmax; mpcformer and secformer want models that were distilled with theirs.",
+        rich_help_panel=PROTOCOL,
     ),
 ]
-PartyOption = Annotated[PartyMode, typer.Option("--party-mode", help="Parties as threads or as processes.")]
+PartyOption = Annotated[
+    PartyMode, typer.Option("--party-mode", help="Parties as threads or as processes.", rich_help_panel=PARTIES)
+]
 
 
-FracOption = Annotated[int | None, typer.Option("--frac-bits", help="Fractional bits (default: 18; 12 in 32 bits).")]
+FracOption = Annotated[
+    int | None,
+    typer.Option("--frac-bits", help="Fractional bits (default: 18; 12 in 32 bits).", rich_help_panel=PROTOCOL),
+]
 
 
 def bits(frac_bits: int | None) -> dict[str, Any]:
@@ -157,10 +183,17 @@ def adder_of(text: str) -> dict[str, Any]:
     return {"adder": name, **network}
 
 
-PlanOption = Annotated[str, typer.Option("--plan", help="Under 'cascade': alpha,c,m[,rho], for instance 8,8,2.")]
-WeakOption = Annotated[bool, typer.Option("--accept-weak-plan", help="Use a plan that its audit calls weak.")]
+PlanOption = Annotated[
+    str, typer.Option("--plan", help="Under 'cascade': alpha,c,m[,rho], for instance 8,8,2.", rich_help_panel=SHARDING)
+]
+WeakOption = Annotated[
+    bool, typer.Option("--accept-weak-plan", help="Use a plan that its audit calls weak.", rich_help_panel=SHARDING)
+]
 SplitOption = Annotated[
-    int | None, typer.Option("--split", help="First layers under --protocol, the rest on the nodes of --plan.")
+    int | None,
+    typer.Option(
+        "--split", help="First layers under --protocol, the rest on the nodes of --plan.", rich_help_panel=SHARDING
+    ),
 ]
 
 
@@ -182,26 +215,40 @@ SparsityOption = Annotated[
     typer.Option(
         "--sparsity",
         help="Compute what predictors foretell: their folder, or 'shared': the model's owner has shared them with it.",
+        rich_help_panel=SPARSITY,
     ),
 ]
 OrdersOption = Annotated[
     Orders | None,
-    typer.Option("--orders", help="With --sparsity: 'kept' saves, and links patterns (default: fresh)."),
+    typer.Option(
+        "--orders", help="With --sparsity: 'kept' saves, and links patterns (default: fresh).", rich_help_panel=SPARSITY
+    ),
 ]
 LevelsOption = Annotated[
     Levels | None,
     typer.Option(
-        "--levels", help="With --sparsity: a public 'budget' of units, what is active (open), or that and noise."
+        "--levels",
+        help="With --sparsity: a public 'budget' of units, what is active (open), or that and noise.",
+        rich_help_panel=SPARSITY,
     ),
 ]
 NeuronBudgetOption = Annotated[
-    float | None, typer.Option("--neuron-budget", help="With --sparsity: the share of neurons that a position opens.")
+    float | None,
+    typer.Option(
+        "--neuron-budget", help="With --sparsity: the share of neurons that a position opens.", rich_help_panel=SPARSITY
+    ),
 ]
 HeadBudgetOption = Annotated[
-    float | None, typer.Option("--head-budget", help="With --sparsity: the share of heads that a position opens.")
+    float | None,
+    typer.Option(
+        "--head-budget", help="With --sparsity: the share of heads that a position opens.", rich_help_panel=SPARSITY
+    ),
 ]
 EpsilonOption = Annotated[
-    float | None, typer.Option("--epsilon", help="With --levels noisy: of the noise on each count (default: 0.1).")
+    float | None,
+    typer.Option(
+        "--epsilon", help="With --levels noisy: of the noise on each count (default: 0.1).", rich_help_panel=SPARSITY
+    ),
 ]
 SHARED = "shared"
 """What --sparsity says where predictors come with the model's shares."""
@@ -239,38 +286,79 @@ def folder_of(name: str) -> Path:
 
 
 ParallelSessionsOption = Annotated[
-    int, typer.Option("--parallel-sessions", "--lanes", help="Sessions side by side that share the rows of a batch.")
+    int,
+    typer.Option(
+        "--parallel-sessions",
+        "--lanes",
+        help="Sessions side by side that share the rows of a batch.",
+        rich_help_panel=PROTOCOL,
+    ),
 ]
 RotateRolesOption = Annotated[
-    bool, typer.Option("--rotate-roles", "--permute", help="Another party plays each role in each parallel session.")
+    bool,
+    typer.Option(
+        "--rotate-roles",
+        "--permute",
+        help="Another party plays each role in each parallel session.",
+        rich_help_panel=PROTOCOL,
+    ),
 ]
 PromptOption = Annotated[str, typer.Option("--prompt", help="Text to continue.")]
 TokensOption = Annotated[int, typer.Option("--max-new-tokens", help="How many tokens at most.")]
 HostsOption = Annotated[
     list[str] | None,
-    typer.Option("--hosts", help="host:port of each party, in order: joined by commas, or the option repeated."),
+    typer.Option(
+        "--hosts",
+        help="host:port of each party, in order: joined by commas, or the option repeated.",
+        rich_help_panel=PARTIES,
+    ),
 ]
-TlsOption = Annotated[Path | None, typer.Option("--tls", help="Folder with ca.pem and this endpoint's .pem and .key.")]
-LoopbackOption = Annotated[bool, typer.Option(help="Allow unencrypted sockets, on loopback addresses only.")]
+TlsOption = Annotated[
+    Path | None,
+    typer.Option("--tls", help="Folder with ca.pem and this endpoint's .pem and .key.", rich_help_panel=PARTIES),
+]
+LoopbackOption = Annotated[
+    bool, typer.Option(help="Allow unencrypted sockets, on loopback addresses only.", rich_help_panel=PARTIES)
+]
 
 
 TimeoutOption = Annotated[
-    float, typer.Option("--timeout", help="Seconds of silence after which another endpoint is dead.")
+    float,
+    typer.Option("--timeout", help="Seconds of silence after which another endpoint is dead.", rich_help_panel=PARTIES),
 ]
-RevealOption = Annotated[str, typer.Option("--reveal", help="What the client opens: 'logits' or 'token'.")]
-WeightsOption = Annotated[str, typer.Option("--weights", help="'secret', or 'public' for open-weight models.")]
-TemperatureOption = Annotated[float, typer.Option("--temperature", help="Above 0: sample. 0: greedy.")]
-TopPOption = Annotated[float, typer.Option("--top-p", help="With a temperature: nucleus sampling.")]
+RevealOption = Annotated[
+    str, typer.Option("--reveal", help="What the client opens: 'logits' or 'token'.", rich_help_panel=PROTOCOL)
+]
+WeightsOption = Annotated[
+    str, typer.Option("--weights", help="'secret', or 'public' for open-weight models.", rich_help_panel=PROTOCOL)
+]
+TemperatureOption = Annotated[
+    float, typer.Option("--temperature", help="Above 0: sample. 0: greedy.", rich_help_panel=WRITING)
+]
+TopPOption = Annotated[
+    float, typer.Option("--top-p", help="With a temperature: nucleus sampling.", rich_help_panel=WRITING)
+]
 DraftOption = Annotated[
-    str, typer.Option("--draft", help="Speculative decoding: 'lookup', or a draft model's folder or hub id.")
+    str,
+    typer.Option(
+        "--draft", help="Speculative decoding: 'lookup', or a draft model's folder or hub id.", rich_help_panel=WRITING
+    ),
 ]
-PathsOption = Annotated[int, typer.Option("--draft-paths", help="With a draft: ways to go on that a pass checks.")]
+PathsOption = Annotated[
+    int, typer.Option("--draft-paths", help="With a draft: ways to go on that a pass checks.", rich_help_panel=WRITING)
+]
 AdvanceOption = Annotated[
     int | None,
-    typer.Option("--advance", help="With a draft: every pass goes on by so many tokens, which hides accepted counts."),
+    typer.Option(
+        "--advance",
+        help="With a draft: every pass goes on by so many tokens, which hides accepted counts.",
+        rich_help_panel=WRITING,
+    ),
 ]
 TaskOption = Annotated[str, typer.Option(help="causal-lm, seq2seq, classification, features, image or masked-lm.")]
-RangesOption = Annotated[Path | None, typer.Option("--ranges", help="A file of `private-llm calibrate --out`.")]
+RangesOption = Annotated[
+    Path | None, typer.Option("--ranges", help="A file of `private-llm calibrate --out`.", rich_help_panel=PROTOCOL)
+]
 GgufOption = Annotated[str | None, typer.Option("--gguf-file", help="A GGUF file in the model's folder or repository.")]
 
 

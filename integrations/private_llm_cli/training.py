@@ -13,10 +13,14 @@ from typing import Annotated
 import typer
 
 from private_llm_cli.commands.models import demo_model
+from private_llm_cli.help_pages import Command, Group
 from private_llm_cli.options import Json, folder_of
 
 predictors = typer.Typer(
-    name="predictors", help="As the model owner: predictors of active neurons and heads.", no_args_is_help=True
+    cls=Group,
+    name="predictors",
+    help="As the model owner: predictors of active neurons and heads.",
+    no_args_is_help=True,
 )
 
 
@@ -27,7 +31,7 @@ class UnitKind(StrEnum):
     HEADS = "heads"
 
 
-@predictors.command()
+@predictors.command(cls=Command)
 def train(
     model: Annotated[str, typer.Option(help="Model folder or hub id (default: the bundled model).")] = "",
     text: Annotated[list[Path] | None, typer.Option(help="A text file to record; repeat.")] = None,
@@ -85,7 +89,7 @@ def train(
     run(made, plot, threads, as_json)
 
 
-@predictors.command()
+@predictors.command(cls=Command)
 def show(
     folder: Annotated[Path, typer.Argument(help="A folder that training wrote.")],
     plot: Annotated[Path | None, typer.Option(help="Draw recall and levels by layer (.png, .svg).")] = None,
