@@ -33,6 +33,7 @@ from private_llm_hf.client.model import PrivateModel, private_class
 from private_llm_hf.client.parties import Parties
 from private_llm_hf.models.architectures import architecture
 from private_llm_hf.models.emulation import warn_of_functions
+from private_llm_hf.models.patched_code import patched_code
 from private_llm_hf.models.sparse_blocks import adopted, check_sparsity
 from private_llm_hf.patch_plan import check_ring, make_patch_plan
 from private_llm_hf.sparsity.sharing import SharedPredictors, shared_predictors
@@ -234,6 +235,7 @@ def _open(
     config = config if sparse is None else sparse.config
     spec = ModelSpec.of(model_class, config, folds_norms(private_config))
     check_sparsity(spec.model, private_config.sparsity)
+    _check_code(spec.model, private_config)
 
     def mine() -> str | None:
         digest = WeightsDigest()
@@ -270,6 +272,18 @@ def _open(
     made = private_class(model_class)(config, parties, patch_plan, generation)
     made.joins = functools.partial(_join_again, private_config, description, start)
     return made
+
+
+def _check_code(model: PreTrainedModel, private_config: PrivateConfig) -> None:
+    """Raises PatchMismatch for code that was replaced here and that parties elsewhere do not have."""
+    mode = choose_mode(private_config)
+    found = [] if mode == "threads" else patched_code(model)
+    if found:
+        raise PatchMismatch(
+            f"{type(model).__name__}: {len(found)} part(s) of transformers were replaced in this process, such as "
+            f"{found[0]}, and parties in other processes (party_mode={mode!r}) run the original; undo that, or use "
+            "party_mode='threads', which tries the replacement first"
+        )
 
 
 def _join_again(private_config: PrivateConfig, description: Description, start: Start) -> Parties:

@@ -37,6 +37,7 @@ from private_llm_hf.checkpoint.weights import skeleton
 from private_llm_hf.handlers import handler_of
 from private_llm_hf.models.architectures import architecture, compared
 from private_llm_hf.models.miniature import miniature
+from private_llm_hf.models.patched_code import patched_code
 from private_llm_hf.patch_plan import unknown_modules
 from private_llm_hf.tools.compare import compare
 from private_llm_hf.tools.survey import survey
@@ -76,12 +77,13 @@ def require_agreement(
 ) -> None:
     """Compare a small model of this class with its plaintext self, unless that was done before.
 
-    settings: ON_SHARES or AT_NODES. A handler of a user is tried with every class, each time. Raises PatchMismatch
-    naming the modules and operations without a rule, or the first module that differs.
+    settings: ON_SHARES or AT_NODES. A handler of a user, and code put in place of transformers', is tried with every
+    class, each time. Raises PatchMismatch naming the modules and operations without a rule, or the first module that
+    differs.
     """
     bare = skeleton(model_class, config)
     sharded = settings == AT_NODES
-    of_user = not sharded and _has_handler_of_user(bare)
+    of_user = bool(patched_code(bare)) or (not sharded and _has_handler_of_user(bare))
     known = model_class.__name__ in compared("token sharding" if sharded else "shares")
     if known and not of_user and (sharded or not unknown_modules(bare)):
         return
