@@ -19,7 +19,7 @@ from private_llm_hf.client import inputs as check
 from private_llm_hf.client.losses import Labels
 from private_llm_hf.client.remote_state import PrivateCache, PrivateEncoderOutput
 from private_llm_hf.client.session_client import Secret, SessionClient
-from private_llm_hf.models.architectures import architecture
+from private_llm_hf.models.architectures import architecture, reads_first_token
 from private_llm_hf.transformers_versions import CACHE
 from private_llm_hf.wire.answers import GUARD
 from private_llm_hf.wire.commands import OPENED, Call, Encoded, Fact, Tokens, Values
@@ -98,6 +98,8 @@ class Forward:
         kind = architecture(self.config).kind
         if kind == "decoder" and type(self.model).__name__.endswith("ForSequenceClassification"):
             check.check_last_token(self.config, rows, mask, self.ids)
+        if reads_first_token(self.model.original_class):
+            check.check_first_token(mask)
         return self._call(cache, length, None)
 
     # -- two stacks ---------------------------------------------------------------------------------------------
@@ -145,6 +147,7 @@ class Forward:
         if name.endswith("input_ids"):
             vocabulary = self.config.get_text_config().vocab_size
             ids = check.check_tokens(name, value, vocabulary)
+            check.check_mask_tokens(name, ids, self.config)
             rows, length = ids.shape
             self.listed.append(Tokens(name, (rows, length), vocabulary))
             self.secrets.append((ids.reshape(-1), vocabulary))

@@ -200,6 +200,13 @@ def positions_by_mask() -> frozenset[str]:
     return frozenset(found)
 
 
+def reads_first_token(model_class: type[PreTrainedModel]) -> bool:
+    """Whether a classifier reads the first token even where it is padding, and attention to padding is not defined."""
+    found: list[str] = _read("replacements.json")["first_token"]
+    classifies = model_class.__name__.endswith("ForSequenceClassification")
+    return classifies and getattr(model_class.config_class, "model_type", "") in found
+
+
 @functools.cache
 def batch_first() -> frozenset[str]:
     """Model types of encoders whose every tensor has the rows of the batch, or all their tokens in order, first."""

@@ -14,7 +14,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from private_llm.errors import PatchMismatch
 from private_llm_hf.checkpoint.dense import first_line
-from private_llm_hf.checkpoint.weights import skeleton
+from private_llm_hf.checkpoint.weights import skeleton, stored_buffers
 
 WIDTHS = {
     "hidden_size": 32, "n_embd": 32, "d_model": 32, "intermediate_size": 64, "ffn_dim": 64, "n_inner": 64, "d_ff": 64,
@@ -193,7 +193,6 @@ def filled(model: PreTrainedModel) -> PreTrainedModel:
                 module.running_mean.add_(noise(module.running_mean, 0.1))
                 module.running_var.add_(noise(module.running_var, 0.3).abs())
                 continue
-            for name, value in module.named_buffers(recurse=False):
-                if value.is_floating_point() and name not in module._non_persistent_buffers_set:
-                    value.add_(noise(value, 0.1))  # a checkpoint holds it: a weight by another name
+            for _, value in stored_buffers(module):
+                value.add_(noise(value, 0.1))  # a weight by another name
     return model

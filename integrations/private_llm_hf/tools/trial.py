@@ -35,7 +35,7 @@ from private_llm.token_sharding import ShardingPlan
 from private_llm_hf.checkpoint.sample_inputs import is_encoder_of_two, sample_pictures, sample_tokens
 from private_llm_hf.checkpoint.weights import skeleton
 from private_llm_hf.handlers import handler_of
-from private_llm_hf.models.architectures import architecture, compared
+from private_llm_hf.models.architectures import architecture, compared, reads_first_token
 from private_llm_hf.models.miniature import miniature
 from private_llm_hf.models.patched_code import patched_code
 from private_llm_hf.patch_plan import unknown_modules
@@ -162,7 +162,7 @@ def _cases(model: PreTrainedModel) -> Iterator[_Case]:
         yield _Case("on two texts", _forward(input_ids=ids))
     if kind == "encoder":
         right = left.flip(1)
-        for side, mask in (("right", right), ("left", left)):
+        for side, mask in (("right", right), ("left", left))[: 1 if reads_first_token(type(model)) else 2]:
             padded = _forward(input_ids=_padded(ids, mask, model), attention_mask=mask)
             yield _Case(f"with padding on the {side}", padded, mask)
     elif kind == "decoder":
