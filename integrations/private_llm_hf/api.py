@@ -34,6 +34,7 @@ from private_llm_hf.client.parties import Parties
 from private_llm_hf.models.architectures import architecture
 from private_llm_hf.models.emulation import warn_of_functions
 from private_llm_hf.models.patched_code import patched_code
+from private_llm_hf.models.readable import require_inputs
 from private_llm_hf.models.sparse_blocks import adopted, check_sparsity
 from private_llm_hf.patch_plan import check_ring, make_patch_plan
 from private_llm_hf.sparsity.sharing import SharedPredictors, shared_predictors
@@ -93,6 +94,7 @@ class _AutoPrivate:
             raise ConfigError(f"unknown argument(s) {', '.join(sorted(unused))} for from_pretrained{hint}")
         architecture(config)
         model_class = _model_class(cls.auto_class, config)
+        require_inputs(model_class, config)
         config = checkpoint.settled(model_class, config, **download, **loading)
 
         def weights(wanted: WeightList, sink: Sink, local: bool = False) -> None:
@@ -102,6 +104,10 @@ class _AutoPrivate:
         def measured() -> Ranges:
             return checkpoint_ranges(checkpoint, model_class, config, private_config, hf={**download, **loading})
 
+        if not isinstance(ranges, Ranges | None):
+            raise ConfigError(
+                f"ranges: got {type(ranges).__name__}; want Ranges, as `ranges_of_checkpoint` returns them"
+            )
         generation = generation_config(model_class, source, config, download)
         return _open(model_class, config, private_config, weights, generation, ranges or measured)
 
@@ -188,7 +194,7 @@ def _loaded(model: nn.Module) -> PreTrainedModel:
     """What parties can build of a model in memory: transformers' own class, or a `Network`. Raises PatchMismatch."""
     inner = unwrapped(model)
     if isinstance(inner, PreTrainedModel):
-        architecture(inner.config)
+        require_inputs(type(inner), inner.config)
     model = dense_model(model)
     if not isinstance(model, PreTrainedModel):
         return _network(model)
@@ -368,6 +374,7 @@ def share_checkpoint(
     config, _ = checkpoint.config(**hf_kwargs)
     architecture(config)
     model_class = _model_class(auto.auto_class, config)
+    require_inputs(model_class, config)
     config = checkpoint.settled(model_class, config, **hf_kwargs)
     require_agreement(model_class, config, _open_small)
     source_config = config
@@ -420,7 +427,8 @@ def _checked(private_config: PrivateConfig | None) -> PrivateConfig:
     if private_config is None:
         return PrivateConfig()
     if not isinstance(private_config, PrivateConfig):
-        raise ConfigError(f"private_config: got {type(private_config).__name__}; want a PrivateConfig")
+        hint = "; transformers' own goes into config=..." if isinstance(private_config, PretrainedConfig) else ""
+        raise ConfigError(f"private_config: got {type(private_config).__name__}; want a PrivateConfig{hint}")
     return private_config
 
 

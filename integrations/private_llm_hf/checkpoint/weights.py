@@ -139,7 +139,7 @@ class Collector:
     def __init__(self, wanted: WeightList, sink: Sink) -> None:
         self._wanted, self._sink = wanted, sink
         self._tie_sources = set(wanted.tied.values())
-        self._digest: dict[str, bytes] = {}
+        self._digest: dict[str, tuple[str, bytes]] = {}
         self._seen: set[str] = set()
         self.error: PrivateLLMError | None = None
 
@@ -156,9 +156,10 @@ class Collector:
         if target in self._tie_sources:
             raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
             digest = hashlib.blake2b(raw.data, digest_size=32).digest()
-            if self._digest.setdefault(target, digest) != digest:
+            first, known = self._digest.setdefault(target, (name, digest))
+            if known != digest:
                 raise PatchMismatch(
-                    f"the configuration ties '{name}' to '{target}', but the checkpoint holds different values; "
+                    f"the configuration ties '{name}' to '{first}', but the checkpoint holds different values; "
                     "set tie_word_embeddings=False in the configuration"
                 )
         if target not in self._seen:

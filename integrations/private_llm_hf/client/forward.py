@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ from private_llm_hf.client.losses import Labels
 from private_llm_hf.client.remote_state import PrivateCache, PrivateEncoderOutput
 from private_llm_hf.client.session_client import Secret, SessionClient
 from private_llm_hf.models.architectures import architecture, reads_first_token
+from private_llm_hf.models.readable import shifts_prompts
 from private_llm_hf.transformers_versions import CACHE
 from private_llm_hf.wire.answers import GUARD
 from private_llm_hf.wire.commands import OPENED, Call, Encoded, Fact, Tokens, Values
@@ -110,6 +112,7 @@ class Forward:
         if encoded is None:
             names = ("input_ids", "inputs_embeds")
             prompt = {name: self.given.pop(name) for name in names if name in self.given}
+            self._start_with_prompt(prompt.get("input_ids"))
             encoded = encode_prompt(self.model, attention_mask=self.given.get("attention_mask"), **prompt)
         if not isinstance(encoded, PrivateEncoderOutput) or encoded.keeper.parties is not self.parties:
             raise DomainError("encoder_outputs: want what this model's get_encoder() or generate() returned")
@@ -125,6 +128,16 @@ class Forward:
         output = self._call(cache, length, encoded)
         output["encoder_last_hidden_state"] = encoded.last_hidden_state
         return output
+
+    def _start_with_prompt(self, ids: object) -> None:
+        """BART's decoder and its like, without inputs of its own, reads the prompt, shifted."""
+        decoder = any(name in self.given for name in ("decoder_input_ids", "decoder_inputs_embeds"))
+        if decoder or not isinstance(ids, Tensor) or not shifts_prompts(self.model.original_class):
+            return
+        home = sys.modules[self.model.original_class.__module__]
+        settings = (self.config.pad_token_id, self.config.decoder_start_token_id)
+        wanted = len(inspect.signature(home.shift_tokens_right).parameters) - 1
+        self.given["decoder_input_ids"] = home.shift_tokens_right(ids, *settings[:wanted])
 
     def _start_with(self, labels: Labels) -> None:
         """A decoder without inputs of its own reads the labels, shifted behind its start token."""

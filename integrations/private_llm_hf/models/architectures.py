@@ -112,7 +112,8 @@ def _kind(model_type: str) -> str:
         return "vision"
     raise PatchMismatch(
         f"architecture {model_type!r} is of a kind that is not run; want a model that generates text, fills in masked "
-        "tokens or classifies images, of transformers' own code"
+        "tokens or classifies images, of transformers' own code (sound, video, and texts with images have no private "
+        "rule: compute these in the clear)"
     )
 
 

@@ -22,6 +22,7 @@ WIDTHS = {
     "moe_intermediate_size": 16, "shared_expert_intermediate_size": 32, "kv_lora_rank": 16, "q_lora_rank": 16,
     "qk_rope_head_dim": 8, "qk_nope_head_dim": 4, "v_head_dim": 8, "word_embed_proj_dim": 32,
     "input_embedding_size": 32, "output_embedding_size": 32, "mlp_dim": 64,
+    "pooler_hidden_size": 32,
 }  # fmt: skip
 COUNTS = {
     "num_hidden_layers": 2, "n_layer": 2, "n_layers": 2, "num_layers": 2, "num_decoder_layers": 2, "encoder_layers": 2,

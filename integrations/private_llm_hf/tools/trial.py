@@ -112,7 +112,10 @@ def _try(model: PreTrainedModel, make_private: Callable[[], PreTrainedModel], on
             cases = list(_cases(model))
             wanted = [case.run(model) for case in cases]
         except Exception as error:  # whatever a foreign forward raises
-            raise PatchMismatch(f"{name}: a small model of this class does not run in the clear: {error}") from error
+            raise PatchMismatch(
+                f"{name}: a small model of this class does not run in the clear on a text or images alone "
+                f"({type(error).__name__}: {error}); want a class that does, since nothing else can be shared"
+            ) from error
         try:
             with make_private() as private:
                 for case, expected in zip(cases, wanted, strict=True):
