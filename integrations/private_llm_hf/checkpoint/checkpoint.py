@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +40,8 @@ class Checkpoint:
     """
 
     def __init__(self, source: str, options: dict[str, Any], download: dict[str, Any]) -> None:
-        if "gguf_file" not in options:
-            want_config("checkpoint", source)
+        if not isinstance(source, str | os.PathLike):
+            raise ConfigError(f"checkpoint: got {type(source).__name__} as source; want a model folder or a hub id")
         check_options(options)
         self.source = str(source)
         self.gguf_file: str | None = options.pop("gguf_file", None)
@@ -67,9 +68,11 @@ class Checkpoint:
             return self.plain_config(given), {}
         if self._base is not None:
             return self._base.config(**_of_base(options))
-        if self.gguf_file is not None:
+        if self.gguf_file is None:
+            want_config("configuration", self.source)
+        else:
             options["gguf_file"] = self.gguf_file
-        with self._readable(), _named(self.source):
+        with self._readable(), _named(self.source) if self.gguf_file is None else nullcontext():
             config, unused = AutoConfig.from_pretrained(self.source, return_unused_kwargs=True, **options)
         unused.pop("gguf_file", None)
         return self.plain_config(config), unused

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -59,11 +58,9 @@ def check_options(options: dict[str, Any]) -> None:
         )
 
 
-def want_config(what: str, source: object) -> None:
+def want_config(what: str, name: str) -> None:
     """Raises ConfigError for names that transformers would look up as a hub id and report upon as one."""
-    if not isinstance(source, str | os.PathLike):
-        raise ConfigError(f"{what}: got {type(source).__name__} as source; want a model folder or a hub id")
-    path, name = Path(source), str(source)
+    path = Path(name)
     wrong = None
     if not name.strip():
         wrong = "got an empty name"
