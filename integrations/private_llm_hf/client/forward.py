@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -112,8 +111,8 @@ class Forward:
         if encoded is None:
             names = ("input_ids", "inputs_embeds")
             prompt = {name: self.given.pop(name) for name in names if name in self.given}
-            self._start_with_prompt(prompt.get("input_ids"))
             encoded = encode_prompt(self.model, attention_mask=self.given.get("attention_mask"), **prompt)
+            self._start_with_prompt(prompt.get("input_ids"))
         if not isinstance(encoded, PrivateEncoderOutput) or encoded.keeper.parties is not self.parties:
             raise DomainError("encoder_outputs: want what this model's get_encoder() or generate() returned")
         for name in ("input_ids", "inputs_embeds"):
@@ -132,12 +131,8 @@ class Forward:
     def _start_with_prompt(self, ids: object) -> None:
         """BART's decoder and its like, without inputs of its own, reads the prompt, shifted."""
         decoder = any(name in self.given for name in ("decoder_input_ids", "decoder_inputs_embeds"))
-        if decoder or not isinstance(ids, Tensor) or not shifts_prompts(self.model.original_class):
-            return
-        home = sys.modules[self.model.original_class.__module__]
-        settings = (self.config.pad_token_id, self.config.decoder_start_token_id)
-        wanted = len(inspect.signature(home.shift_tokens_right).parameters) - 1
-        self.given["decoder_input_ids"] = home.shift_tokens_right(ids, *settings[:wanted])
+        if not decoder and isinstance(ids, Tensor) and shifts_prompts(self.model.original_class):
+            self.given["decoder_input_ids"] = self.model.shifted(ids)
 
     def _start_with(self, labels: Labels) -> None:
         """A decoder without inputs of its own reads the labels, shifted behind its start token."""
