@@ -66,16 +66,15 @@ def watch(x: Fixed, bits: int | None = None, batch: Tensor | None = None) -> Non
     no more bits than that (1 round).
 
     bits: default, the calibrated `output` of the module that is computed. batch: of `Known.batch` rows of a batch the
-    one that each row of x belongs to; default, as the first dimension of x tells. In a 32-bit ring without calibration
-    the bound is half of what a product may hold there. Nothing is done with guard=False, or in a 32-bit ring with
-    calibrate=False: its products have no bit to spare for a bound that knows nothing. Debug sessions compare the norms
-    of the rows, and name the module.
+    one that each row of x belongs to; default, as the first dimension of x tells. Nothing is done with guard=False, or
+    in a 32-bit ring without calibration: its products have no bit to spare for a bound that knows nothing. Debug
+    sessions compare the norms of the rows, and name the module.
     """
     session = x.session
     if batch is None and session.known.batch is not None:
         batch = _rows_of(x, session.known.batch)
     small, modules = session.ring.bits < 64, session.known.ranges.modules
-    if not session.config.guard or not x.numel() or (small and not modules and not session.config.calibrate):
+    if not session.config.guard or not x.numel() or (small and not modules):
         return
     if bits is None:
         known = session.exponent("output")
@@ -86,10 +85,8 @@ def watch(x: Fixed, bits: int | None = None, batch: Tensor | None = None) -> Non
         if modules:  # without calibration, the ring's own limits are all there is to keep
             x.proto.expect_rows("a value that calls watch", x.share, 4.0**bits)
         return
-    if small and modules:
+    if small:
         bits -= _LESS_ROOM
-    elif small:
-        bits = min(bits, session.ring.value_bits - session.frac - 1)
     if x.width is not None and bits > x.width - 2:
         x = x.whole()
     width = x.shape[-1]

@@ -133,13 +133,13 @@ def test_the_price_is_a_constant_number_of_rounds() -> None:
     assert run_meta(config("trio by keys"), check(4, 100), [(4, 64)]).rounds == 2
 
 
-def test_nothing_is_owed_without_the_guard() -> None:
+def test_nothing_is_owed_without_the_guard_or_in_the_small_ring() -> None:
     def none(session: Session, x: Fixed) -> Fixed:
         watch(x)
         assert verdict(session) is None
         return x
 
-    for settings in (config("trio", guard=False), config("trio", ring=32, frac_bits=10, calibrate=False)):
+    for settings in (config("trio", guard=False), config("trio", ring=32, frac_bits=10)):
         assert run_meta(settings, none, [(3, 4)]).total == 0
 
 

@@ -18,12 +18,12 @@ from private_llm.errors import ConfigError, TightRange
 from private_llm.ranges import UNKNOWN, Ranges
 from private_llm_hf.checkpoint.calibration import calibrate
 from private_llm_hf.checkpoint.checkpoint import Checkpoint
-from private_llm_hf.checkpoint.sample_inputs import pictures
+from private_llm_hf.checkpoint.sample_inputs import fitting_inputs, pictures
 from private_llm_hf.checkpoint.weights import AS_GIVEN
 from private_llm_hf.client.inputs import max_positions
 from private_llm_hf.models.architectures import architecture
 from private_llm_hf.models.emulation import emulated
-from private_llm_hf.vision.network import NetworkConfig
+from private_llm_hf.vision.network import Network
 
 LENGTH = 128
 """Tokens of a row."""
@@ -142,17 +142,22 @@ def batches(
 def _seen(model: PreTrainedModel, private_config: PrivateConfig, images: Tensor | None) -> Ranges:
     """Calibrate a model of images."""
     if images is None:
-        if isinstance(model.config, NetworkConfig) and model.config.image_shape is None:
-            if private_config.ring < 64 and private_config.guard:
+        if isinstance(model, Network) and model.config.image_shape is None:
+            if private_config.ring == 64:
+                return UNKNOWN
+            images = fitting_inputs(model)
+            if images is None and private_config.guard:
                 warnings.warn(
-                    "this network does not say what images it takes, so it was not calibrated, and without that the "
-                    "check of ranges of a 32-bit ring withholds answers for values that come near to its limit: "
-                    "patch(model, config, images=some_images) lets it use the ring up to there",
+                    "this network does not say what images it takes, and none of the usual sizes fits, so it was not "
+                    "calibrated, and without that a 32-bit ring has no check of ranges: patch(model, config, "
+                    "images=some_images) gives both",
                     TightRange,
                     stacklevel=5,
                 )
-            return UNKNOWN
-        images = pictures(model.config)
+            if images is None:
+                return UNKNOWN
+        else:
+            images = pictures(model.config)
     shown = images
 
     def look(model: nn.Module) -> object:

@@ -6,17 +6,19 @@ import inspect
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from private_llm_hf.models.architectures import architecture
-from private_llm_hf.vision.network import NetworkConfig, image_shape
+from private_llm_hf.vision.network import Network, NetworkConfig, image_shape
 
 SPAN = 2.5
 """Largest value of the pictures of noise: white, normalised by the usual means and deviations, is 2.2 to 2.7."""
 _LENGTH = 6
 _SIDE = 32
 """Pixels of images, where any size goes."""
+_SIDES = (_SIDE, 28, 224, 64, 96, 128, 256, 299, 16, 8)
+"""Usual ones, for networks that may take one size only."""
 _SEED = 7919
 
 
@@ -56,6 +58,31 @@ def sample_pictures(config: PretrainedConfig) -> Tensor:
         channels, side = getattr(seen, "num_channels", 3), getattr(seen, "image_size", _SIDE)
         return torch.linspace(-40, 40, 2 * channels * side**2).view(2, channels, side, side).sin() * 2
     return pictures(config)[:2]
+
+
+def fitting_inputs(network: Network) -> Tensor | None:
+    """Rough inputs [4, ...] of a network that does not say what it takes, of the first usual size that it runs on.
+
+    None if no size is right. The network computes on each that is tried, in plaintext.
+    """
+    weighted = (module for module in network.modules() if getattr(module, "weight", None) is not None)
+    first = next(weighted, None)
+    if isinstance(first, nn.Linear):
+        shapes: list[tuple[int, ...]] = [(first.in_features,)]
+    elif isinstance(first, nn.Conv2d):
+        shapes = [(first.in_channels, side, side) for side in _SIDES]
+    else:
+        return None
+    random = np.random.default_rng(_SEED)
+    for shape in shapes:
+        rough = torch.from_numpy(random.uniform(-SPAN, SPAN, (4, *shape))).float()
+        try:
+            with torch.no_grad():
+                network(rough[:1])
+        except (RuntimeError, ValueError):  # PyTorch's, for sizes that do not fit
+            continue
+        return rough
+    return None
 
 
 def pictures(config: PretrainedConfig) -> Tensor:
