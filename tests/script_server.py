@@ -14,10 +14,12 @@ import sys
 import private_llm_cli.app  # noqa: F401 - imported before the first fork
 import private_llm_hf  # noqa: F401
 
+WRITE = os.O_WRONLY | os.O_TRUNC
+
 
 def run(script: str, options: list[str], folder: str, out: str, err: str) -> None:
     """As `python script options` in a folder."""
-    for number, (name, flags) in enumerate(((os.devnull, os.O_RDONLY), (out, os.O_WRONLY), (err, os.O_WRONLY))):
+    for number, (name, flags) in enumerate(((os.devnull, os.O_RDONLY), (out, WRITE), (err, WRITE))):
         os.dup2(os.open(name, flags | os.O_CREAT), number)
     os.chdir(folder)
     sys.argv = [script, *options]
