@@ -33,6 +33,7 @@ def told(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, ob
 def test_bundled_digits(capsys: pytest.CaptureFixture[str]) -> None:
     found = told(capsys, "", [], 40, SMALL)
     assert found["images"] == found["equal"] == len(found["classes"]) == 40  # type: ignore[arg-type]
+    assert found["classes_plain"] == found["classes"]
     assert found["accuracy_private"] == found["accuracy_plain"] > 90.0
     assert found["bytes_total"] > 0
 

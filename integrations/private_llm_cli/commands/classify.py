@@ -67,16 +67,19 @@ def classify(source: str, files: Sequence[Path], count: int, config: PrivateConf
         answers = {"accuracy_private": found, **({} if wanted is None else {"accuracy_plain": wanted})}
         facts |= {name: 100.0 * float((made == batch.labels).double().mean()) for name, made in answers.items()}
     labels = {} if isinstance(known, NetworkConfig) else known.id2label
-    called = [str(labels.get(index, index)) for index in found.tolist()]
+    made = {"classes": found, **({} if wanted is None else {"classes_plain": wanted})}
     if as_json:
-        emit_json({**facts, "classes": dict(zip(batch.names, found.tolist(), strict=True))})
+        told = {name: dict(zip(batch.names, answers.tolist(), strict=True)) for name, answers in made.items()}
+        emit_json({**facts, **told})
         return
-    _table(batch, called, facts)
+    columns = [[str(labels.get(index, index)) for index in answers.tolist()] for answers in made.values()]
+    _table(batch, columns, facts)
 
 
-def _table(batch: Batch, called: list[str], facts: dict[str, Any]) -> None:
-    rows = list(zip(batch.names, called, strict=True))
-    emit_table("private classes", ("image", "class"), rows[:_SHOWN])
+def _table(batch: Batch, columns: list[list[str]], facts: dict[str, Any]) -> None:
+    """columns: private classes, and the plaintext model's where there is one."""
+    rows = list(zip(batch.names, *columns, strict=True))
+    emit_table("private classes", ("image", "private", "plaintext")[: 1 + len(columns)], rows[:_SHOWN])
     count = facts["images"]
     if "equal" in facts:
         CONSOLE.print(f"{facts['equal']} of {count} as in plaintext", highlight=False)
