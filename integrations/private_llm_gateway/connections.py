@@ -40,6 +40,9 @@ class Connection(H11Protocol):
         super().data_received(data)
         self._follow()
 
+    def _unsupported_upgrade_warning(self) -> None:
+        """Nothing: clients that offer HTTP/2 are answered without it, and need no package for WebSockets."""
+
     def connection_lost(self, exc: Exception | None) -> None:
         """It is over."""
         self._stop()

@@ -171,6 +171,8 @@ class Endpoints:
         return JSONResponse({"object": "list", "data": [self._entry(served) for served in self.models.values()]})
 
     async def _model(self, request: Request) -> Response:
+        if not request.path_params["name"]:
+            return await self._models(request)
         return JSONResponse(self._entry(find_any(self.models, request.path_params["name"])))
 
     def _entry(self, served: Served) -> dict[str, Any]:
@@ -204,8 +206,8 @@ def _sent(made: Mapping[str, Any]) -> Response:
     """An object as JSON, each item of its lists on its own: one call for all of them would hold up other threads."""
     parts = []
     for name, value in made.items():
-        items = [json.dumps(item) for item in value] if isinstance(value, list) else None
-        parts.append(f"{json.dumps(name)}:" + (json.dumps(value) if items is None else f"[{','.join(items)}]"))
+        told = f"[{','.join(map(_json, value))}]" if isinstance(value, list) else _json(value)
+        parts.append(f"{_json(name)}:{told}")
     return Response("{" + ",".join(parts) + "}", media_type="application/json")
 
 
@@ -217,6 +219,6 @@ def _chunk(made: responses.Response, piece: Piece, spent: Spent) -> str:
     return _json(made.chunk(piece, spent))
 
 
-def _json(made: Mapping[str, Any]) -> str:
+def _json(made: object) -> str:
     """In ASCII: clients that read lines of text would end one at U+2028 and its like as well."""
     return json.dumps(made, separators=(",", ":"))

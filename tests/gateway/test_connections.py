@@ -143,6 +143,13 @@ def test_bodies_of_two_lengths_are_refused(short: Gateway, head: str) -> None:
     assert answer.count(b"HTTP/1.1") == 1
 
 
+def test_an_offer_of_http2_is_nothing_to_log(short: Gateway, caplog: pytest.LogCaptureFixture) -> None:
+    with call(short) as sock:
+        sock.sendall(f"GET /health {START}Connection: Upgrade, close\r\nUpgrade: h2c\r\n\r\n".encode())
+        assert rest(sock).startswith(b"HTTP/1.1 200")
+    assert not caplog.records
+
+
 def test_a_websocket_is_no_way_in(short: Gateway) -> None:
     with call(short) as sock:
         sock.sendall(STRANGERS["a websocket"].encode())

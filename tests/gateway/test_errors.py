@@ -301,6 +301,8 @@ def test_models_that_are_not_there(client: OpenAI) -> None:
 
 
 def test_addresses_and_methods(client: OpenAI) -> None:
+    listed: Any = client.get("/models/", cast_to=object)
+    assert listed == client.get("/models", cast_to=object)
     with pytest.raises(openai.NotFoundError) as nothing:
         client.responses.create(model="small", input="a")
     assert told(nothing.value)["code"] == "unknown_url"
