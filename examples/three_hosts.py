@@ -46,11 +46,16 @@ def main(folder: Path) -> None:
         file = str(shares / f"party{index}.safetensors")
         words = ("party", "--index", str(index), "--shares", file, "--sessions", "1", *where)
         print("private-llm", *words, flush=True)
-        parties.append(subprocess.Popen([*PRIVATE_LLM, *words]))
+        with open(folder / f"party{index}.log", "wb") as log:  # each has a screen of its own on real hosts
+            parties.append(subprocess.Popen([*PRIVATE_LLM, *words], stdout=log, stderr=log))
     try:
         call("generate", str(shares / "client"), "--prompt", "The history of", "--max-new-tokens", "4", *where)
         for party in parties:
             party.wait(60)
+    except BaseException:
+        for index in range(3):
+            print((folder / f"party{index}.log").read_text(), file=sys.stderr)
+        raise
     finally:
         for party in parties:
             party.kill()

@@ -33,6 +33,8 @@ from private_llm_hf.client.model import PrivateModel, private_class
 from private_llm_hf.client.parties import Parties
 from private_llm_hf.models.architectures import architecture
 from private_llm_hf.models.emulation import warn_of_functions
+from private_llm_hf.models.patched_code import patched_code
+from private_llm_hf.models.readable import require_inputs
 from private_llm_hf.models.sparse_blocks import adopted, check_sparsity
 from private_llm_hf.patch_plan import check_ring, make_patch_plan
 from private_llm_hf.sparsity.sharing import SharedPredictors, shared_predictors
@@ -92,6 +94,7 @@ class _AutoPrivate:
             raise ConfigError(f"unknown argument(s) {', '.join(sorted(unused))} for from_pretrained{hint}")
         architecture(config)
         model_class = _model_class(cls.auto_class, config)
+        require_inputs(model_class, config)
         config = checkpoint.settled(model_class, config, **download, **loading)
 
         def weights(wanted: WeightList, sink: Sink, local: bool = False) -> None:
@@ -101,6 +104,10 @@ class _AutoPrivate:
         def measured() -> Ranges:
             return checkpoint_ranges(checkpoint, model_class, config, private_config, hf={**download, **loading})
 
+        if not isinstance(ranges, Ranges | None):
+            raise ConfigError(
+                f"ranges: got {type(ranges).__name__}; want Ranges, as `ranges_of_checkpoint` returns them"
+            )
         generation = generation_config(model_class, source, config, download)
         return _open(model_class, config, private_config, weights, generation, ranges or measured)
 
@@ -187,7 +194,7 @@ def _loaded(model: nn.Module) -> PreTrainedModel:
     """What parties can build of a model in memory: transformers' own class, or a `Network`. Raises PatchMismatch."""
     inner = unwrapped(model)
     if isinstance(inner, PreTrainedModel):
-        architecture(inner.config)
+        require_inputs(type(inner), inner.config)
     model = dense_model(model)
     if not isinstance(model, PreTrainedModel):
         return _network(model)
@@ -234,6 +241,7 @@ def _open(
     config = config if sparse is None else sparse.config
     spec = ModelSpec.of(model_class, config, folds_norms(private_config))
     check_sparsity(spec.model, private_config.sparsity)
+    _check_code(spec.model, private_config)
 
     def mine() -> str | None:
         digest = WeightsDigest()
@@ -270,6 +278,18 @@ def _open(
     made = private_class(model_class)(config, parties, patch_plan, generation)
     made.joins = functools.partial(_join_again, private_config, description, start)
     return made
+
+
+def _check_code(model: PreTrainedModel, private_config: PrivateConfig) -> None:
+    """Raises PatchMismatch for code that was replaced here and that parties elsewhere do not have."""
+    mode = choose_mode(private_config)
+    found = [] if mode == "threads" else patched_code(model)
+    if found:
+        raise PatchMismatch(
+            f"{type(model).__name__}: {len(found)} part(s) of transformers were replaced in this process, such as "
+            f"{found[0]}, and parties in other processes (party_mode={mode!r}) run the original; undo that, or use "
+            "party_mode='threads', which tries the replacement first"
+        )
 
 
 def _join_again(private_config: PrivateConfig, description: Description, start: Start) -> Parties:
@@ -354,6 +374,7 @@ def share_checkpoint(
     config, _ = checkpoint.config(**hf_kwargs)
     architecture(config)
     model_class = _model_class(auto.auto_class, config)
+    require_inputs(model_class, config)
     config = checkpoint.settled(model_class, config, **hf_kwargs)
     require_agreement(model_class, config, _open_small)
     source_config = config
@@ -406,7 +427,8 @@ def _checked(private_config: PrivateConfig | None) -> PrivateConfig:
     if private_config is None:
         return PrivateConfig()
     if not isinstance(private_config, PrivateConfig):
-        raise ConfigError(f"private_config: got {type(private_config).__name__}; want a PrivateConfig")
+        hint = "; transformers' own goes into config=..." if isinstance(private_config, PretrainedConfig) else ""
+        raise ConfigError(f"private_config: got {type(private_config).__name__}; want a PrivateConfig{hint}")
     return private_config
 
 

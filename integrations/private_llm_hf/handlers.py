@@ -21,6 +21,7 @@ from torch import nn
 from private_llm.errors import ConfigError
 from private_llm.nn.activation import PrivateGELU, PrivateQuickGELU
 from private_llm_hf.models.architectures import module_rules, table
+from private_llm_hf.models.esm import PrivateEsmIntermediate, PrivateEsmLMHead
 from private_llm_hf.models.experts import PrivateClampedExperts, PrivateExperts, is_clamped_experts, is_experts
 from private_llm_hf.models.norms import FoldedNorm, norm_of
 from private_llm_hf.models.routers import PrivateRouter, router_of
@@ -124,13 +125,20 @@ def _experts(module: nn.Module) -> Handler | None:
     )
 
 
+def _esm(module: nn.Module) -> Handler | None:
+    """A GELU that is spelled by hand in the module around it."""
+    made: dict[str, Make] = {"EsmIntermediate": PrivateEsmIntermediate, "EsmLMHead": PrivateEsmLMHead}
+    make = made.get(type(module).__name__)
+    return None if make is None else Handler("secret GELU", make=make)
+
+
 def _by_name(module: nn.Module) -> Handler | None:
     """Rules of models/modules.json: operations that tensors have rules for."""
     kind = type(module).__name__
     return next((Handler(rule.becomes, rule.public) for rule in module_rules() if rule.pattern.match(kind)), None)
 
 
-_FINDERS: tuple[Find, ...] = (_by_user, _norm, _gelu, _experts, _by_name)
+_FINDERS: tuple[Find, ...] = (_by_user, _norm, _gelu, _experts, _esm, _by_name)
 
 
 def match(section: str, module: nn.Module) -> Any:  # noqa: ANN401 - a JSON value

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
@@ -20,6 +21,8 @@ import llvmlite
 import numba
 from numba import cfunc, njit, types
 from numba.core import event
+
+from private_llm.kernels.compile_note import NOTE
 
 _WRITABLE_BY_OTHERS = 0o022
 
@@ -32,29 +35,59 @@ def _digest() -> str:
     return made.hexdigest()[:16]
 
 
-def _folder() -> Path | None:
-    """Where machine code is kept, or None: no folder can be written, or others could put their code there."""
+def _folder() -> tuple[Path | None, str]:
+    """Where machine code is kept, and ""; or None, and why: it cannot be written, or others could put code there."""
+    folder: Path | str = "~/.cache"
     try:
         base = numba.config.CACHE_DIR or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         folder = Path(base) / "private-llm" / f"kernels-{_digest()}"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
         found = folder.stat()
-    except (OSError, RuntimeError):  # RuntimeError: this user has no home
-        return None
+    except (OSError, RuntimeError) as error:  # RuntimeError: this user has no home
+        return None, f"{folder} cannot be written ({getattr(error, 'strerror', None) or error})"
     if hasattr(os, "getuid") and (found.st_uid != os.getuid() or found.st_mode & _WRITABLE_BY_OTHERS):
-        return None
-    return folder
+        return None, f"others can write to {folder}"
+    return folder, ""
 
 
-FOLDER = _folder()
+FOLDER, _NOT_KEPT = _folder()
 """The folder, found once."""
+
+
+class KernelsNotKept(UserWarning):
+    """Machine code cannot be kept, so every process waits for the compiler again."""
+
+
+def _warn(why: str) -> None:
+    """Once a process."""
+    if not _warned:
+        _warned.append(why)
+        warnings.warn(
+            f"compiled kernels are not kept: {why}. So every process compiles them again, which takes up to a minute. "
+            "Set XDG_CACHE_HOME (or NUMBA_CACHE_DIR) to a folder that you alone can write",
+            KernelsNotKept, stacklevel=3,
+        )  # fmt: skip
+
+
+_warned: list[str] = []
 
 
 def compiled(function: Callable[..., Any]) -> Any:  # noqa: ANN401 - Numba ships no types
     """`function` as a kernel that releases Python's lock, compiled when it first meets arguments of some types."""
     with _cached() as cache:
-        return njit(nogil=True, cache=cache)(function)
+        made = njit(nogil=True, cache=cache)(function)
+    if cache:
+        keep = made._cache.save_overload
+
+        def save(signature: Any, data: Any) -> None:  # noqa: ANN401 - Numba's own
+            try:
+                keep(signature, data)
+            except OSError as error:  # a disk that is full, or a folder that is gone, ends nothing
+                _warn(f"{FOLDER} cannot be written ({error.strerror})")
+
+        made._cache.save_overload = save
+    return made
 
 
 class CompiledStep:
@@ -66,8 +99,13 @@ class CompiledStep:
     @cached_property
     def address(self) -> int:
         """Where the machine code begins; compiled, or read from the cache, when somebody asks first."""
-        with _cached() as cache:
-            made = cfunc(types.void(types.CPointer(types.int64)), cache=cache)(self._function)
+        signature = types.void(types.CPointer(types.int64))
+        with _cached() as cache, _noted(self._function.__name__):
+            try:
+                made = cfunc(signature, cache=cache)(self._function)
+            except OSError as error:  # as above
+                _warn(f"{FOLDER} cannot be written ({error.strerror})")
+                made = cfunc(signature)(self._function)
         self._code = made  # which must live as long as the address is used
         return int(made.address)
 
@@ -86,33 +124,38 @@ def _cached() -> Iterator[bool]:
         numba.config.CACHE_DIR = before
 
 
-class _Listener(event.Listener):  # type: ignore[misc]
-    """Passes on the names of this package's kernels when their compilation starts."""
+@contextmanager
+def _noted(name: str) -> Iterator[None]:
+    NOTE.begins(name, why_compiling)
+    try:
+        yield
+    finally:
+        NOTE.ends()
 
-    def __init__(self, tell: Callable[[str], None]) -> None:
-        self._tell = tell
+
+class _Listener(event.Listener):  # type: ignore[misc]
+    """Tells of compilations of this package's kernels."""
 
     def on_start(self, event: Any) -> None:  # noqa: ANN401 - Numba's own
         """A compilation starts."""
         function = event.data["dispatcher"].py_func
         if function.__module__.startswith("private_llm."):
-            self._tell(function.__name__)
+            NOTE.begins(function.__name__, why_compiling)
+            if NOTE.others and (tell := NOTE.others[-1]) is not None:
+                tell(function.__name__)
+            if FOLDER is None:
+                _warn(_NOT_KEPT)
 
     def on_end(self, event: Any) -> None:  # noqa: ANN401 - Numba's own
         """It is over."""
+        if event.data["dispatcher"].py_func.__module__.startswith("private_llm."):
+            NOTE.ends()
 
 
-@contextmanager
-def telling(tell: Callable[[str], None]) -> Iterator[None]:
-    """Within, `tell` gets the name of every kernel of this process that has to be compiled, just before it is."""
-    with event.install_listener("numba:compile", _Listener(tell)):
-        yield
+event.register("numba:compile", _Listener())
 
 
 def why_compiling() -> str:
     """What to say to somebody who waits for kernels."""
-    if FOLDER is None:
-        kept = "in every process: no folder of yours can be written; name one with XDG_CACHE_HOME"
-    else:
-        kept = f"each kernel once; they are kept in {FOLDER.parent}"
-    return f"compiling kernels for this processor, up to 20 s ({kept})"
+    kept = "in every process" if FOLDER is None else f"each kernel once; they are kept in {FOLDER.parent}"
+    return f"compiling kernels for this processor, up to a minute ({kept})"

@@ -30,6 +30,7 @@ from typing import Any, NoReturn
 from private_llm.config import PrivateConfig
 from private_llm.errors import PartyFailed
 from private_llm.forks import Origin
+from private_llm.kernels.compile_note import NOTE
 from private_llm.kernels.parallel import threads_per_node, usable_cores
 from private_llm.net.addresses import hosts_of, open_named_listeners
 from private_llm.net.rendezvous import connect
@@ -203,6 +204,8 @@ def main() -> NoReturn:
 def _be_party(config: PrivateConfig, order: Mapping[str, Any], number: int, run: Run) -> int:
     """Connect and run one party; 0 if it ended well."""
     threading.Thread(target=_die_with_parent, name="parent watch", daemon=True).start()
+    if number:  # all of them compile the same kernels, and write to one terminal
+        NOTE.take(None)
     for other, descriptor in enumerate(order["listeners"]):
         if other != number:
             os.close(descriptor)

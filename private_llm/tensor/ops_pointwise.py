@@ -38,7 +38,7 @@ def plus(x: SecretTensor, y: Operand, narrow: bool = False) -> SecretTensor:
         return _like(SecretTensor(a + b), x, y)
     if isinstance(y, Tensor):
         return _like(_plus_public(x, y, narrow), x)
-    return SecretTensor(_roomy(x, abs(y)) + y) if y else x.viewed(lambda part: part)
+    return SecretTensor(_roomy(x, abs(y)) + y) if y else x.duplicate()
 
 
 def _roomy(x: SecretTensor, largest: float) -> Fixed:
@@ -300,7 +300,13 @@ def dropout(x: SecretTensor, p: float = 0.5, training: bool = True, inplace: boo
     return x
 
 
-@implements(torch.zeros_like, torch.ones_like, torch.empty_like, torch.full_like)
+@implements(torch.zeros_like)
+def zeros_like(x: SecretTensor, **_: object) -> Tensor:
+    """Public zeros [x.shape], which may be added to secrets; writing a secret into them raises PlaintextLeak."""
+    return torch.zeros(x.shape, device=x.device)
+
+
+@implements(torch.ones_like, torch.empty_like, torch.full_like)
 def like(x: SecretTensor, *_: object, **__: object) -> NoReturn:
     """Raises UnsupportedOp: a plain tensor in the shape of a secret invites writing the secret into it."""
-    raise UnsupportedOp("zeros_like/ones_like/full_like of a secret; make a public tensor from x.shape and x.device")
+    raise UnsupportedOp("ones_like/empty_like/full_like of a secret; make a public tensor from x.shape and x.device")

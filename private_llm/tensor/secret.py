@@ -7,6 +7,7 @@ operation rebinds the object, and is refused where another tensor shares its mem
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -32,7 +33,7 @@ class SecretTensor(Guarded):
     __slots__ = ("_coarse", "_family", "_fixed", "_hidden")
     _coarse: bool
     _fixed: Fixed
-    _family: object | None
+    _family: list[weakref.ref[SecretTensor]] | None
     _hidden: Tensor | None
 
     @staticmethod
@@ -182,7 +183,8 @@ class SecretTensor(Guarded):
         out = SecretTensor(x.with_share(Share(parts)))
         out._coarse = self._coarse
         if self._family is None:
-            self._family = object()
+            self._family = [weakref.ref(self)]
+        self._family.append(weakref.ref(out))
         out._family = self._family
         out._hidden = hidden
         return out
@@ -194,19 +196,23 @@ class SecretTensor(Guarded):
     def stand_in_for(self, other: SecretTensor) -> SecretTensor:
         """This tensor, which is coarse where `other` is and refuses in-place operations where `other` does. Local."""
         self._family, self._coarse = other._family, other._coarse
+        if self._family is not None:
+            self._family.append(weakref.ref(self))
         return self
 
     def rebind(self, value: SecretTensor) -> SecretTensor:
         """Become `value` (an in-place operation). Local.
 
-        Raises UnsupportedOp where other tensors share the memory, or for another shape.
+        Raises UnsupportedOp where other tensors that still exist share the memory, or for another shape.
         """
-        if self._family is not None or value.shape != self.shape:
+        others = (other() for other in self._family or ())
+        if any(other is not None and other is not self for other in others) or value.shape != self.shape:
             raise UnsupportedOp(
                 "in-place operation on a secret tensor that is a view, has views, or would change its shape; "
                 "use the out-of-place form"
             )
         self._fixed, self._hidden, self._coarse = value._fixed, value._hidden, value._coarse
+        self._family = None
         return self
 
     # -- public facts, answered without going through PyTorch --------------------------------------------------

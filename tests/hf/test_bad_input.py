@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -267,3 +269,74 @@ def test_unknown_loading_arguments(tmp_path: Path) -> None:
     tiny.build("opt").save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"unknown argument\(s\) devise_map"):
         AutoPrivateModelForCausalLM.from_pretrained(str(tmp_path), PLAIN, devise_map="auto")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"load_in_8bit": True}, "load_in_8bit has no meaning .* quantising them saves nothing"),
+        ({"quantization_config": {"load_in_4bit": True}}, "quantization_config has no meaning"),
+        ({"config": PLAIN}, r"config: got a PrivateConfig; want it as second argument"),
+        ({"config": "folder"}, "config: got str; want a configuration of transformers"),
+        ({"ranges": 3}, "ranges: got int; want Ranges"),
+        ({"max_memory": {}}, r"max_memory belongs in PrivateConfig\("),
+    ],
+)
+def test_arguments_of_other_loaders_say_what_to_do(checkpoint: Path, given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        AutoPrivateModelForCausalLM.from_pretrained(str(checkpoint), PLAIN, **given)
+
+
+def test_arguments_that_change_nothing_are_taken(checkpoint: Path) -> None:
+    quick = replace(PLAIN, calibrate=False)
+    options = {"low_cpu_mem_usage": True, "load_in_8bit": False, "quantization_config": None}
+    with AutoPrivateModelForCausalLM.from_pretrained(str(checkpoint), quick, **options) as private:
+        assert private.num_parameters() > 0
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("./no/such/folder", "no such folder"), ("", "an empty name"), (None, "got NoneType as source"),
+        ("no-such-model", "no such folder here; as a hub id: "), (__file__, "it is a file"),
+    ],
+)  # fmt: skip
+def test_a_source_that_is_not_there(source: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        AutoPrivateModelForCausalLM.from_pretrained(source, PLAIN)
+
+
+@pytest.mark.parametrize("content", [b"", b"<html>", None])
+def test_a_file_of_weights_that_is_not_whole_is_named(tmp_path: Path, content: bytes | None) -> None:
+    tiny.build("llama").save_pretrained(tmp_path, max_shard_size="100KB")
+    second = sorted(tmp_path.glob("*.safetensors"))[1]
+    second.write_bytes(second.read_bytes()[:3000] if content is None else content)
+    with pytest.raises(ConfigError, match=f"checkpoint file '{second}' .*cannot be read: .*copy or download it again"):
+        AutoPrivateModelForCausalLM.from_pretrained(str(tmp_path), replace(PLAIN, calibrate=False))
+
+
+def test_inputs_that_cannot_be_shared() -> None:
+    small = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "pad_token_id": 0}
+    whisper = tr.WhisperConfig(d_model=32, encoder_layers=1, decoder_layers=1, vocab_size=64, **heads)
+    for model, message in (
+        (tr.BertForMultipleChoice(tr.BertConfig(**small)), "several texts a row; .*num_labels=1"),
+        (tr.BertForPreTraining(tr.BertConfig(**small)), "two heads at once"),
+        (tr.WhisperForConditionalGeneration(whisper), "reads input_features .*sound"),
+        (tr.CLIPModel(tr.CLIPConfig(text_config=small, vision_config=small)), "texts and images at once"),
+    ):
+        with pytest.raises(PatchMismatch, match=message):
+            patch(model, PLAIN)
+
+
+def test_a_model_inside_a_module_is_named() -> None:
+    class Classifier(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder, self.head = tiny.build("bert"), torch.nn.Linear(64, 2)
+
+        def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+            return self.head(self.encoder(input_ids).last_hidden_state[:, 0])
+
+    with pytest.raises(PatchMismatch, match=r"around a BertModel; patch that one \(private = patch\(model.encoder\)"):
+        patch(Classifier(), PLAIN)

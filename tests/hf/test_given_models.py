@@ -11,9 +11,13 @@ import torch
 import transformers as tr
 from private_llm_hf import PrivateConfig, patch
 from private_llm_hf.checkpoint.loaded import as_built
+from private_llm_hf.models.patched_code import patched_code
 from torch import nn
 from torch.nn.utils import parametrizations, prune
-from transformers.models.llama.modeling_llama import eager_attention_forward
+from transformers.activations import NewGELUActivation
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama import modeling_llama
+from transformers.models.llama.modeling_llama import LlamaMLP, eager_attention_forward
 
 from private_llm.errors import PatchMismatch
 from tests.hf import tiny
@@ -126,3 +130,32 @@ def test_weights_are_not_copied() -> None:
     model = tiny.build("llama")
     built = as_built(model, model.config)
     assert built.lm_head.weight.data_ptr() == model.lm_head.weight.data_ptr()
+
+
+# -- replaced for all models of a class -----------------------------------------------------------------------------
+def test_replaced_code_is_tried_in_threads_and_refused_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "transformers.models.llama.modeling_llama.LlamaMLP.forward"
+    assert patched_code(tiny.build("llama")) == []
+    monkeypatch.setattr(LlamaMLP, "forward", lambda self, x: self.down_proj(self.up_proj(x)))
+    model = tiny.build("llama")
+    with pytest.raises(PatchMismatch, match=rf"1 part\(s\) of transformers were replaced .*{name}"):
+        patch(model, PrivateConfig(party_mode="processes", calibrate=False))
+    with patch(model, QUICK) as private, torch.no_grad():
+        assert worst(private(input_ids=IDS).logits, model(input_ids=IDS).logits) < LOGIT_ERROR
+
+
+def test_a_replacement_that_a_handler_would_undo_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(NewGELUActivation, "forward", lambda self, x: 2 * x)
+    with pytest.raises(PatchMismatch, match="its private result would be wrong"):
+        patch(tiny.build("gpt2"), QUICK)
+
+
+def test_replaced_functions_and_classes_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny.build("llama")
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", lambda q, k, *_: (q, k))
+    monkeypatch.setattr(modeling_llama, "LlamaRMSNorm", type("Faster", (nn.Module,), {}))
+    monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", modeling_llama.LlamaMLP.forward)
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", lambda *_: None)
+    names = ("LlamaAttention.forward", "LlamaRMSNorm", "apply_rotary_pos_emb")
+    home = "transformers.models.llama.modeling_llama"
+    assert patched_code(model) == ["attention function 'sdpa'", *(f"{home}.{name}" for name in names)]

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import mmap
+import os
+import shutil
 import stat
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +15,8 @@ import pytest
 import torch
 from private_llm_hf.api import AutoPrivateModel, AutoPrivateModelForCausalLM, share_checkpoint
 from private_llm_hf.checkpoint.model_spec import ModelSpec
-from private_llm_hf.checkpoint.share_files import ShareFile, _digest, _extents, _hash, share_path
+from private_llm_hf.checkpoint.opened_file import OpenedFile
+from private_llm_hf.checkpoint.share_files import ShareFile, _digest, share_path
 from private_llm_hf.checkpoint.weights import stream_loaded
 from safetensors import safe_open
 
@@ -301,16 +306,74 @@ def test_a_header_of_another_program_with_a_digest_that_fits(
     metadata = header["__metadata__"]
     metadata.pop(name)
     metadata |= {} if text is None else {name: text}
-    parts = {each: _hash(share_path(shared, 1), *place) for each, place in _extents(share_path(shared, 1)).items()}
-    metadata["digest"] = _digest(metadata, parts)
+    metadata["digest"] = _digest(metadata, OpenedFile(share_path(shared, 1)).digests())
     changed = json.dumps(header).encode()
     path.write_bytes(len(changed).to_bytes(8, "little") + changed + raw[8 + size :])
     with pytest.raises(ShareFileError, match="its header is malformed"):
         ShareFile.open(path, TRIO, 1)
 
 
+def _flip(path: Path, name: str) -> None:
+    """One bit of a weight, and the times of the file as before."""
+    before, place = path.stat(), OpenedFile(path).entries[name][2]
+    with path.open("r+b") as file:
+        file.seek(place)
+        byte = file.read(1)[0]
+        file.seek(place)
+        file.write(bytes([byte ^ 1]))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def _cut(path: Path, name: str) -> None:
+    os.truncate(path, OpenedFile(path).entries[name][2])
+
+
+def _rewrite(path: Path, name: str) -> None:
+    path.write_bytes(path.read_bytes())
+
+
+@pytest.mark.parametrize("change", [_flip, _cut, _rewrite])
+@pytest.mark.parametrize("first", [True, False])
+def test_a_change_under_a_party_is_noticed(
+    shared: Path, tmp_path: Path, change: Callable[[Path, str], None], first: bool
+) -> None:
+    path = Path(shutil.copy(share_path(shared, 1), share_path(tmp_path, 1)))
+    file = ShareFile.open(path, TRIO, 1)
+    name = next(iter(file.shapes))
+    if not first:
+        file.weight(name)
+    change(path, name)
+    with pytest.raises(ShareFileError, match=r"was changed while it was in use|became shorter while it was in use"):
+        file.weight(name)
+
+
+def test_a_mapped_file_is_changed_without_its_times(shared: Path, tmp_path: Path) -> None:
+    """A page that was written before is written again, and no time changes; the digest does."""
+    path = Path(shutil.copy(share_path(shared, 1), share_path(tmp_path, 1)))
+    with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as mapped:
+        mapped[-1] = mapped[-1]
+        opened = ShareFile.open(path, TRIO, 1)
+        last = max(opened.stored.entries, key=lambda name: opened.stored.entries[name][2])
+        mapped[-1] ^= 1
+        with pytest.raises(ShareFileError, match="was changed while it was in use"):
+            opened.weight(last)
+
+
+def test_another_file_of_the_same_name_is_not_read(shared: Path, tmp_path: Path) -> None:
+    path = Path(shutil.copy(share_path(shared, 1), share_path(tmp_path, 1)))
+    file = ShareFile.open(path, TRIO, 1)
+    want = dict(ShareFile.open(share_path(shared, 1), TRIO, 1).weights())
+    (tmp_path / "other").write_bytes(bytes(path.stat().st_size))
+    (tmp_path / "other").replace(path)
+    for name, share in file.weights():
+        assert all(torch.equal(part, other) for part, other in zip(share.parts, want[name].parts, strict=True))
+
+
 @pytest.mark.timeout(10)
-def test_a_file_that_ends_before_its_data_does(tmp_path: Path) -> None:
-    (tmp_path / "short").write_bytes(b"12345")
-    with pytest.raises(OSError, match="ends before its data"):
-        _hash(tmp_path / "short", 2, 4)
+def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "short").write_bytes((1 << 40).to_bytes(8, "little"))
+    with pytest.raises(ShareFileError, match="damaged or no share file"):
+        ShareFile.open(tmp_path / "short", TRIO, 1)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OSError, match="not a regular file"):
+        OpenedFile(tmp_path / "pipe")

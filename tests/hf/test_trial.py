@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ from private_llm_hf.models.miniature import miniature, small_config
 from private_llm_hf.tools import trial
 from torch import Tensor, nn
 
-from private_llm.errors import PatchMismatch
+from private_llm.errors import DomainError, PatchMismatch
 from tests.hf.compare import BATCH, LOGIT_ERROR, MASK, worst
 from tests.hf.conftest import PLAIN, TRIO
 
@@ -50,6 +51,42 @@ def test_classes_that_no_other_test_compares_agree(name: str) -> None:
     model_class, config = class_of(name)
     assert model_class.__name__ not in compared() or name == "internlm3"
     trial.require_agreement(model_class, config, _open_small)
+
+
+DISENTANGLED = {"relative_attention": True, "position_biased_input": False, "pos_att_type": ["p2c", "c2p"]}
+ESM = {"vocab_size": 33, "pad_token_id": 1, "mask_token_id": 32, "max_position_embeddings": 66}
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("DebertaForSequenceClassification", DISENTANGLED),
+        ("DebertaV2ForSequenceClassification", {**DISENTANGLED, "position_buckets": 16, "share_att_key": True}),
+        ("EsmForMaskedLM", {**ESM, "position_embedding_type": "rotary", "token_dropout": True}),
+        ("EsmForSequenceClassification", {**ESM, "emb_layer_norm_before": True}),
+    ],
+)
+def test_heads_of_encoders_agree(name: str, settings: dict[str, object]) -> None:
+    model_class = getattr(tr, name)
+    trial.require_agreement(model_class, model_class.config_class(**settings), _open_small)
+
+
+def test_what_esm_and_deberta_cannot_share_is_refused_at_the_client() -> None:
+    ids, quick = torch.tensor([[5, 6, 32]]), dataclasses.replace(PLAIN, calibrate=False)
+    esm = miniature(tr.EsmForMaskedLM, tr.EsmConfig(**ESM, token_dropout=True))
+    with patch(esm, quick) as private, pytest.raises(DomainError, match=r"got the mask token \(32\)"):
+        private(input_ids=ids)
+    deberta = miniature(tr.DebertaForSequenceClassification, tr.DebertaConfig(**DISENTANGLED))
+    with patch(deberta, quick) as private, pytest.raises(DomainError, match="padding on the left"):
+        private(input_ids=ids, attention_mask=torch.tensor([[0, 1, 1]]))
+
+
+@pytest.mark.parametrize("name", ["bart", "mbart"])
+def test_bart_reads_its_prompt_twice(name: str) -> None:
+    model = miniature(*class_of(name))
+    ids = torch.tensor([[5, 6, 7, 2], [8, 9, 10, 2]])
+    with patch(model, dataclasses.replace(PLAIN, calibrate=False)) as private, torch.no_grad():
+        assert worst(private(input_ids=ids).logits, model(input_ids=ids).logits) < LOGIT_ERROR
 
 
 @pytest.mark.parametrize("name", ["T5EncoderModel", "MT5EncoderModel"])

@@ -16,13 +16,14 @@ import hashlib
 import numpy as np
 import torch
 from private_llm.kernels import compiling, ops
+from private_llm.kernels.compile_note import shown_by
 from private_llm.kernels.backends.cpu import bits as cpu_bits
 heard = []
 draw = torch.Generator().manual_seed(7)
 def word(*shape):
     return torch.randint(-(2**62), 2**62, shape, generator=draw)
 made = []
-with compiling.telling(heard.append):
+with shown_by(heard.append):
     for rows in (1, 5):  # register tiles along either dimension, and the tiles of processors that have some
         made += [ops.ring_matmul(word(rows, 70), word(70, 33)), ops.ring_matmul(word(rows, 70), word(33, 70).mT)]
     made += [ops.ring_matmul(word(130, 300), word(300, 70)), ops.transpose_bits(word(130), 64)]
@@ -77,6 +78,36 @@ def test_old_code_is_not_used_when_a_helper_in_another_file_has_changed(tmp_path
     assert text.count(old) == 1
     helper.write_text(text.replace(old, "builder.inttoptr(builder.add(place, place.type(8)), made.data.type)"))
     assert run(SHIFTED, tmp_path / "cache", root) == ["True"]
+
+
+UNKEPT = """
+import errno
+from private_llm.kernels import compiling
+from private_llm.kernels.backends.cpu import bits as cpu_bits, steps
+
+def full(*_):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+if compiling.FOLDER is not None:
+    from numba.core.caching import IndexDataCacheFile
+    IndexDataCacheFile.save = full
+exec(open("{shifted}").read())
+print(steps.copy.address > 0, steps.combine.address > 0)
+"""
+
+
+@pytest.mark.parametrize("where", ["nowhere", "full"])
+def test_kernels_that_cannot_be_kept_are_compiled_with_one_warning(where: str, tmp_path: Path) -> None:
+    """It names the folder and what to set, whether that cannot be written from the beginning or later."""
+    shifted, told = tmp_path / "shifted.py", tmp_path / "told"
+    shifted.write_text(SHIFTED)
+    code = f"import sys\nsys.stderr = open({str(told)!r}, 'w')\n" + UNKEPT.replace("{shifted}", str(shifted))
+    assert run(code, None if where == "nowhere" else tmp_path) == ["False", "True", "True"]
+    said = told.read_text()
+    assert said.count("KernelsNotKept: ") == 1
+    assert "XDG_CACHE_HOME" in said
+    assert ("/dev/null/.cache" if where == "nowhere" else str(tmp_path)) in said
+    assert ("Not a directory" if where == "nowhere" else "No space left") in said
 
 
 @pytest.mark.skipif(not hasattr(os, "getuid"), reason="no owners of files here")

@@ -18,7 +18,6 @@ from private_llm_cli.commands.calibrate import ranges_from
 from private_llm_cli.commands.models import demo_model, gguf_options, loaded_from, plaintext_model, tokenizer_of
 from private_llm_cli.commands.output import (
     CONSOLE,
-    compile_notes,
     duration,
     emit_json,
     emit_table,
@@ -166,7 +165,6 @@ def run(
             step("private prompt", 0)
             if text is not None and not quiet:
                 shown.close()  # the text takes the place of the bar
-                shown.enter_context(compile_notes())
             clock = text or TokenClock(step)
             clock.started = time.perf_counter()
             ids = model.generate(**inputs, max_new_tokens=new_tokens, streamer=clock, **sampling)[0]

@@ -46,12 +46,17 @@ def smollm2_model(cache: Path | None = None) -> str:
 
 def shape_of(source: str) -> tuple[type[PreTrainedModel], PretrainedConfig]:
     """Class and configuration of a built-in shape, a config.json, a model folder or a hub id. Raises ConfigError."""
-    from private_llm_hf.tools.estimate import model_class_of, named_shape
+    from private_llm_hf.tools.estimate import model_class_of, named_shape, shape_names
     from transformers import AutoConfig
 
     found = named_shape(source)
     if found is not None:
         return found
+    if "/" not in source and not Path(source).exists():
+        raise ConfigError(
+            f"{source!r}: no such folder, and none of the built-in shapes {', '.join(shape_names())} (want one of "
+            "these, a model folder, or a hub id such as 'facebook/opt-125m')"
+        )
     config: PretrainedConfig = _load("configuration", AutoConfig, source)
     return model_class_of(config), config
 
@@ -118,9 +123,11 @@ def quiet() -> None:
 
 
 def _load(what: str, auto: Any, source: str, **more: Any) -> Any:  # noqa: ANN401 - transformers' auto classes
+    from private_llm_hf.checkpoint.source import want_config
+
     quiet()
     if "gguf_file" not in more:
-        _want_config(what, source)
+        want_config(what, source)
         _want_hub(what, source)
     if what == "model":
         _want_weights(source)
@@ -135,20 +142,6 @@ def _unusable(what: str, source: str, error: Exception) -> ConfigError:
     said = " ".join(lines[: 2 if lines[0].endswith(":") else 1])
     said = re.sub(r"<class '[\w.]*?(\w+)'>", r"\1", said)
     return ConfigError(f"{what} of {source!r}: {said} (want a model folder or a hub id)")
-
-
-def _want_config(what: str, source: str) -> None:
-    """Raises ConfigError for names that transformers would look up as a hub id and report upon as one."""
-    path = Path(source)
-    wrong = None
-    if not source.strip():
-        wrong = "got an empty name"
-    elif not path.exists() and (source.startswith((".", "~")) or path.is_absolute() or len(path.parts) > 2):
-        wrong = "no such folder"
-    elif path.is_dir() and not (path / "config.json").is_file():
-        wrong = "the folder holds no config.json"
-    if wrong is not None:
-        raise ConfigError(f"{what} of {source!r}: {wrong} (want a model folder or a hub id)")
 
 
 def _want_hub(what: str, source: str) -> None:

@@ -60,8 +60,8 @@ def duration(seconds: float) -> str:
 def progress_bar(total: int | None = None, quiet: bool = False) -> Iterator[Any]:
     """A bar on stderr; the yielded function takes a description and advances by one.
 
-    Where stderr is no terminal, a line now and then instead, so that long work is not silent in a log. Unless `quiet`,
-    it also says when kernels are compiled meanwhile, which takes longer than all else.
+    Where stderr is no terminal, a line now and then instead, so that long work is not silent in a log. On a terminal it
+    also says when kernels are compiled meanwhile, which takes longer than all else.
     """
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=NOTES, transient=True, disable=quiet or not NOTES.is_terminal) as bar:
@@ -75,22 +75,23 @@ def progress_bar(total: int | None = None, quiet: bool = False) -> Iterator[Any]
                 done = "" if total is None else f": {state.completed:.0f} of {total}"
                 NOTES.print(f"{state.description}{done}", highlight=False, markup=False, soft_wrap=True)
 
-        with contextlib.nullcontext() if quiet else compile_notes(lambda line: step(line, 0)):
+        with contextlib.nullcontext() if quiet else compile_shown(lambda line: step(line, 0)):
             yield step
 
 
 @contextmanager
-def compile_notes(show: Callable[[str], None] = lambda line: None) -> Iterator[None]:
-    """Whoever waits for kernels is told why: once, in a line on stderr, and of each kernel through `show`."""
-    from private_llm.kernels.compiling import telling, why_compiling  # Numba takes a second to import
+def compile_shown(show: Callable[[str], None]) -> Iterator[None]:
+    """What is on the terminal already shows which kernels are compiled; whoever waits long for them is told why."""
+    from private_llm.kernels.compile_note import PATIENCE_S, shown_by
+    from private_llm.kernels.compiling import why_compiling  # Numba takes a second to import
 
-    said: list[str] = []
+    begun: list[float] = []
 
     def tell(name: str) -> None:
-        said.append(name)
-        if len(said) == 1:
+        begun.append(time.monotonic())
+        if len(begun) > 1 and begun[-2] < begun[0] + PATIENCE_S <= begun[-1]:
             NOTES.print(why_compiling(), markup=False, highlight=False, soft_wrap=True)
         show(f"compiling {name}")
 
-    with telling(tell):
+    with shown_by(tell) if NOTES.is_terminal else contextlib.nullcontext():
         yield

@@ -15,7 +15,7 @@ from private_llm.net.roles import named
 from private_llm.net.wire import legible
 from private_llm_cli.commands.calibrate import ranges_from
 from private_llm_cli.commands.models import gguf_options, image_config, quiet
-from private_llm_cli.commands.output import CONSOLE, compile_notes, emit_json, progress_bar, size
+from private_llm_cli.commands.output import CONSOLE, emit_json, progress_bar, size
 
 TASKS = (
     "causal-lm", "seq2seq", "classification", "features", "image", "masked-lm", "token-classification",
@@ -80,8 +80,7 @@ def party(
     """Serve sessions until interrupted."""
     from private_llm_hf.client.launch import serve_party
 
-    with compile_notes():
-        serve_party(config, number, share_file, sessions, notice, checkpoint)
+    serve_party(config, number, share_file, sessions, notice, checkpoint)
 
 
 def notice(line: str) -> None:

@@ -19,7 +19,7 @@ from private_llm.config import PrivateConfig
 from private_llm.errors import DomainError, PrivateLLMError, ProtocolAbort, TransportError
 from private_llm_cli.commands.conversation import Conversation
 from private_llm_cli.commands.models import demo_model, loaded_from, smollm2_model, tokenizer_of
-from private_llm_cli.commands.output import NOTES, compile_notes, duration, progress_bar, show_text, size
+from private_llm_cli.commands.output import NOTES, compile_shown, duration, progress_bar, show_text, size
 from private_llm_cli.commands.sparsity_note import TURN, note_sparsity
 from private_llm_cli.commands.text import TextStream, is_text
 
@@ -144,7 +144,7 @@ class TerminalChat:
         stream, started = TextStream(self._talk.tokenizer, self._show), time.perf_counter()
         while True:
             try:
-                with self._waiting(), _interruptible() as stopped, compile_notes():
+                with self._waiting(), _interruptible() as stopped:
                     finish = self._talk.answer(stream, stopped)
                 break
             except DomainError as error:
@@ -195,11 +195,16 @@ class TerminalChat:
             self._status = NOTES.status("computing on shares")
             self._status.start()
         try:
-            yield
+            with compile_shown(self._compiling):
+                yield
         finally:
             if self._status is not None:
                 self._status.stop()
             self._status = None
+
+    def _compiling(self, what: str) -> None:
+        if self._status is not None:
+            self._status.update(what)
 
 
 def _default() -> str:

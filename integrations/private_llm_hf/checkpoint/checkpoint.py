@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from transformers.utils import find_adapter_config_file
 from private_llm.errors import ConfigError, PatchMismatch, PrivateLLMError
 from private_llm_hf.checkpoint.dense import FOREIGN, TIED, dense_model, first_line, quantisation, without_quantisation
 from private_llm_hf.checkpoint.loaded import as_built
+from private_llm_hf.checkpoint.source import check_options, readable_files, want_config
 from private_llm_hf.checkpoint.weights import LOADING, Sink, WeightList, stream_checkpoint, stream_loaded
 
 
@@ -33,10 +35,14 @@ class Checkpoint:
     source: folder or hub id. options: arguments of from_pretrained; those that say how weights are stored (`gguf_file`,
     `dtype`, `torch_dtype`) are taken out of it. download: those that say where it lies. A dtype changes nothing: every
     weight goes into fixed point from the value that the checkpoint holds, and outputs are float32.
-    Raises ConfigError for a dtype that is none, and for the path of a GGUF file where its folder is wanted.
+    Raises ConfigError for a dtype that is none, for the path of a GGUF file where its folder is wanted, for a folder
+    that is not there and for arguments without a meaning here.
     """
 
     def __init__(self, source: str, options: dict[str, Any], download: dict[str, Any]) -> None:
+        if not isinstance(source, str | os.PathLike):
+            raise ConfigError(f"checkpoint: got {type(source).__name__} as source; want a model folder or a hub id")
+        check_options(options)
         self.source = str(source)
         self.gguf_file: str | None = options.pop("gguf_file", None)
         for name in ("dtype", "torch_dtype"):
@@ -62,9 +68,11 @@ class Checkpoint:
             return self.plain_config(given), {}
         if self._base is not None:
             return self._base.config(**_of_base(options))
-        if self.gguf_file is not None:
+        if self.gguf_file is None:
+            want_config("configuration", self.source)
+        else:
             options["gguf_file"] = self.gguf_file
-        with self._readable():
+        with self._readable(), _named(self.source) if self.gguf_file is None else nullcontext():
             config, unused = AutoConfig.from_pretrained(self.source, return_unused_kwargs=True, **options)
         unused.pop("gguf_file", None)
         return self.plain_config(config), unused
@@ -103,7 +111,8 @@ class Checkpoint:
         Raises PatchMismatch for weights that are missing or cannot be made plain, OSError without a checkpoint.
         """
         if self.gguf_file is None and self._base is None and self._quantised is None:
-            stream_checkpoint(model_class, self.source, config, wanted, sink, **hf)
+            with readable_files(self.source):
+                stream_checkpoint(model_class, self.source, config, wanted, sink, **hf)
         else:
             stream_loaded(self.load(model_class, config, **hf), wanted, sink)
 
@@ -138,7 +147,7 @@ class Checkpoint:
                 more["quantization_config"] = unpack(dequantize=True)
         elif self._quantised is not None:
             settings.quantization_config = _unpacking(self._quantised)
-        with self._readable(), LOADING:
+        with self._readable(), readable_files(self.source), LOADING:
             model, info = model_class.from_pretrained(
                 self.source, config=settings, dtype=torch.float32, output_loading_info=True, **more, **hf
             )
@@ -201,6 +210,20 @@ def _resize(model: PreTrainedModel, adapter: dict[str, Tensor]) -> None:
             if rows != model.get_input_embeddings().weight.shape[0]:
                 model.resize_token_embeddings(rows, mean_resizing=False)
             return
+
+
+@contextmanager
+def _named(source: str) -> Iterator[None]:
+    """Raise ConfigError with the source's name for a configuration that cannot be read."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        if isinstance(error, PrivateLLMError):
+            raise
+        said = first_line(error) if Path(source).exists() else f"no such folder here; as a hub id: {first_line(error)}"
+        raise ConfigError(
+            f"configuration of {source!r}: {said} (want a model folder, or a hub id and a network)"
+        ) from error
 
 
 def _check_dtype(name: str, value: object) -> None:

@@ -25,7 +25,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from private_llm.config import PrivateConfig
@@ -36,7 +35,7 @@ from private_llm.protocols.weight_sharing import Dealer, assemble, keys_held, pi
 from private_llm.ranges import Ranges
 from private_llm.ring.prg import Seed
 from private_llm.ring.ring import Ring
-from private_llm_hf.checkpoint.offload import read_tensor
+from private_llm_hf.checkpoint.opened_file import OpenedFile
 from private_llm_hf.checkpoint.weights import WeightList, encode_weight
 from private_llm_hf.wire.codec import shown
 from private_llm_hf.wire.commands import Description
@@ -46,7 +45,6 @@ _AGREE = ("protocol", "ring", "frac_bits")
 _BLANK = "0" * 64
 _MALFORMED = (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError, ConfigError)
 """What reading JSON of another form than one's own raises."""
-_CHUNK = 1 << 22
 
 
 def share_path(folder: Path, party: int) -> Path:
@@ -139,6 +137,11 @@ class ShareWriter:
             out.discard()
 
 
+def _dtype(ring: Ring) -> str:
+    """How safetensors calls ring elements."""
+    return "I64" if ring.bits == 64 else "I32"
+
+
 def partial_path(path: Path) -> Path:
     """Where a share file is written before it is whole."""
     return path.with_suffix(".partial")
@@ -183,7 +186,7 @@ class _Out:
             self._next[name] = start
             self._hashes[name] = hashlib.blake2b(digest_size=32)
             header[name] = {
-                "dtype": "I64" if ring.bits == 64 else "I32",
+                "dtype": _dtype(ring),
                 "shape": list(shape),
                 "data_offsets": [start, end],
             }
@@ -221,28 +224,6 @@ class _Out:
         self._path.unlink(missing_ok=True)
 
 
-def _extents(path: Path) -> dict[str, tuple[int, int]]:
-    """Where each tensor of a safetensors file begins and how long it is, in bytes."""
-    with path.open("rb") as file:
-        size = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(size))
-    places = {name: entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"}
-    return {name: (8 + size + start, end - start) for name, (start, end) in places.items()}
-
-
-def _hash(path: Path, start: int, size: int) -> bytes:
-    made = hashlib.blake2b(digest_size=32)
-    with path.open("rb") as file:
-        file.seek(start)
-        while size:
-            piece = file.read(min(size, _CHUNK))
-            if not piece:
-                raise OSError("the file ends before its data does")
-            made.update(piece)
-            size -= len(piece)
-    return made.digest()
-
-
 def _digest(metadata: dict[str, str], parts: dict[str, bytes]) -> str:
     """Over all metadata but the digest itself, and every tensor."""
     stated = json.dumps({key: value for key, value in metadata.items() if key != "digest"}, sort_keys=True)
@@ -274,7 +255,7 @@ def _unlike(path: Path, why: str) -> ShareFileError:
 
 @dataclass(frozen=True)
 class ShareFile:
-    """A checked share file of one party; weights are read when they are asked for."""
+    """A checked share file of one party; weights are read when they are asked for, of the file that was checked."""
 
     path: Path
     config: PrivateConfig
@@ -283,7 +264,7 @@ class ShareFile:
     sharing: str
     shapes: dict[str, tuple[int, ...]]
     keys: tuple[Seed, ...]
-    extents: dict[str, tuple[int, int]]
+    stored: OpenedFile
 
     @classmethod
     def open(cls, path: Path, config: PrivateConfig, party: int) -> ShareFile:
@@ -291,16 +272,17 @@ class ShareFile:
         if not path.is_file():
             raise ShareFileError(f"{path.name}: no such file; make share files with `private-llm share`")
         try:
-            with safe_open(path, framework="pt") as stored:  # checks the header; mapped data would count as memory
-                metadata = stored.metadata() or {}
-            form, extents = metadata.get("format"), _extents(path)
-            parts = {name: _hash(path, *extent) for name, extent in extents.items()} if form == FORMAT else {}
-        except (SafetensorError, OSError, *_MALFORMED) as error:
+            stored = OpenedFile(path)
+            metadata = stored.metadata
+            form = metadata.get("format")
+            parts = stored.digests() if form == FORMAT else {}
+        except (OSError, *_MALFORMED) as error:
             raise ShareFileError(f"{path.name} is damaged or no share file: {type(error).__name__}") from None
         if form != FORMAT:
             raise ShareFileError(f"{path.name}: got format {shown(form)}; want {FORMAT!r}")
         if _digest(metadata, parts) != metadata.get("digest"):
             raise ShareFileError(f"{path.name} is damaged: its data does not match its digest; copy it again")
+        stored.check()
         try:
             settings, sharing, owner = json.loads(metadata["agreement"]), metadata["sharing"], int(metadata["party"])
             given = {key: settings[key] for key in _AGREE}
@@ -313,21 +295,23 @@ class ShareFile:
         wrong = [f"{key}={shown(given[key])} (here {here[key]!r})" for key in _AGREE if given[key] != here[key]]
         if wrong:
             raise ShareFileError(f"{path.name} was made for other settings: {', '.join(wrong)}")
-        each, stored = Ring(config.ring).bytes, {name: size for name, (_, size) in extents.items()}
-        wanted = {name: math.prod(shape) * each for name, shape in shapes.items()}
-        if stored != (wanted if sends_parts(config, party) else {}) or len(keys) != keys_held(config, party):
+        ring = Ring(config.ring)
+        found = {name: (kind, shape, size) for name, (kind, shape, _, size) in stored.entries.items()}
+        wanted = {name: (_dtype(ring), shape, math.prod(shape) * ring.bytes) for name, shape in shapes.items()}
+        if found != (wanted if sends_parts(config, party) else {}) or len(keys) != keys_held(config, party):
             raise _unlike(path, "it has other weights or keys than it says")
-        return cls(path, config, party, description, sharing, shapes, keys, extents)
+        return cls(path, config, party, description, sharing, shapes, keys, stored)
 
     def weight(self, name: str, seeds: bool = False) -> Share:
         """This party's share of one weight: what the file holds of it is read, masks are made from their seeds.
 
-        seeds: masks of matrices are made anew whenever they are read (`weight_sharing.assemble`).
+        seeds: masks of matrices are made anew whenever they are read (`weight_sharing.assemble`). Raises ShareFileError
+        if the file has changed since it was opened.
         """
         shape, received = self.shapes[name], None
-        if name in self.extents:
-            with self.path.open("rb") as file:
-                received = read_tensor(file.fileno(), self.extents[name][0], shape, Ring(self.config.ring).dtype)
+        self.stored.check()
+        if name in self.stored.entries:
+            received = self.stored.read(name, Ring(self.config.ring).dtype)
         return assemble(self.config, self.party, list(self.keys), received, shape, name, seeds)
 
     def weights(self) -> Iterator[tuple[str, Share]]:

@@ -63,20 +63,25 @@ def skeleton(cls: type[PreTrainedModel], config: PretrainedConfig) -> PreTrained
     return model
 
 
-def weights_of_buffers(model: nn.Module) -> None:
-    """Make parameters without values of a model's buffers that a checkpoint holds (BART's logit bias, routers' biases).
+def stored_buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """A module's own buffers that count as weights: those that a checkpoint holds (BART's logit bias, routers' biases).
 
-    Buffers that are not stored come from the configuration and are public; statistics of batch norms are folded.
+    Others come from the configuration and are public, as do the frequencies of rotary positions, which ESM stores;
+    statistics of batch norms are folded.
     """
+    if isinstance(module, _BatchNorm) or type(module).__name__.endswith("RotaryEmbedding"):
+        return []
+    held = ((n, v) for n, v in module._buffers.items() if v is not None and n not in module._non_persistent_buffers_set)
+    return [(name, value) for name, value in held if value.is_floating_point()]
+
+
+def weights_of_buffers(model: nn.Module) -> None:
+    """Make parameters without values of a model's buffers that count as weights."""
     for module in model.modules():
-        if isinstance(module, _BatchNorm):
-            continue
-        for name, value in list(module._buffers.items()):
-            stored = value is not None and value.is_floating_point() and name not in module._non_persistent_buffers_set
-            if stored and value is not None:
-                del module._buffers[name]
-                empty = torch.empty_like(value, device="meta", dtype=torch.float32)
-                module.register_parameter(name, nn.Parameter(empty, requires_grad=False))
+        for name, value in stored_buffers(module):
+            del module._buffers[name]
+            empty = torch.empty_like(value, device="meta", dtype=torch.float32)
+            module.register_parameter(name, nn.Parameter(empty, requires_grad=False))
 
 
 class WithoutWeights(TorchFunctionMode):
@@ -134,7 +139,7 @@ class Collector:
     def __init__(self, wanted: WeightList, sink: Sink) -> None:
         self._wanted, self._sink = wanted, sink
         self._tie_sources = set(wanted.tied.values())
-        self._digest: dict[str, bytes] = {}
+        self._digest: dict[str, tuple[str, bytes]] = {}
         self._seen: set[str] = set()
         self.error: PrivateLLMError | None = None
 
@@ -151,9 +156,10 @@ class Collector:
         if target in self._tie_sources:
             raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
             digest = hashlib.blake2b(raw.data, digest_size=32).digest()
-            if self._digest.setdefault(target, digest) != digest:
+            first, known = self._digest.setdefault(target, (name, digest))
+            if known != digest:
                 raise PatchMismatch(
-                    f"the configuration ties '{name}' to '{target}', but the checkpoint holds different values; "
+                    f"the configuration ties '{name}' to '{first}', but the checkpoint holds different values; "
                     "set tie_word_embeddings=False in the configuration"
                 )
         if target not in self._seen:

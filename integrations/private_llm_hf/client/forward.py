@@ -19,7 +19,8 @@ from private_llm_hf.client import inputs as check
 from private_llm_hf.client.losses import Labels
 from private_llm_hf.client.remote_state import PrivateCache, PrivateEncoderOutput
 from private_llm_hf.client.session_client import Secret, SessionClient
-from private_llm_hf.models.architectures import architecture
+from private_llm_hf.models.architectures import architecture, reads_first_token
+from private_llm_hf.models.readable import shifts_prompts
 from private_llm_hf.transformers_versions import CACHE
 from private_llm_hf.wire.answers import GUARD
 from private_llm_hf.wire.commands import OPENED, Call, Encoded, Fact, Tokens, Values
@@ -98,6 +99,8 @@ class Forward:
         kind = architecture(self.config).kind
         if kind == "decoder" and type(self.model).__name__.endswith("ForSequenceClassification"):
             check.check_last_token(self.config, rows, mask, self.ids)
+        if reads_first_token(self.model.original_class):
+            check.check_first_token(mask)
         return self._call(cache, length, None)
 
     # -- two stacks ---------------------------------------------------------------------------------------------
@@ -109,6 +112,7 @@ class Forward:
             names = ("input_ids", "inputs_embeds")
             prompt = {name: self.given.pop(name) for name in names if name in self.given}
             encoded = encode_prompt(self.model, attention_mask=self.given.get("attention_mask"), **prompt)
+            self._start_with_prompt(prompt.get("input_ids"))
         if not isinstance(encoded, PrivateEncoderOutput) or encoded.keeper.parties is not self.parties:
             raise DomainError("encoder_outputs: want what this model's get_encoder() or generate() returned")
         for name in ("input_ids", "inputs_embeds"):
@@ -123,6 +127,12 @@ class Forward:
         output = self._call(cache, length, encoded)
         output["encoder_last_hidden_state"] = encoded.last_hidden_state
         return output
+
+    def _start_with_prompt(self, ids: object) -> None:
+        """BART's decoder and its like, without inputs of its own, reads the prompt, shifted."""
+        decoder = any(name in self.given for name in ("decoder_input_ids", "decoder_inputs_embeds"))
+        if not decoder and isinstance(ids, Tensor) and shifts_prompts(self.model.original_class):
+            self.given["decoder_input_ids"] = self.model.shifted(ids)
 
     def _start_with(self, labels: Labels) -> None:
         """A decoder without inputs of its own reads the labels, shifted behind its start token."""
@@ -145,6 +155,7 @@ class Forward:
         if name.endswith("input_ids"):
             vocabulary = self.config.get_text_config().vocab_size
             ids = check.check_tokens(name, value, vocabulary)
+            check.check_mask_tokens(name, ids, self.config)
             rows, length = ids.shape
             self.listed.append(Tokens(name, (rows, length), vocabulary))
             self.secrets.append((ids.reshape(-1), vocabulary))

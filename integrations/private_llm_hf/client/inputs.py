@@ -36,6 +36,16 @@ def check_tokens(name: str, ids: object, vocabulary: int) -> Tensor:
     return ids.to(device="cpu", dtype=torch.int64)
 
 
+def check_mask_tokens(name: str, ids: Tensor, config: PretrainedConfig) -> None:
+    """Refuse mask tokens where a model scales a text by how many it has (ESM), which would be a secret division."""
+    mask = getattr(config, "mask_token_id", None)
+    if getattr(config, "token_dropout", False) and mask is not None and bool((ids == mask).any()):
+        raise DomainError(
+            f"{name}: got the mask token ({mask}), by whose number this model scales the whole text "
+            "(config.token_dropout), for which there is no private rule; want a text without it"
+        )
+
+
 def check_mask(name: str, mask: Tensor, rows: int, length: int, may_be_empty: bool) -> Tensor:
     """A padding mask [rows, length] of 0 and 1 as int64; a row may mask everything only if `may_be_empty`."""
     if not isinstance(mask, Tensor) or mask.ndim != 2 or tuple(mask.shape) != (rows, length):
@@ -116,6 +126,15 @@ def check_last_token(config: PretrainedConfig, rows: int, mask: Tensor | None, i
         raise DomainError(
             f"input_ids: a row ends with the padding token ({pad}), so that the plaintext model would classify an "
             "earlier one; put padding on the left (padding_side='left'), and no padding token at the end of a text"
+        )
+
+
+def check_first_token(mask: Tensor | None) -> None:
+    """A classifier that reads the first token wants one there."""
+    if mask is not None and not bool(mask[:, 0].all()):
+        raise DomainError(
+            "attention_mask: got padding on the left, where this model reads its first token; want it on the right "
+            "(padding_side='right')"
         )
 
 

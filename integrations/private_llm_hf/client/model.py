@@ -11,6 +11,7 @@ import inspect
 import sys
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -21,6 +22,7 @@ from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList,
 from transformers.modeling_outputs import ModelOutput
 
 from private_llm.errors import ConfigError, DomainError, PlaintextLeak, UnsupportedOp
+from private_llm.kernels.compile_note import Streamed
 from private_llm.kv_policies.fixed import NoCache
 from private_llm_hf.checkpoint.weights import skeleton
 from private_llm_hf.client.costs import Costs
@@ -380,9 +382,12 @@ def _with_drafts(original: Callable[..., Any]) -> Callable[..., Any]:
         Raises ConfigError, DomainError and UnsupportedOp for what speculation does not do: beams, several prompts, no
         cache, encoder-decoders, a draft of another vocabulary.
         """
-        if speculation is not None:
-            kwargs["custom_generate"] = decoding(speculation, kwargs.get("streamer"))
-        return original(self, *args, **with_cache_named(kwargs))
+        with ExitStack() as streaming:
+            if kwargs.get("streamer") is not None:
+                kwargs["streamer"] = streaming.enter_context(closing(Streamed(kwargs["streamer"])))
+            if speculation is not None:
+                kwargs["custom_generate"] = decoding(speculation, kwargs.get("streamer"))
+            return original(self, *args, **with_cache_named(kwargs))
 
     return generate
 

@@ -112,7 +112,8 @@ def _kind(model_type: str) -> str:
         return "vision"
     raise PatchMismatch(
         f"architecture {model_type!r} is of a kind that is not run; want a model that generates text, fills in masked "
-        "tokens or classifies images, of transformers' own code"
+        "tokens or classifies images, of transformers' own code (sound, video, and texts with images have no private "
+        "rule: compute these in the clear)"
     )
 
 
@@ -198,6 +199,13 @@ def positions_by_mask() -> frozenset[str]:
     """Model types that number positions by unmasked tokens unless they are given numbers."""
     found: list[str] = _read("replacements.json")["positions_by_mask"]
     return frozenset(found)
+
+
+def reads_first_token(model_class: type[PreTrainedModel]) -> bool:
+    """Whether a classifier reads the first token even where it is padding, and attention to padding is not defined."""
+    found: list[str] = _read("replacements.json")["first_token"]
+    classifies = model_class.__name__.endswith("ForSequenceClassification")
+    return classifies and getattr(model_class.config_class, "model_type", "") in found
 
 
 @functools.cache

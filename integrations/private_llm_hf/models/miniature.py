@@ -14,7 +14,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from private_llm.errors import PatchMismatch
 from private_llm_hf.checkpoint.dense import first_line
-from private_llm_hf.checkpoint.weights import skeleton
+from private_llm_hf.checkpoint.weights import skeleton, stored_buffers
 
 WIDTHS = {
     "hidden_size": 32, "n_embd": 32, "d_model": 32, "intermediate_size": 64, "ffn_dim": 64, "n_inner": 64, "d_ff": 64,
@@ -22,6 +22,7 @@ WIDTHS = {
     "moe_intermediate_size": 16, "shared_expert_intermediate_size": 32, "kv_lora_rank": 16, "q_lora_rank": 16,
     "qk_rope_head_dim": 8, "qk_nope_head_dim": 4, "v_head_dim": 8, "word_embed_proj_dim": 32,
     "input_embedding_size": 32, "output_embedding_size": 32, "mlp_dim": 64,
+    "pooler_hidden_size": 32,
 }  # fmt: skip
 COUNTS = {
     "num_hidden_layers": 2, "n_layer": 2, "n_layers": 2, "num_layers": 2, "num_decoder_layers": 2, "encoder_layers": 2,
@@ -193,7 +194,6 @@ def filled(model: PreTrainedModel) -> PreTrainedModel:
                 module.running_mean.add_(noise(module.running_mean, 0.1))
                 module.running_var.add_(noise(module.running_var, 0.3).abs())
                 continue
-            for name, value in module.named_buffers(recurse=False):
-                if value.is_floating_point() and name not in module._non_persistent_buffers_set:
-                    value.add_(noise(value, 0.1))  # a checkpoint holds it: a weight by another name
+            for _, value in stored_buffers(module):
+                value.add_(noise(value, 0.1))  # a weight by another name
     return model

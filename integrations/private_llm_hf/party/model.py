@@ -35,6 +35,7 @@ from private_llm_hf.handlers import handler_of, match
 from private_llm_hf.models.architectures import attention_of, table
 from private_llm_hf.models.attention_interface import register
 from private_llm_hf.models.batch_norm import fold_batch_norms
+from private_llm_hf.models.esm import embedding_first, is_esm
 from private_llm_hf.models.folded_norms import NONE_FOLDED, Folded, fold_norms
 from private_llm_hf.models.latent import expanded, expands_latents
 from private_llm_hf.models.sparse_blocks import attach_predictors, make_sparse
@@ -156,6 +157,8 @@ def _replace_modules(model: nn.Module) -> None:
         places = match("pool_first", parent)
         if places is not None:
             _pool_first(parent, *places.split())
+        if is_esm(parent):
+            vars(parent)["forward"] = functools.partial(embedding_first, parent)
         if expands_latents(parent):
             vars(parent)["expand_kv"] = functools.partial(expanded, parent)
 

@@ -405,12 +405,22 @@ def named_shape(name: str) -> tuple[type[PreTrainedModel], PretrainedConfig] | N
         build, image = BUILDERS[name]
         with torch.device("meta"):
             return Network, Network.of(build(), image).config
-    shapes = json.loads(resources.files("private_llm_hf").joinpath("models", "shapes.json").read_text())
+    shapes = _shapes()
     if name not in shapes:
         return None
     values = dict(shapes[name]["config"])
     config = AutoConfig.for_model(values.pop("model_type"), **values)
     return getattr(transformers, shapes[name]["class"]), config
+
+
+def shape_names() -> list[str]:
+    """Names of the built-in shapes."""
+    return [*BUILDERS, *_shapes()]
+
+
+def _shapes() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(resources.files("private_llm_hf").joinpath("models", "shapes.json").read_text())
+    return found
 
 
 def model_class_of(config: PretrainedConfig) -> type[PreTrainedModel]:

@@ -35,8 +35,9 @@ from private_llm.token_sharding import ShardingPlan
 from private_llm_hf.checkpoint.sample_inputs import is_encoder_of_two, sample_pictures, sample_tokens
 from private_llm_hf.checkpoint.weights import skeleton
 from private_llm_hf.handlers import handler_of
-from private_llm_hf.models.architectures import architecture, compared
+from private_llm_hf.models.architectures import architecture, compared, reads_first_token
 from private_llm_hf.models.miniature import miniature
+from private_llm_hf.models.patched_code import patched_code
 from private_llm_hf.patch_plan import unknown_modules
 from private_llm_hf.tools.compare import compare
 from private_llm_hf.tools.survey import survey
@@ -76,12 +77,13 @@ def require_agreement(
 ) -> None:
     """Compare a small model of this class with its plaintext self, unless that was done before.
 
-    settings: ON_SHARES or AT_NODES. A handler of a user is tried with every class, each time. Raises PatchMismatch
-    naming the modules and operations without a rule, or the first module that differs.
+    settings: ON_SHARES or AT_NODES. A handler of a user, and code put in place of transformers', is tried with every
+    class, each time. Raises PatchMismatch naming the modules and operations without a rule, or the first module that
+    differs.
     """
     bare = skeleton(model_class, config)
     sharded = settings == AT_NODES
-    of_user = not sharded and _has_handler_of_user(bare)
+    of_user = bool(patched_code(bare)) or (not sharded and _has_handler_of_user(bare))
     known = model_class.__name__ in compared("token sharding" if sharded else "shares")
     if known and not of_user and (sharded or not unknown_modules(bare)):
         return
@@ -110,7 +112,10 @@ def _try(model: PreTrainedModel, make_private: Callable[[], PreTrainedModel], on
             cases = list(_cases(model))
             wanted = [case.run(model) for case in cases]
         except Exception as error:  # whatever a foreign forward raises
-            raise PatchMismatch(f"{name}: a small model of this class does not run in the clear: {error}") from error
+            raise PatchMismatch(
+                f"{name}: a small model of this class does not run in the clear on a text or images alone "
+                f"({type(error).__name__}: {error}); want a class that does, since nothing else can be shared"
+            ) from error
         try:
             with make_private() as private:
                 for case, expected in zip(cases, wanted, strict=True):
@@ -160,7 +165,7 @@ def _cases(model: PreTrainedModel) -> Iterator[_Case]:
         yield _Case("on two texts", _forward(input_ids=ids))
     if kind == "encoder":
         right = left.flip(1)
-        for side, mask in (("right", right), ("left", left)):
+        for side, mask in (("right", right), ("left", left))[: 1 if reads_first_token(type(model)) else 2]:
             padded = _forward(input_ids=_padded(ids, mask, model), attention_mask=mask)
             yield _Case(f"with padding on the {side}", padded, mask)
     elif kind == "decoder":

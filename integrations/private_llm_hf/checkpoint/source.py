@@ -1,0 +1,115 @@
+"""Where a checkpoint lies: errors that name the folder, the file and the argument in which something is wrong."""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
+from safetensors import SafetensorError, safe_open
+from transformers import PretrainedConfig
+
+from private_llm.config import PrivateConfig
+from private_llm.errors import ConfigError
+
+_CHANGES_NOTHING = ("low_cpu_mem_usage", "weights_only", "resume_download", "_fast_init", "use_kernels")
+"""Arguments of transformers' from_pretrained about how it loads: here weights are read one by one."""
+
+_QUANTISE = (
+    "weights are shared in fixed point (PrivateConfig.ring, frac_bits), so quantising them saves nothing; leave "
+)
+_ADVICE = {
+    "load_in_8bit": _QUANTISE,
+    "load_in_4bit": _QUANTISE,
+    "quantization_config": _QUANTISE,
+    "state_dict": "load a plaintext model with it, and private_llm_hf.patch() that one",
+    "ignore_mismatched_sizes": "it would leave weights random; load the class that the checkpoint was trained with",
+    "output_loading_info": "errors say which weights are missing; leave it out",
+    "generation_config": "set it on the private model: model.generation_config = ...",
+    "tp_plan": "parties place layers by PrivateConfig(device_map=...); leave it out",
+    "from_tf": "convert the checkpoint to safetensors with transformers first",
+    "from_flax": "convert the checkpoint to safetensors with transformers first",
+    "use_auth_token": "it is called token now",
+    "adapter_kwargs": "name the adapter's folder as the source; its base is found by adapter_config.json",
+}
+
+
+def check_options(options: dict[str, Any]) -> None:
+    """Take out arguments that change nothing. Raises ConfigError, with advice, for those that have no meaning here."""
+    for name in _CHANGES_NOTHING:
+        options.pop(name, None)
+    for name, advice in _ADVICE.items():
+        if options.pop(name, None) not in (None, False):
+            raise ConfigError(f"from_pretrained: {name} has no meaning for a private model: {advice}")
+    given = options.get("config")
+    if isinstance(given, PrivateConfig):
+        raise ConfigError(
+            "config: got a PrivateConfig; want it as second argument, from_pretrained(source, PrivateConfig(...)): "
+            "config= takes a configuration of transformers"
+        )
+    if given is not None and not isinstance(given, PretrainedConfig):
+        raise ConfigError(
+            f"config: got {type(given).__name__}; want a configuration of transformers, such as "
+            "AutoConfig.from_pretrained(folder)"
+        )
+
+
+def want_config(what: str, name: str) -> None:
+    """Raises ConfigError for names that transformers would look up as a hub id and report upon as one."""
+    path = Path(name)
+    wrong = None
+    if not name.strip():
+        wrong = "got an empty name"
+    elif path.is_file():
+        wrong = "it is a file"
+    elif not path.exists() and (
+        name.startswith((".", "~")) or path.is_absolute() or len(path.parts) > 2 or "\\" in name
+    ):
+        wrong = "no such folder"
+    elif path.is_dir() and not any((path / each).is_file() for each in ("config.json", "adapter_config.json")):
+        wrong = "the folder holds no config.json"
+    if wrong is not None:
+        raise ConfigError(f"{what} of {name!r}: {wrong} (want a model folder or a hub id)")
+
+
+@contextmanager
+def readable_files(source: str) -> Iterator[None]:
+    """Raises ConfigError with the name of a file of weights that cannot be read, where loading fails for it."""
+    try:
+        yield
+    except (SafetensorError, EOFError, RuntimeError) as error:
+        broken = _broken_file(source)
+        if broken is None:
+            raise
+        path, why = broken
+        raise ConfigError(
+            f"checkpoint file {str(path)!r} ({path.stat().st_size:,} bytes) cannot be read: {why}; it was cut off, or "
+            "is a pointer or a web page instead of the file: copy or download it again"
+        ) from error
+
+
+def _broken_file(source: str) -> tuple[Path, str] | None:
+    """The first file of weights in a folder, or in the cache of the hub, that is not whole, and why."""
+    folder = Path(source)
+    if not folder.is_dir():
+        try:
+            cached = try_to_load_from_cache(source, "config.json")
+        except HFValidationError:
+            return None
+        if not isinstance(cached, str):
+            return None
+        folder = Path(cached).parent
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(path, "pt"):
+                pass
+        except (SafetensorError, OSError) as error:
+            return path, str(error)
+    for path in sorted(folder.glob("*.bin")):
+        if not zipfile.is_zipfile(path):
+            return path, "its end is missing, or it is no file of torch.save"
+    return None

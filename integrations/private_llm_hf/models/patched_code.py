@@ -1,0 +1,71 @@
+"""Code of transformers that this process has replaced: parties in other processes run the original."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import transformers
+from torch import nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+_OWN = tuple(str(Path(str(package.__file__)).parent) for package in (torch, transformers))
+"""Where code of torch and transformers lies."""
+_BASE = "transformers.modeling_utils"
+"""Loading and saving, which parties do not do."""
+
+
+def patched_code(model: nn.Module) -> list[str]:
+    """Dotted names of methods, functions and classes that somebody put in place of those of transformers.
+
+    Looks at the classes of all modules, at the files that define them, and at the attention function.
+    """
+    kinds = {kind for module in model.modules() for kind in type(module).__mro__ if issubclass(kind, nn.Module)}
+    homes = {kind.__module__ for kind in kinds if kind.__module__.startswith("transformers.")} - {_BASE}
+    found = [name for kind in kinds if kind.__module__ in homes for name in _methods(kind)]
+    found += [name for home in homes for name in _definitions(home)]
+    attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    if attention in ALL_ATTENTION_FUNCTIONS.valid_keys() and not _is_own(ALL_ATTENTION_FUNCTIONS[attention]):
+        found.append(f"attention function {attention!r}")
+    return sorted(found)
+
+
+def _methods(kind: type) -> Iterator[str]:
+    for name, value in vars(kind).items():
+        if isinstance(value, types.FunctionType) and not (_is_own(value) and _is_of(kind, value)):
+            yield f"{kind.__module__}.{kind.__name__}.{name}"
+
+
+def _definitions(home: str) -> Iterator[str]:
+    """What a file defines, and its module holds in another form."""
+    module = sys.modules[home]
+    for name in _defined(home):
+        value = getattr(module, name, None)
+        foreign = isinstance(value, types.FunctionType) and not _is_own(value)
+        if foreign or (isinstance(value, type) and value.__module__ != home):
+            yield f"{home}.{name}"
+
+
+@functools.cache
+def _defined(home: str) -> tuple[str, ...]:
+    source = inspect.getsource(sys.modules[home])
+    return tuple(node.name for node in ast.parse(source).body if isinstance(node, ast.FunctionDef | ast.ClassDef))
+
+
+def _is_own(function: object) -> bool:
+    """Whether code comes from a file of torch or transformers (dataclasses make methods from no file)."""
+    code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
+    return code is None or code.co_filename.startswith((*_OWN, "<"))
+
+
+def _is_of(kind: type, function: types.FunctionType) -> bool:
+    """Whether a method was written in its class, as far as its name says."""
+    owner, dot, _ = inspect.unwrap(function).__code__.co_qualname.partition(".")
+    written = f"{owner}{dot}" if "<locals>" not in function.__code__.co_qualname else ""
+    return written in ("", owner, f"{kind.__name__}.")
