@@ -121,6 +121,18 @@ def _hooked() -> nn.Module:
     return model
 
 
+def _doubled(layer: int | None) -> Callable[[], nn.Module]:
+    """A network of which one layer, or the whole, has a forward of its own."""
+
+    def make() -> nn.Module:
+        model = nn.Sequential(nn.Linear(2, 2))
+        part = model if layer is None else model[layer]
+        part.forward = lambda x: 2 * x  # type: ignore[method-assign]
+        return model
+
+    return make
+
+
 def _deciding() -> nn.Module:
     return _Body(lambda y, layer: layer(y) if y.sum() > 0 else y)
 
@@ -136,6 +148,8 @@ def _two_inputs() -> nn.Module:
 @pytest.mark.parametrize(("make", "said"), [
     (_free_weight, r"gain \(weight used outside a module\)"),
     (_hooked, r"0 \(Linear with hooks\)"),
+    (_doubled(0), r"0 \(Linear with a forward of this one object\)"),
+    (_doubled(None), "Sequential with a forward of this one object"),
     (_deciding, "its forward cannot be followed"),
     (_two_inputs, "input y"),
     (lambda: nn.Sequential(nn.Conv2d(1, 1, 3, padding_mode="reflect")), r"Conv2d with padding_mode='reflect'"),

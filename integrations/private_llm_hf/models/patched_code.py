@@ -1,4 +1,4 @@
-"""Code of transformers that this process has replaced: parties in other processes run the original."""
+"""Code of transformers and torch.nn that this process has replaced: parties in other processes run the original."""
 
 from __future__ import annotations
 
@@ -22,18 +22,22 @@ _BASE = "transformers.modeling_utils"
 
 
 def patched_code(model: nn.Module) -> list[str]:
-    """Dotted names of methods, functions and classes that somebody put in place of those of transformers.
+    """Dotted names of methods, functions and classes that somebody put in place of those of transformers and torch.nn.
 
     Looks at the classes of all modules, at the files that define them, and at the attention function.
     """
     kinds = {kind for module in model.modules() for kind in type(module).__mro__ if issubclass(kind, nn.Module)}
     homes = {kind.__module__ for kind in kinds if kind.__module__.startswith("transformers.")} - {_BASE}
-    found = [name for kind in kinds if kind.__module__ in homes for name in _methods(kind)]
+    found = [n for kind in kinds if kind.__module__ in homes or _is_layer(kind) for n in _methods(kind)]
     found += [name for home in homes for name in _definitions(home)]
     attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
     if attention in ALL_ATTENTION_FUNCTIONS.valid_keys() and not _is_own(ALL_ATTENTION_FUNCTIONS[attention]):
         found.append(f"attention function {attention!r}")
     return sorted(found)
+
+
+def _is_layer(kind: type) -> bool:
+    return kind.__module__.startswith("torch.nn.modules.") and kind is not nn.Module
 
 
 def _methods(kind: type) -> Iterator[str]:

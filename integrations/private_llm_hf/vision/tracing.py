@@ -60,6 +60,8 @@ _VIEWS = ("Flatten", "flatten", "reshape", "permute", "transpose", "unsqueeze", 
 def describe_module(module: nn.Module) -> tuple[Description, dict[str, nn.Module]]:
     """The description of `module` and its modules by name. Raises PatchMismatch listing what has no rule."""
     root = nn.Sequential(module) if kind_name(type(module)) else module
+    if root is module and _own_code(module) is not None:
+        raise PatchMismatch(f"{type(module).__name__} {_own_code(module)}, which parties do not run; undo that")
     training = {id(part): part.training for part in root.modules()}
     root.eval()
     try:
@@ -241,8 +243,8 @@ def _refusal(module: nn.Module) -> str | None:
     name = type(module).__name__
     if kind_name(type(module)) is None:
         return name
-    if module._forward_hooks or module._forward_pre_hooks:
-        return f"{name} with hooks"
+    if _own_code(module) is not None:
+        return f"{name} {_own_code(module)}"
     unusual = {
         "padding_mode": ("zeros",), "return_indices": (False,), "divisor_override": (None,),
         "track_running_stats": (True,),
@@ -255,6 +257,13 @@ def _refusal(module: nn.Module) -> str | None:
     if getattr(module, "padding", 0) == "same" and _same(module) is None:
         return f"{name} with uneven padding"
     return None
+
+
+def _own_code(module: nn.Module) -> str | None:
+    """What of a module that is not followed inside runs beside the forward of its class, if anything."""
+    if module._forward_hooks or module._forward_pre_hooks:
+        return "with hooks"
+    return "with a forward of this one object" if "forward" in vars(module) else None
 
 
 def _facts(module: nn.Module) -> dict[str, Any]:
