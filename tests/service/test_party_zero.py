@@ -33,7 +33,7 @@ def given(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
     give = ClientSession.give
 
     def watched(self: ClientSession, tag: str, payload: torch.Tensor) -> None:
-        found.append((self.host.number, self.id))  # type: ignore[attr-defined]
+        found.append((self.host.number, self.id))
         give(self, tag, payload)
 
     monkeypatch.setattr(ClientSession, "give", watched)
@@ -43,7 +43,7 @@ def given(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
 def lying(patch: pytest.MonkeyPatch, lie: Lie) -> None:
     """From now on parties send what `lie` makes of their messages to each other."""
     for module in (party_service, limits, course):
-        send = module.send_message  # type: ignore[attr-defined]
+        send = module.send_message
 
         def altered(links: Any, to: int, message: Message, send: Any = send) -> None:
             send(links, to, lie(message, links.me, to) if to < 4 else message)
