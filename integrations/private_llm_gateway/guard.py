@@ -19,8 +19,6 @@ from private_llm_gateway.settings import GatewaySettings
 
 _OPEN = ("/", "/health", "/favicon.ico")
 _OPEN_BELOW = "/page/"
-_UNREAD = (408, 413)
-"""Statuses behind which the rest of a body is not waited for."""
 _FRAMING = "invalid_framing"
 
 
@@ -41,17 +39,17 @@ class Guard:
             if scope["type"] == "lifespan":
                 await self.app(scope, receive, send)
             return
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         try:
-            headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
             _check_framing(headers)
             self._check(scope["path"], headers)
             _check_form(scope["method"], headers)
             most = self.settings.max_body if scope["method"] == "POST" and not _is_open(scope["path"]) else 0
             body = await self._body(headers, receive, most)
         except ApiError as error:
-            unread = error.status in _UNREAD or error.code == _FRAMING
-            headers = error.headers() | ({"Connection": "close"} if unread else {})
-            await JSONResponse(error.body(), error.status, headers)(scope, receive, send)
+            unread = "transfer-encoding" in headers or headers.get("content-length", "0") != "0"
+            told = error.headers() | ({"Connection": "close"} if unread else {})  # reading on would be work for nothing
+            await JSONResponse(error.body(), error.status, told)(scope, receive, send)
             return
         if body is None:  # the client left
             return

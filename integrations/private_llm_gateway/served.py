@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from private_llm_hf.checkpoint.sentence_vectors import SentenceVectors
 from private_llm_hf.client.inputs import max_positions
@@ -37,6 +37,7 @@ class Served:
     tokenizer: Any
     vectors: SentenceVectors = field(default_factory=SentenceVectors)
     _encoding: Any = field(default_factory=threading.Lock, repr=False, compare=False)
+    _planting: Any = field(default_factory=threading.Lock, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         kind = architecture(self.pool.first.config).kind
@@ -103,8 +104,11 @@ class Served:
 
     @cached_property
     def tree(self) -> TokenTree:
-        """The same, as a tree that grammars walk."""
-        return TokenTree(self.tokenizer, self.vocabulary)
+        """The same, as a tree that grammars walk. It takes seconds, so that requests together make one."""
+        with self._planting:
+            if "tree" not in self.__dict__:
+                self.__dict__["tree"] = TokenTree(self.tokenizer, self.vocabulary)
+            return cast("TokenTree", self.__dict__["tree"])
 
     @cached_property
     def any_object(self) -> Grammar:

@@ -143,6 +143,16 @@ def test_bodies_of_two_lengths_are_refused(short: Gateway, head: str) -> None:
     assert answer.count(b"HTTP/1.1") == 1
 
 
+@pytest.mark.parametrize("length", ["Content-Length: 4000000", "Transfer-Encoding: chunked"])
+def test_no_body_is_read_behind_a_refusal(short: Gateway, length: str) -> None:
+    """Of a stranger, whose bytes would otherwise be parsed as long as they come."""
+    with call(short) as sock:
+        sock.sendall(f"POST /v1/completions {START}{length}\r\n\r\n1\r\na\r\n".encode())
+        answer = rest(sock)
+    assert answer.startswith(b"HTTP/1.1 401")
+    assert b"connection: close" in answer.lower()
+
+
 def test_an_offer_of_http2_is_nothing_to_log(short: Gateway, caplog: pytest.LogCaptureFixture) -> None:
     with call(short) as sock:
         sock.sendall(f"GET /health {START}Connection: Upgrade, close\r\nUpgrade: h2c\r\n\r\n".encode())

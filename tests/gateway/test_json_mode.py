@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jsonschema
 import openai
 import pytest
 from openai import OpenAI
-from private_llm_gateway import constrained
+from private_llm_gateway import constrained, served
 from private_llm_gateway.constrained import Grammar, TokenTree
 from private_llm_gateway.errors import ApiError
 from private_llm_gateway.grammar import State, TooWide, start
 from private_llm_gateway.json_schema import any_object, of_schema
 from pydantic import BaseModel
 
-from tests.gateway.small_gateway import CHAT, tokenizer
+from tests.gateway.small_gateway import CHAT, small, tokenizer
 
 WILD: dict[str, Any] = {"model": "small", "messages": CHAT, "temperature": 1.8}
 SCHEMAS: list[dict[str, Any]] = [
@@ -152,6 +155,24 @@ def test_texts_that_go_on_in_too_many_ways_are_refused(monkeypatch: pytest.Monke
     monkeypatch.setattr(constrained, "_MOST_WORK", 10)
     with pytest.raises(ApiError, match="too many ways"):
         Grammar(any_object(), TokenTree(tokenizer(), 4096)).following(start(any_object()))
+
+
+def test_requests_together_make_one_tree(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, both = [], threading.Barrier(4)
+
+    def slow(*_: Any) -> object:
+        made.append(time.sleep(0.05))
+        return object()
+
+    def ask(_: int) -> object:
+        both.wait()
+        return fresh.tree
+
+    fresh = small()
+    monkeypatch.setattr(served, "TokenTree", slow)
+    with ThreadPoolExecutor(4) as threads:
+        assert len(set(threads.map(ask, range(4)))) == len(made) == 1
+    fresh.pool.close()
 
 
 def test_many_biases_are_added_at_once(client: OpenAI) -> None:
