@@ -20,6 +20,14 @@ import private_llm_hf
 from generated import run
 from private_llm_hf.client.costs import Costs
 from private_llm_hf.client.model import PrivateModel
+from private_llm_hf.sparsity.apply import predicted_only
+from private_llm_hf.sparsity.powerinfer import read_powerinfer
+from private_llm_hf.sparsity.predictor_run import PredictorRun
+from private_llm_hf.sparsity.predictor_run import run as run_predictors
+from private_llm_hf.sparsity.predictor_set import PredictorSet
+from private_llm_hf.sparsity.price import SparsityPrice, sparsity_price
+from private_llm_hf.sparsity.relufy import load_relufied
+from private_llm_hf.sparsity.settings import PredictorConfig, TrainingConfig
 
 import private_llm
 from private_llm import config, errors
@@ -32,6 +40,11 @@ _MODEL = ("explain", "cost", "preprocess", "close")
 """What a private model has besides its transformers methods."""
 _HIDDEN = ("run", "from_rows", "forward", "finish", "layers_before", "digest", "agreement", "frac_of_weight")
 """Members that the library itself uses."""
+_OF_OWNERS = (
+    PredictorRun, run_predictors, PredictorConfig, TrainingConfig, PredictorSet, predicted_only, read_powerinfer,
+    load_relufied, sparsity_price, SparsityPrice,
+)  # fmt: skip
+"""Classes and functions that are imported from their modules: some need what the extra `train` installs."""
 _INTRODUCTION = """# Public names
 
 Made from the docstrings by `scripts/make_api.py`; edit them there. `private_llm` holds settings and errors,
@@ -162,6 +175,13 @@ def page() -> str:
     kinds = [name for name in private_llm.__all__ if not _is_error(getattr(private_llm, name))]
     for name in kinds:
         parts += entry(name, getattr(private_llm, name))
+    parts += [
+        "## Predictors of activity",
+        "What an owner of a sparse model uses ([sparsity.md](sparsity.md)); training takes the extra `train`.",
+    ]
+    for thing in _OF_OWNERS:
+        name, *rest = entry(thing.__name__, thing)
+        parts += [name, f"`from {thing.__module__} import {thing.__name__}`", *rest]
     parts += ["## Errors and warnings", "| name | is a | meaning |\n|---|---|---|\n" + "\n".join(error_rows())]
     return re.sub(r"(?m)^(- .*)\n\n(?=- )", r"\1\n", "\n\n".join(parts)) + "\n"
 
