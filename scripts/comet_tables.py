@@ -1,7 +1,8 @@
 """Where predicted sparsity pays: dense runs beside Comet's, counted for the models of its paper (docs/comet.md).
 
-    python scripts/comet_tables.py            # tables and pictures of docs/comet.md, some minutes
-    python scripts/comet_tables.py --tiny     # small shapes, printed
+    python scripts/comet_tables.py                         # tables and pictures of docs/comet.md, a quarter of an hour
+    python scripts/comet_tables.py --only summary lengths  # these tables alone
+    python scripts/comet_tables.py --tiny                  # small shapes, printed
 
 No weights and no predictors: the ordinary code runs on meta tensors, with the paper's shares of neurons and heads left
 out at each position. Times are the estimator's: one latency a round, the busiest link's bytes, the busiest party's
@@ -45,6 +46,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "trio": {"protocol": "trio"},
     "quad": {"protocol": "quad"},
 }
+FUNCTIONS = {"ours": "ours", "PUMA": "puma", "MPCFormer": "mpcformer", "SecFormer": "secformer"}
+"""Softmax and activations of other systems, under trio."""
 TWO = ("dealer, remask", "trio")
 """The paper's protocol and ours, where two are enough."""
 SPARSITY = {"OPT-1.3B": (0.61, 0.34), "OPT-2.7B": (0.76, 0.42), "OPT-6.7B": (0.90, 0.50), "LLaMA-2-7B": (0.85, 0.49)}
@@ -60,9 +63,11 @@ GROUPS = {
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """What is counted: models, tokens in and out."""
+    """What is counted: models with ReLU, those of them that had another activation as they were given, tokens in and
+    out."""
 
     models: Mapping[str, Shape]
+    given: Mapping[str, Shape]
     prompt: int
     new: int
     lengths: tuple[int, ...]
@@ -88,12 +93,11 @@ def sizes(tiny: bool) -> Sizes:
         small: dict[str, Shape] = {
             "OPT-6.7B": (transformers.OPTForCausalLM, opt), "LLaMA-2-7B": _relu((transformers.LlamaForCausalLM, llama)),
         }  # fmt: skip
-        return Sizes(small, 5, 2, (1, 2), 8, 4)
+        return Sizes(small, {"LLaMA-2-7B": (transformers.LlamaForCausalLM, llama)}, 5, 2, (1, 2), 8, 4)
     names = {"OPT-1.3B": "opt-1.3b", "OPT-2.7B": "opt-2.7b", "OPT-6.7B": "opt-6.7b", "LLaMA-2-7B": "llama-7b"}
-    found = {label: named_shape(name) for label, name in names.items()}
-    return Sizes(
-        {label: _relu(shape) for label, shape in found.items() if shape is not None}, 512, 16, LENGTHS, 128, 32
-    )
+    found = {label: shape for label, name in names.items() if (shape := named_shape(name)) is not None}
+    relu = {label: _relu(shape) for label, shape in found.items()}
+    return Sizes(relu, {"LLaMA-2-7B": found["LLaMA-2-7B"]}, 512, 16, LENGTHS, 128, 32)
 
 
 def _relu(shape: Shape) -> Shape:
@@ -129,13 +133,18 @@ class Counter:
         self._made: dict[object, Estimate] = {}
 
     def run(
-        self, label: str, setting: str, way: PlannedSparsity | None, new: int | None = None, whole_fc2: bool = False
-    ) -> Estimate:
-        """Costs of generating `new` tokens (default: all) after the prompt. whole_fc2: FC2 is dense."""
-        key = (label, setting, way, new or self.size.new, whole_fc2)
+        self, label: str, setting: str, way: PlannedSparsity | None, new: int | None = None, whole_fc2: bool = False,
+        functions: str | None = None,
+    ) -> Estimate:  # fmt: skip
+        """Costs of generating `new` tokens (default: all) after the prompt. whole_fc2: FC2 is dense. functions: of a
+        system, with the activation that the model was given."""
+        key = (label, setting, way, new or self.size.new, whole_fc2, functions)
         if key not in self._made:
             cls, config = self.size.models[label]
-            private = PrivateConfig(**SETTINGS[setting], sparsity=None if way is None else way.settings)
+            more = {} if functions is None else {"approximations": functions}
+            if functions is not None:
+                cls, config = self.size.given.get(label, (cls, config))
+            private = PrivateConfig(**SETTINGS[setting], **more, sparsity=None if way is None else way.settings)
             if way is not None:
                 config, _ = way.applied(cls, config)
             with mock.patch.object(predicted, "FEW_ROWS", 0 if whole_fc2 else predicted.FEW_ROWS):
@@ -351,7 +360,36 @@ def blocks_table(count: Counter) -> str:
     )
 
 
+def functions_table(count: Counter) -> str:
+    """Other systems' functions on this engine, and Comet beside them: the paper's Figures 12 and 14."""
+    sparse = {name: way for name, way in list(ways(count.size.main, count.size).items())[1:] if "with" not in name}
+    rows = []
+    for label in count.size.models:
+        if label == "OPT-2.7B":
+            continue
+        found = [count.run(label, "trio", None, functions=name) for name in FUNCTIONS.values()]
+        found += [count.run(label, "trio", ways(label, count.size)[name]) for name in sparse]
+        rows.append([label, *(f"{gigabytes(e.costs.bytes_total)} GB, {seconds(e) / 60:.1f} min" for e in found)])
+    return table(["trio", *FUNCTIONS, *sparse], rows)
+
+
+def summary(count: Counter) -> str:
+    """What the tables come to, in the paper's setting and ours."""
+    lines = []
+    for label in list(count.size.models)[-2:]:
+        for setting in TWO:
+            dense = count.run(label, setting, None)
+            cells = []
+            for way in ("Comet", f"blocks of {BLOCK}, budgets"):
+                found = count.run(label, setting, ways(label, count.size)[way])
+                share, faster = dense.costs.bytes_total / found.costs.bytes_total, seconds(dense) / seconds(found)
+                cells.append(f"{gigabytes(found.costs.bytes_total)} ({share:.1f}x, in time {faster:.1f}x)")
+            lines.append([label, setting, gigabytes(dense.costs.bytes_total), *cells])
+    return table(["GB", "protocol", "dense", "Comet", f"blocks of {BLOCK}, budgets"], lines)
+
+
 TABLES: dict[str, Callable[[Counter], str]] = {
+    "summary": summary,
     "overall": overall,
     "rows-remask": functools.partial(rows_table, setting="dealer, remask"),
     "rows-trio": functools.partial(rows_table, setting="trio"),
@@ -359,6 +397,7 @@ TABLES: dict[str, Callable[[Counter], str]] = {
     "lengths": lengths_table,
     "groups": groups_table,
     "ablation": ablation_table,
+    "functions": functions_table,
     "blocks": blocks_table,
 }  # fmt: skip
 
@@ -425,28 +464,32 @@ def main() -> None:
     """Count, and write the page's tables or print them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="small shapes; print instead of writing")
+    parser.add_argument("--only", nargs="+", choices=list(TABLES), help="make these tables and no picture")
     options = parser.parse_args()
     size = sizes(options.tiny)
-    with progress_bar(_runs(size)) as step:
+    with progress_bar(None if options.only else _runs(size)) as step:
         count = Counter(size, lambda what: step(what))
-        made = {name: make(count) for name, make in TABLES.items()}
-        if not options.tiny:
+        for name in options.only or TABLES:
+            text = TABLES[name](count)
+            if options.tiny:
+                print(f"{name}\n{text}\n")
+            else:
+                write(name, text)
+        if not options.tiny and not options.only:
             pictures(count, DOCS)
-    if options.tiny:
-        print("\n\n".join(f"{name}\n{text}" for name, text in made.items()))
-        return
-    page = PAGE.read_text(encoding="utf-8")
-    for name, text in made.items():
-        start, end = f"<!-- {name} -->", f"<!-- /{name} -->"
-        before, _, rest = page.partition(start)
-        page = f"{before}{start}\n{text}\n{end}{rest.partition(end)[2]}"
-    PAGE.write_text(page, encoding="utf-8")
-    print(f"wrote {PAGE}")
+
+
+def write(name: str, text: str) -> None:
+    """Put a table in its place in the page."""
+    start, end = f"<!-- {name} -->", f"<!-- /{name} -->"
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(start)
+    PAGE.write_text(f"{before}{start}\n{text}\n{end}{rest.partition(end)[2]}", encoding="utf-8")
+    print(f"wrote {name} of {PAGE}", flush=True)
 
 
 def _runs(size: Sizes) -> int:
-    """Estimates that are made: models, protocols and ways; lengths; variants; blocks."""
-    return len(size.models) * 16 + 4 * (len(size.lengths) - 1) + 8 + 18
+    """Estimates that are made: models, protocols and ways; lengths; variants; blocks; other functions."""
+    return len(size.models) * 16 + 4 * (len(size.lengths) - 1) + 8 + 18 + 12
 
 
 if __name__ == "__main__":

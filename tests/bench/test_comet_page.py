@@ -1,0 +1,34 @@
+"""docs/comet.md has the figures that the estimator gives today."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_the_page_has_the_estimators_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One row of the summary stands for all: `python scripts/comet_tables.py` makes them from the same runs."""
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    tables = importlib.import_module("comet_tables")
+    page = (ROOT / "docs" / "comet.md").read_text(encoding="utf-8")
+    summary = page.partition("<!-- summary -->")[2].partition("<!-- /summary -->")[0]
+    size = tables.sizes(False)
+    (row,) = [line for line in summary.splitlines() if line.startswith(f"| {size.main} | trio |")]
+    count = tables.Counter(size, lambda _: None)
+    dense, comet = (count.run(size.main, "trio", way).costs for way in (None, tables.planned(size.main, size)))
+    found = [cell.strip().partition(" ")[0] for cell in row.split("|")[3:5]]
+    assert found == [tables.gigabytes(dense.bytes_total), tables.gigabytes(comet.bytes_total)], (
+        "the estimator gives other figures: run `python scripts/comet_tables.py`, and look at the sentences of the page"
+    )
+
+
+def test_every_table_has_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    page = (ROOT / "docs" / "comet.md").read_text(encoding="utf-8")
+    for name in importlib.import_module("comet_tables").TABLES:
+        assert page.partition(f"<!-- {name} -->\n")[2].partition(f"\n<!-- /{name} -->")[1], name
+        assert "|" in page.partition(f"<!-- {name} -->\n")[2].partition(f"\n<!-- /{name} -->")[0], name
