@@ -165,7 +165,7 @@ def bench(
     ] = None,
     ring: RingOption = 64,
     n: Annotated[int | None, typer.Option("--n", help="How many elements, rows, tokens or images.")] = None,
-    repeat: Annotated[int, typer.Option(help="Timed repetitions after one warm-up.")] = 5,
+    repeat: Annotated[int, typer.Option(help="Timed repetitions, once nothing is recorded.")] = 5,
     shape: Annotated[str | None, typer.Option(help="Sizes joined by 'x', for instance 128x768x3072.")] = None,
     party_mode: Annotated[
         PartyMode, typer.Option("--party-mode", help="auto: threads; for pigeon the faster of threads and processes.")

@@ -113,6 +113,8 @@ class Replays:
         self.counts: Counter[str] = Counter()
         self.refused: Counter[str] = Counter()
         self._units: OrderedDict[Hashable, _Unit] = OrderedDict()
+        self.unsettled = 0
+        """Calls that Python computed because their program was not ready yet."""
         self.waits = False
         """Whether a larger unit is computed for the first time, within which nothing is recorded."""
         self._arenas = (Arena(), Arena())  # the second one is for what is computed in a middle
@@ -153,6 +155,7 @@ class Replays:
         refused = unit.refused_all or owner.name in unit.refused
         if owner.name in unit.checked and unit.kept is not None:
             return self._repeat(session, unit.kept, inputs, owner, middle)
+        self.unsettled += not refused
         if refused or unit.calls <= patience:
             first = None if refused else middle
             return functools.partial(self._plain, unit, inputs, first)
@@ -486,6 +489,11 @@ def repeat(
         return made, () if known.pending is None else None
 
     return replays.run(session, (key, *map(session.exponent, QUANTITIES)), inputs, told, patience=patience)[0]
+
+
+def unsettled_calls(session: Session | None = None) -> int:
+    """Calls of a session (None: of all in this process) that Python computed because their program was not ready."""
+    return sum([found.unsettled for each, found in _held.copy().items() if session is None or session is each])
 
 
 def forget(session: Session) -> None:

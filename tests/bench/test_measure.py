@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
 import torch
+from private_llm_cli.bench.apart import measure_apart
 from private_llm_cli.bench.catalogue import ENTRIES, INSTALLED_APART, NAMES, make
 from private_llm_cli.bench.link import LinkSpeed, SlowMesh
 from private_llm_cli.bench.measure import measure
 from private_llm_cli.bench.record import RecordingMesh
+from private_llm_cli.bench.rows import Row
+from private_llm_cli.bench.warming import MOST_RUNS, warm_up
 from private_llm_cli.bench.work import Work, parse_shape
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError, DomainError, PartyFailed
 from private_llm.protocols.session import Session
+from private_llm.replay.units import unsettled_calls
 from private_llm.tensor.fixed import Fixed
 
 CONFIG = PrivateConfig(timeout_s=60)
@@ -41,6 +45,31 @@ def test_every_work_runs_and_is_right(name: str) -> None:
     assert row.shape == ENTRIES[name].tiny
     assert row.bytes_total == sum(row.bytes_per_party.values()) > 0
     assert row.rounds > 0
+
+
+@pytest.mark.parametrize("how", [measure, measure_apart])
+def test_timed_runs_record_nothing(how: Callable[..., Row]) -> None:
+    """Steps are recorded before, and how long the first run took is said apart."""
+    known, seen = unsettled_calls(), list[int]()
+    row = how(make("opt-decode", tiny=True), CONFIG, repeat=3, progress=lambda: seen.append(unsettled_calls() - known))
+    assert (seen[0] > 0) == (how is measure), "preprocessed calls are not recorded"
+    assert seen == [seen[0]] * 4
+    assert row.repeat == 3
+    assert row.seconds_first is not None
+    assert row.seconds_first > 0
+
+
+def test_what_is_recorded_each_time_is_timed_at_last() -> None:
+    runs: list[int] = []
+
+    def run() -> float:
+        runs.append(1)
+        return float(len(runs))
+
+    assert warm_up(run, lambda: len(runs)) == 1.0
+    assert len(runs) == MOST_RUNS
+    assert warm_up(run, lambda: min(len(runs), MOST_RUNS + 2)) == MOST_RUNS + 1
+    assert len(runs) == MOST_RUNS + 3
 
 
 def test_repetitions_cost_the_same() -> None:

@@ -27,11 +27,13 @@ from private_llm.net.transport import CLIENT, Transport
 from private_llm.protocol_facts import names_where
 from private_llm.protocols.offline_phase import OfflinePhase
 from private_llm.protocols.session import join, join_as_client
+from private_llm.replay.units import unsettled_calls
 from private_llm.ring.ring import Ring
 from private_llm.tensor.fixed import Fixed
 from private_llm_cli.bench.link import LinkSpeed, SlowMesh
 from private_llm_cli.bench.measure import receive_weights, send_weights
 from private_llm_cli.bench.rows import Row, party_threads, settings, spread
+from private_llm_cli.bench.warming import warm_up
 from private_llm_cli.bench.whole import WholeWork
 from private_llm_cli.bench.work import Work
 
@@ -42,8 +44,9 @@ _STOP, _AHEAD, _ONLINE = 0, 1, 2
 
 @dataclass(frozen=True)
 class _Measured:
-    """Times of both phases, bytes of both by endpoint, rounds, and the largest error."""
+    """Times of both phases and of the first online one, bytes of both by endpoint, rounds, and the largest error."""
 
+    first: float
     before: list[float]
     online: list[float]
     ahead: int
@@ -56,9 +59,10 @@ def measure_apart(
     work: Work | WholeWork, config: PrivateConfig, repeat: int = 5, speed: LinkSpeed | None = None,
     progress: Callable[[], None] = lambda: None,
 ) -> Row:  # fmt: skip
-    """Run `work` once to warm up and `repeat` times; the row's `seconds` are those of the online phase.
+    """Run `work` until nothing is recorded, and `repeat` times; the row's `seconds` are those of the online phase.
 
-    speed: of emulated links (parties as threads). progress is called after each run.
+    speed: of emulated links (parties as threads). progress is called after the runs that warm up, and
+    after each timed one.
     Raises ConfigError where there is nothing to separate, and what a party raised.
     """
     if config.helper is None:
@@ -73,9 +77,10 @@ def measure_apart(
         found = _ring(work, config, repeat, speed, progress)
     return Row(
         **settings(config, speed), name=work.name, shape=work.shape, repeat=repeat,
-        seconds=spread(found.online[1:]), bytes_total=sum(found.sent.values()), bytes_per_party=found.sent,
+        seconds=spread(found.online), seconds_first=found.first,
+        bytes_total=sum(found.sent.values()), bytes_per_party=found.sent,
         rounds=found.rounds, error_max=found.error,
-        bytes_preprocessing=found.ahead, seconds_preprocessing=spread(found.before[1:]),
+        bytes_preprocessing=found.ahead, seconds_preprocessing=spread(found.before),
     )  # fmt: skip
 
 
@@ -90,20 +95,33 @@ def _whole(
 ) -> _Measured:
     from private_llm_hf import patch
 
-    if work.plan is None:
+    plan = work.plan
+    if plan is None:
         raise ConfigError(f"--preprocess: benchmark {work.name!r} has no preprocessing plan")
     model = work.build()
     private: Any = patch(model, config, _slow(config, speed, "control"))
-    before, online = [], []
+    before: list[float] = []
+    online: list[float] = []
+    logits = asked = torch.empty(0)
     with closing(private), torch.no_grad():
-        for _ in range(repeat + 1):
+
+        def run() -> float:
+            nonlocal logits, asked
             private.cost(reset=True)
             started = time.perf_counter()
-            private.preprocess(work.plan())
+            private.preprocess(plan())
             before.append(time.perf_counter() - started)
             started = time.perf_counter()
             logits, asked = work.call(private)
             online.append(time.perf_counter() - started)
+            return online[-1]
+
+        first = warm_up(run, unsettled_calls)
+        before.clear()
+        online.clear()
+        progress()
+        for _ in range(repeat):
+            run()
             progress()
         costs = private.cost()
     from private_llm_hf.models.emulation import emulated
@@ -111,7 +129,7 @@ def _whole(
     with torch.no_grad(), emulated(model, config.approximations):
         error = float((logits - work.truth(model.double(), asked)).abs().max())
     sent = costs.to_dict()["bytes_per_party"]
-    return _Measured(before, online, costs.preprocessing.total, sent, costs.rounds, error)
+    return _Measured(first, before, online, costs.preprocessing.total, sent, costs.rounds, error)
 
 
 # -- single operations and layers -----------------------------------------------------------------------------------
@@ -141,7 +159,8 @@ def serve(work: Work, config: PrivateConfig, party: int, transport: Transport) -
                         compute()
                 booked = transport.ledger.sent.items()
                 sent = sum(count for (_, op, to), count in booked if op != CONTROL and to != CLIENT)
-                transport.send(CLIENT, _SIGNAL, torch.tensor([sent, transport.ledger.cost().rounds]))
+                told = [sent, transport.ledger.cost().rounds, unsettled_calls(session)]
+                transport.send(CLIENT, _SIGNAL, torch.tensor(told))
     if party == 1:
         described = torch.tensor([made[-1].frac, *made[-1].shape])
         transport.send(CLIENT, _SIGNAL, torch.tensor([described.numel()]))
@@ -193,12 +212,24 @@ def _ask(
     send_weights(weights, config, transport)
     for value in values:
         end.share(ring.encode(value, config.frac_bits))
-    before, online, reports = [], [], torch.empty(0)
-    for _ in range(repeat + 1):
+    before: list[float] = []
+    online: list[float] = []
+    reports = torch.zeros(1, 1)
+
+    def run() -> float:
+        nonlocal reports
         seconds, _ = _one(transport, config.parties, _AHEAD)
         before.append(seconds)
         seconds, reports = _one(transport, config.parties, _ONLINE)
         online.append(seconds)
+        return seconds
+
+    first = warm_up(run, lambda: int(reports[:, -1].sum()))
+    before.clear()
+    online.clear()
+    progress()
+    for _ in range(repeat):
+        run()
         progress()
     for party in range(config.parties):
         transport.send(party, _SIGNAL, torch.tensor([_STOP]))
@@ -208,13 +239,14 @@ def _ask(
     with torch.no_grad(), Emulated(config.approximations):
         error = float((result - work.truth(values, weights)).abs().max())
     sent = {str(party): int(reports[party, 0]) for party in range(config.parties)}
-    return _Measured(before, online, sent[str(config.helper)], sent, int(reports[:, 1].max()), error)
+    return _Measured(first, before, online, sent[str(config.helper)], sent, int(reports[:, 1].max()), error)
 
 
 def _one(transport: Transport, parties: int, order: int) -> tuple[float, torch.Tensor]:
-    """Seconds of one phase, and what every party has sent and waited for since the first phase began."""
+    """Seconds of one phase, and what every party has sent and waited for since the first phase began, and its
+    unsettled calls."""
     started = time.perf_counter()
     for party in range(parties):
         transport.send(party, _SIGNAL, torch.tensor([order]))
-    reports = [transport.recv(party, _SIGNAL, (2,), torch.int64) for party in range(parties)]
+    reports = [transport.recv(party, _SIGNAL, (3,), torch.int64) for party in range(parties)]
     return time.perf_counter() - started, torch.stack(reports)

@@ -28,10 +28,12 @@ from private_llm.nn.evicting import Call, EvictingLayer
 from private_llm.nn.merged_heads import apart, merge_heads
 from private_llm.protocols.session import Session, join, join_as_client, meta_session
 from private_llm.protocols.share import Share
+from private_llm.replay.units import unsettled_calls
 from private_llm.ring.ring import Ring
 from private_llm.tensor.fixed import Fixed
 from private_llm_cli.bench.link import LinkSpeed, SlowMesh
 from private_llm_cli.bench.rows import party_threads, spread
+from private_llm_cli.bench.warming import warm_up
 
 LAST_QUERIES = 2
 WARM_UP_TOKENS = 128
@@ -152,12 +154,14 @@ def _empty(session: Session, shape: AttentionShape) -> list[Fixed]:
 
 @dataclass(frozen=True)
 class Timed:
-    """Of one layer under one policy: seconds of the prompt (last queries, eviction, clusters) and of a step (spread
-    over the repetitions, without the first), and what the ledgers booked of the prompt and of each step.
+    """Of one layer under one policy: seconds of the prompt (last queries, eviction, clusters), of a step (spread over
+    the repetitions) and of the first step, which begins to record, and what the ledgers booked of the prompt and of
+    each step, those before the repetitions included.
     """
 
     prompt_seconds: float
     seconds: dict[str, float]
+    first_seconds: float
     prompt: Figures
     steps: list[Figures]
 
@@ -166,7 +170,7 @@ def timed(
     config: PrivateConfig, policies: Sequence[CachePolicy], shape: AttentionShape, repeat: int,
     progress: Callable[[], None] = lambda: None, speed: LinkSpeed | None = None,
 ) -> list[Timed]:  # fmt: skip
-    """Prompts, then steps of all policies in turns, one warm-up and `repeat` timed ones; parties as threads.
+    """Prompts, then steps of all policies in turns until none is recorded, and `repeat` timed ones; threads as parties.
 
     speed: of every link, if they are to be slower than memory.
 
@@ -176,6 +180,7 @@ def timed(
     mesh = LocalMesh(config.parties, config.timeout_s) if slow is None else slow
     ready = threading.Barrier(config.parties)
     records: list[list[tuple[float, float, Cost]]] = [[] for _ in range(config.parties)]
+    unsettled = [0] * config.parties
     failures: list[BaseException] = []
 
     def party(number: int) -> None:
@@ -208,9 +213,23 @@ def timed(
             _warm_up(policy, shape, values)
         for layers in every:
             run(layers.prompt)
-        for _ in range(repeat + 1):
+
+        def turn() -> float:
             for layers in every:
                 run(layers.step)
+            return 0.0
+
+        def all_unsettled() -> int:
+            unsettled[number] = unsettled_calls(session)
+            ready.wait()
+            found = sum(unsettled)
+            ready.wait()
+            return found
+
+        warm_up(turn, all_unsettled)
+        for timed_turn in range(repeat + 1):
+            if timed_turn:
+                turn()
             if number == 0:
                 progress()
 
@@ -257,5 +276,6 @@ def _timed(records: Any, place: int, count: int, repeat: int, policy: CachePolic
         return seconds / several, (total, max(row[2].rounds for row in rows) / several)
 
     prompt = run(place)
-    steps = [run(count * (turn + 1) + place) for turn in range(repeat + 1)]
-    return Timed(prompt[0], spread([s for s, _ in steps[1:]]), prompt[1], [cost for _, cost in steps])
+    steps = [run(count * turn + place) for turn in range(1, len(records[0]) // count)]
+    seconds = spread([each for each, _ in steps[-repeat:]])
+    return Timed(prompt[0], seconds, steps[0][0], prompt[1], [cost for _, cost in steps])

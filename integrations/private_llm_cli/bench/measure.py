@@ -1,7 +1,8 @@
 """Run a work with all its parties on this machine and make a row of it.
 
-The client shares the inputs once, then says "go" and waits until every party is done: one warm-up run (which
-compiles kernels), then the timed ones. Sharing and opening are outside the timed part and outside its bytes.
+The client shares the inputs once, then says "go" and waits until every party is done: runs until no step is recorded
+any more (the first one compiles kernels), then the timed ones. Sharing and opening are outside the timed
+part and outside its bytes.
 """
 
 from __future__ import annotations
@@ -30,11 +31,13 @@ from private_llm.protocols.client_end import ClientEnd
 from private_llm.protocols.session import Session, join, join_as_client
 from private_llm.protocols.share import Share
 from private_llm.protocols.weight_sharing import deal
+from private_llm.replay.units import unsettled_calls
 from private_llm.ring.prg import Seed
 from private_llm.ring.ring import Ring
 from private_llm.tensor.fixed import Fixed
 from private_llm_cli.bench.link import LinkSpeed, SlowMesh
 from private_llm_cli.bench.rows import Row, party_threads, settings, spread
+from private_llm_cli.bench.warming import warm_up
 from private_llm_cli.bench.whole import WholeWork, measure_whole
 from private_llm_cli.bench.work import Work
 
@@ -102,7 +105,8 @@ def serve(work: Work, config: PrivateConfig, party: int, transport: Transport) -
                 if parallel_session.session.party == config.helper
             )
             rounds = max(cost.rounds for cost in costs)
-            transport.send(CLIENT, CONTROL, torch.tensor([*sent, ahead, rounds]))
+            recorded = sum(unsettled_calls(each.session) for each in parallel_sessions)
+            transport.send(CLIENT, CONTROL, torch.tensor([*sent, ahead, rounds, recorded]))
     for parallel_session in parallel_sessions:
         parallel_session.reveal(describe=parallel_session.session.party == 0)
 
@@ -111,10 +115,10 @@ def measure(
     work: Work | WholeWork, config: PrivateConfig, repeat: int = 5, speed: LinkSpeed | None = None,
     progress: Callable[[], None] = lambda: None, mesh: LocalMesh | None = None,
 ) -> Row:  # fmt: skip
-    """Run `work` once to warm up and `repeat` times with the clock on, parties as config.party_mode says.
+    """Run `work` until nothing is recorded, and `repeat` times with the clock on, parties as config.party_mode says.
 
-    With party_mode="remote" every party must run `serve` with the same work. progress is called after each run.
-    mesh: carries the frames of parties that are threads, at its own speed.
+    With party_mode="remote" every party must run `serve` with the same work. progress is called after the
+    runs that warm up, and after each timed one. mesh: carries the frames of parties that are threads, at its own speed.
     Raises what a party raised (PartyFailed for anything unforeseen).
     """
     if isinstance(work, WholeWork):
@@ -122,7 +126,9 @@ def measure(
     transport, stop = _start(work, config, speed, mesh)
     try:
         running = _Running(work, config, transport)
-        for _ in range(repeat + 1):
+        running.warm_up()
+        progress()
+        for _ in range(repeat):
             running.once()
             progress()
         return running.row(speed)
@@ -143,7 +149,10 @@ def measure_in_turns(
             transport, stop = _start(work, config, None, None)
             stack.callback(stop)
             running.append(_Running(work, config, transport))
-        for _ in range(repeat + 1):
+        for each in running:
+            each.warm_up()
+        progress()
+        for _ in range(repeat):
             for each in running:
                 each.once()
             progress()
@@ -188,7 +197,7 @@ def _start_threads(
 
 
 class _Running:
-    """The client's part: inputs and weights shared once, runs on demand (the first warms up), then a row."""
+    """The client's part: inputs and weights shared once, runs on demand, then a row."""
 
     def __init__(self, work: Work, config: PrivateConfig, transport: Transport) -> None:
         self._work, self._config, self._transport = work, config, transport
@@ -203,12 +212,19 @@ class _Running:
                 end.share(self._ring.encode(value[rows], config.frac_bits))
             self._ends.append(end)
         self._times: list[float] = []
-        self._reports = torch.empty(0)
+        self._first = 0.0
+        self._reports = torch.zeros(1, 1)
 
-    def once(self) -> None:
+    def warm_up(self) -> None:
+        """Runs that do not count."""
+        self._first = warm_up(self.once, lambda: int(self._reports[:, -1].sum()))
+        self._times.clear()
+
+    def once(self) -> float:
         """One run."""
         seconds, self._reports = _one_run(self._transport, self._config.parties)
         self._times.append(seconds)
+        return seconds
 
     def row(self, speed: LinkSpeed | None) -> Row:
         """Open the last result, compare it, and end."""
@@ -216,12 +232,13 @@ class _Running:
         result = _open(self._transport, self._ends, self._ring, config.parties)
         with torch.no_grad(), Emulated(config.approximations):
             truth = work.truth(self._values, self._weights)
-        sent = {str(party): int(reports[party, :-2].sum()) for party in range(config.parties)}
+        sent = {str(party): int(reports[party, :-3].sum()) for party in range(config.parties)}
         return Row(
-            **settings(config, speed), name=work.name, shape=work.shape, repeat=len(self._times) - 1,
-            seconds=spread(self._times[1:]), bytes_total=sum(sent.values()), bytes_per_party=sent,
-            rounds=int(reports[:, -1].max()), error_max=float((result - truth).abs().max()),
-            bytes_preprocessing=int(reports[:, -2].sum()),
+            **settings(config, speed), name=work.name, shape=work.shape, repeat=len(self._times),
+            seconds=spread(self._times), seconds_first=self._first,
+            bytes_total=sum(sent.values()), bytes_per_party=sent,
+            rounds=int(reports[:, -2].max()), error_max=float((result - truth).abs().max()),
+            bytes_preprocessing=int(reports[:, -3].sum()),
             bytes_received={str(party): int(reports[:, party].sum()) for party in range(config.parties)},
         )  # fmt: skip
 
@@ -268,11 +285,11 @@ def receive_weights(work: Work, session: Session, transport: Transport) -> Itera
 
 
 def _one_run(transport: Transport, parties: int) -> tuple[float, Tensor]:
-    """Seconds of one run and every party's report: bytes by receiver, those sent ahead, rounds."""
+    """Seconds of one run and every party's report: bytes by receiver, those sent ahead, rounds, unsettled calls."""
     started = time.perf_counter()
     for party in range(parties):
         transport.send(party, CONTROL, torch.tensor([_GO]))
-    reports = [transport.recv(party, CONTROL, (parties + 3,), torch.int64) for party in range(parties)]
+    reports = [transport.recv(party, CONTROL, (parties + 4,), torch.int64) for party in range(parties)]
     return time.perf_counter() - started, torch.stack(reports)
 
 

@@ -128,6 +128,7 @@ def _seconds(case: Case, repeat: int, progress: Callable[[], None], speed: LinkS
         "bandwidth_mbit": None if speed is None else speed.bandwidth_mbit,
         "latency_ms": None if speed is None else speed.latency_ms,
         "seconds": kept.seconds, "full_seconds": full.seconds, "repeat": repeat,
+        "seconds_first": kept.first_seconds, "full_seconds_first": full.first_seconds,
         "ratio_seconds": full.seconds["median"] / kept.seconds["median"],
         "evicting_seconds": kept.prompt_seconds - full.prompt_seconds, **provenance(),
         "threads": party_threads(config.parties), "aim_ratio": AIM_SECONDS,

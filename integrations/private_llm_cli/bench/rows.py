@@ -22,7 +22,8 @@ from private_llm_cli.bench.link import LinkSpeed
 class Row:
     """One result; `to_dict` is the JSON object.
 
-    seconds: min, median and max over the repetitions (a warm-up run comes before them).
+    seconds: min, median and max over the repetitions, which come once steps are not recorded any more.
+    seconds_first: of the first run, which compiles kernels and begins to record steps.
     bytes_total: over all links, in one run. bytes_preprocessing: those of them that depend on shapes alone (what the
     helping party sends). seconds_preprocessing: if these were sent apart, before: then `seconds` are the online phase.
     bytes_per_party: what each endpoint sent, "client" included. bytes_received: what each party received.
@@ -59,6 +60,7 @@ class Row:
     approximations: str = "ours"
     by_kind: dict[str, dict[str, float]] | None = None
     after: dict[str, Any] | None = None
+    seconds_first: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """The row with the machine and the versions it was taken with."""

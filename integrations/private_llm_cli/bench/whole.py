@@ -17,8 +17,10 @@ from torch import Tensor, nn
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError
 from private_llm.net.local import LocalMesh
+from private_llm.replay.units import unsettled_calls
 from private_llm_cli.bench.link import LinkSpeed, SlowMesh
 from private_llm_cli.bench.rows import Row, settings, spread
+from private_llm_cli.bench.warming import warm_up
 from private_llm_cli.bench.work import Shape, random_weights
 
 if TYPE_CHECKING:
@@ -143,17 +145,12 @@ def smollm2(shape: Shape) -> WholeWork:
     return WholeWork("smollm2", shape, build, call, lambda model, ids: model(input_ids=ids).logits, step=step)
 
 
-_RECORDING = 4
-"""Further tokens of the warm-up: the first ones of a session record steps as programs, and check them."""
-
-
 def measure_whole(
     work: WholeWork, config: PrivateConfig, repeat: int, speed: LinkSpeed | None, progress: Callable[[], None],
     mesh: LocalMesh | None = None,
 ) -> Row:  # fmt: skip
-    """Share the model, then one warm-up call and `repeat` timed ones; the client's share and opening are inside.
-
-    Further tokens are timed once their steps are recorded.
+    """Share the model, then calls until no step is recorded and `repeat` timed ones; the client's share and opening are
+    inside. Further tokens likewise, after each call.
     """
     from private_llm_hf import patch
 
@@ -162,21 +159,21 @@ def measure_whole(
         mesh = SlowMesh(config.parties, config.timeout_s, speed, instant="control")
     private: Any = patch(model, config, mesh)
     try:
-        times, later, kinds = [], [], []
+        times, later, kinds, further, step = [], [], [], 0.0, work.step
         with torch.no_grad():
-            for number in range(repeat + 1):
+            first = warm_up(lambda: _seconds(lambda: work.call(private)), unsettled_calls)
+            if step is not None:
+                further = warm_up(lambda: _seconds(lambda: step(private)), unsettled_calls)
+            progress()
+            for _ in range(repeat):
                 private.cost(reset=True)
                 started = time.perf_counter()
                 logits, ids = work.call(private)
                 times.append(time.perf_counter() - started)
                 made = private.cost(reset=True)
                 kinds.append(made.layer_kinds())
-                if work.step is not None:
-                    for _ in range(0 if number else _RECORDING):
-                        work.step(private)
-                    started = time.perf_counter()
-                    work.step(private)
-                    later.append(time.perf_counter() - started)
+                if step is not None:
+                    later.append(_seconds(lambda: step(private)))
                 progress()
         after = private.cost()
         costs = made.to_dict()
@@ -189,12 +186,20 @@ def measure_whole(
         truth = work.truth(model.double(), ids)
     return Row(
         **settings(config, speed), name=work.name, shape=work.shape, repeat=repeat,
-        seconds=spread(times[1:]), **sent, error_max=float((logits - truth).abs().max()),
+        seconds=spread(times), seconds_first=first, **sent, error_max=float((logits - truth).abs().max()),
         bytes_received={str(party): _received(made.cost.sent, party) for party in range(config.parties)},
-        by_kind=_by_kind(kinds[1:]),
-        after={"seconds": spread(later[1:]), "bytes_total": after.bytes_total, "rounds": after.rounds}
-        if later else None,
+        by_kind=_by_kind(kinds),
+        after={
+            "seconds": spread(later), "seconds_first": further,
+            "bytes_total": after.bytes_total, "rounds": after.rounds,
+        } if later else None,
     )  # fmt: skip
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    run()
+    return time.perf_counter() - started
 
 
 def _by_kind(runs: Sequence[Mapping[str, PartCost]]) -> dict[str, dict[str, float]] | None:

@@ -172,7 +172,7 @@ def _table(rows: Sequence[Row]) -> None:
     cells = [
         (
             row.name, "x".join(map(str, row.shape)), duration(row.seconds["median"]), duration(row.seconds["min"]),
-            size(row.bytes_total), row.rounds, f"{row.error_max:.1e}",
+            _first(row.seconds_first), size(row.bytes_total), row.rounds, f"{row.error_max:.1e}",
         )
         for row in rows
     ]  # fmt: skip
@@ -180,12 +180,13 @@ def _table(rows: Sequence[Row]) -> None:
     title = f"{first.protocol}, {first.ring}-bit ring, {first.parties} parties ({first.party_mode}){_circuit(first)}"
     if first.approximations != "ours":
         title += f", functions of {first.approximations}"
-    headings = ("work", "shape", "median", "min", "bytes, all links", "rounds", "largest error")
+    headings = ("work", "shape", "median", "min", "first run", "bytes, all links", "rounds", "largest error")
     if first.seconds_preprocessing is None:
         cells += [
             (
                 f"{row.name}, a further token", "", duration(row.after["seconds"]["median"]),
-                duration(row.after["seconds"]["min"]), size(row.after["bytes_total"]),
+                duration(row.after["seconds"]["min"]), _first(row.after["seconds_first"]),
+                size(row.after["bytes_total"]),
                 row.after["rounds"], "",
             )
             for row in rows if row.after is not None
@@ -200,6 +201,11 @@ def _table(rows: Sequence[Row]) -> None:
         f"{title}; median and min of the online phase", (*headings, "preprocessing, median", "its bytes"),
         [(*cell, *more) for cell, more in zip(cells, before, strict=True)], caption=machine(),
     )  # fmt: skip
+
+
+def _first(seconds: float | None) -> str:
+    """The run that compiled kernels and began to record steps."""
+    return "-" if seconds is None else duration(seconds)
 
 
 def _kind_table(label: str, row: Row) -> None:
