@@ -286,9 +286,9 @@ def _check_code(model: PreTrainedModel, private_config: PrivateConfig) -> None:
     found = [] if mode == "threads" else patched_code(model)
     if found:
         raise PatchMismatch(
-            f"{type(model).__name__}: {len(found)} part(s) of transformers or torch were replaced in this process, such "
-            f"as {found[0]}, and parties in other processes (party_mode={mode!r}) run the original; undo that, or use "
-            "party_mode='threads', which tries the replacement first"
+            f"{type(model).__name__}: {len(found)} part(s) of transformers or torch were replaced in this process, "
+            f"such as {found[0]}, and parties in other processes (party_mode={mode!r}) run the original; undo that, or "
+            "use party_mode='threads', which tries the replacement first"
         )
 
 

@@ -78,7 +78,9 @@ def _as_built(model: PreTrainedModel, config: PretrainedConfig) -> PreTrainedMod
         ) from error
     _check_buffers(model, built)
     _check_numbers(model, built)
-    allowed = _ELSEWHERE if any(weight.is_meta for weight in model.parameters()) else EQUAL
+    allowed = (
+        EQUAL if len({weight.device for weight in (*model.parameters(), *built.parameters())}) == 1 else _ELSEWHERE
+    )
     found = difference(wanted, outputs(built, given), allowed)
     if found is None:
         built.config = config
@@ -199,6 +201,8 @@ def _take_weights(model: PreTrainedModel, built: PreTrainedModel) -> None:
                 f"the class {type(model).__name__} ties '{name}' to '{source}', but they hold different values here, "
                 "which the parties cannot build; want one value for both"
             )
+    if len({weight.device for weight in made.values()}) > 1:  # a model over several devices: together again
+        made = {name: nn.Parameter(weight.detach().cpu(), requires_grad=False) for name, weight in made.items()}
     for path, module in built.named_modules(remove_duplicate=False):
         for own in (*module._parameters, *(STATISTICS if isinstance(module, _BatchNorm) else ())):
             name = f"{path}.{own}" if path else own
@@ -247,6 +251,7 @@ def _unpacked(model: nn.Module) -> Iterator[None]:
 # -- what stands beside weights -------------------------------------------------------------------------------------
 def _check_buffers(model: PreTrainedModel, built: PreTrainedModel) -> None:
     """Raise for buffers other than those of the configuration; `built` gets them in the model's own precision."""
+    device = next(built.parameters()).device
     for path, module in built.named_modules(remove_duplicate=False):
         if isinstance(module, _BatchNorm):
             continue
@@ -260,7 +265,7 @@ def _check_buffers(model: PreTrainedModel, built: PreTrainedModel) -> None:
                     f"patch: buffer '{name}' is not what the model's configuration makes it, from which the parties "
                     "build it; undo the change, or change the configuration and load the model again"
                 )
-            module._buffers[own] = found
+            module._buffers[own] = found.to(device)
 
 
 def _same_buffer(found: Tensor, wanted: Tensor) -> bool:
