@@ -29,6 +29,7 @@ from private_llm.kv_policies.rivals import H2O, HeadMerging, InfLLM, SnapKV
             MPCacheConfig(gamma=0.25, levels=(Level(32, 0.5), Level(16, 0.4)), every=64),
         ),
         ("mpcache,levels=none,drop=false,most=NONE,gather=keys", MPCacheConfig(levels=(), drop=False, gather="keys")),
+        ("mpcache,preset=paper,recent=8", MPCacheConfig.paper(recent=8)),
         ("h2o,every=none,gamma=1", H2O(every=None, gamma=1)),
         ("snapkv,gamma=.3", SnapKV(gamma=0.3)),
         ("infllm,kept=5e-2", InfLLM(kept=0.05)),
@@ -62,6 +63,7 @@ def test_an_unknown_name_is_answered_with_all_policies_and_their_settings() -> N
     [
         ("mpcache,gama=0.5", "unknown key.*gama.*settings: mpcache .gamma"),
         ("mpcache,gamma", "KEY=VALUE"),
+        ("mpcache,preset=papers", "preset=paper"),
         ("mpcache,gamma=", "KEY=VALUE"),
         ("mpcache,gamma=0.5,gamma=0.2", "once"),
         ("mpcache,gamma=lots", "gamma: got 'lots'; want a share"),

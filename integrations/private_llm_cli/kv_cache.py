@@ -2,7 +2,8 @@
 
     mpcache,gamma=0.25,levels=32:0.5+16:0.5,every=64
 
-Settings are numbers, true and false, none, or words; levels are sizes and shares, joined by "+", or none.
+Settings are numbers, true and false, none, or words; levels are sizes and shares, joined by "+", or none. MPCache's
+settings of the paper have a name: `mpcache,preset=paper`; others after it replace them.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from private_llm.errors import ConfigError
+from private_llm.kv_policies.mpcache import MPCacheConfig
 from private_llm.kv_policies.registry import POLICIES, policy_of
 from private_llm_cli.options import CACHE
 
@@ -20,7 +22,8 @@ KvCacheOption = Annotated[
     str,
     typer.Option(
         "--kv-cache",
-        help=f"What the KV cache keeps: {', '.join(POLICIES)}; settings after commas, as mpcache,gamma=0.25; "
+        help=f"What the KV cache keeps: {', '.join(POLICIES)}; settings after commas, as mpcache,gamma=0.25 or "
+        "mpcache,preset=paper; "
         "an unknown one lists those that there are.",
         rich_help_panel=CACHE,
     ),
@@ -43,6 +46,10 @@ def kv_cache_of(text: str) -> dict[str, Any]:
         if not (key and equals and value) or key in settings:
             raise ConfigError(f"kv_cache: got {text!r}; want KEY=VALUE once for each setting: {_of(name)}")
         settings[key] = _levels(value) if key == "levels" else _value(value)
+    if name == MPCacheConfig.name and "preset" in settings:
+        if settings.pop("preset") != "paper":
+            raise ConfigError(f"kv_cache: got {text!r}; want preset=paper, or no preset")
+        settings = {**dataclasses.asdict(MPCacheConfig.paper()), **settings}
     try:
         policy_of({"name": name, **settings})
     except ConfigError as error:
@@ -57,6 +64,7 @@ def _offered() -> str:
 
 def _of(name: str) -> str:
     fields = ", ".join(field.name for field in dataclasses.fields(POLICIES[name]))
+    fields += ", preset=paper" if name == MPCacheConfig.name else ""
     return f"{name} ({fields})" if fields else name
 
 

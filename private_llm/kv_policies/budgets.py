@@ -14,7 +14,7 @@ class BudgetedPolicy(CachePolicy):
     """Keeps a share of the text so far.
 
     gamma: the share of all positions whose entries stay (above 0; 1 evicts nothing). least, most: never fewer, nor more
-    (None: no bound) entries; a text that is no longer than `least` loses nothing. recent: so many of the newest entries
+    (None: no bound) entries; nothing is evicted of a text no longer than `least`. recent: so many of the newest entries
     always stay; a call of more new tokens (a prompt, a turn of a chat) evicts. every: shorter calls evict once so many
     entries are held beyond the budget (None: never, so the cache grows by one entry a token). first: so many of the
     first entries always stay. Raises ConfigError, also if first and recent leave nothing to choose within `least`.
