@@ -151,8 +151,9 @@ class EvictingLayer:
         ready = 0 if self._clusters is None else self._clusters[0].shape[2]
         if order is not None:
             ready, kept = order.ready(self._rows, ready)
-        elif self._rows is not None:  # no padding any more
-            self._clusters, ready = None, 0
+        elif self._rows is not None:  # no padding any more: where there never was any, clusters lie where they did
+            ready = 0 if bool(self._rows[0].any()) else min(ready, int(self._rows[1].min()))
+            self._clusters = self._first_clusters(ready)
         self._rows = None if order is None else order.clusters
         if ready < shape.there[0]:
             start, stop = selection.first + ready * size, selection.first + shape.clustered

@@ -158,8 +158,8 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         ready = min(self._levels[0].shape[2], shape.there[0]) if self._levels else 0
         if order is not None:
             ready, kept = order.ready(self._rows, ready)
-        elif self._rows is not None:  # no padding any more
-            ready = 0
+        elif self._rows is not None:  # no padding any more: where there never was any, clusters lie where they did
+            ready = 0 if bool(self._rows[0].any()) else min(ready, int(self._rows[1].min()))
         self._rows = None if order is None else order.clusters
         ready = ready * shape.sizes[0]
         for place, size in enumerate(shape.sizes):
