@@ -157,19 +157,28 @@ def step_cost(
 
 
 @lru_cache(maxsize=1024)
-def _cheapest(pricing: Pricing, shape: ClusterShape, blocks: int, shared: int, depth: int, value_size: int) -> Gather:
+def _cheapest(
+    pricing: Pricing,
+    shape: ClusterShape,
+    blocks: int,
+    shared: int,
+    depth: int,
+    value_size: int,
+    ways: tuple[Gather, ...],
+) -> Gather:
     made = {
         gather: sum(gather_cost(pricing, shape, blocks, shared, depth, value_size, gather).sent.values())
-        for gather in GATHERS
+        for gather in ways
     }
-    return min(GATHERS, key=lambda gather: made[gather])
+    return min(ways, key=lambda gather: made[gather])
 
 
 def cheapest_gather(
     session: Session, shape: ClusterShape, blocks: int, shared: int, depth: int, value_size: int
 ) -> Gather:
-    """The way of the fewest bytes. Public and local."""
-    return _cheapest(Pricing.of(session.config), shape, blocks, shared, depth, value_size)
+    """The way of the fewest bytes; in calls whose helping party runs ahead without shuffles. Public and local."""
+    ways: tuple[Gather, ...] = ("scores", "keys") if session.protocol.runs_ahead else GATHERS
+    return _cheapest(Pricing.of(session.config), shape, blocks, shared, depth, value_size, ways)
 
 
 def eviction_cost(pricing: Pricing, blocks: int, ranked: int, kept: int, bits: int, element_count: int) -> Cost:

@@ -47,6 +47,11 @@ class PartyEnd(ABC):
         self.device = device
         return self
 
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether this is inside a `section`."""
+        return False
+
     def section(self, label: str, links: Links = lambda transport: transport) -> AbstractContextManager[None]:
         """Inside, masks are drawn apart (once for each `label`), over `links`: the helper may run ahead. Local.
 

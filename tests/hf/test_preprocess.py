@@ -13,6 +13,9 @@ from private_llm_hf import AutoPrivateModelForCausalLM, ForwardPlan, GeneratePla
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from private_llm.errors import ConfigError, DomainError, ProtocolAbort, ShareFileError
+from private_llm.kv_policies.mpcache import MPCacheConfig
+from private_llm.kv_policies.policy import CachePolicy
+from private_llm.kv_policies.rivals import TOVA
 from private_llm.net.offline_store import OfflineStore, OfflineTransport
 from private_llm.protocols.quad.records import QuadRecords
 from tests.hf import tiny
@@ -194,6 +197,19 @@ def test_beams_are_not_what_was_planned() -> None:
 def test_plans_that_make_no_sense(plan: GeneratePlan, text: str) -> None:
     with patch(tiny.build("opt"), TRIO) as private, pytest.raises(ConfigError, match=text):
         private.preprocess(plan)
+
+
+@pytest.mark.parametrize(
+    ("policy", "prompt", "new"),
+    [(MPCacheConfig(least=24), 26, 2), (MPCacheConfig(every=2, least=24), 20, 12), (TOVA(least=24), 20, 12)],
+)
+def test_evictions_are_refused_before_anything_runs(policy: CachePolicy, prompt: int, new: int) -> None:
+    """And harm nothing; a plan that evicts nothing runs."""
+    with patch(tiny.build("llama"), replace(TRIO, kv_cache=policy)) as private:
+        with pytest.raises(ConfigError, match=r"preprocess: kv_cache .* evicts"):
+            private.preprocess(GeneratePlan(prompt, new))
+        private.preprocess(GeneratePlan(prompt=4, new_tokens=2))
+        assert private.generate(input_ids=IDS, max_new_tokens=2, do_sample=False).shape == (1, 6)
 
 
 def test_an_encoder_does_not_generate() -> None:

@@ -17,6 +17,9 @@ from private_llm_hf.wire.commands import Call, CropCache, Request, SelectRows
 from transformers import PreTrainedModel
 
 from private_llm.errors import ConfigError, DomainError, UnsupportedOp
+from private_llm.kv_policies.mpcache import MPCacheConfig
+from private_llm.kv_policies.policy import CachePolicy
+from private_llm.kv_policies.rivals import H2O, TOVA, SnapKV
 from tests.hf import tiny
 from tests.hf.compare import BATCH, PADDED
 from tests.hf.conftest import PLAIN, TRIO
@@ -294,4 +297,11 @@ def test_without_a_cache_there_is_nothing_to_go_on_from() -> None:
     config = PrivateConfig(protocol="plain", insecure=True, timeout_s=60, kv_cache=NoCache())
     assert PLAIN.kv_cache == KeepAll()
     with patch(tiny.build("llama"), config) as private, pytest.raises(ConfigError, match="cache"):
+        private.generate(IDS, **GREEDY, speculation=SpeculationConfig())
+
+
+@pytest.mark.parametrize("policy", [TOVA(), H2O(), MPCacheConfig(recent=8), SnapKV(recent=4)])
+def test_policies_that_evict_by_the_attention_of_drafts_are_refused(policy: CachePolicy) -> None:
+    config = PrivateConfig(protocol="plain", insecure=True, timeout_s=60, kv_cache=policy)
+    with patch(tiny.build("llama"), config) as private, pytest.raises(ConfigError, match="speculation: a pass reads"):
         private.generate(IDS, **GREEDY, speculation=SpeculationConfig())

@@ -123,12 +123,19 @@ class PrivateModel:
         it is used (once) or the session ends. Then the planned calls must come in their order; any other raises
         DomainError. When all were made the session is as before. A new plan, or none, throws away what is left. A party
         service does this while nobody else waits, up to its `offline_bytes`; planned calls then run alone there. Raises
-        ConfigError for a protocol without a helping party, and where the disk has no room.
+        ConfigError for a protocol without a helping party, where the disk has no room, and, before anything runs, for
+        sparsity and for calls after which the KV cache evicts entries by secrets.
         """
         if self.parties.config.sparsity is not None:
             raise ConfigError(
                 "preprocess: with sparsity the helping party cannot run ahead, because it learns only then which "
                 "neurons and heads are computed; leave preprocess or sparsity out"
+            )
+        selection = self.parties.config.kv_cache.selection
+        if selection is not None and selection.gather == "shuffled-scores":
+            raise ConfigError(
+                "preprocess: gather='shuffled-scores' opens places of a secret order, which the helping party cannot "
+                "be told ahead; want gather='scores' or 'auto'"
             )
         entries = dry_run(self, plans)
         return Preprocessed(len(entries), self.parties.preprocess(entries))

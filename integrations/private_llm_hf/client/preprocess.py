@@ -106,10 +106,26 @@ class DryRun(SessionClient):
         self.config, self.ring = parties.config, parties.ring
         self.entries: list[Request] = []
         self._parties, self._generating, self._vocabulary, self._kind = parties, generating, vocabulary, kind
+        self._held: dict[int, tuple[int, int]] = {}  # by cache: entries, positions
 
     def forward(self, call: Call, secrets: list[Secret]) -> tuple[str, dict[str, Tensor]]:
-        """As `SessionClient.forward`; answers the first token every time."""
+        """As `SessionClient.forward`; answers the first token every time.
+
+        Raises ConfigError for a call that evicts: what is opened then, the helping party has to know.
+        """
         self.entries.append(call)
+        policy = self.config.kv_cache
+        if call.cache is not None and policy.eviction is not None:
+            new = call.secret[0].shape[1]
+            held, position = (each + new for each in self._held.get(call.cache, (0, 0)))
+            if policy.ranked(held, position, new) < held:
+                raise ConfigError(
+                    f"preprocess: kv_cache {policy.name!r} evicts entries after a call of {new} tokens at position "
+                    f"{position}, and the helping party, which would run ahead, has to be told which places of a "
+                    "secret order stay; leave preprocess out, keep all entries (KeepAll()), or plan texts from which "
+                    "nothing is evicted"
+                )
+            self._held[call.cache] = held, position
         if call.encode_to is not None:
             return self._kind, {}
         if not self._generating:

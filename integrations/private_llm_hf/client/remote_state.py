@@ -14,6 +14,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutput
 
 from private_llm.errors import DomainError, UnsupportedOp
+from private_llm.kv_policies.policy import CachePolicy
 from private_llm_hf.client.session_client import SessionClient
 from private_llm_hf.wire.commands import CopyCache, CropCache, ResetCache, SelectRows
 
@@ -36,9 +37,14 @@ class PrivateCache(Cache):  # type: ignore[misc]
         self.withheld = False  # whether values in it left their range
         weakref.finalize(self, parties.release, self.handle)
 
+    @property
+    def policy(self) -> CachePolicy:
+        """What the parties keep."""
+        return self._parties.config.kv_cache
+
     def extend(self, length: int) -> None:
         """A call ran that cached `length` further positions, and the parties' policy chose what stays."""
-        policy = self._parties.config.kv_cache
+        policy = self.policy
         held = self.kv_length + length
         self.position += length
         self.kv_length = policy.entries(held, self.position, length)

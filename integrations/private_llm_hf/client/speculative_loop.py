@@ -24,6 +24,7 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from private_llm.errors import ConfigError, DomainError, UnsupportedOp
+from private_llm.kv_policies.policy import CachePolicy
 from private_llm_hf.client.acceptance import ROOT, Tree, accept
 from private_llm_hf.client.drafts import Draft
 from private_llm_hf.client.inputs import check_generated
@@ -31,6 +32,8 @@ from private_llm_hf.client.speculation import DraftLength, FixedCounts, Speculat
 from private_llm_hf.transformers_versions import CACHE
 
 _LOG = logging.getLogger(__name__)
+_LONG = 1 << 20
+"""Tokens of a text, longer than any."""
 
 
 class CausalModel(Protocol):
@@ -52,7 +55,7 @@ def decoding(config: SpeculationConfig, streamer: BaseStreamer | None) -> Callab
         model: CausalModel, input_ids: Tensor, logits_processor: LogitsProcessorList,
         stopping_criteria: StoppingCriteriaList, generation_config: GenerationConfig, **facts: Any,  # noqa: ANN401
     ) -> GenerateDecoderOnlyOutput | Tensor:  # fmt: skip
-        _refuse(model, input_ids, generation_config, facts)
+        _refuse(model, input_ids, generation_config, facts, config)
         text = Text(input_ids[0].tolist(), stopping_criteria, streamer)
         passes = Passes(model, facts[CACHE], logits_processor, generation_config.do_sample, text)
         draft = config.drafter(model.config, logits_processor, generation_config.do_sample)
@@ -67,7 +70,9 @@ def decoding(config: SpeculationConfig, streamer: BaseStreamer | None) -> Callab
     return decode
 
 
-def _refuse(model: CausalModel, ids: Tensor, generation: GenerationConfig, facts: dict[str, Any]) -> None:
+def _refuse(
+    model: CausalModel, ids: Tensor, generation: GenerationConfig, facts: dict[str, Any], config: SpeculationConfig
+) -> None:
     """Raise for what the loop does not do, before anything is sent."""
     if len(ids) != 1 or (generation.num_beams or 1) > 1 or (generation.num_return_sequences or 1) > 1:
         raise ConfigError(f"speculation: got {len(ids)} rows, or beams; want one prompt, greedy or sampled")
@@ -75,11 +80,26 @@ def _refuse(model: CausalModel, ids: Tensor, generation: GenerationConfig, facts
         raise UnsupportedOp("speculation: want a decoder-only model and a prompt of token ids")
     if facts.get(CACHE) is None:
         raise ConfigError("speculation: needs a cache; leave use_cache=False and NoCache() out")
+    _refuse_evictions(getattr(facts[CACHE], "policy", None), config)
     mask = facts.get("attention_mask")
     if mask is not None and not bool(mask.all()):
         raise DomainError("speculation: got a padded prompt; want one without padding (a single prompt needs none)")
     if ids.shape[1] <= facts[CACHE].get_seq_length():
         raise DomainError("speculation: the cache holds the whole prompt; want at least one token that it does not")
+
+
+def _refuse_evictions(policy: object, config: SpeculationConfig) -> None:
+    """Rejected drafts must be taken back, and must not have had a say in what was evicted."""
+    if not isinstance(policy, CachePolicy) or policy.eviction is None or policy.newest is None:
+        return
+    counts = config.fixed_counts
+    reads = 1 + (config.length or config.longest) if counts is None else counts.window
+    if policy.newest < reads or policy.ranked(_LONG, _LONG, 1) < _LONG:
+        raise ConfigError(
+            f"speculation: a pass reads {reads} tokens, and kv_cache {policy.name!r} evicts during the answer by the "
+            f"attention of drafts as well, or keeps fewer of the newest ({policy.newest}); want every=None and recent "
+            f"of at least {reads}, a shorter `length`, or no speculation"
+        )
 
 
 class Text:

@@ -87,6 +87,11 @@ class TrioArithmetic(Protocol):
         finally:
             self._inputs = kept
 
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether this is inside a `section`."""
+        return self._apart
+
     @contextmanager
     def section(self, label: str, links: Links = lambda transport: transport) -> Iterator[None]:
         """Inside, masks come from streams of their own and indices are one-hot, so that party 0 may run ahead.
