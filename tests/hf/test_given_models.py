@@ -135,7 +135,7 @@ def test_weights_are_not_copied() -> None:
 # -- replaced for all models of a class -----------------------------------------------------------------------------
 def test_replaced_code_is_tried_in_threads_and_refused_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     name = "transformers.models.llama.modeling_llama.LlamaMLP.forward"
-    assert patched_code(tiny.build("llama")) == []
+    assert [patched_code(tiny.build(name)) for name in ("llama", "gpt2", "t5", "vit")] == [[], [], [], []]
     monkeypatch.setattr(LlamaMLP, "forward", lambda self, x: self.down_proj(self.up_proj(x)))
     model = tiny.build("llama")
     with pytest.raises(PatchMismatch, match=rf"1 part\(s\) of transformers or torch were replaced .*{name}"):

@@ -63,8 +63,11 @@ def _defined(home: str) -> tuple[str, ...]:
 
 
 def _is_own(function: object) -> bool:
-    """Whether code comes from a file of torch or transformers (dataclasses make methods from no file)."""
-    code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
+    """Whether code comes from a file of torch or transformers (dataclasses make methods from no file).
+
+    Of what is wrapped the outermost counts: decorators of transformers are its own, those of others are not.
+    """
+    code = getattr(function, "__code__", None)
     return code is None or code.co_filename.startswith((*_OWN, "<"))
 
 
