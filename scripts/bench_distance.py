@@ -87,7 +87,7 @@ def ways(args: argparse.Namespace) -> list[tuple[str, dict[str, Any], dict[str, 
     """(name, settings of the parties, settings of generate) of what is measured."""
     every = list(WAYS)
     if args.draft:
-        config = SpeculationConfig(args.draft, paths=args.paths, length=args.length)
+        config = SpeculationConfig(args.draft, paths=args.paths, length=args.length, open_counts=True)
         every.append(("trained", WAYS[1][1], {"speculation": config}))
     return [way for way in every if way[0] in args.ways] if args.ways else every
 

@@ -351,7 +351,8 @@ AdvanceOption = Annotated[
     int | None,
     typer.Option(
         "--advance",
-        help="With a draft: every pass goes on by so many tokens, which hides accepted counts.",
+        help="With a draft: every pass goes on by so many tokens, which hides accepted counts and may end a text "
+        "early; 0: by all that are right, which the parties see. Default: by 2, or by none where fewer are known.",
         rich_help_panel=WRITING,
     ),
 ]
@@ -390,8 +391,8 @@ def drafting(draft: str, paths: int, advance: int | None) -> dict[str, Any]:
         return {}
     from private_llm_hf.client.speculation import FixedCounts, SpeculationConfig
 
-    counts = None if advance is None else FixedCounts(advance, window=advance + 12, reserve=8)
-    return {"speculation": SpeculationConfig(draft, paths=paths, fixed_counts=counts)}
+    counts = FixedCounts(advance, window=advance + 12, reserve=8) if advance else None
+    return {"speculation": SpeculationConfig(draft, paths=paths, fixed_counts=counts, open_counts=advance == 0)}
 
 
 def sampling(temperature: float, top_p: float) -> dict[str, Any]:

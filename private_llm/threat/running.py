@@ -74,12 +74,17 @@ DRAFTS = Threat(
     kind="shortcut",
     corrupt="as the protocol",
     learns=(
-        ("every party (the dealer too), and whoever sees the traffic", "how many tokens and ways to go on were drafted "
-         "in each pass, which way was gone on with, and how many of its tokens were accepted, because the cache is cut "
-         "back to them: how well the draft model, or a look-up in the text, foresees the private text. Lengths that "
-         "are chosen from measured times and acceptance tell nothing more. With transformers' own "
+        ("by default: every party (the dealer too), and whoever sees the traffic", "how many passes a text took, and "
+         "which of them went on by nothing because fewer than two tokens were known: something of how well the draft "
+         "model, or a look-up in the text, foresees the private text. Every pass reads the same number of drafted "
+         "tokens and goes on with the same row, by two tokens or none"),
+        ("with open_counts, a length, or transformers' own assistant_model and prompt_lookup_num_tokens: the same",
+         "how many tokens and ways to go on were drafted in each pass, which way was gone on with, and how many of its "
+         "tokens were accepted, because the cache is cut back to them. Such counts tell a prompt among known ones, and "
+         "texts that a draft repeats (Wei et al., When Speculation Spills Secrets, arXiv 2411.01076, from sizes and "
+         "times of packets alone). Lengths that are chosen from measured times and acceptance tell nothing more. With "
          "prompt_lookup_num_tokens the number of drafts also says whether the last words occurred before"),
-        ("with FixedCounts: every party, and whoever sees the traffic", "the sizes in it, and of the text the limit "
+        ("with fixed_counts=FixedCounts(...): the same", "the sizes in it, and of the text the limit "
          "max_new_tokens only: every pass reads as many tokens, keeps as many, and goes on with the same row, and the "
          "number of passes follows from the limit, also where the text ends before. A text that falls behind this "
          "schedule ends early for the user; that is not seen. A next turn of a chat does show the length of the answer "
@@ -91,9 +96,10 @@ DRAFTS = Threat(
     ),
     source="integrations/private_llm_hf/client/speculative_loop.py: drafts are made at the client, the parties only "
     "run proposals through the private model. A test compares what is asked of the parties for a perfect and a poor "
-    "draft, for a text that ends early and for two prompts: different with open counts, equal with fixed ones",
+    "draft, for a text that ends early and for two prompts: different with open counts, equal with fixed ones; by "
+    "default equal but for the number of passes and those that wait",
     setting="generate(speculation=SpeculationConfig(...)), and transformers' assistant_model and "
-    "prompt_lookup_num_tokens, under every protocol; fixed_counts=FixedCounts(...) hides the counts",
+    "prompt_lookup_num_tokens, under every protocol; fixed_counts=FixedCounts(...) hides the counts altogether",
 )  # fmt: skip
 
 SHARE_FILES = Threat(

@@ -11,7 +11,7 @@ import torch
 import transformers as tr
 from private_llm_hf import FixedCounts, KeepAll, NoCache, PrivateConfig, SpeculationConfig, patch
 from private_llm_hf.client.remote_state import PrivateCache
-from private_llm_hf.client.speculation import DraftLength
+from private_llm_hf.client.speculation import DEFAULT_COUNTS, DraftLength
 from private_llm_hf.client.speculative_loop import decoding
 from private_llm_hf.wire.commands import Call, CropCache, Request, SelectRows
 from transformers import PreTrainedModel
@@ -214,6 +214,35 @@ def test_fixed_counts_show_the_same_whatever_was_accepted(
     assert texts[2].shape[1] == 9
 
 
+def test_by_default_passes_are_alike_and_the_text_is_exact(llama: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts that are all right, and others: the same window in every pass, the last of which end where the text must;
+    what differs is how many passes there are, and which go on by nothing."""
+    model, private = llama
+    seen, want, waits = requests(private, monkeypatch), model.generate(IDS, **GREEDY), []
+    for draft in (model, tiny.build("llama", seed=5)):
+        seen.clear()
+        assert torch.equal(private.generate(IDS, **GREEDY, speculation=SpeculationConfig(draft=draft)), want)
+        at, waited = IDS.shape[1], 0
+        for row, following in zip(shapes(seen)[1:], [*shapes(seen)[2:], ("call",)], strict=True):
+            if row[0] == "crop":
+                continue
+            window = min(DEFAULT_COUNTS.window, want.shape[1] - 1 - at)
+            assert row[1][0].shape == (1, window)
+            gone = window - (following[1] if following[0] == "crop" else 0)
+            assert gone in (0, DEFAULT_COUNTS.advance)
+            at, waited = at + gone, waited + (not gone)
+        waits.append(waited)
+    assert waits[0] <= 1 < waits[1]
+
+
+def test_a_text_ends_at_the_last_position_by_default(llama: Pair) -> None:
+    model, private = llama
+    ids = torch.cat([IDS] * 9, 1)[:, :50]
+    how = {**GREEDY, "max_new_tokens": 64 - ids.shape[1] + 1, "eos_token_id": None}
+    config = SpeculationConfig(paths=2)
+    assert torch.equal(private.generate(ids, **how, speculation=config), model.generate(ids, **how))
+
+
 def test_advancing_by_one_never_falls_behind(llama: Pair) -> None:
     model, private = llama
     config = SpeculationConfig(draft=tiny.build("llama", seed=5), fixed_counts=FixedCounts(1, 4, 0))
@@ -280,7 +309,14 @@ def test_what_speculation_does_not_do_is_refused_before_anything_is_sent(
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"paths": 0}, {"length": 0}, {"longest": 0}, {"length": 2, "fixed_counts": FixedCounts()}]
+    "wrong",
+    [
+        {"paths": 0},
+        {"length": 0},
+        {"longest": 0},
+        {"length": 2, "fixed_counts": FixedCounts()},
+        {"open_counts": True, "fixed_counts": FixedCounts()},
+    ],
 )
 def test_settings_are_checked(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="SpeculationConfig"):

@@ -28,12 +28,16 @@ class FixedCounts:
 
     reserve: so many of the prompt's last tokens are read again in the first window; a text may fall behind its schedule
     by as many tokens before it has to end early. Tokens that are known beyond the schedule add to it.
+    exact: a text that falls behind is not ended: a pass of the same window goes on by nothing until enough is known,
+    and passes end with the text. That keeps the text, and shows the parties how many passes there were and which of
+    them waited; without it they see nothing.
     Raises ConfigError for a window smaller than the two together, and for numbers below 1 (reserve: 0).
     """
 
     advance: int = 2
     window: int = 12
     reserve: int = 4
+    exact: bool = False
 
     def __post_init__(self) -> None:
         if self.advance < 1 or self.reserve < 0 or self.window < self.advance + self.reserve:
@@ -47,6 +51,10 @@ class FixedCounts:
         return -(-(new - 1) // self.advance)
 
 
+DEFAULT_COUNTS = FixedCounts(advance=2, window=8, reserve=0, exact=True)
+"""What passes look like unless a user says otherwise."""
+
+
 @dataclass(frozen=True)
 class SpeculationConfig:
     """How `generate(speculation=...)` drafts.
@@ -55,10 +63,14 @@ class SpeculationConfig:
     model of the same vocabulary, or its folder or hub id (`scripts/train_draft.py` makes one).
     look_up: whether a model's drafts are joined by looked-up ones.
     paths: ways to go on that a pass checks at once, as rows of a batch.
-    length: drafted tokens in each, or None: chosen before each pass from measured times and acceptance.
+    fixed_counts: what every pass reads and goes on by, so that the parties do not see how many tokens were accepted
+    (`FixedCounts`); None: DEFAULT_COUNTS, which keeps the text as it is.
+    open_counts: let the parties see how many were accepted (see docs/speculation.md for what that tells them), which
+    takes fewer passes. Then
+    length: drafted tokens in each path, or None: chosen before each pass from measured times and acceptance. A length
+    alone means open counts.
     longest: at most so many then.
-    fixed_counts: hide from the parties how many tokens were accepted (`FixedCounts`); `length` is not used then.
-    Raises ConfigError for numbers below 1, and for both a length and fixed counts.
+    Raises ConfigError for numbers below 1, and for fixed counts with a length or open counts.
     """
 
     draft: str | PreTrainedModel = LOOKUP
@@ -67,17 +79,24 @@ class SpeculationConfig:
     length: int | None = None
     longest: int = 12
     fixed_counts: FixedCounts | None = None
+    open_counts: bool = False
 
     def __post_init__(self) -> None:
         for name in ("paths", "length", "longest"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"SpeculationConfig.{name}: got {value}; want 1 or more")
-        if self.fixed_counts is not None and self.length is not None:
+        if self.fixed_counts is not None and (self.length is not None or self.open_counts):
             raise ConfigError(
-                "SpeculationConfig: got both length and fixed_counts; the window of FixedCounts says how many tokens a "
-                "pass reads, so leave length out"
+                "SpeculationConfig: got fixed_counts with length or open_counts; the window of FixedCounts says how "
+                "many tokens a pass reads, so leave one of them out"
             )
+
+    @property
+    def counts(self) -> FixedCounts | None:
+        """What every pass reads and goes on by; None: as it comes, which the parties see."""
+        open_ = self.open_counts or self.length is not None
+        return None if open_ else self.fixed_counts or DEFAULT_COUNTS
 
     def drafter(self, config: PretrainedConfig, processors: LogitsProcessorList, sample: bool) -> Draft:
         """What drafts for a model of this configuration.

@@ -4,7 +4,9 @@
 2. One pass of the private model reads the last token and the drafted ones of every row, behind one shared cache.
 3. `acceptance.accept` keeps a path and draws the token behind it. The cache goes on with the row of that path, cut back
    to what was kept. What the parties see: the number of rows and tokens of a pass, which row went on, and how far it
-   was cut back. Under fixed counts they see the same numbers in every pass: window, advance, row 0.
+   was cut back. Under fixed counts (the default) they see the same numbers in every pass: window, advance, row 0; if
+   the text is to stay exact, also which passes went on by nothing. Why that matters: arXiv 2411.01076 (When Speculation
+   Spills Secrets).
 
 Works for a plaintext model as well, whose cache has the same methods: that is how tests compare.
 """
@@ -59,10 +61,11 @@ def decoding(config: SpeculationConfig, streamer: BaseStreamer | None) -> Callab
         text = Text(input_ids[0].tolist(), stopping_criteria, streamer)
         passes = Passes(model, facts[CACHE], logits_processor, generation_config.do_sample, text)
         draft = config.drafter(model.config, logits_processor, generation_config.do_sample)
-        if config.fixed_counts is None:
+        counts = config.counts
+        if counts is None:
             _open_counts(passes, draft, config, generation_config.max_length)
         else:
-            _fixed_counts(passes, draft, config.paths, config.fixed_counts, generation_config.max_length)
+            _fixed_counts(passes, draft, config.paths, counts, generation_config.max_length)
         if streamer is not None:
             streamer.end()
         return text.output(generation_config, passes.cache)
@@ -236,33 +239,50 @@ def _fixed_counts(passes: Passes, draft: Draft, paths: int, counts: FixedCounts,
     """The prompt, then passes of one shape, as many as `limit` says; what they bring is known to the client alone.
 
     Every pass reads the window behind the cache: tokens that are known, then drafted ones. Row 0 goes on with the first
-    `advance` of them. They must be the text's; if it knows fewer, it ends there, and passes go on over anything. In the
-    end the cache is cut back to where they began, whose entries are the prompt's.
+    `advance` of them. They must be the text's. If it knows fewer, it ends there, and passes go on over anything; in the
+    end the cache is cut back to where they began, whose entries are the prompt's. With exact counts the pass goes on by
+    nothing instead, the last windows end where the text must, and there are no more passes than the text needs.
     """
     text = passes.text
     prompt = len(text.ids)
-    check_generated(passes.config, limit + counts.window)
+    if not counts.exact:
+        check_generated(passes.config, limit + counts.window)
     logits = passes.read([text.ids[passes.cached :]], 1)
     passes.take(Tree(), Rows(Tree(), 1, 0, text.ids[-1]), logits)
     passes.go_on(0, 1, min(counts.reserve, passes.cached - 1))
+    if counts.exact:
+        while not text.over:
+            window = min(counts.window, limit - 1 - passes.cached)  # the last token is not read
+            start = passes.cached
+            right = _pass(passes, draft, paths, counts, window)
+            ahead = right and start + counts.advance < len(text.ids)  # one token is left for the next pass to read
+            passes.go_on(0, paths, window - (counts.advance if ahead else 0))
+        return
     first = passes.cached
     for _ in range(counts.passes(limit - prompt)):
-        start, drafted = passes.cached, Tree()
-        known = text.ids[start : start + counts.window]
-        # The draft takes the steps of a whole window, so that its time does not tell how many are used.
-        draft.add(drafted, text.ids, paths, counts.window)
-        free = counts.window - len(known)
-        tree = drafted.cut(free)
-        rows = Rows(tree, paths, free, text.ids[-1])
-        fed = [[*known, *row] for row in rows.tokens]
-        logits = passes.read(fed, counts.window)
-        if known and len(text.ids) - start <= counts.window and not text.over:
-            passes.take(tree, rows, logits[:, len(known) - 1 :])
+        ahead = _pass(passes, draft, paths, counts, counts.window)
         passes.go_on(0, paths, counts.window - counts.advance)
-        if not text.over and fed[0][: counts.advance] != text.ids[start : start + counts.advance]:
+        if not text.over and not ahead:
             text.over = True
             _LOG.warning(
                 "speculation: the drafts fell behind their schedule, so the text ends after %d of %d tokens; want a "
                 "smaller FixedCounts.advance or a larger reserve", len(text.ids) - prompt, limit - prompt,
             )  # fmt: skip
     passes.go_on(0, 1, passes.cached - first)
+
+
+def _pass(passes: Passes, draft: Draft, paths: int, counts: FixedCounts, window: int) -> bool:
+    """Read the window behind the cache, and accept what it foretold; whether row 0 begins with `advance` tokens of the
+    text."""
+    text, start, drafted = passes.text, passes.cached, Tree()
+    known = text.ids[start : start + window]
+    # The draft takes the steps of a whole window, so that its time does not tell how many are used.
+    draft.add(drafted, text.ids, paths, window)
+    free = window - len(known)
+    tree = drafted.cut(free)
+    rows = Rows(tree, paths, free, text.ids[-1])
+    fed = [[*known, *row] for row in rows.tokens]
+    logits = passes.read(fed, window)
+    if known and len(text.ids) - start <= window and not text.over:
+        passes.take(tree, rows, logits[:, len(known) - 1 :])
+    return fed[0][: counts.advance] == text.ids[start : start + counts.advance]
