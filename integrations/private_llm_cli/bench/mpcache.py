@@ -142,6 +142,7 @@ def _alone(case: Case, repeat: int, progress: Callable[[], None]) -> dict[str, A
     row = measure(alone(kind, case.sizes), config, repeat, progress=progress)
     return {
         "seconds": row.seconds, "full_seconds": row.seconds, "ratio_seconds": 1.0, "ratio_bytes": 1.0,
+        "seconds_first": row.seconds_first, "full_seconds_first": row.seconds_first,
         "bytes": row.bytes_total, "full_bytes": row.bytes_total, "rounds": row.rounds, "full_rounds": row.rounds,
         "repeat": repeat, **provenance(), "threads": row.threads,
     }  # fmt: skip

@@ -26,12 +26,13 @@ def bench_comet(as_json: bool, repeat: int, tiny: bool) -> None:
     cells = [
         (
             row["setting"], row["way"], duration(row["dense_seconds"]["median"]), duration(row["seconds"]["median"]),
+            f"{duration(row['dense_seconds_first'])}, {duration(row['seconds_first'])}",
             f"{row['ratio']:.2f}", f"{size(row['dense_bytes'])}, {size(row['bytes_total'])}",
             f"{row['dense_rounds']}, {row['rounds']}", f"{row['error_max']:.0e}",
         )
         for row in rows
     ]  # fmt: skip
-    headings = ("protocol", "foretold", "dense", "sparse", "ratio", "bytes", "rounds", "error")
+    headings = ("protocol", "foretold", "dense", "sparse", "first runs", "ratio", "bytes", "rounds", "error")
     shape = "x".join(map(str, rows[0]["shape"]))
     title = f"a decode step of one ReLU layer, 90 % of the neurons left out, {shape}; aim: {rows[0]['aim_ratio']}"
     emit_table(title, headings, cells, caption=f"medians; bytes and rounds: dense, sparse; {machine()}")

@@ -41,21 +41,22 @@ def bench_mpcache(
     if not as_json:
         emit_table(
             "a token under a policy of the KV cache, and with a full cache",
-            ("what", "model", "protocol", "tokens", "policy", "bytes", "rounds", "time", "full by kept"),
+            ("what", "model", "protocol", "tokens", "policy", "bytes", "rounds", "time", "first run", "full by kept"),
             [_cells(row) for row in rows], caption=f"kept (full); medians; {machine()}",
         )  # fmt: skip
 
 
 def _cells(row: dict[str, Any]) -> tuple[object, ...]:
-    time = "-"
+    time = first = "-"
     ratio = f"{row['ratio_bytes']:.2f}x bytes"
     if "seconds" in row:
         time = f"{duration(row['seconds']['median'])} ({duration(row['full_seconds']['median'])})"
+        first = f"{duration(row['seconds_first'])} ({duration(row['full_seconds_first'])})"
         ratio = f"{ratio}, {row['ratio_seconds']:.2f}x time"
     if "prefill_overhead" in row:
         ratio = f"{ratio}; prompt {row['prefill_overhead']:+.1%}"
     return (
         row["kind"], row["model"], row["protocol"], row["tokens"], row["label"],
         f"{size(row['bytes'])} ({size(row['full_bytes'])})", f"{row['rounds']:.0f} ({row['full_rounds']:.0f})", time,
-        ratio,
+        first, ratio,
     )  # fmt: skip
