@@ -7,6 +7,7 @@ from what the code sends now. Every row names the commit that it was made at.
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -136,3 +137,40 @@ def test_rows_name_a_commit_of_this_history(name: str) -> None:
         pytest.skip("not a checkout with its whole history")
     for commit in commits:
         subprocess.run([*git, "merge-base", "--is-ancestor", commit, "HEAD"], check=True)
+
+
+GENERATED = re.compile(r"<!-- (?!/|made by|counted)([\w-]+)[^>]*-->.*?<!-- /\1 -->", re.DOTALL)
+MADE = re.compile(r"<!-- (?:made by: (?P<made>.+); commit (?P<commit>\w{8})|counted: (?P<counted>\S+)) -->\n$")
+MANY = 10
+"""Numbers that make a table one of figures."""
+
+
+def tables() -> list[tuple[Path, str, str]]:
+    """Tables of figures outside generated sections: page, what stands before, the table."""
+    found = []
+    for page in (DOCS.parent / "README.md", *sorted(DOCS.glob("*.md"))):
+        if page.name in ("api.md", "threat-model.md", "decisions.md"):  # of the code, and a log
+            continue
+        text = GENERATED.sub("", page.read_text("utf-8"))
+        for table in re.finditer(r"(?:^\|.*\n)+", text, re.MULTILINE):
+            body = "".join(table[0].splitlines(keepends=True)[2:])
+            if len(re.findall(r"(?<![\w.-])\d[\d,.]*(?![\w-])", body)) >= MANY:
+                found.append((page, text[: table.start()], table[0]))
+    return found
+
+
+def test_tables_of_figures_say_what_made_them() -> None:
+    """A generated section, a script or command and the commit it ran at, or the test that counts the figures again."""
+    unsaid, git = [], ["git", "-C", str(DOCS)]
+    for page, before, table in tables():
+        made = MADE.search(before)
+        if made is None:
+            unsaid.append(f"{page.name}: {table.splitlines()[0]}")
+        elif made["counted"]:
+            assert (DOCS.parent / made["counted"]).is_file(), made["counted"]
+        else:
+            assert re.match(r"private-llm \w|python scripts/\w+(/\w+)?\.py", made["made"]), made["made"]
+            subprocess.run([*git, "merge-base", "--is-ancestor", made["commit"], "HEAD"], check=True)
+    assert not unsaid, "no generated section, and no `<!-- made by: COMMAND; commit ... -->` above:\n" + "\n".join(
+        unsaid
+    )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from private_llm.net.ledger import Cost
 from private_llm.tensor.fixed import Fixed
 from tests.harness import PLAIN, TRIO, run_meta, run_parties
 
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "ranges.md"
 Norm = Callable[..., Fixed]
 both = pytest.mark.parametrize("config", [PLAIN, TRIO], ids=["plain", "trio"])
 
@@ -247,6 +250,12 @@ def test_rows_that_nobody_knows_cost_at_most_60_percent_more(norm: str, width: i
     known, unknown = price(12), price(WIDEST)
     assert unknown.total <= 1.6 * known.total
     assert unknown.rounds == known.rounds + 3
+    shown = re.search(
+        rf"^\| {width} \| {'RMS' if norm == 'rms' else 'layer'} norm \|(.*)$", PAGE.read_text("utf-8"), re.M
+    )
+    if shown:
+        a_row = [f"{round(cost.total / 128):,}, {cost.rounds}" for cost in (known, unknown)]
+        assert shown[1].startswith(f" {a_row[0]} | {a_row[1]} | {100 * unknown.total / known.total - 100:.0f} %")
 
 
 def test_refusals() -> None:
