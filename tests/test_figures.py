@@ -139,9 +139,9 @@ def test_rows_name_a_commit_of_this_history(name: str) -> None:
         subprocess.run([*git, "merge-base", "--is-ancestor", commit, "HEAD"], check=True)
 
 
-GENERATED = re.compile(r"<!-- (?!/|made by|counted)([\w-]+)[^>]*-->.*?<!-- /\1 -->", re.DOTALL)
-MADE = re.compile(r"<!-- (?:made by: (?P<made>.+); commit (?P<commit>\w{8})|counted: (?P<counted>\S+)) -->\n$")
-MANY = 10
+GENERATED = re.compile(r"<!-- (?!/|made by|counted|formulas)([\w-]+)[^>]*-->.*?<!-- /\1 -->", re.DOTALL)
+MADE = re.compile(r"<!-- (?:made by: (?P<made>.+); commit (?P<commit>\w{8})|(?:counted|formulas): (?P<held>\S+)) -->\n$")
+MANY = 20
 """Numbers that make a table one of figures."""
 
 
@@ -160,14 +160,15 @@ def tables() -> list[tuple[Path, str, str]]:
 
 
 def test_tables_of_figures_say_what_made_them() -> None:
-    """A generated section, a script or command and the commit it ran at, or the test that counts the figures again."""
+    """A generated section, a script or command and the commit it ran at, or the test that counts the figures again,
+    or the module whose formulas they are."""
     unsaid, git = [], ["git", "-C", str(DOCS)]
     for page, before, table in tables():
         made = MADE.search(before)
         if made is None:
             unsaid.append(f"{page.name}: {table.splitlines()[0]}")
-        elif made["counted"]:
-            assert (DOCS.parent / made["counted"]).is_file(), made["counted"]
+        elif made["held"]:
+            assert (DOCS.parent / made["held"]).is_file(), made["held"]
         else:
             assert re.match(r"private-llm \w|python scripts/\w+(/\w+)?\.py", made["made"]), made["made"]
             subprocess.run([*git, "merge-base", "--is-ancestor", made["commit"], "HEAD"], check=True)
