@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # From nothing to a tested checkout: environment, lint, types, layering, all tests, and without arguments (they go to
-# pytest) a smoke set with the newest versions of all dependencies.
+# pytest) the bars of speed and a smoke set with the newest versions of all dependencies.
 set -euo pipefail
 source "$(dirname "$0")/environment.sh"
 prepare_environment test
@@ -22,4 +22,7 @@ bin=.venv/bin
 "$bin/python" -m pytest -q tests/test_layering.py tests/test_lean_import.py
 # Files keep their order (tests/conftest.py): sorted by their number of tests, the longest would come last, alone.
 "$bin/python" -m pytest -q -n "$workers" --dist loadfile --no-loadscope-reorder "$@"
-[ $# -gt 0 ] || bash scripts/newest.sh
+if [ $# -eq 0 ]; then
+  "$bin/python" scripts/check_bars.py
+  bash scripts/newest.sh
+fi

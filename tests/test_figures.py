@@ -140,7 +140,9 @@ def test_rows_name_a_commit_of_this_history(name: str) -> None:
 
 
 GENERATED = re.compile(r"<!-- (?!/|made by|counted|formulas)([\w-]+)[^>]*-->.*?<!-- /\1 -->", re.DOTALL)
-MADE = re.compile(r"<!-- (?:made by: (?P<made>.+); commit (?P<commit>\w{8})|(?:counted|formulas): (?P<held>\S+)) -->\n$")
+MADE = re.compile(
+    r"<!-- (?:made by: (?P<made>.+); commit (?P<commit>\w{8})|(?:counted|formulas): (?P<held>\S+)) -->\n$"
+)
 MANY = 20
 """Numbers that make a table one of figures."""
 

@@ -140,7 +140,10 @@ def sentence_vectors(source: str | Path, **download: Any) -> SentenceVectors:  #
 
 
 def copy_sentence_files(source: str | Path, folder: Path, **download: Any) -> None:  # noqa: ANN401 - as transformers
-    """Copy those of these files that there are, none of which holds weights."""
+    """Copy those of these files that there are, none of which holds weights.
+
+    Raises ConfigError for a file that is not JSON.
+    """
     modules = _json(source, _MODULES, download)
     paths = [each.get("path") for each in modules if isinstance(each, Mapping)] if isinstance(modules, list) else []
     inside = [f"{path}/config.json" for path in paths if isinstance(path, str) and path and Path(path).name == path]
