@@ -97,7 +97,7 @@ COUNTED: dict[str, tuple[Callable[[], Iterator[tuple[Row, Row]]], tuple[str, ...
     "networks.jsonl": (
         distance_again, (*SENT, "bytes_first_token", "rounds_first_token"), "python scripts/make_networks.py --measure",
     ),
-    "mpcache.jsonl": (cache_again, CACHE, "private-llm bench mpcache --json"),
+    "mpcache.jsonl": (cache_again, CACHE, "python scripts/make_cache_tables.py --count"),
 }  # fmt: skip
 """Rows that are counted again: how, which columns must be equal, and what makes the rows anew."""
 STUDIES = {

@@ -93,7 +93,7 @@ class Case:
         row: dict[str, Any] = {
             "name": "mpcache", "kind": self.kind, "label": self.label, "model": self.model, "protocol": self.protocol,
             "tokens": self.tokens, "heads": self.shape.heads, "depth": self.shape.depth,
-            "policy": self.policy.to_dict(),
+            "policy": self.policy.to_dict(), **provenance(),
         }  # fmt: skip
         if self.kind == "alone":
             return {**row, **_alone(self, repeat, progress)}
@@ -130,7 +130,7 @@ def _seconds(case: Case, repeat: int, progress: Callable[[], None], speed: LinkS
         "seconds": kept.seconds, "full_seconds": full.seconds, "repeat": repeat,
         "seconds_first": kept.first_seconds, "full_seconds_first": full.first_seconds,
         "ratio_seconds": full.seconds["median"] / kept.seconds["median"],
-        "evicting_seconds": kept.prompt_seconds - full.prompt_seconds, **provenance(),
+        "evicting_seconds": kept.prompt_seconds - full.prompt_seconds,
         "threads": party_threads(config.parties), "aim_ratio": AIM_SECONDS,
     }  # fmt: skip
 
@@ -144,7 +144,7 @@ def _alone(case: Case, repeat: int, progress: Callable[[], None]) -> dict[str, A
         "seconds": row.seconds, "full_seconds": row.seconds, "ratio_seconds": 1.0, "ratio_bytes": 1.0,
         "seconds_first": row.seconds_first, "full_seconds_first": row.seconds_first,
         "bytes": row.bytes_total, "full_bytes": row.bytes_total, "rounds": row.rounds, "full_rounds": row.rounds,
-        "repeat": repeat, **provenance(), "threads": row.threads,
+        "repeat": repeat, "threads": row.threads,
     }  # fmt: skip
 
 

@@ -10,20 +10,26 @@ from private_llm_cli.commands.pyplot import load_pyplot
 
 
 def plot_mpcache(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """A panel for each kind of row, model and protocol: bars of bytes, with those of a full cache first."""
+    """A panel for each kind of row, model and protocol: bars of bytes, with those of a full cache first; beside it
+    milliseconds, if any row has them.
+    """
     pyplot = load_pyplot()
     panels: dict[tuple[str, str, str], list[Mapping[str, Any]]] = {}
     for row in rows:
         if row["kind"] not in ("layer", "alone"):
             panels.setdefault((row["kind"], row["model"], row["protocol"]), []).append(row)
+    columns = 1 + any("seconds" in row for group in panels.values() for row in group)
     figure, axes = pyplot.subplots(
-        len(panels), 2, figsize=(13, 2.5 + 2.8 * len(panels)), squeeze=False, layout="constrained"
+        len(panels), columns, figsize=(6.5 * columns, 2.5 + 2.8 * len(panels)), squeeze=False, layout="constrained"
     )
-    for (name, group), (left, right) in zip(panels.items(), axes, strict=True):
+    for (name, group), beside in zip(panels.items(), axes, strict=True):
         labels, sizes, times = _bars(group)
-        left.barh(labels, [value / 1e6 for value in sizes], color="#4c72b0")
-        right.barh(labels, [value * 1e3 for value in times], color="#dd8452")
-        for panel, unit in ((left, "MB of a token, attention part"), (right, "ms, 0: not measured")):
+        drawn = (
+            ([value / 1e6 for value in sizes], "#4c72b0", "MB of a token, attention part"),
+            ([value * 1e3 for value in times], "#dd8452", "ms, 0: not measured"),
+        )
+        for panel, (values, color, unit) in zip(beside, drawn, strict=False):
+            panel.barh(labels, values, color=color)
             panel.invert_yaxis()
             panel.set_xlabel(unit)
             panel.set_title(", ".join(name))
