@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from private_llm_cli.app import app
@@ -60,3 +62,32 @@ def test_other_options_are_refused(options: list[str], says: str) -> None:
     result = CliRunner().invoke(app, ["bench", "mpcache", *options])
     assert result.exit_code != 0
     assert says in str(result.exception or result.output)
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "scripts"))
+    return importlib.import_module("make_cache_tables")
+
+
+def test_the_page_is_that_of_the_rows(script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert script.is_current()
+    rows = script.read_rows(script.ROWS)
+    monkeypatch.setattr(script, "ROWS", tmp_path / "rows.jsonl")
+    script.keep(script.ROWS, [{**rows[0], "bytes": 1}, *rows[1:]])
+    assert not script.is_current()
+
+
+def test_rows_that_are_counted_the_same_keep_their_seconds(
+    script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case("step", "MPCache", "llama-2", "trio", 64, SMALL, measured=True, tiny=True)
+    timed = {"seconds": {"min": 1.0, "median": 2.0, "max": 3.0}, "bandwidth_mbit": None, "commit": "12345678"}
+    before = {**script.counted(case), **timed}
+    assert "seconds" not in script.counted(case)
+    monkeypatch.setattr(script, "cases", lambda: [case])
+    monkeypatch.setattr(script, "ROWS", tmp_path / "rows.jsonl")
+    for rounds, same in ((before["rounds"], True), (before["rounds"] + 1, False)):
+        script.keep(script.ROWS, [{**before, "rounds": rounds}, {**before, "label": "no case"}])
+        script.count()
+        assert script.read_rows(script.ROWS) == [before if same else script.counted(case)]
