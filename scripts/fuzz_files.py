@@ -13,7 +13,8 @@ import torch
 from fuzz_mutators import changed, edited, edits, encoded
 from fuzz_wire import fit_to_print
 from private_llm_hf.checkpoint.model_spec import describe
-from private_llm_hf.checkpoint.share_files import ShareFile, ShareWriter, _digest, _extents, _hash, share_path
+from private_llm_hf.checkpoint.opened_file import OpenedFile
+from private_llm_hf.checkpoint.share_files import ShareFile, ShareWriter, _digest, share_path
 from private_llm_hf.checkpoint.weights import WeightList
 from transformers import OPTConfig, OPTForCausalLM
 
@@ -81,8 +82,7 @@ class Shares:
         """Give the file the digest that belongs to what is in it now, if it can have one."""
         try:
             metadata = header["__metadata__"]
-            parts = {name: _hash(self._path, *extent) for name, extent in _extents(self._path).items()}
-            metadata["digest"] = _digest(metadata, parts)
+            metadata["digest"] = _digest(metadata, OpenedFile(self._path).digests())
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError, OSError, MemoryError):
             return
         self._write(header)

@@ -164,3 +164,30 @@ def test_limits_that_are_stated_to_one_party_alone_end_in_an_abort(
     vouch(monkeypatch)
     running = start("quad")
     assert any("told to run different things" in reason for reason in ends(running, 0))
+
+
+@pytest.mark.parametrize("protocol", ["quad", "trio"])
+def test_a_session_that_party_0_calls_over_ends_everywhere(start: Start, protocol: str) -> None:
+    """Its cache is let go of, so its next call would be computed as if it were the first."""
+    running = start(protocol, timeout_s=20.0)
+    with running.model() as model, torch.no_grad():
+        step(model, 6)
+        first = running.services[0]
+        with first._lock:
+            first._ended.append(next(iter(first._sessions)))
+        eventually(lambda: not first._ended)
+        with pytest.raises(PrivateLLMError):
+            opened(step(model, 1))
+    with running.model() as model, torch.no_grad():
+        opened(step(model, 6))
+    assert not any(watch.downs for watch in running.watches)
+
+
+def test_what_names_no_session_is_not_forgotten(start: Start) -> None:
+    running = start("quad", timeout_s=20.0)
+    with running.model() as model, torch.no_grad():
+        step(model, 6)
+        first = running.services[0]
+        with first._lock:
+            first._ended.append(f"{next(iter(first._sessions))} plan")
+        eventually(lambda: any(watch.downs for watch in running.watches))

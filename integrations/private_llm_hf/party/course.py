@@ -62,8 +62,8 @@ class Course:
 
 
 def digest(*pieces: bytes | memoryview) -> str:
-    """32 hexadecimal digits that stand for public bytes, or for what all compared parties hold anyway."""
-    made = hashlib.blake2b(digest_size=16, person=b"pllm-service")
+    """64 hexadecimal digits that stand for public bytes, or for what all compared parties hold anyway."""
+    made = hashlib.blake2b(digest_size=32, person=b"pllm-service")
     for piece in pieces:
         made.update(len(piece).to_bytes(8, "little"))
         made.update(piece)

@@ -364,14 +364,9 @@ class PartyService:
 
         Raises ProtocolAbort, before anything is sent, where parties that compare were told or sent different things.
         """
-        for number in run.ended:
-            self._holdings.forget(number)
-            for model in self._models.values():
-                model.kept.forget(number)
-        for number in run.ended:
-            self._ahead.forget(number)
         self._course.add([offer, run])
         self._course.compare(links, range(self.config.parties), joined([request.facts for request in requests]))
+        self._forget(run.ended, requests)
         if not requests:
             return
         began = time.perf_counter()
@@ -401,6 +396,25 @@ class PartyService:
                 rounds=sum(links.ledger.rounds.values()),
             )
         )
+
+    def _forget(self, ended: Sequence[str], requests: Sequence[Request]) -> None:
+        """Let go of what sessions kept that are over, and end those of them that live here: without what they kept
+        their next call would be computed as if it were their first.
+
+        Raises ProtocolAbort for what names no session, and for one that is to run in this very step.
+        """
+        running = {request.session.id for request in requests}
+        for number in ended:
+            if number in running or not re.fullmatch("[0-9a-f]+", number):
+                raise ProtocolAbort("party 0 ends a session that it runs, or one that cannot be")
+            self._holdings.forget(number)
+            for model in self._models.values():
+                model.kept.forget(number)
+            self._ahead.forget(number)
+            with self._lock:
+                session = self._sessions.get(number)
+            if session is not None:
+                session.cut("another party lost its connection to the client")
 
     def _run_pass(self, model: ServedModel, links: ServiceLinks, requests: list[Request]) -> tuple[int, int]:
         """Rows and positions that were computed."""
