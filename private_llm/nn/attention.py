@@ -166,20 +166,20 @@ def attend_and_weigh(
 
 def _repeated(query: Fixed, key: Fixed, value: Fixed, scale: float, softcap: float | None) -> Fixed:
     """Attention of few queries to all keys: beside those of a cache, padded to a length that repeats."""
-    inputs = [query, key, value]
+    inputs, lying = [query, key, value], list[Fixed]()
     decoding = key.shape[2] > query.shape[2] and repeats(query.session)
     # The same bits as at later steps: a layer that is repeated goes on with what attention gives.
     first = query.shape[2] == 1 and repeats(query.session)
     if decoding:
-        inputs = [query, padded(key), padded(value), presence(key)]
+        inputs, lying = [query, presence(key)], [padded(key), padded(value)]
 
     def compute(x: Sequence[Fixed]) -> Sequence[Fixed]:
-        pattern = Pattern((*x[0].shape[:3], x[1].shape[2]), None, _ALL)
-        present = x[3].share.parts[0] if len(x) > 3 else None
-        return (_attended(x[0], x[1], x[2], pattern, scale, softcap, None, None, 0, present)[0],)
+        pattern = Pattern((*x[0].shape[:3], x[-1].shape[2]), None, _ALL)
+        present = x[1].share.parts[0] if len(x) > 3 else None
+        return (_attended(x[0], x[-2], x[-1], pattern, scale, softcap, None, None, 0, present)[0],)
 
     with alike(query.session) if decoding or first else nullcontext():
-        return repeat(query.session, ("attention", scale, softcap), inputs, compute, _PATIENCE)[0]
+        return repeat(query.session, ("attention", scale, softcap), inputs, compute, _PATIENCE, lying)[0]
 
 
 def _attended(

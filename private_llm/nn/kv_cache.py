@@ -21,6 +21,7 @@ from private_llm.protocols.share import Share
 from private_llm.tensor.fixed import Fixed
 
 _SPARE = 32
+"""Least room for entries to come; buffers end at multiples of it, where padded lengths end, too."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +33,23 @@ class Piece:
     column: int = 0
 
 
+@dataclass(frozen=True, slots=True, repr=False, eq=False)
+class HeldShare(Share):
+    """Entries that `rows` hold in `buffers`, and know how to lengthen without a copy."""
+
+    rows: GrowingRows
+    buffers: tuple[Tensor, ...]
+
+    def repeated(self, total: int) -> Share | None:
+        """`total` entries, after these copies of the newest; None if `rows` have gone on since. Local."""
+        rows = self.rows
+        return rows.repeated(total) if rows.parts is self.buffers and rows.length == self.shape[2] else None
+
+
 class GrowingRows:
-    """Shares [B, G, length, D] in buffers that grow by half. Entries below `length` change by `fill` alone."""
+    """Shares [B, G, length, D] in buffers that grow by half. Entries below `length` change by `fill` alone; what lies
+    beyond it belongs to these rows, and may be anything.
+    """
 
     def __init__(self, first: Fixed) -> None:
         self.session, self.frac, self.parts = first.session, first.frac, first.share.parts
@@ -50,8 +66,7 @@ class GrowingRows:
         """More entries at the end; the same batch, heads and size."""
         total = self.length + new.shape[2]
         if total > self.parts[0].shape[2]:
-            held, capacity = self.held().share.parts, total + total // 2 + _SPARE
-            self.parts = tuple(_in_buffer(part, capacity) for part in held)
+            self._move(_rounded(total + total // 2 + _SPARE))
         for part, more in zip(self.parts, new.share.parts, strict=True):
             part[:, :, self.length : total] = more
         self.length = total
@@ -74,7 +89,7 @@ class GrowingRows:
 
     def seal(self) -> None:
         """Give up the spare room: the next append moves to a new buffer (others may hold this one)."""
-        self.parts = tuple(part[:, :, : self.length] for part in self.parts)
+        self.parts = self._first(self.length)
 
     def crop(self, length: int) -> None:
         """Keep the first `length` entries."""
@@ -92,7 +107,23 @@ class GrowingRows:
 
     def held(self) -> Fixed:
         """The entries."""
-        return Fixed(self.session, Share(tuple(part[:, :, : self.length] for part in self.parts)), self.frac)
+        return Fixed(self.session, HeldShare(self._first(self.length), self, self.parts), self.frac)
+
+    def repeated(self, total: int) -> Share:
+        """The entries, then copies of the newest up to `total` of them, until the next append. Views, where buffers
+        have the room; else they move to larger ones first.
+        """
+        if total > self.parts[0].shape[2]:
+            self._move(total)
+        for part in self.parts:
+            part[:, :, self.length : total] = part[:, :, self.length - 1 : self.length]
+        return Share(self._first(total))
+
+    def _first(self, length: int) -> tuple[Tensor, ...]:
+        return tuple([part[:, :, :length] for part in self.parts])
+
+    def _move(self, capacity: int) -> None:
+        self.parts = tuple([_in_buffer(part, capacity) for part in self._first(self.length)])
 
 
 def _stacked(pieces: Sequence[tuple[GrowingRows, Piece]], width: int) -> GrowingRows:
@@ -102,7 +133,7 @@ def _stacked(pieces: Sequence[tuple[GrowingRows, Piece]], width: int) -> Growing
     parts = []
     for number, part in enumerate(first.parts):
         _, heads, _, size = part.shape
-        buffer = torch.empty((total, heads, width + _SPARE, size), dtype=part.dtype, device=part.device)
+        buffer = torch.empty((total, heads, _rounded(width + _SPARE), size), dtype=part.dtype, device=part.device)
         start = 0
         for rows, piece in pieces:
             stop, left = start + piece.rows, width - (rows.length - piece.column)
@@ -114,9 +145,16 @@ def _stacked(pieces: Sequence[tuple[GrowingRows, Piece]], width: int) -> Growing
     return GrowingRows.within(Fixed(first.session, Share(tuple(parts)), first.frac), width)
 
 
+def _rounded(capacity: int) -> int:
+    """Up to one of eight between a power of two and the next: programs are recorded for a buffer's layout."""
+    step = max(_SPARE, (1 << capacity.bit_length()) // 16)
+    return -(-capacity // step) * step
+
+
 def _in_buffer(part: Tensor, capacity: int) -> Tensor:
+    """A copy of entries with room for at least `capacity` of them."""
     batch, heads, length, size = part.shape
-    buffer = torch.empty((batch, heads, capacity, size), dtype=part.dtype, device=part.device)
+    buffer = torch.empty((batch, heads, -(-capacity // _SPARE) * _SPARE, size), dtype=part.dtype, device=part.device)
     buffer[:, :, :length] = part
     return buffer
 

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 
 import torch
 
+from private_llm.nn.kv_cache import HeldShare
 from private_llm.protocols.session import Session
 from private_llm.protocols.share import Share
 from private_llm.tensor.fixed import Fixed
@@ -44,9 +45,15 @@ def padded_length(length: int) -> int:
 
 
 def padded(rows: Fixed) -> Fixed:
-    """Keys or values [B, G, k, D] as [B, G, `padded_length` of k, D]. Local."""
-    length = rows.shape[2]
-    more = padded_length(length) - length
+    """Keys or values [B, G, k, D] as [B, G, `padded_length` of k, D]. Local; those of a cache are views of it, right
+    until it changes.
+    """
+    length, held = rows.shape[2], rows.share
+    total = padded_length(length)
+    share = held.repeated(total) if isinstance(held, HeldShare) else None
+    if share is not None:
+        return rows.with_share(share)
+    more = total - length
     return rows.view(lambda part: torch.cat([part, part[:, :, -1:].expand(-1, -1, more, -1)], 2)) if more else rows
 
 

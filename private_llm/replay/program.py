@@ -31,6 +31,8 @@ WORD = 8
 """Bytes of all elements."""
 _LINE = 64
 """Bytes: where memories begin."""
+MOST_TABLES = 64
+"""Addresses of weights for which a program keeps its rows: caches, which are read where they lie, move."""
 
 
 @dataclass(eq=False)
@@ -263,6 +265,8 @@ class Program:
         """Where the rows for weights at these addresses are."""
         found = bound.tables.get(weights)
         if found is None:
+            if len(bound.tables) >= MOST_TABLES:
+                bound.tables.clear()
             bases = np.array([0, bound.words.data_ptr(), *weights], np.int64)
             rows = self._table + bases[self._kinds]
             found = bound.tables[weights] = rows, int(rows.ctypes.data)

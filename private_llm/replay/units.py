@@ -128,15 +128,19 @@ class Replays:
 
     def run(
         self, session: Session, key: Hashable, inputs: Sequence[Fixed], compute: Compute, owner: Owner = NOBODY,
-        patience: int = 1, middle: Middle | None = None,
+        patience: int = 1, middle: Middle | None = None, lying: Sequence[Fixed] = (),
     ) -> Result:  # fmt: skip
         """What `compute` makes of the inputs, and its facts.
 
         key: all that decides what is computed, but sizes and the owner's weights. patience: calls before one is
-        recorded. middle: what of this call stays in Python.
+        recorded. middle: what of this call stays in Python. lying: values that `compute` takes from elsewhere, which
+        programs read where they lie; such a call has no owner.
         """
         unit = _Unit()
         try:
+            if lying:
+                owner = Owner(weights=tuple([part.untyped_storage() for x in lying for part in x.share.parts]))
+                key = (key, _layout(lying, owner.addresses))
             unit = self._unit(session, key, inputs, owner)
             unit.calls += 1
             call = self._call(session, unit, inputs, owner, patience, middle)
@@ -427,6 +431,13 @@ class Replays:
             ledger.leave(outer)
 
 
+def _layout(lying: Sequence[Fixed], places: tuple[int, ...]) -> Hashable:
+    """All that a program says of where values lie, but for the places; also which of them share one."""
+    parts = [part for x in lying for part in x.share.parts]
+    views = [(tuple(part.shape), part.stride(), part.storage_offset(), part.dtype) for part in parts]
+    return tuple([x.form for x in lying]), tuple(views), tuple(map(places.index, places))
+
+
 @contextmanager
 def _met(middle: Middle | None) -> Iterator[None]:
     """Inside, what is called may meet this middle."""
@@ -475,20 +486,24 @@ def replays_of(session: Session) -> Replays | None:
 
 def repeat(
     session: Session, key: Hashable, inputs: Sequence[Fixed], compute: Callable[[Sequence[Fixed]], Sequence[Fixed]],
-    patience: int = 1,
+    patience: int = 1, lying: Sequence[Fixed] = (),
 ) -> Sequence[Fixed]:  # fmt: skip
     """What `compute` makes of the inputs, repeated as a program where that can be. key, patience: as for `Replays.run`;
-    the ranges of the module that is computed are part of the key anyway.
+    the ranges of the module that is computed are part of the key anyway. lying: large inputs after the others, which a
+    program of a CPU reads where they lie, in the same layout each time, instead of copying them.
     """
     replays, known = replays_of(session), session.known
     if replays is None or known.pending is not None:
-        return compute(inputs)
+        return compute([*inputs, *lying])
+    if captures(session):
+        inputs, lying = [*inputs, *lying], ()
 
     def told(values: Sequence[Fixed]) -> Result:
-        made = compute(values)
+        made = compute([*values, *lying])
         return made, () if known.pending is None else None
 
-    return replays.run(session, (key, *map(session.exponent, QUANTITIES)), inputs, told, patience=patience)[0]
+    key = (key, *map(session.exponent, QUANTITIES))
+    return replays.run(session, key, inputs, told, patience=patience, lying=lying)[0]
 
 
 def unsettled_calls(session: Session | None = None) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ from private_llm.protocols.session import Session, meta_session
 from private_llm.protocols.share import Share
 from private_llm.replay import modules, units
 from private_llm.replay.modules import repeated
-from private_llm.replay.program import Program, Together
+from private_llm.replay.program import MOST_TABLES, Program, Together
 from private_llm.replay.units import Owner, Replays, replays_of
 from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.secret import SecretTensor
@@ -301,6 +301,63 @@ def test_large_modules_stay_in_python_where_nobody_helps_a_program(monkeypatch: 
     monkeypatch.setattr(parallel, "threads", lambda seconds: getattr(mine, "threads", 1))
     run_session(PrivateConfig(), party, client)
     assert [dict(each) for each in counts] == [{"plain": 1, "recorded": 1, "checked": 1}] * 3
+
+
+def test_values_that_are_read_where_they_lie() -> None:
+    """A program for each layout, also where two of them share their memory; tables of addresses are bounded."""
+    counts: list[tuple[int, int, bool]] = []
+
+    def party(session: Session, transport: Transport) -> None:
+        kept = []  # at addresses of their own
+
+        def received() -> Fixed:
+            kept.append(Fixed(session, session.protocol.receive_input((4, 6)), session.frac))
+            return kept[-1]
+
+        def called(x: Fixed, *lying: Fixed) -> None:
+            def compute(values: Sequence[Fixed]) -> Sequence[Fixed]:
+                return [values[0].mul(values[1]) - values[0].mul(values[2])]
+
+            made = units.repeat(session, "lying", [x], compute, lying=lying)[0]
+            session.protocol.reveal_to_client(made.share)
+
+        x = received()
+        for _ in range(CALLS):
+            one = received()
+            called(x, one, one)
+        for _ in range(CALLS + MOST_TABLES):
+            called(x, received(), received())
+        wide = [each.view(lambda part: torch.cat([part, part], 1)[:, :6]) for each in (received(), received())]
+        for _ in range(CALLS):
+            called(x, *wide)
+        found = replays_of(session)
+        assert found is not None
+        assert not found.refused
+        tables = [len(each._bound.tables) for each in programs(found) if each._bound is not None]
+        counts.append((found.counts["repeated"], len(tables), max(tables) <= MOST_TABLES))
+
+    def client(end: ClientEnd) -> None:
+        def shared(seed: int) -> Tensor:
+            torch.manual_seed(seed)
+            x = torch.randn(4, 6, dtype=torch.float64)
+            end.share((x * (1 << FRAC)).round().long())
+            return x
+
+        def opened(want: Tensor) -> None:
+            assert torch.allclose(end.open((4, 6)).double() / (1 << FRAC), want, atol=1e-3)
+
+        x = shared(0)
+        for number in range(CALLS):
+            shared(number)
+            opened(torch.zeros(4, 6, dtype=torch.float64))
+        for number in range(CALLS + MOST_TABLES):
+            opened(x * (shared(2 * number) - shared(2 * number + 1)))
+        wide = shared(500), shared(501)
+        for _ in range(CALLS):
+            opened(x * (wide[0] - wide[1]))
+
+    run_session(PrivateConfig(), party, client)
+    assert counts == [(3 * CALLS + MOST_TABLES - 9, 3, True)] * 3
 
 
 def test_constants_of_programs_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
