@@ -177,3 +177,18 @@ def test_tables_of_figures_say_what_made_them() -> None:
     assert not unsaid, "no generated section, and no `<!-- made by: COMMAND; commit ... -->` above:\n" + "\n".join(
         unsaid
     )
+
+
+@pytest.mark.parametrize("adder", ["default", "keys", "auto"])
+def test_the_table_of_parties_that_are_far_apart_is_that_of_the_estimator(adder: str) -> None:
+    """Rounds and MB of the bundled model in docs/hosts.md."""
+    far = {} if adder == "default" else {"adder": adder, "bandwidth_mbit": 1000.0, "latency_ms": 20.0}
+    model, config = wan_model("demo"), PrivateConfig.from_dict(far)
+    whole = estimate(*model.shape(), config, 112, 2, ranges=model.ranges(config))
+    assert whole.prompt is not None
+    first, both = whole.prompt.costs, whole.costs
+    (row,) = re.findall(rf"^\| `?(?:adder=\")?{adder}.*$", (DOCS / "hosts.md").read_text("utf-8"), re.MULTILINE)
+    prompt, token = (re.findall(r"[\d.]+", cell) for cell in row.split("|")[2:4])
+    assert [int(prompt[0]), int(token[0])] == [first.rounds, both.rounds - first.rounds]
+    shown, sent = (float(prompt[1]), float(token[1])), (first.bytes_total, both.bytes_total - first.bytes_total)
+    assert shown == pytest.approx([size / 1e6 for size in sent], rel=0.03)
