@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import itertools
@@ -178,14 +179,15 @@ def patch(
         raise PatchMismatch(f"patch: got {type(model).__name__}; want a transformers model or a torch.nn.Module")
     if isinstance(model, PrivateModel):
         raise PatchMismatch(f"patch: got a {type(model).__name__}, which is private already; want the plaintext model")
-    generation = getattr(unwrapped(model), "generation_config", None)
+    # copies: whoever sets something in the private model's configuration does not mean the plaintext model
+    generation = copy.deepcopy(getattr(unwrapped(model), "generation_config", None))
     model = _loaded(model)
 
     def weights(wanted: WeightList, sink: Sink, local: bool = True) -> None:
         stream_loaded(model, wanted, sink)
 
     return _open(
-        type(model), model.config, private_config, weights, generation,
+        type(model), copy.deepcopy(model.config), private_config, weights, generation,
         ranges or (lambda: loaded_ranges(model, private_config, images)), mesh, start,
     )  # fmt: skip
 

@@ -273,3 +273,11 @@ def test_costs_print_as_a_summary() -> None:
     ):
         assert wanted in text
     assert "Ledger" not in text
+
+
+def test_settings_of_the_private_model_are_its_own() -> None:
+    plain = tiny.build("llama")
+    with patch(plain, PLAIN) as private:
+        private.config.vocab_size, private.generation_config.max_new_tokens = 7, 3
+        assert plain.config.vocab_size != 7
+        assert plain.generation_config.max_new_tokens is None
