@@ -179,14 +179,6 @@ def test_recent_positions_can_be_cropped_and_evicted_ones_not(private: PreTraine
     assert twin.kv_length == 4
 
 
-def test_drafts_stay_within_what_can_be_cropped() -> None:
-    """Three drafts a step: the last three positions are always held, whatever is accepted."""
-    with patch(tiny.build("llama"), replace(PLAIN, kv_cache=SlidingWindow(recent=4, first=1))) as private:
-        ids = torch.tensor([[9, 8, 7, 9, 8, 7, 9, 8]])
-        out = private.generate(ids, prompt_lookup_num_tokens=3, max_new_tokens=8, do_sample=False)
-    assert out.shape[1] == 16
-
-
 # -- costs ----------------------------------------------------------------------------------------------------
 def _steps(config: PrivateConfig, count: int) -> list[tuple[int, dict[str, int]]]:
     """Bytes over all links, and rounds by link's sender, of single-token steps after a prompt of five."""

@@ -24,7 +24,7 @@ from private_llm_hf.tools.estimate import estimate
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from private_llm.errors import ConfigError, DomainError, PrivateLLMError, UnsupportedOp
+from private_llm.errors import ConfigError, PrivateLLMError, UnsupportedOp
 from private_llm.kv_policies.fixed import KEEP_ALL
 from private_llm.kv_policies.mpcache import MPCacheConfig
 from private_llm.kv_policies.policy import CachePolicy, Level
@@ -153,38 +153,6 @@ def test_a_revealed_token() -> None:
 @pytest.mark.parametrize("policy", [MPCACHE, STREAM, ONCE])
 def test_beams(policy: CachePolicy) -> None:
     check("llama", PLAIN, policy, num_beams=3, num_return_sequences=2, output_logits=False)
-
-
-def drafted(policy: CachePolicy, **drafts: Any) -> tuple[Tensor, Tensor]:
-    ids = torch.tensor([[9, 8, 7, 6] * 6])
-    asked = {
-        "input_ids": ids,
-        "attention_mask": torch.ones_like(ids),
-        "max_new_tokens": 10,
-        "do_sample": False,
-        **drafts,
-    }
-    want = plain(built("llama"), policy, **asked)
-    with patch(built("llama"), replace(PLAIN, kv_cache=policy)) as private, torch.no_grad():
-        return private.generate(**asked), want
-
-
-def test_looked_up_drafts() -> None:
-    assert torch.equal(*drafted(MPCACHE, prompt_lookup_num_tokens=3))
-
-
-def test_a_draft_model() -> None:
-    assert torch.equal(*drafted(MPCACHE, assistant_model=tiny.build("llama", seed=5)))
-
-
-def test_more_drafts_than_recent_entries_are_named() -> None:
-    """A call of so many tokens evicts like a prompt; the drafts that are rejected cannot be taken back."""
-    ids = torch.tensor([[9, 8, 7, 6] * 6])
-    with (
-        patch(built("llama"), replace(PLAIN, kv_cache=MPCACHE)) as private,
-        pytest.raises(DomainError, match="only the last 4 positions can be removed"),
-    ):
-        private.generate(ids, max_new_tokens=10, do_sample=False, prompt_lookup_num_tokens=6)
 
 
 @pytest.mark.parametrize("turn", [3, 9])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,9 +18,10 @@ from private_llm_hf.wire.commands import Call, CropCache, Request, SelectRows
 from transformers import PreTrainedModel
 
 from private_llm.errors import ConfigError, DomainError, UnsupportedOp
+from private_llm.kv_policies.fixed import SlidingWindow
 from private_llm.kv_policies.mpcache import MPCacheConfig
-from private_llm.kv_policies.policy import CachePolicy
-from private_llm.kv_policies.rivals import H2O, TOVA, SnapKV
+from private_llm.kv_policies.policy import CachePolicy, Level
+from private_llm.kv_policies.rivals import H2O, TOVA, HeadMerging, InfLLM, LongCache, SnapKV
 from tests.hf import tiny
 from tests.hf.compare import BATCH, PADDED
 from tests.hf.conftest import PLAIN, TRIO
@@ -336,8 +338,37 @@ def test_without_a_cache_there_is_nothing_to_go_on_from() -> None:
         private.generate(IDS, **GREEDY, speculation=SpeculationConfig())
 
 
-@pytest.mark.parametrize("policy", [TOVA(), H2O(), MPCacheConfig(recent=8), SnapKV(recent=4)])
-def test_policies_that_evict_by_the_attention_of_drafts_are_refused(policy: CachePolicy) -> None:
-    config = PrivateConfig(protocol="plain", insecure=True, timeout_s=60, kv_cache=policy)
-    with patch(tiny.build("llama"), config) as private, pytest.raises(ConfigError, match="speculation: a pass reads"):
-        private.generate(IDS, **GREEDY, speculation=SpeculationConfig())
+WAYS: dict[str, dict[str, Any]] = {
+    "speculation": {"speculation": SpeculationConfig()},
+    "open counts": {"speculation": SpeculationConfig(open_counts=True, length=3)},
+    "read again": {"speculation": SpeculationConfig(fixed_counts=FixedCounts(1, 4, 2))},
+    "assistant": {"assistant_model": tiny.build("llama", seed=5)},
+    "lookup": {"prompt_lookup_num_tokens": 3},
+}
+REPEATED = torch.tensor([[9, 8, 7, 6] * 6])
+
+
+@pytest.mark.parametrize(
+    ("policy", "work"),
+    [
+        (HeadMerging(), list(WAYS)), (SlidingWindow(recent=40), list(WAYS)), (TOVA(least=40), list(WAYS)),
+        (LongCache(recent=40), list(WAYS)), (MPCacheConfig(least=16, recent=8), ["speculation"]),
+        (SnapKV(least=16, recent=8), ["speculation"]), (MPCacheConfig(least=16, recent=7), []),
+        (MPCacheConfig(least=16, recent=8, every=4), []), (MPCacheConfig(recent=8, levels=(Level(2, 0.5),)), []),
+        (SlidingWindow(recent=20), []), (TOVA(least=16), []), (H2O(least=16), []), (LongCache(), []),
+        (InfLLM(block=4, heavy=2, kept=0.5, recent=0), []),
+    ],
+)  # fmt: skip
+def test_policies_keep_the_text_or_are_refused(
+    policy: CachePolicy, work: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with patch(tiny.build("llama"), replace(PLAIN, kv_cache=policy)) as private:
+        want = private.generate(REPEATED, **GREEDY)
+        for way, drafts in WAYS.items():
+            if way in work:
+                assert torch.equal(private.generate(REPEATED, **GREEDY, **drafts), want), way
+                continue
+            seen = requests(private, monkeypatch)
+            with pytest.raises(ConfigError, match=f"drafts: kv_cache '{policy.name}' .* work with KeepAll"):
+                private.generate(REPEATED, **GREEDY, **drafts)
+            assert not seen

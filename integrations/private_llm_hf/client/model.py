@@ -19,6 +19,7 @@ import torch
 from rich.console import Console
 from torch import nn
 from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList, PretrainedConfig, PreTrainedModel
+from transformers.generation.configuration_utils import GenerationMode
 from transformers.modeling_outputs import ModelOutput
 
 from private_llm.errors import ConfigError, DomainError, PlaintextLeak, UnsupportedOp
@@ -26,6 +27,7 @@ from private_llm.kernels.compile_note import Streamed
 from private_llm.kv_policies.fixed import NoCache
 from private_llm_hf.checkpoint.weights import skeleton
 from private_llm_hf.client.costs import Costs
+from private_llm_hf.client.draft_policies import check_drafts
 from private_llm_hf.client.forward import Forward, encode_prompt
 from private_llm_hf.client.inputs import check_generated
 from private_llm_hf.client.libraries import known_to_pipelines, refuse_swallowed
@@ -252,6 +254,8 @@ class PrivateModel:
                 raise UnsupportedOp(f"{name}: {reason}")
         if not self.config.is_encoder_decoder:
             check_generated(self.config, max_cache_length)
+        if generation_mode == GenerationMode.ASSISTED_GENERATION:
+            check_drafts(self.parties.config.kv_cache, generation_config.max_length, None)
         if generation_config.cache_implementation not in (None, "dynamic"):
             raise ConfigError(
                 f"cache_implementation: got {generation_config.cache_implementation!r}; want None (the parties "

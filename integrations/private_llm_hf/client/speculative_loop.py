@@ -26,16 +26,14 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from private_llm.errors import ConfigError, DomainError, UnsupportedOp
-from private_llm.kv_policies.policy import CachePolicy
 from private_llm_hf.client.acceptance import ROOT, Tree, accept
+from private_llm_hf.client.draft_policies import check_drafts
 from private_llm_hf.client.drafts import Draft
 from private_llm_hf.client.inputs import check_generated
 from private_llm_hf.client.speculation import DraftLength, FixedCounts, SpeculationConfig
 from private_llm_hf.transformers_versions import CACHE
 
 _LOG = logging.getLogger(__name__)
-_LONG = 1 << 20
-"""Tokens of a text, longer than any."""
 
 
 class CausalModel(Protocol):
@@ -83,26 +81,14 @@ def _refuse(
         raise UnsupportedOp("speculation: want a decoder-only model and a prompt of token ids")
     if facts.get(CACHE) is None:
         raise ConfigError("speculation: needs a cache; leave use_cache=False and NoCache() out")
-    _refuse_evictions(getattr(facts[CACHE], "policy", None), config)
+    counts = config.counts
+    beyond = 0 if counts is None or counts.exact else counts.window
+    check_drafts(getattr(facts[CACHE], "policy", None), generation.max_length + beyond, counts)
     mask = facts.get("attention_mask")
     if mask is not None and not bool(mask.all()):
         raise DomainError("speculation: got a padded prompt; want one without padding (a single prompt needs none)")
     if ids.shape[1] <= facts[CACHE].get_seq_length():
         raise DomainError("speculation: the cache holds the whole prompt; want at least one token that it does not")
-
-
-def _refuse_evictions(policy: object, config: SpeculationConfig) -> None:
-    """Rejected drafts must be taken back, and must not have had a say in what was evicted."""
-    if not isinstance(policy, CachePolicy) or policy.eviction is None or policy.newest is None:
-        return
-    counts = config.fixed_counts
-    reads = 1 + (config.length or config.longest) if counts is None else counts.window
-    if policy.newest < reads or policy.ranked(_LONG, _LONG, 1) < _LONG:
-        raise ConfigError(
-            f"speculation: a pass reads {reads} tokens, and kv_cache {policy.name!r} evicts during the answer by the "
-            f"attention of drafts as well, or keeps fewer of the newest ({policy.newest}); want every=None and recent "
-            f"of at least {reads}, a shorter `length`, or no speculation"
-        )
 
 
 class Text:
