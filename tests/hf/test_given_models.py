@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Callable
 from typing import Any
@@ -81,6 +82,18 @@ def half_of_it(model: Model) -> None:
     layer.forward = types.MethodType(lambda self, x: self.down_proj(self.up_proj(x)), layer)
 
 
+def replaced_where(when: Callable[[torch.Tensor], bool], around: Callable[[Any], Any] = lambda made: made) -> Any:
+    """A forward that differs only for some shapes."""
+
+    def apply(model: Model) -> None:
+        layer = model.model.layers[1].mlp
+        original = layer.forward
+        made = functools.wraps(original)(lambda x: original(x) * (2 if when(x) else 1))
+        layer.forward = around(made)
+
+    return apply
+
+
 def own_attention(model: Model) -> None:
     def sharper(module: nn.Module, q: Any, k: Any, v: Any, mask: Any, scaling: float, **more: Any) -> Any:
         return eager_attention_forward(module, q, k, v, mask, 2 * scaling, **more)
@@ -89,7 +102,11 @@ def own_attention(model: Model) -> None:
     model.config._attn_implementation = "sharper"
 
 
+LATER = "'model.layers.1.mlp' was replaced on this one object, and on a longer text"
 REFUSED: dict[str, tuple[str, Callable[[Model], object], str]] = {
+    "forward on longer texts": ("llama", replaced_where(lambda x: x.shape[1] > 8), LATER),
+    "forward in decoding": ("llama", replaced_where(lambda x: x.shape[1] == 1), LATER),
+    "forward under torch's own": ("llama", replaced_where(lambda x: x.shape[1] == 1, torch.no_grad()), LATER),
     "forward of one object": ("llama", half_of_it, r"'model.layers.1.mlp' \(LlamaMLP\) does not compute .*logits"),
     "attention function": ("llama", own_attention, r"'model.layers.0.self_attn' \(LlamaAttention\) does not compute"),
     "frequencies": ("llama", lambda m: m.model.rotary_emb.inv_freq.mul_(2), r"buffer 'model.rotary_emb.inv_freq'"),

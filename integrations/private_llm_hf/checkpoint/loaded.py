@@ -8,6 +8,7 @@ is named. What a short text does not show (a window, an eps, numbers of position
 from __future__ import annotations
 
 import copy
+import functools
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,8 +23,8 @@ from private_llm.errors import PatchMismatch
 from private_llm_hf.checkpoint.dense import first_line
 from private_llm_hf.checkpoint.given_parts import pairs, part, strange_modules, value
 from private_llm_hf.checkpoint.model_spec import sent_values
-from private_llm_hf.checkpoint.same_outputs import EQUAL, difference, first_difference, outputs, recorded
-from private_llm_hf.checkpoint.sample_inputs import sample_inputs
+from private_llm_hf.checkpoint.same_outputs import EQUAL, difference, first_difference, generated, outputs, recorded
+from private_llm_hf.checkpoint.sample_inputs import longer_inputs, sample_inputs
 from private_llm_hf.checkpoint.weights import AS_GIVEN, STATISTICS, WeightList, dense_weight, skeleton, without_weights
 
 _ELSEWHERE = 1e-2
@@ -48,9 +49,11 @@ def as_built(model: PreTrainedModel, config: PretrainedConfig) -> PreTrainedMode
     """The model as its class and configuration make it, with the weights of `model`, in evaluation mode.
 
     config: that of `model`, or one that says the same. Sizes of the vocabulary, tied weights and the number of layers
-    are taken from the model where the configuration says something else. Costs one forward each of six tokens; weights
-    are not copied. Raises PatchMismatch, with the module's name, where the two compute something else, hold other
-    buffers or numbers (eps, scaling), or where weights are missing.
+    are taken from the model where the configuration says something else. Costs one forward each of six tokens; where a
+    forward was replaced on an object, one of up to 512 as well, and two generated tokens, which show what differs only
+    for such shapes, but not every condition that code may have. Weights are not copied. Raises PatchMismatch, with the
+    module's name, where the two compute something else, hold other buffers or numbers (eps, scaling), or where weights
+    are missing.
     """
     with AS_GIVEN:
         return _as_built(model, config)
@@ -71,7 +74,7 @@ def _as_built(model: PreTrainedModel, config: PretrainedConfig) -> PreTrainedMod
     try:
         with _unpacked(model):
             wanted = outputs(model, given)
-    except Exception as error:  # whatever a foreign forward raises
+    except Exception as error:
         raise PatchMismatch(
             f"patch: this {type(model).__name__} does not run in the clear on a short text "
             f"({type(error).__name__}: {first_line(error)}); want a model that runs with {', '.join(given)}"
@@ -82,6 +85,16 @@ def _as_built(model: PreTrainedModel, config: PretrainedConfig) -> PreTrainedMod
         EQUAL if len({weight.device for weight in (*model.parameters(), *built.parameters())}) == 1 else _ELSEWHERE
     )
     found = difference(wanted, outputs(built, given), allowed)
+    replaced = _replaced_forwards(model)
+    if found is None and replaced:
+        given = longer_inputs(config, given)
+        found = _longer_difference(model, built, given, allowed)
+        if found is not None:
+            raise PatchMismatch(
+                f"patch: forward of '{replaced[0]}' was replaced on this one object, and on a longer text, a token "
+                f"alone or a step with a cache the model computes other values than its class ({found}), which parties "
+                "and the private model run; remove it (del), or change the class"
+            )
     if found is None:
         built.config = config
         return built
@@ -95,6 +108,26 @@ def _as_built(model: PreTrainedModel, config: PretrainedConfig) -> PreTrainedMod
         f"and the model's configuration say, from which the parties build it ({found}); undo the change, or change the "
         "configuration and load the model again"
     )
+
+
+def _longer_difference(
+    model: PreTrainedModel, built: PreTrainedModel, given: dict[str, Tensor], allowed: float
+) -> str | None:
+    """What differs for a longer text, one of a token, and in steps with a cache; None if nothing does."""
+    first = {name: value[:, :1] if name.endswith("input_ids") else value for name, value in given.items()}
+    runs: list[tuple[Callable[..., dict[str, Tensor]], dict[str, Tensor]]] = [(outputs, given), (outputs, first)]
+    if model.can_generate():
+        runs.append((generated, given))
+    for run, inputs in runs:
+        try:
+            with _unpacked(model):
+                wanted = run(model, inputs)
+        except Exception as error:  # noqa: BLE001 - a foreign forward may raise anything
+            return f"{type(error).__name__}: {first_line(error)}"
+        found = difference(wanted, run(built, inputs), allowed)
+        if found is not None:
+            return found
+    return None
 
 
 # -- what the configuration should say ------------------------------------------------------------------------------
@@ -323,7 +356,32 @@ def _refuse_own_code(model: nn.Module) -> None:
                 )
 
 
+def _replaced_forwards(model: nn.Module) -> list[str]:
+    """Modules whose forward a user replaced on the object, or within what accelerate or a compiler put around it."""
+    return [
+        name or type(model).__name__
+        for name, module in model.named_modules()
+        for own in ("forward", "_old_forward")
+        if own in vars(module) and any(map(_of_user, _around(vars(module)[own], type(module).forward)))
+    ]
+
+
+def _around(code: Any, of_class: object) -> Iterator[Any]:  # noqa: ANN401 - a function, method or partial
+    """Functions around that of the class, from the outermost; all of them if it is not within."""
+    while code is not None:
+        function = getattr(code, "__func__", code)
+        if function is of_class:
+            return
+        yield from _around(function.func, of_class) if isinstance(function, functools.partial) else (function,)
+        code = getattr(function, "__wrapped__", getattr(function, "_torchdynamo_orig_callable", None))
+
+
 def _of_user(code: Any) -> bool:  # noqa: ANN401 - a hook or a method
-    """Whether code is not that of torch, transformers, accelerate or peft, which put some on modules themselves."""
-    home = getattr(code, "__module__", None) or type(code).__module__
+    """Whether code is not that of torch, transformers, accelerate or peft, which put some on modules themselves.
+
+    functools.wraps gives a function another's `__module__`; its globals stay those of the file that it is from.
+    """
+    function = getattr(code, "__func__", code)
+    home = getattr(function, "__globals__", {}).get("__name__") or getattr(code, "__module__", None)
+    home = home or type(code).__module__
     return str(home).partition(".")[0] not in ("torch", "transformers", "accelerate", "peft")

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
+from transformers import GenerationConfig, PreTrainedModel
 
 EQUAL = 1e-5
 """Largest difference between two runs of the same code, as a part of the largest value: sums in another order."""
@@ -28,6 +29,19 @@ def outputs(model: nn.Module, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
         made = model(**moved, return_dict=True)
     named = made.items() if isinstance(made, Mapping) else enumerate(_leaves(made))
     return {str(name): _seen(value) for name, value in named if isinstance(value, Tensor)}
+
+
+def generated(model: PreTrainedModel, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """As `outputs`, of the two tokens that the model says after a text: the second is a step behind the cache."""
+    device = next((value.device for value in model.parameters() if not value.is_meta), torch.device("cpu"))
+    settings = GenerationConfig(
+        max_new_tokens=2, min_new_tokens=2, do_sample=False, pad_token_id=0, output_logits=True,
+        return_dict_in_generate=True,
+    )  # fmt: skip
+    ids = given["input_ids"].to(device)
+    with torch.no_grad(), _evaluating(model), _eager():
+        made = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
+    return {f"logits of step {step}": _seen(value) for step, value in enumerate(made.logits)}
 
 
 def difference(wanted: Mapping[str, Tensor], found: Mapping[str, Tensor], allowed: float = EQUAL) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 
 import numpy as np
 import torch
@@ -15,6 +16,9 @@ from private_llm_hf.vision.network import Network, NetworkConfig, image_shape
 SPAN = 2.5
 """Largest value of the pictures of noise: white, normalised by the usual means and deviations, is 2.2 to 2.7."""
 _LENGTH = 6
+_LONG = 512
+_SPARE = 4
+"""Positions that are left for generated tokens, and for numbers of positions that begin after the padding token's."""
 _SIDE = 32
 """Pixels of images, where any size goes."""
 _SIDES = (_SIDE, 28, 224, 64, 96, 128, 256, 299, 16, 8)
@@ -33,6 +37,17 @@ def sample_inputs(model: PreTrainedModel) -> dict[str, Tensor]:
     if architecture(model.config).kind == "encoder-decoder" and not is_encoder_of_two(model):
         given["decoder_input_ids"] = ids[:1].flip(1)
     return given
+
+
+def longer_inputs(config: PretrainedConfig, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Of the sample inputs a text as long as the model takes, 512 tokens at most, without padding; or one image."""
+    limit = getattr(config.get_text_config(), "max_position_embeddings", None) or _LONG
+    length = max(_LENGTH + 1, min(limit, _LONG) - _SPARE)
+    return {
+        name: value.repeat(1, -(-length // value.shape[1]))[:, :length] if name.endswith("input_ids") else value[:1]
+        for name, value in given.items()
+        if name != "attention_mask"
+    }
 
 
 def is_encoder_of_two(model: PreTrainedModel) -> bool:
