@@ -20,7 +20,7 @@ _CHANGES_NOTHING = ("low_cpu_mem_usage", "weights_only", "resume_download", "_fa
 """Arguments of transformers' from_pretrained about how it loads: here weights are read one by one."""
 
 _QUANTISE = (
-    "weights are shared in fixed point (PrivateConfig.ring, frac_bits), so quantising them saves nothing; leave "
+    "weights are shared in fixed point (PrivateConfig.ring, frac_bits), so quantising them saves nothing; leave it out"
 )
 _ADVICE = {
     "load_in_8bit": _QUANTISE,
