@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import json
@@ -34,6 +35,8 @@ _LINE_END = "\n"
 """Of a stream's lines, two of an event: clients that look for these do not find those of sse-starlette (CR LF)."""
 Reader = Callable[[Mapping[str, Served], Mapping[str, Any], int], Wanted]
 
+_MOST_READING = 2  # bodies at a time: reading holds the interpreter, and a thread of the pool that streams share
+
 
 class Endpoints:
     """All addresses over some models."""
@@ -43,6 +46,7 @@ class Endpoints:
     ) -> None:
         self.models, self.settings, self.runner, self.metrics = models, settings, runner, metrics
         self._began = int(time.time())
+        self._reading = asyncio.Semaphore(_MOST_READING)
         self.router = APIRouter()
         self._add("/v1/chat/completions", partial(self._text, requests.chat), "POST")
         self._add("/v1/completions", partial(self._text, requests.completion), "POST")
@@ -87,7 +91,8 @@ class Endpoints:
     # -- texts --------------------------------------------------------------------------------------------------
     async def _text(self, read: Reader, request: Request) -> Response:
         raw = await request.body()
-        wanted = await run_in_threadpool(lambda: read(self.models, body_of(raw), self.settings.max_choices))
+        async with self._reading:
+            wanted = await run_in_threadpool(lambda: read(self.models, body_of(raw), self.settings.max_choices))
         made = responses.Response(wanted)
 
         def work(tell: engine.Tell, gone: Callable[[], bool]) -> Any:  # noqa: ANN401
@@ -141,7 +146,8 @@ class Endpoints:
     # -- vectors ------------------------------------------------------------------------------------------------
     async def _embeddings(self, request: Request) -> Response:
         raw = await request.body()
-        served, rows, encoded = await run_in_threadpool(lambda: self._read_embeddings(body_of(raw)))
+        async with self._reading:
+            served, rows, encoded = await run_in_threadpool(lambda: self._read_embeddings(body_of(raw)))
         tokens = sum(map(len, rows))
 
         def work(_: engine.Tell, gone: Callable[[], bool]) -> Any:  # noqa: ANN401

@@ -15,14 +15,31 @@ from private_llm_gateway.settings import GatewaySettings
 from private_llm.errors import DomainError
 
 
-@pytest.mark.parametrize("raw", [b'{"prompt": "\\udfff"}', b'{"\\ud800": 1}', b'{"a": [["x", {"b": "\\ud800"}]]}'])
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b'{"prompt": "\\udfff"}',
+        b'{"\\ud800": 1}',
+        b'{"a": [["x", {"b": "\\ud800"}]]}',
+        b'{"a": "\\\\\\ud800"}',
+        b'["\\ud800\\ud835\\udd4f"]',
+    ],
+)
 def test_a_lone_surrogate_is_in_no_text(raw: bytes) -> None:
     with pytest.raises(ApiError, match="no JSON"):
         body_of(raw)
 
 
 def test_a_pair_of_surrogates_is_a_character() -> None:
-    assert body_of(b'{"a": "\\ud835\\udd4f"}') == {"a": "\U0001d54f"}
+    assert body_of(b'{"a": "\\ud835\\udd4f", "b": "\\\\ud800"}') == {"a": "\U0001d54f", "b": "\\ud800"}
+
+
+def test_values_are_counted_outside_texts() -> None:
+    text = ',[{\\"' * 100_000
+    assert len(body_of(f'{{"prompt": "{text}"}}'.encode())["prompt"]) == 400_000
+    for many in (b"[0" + b",0" * 40_000 + b"]", b'""' * 40_000):
+        with pytest.raises(ApiError, match="more than 32768 texts, lists"):
+            body_of(many)
 
 
 @pytest.mark.parametrize("value", [10**400, -(10**400), float("nan"), float("inf")])
