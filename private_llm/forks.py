@@ -29,21 +29,23 @@ if hasattr(os, "register_at_fork"):
 
 
 class Origin:
-    """The process that made this object."""
+    """The process that made this object. forks: how many forks lay before it; where calls are many, these are compared
+    in place with `process.forks`.
+    """
 
-    __slots__ = ("_forks",)
+    __slots__ = ("forks",)
 
     def __init__(self) -> None:
-        self._forks = process.forks
+        self.forks = process.forks
 
     @property
     def here(self) -> bool:
         """Whether this is the process that made it, not a fork of that one."""
-        return self._forks == process.forks
+        return self.forks == process.forks
 
     def demand(self, what: str) -> None:
         """Raises ProtocolAbort in a fork of the process that made `what`."""
-        if self._forks != process.forks:
+        if self.forks != process.forks:
             raise forked(what)
 
 

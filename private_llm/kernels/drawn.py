@@ -21,7 +21,7 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from torch import Tensor
 
 from private_llm.errors import PlaintextLeak, UnsupportedOp
-from private_llm.forks import Origin
+from private_llm.forks import Origin, forked, process
 from private_llm.kernels import parallel
 from private_llm.kernels.backends.cpu import aes as cpu_aes
 from private_llm.kernels.backends.cpu import aes_ctr as cpu_aes_ctr
@@ -76,7 +76,9 @@ class StreamKey:
 
     def write(self, start: int, to: int, size: int) -> None:
         """The same at an address. Raises UnsupportedOp on processors without AES instructions."""
-        keys = self.rounds
+        keys = self._address
+        if self._origin.forks != process.forks:  # as `rounds` does; a call less for each mask
+            raise forked("a mask")
         if keys is None:
             raise UnsupportedOp("a stream at an address, on a processor without AES instructions")
         pieces = 1 if size < _SHARED else parallel.threads(size / BYTES)
