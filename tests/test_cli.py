@@ -121,7 +121,7 @@ def test_doctor_measures(run: Run) -> None:
 def test_bench_rows_have_every_field(run: Run) -> None:
     made = rows(run, "bench", "relu", "mul", "matmul", "--tiny", "--repeat", "2")
     assert [row["name"] for row in made] == ["relu", "mul", "matmul"]
-    wanted = set(Row.__dataclass_fields__) | {"machine", "torch", "version"}
+    wanted = set(Row.__dataclass_fields__) | {"machine", "torch", "version", "commit"}
     for row in made:
         assert set(row) == wanted
         seconds = row["seconds"]
