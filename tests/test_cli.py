@@ -186,7 +186,7 @@ def test_bench_in_processes_sends_the_same(run: Run) -> None:
         (("generate", "any", "--prompt", "x", "--temperature", "1", "--top-p", "nan"), "top-p: got nan"),
         (("generate", "any", "--prompt", "x", "--temperature", "-1"), "temperature: got -1"),
         (("generate", "any", "--prompt", "x", "--advance", "2"), "draft: got none, so --draft-paths and --advance"),
-        (("generate", "any", "--prompt", "x", "--draft", "lookup", "--advance", "0"), "FixedCounts: got advance=0"),
+        (("generate", "any", "--prompt", "x", "--draft", "lookup", "--advance", "-1"), "FixedCounts: got advance=-1"),
         (("generate", "any", "--prompt", "x", "--draft", "lookup", "--draft-paths", "0"), "paths: got 0; want 1"),
         (("generate", "any", "--prompt", "x", "--draft", "lookup", "--preprocess"), "preprocess: with --draft"),
         (("generate", "any", "--prompt", "x", "--top-p", "0.5"), "greedy text has no use for it"),
