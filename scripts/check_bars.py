@@ -17,10 +17,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import bench_service
+import torch
 from private_llm_cli.bench import cascade, kernels
 from private_llm_cli.bench.catalogue import make
 from private_llm_cli.bench.measure import measure_in_turns
-from private_llm_cli.bench.rows import provenance
+from private_llm_cli.bench.rows import provenance, usable_cores
 from private_llm_cli.commands.models import quiet
 from private_llm_cli.commands.output import emit_json
 
@@ -48,6 +49,7 @@ def listed_rows(tiny: bool) -> float:
 
 def undistributed(tiny: bool) -> float:
     """The plaintext forward by token sharding's, median of neighbouring pairs."""
+    torch.set_num_threads(usable_cores())  # the plaintext forward has all of them, too
     case = next(case for case in cascade.cases(tiny) if case.part == "alone")
     return 1.0 / float(case.run(1 if tiny else 5)["ratio"]["median"])
 
