@@ -2,8 +2,8 @@
 
 A score counts by its sign alone, so each unit's row may be multiplied by any positive number, and so may a hidden value
 if the rows that read it are divided by it. What a block reads is nearly always a norm's output g * n + h, of which the
-owner knows g and h, and rows n have a mean square of 1: scores get a root mean square of 2^-1 for independent entries,
-and then none exceeds (sqrt(width) + 1) / 2. Between the two layers the factor is divided so that the weights of both
+owner knows g and h, and rows n have a mean square of 1: scores get a root mean square of 2 for independent entries,
+and then none exceeds 2 (sqrt(width) + 1). Between the two layers the factor is divided so that the weights of both
 are of one size: fixed point rounds either as little as it can.
 """
 
@@ -14,8 +14,8 @@ from torch import Tensor
 
 from private_llm_hf.sparsity.predictor import Predictor
 
-_SIZE = 0.5
-"""Root mean square of scores. Comparisons resolve 2^-8 of them, and the check of ranges wants them below 2^10."""
+_SIZE = 2.0
+"""Root mean square of scores. Comparisons resolve steps of 2^-8, and the check of ranges wants scores below 2^10."""
 
 _LEARNT = 0.25
 """Factor of scores where nothing is known of the input: those of training are logits, of 1 to 10."""
