@@ -298,71 +298,113 @@ ADD, SUB, MUL, XOR, AND, RIGHT, ADD_TIMES = range(7)
 
 
 @compiled
-def _line(
-    operation: int, factor: int, count: int, out: Array, to: int, so: int, x: Array, at: int, sx: int, y: Array,
-    by: int, sy: int,
-) -> None:  # fmt: skip
-    """One line of `combine`; with a case of its own for lines without gaps, which become vectors."""
-    one = so == 1 and sx == 1 and sy == 1
+def _dense(operation: int, factor: int, out: Array, x: Array, y: Array) -> None:
+    """A line of `combine` without gaps: each loop becomes vectors."""
     if operation == ADD:
-        if one:
-            for m in range(count):
-                out[to + m] = x[at + m] + y[by + m]
-        else:
-            for m in range(count):
-                out[to + m * so] = x[at + m * sx] + y[by + m * sy]
+        for m in range(len(out)):
+            out[m] = x[m] + y[m]
     elif operation == SUB:
-        if one:
-            for m in range(count):
-                out[to + m] = x[at + m] - y[by + m]
-        else:
-            for m in range(count):
-                out[to + m * so] = x[at + m * sx] - y[by + m * sy]
+        for m in range(len(out)):
+            out[m] = x[m] - y[m]
     elif operation == MUL:
-        if one:
-            for m in range(count):
-                out[to + m] = x[at + m] * y[by + m]
-        else:
-            for m in range(count):
-                out[to + m * so] = x[at + m * sx] * y[by + m * sy]
+        for m in range(len(out)):
+            out[m] = x[m] * y[m]
     elif operation == XOR:
-        if one:
-            for m in range(count):
-                out[to + m] = x[at + m] ^ y[by + m]
-        else:
-            for m in range(count):
-                out[to + m * so] = x[at + m * sx] ^ y[by + m * sy]
+        for m in range(len(out)):
+            out[m] = x[m] ^ y[m]
     elif operation == AND:
-        if one:
-            for m in range(count):
-                out[to + m] = x[at + m] & y[by + m]
-        else:
-            for m in range(count):
-                out[to + m * so] = x[at + m * sx] & y[by + m * sy]
+        for m in range(len(out)):
+            out[m] = x[m] & y[m]
     elif operation == RIGHT:
-        if one:
-            for m in range(count):
-                out[to + m] = x[at + m] >> y[by + m]
-        else:
-            for m in range(count):
-                out[to + m * so] = x[at + m * sx] >> y[by + m * sy]
+        for m in range(len(out)):
+            out[m] = x[m] >> y[m]
     else:
-        for m in range(count):
-            out[to + m * so] = x[at + m * sx] + factor * y[by + m * sy]
+        for m in range(len(out)):
+            out[m] = x[m] + factor * y[m]
+
+
+@compiled
+def _with_one(operation: int, factor: int, out: Array, x: Array, y: int) -> None:
+    """The same where y is one number for all."""
+    if operation in (ADD, SUB, ADD_TIMES):
+        more = y if operation == ADD else -y if operation == SUB else factor * y
+        for m in range(len(out)):
+            out[m] = x[m] + more
+    elif operation == MUL:
+        for m in range(len(out)):
+            out[m] = x[m] * y
+    elif operation == XOR:
+        for m in range(len(out)):
+            out[m] = x[m] ^ y
+    elif operation == AND:
+        for m in range(len(out)):
+            out[m] = x[m] & y
+    else:
+        for m in range(len(out)):
+            out[m] = x[m] >> y
+
+
+@compiled
+def _from_one(out: Array, x: int, y: Array) -> None:
+    """x - y, where x is one number for all."""
+    for m in range(len(out)):
+        out[m] = x - y[m]
+
+
+@compiled
+def _apart(
+    operation: int, factor: int, count: int, out: int, so: int, x: int, sx: int, y: int, sy: int
+) -> None:  # fmt: skip
+    """A line with gaps."""
+    outs, xs, ys = flat(out, 1 << 40, _SIGNED), flat(x, 1 << 40, _SIGNED), flat(y, 1 << 40, _SIGNED)
+    times = 1 if operation == ADD else -1 if operation == SUB else factor
+    for m in range(count):
+        one, other = xs[m * sx], ys[m * sy]
+        if operation == MUL:
+            outs[m * so] = one * other
+        elif operation == XOR:
+            outs[m * so] = one ^ other
+        elif operation == AND:
+            outs[m * so] = one & other
+        elif operation == RIGHT:
+            outs[m * so] = one >> other
+        else:
+            outs[m * so] = one + times * other
+
+
+@compiled
+def _line(
+    operation: int, factor: int, count: int, out: int, so: int, x: int, sx: int, y: int, sy: int
+) -> None:  # fmt: skip
+    """One line of `combine`: addresses and strides."""
+    if so == 1 and sx == 1 and sy == 1:
+        _dense(operation, factor, flat(out, count, _SIGNED), flat(x, count, _SIGNED), flat(y, count, _SIGNED))
+    elif so == 1 and sx == 1 and sy == 0:
+        _with_one(operation, factor, flat(out, count, _SIGNED), flat(x, count, _SIGNED), flat(y, 1, _SIGNED)[0])
+    elif so == 1 and sx == 0 and sy == 1 and operation == SUB:
+        _from_one(flat(out, count, _SIGNED), flat(x, 1, _SIGNED)[0], flat(y, count, _SIGNED))
+    else:
+        _apart(operation, factor, count, out, so, x, sx, y, sy)
 
 
 @CompiledStep
 def combine(row: Row) -> None:
     """out = x (operation) y. Row: sizes of 4 dimensions, address and 4 strides of out, x and y, operation, factor."""
     a = carray(row, 21)
-    out, x, y = flat(a[4], 1 << 40, _SIGNED), flat(a[9], 1 << 40, _SIGNED), flat(a[14], 1 << 40, _SIGNED)
     for i in range(a[0]):
         for j in range(a[1]):
             for k in range(a[2]):
-                to = i * a[5] + j * a[6] + k * a[7]
-                at = i * a[10] + j * a[11] + k * a[12]
-                by = i * a[15] + j * a[16] + k * a[17]
-                _line(a[19], a[20], a[3], out, to, a[8], x, at, a[13], y, by, a[18])
+                out = a[4] + 8 * (i * a[5] + j * a[6] + k * a[7])
+                x = a[9] + 8 * (i * a[10] + j * a[11] + k * a[12])
+                y = a[14] + 8 * (i * a[15] + j * a[16] + k * a[17])
+                _line(a[19], a[20], a[3], out, a[8], x, a[13], y, a[18])
+
+
+@compiled
+def _copied(out: Array, x: Array) -> None:
+    """Elements without gaps."""
+    for m in range(len(out)):
+        out[m] = x[m]
 
 
 @CompiledStep
@@ -376,11 +418,19 @@ def copy(row: Row) -> None:
                 to = i * a[5] + j * a[6] + k * a[7]
                 at = i * a[10] + j * a[11] + k * a[12]
                 if a[8] == 1 and a[13] == 1:
-                    for m in range(a[3]):
-                        out[to + m] = x[at + m]
+                    _copied(flat(a[4] + 8 * to, a[3], _SIGNED), flat(a[9] + 8 * at, a[3], _SIGNED))
                 else:
                     for m in range(a[3]):
                         out[to + m * a[8]] = x[at + m * a[13]]
+
+
+@compiled
+def _summed(x: Array) -> int:
+    """Of elements without gaps."""
+    total = np.int64(0)
+    for m in range(len(x)):
+        total += x[m]
+    return int(total)
 
 
 @CompiledStep
@@ -393,8 +443,11 @@ def sum_last(row: Row) -> None:
             for k in range(a[2]):
                 at = i * a[10] + j * a[11] + k * a[12]
                 total = np.int64(0)
-                for m in range(a[3]):
-                    total += x[at + m * a[13]]
+                if a[13] == 1:
+                    total = _summed(flat(a[9] + 8 * at, a[3], _SIGNED))
+                else:
+                    for m in range(a[3]):
+                        total += x[at + m * a[13]]
                 out[i * a[5] + j * a[6] + k * a[7]] = total
 
 
