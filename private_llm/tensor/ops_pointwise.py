@@ -292,7 +292,7 @@ def clone(x: SecretTensor, **_: object) -> SecretTensor:
     return x.duplicate()
 
 
-@implements(torch.nn.functional.dropout, torch.dropout)
+@implements(torch.nn.functional.dropout, torch.dropout, torch.nn.functional.dropout2d)
 def dropout(x: SecretTensor, p: float = 0.5, training: bool = True, inplace: bool = False, **kw: bool) -> SecretTensor:
     """The identity of inference. Raises UnsupportedOp in training mode with p > 0."""
     if (training or kw.get("train")) and p > 0:
