@@ -40,7 +40,7 @@ from private_llm_hf.models.sparse_blocks import adopted, check_sparsity
 from private_llm_hf.patch_plan import check_ring, make_patch_plan
 from private_llm_hf.sparsity.sharing import SharedPredictors, shared_predictors
 from private_llm_hf.token_sharding.client import check_sharding
-from private_llm_hf.tools.trial import AT_NODES, require_agreement
+from private_llm_hf.tools.trial import AT_NODES, require_agreement, require_ring
 from private_llm_hf.vision.network import Network
 from private_llm_hf.wire.commands import Description
 
@@ -263,6 +263,8 @@ def _open(
         require_agreement(model_class, plain, _open_small, AT_NODES)
     patch_plan = make_patch_plan(spec.model, private_config)
     check_ring(spec.model, private_config)
+    if not tried:
+        require_ring(model_class, plain, _open_small, private_config)
     check_reveal(spec.model, private_config)
     parties = start(private_config, mesh)
     try:
@@ -386,6 +388,7 @@ def share_checkpoint(
     check_sparsity(spec.model, private_config.sparsity)
     make_patch_plan(spec.model, private_config)
     check_ring(spec.model, private_config)
+    require_ring(model_class, source_config, _open_small, private_config)
     wanted = spec.shared
     target = Path(folder)
     client = target / "client"

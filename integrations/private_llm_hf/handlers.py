@@ -35,13 +35,14 @@ class Handler:
     """One kind of module. becomes, public: the patch plan's words. make: the private module for one, or None.
 
     A private module has the weights of the one it stands for, as parameters of the same names. settings: of a user's
-    module, its constructor arguments; None for those of this library.
+    module, its constructor arguments; None for those of this library. wide: its products need a 64-bit ring.
     """
 
     becomes: str
     public: str = ""
     make: Make | None = None
     settings: tuple[str, ...] | None = None
+    wide: bool = False
 
 
 Find = Callable[[nn.Module], Handler | None]
@@ -98,7 +99,7 @@ def _norm(module: nn.Module) -> Handler | None:
         return None
     kind = f"secret {'RMS' if norm.kind == 'rms' else 'layer'} norm"
     folded = ", its weight in the layers that read it" if isinstance(module, FoldedNorm) else ""
-    return Handler(kind + folded, make=norm.private)
+    return Handler(kind + folded, make=norm.private, wide=True)
 
 
 def _gelu(module: nn.Module) -> Handler | None:
@@ -106,7 +107,9 @@ def _gelu(module: nn.Module) -> Handler | None:
     kind = match("gelus", module)
     if kind is None:
         return None
-    return Handler("secret GELU", make=lambda _: PrivateQuickGELU() if kind == "quick" else PrivateGELU(kind))
+    return Handler(
+        "secret GELU", make=lambda _: PrivateQuickGELU() if kind == "quick" else PrivateGELU(kind), wide=True
+    )
 
 
 def _experts(module: nn.Module) -> Handler | None:
@@ -129,13 +132,14 @@ def _esm(module: nn.Module) -> Handler | None:
     """A GELU that is spelled by hand in the module around it."""
     made: dict[str, Make] = {"EsmIntermediate": PrivateEsmIntermediate, "EsmLMHead": PrivateEsmLMHead}
     make = made.get(type(module).__name__)
-    return None if make is None else Handler("secret GELU", make=make)
+    return None if make is None else Handler("secret GELU", make=make, wide=True)
 
 
 def _by_name(module: nn.Module) -> Handler | None:
     """Rules of models/modules.json: operations that tensors have rules for."""
     kind = type(module).__name__
-    return next((Handler(rule.becomes, rule.public) for rule in module_rules() if rule.pattern.match(kind)), None)
+    rule = next((rule for rule in module_rules() if rule.pattern.match(kind)), None)
+    return None if rule is None else Handler(rule.becomes, rule.public, wide=rule.wide)
 
 
 _FINDERS: tuple[Find, ...] = (_by_user, _norm, _gelu, _experts, _esm, _by_name)

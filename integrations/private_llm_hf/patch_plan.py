@@ -21,7 +21,7 @@ from private_llm.ranges import QUANTITIES, UNKNOWN, Ranges, layer_of
 from private_llm.token_sharding import ShardingPlan
 from private_llm_hf.handlers import handler_of
 from private_llm_hf.models.cache_policies import check_cache_policy
-from private_llm_hf.models.norms import FoldedNorm, norm_of
+from private_llm_hf.models.norms import FoldedNorm
 from private_llm_hf.token_sharding.attention_calls import run_without_values
 from private_llm_hf.token_sharding.cut import Cut
 
@@ -117,14 +117,15 @@ def make_patch_plan(model: PreTrainedModel, config: PrivateConfig) -> PatchPlan:
 
 
 def check_ring(model: PreTrainedModel, config: PrivateConfig) -> None:
-    """Raise ConfigError, which names the module, for a model with norms in the 32-bit ring: every request would fail.
+    """Raise ConfigError, which names the module, for what the 32-bit ring cannot compute: every request would fail.
 
     model: on any device. What nodes of token sharding run needs no ring.
     """
     if config.ring >= 64 or config.plan is not None:
         return
     for name, module in model.named_modules():
-        if isinstance(module, nn.LayerNorm | nn.RMSNorm) or norm_of(module) is not None:
+        handler = handler_of(module)
+        if isinstance(module, nn.RMSNorm) or (handler is not None and handler.wide):
             raise ConfigError(
                 f"ring: got {config.ring} for {type(model).__name__}, whose '{name}' ({type(module).__name__}) has "
                 "products beyond it; want ring=64. The 32-bit ring is for networks of convolutions and ReLU"

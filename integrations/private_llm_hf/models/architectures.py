@@ -61,11 +61,12 @@ class Architecture:
 
 @dataclass(frozen=True)
 class ModuleRule:
-    """What runs in place of a module, and what of it is public."""
+    """What runs in place of a module, and what of it is public. wide: whether its products need a 64-bit ring."""
 
     pattern: re.Pattern[str]
     becomes: str
     public: str
+    wide: bool = False
 
 
 def architecture(config: PretrainedConfig) -> Architecture:
@@ -177,7 +178,7 @@ def compared(way: Literal["shares", "token sharding"] = "shares") -> frozenset[s
 def module_rules() -> tuple[ModuleRule, ...]:
     """Rules by class name, first match wins."""
     rules = _read("modules.json")
-    return tuple(ModuleRule(re.compile(f"(?:{names})$"), r["becomes"], r["public"]) for names, r in rules.items())
+    return tuple(ModuleRule(re.compile(f"(?:{names})$"), **rule) for names, rule in rules.items())
 
 
 @functools.cache

@@ -18,7 +18,7 @@ import stat
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 
@@ -28,11 +28,11 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PretrainedConfig, PreTrainedModel
 
 from private_llm.config import PrivateConfig
-from private_llm.errors import PatchMismatch
+from private_llm.errors import ConfigError, DomainError, PatchMismatch
 from private_llm.kernels.compiling import FOLDER
 from private_llm.tensor.secret import SecretTensor
 from private_llm.token_sharding import ShardingPlan
-from private_llm_hf.checkpoint.sample_inputs import is_encoder_of_two, sample_pictures, sample_tokens
+from private_llm_hf.checkpoint.sample_inputs import fitting_inputs, is_encoder_of_two, sample_pictures, sample_tokens
 from private_llm_hf.checkpoint.weights import skeleton
 from private_llm_hf.handlers import handler_of
 from private_llm_hf.models.architectures import architecture, compared, reads_first_token
@@ -98,6 +98,33 @@ def require_agreement(
     if passed is not None:
         with suppress(OSError):  # a full disk, or one that is read only: the next load tries again
             passed.write_text(model_class.__name__, encoding="utf-8")
+
+
+def require_ring(
+    model_class: type[PreTrainedModel], config: PretrainedConfig, make_private: Open, private_config: PrivateConfig
+) -> None:
+    """In the 32-bit ring try what `check_ring` cannot know: modules without a rule of ours, and handlers of users.
+
+    Raises ConfigError for an operation that needs 64 bits.
+    """
+    if private_config.ring == 64:
+        return
+    bare = skeleton(model_class, config)
+    unknown = not isinstance(bare, Network) and unknown_modules(bare)  # networks are made of a closed list
+    if not unknown and not _has_handler_of_user(bare):
+        return
+    model = miniature(model_class, config)
+    images = fitting_inputs(model) if isinstance(model, Network) else sample_pictures(config)
+    if images is None:  # nobody knows what it could be tried on
+        return
+    settings = replace(ON_SHARES, ring=private_config.ring, frac_bits=private_config.frac_bits)
+    try:
+        with _quiet(), torch.no_grad(), make_private(model, settings) as private:
+            private(pixel_values=images[:1])
+    except DomainError as error:
+        raise ConfigError(
+            f"ring: got {private_config.ring} for {model_class.__name__}, and a small model of it fails there: {error}"
+        ) from None
 
 
 def _has_handler_of_user(model: PreTrainedModel) -> bool:
