@@ -24,6 +24,7 @@ from private_llm_hf.checkpoint.calibration_runs import check_ranges, checkpoint_
 from private_llm_hf.checkpoint.checkpoint import Checkpoint
 from private_llm_hf.checkpoint.client_folder import generation_config, made_or_removed, write_client_folder
 from private_llm_hf.checkpoint.dense import dense_model, unwrapped, without_quantisation
+from private_llm_hf.checkpoint.given_images import check_images
 from private_llm_hf.checkpoint.loaded import as_built
 from private_llm_hf.checkpoint.model_spec import ModelSpec, describe, folds_norms
 from private_llm_hf.checkpoint.node_checkpoint import WeightsDigest
@@ -84,7 +85,7 @@ class _AutoPrivate:
         PatchMismatch for architectures, modules or checkpoints without a rule; ConfigError for unknown arguments
         and settings.
         """
-        private_config = _checked(private_config)
+        private_config = _checked(private_config, ranges)
         download = {key: hf_kwargs.pop(key) for key in _DOWNLOAD if key in hf_kwargs}
         loading = {key: hf_kwargs.pop(key) for key in _LOADING if key in hf_kwargs}
         checkpoint = Checkpoint(source, hf_kwargs, download)
@@ -105,10 +106,6 @@ class _AutoPrivate:
         def measured() -> Ranges:
             return checkpoint_ranges(checkpoint, model_class, config, private_config, hf={**download, **loading})
 
-        if not isinstance(ranges, Ranges | None):
-            raise ConfigError(
-                f"ranges: got {type(ranges).__name__}; want Ranges, as `ranges_of_checkpoint` returns them"
-            )
         generation = generation_config(model_class, source, config, download)
         return _open(model_class, config, private_config, weights, generation, ranges or measured)
 
@@ -172,9 +169,14 @@ def patch(
     links that measure, for instance). ranges: as for `from_pretrained`. images: a batch like those to come, on which a
     network of images is calibrated (default: pictures of noise, if the model says what shape it takes).
     Raises PatchMismatch for a transformers model class of somebody else's, modules without a rule, hooks and missing
-    weights; ConfigError for settings that this model cannot follow; DomainError as `from_pretrained`.
+    weights; ConfigError for settings that this model cannot follow; DomainError as `from_pretrained`, and for images
+    that are not a floating-point batch of the model's shape.
     """
-    private_config = _checked(private_config)
+    private_config = _checked(private_config, ranges)
+    if not isinstance(mesh, LocalMesh | None) or not callable(start):
+        raise ConfigError(f"mesh, start: got {mesh!r} and {start!r}; want a LocalMesh or None, and a function")
+    if images is not None and ranges is not None:
+        raise ConfigError("images, ranges: got both; ranges are what calibration on images finds, so leave one out")
     if not isinstance(model, nn.Module):
         raise PatchMismatch(f"patch: got {type(model).__name__}; want a transformers model or a torch.nn.Module")
     if isinstance(model, PrivateModel):
@@ -182,6 +184,8 @@ def patch(
     # copies: whoever sets something in the private model's configuration does not mean the plaintext model
     generation = copy.deepcopy(getattr(unwrapped(model), "generation_config", None))
     model = _loaded(model)
+    if images is not None:
+        images = check_images(type(model), model.config, images)
 
     def weights(wanted: WeightList, sink: Sink, local: bool = True) -> None:
         stream_loaded(model, wanted, sink)
@@ -371,7 +375,7 @@ def share_checkpoint(
     sharing already, unless `overwrite`, and else as `from_pretrained`: ConfigError (for weights="public", too),
     PatchMismatch, DomainError; a failure leaves none.
     """
-    private_config = _checked(private_config)
+    private_config = _checked(private_config, ranges)
     if private_config.weights == "public":
         raise ConfigError("share files hold secret weights; with weights='public' parties get the checkpoint")
     checkpoint = Checkpoint(source, hf_kwargs, hf_kwargs)
@@ -428,7 +432,9 @@ def check_reveal(model: PreTrainedModel, private_config: PrivateConfig) -> None:
         raise ConfigError(f"reveal='class' is for classifiers; {name} is none")
 
 
-def _checked(private_config: PrivateConfig | None) -> PrivateConfig:
+def _checked(private_config: PrivateConfig | None, ranges: Ranges | None = None) -> PrivateConfig:
+    if not isinstance(ranges, Ranges | None):
+        raise ConfigError(f"ranges: got {type(ranges).__name__}; want Ranges, as `ranges_of_checkpoint` returns them")
     if private_config is None:
         return PrivateConfig()
     if not isinstance(private_config, PrivateConfig):

@@ -18,6 +18,7 @@ from private_llm_hf.transformers_versions import CACHE
 from transformers import DynamicCache, PreTrainedModel
 
 from private_llm.errors import ConfigError, DomainError, PatchMismatch, PlaintextLeak, UnsupportedOp
+from private_llm.ranges import Ranges
 from tests.hf import tiny
 from tests.hf.conftest import PLAIN
 
@@ -251,6 +252,46 @@ def test_a_task_without_a_class(tmp_path: Path) -> None:
     tr.ViTConfig().save_pretrained(tmp_path)
     with pytest.raises(PatchMismatch, match="AutoModelForCausalLM has no class for 'vit' models"):
         AutoPrivateModelForCausalLM.from_pretrained(str(tmp_path), PLAIN)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (lambda x: [x], DomainError, "images: got list; want a floating-point tensor"),
+        (lambda x: x.numpy(), DomainError, "images: got ndarray; want"),
+        (lambda x: x.to(torch.uint8), DomainError, r"images: got torch.uint8; want"),
+        (lambda x: x[:0], DomainError, r"images: got shape \(0, 1, 8, 8\)"),
+        (lambda x: x[:, :, :5], DomainError, r"images of shape \(2, 1, 5, 8\) do not fit Network"),
+        (lambda x: x * float("nan"), DomainError, "images: got NaN or infinite"),
+        (lambda x: x.to("meta"), DomainError, "images: got a tensor on device meta"),
+    ],
+)
+def test_images_to_calibrate_on(change: Any, error: type[Exception], message: str) -> None:
+    network = torch.nn.Sequential(torch.nn.Conv2d(1, 2, 3), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(72, 3))
+    with pytest.raises(error, match=message):
+        patch(network.eval(), PLAIN, images=change(torch.ones(2, 1, 8, 8)))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"images": torch.ones(1, 3, 16, 16)}, "images: got them for OPTForCausalLM, which reads tokens"),
+        ({"images": torch.ones(1, 3, 16, 16), "ranges": Ranges()}, "images, ranges: got both"),
+        ({"ranges": {}}, "ranges: got dict; want Ranges"),
+        ({"mesh": "local"}, "mesh, start: got 'local'"),
+        ({"start": 3}, "mesh, start: got None and 3"),
+    ],
+)
+def test_arguments_of_patch(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        patch(tiny.build("opt"), PLAIN, **given)
+
+
+def test_networks_of_nothing_but_functions() -> None:
+    with patch(torch.nn.ReLU(), PLAIN, images=-torch.ones(1, 4)) as private:
+        assert private(-torch.ones(1, 4)).abs().max() == 0
+    with pytest.raises(PatchMismatch, match="want one tensor, made by the last step"):
+        patch(torch.nn.Sequential(), PLAIN)
 
 
 def test_settings() -> None:

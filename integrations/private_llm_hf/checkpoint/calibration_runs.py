@@ -18,6 +18,7 @@ from private_llm.errors import ConfigError, TightRange
 from private_llm.ranges import UNKNOWN, Ranges
 from private_llm_hf.checkpoint.calibration import calibrate
 from private_llm_hf.checkpoint.checkpoint import Checkpoint
+from private_llm_hf.checkpoint.given_images import check_images
 from private_llm_hf.checkpoint.sample_inputs import fitting_inputs, pictures
 from private_llm_hf.checkpoint.weights import AS_GIVEN
 from private_llm_hf.client.inputs import max_positions
@@ -56,6 +57,8 @@ def checkpoint_ranges(
     """
     if not can_calibrate(config, private_config):
         return UNKNOWN
+    if images is not None:
+        images = check_images(model_class, config, images)
     model = checkpoint.load(model_class, config, **hf)
     with emulated(model, private_config.approximations):
         if architecture(config).kind == "vision":
@@ -161,7 +164,7 @@ def _seen(model: PreTrainedModel, private_config: PrivateConfig, images: Tensor 
     shown = images
 
     def look(model: nn.Module) -> object:
-        return model(shown.to(next(model.parameters()).device))
+        return model(shown.to(next(model.parameters(), shown)))
 
     return calibrate(model, private_config, [look])
 

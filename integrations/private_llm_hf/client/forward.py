@@ -65,6 +65,8 @@ class Forward:
         self.parties = model.parties
         self.config: PretrainedConfig = model.config
         self.given = {name: value for name, value in given.items() if value is not None and name not in _GENERATE_S}
+        for name, value in self.given.items():
+            check.check_values(name, value)
         self.public: dict[str, Fact] = {}
         self.listed: list[Tokens | Values] = []
         self.secrets: list[Secret] = []

@@ -16,6 +16,14 @@ from private_llm_hf.models.architectures import architecture
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
+def check_values(name: str, value: object) -> None:
+    """Refuse a tensor whose values are not simply there: on the meta device, or sparse."""
+    if isinstance(value, Tensor) and (value.is_meta or value.layout is not torch.strided):
+        raise DomainError(
+            f"{name}: got a tensor on device {value.device}, {value.layout}; want a dense one with values"
+        )
+
+
 def check_tokens(name: str, ids: object, vocabulary: int) -> Tensor:
     """Token ids [B, S] below `vocabulary`, B and S at least 1, as int64 on the CPU."""
     if not isinstance(ids, Tensor):

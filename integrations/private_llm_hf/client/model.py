@@ -25,7 +25,7 @@ from transformers.modeling_outputs import ModelOutput
 from private_llm.errors import ConfigError, DomainError, PlaintextLeak, UnsupportedOp
 from private_llm.kernels.compile_note import Streamed
 from private_llm.kv_policies.fixed import NoCache
-from private_llm_hf.checkpoint.weights import skeleton
+from private_llm_hf.checkpoint.given_images import output_shape
 from private_llm_hf.client.costs import Costs
 from private_llm_hf.client.draft_policies import check_drafts
 from private_llm_hf.client.forward import Forward, encode_prompt
@@ -89,16 +89,7 @@ class PrivateModel:
     def fit(self, shape: torch.Size) -> None:
         """Raises DomainError if images of this shape cannot go through the layers (tried without values, once)."""
         if architecture(self.config).images == "any" and tuple(shape) not in self._outputs:
-            try:
-                with torch.no_grad():
-                    made = skeleton(self.original_class, self.config)(
-                        torch.empty(shape, device="meta"), return_dict=True
-                    )
-            except (RuntimeError, ValueError, IndexError, TypeError) as error:
-                raise DomainError(
-                    f"pixel_values: images of shape {tuple(shape)} do not fit {self.original_class.__name__}: {error}"
-                ) from None
-            self._outputs[tuple(shape)] = tuple(made[0].shape)
+            self._outputs[tuple(shape)] = output_shape(self.original_class, self.config, shape)
 
     def classes(self, shape: Sequence[int]) -> int:
         """How many classes there are."""

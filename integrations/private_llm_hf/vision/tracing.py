@@ -49,6 +49,8 @@ _AS_FUNCTION: dict[object, str] = {
     "squeeze": "squeeze", torch.mean: "mean", "mean": "mean", "size": "size", operator.getitem: "item",
     "contiguous": "same",
 }  # fmt: skip
+_PLAIN = ("add", "mul")
+"""Functions that take their operands alone."""
 _LISTS = ("reshape", "permute")
 """Functions that take sizes either one by one or as a list."""
 
@@ -116,7 +118,7 @@ class _Describer:
             else:
                 self._call(node)
         self._refuse_unmatched()
-        if not isinstance(result, fx.Node) or self._value.get(result) != len(self._steps):
+        if not self._steps or not isinstance(result, fx.Node) or self._value.get(result) != len(self._steps):
             raise PatchMismatch(f"{type(self._root).__name__}: want one tensor, made by the last step, as output")
         last = self._steps[-1].get("module")
         head = last if last is not None and self._facts[last]["type"] in HEADS else None
@@ -157,6 +159,8 @@ class _Describer:
             if name in _LISTS and not isinstance(args[1], list):
                 args = [args[0], args[1:]]
             options = {key: self._json(value) for key, value in node.kwargs.items()}
+            if options and name in _PLAIN:
+                self._unmatched.append(f"{node.name} ({name} with {', '.join(options)})")
             step = {"function": name, "args": args}
             self._add(node, {**step, "options": options} if options else step, name)
         else:
