@@ -69,7 +69,8 @@ FORMULAS: list[tuple[Callable[..., object], list[Cost]]] = [
     (Oblivious.permutation, [dealer.permutation(N)]),
     (
         Oblivious.shuffle,
-        [p.shuffle(R, N, hidden, undo) for p in (trio, dealer) for hidden in (False, True) for undo in (False, True)],
+        [p.shuffle(R, N, hidden, undo) for p in (trio, dealer) for hidden in (False, True) for undo in (False, True)]
+        + [p.shuffle(R, moved, left=left) for p in (trio, dealer) for moved, left in ((N, 0), (0, N))],
     ),
     (Protocol.reveal, [trio.reveal_to_client(R, N)]),
     (Protocol.receive_input, [Cost({(CLIENT, 1): 8 * N})]),

@@ -76,7 +76,8 @@ def rows_cost(pricing: Pricing, shape: ClusterShape, blocks: int, gather: str, c
         total += shuffled_cost(prices, blocks, there) if shuffled else one_hot_cost(prices, ring, blocks, there, kept)
         for smaller in shape.sizes[place + 1 :]:
             inner = blocks * (size // smaller)
-            total += prices.shuffle(ring, there * inner) if shuffled else prices.product(ring, kept * inner, 0)
+            taken = prices.shuffle(ring, there * inner, left=kept * inner)
+            total += taken if shuffled else prices.product(ring, kept * inner, 0)
     return total
 
 
@@ -103,7 +104,7 @@ def moving_cost(
     for there, kept, size in levels:
         entries = blocks * size
         if gather == "shuffled-scores":
-            total += prices.shuffle(ring, there * entries * moved)
+            total += prices.shuffle(ring, there * entries * moved, left=kept * entries * moved)
             total += prices.shuffle(ring, there * entries * back, undo=True)
             continue
         if right and not keys:
@@ -192,5 +193,5 @@ def eviction_cost(pricing: Pricing, blocks: int, ranked: int, kept: int, bits: i
         topk_cost(pricing, blocks, ranked, kept, bits)
         + prices.inject(ring, blocks * ranked, 1, 0, 0)
         + compaction_cost(prices, ring, blocks, ranked, kept)
-        + prices.shuffle(ring, blocks * ranked * element_count)
+        + prices.shuffle(ring, blocks * ranked * element_count, left=blocks * kept * element_count)
     )

@@ -39,12 +39,11 @@ class Compaction:
     rows: int
 
     def take(self, x: Fixed) -> Fixed:
-        """The marked rows of x [blocks * rows, ..]: [blocks * kept, ..]. One shuffle of all of x.
+        """The marked rows of x [blocks * rows, ..]: [blocks * kept, ..]. One shuffle of x, in which these alone end.
 
         Any number of tensors may be taken: nothing is opened. Raises DomainError for another number of rows.
         """
-        moved = x.with_share(x.proto.shuffle(x.share, self.order))
-        return moved.view(lambda part: part[self.places.view(-1).to(part.device)])
+        return x.with_share(x.proto.shuffle(x.share, self.order, places=self.places.view(-1)))
 
 
 def compact(marks: Fixed, kept: int) -> Compaction:

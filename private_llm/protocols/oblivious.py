@@ -50,12 +50,14 @@ class Oblivious(PartyEnd):
         """Uniform secret bits that no party knows (plain: in the clear): [rows, count]. Local."""
 
     @abstractmethod
-    def shuffle(self, x: Share, order: Permutation, undo: bool = False) -> Share:
+    def shuffle(self, x: Share, order: Permutation, undo: bool = False, places: Tensor | None = None) -> Share:
         """Rows of x [n, ...] in the secret order, under fresh masks; `undo` puts shuffled rows back. Comet, Protocol 1.
 
-        The shape of x. Bytes a moved element: trio 24, dealer 32, with hidden=True 40 and 48, quad 96 (and 64 in all).
+        places: int64 [m], public: the only rows of the result that are wanted, of a hidden order and without `undo`.
+        The shape of x, or [m, ...]. Bytes a moved element: trio 24, dealer 32, with hidden=True 40 and 48, quad 96 (and
+        64 in all); hidden with places 16 and 32, and 24 and 16 for each that is wanted.
         Rounds: trio 2 (3 to undo a hidden one), dealer 1 (2), quad 3. Raises DomainError unless n is the permutation's
-        size; in quad UnsupportedOp in preprocessed calls, and ProtocolAbort for a lie.
+        size, and for other places; in quad UnsupportedOp in preprocessed calls, and ProtocolAbort for a lie.
         """
 
     @abstractmethod

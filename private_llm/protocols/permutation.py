@@ -7,7 +7,7 @@ sub-permutations; a party holds those that it knows, and None for the others.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -105,6 +105,7 @@ class Moved:
     """What a shuffle moves: arrays of one shape in a group (ring elements under +, words under ^).
 
     shape: of one component. dtype: of its numbers. move: puts the elements of a component in the order of an index.
+    places: of what was moved by a hidden order, the rows that are wanted, public int64 [m]; None: all.
     """
 
     shape: torch.Size
@@ -112,6 +113,18 @@ class Moved:
     move: Callable[[Tensor, Tensor], Tensor]
     plus: Callable[[Tensor, Tensor], Tensor]
     minus: Callable[[Tensor, Tensor], Tensor]
+    places: Tensor | None = None
+
+    @property
+    def left(self) -> Moved:
+        """What is wanted of it."""
+        if self.places is None:
+            return self
+        return replace(self, shape=torch.Size((len(self.places), *self.shape[1:])), places=None)
+
+    def end(self, last: Tensor) -> Tensor:
+        """Of the last sub-permutation of a hidden order, where the wanted rows come from."""
+        return last if self.places is None else last[self.places.to(last.device)]
 
     @property
     def count(self) -> int:
@@ -119,11 +132,15 @@ class Moved:
         return self.shape.numel()
 
 
-def moved_rows(x: Share, order: Permutation) -> Moved:
-    """Rows of a share [n, ...]. Raises DomainError unless n is the size of the permutation."""
+def moved_rows(x: Share, order: Permutation, undo: bool, places: Tensor | None) -> Moved:
+    """Rows of a share [n, ...]. Raises DomainError unless n is the size of the permutation, and for places with `undo`
+    or of an order that a party knows.
+    """
+    if places is not None and (undo or order.known_to):
+        raise DomainError("shuffle: got places to put rows back, or of an order that a party knows; want neither")
     if not x.shape or x.shape[0] != order.size:
         raise DomainError(f"shuffle: got rows {tuple(x.shape)}; want {order.size} in the first dimension")
-    return Moved(x.shape, x.parts[0].dtype, lambda part, p: part[p], torch.add, torch.sub)
+    return Moved(x.shape, x.parts[0].dtype, lambda part, p: part[p], torch.add, torch.sub, places)
 
 
 def moved_bits(x: BitShare, order: Permutation) -> Moved:

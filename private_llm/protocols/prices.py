@@ -58,8 +58,10 @@ class Prices(Protocol):
     def permutation(self, size: int) -> Cost:
         """`permutation` of `size` elements."""
 
-    def shuffle(self, ring: Ring, count: int, hidden: bool = True, undo: bool = False) -> Cost:
-        """`shuffle` of `count` elements in all (rows times columns)."""
+    def shuffle(
+        self, ring: Ring, count: int, hidden: bool = True, undo: bool = False, left: int | None = None
+    ) -> Cost:  # fmt: skip
+        """`shuffle` of `count` elements in all (rows times columns), of which `left` are wanted (None: all)."""
 
     def shuffle_bits(self, count: int, rows: int = 1, hidden: bool = True, undo: bool = False) -> Cost:
         """`shuffle_bits` of `rows` vectors of `count` bits, or with `undo` `unshuffle_bits`."""

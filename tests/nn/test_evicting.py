@@ -438,4 +438,4 @@ def test_an_eviction_costs_what_the_formula_says_and_a_follower_pays_a_shuffle(p
     pricing = Pricing.of(made)
     bits = 18 + (7 * 2).bit_length() + 2
     assert whole(leader=True) == plain + eviction_cost(pricing, 4, 18, 8, bits, 7)
-    assert whole(leader=False) == plain + pricing.prices.shuffle(pricing.ring, 4 * 18 * 7)
+    assert whole(leader=False) == plain + pricing.prices.shuffle(pricing.ring, 4 * 18 * 7, left=4 * 8 * 7)

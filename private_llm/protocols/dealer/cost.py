@@ -52,9 +52,12 @@ def permutation(size: int) -> Cost:
     return Cost({(0, 2): 4 * size})
 
 
-def shuffle(ring: Ring, count: int, hidden: bool = True, undo: bool = False) -> Cost:
-    """Moving `count` elements: two before, one each way, 1 round; hidden: one each way more (undone: in a round)."""
-    return _moved(count * ring.bytes, hidden, undo)
+def shuffle(ring: Ring, count: int, hidden: bool = True, undo: bool = False, left: int | None = None) -> Cost:
+    """Moving `count` elements: two before, one each way, 1 round; hidden: one each way more (undone: in a round).
+
+    left: of a hidden order, so many are wanted: that one more is of these alone.
+    """
+    return _moved(count * ring.bytes, hidden, undo, None if left is None else left * ring.bytes)
 
 
 def shuffle_bits(count: int, rows: int = 1, hidden: bool = True, undo: bool = False) -> Cost:
@@ -62,6 +65,6 @@ def shuffle_bits(count: int, rows: int = 1, hidden: bool = True, undo: bool = Fa
     return _moved(8 * words_for(count) * rows, hidden, undo)
 
 
-def _moved(size: int, hidden: bool, undo: bool) -> Cost:
-    online = 2 * size if hidden else size
+def _moved(size: int, hidden: bool, undo: bool, left: int | None = None) -> Cost:
+    online = size + (size if left is None else left) if hidden else size
     return Cost({(0, 2): 2 * size, (1, 2): online, (2, 1): online}, 2 if hidden and undo else 1)

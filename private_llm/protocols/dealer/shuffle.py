@@ -11,7 +11,8 @@ so M' = pi(x) + z1 + z2 at both. Party 2 lacks c1, d1 and z1, which make what it
 Undoing exchanges the parts: rho_i^-1 comes first and tau_i^-1 last. 2 elements before, 1 each way; 1 round.
 
 The dealer knows pi; hidden from it as well (a last sub-permutation of parties 1 and 2 alone, trio/shuffle.py) it
-costs 1 element each way more, in the same round (undone in a round of its own).
+costs 1 element each way more, in the same round (undone in a round of its own): of the wanted rows alone, where only
+some are.
 """
 
 from __future__ import annotations
@@ -61,24 +62,27 @@ class DealerShuffles(Trio):
         """Each party moves by its first step and sends; the other moves what it gets by its second step."""
         if self.role == 0:
             _, then1, first2, then2 = map(known, steps)
-            c1, d1, z1, *y1 = self._some(kind, 4 if hidden else 3)
-            c2, *y2 = self._some(kind, 2 if hidden else 1, 1)
+            (c1, d1, z1), (c2,) = self._some(kind, 3), self._some(kind, 1, 1)
             shift = kind.plus(d1, kind.move(c2, then1))
             masks = kind.move(kind.move(kind.plus(*parts), first2), then1)
             z2 = kind.minus(kind.plus(shift, masks), z1)
             d2 = kind.minus(shift, kind.move(c1, then2))
             self.transport.send(2, tag, torch.stack([d2, z2]))
-            return (y1[0], y2[0]) if hidden else (z1, z2)
+            return self._last_masks(kind) if hidden else (z1, z2)
         if self.role == 1:
             first, then = known(steps[0]), known(steps[1])
-            c, d, z, *y = self._some(kind, 4 if hidden else 3)
+            c, d, z = self._some(kind, 3)
         else:
             first, then = known(steps[2]), known(steps[3])
-            c, *y = self._some(kind, 2 if hidden else 1)
+            (c,) = self._some(kind, 1)
             d, z = self.transport.recv(0, tag, (2, *kind.shape), kind.dtype)
         message = [kind.plus(kind.move(kind.plus(*parts), first), c)]
-        if hidden:
-            message.append(kind.minus(kind.move(z, known(last)), y[0]))
-        theirs = self.transport.exchange(3 - self.role, tag, torch.stack(message))
-        m = kind.plus(kind.move(theirs[0], then), d)
-        return self._last(m, z, y[0], theirs[1], known(last), kind) if hidden else (kind.minus(m, z), z)
+        if not hidden:
+            m = kind.plus(kind.move(self.transport.exchange(3 - self.role, tag, message[0]), then), d)
+            return kind.minus(m, z), z
+        own, y = self._ended(z, known(last), kind)
+        message.append(kind.minus(own, y))
+        both = self.transport.exchange(3 - self.role, tag, torch.cat([each.reshape(-1) for each in message]))
+        theirs, told = both.split_with_sizes([kind.count, kind.left.count])
+        m = kind.move(kind.plus(kind.move(theirs.view(kind.shape), then), d), kind.end(known(last)))
+        return kind.minus(kind.minus(m, own), told.view(kind.left.shape)), y

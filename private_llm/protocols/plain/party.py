@@ -149,11 +149,10 @@ class Plain(Protocol):
         words = Seed.fresh().stream("plain bits").words(rows * words_for(count), self.device)
         return BitShare((words.view(rows, words_for(count)),), count)
 
-    def shuffle(self, x: Share, order: Permutation, undo: bool = False) -> Share:
+    def shuffle(self, x: Share, order: Permutation, undo: bool = False, places: Tensor | None = None) -> Share:
         """x[p], or back."""
-        move = moved_rows(x, order).move
-        p = known(order.parts[0])
-        return x.map(lambda part: move(part, inverse(p) if undo else p))
+        kind, p = moved_rows(x, order, undo, places), known(order.parts[0])
+        return x.map(lambda part: kind.move(part, inverse(p) if undo else kind.end(p)))
 
     def shuffle_bits(self, x: BitShare, order: Permutation) -> ShuffledBits:
         """Lanes in the order p."""

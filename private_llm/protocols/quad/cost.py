@@ -126,7 +126,7 @@ def permutation(size: int) -> Cost:
     return Cost()
 
 
-def shuffle(ring: Ring, count: int, hidden: bool = True, undo: bool = False) -> Cost:
+def shuffle(ring: Ring, count: int, hidden: bool = True, undo: bool = False, left: int | None = None) -> Cost:
     """Moving `count` elements by four sub-permutations: 12 elements for each, and two digests; 3 rounds."""
     return _moved(count * ring.bytes)
 

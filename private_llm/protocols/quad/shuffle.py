@@ -95,15 +95,18 @@ class QuadShuffles(QuadArithmetic):
         return order.index(lacking)
 
     # -- what is moved ---------------------------------------------------------------------------------------
-    def shuffle(self, x: Share, order: Permutation, undo: bool = False) -> Share:
+    def shuffle(self, x: Share, order: Permutation, undo: bool = False, places: Tensor | None = None) -> Share:
         """Rows x[p[i]] in the secret order, or back with `undo`: 12 elements for each and 64 bytes, 3 rounds.
+
+        All are moved, whatever `places` says.
 
         Raises UnsupportedOp while party 3 runs ahead, DomainError for another number of rows than the permutation's.
         """
-        kind = moved_rows(x, order)
+        kind = moved_rows(x, order, undo, places)
         first, second, third = x.parts
         held = self._components((first, second, third), kind)
-        return Share(self._parts(self._run("shuffle", held, order, kind, undo), kind))
+        moved = Share(self._parts(self._run("shuffle", held, order, kind, undo), kind))
+        return moved if places is None else moved.map(lambda part: part[places.to(part.device)])
 
     def shuffle_bits(self, x: BitShare, order: Permutation) -> ShuffledBits:
         """All bit vectors in the secret order: 12 words for each 64 bits of a vector, 3 rounds."""

@@ -158,12 +158,13 @@ def permutation(size: int) -> Cost:
     return Cost()
 
 
-def shuffle(ring: Ring, count: int, hidden: bool = True, undo: bool = False) -> Cost:
+def shuffle(ring: Ring, count: int, hidden: bool = True, undo: bool = False, left: int | None = None) -> Cost:
     """Moving `count` elements: one before and one each way, 2 rounds; hidden: one each way more.
 
-    Undoing a hidden one takes 3 rounds.
+    left: of a hidden order, so many are wanted: both ways back, and what is more, are of these alone. Undoing a hidden
+    one takes 3 rounds.
     """
-    return _moved(count * ring.bytes, hidden, undo)
+    return _moved(count * ring.bytes, hidden, undo, None if left is None else left * ring.bytes)
 
 
 def shuffle_bits(count: int, rows: int = 1, hidden: bool = True, undo: bool = False) -> Cost:
@@ -171,9 +172,10 @@ def shuffle_bits(count: int, rows: int = 1, hidden: bool = True, undo: bool = Fa
     return _moved(8 * words_for(count) * rows, hidden, undo)
 
 
-def _moved(size: int, hidden: bool, undo: bool) -> Cost:
-    online = 2 * size if hidden else size
-    return Cost({(0, 2): size, (1, 2): online, (2, 1): online}, 3 if hidden and undo else 2)
+def _moved(size: int, hidden: bool, undo: bool, left: int | None = None) -> Cost:
+    end = size if left is None else left
+    there, back = (size + end, 2 * end) if hidden else (size, size)
+    return Cost({(0, 2): size, (1, 2): there, (2, 1): back}, 3 if hidden and undo else 2)
 
 
 def open_shuffled(count: int, rows: int = 1, hidden: bool = True) -> Cost:

@@ -10,6 +10,10 @@ So far party 0 knows the whole permutation and must not see anything in this ord
 Hidden from party 0 as well, parties 1 and 2 go on with pi0 and masks y1, y2 that each draws with party 0:
     party 1 to 2:  pi0(z1) - y1        party 2 to 1:  pi0(z2) - y2        both hold pi0(M') less what these say
 Two elements more and no round, as both travel with the messages above. Each is uniform to its receiver, who lacks y.
+Where only some places of the final order are wanted, pi0 takes from M', z1 and z2 what ends there, and M' comes in the
+final order: one element for each row, and three for each that is wanted. Parties 1 and 2 know pi0, so where the wanted
+rows lay before it; each lacks one of pi1 and pi2, so where they lay at first is as uniform to it as the whole order.
+Party 0, who lacks pi0, learns no more than the public places and helps with all rows.
 
 Back, undoing pi0 first (2 elements, 1 round, as above) and then pi2 and pi1 from the other side:
     party 2 to 1:  m = pi2^-1(x + a1) + r                     r from the stream of parties 0 and 2
@@ -89,10 +93,10 @@ class TrioShuffles(TrioNarrow):
         return self._mutual.words(size, self.device)
 
     # -- what is moved ---------------------------------------------------------------------------------------
-    def shuffle(self, x: Share, order: Permutation, undo: bool = False) -> Share:
+    def shuffle(self, x: Share, order: Permutation, undo: bool = False, places: Tensor | None = None) -> Share:
         """Rows x[p[i]] in the secret order, or back with `undo`; see the module header for the cost."""
         first, second = x.parts[:2]
-        return Share(self._moved("shuffle", (first, second), order, moved_rows(x, order), undo))
+        return Share(self._moved("shuffle", (first, second), order, moved_rows(x, order, undo, places), undo))
 
     def shuffle_bits(self, x: BitShare, order: Permutation) -> ShuffledBits:
         """All bit vectors in the secret order; the cost of one word for each 64 bits of a vector."""
@@ -122,34 +126,37 @@ class TrioShuffles(TrioNarrow):
         hidden = not order.known_to
         if self.role == 0:
             p, q = known(first), known(second)
-            r, z1, *y1 = self._some(kind, 3 if hidden else 2)
-            z2, *y2 = self._some(kind, 2 if hidden else 1, 1)
+            (r, z1), (z2,) = self._some(kind, 2), self._some(kind, 1, 1)
             cover = kind.move(kind.plus(kind.move(parts[1], p), r), q)
             self.transport.send(2, tag, kind.minus(kind.plus(z1, z2), cover))
-            return (y1[0], y2[0]) if hidden else (z1, z2)
+            return self._last_masks(kind) if hidden else (z1, z2)
         if self.role == 1:
-            r, z, *y = self._some(kind, 3 if hidden else 2)
-            message = [kind.plus(kind.move(parts[0], known(first)), r)]
-            if hidden:
-                message.append(kind.minus(kind.move(z, known(last)), y[0]))
-            theirs = self._reply(tag, message, kind, len(message))
-            m = theirs[0]
-        else:
-            z, *y = self._some(kind, 2 if hidden else 1)
-            theirs = self._await(tag, kind, 2 if hidden else 1)
-            helped = self.transport.recv(0, tag, tuple(kind.shape), kind.dtype)
-            m = kind.plus(kind.move(theirs[0], known(second)), helped)
-            reply = [m, kind.minus(kind.move(z, known(last)), y[0])] if hidden else [m]
-            self._answer(tag, reply)
+            r, z = self._some(kind, 2)
+            there = [kind.plus(kind.move(parts[0], known(first)), r)]
+            if not hidden:
+                (m,) = self._reply(tag, there, [kind])
+                return kind.minus(m, z), z
+            own, y = self._ended(z, known(last), kind)
+            m, theirs = self._reply(tag, [*there, kind.minus(own, y)], [kind.left, kind.left])
+            return kind.minus(kind.minus(m, own), theirs), y
+        (z,) = self._some(kind, 1)
+        got, *told = self._await(tag, [kind, kind.left] if hidden else [kind])
+        m = kind.plus(kind.move(got, known(second)), self.transport.recv(0, tag, tuple(kind.shape), kind.dtype))
         if not hidden:
+            self._answer(tag, [m])
             return kind.minus(m, z), z
-        return self._last(m, z, y[0], theirs[1], known(last), kind)
+        own, y = self._ended(z, known(last), kind)
+        m = kind.move(m, kind.end(known(last)))
+        self._answer(tag, [m, kind.minus(own, y)])
+        return kind.minus(kind.minus(m, own), told[0]), y
 
-    @staticmethod
-    def _last(m: Tensor, z: Tensor, y: Tensor, theirs: Tensor, last: Tensor, kind: Moved) -> Parts:
-        """This evaluator's share after the last sub-permutation; theirs: what the other's mask becomes, masked."""
-        own = kind.minus(kind.move(m, last), kind.move(z, last))
-        return kind.minus(own, theirs), y
+    def _last_masks(self, kind: Moved) -> Parts:
+        """Party 0's masks after the last sub-permutation: y1, y2."""
+        return self._some(kind.left, 1)[0], self._some(kind.left, 1, 1)[0]
+
+    def _ended(self, z: Tensor, last: Tensor, kind: Moved) -> Parts:
+        """An evaluator's mask after the last sub-permutation, and the one that takes its place."""
+        return kind.move(z, kind.end(last)), self._some(kind.left, 1)[0]
 
     def _back(self, tag: str, parts: Parts, order: Permutation, kind: Moved) -> Parts:
         first, second, last = order.parts
@@ -166,10 +173,10 @@ class TrioShuffles(TrioNarrow):
         if self.role == 2:
             (r,) = self._some(kind, 1)
             z = self.transport.recv(0, tag, tuple(kind.shape), kind.dtype)
-            (m,) = self._reply(tag, [kind.plus(kind.move(parts[0], inverse(known(second))), r)], kind, 1)
+            (m,) = self._reply(tag, [kind.plus(kind.move(parts[0], inverse(known(second))), r)], [kind])
             return kind.minus(m, z), z
         h, z = self._some(kind, 2)
-        (theirs,) = self._await(tag, kind, 1)
+        (theirs,) = self._await(tag, [kind])
         m = kind.plus(kind.move(theirs, inverse(known(first))), h)
         self._answer(tag, [m])
         return kind.minus(m, z), z
@@ -184,19 +191,21 @@ class TrioShuffles(TrioNarrow):
         # part 0 is x + the other's mask, of which `theirs` says what it becomes less the other's new one
         return kind.minus(kind.move(parts[0], back), theirs), y
 
-    def _reply(self, tag: str, message: list[Tensor], kind: Moved, answers: int) -> tuple[Tensor, ...]:
+    def _reply(self, tag: str, message: list[Tensor], answers: list[Moved]) -> list[Tensor]:
         """Send and wait for the answer: 2 rounds."""
         self._answer(tag, message)
-        return self._await(tag, kind, answers)
+        return self._await(tag, answers)
 
     def _answer(self, tag: str, message: list[Tensor]) -> None:
         """Both evaluators book the way there and the way back."""
-        self.transport.send(3 - self.role, tag, torch.stack(message))
+        self.transport.send(3 - self.role, tag, torch.cat([each.reshape(-1) for each in message]))
         self.ledger.add_round(tag)
 
-    def _await(self, tag: str, kind: Moved, answers: int) -> tuple[Tensor, ...]:
+    def _await(self, tag: str, answers: list[Moved]) -> list[Tensor]:
         self.ledger.add_round(tag)
-        return tuple(self.transport.recv(3 - self.role, tag, (answers, *kind.shape), kind.dtype))
+        counts = [each.count for each in answers]
+        pieces = self.transport.recv(3 - self.role, tag, (sum(counts),), answers[0].dtype).split_with_sizes(counts)
+        return [piece.view(each.shape) for piece, each in zip(pieces, answers, strict=True)]
 
     # -- opening ---------------------------------------------------------------------------------------------
     def open_shuffled(self, x: ShuffledBits) -> Tensor | None:
