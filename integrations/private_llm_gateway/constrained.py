@@ -15,16 +15,16 @@ import torch
 from torch import Tensor
 
 from private_llm_gateway.errors import ApiError, bad
-from private_llm_gateway.grammar import Node, State, TooWide, start
+from private_llm_gateway.grammar import Node, State, TooWide, Work, start
 
-_REMEMBERED = 64
-"""States of a grammar whose tokens are kept."""
 _MOST_WORK = 60_000
 """Looks at ways to go on, to find what may follow one state: a tenth of a second, besides one look at each branch of
 the vocabulary. An object with 12 members of several types takes 2,000, one with 1,500 optional members 20,000."""
+_REMEMBERED = 4 * _MOST_WORK
+"""Of what was found, what is kept of a grammar."""
 _ONE_AT_A_TIME = threading.Lock()
 """Grammars of all requests together keep one processor busy at most."""
-_CLOSING = 8
+_CLOSING = 4
 """Characters of a shortest end that take as long as one of them."""
 _LONGEST = 64
 """Characters of a token that is used under a grammar."""
@@ -82,13 +82,27 @@ class _Branch:
         return best
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Following:
-    """The state behind some tokens, and how many tokens complete it then."""
+    """Tokens that may follow (int32 [T]), the number of the state that each leads to (int32 [T]), these states, and how
+    many tokens complete each (int64 [S]). looks: what finding them took.
+    """
 
-    state: State
     tokens: Tensor
-    closing: int
+    leads: Tensor
+    states: tuple[State, ...]
+    closing: Tensor
+    looks: int
+
+    @property
+    def size(self) -> int:
+        """What keeping it takes, in looks: each leaves some 300 bytes, and a token 8."""
+        return 1 + self.looks + len(self.tokens) // 32
+
+    def after(self, token: int) -> State | None:
+        """The state that one of the tokens leads to."""
+        found = self.leads[self.tokens == token].tolist()
+        return self.states[found[0]] if found else None
 
 
 class Grammar:
@@ -97,14 +111,15 @@ class Grammar:
     def __init__(self, node: Node, tree: TokenTree) -> None:
         self.tree = tree
         try:
-            self.start = start(node)
+            self.start = start(node, Work(_MOST_WORK))
         except TooWide:
             raise _too_wide() from None
-        self._known: OrderedDict[State, tuple[Following, ...]] = OrderedDict()
+        self._known: OrderedDict[State, Following] = OrderedDict()
+        self._held = 0
         self._lock = threading.Lock()
 
-    def following(self, state: State) -> tuple[Following, ...]:
-        """All tokens that may follow, by the state that they lead to. Raises ApiError (400) for too many ways."""
+    def following(self, state: State) -> Following:
+        """All tokens that may follow. Raises ApiError (400) for too many ways."""
         with self._lock:
             found = self._known.get(state)
             if found is not None:
@@ -116,41 +131,39 @@ class Grammar:
         except TooWide:
             raise _too_wide() from None
         with self._lock:
-            self._known[state] = made
-            if len(self._known) > _REMEMBERED:
-                self._known.popitem(last=False)
+            if self._known.setdefault(state, made) is made:
+                self._held += made.size
+            while self._held > _REMEMBERED:
+                self._held -= self._known.popitem(last=False)[1].size
         return made
 
-    def _walk(self, state: State) -> tuple[Following, ...]:
+    def _walk(self, state: State) -> Following:
         reached: dict[State, _Reached] = {}
         open_ = [(self.tree.root, _Reached(state))]
-        work = 0
+        work = Work(_MOST_WORK)
         while open_:
             branch, at = open_.pop()
             known = at.after
             for character, below in branch.further.items():
                 if character not in known:
-                    after, looks = at.state.after(character)
-                    work += looks
-                    if after is not None and after not in reached:
-                        work += after.upkeep
-                        reached[after] = _Reached(after)
-                    known[character] = None if after is None else reached[after]
-                    _check(work)
+                    after = at.state.after(character, work)
+                    known[character] = None if after is None else reached.setdefault(after, _Reached(after))
                 found = known[character]
                 if found is not None:
                     found.tokens += below.tokens
                     if below.further:
                         open_.append((below, found))
-        made = []
-        for each in reached.values():
-            if each.tokens:
-                closing = each.state.closing()
-                work += len(closing) // _CLOSING
-                _check(work)
-                tokens = torch.tensor(each.tokens, dtype=torch.int64)
-                made.append(Following(each.state, tokens, self.tree.count(closing)))
-        return tuple(made)
+        ended = [each for each in reached.values() if each.tokens]
+        for each in ended:
+            work.look(1 + each.state.size // _CLOSING)
+        leads = [number for number, each in enumerate(ended) for _ in each.tokens]
+        return Following(
+            torch.tensor([token for each in ended for token in each.tokens], dtype=torch.int32),
+            torch.tensor(leads, dtype=torch.int32),
+            tuple(each.state for each in ended),
+            torch.tensor([self.tree.count(each.state.closing()) for each in ended], dtype=torch.int64),
+            _MOST_WORK - work.left,
+        )
 
 
 @dataclass(eq=False, slots=True)
@@ -160,11 +173,6 @@ class _Reached:
     state: State
     tokens: list[int] = field(default_factory=list)
     after: dict[str, _Reached | None] = field(default_factory=dict)
-
-
-def _check(work: int) -> None:
-    if work > _MOST_WORK:
-        raise TooWide
 
 
 def _too_wide() -> ApiError:
@@ -188,19 +196,14 @@ class Written:
         """Which tokens may come (bool [vocabulary]) if `left` tokens, this one included, are all there are."""
         mask = torch.zeros(vocabulary, dtype=torch.bool)
         choices = self._grammar.following(self.state)
+        most = left - 1
         if self.state.complete:
             mask[list(self._ends)] = True
-        in_time = [each for each in choices if each.closing <= left - 1]
-        if not in_time and choices and not self.state.complete:
-            least = min(each.closing for each in choices)
-            in_time = [each for each in choices if each.closing == least]
-        for each in in_time:
-            mask[each.tokens] = True
+        elif choices.states:  # where none completes it in time, those that come nearest
+            most = max(most, int(choices.closing.min()))
+        mask[choices.tokens[(choices.closing <= most)[choices.leads]]] = True
         return mask
 
     def take(self, token: int) -> None:
         """The token that came."""
-        for each in self._grammar.following(self.state):
-            if bool((each.tokens == token).any()):
-                self.state = each.state
-                return
+        self.state = self._grammar.following(self.state).after(token) or self.state

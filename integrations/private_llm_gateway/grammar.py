@@ -4,21 +4,33 @@ A grammar is made of nodes: a text, a class of characters, a sequence, a choice,
 that is made later (for recursion). A state is the set of stacks of nodes still to be matched, each with a text or class
 on top, found by the character that it wants. JSON needs no more than a few stacks at a time; a grammar that needs
 thousands, because it says the same in many ways, raises TooWide.
+
+Stacks are linked lists, and equal ones are one object, so that no step depends on how deep they are: each is one look.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import compress
-
-MOST_STACKS = 5000
-"""Of one state."""
+from weakref import WeakValueDictionary
 
 
 class TooWide(Exception):
     """A text may go on in too many ways."""
+
+
+class Work:
+    """Looks at stacks that may still be taken."""
+
+    def __init__(self, most: int) -> None:
+        self.left = most
+
+    def look(self, times: int = 1) -> None:
+        """Take some. Raises TooWide if none are left."""
+        self.left -= times
+        if self.left < 0:
+            raise TooWide
 
 
 class Node:
@@ -109,149 +121,160 @@ class Repeat(Node):
         return self._fewer[0]
 
 
-Stack = tuple[tuple[Text, int] | Node, ...]
-"""Nodes still to match, the next one last; a text with the number of its next character."""
+class Stack:
+    """Nodes still to match: `top`, a text from its character `at` on, and then `rest`. Both are None for no nodes.
+
+    size: characters of a shortest text that completes it. Equal stacks are one object, as `with_` makes them.
+    """
+
+    __slots__ = ("__weakref__", "at", "rest", "size", "top")
+
+    def __init__(self, rest: Stack | None, top: Node | None, at: int) -> None:
+        self.rest, self.top, self.at = rest, top, at
+        self.size: int = 0 if rest is None or top is None else rest.size + top.size - at
+
+    def with_(self, top: Node, at: int = 0) -> Stack:
+        """The same nodes behind another one."""
+        key = (self, top, at)
+        found = _STACKS.get(key)
+        if found is None:
+            found = _STACKS[key] = Stack(self, top, at)
+        return found
 
 
-@dataclass(frozen=True)
+_STACKS: WeakValueDictionary[tuple[Stack, Node, int], Stack] = WeakValueDictionary()
+_EMPTY = Stack(None, None, 0)
+
+
 class State:
     """Where one is in a text. Equal states go on alike."""
 
-    stacks: frozenset[Stack]
+    __slots__ = ("_behind", "_next", "stacks")
+
+    def __init__(self, stacks: Iterable[Stack]) -> None:
+        self.stacks = frozenset(stacks)
+        self._next: tuple[dict[str, list[Stack]], dict[OneOf, set[Stack]]] | None = None
+        self._behind: dict[tuple[bool, ...], State | None] = {}
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, State) and self.stacks == other.stacks
+
+    def __hash__(self) -> int:
+        return hash(self.stacks)
 
     @property
     def complete(self) -> bool:
         """Whether the text may end here."""
-        return () in self.stacks
+        return _EMPTY in self.stacks
 
     @property
     def finished(self) -> bool:
         """Whether it must end here."""
-        return self.stacks == frozenset({()})
-
-    @cached_property
-    def _by_character(self) -> dict[str, list[Stack]]:
-        """Of stacks with a text on top what is left behind its next character, by that."""
-        found: dict[str, list[Stack]] = {}
-        for stack in self.stacks:
-            if stack and isinstance(top := stack[-1], tuple):
-                node, at = top
-                rest = stack[:-1]
-                behind = (*rest, (node, at + 1)) if at + 1 < len(node.text) else rest
-                found.setdefault(node.text[at], []).append(behind)
-        return found
-
-    @cached_property
-    def _classes(self) -> tuple[dict[OneOf, set[Stack]], int]:
-        """Classes on top, and what is left behind each: the same whichever character it was. And the looks it took."""
-        found: dict[OneOf, set[Stack]] = {}
-        looks = 0
-        for stack in self.stacks:
-            if stack and isinstance(top := stack[-1], OneOf):
-                every, took = expand(stack[:-1])
-                found.setdefault(top, set()).update(every)
-                looks += took
-        return found, looks
-
-    @cached_property
-    def _behind(self) -> dict[tuple[bool, ...], State | None]:
-        """The states behind characters that no text on top wants, by the classes that hold them. Few, once found."""
-        return {}
-
-    def after(self, character: str) -> tuple[State | None, int]:
-        """The state after one more character, None if it may not follow; and the looks it took. Raises TooWide."""
-        classes = self._classes[0]
-        held = tuple(one.holds(character) for one in classes)
-        texts = self._by_character.get(character, ())
-        if not texts and held in self._behind:
-            return self._behind[held], 1
-        found: set[Stack] = set()
-        for every in compress(classes.values(), held):
-            found |= every
-        looks = 1 + len(found)
-        _check_width(found)
-        for behind in texts:
-            every, took = expand(behind)
-            found |= every
-            looks += took
-            _check_width(found)
-        made = State(frozenset(found)) if found else None
-        if not texts:
-            self._behind[held] = made
-        return made, looks
+        return self.complete and len(self.stacks) == 1
 
     @property
-    def upkeep(self) -> int:
-        """Looks that a new state takes once."""
-        return 4 * len(self.stacks) + self._classes[1]
+    def size(self) -> int:
+        """Characters of a shortest text that completes it."""
+        return min(stack.size for stack in self.stacks)
+
+    def after(self, character: str, work: Work) -> State | None:
+        """The state after one more character, None if it may not follow. Raises TooWide."""
+        texts, classes = self._tops(work)
+        held = tuple(one.holds(character) for one in classes)
+        behind = texts.get(character, ())
+        work.look()
+        if not behind and held in self._behind:
+            return self._behind[held]
+        found = expand(behind, work)
+        for every in compress(classes.values(), held):
+            work.look(len(every))
+            found |= every
+        made = State(found) if found else None
+        if not behind:  # characters that no text wants lead to few states, by the classes that hold them
+            self._behind[held] = made
+        return made
+
+    def _tops(self, work: Work) -> tuple[dict[str, list[Stack]], dict[OneOf, set[Stack]]]:
+        """What is left behind the next character of texts on top, by that; and behind classes on top, whichever
+        character it was. Found once.
+        """
+        if self._next is None:
+            texts: dict[str, list[Stack]] = {}
+            classes: dict[OneOf, list[Stack]] = {}
+            work.look(len(self.stacks))
+            for stack in self.stacks:
+                top, at, rest = stack.top, stack.at, stack.rest
+                if rest is not None and isinstance(top, Text):
+                    behind = rest if at + 1 == len(top.text) else rest.with_(top, at + 1)
+                    texts.setdefault(top.text[at], []).append(behind)
+                elif rest is not None and isinstance(top, OneOf):
+                    classes.setdefault(top, []).append(rest)
+            self._next = texts, {top: expand(rests, work) for top, rests in classes.items()}
+        return self._next
 
     def closing(self) -> str:
         """A shortest text that completes it."""
-        return _shortest(min(self.stacks, key=lambda stack: sum(map(_left, stack))))
+        stack: Stack | None = min(self.stacks, key=lambda stack: stack.size)
+        made: list[str] = []
+        while stack is not None and stack.top is not None:
+            made.append(_shortest(stack.top)[stack.at :])
+            stack = stack.rest
+        return "".join(made)
 
 
-def start(node: Node) -> State:
+def start(node: Node, work: Work) -> State:
     """Before the first character. Raises TooWide."""
-    found, _ = expand((node,))
-    _check_width(found)
-    return State(frozenset(found))
+    return State(expand([_EMPTY.with_(node)], work))
 
 
-def _check_width(stacks: set[Stack]) -> None:
-    if len(stacks) > MOST_STACKS:
-        raise TooWide
-
-
-def expand(stack: Stack) -> tuple[set[Stack], int]:
-    """All stacks that this one stands for, with a text or a class on top, or none left; and how many were looked at."""
+def expand(stacks: Iterable[Stack], work: Work) -> set[Stack]:
+    """All stacks that these stand for, with a text or a class on top, or none left. Raises TooWide."""
     done: set[Stack] = set()
-    seen = {stack}
-    open_: list[Stack] = [stack]
+    seen = set(stacks)
+    open_ = list(seen)
     while open_:
         now = open_.pop()
-        if not now or isinstance(now[-1], tuple | OneOf):
+        top, rest = now.top, now.rest
+        if top is None or rest is None or isinstance(top, OneOf) or (isinstance(top, Text) and top.text):
+            work.look()
             done.add(now)
             continue
-        for further in _steps(now[-1], now[:-1]):
+        for further in _steps(top, rest, work):
             if further not in seen:
                 seen.add(further)
                 open_.append(further)
-    return done, len(seen)
+    return done
 
 
-def _steps(top: Node, rest: Stack) -> list[Stack]:
+def _steps(top: Node, rest: Stack, work: Work) -> list[Stack]:
     """What a node on top of `rest` stands for, one step on."""
-    if isinstance(top, Text):
-        return [(*rest, (top, 0)) if top.text else rest]
     if isinstance(top, Sequence):
-        return [(*rest, *reversed(top.parts))]
+        work.look(len(top.parts))
+        for part in reversed(top.parts):
+            rest = rest.with_(part)
+        return [rest]
     if isinstance(top, Choice):
-        return [(*rest, option) for option in top.options]
+        work.look(len(top.options))
+        return [rest.with_(option) for option in top.options]
+    work.look()
     if isinstance(top, Reference):
-        return [(*rest, top.make())]
-    found: list[Stack] = []
+        return [rest.with_(top.make())]
     if isinstance(top, Repeat):
-        if top.least == 0:
-            found.append(rest)
+        found = [rest] if top.least == 0 else []
         if top.most is None or top.most > 0:
-            found.append((*rest, top.fewer(), top.part))
-    return found
+            work.look()
+            found.append(rest.with_(top.fewer()).with_(top.part))
+        return found
+    return [rest]  # of an empty text
 
 
-def _left(item: tuple[Text, int] | Node) -> int:
-    """Characters that a part of a stack still needs."""
-    return item[0].size - item[1] if isinstance(item, tuple) else item.size
-
-
-def _shortest(stack: Stack) -> str:
-    """A shortest text that completes a stack."""
+def _shortest(node: Node) -> str:
+    """A shortest text that a node matches."""
     made: list[str] = []
-    open_ = list(stack)
+    open_ = [node]
     while open_:
         item = open_.pop()
-        if isinstance(item, tuple):
-            made.append(item[0].text[item[1] :])
-        elif isinstance(item, Text):
+        if isinstance(item, Text):
             made.append(item.text)
         elif isinstance(item, OneOf):
             made.append(item.example)
@@ -262,5 +285,5 @@ def _shortest(stack: Stack) -> str:
         elif isinstance(item, Reference):
             made.append(item.shortest)
         elif isinstance(item, Repeat) and item.least:
-            made.append(_shortest((item.part,)) * item.least)
+            made.append(_shortest(item.part) * item.least)
     return "".join(made)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -108,6 +109,8 @@ class Served:
         with self._planting:
             if "tree" not in self.__dict__:
                 self.__dict__["tree"] = TokenTree(self.tokenizer, self.vocabulary)
+                if gc.get_freeze_count():  # as `serve` does: it stays, and is large
+                    gc.freeze()
             return cast("TokenTree", self.__dict__["tree"])
 
     @cached_property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import signal
 import threading
 from collections.abc import Iterator
@@ -16,8 +17,9 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from fastapi import FastAPI
 from openai import OpenAI
-from private_llm_gateway import endpoints
+from private_llm_gateway import app, endpoints, served
 from private_llm_gateway.app import bound_socket
 from private_llm_gateway.prompts import of_messages
 from private_llm_gateway.responses import Response
@@ -416,3 +418,18 @@ def test_a_second_gateway_at_the_same_place(gateway: Gateway) -> None:
     port = int(gateway.url.rpartition(":")[2])
     with pytest.raises(ConfigError, match="another gateway may run there: stop it, or give another --port"):
         bound_socket(GatewaySettings(port=port))
+
+
+def test_collections_do_not_look_through_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That takes 0.3 s, in which nobody is answered."""
+    frozen: list[str] = []
+    monkeypatch.setattr(gc, "freeze", lambda: frozen.append("models"))
+    running = SimpleNamespace(run=lambda sockets: frozen.append("begun"))
+    monkeypatch.setattr(app, "server_of", lambda _, __, ready: ready() or running)
+    app.serve(FastAPI(), GatewaySettings(port=0), ready=lambda: frozen.append("ready"))
+    assert frozen == ["models", "ready", "begun"]
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: 1)
+    monkeypatch.setattr(served, "TokenTree", lambda *_: frozen.append("tree"))
+    one = SimpleNamespace(_planting=threading.Lock(), tokenizer=None, vocabulary=1)
+    assert Served.tree.func(one) is None  # type: ignore[arg-type]
+    assert frozen[3:] == ["tree", "models"]

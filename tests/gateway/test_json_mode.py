@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import sys
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -13,10 +16,10 @@ import jsonschema
 import openai
 import pytest
 from openai import OpenAI
-from private_llm_gateway import constrained, served
+from private_llm_gateway import constrained, grammar, served
 from private_llm_gateway.constrained import Grammar, TokenTree
 from private_llm_gateway.errors import ApiError
-from private_llm_gateway.grammar import State, TooWide, start
+from private_llm_gateway.grammar import State, TooWide, Work, start
 from private_llm_gateway.json_schema import any_object, of_schema
 from pydantic import BaseModel
 
@@ -146,15 +149,102 @@ def test_large_schemas_are_written(client: OpenAI, schema: dict[str, Any]) -> No
 
 
 def test_texts_that_go_on_in_too_many_ways_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    state: State | None = start(of_schema(chained(18, arrays)))
+    state: State | None = start(of_schema(chained(18, arrays)), Work(100))
     for _ in range(11):
-        state = state and state.after("[")[0]
+        state = state and state.after("[", Work(constrained._MOST_WORK))
     assert state is not None
     with pytest.raises(TooWide):
-        state.after("[")
+        state.after("[", Work(10_000))
     monkeypatch.setattr(constrained, "_MOST_WORK", 10)
     with pytest.raises(ApiError, match="too many ways"):
-        Grammar(any_object(), TokenTree(tokenizer(), 4096)).following(start(any_object()))
+        Grammar(any_object(), TokenTree(tokenizer(), 4096)).following(start(any_object(), Work(10)))
+
+
+def nested(depth: int, part: dict[str, Any]) -> dict[str, Any]:
+    for _ in range(depth):
+        part = {"type": "array", "items": part}
+    return part
+
+
+def strings(what: str, count: int) -> list[dict[str, Any]]:
+    return [{"type": "string", what: each} for each in range(1, count)]
+
+
+def members(count: int, part: Any, **more: Any) -> dict[str, Any]:
+    return {"properties": {**more, **{f"p{at}": part for at in range(count)}}, "required": list(more)}
+
+
+NULL = {"type": "null"}
+ARRAYS = [{"type": "array", "items": {"$ref": "#/$defs/a"}, "maxItems": most} for most in range(1, 100)]
+HEAVY: dict[str, dict[str, Any]] = {
+    "deep": nested(110, {"anyOf": strings("maxLength", 20)}),
+    "wide": {"anyOf": strings("maxLength", 200)},
+    "long": {"anyOf": strings("minLength", 90)},
+    "ambiguous": chained(12, arrays),
+    "one value often": members(300, NULL, a={"enum": ["a"] * 2000}),
+    "one type often": {"anyOf": ARRAYS, "$defs": {"a": {"anyOf": [NULL] * 3000}}},
+    "one part often": {"anyOf": [{"$ref": "#/$defs/a"}] * 900, "$defs": {"a": {"anyOf": strings("maxLength", 9)}}},
+    "optional": members(500, True),
+    "names that begin alike": {"properties": {"-" * size: True for size in range(1, 200)}},
+    "values that begin alike": {"enum": ["a" * size for size in range(1, 350)]},
+    "long ends": members(0, NULL, **{"a" * size: True for size in range(1, 60)}, b={"const": "=-" * 4000}),
+    "free objects": {"anyOf": [{"type": "object", "additionalProperties": part} for part in strings("maxLength", 90)]},
+}
+
+
+@pytest.fixture(scope="module")
+def tree() -> TokenTree:
+    return TokenTree(tokenizer(), 1000)
+
+
+def lines_of(work: Callable[[], object]) -> int:
+    """How many lines of the grammar's code run."""
+    lines = 0
+
+    def trace(frame: Any, event: str, _: object) -> Any:
+        nonlocal lines
+        lines += event == "line"
+        return trace if frame.f_code.co_filename in (grammar.__file__, constrained.__file__) else None
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        with contextlib.suppress(ApiError):
+            work()
+    finally:
+        sys.settrace(before)
+    return lines
+
+
+@pytest.mark.parametrize("schema", HEAVY.values(), ids=HEAVY)
+def test_looks_count_the_work(monkeypatch: pytest.MonkeyPatch, tree: TokenTree, schema: dict[str, Any]) -> None:
+    """A look is a few lines, and so is a branch of the vocabulary, whatever the schema says, refused or not."""
+    monkeypatch.setattr(constrained, "_MOST_WORK", 4000)
+    made = Grammar(of_schema(schema), tree)
+    state: State | None = made.start
+    with contextlib.suppress(ApiError):
+        for _ in range(12):
+            assert lines_of(lambda: made.following(state)) < 40 * 4000  # noqa: B023
+            found = made.following(state)
+            assert sum(len(each.stacks) for each in found.states) <= found.looks
+            state = max(found.states, key=lambda each: len(each.stacks), default=state)
+
+
+def test_depth_adds_no_work(tree: TokenTree) -> None:
+    """Neither lines nor bytes, but for the brackets that close the text."""
+    lines, peaks = [], []
+    for depth in (1, 110):
+        made = Grammar(of_schema(nested(depth, {"anyOf": strings("maxLength", 40)})), tree)
+        state: State | None = made.start
+        for character in "[" * depth:
+            state = state and state.after(character, Work(1000))
+        tracemalloc.start()
+        made._walk(state)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+        lines.append(lines_of(lambda: made._walk(state)))  # noqa: B023
+    assert lines[1] < 3 * lines[0]
+    assert peaks[1] < 3 * peaks[0]
 
 
 def test_requests_together_make_one_tree(monkeypatch: pytest.MonkeyPatch) -> None:
