@@ -33,9 +33,10 @@ from private_llm_hf.checkpoint.weights import Sink, WeightList, stream_loaded
 from private_llm_hf.client.launch import choose_mode, start_parties
 from private_llm_hf.client.model import PrivateModel, private_class
 from private_llm_hf.client.parties import Parties
+from private_llm_hf.handlers import handler_of
 from private_llm_hf.models.architectures import architecture
 from private_llm_hf.models.emulation import warn_of_functions
-from private_llm_hf.models.patched_code import patched_code
+from private_llm_hf.models.patched_code import patched_code, patched_methods
 from private_llm_hf.models.readable import require_inputs
 from private_llm_hf.models.sparse_blocks import adopted, check_sparsity
 from private_llm_hf.patch_plan import check_ring, make_patch_plan
@@ -297,6 +298,15 @@ def _check_code(model: PreTrainedModel, private_config: PrivateConfig) -> None:
             f"{type(model).__name__}: {len(found)} part(s) of transformers or torch were replaced in this process, "
             f"such as {found[0]}, and parties in other processes (party_mode={mode!r}) run the original; undo that, or "
             "use party_mode='threads', which tries the replacement first"
+        )
+    handlers = {type(module): handler_of(module) for module in model.modules()}
+    ours = {kind for kind, handler in handlers.items() if handler and handler.make and handler.settings is None}
+    theirs = [kind for kind in (*ours, nn.Linear) if kind.__module__.startswith(("torch.", "transformers."))]
+    undone = [name for kind in theirs for name in patched_methods(kind) if name.endswith(".forward")]
+    if undone:
+        raise PatchMismatch(
+            f"{type(model).__name__}: {undone[0]} was replaced in this process, and parties run something else "
+            "in its place, which would undo that; undo it, or register_handler() what parties should run"
         )
 
 

@@ -16,7 +16,8 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from private_llm.errors import PatchMismatch
-from private_llm_hf.checkpoint.given_parts import strange_modules
+from private_llm_hf.checkpoint.given_parts import strange_modules, uncompiled
+from private_llm_hf.checkpoint.own_code import refuse_own_code
 from private_llm_hf.checkpoint.same_outputs import difference, first_difference, outputs, recorded
 from private_llm_hf.checkpoint.sample_inputs import sample_inputs
 from private_llm_hf.checkpoint.weights import skeleton
@@ -35,8 +36,10 @@ _MERGED, _ROUNDED = 1e-4, 5e-2
 def dense_model(model: nn.Module, owned: bool = False) -> nn.Module:
     """The model itself if its weights are plain, else a copy with plain ones.
 
-    owned: nobody else uses the model, so it need not be copied. Raises PatchMismatch for what cannot be made plain.
+    owned: nobody else uses the model, so it need not be copied. Raises PatchMismatch for what cannot be made plain, and
+    for hooks and methods of somebody's own, on the model, on what is around it and on adapters.
     """
+    refuse_own_code(model)
     model = _merged(unwrapped(model), owned)
     if isinstance(model, PreTrainedModel) and not isinstance(model, Network):
         plain = skeleton(type(model), without_quantisation(model.config))
@@ -48,8 +51,8 @@ def dense_model(model: nn.Module, owned: bool = False) -> nn.Module:
 def unwrapped(model: nn.Module) -> nn.Module:
     """The model inside what torch.compile and data parallelism put around it."""
     while True:
-        parallel = isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel)
-        inner = getattr(model, "_orig_mod", model.module if parallel else model)
+        parallel = type(model) in (nn.DataParallel, nn.parallel.DistributedDataParallel)
+        inner = model.module if parallel else uncompiled(model)
         if inner is model or not isinstance(inner, nn.Module):
             return model
         model = inner
@@ -90,7 +93,7 @@ def _merged(model: nn.Module, owned: bool) -> nn.Module:
         mine: Any = model if owned else copy.deepcopy(model)
         if adapted and not hasattr(mine.base_model, "merge_and_unload"):
             raise TypeError("it works on prompts or activations, which no weight can hold")
-        base = mine.get_base_model() if adapted else mine
+        base = mine.base_model.model if adapted else mine
         given = sample_inputs(base)
         wanted, calls = outputs(mine, given), recorded(mine, dict(base.named_modules()), given)
         _separate(base)

@@ -8,8 +8,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
+
+_ACTIVATIONS = ("torch.nn.modules.activation", "transformers.activations")
+"""Where activations are from of which another one may stand in a module, if it computes the same."""
+_IN_TRAINING = (nn.Dropout, nn.Identity)
+"""What computes nothing in evaluation."""
+_WIDEST, _POINTS = 1e3, 20_001
 
 
 def part(model: nn.Module, path: str) -> nn.Module | None:
@@ -24,7 +31,8 @@ def part(model: nn.Module, path: str) -> nn.Module | None:
 
 def uncompiled(module: nn.Module) -> nn.Module:
     """The original of what torch.compile made."""
-    original: nn.Module = getattr(module, "_orig_mod", module)
+    compiled = type(module).__module__.startswith("torch._dynamo.")
+    original: nn.Module = module._orig_mod if compiled else module  # type: ignore[assignment]
     return original
 
 
@@ -35,16 +43,39 @@ def pairs(model: nn.Module, built: nn.Module) -> dict[str, tuple[nn.Module, nn.M
 
 
 def strange_modules(model: nn.Module, built: nn.Module) -> list[str]:
-    """Modules of another class than in `built`, or that are not there, as "name (class, want class)".
+    """Modules of another class than in `built`, or that only one of them has, as "name (class, want class)".
 
-    What is inside them is not listed.
+    What is inside them is not listed. An activation may be another class of torch or transformers that computes the
+    same. A list of layers may have more of the same kind, as the configuration says how many of them run.
     """
     found: dict[str, str] = {}
     for name, module in built.named_modules(remove_duplicate=False):
-        mine, wanted = _kind(part(model, name)), _kind(module)
-        if mine is not wanted and not name.startswith(tuple(f"{outer}." for outer in found)):
-            found[name] = f"{name} ({_called(mine)}, want {_called(wanted)})"
+        mine = part(model, name)
+        if name.startswith(tuple(f"{outer}." for outer in found)):
+            continue
+        if not _same_kind(mine, module):
+            found[name] = f"{name or 'the model'} ({_called(_kind(mine))}, want {_called(_kind(module))})"
+        elif mine is not None and isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict):
+            inside = {_kind(child) for child in module.children()}
+            for own, child in mine.named_children():
+                extra = own not in module._modules and (type(module) is nn.Sequential or _kind(child) not in inside)
+                if extra:
+                    found[f"{name}.{own}"] = f"{name}.{own} ({_called(_kind(child))}, want none)"
     return list(found.values())
+
+
+def _same_kind(mine: nn.Module | None, wanted: nn.Module) -> bool:
+    """Whether both are of one class, or of two that compute the same in evaluation."""
+    first, second = _kind(mine), _kind(wanted)
+    if mine is None or first is second:
+        return first is second
+    if first in _IN_TRAINING and second in _IN_TRAINING:
+        return True
+    kinds = (type(mine), type(wanted))
+    if any(kind.__module__ not in _ACTIVATIONS for kind in kinds) or any(mine.parameters()) or any(wanted.parameters()):
+        return False
+    x = torch.linspace(-_WIDEST, _WIDEST, _POINTS, device="cpu").view(1, -1)
+    return torch.allclose(mine(x), wanted(x), rtol=1e-6, atol=1e-6)
 
 
 def _kind(module: nn.Module | None) -> type | None:

@@ -8,41 +8,45 @@ is named. What a short text does not show (a window, an eps, numbers of position
 from __future__ import annotations
 
 import copy
-import functools
-import types
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from private_llm.errors import PatchMismatch
 from private_llm_hf.checkpoint.dense import first_line
 from private_llm_hf.checkpoint.given_parts import pairs, part, strange_modules, value
+from private_llm_hf.checkpoint.held_values import ATTENTION, check_buffers, check_settings
 from private_llm_hf.checkpoint.model_spec import sent_values
-from private_llm_hf.checkpoint.same_outputs import EQUAL, difference, first_difference, generated, outputs, recorded
+from private_llm_hf.checkpoint.own_code import of_user, replaced_forwards
+from private_llm_hf.checkpoint.same_outputs import (
+    EQUAL,
+    difference,
+    evaluating,
+    first_difference,
+    generated,
+    outputs,
+    recorded,
+)
 from private_llm_hf.checkpoint.sample_inputs import longer_inputs, sample_inputs
-from private_llm_hf.checkpoint.weights import AS_GIVEN, STATISTICS, WeightList, dense_weight, skeleton, without_weights
+from private_llm_hf.checkpoint.weights import (
+    AS_GIVEN,
+    STATISTICS,
+    WeightList,
+    dense_weight,
+    skeleton,
+    without_weights,
+)
 
 _ELSEWHERE = 1e-2
 """As EQUAL, where accelerate moves the model between devices, whose kernels differ."""
 
-_OF_TRAINING = ("training", "gradient_checkpointing", "activation_checkpointing", "name_or_path")
-"""Attributes of modules that change nothing in evaluation."""
-
-_SIZES = (
-    "vocab_size", "vocab_size_per_layer_input", "num_embeddings", "padding_idx", "in_features", "out_features", "nf",
-    "nx", "layer_idx",
-)  # fmt: skip
-"""Attributes that say what shapes of weights say, or only which gradients or caches are whose."""
-
 _SHOWN = 5
-_PLAIN = (float, int, bool, str, types.NoneType)
-_ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention")
-"""Ways of transformers to compute the same attention."""
 
 
 def as_built(model: PreTrainedModel, config: PretrainedConfig) -> PreTrainedModel:
@@ -50,55 +54,54 @@ def as_built(model: PreTrainedModel, config: PretrainedConfig) -> PreTrainedMode
 
     config: that of `model`, or one that says the same. Sizes of the vocabulary, tied weights and the number of layers
     are taken from the model where the configuration says something else. Costs one forward each of six tokens; where a
-    forward was replaced on an object, one of up to 512 as well, and two generated tokens, which show what differs only
-    for such shapes, but not every condition that code may have. Weights are not copied. Raises PatchMismatch, with the
-    module's name, where the two compute something else, hold other buffers or numbers (eps, scaling), or where weights
-    are missing.
+    forward was replaced on an object, or attention is a function of somebody's own, one of up to 512 as well, and two
+    generated tokens, which show what differs only for such shapes, but not every condition that code may have. Weights
+    are not copied. Raises PatchMismatch, with the module's name, where the two consist of other classes, compute
+    something else, hold other buffers, settings (eps, scaling) or configurations, or where weights are missing.
     """
-    with AS_GIVEN:
+    with AS_GIVEN, evaluating(model):
         return _as_built(model, config)
 
 
 def _as_built(model: PreTrainedModel, config: PretrainedConfig) -> PreTrainedModel:
-    _refuse_own_code(model)
     given = sample_inputs(model)
     config = _as_given(model, config)
     built = without_weights(type(model), _as_read(config))
     built.eval()
-    strange = strange_modules(model, built)
-    try:
-        _take_weights(model, built)
-    except PatchMismatch:
-        _refuse_strange(model, strange)
-        raise
+    _refuse_strange(model, strange_modules(model, built))
+    _take_weights(model, built)
     try:
         with _unpacked(model):
             wanted = outputs(model, given)
     except Exception as error:
+        check_settings(model, built)
         raise PatchMismatch(
             f"patch: this {type(model).__name__} does not run in the clear on a short text "
             f"({type(error).__name__}: {first_line(error)}); want a model that runs with {', '.join(given)}"
         ) from error
-    _check_buffers(model, built)
-    _check_numbers(model, built)
+    check_buffers(model, built)
+    made = outputs(built, given)
+    check_settings(model, built)
     allowed = (
         EQUAL if len({weight.device for weight in (*model.parameters(), *built.parameters())}) == 1 else _ELSEWHERE
     )
-    found = difference(wanted, outputs(built, given), allowed)
-    replaced = _replaced_forwards(model)
+    found = difference(wanted, made, allowed)
+    replaced = [f"forward of '{name}'" for name in replaced_forwards(model)]
+    attention = _own_attention(model)
+    if attention is not None:
+        replaced.append(f"attention function {attention!r}")
     if found is None and replaced:
         given = longer_inputs(config, given)
         found = _longer_difference(model, built, given, allowed)
         if found is not None:
             raise PatchMismatch(
-                f"patch: forward of '{replaced[0]}' was replaced on this one object, and on a longer text, a token "
-                f"alone or a step with a cache the model computes other values than its class ({found}), which parties "
-                "and the private model run; remove it (del), or change the class"
+                f"patch: {replaced[0]} is somebody's own, and on a longer text, a token alone or a step with a cache "
+                f"the model computes other values than its class ({found}), which parties and the private model run; "
+                "remove it (del), or change the class"
             )
     if found is None:
         built.config = config
         return built
-    _refuse_strange(model, strange)
     both = pairs(model, built)
     mine = recorded(model, {name: pair[0] for name, pair in both.items()}, given)
     theirs = recorded(built, {name: pair[1] for name, pair in both.items()}, given)
@@ -146,17 +149,27 @@ def _as_given(model: PreTrainedModel, config: PretrainedConfig) -> PretrainedCon
         if isinstance(kinds, list):
             changes["layer_types"] = kinds[:layers]
     untied = any(_untied(model, name, source) for name, source in WeightList.of(bare).tied.items())
-    own = config._attn_implementation
-    if not changes and not untied and own in (None, *_ATTENTION):
+    own = _own_attention(model)
+    if not changes and not untied and own is None:
         return config
     changed = copy.deepcopy(config)
     for name, size in changes.items():
         setattr(changed.get_text_config(), name, size)
     if untied:
         changed.tie_word_embeddings = changed.get_text_config().tie_word_embeddings = False
-    if own not in (None, *_ATTENTION):
-        changed._attn_implementation = "eager"
+    if own is not None:
+        changed._attn_implementation = "sdpa" if own == "eager" else "eager"
     return changed
+
+
+def _own_attention(model: PreTrainedModel) -> str | None:
+    """The name under which attention is a function of somebody's own, also in place of transformers'; None if not."""
+    name = model.config._attn_implementation
+    if name in ALL_ATTENTION_FUNCTIONS.valid_keys():
+        function = ALL_ATTENTION_FUNCTIONS[name]
+    else:  # "eager": the function in the file of the class
+        function = getattr(sys.modules[type(model).__module__], "eager_attention_forward", None)
+    return name if name not in (None, *ATTENTION) or (function is not None and of_user(function)) else None
 
 
 def _as_read(config: PretrainedConfig) -> PretrainedConfig:
@@ -279,109 +292,3 @@ def _unpacked(model: nn.Module) -> Iterator[None]:
     finally:
         for module, own, value in held:
             module._parameters[own] = value
-
-
-# -- what stands beside weights -------------------------------------------------------------------------------------
-def _check_buffers(model: PreTrainedModel, built: PreTrainedModel) -> None:
-    """Raise for buffers other than those of the configuration; `built` gets them in the model's own precision."""
-    device = next(built.parameters()).device
-    for path, module in built.named_modules(remove_duplicate=False):
-        if isinstance(module, _BatchNorm):
-            continue
-        for own, wanted in module._buffers.items():
-            name = f"{path}.{own}" if path else own
-            found = value(model, name)
-            if wanted is None and found is None:
-                continue
-            if wanted is None or found is None or not _same_buffer(found, wanted):
-                raise PatchMismatch(
-                    f"patch: buffer '{name}' is not what the model's configuration makes it, from which the parties "
-                    "build it; undo the change, or change the configuration and load the model again"
-                )
-            module._buffers[own] = found.to(device)
-
-
-def _same_buffer(found: Tensor, wanted: Tensor) -> bool:
-    """Whether a buffer is the other, or what `half()` or `bfloat16()` left of it."""
-    found = found.cpu()
-    if found.shape != wanted.shape:
-        return False
-    if not wanted.is_floating_point():
-        return torch.equal(found, wanted.to(found.dtype))
-    rounded = [wanted.to(dtype).float() for dtype in (torch.float32, torch.float16, torch.bfloat16)]
-    return any(torch.allclose(found.float(), each, rtol=1e-6, atol=0.0, equal_nan=True) for each in rounded)
-
-
-def _check_numbers(model: PreTrainedModel, built: PreTrainedModel) -> None:
-    """Raise for settings of modules (eps, scaling, windows) and functions other than those of the configuration."""
-    for path, (mine, module) in pairs(model, built).items():
-        if isinstance(module, nn.Dropout):
-            continue
-        for own, found in vars(mine).items():
-            wanted = getattr(module, own, None)
-            ignored = own.startswith("_") or "drop" in own or own in (*_OF_TRAINING, *_SIZES)
-            if not ignored and hasattr(module, own) and _is_setting(found, wanted) and found != wanted:
-                name = f"{path}.{own}" if path else own
-                raise PatchMismatch(
-                    f"patch: '{name}' is {_short(found)} here, and {_short(wanted)} by the model's configuration, from "
-                    "which the parties build it; change the configuration instead, and load the model again"
-                )
-
-
-def _is_setting(found: object, wanted: object) -> bool:
-    if isinstance(found, types.FunctionType | types.BuiltinFunctionType):
-        return type(found) is type(wanted) and getattr(found, "__code__", found) is not getattr(wanted, "__code__", 0)
-    return all(
-        type(each) in _PLAIN or (isinstance(each, tuple) and all(type(item) in _PLAIN for item in each))
-        for each in (found, wanted)
-    )
-
-
-def _short(found: object) -> str:
-    return f"{found:g}" if type(found) is float else getattr(found, "__name__", None) or str(found)
-
-
-def _refuse_own_code(model: nn.Module) -> None:
-    """Raise for hooks and methods of the user's on modules: parties do not run them."""
-    for name, module in model.named_modules():
-        called = name or type(model).__name__
-        if any(_of_user(hook) for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())):
-            raise PatchMismatch(f"patch: '{called}' has a forward hook, which parties do not run; remove it")
-        for own, found in vars(module).items():
-            of_class = getattr(type(module), own, None)
-            if own != "forward" and isinstance(found, Callable) and callable(of_class) and _of_user(found):  # type: ignore[arg-type]
-                raise PatchMismatch(
-                    f"patch: '{called}.{own}' was replaced on this one object, and parties and the private model run "
-                    "the class's own; remove it (del), or call it on the private model"
-                )
-
-
-def _replaced_forwards(model: nn.Module) -> list[str]:
-    """Modules whose forward a user replaced on the object, or within what accelerate or a compiler put around it."""
-    return [
-        name or type(model).__name__
-        for name, module in model.named_modules()
-        for own in ("forward", "_old_forward")
-        if own in vars(module) and any(map(_of_user, _around(vars(module)[own], type(module).forward)))
-    ]
-
-
-def _around(code: Any, of_class: object) -> Iterator[Any]:  # noqa: ANN401 - a function, method or partial
-    """Functions around that of the class, from the outermost; all of them if it is not within."""
-    while code is not None:
-        function = getattr(code, "__func__", code)
-        if function is of_class:
-            return
-        yield from _around(function.func, of_class) if isinstance(function, functools.partial) else (function,)
-        code = getattr(function, "__wrapped__", getattr(function, "_torchdynamo_orig_callable", None))
-
-
-def _of_user(code: Any) -> bool:  # noqa: ANN401 - a hook or a method
-    """Whether code is not that of torch, transformers, accelerate or peft, which put some on modules themselves.
-
-    functools.wraps gives a function another's `__module__`; its globals stay those of the file that it is from.
-    """
-    function = getattr(code, "__func__", code)
-    home = getattr(function, "__globals__", {}).get("__name__") or getattr(code, "__module__", None)
-    home = home or type(code).__module__
-    return str(home).partition(".")[0] not in ("torch", "transformers", "accelerate", "peft")

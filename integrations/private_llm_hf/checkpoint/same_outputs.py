@@ -25,7 +25,7 @@ def outputs(model: nn.Module, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
     device = weights[0].device if weights else torch.device("cpu")
     dtype = next((value.dtype for value in weights if value.is_floating_point()), torch.float32)
     moved = {name: value.to(device, dtype if value.is_floating_point() else None) for name, value in given.items()}
-    with torch.no_grad(), _evaluating(model), _eager():
+    with torch.no_grad(), evaluating(model), _eager():
         made = model(**moved, return_dict=True)
     named = made.items() if isinstance(made, Mapping) else enumerate(_leaves(made))
     return {str(name): _seen(value) for name, value in named if isinstance(value, Tensor)}
@@ -39,7 +39,7 @@ def generated(model: PreTrainedModel, given: Mapping[str, Tensor]) -> dict[str, 
         return_dict_in_generate=True,
     )  # fmt: skip
     ids = given["input_ids"].to(device)
-    with torch.no_grad(), _evaluating(model), _eager():
+    with torch.no_grad(), evaluating(model), _eager():
         made = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
     return {f"logits of step {step}": _seen(value) for step, value in enumerate(made.logits)}
 
@@ -122,7 +122,7 @@ def _leaves(value: object) -> list[Tensor]:
 
 
 @contextlib.contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
     """Every module in evaluation mode, and afterwards in its own again."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()

@@ -28,7 +28,7 @@ def patched_code(model: nn.Module) -> list[str]:
     """
     kinds = {kind for module in model.modules() for kind in type(module).__mro__ if issubclass(kind, nn.Module)}
     homes = {kind.__module__ for kind in kinds if kind.__module__.startswith("transformers.")} - {_BASE}
-    found = [n for kind in kinds if kind.__module__ in homes or _is_layer(kind) for n in _methods(kind)]
+    found = [n for kind in kinds if kind.__module__ in homes or _is_layer(kind) for n in patched_methods(kind)]
     found += [name for home in homes for name in _definitions(home)]
     attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
     if attention in ALL_ATTENTION_FUNCTIONS.valid_keys() and not _is_own(ALL_ATTENTION_FUNCTIONS[attention]):
@@ -40,7 +40,8 @@ def _is_layer(kind: type) -> bool:
     return kind.__module__.startswith("torch.nn.modules.") and kind is not nn.Module
 
 
-def _methods(kind: type) -> Iterator[str]:
+def patched_methods(kind: type) -> Iterator[str]:
+    """Dotted names of what somebody put in place of a class's own methods."""
     for name, value in vars(kind).items():
         if isinstance(value, types.FunctionType) and not (_is_own(value) and _is_of(kind, value)):
             yield f"{kind.__module__}.{kind.__name__}.{name}"

@@ -1,0 +1,132 @@
+"""Code of the caller's own on a given model: hooks, methods of one object, classes around it. Parties run none of it.
+
+It is looked for before wrappers are taken off and adapters are merged, because what sits on those goes with them. What
+torch, transformers, accelerate and peft put on modules themselves changes nothing that they do not undo.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as every_module
+from torch.nn.utils import parametrize
+
+from private_llm.errors import PatchMismatch
+
+_PACKAGES = ("torch", "transformers", "accelerate", "peft")
+_WRAPPERS = ("peft.", "torch._dynamo.", "torch.nn.parallel.")
+"""Where classes are from that are taken off before parties build the model."""
+_ALSO_RUN = ("_compiled_call_impl", "_loss_function")
+"""Attributes that modules run if one is set; no method of theirs stands in its place."""
+
+
+def refuse_own_code(model: nn.Module) -> None:
+    """Raise PatchMismatch, with the module's name, for code of the caller's that parties would not run.
+
+    That is: forward hooks, methods replaced on one object, subclasses of wrappers and adapters, modules that torch.jit
+    has compiled. A `forward` that was replaced on a module which stays in the model may pass: see `replaced_forwards`.
+    """
+    hooks = (*every_module._global_forward_hooks.values(), *every_module._global_forward_pre_hooks.values())
+    if any(map(of_user, hooks)):
+        raise PatchMismatch(
+            "patch: a forward hook for all modules is registered in this process, and parties do not run it; remove it"
+        )
+    lost = dict(_taken_off(model))
+    core = {name for kind in map(type, model.modules()) if _is_of(kind, ("transformers.",)) for name in dir(kind)}
+    for name, module in model.named_modules():
+        called, kind = name or type(model).__name__, parametrize.type_before_parametrizations(module)
+        if isinstance(module, torch.jit.ScriptModule):
+            raise PatchMismatch(
+                f"patch: '{called}' was compiled by torch.jit, which fixes its code; patch the original"
+            )
+        if any(map(of_user, (*module._forward_hooks.values(), *module._forward_pre_hooks.values()))):
+            raise PatchMismatch(f"patch: '{called}' has a forward hook, which parties do not run; remove it")
+        if not all(is_own_kind(type(hook)) for hook in _moving_hooks(module)):
+            raise PatchMismatch(f"patch: '{called}' has a hook (_hf_hook) that parties do not run; remove it")
+        if id(module) in lost and not is_own_kind(kind):
+            raise PatchMismatch(
+                f"patch: '{called}' is of a class of its own ({kind.__qualname__}) around or beside a part of the "
+                "model, and parties run that part alone; patch the module inside, or use the class that it extends"
+            )
+        for own in _replaced(module, id(module) in lost, core):
+            raise PatchMismatch(
+                f"patch: '{called}.{own}' was replaced on this one object, and parties and the private model run "
+                "the class's own; remove it (del), or call it on the private model"
+            )
+
+
+def replaced_forwards(model: nn.Module) -> list[str]:
+    """Modules whose forward a user replaced on the object, or within what accelerate or a compiler put around it."""
+    return [name or type(model).__name__ for name, module in model.named_modules() if _has_own_forward(module)]
+
+
+def of_user(code: Any) -> bool:  # noqa: ANN401 - a hook or a method
+    """Whether code, or what it wraps, is of somebody else than torch, transformers, accelerate and peft."""
+    return any(map(_is_foreign, _around(code, None)))
+
+
+def is_own_kind(kind: type) -> bool:
+    """Whether a class is one that torch, transformers, accelerate or peft define under its name."""
+    home = sys.modules.get(kind.__module__)
+    return _is_of(kind, tuple(f"{name}." for name in _PACKAGES)) and getattr(home, kind.__name__, None) is kind
+
+
+def _is_of(kind: type, homes: tuple[str, ...]) -> bool:
+    return f"{kind.__module__}.".startswith(homes)
+
+
+def _taken_off(module: nn.Module, beside: bool = False) -> Iterator[tuple[int, nn.Module]]:
+    """Wrappers, layers with adapters and all that these hold beside the layer itself."""
+    adapted = any(_is_of(kind, _WRAPPERS) for kind in type(module).__mro__)
+    if adapted or beside:
+        yield id(module), module
+    for name, child in module.named_children():
+        yield from _taken_off(child, beside or (adapted and "base_layer" in module._modules and name != "base_layer"))
+
+
+def _replaced(module: nn.Module, lost: bool, core: set[str]) -> Iterator[str]:
+    """Methods that a user put on one object; of wrappers also those that the model inside has."""
+    for own, found in vars(module).items():
+        shadows = callable(getattr(type(module), own, None)) or own in _ALSO_RUN or (lost and own in core)
+        if own != "forward" and shadows and isinstance(found, Callable) and of_user(found):  # type: ignore[arg-type]
+            yield own
+    if lost and _has_own_forward(module):
+        yield "forward"
+    if parametrize.is_parametrized(module):  # its class is its own, so whoever changes that changes one object
+        for own, found in vars(type(module)).items():
+            if isinstance(found, types.FunctionType) and of_user(found):
+                yield own
+
+
+def _has_own_forward(module: nn.Module) -> bool:
+    held = vars(module)
+    found = (held[own] for own in ("forward", "_old_forward") if own in held)
+    return any(_is_foreign(code) for each in found for code in _around(each, type(module).forward))
+
+
+def _moving_hooks(module: nn.Module) -> tuple[object, ...]:
+    """What accelerate's own way of hooks has on a module."""
+    hook = getattr(module, "_hf_hook", None)
+    return () if hook is None else (hook, *getattr(hook, "hooks", ()))
+
+
+def _around(code: Any, of_class: object) -> Iterator[Any]:  # noqa: ANN401 - a function, method or partial
+    """Functions around that of the class, from the outermost; all of them if it is not within."""
+    while code is not None:
+        function = getattr(code, "__func__", code)
+        if function is of_class:
+            return
+        yield from _around(function.func, of_class) if isinstance(function, functools.partial) else (function,)
+        code = getattr(function, "__wrapped__", getattr(function, "_torchdynamo_orig_callable", None))
+
+
+def _is_foreign(function: Any) -> bool:  # noqa: ANN401 - a function or a callable object
+    """functools.wraps gives a function another's `__module__`; its globals stay those of the file that it is from."""
+    home = getattr(function, "__globals__", {}).get("__name__") or getattr(function, "__module__", None)
+    return str(home or type(function).__module__).partition(".")[0] not in _PACKAGES
