@@ -277,6 +277,18 @@ def test_wrappers_of_torch_and_peft_are_taken_off(around: Callable[[Model], Mode
         assert worst(private(input_ids=IDS).logits, dense(input_ids=IDS).logits) < LOGIT_ERROR
 
 
+@pytest.mark.parametrize("name", ["bert", "vit"])
+def test_an_encoder_that_was_built_without_its_pooler(name: str) -> None:
+    whole = tiny.build(name)
+    model = type(whole)(whole.config, add_pooling_layer=False).eval()
+    given = {"pixel_values": torch.randn(1, 3, 16, 16)} if name == "vit" else {"input_ids": IDS}
+    with patch(model, QUICK) as private, torch.no_grad():
+        found = private(**given)
+        assert worst(found.last_hidden_state, model(**given).last_hidden_state) < LOGIT_ERROR
+        assert found.pooler_output is None
+        assert not hasattr(model.config, "add_pooling_layer"), "the original stays as it is"
+
+
 def test_weights_are_not_copied() -> None:
     model = tiny.build("llama")
     built = as_built(model, model.config)

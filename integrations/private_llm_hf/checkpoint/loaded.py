@@ -8,6 +8,7 @@ is named. What a short text does not show (a window, an eps, numbers of position
 from __future__ import annotations
 
 import copy
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -36,6 +37,7 @@ from private_llm_hf.checkpoint.same_outputs import (
 from private_llm_hf.checkpoint.sample_inputs import longer_inputs, sample_inputs
 from private_llm_hf.checkpoint.weights import (
     AS_GIVEN,
+    POOLER,
     STATISTICS,
     WeightList,
     dense_weight,
@@ -150,7 +152,8 @@ def _as_given(model: PreTrainedModel, config: PretrainedConfig) -> PretrainedCon
             changes["layer_types"] = kinds[:layers]
     untied = any(_untied(model, name, source) for name, source in WeightList.of(bare).tied.items())
     own = _own_attention(model)
-    if not changes and not untied and own is None:
+    pooled = _pooled(model, bare)
+    if not changes and not untied and own is None and pooled is None:
         return config
     changed = copy.deepcopy(config)
     for name, size in changes.items():
@@ -159,6 +162,8 @@ def _as_given(model: PreTrainedModel, config: PretrainedConfig) -> PretrainedCon
         changed.tie_word_embeddings = changed.get_text_config().tie_word_embeddings = False
     if own is not None:
         changed._attn_implementation = "sdpa" if own == "eager" else "eager"
+    if pooled is not None:
+        changed.add_pooling_layer = pooled
     return changed
 
 
@@ -170,6 +175,14 @@ def _own_attention(model: PreTrainedModel) -> str | None:
     else:  # "eager": the function in the file of the class
         function = getattr(sys.modules[type(model).__module__], "eager_attention_forward", None)
     return name if name not in (None, *ATTENTION) or (function is not None and of_user(function)) else None
+
+
+def _pooled(model: PreTrainedModel, bare: PreTrainedModel) -> bool | None:
+    """Whether the model was built with a pooler; None where that is what its configuration says."""
+    usual = inspect.signature(type(model)).parameters.get(POOLER)
+    if usual is None or (part(model, "pooler") is None) == (part(bare, "pooler") is None):
+        return None
+    return part(model, "pooler") is not None
 
 
 def _as_read(config: PretrainedConfig) -> PretrainedConfig:

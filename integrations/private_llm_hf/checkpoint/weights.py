@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import inspect
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -44,6 +45,16 @@ AS_GIVEN = threading.Lock()
 """Held while a model of the caller's is in another state than the caller gave it in, and by who looks at that state."""
 
 
+POOLER = "add_pooling_layer"
+"""Argument of classes for whether they have a pooler, which a configuration says if its model was built with it."""
+
+
+def _arguments(cls: type[PreTrainedModel], config: PretrainedConfig) -> dict[str, bool]:
+    """What a class is built with beside its configuration."""
+    said = getattr(config, POOLER, None)
+    return {POOLER: bool(said)} if said is not None and POOLER in inspect.signature(cls).parameters else {}
+
+
 def skeleton(cls: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:
     """The module tree of a model on the meta device: names and shapes, no weights.
 
@@ -51,7 +62,7 @@ def skeleton(cls: type[PreTrainedModel], config: PretrainedConfig) -> PreTrained
     """
     try:
         with torch.device("meta"):
-            model = cls(config)
+            model = cls(config, **_arguments(cls, config))
     except PrivateLLMError:
         raise
     except Exception as error:  # a foreign constructor may raise anything
@@ -104,7 +115,7 @@ class WithoutWeights(TorchFunctionMode):
 def without_weights(cls: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:
     """The module tree with real (public) buffers and without weights, tied as the configuration says: the parties'."""
     with WithoutWeights():
-        model = cls(config)
+        model = cls(config, **_arguments(cls, config))
     weights_of_buffers(model)
     model.tie_weights()
     return model
