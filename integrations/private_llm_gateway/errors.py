@@ -12,17 +12,21 @@ from private_llm.errors import PartiesBusy, PrivateLLMError, ProtocolAbort, Tran
 
 INVALID = "invalid_request_error"
 SERVER = "server_error"
+_MOST_TOLD = 1000
 
 
 class ApiError(Exception):
-    """What a client is told. status: of HTTP. param: the field of the request that is wrong."""
+    """What a client is told, in 1,000 characters at most. status: of HTTP. param: the field of the request that is
+    wrong.
+    """
 
     def __init__(
         self, status: int, message: str, kind: str = INVALID, param: str | None = None, code: str | None = None,
         retry_after_s: int | None = None,
     ) -> None:  # fmt: skip
         super().__init__(message)
-        self.status, self.message, self.kind, self.param, self.code = status, message, kind, param, code
+        self.status, self.kind, self.param, self.code = status, kind, param, code
+        self.message = message if len(message) <= _MOST_TOLD else f"{message[:_MOST_TOLD]}..."
         self.retry_after_s = retry_after_s
 
     def body(self) -> dict[str, Any]:

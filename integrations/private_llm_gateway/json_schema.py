@@ -157,7 +157,10 @@ class _Schemas:
         return _choice([self._text(value) for value in values])
 
     def _text(self, value: object) -> Node:
-        made = Text(json.dumps(value, ensure_ascii=False))
+        try:
+            made = Text(json.dumps(value, ensure_ascii=False, allow_nan=False))
+        except ValueError:
+            raise bad(_PARAM, "schema: a number that no float holds; want smaller ones", "invalid_value") from None
         self.characters += made.size
         if self.characters > _MOST_TEXT:
             raise bad(_PARAM, f"schema: names and values have more than {_MOST_TEXT} characters")

@@ -54,6 +54,12 @@ def test_a_required_name_that_is_none(name: object) -> None:
         of_schema({"type": "object", "properties": {"a": {"type": "integer"}}, "required": [name]})
 
 
+@pytest.mark.parametrize("schema", [{"const": 1e999}, {"enum": [1, [{"a": -1e999}]]}])
+def test_a_constant_that_no_json_holds(schema: object) -> None:
+    with pytest.raises(ApiError, match="a number that no float holds"):
+        of_schema(schema)
+
+
 @pytest.mark.parametrize("origin", ["http://[", "http://[::1", "null", "http://127.0.0.1:1@evil.example"])
 def test_an_origin_that_is_none(origin: str) -> None:
     guard = Guard(lambda *_: None, GatewaySettings())  # type: ignore[arg-type, return-value]

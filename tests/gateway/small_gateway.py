@@ -10,6 +10,7 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
+import pytest
 import torch
 from fastapi import FastAPI
 from openai import OpenAI
@@ -103,3 +104,22 @@ def serving(*models: Served, **settings: Any) -> Iterator[Gateway]:
         for served in models:
             served.pool.close()
         assert not thread.is_alive()
+
+
+def watch_crowd(monkeypatch: pytest.MonkeyPatch, holder: Any, name: str, most: int) -> list[int]:
+    """How many calls of a function were inside it when each came: each waits a moment for one more than `most`."""
+    inside: list[int] = []
+    seen: list[int] = []
+    more, real = threading.Event(), getattr(holder, name)
+
+    def call(*args: Any) -> Any:
+        inside.append(1)
+        seen.append(len(inside))
+        if len(inside) > most:
+            more.set()
+        more.wait(0.2)
+        inside.pop()
+        return real(*args)
+
+    monkeypatch.setattr(holder, name, call)
+    return seen

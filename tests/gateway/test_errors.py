@@ -40,6 +40,7 @@ from tests.gateway.small_gateway import (
     small,
     text_of,
     tokenizer,
+    watch_crowd,
 )  # fmt: skip
 from tests.service.conftest import eventually
 
@@ -236,6 +237,27 @@ def test_the_event_loop_neither_reads_nor_writes_bodies(
     httpx.post(f"{gateway.url}/v1/completions", json=body, headers=HEADERS, timeout=60)
     assert set(inside) == {"body_of", *(name for _, name in names[stream])}
     assert not any(place for places in inside.values() for place in places)
+
+
+def test_two_bodies_are_read_at_once(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all addresses together: reading holds the interpreter, and a thread of the pool that streams share."""
+    seen = watch_crowd(monkeypatch, endpoints, "body_of", 2)
+
+    def ask(path: str) -> int:
+        return httpx.post(f"{gateway.url}/v1/{path}", content=b"{}", headers=HEADERS, timeout=60).status_code
+
+    with ThreadPoolExecutor(6) as threads:
+        paths = ["chat/completions", "completions", "embeddings"] * 2
+        assert set(threads.map(ask, paths)) == {400}
+    assert max(seen) == 2
+
+
+def test_errors_are_short(client: OpenAI) -> None:
+    for schema in ({"z" * 3_000_000: 1}, {"type": "z" * 3_000_000}, {"$ref": "#" + "/a" * 100}):
+        form: Any = {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}
+        with pytest.raises(openai.BadRequestError) as refused:
+            client.chat.completions.create(**ASKED, response_format=form)
+        assert len(refused.value.response.text) < 1200
 
 
 def test_fields_that_change_nothing(client: OpenAI) -> None:

@@ -23,7 +23,7 @@ from private_llm_gateway.grammar import State, TooWide, Work, start
 from private_llm_gateway.json_schema import any_object, of_schema
 from pydantic import BaseModel
 
-from tests.gateway.small_gateway import CHAT, small, tokenizer
+from tests.gateway.small_gateway import CHAT, small, tokenizer, watch_crowd
 
 WILD: dict[str, Any] = {"model": "small", "messages": CHAT, "temperature": 1.8}
 SCHEMAS: list[dict[str, Any]] = [
@@ -228,6 +228,15 @@ def test_looks_count_the_work(monkeypatch: pytest.MonkeyPatch, tree: TokenTree, 
             found = made.following(state)
             assert sum(len(each.stacks) for each in found.states) <= found.looks
             state = max(found.states, key=lambda each: len(each.stacks), default=state)
+
+
+def test_one_grammar_is_walked_at_once(tree: TokenTree, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all requests together: they keep one processor busy at most."""
+    seen = watch_crowd(monkeypatch, Grammar, "_walk", 1)
+    made = [Grammar(any_object(), tree) for _ in range(3)]
+    with ThreadPoolExecutor(3) as threads:
+        list(threads.map(lambda each: each.following(each.start), made))
+    assert seen == [1, 1, 1]
 
 
 def test_depth_adds_no_work(tree: TokenTree) -> None:
