@@ -52,16 +52,15 @@ class _Task:
 
     def run(self) -> None:
         """In one thread."""
-        if self.stacks > 1 and self.step != self.inner * self.columns:
+        sizes = (self.stacks, self.rows, self.inner, self.columns)
+        if not (cpu_amx.usable() and tiled(self.rows, self.inner, self.columns, self.turned)):
+            multiply = cpu_matmul.dot_product if self.turned else cpu_matmul.row_product
+            launch(multiply, self.x, self.y, self.out, *sizes, self.step, self.zero)
+        elif self.stacks > 1 and self.step != self.inner * self.columns:
             for stack in range(self.stacks):
                 self.part(stack, stack + 1).run()
-            return
-        sizes = (self.stacks, self.rows, self.inner, self.columns)
-        if cpu_amx.usable() and tiled(self.rows, self.inner, self.columns, self.turned):
-            launch(cpu_amx.product, self.x, self.y, self.out, *sizes, self.turned, desk().address, self.zero)
         else:
-            multiply = cpu_matmul.dot_product if self.turned else cpu_matmul.row_product
-            launch(multiply, self.x, self.y, self.out, *sizes, self.zero)
+            launch(cpu_amx.product, self.x, self.y, self.out, *sizes, self.turned, desk().address, self.zero)
 
     def part(self, first: int, last: int) -> _Task:
         """The products number first .. last - 1."""

@@ -206,7 +206,7 @@ def _products(ring: Ring, shape: tuple[int, int, int], stream: Prg) -> Iterator[
     work = rows * inner * columns / 1e9
 
     def registers() -> None:
-        cpu_matmul.dot_product(*addresses(x, w, out), 1, rows, inner, columns, zero)
+        cpu_matmul.dot_product(*addresses(x, w, out), 1, rows, inner, columns, inner * columns, zero)
 
     if cpu_amx.usable() and matmul.tiled(rows, inner, columns, turned=True):
         yield _Job("matmul", "byte tiles", ring.bits, shape, lambda: matmul.product(x, w.mT, out), work, "GMAC/s")
@@ -235,7 +235,7 @@ def _team(shape: tuple[int, int], stream: Prg) -> _Job:
         made = []
         for first, last in cuts(columns, pieces, 8):
             weight, place = w.data_ptr() + 8 * first * inner, Address(memory, 8 * first)
-            row = (x.data_ptr(), weight, place, 1, 1, inner, last - first)
+            row = (x.data_ptr(), weight, place, 1, 1, inner, last - first, 0)
             made.append((Step(steps.dot_product, row),))
         return Program([Together(tuple(made))], [whole], [whole], [], [x, w])
 

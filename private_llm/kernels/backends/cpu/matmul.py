@@ -73,10 +73,14 @@ def rows_times_lines(
 
 @compiled
 def dot_product(
-    x: int, y: int, out: int, batches: int, rows: int, inner: int, columns: int, zero: np.unsignedinteger[Any]
-) -> None:
-    """out += x y^T modulo the word size; x [B, M, K], y [B, N, K], out [B, M, N] by address, contiguous."""
-    xs, ys = flat(x, batches * rows * inner, zero), flat(y, batches * columns * inner, zero)
+    x: int, y: int, out: int, batches: int, rows: int, inner: int, columns: int, step: int,
+    zero: np.unsignedinteger[Any],
+) -> None:  # fmt: skip
+    """out += x y^T modulo the word size; x [B, M, K], y [B, N, K], out [B, M, N] by address, contiguous.
+
+    step: elements from one matrix of y to the next.
+    """
+    xs, ys = flat(x, batches * rows * inner, zero), flat(y, (batches - 1) * step + columns * inner, zero)
     outs = flat(out, batches * rows * columns, zero)
     lanes = VECTOR_BITS // (8 * xs.itemsize)
     whole = inner - inner % lanes
@@ -87,14 +91,14 @@ def dot_product(
             for k in range(0, whole, block):
                 steps = min(block, whole - k)
                 for n in range(0, columns, 2 * VECTORS):
-                    x_at, y_at = (batch * rows + m_first) * inner + k, (batch * columns + n) * inner + k
+                    x_at, y_at = (batch * rows + m_first) * inner + k, batch * step + n * inner + k
                     out_at, lines = (batch * rows + m_first) * columns + n, min(2 * VECTORS, columns - n)
                     count = m_last - m_first
                     rows_times_lines(xs, x_at, inner, count, ys, y_at, inner, lines, steps, outs, out_at, columns)
         if whole < inner:
             for m in range(batch * rows, (batch + 1) * rows):
                 for n in range(columns):
-                    y_at = (batch * columns + n) * inner
+                    y_at = batch * step + n * inner
                     acc = outs[m * columns + n]
                     for k in range(whole, inner):
                         acc += xs[m * inner + k] * ys[y_at + k]
@@ -135,14 +139,18 @@ def _one_row(xs: Array, ys: Array, outs: Array, inner: int, columns: int) -> Non
 
 @compiled
 def row_product(
-    x: int, y: int, out: int, batches: int, rows: int, inner: int, columns: int, zero: np.unsignedinteger[Any]
-) -> None:
-    """out += x y modulo the word size; x [B, M, K], y [B, K, N], out [B, M, N] by address, contiguous."""
-    xs, ys = flat(x, batches * rows * inner, zero), flat(y, batches * inner * columns, zero)
+    x: int, y: int, out: int, batches: int, rows: int, inner: int, columns: int, step: int,
+    zero: np.unsignedinteger[Any],
+) -> None:  # fmt: skip
+    """out += x y modulo the word size; x [B, M, K], y [B, K, N], out [B, M, N] by address, contiguous.
+
+    step: as `dot_product`.
+    """
+    xs, ys = flat(x, batches * rows * inner, zero), flat(y, (batches - 1) * step + inner * columns, zero)
     outs = flat(out, batches * rows * columns, zero)
     if rows == 1 and columns >= _WIDE_LINE:
         for batch in range(batches):
-            line, end = ys[batch * inner * columns : (batch + 1) * inner * columns], (batch + 1) * columns
+            line, end = ys[batch * step : batch * step + inner * columns], (batch + 1) * columns
             _one_row(xs[batch * inner : (batch + 1) * inner], line, outs[batch * columns : end], inner, columns)
         return
     width = VECTORS * VECTOR_BITS // (8 * xs.itemsize)
@@ -156,7 +164,7 @@ def row_product(
                 x_at = (batch * rows + m) * inner + k
                 n = 0
                 while columns - n >= width:
-                    y_at = (batch * inner + k) * columns + n
+                    y_at = batch * step + k * columns + n
                     out_at = (batch * rows + m) * columns + n
                     if rows == 1 and columns - n >= 4 * width:
                         row_wide(xs, x_at, 0, ys, y_at, columns, steps, outs, out_at, 0)
@@ -169,7 +177,7 @@ def row_product(
                     out_edge[:] = 0
                     for i in range(steps):
                         for j in range(left):
-                            y_edge[i * width + j] = ys[(batch * inner + k + i) * columns + n + j]
+                            y_edge[i * width + j] = ys[batch * step + (k + i) * columns + n + j]
                     rows_times_panel(xs, x_at, inner, count, y_edge, 0, width, steps, out_edge, 0, width)
                     for i in range(count):
                         for j in range(left):

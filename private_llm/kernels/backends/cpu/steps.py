@@ -199,15 +199,15 @@ def trunc_closed(row: Row) -> None:
 @CompiledStep
 def dot_product(row: Row) -> None:
     """`matmul.dot_product`."""
-    a = carray(row, 7)
-    matmul.dot_product(a[0], a[1], a[2], a[3], a[4], a[5], a[6], WORD)
+    a = carray(row, 8)
+    matmul.dot_product(a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], WORD)
 
 
 @CompiledStep
 def row_product(row: Row) -> None:
     """`matmul.row_product`."""
-    a = carray(row, 7)
-    matmul.row_product(a[0], a[1], a[2], a[3], a[4], a[5], a[6], WORD)
+    a = carray(row, 8)
+    matmul.row_product(a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], WORD)
 
 
 @CompiledStep
@@ -285,8 +285,8 @@ KERNELS: dict[Any, tuple[Any, str]] = {
     waves.summed: (waves_summed, "rriipppiwii"),
     waves.wraps: (waves_wraps, "rriiiiriwii"),
     waves.widened: (waves_widened, "rrriiiiiiwii"),
-    matmul.dot_product: (dot_product, "rrwiiiiz"),
-    matmul.row_product: (row_product, "rrwiiiiz"),
+    matmul.dot_product: (dot_product, "rrwiiiiiz"),
+    matmul.row_product: (row_product, "rrwiiiiiz"),
 }
 if aes.usable():  # elsewhere it cannot be compiled
     KERNELS[drawn_matmul.in_register_tiles] = drawn_product, "rikiiiiiiiwiwz"
