@@ -95,6 +95,7 @@ def server_of(app: FastAPI, settings: GatewaySettings, ready: Callable[[], None]
     config = uvicorn.Config(
         app, log_level="warning", access_log=False, server_header=False, timeout_keep_alive=30,
         limit_concurrency=settings.connections, timeout_graceful_shutdown=5, lifespan="on", http=Connection, ws="none",
+        loop="asyncio",
     )  # fmt: skip
     runner: Runner = app.state.runner
     return Server(config, ready, runner.stop)

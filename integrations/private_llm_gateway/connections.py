@@ -3,8 +3,9 @@
 uvicorn closes connections that are idle behind an answer, but waits for ever for the first request of one, and for the
 rest of a request line or headers. Here that takes `HEAD_S` at most; and when more than half of all connections allowed
 wait so, or behind an answer, the one that waits longest makes room: anybody on the machine may open connections. A
-body's time is limited in `guard.py`. Whoever does not read its answer has `READ_S`: otherwise the rest of the answer,
-the request and the connection would stay for ever.
+body's time is limited in `guard.py`, and some of it is read at a time, since taking small chunks apart takes long.
+Whoever does not read its answer has `READ_S`: otherwise the rest of the answer, the request and the connection would
+stay for ever.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ HEAD_S = 10.0
 """Seconds from a connection, or from the first byte behind an answer, to the end of a request's headers."""
 READ_S = 60.0
 """Seconds in which a client that has fallen behind must catch up (to 16 KiB here), or take the end of an answer."""
+_AT_ONCE = 4096
+"""Bytes that are read before others have their turn: 700 chunks of one byte, 3 ms."""
 
 
 class Connection(H11Protocol):
@@ -30,6 +33,7 @@ class Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Wait for a request."""
         super().connection_made(transport)
+        transport.max_size = _AT_ONCE  # type: ignore[attr-defined]  # of asyncio's own loop
         self._follow()
         waiting = [each for each in self.connections if isinstance(each, Connection) and each.since is not None]
         if self.limit_concurrency is not None and len(waiting) > self.limit_concurrency // 2:

@@ -91,7 +91,7 @@ class Guard:
         length = headers.get("content-length", "0")
         if not most and "transfer-encoding" in headers:
             raise _too_large(most)
-        if length.isascii() and length.isdecimal() and len(length) < 19 and int(length) > most:
+        if length.isascii() and length.isdecimal() and (len(length) > 18 or int(length) > most):
             raise _too_large(most)
         parts, size, more = [], 0, True
         try:

@@ -37,7 +37,7 @@ def answering_meanwhile(settings: GatewaySettings, listening: socket.socket) -> 
 
     config = uvicorn.Config(
         Guard(app, settings), log_level="warning", access_log=False, server_header=False, lifespan="off",
-        limit_concurrency=settings.connections, timeout_graceful_shutdown=1, http=Connection,
+        limit_concurrency=settings.connections, timeout_graceful_shutdown=1, http=Connection, loop="asyncio",
     )  # fmt: skip
     server = uvicorn.Server(config)
     own = listening.dup()  # closed by the server; the socket itself goes on listening

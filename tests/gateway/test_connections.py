@@ -10,6 +10,7 @@ import httpx
 import pytest
 from openai import OpenAI
 from private_llm_gateway import connections
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from tests.gateway.small_gateway import TOKEN, Gateway, serving, small
 
@@ -96,6 +97,23 @@ def test_kept_connections_serve_again(short: Gateway) -> None:
             time.sleep(HEAD_S / 5)
 
 
+def test_bodies_are_taken_apart_some_at_a_time(short: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In chunks of one byte 256 KiB, which asyncio reads at once, would hold up everybody for 0.2 s."""
+    read, real = [], H11Protocol.data_received
+
+    def received(self: H11Protocol, data: bytes) -> None:
+        read.append(len(data))
+        real(self, data)
+
+    monkeypatch.setattr(H11Protocol, "data_received", received)
+    with call(short) as sock:
+        chunks = b"1\r\n \r\n" * 20_000
+        sock.sendall(f"{HEAD}Transfer-Encoding: chunked\r\n\r\n".encode() + chunks + b"0\r\n\r\n")
+        assert sock.recv(4096).startswith(b"HTTP/1.1 400")
+    assert sum(read) > len(chunks)
+    assert max(read) <= 4096
+
+
 START = "HTTP/1.1\r\nHost: 127.0.0.1\r\n"
 STRANGERS = {
     "behind an answer": f"GET / {START}\r\n",
@@ -141,6 +159,12 @@ def test_bodies_of_two_lengths_are_refused(short: Gateway, head: str) -> None:
         answer = rest(sock)
     assert answer.startswith(b"HTTP/1.1 400")
     assert answer.count(b"HTTP/1.1") == 1
+
+
+def test_a_length_of_twenty_digits_is_too_large(short: Gateway) -> None:
+    with call(short) as sock:
+        sock.sendall(f"{HEAD}Content-Length: {'9' * 20}\r\n\r\n".encode())
+        assert rest(sock).startswith(b"HTTP/1.1 413")
 
 
 @pytest.mark.parametrize("length", ["Content-Length: 4000000", "Transfer-Encoding: chunked"])
