@@ -347,13 +347,36 @@ def test_a_source_that_is_not_there(source: Any, message: str) -> None:
         AutoPrivateModelForCausalLM.from_pretrained(source, PLAIN)
 
 
-@pytest.mark.parametrize("content", [b"", b"<html>", None])
-def test_a_file_of_weights_that_is_not_whole_is_named(tmp_path: Path, content: bytes | None) -> None:
+SHARD, INDEX = "model-00002-of-00004.safetensors", "model.safetensors.index.json"
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [(SHARD, b""), (SHARD, b"<html>"), (SHARD, slice(3000)), (SHARD, None), (INDEX, b"{}"), (INDEX, slice(300))],
+)
+def test_a_file_of_weights_that_is_not_whole_is_named(tmp_path: Path, name: str, content: bytes | slice | None) -> None:
     tiny.build("llama").save_pretrained(tmp_path, max_shard_size="100KB")
-    second = sorted(tmp_path.glob("*.safetensors"))[1]
-    second.write_bytes(second.read_bytes()[:3000] if content is None else content)
-    with pytest.raises(ConfigError, match=f"checkpoint file '{second}' .*cannot be read: .*copy or download it again"):
+    file = tmp_path / name
+    whole = file.read_bytes()
+    file.unlink()
+    if content is not None:
+        file.write_bytes(whole[content] if isinstance(content, slice) else content)
+    with pytest.raises(ConfigError, match=f"checkpoint file '{file}' .*cannot be read: .*copy or download it again"):
         AutoPrivateModelForCausalLM.from_pretrained(str(tmp_path), replace(PLAIN, calibrate=False))
+
+
+def test_attention_of_another_machine_does_not_matter(tmp_path: Path) -> None:
+    """FlashAttention has no package here, and parties would not use it, nor a function of somebody's own."""
+    model = tiny.build("llama")
+    model.save_pretrained(tmp_path)
+    quick = replace(PLAIN, calibrate=False)
+    with AutoPrivateModelForCausalLM.from_pretrained(str(tmp_path), quick, attn_implementation="flash_attention_2"):
+        pass
+    with pytest.raises(ConfigError, match="attn_implementation: got 'mine'; parties compute attention as transformers"):
+        AutoPrivateModelForCausalLM.from_pretrained(str(tmp_path), quick, attn_implementation="mine")
+    model.config._attn_implementation = "flash_attention_2"
+    with pytest.raises(PatchMismatch, match=r"a package is missing .*set_attn_implementation\('sdpa'\)"):
+        patch(model, quick)
 
 
 def test_inputs_that_cannot_be_shared() -> None:

@@ -25,7 +25,7 @@ from transformers.utils import find_adapter_config_file
 from private_llm.errors import ConfigError, PatchMismatch, PrivateLLMError
 from private_llm_hf.checkpoint.dense import FOREIGN, TIED, dense_model, first_line, quantisation, without_quantisation
 from private_llm_hf.checkpoint.loaded import as_built
-from private_llm_hf.checkpoint.source import check_options, readable_files, want_config
+from private_llm_hf.checkpoint.source import check_attention, check_options, readable_files, want_config
 from private_llm_hf.checkpoint.weights import LOADING, Sink, WeightList, stream_checkpoint, stream_loaded
 
 
@@ -88,8 +88,15 @@ class Checkpoint:
         return self._whole.config
 
     def plain_config(self, config: PretrainedConfig) -> PretrainedConfig:
-        """A configuration without the note that weights are quantised, which is kept for loading."""
+        """A configuration without the note that weights are quantised, which is kept for loading, and as here.
+
+        Attention of another machine (FlashAttention) may have no package here, and does not matter to a private model.
+        Raises ConfigError for attention of somebody's own.
+        """
         self._quantised = quantisation(config) or self._quantised
+        check_attention(config._attn_implementation)
+        config = copy.deepcopy(config)
+        config._attn_implementation = None
         return without_quantisation(config)
 
     @property

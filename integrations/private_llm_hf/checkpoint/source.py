@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,10 +15,13 @@ from safetensors import SafetensorError, safe_open
 from transformers import PretrainedConfig
 
 from private_llm.config import PrivateConfig
-from private_llm.errors import ConfigError
+from private_llm.errors import ConfigError, PrivateLLMError
+from private_llm_hf.checkpoint.held_values import ATTENTION
 
 _CHANGES_NOTHING = ("low_cpu_mem_usage", "weights_only", "resume_download", "_fast_init", "use_kernels")
 """Arguments of transformers' from_pretrained about how it loads: here weights are read one by one."""
+
+_CUT = "it was cut off, or is a pointer or a web page instead of the file"
 
 _QUANTISE = (
     "weights are shared in fixed point (PrivateConfig.ring, frac_bits), so quantising them saves nothing; leave it out"
@@ -42,6 +46,7 @@ def check_options(options: dict[str, Any]) -> None:
     """Take out arguments that change nothing. Raises ConfigError, with advice, for those that have no meaning here."""
     for name in _CHANGES_NOTHING:
         options.pop(name, None)
+    check_attention(options.pop("attn_implementation", None))
     for name, advice in _ADVICE.items():
         if options.pop(name, None) not in (None, False):
             raise ConfigError(f"from_pretrained: {name} has no meaning for a private model: {advice}")
@@ -55,6 +60,16 @@ def check_options(options: dict[str, Any]) -> None:
         raise ConfigError(
             f"config: got {type(given).__name__}; want a configuration of transformers, such as "
             "AutoConfig.from_pretrained(folder)"
+        )
+
+
+def check_attention(name: object) -> None:
+    """Raises ConfigError for attention of somebody's own: all of transformers' ways are the same to a private model."""
+    usual = name in (None, *ATTENTION) or str(name).startswith(("paged|", "kernels-community/"))
+    if not usual:
+        raise ConfigError(
+            f"attn_implementation: got {str(name)[:80]!r}; parties compute attention as transformers' own functions do "
+            f"({', '.join(ATTENTION)}), and which of these does not matter; leave it out"
         )
 
 
@@ -81,19 +96,21 @@ def readable_files(source: str) -> Iterator[None]:
     """Raises ConfigError with the name of a file of weights that cannot be read, where loading fails for it."""
     try:
         yield
-    except (SafetensorError, EOFError, RuntimeError) as error:
+    except PrivateLLMError:
+        raise
+    except (SafetensorError, EOFError, RuntimeError, OSError, ValueError, KeyError) as error:
         broken = _broken_file(source)
         if broken is None:
             raise
         path, why = broken
+        size = f"{path.stat().st_size:,} bytes" if path.exists() else "missing"
         raise ConfigError(
-            f"checkpoint file {str(path)!r} ({path.stat().st_size:,} bytes) cannot be read: {why}; it was cut off, or "
-            "is a pointer or a web page instead of the file: copy or download it again"
+            f"checkpoint file {str(path)!r} ({size}) cannot be read: {why}; copy or download it again"
         ) from error
 
 
 def _broken_file(source: str) -> tuple[Path, str] | None:
-    """The first file of weights in a folder, or in the cache of the hub, that is not whole, and why."""
+    """The first file of weights in a folder, or in the cache of the hub, that is not there or not whole, and why."""
     folder = Path(source)
     if not folder.is_dir():
         try:
@@ -103,13 +120,21 @@ def _broken_file(source: str) -> tuple[Path, str] | None:
         if not isinstance(cached, str):
             return None
         folder = Path(cached).parent
+    for index in sorted(folder.glob("*.index.json")):
+        try:
+            named = {folder / file for file in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            return index, f"want the weight_map of a checkpoint in several files ({type(error).__name__}: {error})"
+        lacking = sorted(path for path in named if not path.exists())
+        if 0 < len(lacking) < len(named):  # with none there, it is a folder without weights
+            return lacking[0], f"{index.name} names it, and {len(lacking)} of its {len(named)} files are not there"
     for path in sorted(folder.glob("*.safetensors")):
         try:
             with safe_open(path, "pt"):
                 pass
         except (SafetensorError, OSError) as error:
-            return path, str(error)
+            return path, f"{error}; {_CUT}"
     for path in sorted(folder.glob("*.bin")):
         if not zipfile.is_zipfile(path):
-            return path, "its end is missing, or it is no file of torch.save"
+            return path, f"its end is missing, or it is no file of torch.save; {_CUT}"
     return None

@@ -65,6 +65,11 @@ def skeleton(cls: type[PreTrainedModel], config: PretrainedConfig) -> PreTrained
             model = cls(config, **_arguments(cls, config))
     except PrivateLLMError:
         raise
+    except ImportError as error:
+        raise PatchMismatch(
+            f"{cls.__name__}: a package is missing to build it (attention {config._attn_implementation!r}: "
+            f"{str(error).splitlines()[0]}); parties need none for attention: model.set_attn_implementation('sdpa')"
+        ) from error
     except Exception as error:  # a foreign constructor may raise anything
         raise PatchMismatch(
             f"{cls.__name__}: its configuration makes no model here ({type(error).__name__}: {error})"
