@@ -261,11 +261,13 @@ class Lora:
         self.peft = peft
 
     def on(
-        self, model: tr.PreTrainedModel, *names: str, task: str | None = "CAUSAL_LM", own: tuple[str, ...] = ()
-    ) -> tr.PreTrainedModel:
+        self, model: tr.PreTrainedModel, *names: str, task: str | None = "CAUSAL_LM", own: tuple[str, ...] = (),
+        tie: bool = False,
+    ) -> tr.PreTrainedModel:  # fmt: skip
         settings = self.peft.LoraConfig(
-            r=4, target_modules=list(names), init_lora_weights=False, task_type=task, modules_to_save=list(own) or None
-        )
+            r=4, target_modules=list(names), init_lora_weights=False, task_type=task, modules_to_save=list(own) or None,
+            ensure_weight_tying=tie,
+        )  # fmt: skip
         return self.peft.get_peft_model(model, settings).eval()
 
 
@@ -289,24 +291,27 @@ def test_an_unmerged_lora_is_merged_in_a_copy(lora: Lora) -> None:
 
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings", "ignore:Setting `save_embedding_layers`")
 @pytest.mark.parametrize(
-    ("name", "modules", "own"),
+    ("name", "modules", "own", "tie"),
     [
-        ("llama", ("q_proj", "embed_tokens"), ()),
-        ("llama", ("lm_head",), ()),
-        ("gpt2", ("wte",), ()),
-        ("llama", ("q_proj",), ("embed_tokens",)),
+        ("llama", ("q_proj", "embed_tokens"), (), False),
+        ("llama", ("lm_head",), (), False),
+        ("gpt2", ("wte",), (), False),
+        ("llama", ("q_proj",), ("embed_tokens",), False),
+        ("llama", ("q_proj", "embed_tokens"), (), True),
     ],
 )
 def test_an_adapter_of_a_tied_weight_changes_that_one_only(
-    lora: Lora, tmp_path: Path, name: str, modules: tuple[str, ...], own: tuple[str, ...]
+    lora: Lora, tmp_path: Path, name: str, modules: tuple[str, ...], own: tuple[str, ...], tie: bool
 ) -> None:
     base = tiny.build(name, tie_word_embeddings=True)
     base.tie_weights()
     base.save_pretrained(tmp_path / "base")
-    adapted = lora.on(base, *modules, own=own)
+    adapted = lora.on(base, *modules, own=own, tie=tie)
     for value_name, value in adapted.named_parameters():
         if "modules_to_save" in value_name:
             value.data.add_(torch.randn_like(value) * 0.1)
+        elif "lora_embedding" in value_name:  # of peft's size, logits go into hundreds
+            value.data.mul_(0.3)
     adapted.peft_config["default"].base_model_name_or_path = str(tmp_path / "base")
     adapted.save_pretrained(tmp_path / "adapter")
     quick = dataclasses.replace(PLAIN, calibrate=False)

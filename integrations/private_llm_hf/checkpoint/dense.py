@@ -90,7 +90,7 @@ def _merged(model: nn.Module, owned: bool) -> nn.Module:
         return model
     kind = type(model).__name__
     try:
-        mine: Any = model if owned else copy.deepcopy(model)
+        mine: Any = model if owned else _copied(model)
         if adapted and not hasattr(mine.base_model, "merge_and_unload"):
             raise TypeError("it works on prompts or activations, which no weight can hold")
         base = mine.base_model.model if adapted else mine
@@ -118,6 +118,13 @@ def _merged(model: nn.Module, owned: bool) -> nn.Module:
             f"it ({found}); merge it yourself and patch the result, or leave that module out of the adapter"
         )
     return plain
+
+
+def _copied(model: nn.Module) -> nn.Module:
+    """A deep copy. Layers with tied adapters (`ensure_weight_tying`) keep views of them, which torch does not copy."""
+    kept = [vars(module).get("kwargs") for module in model.modules()]
+    tied = [each["tied_adapter"] for each in kept if isinstance(each, dict) and each.get("tied_adapter")]
+    return copy.deepcopy(model, {id(view): view.detach() for views in tied for view in views.values()})
 
 
 def _separate(model: nn.Module) -> None:
