@@ -19,25 +19,13 @@ from private_llm.kv_policies.registry import policy_of
 from private_llm.protocol_facts import CASCADE, ProtocolFacts, may_take_keys, names_where, protocol_facts
 from private_llm.sparsity_config import CometConfig
 from private_llm.token_sharding import ShardingPlan
+from private_llm.typed_settings import check_types
 
 VERSION = "0.1.0"
 """Version of the library; parties with different versions refuse each other."""
 
 MAX_PARALLEL_SESSIONS = 64
 """Parallel sessions that a session may have."""
-
-_CHOICES: dict[str, tuple[object, ...]] = {
-    "ring": (64, 32),
-    "weights": ("secret", "public"),
-    "reveal": ("logits", "token", "class"),
-    "adder": ("auto", "prefix", "ripple", "keys"),
-    "truncation": ("unit", "exact"),
-    "approximations": ("ours", "mpcformer", "secformer", "puma"),
-    "prg": ("aes", "chacha20"),
-    "matmul": ("masked", "remask"),
-    "weights_at_rest": ("auto", "resident", "seeds"),
-    "party_mode": ("auto", "threads", "processes", "remote", "distributed"),
-}
 
 _AGREED = (
     "protocol", "ring", "frac_bits", "weights", "reveal", "adder", "bandwidth_mbit", "latency_ms", "relu_bits",
@@ -46,6 +34,9 @@ _AGREED = (
 )  # fmt: skip
 """What all parties must agree upon: these settings change the order or the meaning of messages."""
 
+
+_TYPED_BELOW = ("plugins", "kv_cache", "sparsity", "plan", "split", "device", "device_map", "max_memory")
+"""Settings whose own checks say more than their types."""
 
 SQUARED_SOFTMAX = ("mpcformer", "secformer")
 """Approximations whose softmax squares scores, so a score far below all others weighs most."""
@@ -97,6 +88,9 @@ class TLSConfig:
     key: str
     ca: str
     allow: str | None = None
+
+    def __post_init__(self) -> None:
+        check_types(self, "tls: ")
 
 
 def import_plugins(names: Iterable[str]) -> None:
@@ -227,9 +221,9 @@ class PrivateConfig:
 
     def __post_init__(self) -> None:
         self._import_plugins()
-        for key, allowed in _CHOICES.items():
-            if getattr(self, key) not in allowed:
-                raise ConfigError(f"{key}: got {getattr(self, key)!r}; want one of {', '.join(map(repr, allowed))}")
+        if isinstance(self.hosts, str):
+            raise ConfigError(f"hosts: got the text {self.hosts!r}; want a list, {self.hosts.split(',')!r}")
+        check_types(self, but=_TYPED_BELOW)
         self._check_protocol()
         self._check_plan()
         self._check_approximations()
@@ -249,7 +243,7 @@ class PrivateConfig:
             )
         if not 0 <= self.relu_low < self.frac_bits:
             raise ConfigError(f"relu_low: got {self.relu_low}; want 0 or more, below frac_bits ({self.frac_bits})")
-        if not isinstance(self.parallel_sessions, int) or not 1 <= self.parallel_sessions <= MAX_PARALLEL_SESSIONS:
+        if not 1 <= self.parallel_sessions <= MAX_PARALLEL_SESSIONS:
             raise ConfigError(f"parallel_sessions: got {self.parallel_sessions!r}; want 1 to {MAX_PARALLEL_SESSIONS}")
         if self.rotate_roles and (self.facts is None or not self.facts.equal_parties or self.parallel_sessions == 1):
             equals = names_where(lambda facts: facts.equal_parties)
@@ -258,8 +252,6 @@ class PrivateConfig:
             )
         if not self.timeout_s > 0:
             raise ConfigError(f"timeout_s: got {self.timeout_s!r}; want a positive number of seconds")
-        if isinstance(self.hosts, str):
-            raise ConfigError(f"hosts: got the text {self.hosts!r}; want a list, {self.hosts.split(',')!r}")
         if not self.busy_wait_s >= 0 or not (self.idle_s is None or self.idle_s > 0):
             raise ConfigError(
                 f"busy_wait_s, idle_s: got {self.busy_wait_s!r}, {self.idle_s!r}; want 0 or more seconds, and a "
@@ -322,6 +314,7 @@ class PrivateConfig:
     def _import_plugins(self) -> None:
         if isinstance(self.plugins, str):
             raise ConfigError(f"plugins: got the text {self.plugins!r}; want a list, [{self.plugins!r}]")
+        check_types(self, but=[name for name in _settings(type(self)) if name != "plugins"])
         object.__setattr__(self, "plugins", tuple(self.plugins))
         import_plugins(self.plugins)
 
@@ -426,6 +419,8 @@ class PrivateConfig:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> PrivateConfig:
         """Build from a mapping (for instance JSON); unknown keys raise ConfigError."""
+        if not isinstance(values, Mapping):
+            raise ConfigError(f"settings: got {type(values).__name__}; want a mapping from settings to values")
         refuse_unknown(values, _settings(cls))
         values = dict(values)
         if isinstance(values.get("tls"), dict):

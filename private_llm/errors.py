@@ -73,7 +73,7 @@ class UntestedVersion(UserWarning):
 def refuse_unknown(found: Iterable[str], known: Iterable[str], where: str = "") -> None:
     """Raise ConfigError for settings that do not exist. where: what they are settings of, as "plan: "."""
     names = sorted(known)
-    unknown = sorted(set(found) - set(names))
+    unknown = sorted(set(map(str, found)) - set(names))
     if unknown:
         meant = sorted({near for each in unknown for near in get_close_matches(each, names, 2)})
         hint = f" (did you mean {', '.join(meant)}?)" if meant else ""

@@ -188,10 +188,7 @@ def _config(file: _File, base: Path) -> PrivateConfig:
     values |= {"protocol": file.protocol, "hosts": file.hosts, "party_mode": "remote"}
     if file.tls is not None:
         values["tls"] = _tls(file.tls, base)
-    try:
-        return PrivateConfig.from_dict(values)
-    except TypeError:  # a text where a number is wanted, and the like
-        raise ConfigError(f"computation: a setting has the wrong type; got {sorted(file.computation)}") from None
+    return PrivateConfig.from_dict(values)
 
 
 def _tls(tls: _Tls, base: Path) -> dict[str, str | None]:

@@ -12,7 +12,15 @@ from typing import Any
 import pytest
 import torch
 import transformers as tr
-from private_llm_hf import AutoPrivateModel, AutoPrivateModelForCausalLM, PrivateConfig, patch
+from private_llm_hf import (
+    AutoPrivateModel,
+    AutoPrivateModelForCausalLM,
+    FixedCounts,
+    GeneratePlan,
+    PrivateConfig,
+    SpeculationConfig,
+    patch,
+)
 from private_llm_hf.checkpoint.model_spec import accepted_class
 from private_llm_hf.transformers_versions import CACHE
 from transformers import DynamicCache, PreTrainedModel
@@ -78,9 +86,61 @@ def test_generate_with_an_empty_prompt(opt: PreTrainedModel) -> None:
 @pytest.mark.parametrize("given", [{"inputs": "hello"}, {"input_ids": [[1, 2]]}])
 def test_generate_wants_tokens(opt: PreTrainedModel, given: dict[str, object]) -> None:
     with pytest.raises(
-        DomainError, match=r"generate: got (str|list); want a tensor of token ids: generate\(\*\*tokenizer"
+        DomainError, match=r"generate: got (str|list) as .*; want a tensor of token ids: generate\(\*\*tokenizer"
     ):
         opt.generate(**given, max_new_tokens=2)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"attention_mask": [1, 1, 1]}, "got list as attention_mask; want a tensor"),
+        ({"input_ids": IDS[0]}, r"input_ids: got shape \(3,\); want \[batch, length\]"),
+        ({"input_ids": IDS.to("meta")}, "input_ids: got a tensor on device meta"),
+        ({"input_ids": None, "inputs_embeds": torch.zeros(1, 3, 63)}, r"inputs_embeds: .*want \[batch, length, 64\]"),
+        ({"cache": 3}, "got int; want the handle"),
+        ({"past_key_values": "x"}, "got str; want the handle"),
+        ({"max_new_tokens": "3"}, "max_new_tokens: got '3'; want a whole number of at least 1"),
+        ({"num_beams": 0}, "num_beams: got 0; want a whole number"),
+        ({"max_time": float("nan")}, "max_time: got nan; want a finite number"),
+        ({"guidance_scale": "x"}, "guidance_scale: got 'x'; want a finite number"),
+        ({"top_p": 2}, "top_p: got 2; want a number from 0 to 1"),
+        ({"do_sample": "yes"}, "do_sample: got 'yes'; want True or False"),
+        ({"eos_token_id": 2.5}, "eos_token_id: got 2.5; want a token id"),
+        ({"bad_words_ids": [[999]]}, r"bad_words_ids: got \[\[999\]\]; want token ids from 0 to 127"),
+        ({"sequence_bias": {(999,): 1.0}}, "want token ids from 0 to 127"),
+        ({"streamer": 3}, r"streamer: got 3; want an object with put\(\)"),
+        ({"stopping_criteria": [3]}, r"stopping_criteria: got \[3\]; want a list of functions"),
+        ({"generation_config": {"max_new_tokens": 2}}, "generation_config: got dict; want a GenerationConfig"),
+        ({"generation_config": tr.GenerationConfig(num_beams=0)}, "num_beams: got 0"),
+        ({"custom_generate": 3}, "custom_generate: got 3; want a function"),
+        ({"assistant_model": 3}, "transformers refuses these arguments .*'int' object"),
+        ({"stop_strings": ["a"]}, "transformers refuses these arguments .*tokenizer"),
+        ({"foo": 1}, r"transformers refuses these arguments .*\['foo'\]"),
+        ({"speculation": "lookup"}, r"speculation: got 'lookup'; want SpeculationConfig\(draft='lookup'\)"),
+        ({"speculation": True}, "speculation: got True; want a SpeculationConfig"),
+        *(
+            ({"speculation": SpeculationConfig(), **beside}, f"{next(iter(beside))}: got it beside speculation")
+            for beside in (
+                {"assistant_model": object()}, {"prompt_lookup_num_tokens": 2}, {"custom_generate": print},
+                {"guidance_scale": 2.0}, {"output_attentions": True}, {"negative_prompt_ids": IDS},
+            )
+        ),
+    ],
+)  # fmt: skip
+def test_what_generate_cannot_use_is_refused_before_anything_is_sent(
+    opt: PreTrainedModel, given: dict[str, Any], message: str
+) -> None:
+    with pytest.raises((ConfigError, DomainError), match=message):
+        opt.generate(**{"input_ids": IDS, "max_new_tokens": 2, **given})
+
+
+def test_errors_of_a_users_own_function_stay_what_they_are() -> None:
+    def fails(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        raise KeyError("mine")
+
+    with patch(tiny.build("opt"), PLAIN) as model, pytest.raises(KeyError, match="mine"):
+        model.generate(input_ids=IDS, max_new_tokens=2, logits_processor=[fails])
 
 
 @pytest.mark.parametrize(
@@ -292,6 +352,35 @@ def test_networks_of_nothing_but_functions() -> None:
         assert private(-torch.ones(1, 4)).abs().max() == 0
     with pytest.raises(PatchMismatch, match="want one tensor, made by the last step"):
         patch(torch.nn.Sequential(), PLAIN)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: PrivateConfig(frac_bits="18"), "frac_bits: got '18'; want a whole number"),
+        (lambda: PrivateConfig(ring=64.0), "ring: got 64.0; want one of 64, 32"),
+        (lambda: PrivateConfig(guard=3), "guard: got 3; want True or False"),
+        (lambda: PrivateConfig(timeout_s=float("nan")), "timeout_s: got nan; want a finite number"),
+        (lambda: PrivateConfig(protocol=None), "protocol: got None; want a text"),
+        (lambda: PrivateConfig(hosts=3), "hosts: got 3; want a list, each a text"),
+        (lambda: PrivateConfig(plugins=3), "plugins: got 3; want a list"),
+        (lambda: PrivateConfig(tls="certs"), "tls: got 'certs'; want a TLSConfig or None"),
+        (lambda: PrivateConfig.from_dict(None), "settings: got NoneType; want a mapping"),
+        (lambda: PrivateConfig.from_dict({1: 2}), r"unknown key\(s\) 1"),
+        (lambda: SpeculationConfig(paths="2"), "SpeculationConfig.paths: got '2'; want a whole number"),
+        (lambda: SpeculationConfig(draft=3), "draft: got 3; want a text or a PreTrainedModel"),
+        (lambda: SpeculationConfig(fixed_counts=3), "fixed_counts: got 3; want a FixedCounts or None"),
+        (lambda: FixedCounts(advance=2.5), "FixedCounts.advance: got 2.5; want a whole number"),
+    ],
+)
+def test_settings_of_another_type(make: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make()
+
+
+def test_plans_of_another_type(opt: PreTrainedModel) -> None:
+    with pytest.raises(ConfigError, match=r"preprocess: GeneratePlan\.prompt: got '3'; want a whole number"):
+        opt.preprocess(GeneratePlan(prompt="3", new_tokens=2))
 
 
 def test_settings() -> None:

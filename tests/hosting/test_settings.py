@@ -117,7 +117,7 @@ def test_the_environment_replaces_single_settings(tmp_path: Path, monkeypatch: p
         ),
         ("[operator]", "[computation]\nhosts = []\n[operator]", "computation: got 'hosts', whose place is hosts"),
         ("[operator]", "[computation]\nring = 16\n[operator]", "ring: got 16; want one of 64, 32"),
-        ("[operator]", '[computation]\ntimeout_s = "x"\n[operator]', "computation: a setting has the wrong type"),
+        ("[operator]", '[computation]\ntimeout_s = "x"\n[operator]', "timeout_s: got 'x'; want a finite number"),
     ],
 )
 def test_mistakes(tmp_path: Path, old: str, new: str, said: str) -> None:

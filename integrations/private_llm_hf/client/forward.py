@@ -17,7 +17,7 @@ from private_llm.kv_policies.fixed import NoCache
 from private_llm.tensor.range_check import require
 from private_llm_hf.client import inputs as check
 from private_llm_hf.client.losses import Labels
-from private_llm_hf.client.remote_state import PrivateCache, PrivateEncoderOutput
+from private_llm_hf.client.remote_state import PrivateCache, PrivateEncoderOutput, check_cache
 from private_llm_hf.client.session_client import Secret, SessionClient
 from private_llm_hf.models.architectures import architecture, reads_first_token
 from private_llm_hf.models.readable import shifts_prompts
@@ -62,6 +62,7 @@ class Forward:
 
     def __init__(self, model: PrivateModel, given: dict[str, Any]) -> None:
         self.model = model
+        model.asked += 1
         self.parties = model.parties
         self.config: PretrainedConfig = model.config
         self.given = {name: value for name, value in given.items() if value is not None and name not in _GENERATE_S}
@@ -168,7 +169,7 @@ class Forward:
             self.model.fit(value.shape)
             length = 0
         else:
-            value = check.check_embeds(name, value, self.config)
+            value = check.check_embeds(name, value, self.model.embedding_width)
             length = value.shape[1]
         self.listed.append(Values(name, tuple(value.shape)))
         self.secrets.append(check.encode_values(name, value, self.parties.ring, self.parties.config.frac_bits))
@@ -185,18 +186,14 @@ class Forward:
         self.public["use_cache"] = bool(wanted) or cache is not None
         if cache is None:
             return PrivateCache(self.parties, rows) if wanted else None
-        if not isinstance(cache, PrivateCache) or not cache.belongs_to(self.parties):
-            raise DomainError(
-                f"{CACHE}: got {type(cache).__name__}; want the handle that an earlier call of this model "
-                "returned (the cache itself lives at the parties)"
-            )
-        if cache.withheld:
+        checked = check_cache(cache, self.parties)
+        if checked.withheld:
             raise DomainError(
                 f"{CACHE}: a value left its range in a call that filled this cache; start again without it"
             )
-        if cache.position and cache.rows != rows:
-            raise DomainError(f"{CACHE}: got a cache of {cache.rows} rows; want {rows}, as many as the inputs")
-        return cache
+        if checked.position and checked.rows != rows:
+            raise DomainError(f"{CACHE}: got a cache of {checked.rows} rows; want {rows}, as many as the inputs")
+        return checked
 
     def _check_padding(self) -> None:
         config = self.parties.config

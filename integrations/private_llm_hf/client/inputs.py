@@ -146,11 +146,13 @@ def check_first_token(mask: Tensor | None) -> None:
         )
 
 
-def check_embeds(name: str, embeds: object, config: PretrainedConfig) -> Tensor:
-    """Embeddings [B, S, hidden] as floats on the CPU, none of the three 0."""
+def check_embeds(name: str, embeds: object, width: int | None) -> Tensor:
+    """Embeddings [B, S, width] as floats on the CPU, none of the three 0; width None: any."""
     if not isinstance(embeds, Tensor) or not embeds.is_floating_point() or embeds.ndim != 3 or not embeds.numel():
         got = f"{embeds.dtype} {tuple(embeds.shape)}" if isinstance(embeds, Tensor) else type(embeds).__name__
         raise DomainError(f"{name}: got {got}; want a floating-point tensor [batch, length, hidden]")
+    if width is not None and embeds.shape[2] != width:
+        raise DomainError(f"{name}: got shape {tuple(embeds.shape)}; want [batch, length, {width}]")
     return embeds.cpu()
 
 

@@ -22,17 +22,25 @@ from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList,
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.modeling_outputs import ModelOutput
 
-from private_llm.errors import ConfigError, DomainError, PlaintextLeak, UnsupportedOp
+from private_llm.errors import ConfigError, PlaintextLeak, UnsupportedOp
 from private_llm.kernels.compile_note import Streamed
 from private_llm.kv_policies.fixed import NoCache
 from private_llm_hf.checkpoint.given_images import output_shape
+from private_llm_hf.checkpoint.weights import skeleton
 from private_llm_hf.client.costs import Costs
 from private_llm_hf.client.draft_policies import check_drafts
 from private_llm_hf.client.forward import Forward, encode_prompt
+from private_llm_hf.client.generation_settings import (
+    as_config_errors,
+    check_beside_drafts,
+    check_inputs,
+    check_settings,
+    given_to_generate,
+)
 from private_llm_hf.client.inputs import check_generated
 from private_llm_hf.client.libraries import known_to_pipelines, refuse_swallowed
 from private_llm_hf.client.preprocess import CallPlan, Preprocessed, dry_run
-from private_llm_hf.client.remote_state import PrivateCache
+from private_llm_hf.client.remote_state import PrivateCache, check_cache
 from private_llm_hf.client.session_client import SessionClient
 from private_llm_hf.client.speculation import SpeculationConfig
 from private_llm_hf.client.speculative_loop import decoding
@@ -78,6 +86,8 @@ class PrivateModel:
         self.parties = parties
         self.patch_plan = patch_plan
         self.accepts = frozenset(inspect.signature(self.original_class.forward).parameters)
+        self.asked = 0
+        """Calls of the model so far."""
         self._outputs: dict[tuple[int, ...], tuple[int, ...]] = {}
         if generation_config is not None:
             self.generation_config = generation_config
@@ -176,6 +186,15 @@ class PrivateModel:
         self.close()
 
     # -- the faces transformers looks at ----------------------------------------------------------------------
+    @functools.cached_property
+    def embedding_width(self) -> int | None:
+        """Numbers of an embedded token, if the model has a table of tokens."""
+        try:
+            table: nn.Module = skeleton(self.original_class, self.config).get_input_embeddings()
+        except NotImplementedError:
+            return None
+        return getattr(table, "embedding_dim", None)
+
     @property
     def device(self) -> torch.device:
         """Where inputs are expected and outputs appear: the client's CPU."""
@@ -220,17 +239,6 @@ class PrivateModel:
             reason = str(error)
         raise UnsupportedOp(f"labels: {self.original_class.__name__}: {reason}; give decoder_input_ids as well")
 
-    def _prepare_model_inputs(self, inputs: object = None, *args: object, **kwargs: object) -> object:
-        """As the original's, for tensors."""
-        given = args[1] if len(args) > 1 else kwargs.get("model_kwargs", {})
-        for value in (inputs, given.get("input_ids") if isinstance(given, dict) else None):
-            if value is not None and not isinstance(value, torch.Tensor):
-                raise DomainError(
-                    f"generate: got {type(value).__name__}; want a tensor of token ids: "
-                    "generate(**tokenizer(text, return_tensors='pt'))"
-                )
-        return super()._prepare_model_inputs(inputs, *args, **kwargs)  # type: ignore[misc]
-
     def _prepare_cache_for_generation(
         self,
         generation_config: GenerationConfig,
@@ -254,7 +262,7 @@ class PrivateModel:
             )
         given = model_kwargs.get(CACHE)
         if given is not None:
-            given._is_user_defined = True
+            check_cache(given, self.parties)._is_user_defined = True
         elif isinstance(self.parties.config.kv_cache, NoCache):
             generation_config.use_cache = model_kwargs["use_cache"] = False
         elif generation_config.use_cache is not False:
@@ -381,10 +389,17 @@ def _with_drafts(original: Callable[..., Any]) -> Callable[..., Any]:
         """As transformers' own, which runs at the client; with `speculation` drafts foretell tokens, and passes of the
         private model check several at once (docs/speculation.md). The text is the same, when sampled in distribution.
 
-        Raises ConfigError, DomainError and UnsupportedOp for what speculation does not do: beams, several prompts, no
-        cache, encoder-decoders, a draft of another vocabulary.
+        Raises ConfigError for arguments that generate() cannot use, before anything is sent; ConfigError, DomainError
+        and UnsupportedOp for what speculation does not do: beams, several prompts, no cache, encoder-decoders, a draft
+        of another vocabulary, another way of drafting beside it.
         """
+        given = given_to_generate(args, kwargs)
+        check_inputs(given)
+        check_settings(given, self.config.get_text_config().vocab_size)
+        if speculation is not None:
+            check_beside_drafts(given, speculation)
         with ExitStack() as streaming:
+            streaming.enter_context(as_config_errors(lambda: self.asked))
             if kwargs.get("streamer") is not None:
                 kwargs["streamer"] = streaming.enter_context(closing(Streamed(kwargs["streamer"])))
             if speculation is not None:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from private_llm.errors import ConfigError
+from private_llm.typed_settings import check_types
 from private_llm_hf.client.session_client import Secret, SessionClient
 from private_llm_hf.wire.commands import CacheEdit, Call, Request
 
@@ -158,7 +159,9 @@ def dry_run(model: PrivateModel, plans: tuple[CallPlan, ...]) -> list[Request]:
     """The requests that these plans will make, in order. Raises ConfigError, and whatever the calls would raise."""
     made: list[Request] = []
     for plan in plans:
-        if not isinstance(plan, (GeneratePlan, ForwardPlan)) or plan.times < 1:
+        if isinstance(plan, GeneratePlan | ForwardPlan):
+            check_types(plan, f"preprocess: {type(plan).__name__}.")
+        if not isinstance(plan, GeneratePlan | ForwardPlan) or plan.times < 1:
             raise ConfigError(f"preprocess: got {plan!r}; want GeneratePlan or ForwardPlan with times of at least 1")
         for _ in range(plan.times):
             made += _dry_run_once(model, plan)

@@ -16,6 +16,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from private_llm.errors import DomainError, UnsupportedOp
 from private_llm.kv_policies.policy import CachePolicy
 from private_llm_hf.client.session_client import SessionClient
+from private_llm_hf.transformers_versions import CACHE
 from private_llm_hf.wire.commands import CopyCache, CropCache, ResetCache, SelectRows
 
 
@@ -155,6 +156,16 @@ class PrivateCache(Cache):  # type: ignore[misc]
         if self.position:
             self._parties.command(ResetCache(self.handle))
             self.position = self.kv_length = self._newest = 0
+
+
+def check_cache(cache: object, parties: SessionClient) -> PrivateCache:
+    """The cache as a handle of this session. Raises DomainError for anything else."""
+    if not isinstance(cache, PrivateCache) or not cache.belongs_to(parties):
+        raise DomainError(
+            f"{CACHE}: got {type(cache).__name__}; want the handle that an earlier call of this model returned (the "
+            "cache itself lives at the parties)"
+        )
+    return cache
 
 
 class PrivateEncoderOutput(BaseModelOutput):  # type: ignore[misc]

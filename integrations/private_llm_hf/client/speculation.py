@@ -17,6 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, LogitsProcessorList, PretrainedConfig, PreTrainedModel
 
 from private_llm.errors import ConfigError
+from private_llm.typed_settings import check_types
 from private_llm_hf.client.drafts import Both, Draft, LookUp, ModelDraft
 
 LOOKUP = "lookup"
@@ -40,6 +41,7 @@ class FixedCounts:
     exact: bool = False
 
     def __post_init__(self) -> None:
+        check_types(self, "FixedCounts.")
         if self.advance < 1 or self.reserve < 0 or self.window < self.advance + self.reserve:
             raise ConfigError(
                 f"FixedCounts: got advance={self.advance}, window={self.window}, reserve={self.reserve}; want "
@@ -82,6 +84,7 @@ class SpeculationConfig:
     open_counts: bool = False
 
     def __post_init__(self) -> None:
+        check_types(self, "SpeculationConfig.")
         for name in ("paths", "length", "longest"):
             value = getattr(self, name)
             if value is not None and value < 1:

@@ -1,0 +1,58 @@
+"""Whether the fields of a dataclass of settings hold what their annotations say: Python itself does not look."""
+
+from __future__ import annotations
+
+import functools
+import math
+import types
+import typing
+from collections.abc import Collection, Mapping
+from typing import Any, Literal
+
+from private_llm.errors import ConfigError
+
+_WORDS = {bool: "True or False", int: "a whole number", float: "a finite number", str: "a text", type(None): "None"}
+
+
+def check_types(settings: object, where: str = "", but: Collection[str] = ()) -> None:
+    """Raise ConfigError for a field of another type than its annotation, and for NaN and infinities.
+
+    where: what stands before a field's name, as "plan: ". but: fields that are not looked at. A whole number is a
+    number, too; True is none.
+    """
+    cls: Any = type(settings)
+    for name, wanted in _hints(cls).items():
+        value = getattr(settings, name)
+        if name not in but and not _fits(value, wanted):
+            raise ConfigError(f"{where}{name}: got {value!r}; want {_words(wanted)}")
+
+
+@functools.cache
+def _hints(cls: Any) -> dict[str, Any]:  # noqa: ANN401 - a class
+    return typing.get_type_hints(cls)
+
+
+def _fits(value: object, wanted: Any) -> bool:  # noqa: ANN401 - an annotation
+    origin, parts = typing.get_origin(wanted), typing.get_args(wanted)
+    if origin in (typing.Union, types.UnionType):
+        return any(_fits(value, part) for part in parts)
+    if origin is Literal:
+        return any(type(value) is type(part) and value == part for part in parts)
+    if origin is tuple:
+        return isinstance(value, tuple | list) and all(_fits(item, parts[0]) for item in value)
+    if wanted is float:
+        return isinstance(value, float | int) and not isinstance(value, bool) and math.isfinite(value)
+    if wanted is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, Mapping if origin is not None else wanted)
+
+
+def _words(wanted: Any) -> str:  # noqa: ANN401 - an annotation
+    origin, parts = typing.get_origin(wanted), typing.get_args(wanted)
+    if origin is Literal:
+        return f"one of {', '.join(map(repr, parts))}"
+    if origin is tuple:
+        return f"a list, each {_words(parts[0])}"
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(_words(part) for part in parts)
+    return _WORDS.get(wanted, "a mapping" if origin is not None else f"a {getattr(wanted, '__name__', wanted)}")
