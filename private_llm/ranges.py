@@ -58,7 +58,7 @@ _LIMITS = {
     "value": (-60, LARGEST_EXPONENT),
     "read": (-60, 63),
     "frac": (LEAST_BITS, 20),
-    "weight": (8, 40),
+    "weight": (5, 40),  # more than frac_bits, of which there are 4 or more
 }
 """What an exponent of each quantity may be."""
 

@@ -14,6 +14,7 @@ from private_llm_hf.vision.network import Network
 from torch import nn
 
 from private_llm.errors import DomainError, TightRange
+from private_llm.ranges import Ranges
 from tests.hf import images
 
 SMALL = PrivateConfig(ring=32, frac_bits=10)
@@ -114,3 +115,19 @@ def test_images_of_the_owner_s(tmp_path: Path) -> None:
     dark = ranges_of_checkpoint(str(tmp_path), PrivateConfig(), auto, images=pixels / 100)
     assert noise.modules.keys() == dark.modules.keys()
     assert noise != dark
+
+
+@pytest.mark.parametrize("ring", [32, 64])
+@pytest.mark.parametrize("bits", [4, 6])
+def test_ranges_of_few_fractional_bits_are_ranges(ring: int, bits: int) -> None:
+    """Small weights get a few bits more than these, which are less than 8."""
+    torch.manual_seed(3)
+    network = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3)).eval()
+    with torch.no_grad():
+        network[0].weight.mul_(64.0)  # 7 bits are enough
+    given = torch.randn(2, 4) / 16
+    config = PrivateConfig(ring=ring, frac_bits=bits, protocol="plain", insecure=True)
+    with patch(network, config, images=given) as private:
+        found = private.patch_plan.ranges
+        assert Ranges(found.to_dict()) == found
+        assert (private(given) - network(given)).abs().max() < 2.0 ** (4 - bits)
