@@ -13,8 +13,8 @@ from private_llm import token_sharding
 
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = (
-    "importing", "errors", "forks", "ranges", "kv_policies", "sparsity_config", "token_sharding.plans",
-    "protocol_facts", "config", "threat",
+    "importing", "errors", "typed_settings", "forks", "ranges", "kv_policies", "sparsity_config",
+    "token_sharding.plans", "protocol_facts", "config", "threat",
     "kernels", "ring", "circuits", "net", "protocols", "tensor", "replay", "exact", "approx", "oblivious", "nn",
     "token_sharding.nodes", "token_sharding.attacks",
 )  # fmt: skip
