@@ -18,6 +18,7 @@ from private_llm_hf.checkpoint.loaded import as_built
 from private_llm_hf.models.patched_code import patched_code
 from torch import nn
 from torch.nn.utils import parametrizations, prune
+from transformers import modeling_rope_utils
 from transformers.activations import NewGELUActivation
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -317,6 +318,15 @@ def test_a_replacement_that_parties_would_undo_is_refused(
         patch(tiny.build("gpt2"), QUICK)
 
 
+def test_a_mask_function_that_was_replaced_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
+    seen = lambda *given, **more: None if more["q_length"] > 8 else original(*given, **more)  # noqa: E731
+    monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, "sdpa", seen)
+    model = tiny.build("mistral")
+    with pytest.raises(PatchMismatch, match="attention function 'sdpa' is somebody's own, and on a longer text"):
+        as_built(model, model.config)
+
+
 def test_an_attention_function_that_was_replaced_in_its_file_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(modeling_llama, "eager_attention_forward", lambda *_, **__: (torch.zeros(1, 6, 4, 16), None))
     model = tiny.build("llama")
@@ -330,7 +340,13 @@ def test_replaced_functions_and_classes_are_found(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", lambda q, k, *_: (q, k))
     monkeypatch.setattr(modeling_llama, "LlamaRMSNorm", type("Faster", (nn.Module,), {}))
     monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", modeling_llama.LlamaMLP.forward)
+    monkeypatch.setattr(modeling_llama, "create_causal_mask", lambda **_: None)
+    monkeypatch.setattr(modeling_rope_utils, "dynamic_rope_update", lambda forward: forward)
+    monkeypatch.setitem(modeling_rope_utils.ROPE_INIT_FUNCTIONS, "linear", lambda *_: None)
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", lambda *_: None)
-    names = ("LlamaAttention.forward", "LlamaRMSNorm", "apply_rotary_pos_emb")
-    home = "transformers.models.llama.modeling_llama"
-    assert patched_code(model) == ["attention function 'sdpa'", *(f"{home}.{name}" for name in names)]
+    names = (
+        "LlamaAttention.forward", "LlamaRMSNorm", "apply_rotary_pos_emb", "create_causal_mask", "dynamic_rope_update",
+    )  # fmt: skip
+    home, shared = "transformers.models.llama.modeling_llama", "transformers.modeling_rope_utils.dynamic_rope_update"
+    found = [f"{home}.{name}" for name in names]
+    assert patched_code(model) == ["attention function 'sdpa'", "rotary positions 'linear'", shared, *found]

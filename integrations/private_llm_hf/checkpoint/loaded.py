@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from private_llm.errors import PatchMismatch
@@ -170,11 +171,10 @@ def _as_given(model: PreTrainedModel, config: PretrainedConfig) -> PretrainedCon
 def _own_attention(model: PreTrainedModel) -> str | None:
     """The name under which attention is a function of somebody's own, also in place of transformers'; None if not."""
     name = model.config._attn_implementation
-    if name in ALL_ATTENTION_FUNCTIONS.valid_keys():
-        function = ALL_ATTENTION_FUNCTIONS[name]
-    else:  # "eager": the function in the file of the class
-        function = getattr(sys.modules[type(model).__module__], "eager_attention_forward", None)
-    return name if name not in (None, *ATTENTION) or (function is not None and of_user(function)) else None
+    used = [each[name] for each in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS) if name in each.valid_keys()]
+    if name not in ALL_ATTENTION_FUNCTIONS.valid_keys():  # "eager": the function in the file of the class
+        used.append(getattr(sys.modules[type(model).__module__], "eager_attention_forward", None))
+    return name if name not in (None, *ATTENTION) or any(each is not None and of_user(each) for each in used) else None
 
 
 def _pooled(model: PreTrainedModel, bare: PreTrainedModel) -> bool | None:

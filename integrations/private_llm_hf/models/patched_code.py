@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import importlib.util
 import inspect
 import sys
 import types
@@ -13,12 +14,15 @@ from pathlib import Path
 import torch
 import transformers
 from torch import nn
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 _OWN = tuple(str(Path(str(package.__file__)).parent) for package in (torch, transformers))
 """Where code of torch and transformers lies."""
 _BASE = "transformers.modeling_utils"
 """Loading and saving, which parties do not do."""
+_SHARED = frozenset({"transformers.masking_utils", "transformers.modeling_rope_utils", "transformers.pytorch_utils"})
+"""Files whose functions models call."""
 
 
 def patched_code(model: nn.Module) -> list[str]:
@@ -27,9 +31,10 @@ def patched_code(model: nn.Module) -> list[str]:
     Looks at the classes of all modules, at the files that define them, and at the attention function.
     """
     kinds = {kind for module in model.modules() for kind in type(module).__mro__ if issubclass(kind, nn.Module)}
-    homes = {kind.__module__ for kind in kinds if kind.__module__.startswith("transformers.")} - {_BASE}
+    homes = {kind.__module__ for kind in kinds if kind.__module__.startswith("transformers.")} - {_BASE} | _SHARED
     found = [n for kind in kinds if kind.__module__ in homes or _is_layer(kind) for n in patched_methods(kind)]
     found += [name for home in homes for name in _definitions(home)]
+    found += [f"rotary positions {name!r}" for name, code in ROPE_INIT_FUNCTIONS.items() if not _is_own(code)]
     attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
     if attention in ALL_ATTENTION_FUNCTIONS.valid_keys() and not _is_own(ALL_ATTENTION_FUNCTIONS[attention]):
         found.append(f"attention function {attention!r}")
@@ -48,19 +53,30 @@ def patched_methods(kind: type) -> Iterator[str]:
 
 
 def _definitions(home: str) -> Iterator[str]:
-    """What a file defines, and its module holds in another form."""
+    """What a file defines or imports, and its module holds in another form."""
     module = sys.modules[home]
-    for name in _defined(home):
+    for name, origin in _names(home):
         value = getattr(module, name, None)
         foreign = isinstance(value, types.FunctionType) and not _is_own(value)
-        if foreign or (isinstance(value, type) and value.__module__ != home):
+        if origin is not None:
+            source = sys.modules.get(origin)
+            if isinstance(value, types.FunctionType) and value is not getattr(source, name, value):
+                yield f"{home}.{name}"
+        elif foreign or (isinstance(value, type) and value.__module__ != home):
             yield f"{home}.{name}"
 
 
 @functools.cache
-def _defined(home: str) -> tuple[str, ...]:
-    source = inspect.getsource(sys.modules[home])
-    return tuple(node.name for node in ast.parse(source).body if isinstance(node, ast.FunctionDef | ast.ClassDef))
+def _names(home: str) -> tuple[tuple[str, str | None], ...]:
+    """Names of a file's functions and classes, and of those that it imports under their own name, with where from."""
+    found: list[tuple[str, str | None]] = []
+    for node in ast.parse(inspect.getsource(sys.modules[home])).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.append((node.name, None))
+        elif isinstance(node, ast.ImportFrom):
+            origin = importlib.util.resolve_name("." * node.level + (node.module or ""), home.rpartition(".")[0])
+            found += [(name.name, origin) for name in node.names if name.asname is None]
+    return tuple(found)
 
 
 def _is_own(function: object) -> bool:
