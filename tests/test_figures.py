@@ -6,6 +6,7 @@ from what the code sends now. Every row names the commit that it was made at.
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import subprocess
@@ -176,6 +177,74 @@ def test_tables_of_figures_say_what_made_them() -> None:
             subprocess.run([*git, "merge-base", "--is-ancestor", made["commit"], "HEAD"], check=True)
     assert not unsaid, "no generated section, and no `<!-- made by: COMMAND; commit ... -->` above:\n" + "\n".join(
         unsaid
+    )
+
+
+def indexing_again(script: Any) -> tuple[str, list[str]]:
+    """Comet's one-hot rows for 103 of 1024."""
+    cost = script.counted_one_hot(PrivateConfig(protocol="trio"), 1024, 103)
+    return "| trio | 1024 |", [f"{script.size(cost.total)}, {cost.rounds},"]
+
+
+def noise_again(script: Any) -> tuple[str, list[str]]:
+    """LLaMA-2-7B's neurons without noise."""
+    row = script.row(script.LLAMA, "", script.LLAMA.active, 0, script.in_the_open(script.LLAMA), None)
+    sizes = (row.trio_indexing, row.trio_moving, row.dealer_indexing, row.dealer_moving)
+    trio, of_trio, dealer, of_dealer = (f"{size / 1e3:,.0f}" for size in sizes)
+    told = [f"{trio} + {of_trio} kB", f"{dealer} + {of_dealer} kB", f"{row.products / 1e6:.0f} MB"]
+    return "| the count as it is |", told
+
+
+def products_again(script: Any) -> tuple[str, list[str]]:
+    """Both products of OPT-6.7B where a tenth of the neurons is left out, the same at each position."""
+    share = round(0.9 * script.NEURONS)
+    active = script.Activity(script.POSITIONS, script.NEURONS, script.POSITIONS * share, script.POSITIONS, share)
+    prices = (*script.SETTINGS["dealer, remask"], active, script.WIDTH)
+    return "| 10 % |", [
+        script.size(script.methods_fc1(*prices)["SOMM"]),
+        script.size(script.methods_fc2(*prices)["SIMM"]),
+    ]
+
+
+def decode_again(script: Any) -> tuple[str, list[str]]:
+    """A layer's step, dense and with blocks that are foretold."""
+    row = script.Case("trio", "blocks of 16, open levels", script.SHAPE, tiny=False).run(1)
+    sizes = f"{row['dense_bytes'] / 1e6:.2f}, {row['bytes_total'] / 1e6:.2f}"
+    return "| trio | blocks of 16, open levels |", [sizes, f"{row['dense_rounds']}, {row['rounds']}"]
+
+
+CELLS: dict[str, tuple[str, Callable[[Any], tuple[str, list[str]]]]] = {
+    "python scripts/compare_indexing.py": ("compare_indexing", indexing_again),
+    "python scripts/level_noise.py": ("level_noise", noise_again),
+    "python scripts/compare_sparse_products.py": ("compare_sparse_products", products_again),
+    "private-llm bench comet": ("private_llm_cli.bench.comet", decode_again),
+}
+"""Commands whose tables have bytes or rounds, and a row of them that is counted again: how it begins, and its cells."""
+DATED = {
+    "python scripts/soak_service.py",  # memory
+    "python scripts/sparse_accuracy.py", "python scripts/replay_cache.py",  # of what models and patterns chose
+    "python scripts/bench_distance.py", "python scripts/bench_distance.py --ways keys trained",  # of other versions
+}  # fmt: skip
+"""Commands whose tables have such units, and cannot be counted again here: their pages say when they were made."""
+
+
+def test_tables_with_bytes_or_rounds_are_counted_again() -> None:
+    made = {found["made"] for _, before, table in tables() if (found := MADE.search(before)) and (
+        re.search(r"\b(bytes|[kMG]B|rounds)\b", table))} - {None}  # fmt: skip
+    unsaid = {command for command in made if "measure_memory" not in command} - {*CELLS, *DATED}
+    assert not unsaid, "a table with bytes or rounds that nothing counts again; want a row of it in CELLS"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", CELLS)
+def test_a_row_of_each_table_is_that_of_this_code(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(DOCS.parent / "scripts"))
+    name, again = CELLS[command]
+    begins, cells = again(importlib.import_module(name))
+    pages = [table for _, before, table in tables() if (found := MADE.search(before)) and found["made"] == command]
+    rows = [line for table in pages for line in table.splitlines() if line.startswith(begins)]
+    assert any(all(cell in row for cell in cells) for row in rows), (
+        f"the table is older than the code, which gives {cells} in the row {begins}; {command} makes it anew"
     )
 
 
