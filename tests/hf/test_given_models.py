@@ -52,6 +52,13 @@ def offload(model: Model) -> None:
     pytest.importorskip("accelerate").cpu_offload(model, torch.device("cpu"))
 
 
+class EverySecond(prune.BasePruningMethod):
+    PRUNING_TYPE = "unstructured"
+
+    def compute_mask(self, t: torch.Tensor, default_mask: torch.Tensor) -> torch.Tensor:
+        return default_mask * (torch.arange(t.numel()).view_as(t) % 2)
+
+
 def hooks_of_training(model: Model) -> None:
     model.gradient_checkpointing_enable()
     model.enable_input_require_grads()
@@ -73,6 +80,9 @@ RUN: dict[str, tuple[str, dict[str, object], Callable[[Model], object]]] = {
     "hooks of training": ("llama", {}, hooks_of_training),
     "spectral norm": ("llama", {}, lambda model: parametrizations.spectral_norm(model.model.layers[0].mlp.up_proj)),
     "pruned": ("llama", {}, lambda model: prune.l1_unstructured(model.model.layers[0].mlp.up_proj, "weight", 0.5)),
+    "pruned by a method of one's own": (
+        "llama", {}, lambda model: EverySecond.apply(model.model.layers[0].mlp.up_proj, "weight"),
+    ),
     "parametrized": ("llama", {}, lambda model: parametrizations.weight_norm(model.model.layers[0].mlp.up_proj)),
     "offloaded": ("llama", {"tie_word_embeddings": True}, offload),
 }  # fmt: skip

@@ -20,6 +20,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from private_llm.errors import PatchMismatch
 from private_llm_hf.checkpoint.given_parts import pairs, value
 from private_llm_hf.checkpoint.model_spec import sent_values
+from private_llm_hf.models.architectures import architecture
 
 _OF_TRAINING = (
     "training", "gradient_checkpointing", "activation_checkpointing", "name_or_path", "warnings_issued",
@@ -84,11 +85,12 @@ def check_settings(model: PreTrainedModel, built: PreTrainedModel) -> None:
 
     Some modules change theirs in a call, so both should have computed the same inputs before.
     """
+    ignored = {*_OF_TRAINING, *_SIZES} | (set() if architecture(model.config).caches else {"layer_idx"})
     for path, (mine, module) in pairs(model, built).items():
         if isinstance(module, nn.Dropout):
             continue
         for own, wanted in vars(module).items():
-            if own.startswith("_") or "drop" in own or own in (*_OF_TRAINING, *_SIZES):
+            if own.startswith("_") or "drop" in own or own in ignored:
                 continue
             found = getattr(mine, own, _MISSING)
             if not _same(found, wanted):

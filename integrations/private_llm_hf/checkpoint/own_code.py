@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules import module as every_module
-from torch.nn.utils import parametrize
+from torch.nn.utils import parametrize, prune
 
 from private_llm.errors import PatchMismatch
 
@@ -45,7 +45,8 @@ def refuse_own_code(model: nn.Module) -> None:
             raise PatchMismatch(
                 f"patch: '{called}' was compiled by torch.jit, which fixes its code; patch the original"
             )
-        if any(map(of_user, (*module._forward_hooks.values(), *module._forward_pre_hooks.values()))):
+        own_hooks = filter(of_user, (*module._forward_hooks.values(), *module._forward_pre_hooks.values()))
+        if not all(map(_prunes, own_hooks)):
             raise PatchMismatch(f"patch: '{called}' has a forward hook, which parties do not run; remove it")
         if not all(is_own_kind(type(hook)) for hook in _moving_hooks(module)):
             raise PatchMismatch(f"patch: '{called}' has a hook (_hf_hook) that parties do not run; remove it")
@@ -108,6 +109,12 @@ def _has_own_forward(module: nn.Module) -> bool:
     held = vars(module)
     found = (held[own] for own in ("forward", "_old_forward") if own in held)
     return any(_is_foreign(code) for each in found for code in _around(each, type(module).forward))
+
+
+def _prunes(hook: object) -> bool:
+    """Whether a hook only multiplies a weight with a mask, which somebody's own method of pruning made before."""
+    base, kind = prune.BasePruningMethod, type(hook)
+    return issubclass(kind, base) and kind.__call__ is base.__call__ and kind.apply_mask is base.apply_mask
 
 
 def _moving_hooks(module: nn.Module) -> tuple[object, ...]:
