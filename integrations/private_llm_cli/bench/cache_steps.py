@@ -155,12 +155,13 @@ def _empty(session: Session, shape: AttentionShape) -> list[Fixed]:
 @dataclass(frozen=True)
 class Timed:
     """Of one layer under one policy: seconds of the prompt (last queries, eviction, clusters), of a step (spread over
-    the repetitions) and of the first step, which begins to record, and what the ledgers booked of the prompt and of
-    each step, those before the repetitions included.
+    the repetitions; processor: those of the processor, all parties together) and of the first step, which begins to
+    record, and what the ledgers booked of the prompt and of each step, those before the repetitions included.
     """
 
     prompt_seconds: float
     seconds: dict[str, float]
+    processor: dict[str, float]
     first_seconds: float
     prompt: Figures
     steps: list[Figures]
@@ -179,7 +180,7 @@ def timed(
     slow = None if speed is None else SlowMesh(config.parties, config.timeout_s, speed, instant="control")
     mesh = LocalMesh(config.parties, config.timeout_s) if slow is None else slow
     ready = threading.Barrier(config.parties)
-    records: list[list[tuple[float, float, Cost]]] = [[] for _ in range(config.parties)]
+    records: list[list[tuple[float, float, float, float, Cost]]] = [[] for _ in range(config.parties)]
     unsettled = [0] * config.parties
     failures: list[BaseException] = []
 
@@ -202,11 +203,12 @@ def timed(
         def run(what: Callable[[Sequence[Fixed]], None]) -> None:
             ready.wait()
             session.protocol.ledger.reset()
-            started = time.perf_counter()
+            started = time.perf_counter(), time.process_time()
             with torch.no_grad():
                 what(values)
                 session.protocol.verify()
-            records[number].append((started, time.perf_counter(), session.protocol.ledger.cost()))
+            ended = time.perf_counter(), time.process_time()
+            records[number].append((started[0], ended[0], started[1], ended[1], session.protocol.ledger.cost()))
             session.known.owed.clear()
 
         for policy in policies:
@@ -269,13 +271,13 @@ def _share(config: PrivateConfig, mesh: LocalMesh, shape: AttentionShape) -> Non
 def _timed(records: Any, place: int, count: int, repeat: int, policy: CachePolicy) -> Timed:  # noqa: ANN401
     several = policy.sharing.layers
 
-    def run(index: int) -> tuple[float, Figures]:
+    def run(index: int) -> tuple[float, float, Figures]:
         rows = [party[index] for party in records]
-        seconds = max(row[1] for row in rows) - min(row[0] for row in rows)
-        total = sum(row[2].total for row in rows) / several
-        return seconds / several, (total, max(row[2].rounds for row in rows) / several)
+        seconds, processor = (max(row[at + 1] for row in rows) - min(row[at] for row in rows) for at in (0, 2))
+        total = sum(row[4].total for row in rows) / several
+        return seconds / several, processor / several, (total, max(row[4].rounds for row in rows) / several)
 
     prompt = run(place)
     steps = [run(count * turn + place) for turn in range(1, len(records[0]) // count)]
-    seconds = spread([each for each, _ in steps[-repeat:]])
-    return Timed(prompt[0], seconds, steps[0][0], prompt[1], [cost for _, cost in steps])
+    seconds, processor = spread([step[0] for step in steps[-repeat:]]), spread([step[1] for step in steps[-repeat:]])
+    return Timed(prompt[0], seconds, processor, steps[0][0], prompt[2], [cost for _, _, cost in steps])
