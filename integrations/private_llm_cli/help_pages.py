@@ -43,7 +43,9 @@ class _Page:
                 raise
             typed = next((word.partition("=")[0] for word in given if word.startswith(unknown)), unknown)
             known = [name for each in self.get_params(ctx) if not getattr(each, "hidden", False) for name in each.opts]  # type: ignore[attr-defined]
-            nearest = difflib.get_close_matches("--" + typed.lower().lstrip("-").replace("_", "-"), known, 1, 0.5)
+            word = typed.lower().lstrip("-").replace("_", "-")
+            part = [name for name in known if word in name.lstrip("-").split("-")]
+            nearest = part or difflib.get_close_matches(f"--{word}", known, 1, 0.5)
             hint = f"did you mean {nearest[0]}?" if nearest else "--help lists all."
             error.message, error.possibilities = f"No such option: {typed}; {hint}", None  # type: ignore[attr-defined]
             raise

@@ -105,7 +105,8 @@ AdderOption = Annotated[
     Adder | None,
     typer.Option(
         "--adder",
-        help="Of comparisons: few rounds, fewest bytes, keys, or by --bandwidth (default: prefix).",
+        help="Of comparisons: few rounds (prefix, the default), fewest bytes (ripple), comparison keys (keys), or for "
+        "each the fastest at --bandwidth and --latency (auto; without a bandwidth it is prefix).",
         rich_help_panel=PROTOCOL,
     ),
 ]

@@ -247,15 +247,22 @@ def _joined(shares: list[Share], device: torch.device) -> Share:
     return Share(tuple([torch.cat([part.to(device) for part in column]) for column in columns]))
 
 
-def require(flag: Tensor) -> None:
-    """What the client does with the opened verdict [1], local. Raises DomainError if a value left its range."""
+def require(flag: Tensor, images: bool = False) -> None:
+    """What the client does with the opened verdict [1], local. images: whether the model reads images, not text.
+
+    Raises DomainError if a value left its range, with what to do about it.
+    """
     if bool((flag != 0).any()):
+        do = (
+            "calibrate on a batch of images like yours (patch(model, config, images=batch), or `private-llm calibrate "
+            "MODEL --image FILE`); a run with protocol='plain', insecure=True and debug_ranges=True names the module"
+            if images
+            else "calibrate on texts like yours (`private-llm calibrate MODEL --text FILE`); `private-llm diff MODEL "
+            "--prompt TEXT` names the module"
+        )
         raise DomainError(
-            "a value left its range, so this answer would be wrong and is withheld (nobody else learns of it, or the "
-            "parties where a cache policy ranks entries). "
-            "`private-llm diff MODEL --prompt TEXT` names the module (for images: a run under protocol='plain' with "
-            "debug_ranges=True); `private-llm calibrate MODEL --text FILE`, or --image FILE, on texts or images like "
-            "yours, or fewer fractional bits (frac_bits), give it room; guard=False switches this check off"
+            f"a value left its range, so this answer would be wrong and is withheld. To give it room, {do}; fewer "
+            "fractional bits (frac_bits) give room as well, and guard=False switches this check off"
         )
 
 

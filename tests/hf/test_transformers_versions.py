@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 import tomllib
 import warnings
 from pathlib import Path
 
+import private_llm_hf
 import pytest
 import torch
 from private_llm_hf import patch, transformers_versions
@@ -51,6 +54,13 @@ def test_a_version_beyond_the_tested_one_is_told_once_and_others_are_not(monkeyp
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warn_if_untested("99.0")
+
+
+def test_importing_the_integration_looks_at_the_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked = functools.partial(warn_if_untested, "99.0.0")
+    monkeypatch.setattr(transformers_versions, "warn_if_untested", looked)
+    with pytest.warns(UntestedVersion, match=r"transformers 99\.0\.0 is newer than"):
+        importlib.reload(private_llm_hf)
 
 
 def test_the_project_allows_what_was_tested_and_no_more() -> None:

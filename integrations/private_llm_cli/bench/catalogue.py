@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from private_llm.errors import ConfigError
+from private_llm.errors import ConfigError, meant
 from private_llm_cli.bench import cnn, functions, layers, whole
 from private_llm_cli.bench.whole import WholeWork
 from private_llm_cli.bench.work import Shape, Work
@@ -66,7 +66,7 @@ def make(name: str, shape: Shape | None = None, count: int | None = None, tiny: 
     """The work `name` at `shape` (default: its usual one). Raises ConfigError for unknown names and wrong shapes."""
     entry = ENTRIES.get(name)
     if entry is None:
-        raise ConfigError(f"unknown benchmark {name!r}; known: {', '.join(NAMES)}")
+        raise ConfigError(f"unknown benchmark {name!r}{meant([name], NAMES)}; known: {', '.join(NAMES)}")
     default = entry.tiny if tiny else entry.usual
     chosen = shape or default
     if count is not None:

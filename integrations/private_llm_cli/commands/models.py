@@ -7,7 +7,7 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from private_llm.errors import ConfigError, PrivateLLMError
+from private_llm.errors import ConfigError, PrivateLLMError, meant
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -54,8 +54,8 @@ def shape_of(source: str) -> tuple[type[PreTrainedModel], PretrainedConfig]:
         return found
     if "/" not in source and not Path(source).exists():
         raise ConfigError(
-            f"{source!r}: no such folder, and none of the built-in shapes {', '.join(shape_names())} (want one of "
-            "these, a model folder, or a hub id such as 'facebook/opt-125m')"
+            f"{source!r}: no such folder, and no built-in shape{meant([source], shape_names())}; want a model "
+            f"folder, a hub id such as 'facebook/opt-125m', or one of the built-in shapes {', '.join(shape_names())}"
         )
     config: PretrainedConfig = _load("configuration", AutoConfig, source)
     return model_class_of(config), config

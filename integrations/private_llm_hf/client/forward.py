@@ -250,7 +250,7 @@ class Forward:
             cache.rows = asked.rows
             cache.extend(length)
         try:
-            require(opened.pop(GUARD, torch.zeros(1)))
+            require(opened.pop(GUARD, torch.zeros(1)), architecture(self.config).kind == "vision")
         except DomainError:
             if cache is not None:
                 cache.withheld = True
