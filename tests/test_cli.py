@@ -169,7 +169,7 @@ def test_bench_in_processes_sends_the_same(run: Run) -> None:
         (("bench", "relu", "--bandwidth", "0"), "want a positive bandwidth"),
         (("bench", "relu", "--party-mode", "processes", "--latency", "1"), "threads only"),
         (("bench", "relu", "--ring", "48"), "ring: got 48"),
-        (("estimate", "llama-700b"), "none of the built-in shapes"),
+        (("estimate", "llama-700b"), "(did you mean llama-13b, llama-7b?); want a model folder"),
         (("estimate", "opt-125m", "--seq", "0"), "got seq 0"),
         (("estimate", "bert-base", "--seq", "4", "--new", "2"), "does not generate"),
         (("estimate", "opt-125m", "--seq", "4000"), "the model has 2048"),
