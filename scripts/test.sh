@@ -1,6 +1,9 @@
 #!/usr/bin/env bash
-# From nothing to a tested checkout: environment, lint, types, layering, all tests, and without arguments (they go to
-# pytest) the bars of speed and a smoke set with the newest versions of all dependencies.
+# From nothing to a tested checkout: environment, lint, types, layering and tests.
+#   bash scripts/test.sh                  the gate: what every change has to pass
+#   bash scripts/test.sh --all            everything: also the bars of speed and the newest versions of all dependencies
+#   bash scripts/test.sh --slice COMMIT   a part of what the gate leaves out, which the commit's hash chooses
+#   bash scripts/test.sh tests/approx -k silu   lint and types, then these tests (any arguments of pytest)
 set -euo pipefail
 source "$(dirname "$0")/environment.sh"
 prepare_environment test
@@ -16,13 +19,22 @@ export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 export MALLOC_ARENA_MAX=4
 bin=.venv/bin
 
+# Files keep their order (tests/conftest.py): sorted by their number of tests, the longest would come last, alone.
+tests() { "$bin/python" -m pytest -q -n "$workers" --dist loadfile --no-loadscope-reorder "$@"; }
+
+if [ "${1:-}" = --slice ]; then
+  slices=12
+  commit="$(git rev-parse "$2" 2>/dev/null || date +%j)"  # outside a repository the day chooses
+  part=$((16#${commit:0:8} % slices))
+  echo "slice $part of $slices of the full run (commit $2)"
+  tests --slice "$part/$slices"
+  exit
+fi
 "$bin/ruff" check .
 "$bin/ruff" format --check .
 "$bin/mypy"
-"$bin/python" -m pytest -q tests/test_layering.py tests/test_lean_import.py
-# Files keep their order (tests/conftest.py): sorted by their number of tests, the longest would come last, alone.
-"$bin/python" -m pytest -q -n "$workers" --dist loadfile --no-loadscope-reorder "$@"
-if [ $# -eq 0 ]; then
+tests "$@"
+if [ "${1:-}" = --all ]; then
   "$bin/python" scripts/studies/check_bars.py
   bash scripts/newest.sh
 fi

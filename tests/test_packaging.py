@@ -111,7 +111,7 @@ def test_the_smoke_set_with_the_newest_versions_names_tests_that_there_are() -> 
     assert len(named) > 10
     for file, test in named:
         assert f"def {test}(" in (ROOT / file).read_text() if test else (ROOT / file).is_file(), (file, test)
-    assert "bash scripts/newest.sh" in (ROOT / "scripts/test.sh").read_text()
+    assert "bash scripts/newest.sh" in (ROOT / ".ci/run").read_text()
 
 
 def test_the_smoke_set_is_skipped_loudly_without_a_package_index(tmp_path: Path) -> None:
