@@ -15,7 +15,6 @@ __all__ = ["checkpoint"]  # a fixture
 PLAN = ("--protocol", "cascade", "--plan", "1,3,1")
 
 
-@pytest.mark.slow
 def test_certs_party_generate(run: Run, checkpoint: Path, tmp_path: Path) -> None:
     """A CompNode with a checkpoint of its own, an AttnNode, and a user with configuration and tokenizer alone."""
     printed = run("certs", "--out", str(tmp_path / "certs"), *PLAN).replace("\n", "")

@@ -118,7 +118,7 @@ def test_every_example_is_checked() -> None:
     assert {path.stem for path in EXAMPLES} == set(CHECKS)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_example_runs(example: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", [str(example)])

@@ -114,7 +114,7 @@ def test_every_file_of_rows_is_counted_again_or_a_study() -> None:
     assert set(ROWS) == {*COUNTED, *STUDIES}
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("name", COUNTED)
 def test_rows_are_those_of_this_code(name: str) -> None:
     again, columns, command = COUNTED[name]

@@ -74,7 +74,7 @@ def free_hosts() -> str:
     return ",".join(f"127.0.0.1:{port}" for port in ports)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("page", with_commands(), ids=lambda page: page.name)
 def test_printed_commands_run(page: Path, tmp_path: Path, forked_scripts: Scripts) -> None:
     source = resources.files("private_llm_hf").joinpath("data", "shakespeare.txt").read_text("utf-8")

@@ -16,7 +16,7 @@ ALONE = {"bench_gpu"}
 """Those that decide something before they import anything."""
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
 def test_script_runs_tiny(script: Path, forked_scripts: Scripts, tmp_path: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in (ROOT / "docs").iterdir()}

@@ -108,7 +108,7 @@ def test_script_refuses_an_unknown_chain() -> None:
     assert "there are GELU_ERF" in done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_script_makes_the_committed_file() -> None:
     """One of its chains: all take minutes. What the others' numbers give is tested by their errors."""
     done = _run("--check", "GELU_ERF")

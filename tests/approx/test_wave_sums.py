@@ -46,6 +46,6 @@ def test_the_period_is_a_power_of_two(made: WaveSum, truth: Callable[[Tensor], T
     assert plan.narrow == frac + 1
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_script_fits_what_is_committed() -> None:
     subprocess.run([sys.executable, str(SCRIPT), "--check"], check=True, timeout=300)

@@ -51,7 +51,7 @@ def test_emulated_links_slow_both_phases() -> None:
     assert row.latency_ms == 10.0
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_parties_as_processes() -> None:
     row = measure_apart(make("relu", tiny=True), replace(DEALER, party_mode="processes"), repeat=1)
     assert row.error_max <= LARGEST_ERROR["relu"]

@@ -55,7 +55,7 @@ def test_imagenet_lines_are_asked_for_and_compared_with_nothing() -> None:
     assert "adds lines to the table" in str(result.exception)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("protocol", ["trio", "quad"])
 def test_rows_carry_the_figures_they_are_compared_with(protocol: str, tmp_path: Path) -> None:
     picture = tmp_path / "table.svg"

@@ -216,7 +216,7 @@ def test_without_rights_links_are_simulated(monkeypatch: pytest.MonkeyPatch) -> 
     assert len({SIMULATED.words, Place("namespaces", True).words, Place("namespaces").words}) == 3
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.skipif(bool(namespaces.missing_rights()), reason="needs the right to make network namespaces")
 def test_parties_in_namespaces_send_the_same() -> None:
     """And wait for what is far away: rounds of 5 ms, whoever delays."""

@@ -230,7 +230,6 @@ def test_images_share_rows_too() -> None:
         assert worst(model(images), network(images)) < LOGIT_ERROR
 
 
-@pytest.mark.slow
 def test_processes_answer_alike(plaintext: PreTrainedModel) -> None:
     with patch(plaintext, replace(TRIO, parallel_sessions=3, rotate_roles=True, party_mode="processes")) as model:
         assert worst(model(IDS).logits, plaintext(IDS).logits) < LOGIT_ERROR

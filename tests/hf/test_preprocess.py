@@ -72,7 +72,6 @@ def test_generate_gives_the_same_tokens_while_the_helper_is_silent(config: Priva
     assert merged.preprocessing.total + merged.online.total == merged.bytes_total
 
 
-@pytest.mark.slow
 def test_the_bundled_model_with_parties_as_processes() -> None:
     source = demo_model()
     prompt = AutoTokenizer.from_pretrained(source)("The sea was", return_tensors="pt")

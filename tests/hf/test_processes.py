@@ -30,8 +30,6 @@ PUBLIC_MARK = "a public mark in the configuration"
 CANARY = torch.linspace(0.731, 0.947, 64)
 PROMPT = [101, 47, 113, 89, 71, 23, 59, 97]
 
-pytestmark = pytest.mark.slow
-
 
 def descendants(parent: int) -> list[int]:
     """Process ids below `parent`, oldest first: the starter of each session, then its parties in order."""

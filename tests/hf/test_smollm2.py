@@ -23,7 +23,7 @@ NEW_TOKENS = 8
 
 pytestmark = [
     pytest.mark.real_model,
-    pytest.mark.slow,
+    pytest.mark.full,
     pytest.mark.skipif(smollm2.missing() is not None, reason=str(smollm2.missing())),
 ]
 

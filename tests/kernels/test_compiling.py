@@ -56,7 +56,7 @@ def run(code: str, cache: Path | None, root: Path = ROOT) -> list[str]:
     return made.stdout.split()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_kernels_from_disk_give_the_same_bits(tmp_path: Path) -> None:
     """Compiled now, read from disk, and compiled by a process that can write nowhere."""
     digest, compilations, hits, folder = run(CODE, tmp_path)

@@ -12,7 +12,7 @@ import pytest
 SCRIPT = Path(__file__).with_name("compile_triton.py")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_every_triton_kernel_compiles(tmp_path: Path) -> None:
     pytest.importorskip("triton")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
