@@ -216,16 +216,16 @@ def decode_again(script: Any) -> tuple[str, list[str]]:
 
 
 CELLS: dict[str, tuple[str, Callable[[Any], tuple[str, list[str]]]]] = {
-    "python scripts/compare_indexing.py": ("compare_indexing", indexing_again),
-    "python scripts/level_noise.py": ("level_noise", noise_again),
-    "python scripts/compare_sparse_products.py": ("compare_sparse_products", products_again),
+    "python scripts/studies/compare_indexing.py": ("compare_indexing", indexing_again),
+    "python scripts/studies/level_noise.py": ("level_noise", noise_again),
+    "python scripts/studies/compare_sparse_products.py": ("compare_sparse_products", products_again),
     "private-llm bench comet": ("private_llm_cli.bench.comet", decode_again),
 }
 """Commands whose tables have bytes or rounds, and a row of them that is counted again: how it begins, and its cells."""
 DATED = {
-    "python scripts/soak_service.py",  # memory
-    "python scripts/sparse_accuracy.py", "python scripts/replay_cache.py",  # of what models and patterns chose
-    "python scripts/bench_distance.py", "python scripts/bench_distance.py --ways keys trained",  # of other versions
+    "python tests/system/soak_service.py",  # memory
+    "python scripts/studies/sparse_accuracy.py", "python scripts/studies/replay_cache.py",  # of what models and patterns chose
+    "python scripts/studies/bench_distance.py", "python scripts/studies/bench_distance.py --ways keys trained",  # of other versions
 }  # fmt: skip
 """Commands whose tables have such units, and cannot be counted again here: their pages say when they were made."""
 
@@ -237,7 +237,7 @@ def test_tables_with_bytes_or_rounds_are_counted_again() -> None:
     assert not unsaid, "a table with bytes or rounds that nothing counts again; want a row of it in CELLS"
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("command", CELLS)
 def test_a_row_of_each_table_is_that_of_this_code(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(DOCS.parent / "scripts"))
