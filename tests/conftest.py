@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from tests import selection
 from tests.forked_scripts import Scripts
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -22,9 +23,18 @@ _LONG = {"test_scripts_tiny.py", "test_examples.py", "test_attack_scripts.py"}
 """Files that take minutes, and would come last by their names."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    selection.add_options(parser)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    selection.configure(config)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The longest files come first: whichever process gets them, the other has all the rest meanwhile."""
     items.sort(key=lambda item: (item.get_closest_marker("real_model") is None, item.path.name not in _LONG))
+    selection.select(config, items)
 
 
 @pytest.fixture
