@@ -23,6 +23,6 @@ bin=.venv/bin
 # Files keep their order (tests/conftest.py): sorted by their number of tests, the longest would come last, alone.
 "$bin/python" -m pytest -q -n "$workers" --dist loadfile --no-loadscope-reorder "$@"
 if [ $# -eq 0 ]; then
-  "$bin/python" scripts/check_bars.py
+  "$bin/python" scripts/studies/check_bars.py
   bash scripts/newest.sh
 fi

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def script(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    monkeypatch.syspath_prepend(str(ROOT / "scripts" / "pages"))
     return importlib.import_module(name)
 
 
@@ -65,7 +65,7 @@ def test_an_old_page_is_noticed(
         old.write_text(getattr(made, target).read_text().replace("What", "what"))
         monkeypatch.setattr(made, target, old)
         assert made.main() == 1
-        assert f"run scripts/{name}.py" in capsys.readouterr().out
+        assert f"run scripts/pages/{name}.py" in capsys.readouterr().out
 
 
 # -- the picture ------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ def run(forked_scripts: Scripts, tmp_path: Path) -> Run:
     """Runs a script with options: its output if it ends with `code` 0, else its errors."""
 
     def call(script: str, *options: str, code: int = 0) -> str:
-        ended, out, err = forked_scripts.run(ROOT / "scripts" / script, tmp_path, *options)
+        ended, out, err = forked_scripts.run(ROOT / "scripts" / "studies" / script, tmp_path, *options)
         assert ended == code, err
         return err if code else out
 

@@ -28,7 +28,7 @@ def test_bytes_and_rounds_stay_within_their_bars(bar: dict[str, Any], run: Calla
 
 
 def test_every_ratio_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "path", [str(ROOT / "scripts"), *sys.path])
+    monkeypatch.setattr(sys, "path", [str(ROOT / "scripts" / "studies"), *sys.path])
     import check_bars
 
     assert set(check_bars.MEASURED) == {bar["name"] for bar in BARS["ratio"]}

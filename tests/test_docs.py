@@ -67,7 +67,8 @@ def test_commands_parse(line: str) -> None:
 
 
 def test_scripts_that_are_named_exist() -> None:
-    named = {name for page in PAGES for name in re.findall(r"scripts/[\w.]+\.(?:sh|py)", page.read_text())}
+    command = re.compile(r"(?:scripts|tests/system)/[\w./]+\.(?:sh|py)")
+    named = {name for page in PAGES for name in command.findall(page.read_text())}
     assert {"scripts/demo.sh", "scripts/test.sh"} <= named
     assert not [name for name in named if not (ROOT / name).is_file()]
 
@@ -106,7 +107,7 @@ def shown(page: Path, mark: str) -> str:
 
 
 def test_tables_are_those_of_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    monkeypatch.syspath_prepend(str(ROOT / "scripts" / "pages"))
     script = importlib.import_module("make_benchmarks")
     rows = script.read_rows(script.ROWS)
     assert {row["name"] for row in rows} <= set(script.MAIN)

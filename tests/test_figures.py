@@ -91,13 +91,15 @@ def cache_again() -> Iterator[tuple[Row, Row]]:
 
 CACHE = ("bytes", "full_bytes", "rounds", "full_rounds", "ratio_bytes")
 COUNTED: dict[str, tuple[Callable[[], Iterator[tuple[Row, Row]]], tuple[str, ...], str]] = {
-    "benchmarks.jsonl": (ran_again, SENT, "python scripts/make_benchmarks.py --only NAME"),
-    "pigeon.jsonl": (engine_again, SENT, "python scripts/make_benchmarks.py --only pigeon"),
-    "smollm2.jsonl": (chat_again, SENT, "python scripts/make_benchmarks.py --only smollm2"),
+    "benchmarks.jsonl": (ran_again, SENT, "python scripts/pages/make_benchmarks.py --only NAME"),
+    "pigeon.jsonl": (engine_again, SENT, "python scripts/pages/make_benchmarks.py --only pigeon"),
+    "smollm2.jsonl": (chat_again, SENT, "python scripts/pages/make_benchmarks.py --only smollm2"),
     "networks.jsonl": (
-        distance_again, (*SENT, "bytes_first_token", "rounds_first_token"), "python scripts/make_networks.py --measure",
+        distance_again,
+        (*SENT, "bytes_first_token", "rounds_first_token"),
+        "python scripts/pages/make_networks.py --measure",
     ),
-    "mpcache.jsonl": (cache_again, CACHE, "python scripts/make_cache_tables.py --count"),
+    "mpcache.jsonl": (cache_again, CACHE, "python scripts/pages/make_cache_tables.py --count"),
 }  # fmt: skip
 """Rows that are counted again: how, which columns must be equal, and what makes the rows anew."""
 STUDIES = {

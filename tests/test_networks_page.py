@@ -17,7 +17,7 @@ PUBLISHED: list[dict[str, Any]] = json.loads((ROOT / "docs" / "networks-publishe
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    monkeypatch.syspath_prepend(str(ROOT / "scripts" / "pages"))
     return importlib.import_module("make_networks")
 
 

@@ -25,7 +25,7 @@ MODEL = str(resources.files("private_llm_hf").joinpath("demo_model"))
 HOSTS = "a:7000,b:7000,c:7000"
 TEXTS = ("notes.txt", "a.txt", "b.txt", "unseen.txt")
 ELSEWHERE = {
-    "deploy.md": "scripts/walk_deploy.py runs the operators' guide",
+    "deploy.md": "tests/system/walk_deploy.py runs the operators' guide",
     "gpu.md": "needs GPUs",
     "private-llm party --index": "started below, whatever the page's index, where a page has `share` before it",
     "private-llm certs --out certs --protocol cascade": "tests/test_cli_nodes.py starts nodes",

@@ -8,7 +8,9 @@ import pytest
 
 from tests.forked_scripts import ROOT, Scripts
 
-SCRIPTS = [path for path in sorted((ROOT / "scripts").rglob("*.py")) if "__main__" in path.read_text(encoding="utf-8")]
+FOLDERS = (ROOT / "scripts", ROOT / "tests" / "system")
+FILES = [path for folder in FOLDERS for path in sorted(folder.rglob("*.py"))]
+SCRIPTS = [path for path in FILES if "__main__" in path.read_text(encoding="utf-8")]
 """All but the files that a script imports from its own folder."""
 ALONE = {"bench_gpu"}
 """Those that decide something before they import anything."""

@@ -1,4 +1,4 @@
-"""The faults of `scripts/walk_deploy.py`: whom they hit, and what is a failure (the walk itself is run with --tiny)."""
+"""The faults of `tests/system/walk_deploy.py`: whom they hit, and what fails."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-SCRIPTS = str(Path(__file__).resolve().parent.parent / "scripts")
+SCRIPTS = str(Path(__file__).resolve().parent / "system")
 RIGHT = (5, 6, 7, 8)
 
 

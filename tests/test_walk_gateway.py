@@ -1,4 +1,4 @@
-"""scripts/walk_gateway.py notices what is wrong in what the clients got; the walk itself runs in test_scripts_tiny."""
+"""tests/system/walk_gateway.py notices wrong answers of its clients; test_scripts_tiny.py runs the walk itself."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ SEEN: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    monkeypatch.syspath_prepend(str(ROOT / "tests" / "system"))
     import walk_gateway
 
     return walk_gateway

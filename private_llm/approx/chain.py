@@ -2,8 +2,8 @@
 
 A polynomial of degree 8 takes three protocol products, one of degree 16 four, each with its truncation, instead of
 one product per degree (Paterson and Stockmeyer 1973; Knuth, TAOCP 4.6.4 "adaptation of coefficients"). The forms
-have public integer weights, so they are local; `scripts/fit_coefficients.py` finds weights for which the whole chain
-is close to a function, and rounds them one form after the other, refitting the rest.
+have public integer weights, so they are local; `scripts/fitting/fit_coefficients.py` finds weights for which the
+whole chain is close to a function, and rounds them one form after the other, refitting the rest.
 
     v0 = z,  v_i = (a + sum_j<i a_j v_j)(b + sum_j<i b_j v_j),  result v_k
 

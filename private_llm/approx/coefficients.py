@@ -1,4 +1,4 @@
-"""Fitted constants, written by `scripts/fit_coefficients.py` (do not edit; run the script)."""
+"""Fitted constants, written by `scripts/fitting/fit_coefficients.py` (do not edit; run the script)."""
 
 from private_llm.approx.chain import Chain, Form, Step
 from private_llm.approx.cubic import Cubic

@@ -1,4 +1,4 @@
-"""Fitted quadratics, written by `scripts/fit_curves.py` (do not edit; run the script)."""
+"""Fitted quadratics, written by `scripts/fitting/fit_curves.py` (do not edit; run the script)."""
 
 from private_llm.approx.curves import Curve, Piece
 

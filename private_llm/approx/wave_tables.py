@@ -1,4 +1,4 @@
-"""Fitted sums of waves, written by `scripts/fit_waves.py` (do not edit; run the script)."""
+"""Fitted sums of waves, written by `scripts/fitting/fit_waves.py` (do not edit; run the script)."""
 
 from private_llm.approx.wave_sums import WaveSum
 

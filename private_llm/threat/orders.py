@@ -28,7 +28,7 @@ FRESH_ORDERS = Threat(
     source="oblivious shuffle of Comet (section 4.2), whose permutation is split so that no party holds all of it; "
     "trio's and quad's are argued in private_llm/protocols/trio/shuffle.py and private_llm/protocols/quad/shuffle.py, "
     "dealer's in private_llm/protocols/dealer/shuffle.py. A second opening in one order is refused by every party. "
-    "Counts are measured by scripts/link_orders.py; the paper (appendix E) knows of no attack on them",
+    "Counts are measured by scripts/studies/link_orders.py; the paper (appendix E) knows of no attack on them",
     setting="sparsity=CometConfig(orders='fresh'), the default of CometConfig: with levels='budget' a public count at "
     "each position, with levels='noisy' how many are active in a call, and noise (the next entry); "
     "Protocol.open_shuffled in an order of Protocol.permutation(size)",
@@ -53,7 +53,8 @@ NOISY_LEVELS = Threat(
     ),
     source="Comet, appendix E, asks for it without a construction; digits of geometric noise as independent coins: "
     "Dwork, Kenthapadi, McSherry, Mironov and Naor, Eurocrypt 2006. private_llm/oblivious/level_noise.py has the "
-    "argument, tests/oblivious/test_level_noise.py checks delta against the coins, scripts/level_noise.py measures",
+    "argument, tests/oblivious/test_level_noise.py checks delta against the coins, "
+    "scripts/studies/level_noise.py measures",
     setting="sparsity=CometConfig(levels='noisy', epsilon=..., delta=...), which opens one noisy count for all "
     "positions of a call and block, with sensitivity 1: it hides a change of one neuron at one position, no text; "
     "oblivious.level_noise.noisy_choose(session, active, LevelNoise(epsilon, delta, sensitivity))",
@@ -87,7 +88,7 @@ REUSED_ORDERS = Threat(
          "openings at most"),
         ("the client", "nothing more, unless a party tells it what was opened"),
     ),
-    source="integrations/private_llm_hf/sparsity/linked_orders.py, measured by scripts/link_orders.py and "
+    source="integrations/private_llm_hf/sparsity/linked_orders.py, measured by scripts/studies/link_orders.py and "
     "scripts/studies/kept_orders.py; "
     "tests/sparsity/test_linked_orders.py runs it on what trio opens. Comet keeps one order for all requests (weights "
     "are shuffled ahead of time) and proves each opening by itself secure (appendix A), which does not cover this",

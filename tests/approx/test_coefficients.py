@@ -18,7 +18,7 @@ from private_llm.approx.cubic import Cubic
 from private_llm.approx.normalise import QUARTERS, THIRDS, Cells
 from tests.approx.tables import run_table
 
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "fit_coefficients.py"
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "fitting" / "fit_coefficients.py"
 
 
 def _gelu_tail(t: Tensor, approximate: str) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 from private_llm.approx import wave_tables
 from private_llm.approx.wave_sums import WaveSum, angle_frac, waves_of
 
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "fit_waves.py"
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "fitting" / "fit_waves.py"
 TABLES = [
     (wave_tables.SILU, lambda t: t * torch.sigmoid(-t)),
     (wave_tables.GELU_ERF, lambda t: -F.gelu(-t)),

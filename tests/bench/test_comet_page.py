@@ -11,8 +11,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_the_page_has_the_estimators_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One row of the summary stands for all: `python scripts/comet_tables.py` makes them from the same runs."""
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    """One row of the summary stands for all: `python scripts/studies/comet_tables.py` makes them from the same runs."""
+    monkeypatch.syspath_prepend(str(ROOT / "scripts" / "studies"))
     tables = importlib.import_module("comet_tables")
     page = (ROOT / "docs" / "comet.md").read_text(encoding="utf-8")
     summary = page.partition("<!-- summary -->")[2].partition("<!-- /summary -->")[0]
@@ -22,12 +22,12 @@ def test_the_page_has_the_estimators_figures(monkeypatch: pytest.MonkeyPatch) ->
     dense, comet = (count.run(size.main, "trio", way).costs for way in (None, tables.planned(size.main, size)))
     found = [cell.strip().partition(" ")[0] for cell in row.split("|")[3:5]]
     assert found == [tables.gigabytes(dense.bytes_total), tables.gigabytes(comet.bytes_total)], (
-        "the estimator gives other figures: run `python scripts/comet_tables.py`, and look at the sentences of the page"
+        "the estimator gives other figures: run `python scripts/studies/comet_tables.py`, and read the page's sentences"
     )
 
 
 def test_every_table_has_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    monkeypatch.syspath_prepend(str(ROOT / "scripts" / "studies"))
     page = (ROOT / "docs" / "comet.md").read_text(encoding="utf-8")
     for name in importlib.import_module("comet_tables").TABLES:
         assert page.partition(f"<!-- {name} -->\n")[2].partition(f"\n<!-- /{name} -->")[1], name

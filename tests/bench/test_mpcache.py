@@ -66,7 +66,7 @@ def test_other_options_are_refused(options: list[str], says: str) -> None:
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "scripts"))
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "scripts" / "pages"))
     return importlib.import_module("make_cache_tables")
 
 

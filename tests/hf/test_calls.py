@@ -9,7 +9,7 @@ import pytest
 
 from private_llm.config import PrivateConfig
 
-SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts" / "studies"
 STEPS = 2
 
 

@@ -30,7 +30,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("real_model", ROOT / "scripts" / "real_model.py")
+    spec = importlib.util.spec_from_file_location("real_model", ROOT / "scripts" / "studies" / "real_model.py")
     assert spec is not None
     assert spec.loader is not None
     made = importlib.util.module_from_spec(spec)

@@ -18,7 +18,7 @@ from private_llm.protocols.dealer import cost as dealer
 from private_llm.ring.ring import RING64
 from tests.harness import run_parties
 
-SCRIPTS = Path(__file__).resolve().parent.parent.parent / "scripts"
+SCRIPTS = Path(__file__).resolve().parent.parent.parent / "scripts" / "studies"
 POSITIONS, NEURONS, WIDTH = 4, 7, 3
 CONFIGS = {
     "dealer, remask": PrivateConfig(protocol="dealer", matmul="remask"),

@@ -21,7 +21,7 @@ every = pytest.mark.parametrize("protocol", protocol_names())
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    monkeypatch.syspath_prepend(str(ROOT / "scripts" / "studies"))
     return importlib.import_module("compare_indexing")
 
 

@@ -228,7 +228,7 @@ def test_no_party_can_tell_random_bits_from_what_it_holds(protocol: str) -> None
 
 
 def test_counts_tell_texts_apart_as_far_as_noise_lets_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parent.parent.parent / "scripts"))
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parent.parent.parent / "scripts" / "studies"))
     script: Any = importlib.import_module("level_noise")
     counts = torch.randint(0, 100, (6, 64), generator=torch.Generator().manual_seed(1))
     assert script.share_told(counts, None) == 1.0

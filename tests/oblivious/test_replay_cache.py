@@ -17,7 +17,7 @@ COST = RefillCost(weight=5.0, token=2.0, entry=0.25)
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    monkeypatch.syspath_prepend(str(ROOT / "scripts" / "studies"))
     return importlib.import_module("replay_cache")
 
 

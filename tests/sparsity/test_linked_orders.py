@@ -36,7 +36,7 @@ LAYER, KNOWN, LENGTH = 2, 192, 32
 def values() -> tuple[Tensor, list[Tensor]]:
     """What the ReLU of one layer of the bundled model receives: for known inputs, and for two unknown texts."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "scripts"))
+        patch.syspath_prepend(str(ROOT / "scripts" / "studies"))
         script: Any = importlib.import_module("link_orders")
         model, sites, known, unknown = script.bundled(LENGTH)
         site = [site for site in sites if site.layer == LAYER]

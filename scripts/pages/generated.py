@@ -1,0 +1,25 @@
+"""The command line of scripts that make one file: write it, compare it, or show an outline of what would be written."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+
+
+def run(doc: str | None, script: str, target: Path, make: Callable[[], str], outline: Callable[[], str]) -> int:
+    """Parse --check and --tiny, do what they say, and return the exit status: 1 if the file is not the one made now."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--tiny", action="store_true")
+    options = parser.parse_args()
+    if options.tiny:
+        print(outline())
+    elif options.check:
+        current = target.exists() and target.read_text(encoding="utf-8") == make()
+        print(f"{target.name} is {'current' if current else f'not that of the tree: run scripts/pages/{script}'}")
+        return 0 if current else 1
+    else:
+        target.write_text(make(), encoding="utf-8")
+        print(f"wrote {target}")
+    return 0

@@ -1,0 +1,222 @@
+"""Measure `bench wan` into docs/networks.jsonl, and write the tables and the picture of docs/networks.md from it.
+
+python scripts/pages/make_networks.py --measure                 everything (an hour), then tables and picture
+python scripts/pages/make_networks.py --measure --models gpt2   rows of these models again; the others stay
+python scripts/pages/make_networks.py --measure --how modelled  rows that need no whole model (ten minutes)
+python scripts/pages/make_networks.py                           tables and picture from the rows that are there
+python scripts/pages/make_networks.py --check                   are the tables those of the rows?
+python scripts/pages/make_networks.py --tiny                    smallest rows, written nowhere: does everything run?
+
+Figures of other systems stand in docs/networks-published.json, each with its source and what it differs in.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from make_benchmarks import keep, put, read_rows
+from private_llm_cli.bench.rows import taken
+from private_llm_cli.bench.wan import LATENCIES, Case, cases, networks
+from private_llm_cli.bench.wan_models import wan_model
+from private_llm_cli.bench.wan_run import Place
+from private_llm_cli.commands.plot_wan import USUAL_BANDWIDTH, plot_wan
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE, ROWS = ROOT / "docs" / "networks.md", ROOT / "docs" / "networks.jsonl"
+PUBLISHED, PICTURE = ROOT / "docs" / "networks-published.json", ROOT / "docs" / "networks.png"
+Rows = Sequence[dict[str, Any]]
+
+
+def seconds(value: float) -> str:
+    """Three figures."""
+    return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
+
+
+def size(count: float) -> str:
+    """Bytes in MB, three figures."""
+    return seconds(count / 1e6)
+
+
+def network(row: dict[str, Any]) -> str:
+    """Latency and bandwidth."""
+    rate = row["bandwidth_mbit"]
+    return f"{row['latency_ms']:g} ms, {f'{rate / 1000:g} Gbit/s' if rate >= 1000 else f'{rate:g} Mbit/s'}"
+
+
+def measured_table(rows: Rows) -> str:
+    """Whole models that ran, one table for each machine and kind of network."""
+    kinds = dict.fromkeys((row["network"], row["machine"]) for row in rows if row["how"] == "measured")
+    return "\n\n".join(
+        _measured_table([row for row in rows if (row["network"], row["machine"]) == kind]) for kind in kinds
+    )
+
+
+def _measured_table(rows: Rows) -> str:
+    lines = [
+        "| model | network | drafts | first token, s | its MB | rounds | a token (min to max), s | MB | rounds | error "
+        "| text | load |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        drafts = f"{row['tokens_per_pass']:.2f} tokens a pass" if row["way"] == "drafts" else "-"
+        spread = f"{seconds(row['seconds']['min'])} to {seconds(row['seconds']['max'])}"
+        lines.append(
+            f"| {wan_model(row['model']).words} | {network(row)} | {drafts} | {seconds(row['seconds_first_token'])} "
+            f"| {size(row['bytes_first_token'])} | {row['rounds_first_token']} "
+            f"| {seconds(row['seconds_per_token'])} ({spread}) | {size(row['bytes_total'])} | {row['rounds']} "
+            f"| {row['error_max']:.1e} | {'equal' if row['equal'] else 'differs'} | {row['load']:.1f} |"
+        )
+    first = rows[0]
+    lines.append(
+        f"\n{first['network']}; {first['protocol']}, prompt of {first['shape'][1]} tokens, parties as "
+        f"{first['party_mode']}; {taken(rows)}."
+    )
+    return "\n".join(lines)
+
+
+def modelled_table(rows: Rows) -> str:
+    """What the formula says, and what of it is computing, waiting and sending."""
+    lines = [
+        "| model | network | first token, s | of it computing + waiting + sending | its MB | rounds "
+        "| a token, s | of it computing + waiting + sending | MB | rounds |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    chosen = [row for row in rows if row["how"] == "modelled"]
+    for row in chosen:
+        parts = [
+            " + ".join(seconds(row[name][part]) for part in ("compute", "latency", "wire"))
+            for name in ("parts_first_token", "parts")
+        ]
+        lines.append(
+            f"| {wan_model(row['model']).words} | {network(row)} | {seconds(row['seconds_first_token'])} | {parts[0]} "
+            f"| {size(row['bytes_first_token'])} | {row['rounds_first_token']} | {seconds(row['seconds_per_token'])} "
+            f"| {parts[1]} | {size(row['bytes_total'])} | {row['rounds']} |"
+        )
+    if chosen:
+        lines.append(
+            f"\nA formula, not a measurement; {chosen[0]['protocol']}, prompt of {chosen[0]['shape'][1]} tokens; "
+            f"layers timed on {taken(chosen)}."
+        )
+    return "\n".join(lines)
+
+
+def published_table(published: Rows, rows: Rows) -> str:
+    """Other systems, with ours at 1 Gbit/s beside, and what they differ in."""
+    delays = " / ".join(f"{latency:g}" for latency in LATENCIES)
+    lines = [
+        "| system | model, what | figure | setting | machine | network | source "
+        f"| ours at {delays} ms: first token; a token, s | differs in |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in published:
+        prompt = f", prompt of {row['prompt']}" if row["prompt"] else ""
+        lines.append(
+            f"| {row['system']}, {row['year']} | {row['model']}: {row['what']}{prompt} | {row['said']} "
+            f"| {row['setting']} | {row['machine']} | {row['network']} | {row['source']} | {ours(row['beside'], rows)} "
+            f"| {row['differs']} |"
+        )
+    return "\n".join(lines)
+
+
+def ours(model: str | None, rows: Rows) -> str:
+    """Our seconds with one model at each latency, measured where there are such rows, or a dash."""
+    found = [row for row in rows if row["model"] == model and row["way"] == "plain"]
+    found = [row for row in found if row["bandwidth_mbit"] == USUAL_BANDWIDTH]
+    chosen = [row for row in found if row["how"] == "measured"] or found
+    if not chosen:
+        return "-"
+    by_latency = {row["latency_ms"]: row for row in chosen}
+    parts = [
+        " / ".join(seconds(by_latency[ms][name]) if ms in by_latency else "-" for ms in LATENCIES)
+        for name in ("seconds_first_token", "seconds_per_token")
+    ]
+    return f"{model}, {chosen[0]['how']}: {parts[0]}; {parts[1]}"
+
+
+def tables() -> dict[str, str]:
+    """What stands between the markers of the page."""
+    rows, published = read_rows(ROWS), json.loads(PUBLISHED.read_text("utf-8"))
+    return {
+        "measured": measured_table(rows), "modelled": modelled_table(rows),
+        "published": published_table(published, rows),
+    }  # fmt: skip
+
+
+def write() -> None:
+    """All tables, and the picture."""
+    for mark, text in tables().items():
+        put(PAGE, mark, text)
+    plot_wan(read_rows(ROWS), json.loads(PUBLISHED.read_text("utf-8")), PICTURE)
+
+
+def is_current() -> bool:
+    """Whether the page shows the rows that are there."""
+    page = PAGE.read_text("utf-8")
+    return all(f"<!-- {mark} -->\n{text}\n<!-- /{mark} -->" in page for mark, text in tables().items())
+
+
+def key(row: dict[str, Any]) -> tuple[object, ...]:
+    """What one row is of."""
+    return tuple(row[name] for name in ("model", "how", "way", "latency_ms", "bandwidth_mbit"))
+
+
+def measure(options: argparse.Namespace) -> None:
+    """Run all cases that are asked for; keep each row as soon as it is there."""
+    asked = networks(options.latency, options.bandwidth)
+    todo = [case for case in cases(asked, models=options.models) if options.how in ("", case.how)]
+    order = [_key_of(case) for case in cases(networks(), installed=lambda name: True)]
+    for case in todo:
+        row = case.run(options.repeat)
+        print(json.dumps(row), flush=True)
+        known = {key(each): each for each in read_rows(ROWS)} | {key(row): json.loads(json.dumps(row))}
+        keep(ROWS, [known[each] for each in order if each in known])
+
+
+def _key_of(case: Case) -> tuple[object, ...]:
+    return case.model, case.how, case.way, case.network.latency_ms, case.network.bandwidth_mbit
+
+
+def try_tiny() -> None:
+    """Rows of the bundled model behind simulated links, their tables and their picture."""
+    rows = []
+    for case in cases(networks(0.2, 1000.0), tiny=True):
+        rows.append(case.run(1, Place("simulated")))
+        print(json.dumps(rows[-1]), flush=True)
+    published = json.loads(PUBLISHED.read_text("utf-8"))
+    print(measured_table(rows), modelled_table(rows), published_table(published, rows), sep="\n\n")
+    with tempfile.TemporaryDirectory() as place:
+        plot_wan(rows, published, Path(place) / "networks.png")
+
+
+def main() -> int:
+    """Parse, measure, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for flag in ("--measure", "--check", "--tiny"):
+        parser.add_argument(flag, action="store_true")
+    parser.add_argument("--models", nargs="+", default=[], help="only these")
+    parser.add_argument("--how", default="", choices=["", "measured", "modelled"])
+    parser.add_argument("--latency", type=float, help="ms, one way: only this")
+    parser.add_argument("--bandwidth", type=float, help="Mbit/s: only this")
+    parser.add_argument("--repeat", type=int, default=3, help="further tokens that are timed")
+    options = parser.parse_args()
+    if options.tiny:
+        try_tiny()
+        return 0
+    if options.check:
+        current = is_current()
+        print(f"{PAGE.name} is {'current' if current else 'not that of the rows: run scripts/pages/make_networks.py'}")
+        return 0 if current else 1
+    if options.measure:
+        measure(options)
+    write()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,496 @@
+"""Where predicted sparsity pays: dense runs beside Comet's, counted for the models of its paper (docs/comet.md).
+
+    python scripts/studies/comet_tables.py  # tables and pictures of docs/comet.md, a quarter of an hour
+    python scripts/studies/comet_tables.py --only summary lengths  # these tables alone
+    python scripts/studies/comet_tables.py --tiny                  # small shapes, printed
+
+No weights and no predictors: the ordinary code runs on meta tensors, with the paper's shares of neurons and heads left
+out at each position. Times are the estimator's: one latency a round, the busiest link's bytes, the busiest party's
+multiply-adds, one after the other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import transformers
+from private_llm_cli.commands.output import progress_bar
+from private_llm_cli.commands.pyplot import load_pyplot
+from private_llm_hf.client.costs import Costs
+from private_llm_hf.sparsity.planned import PlannedSparsity
+from private_llm_hf.sparsity.relufy import with_relu
+from private_llm_hf.tools.estimate import Estimate, LayerCost, estimate, named_shape
+from transformers import PretrainedConfig, PreTrainedModel
+
+from private_llm.config import PrivateConfig
+from private_llm.nn import predicted
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+PAGE = DOCS / "comet.md"
+MBIT, LATENCY_MS, GMACS = 1000.0, 1.0, 40.0
+"""A link, one way, and billion multiply-adds a second of a party (two cores of a Zen 5 EPYC)."""
+BANDWIDTHS = (100, 500, 1000, 5000)
+LENGTHS = (1, 2, 4, 8, 16)
+
+Shape = tuple[type[PreTrainedModel], PretrainedConfig]
+SETTINGS: dict[str, dict[str, Any]] = {
+    "dealer, remask": {"protocol": "dealer", "matmul": "remask"},
+    "dealer, masked": {"protocol": "dealer"},
+    "trio": {"protocol": "trio"},
+    "quad": {"protocol": "quad"},
+}
+FUNCTIONS = {"ours": "ours", "PUMA": "puma", "MPCFormer": "mpcformer", "SecFormer": "secformer"}
+"""Softmax and activations of other systems, under trio."""
+TWO = ("dealer, remask", "trio")
+"""The paper's protocol and ours, where two are enough."""
+SPARSITY = {"OPT-1.3B": (0.61, 0.34), "OPT-2.7B": (0.76, 0.42), "OPT-6.7B": (0.90, 0.50), "LLaMA-2-7B": (0.85, 0.49)}
+"""Shares of neurons and heads left out: the paper's for 1.3B, 6.7B and LLaMA; 2.7B lies between."""
+BLOCK, BLOCK_SHARE = 16, 2.0
+"""Blocks of so many neurons, of which so many times the neurons' share is active."""
+GROUPS = {
+    "linear": ("QKV", "MatMul", "Output", "FC1", "FC2"),
+    "non-linear": ("Softmax", "ReLU", "Others"),
+    "predictor": ("Predictor",),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """What is counted: models with ReLU, those of them that had another activation as they were given, tokens in and
+    out."""
+
+    models: Mapping[str, Shape]
+    given: Mapping[str, Shape]
+    prompt: int
+    new: int
+    lengths: tuple[int, ...]
+    rank: int
+    heads_rank: int
+
+    @property
+    def main(self) -> str:
+        """The model that is taken apart."""
+        return list(self.models)[-2]
+
+
+def sizes(tiny: bool) -> Sizes:
+    """The paper's, or two small models."""
+    if tiny:
+        opt = transformers.OPTConfig(
+            hidden_size=64, ffn_dim=256, num_hidden_layers=2, num_attention_heads=4, word_embed_proj_dim=64,
+            vocab_size=100,
+        )  # fmt: skip
+        llama = transformers.LlamaConfig(
+            hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4, vocab_size=100
+        )
+        small: dict[str, Shape] = {
+            "OPT-6.7B": (transformers.OPTForCausalLM, opt), "LLaMA-2-7B": _relu((transformers.LlamaForCausalLM, llama)),
+        }  # fmt: skip
+        return Sizes(small, {"LLaMA-2-7B": (transformers.LlamaForCausalLM, llama)}, 5, 2, (1, 2), 8, 4)
+    names = {"OPT-1.3B": "opt-1.3b", "OPT-2.7B": "opt-2.7b", "OPT-6.7B": "opt-6.7b", "LLaMA-2-7B": "llama-7b"}
+    found = {label: shape for label, name in names.items() if (shape := named_shape(name)) is not None}
+    relu = {label: _relu(shape) for label, shape in found.items()}
+    return Sizes(relu, {"LLaMA-2-7B": found["LLaMA-2-7B"]}, 512, 16, LENGTHS, 128, 32)
+
+
+def _relu(shape: Shape) -> Shape:
+    """The dense model has ReLU, too."""
+    cls, config = shape
+    return cls, with_relu(config)[0]
+
+
+def planned(label: str, size: Sizes, **changes: Any) -> PlannedSparsity:  # noqa: ANN401 - of several kinds
+    """The paper's sparsity of a model, levels open, with changes."""
+    neurons, heads = SPARSITY[label]
+    made = PlannedSparsity(neurons, heads, rank=size.rank, heads_rank=size.heads_rank, levels="open")
+    return dataclasses.replace(made, **changes)
+
+
+def ways(label: str, size: Sizes) -> dict[str, PlannedSparsity | None]:
+    """What is set side by side for each model."""
+    neurons = SPARSITY[label][0]
+    blocks = 1 - min(1.0, BLOCK_SHARE * (1 - neurons))
+    return {
+        "dense": None,
+        "Comet": planned(label, size),
+        "with budgets": planned(label, size, levels="budget"),
+        f"blocks of {BLOCK}, budgets": planned(label, size, levels="budget", block=BLOCK, neurons=blocks),
+    }
+
+
+class Counter:
+    """Estimates, each made once."""
+
+    def __init__(self, size: Sizes, step: Callable[[str], None]) -> None:
+        self.size, self._step = size, step
+        self._made: dict[object, Estimate] = {}
+
+    def run(
+        self, label: str, setting: str, way: PlannedSparsity | None, new: int | None = None, whole_fc2: bool = False,
+        functions: str | None = None,
+    ) -> Estimate:  # fmt: skip
+        """Costs of generating `new` tokens (default: all) after the prompt. whole_fc2: FC2 is dense. functions: of a
+        system, with the activation that the model was given."""
+        key = (label, setting, way, new or self.size.new, whole_fc2, functions)
+        if key not in self._made:
+            cls, config = self.size.models[label]
+            more = {} if functions is None else {"approximations": functions}
+            if functions is not None:
+                cls, config = self.size.given.get(label, (cls, config))
+            private = PrivateConfig(**SETTINGS[setting], **more, sparsity=None if way is None else way.settings)
+            if way is not None:
+                config, _ = way.applied(cls, config)
+            with mock.patch.object(predicted, "FEW_ROWS", 0 if whole_fc2 else predicted.FEW_ROWS):
+                self._made[key] = estimate(cls, config, private, self.size.prompt, new or self.size.new)
+            self._step(f"{label}, {setting}")
+        return self._made[key]
+
+
+# -- figures ---------------------------------------------------------------------------------------------------------
+def seconds(found: Estimate, mbit: float = MBIT) -> float:
+    """Of a whole run."""
+    return sum(layer.seconds(mbit, LATENCY_MS, GMACS) for layer in found.layers())
+
+
+def row_of(scope: str, op: str) -> str:
+    """The paper's row (Table 2) for what a module books; up and gate count as FC1, down as FC2."""
+    if "_predictor" in scope:
+        return "Predictor"
+    inside, last = scope.split("."), scope.rpartition(".")[2]
+    if last.startswith(("q_proj", "k_proj", "v_proj")):
+        return "QKV"
+    if last in ("out_proj", "o_proj"):
+        return "Output"
+    if last.startswith(("fc1", "gate_proj", "up_proj")):
+        return "FC1"
+    if last in ("fc2", "down_proj"):
+        return "FC2"
+    if last in ("activation_fn", "act_fn"):
+        return "ReLU"
+    if "self_attn" in inside:
+        return "MatMul" if op == "matmul" else "Softmax"
+    return "Others"
+
+
+ROWS = ("QKV", "MatMul", "Softmax", "Output", "FC1", "ReLU", "FC2", "Others", "Predictor")
+
+
+def by_row(costs: Costs) -> dict[str, LayerCost]:
+    """A run's costs by the paper's rows; the products of attention count as MatMul's."""
+    sent: dict[str, dict[tuple[int, int], int]] = defaultdict(lambda: defaultdict(int))
+    rounds: dict[str, dict[int, int]] = defaultdict(lambda: defaultdict(int))
+    macs: dict[str, dict[int, int]] = defaultdict(lambda: defaultdict(int))
+    for ledger in costs.ledgers:
+        for (scope, op, to), count in ledger.sent.items():
+            sent[row_of(scope, op)][(ledger.party, to)] += count
+        for (scope, op), count in ledger.rounds.items():
+            rounds[row_of(scope, op)][ledger.party] += count
+        for scope, count in ledger.macs.items():
+            macs[row_of(scope, "matmul")][ledger.party] += count
+    return {row: LayerCost(row, dict(sent[row]), max(rounds[row].values(), default=0), dict(macs[row])) for row in ROWS}
+
+
+def gigabytes(count: float) -> str:
+    """Three digits."""
+    value = count / 1e9
+    return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 1 else f"{value:.2f}"
+
+
+def table(headings: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
+    """Markdown."""
+    head = list(headings)
+    lines = [head, ["---"] * len(head), *[[str(cell) for cell in row] for row in rows]]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+# -- tables ----------------------------------------------------------------------------------------------------------
+def overall(count: Counter) -> str:
+    """Every model under every protocol."""
+    rows = []
+    for label in count.size.models:
+        for setting in SETTINGS:
+            dense = count.run(label, setting, None)
+            cells: list[object] = [label, setting]
+            for way, plan in ways(label, count.size).items():
+                found = count.run(label, setting, plan)
+                share, faster = dense.costs.bytes_total / found.costs.bytes_total, seconds(dense) / seconds(found)
+                more = "" if way == "dense" else f" ({share:.2f}x, {faster:.2f}x)"
+                cells.append(f"{gigabytes(found.costs.bytes_total)} GB, {seconds(found) / 60:.1f} min{more}")
+            rows.append(cells)
+    return table(["model", "protocol", *ways(count.size.main, count.size)], rows)
+
+
+def rows_table(count: Counter, setting: str) -> str:
+    """The paper's Table 2."""
+    rows = []
+    for label in list(count.size.models)[-2:]:
+        dense, comet = (by_row(count.run(label, setting, way).costs) for way in (None, planned(label, count.size)))
+        for name in ROWS:
+            one, other = dense[name], comet[name]
+            time = [each.seconds(MBIT, LATENCY_MS, GMACS) for each in (one, other)]
+            rows.append([
+                label, name, *(f"{value:.1f}" for value in time), _times(*time), gigabytes(one.bytes_total),
+                gigabytes(other.bytes_total), _times(one.bytes_total, other.bytes_total),
+            ])  # fmt: skip
+    return table(["model", "layer", "dense, s", "Comet, s", "", "dense, GB", "Comet, GB", ""], rows)
+
+
+def _times(one: float, other: float) -> str:
+    return f"{one / other:.2f}x" if one and other else ""
+
+
+def bandwidths(count: Counter) -> str:
+    """The paper's Table 1: one token after the prompt."""
+    rows = []
+    for label in list(count.size.models)[-2:]:
+        for setting in SETTINGS:
+            for way in ("dense", "Comet", f"blocks of {BLOCK}, budgets"):
+                found = count.run(label, setting, ways(label, count.size)[way]).prompt
+                if found is not None:
+                    rows.append([label, setting, way, *(f"{seconds(found, mbit) / 60:.1f}" for mbit in BANDWIDTHS)])
+    return table(["model", "protocol", "", *(f"{mbit} Mbit/s, min" for mbit in BANDWIDTHS)], rows)
+
+
+def lengths(count: Counter, settings: Iterable[str]) -> dict[str, dict[int, tuple[Estimate, Estimate]]]:
+    """Dense and Comet for each number of tokens, the paper's Figure 12."""
+    label = count.size.main
+    return {
+        setting: {
+            new: (count.run(label, setting, None, new), count.run(label, setting, planned(label, count.size), new))
+            for new in count.size.lengths
+        }
+        for setting in settings
+    }
+
+
+def lengths_table(count: Counter) -> str:
+    """The same in numbers."""
+    found = lengths(count, TWO)
+    rows = [
+        [
+            setting, new, f"{gigabytes(one.costs.bytes_total)}", f"{gigabytes(other.costs.bytes_total)}",
+            _times(one.costs.bytes_total, other.costs.bytes_total), f"{seconds(one) / 60:.1f}",
+            f"{seconds(other) / 60:.1f}", _times(seconds(one), seconds(other)),
+        ]
+        for setting, by_length in found.items()
+        for new, (one, other) in by_length.items()
+    ]  # fmt: skip
+    return table(["protocol", "tokens", "dense, GB", "Comet, GB", "", "dense, min", "Comet, min", ""], rows)
+
+
+def groups_table(count: Counter) -> str:
+    """The paper's Figures 2, 4 and 13: linear, non-linear, predictor (whose share is Figure 16's)."""
+    rows = []
+    for label in list(count.size.models)[-2:]:
+        for setting in SETTINGS:
+            for way, plan in (("dense", None), ("Comet", planned(label, count.size))):
+                found = by_row(count.run(label, setting, plan).costs)
+                whole = sum(each.bytes_total for each in found.values())
+                time = {name: each.seconds(MBIT, LATENCY_MS, GMACS) for name, each in found.items()}
+                cells = []
+                for names in GROUPS.values():
+                    part, spent = sum(found[n].bytes_total for n in names), sum(time[n] for n in names)
+                    cells += [
+                        f"{gigabytes(part)} ({part / whole:.0%})",
+                        f"{spent:.0f} ({spent / sum(time.values()):.0%})",
+                    ]
+                rows.append([label, setting, way, *cells])
+    headings = [f"{name}, {unit}" for name in GROUPS for unit in ("GB", "s")]
+    return table(["model", "protocol", "", *headings], rows)
+
+
+def variants(count: Counter) -> dict[str, tuple[PlannedSparsity | None, bool]]:
+    """The parts that are taken away (Figure 15), and whether FC2 is dense."""
+    label, size = count.size.main, count.size
+    return {
+        "dense": (None, False),
+        "Comet, open levels": (planned(label, size), False),
+        "without heads": (planned(label, size, heads=None), False),
+        "without neurons": (planned(label, size, neurons=None), False),
+        "FC2 dense": (planned(label, size), True),
+        "budgets": (planned(label, size, levels="budget"), False),
+    }
+
+
+def ablation(count: Counter) -> dict[str, dict[str, Estimate]]:
+    """Each variant under the paper's protocol and ours."""
+    made: dict[str, dict[str, Estimate]] = {}
+    for name, (plan, whole_fc2) in variants(count).items():
+        for setting in TWO:
+            found = count.run(count.size.main, setting, plan, whole_fc2=whole_fc2)
+            made.setdefault(name, {})[setting] = found
+    return made
+
+
+def ablation_table(count: Counter) -> str:
+    """In numbers."""
+    rows = [
+        [name, *(f"{gigabytes(e.costs.bytes_total)} GB, {seconds(e) / 60:.1f} min" for e in by_setting.values())]
+        for name, by_setting in ablation(count).items()
+    ]
+    return table([count.size.main, *TWO], rows)
+
+
+def blocks_table(count: Counter) -> str:
+    """Blocks by their size and the share of blocks that is active, under trio."""
+    label, size = count.size.main, count.size
+    active = 1 - SPARSITY[label][0]
+    rows = []
+    for block in (1, 16, 32, 64):
+        cells: list[object] = [block]
+        for levels in ("open", "budget"):
+            for share in (active, 2 * active, 3 * active):
+                if block == 1 and share != active:
+                    cells.append("")
+                    continue
+                way = planned(label, size, block=block, neurons=max(0.0, 1 - share), levels=levels)
+                found = count.run(label, "trio", way)
+                cells.append(f"{gigabytes(found.costs.bytes_total)} GB, {seconds(found) / 60:.1f} min")
+        rows.append(cells)
+    shares = [f"{share * active:.0%}" for share in (1, 2, 3)]
+    return table(
+        ["neurons a block", *(f"{levels}, {share}" for levels in ("open", "budget") for share in shares)], rows
+    )
+
+
+def functions_table(count: Counter) -> str:
+    """Other systems' functions on this engine, and Comet beside them: the paper's Figures 12 and 14."""
+    sparse = {name: way for name, way in list(ways(count.size.main, count.size).items())[1:] if "with" not in name}
+    rows = []
+    for label in count.size.models:
+        if label == "OPT-2.7B":
+            continue
+        found = [count.run(label, "trio", None, functions=name) for name in FUNCTIONS.values()]
+        found += [count.run(label, "trio", ways(label, count.size)[name]) for name in sparse]
+        rows.append([label, *(f"{gigabytes(e.costs.bytes_total)} GB, {seconds(e) / 60:.1f} min" for e in found)])
+    return table(["trio", *FUNCTIONS, *sparse], rows)
+
+
+def summary(count: Counter) -> str:
+    """What the tables come to, in the paper's setting and ours."""
+    lines = []
+    for label in list(count.size.models)[-2:]:
+        for setting in TWO:
+            dense = count.run(label, setting, None)
+            cells = []
+            for way in ("Comet", f"blocks of {BLOCK}, budgets"):
+                found = count.run(label, setting, ways(label, count.size)[way])
+                share, faster = dense.costs.bytes_total / found.costs.bytes_total, seconds(dense) / seconds(found)
+                cells.append(f"{gigabytes(found.costs.bytes_total)} ({share:.1f}x, in time {faster:.1f}x)")
+            lines.append([label, setting, gigabytes(dense.costs.bytes_total), *cells])
+    return table(["GB", "protocol", "dense", "Comet", f"blocks of {BLOCK}, budgets"], lines)
+
+
+TABLES: dict[str, Callable[[Counter], str]] = {
+    "summary": summary,
+    "overall": overall,
+    "rows-remask": functools.partial(rows_table, setting="dealer, remask"),
+    "rows-trio": functools.partial(rows_table, setting="trio"),
+    "bandwidths": bandwidths,
+    "lengths": lengths_table,
+    "groups": groups_table,
+    "ablation": ablation_table,
+    "functions": functions_table,
+    "blocks": blocks_table,
+}  # fmt: skip
+
+
+_BREAK = ",\n"
+
+
+# -- pictures --------------------------------------------------------------------------------------------------------
+def pictures(count: Counter, folder: Path) -> None:
+    """comet-lengths.png, comet-breakdown.png and comet-ablation.png."""
+    pyplot = load_pyplot()
+    for draw in (draw_lengths, draw_breakdown, draw_ablation):
+        draw(count, folder, pyplot)
+    pyplot.close("all")
+
+
+def draw_lengths(count: Counter, folder: Path, pyplot: Any) -> None:  # noqa: ANN401 - matplotlib is not typed
+    """Minutes by tokens made."""
+    found = lengths(count, TWO)
+    figure, axes = pyplot.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
+    for axis, (setting, by_length) in zip(axes, found.items(), strict=True):
+        for place, way in enumerate(("dense", "Comet")):
+            times = [seconds(pair[place]) / 60 for pair in by_length.values()]
+            axis.plot(list(map(str, by_length)), times, marker="o", label=way)
+        axis.set(title=f"{count.size.main}, {setting}", xlabel="tokens made", ylabel="minutes", ylim=(0, None))
+        axis.legend()
+    figure.savefig(folder / "comet-lengths.png", dpi=80)
+
+
+def draw_breakdown(count: Counter, folder: Path, pyplot: Any) -> None:  # noqa: ANN401
+    """Shares of the bytes by the paper's rows."""
+    figure, axis = pyplot.subplots(figsize=(9, 3.6), layout="constrained")
+    pairs = {
+        f"{setting.replace(', ', _BREAK)}\n{way}": by_row(count.run(count.size.main, setting, plan).costs)
+        for setting in SETTINGS
+        for way, plan in (("dense", None), ("Comet", planned(count.size.main, count.size)))
+    }
+    bottom = [0.0] * len(pairs)
+    for name in ROWS:
+        shares = [
+            100 * costs[name].bytes_total / sum(each.bytes_total for each in costs.values())
+            for costs in pairs.values()
+        ]  # fmt: skip
+        axis.bar(list(pairs), shares, bottom=bottom, label=name)
+        bottom = [low + share for low, share in zip(bottom, shares, strict=True)]
+    axis.set(title=f"{count.size.main}: where the bytes are", ylabel="% of the bytes")
+    axis.tick_params(axis="x", labelsize=8)
+    axis.legend(loc="center left", bbox_to_anchor=(1, 0.5))
+    figure.savefig(folder / "comet-breakdown.png", dpi=80)
+
+
+def draw_ablation(count: Counter, folder: Path, pyplot: Any) -> None:  # noqa: ANN401
+    """Minutes without each part."""
+    figure, axes = pyplot.subplots(1, 2, figsize=(10, 3.2), layout="constrained", sharey=True)
+    made = ablation(count)
+    for axis, setting in zip(axes, TWO, strict=True):
+        axis.barh(list(made), [seconds(by_setting[setting]) / 60 for by_setting in made.values()])
+        axis.set(title=f"{count.size.main}, {setting}", xlabel="minutes")
+    axes[0].invert_yaxis()
+    figure.savefig(folder / "comet-ablation.png", dpi=80)
+
+
+def main() -> None:
+    """Count, and write the page's tables or print them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tiny", action="store_true", help="small shapes; print instead of writing")
+    parser.add_argument("--only", nargs="+", choices=list(TABLES), help="make these tables and no picture")
+    options = parser.parse_args()
+    size = sizes(options.tiny)
+    with progress_bar(None if options.only else _runs(size)) as step:
+        count = Counter(size, lambda what: step(what))
+        for name in options.only or TABLES:
+            text = TABLES[name](count)
+            if options.tiny:
+                print(f"{name}\n{text}\n")
+            else:
+                write(name, text)
+        if not options.tiny and not options.only:
+            pictures(count, DOCS)
+
+
+def write(name: str, text: str) -> None:
+    """Put a table in its place in the page."""
+    start, end = f"<!-- {name} -->", f"<!-- /{name} -->"
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(start)
+    PAGE.write_text(f"{before}{start}\n{text}\n{end}{rest.partition(end)[2]}", encoding="utf-8")
+    print(f"wrote {name} of {PAGE}", flush=True)
+
+
+def _runs(size: Sizes) -> int:
+    """Estimates that are made: models, protocols and ways; lengths; variants; blocks; other functions."""
+    return len(size.models) * 16 + 4 * (len(size.lengths) - 1) + 8 + 18 + 12
+
+
+if __name__ == "__main__":
+    main()
