@@ -174,7 +174,7 @@ def test_tables_of_figures_say_what_made_them() -> None:
         elif made["held"]:
             assert (DOCS.parent / made["held"]).is_file(), made["held"]
         else:
-            assert re.match(r"private-llm \w|python scripts/\w+(/\w+)?\.py", made["made"]), made["made"]
+            assert re.match(r"private-llm \w|python (scripts|tests/system)/\w+(/\w+)?\.py", made["made"]), made["made"]
             subprocess.run([*git, "merge-base", "--is-ancestor", made["commit"], "HEAD"], check=True)
     assert not unsaid, "no generated section, and no `<!-- made by: COMMAND; commit ... -->` above:\n" + "\n".join(
         unsaid
