@@ -152,8 +152,8 @@ MANY = 20
 def tables() -> list[tuple[Path, str, str]]:
     """Tables of figures outside generated sections: page, what stands before, the table."""
     found = []
-    for page in (DOCS.parent / "README.md", *sorted(DOCS.glob("*.md"))):
-        if page.name in ("api.md", "threat-model.md", "decisions.md"):  # of the code, and a log
+    for page in (DOCS.parent / "README.md", *sorted(DOCS.glob("*.md")), *sorted(DOCS.glob("decisions/[0-9]*.md"))):
+        if page.name in ("api.md", "threat-model.md"):  # of the code
             continue
         text = GENERATED.sub("", page.read_text("utf-8"))
         for table in re.finditer(r"(?:^\|.*\n)+", text, re.MULTILINE):

@@ -42,6 +42,11 @@ One page per decision that a maintainer might otherwise undo: the decision, the 
 Numbers of a topic leave gaps for later pages. A page has at most 40 lines. It holds no table of measurements: those are
 in [benchmarks.md](../benchmarks.md) and the pages of each topic.
 
+Words: under `trio` party 0 is the *helper*, which knows the masks, and parties 1 and 2 are the *evaluators*, which know
+masked values. A *finish* is the exchange that follows local products; *by keys* means with comparison keys
+([112](112-comparison-keys-come-from-the-helper.md)). A *program* is a recorded part of a step
+([160](160-modules-and-attention-are-recorded.md)).
+
 This index is generated: `python scripts/pages/make_decisions.py`.
 """
 
