@@ -18,7 +18,8 @@ from private_llm.threat import entries, markdown
 
 ROOT = Path(__file__).resolve().parent.parent
 TOP = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")
-PAGES = sorted([*(ROOT / name for name in TOP), *(ROOT / "docs").glob("*.md")])
+DECISIONS = ROOT / "docs" / "decisions"
+PAGES = sorted([*(ROOT / name for name in TOP), *(ROOT / "docs").glob("*.md"), *DECISIONS.glob("*.md")])
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -125,7 +126,8 @@ def test_python_files_that_are_mentioned_exist() -> None:
     tree = [path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*.py") if ".venv" not in path.parts]
     known = {"/".join(path.split("/")[-n:]) for path in tree for n in range(1, 8)}
     texts = [*PAGES, *(ROOT / path for path in tree if not path.startswith("tests/"))]
-    elsewhere = {"script.py", "communicator.py"}  # of users, of a rival
+    elsewhere = {"script.py", "communicator.py"}  # of users, of a rival, and of transformers
+    elsewhere |= {"generation/utils.py", "cache_utils.py", "modeling_outputs.py"}
     missing = []
     for text in texts:
         if text.name == "CHANGELOG.md":
@@ -150,7 +152,33 @@ def test_the_readme_keeps_its_order() -> None:
 def test_the_index_names_every_page_once() -> None:
     listed = re.findall(r"^\d+\. \[[^]]+\]\(([^)]+)\): .+$", (ROOT / "docs" / "README.md").read_text(), re.MULTILINE)
     pages = {path.name for path in (ROOT / "docs").glob("*.md")} - {"README.md"}
-    assert sorted(listed) == sorted([*pages, "../CONTRIBUTING.md"])
+    assert sorted(listed) == sorted([*pages, "../CONTRIBUTING.md", "decisions/README.md"])
+
+
+def test_the_index_of_decisions_is_that_of_its_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts" / "pages"))
+    made = importlib.import_module("make_decisions")
+    assert made.PAGE.read_text() == made.index(), "run scripts/pages/make_decisions.py"
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("001-a.md", "# A\n\nStatus: perhaps.\n"),
+        ("001-a.md", "# A\n\nNo status.\n"),
+        ("001-a.md", "Status: accepted.\n"),
+        ("a.md", "# A\n\nStatus: accepted.\n"),
+        ("001-a.md", "# A\n\nStatus: accepted.\n" + "Line.\n" * 38),
+    ],
+)
+def test_a_decision_has_number_title_status_and_few_lines(
+    name: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts" / "pages"))
+    made = importlib.import_module("make_decisions")
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=name):
+        made.Decision.read(tmp_path / name)
 
 
 def test_links_to_headings_lead_to_one() -> None:

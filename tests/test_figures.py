@@ -153,8 +153,8 @@ MANY = 20
 def tables() -> list[tuple[Path, str, str]]:
     """Tables of figures outside generated sections: page, what stands before, the table."""
     found = []
-    for page in (DOCS.parent / "README.md", *sorted(DOCS.glob("*.md"))):
-        if page.name in ("api.md", "threat-model.md", "decisions.md"):  # of the code, and a log
+    for page in (DOCS.parent / "README.md", *sorted(DOCS.glob("*.md")), *sorted(DOCS.glob("decisions/[0-9]*.md"))):
+        if page.name in ("api.md", "threat-model.md"):  # of the code
             continue
         text = GENERATED.sub("", page.read_text("utf-8"))
         for table in re.finditer(r"(?:^\|.*\n)+", text, re.MULTILINE):
@@ -175,7 +175,7 @@ def test_tables_of_figures_say_what_made_them() -> None:
         elif made["held"]:
             assert (DOCS.parent / made["held"]).is_file(), made["held"]
         else:
-            assert re.match(r"private-llm \w|python scripts/\w+(/\w+)?\.py", made["made"]), made["made"]
+            assert re.match(r"private-llm \w|python (scripts|tests/system)/\w+(/\w+)?\.py", made["made"]), made["made"]
             subprocess.run([*git, "merge-base", "--is-ancestor", made["commit"], "HEAD"], check=True)
     assert not unsaid, "no generated section, and no `<!-- made by: COMMAND; commit ... -->` above:\n" + "\n".join(
         unsaid
@@ -224,9 +224,11 @@ CELLS: dict[str, tuple[str, Callable[[Any], tuple[str, list[str]]]]] = {
 """Commands whose tables have bytes or rounds, and a row of them that is counted again: how it begins, and its cells."""
 DATED = {
     "python tests/system/soak_service.py",  # memory
-    "python scripts/studies/sparse_accuracy.py", "python scripts/studies/replay_cache.py",  # of what models and patterns chose
-    "python scripts/studies/bench_distance.py", "python scripts/studies/bench_distance.py --ways keys trained",  # of other versions
-}  # fmt: skip
+    "python scripts/studies/sparse_accuracy.py",  # of what models chose
+    "python scripts/studies/replay_cache.py",  # of patterns
+    "python scripts/studies/bench_distance.py",  # of another version
+    "python scripts/studies/bench_distance.py --ways keys trained",
+}
 """Commands whose tables have such units, and cannot be counted again here: their pages say when they were made."""
 
 

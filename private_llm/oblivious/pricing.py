@@ -12,7 +12,10 @@ from private_llm.protocols.registry import protocol_spec
 from private_llm.ring.ring import Ring
 
 ASSUMED_MBIT = 1000.0
-"""Mbit/s that choices of a method suppose where `bandwidth_mbit` says nothing (docs/decisions.md)."""
+"""Mbit/s that choices of a method suppose where `bandwidth_mbit` says nothing.
+
+Reason: docs/decisions/233-top-k-methods-are-priced-at-one-gigabit.md.
+"""
 
 
 @dataclass(frozen=True)

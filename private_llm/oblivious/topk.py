@@ -98,7 +98,7 @@ def method_for(pricing: Pricing, rows: int, width: int, k: int, bits: int) -> Li
     """The method that takes least time, by its rounds and bytes on the configured network. Public.
 
     Never more than MOST_PAIRS pairs, however far the parties. Without `bandwidth_mbit`, at 1 Gbit/s: on one machine a
-    byte and a round take about what they do there (docs/decisions.md).
+    byte and a round take about what they do there (docs/decisions/233-top-k-methods-are-priced-at-one-gigabit.md).
     """
     methods: tuple[Literal["pairs", "network", "search"], ...] = ("pairs", "network", "search")
     methods = methods if rows * width * (width - 1) // 2 <= MOST_PAIRS else methods[1:]

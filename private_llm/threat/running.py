@@ -201,6 +201,7 @@ SERVICE = Threat(
          "different requests either, not even with a client's help: before each step all compare what they were told "
          "and got. Under semi-honest protocols it could"),
     ),
-    source="private_llm_hf/service/; argued in docs/decisions.md and tested with clients that leave, lie and stall",
+    source="private_llm_hf/service/; argued in docs/decisions/190-a-service-has-one-mesh.md and tested with clients "
+    "that leave, lie and stall",
     setting="`private-llm party --config`, `private-llm gateway`; a party of one's own serves one client at a time",
 )  # fmt: skip

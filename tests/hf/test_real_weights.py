@@ -16,7 +16,7 @@ DATA = resources.files("private_llm_hf").joinpath("data")
 HELD_OUT_TOKENS = 2000
 LENGTH = 125
 LOGIT_ERROR = 0.01
-"""Stated error of a logit of the bundled model at 18 fractional bits (measured largest: see docs/decisions.md)."""
+"""Stated error of a logit of the bundled model at 18 fractional bits."""
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,8 @@ There the sums of s < 4 must not wrap: (s + 1) 255^2 steps < 2^32, true up to 16
 
 So the left operand is packed as shifted groups f_s (`pack_left`), the right one is merely copied into tiles
 (`pack_right`), and `panel` adds the product of two packed blocks onto a piece of the result. For `usable` processors
-only: elsewhere these functions are never compiled. Measured figures: docs/decisions.md.
+only: elsewhere these functions are never compiled. What was rejected:
+docs/decisions/150-ring-products-use-amx-or-register-tiles.md.
 """
 
 from __future__ import annotations

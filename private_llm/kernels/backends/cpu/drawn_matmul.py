@@ -4,7 +4,7 @@ A tile of y is written into scratch that stays in the first or second cache, and
 `amx` (16 rows of x and more) or of `matmul` (fewer, or no AMX). y is made as its lines lie in the stream: `turned`,
 they are the N columns of y, K elements each (a linear layer's weight); else its K rows, N elements each. Each 128 rows
 of x (byte tiles), or all of them (register tiles), make y once. For processors with AES instructions (`aes.usable()`).
-Measured figures: docs/decisions.md.
+What was rejected: docs/decisions/154-products-can-draw-masks-of-weights.md.
 """
 
 from __future__ import annotations
