@@ -120,7 +120,8 @@ class PrivateConfig:
     adder: how comparisons are made: by a circuit, "prefix" (few rounds) or "ripple" (fewest bytes); by comparison keys,
     "keys" (trio and dealer: one round for a comparison or a whole function, one to two kilobytes an element); or "auto"
     (for each the one that is fastest on a network of `bandwidth_mbit` per party and `latency_ms`; "prefix" without a
-    bandwidth).
+    bandwidth). What keys may read keeps all its bits, so in calls of many tokens, which take no keys, "auto" can cost a
+    few percent more than "prefix": compare both with `private-llm estimate`.
     bandwidth_mbit: Mbit/s of a party's connection, for adder="auto" alone. latency_ms: one way between parties. All
     endpoints agree on the three (docs/hosts.md, "Parties that are far apart").
     relu_bits: key bits of ReLU: its inputs stay below 2^(relu_bits-1-frac_bits) in magnitude (None: 2^20, or the
