@@ -49,7 +49,7 @@ class Compaction:
 def compact(marks: Fixed, kept: int) -> Compaction:
     """Where the marked rows will lie: marks [blocks, rows] are 0 or 1 (no fractional bits), `kept` ones in each block.
 
-    With m bits for kept: m comparisons of m + 1 bits for each row, m gates, a shuffle of m bits a row and their
+    With m bits for kept + 1: m comparisons of m + 1 bits for each row, m gates, a shuffle of m bits a row and their
     opening (`compaction_cost`). Raises DomainError for marks of another shape and for kept outside 1 .. rows,
     ProtocolAbort if this party is not told.
     """
@@ -59,7 +59,7 @@ def compact(marks: Fixed, kept: int) -> Compaction:
     proto = marks.proto
     before = marks.view(lambda part: part.cumsum(1, dtype=part.dtype))
     ranks = before.mul(marks, frac=0)
-    bits = number_bits(ranks, kept.bit_length())
+    bits = number_bits(ranks, _bits(kept))
     order = proto.permutation(blocks * rows, reuse=True, blocks=blocks)
     opened = proto.open_shuffled(proto.shuffle_bits(bits, order))
     if opened is None:
@@ -69,6 +69,11 @@ def compact(marks: Fixed, kept: int) -> Compaction:
         marks.session.known.ranked_wrong = True
         places = first_places(blocks, rows, kept)
     return Compaction(order, places, rows)
+
+
+def _bits(kept: int) -> int:
+    """Of 0 .. kept + 1: one row too many must not wrap to 0 and look like a row that goes."""
+    return (kept + 1).bit_length()
 
 
 def first_places(blocks: int, rows: int, kept: int) -> Tensor:
@@ -113,7 +118,7 @@ def number_bits(x: Fixed, count: int) -> BitShare:
 
 def compaction_cost(prices: Prices, ring: Ring, blocks: int, rows: int, kept: int) -> Cost:
     """What `compact` sends and waits for."""
-    total, bits = blocks * rows, kept.bit_length()
+    total, bits = blocks * rows, _bits(kept)
     return (
         prices.product(ring, total, 0)
         + prices.msb(bits * _LANES * words_for(total), bits + 1)

@@ -147,6 +147,18 @@ def test_bits_of_numbers() -> None:
         assert torch.equal(torch.stack(got).long(), want)
 
 
+@pytest.mark.parametrize("surplus", [-1, 1, 2])
+def test_another_number_of_marks_is_noticed(surplus: int) -> None:
+    """Three of eight, whose ranks just fit two bits."""
+
+    def program(session: Session, m: Fixed) -> Fixed:
+        compact(m, 3)
+        assert session.known.ranked_wrong
+        return m
+
+    run_parties(TRIO, program, [marks_of(1, 8, 3 + surplus)], [0])
+
+
 def test_other_shapes_are_refused() -> None:
     for shape, kept in (((4,), 1), ((2, 4), 0), ((2, 4), 5)):
         with pytest.raises(DomainError, match=r"compact: got marks .* want \[blocks, rows\], 1 to rows"):
