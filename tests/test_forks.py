@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import PlaintextLeak, ProtocolAbort
+from private_llm.forks import Origin, process
 from private_llm.net.local import LocalMesh
 from private_llm.net.offline_store import OfflineStore
 from tests.hf import tiny
@@ -150,6 +151,17 @@ def test_a_store_of_masks_is_its_makers(tmp_path: Path) -> None:
     assert torch.equal(store.next("x", (5,), torch.int64), x)
     assert torch.equal(store.next("y", (5,), torch.int64), x)
     store.finish_call()
+
+
+def test_a_child_of_a_child_is_neither(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "forks", 0)
+    of_parent = Origin()
+    process.copied()
+    of_child = Origin()
+    assert of_child.here
+    process.copied()
+    assert not of_child.here
+    assert not of_parent.here
 
 
 def test_an_abort_of_a_child_wakes_nobody() -> None:

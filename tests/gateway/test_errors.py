@@ -21,6 +21,8 @@ from fastapi import FastAPI
 from openai import OpenAI
 from private_llm_gateway import app, endpoints, served
 from private_llm_gateway.app import bound_socket
+from private_llm_gateway.errors import ApiError
+from private_llm_gateway.guard import Guard
 from private_llm_gateway.prompts import of_messages
 from private_llm_gateway.responses import Response
 from private_llm_gateway.served import Served
@@ -308,6 +310,23 @@ def test_pages_of_other_sites(gateway: Gateway, headers: dict[str, str], code: s
     preflight = httpx.options(f"{gateway.url}/v1/chat/completions", headers=asked)
     assert preflight.status_code == 403
     assert not [name for name in preflight.headers if name.startswith("access-control")]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("authorization", "Bearer a-long-to"), ("authorization", "Bearer "), ("authorization", "Bearer a-long-token2"),
+        ("origin", "http://evil127.0.0.1:8000"), ("origin", "http://127.0.0.1:80001"),
+        ("host", "evillocalhost"), ("host", "localhost.example"),
+    ],
+)  # fmt: skip
+def test_no_part_of_a_token_or_a_name_is_enough(name: str, value: str) -> None:
+    guard = Guard(FastAPI(), GatewaySettings(token="a-long-token"))
+    right = {"host": "127.0.0.1:8000", "authorization": "Bearer a-long-token"}
+    guard._check("/v1/models", right)
+    guard._check("/v1/models", right | {"origin": "http://127.0.0.1:8000"})
+    with pytest.raises(ApiError):
+        guard._check("/v1/models", right | {name: value})
 
 
 def test_models_that_are_not_there(client: OpenAI) -> None:

@@ -71,6 +71,18 @@ def test_a_tape_is_read_once(tmp_path: Path) -> None:
     store.close()
 
 
+def test_no_two_pieces_look_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one message and of several: equal pieces under one nonce would be equal, and others tell their difference."""
+    monkeypatch.setattr(module, "_PIECE", 64)
+    store = OfflineStore(tmp_path)
+    for _ in range(2):
+        store.append("zeros", torch.zeros(32, dtype=torch.int64))
+    raw = os.pread(store._file.fileno(), store.nbytes, 0)
+    store.close()
+    messages = [raw[at + 64 : at + 64 + 4 * 80] for at in (0, 64 + 4 * 80)]
+    assert len({message[at : at + 64] for message in messages for at in range(0, 4 * 80, 80)}) == 8
+
+
 def test_the_file_has_no_name_and_looks_random(tmp_path: Path) -> None:
     """Chi-square of bytes, 255 degrees of freedom, p = 1e-9, for a constant message; two stores differ."""
     contents = []

@@ -11,7 +11,7 @@ import torch
 
 from private_llm.config import PrivateConfig, TLSConfig
 from private_llm.errors import ConfigError, TransportError
-from private_llm.net import addresses, rendezvous
+from private_llm.net import addresses, hello, rendezvous
 from private_llm.net.acceptor import Acceptor
 from private_llm.net.addresses import hosts_of, open_listeners, open_named_listeners, parse_address
 from private_llm.net.rendezvous import connect
@@ -239,6 +239,28 @@ def test_the_token_does_not_travel():
         thread.join()
     assert len(seen) == 64 + 4 + 16 + 32
     assert TOKEN not in seen
+
+
+def test_a_stranger_cannot_send_the_acceptors_own_proof_back():
+    mine, theirs = socket.socketpair()
+    admitted, errors = [], []
+
+    def accept():
+        try:
+            hello.answer(theirs, 0, TOKEN, admitted.append)
+        except TransportError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=accept)
+    thread.start()
+    hello._put(mine, CLIENT, 0, bytes([0, 1, 0, 1]) + bytes(hello.CALLER_BYTES + 32))
+    _, reply = hello._get(mine)
+    hello._put(mine, CLIENT, 1, reply[32:])
+    thread.join(5)
+    mine.close()
+    theirs.close()
+    assert not admitted
+    assert errors == ["the client does not know this session's token"]
 
 
 def test_hosts_in_another_order():

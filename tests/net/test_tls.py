@@ -16,6 +16,7 @@ from private_llm.errors import ConfigError, TransportError
 from private_llm.net.addresses import hosts_of, open_listeners
 from private_llm.net.certificates import make_certificates
 from private_llm.net.rendezvous import connect
+from private_llm.net.tls import check_name
 from private_llm.net.transport import CLIENT
 
 from .mesh import ENDPOINTS, open_mesh, run_threads
@@ -34,6 +35,27 @@ def sets(tmp_path_factory):
         "expired": make_certificates(folder / "expired", 3, start=YEAR_AGO),
         "early": make_certificates(folder / "early", 3, start=NEXT_YEAR),
     }
+
+
+class Shown(ssl.SSLSocket):
+    """A connection whose other end has shown a certificate with these common names."""
+
+    def __init__(self, *names):
+        self.names = names
+
+    def getpeercert(self):
+        return {"subject": tuple((("commonName", name),) for name in self.names)}
+
+
+def test_a_certificate_plays_one_endpoint():
+    check_name(Shown("party1"), 1)
+    check_name(Shown("client:ann"), CLIENT)
+    for names in ((), ("party0",), ("party1", "party2"), ("party2", "party1"), ("client", "party1"), ("client",)):
+        with pytest.raises(TransportError, match="certificate of party 1: got the name"):
+            check_name(Shown(*names), 1)
+    for names in ((), ("party1",), ("client", "party1"), ("client:ann", "client")):
+        with pytest.raises(TransportError, match="certificate of the client: got the name"):
+            check_name(Shown(*names), CLIENT)
 
 
 def test_a_mesh_over_tls(sets):

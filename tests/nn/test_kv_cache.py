@@ -116,6 +116,15 @@ def test_copies_go_on_independently() -> None:
     assert buffer.positions_held().flatten().tolist() == [0, 4, 5, 6]
 
 
+def test_what_follows_a_crop_changes_no_copy() -> None:
+    buffer, keys = _filled(6)
+    twin, more = buffer.copy(), noise(B, G, 1, D, seed=7)
+    buffer.crop(3)
+    buffer.append(fixed(S, more), fixed(S, -more))
+    assert _holds(twin, keys)
+    assert _holds(buffer, torch.cat([keys[:, :, :3], more], 2))
+
+
 def test_cropping_goes_back_as_far_as_entries_are_held() -> None:
     buffer, keys = _filled(8)
     buffer.keep(torch.tensor([[[0, 5, 6, 7]], [[2, 5, 6, 7]]]))

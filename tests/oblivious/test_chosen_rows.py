@@ -89,6 +89,17 @@ def test_chosen_rows_are_taken_and_put_back(protocol: str, way: str, blocks: int
     assert (coarse - taken).abs().max() <= 1 / 16
 
 
+@pytest.mark.parametrize(("marked", "wrong"), [(3, 0.0), (2, 1.0), (5, 1.0), (7, 1.0)])
+def test_marks_of_another_number_are_told(marked: int, wrong: float) -> None:
+    """Five marks where three stay are numbered 1, 2, 3, 0, 1 in two bits."""
+
+    def program(session: Session, m: Fixed) -> Fixed:
+        compact(m, 3)
+        return verdict(session) or m.view(lambda part: part[0, :1] * 0)
+
+    assert run_parties(TRIO, program, [marks_of(1, 9, marked)], [0]).value.tolist() == [wrong]
+
+
 def test_what_is_opened_does_not_depend_on_the_marks() -> None:
     """Two of three rows: each of the six arrangements is opened equally often for any marks."""
     for seed in (0, 3):

@@ -15,7 +15,7 @@ from private_llm.errors import DomainError, ProtocolAbort, UnsupportedOp
 from private_llm.net.ledger import Cost
 from private_llm.net.transport import Transport
 from private_llm.protocols.client_end import ClientEnd
-from private_llm.protocols.permutation import Permutation, ShuffledBits, drawn, inverse, packed, unpacked
+from private_llm.protocols.permutation import Permutation, ShuffledBits, drawn, inverse, known, packed, unpacked
 from private_llm.protocols.protocol import Protocol
 from private_llm.protocols.registry import protocol_names
 from private_llm.protocols.session import Session
@@ -105,6 +105,16 @@ def test_two_values_move_alike_and_two_orders_differ(protocol: str, hidden: bool
     assert torch.equal(doubled, first * 2)
     assert not torch.equal(other, first)
     assert not torch.equal(first, x)
+
+
+@pytest.mark.parametrize("protocol", ["trio", "dealer"])
+def test_the_helping_party_lacks_a_part_of_a_hidden_order(protocol: str) -> None:
+    _, orders, _ = opened_by_all(protocol, ring_values(64, (200,), 60, 1), hidden=True)
+    one, other = (known(orders[party].parts[-1]) for party in (1, 2))
+    assert torch.equal(one, other)
+    assert sorted(one.tolist()) == list(range(200))
+    assert one.tolist() != list(range(200))
+    assert not any(part is not None and torch.equal(part, one) for part in orders[0].parts)
 
 
 def opened_by_all(

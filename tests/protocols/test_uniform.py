@@ -4,6 +4,8 @@ serves twice. (Keys of point functions: test_client_messages.py.)"""
 from __future__ import annotations
 
 import itertools
+import os
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
@@ -12,12 +14,13 @@ import torch
 from torch import Tensor
 
 from private_llm.config import PrivateConfig
+from private_llm.net.local import LocalMesh
 from private_llm.net.record import RecordingTransport
 from private_llm.net.transport import CLIENT, Transport
 from private_llm.protocols.client_end import ClientEnd
 from private_llm.protocols.narrow import Narrow
 from private_llm.protocols.protocol import Protocol
-from private_llm.protocols.session import Session
+from private_llm.protocols.session import Session, _meet
 from private_llm.protocols.share import Share
 from private_llm.ring.prg import Prg, Seed
 from tests.protocols.parties import run_ring
@@ -217,8 +220,38 @@ def test_two_runs_of_the_same_secrets_share_no_message(protocol: str) -> None:
         assert_unrelated(itertools.product(first.received[party], second.received[party]))
 
 
+@pytest.mark.parametrize("poor", ["0", "1"])
+def test_one_end_with_entropy_is_enough_for_both(poor: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that was copied draws the same bytes again: the seeds that it shares with others are fresh anyway."""
+    found: dict[str, list[bytes]] = {"0": [], "1": []}
+
+    def token_bytes(count: int) -> bytes:
+        return bytes(count) if threading.current_thread().name == poor else os.urandom(count)
+
+    def meet(transport: Transport) -> None:
+        met = _meet(PrivateConfig(), transport, [1 - transport.me])
+        found[threading.current_thread().name].append(met[1 - transport.me].raw())
+
+    monkeypatch.setattr("private_llm.protocols.session.secrets.token_bytes", token_bytes)
+    for _ in range(2):
+        mesh = LocalMesh(2)
+        threads = [threading.Thread(target=meet, args=(mesh.transport(me),), name=str(me)) for me in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+    assert found["0"] == found["1"]
+    assert len(set(found["0"])) == 2
+
+
 def square(x: Share) -> Share:
     return x.map(lambda part: part.view(64, 64))
+
+
+def in_a_section(p: Protocol, x: Share, y: Share) -> Share:
+    """As a call that was planned, under another label each time."""
+    with p.section(f"call {len(p._sections)}"):  # type: ignore[attr-defined]
+        return p.mul(x, y)
 
 
 OPERATIONS: dict[str, Callable[[Protocol, Share, Share], object]] = {
@@ -231,6 +264,7 @@ OPERATIONS: dict[str, Callable[[Protocol, Share, Share], object]] = {
     "a2b": lambda p, x, y: p.a2b(x),
     "relu": lambda p, x, y: p.inject(p.msb(x, [0]), y, [1], [0], 3),
     "lookup": lambda p, x, y: p.lookup(p.receive_index(64, 64), square(x)),
+    "in sections": in_a_section,
 }
 
 

@@ -24,6 +24,7 @@ from private_llm.protocols.share import Share
 from private_llm.replay import modules, units
 from private_llm.replay.modules import repeated
 from private_llm.replay.program import MOST_TABLES, Program, Together
+from private_llm.replay.taps import Notes, Rerun
 from private_llm.replay.units import Owner, Replays, replays_of
 from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.secret import SecretTensor
@@ -206,6 +207,25 @@ def test_a_program_that_is_wrong_is_found_before_it_is_used() -> None:
 
     run_session(PrivateConfig(), party, lambda end: end.share(torch.ones(2, 8, dtype=torch.int64)))
     assert refused == ["a recorded program that gives something else"] * 3
+
+
+SENT = (1, "mul", torch.arange(3))
+
+
+@pytest.mark.parametrize(
+    ("sent", "right"),
+    [
+        ([SENT], True), ([], False), ([SENT, SENT], False), ([(2, *SENT[1:])], False), ([(1, "and", SENT[2])], False),
+        ([(1, "mul", SENT[2] + 1)], False), ([(1, "mul", SENT[2][:2])], False),
+    ],
+)  # fmt: skip
+def test_a_program_must_send_what_python_sent(sent: list[tuple[int, str, Tensor]], right: bool) -> None:
+    notes = Notes()
+    notes.sent.append(SENT)
+    program = Rerun(notes)
+    for message in sent:
+        program.send(*message)
+    assert program.agrees(notes) is right
 
 
 def test_modules_that_are_alike_share_a_program_and_keep_their_weights() -> None:

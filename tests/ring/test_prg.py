@@ -44,8 +44,10 @@ def test_known_answer_of_key_derivation() -> None:
 def test_labels_and_derived_seeds_give_other_streams() -> None:
     seed = Seed(bytes(32))
     streams = [seed.stream("a"), seed.stream("b"), seed.derive("a").stream("a"), Seed.fresh().stream("a")]
+    name = "a" * 200  # of a weight far inside a model
+    streams += [made.stream(name + end) for made in (seed, seed.derive(name), seed.derive(name + "b")) for end in "ab"]
     first = [tuple(s.words(4).tolist()) for s in streams]
-    assert len(set(first)) == 4
+    assert len(set(first)) == len(streams)
 
 
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 3, 5), (1000, 1, 7)])

@@ -186,6 +186,7 @@ def test_parties_agree_where_they_say_the_same_of_the_same() -> None:
     assert not agree([{"call": "1"}, {"call": "1"}, {"call": "2"}])
     votes = [[{"call": "1"}, None, {"call": "3"}], [{"call": "1"}, {"call": "2"}, {"call": "4"}]]
     assert chosen(votes, [{"call": "1"}, {"call": "2"}, {"call": "3"}]) == [True, None, False]
+    assert chosen([vote[:1] for vote in votes], [{"call": "2"}]) == [False], "party 0's own counts, too"
 
 
 def test_digests_tell_where_a_piece_ends() -> None:

@@ -14,7 +14,17 @@ from private_llm.exact.ragged_rows import Rows
 from private_llm.protocols.session import Session
 from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.ops_matmul import linear_by
-from private_llm.tensor.range_check import SKETCHES, require, verdict, watch, watch_compared, watch_flat
+from private_llm.tensor.range_check import (
+    PIECE,
+    SKETCHES,
+    _signs,
+    require,
+    verdict,
+    watch,
+    watch_compared,
+    watch_flat,
+    watch_later,
+)
 from private_llm.tensor.secret import SecretTensor
 from tests.harness import run_meta, run_parties
 
@@ -102,6 +112,23 @@ def test_entries_of_many_rows_side_by_side_are_no_row() -> None:
 
 def test_the_client_learns_one_bit_however_many_values_left() -> None:
     assert flag(config("trio"), [torch.full((40, 9), 3.0e6)], 18 + 8).tolist() == [1.0]
+
+
+def test_no_pattern_leaves_an_entry_out() -> None:
+    assert _signs(PIECE, torch.int64, "cpu").unique().tolist() == [-1, 1]
+
+
+@pytest.mark.parametrize("sizes", [(2.0**26, 1.0), (1.0, 2.0**26), (1.0, 1.0)])
+def test_checks_that_are_put_off_are_made(sizes: tuple[float, float]) -> None:
+    def check(session: Session, *secrets: Fixed) -> Fixed:
+        for secret in secrets:
+            watch_later(SecretTensor(secret))
+        found = verdict(session)
+        assert found is not None
+        return found
+
+    found = run_parties(config("plain"), check, [torch.full((2, 3), size) for size in sizes]).value
+    assert found.tolist() == [float(max(sizes) > 1)]
 
 
 def test_entries_that_cancel_are_seen_too() -> None:
