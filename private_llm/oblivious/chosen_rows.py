@@ -3,7 +3,7 @@
     one-hot     a secret matrix [kept, rows] with a one at each marked row. Taking and putting back are products with
                 it and its transpose, whose traffic is that of their outputs; making it costs kept x rows bits.
     shuffled    the rows move in a fresh secret order, in which the marks are opened: a uniform choice of `kept` places,
-                whatever is marked. Taking and putting back are a shuffle each, of all rows.
+                whatever is marked. Taking and putting back are a shuffle each; taking ends with the chosen rows alone.
 
 Neither opens anything that depends on secrets, as long as each block has `kept` marks. Either may be used for any
 number of tables (other layers' too).

@@ -31,7 +31,8 @@ class Compaction:
     """Marked rows of equal blocks.
 
     order: of the rows of all blocks, each block in an order of its own. places: where the marked ones lie in it, in
-    their old order, int64 [blocks, kept], public. rows: of a block.
+    their old order, int64 [blocks, kept], public. rows: of a block. Nothing else may be opened in this order: to each
+    party the places are independent of the marks as long as nothing is.
     """
 
     order: Permutation

@@ -133,14 +133,22 @@ class Moved:
 
 
 def moved_rows(x: Share, order: Permutation, undo: bool, places: Tensor | None) -> Moved:
-    """Rows of a share [n, ...]. Raises DomainError unless n is the size of the permutation, and for places with `undo`
-    or of an order that a party knows.
+    """Rows of a share [n, ...]. Raises DomainError unless n is the size of the permutation, and for places with `undo`,
+    of an order that a party knows, or that are no int64 [m] below n.
     """
     if places is not None and (undo or order.known_to):
         raise DomainError("shuffle: got places to put rows back, or of an order that a party knows; want neither")
+    if places is not None and not _inside(places, order.size):
+        raise DomainError(f"shuffle: got places {places.dtype} {tuple(places.shape)}; want int64 [m] from 0 to n - 1")
     if not x.shape or x.shape[0] != order.size:
         raise DomainError(f"shuffle: got rows {tuple(x.shape)}; want {order.size} in the first dimension")
     return Moved(x.shape, x.parts[0].dtype, lambda part, p: part[p], torch.add, torch.sub, places)
+
+
+def _inside(places: Tensor, size: int) -> bool:
+    if places.ndim != 1 or places.dtype != torch.int64:
+        return False
+    return places.is_meta or not places.numel() or bool(places.min() >= 0 and places.max() < size)
 
 
 def moved_bits(x: BitShare, order: Permutation) -> Moved:

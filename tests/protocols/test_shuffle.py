@@ -92,6 +92,20 @@ def test_places_are_of_a_hidden_order_and_on_the_way_there(protocol: str) -> Non
 
 
 @every
+@pytest.mark.parametrize(
+    "places",
+    [torch.tensor([4]), torch.tensor([-1]), torch.tensor([[1]]), torch.tensor([True]), torch.tensor([1.0])],
+    ids=str,
+)
+def test_places_that_are_none(protocol: str, places: Tensor) -> None:
+    with pytest.raises(DomainError, match="want int64"):
+        run_ring(
+            config(protocol, 64), [ring_values(64, (4,), 20, 1)],
+            lambda p, a: p.shuffle(a, p.permutation(4), places=places), (1,),
+        )  # fmt: skip
+
+
+@every
 @kinds
 def test_two_values_move_alike_and_two_orders_differ(protocol: str, hidden: bool) -> None:
     x = ring_values(64, (200,), 60, 1)

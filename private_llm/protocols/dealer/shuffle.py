@@ -1,9 +1,9 @@
 """The dealer's oblivious shuffle: Comet's Protocol 1 on our sharing, one round.
 
 pi = rho1 . tau2 = rho2 . tau1, where party i knows (tau_i, rho_i) and the dealer all four: tau1 and rho1 come from its
-stream with party 1, tau2 from that with party 2, and rho2 = pi . tau1^-1 is sent to party 2 (4 bytes an element). Each
-of rho2, tau2 alone is uniform and says nothing of pi. Both parties hold M = x + a. With masks c1, d1, z1 of party 1's
-stream and c2 of party 2's:
+stream with party 1, tau2 from that with party 2, and rho2 = pi . tau1^-1 is sent to party 2 (4 bytes an element).
+Together rho2 and tau2 are uniform and say nothing of pi. Both parties hold M = x + a. With masks c1, d1, z1 of party
+1's stream and c2 of party 2's:
     party 1 to 2:  tau1(M) + c1                      party 2 to 1:  tau2(M) + c2
     party 1:       M' = rho1(tau2(M) + c2) + d1      party 2:       M' = rho2(tau1(M) + c1) + d2
     the dealer to party 2:  d2 = d1 + rho1(c2) - rho2(c1)   and   z2 = d1 + pi(a) + rho1(c2) - z1
@@ -78,7 +78,7 @@ class DealerShuffles(Trio):
             d, z = self.transport.recv(0, tag, (2, *kind.shape), kind.dtype)
         message = [kind.plus(kind.move(kind.plus(*parts), first), c)]
         if not hidden:
-            m = kind.plus(kind.move(self.transport.exchange(3 - self.role, tag, message[0]), then), d)
+            m = kind.plus(kind.move(self.transport.exchange(3 - self.role, tag, message[0].contiguous()), then), d)
             return kind.minus(m, z), z
         own, y = self._ended(z, known(last), kind)
         message.append(kind.minus(own, y))

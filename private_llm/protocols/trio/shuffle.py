@@ -11,9 +11,12 @@ Hidden from party 0 as well, parties 1 and 2 go on with pi0 and masks y1, y2 tha
     party 1 to 2:  pi0(z1) - y1        party 2 to 1:  pi0(z2) - y2        both hold pi0(M') less what these say
 Two elements more and no round, as both travel with the messages above. Each is uniform to its receiver, who lacks y.
 Where only some places of the final order are wanted, pi0 takes from M', z1 and z2 what ends there, and M' comes in the
-final order: one element for each row, and three for each that is wanted. Parties 1 and 2 know pi0, so where the wanted
-rows lay before it; each lacks one of pi1 and pi2, so where they lay at first is as uniform to it as the whole order.
-Party 0, who lacks pi0, learns no more than the public places and helps with all rows.
+final order: two elements for each row (m and h), and three for each that is wanted. What each party receives is then a
+part of what it would receive for all rows, one that it could cut out itself: parties 1 and 2 know pi0 and everybody the
+places. The places are public, to party 0 as well. Where they were opened in this order, they and the orders that one
+party knows are independent of the rows that they stand for, as the sub-permutation it lacks (pi0, pi2 or pi1) is
+uniform and nothing else is opened in it. Messages of party 0 and to it stay whole: pi0 of the places would tell it,
+who knows pi1 and pi2, which rows these are.
 
 Back, undoing pi0 first (2 elements, 1 round, as above) and then pi2 and pi1 from the other side:
     party 2 to 1:  m = pi2^-1(x + a1) + r                     r from the stream of parties 0 and 2
