@@ -18,6 +18,7 @@ import torch
 import typer
 from private_llm_cli.app import app, main
 from private_llm_cli.bench.rows import Row
+from private_llm_cli.measuring import MOVED
 from transformers import OPTConfig, OPTForCausalLM
 from typer.testing import CliRunner
 
@@ -131,6 +132,15 @@ def test_bench_rows_have_every_field(run: Run) -> None:
         per_party = row["bytes_per_party"]
         assert isinstance(per_party, dict)
         assert sum(per_party.values()) == row["bytes_total"]
+
+
+@pytest.mark.parametrize("table", MOVED)
+def test_bench_says_where_a_table_moved_to(run: Run, table: str) -> None:
+    said = " ".join(run("bench", table, "--tiny", code=2).split())
+    script = re.search(r"`python (scripts/studies/\w+\.py)`", said)
+    assert script is not None, said
+    assert "In a checkout of the repository" in said
+    assert (ROOT / script[1]).is_file()
 
 
 def test_bench_compares_as_it_is_told(run: Run) -> None:

@@ -219,7 +219,7 @@ CELLS: dict[str, tuple[str, Callable[[Any], tuple[str, list[str]]]]] = {
     "python scripts/studies/compare_indexing.py": ("compare_indexing", indexing_again),
     "python scripts/studies/level_noise.py": ("level_noise", noise_again),
     "python scripts/studies/compare_sparse_products.py": ("compare_sparse_products", products_again),
-    "private-llm bench comet": ("private_llm_cli.bench.comet", decode_again),
+    "python scripts/studies/bench_comet.py": ("bench_comet", decode_again),
 }
 """Commands whose tables have bytes or rounds, and a row of them that is counted again: how it begins, and its cells."""
 DATED = {
@@ -241,8 +241,7 @@ def test_tables_with_bytes_or_rounds_are_counted_again() -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("command", CELLS)
-def test_a_row_of_each_table_is_that_of_this_code(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(DOCS.parent / "scripts"))
+def test_a_row_of_each_table_is_that_of_this_code(command: str) -> None:
     name, again = CELLS[command]
     begins, cells = again(importlib.import_module(name))
     pages = [table for _, before, table in tables() if (found := MADE.search(before)) and found["made"] == command]

@@ -149,12 +149,17 @@ def diff(
     run(model or demo_model(), prompt or DEMO_PROMPT, config, everything, as_json, image, ranges)
 
 
+MOVED = ("comet",)
+_WHERE = (
+    "bench: the table {0!r} moved: it is a study, which the installed package no longer has. In a checkout of the "
+    "repository run `python scripts/studies/bench_{0}.py` (--help lists its options)"
+)
+
+
 def bench(
     names: Annotated[
         list[str] | None,
-        typer.Argument(
-            help="Works (default: all but large ones); or a table: pigeon, cascade, comet, mpcache, kernels, wan."
-        ),
+        typer.Argument(help="Works (default: all but large ones); or a table: pigeon, cascade, mpcache, kernels, wan."),
     ] = None,
     as_json: Json = False,
     protocol: Annotated[
@@ -189,9 +194,11 @@ def bench(
     ] = False,
 ) -> None:
     """Measure operations, layers and models: time, bytes, rounds and error against float64."""
+    for name in names or ():
+        if name in MOVED:
+            raise ConfigError(_WHERE.format(name))
     from private_llm_cli.commands.bench import (
         CASCADE,
-        COMET,
         KERNELS,
         MPCACHE,
         PIGEON,
@@ -202,7 +209,6 @@ def bench(
     )
     from private_llm_cli.commands.bench import bench as run
     from private_llm_cli.commands.bench_cascade import bench_cascade
-    from private_llm_cli.commands.bench_comet import bench_comet
     from private_llm_cli.commands.bench_mpcache import bench_mpcache
     from private_llm_cli.commands.bench_wan import bench_wan
 
@@ -224,14 +230,13 @@ def bench(
     )
     linked = bandwidth is not None or latency is not None
     other = protocol or ring != 64 or preprocess or n or shape or circuit_given or len(names or ()) > 1
-    for table, measured in ((KERNELS, bench_kernels), (COMET, bench_comet)):
-        if names and table in names:
-            if other or plot or linked:
-                raise ConfigError(
-                    f"{table} is a table of its own: give no other name or option than --repeat, --tiny, --json"
-                )
-            measured(as_json, repeat, tiny)
-            return
+    if names and KERNELS in names:
+        if other or plot or linked:
+            raise ConfigError(
+                "kernels is a table of its own: give no other name or option than --repeat, --tiny, --json"
+            )
+        bench_kernels(as_json, repeat, tiny)
+        return
     if names and WAN in names:
         if ring != 64 or preprocess or n or shape or circuit_given or plot or len(names) > 1:
             raise ConfigError(

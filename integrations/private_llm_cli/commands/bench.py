@@ -1,4 +1,4 @@
-"""`private-llm bench`: run named works, one row each; pigeon, cascade, comet and kernels are tables of their own."""
+"""`private-llm bench`: run named works, one row each; pigeon, cascade and kernels are tables of their own."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from private_llm_cli.bench.work import Work, parse_shape
 from private_llm_cli.commands.output import duration, emit_json, emit_table, progress_bar, size
 from private_llm_cli.commands.plot_bench import check_name, plot_table, plot_timeline
 
-PIGEON, KERNELS, CASCADE, COMET, MPCACHE, WAN = "pigeon", "kernels", "cascade", "comet", "mpcache", "wan"
+PIGEON, KERNELS, CASCADE, MPCACHE, WAN = "pigeon", "kernels", "cascade", "mpcache", "wan"
 _THREADS = ("auto", "threads")
 
 

@@ -1,4 +1,8 @@
-"""A decode step of one ReLU layer with foretold neurons against the dense one, in turns (Comet, kept orders).
+"""A decode step of one ReLU layer with predicted neurons against the dense one, in turns (Comet, kept orders).
+
+python scripts/studies/bench_comet.py         a layer of OPT-1.3B's size, every protocol
+python scripts/studies/bench_comet.py --json  the same, one JSON row for each protocol and way
+python scripts/studies/bench_comet.py --tiny  smallest shapes: does everything run?
 
 Nine of ten neurons are left out, and predictors are right, so both compute the same. Bytes and rounds do not depend on
 the values; how well a trained predictor foretells is another table (docs/sparsity.md).
@@ -8,12 +12,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Annotated, Any
 
-from private_llm.config import PrivateConfig
+import typer
 from private_llm_cli.bench.layers import opt_decode, sparse_decode
 from private_llm_cli.bench.measure import measure_in_turns
+from private_llm_cli.bench.rows import machine
 from private_llm_cli.bench.work import Shape
+from private_llm_cli.commands.output import duration, emit_json, emit_table, progress_bar, size
+from private_llm_cli.options import Json
+
+from private_llm.config import PrivateConfig
+from private_llm.errors import ConfigError
 
 SHAPE: Shape = (1, 128, 2048, 32, 8192)
 """batch x cached tokens x hidden x heads x feed-forward: a layer of OPT-1.3B."""
@@ -73,3 +84,43 @@ def cases(tiny: bool = False) -> Iterator[Case]:
     for label in SETTINGS:
         for way in WAYS:
             yield Case(label, way, _TINY if tiny else SHAPE, tiny)
+
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+
+
+@app.command()
+def main(
+    as_json: Json = False,
+    repeat: Annotated[int, typer.Option(help="Timed repetitions, once nothing is recorded.")] = 5,
+    tiny: Annotated[bool, typer.Option("--tiny", help="Smallest shapes: does everything run?")] = False,
+) -> None:
+    """Every protocol, each with its dense and sparse steps in turns."""
+    if repeat < 1:
+        raise ConfigError(f"repeat: got {repeat}; want at least 1")
+    todo = list(cases(tiny))
+    rows = []
+    with progress_bar(len(todo) * (repeat + 1), quiet=as_json) as step:
+        for case in todo:
+            rows.append(case.run(repeat, partial(step, f"{case.label}, {case.way}")))
+            if as_json:
+                emit_json(rows[-1])
+    if as_json:
+        return
+    cells = [
+        (
+            row["setting"], row["way"], duration(row["dense_seconds"]["median"]), duration(row["seconds"]["median"]),
+            f"{duration(row['dense_seconds_first'])}, {duration(row['seconds_first'])}",
+            f"{row['ratio']:.2f}", f"{size(row['dense_bytes'])}, {size(row['bytes_total'])}",
+            f"{row['dense_rounds']}, {row['rounds']}", f"{row['error_max']:.0e}",
+        )
+        for row in rows
+    ]  # fmt: skip
+    headings = ("protocol", "predicted", "dense", "sparse", "first runs", "ratio", "bytes", "rounds", "error")
+    shape = "x".join(map(str, rows[0]["shape"]))
+    title = f"a decode step of one ReLU layer, 90 % of the neurons left out, {shape}; aim: {rows[0]['aim_ratio']}"
+    emit_table(title, headings, cells, caption=f"medians; bytes and rounds: dense, sparse; {machine()}")
+
+
+if __name__ == "__main__":
+    app()
