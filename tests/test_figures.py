@@ -15,8 +15,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import mpcache_rows
 import pytest
-from private_llm_cli.bench import mpcache
+from mpcache_rows import PAPER
 from private_llm_cli.bench.catalogue import make
 from private_llm_cli.bench.link import LinkSpeed
 from private_llm_cli.bench.measure import measure
@@ -83,10 +84,12 @@ def distance_again() -> Iterator[tuple[Row, Row]]:
 
 def cache_again() -> Iterator[tuple[Row, Row]]:
     """Steps and layers with the paper's settings at 2048 tokens, where the aims are."""
-    made = {(case.kind, case.label, case.model, case.protocol, case.tokens): case for case in mpcache.cases(("trio",))}
+    made = {
+        (case.kind, case.label, case.model, case.protocol, case.tokens): case for case in mpcache_rows.cases(("trio",))
+    }
     for row in ROWS["mpcache.jsonl"]:
         case = made.get((row["kind"], row["label"], row["model"], row["protocol"], row["tokens"]))
-        if case is not None and case.kind in ("step", "layer") and case.policy == mpcache.PAPER and case.tokens == 2048:
+        if case is not None and case.kind in ("step", "layer") and case.policy == PAPER and case.tokens == 2048:
             yield row, replace(case, measured=False).run(1)
 
 

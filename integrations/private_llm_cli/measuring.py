@@ -149,7 +149,7 @@ def diff(
     run(model or demo_model(), prompt or DEMO_PROMPT, config, everything, as_json, image, ranges)
 
 
-MOVED = ("comet",)
+MOVED = ("comet", "mpcache")
 _WHERE = (
     "bench: the table {0!r} moved: it is a study, which the installed package no longer has. In a checkout of the "
     "repository run `python scripts/studies/bench_{0}.py` (--help lists its options)"
@@ -159,7 +159,7 @@ _WHERE = (
 def bench(
     names: Annotated[
         list[str] | None,
-        typer.Argument(help="Works (default: all but large ones); or a table: pigeon, cascade, mpcache, kernels, wan."),
+        typer.Argument(help="Works (default: all but large ones); or a table: pigeon, cascade, kernels, wan."),
     ] = None,
     as_json: Json = False,
     protocol: Annotated[
@@ -200,7 +200,6 @@ def bench(
     from private_llm_cli.commands.bench import (
         CASCADE,
         KERNELS,
-        MPCACHE,
         PIGEON,
         WAN,
         bench_kernels,
@@ -209,7 +208,6 @@ def bench(
     )
     from private_llm_cli.commands.bench import bench as run
     from private_llm_cli.commands.bench_cascade import bench_cascade
-    from private_llm_cli.commands.bench_mpcache import bench_mpcache
     from private_llm_cli.commands.bench_wan import bench_wan
 
     circuit: dict[str, Any] = {
@@ -244,14 +242,6 @@ def bench(
                 "--bandwidth, --latency"
             )
         bench_wan(as_json, repeat, tiny, protocol or "trio", bandwidth, latency)
-        return
-    if names and MPCACHE in names:
-        if ring != 64 or preprocess or n or shape or circuit_given or len(names) > 1:
-            raise ConfigError(
-                "mpcache is a table of its own: give no other name or option than --protocol, --repeat, --tiny, "
-                "--json, --plot, --bandwidth, --latency"
-            )
-        bench_mpcache(as_json, repeat, tiny, protocol, plot, link_speed(bandwidth, latency))
         return
     if names and CASCADE in names:
         if other:

@@ -13,15 +13,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Annotated, Any
+from typing import Any
 
-import typer
 from private_llm_cli.bench.layers import opt_decode, sparse_decode
 from private_llm_cli.bench.measure import measure_in_turns
 from private_llm_cli.bench.rows import machine
 from private_llm_cli.bench.work import Shape
 from private_llm_cli.commands.output import duration, emit_json, emit_table, progress_bar, size
 from private_llm_cli.options import Json
+from table_options import Repeat, Tiny, new_app
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError
@@ -86,15 +86,11 @@ def cases(tiny: bool = False) -> Iterator[Case]:
             yield Case(label, way, _TINY if tiny else SHAPE, tiny)
 
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+app = new_app()
 
 
 @app.command()
-def main(
-    as_json: Json = False,
-    repeat: Annotated[int, typer.Option(help="Timed repetitions, once nothing is recorded.")] = 5,
-    tiny: Annotated[bool, typer.Option("--tiny", help="Smallest shapes: does everything run?")] = False,
-) -> None:
+def main(as_json: Json = False, repeat: Repeat = 5, tiny: Tiny = False) -> None:
     """Every protocol, each with its dense and sparse steps in turns."""
     if repeat < 1:
         raise ConfigError(f"repeat: got {repeat}; want at least 1")

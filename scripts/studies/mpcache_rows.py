@@ -18,17 +18,18 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
-from private_llm.config import PrivateConfig
-from private_llm.kv_policies.fixed import KEEP_ALL
-from private_llm.kv_policies.mpcache import MPCacheConfig
-from private_llm.kv_policies.policy import CachePolicy, Level
-from private_llm.kv_policies.rivals import H2O, HeadMerging, InfLLM, LongCache, SnapKV
-from private_llm_cli.bench.cache_steps import AttentionShape, Counted, Figures, counted, timed
+from cache_steps import AttentionShape, Counted, Figures, counted, timed
 from private_llm_cli.bench.layers import alone
 from private_llm_cli.bench.link import LinkSpeed
 from private_llm_cli.bench.measure import measure
 from private_llm_cli.bench.rows import party_threads, provenance
 from private_llm_cli.bench.work import Shape
+
+from private_llm.config import PrivateConfig
+from private_llm.kv_policies.fixed import KEEP_ALL
+from private_llm.kv_policies.mpcache import MPCacheConfig
+from private_llm.kv_policies.policy import CachePolicy, Level
+from private_llm.kv_policies.rivals import H2O, HeadMerging, InfLLM, LongCache, SnapKV
 
 if TYPE_CHECKING:
     from private_llm_hf.tools.estimate import Estimate

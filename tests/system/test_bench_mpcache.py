@@ -1,15 +1,13 @@
-"""`bench mpcache`: rows beside a full cache, whole layers, pictures, and what it refuses."""
+"""scripts/studies/bench_mpcache.py: rows beside a full cache, whole layers, pictures, and impossible options."""
 
 from __future__ import annotations
 
-import importlib
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
-from private_llm_cli.app import app
-from private_llm_cli.bench.mpcache import LENGTHS, MODELS, POLICIES, Case, cases
+from bench_mpcache import app
+from mpcache_rows import LENGTHS, MODELS, POLICIES, Case, cases
 from typer.testing import CliRunner
 
 from private_llm.kv_policies.mpcache import MPCacheConfig
@@ -18,11 +16,11 @@ from private_llm.kv_policies.policy import Level
 SMALL = MPCacheConfig.paper(gamma=0.5, least=16, recent=3, levels=(Level(8, 0.5), Level(4, 0.5)))
 
 
-def test_the_command_prints_rows_and_draws_them(tmp_path: Path) -> None:
+def test_the_script_prints_rows_and_draws_them(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "mpcache.png"
     options = ["--tiny", "--repeat", "1", "--json", "--protocol", "trio", "--plot", str(path)]
-    result = CliRunner().invoke(app, ["bench", "mpcache", *options])
+    result = CliRunner().invoke(app, options)
     assert result.exit_code == 0, result.output
     step, layer, alone = (json.loads(line) for line in result.stdout.splitlines())
     assert (step["kind"], layer["kind"], alone["kind"]) == ("step", "layer", "alone")
@@ -54,40 +52,10 @@ def test_every_model_length_and_policy_has_a_row() -> None:
 
 @pytest.mark.parametrize(
     ("options", "says"),
-    [(["--n", "3"], "table of its own"), (["--bandwidth", "0"], "a positive bandwidth"),
-     (["--repeat", "0"], "at least 1"),
+    [(["--bandwidth", "0"], "a positive bandwidth"), (["--repeat", "0"], "at least 1"),
      (["--protocol", "plain"], "one of trio, dealer, quad"), (["--plot", "x.txt"], "a name that ends in")],
 )  # fmt: skip
-def test_other_options_are_refused(options: list[str], says: str) -> None:
-    result = CliRunner().invoke(app, ["bench", "mpcache", *options])
+def test_impossible_options_raise(options: list[str], says: str) -> None:
+    result = CliRunner().invoke(app, options)
     assert result.exit_code != 0
     assert says in str(result.exception or result.output)
-
-
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "scripts" / "pages"))
-    return importlib.import_module("make_cache_tables")
-
-
-def test_the_page_is_that_of_the_rows(script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert script.is_current()
-    rows = script.read_rows(script.ROWS)
-    monkeypatch.setattr(script, "ROWS", tmp_path / "rows.jsonl")
-    script.keep(script.ROWS, [{**rows[0], "bytes": 1}, *rows[1:]])
-    assert not script.is_current()
-
-
-def test_rows_that_are_counted_the_same_keep_their_seconds(
-    script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    case = Case("step", "MPCache", "llama-2", "trio", 64, SMALL, measured=True, tiny=True)
-    timed = {"seconds": {"min": 1.0, "median": 2.0, "max": 3.0}, "bandwidth_mbit": None, "commit": "12345678"}
-    before = {**script.counted(case), **timed}
-    assert "seconds" not in script.counted(case)
-    monkeypatch.setattr(script, "cases", lambda: [case])
-    monkeypatch.setattr(script, "ROWS", tmp_path / "rows.jsonl")
-    for rounds, same in ((before["rounds"], True), (before["rounds"] + 1, False)):
-        script.keep(script.ROWS, [{**before, "rounds": rounds}, {**before, "label": "no case"}])
-        script.count()
-        assert script.read_rows(script.ROWS) == [before if same else script.counted(case)]

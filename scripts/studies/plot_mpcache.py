@@ -1,4 +1,4 @@
-"""Pictures of `bench mpcache`: a token's bytes and seconds by policy, as MPCache's Figures 10, 11 and 13."""
+"""Pictures of bench_mpcache.py: a token's bytes and seconds by policy, as MPCache's Figures 10, 11 and 13."""
 
 from __future__ import annotations
 

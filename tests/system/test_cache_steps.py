@@ -1,9 +1,9 @@
-"""What `bench mpcache` counts is what the ledgers of parties that compute book, in every policy and protocol."""
+"""What bench_mpcache.py counts is what the ledgers of parties that compute book, in every policy and protocol."""
 
 from __future__ import annotations
 
 import pytest
-from private_llm_cli.bench.cache_steps import AttentionShape, counted, timed
+from cache_steps import AttentionShape, counted, timed
 
 from private_llm.config import PrivateConfig
 from private_llm.kv_policies.fixed import KEEP_ALL

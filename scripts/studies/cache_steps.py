@@ -16,6 +16,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from private_llm_cli.bench.link import LinkSpeed, SlowMesh
+from private_llm_cli.bench.rows import party_threads, spread
+from private_llm_cli.bench.warming import warm_up
 
 from private_llm.config import PrivateConfig
 from private_llm.kernels.memory import tune_allocator
@@ -31,9 +34,6 @@ from private_llm.protocols.share import Share
 from private_llm.replay.units import unsettled_calls
 from private_llm.ring.ring import Ring
 from private_llm.tensor.fixed import Fixed
-from private_llm_cli.bench.link import LinkSpeed, SlowMesh
-from private_llm_cli.bench.rows import party_threads, spread
-from private_llm_cli.bench.warming import warm_up
 
 LAST_QUERIES = 2
 WARM_UP_TOKENS = 128

@@ -1,0 +1,19 @@
+"""Options that the scripts of papers' tables share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Repeat = Annotated[int, typer.Option(help="Timed repetitions, once nothing is recorded.")]
+Tiny = Annotated[bool, typer.Option("--tiny", help="Smallest shapes: does everything run?")]
+Bandwidth = Annotated[float | None, typer.Option(help="Emulated Mbit/s of each direction of a link.")]
+Latency = Annotated[float | None, typer.Option(help="Emulated one-way latency in ms.")]
+Plot = Annotated[Path | None, typer.Option(help="A picture of the table (.png, .svg).")]
+
+
+def new_app() -> typer.Typer:
+    """A command line with one command."""
+    return typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
