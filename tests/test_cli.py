@@ -229,7 +229,7 @@ def test_bench_in_processes_sends_the_same(run: Run) -> None:
         (("estimate", "opt-125m", "--gmacs", "1", "--ranges", "/nope.json"), "ranges: /nope.json: No such file"),
         (("estimate", "opt-125m", "--protocol", "cascade", "--plans", "--ranges", "x"), "leave out --ranges"),
         (("diff", "--image", "x.png"), "Unrecognized configuration class OPTConfig for this kind of AutoModel"),
-        (("bench", "relu", "--tiny", "--protocol", "cascade"), "its own table is `bench cascade`"),
+        (("bench", "relu", "--tiny", "--protocol", "cascade"), "want a whole model, such as gpt2-forward"),
         (("bench", "opt-layer", "--shape", "1x4x15x2x24"), "got hidden 15; want a multiple of 2 heads"),
         (("demo", "--plot", "costs.txt"), "want a name that ends in .png"),
         (("demo", "--plot", "/nope/x.png"), "cannot write '/nope/x.png'"),

@@ -149,7 +149,7 @@ def diff(
     run(model or demo_model(), prompt or DEMO_PROMPT, config, everything, as_json, image, ranges)
 
 
-MOVED = ("comet", "mpcache")
+MOVED = ("cascade", "comet", "mpcache")
 _WHERE = (
     "bench: the table {0!r} moved: it is a study, which the installed package no longer has. In a checkout of the "
     "repository run `python scripts/studies/bench_{0}.py` (--help lists its options)"
@@ -159,7 +159,7 @@ _WHERE = (
 def bench(
     names: Annotated[
         list[str] | None,
-        typer.Argument(help="Works (default: all but large ones); or a table: pigeon, cascade, kernels, wan."),
+        typer.Argument(help="Works (default: all but large ones); or a table: pigeon, kernels, wan."),
     ] = None,
     as_json: Json = False,
     protocol: Annotated[
@@ -180,7 +180,7 @@ def bench(
     bandwidth: Annotated[float | None, typer.Option(help="Emulated Mbit/s of each direction of a link.")] = None,
     latency: Annotated[float | None, typer.Option(help="Emulated one-way latency in ms.")] = None,
     plot: Annotated[
-        Path | None, typer.Option(help="Picture (.png, .svg): what each party did; for pigeon and cascade the table.")
+        Path | None, typer.Option(help="Picture (.png, .svg): what each party did; for pigeon the table.")
     ] = None,
     tiny: Annotated[bool, typer.Option("--tiny", help="Smallest shapes: does everything run?")] = False,
     preprocess: Annotated[bool, typer.Option("--preprocess", help="Preprocessing first, timed apart.")] = False,
@@ -198,16 +198,13 @@ def bench(
         if name in MOVED:
             raise ConfigError(_WHERE.format(name))
     from private_llm_cli.commands.bench import (
-        CASCADE,
         KERNELS,
         PIGEON,
         WAN,
         bench_kernels,
         bench_pigeon,
-        link_speed,
     )
     from private_llm_cli.commands.bench import bench as run
-    from private_llm_cli.commands.bench_cascade import bench_cascade
     from private_llm_cli.commands.bench_wan import bench_wan
 
     circuit: dict[str, Any] = {
@@ -242,14 +239,6 @@ def bench(
                 "--bandwidth, --latency"
             )
         bench_wan(as_json, repeat, tiny, protocol or "trio", bandwidth, latency)
-        return
-    if names and CASCADE in names:
-        if other:
-            raise ConfigError(
-                "cascade is a table of its own: give no other name or option than --repeat, --tiny, --json, --plot, "
-                "--bandwidth, --latency"
-            )
-        bench_cascade(as_json, repeat, tiny, plot, link_speed(bandwidth, latency))
         return
     if names and PIGEON in names:
         given = [n, shape, bandwidth, latency]

@@ -1,4 +1,4 @@
-"""`private-llm bench`: run named works, one row each; pigeon, cascade and kernels are tables of their own."""
+"""`private-llm bench`: run named works, one row each; pigeon and kernels are tables of their own."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from private_llm_cli.bench.work import Work, parse_shape
 from private_llm_cli.commands.output import duration, emit_json, emit_table, progress_bar, size
 from private_llm_cli.commands.plot_bench import check_name, plot_table, plot_timeline
 
-PIGEON, KERNELS, CASCADE, WAN = "pigeon", "kernels", "cascade", "wan"
+PIGEON, KERNELS, WAN = "pigeon", "kernels", "wan"
 _THREADS = ("auto", "threads")
 
 
@@ -55,7 +55,9 @@ def bench(
     works = [make(name, sizes, count, tiny) for name in chosen]
     shared = [work.name for work in works if isinstance(work, Work)]
     if config.protocol == "cascade" and shared:
-        raise ConfigError(f"'cascade' has no shares, which {shared[0]!r} computes on; its own table is `bench cascade`")
+        raise ConfigError(
+            f"'cascade' has no shares, which {shared[0]!r} computes on; want a whole model, such as gpt2-forward"
+        )
     recorder = (
         None if plot is None else RecordingMesh(config.parties, config.timeout_s, *(() if speed is None else (speed,)))
     )

@@ -1,4 +1,4 @@
-"""The pictures of `private-llm bench --plot`: what each party did in one run; the tables of PIGEON and Cascade."""
+"""The pictures of `private-llm bench --plot`: what each party did in one run; PIGEON's table."""
 
 from __future__ import annotations
 
@@ -87,32 +87,6 @@ def plot_table(rows: Sequence[dict[str, Any]], path: Path) -> None:
         axes.set_yticks(range(len(rows)), labels if axes is left else [""] * len(rows))
         axes.invert_yaxis()
     figure.legend(loc="outside lower right", ncols=3)
-    _save(figure, path)
-
-
-def plot_cascade(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Left: the busiest CompNode's time for each plan. Right: time against parameters (rows of `bench.cascade`)."""
-    pyplot = load_pyplot()
-    nodes = [row for row in rows if row["split"] is not None]
-    sizes = [row for row in rows if row["name"] == "cascade-size"]
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(13, 2 + 0.4 * max(4, len(nodes))), layout="constrained")
-    starts = [0.0] * len(nodes)
-    for name, colour in (("computing", _COMPUTES), ("serialising", _SENDS), ("waiting", _WAITS)):
-        widths = [_ms(row["split"]["comp"][name]) for row in nodes]
-        left.barh(range(len(nodes)), widths, left=starts, color=colour, label=name)
-        starts = [start + width for start, width in zip(starts, widths, strict=True)]
-    plaintext = [_ms(row["vanilla_seconds"]["median"]) for row in nodes]
-    left.plot(plaintext, range(len(nodes)), "k|", markersize=14, label="plaintext forward")
-    left.set_yticks(range(len(nodes)), [row["label"] for row in nodes])
-    left.invert_yaxis()
-    left.set_xlabel("ms of a forward at the busiest CompNode")
-    left.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=4)
-    for name, column in (("sharded over two CompNodes", "seconds"), ("plaintext", "vanilla_seconds")):
-        spots = [row["parameters"] for row in sizes], [row[column]["median"] for row in sizes]
-        right.loglog(*spots, "o-", color=_OURS if column == "seconds" else _REFERENCE, label=name)
-    right.set_xlabel("parameters")
-    right.set_ylabel("seconds")
-    right.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2)
     _save(figure, path)
 
 

@@ -16,20 +16,19 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
+from private_llm_cli.bench.link import LinkSpeed, SlowMesh
+from private_llm_cli.bench.rows import Row, settings, spread, usable_cores
+from timed_nodes import BUSY, SERIALISING, WAITING, TimedParties
 from torch import Tensor
 
 from private_llm.config import PrivateConfig
 from private_llm.kernels.parallel import nodes_at_once
 from private_llm.net.ledger import Ledger
-from private_llm.net.timed import BUSY, SERIALISING, WAITING
 from private_llm.net.transport import CLIENT
 from private_llm.token_sharding import ShardingPlan, Step, Undistributed
-from private_llm_cli.bench.link import LinkSpeed, SlowMesh
-from private_llm_cli.bench.rows import Row, settings, spread, usable_cores
 
 if TYPE_CHECKING:
     from private_llm_hf.client.costs import Costs
-    from private_llm_hf.party.timed import TimedParties
     from transformers import PreTrainedModel
 
 Split = dict[str, dict[str, float]]
@@ -150,7 +149,6 @@ class Case:
     def run(self, repeat: int, progress: Callable[[], None] = lambda: None) -> dict[str, Any]:
         """Measure, and make the row of it as JSON. progress is called after each pair of forwards."""
         from private_llm_hf import patch
-        from private_llm_hf.party.timed import TimedParties
 
         config, model = self.config, self.shape.build()
         if self.part == "alone" and self.plan is not None:

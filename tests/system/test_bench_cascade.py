@@ -1,4 +1,4 @@
-"""The table of `private-llm bench cascade`: what its rows say, exact bytes, and times that add up."""
+"""scripts/studies/bench_cascade.py: what its rows say, exact bytes, and times that add up."""
 
 from __future__ import annotations
 
@@ -6,20 +6,19 @@ import json
 from pathlib import Path
 from typing import Any
 
+import bench_cascade
+import cascade_rows
 import pytest
+import timed_nodes
 import torch
-from private_llm_cli.app import app
-from private_llm_cli.bench import cascade
-from private_llm_cli.bench.cascade import Case, cases, memory_needed
-from private_llm_cli.commands import bench_cascade
+from cascade_rows import Case, cases, memory_needed
 from private_llm_hf.client.costs import Costs, rows_of
 from private_llm_hf.token_sharding.attention_calls import attention_calls
+from timed_nodes import BUSY, SERIALISING, WAITING, TimedLedger, TimedTransport
 from torch import Tensor
 from typer.testing import CliRunner
 
-from private_llm.net import timed
 from private_llm.net.local import LocalMesh
-from private_llm.net.timed import BUSY, SERIALISING, WAITING, TimedLedger, TimedTransport
 from private_llm.net.transport import CLIENT, Transport
 from private_llm.token_sharding import ShardingPlan
 from private_llm.token_sharding.nodes.exchange import layer_bytes
@@ -61,7 +60,7 @@ def test_the_table_has_the_rows_of_the_paper() -> None:
 @pytest.mark.parametrize(("model", "millions"), [("bert-base", 109), ("bert-large", 335), ("llama-1b", 1039)])
 def test_models_have_the_sizes_of_their_names(model: str, millions: int) -> None:
     with torch.device("meta"):
-        made = cascade.MODELS[model].build()
+        made = cascade_rows.MODELS[model].build()
     assert round(sum(weight.numel() for weight in made.parameters()) / 1e6) == millions
 
 
@@ -117,7 +116,7 @@ class Hours:
 def test_what_a_node_does_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """A node that computes, waits for another, sends, and rests: each hour is in its place and nowhere else."""
     hours = Hours()
-    monkeypatch.setattr(timed, "time", hours)
+    monkeypatch.setattr(timed_nodes, "time", hours)
 
     class SlowLinks(Transport):
         def _send(self, to: int, tag: str, payload: Tensor) -> None:
@@ -159,10 +158,10 @@ def test_other_ledgers_look_at_no_clock() -> None:
 
 
 def run(*arguments: str) -> Any:
-    return CliRunner().invoke(app, ["bench", "cascade", "--tiny", "--repeat", "1", *arguments])
+    return CliRunner().invoke(bench_cascade.app, ["--tiny", "--repeat", "1", *arguments])
 
 
-def test_the_command_draws_and_times_of_processes_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_script_draws_and_times_of_processes_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = [case_of("overhead"), case_of("nodes"), case_of("size")]
     monkeypatch.setattr(bench_cascade, "cases", lambda tiny, speed: chosen)
     picture = tmp_path / "cascade.svg"
@@ -213,13 +212,6 @@ def test_what_does_not_fit_into_memory_is_left_out(monkeypatch: pytest.MonkeyPat
     assert result.exit_code == 0, result.output
     assert "against the plaintext forward" in result.stdout
     assert "every node a process" not in result.stdout
-
-
-@pytest.mark.parametrize("wrong", [("relu",), ("--protocol", "trio"), ("--n", "3")])
-def test_cascade_is_a_table_of_its_own(wrong: tuple[str, ...]) -> None:
-    result = run(*wrong)
-    assert result.exit_code != 0
-    assert "cascade is a table of its own" in str(result.exception)
 
 
 def test_figures_of_the_paper_stand_beside_its_own_models_and_plans_only() -> None:

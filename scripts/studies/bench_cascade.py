@@ -1,4 +1,10 @@
-"""`private-llm bench cascade`: token sharding beside the plaintext forward, and where the time goes."""
+"""Token sharding beside the plaintext forward, and where the time goes (Cascade's figures and tables).
+
+python scripts/studies/bench_cascade.py                             the whole table; 14 GB of memory for all of its rows
+python scripts/studies/bench_cascade.py --bandwidth 1000 --latency 1  its rows behind a link, beside secret sharing
+python scripts/studies/bench_cascade.py --plot table.svg            with a picture
+python scripts/studies/bench_cascade.py --tiny                      smallest models: does everything run?
+"""
 
 from __future__ import annotations
 
@@ -6,12 +12,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from private_llm.errors import ConfigError
-from private_llm_cli.bench.cascade import cases, memory_needed
-from private_llm_cli.bench.link import LinkSpeed
+from cascade_rows import cases, memory_needed
+from plot_cascade import plot_cascade
 from private_llm_cli.bench.rows import machine
+from private_llm_cli.commands.bench import link_speed
 from private_llm_cli.commands.output import NOTES, duration, emit_json, emit_table, progress_bar, size
-from private_llm_cli.commands.plot_bench import check_name, plot_cascade
+from private_llm_cli.commands.plot_bench import check_name
+from private_llm_cli.options import Json
+from table_options import Bandwidth, Latency, Plot, Repeat, Tiny, new_app
+
+from private_llm.errors import ConfigError
+
+app = new_app()
 
 _TITLES = {
     "alone": "what all nodes compute in one thread, without links, against the plaintext forward",
@@ -24,13 +36,19 @@ _TITLES = {
 }
 
 
-def bench_cascade(as_json: bool, repeat: int, tiny: bool, plot: Path | None, speed: LinkSpeed | None = None) -> None:
-    """The whole table, or its rows behind a link; what does not fit into this machine's memory is named and left out.
-
-    Raises ConfigError for settings that do not go together.
-    """
+@app.command()
+def main(
+    as_json: Json = False,
+    repeat: Repeat = 5,
+    bandwidth: Bandwidth = None,
+    latency: Latency = None,
+    plot: Plot = None,
+    tiny: Tiny = False,
+) -> None:
+    """The whole table, or its rows behind a link; names what does not fit into memory and leaves it out."""
     if repeat < 1:
         raise ConfigError(f"repeat: got {repeat}; want at least 1")
+    speed = link_speed(bandwidth, latency)
     if plot is not None:
         check_name(plot)
         if speed is not None:
@@ -84,3 +102,7 @@ def _table(part: str, title: str, rows: list[dict[str, Any]]) -> None:
     headings = ("model, plan", "median", "plaintext", "ratio", *told, "sent", "error", "paper, s")
     legend = "* ms computing + waiting + serialising; " if told else ""
     emit_table(title, headings, cells, caption=legend + machine())
+
+
+if __name__ == "__main__":
+    app()

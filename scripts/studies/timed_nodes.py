@@ -1,4 +1,4 @@
-"""Links that measure: how long an endpoint waits, how long it spends on messages; the rest it computes.
+"""Nodes and parties whose links measure: how long an endpoint waits, how long messages take; the rest it computes.
 
 A node's clock runs from a command of the client to its next wait for one. "serialising" is what messages cost apart
 from waiting for them: number types and layout, copies, system calls. An endpoint that waits for a core counts as
@@ -12,9 +12,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from private_llm_hf.client.parallel_sessions import join_parallel_sessions
+from private_llm_hf.client.parties import Parties
+from private_llm_hf.party.party import run_party
 from torch import Tensor
 
+from private_llm.config import PrivateConfig
+from private_llm.net.children import start_children
 from private_llm.net.ledger import Ledger
+from private_llm.net.local import LocalMesh
 from private_llm.net.transport import PassingTransport, Transport
 
 BUSY, WAITING, SERIALISING = "busy", "waiting", "serialising"
@@ -80,3 +86,24 @@ class TimedTransport(PassingTransport):
         self._clock.rest()
         self._inner.wait(frm)
         self._clock.wake()
+
+
+def run_timed(config: PrivateConfig, number: int, transport: Transport) -> str | None:
+    """One party or node."""
+    return run_party(config, number, TimedTransport(transport))
+
+
+class TimedParties:
+    """Starts all parties as processes of this machine. client: this process's end of their links."""
+
+    client: TimedTransport
+
+    def __call__(self, config: PrivateConfig, mesh: LocalMesh | None = None) -> Parties:
+        """As `launch.start_parties`; a mesh is of no use."""
+        transport, stop = start_children(config, "timed_nodes:run_timed", {})
+        try:
+            self.client = TimedTransport(transport)
+            return join_parallel_sessions(config, self.client, stop)
+        except BaseException:
+            stop()
+            raise
