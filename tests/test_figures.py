@@ -22,10 +22,10 @@ from private_llm_cli.bench.catalogue import make
 from private_llm_cli.bench.link import LinkSpeed
 from private_llm_cli.bench.measure import measure
 from private_llm_cli.bench.pigeon import jobs
-from private_llm_cli.bench.wan import counted_both, estimated, wan_config
-from private_llm_cli.bench.wan_models import PROMPT, wan_model
 from private_llm_hf.models import smollm2
 from private_llm_hf.tools.estimate import estimate, named_shape
+from wan_models import PROMPT, wan_model
+from wan_rows import counted_both, estimated, wan_config
 
 from private_llm.config import PrivateConfig
 

@@ -149,7 +149,7 @@ def diff(
     run(model or demo_model(), prompt or DEMO_PROMPT, config, everything, as_json, image, ranges)
 
 
-MOVED = ("cascade", "comet", "mpcache")
+MOVED = ("cascade", "comet", "mpcache", "wan")
 _WHERE = (
     "bench: the table {0!r} moved: it is a study, which the installed package no longer has. In a checkout of the "
     "repository run `python scripts/studies/bench_{0}.py` (--help lists its options)"
@@ -159,7 +159,7 @@ _WHERE = (
 def bench(
     names: Annotated[
         list[str] | None,
-        typer.Argument(help="Works (default: all but large ones); or a table: pigeon, kernels, wan."),
+        typer.Argument(help="Works (default: all but large ones); or a table: pigeon, kernels."),
     ] = None,
     as_json: Json = False,
     protocol: Annotated[
@@ -200,12 +200,10 @@ def bench(
     from private_llm_cli.commands.bench import (
         KERNELS,
         PIGEON,
-        WAN,
         bench_kernels,
         bench_pigeon,
     )
     from private_llm_cli.commands.bench import bench as run
-    from private_llm_cli.commands.bench_wan import bench_wan
 
     circuit: dict[str, Any] = {
         "relu_bits": relu_bits, "relu_low": relu_low, "approximations": approximations.value,
@@ -231,14 +229,6 @@ def bench(
                 "kernels is a table of its own: give no other name or option than --repeat, --tiny, --json"
             )
         bench_kernels(as_json, repeat, tiny)
-        return
-    if names and WAN in names:
-        if ring != 64 or preprocess or n or shape or circuit_given or plot or len(names) > 1:
-            raise ConfigError(
-                "wan is a table of its own: give no other name or option than --protocol, --repeat, --tiny, --json, "
-                "--bandwidth, --latency"
-            )
-        bench_wan(as_json, repeat, tiny, protocol or "trio", bandwidth, latency)
         return
     if names and PIGEON in names:
         given = [n, shape, bandwidth, latency]

@@ -23,7 +23,7 @@ from private_llm_cli.bench.work import Work, parse_shape
 from private_llm_cli.commands.output import duration, emit_json, emit_table, progress_bar, size
 from private_llm_cli.commands.plot_bench import check_name, plot_table, plot_timeline
 
-PIGEON, KERNELS, WAN = "pigeon", "kernels", "wan"
+PIGEON, KERNELS = "pigeon", "kernels"
 _THREADS = ("auto", "threads")
 
 

@@ -1,4 +1,4 @@
-"""The models of `bench wan`: where each comes from, its prompt, and what the estimator needs to know of it."""
+"""The models of bench_wan.py: where each comes from, its prompt, and what the estimator needs to know of it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from private_llm_cli.bench.whole import gpt2_forward
 from torch import Tensor
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError
 from private_llm.ranges import UNKNOWN, Ranges
-from private_llm_cli.bench.whole import gpt2_forward
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

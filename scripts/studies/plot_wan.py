@@ -1,4 +1,4 @@
-"""The picture of `bench wan`: seconds for a further token over latency, other systems' figures beside."""
+"""The picture of bench_wan.py's rows: seconds for a further token over latency, other systems' figures beside."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from private_llm_cli.bench.wan_models import wan_model
 from private_llm_cli.commands.pyplot import load_pyplot
+from wan_models import wan_model
 
 USUAL_BANDWIDTH = 1000.0
 """Mbit/s that lines are drawn for."""

@@ -1,4 +1,4 @@
-"""Runs of whole models over a network, for `bench wan`: in namespaces where this machine has them, else simulated.
+"""Runs of whole models over a network, for bench_wan.py: in namespaces where this machine has them, else simulated.
 
 In namespaces every party, and the client, is a process in a network namespace of its own (`namespaces.py`), with mutual
 TLS. The kernel limits the speed of their links; it delays what parties send if it has netem, and else the parties do,
@@ -24,20 +24,22 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from namespaces import CLIENT_HOST, address, can_delay, missing_rights, switch
+from private_llm_cli.bench.link import LinkSpeed, SlowMesh
+from private_llm_cli.bench.rows import party_threads
 from torch import Tensor
+from wan_models import WanModel, plaintext, quiet
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import PartyFailed
-from private_llm_cli.bench.link import LinkSpeed, SlowMesh
-from private_llm_cli.bench.namespaces import CLIENT_HOST, address, can_delay, missing_rights, switch
-from private_llm_cli.bench.rows import party_threads
-from private_llm_cli.bench.wan_models import WanModel, plaintext, quiet
 
 DRAFTS = 4
 """Tokens that are looked up in the prompt and checked at once."""
 Sent = dict[tuple[int, int], int]
 _PORT, _PASSES = 7200, "passes.json"
 _READY_S, _LOOK_S = 600.0, 0.1
+_ENDPOINT = "import json, sys, wan_run; wan_run.be_endpoint(json.load(open(sys.argv[1])), sys.argv[2])"
+"""What a process in a namespace runs, with the path of an order and the endpoint's number, or "client"."""
 _BURST_KB = 16
 """At least what a link may send at once: more than a millisecond's would hide a slow link behind a token's pauses."""
 
@@ -223,8 +225,8 @@ def _shares(folder: str, protocol: str) -> tempfile.TemporaryDirectory[str]:
 
 @contextmanager
 def _running(namespace: str, order: Path, endpoint: str, parties: int) -> Iterator[subprocess.Popen[bytes]]:
-    """A process of this module in a namespace, ended with the context."""
-    command = ["ip", "netns", "exec", namespace, sys.executable, "-m", __name__, str(order), endpoint]
+    """A process that is an endpoint, in a namespace, ended with the context."""
+    command = ["ip", "netns", "exec", namespace, sys.executable, "-c", _ENDPOINT, str(order), endpoint]
     paths = os.pathsep.join(path for path in sys.path if path)
     environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": str(party_threads(parties))}
     process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
@@ -267,7 +269,3 @@ def be_endpoint(order: dict[str, Any], endpoint: str) -> None:
     listener = listen(parse_address(config.hosts[party]), anywhere=True)
     models, delay = {"model": order["shares"]}, order["delay_ms"]
     serve(config, party, listener, order["tls"], models, {}, delay, order["state"])
-
-
-if __name__ == "__main__":
-    be_endpoint(json.loads(Path(sys.argv[1]).read_text()), sys.argv[2])

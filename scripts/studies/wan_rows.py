@@ -1,4 +1,4 @@
-"""Language models whose parties are far apart: seconds to the first token and for each further one (`bench wan`).
+"""Language models whose parties are far apart: seconds to the first token and for each further one.
 
     measured   whole models, their parties as processes in shaped network namespaces, or threads behind simulated links
     modelled   exact bytes and rounds of the estimator, compute time of measured layers, put together by `Spent`
@@ -18,15 +18,16 @@ from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from private_llm.config import PrivateConfig
-from private_llm.token_sharding import cards
 from private_llm_cli.bench.layers import llama_decode, llama_layer
 from private_llm_cli.bench.link import LinkSpeed
 from private_llm_cli.bench.measure import measure
 from private_llm_cli.bench.rows import party_threads, provenance, spread
-from private_llm_cli.bench.wan_models import PROMPT, TINY_PROMPT, WanModel, wan_model
-from private_llm_cli.bench.wan_run import DRAFTS, Place, measured_passes
 from private_llm_cli.bench.work import Shape, Work
+from wan_models import PROMPT, TINY_PROMPT, WanModel, wan_model
+from wan_run import DRAFTS, Place, measured_passes
+
+from private_llm.config import PrivateConfig
+from private_llm.token_sharding import cards
 
 if TYPE_CHECKING:
     from private_llm_hf.tools.estimate import Estimate, LayerCost

@@ -1,20 +1,37 @@
-"""`private-llm bench wan`: language models whose parties are far apart."""
+"""Language models whose parties are far apart: seconds to the first token and for each further one.
+
+python scripts/studies/bench_wan.py                               all rows; measured ones need root for real links
+python scripts/studies/bench_wan.py --latency 20 --bandwidth 100  one network
+python scripts/studies/bench_wan.py --tiny                        the bundled model: does everything run?
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
+
+import typer
+from private_llm_cli.bench.rows import machine
+from private_llm_cli.commands.output import NOTES, duration, emit_json, emit_table, progress_bar, size
+from private_llm_cli.options import Json
+from table_options import Bandwidth, Latency, Repeat, Tiny, new_app
+from wan_models import wan_model
+from wan_rows import PROTOCOLS, cases, networks
 
 from private_llm.errors import ConfigError
-from private_llm_cli.bench.rows import machine
-from private_llm_cli.bench.wan import PROTOCOLS, cases, networks
-from private_llm_cli.bench.wan_models import wan_model
-from private_llm_cli.commands.output import NOTES, duration, emit_json, emit_table, progress_bar, size
+
+app = new_app()
 
 
-def bench_wan(
-    as_json: bool, repeat: int, tiny: bool, protocol: str, bandwidth: float | None, latency: float | None
+@app.command()
+def main(
+    as_json: Json = False,
+    protocol: Annotated[str, typer.Option(help="trio, quad or dealer.")] = "trio",
+    repeat: Repeat = 5,
+    bandwidth: Bandwidth = None,
+    latency: Latency = None,
+    tiny: Tiny = False,
 ) -> None:
-    """All rows, or those of one latency (ms, one way) or bandwidth (Mbit/s). repeat: further tokens of each text."""
+    """All rows, or those of one latency (ms, one way) or bandwidth (Mbit/s); --repeat: further tokens of each text."""
     if repeat < 1:
         raise ConfigError(f"repeat: got {repeat}; want at least 1")
     if protocol not in PROTOCOLS:
@@ -45,3 +62,7 @@ def _cells(row: dict[str, Any]) -> tuple[object, ...]:
         duration(row["seconds_first_token"]), duration(row["seconds_per_token"]), size(row["bytes_total"]),
         row["rounds"],
     )  # fmt: skip
+
+
+if __name__ == "__main__":
+    app()
