@@ -149,9 +149,9 @@ def diff(
     run(model or demo_model(), prompt or DEMO_PROMPT, config, everything, as_json, image, ranges)
 
 
-MOVED = ("cascade", "comet", "mpcache", "wan")
+MOVED = ("cascade", "comet", "mpcache", "pigeon", "wan")
 _WHERE = (
-    "bench: the table {0!r} moved: it is a study, which the installed package no longer has. In a checkout of the "
+    "bench: the table {0!r} moved: it is a study, which the installed package no longer contains. In a checkout of the "
     "repository run `python scripts/studies/bench_{0}.py` (--help lists its options)"
 )
 
@@ -159,28 +159,23 @@ _WHERE = (
 def bench(
     names: Annotated[
         list[str] | None,
-        typer.Argument(help="Works (default: all but large ones); or a table: pigeon, kernels."),
+        typer.Argument(help="Works (default: all but large ones); or kernels, a table of its own."),
     ] = None,
     as_json: Json = False,
     protocol: Annotated[
-        str | None,
-        typer.Option(
-            "--protocol", parser=protocol_name, metavar=PROTOCOLS, help="Default: trio; for pigeon both trio and quad."
-        ),
+        str | None, typer.Option("--protocol", parser=protocol_name, metavar=PROTOCOLS, help="Default: trio.")
     ] = None,
     ring: RingOption = 64,
     n: Annotated[int | None, typer.Option("--n", help="How many elements, rows, tokens or images.")] = None,
     repeat: Annotated[int, typer.Option(help="Timed repetitions, once nothing is recorded.")] = 5,
     shape: Annotated[str | None, typer.Option(help="Sizes joined by 'x', for instance 128x768x3072.")] = None,
-    party_mode: Annotated[
-        PartyMode, typer.Option("--party-mode", help="auto: threads; for pigeon the faster of threads and processes.")
-    ] = PartyMode.AUTO,
+    party_mode: Annotated[PartyMode, typer.Option("--party-mode", help="auto: threads.")] = PartyMode.AUTO,
     parallel_sessions: ParallelSessionsOption = 1,
     rotate_roles: RotateRolesOption = False,
     bandwidth: Annotated[float | None, typer.Option(help="Emulated Mbit/s of each direction of a link.")] = None,
     latency: Annotated[float | None, typer.Option(help="Emulated one-way latency in ms.")] = None,
     plot: Annotated[
-        Path | None, typer.Option(help="Picture (.png, .svg): what each party did; for pigeon the table.")
+        Path | None, typer.Option(help="Picture (.png, .svg): what each party did in the last run.")
     ] = None,
     tiny: Annotated[bool, typer.Option("--tiny", help="Smallest shapes: does everything run?")] = False,
     preprocess: Annotated[bool, typer.Option("--preprocess", help="Preprocessing first, timed apart.")] = False,
@@ -189,20 +184,13 @@ def bench(
     relu_bits: ReluBitsOption = None,
     relu_low: ReluLowOption = 0,
     approximations: ApproximationsOption = Approximations.OURS,
-    imagenet: Annotated[
-        bool, typer.Option("--imagenet", help="For pigeon: ResNet-50 and VGG-16 on ImageNet images, too.")
-    ] = False,
+    imagenet: Annotated[bool, typer.Option("--imagenet", hidden=True)] = False,
 ) -> None:
     """Measure operations, layers and models: time, bytes, rounds and error against float64."""
-    for name in names or ():
+    for name in [*(names or ()), *(["pigeon"] if imagenet else [])]:
         if name in MOVED:
             raise ConfigError(_WHERE.format(name))
-    from private_llm_cli.commands.bench import (
-        KERNELS,
-        PIGEON,
-        bench_kernels,
-        bench_pigeon,
-    )
+    from private_llm_cli.commands.bench import KERNELS, bench_kernels
     from private_llm_cli.commands.bench import bench as run
 
     circuit: dict[str, Any] = {
@@ -230,18 +218,6 @@ def bench(
             )
         bench_kernels(as_json, repeat, tiny)
         return
-    if names and PIGEON in names:
-        given = [n, shape, bandwidth, latency]
-        if approximations is not Approximations.OURS:
-            raise ConfigError("pigeon: its works have neither GELU nor softmax; leave out --approximations")
-        if config.adder == "keys":
-            raise ConfigError("pigeon: its table compares circuits; want --adder prefix or ripple")
-        if len(names) > 1 or ring != 64 or preprocess or any(value is not None for value in given):
-            raise ConfigError("pigeon is a table of its own: give no other name, ring, shape or link with it")
-        bench_pigeon([protocol] if protocol else ["trio", "quad"], config, as_json, repeat, tiny, plot, imagenet)
-        return
-    if imagenet:
-        raise ConfigError("--imagenet adds lines to the table of `bench pigeon`; name resnet50 or vgg16-imagenet here")
     run(names or (), config, as_json, repeat, shape, n, bandwidth, latency, tiny, plot, preprocess)
 
 

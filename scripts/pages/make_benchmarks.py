@@ -21,7 +21,6 @@ from typing import Any
 import bench_network
 from private_llm_cli.bench.catalogue import LARGE, NAMES, make
 from private_llm_cli.bench.measure import measure
-from private_llm_cli.bench.pigeon import jobs
 from private_llm_cli.bench.rows import taken
 from private_llm_hf.models import smollm2
 
@@ -29,6 +28,7 @@ from private_llm.config import PrivateConfig
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "studies"))  # rows of papers' tables
 import cascade_rows
+from pigeon_rows import jobs
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = ROOT / "docs" / "benchmarks.jsonl"

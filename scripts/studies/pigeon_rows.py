@@ -13,12 +13,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from private_llm.config import PrivateConfig
 from private_llm_cli.bench.catalogue import make
 from private_llm_cli.bench.measure import measure
 from private_llm_cli.bench.rows import Row
 from private_llm_cli.bench.whole import WholeWork
 from private_llm_cli.bench.work import Shape, Work
+
+from private_llm.config import PrivateConfig
 
 Party = Literal["trio", "quad"]
 REFERENCE_MACHINE = "two cores of a 2.6 GHz Xeon with AVX-512 and VAES"

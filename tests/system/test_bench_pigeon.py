@@ -7,18 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from private_llm_cli.app import app
-from private_llm_cli.bench.catalogue import make
-from private_llm_cli.bench.pigeon import IMAGENET, LINES, REFERENCE_MACHINE, jobs
+from bench_pigeon import app, print_table
+from pigeon_rows import IMAGENET, LINES, REFERENCE_MACHINE, jobs
 from private_llm_cli.bench.rows import Row
-from private_llm_cli.commands.bench import _pigeon_table
 from typer.testing import CliRunner
 
 from private_llm.config import PrivateConfig
 
 
 def run(*arguments: str) -> str:
-    result = CliRunner().invoke(app, ["bench", *arguments])
+    result = CliRunner().invoke(app, [*arguments])
     assert result.exit_code == 0, result.output
     return result.output
 
@@ -51,16 +49,13 @@ def test_imagenet_lines_are_asked_for_and_compared_with_nothing() -> None:
     made = more[0].to_dict(row)
     assert made["label"] == "ResNet-50, ImageNet, batch 1"
     assert {made[f"{kind}_{unit}"] for kind in ("aim", "reference") for unit in ("seconds", "bytes")} == {None}
-    result = CliRunner().invoke(app, ["bench", "relu", "--imagenet"])
-    assert "adds lines to the table" in str(result.exception)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("protocol", ["trio", "quad"])
 def test_rows_carry_the_figures_they_are_compared_with(protocol: str, tmp_path: Path) -> None:
     picture = tmp_path / "table.svg"
     how = ("--tiny", "--repeat", "1", "--json", "--protocol", protocol, "--plot", str(picture))
-    rows = [json.loads(line) for line in run("pigeon", *how).splitlines()]
+    rows = [json.loads(line) for line in run(*how).splitlines()]
     assert [(row["name"], row["ring"]) for row in rows] == [(f"pigeon-{line.work}", line.ring) for line in LINES]
     for row, line in zip(rows, LINES, strict=True):
         assert row["protocol"] == protocol
@@ -81,31 +76,18 @@ def test_the_reference_stands_under_the_name_of_its_own_machine(
         "threads", 1,
     )  # fmt: skip
     monkeypatch.setattr("private_llm_cli.commands.output.CONSOLE.width", 200)
-    _pigeon_table([(job, row)])
+    print_table([(job, row)])
     told = " ".join(capsys.readouterr().out.split())
     assert ("0.035" in told) is (REFERENCE_MACHINE in told) is (LINES[4].label in told) is not tiny
     assert (job.to_dict(row)["reference_seconds"] is None) is tiny
 
 
-def test_n_counts_images() -> None:
-    assert make("lenet", count=4).shape == (4, 1, 28, 28)
-    assert make("opt-layer", count=4, tiny=True).shape[1] == 4
-    assert make("relu", count=4).shape == (4,)
-
-
-@pytest.mark.parametrize("wrong", [("pigeon", "relu"), ("pigeon", "--n", "3"), ("pigeon", "--protocol", "plain")])
-def test_pigeon_is_a_table_of_its_own(wrong: tuple[str, ...]) -> None:
-    result = CliRunner().invoke(app, ["bench", "--tiny", *wrong])
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [(("--repeat", "0"), "at least 1"), (("--protocol", "plain"), "one of trio, quad"),
+     (("--adder", "keys"), "compares circuits"), (("--plot", "table.txt"), "a name that ends in")],
+)  # fmt: skip
+def test_impossible_options_raise(wrong: tuple[str, ...], says: str) -> None:
+    result = CliRunner().invoke(app, ["--tiny", *wrong])
     assert result.exit_code != 0
-    assert "pigeon" in str(result.exception)
-
-
-def test_a_picture_of_one_run(tmp_path: Path) -> None:
-    picture = tmp_path / "run.svg"
-    run("relu", "--tiny", "--repeat", "1", "--parallel-sessions", "2", "--bandwidth", "1000", "--plot", str(picture))
-    text = picture.read_text()
-    assert "<svg" in text
-    result = CliRunner().invoke(app, ["bench", "relu", "mul", "--tiny", "--plot", str(picture)])
-    assert "--plot shows one work" in str(result.exception)
-    result = CliRunner().invoke(app, ["bench", "relu", "--tiny", "--plot", "picture.txt"])
-    assert "want a name that ends in" in str(result.exception)
+    assert says in str(result.exception)
