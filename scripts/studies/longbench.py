@@ -1,7 +1,9 @@
 """LongBench for those who have it: its English records as prompts, with our own wording of the questions.
 
 Source: Bai et al., *LongBench* (ACL 2024). Fields of a record, lengths of answers, metrics, and the way too long
-prompts lose their middle are those of the benchmark; the templates ask for the same answers in other words.
+prompts lose their middle are those of the benchmark; the templates ask for the same answers in other words. lm-eval has
+LongBench, too, for models behind the gateway: it reads the hub, and its metrics need three more packages
+(`lm_eval[longbench]`). This loader reads files, and its prompts suit a model in this process.
 """
 
 from __future__ import annotations
@@ -11,9 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from private_llm.errors import ConfigError
 from private_llm_hf.long_context.framing import frame_of, token_ids
-from private_llm_hf.long_context.metrics import classification, retrieval, rouge_l, token_f1
+from text_metrics import classification, retrieval, rouge_l, token_f1
+
+from private_llm.errors import ConfigError
 
 HUB_NAME = "THUDM/LongBench"
 _ARCHIVE = "data.zip"

@@ -14,10 +14,11 @@ from itertools import chain, islice
 from random import Random
 from typing import Any
 
-from private_llm.errors import ConfigError
+from common_words import WORDS
 from private_llm_hf.long_context.framing import Frame, bundled_text, frame_of, token_ids
-from private_llm_hf.long_context.metrics import begins_with, words_in_place
-from private_llm_hf.long_context.words import WORDS
+from text_metrics import begins_with, words_in_place
+
+from private_llm.errors import ConfigError
 
 _KEY_EXAMPLES, _COPY_EXAMPLES = 3, 6
 """Lines given again before the asked one."""

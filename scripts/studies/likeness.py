@@ -8,12 +8,12 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import Tensor
-
-from private_llm.kv_policies.policy import Selection
 from private_llm_hf.long_context.choices import largest, representatives
 from private_llm_hf.long_context.plain_attention import probabilities
 from private_llm_hf.long_context.recording import Call, Prefill
+from torch import Tensor
+
+from private_llm.kv_policies.policy import Selection
 
 
 def attention_of(call: Call, queries: int) -> Tensor:

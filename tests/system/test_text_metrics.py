@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from private_llm_hf.long_context import metrics
+import text_metrics as metrics
 
 
 def test_words_are_normalised() -> None:
