@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from private_llm_hf.sparsity.linked_orders import (
+from linked_orders import (
     UNKNOWN,
     count_differences,
     match_positions,
