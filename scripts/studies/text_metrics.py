@@ -11,8 +11,8 @@ import string
 from collections import Counter
 from collections.abc import Sequence
 
-from private_llm.token_sharding import exact
-from private_llm.token_sharding import rouge_l as sequence_rouge_l
+from attacks.scores import exact
+from attacks.scores import rouge_l as sequence_rouge_l
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _WITHOUT_PUNCTUATION = str.maketrans("", "", string.punctuation)

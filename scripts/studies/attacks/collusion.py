@@ -7,14 +7,13 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from private_llm.token_sharding.attacks.partial_results import search_results
-from private_llm.token_sharding.attacks.row_matching import ALIKE, Attacked, flat, match_rows, one
-from private_llm.token_sharding.attacks.row_space import read_from_front, read_results
-from private_llm.token_sharding.attacks.sparse_totals import read_totals
-from private_llm.token_sharding.attacks.view import ALL, View, result_shards, visible
-from private_llm.token_sharding.attacks.vocab_matching import Progress, match_states, unknown_between
-from private_llm.token_sharding.nodes.facts import AttentionCall
-from private_llm.token_sharding.plans import ShardingPlan
+from attacks.partial_results import search_results
+from attacks.row_matching import ALIKE, Attacked, flat, match_rows, one
+from attacks.row_space import read_from_front, read_results
+from attacks.sparse_totals import read_totals
+from attacks.view import ALL, View, result_shards, visible
+from attacks.vocab_matching import Progress, match_states, unknown_between
+from private_llm.token_sharding import AttentionCall, ShardingPlan
 
 ATTACKS = ("rows", "results", "algebra", "totals", "states")
 """rows: tokens from layer-0 rows (AttnNodes). results: Theorem 6.2. algebra: `row_space`. totals: `sparse_totals`.

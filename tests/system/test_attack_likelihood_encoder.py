@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from private_llm_hf.token_sharding.attacked import RowsAt
+from attacks.attacked import RowsAt
+from attacks.likelihood import rank_anywhere
+from attacks.view import View, view_of
 from torch import Tensor
 from transformers import AutoModel, BertConfig
 
 from private_llm.errors import DomainError
-from private_llm.token_sharding.attacks.likelihood import rank_anywhere
-from private_llm.token_sharding.attacks.view import View, view_of
 from private_llm.token_sharding.plans import ShardingPlan
 
 PLAN = ShardingPlan(2, 4, 1, accept_weak_plan=True)

@@ -14,9 +14,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from private_llm.token_sharding.attacks.row_matching import ALIKE, Attacked, Row
-from private_llm.token_sharding.attacks.view import View, parts, rest
-from private_llm.token_sharding.attacks.vocab_matching import Progress, candidates
+from attacks.row_matching import ALIKE, Attacked, Row
+from attacks.view import View, parts, rest
+from attacks.vocab_matching import Progress, candidates
 
 
 def search_results(

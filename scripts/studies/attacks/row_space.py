@@ -21,10 +21,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from private_llm.token_sharding.attacks.partial_results import known_rows
-from private_llm.token_sharding.attacks.row_matching import ALIKE, Attacked, Row
-from private_llm.token_sharding.attacks.view import ALL, View, added, rest
-from private_llm.token_sharding.attacks.vocab_matching import CHUNK, Progress
+from attacks.partial_results import known_rows
+from attacks.row_matching import ALIKE, Attacked, Row
+from attacks.view import ALL, View, added, rest
+from attacks.vocab_matching import CHUNK, Progress
 
 _CLEAR = 0.25
 """A misfit below this part of the median candidate's is a hit: hits have 1e-5 in float32, 0.1 as float16 numbers."""

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+from attacks.attacked import RowsAt
+from attacks.collusion import Loot, collude
+from attacks.view import view_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from private_llm_hf.token_sharding.attacked import RowsAt
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from private_llm.token_sharding.attacks.collusion import Loot, collude
-from private_llm.token_sharding.attacks.view import view_of
 from private_llm.token_sharding.plans import ShardingPlan
 from private_llm.token_sharding.plans.audit import Setting, examine
 

@@ -6,7 +6,8 @@ from importlib import resources
 
 import pytest
 import torch
-from private_llm_hf.token_sharding.inversion_model import BothWays, SeenRows, reader, reader_of
+from attacks.inversion import Inverter, Observers, any_attn, any_comp, colluding, draw, guess, loss_of, recovery
+from attacks.inversion_model import BothWays, SeenRows, reader, reader_of
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
@@ -19,17 +20,6 @@ from transformers import (
 )
 
 from private_llm.errors import DomainError, PatchMismatch
-from private_llm.token_sharding.attacks.inversion import (
-    Inverter,
-    Observers,
-    any_attn,
-    any_comp,
-    colluding,
-    draw,
-    guess,
-    loss_of,
-    recovery,
-)
 from private_llm.token_sharding.plans import ShardingPlan
 
 PLANS = [

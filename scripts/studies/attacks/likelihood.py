@@ -21,10 +21,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from attacks.row_matching import Attacked, Contextual
+from attacks.view import ALL, View, added, rest
+from attacks.vocab_matching import CHUNK
 from private_llm.errors import DomainError
-from private_llm.token_sharding.attacks.row_matching import Attacked, Contextual
-from private_llm.token_sharding.attacks.view import ALL, View, added, rest
-from private_llm.token_sharding.attacks.vocab_matching import CHUNK
 
 _RIDGE = 1e-8
 """Of the covariance's mean diagonal: float32 results carry no more, and it makes few texts enough."""

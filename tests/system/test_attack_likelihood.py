@@ -6,13 +6,13 @@ from importlib import resources
 
 import pytest
 import torch
-from private_llm_hf.token_sharding.attacked import RowsAt
+from attacks.attacked import RowsAt
+from attacks.likelihood import rank_next
+from attacks.view import View, view_of
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from private_llm.errors import DomainError
-from private_llm.token_sharding.attacks.likelihood import rank_next
-from private_llm.token_sharding.attacks.view import View, view_of
 from private_llm.token_sharding.plans import ShardingPlan
 
 TEXT = "The letter was written in the summer of the year before the war, and nobody had read it since."

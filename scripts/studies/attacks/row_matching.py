@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from private_llm.token_sharding.nodes.facts import AttentionCall
+from private_llm.token_sharding import AttentionCall
 
 Rows = tuple[Tensor, Tensor, Tensor]
 """Queries [K, H, D], keys [K, G, D] and values [K, G, E]."""

@@ -8,11 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from private_llm.token_sharding.attacks.row_matching import Row, Rows
-from private_llm.token_sharding.nodes.facts import AttentionCall, Step, allowed, key_bias
-from private_llm.token_sharding.nodes.floats import number_type
-from private_llm.token_sharding.nodes.partial_attention import Piece, attend
-from private_llm.token_sharding.plans import ShardingPlan
+from attacks.row_matching import Row, Rows
+from private_llm.token_sharding import AttentionCall, Piece, ShardingPlan, Step, allowed, attend, key_bias, number_type
 
 ALL = -1
 """Stands for the query shard where results are of the whole text."""

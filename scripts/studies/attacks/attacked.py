@@ -10,13 +10,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from private_llm_hf.token_sharding.attention_calls import attention_calls, cascade_config, listen, register
+from private_llm_hf.transformers_versions import CACHE
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from attacks.row_matching import Rows
 from private_llm.errors import DomainError
-from private_llm.token_sharding import Rows, Step, allowed, attend, combine, key_bias
-from private_llm_hf.token_sharding.attention_calls import attention_calls, cascade_config, listen, register
-from private_llm_hf.transformers_versions import CACHE
+from private_llm.token_sharding import Step, allowed, attend, combine, key_bias
 
 
 class _Reached(Exception):
@@ -28,9 +29,9 @@ class _Reached(Exception):
 
 
 class RowsAt:
-    """`token_sharding.attacks.rows.Attacked`: what the `layer`-th attention call (from 0) of a causal model is made of.
+    """`row_matching.Attacked`: what the `layer`-th attention call (from 0) of a causal model is made of.
 
-    Of an encoder, whose rows depend on the whole text, `token_sharding.attacks.rows.Contextual`: `of` and `everywhere`.
+    Of an encoder, whose rows depend on the whole text, `row_matching.Contextual`: `of` and `everywhere`.
 
     Keys and values of the known text are computed once and shared by all candidates: a candidate's own tokens are all
     that is run, through the layers before `layer` only. Raises DomainError for a layer that there is not, and for a

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from private_llm_hf.token_sharding.attacked import RowsAt
+from attacks.attacked import RowsAt
+from attacks.noise import FORMATS, rounded
+from attacks.row_matching import flat
+from attacks.vocab_matching import match_states
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from private_llm.errors import DomainError
-from private_llm.token_sharding.attacks.noise import FORMATS, rounded
-from private_llm.token_sharding.attacks.row_matching import flat
-from private_llm.token_sharding.attacks.vocab_matching import match_states
 
 V, TEXT = 300, [7, 250, 31, 31, 128]
 

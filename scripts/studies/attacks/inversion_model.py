@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from attacks.inversion import Inverter
 from private_llm.errors import DomainError, PatchMismatch
-from private_llm.token_sharding import Inverter
 
 _SURE = 20.0
 """The logit of the right token for a row that is its embedding, before training."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-
-from private_llm.token_sharding.attacks.scores import bleu, exact, rouge_l
+from attacks.scores import bleu, exact, rouge_l
 
 A, B = ["the", "cat", "sat", "on", "the", "mat"], ["the", "cat", "on", "the", "red", "mat"]
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from attacks.attacked import RowsAt
+from attacks.view import view_of
 from private_llm_hf import PrivateConfig, patch
-from private_llm_hf.token_sharding.attacked import RowsAt
 from torch import Tensor
 
-from private_llm.token_sharding.attacks.view import view_of
 from private_llm.token_sharding.nodes import attn_node, exchange
 from private_llm.token_sharding.plans import ShardingPlan
 from tests.hf import tiny

@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from attacks.scores import bleu, exact, rouge_l
 from private_llm.errors import DomainError
-from private_llm.token_sharding.attacks.scores import bleu, exact, rouge_l
-from private_llm.token_sharding.plans import ShardingPlan
+from private_llm.token_sharding import ShardingPlan
 
 
 @dataclass(frozen=True)

@@ -7,16 +7,16 @@ from importlib import resources
 
 import pytest
 import torch
-from private_llm_hf.token_sharding.attacked import RowsAt, likely_tokens
+from attacks.attacked import RowsAt, likely_tokens
+from attacks.collusion import Loot, bounds, collude
+from attacks.row_matching import ALIKE, flat, match_rows
+from attacks.row_space import read_from_front
+from attacks.view import View, view_of
+from attacks.vocab_matching import Recovered, cost_bound, match_permuted, match_states
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from private_llm.errors import DomainError
-from private_llm.token_sharding.attacks.collusion import Loot, bounds, collude
-from private_llm.token_sharding.attacks.row_matching import ALIKE, flat, match_rows
-from private_llm.token_sharding.attacks.row_space import read_from_front
-from private_llm.token_sharding.attacks.view import View, view_of
-from private_llm.token_sharding.attacks.vocab_matching import Recovered, cost_bound, match_permuted, match_states
 from private_llm.token_sharding.plans import ShardingPlan
 
 SENTENCE = "The letter was written in the summer of the year before the war, and nobody had read it since."

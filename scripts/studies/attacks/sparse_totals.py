@@ -20,10 +20,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from private_llm.token_sharding.attacks.partial_results import known_rows
-from private_llm.token_sharding.attacks.row_matching import ALIKE, Attacked
-from private_llm.token_sharding.attacks.view import View, added, rest
-from private_llm.token_sharding.attacks.vocab_matching import Progress
+from attacks.partial_results import known_rows
+from attacks.row_matching import ALIKE, Attacked
+from attacks.view import View, added, rest
+from attacks.vocab_matching import Progress
 
 _SAMPLE = 512
 """Candidates from which mean and covariance of a position's parts are taken."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from private_llm_hf.token_sharding.attacked import RowsAt
+from attacks.attacked import RowsAt
+from attacks.collusion import Loot, collude
+from attacks.view import ALL, view_of
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from private_llm.token_sharding.attacks.collusion import Loot, collude
-from private_llm.token_sharding.attacks.view import ALL, view_of
 from private_llm.token_sharding.plans import ShardingPlan
 
 V, EVERYTHING = 200, torch.arange(200)
