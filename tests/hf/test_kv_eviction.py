@@ -30,7 +30,6 @@ from private_llm.kv_policies.mpcache import MPCacheConfig
 from private_llm.kv_policies.policy import CachePolicy, Level
 from private_llm.kv_policies.rivals import H2O, TOVA, HeadMerging, InfLLM, LongCache, SnapKV
 from private_llm.net.local import LocalMesh
-from private_llm.net.record import RecordingTransport
 from private_llm.net.transport import Transport
 from private_llm.nn.evicting import Call, EvictingLayer
 from private_llm.sparsity_config import CometConfig
@@ -38,6 +37,7 @@ from private_llm.tensor.fixed import Fixed
 from tests.hf import families, test_sinks, tiny
 from tests.hf.compare import LOGIT_ERROR, worst
 from tests.hf.conftest import PLAIN, TRIO
+from tests.recording import RecordingTransport
 from tests.sparsity.models import sparse
 from tests.sparsity.test_private import saved
 

@@ -1,6 +1,6 @@
 """A transport that remembers what passed through it, in order, and can alter what is sent.
 
-For tests: transcripts must not depend on secrets, what a party receives must look uniform, and a protocol
+Transcripts must not depend on secrets, what a party receives must look uniform, and a protocol
 that promises to notice tampering must notice it.
 """
 
