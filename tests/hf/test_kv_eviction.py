@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 import torch
-from private_llm_cli.bench.memory import live_bytes
 from private_llm_hf import PrivateConfig, patch
 from private_llm_hf.client.preprocess import GeneratePlan
 from private_llm_hf.long_context.plain_attention import policy_attention
 from private_llm_hf.long_context.plain_cache import PolicyCache
 from private_llm_hf.tools.estimate import estimate
+from process_memory import live_bytes
 from torch import Tensor
 from transformers import PreTrainedModel
 

@@ -6,7 +6,7 @@ import os
 
 import pytest
 import torch
-from private_llm_cli.bench.memory import growth, live_bytes, process_mb
+from process_memory import growth, live_bytes, process_mb
 
 
 def test_growth_is_the_slope_behind_the_first_quarter() -> None:
