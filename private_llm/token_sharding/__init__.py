@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from private_llm.token_sharding.nodes.stage_costs import paper_seconds as paper_seconds
     from private_llm.token_sharding.nodes.stage_costs import seconds_of as seconds_of
     from private_llm.token_sharding.nodes.stage_costs import shard_sizes as shard_sizes
-    from private_llm.token_sharding.nodes.undistributed import Undistributed as Undistributed
     from private_llm.token_sharding.plans import ShardingPlan as ShardingPlan
     from private_llm.token_sharding.plans.audit import Setting as Setting
     from private_llm.token_sharding.plans.audit import audit as audit
@@ -52,7 +51,6 @@ _NAMES = {
     "seconds_of shard_sizes",
     "nodes.exchange": "Exchange",
     "nodes.facts": "MOST_TOKENS AttentionCall Step allowed key_bias",
-    "nodes.undistributed": "Undistributed",
     "nodes.floats": "number_type recv_floats send_floats",
 }
 """What each module gives to others."""

@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from private_llm.errors import DomainError, PatchMismatch
-from private_llm.token_sharding.plans import ShardingPlan
+from private_llm.token_sharding import ShardingPlan
 
 PLANS = [
     ShardingPlan(3, 4, 2, partials="open"),

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from private_llm.errors import DomainError
-from private_llm.token_sharding.plans import ShardingPlan
+from private_llm.token_sharding import ShardingPlan
 
 TEXT = "The letter was written in the summer of the year before the war, and nobody had read it since."
 CANDIDATES = 1024

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoModel, BertConfig
 
 from private_llm.errors import DomainError
-from private_llm.token_sharding.plans import ShardingPlan
+from private_llm.token_sharding import ShardingPlan
 
 PLAN = ShardingPlan(2, 4, 1, accept_weak_plan=True)
 VOCABULARY = torch.arange(5, 200)

@@ -9,7 +9,7 @@ from attacks.collusion import Loot, collude
 from attacks.view import ALL, view_of
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from private_llm.token_sharding.plans import ShardingPlan
+from private_llm.token_sharding import ShardingPlan
 
 V, EVERYTHING = 200, torch.arange(200)
 

@@ -11,8 +11,8 @@ from attacks.view import view_of
 from private_llm_hf import PrivateConfig, patch
 from torch import Tensor
 
+from private_llm.token_sharding import ShardingPlan
 from private_llm.token_sharding.nodes import attn_node, exchange
-from private_llm.token_sharding.plans import ShardingPlan
 from tests.hf import tiny
 
 IDS = torch.randint(3, 100, (1, 14), generator=torch.Generator().manual_seed(5))

@@ -9,9 +9,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from private_llm.token_sharding.nodes.facts import AttentionCall, Step, allowed, key_bias
-from private_llm.token_sharding.nodes.partial_attention import attend, combine
-from private_llm.token_sharding.plans import ShardingPlan
+from private_llm.token_sharding import AttentionCall, ShardingPlan, Step, allowed, attend, combine, key_bias
 
 
 class Undistributed:

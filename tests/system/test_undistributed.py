@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from undistributed import Undistributed
 
-from private_llm.token_sharding.nodes.facts import Step
-from private_llm.token_sharding.nodes.undistributed import Undistributed
-from private_llm.token_sharding.plans import ShardingPlan
+from private_llm.token_sharding import ShardingPlan, Step
 from tests.token_sharding.nodes.test_nodes import CAUSAL, FULL, WINDOW, Session
 
 PLANS = [ShardingPlan(1, 1, 1, partials="open"), ShardingPlan(3, 2, 1), ShardingPlan(3, 4, 2, partials="open")]
