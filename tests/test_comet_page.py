@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
 
-import pytest
+import comet_tables as tables
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parent.parent
 
 
-def test_the_page_has_the_estimators_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_has_the_estimators_figures() -> None:
     """One row of the summary stands for all: `python scripts/studies/comet_tables.py` makes them from the same runs."""
-    monkeypatch.syspath_prepend(str(ROOT / "scripts" / "studies"))
-    tables = importlib.import_module("comet_tables")
     page = (ROOT / "docs" / "comet.md").read_text(encoding="utf-8")
     summary = page.partition("<!-- summary -->")[2].partition("<!-- /summary -->")[0]
     size = tables.sizes(False)
@@ -26,9 +23,8 @@ def test_the_page_has_the_estimators_figures(monkeypatch: pytest.MonkeyPatch) ->
     )
 
 
-def test_every_table_has_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "scripts" / "studies"))
+def test_every_table_has_its_place() -> None:
     page = (ROOT / "docs" / "comet.md").read_text(encoding="utf-8")
-    for name in importlib.import_module("comet_tables").TABLES:
+    for name in tables.TABLES:
         assert page.partition(f"<!-- {name} -->\n")[2].partition(f"\n<!-- /{name} -->")[1], name
         assert "|" in page.partition(f"<!-- {name} -->\n")[2].partition(f"\n<!-- /{name} -->")[0], name

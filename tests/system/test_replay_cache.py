@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import importlib
-from pathlib import Path
 from typing import Any
 
 import pytest
+import replay_cache
 import torch
 
 from private_llm.oblivious.refill import RefillCost, RefillManager
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 COST = RefillCost(weight=5.0, token=2.0, entry=0.25)
 
 
 @pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(ROOT / "scripts" / "studies"))
-    return importlib.import_module("replay_cache")
+def script() -> Any:
+    return replay_cache
 
 
 def patterns(script: Any, layers: int = 3, steps: int = 40, heads: int = 5) -> Any:

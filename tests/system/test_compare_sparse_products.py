@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+import compare_sparse_products
 import pytest
 import torch
 from torch import Tensor
@@ -18,7 +17,6 @@ from private_llm.protocols.dealer import cost as dealer
 from private_llm.ring.ring import RING64
 from tests.harness import run_parties
 
-SCRIPTS = Path(__file__).resolve().parent.parent.parent / "scripts" / "studies"
 POSITIONS, NEURONS, WIDTH = 4, 7, 3
 CONFIGS = {
     "dealer, remask": PrivateConfig(protocol="dealer", matmul="remask"),
@@ -27,11 +25,9 @@ CONFIGS = {
 }
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def script() -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(SCRIPTS))
-        return importlib.import_module("compare_sparse_products")
+    return compare_sparse_products
 
 
 @pytest.fixture

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from pathlib import Path
 from typing import Any
 
+import compare_indexing
 import pytest
 import torch
 from torch import Tensor
@@ -14,15 +13,13 @@ from private_llm.config import PrivateConfig
 from private_llm.protocols.registry import protocol_names
 from tests.harness import run_parties
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 N, PLACES = 40, (0, 3, 4, 17, 39)
 every = pytest.mark.parametrize("protocol", protocol_names())
 
 
 @pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(ROOT / "scripts" / "studies"))
-    return importlib.import_module("compare_indexing")
+def script() -> Any:
+    return compare_indexing
 
 
 def config(protocol: str) -> PrivateConfig:
