@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from private_llm_cli.bench.layers import opt_decode, sparse_decode
+from layer_works import sparse_decode
+from private_llm_cli.bench.layers import opt_decode
 from private_llm_cli.bench.measure import measure_in_turns
 from private_llm_cli.bench.rows import machine
 from private_llm_cli.bench.work import Shape

@@ -19,7 +19,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
 from cache_steps import AttentionShape, Counted, Figures, counted, timed
-from private_llm_cli.bench.layers import alone
+from layer_works import alone
 from private_llm_cli.bench.link import LinkSpeed
 from private_llm_cli.bench.measure import measure
 from private_llm_cli.bench.rows import party_threads, provenance

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from private_llm_cli.bench.layers import llama_decode, llama_layer
+from layer_works import llama_decode, llama_layer
 from private_llm_cli.bench.link import LinkSpeed
 from private_llm_cli.bench.measure import measure
 from private_llm_cli.bench.rows import party_threads, provenance, spread

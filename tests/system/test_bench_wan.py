@@ -8,7 +8,7 @@ import namespaces
 import pytest
 import wan_run
 from bench_wan import app
-from private_llm_cli.bench.layers import llama_decode, llama_layer
+from layer_works import llama_decode, llama_layer
 from private_llm_cli.bench.link import LinkSpeed
 from private_llm_cli.bench.measure import measure
 from private_llm_hf.tools.estimate import LayerCost
