@@ -19,7 +19,7 @@ from private_llm_cli.commands.bench import link_speed
 from private_llm_cli.commands.output import NOTES, duration, emit_json, emit_table, progress_bar, size
 from private_llm_cli.commands.plot_bench import check_name
 from private_llm_cli.options import Json
-from table_options import Bandwidth, Latency, Plot, Repeat, Tiny, new_app
+from table_options import Bandwidth, Latency, Plot, Repeat, Tiny, new_app, run_app
 
 from private_llm.errors import ConfigError
 
@@ -105,4 +105,4 @@ def _table(part: str, title: str, rows: list[dict[str, Any]]) -> None:
 
 
 if __name__ == "__main__":
-    app()
+    run_app(app)

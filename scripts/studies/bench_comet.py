@@ -22,7 +22,7 @@ from private_llm_cli.bench.rows import machine
 from private_llm_cli.bench.work import Shape
 from private_llm_cli.commands.output import duration, emit_json, emit_table, progress_bar, size
 from private_llm_cli.options import Json
-from table_options import Repeat, Tiny, new_app
+from table_options import Repeat, Tiny, new_app, run_app
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError
@@ -120,4 +120,4 @@ def main(as_json: Json = False, repeat: Repeat = 5, tiny: Tiny = False) -> None:
 
 
 if __name__ == "__main__":
-    app()
+    run_app(app)

@@ -20,7 +20,7 @@ from private_llm_cli.commands.bench import link_speed
 from private_llm_cli.commands.output import duration, emit_json, emit_table, progress_bar, size
 from private_llm_cli.commands.plot_bench import check_name
 from private_llm_cli.options import Json
-from table_options import Bandwidth, Latency, Plot, Repeat, Tiny, new_app
+from table_options import Bandwidth, Latency, Plot, Repeat, Tiny, new_app, run_app
 
 from private_llm.errors import ConfigError
 
@@ -82,4 +82,4 @@ def _cells(row: dict[str, Any]) -> tuple[object, ...]:
 
 
 if __name__ == "__main__":
-    app()
+    run_app(app)

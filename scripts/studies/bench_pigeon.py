@@ -29,7 +29,7 @@ from private_llm_cli.options import (
     RotateRolesOption,
     config_of,
 )
-from table_options import Plot, Repeat, Tiny, new_app
+from table_options import Plot, Repeat, Tiny, new_app, run_app
 
 from private_llm.errors import ConfigError
 
@@ -106,4 +106,4 @@ def _or_dash(value: float | None, factor: float, digits: int) -> str:
 
 
 if __name__ == "__main__":
-    app()
+    run_app(app)

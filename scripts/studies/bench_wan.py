@@ -13,7 +13,7 @@ import typer
 from private_llm_cli.bench.rows import machine
 from private_llm_cli.commands.output import NOTES, duration, emit_json, emit_table, progress_bar, size
 from private_llm_cli.options import Json
-from table_options import Bandwidth, Latency, Repeat, Tiny, new_app
+from table_options import Bandwidth, Latency, Repeat, Tiny, new_app, run_app
 from wan_models import wan_model
 from wan_rows import PROTOCOLS, cases, networks
 
@@ -65,4 +65,4 @@ def _cells(row: dict[str, Any]) -> tuple[object, ...]:
 
 
 if __name__ == "__main__":
-    app()
+    run_app(app)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from private_llm.errors import PrivateLLMError
 
 Repeat = Annotated[int, typer.Option(help="Timed repetitions, once nothing is recorded.")]
 Tiny = Annotated[bool, typer.Option("--tiny", help="Smallest shapes: does everything run?")]
@@ -17,3 +20,12 @@ Plot = Annotated[Path | None, typer.Option(help="A picture of the table (.png, .
 def new_app() -> typer.Typer:
     """A command line with one command."""
     return typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+
+
+def run_app(app: typer.Typer) -> None:
+    """Run it; an error of the library is one message and exit code 2."""
+    try:
+        app()
+    except PrivateLLMError as error:
+        print(f"{sys.argv[0]}: {error}", file=sys.stderr)
+        sys.exit(2)
