@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
+from private_llm_hf.long_context.budget import attended
+
 from private_llm.errors import ConfigError
 from private_llm.kv_policies.fixed import SlidingWindow
 from private_llm.kv_policies.mpcache import MPCacheConfig
@@ -18,13 +20,6 @@ _SIZES = ((32, 16), (16, 8), (8, 4))
 """Clusters from large to small; the first of which a budget can be met with."""
 _GRAIN = 400
 """Shares of a level are tried in steps of 1 / _GRAIN."""
-
-
-def attended(policy: CachePolicy, length: int) -> int:
-    """Entries that the first step after a prompt of `length` tokens attends to."""
-    held = policy.entries(length, length, length) + 1
-    shape = None if policy.selection is None else policy.selection.shape(held)
-    return held if shape is None else held - shape.clustered + shape.chosen
 
 
 def _largest(made: Callable[[float], CachePolicy], length: int, budget: float) -> CachePolicy | None:
