@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -35,7 +36,6 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 from private_llm_cli.bench.rows import provenance
 from private_llm_cli.commands.pyplot import load_pyplot
-from private_llm_hf.token_sharding.inversion_model import SeenRows, reader, reader_of
 from private_llm_hf.tools.texts import encode, load_texts, windows
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -45,18 +45,11 @@ from torch import Tensor
 from train_demo_model import batches, divide
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from private_llm.token_sharding import (
-    Inverter,
-    Observers,
-    ShardingPlan,
-    any_attn,
-    any_comp,
-    colluding,
-    draw,
-    guess,
-    loss_of,
-    recovery,
-)
+from private_llm.token_sharding import ShardingPlan
+
+sys.path.append(str(Path(__file__).resolve().parent / "studies"))
+from attacks.inversion import Inverter, Observers, any_attn, any_comp, colluding, draw, guess, loss_of, recovery
+from attacks.inversion_model import SeenRows, reader, reader_of
 
 Rows = Sequence[dict[str, Any]]
 

@@ -15,16 +15,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import mpcache_rows
 import pytest
-from private_llm_cli.bench import mpcache
+from mpcache_rows import PAPER
+from pigeon_rows import jobs
 from private_llm_cli.bench.catalogue import make
 from private_llm_cli.bench.link import LinkSpeed
 from private_llm_cli.bench.measure import measure
-from private_llm_cli.bench.pigeon import jobs
-from private_llm_cli.bench.wan import counted_both, estimated, wan_config
-from private_llm_cli.bench.wan_models import PROMPT, wan_model
 from private_llm_hf.models import smollm2
 from private_llm_hf.tools.estimate import estimate, named_shape
+from wan_models import PROMPT, wan_model
+from wan_rows import counted_both, estimated, wan_config
 
 from private_llm.config import PrivateConfig
 
@@ -83,10 +84,12 @@ def distance_again() -> Iterator[tuple[Row, Row]]:
 
 def cache_again() -> Iterator[tuple[Row, Row]]:
     """Steps and layers with the paper's settings at 2048 tokens, where the aims are."""
-    made = {(case.kind, case.label, case.model, case.protocol, case.tokens): case for case in mpcache.cases(("trio",))}
+    made = {
+        (case.kind, case.label, case.model, case.protocol, case.tokens): case for case in mpcache_rows.cases(("trio",))
+    }
     for row in ROWS["mpcache.jsonl"]:
         case = made.get((row["kind"], row["label"], row["model"], row["protocol"], row["tokens"]))
-        if case is not None and case.kind in ("step", "layer") and case.policy == mpcache.PAPER and case.tokens == 2048:
+        if case is not None and case.kind in ("step", "layer") and case.policy == PAPER and case.tokens == 2048:
             yield row, replace(case, measured=False).run(1)
 
 
@@ -219,7 +222,7 @@ CELLS: dict[str, tuple[str, Callable[[Any], tuple[str, list[str]]]]] = {
     "python scripts/studies/compare_indexing.py": ("compare_indexing", indexing_again),
     "python scripts/studies/level_noise.py": ("level_noise", noise_again),
     "python scripts/studies/compare_sparse_products.py": ("compare_sparse_products", products_again),
-    "private-llm bench comet": ("private_llm_cli.bench.comet", decode_again),
+    "python scripts/studies/bench_comet.py": ("bench_comet", decode_again),
 }
 """Commands whose tables have bytes or rounds, and a row of them that is counted again: how it begins, and its cells."""
 DATED = {
@@ -241,8 +244,7 @@ def test_tables_with_bytes_or_rounds_are_counted_again() -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("command", CELLS)
-def test_a_row_of_each_table_is_that_of_this_code(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(DOCS.parent / "scripts"))
+def test_a_row_of_each_table_is_that_of_this_code(command: str) -> None:
     name, again = CELLS[command]
     begins, cells = again(importlib.import_module(name))
     pages = [table for _, before, table in tables() if (found := MADE.search(before)) and found["made"] == command]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Collection
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -16,7 +17,7 @@ LAYERS = (
     "importing", "errors", "typed_settings", "forks", "ranges", "kv_policies", "sparsity_config",
     "token_sharding.plans", "protocol_facts", "config", "threat",
     "kernels", "ring", "circuits", "net", "protocols", "tensor", "replay", "exact", "approx", "oblivious", "nn",
-    "token_sharding.nodes", "token_sharding.attacks",
+    "token_sharding.nodes",
 )  # fmt: skip
 """From the lowest to the highest."""
 PACKAGES = {
@@ -110,6 +111,64 @@ def test_every_module_imports_from_layers_below_only(package: str) -> None:
     assert not bad, "\n".join(bad)
 
 
+UNUSED = {
+    DOOR: "starts the command line",
+    "private_llm.kernels.reference": "says what each kernel computes; kernels for other devices are tested against it",
+    "private_llm.nn.refilling_cache": "Comet's own cache, which waits for models that use it (docs/sparsity.md)",
+    "private_llm_hf.sparsity.powerinfer": "users read published predictors with it (docs/sparsity.md)",
+}
+"""Modules that nothing in the product and no example imports, and why they are not a study's or a test's."""
+
+
+def used_by(source: str, known: Collection[str]) -> set[str]:
+    """Modules of `known` that a file imports, or names in a text: "module:function", or "package." for all in it."""
+    found = set()
+    for target, _ in imports_of(source):
+        package, _, last = target.rpartition(".")
+        module = target if target in known else package
+        found.add(offered().get(last, ENTRY) if package == ENTRY else module)
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.add(node.value.partition(":")[0])
+            if node.value.endswith(".") and node.value.count(".") > 1:
+                found.update(name for name in known if name.startswith(node.value))
+    return found & set(known)
+
+
+def test_every_module_of_the_product_is_used_by_it() -> None:
+    """What only scripts or tests import lies with them, not in the wheel."""
+    files = {name: path for package, folder in PACKAGES.items() for name, path in modules(folder, package).items()}
+    used = {name for path in (ROOT / "examples").rglob("*.py") for name in used_by(path.read_text(), files)}
+    for name, path in files.items():
+        used |= set() if name == ENTRY else used_by(path.read_text(), files) - {name}
+    unused = {name for name, path in files.items() if path.name != "__init__.py"} - used
+    assert unused == set(UNUSED), "move it to scripts/studies or tests, or say in UNUSED why users need it"
+
+
+def test_nothing_in_the_product_imports_scripts_or_tests() -> None:
+    folders = (ROOT / "scripts", ROOT / "tests" / "system")
+    outside = {"scripts", "tests", *(path.stem for folder in folders for path in folder.rglob("*.py"))} - {"__init__"}
+    for package, folder in PACKAGES.items():
+        for name, path in modules(folder, package).items():
+            bad = {target for target, _ in imports_of(path.read_text()) if target.partition(".")[0] in outside}
+            assert not bad, f"{name} imports {bad}, which the wheel lacks"
+
+
+@pytest.mark.parametrize(
+    ("line", "used"),
+    [
+        ("from a.b import c", {"a.b.c"}),
+        ("from a.e import x", {"a.e"}),
+        ("def f():\n    import a.b.d", {"a.b.d"}),
+        ("start('a.b:serve')", {"a.b"}),
+        ("load(f'a.b.{name}')", {"a.b.c", "a.b.d"}),
+        ("print('see a.b: it')", set()),
+    ],
+)
+def test_the_checker_sees_what_is_used(line: str, used: set[str]) -> None:
+    assert used_by(line, ("a.b", "a.b.c", "a.b.d", "a.e")) == used
+
+
 def test_nothing_imports_the_door() -> None:
     for package, folder in PACKAGES.items():
         for name, path in modules(folder, package).items():
@@ -194,7 +253,7 @@ def test_modules_do_not_import_each_other_in_a_circle(package: str) -> None:
         ("private_llm", "from private_llm.nn.linear import x", True),
         ("private_llm.config", "from private_llm.token_sharding import ShardingPlan", False),
         ("private_llm.config", "from private_llm.token_sharding import Step", True),
-        ("private_llm.net.wire", "def f():\n    from private_llm.token_sharding import Loot", True),
+        ("private_llm.net.wire", "def f():\n    from private_llm.token_sharding import Exchange", True),
     ],
 )
 def test_the_checker_sees_a_wrong_import(name: str, line: str, wrong: bool) -> None:

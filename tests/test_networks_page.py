@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from private_llm_cli.bench.wan_models import wan_model
-from private_llm_cli.commands.plot_wan import plot_wan
+from plot_wan import plot_wan
+from wan_models import wan_model
 
 ROOT = Path(__file__).resolve().parent.parent
 PUBLISHED: list[dict[str, Any]] = json.loads((ROOT / "docs" / "networks-published.json").read_text("utf-8"))

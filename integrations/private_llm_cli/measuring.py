@@ -149,33 +149,33 @@ def diff(
     run(model or demo_model(), prompt or DEMO_PROMPT, config, everything, as_json, image, ranges)
 
 
+MOVED = ("cascade", "comet", "mpcache", "pigeon", "wan")
+_WHERE = (
+    "bench: the table {0!r} moved: it is a study, which the installed package no longer contains. In a checkout of the "
+    "repository run `python scripts/studies/bench_{0}.py` (--help lists its options)"
+)
+
+
 def bench(
     names: Annotated[
         list[str] | None,
-        typer.Argument(
-            help="Works (default: all but large ones); or a table: pigeon, cascade, comet, mpcache, kernels, wan."
-        ),
+        typer.Argument(help="Works (default: all but large ones); or kernels, a table of its own."),
     ] = None,
     as_json: Json = False,
     protocol: Annotated[
-        str | None,
-        typer.Option(
-            "--protocol", parser=protocol_name, metavar=PROTOCOLS, help="Default: trio; for pigeon both trio and quad."
-        ),
+        str | None, typer.Option("--protocol", parser=protocol_name, metavar=PROTOCOLS, help="Default: trio.")
     ] = None,
     ring: RingOption = 64,
     n: Annotated[int | None, typer.Option("--n", help="How many elements, rows, tokens or images.")] = None,
     repeat: Annotated[int, typer.Option(help="Timed repetitions, once nothing is recorded.")] = 5,
     shape: Annotated[str | None, typer.Option(help="Sizes joined by 'x', for instance 128x768x3072.")] = None,
-    party_mode: Annotated[
-        PartyMode, typer.Option("--party-mode", help="auto: threads; for pigeon the faster of threads and processes.")
-    ] = PartyMode.AUTO,
+    party_mode: Annotated[PartyMode, typer.Option("--party-mode", help="auto: threads.")] = PartyMode.AUTO,
     parallel_sessions: ParallelSessionsOption = 1,
     rotate_roles: RotateRolesOption = False,
     bandwidth: Annotated[float | None, typer.Option(help="Emulated Mbit/s of each direction of a link.")] = None,
     latency: Annotated[float | None, typer.Option(help="Emulated one-way latency in ms.")] = None,
     plot: Annotated[
-        Path | None, typer.Option(help="Picture (.png, .svg): what each party did; for pigeon and cascade the table.")
+        Path | None, typer.Option(help="Picture (.png, .svg): what each party did in the last run.")
     ] = None,
     tiny: Annotated[bool, typer.Option("--tiny", help="Smallest shapes: does everything run?")] = False,
     preprocess: Annotated[bool, typer.Option("--preprocess", help="Preprocessing first, timed apart.")] = False,
@@ -184,27 +184,14 @@ def bench(
     relu_bits: ReluBitsOption = None,
     relu_low: ReluLowOption = 0,
     approximations: ApproximationsOption = Approximations.OURS,
-    imagenet: Annotated[
-        bool, typer.Option("--imagenet", help="For pigeon: ResNet-50 and VGG-16 on ImageNet images, too.")
-    ] = False,
+    imagenet: Annotated[bool, typer.Option("--imagenet", hidden=True)] = False,
 ) -> None:
     """Measure operations, layers and models: time, bytes, rounds and error against float64."""
-    from private_llm_cli.commands.bench import (
-        CASCADE,
-        COMET,
-        KERNELS,
-        MPCACHE,
-        PIGEON,
-        WAN,
-        bench_kernels,
-        bench_pigeon,
-        link_speed,
-    )
+    for name in [*(names or ()), *(["pigeon"] if imagenet else [])]:
+        if name in MOVED:
+            raise ConfigError(_WHERE.format(name))
+    from private_llm_cli.commands.bench import KERNELS, bench_kernels
     from private_llm_cli.commands.bench import bench as run
-    from private_llm_cli.commands.bench_cascade import bench_cascade
-    from private_llm_cli.commands.bench_comet import bench_comet
-    from private_llm_cli.commands.bench_mpcache import bench_mpcache
-    from private_llm_cli.commands.bench_wan import bench_wan
 
     circuit: dict[str, Any] = {
         "relu_bits": relu_bits, "relu_low": relu_low, "approximations": approximations.value,
@@ -224,50 +211,13 @@ def bench(
     )
     linked = bandwidth is not None or latency is not None
     other = protocol or ring != 64 or preprocess or n or shape or circuit_given or len(names or ()) > 1
-    for table, measured in ((KERNELS, bench_kernels), (COMET, bench_comet)):
-        if names and table in names:
-            if other or plot or linked:
-                raise ConfigError(
-                    f"{table} is a table of its own: give no other name or option than --repeat, --tiny, --json"
-                )
-            measured(as_json, repeat, tiny)
-            return
-    if names and WAN in names:
-        if ring != 64 or preprocess or n or shape or circuit_given or plot or len(names) > 1:
+    if names and KERNELS in names:
+        if other or plot or linked:
             raise ConfigError(
-                "wan is a table of its own: give no other name or option than --protocol, --repeat, --tiny, --json, "
-                "--bandwidth, --latency"
+                "kernels is a table of its own: give no other name or option than --repeat, --tiny, --json"
             )
-        bench_wan(as_json, repeat, tiny, protocol or "trio", bandwidth, latency)
+        bench_kernels(as_json, repeat, tiny)
         return
-    if names and MPCACHE in names:
-        if ring != 64 or preprocess or n or shape or circuit_given or len(names) > 1:
-            raise ConfigError(
-                "mpcache is a table of its own: give no other name or option than --protocol, --repeat, --tiny, "
-                "--json, --plot, --bandwidth, --latency"
-            )
-        bench_mpcache(as_json, repeat, tiny, protocol, plot, link_speed(bandwidth, latency))
-        return
-    if names and CASCADE in names:
-        if other:
-            raise ConfigError(
-                "cascade is a table of its own: give no other name or option than --repeat, --tiny, --json, --plot, "
-                "--bandwidth, --latency"
-            )
-        bench_cascade(as_json, repeat, tiny, plot, link_speed(bandwidth, latency))
-        return
-    if names and PIGEON in names:
-        given = [n, shape, bandwidth, latency]
-        if approximations is not Approximations.OURS:
-            raise ConfigError("pigeon: its works have neither GELU nor softmax; leave out --approximations")
-        if config.adder == "keys":
-            raise ConfigError("pigeon: its table compares circuits; want --adder prefix or ripple")
-        if len(names) > 1 or ring != 64 or preprocess or any(value is not None for value in given):
-            raise ConfigError("pigeon is a table of its own: give no other name, ring, shape or link with it")
-        bench_pigeon([protocol] if protocol else ["trio", "quad"], config, as_json, repeat, tiny, plot, imagenet)
-        return
-    if imagenet:
-        raise ConfigError("--imagenet adds lines to the table of `bench pigeon`; name resnet50 or vgg16-imagenet here")
     run(names or (), config, as_json, repeat, shape, n, bandwidth, latency, tiny, plot, preprocess)
 
 

@@ -290,7 +290,6 @@ ParallelSessionsOption = Annotated[
     int,
     typer.Option(
         "--parallel-sessions",
-        "--lanes",
         help="Sessions side by side that share the rows of a batch.",
         rich_help_panel=PROTOCOL,
     ),
@@ -299,7 +298,6 @@ RotateRolesOption = Annotated[
     bool,
     typer.Option(
         "--rotate-roles",
-        "--permute",
         help="Another party plays each role in each parallel session.",
         rich_help_panel=PROTOCOL,
     ),

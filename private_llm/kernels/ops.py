@@ -3,8 +3,7 @@
 All tensors are signed torch integers; the kernels see them as unsigned. Rows and packed fields are int64 words.
 What each operation computes is said once, in `reference`, in plain torch. All raise UnsupportedOp for operands on
 another device, or on a GPU without Triton, and DomainError for those that are not contiguous where the CPU's kernels
-take addresses (kernels/address.py). `library` offers the same operations as `torch.ops.private_llm.*`; the direct calls
-here save that dispatcher's microseconds.
+take addresses (kernels/address.py).
 """
 
 from __future__ import annotations

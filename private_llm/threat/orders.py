@@ -88,9 +88,8 @@ REUSED_ORDERS = Threat(
          "openings at most"),
         ("the client", "nothing more, unless a party tells it what was opened"),
     ),
-    source="integrations/private_llm_hf/sparsity/linked_orders.py, measured by scripts/studies/link_orders.py and "
-    "scripts/studies/kept_orders.py; "
-    "tests/sparsity/test_linked_orders.py runs it on what trio opens. Comet keeps one order for all requests (weights "
+    source="scripts/studies/linked_orders.py, measured by link_orders.py and kept_orders.py beside it; "
+    "tests/system/test_linked_orders.py runs it on what trio opens. Comet keeps one order for all requests (weights "
     "are shuffled ahead of time) and proves each opening by itself secure (appendix A), which does not cover this",
     setting="sparsity=CometConfig(orders='kept'): the order in which the owner stored neurons and heads, one for each "
     "block, which lasts as long as the sharing (every from_pretrained and patch draws anew, share files keep theirs "

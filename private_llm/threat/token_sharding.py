@@ -96,7 +96,7 @@ SPLIT = Threat(
     source=(
         "Cascade (appendix A). The first layers open their states to the CompNodes row by row after the protocol's "
         "own check. Searches behind it are counted in private_llm/token_sharding/plans/audit.py and compared with "
-        "private_llm/attacks. The statistical attack is ours and is why no more is claimed. No "
+        "scripts/studies/attacks. The statistical attack is ours and is why no more is claimed. No "
         "outside review yet"
     ),
     setting="split=L with protocol='trio', 'quad' or 'dealer', and plan=ShardingPlan(...)",

@@ -1,7 +1,7 @@
-"""Token sharding (Cascade): plans, nodes and attacks. Statistical protection, no part of secret sharing.
+"""Token sharding (Cascade): plans and nodes. Statistical protection, no part of secret sharing.
 
 Others take what they use from here: `from private_llm.token_sharding import NAME`. A module is imported when one of its
-names is first asked for, because settings hold plans while nodes and attacks use what lies above the settings.
+names is first asked for, because settings hold plans while nodes use what lies above the settings.
 """
 
 from __future__ import annotations
@@ -10,32 +10,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from private_llm.token_sharding.attacks.collusion import ATTACKS as ATTACKS
-    from private_llm.token_sharding.attacks.collusion import Loot as Loot
-    from private_llm.token_sharding.attacks.collusion import bounds as bounds
-    from private_llm.token_sharding.attacks.collusion import collude as collude
-    from private_llm.token_sharding.attacks.inversion import Inverter as Inverter
-    from private_llm.token_sharding.attacks.inversion import Observers as Observers
-    from private_llm.token_sharding.attacks.inversion import any_attn as any_attn
-    from private_llm.token_sharding.attacks.inversion import any_comp as any_comp
-    from private_llm.token_sharding.attacks.inversion import colluding as colluding
-    from private_llm.token_sharding.attacks.inversion import draw as draw
-    from private_llm.token_sharding.attacks.inversion import guess as guess
-    from private_llm.token_sharding.attacks.inversion import loss_of as loss_of
-    from private_llm.token_sharding.attacks.inversion import recovery as recovery
-    from private_llm.token_sharding.attacks.likelihood import rank_anywhere as rank_anywhere
-    from private_llm.token_sharding.attacks.likelihood import rank_next as rank_next
-    from private_llm.token_sharding.attacks.noise import FORMATS as FORMATS
-    from private_llm.token_sharding.attacks.noise import rounded as rounded
-    from private_llm.token_sharding.attacks.row_matching import Rows as Rows
-    from private_llm.token_sharding.attacks.row_matching import flat as flat
-    from private_llm.token_sharding.attacks.scores import bleu as bleu
-    from private_llm.token_sharding.attacks.scores import exact as exact
-    from private_llm.token_sharding.attacks.scores import rouge_l as rouge_l
-    from private_llm.token_sharding.attacks.view import view_of as view_of
-    from private_llm.token_sharding.attacks.vocab_matching import CHUNK as CHUNK
-    from private_llm.token_sharding.attacks.vocab_matching import match_permuted as match_permuted
-    from private_llm.token_sharding.attacks.vocab_matching import match_states as match_states
     from private_llm.token_sharding.nodes.attn_node import AttnNode as AttnNode
     from private_llm.token_sharding.nodes.exchange import Exchange as Exchange
     from private_llm.token_sharding.nodes.facts import MOST_TOKENS as MOST_TOKENS
@@ -46,6 +20,7 @@ if TYPE_CHECKING:
     from private_llm.token_sharding.nodes.floats import number_type as number_type
     from private_llm.token_sharding.nodes.floats import recv_floats as recv_floats
     from private_llm.token_sharding.nodes.floats import send_floats as send_floats
+    from private_llm.token_sharding.nodes.partial_attention import Piece as Piece
     from private_llm.token_sharding.nodes.partial_attention import attend as attend
     from private_llm.token_sharding.nodes.partial_attention import combine as combine
     from private_llm.token_sharding.nodes.stage_costs import HELD as HELD
@@ -60,7 +35,6 @@ if TYPE_CHECKING:
     from private_llm.token_sharding.nodes.stage_costs import paper_seconds as paper_seconds
     from private_llm.token_sharding.nodes.stage_costs import seconds_of as seconds_of
     from private_llm.token_sharding.nodes.stage_costs import shard_sizes as shard_sizes
-    from private_llm.token_sharding.nodes.undistributed import Undistributed as Undistributed
     from private_llm.token_sharding.plans import ShardingPlan as ShardingPlan
     from private_llm.token_sharding.plans.audit import Setting as Setting
     from private_llm.token_sharding.plans.audit import audit as audit
@@ -71,22 +45,13 @@ if TYPE_CHECKING:
 _NAMES = {
     "plans": "ShardingPlan",
     "plans.audit": "Setting audit fewest refuse_weak warn_weak",
-    "nodes.partial_attention": "attend combine",
+    "nodes.partial_attention": "Piece attend combine",
     "nodes.attn_node": "AttnNode",
     "nodes.stage_costs": "HELD Card Sent Stage attention_stages cache_bytes cards comp_sizes paper_bytes paper_seconds "
     "seconds_of shard_sizes",
     "nodes.exchange": "Exchange",
     "nodes.facts": "MOST_TOKENS AttentionCall Step allowed key_bias",
-    "nodes.undistributed": "Undistributed",
     "nodes.floats": "number_type recv_floats send_floats",
-    "attacks.collusion": "ATTACKS Loot bounds collude",
-    "attacks.inversion": "Inverter Observers any_attn any_comp colluding draw guess loss_of recovery",
-    "attacks.likelihood": "rank_anywhere rank_next",
-    "attacks.noise": "FORMATS rounded",
-    "attacks.row_matching": "Rows flat",
-    "attacks.scores": "bleu exact rouge_l",
-    "attacks.view": "view_of",
-    "attacks.vocab_matching": "CHUNK match_permuted match_states",
 }
 """What each module gives to others."""
 _WHERE = {name: module for module, names in _NAMES.items() for name in names.split()}

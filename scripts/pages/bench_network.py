@@ -33,8 +33,10 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from private_llm_cli.bench.namespaces import CLIENT_HOST, address, missing_rights, shaped, switch
 from private_llm_cli.bench.rows import taken
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "studies"))  # which measure in namespaces, too
+from namespaces import CLIENT_HOST, address, missing_rights, shaped, switch
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = ROOT / "docs" / "network.jsonl"
@@ -232,7 +234,7 @@ def options_of(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rate", type=float, nargs="+", default=[1000.0], help="Mbit/s; 0: as fast as the machine")
     parser.add_argument("--works", nargs="+", default=["relu-64", "vgg16"], choices=list(WORKS))
     parser.add_argument("--protocol", nargs="+", default=["trio"], choices=["trio", "quad"])
-    parser.add_argument("--parallel-sessions", "--lanes", type=int, nargs="+", default=[1, 3])
+    parser.add_argument("--parallel-sessions", type=int, nargs="+", default=[1, 3])
     parser.add_argument("--topology", nargs="+", default=["loopback", "switch"], choices=["loopback", "switch"])
     parser.add_argument("--repeat", type=int, default=5)
     for hidden in ("--case", "--endpoint", "--folder"):

@@ -19,14 +19,16 @@ from pathlib import Path
 from typing import Any
 
 import bench_network
-from private_llm_cli.bench import cascade
 from private_llm_cli.bench.catalogue import LARGE, NAMES, make
 from private_llm_cli.bench.measure import measure
-from private_llm_cli.bench.pigeon import jobs
 from private_llm_cli.bench.rows import taken
 from private_llm_hf.models import smollm2
 
 from private_llm.config import PrivateConfig
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "studies"))  # rows of papers' tables
+import cascade_rows
+from pigeon_rows import jobs
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = ROOT / "docs" / "benchmarks.jsonl"
@@ -212,7 +214,7 @@ def measure_pigeon(repeat: int, tiny: bool) -> list[dict[str, Any]]:
 def measure_cascade(repeat: int, tiny: bool) -> list[dict[str, Any]]:
     """Token sharding's whole table."""
     made = []
-    for case in cascade.cases(tiny):
+    for case in cascade_rows.cases(tiny):
         made.append(case.run(repeat))
         print(json.dumps(made[-1]), flush=True)
     if not tiny:

@@ -6,7 +6,8 @@ python scripts/pages/make_cache_tables.py --check  are the tables those of the r
 python scripts/pages/make_cache_tables.py --tiny   smallest rows, written nowhere: does everything run?
 
 `--count` times nothing. A row that this version counts as before stays as it is; any other loses its seconds, which are
-of another version. `private-llm bench mpcache --json --bandwidth 1000 --latency 0.1` prints rows with seconds.
+of another version. `python scripts/studies/bench_mpcache.py --json --bandwidth 1000 --latency 0.1` prints rows with
+seconds.
 """
 
 from __future__ import annotations
@@ -21,9 +22,11 @@ from pathlib import Path
 from typing import Any
 
 from make_benchmarks import keep, put, read_rows
-from private_llm_cli.bench.mpcache import GATHERS, Case, cases
 from private_llm_cli.bench.rows import provenance, taken
-from private_llm_cli.commands.plot_mpcache import plot_mpcache
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "studies"))  # its rows are a study's
+from mpcache_rows import GATHERS, Case, cases
+from plot_mpcache import plot_mpcache
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE, ROWS, PICTURE = (ROOT / "docs" / name for name in ("kv-cache.md", "mpcache.jsonl", "mpcache.png"))

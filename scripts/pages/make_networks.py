@@ -1,4 +1,4 @@
-"""Measure `bench wan` into docs/networks.jsonl, and write the tables and the picture of docs/networks.md from it.
+"""Measure rows of bench_wan.py into docs/networks.jsonl, and write tables and picture of docs/networks.md from them.
 
 python scripts/pages/make_networks.py --measure                 everything (an hour), then tables and picture
 python scripts/pages/make_networks.py --measure --models gpt2   rows of these models again; the others stay
@@ -22,10 +22,12 @@ from typing import Any
 
 from make_benchmarks import keep, put, read_rows
 from private_llm_cli.bench.rows import taken
-from private_llm_cli.bench.wan import LATENCIES, Case, cases, networks
-from private_llm_cli.bench.wan_models import wan_model
-from private_llm_cli.bench.wan_run import Place
-from private_llm_cli.commands.plot_wan import USUAL_BANDWIDTH, plot_wan
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "studies"))  # its rows are a study's
+from plot_wan import USUAL_BANDWIDTH, plot_wan
+from wan_models import wan_model
+from wan_rows import LATENCIES, Case, cases, networks
+from wan_run import Place
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE, ROWS = ROOT / "docs" / "networks.md", ROOT / "docs" / "networks.jsonl"

@@ -17,24 +17,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from attacks.attacked import RowsAt
+from attacks.collusion import collude
+from attacks.noise import FORMATS, rounded
+from attacks.row_matching import flat
+from attacks.scores import exact
+from attacks.view import view_of
+from attacks.vocab_matching import CHUNK, match_states
 from private_llm_cli.bench.rows import commit
 from private_llm_cli.commands.models import demo_model, plaintext_model, tokenizer_of
 from private_llm_cli.commands.output import emit_json, progress_bar
 from private_llm_cli.commands.pyplot import load_pyplot
-from private_llm_hf.token_sharding.attacked import RowsAt
 from torch import Tensor
 
-from private_llm.token_sharding import (
-    CHUNK,
-    FORMATS,
-    ShardingPlan,
-    collude,
-    exact,
-    flat,
-    match_states,
-    rounded,
-    view_of,
-)
+from private_llm.token_sharding import ShardingPlan
 
 TEXT = (
     "The letter was written in the summer of the year before the war, and nobody had read it since. The old bridge "

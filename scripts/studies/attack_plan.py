@@ -30,30 +30,20 @@ from typing import Any
 
 import numpy as np
 import torch
+from attacks.attacked import RowsAt, likely_tokens
+from attacks.collusion import ATTACKS, Loot, bounds, collude
+from attacks.likelihood import rank_anywhere, rank_next
+from attacks.row_matching import flat
+from attacks.scores import bleu, exact, rouge_l
+from attacks.view import view_of
+from attacks.vocab_matching import CHUNK, match_permuted, match_states
 from private_llm_cli.commands.models import demo_model, plaintext_model, tokenizer_of
 from private_llm_cli.commands.output import CONSOLE, NOTES, duration, emit_json, progress_bar
-from private_llm_hf.token_sharding.attacked import RowsAt, likely_tokens
 from torch import Tensor
 from transformers import AutoModel, BertConfig
 
 from private_llm.errors import ConfigError, PrivateLLMError
-from private_llm.token_sharding import (
-    ATTACKS,
-    CHUNK,
-    Loot,
-    ShardingPlan,
-    bleu,
-    bounds,
-    collude,
-    exact,
-    flat,
-    match_permuted,
-    match_states,
-    rank_anywhere,
-    rank_next,
-    rouge_l,
-    view_of,
-)
+from private_llm.token_sharding import ShardingPlan
 
 TEXT = (
     "The letter was written in the summer of the year before the war, and nobody had read it since. The old bridge "

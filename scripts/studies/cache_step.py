@@ -18,7 +18,7 @@ import time
 from typing import Any
 
 import torch
-from private_llm_cli.bench.cache_steps import AttentionShape, timed
+from cache_steps import AttentionShape, timed
 from private_llm_cli.bench.rows import provenance
 from private_llm_cli.commands.output import emit_json, emit_table
 

@@ -17,8 +17,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import bench_service
+import cascade_rows
 import torch
-from private_llm_cli.bench import cascade, kernels
+from private_llm_cli.bench import kernels
 from private_llm_cli.bench.catalogue import make
 from private_llm_cli.bench.measure import measure_in_turns
 from private_llm_cli.bench.rows import provenance, usable_cores
@@ -50,7 +51,7 @@ def listed_rows(tiny: bool) -> float:
 def undistributed(tiny: bool) -> float:
     """The plaintext forward by token sharding's, median of neighbouring pairs."""
     torch.set_num_threads(usable_cores())  # the plaintext forward has all of them, too
-    case = next(case for case in cascade.cases(tiny) if case.part == "alone")
+    case = next(case for case in cascade_rows.cases(tiny) if case.part == "alone")
     return 1.0 / float(case.run(1 if tiny else 5)["ratio"]["median"])
 
 

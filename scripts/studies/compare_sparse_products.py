@@ -6,7 +6,7 @@
     python scripts/studies/compare_sparse_products.py --tiny              # three levels, one layer of the bundled model
 
 FC1 and FC2 of OPT-6.7B at 512 positions and at one, ten levels of sparsity, by the formulas of the protocols
-(tests/oblivious/test_compare_sparse_products.py holds them against real runs). Activity is that of
+(tests/system/test_compare_sparse_products.py holds them against real runs). Activity is that of
 
     shared   neurons that are active at all positions or at none
     bundled  the bundled model: its neurons with the largest values before the activation, at 512 positions of a text

@@ -14,7 +14,7 @@ an assignment by frequencies and sorted correlations, made better by correlation
 tokens: of one prompt it knows the beginning, which tells the order (`linked_orders.match_positions`). Then it reads the
 rest token by token: of all tokens of the vocabulary it takes the one that makes the pattern most like the one opened.
 
-Orders are drawn here; that the protocols open just these bits is shown in `tests/sparsity/test_linked_orders.py`.
+Orders are drawn here; that the protocols open just these bits is shown in `tests/system/test_linked_orders.py`.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from linked_orders import UNKNOWN, match_positions
 from private_llm_cli.commands.models import demo_model, plaintext_model, tokenizer_of
 from private_llm_cli.commands.output import emit_json, emit_table
 from private_llm_hf.sparsity.collect import record
 from private_llm_hf.sparsity.grouping import group
-from private_llm_hf.sparsity.linked_orders import UNKNOWN, match_positions
 from private_llm_hf.sparsity.recordings import recordings
 from private_llm_hf.sparsity.settings import PredictorConfig, TrainingConfig
 from private_llm_hf.sparsity.sites import find_sites

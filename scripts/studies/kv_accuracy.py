@@ -26,18 +26,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from at_budget import levels_text, mpcache_at, policies_at
 from compare_approximations import into_page
 from kv_accuracy_plots import draw
+from likeness import commonality, coverage
+from long_tasks import TASKS, make_prompts
 from private_llm_cli.bench.rows import commit
 from private_llm_cli.commands.output import progress_bar
-from private_llm_hf.long_context.at_budget import levels_text, mpcache_at, policies_at
 from private_llm_hf.long_context.forced import Forced, forced
 from private_llm_hf.long_context.framing import token_ids
-from private_llm_hf.long_context.likeness import commonality, coverage
 from private_llm_hf.long_context.perplexity import text_windows
 from private_llm_hf.long_context.plain_attention import policy_attention
 from private_llm_hf.long_context.recording import Prefill, record
-from private_llm_hf.long_context.tasks import TASKS, make_prompts
 from private_llm_hf.models import smollm2
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer

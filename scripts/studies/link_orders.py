@@ -8,7 +8,7 @@
 The adversary sees what is opened and knows the first inputs, an input being one position of a text (one pattern a
 layer). Then other texts come, of which it guesses the activity and tells which of two was run. With `fresh` orders it
 forces a match, because no column fits. Orders are drawn here; that the protocols open just these bits is shown in
-`tests/sparsity/test_linked_orders.py`. The attack: `private_llm_hf/sparsity/linked_orders.py`.
+`tests/system/test_linked_orders.py`. The attack: `linked_orders.py`.
 """
 
 from __future__ import annotations
@@ -21,10 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from private_llm_cli.commands.models import demo_model, plaintext_model, tokenizer_of
-from private_llm_cli.commands.output import emit_json, emit_table
-from private_llm_cli.commands.pyplot import load_pyplot
-from private_llm_hf.sparsity.linked_orders import (
+from linked_orders import (
     UNKNOWN,
     count_differences,
     match_positions,
@@ -33,6 +30,9 @@ from private_llm_hf.sparsity.linked_orders import (
     told,
     within_budget,
 )
+from private_llm_cli.commands.models import demo_model, plaintext_model, tokenizer_of
+from private_llm_cli.commands.output import emit_json, emit_table
+from private_llm_cli.commands.pyplot import load_pyplot
 from private_llm_hf.sparsity.sites import Site, find_sites
 from private_llm_hf.tools.texts import windows
 from torch import Tensor

@@ -5,9 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from private_llm_cli.app import app
 from private_llm_cli.bench.apart import measure_apart
 from private_llm_cli.bench.catalogue import ENTRIES, INSTALLED_APART, NAMES, make
 from private_llm_cli.bench.link import LinkSpeed, SlowMesh
@@ -16,6 +18,7 @@ from private_llm_cli.bench.record import RecordingMesh
 from private_llm_cli.bench.rows import Row
 from private_llm_cli.bench.warming import MOST_RUNS, warm_up
 from private_llm_cli.bench.work import Work, parse_shape
+from typer.testing import CliRunner
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError, DomainError, PartyFailed
@@ -171,3 +174,21 @@ def test_counts_replace_elements_or_tokens() -> None:
     assert make("opt-layer", count=4, tiny=True).shape == (2, 4, 16, 2, 24)
     with pytest.raises(ConfigError, match="n: got 0"):
         make("relu", count=0)
+
+
+def test_n_counts_images() -> None:
+    assert make("lenet", count=4).shape == (4, 1, 28, 28)
+    assert make("opt-layer", count=4, tiny=True).shape[1] == 4
+    assert make("relu", count=4).shape == (4,)
+
+
+def test_a_picture_of_one_run(tmp_path: Path) -> None:
+    picture = tmp_path / "run.svg"
+    how = ["--tiny", "--repeat", "1", "--parallel-sessions", "2", "--bandwidth", "1000", "--plot", str(picture)]
+    assert CliRunner().invoke(app, ["bench", "relu", *how]).exit_code == 0
+    text = picture.read_text()
+    assert "<svg" in text
+    result = CliRunner().invoke(app, ["bench", "relu", "mul", "--tiny", "--plot", str(picture)])
+    assert "--plot shows one work" in str(result.exception)
+    result = CliRunner().invoke(app, ["bench", "relu", "--tiny", "--plot", "picture.txt"])
+    assert "want a name that ends in" in str(result.exception)

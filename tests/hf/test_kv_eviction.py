@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 import torch
-from private_llm_cli.bench.memory import live_bytes
 from private_llm_hf import PrivateConfig, patch
 from private_llm_hf.client.preprocess import GeneratePlan
 from private_llm_hf.long_context.plain_attention import policy_attention
 from private_llm_hf.long_context.plain_cache import PolicyCache
 from private_llm_hf.tools.estimate import estimate
+from process_memory import live_bytes
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -30,7 +30,6 @@ from private_llm.kv_policies.mpcache import MPCacheConfig
 from private_llm.kv_policies.policy import CachePolicy, Level
 from private_llm.kv_policies.rivals import H2O, TOVA, HeadMerging, InfLLM, LongCache, SnapKV
 from private_llm.net.local import LocalMesh
-from private_llm.net.record import RecordingTransport
 from private_llm.net.transport import Transport
 from private_llm.nn.evicting import Call, EvictingLayer
 from private_llm.sparsity_config import CometConfig
@@ -38,6 +37,7 @@ from private_llm.tensor.fixed import Fixed
 from tests.hf import families, test_sinks, tiny
 from tests.hf.compare import LOGIT_ERROR, worst
 from tests.hf.conftest import PLAIN, TRIO
+from tests.recording import RecordingTransport
 from tests.sparsity.models import sparse
 from tests.sparsity.test_private import saved
 

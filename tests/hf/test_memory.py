@@ -11,9 +11,9 @@ import private_llm_hf.party.model
 import pytest
 import torch
 import transformers as tr
-from private_llm_cli.bench.memory import live_bytes
 from private_llm_hf import PrivateConfig, patch
 from private_llm_hf.party.model import build_party_model
+from process_memory import live_bytes
 
 from private_llm.nn.linear import SharedInput
 from private_llm.protocols.weight_sharing import bytes_at_rest, keys_held, sends_parts

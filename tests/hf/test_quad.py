@@ -17,13 +17,13 @@ from private_llm_hf.party import party
 
 from private_llm.errors import ProtocolAbort
 from private_llm.net.local import LocalMesh
-from private_llm.net.record import RecordingTransport
 from private_llm.net.transport import Transport
 from private_llm.ranges import Ranges
 from tests.hf import tiny
 from tests.hf.compare import BATCH, GREEDY, LOGIT_ERROR, MASK, worst
 from tests.hf.test_remote import free_ports, running
 from tests.hf.test_trio import CANARY, PROMPT, memory_of
+from tests.recording import RecordingTransport
 
 QUAD = PrivateConfig(protocol="quad", timeout_s=60)
 

@@ -17,11 +17,11 @@ from transformers import PreTrainedModel
 
 from private_llm.errors import ConfigError, PartyFailed, PatchMismatch, ProtocolAbort, TransportError, WeakProtection
 from private_llm.net.local import LocalMesh, LocalTransport
-from private_llm.net.record import Alter, Message, RecordingTransport
 from private_llm.net.transport import CLIENT
 from private_llm.token_sharding import ShardingPlan
 from tests.hf import tiny
 from tests.hf.compare import LOGIT_ERROR, worst
+from tests.recording import Alter, Message, RecordingTransport
 
 PLAN = ShardingPlan(3, 3, 1, accept_weak_plan=True)  # for models with grouped queries
 GREEDY = {"max_new_tokens": 4, "do_sample": False}

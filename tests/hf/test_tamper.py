@@ -13,10 +13,10 @@ from torch import Tensor
 from private_llm.config import PrivateConfig
 from private_llm.errors import PartyFailed, ProtocolAbort, TransportError
 from private_llm.net.local import LocalMesh, LocalTransport
-from private_llm.net.record import Alter, RecordingTransport
 from private_llm.net.transport import Transport
 from tests.hf_party.vouching import vouch
 from tests.protocols.cheating import Liar
+from tests.recording import Alter, RecordingTransport
 
 QUAD = PrivateConfig(protocol="quad", timeout_s=20)
 IDS = torch.tensor([[5, 6, 7]])

@@ -6,8 +6,8 @@ import math
 
 import pytest
 import torch
-from private_llm_hf.long_context.at_budget import attended, mpcache_at, policies_at
-from private_llm_hf.long_context.budget import smallest_budget
+from at_budget import policies_at
+from private_llm_hf.long_context.budget import attended, smallest_budget
 from private_llm_hf.long_context.forced import forced
 from private_llm_hf.long_context.plain_attention import policy_attention
 from private_llm_hf.long_context.plain_cache import PolicyCache
@@ -92,23 +92,6 @@ def test_forced_text_is_what_single_steps_foretell() -> None:
     want = torch.nn.functional.cross_entropy(logits.transpose(1, 2), text[:, 17:], reduction="none")
     assert float((found.loss - want).abs().max()) < 1e-4
     assert 0 < found.attended < found.held < 1
-
-
-@pytest.mark.parametrize("length", [1024, 3000])
-@pytest.mark.parametrize("budget", [0.05, 0.1, 0.3, 0.5])
-def test_policies_at_a_budget_attend_to_so_much(budget: float, length: int) -> None:
-    for name, policy in policies_at(budget, length).items():
-        share = attended(policy, length) / length
-        assert 0.75 * budget < share < 1.05 * budget + 1 / length, name
-
-
-def test_mpcache_at_a_budget_keeps_other_settings() -> None:
-    made = mpcache_at(0.2, 2048, MPCacheConfig.paper(gamma=1, shared_layers=4))
-    assert (made.gamma, made.shared_layers) == (1, 4)
-    with pytest.raises(ConfigError, match="less than what always stays"):
-        mpcache_at(0.01, 100, MPCacheConfig.paper(gamma=1, recent=60, least=70))
-    with pytest.raises(ConfigError, match="want more than 40"):
-        policies_at(0.01, 1024)
 
 
 def test_the_count_is_that_of_the_cache() -> None:

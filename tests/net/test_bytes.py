@@ -5,14 +5,14 @@ import tracemalloc
 
 import pytest
 import torch
+from timed_nodes import TimedTransport
 
 from private_llm.errors import PartyFailed, TransportError
 from private_llm.net import wire
 from private_llm.net.local import LocalMesh
 from private_llm.net.parallel_sessions import parallel_session_links
-from private_llm.net.record import RecordingTransport
-from private_llm.net.timed import TimedTransport
 from private_llm.net.transport import CLIENT, MetaTransport
+from tests.recording import RecordingTransport
 
 from .test_distributed import ranks
 from .test_sockets import couple, frame, raw_peer

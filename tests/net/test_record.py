@@ -5,7 +5,7 @@ import torch
 
 from private_llm.errors import DomainError
 from private_llm.net.local import LocalMesh
-from private_llm.net.record import RecordingTransport, flip
+from tests.recording import RecordingTransport, flip
 
 from .mesh import run_threads
 

@@ -14,7 +14,6 @@ from torch import Tensor
 from private_llm.config import PrivateConfig
 from private_llm.errors import DomainError
 from private_llm.net.ledger import Cost
-from private_llm.net.record import RecordingTransport
 from private_llm.net.transport import Transport
 from private_llm.oblivious import counting, digit_search, pair_ranks, sort_network
 from private_llm.oblivious.digit_search import Plan
@@ -27,6 +26,7 @@ from private_llm.protocols.session import Session
 from private_llm.protocols.share import BitShare
 from private_llm.tensor.fixed import Fixed
 from tests.harness import PLAIN, TRIO, run_meta, run_parties
+from tests.recording import RecordingTransport
 from tests.session import run_session
 from tests.tensor.secrets import fixed, opened, plain_session
 

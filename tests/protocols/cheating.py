@@ -12,11 +12,11 @@ from torch import Tensor
 from private_llm.config import PrivateConfig
 from private_llm.errors import ProtocolAbort, TransportError
 from private_llm.net.local import LocalMesh
-from private_llm.net.record import Alter, Message, RecordingTransport
 from private_llm.net.transport import CLIENT, Transport
 from private_llm.protocols.protocol import Protocol
 from private_llm.protocols.session import join, join_as_client
 from private_llm.protocols.share import Share
+from tests.recording import Alter, Message, RecordingTransport
 
 Program = Callable[..., Share]
 

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import ProtocolAbort, TransportError
-from private_llm.net.record import Message, RecordingTransport, flip
 from private_llm.net.transport import CLIENT
 from private_llm.protocols.protocol import Protocol
 from private_llm.protocols.quad.transcript_mac import TranscriptMac
@@ -22,6 +21,7 @@ from private_llm.ring.prg import Prg, Seed
 from tests.protocols.cheating import Outcome, play, replaced
 from tests.protocols.parties import ring_values, run_ring
 from tests.protocols.test_uniform import CHI_SQUARE_255, chi_square
+from tests.recording import Message, RecordingTransport, flip
 
 QUAD, TRIO = PrivateConfig(protocol="quad"), PrivateConfig()
 both = pytest.mark.parametrize("config", [TRIO, QUAD], ids=["trio", "quad"])

@@ -11,13 +11,13 @@ from torch import Tensor
 from private_llm.config import PrivateConfig
 from private_llm.errors import TransportError
 from private_llm.net.local import LocalMesh
-from private_llm.net.record import RecordingTransport
 from private_llm.net.transport import CLIENT, MetaTransport
 from private_llm.protocols.quad.roles import Member, RoleTransport
 from private_llm.protocols.quad.transcript_mac import TranscriptMac
 from private_llm.protocols.session import join, join_as_client, opened
 from private_llm.ring.prg import Seed
 from private_llm.token_sharding import ShardingPlan
+from tests.recording import RecordingTransport
 
 PAYLOAD = torch.zeros(2, dtype=torch.int64)
 

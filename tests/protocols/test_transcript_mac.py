@@ -13,7 +13,6 @@ import torch
 from private_llm.config import PrivateConfig
 from private_llm.errors import ProtocolAbort, TransportError
 from private_llm.net.local import LocalMesh
-from private_llm.net.record import RecordingTransport
 from private_llm.net.transport import CLIENT, Transport
 from private_llm.protocols.quad.bits import Quad
 from private_llm.protocols.quad.client import QuadClient, digest
@@ -22,6 +21,7 @@ from private_llm.protocols.session import Session, join, join_as_client
 from private_llm.protocols.weight_sharing import deal
 from private_llm.ring.prg import Seed
 from tests.protocols.parties import ring_values, run_ring
+from tests.recording import RecordingTransport
 from tests.session import run_session
 
 QUAD = PrivateConfig(protocol="quad", timeout_s=20)

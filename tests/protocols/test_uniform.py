@@ -15,7 +15,6 @@ from torch import Tensor
 
 from private_llm.config import PrivateConfig
 from private_llm.net.local import LocalMesh
-from private_llm.net.record import RecordingTransport
 from private_llm.net.transport import CLIENT, Transport
 from private_llm.protocols.client_end import ClientEnd
 from private_llm.protocols.narrow import Narrow
@@ -24,6 +23,7 @@ from private_llm.protocols.session import Session, _meet
 from private_llm.protocols.share import Share
 from private_llm.ring.prg import Prg, Seed
 from tests.protocols.parties import run_ring
+from tests.recording import RecordingTransport
 from tests.session import run_session
 
 N = 4096

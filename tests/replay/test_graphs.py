@@ -15,7 +15,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from private_llm.config import PrivateConfig
 from private_llm.kernels import exponential, ops, waves
-from private_llm.kernels.library import SCHEMAS
 from private_llm.kernels.watching import this_thread, watched_by
 from private_llm.net.local import LocalMesh
 from private_llm.net.placed import PlacedTransport
@@ -27,6 +26,7 @@ from private_llm.replay.taps import Live
 from private_llm.replay.units import Replays, replays_of
 from private_llm.tensor import range_check
 from private_llm.tensor.fixed import Fixed
+from tests.kernels.cases import ALL
 from tests.replay import test_failures, test_middles, test_programs
 from tests.replay.test_programs import CALLS, FRAC, FUNCTIONS, run, some
 from tests.session import run_session
@@ -48,9 +48,8 @@ def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return call
 
-    for schema in SCHEMAS:
-        name = schema.split("(", 1)[0]
-        monkeypatch.setattr(ops, name, announced(getattr(ops, name), int("Tensor(a!) out" in schema)))
+    for name, writes in {case.op: int(case.changes) for case in ALL}.items():
+        monkeypatch.setattr(ops, name, announced(getattr(ops, name), writes))
     monkeypatch.setattr(range_check, "ring_matmul", ops.ring_matmul)
 
     def weighed(masked: Tensor, keep: Tensor, shares: Tensor, digits: Any, factors: Any) -> Tensor:

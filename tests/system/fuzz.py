@@ -31,7 +31,7 @@ from pathlib import Path
 from random import Random
 from typing import Any, Protocol
 
-from private_llm_cli.bench.memory import growth, process_mb
+from process_memory import growth, process_mb
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 

@@ -28,11 +28,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from private_llm_cli.bench.memory import process_mb
 from private_llm_hf import AutoPrivateModelForCausalLM
 from private_llm_hf.checkpoint.model_spec import describe
 from private_llm_hf.checkpoint.share_files import ShareWriter, share_path
 from private_llm_hf.checkpoint.weights import WeightList, skeleton
+from process_memory import process_mb
 from transformers import OPTConfig, OPTForCausalLM
 
 from private_llm.config import PrivateConfig

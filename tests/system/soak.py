@@ -24,8 +24,8 @@ from pathlib import Path
 
 import torch
 from measure_memory import free_hosts
-from private_llm_cli.bench.memory import growth, live_bytes, process_mb
 from private_llm_hf import AutoPrivateModelForCausalLM
+from process_memory import growth, live_bytes, process_mb
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 

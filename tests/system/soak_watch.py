@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from private_llm_cli.bench.memory import growth, process_mb
+from process_memory import growth, process_mb
 
 ALLOWED = 0.05
 """Part of what it held at the end that a run may have added, by the slope of its later three quarters."""

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -15,8 +14,6 @@ from private_llm.tensor.secret import SecretTensor
 from private_llm_cli.bench.work import Shape, Work
 
 if TYPE_CHECKING:
-    from private_llm_hf.models.sparse_blocks import SparseBlock
-    from private_llm_hf.sparsity.planned import PlannedSparsity
     from transformers import PreTrainedModel
 
 Adapt = Callable[[dict[str, Tensor]], dict[str, Tensor]]
@@ -27,78 +24,21 @@ def opt_layer(shape: Shape) -> Work:
     """A pre-norm ReLU decoder layer without a cache; batch x tokens x hidden x heads x feed-forward."""
     batch, tokens, hidden = shape[:3]
     causal = torch.ones(tokens, tokens, dtype=torch.bool).tril()[None, None]
-    return _layer("opt-layer", shape, "OPTModel", _opt(shape), ((batch, tokens, hidden),), causal, _opt_forward)
+    return layer_work(
+        "opt-layer", shape, "OPTModel", opt_config(shape), ((batch, tokens, hidden),), causal, _opt_forward
+    )
 
 
 def opt_decode(shape: Shape) -> Work:
     """One new token through the same layer over a cache; batch x cached tokens x hidden x heads x feed-forward."""
-    return _decode("opt-decode", shape, _opt(shape))
+    return decode_work("opt-decode", shape, opt_config(shape))
 
 
-def sparse_decode(shape: Shape, planned: PlannedSparsity) -> Work:
-    """The same with predictors that leave out what is planned, and are right: no other neuron is active."""
-    import transformers
-    from private_llm_hf.models.sparse_blocks import KEY, sparse_blocks
-
-    config = _opt(shape)
-    settings, _ = planned.applied(transformers.OPTModel, transformers.AutoConfig.for_model(**config))
-    chosen = {block.name: _chosen(block) for block in sparse_blocks(settings) if block.kind == "ffn"}
-
-    def adapt(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        for name, active in chosen.items():
-            each = weights[f"{name}.bias"].numel() // len(active)
-            weights[f"{name}.bias"] -= 30.0 * ~active.repeat_interleave(each)
-            weights[f"{name}_predictor.fc2.weight"] *= 0.0
-            weights[f"{name}_predictor.fc2.bias"] = active * 2.0 - 1.0
-        return weights
-
-    return _decode("opt-decode-sparse", shape, {**config, KEY: getattr(settings, KEY)}, adapt)
-
-
-def _chosen(block: SparseBlock) -> Tensor:
-    """Active units, as many as are budgeted and anywhere: bool [units]."""
-    order = np.random.default_rng(5).permutation(block.units)
-    return torch.from_numpy(order < block.budget)
-
-
-def _decode(name: str, shape: Shape, config: dict[str, Any], adapt: Adapt | None = None) -> Work:
+def decode_work(name: str, shape: Shape, config: dict[str, Any], adapt: Adapt | None = None) -> Work:
+    """One new token through an OPT layer of `config` over a cache. adapt: changes its random weights."""
     batch, cached, hidden, heads, _ = shape
     past = (batch, heads, cached, hidden // heads)
-    return _layer(name, shape, "OPTModel", config, ((batch, 1, hidden), past, past), None, _opt_forward, adapt)
-
-
-def alone(kind: Literal["gpt2", "llama"], shape: Shape) -> Work:
-    """One token through a decoder layer that attends to itself alone: what a step costs beside its cache.
-
-    shape: hidden x heads x feed-forward.
-    """
-    hidden, heads, wide = shape
-    config = _llama((1, 1, *shape))
-    if kind == "gpt2":
-        config = {
-            "model_type": kind, "n_embd": hidden, "n_head": heads, "n_inner": wide, "n_layer": 1, "n_positions": 2,
-            "vocab_size": 4, "bos_token_id": 0, "eos_token_id": 0,
-        }  # fmt: skip
-    name, class_name, forward = {
-        "gpt2": ("gpt2-alone", "GPT2Model", _gpt2_forward), "llama": ("llama-alone", "LlamaModel", _llama_forward)
-    }[kind]  # fmt: skip
-    return _layer(name, shape, class_name, config, ((1, 1, hidden),), None, forward)
-
-
-def llama_layer(shape: Shape) -> Work:
-    """A pre-norm gated decoder layer without a cache; batch x tokens x hidden x heads x feed-forward."""
-    batch, tokens, hidden = shape[:3]
-    causal = torch.ones(tokens, tokens, dtype=torch.bool).tril()[None, None]
-    return _layer("llama-layer", shape, "LlamaModel", _llama(shape), ((batch, tokens, hidden),), causal, _llama_forward)
-
-
-def llama_decode(shape: Shape) -> Work:
-    """One new token through the same layer over a cache; batch x cached tokens x hidden x heads x feed-forward."""
-    batch, cached, hidden, heads, _ = shape
-    past = (batch, heads, cached, hidden // heads)
-    return _layer(
-        "llama-decode", shape, "LlamaModel", _llama(shape), ((batch, 1, hidden), past, past), None, _llama_forward
-    )
+    return layer_work(name, shape, "OPTModel", config, ((batch, 1, hidden), past, past), None, _opt_forward, adapt)
 
 
 def bert_layer(shape: Shape) -> Work:
@@ -108,24 +48,16 @@ def bert_layer(shape: Shape) -> Work:
         "model_type": "bert", "hidden_size": hidden, "num_attention_heads": heads, "intermediate_size": wide,
         "num_hidden_layers": 1, "vocab_size": 4, "max_position_embeddings": 2, "hidden_act": "gelu",
     }  # fmt: skip
-    return _layer("bert-layer", shape, "BertModel", config, ((batch, tokens, hidden),), None, _bert_forward)
+    return layer_work("bert-layer", shape, "BertModel", config, ((batch, tokens, hidden),), None, _bert_forward)
 
 
-def _opt(shape: Shape) -> dict[str, Any]:
+def opt_config(shape: Shape) -> dict[str, Any]:
+    """Of an OPT with one layer; batch x tokens x hidden x heads x feed-forward."""
     _, _, hidden, heads, wide = shape
     return {
         "model_type": "opt", "hidden_size": hidden, "num_attention_heads": heads, "ffn_dim": wide,
         "num_hidden_layers": 1, "vocab_size": 4, "max_position_embeddings": 2, "word_embed_proj_dim": hidden,
         "pad_token_id": 1, "activation_function": "relu",
-    }  # fmt: skip
-
-
-def _llama(shape: Shape) -> dict[str, Any]:
-    _, tokens, hidden, heads, wide = shape
-    return {
-        "model_type": "llama", "hidden_size": hidden, "num_attention_heads": heads, "intermediate_size": wide,
-        "num_hidden_layers": 1, "max_position_embeddings": tokens + 1, "vocab_size": 4, "bos_token_id": 0,
-        "eos_token_id": 0,
     }  # fmt: skip
 
 
@@ -139,33 +71,12 @@ def _opt_forward(model: nn.Module, values: Sequence[Tensor], cache: Any, mask: T
     return out
 
 
-def _gpt2_forward(model: nn.Module, values: Sequence[Tensor], cache: Any, mask: Tensor | None) -> Tensor:  # noqa: ANN401
-    out: Any = model.get_submodule("h.0")(values[0])
-    return out if isinstance(out, Tensor) else out[0]
-
-
-def _llama_forward(model: nn.Module, values: Sequence[Tensor], cache: Any, mask: Tensor | None) -> Tensor:  # noqa: ANN401
-    from private_llm_hf.transformers_versions import CACHE
-
-    layer, cached = model.get_submodule("layers.0"), 0
-    if len(values) > 1:
-        cache.update(values[1], values[2], 0)
-        cached = values[1].shape[-2]
-    positions = torch.arange(values[0].shape[1])[None] + cached
-    turns = model.get_submodule("rotary_emb")(torch.zeros(1), positions)
-    out: Any = layer(
-        values[0], attention_mask=mask, position_embeddings=tuple(turn.to(values[0].dtype) for turn in turns),
-        **{CACHE: cache if len(values) > 1 else None},
-    )  # fmt: skip
-    return out if isinstance(out, Tensor) else out[0]
-
-
 def _bert_forward(model: nn.Module, values: Sequence[Tensor], cache: Any, mask: Tensor | None) -> Tensor:  # noqa: ANN401
     out: Tensor = model.get_submodule("encoder.layer.0")(values[0], attention_mask=mask)
     return out
 
 
-def _layer(
+def layer_work(
     name: str, shape: Shape, class_name: str, config: dict[str, Any], inputs: tuple[Shape, ...], mask: Tensor | None,
     forward: Forward, adapt: Adapt | None = None,
 ) -> Work:  # fmt: skip

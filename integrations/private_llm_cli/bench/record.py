@@ -49,7 +49,7 @@ class RecordingMesh(SlowMesh):
 
     def transport(self, me: int) -> SlowTransport:
         """The transport of endpoint `me`."""
-        return _RecordingTransport(self, me)
+        return _TimedTransport(self, me)
 
     def occupy(self, link: tuple[int, int], tag: str, count: int) -> float:
         """Queue `count` bytes on a wire: when the last of them has left."""
@@ -58,7 +58,7 @@ class RecordingMesh(SlowMesh):
         return end
 
 
-class _RecordingTransport(SlowTransport):
+class _TimedTransport(SlowTransport):
     def __init__(self, mesh: RecordingMesh, me: int) -> None:
         super().__init__(mesh, me)
         self._waits, self._parallel_session = mesh.waits, mesh.number

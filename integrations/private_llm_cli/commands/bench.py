@@ -1,10 +1,9 @@
-"""`private-llm bench`: run named works, one row each; pigeon, cascade, comet and kernels are tables of their own."""
+"""`private-llm bench`: run named works, one row each; kernels are a table of their own."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +15,13 @@ from private_llm_cli.bench.kernels import count as kernel_count
 from private_llm_cli.bench.kernels import measure_kernels
 from private_llm_cli.bench.link import LinkSpeed
 from private_llm_cli.bench.measure import measure
-from private_llm_cli.bench.pigeon import REFERENCE_MACHINE, Job, jobs
 from private_llm_cli.bench.record import RecordingMesh
 from private_llm_cli.bench.rows import Row, machine
 from private_llm_cli.bench.work import Work, parse_shape
 from private_llm_cli.commands.output import duration, emit_json, emit_table, progress_bar, size
-from private_llm_cli.commands.plot_bench import check_name, plot_table, plot_timeline
+from private_llm_cli.commands.plot_bench import check_name, plot_timeline
 
-PIGEON, KERNELS, CASCADE, COMET, MPCACHE, WAN = "pigeon", "kernels", "cascade", "comet", "mpcache", "wan"
+KERNELS = "kernels"
 _THREADS = ("auto", "threads")
 
 
@@ -55,7 +53,9 @@ def bench(
     works = [make(name, sizes, count, tiny) for name in chosen]
     shared = [work.name for work in works if isinstance(work, Work)]
     if config.protocol == "cascade" and shared:
-        raise ConfigError(f"'cascade' has no shares, which {shared[0]!r} computes on; its own table is `bench cascade`")
+        raise ConfigError(
+            f"'cascade' has no shares, which {shared[0]!r} computes on; want a whole model, such as gpt2-forward"
+        )
     recorder = (
         None if plot is None else RecordingMesh(config.parties, config.timeout_s, *(() if speed is None else (speed,)))
     )
@@ -80,34 +80,6 @@ def link_speed(bandwidth: float | None, latency: float | None) -> LinkSpeed | No
     if bandwidth is None and latency is None:
         return None
     return LinkSpeed(1e6 if bandwidth is None else bandwidth, latency or 0.0)
-
-
-def bench_pigeon(
-    protocols: Sequence[str], config: PrivateConfig, as_json: bool, repeat: int, tiny: bool, plot: Path | None,
-    imagenet: bool = False,
-) -> None:  # fmt: skip
-    """PIGEON's whole table: each work under each protocol, beside the aims and the figures of its C++ engine.
-
-    imagenet: its ImageNet networks, too.
-    """
-    if repeat < 1:
-        raise ConfigError(f"repeat: got {repeat}; want at least 1")
-    if plot is not None:
-        check_name(plot)
-    todo = list(jobs(config, [name for name in ("trio", "quad") if name in protocols], tiny, imagenet))
-    if not todo:
-        raise ConfigError(f"pigeon: got protocol {', '.join(protocols)}; want trio or quad")
-    rows = []
-    with progress_bar(sum(len(job.modes) for job in todo) * (repeat + 1), quiet=as_json) as step:
-        for job in todo:
-            row = job.run(repeat, partial(step, f"{job.protocol} {job.line.label}"))
-            rows.append((job, row))
-            if as_json:
-                emit_json(job.to_dict(row))
-    if plot is not None:
-        plot_table([job.to_dict(row) for job, row in rows], plot)
-    if not as_json:
-        _pigeon_table(rows)
 
 
 def bench_kernels(as_json: bool, repeat: int, tiny: bool) -> None:
@@ -158,10 +130,10 @@ class _Clock:
 def _title(row: Row) -> str:
     beside = f", {row.parallel_sessions} parallel sessions" if row.parallel_sessions > 1 else ""
     link = f", {row.bandwidth_mbit:g} Mbit/s, {row.latency_ms:g} ms" if row.bandwidth_mbit is not None else ""
-    return f"{row.name} {'x'.join(map(str, row.shape))}, {row.protocol}, {row.ring} bits{beside}{_circuit(row)}{link}"
+    return f"{row.name} {'x'.join(map(str, row.shape))}, {row.protocol}, {row.ring} bits{beside}{circuit_of(row)}{link}"
 
 
-def _circuit(row: Row) -> str:
+def circuit_of(row: Row) -> str:
     """What a row's comparisons run, where somebody chose it."""
     adder = f", {row.adder} adder" if row.adder != "auto" else ""
     bits = row.ring if row.relu_bits is None else row.relu_bits
@@ -177,7 +149,7 @@ def _table(rows: Sequence[Row]) -> None:
         for row in rows
     ]  # fmt: skip
     first = rows[0]
-    title = f"{first.protocol}, {first.ring}-bit ring, {first.parties} parties ({first.party_mode}){_circuit(first)}"
+    title = f"{first.protocol}, {first.ring}-bit ring, {first.parties} parties ({first.party_mode}){circuit_of(first)}"
     if first.approximations != "ours":
         title += f", functions of {first.approximations}"
     headings = ("work", "shape", "median", "min", "first run", "bytes, all links", "rounds", "largest error")
@@ -193,7 +165,7 @@ def _table(rows: Sequence[Row]) -> None:
         ]  # fmt: skip
         emit_table(title, headings, cells, caption=machine())
         for row in rows:
-            _kind_table(row.name, row)
+            kind_table(row.name, row)
         return
     times = [row.seconds_preprocessing or row.seconds for row in rows]
     before = [(duration(each["median"]), size(row.bytes_preprocessing)) for each, row in zip(times, rows, strict=True)]
@@ -208,7 +180,7 @@ def _first(seconds: float | None) -> str:
     return "-" if seconds is None else duration(seconds)
 
 
-def _kind_table(label: str, row: Row) -> None:
+def kind_table(label: str, row: Row) -> None:
     """Where a whole model's time goes, as PIGEON's Table 5 tells it."""
     if row.by_kind is None:
         return
@@ -219,28 +191,3 @@ def _kind_table(label: str, row: Row) -> None:
     headings = ("kind of module", "median", "bytes, all links", "rounds", "Gbit/s")
     caption = "seconds of the slowest party, waiting included; Gbit/s of the party that sends most"
     emit_table(f"{label}, {row.protocol}, by kind", headings, cells, caption=caption)
-
-
-def _pigeon_table(rows: Sequence[tuple[Job, Row]]) -> None:
-    cells = []
-    for job, row in rows:
-        facts = job.to_dict(row)
-        times = " ".join(f"{row.seconds[which]:.3f}" for which in ("min", "median", "max"))
-        compared = [_or_dash(facts[name], 1.0, 3) for name in ("aim_seconds", "reference_seconds")]
-        sizes = [_or_dash(facts[name], 1e-6, 1) for name in ("bytes_total", "aim_bytes", "reference_bytes")]
-        work = f"{facts['label']}, {row.ring} bits"
-        cells.append((
-            work, row.protocol, row.party_mode, times, *compared, *sizes, row.rounds, f"{row.error_max:.0e}",
-        ))  # fmt: skip
-    headings = ("work", "protocol", "parties", "s: min med max", "aim", "C++", "MB", "aim", "C++", "rounds", "error")
-    title, caption = "PIGEON's works", f"here: {machine()}; C++: on {REFERENCE_MACHINE}"
-    if not all(job.comparable for job, _ in rows):
-        title = f"{title} at shapes or with comparisons that nothing is known to compare with{_circuit(rows[0][1])}"
-        caption = machine()
-    emit_table(title, headings, cells, caption=caption)
-    for job, row in rows:
-        _kind_table(f"{job.to_dict(row)['label']}, {row.ring} bits", row)
-
-
-def _or_dash(value: float | None, factor: float, digits: int) -> str:
-    return "-" if value is None else f"{value * factor:.{digits}f}"

@@ -1,4 +1,4 @@
-"""The pictures of `private-llm bench --plot`: what each party did in one run; the tables of PIGEON and Cascade."""
+"""The picture of `private-llm bench --plot`: what each party did in one run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from private_llm_cli.bench.record import RecordingMesh
 from private_llm_cli.commands.pyplot import load_pyplot
 
 _COMPUTES, _SENDS, _WAITS = "#4c72b0", "#dd8452", "#e6e6e6"
-_OURS, _AIM, _REFERENCE = "#4c72b0", "#55a868", "#b0b0b0"
 _ENDINGS = (".png", ".svg", ".pdf")
 
 Span = tuple[float, float]
@@ -56,63 +55,6 @@ def plot_timeline(mesh: RecordingMesh, config: PrivateConfig, title: str, span: 
     axes.set_title(title)
     marks = [pyplot.Rectangle((0, 0), 1, 1, color=colour) for colour in (_COMPUTES, _WAITS, _SENDS)]
     figure.legend(marks, ["computes", "waits", "its wires are busy"], loc="outside lower right", ncols=3)
-    _save(figure, path)
-
-
-def plot_table(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Seconds and megabytes of each row, with aim and C++ reference (rows as `pigeon.Job.to_dict` makes them)."""
-    pyplot = load_pyplot()
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(13, 1.5 + 0.55 * len(rows)), layout="constrained")
-    labels = [f"{row['label']}, {row['ring']} bits, {row['protocol']}" for row in rows]
-    columns = {
-        "here": ([row["seconds"]["median"] for row in rows], [row["bytes_total"] for row in rows], _OURS),
-        "aim": ([row["aim_seconds"] for row in rows], [row["aim_bytes"] for row in rows], _AIM),
-        f"C++ reference, {rows[0]['reference_machine']}": (
-            [row["reference_seconds"] for row in rows], [row["reference_bytes"] for row in rows], _REFERENCE,
-        ),
-    }  # fmt: skip
-    for place, (name, (seconds, sizes, colour)) in enumerate(columns.items()):
-        if seconds[0] is None:
-            continue  # other shapes than the reference's
-        spots = [index + 0.27 * (place - 1) for index in range(len(rows))]
-        left.barh(spots, [value or 0 for value in seconds], height=0.25, color=colour, label=name)
-        right.barh(spots, [0 if size is None else size / 1e6 for size in sizes], height=0.25, color=colour)
-    lowest = [row["seconds"]["min"] for row in rows]
-    spread = [[m - low for m, low in zip(columns["here"][0], lowest, strict=True)],
-              [row["seconds"]["max"] - row["seconds"]["median"] for row in rows]]  # fmt: skip
-    left.errorbar(columns["here"][0], [i - 0.27 for i in range(len(rows))], xerr=spread, fmt="none", ecolor="black")
-    for axes, unit in ((left, "seconds"), (right, "MB over all links")):
-        axes.set_xscale("log")
-        axes.set_xlabel(unit)
-        axes.set_yticks(range(len(rows)), labels if axes is left else [""] * len(rows))
-        axes.invert_yaxis()
-    figure.legend(loc="outside lower right", ncols=3)
-    _save(figure, path)
-
-
-def plot_cascade(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Left: the busiest CompNode's time for each plan. Right: time against parameters (rows of `bench.cascade`)."""
-    pyplot = load_pyplot()
-    nodes = [row for row in rows if row["split"] is not None]
-    sizes = [row for row in rows if row["name"] == "cascade-size"]
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(13, 2 + 0.4 * max(4, len(nodes))), layout="constrained")
-    starts = [0.0] * len(nodes)
-    for name, colour in (("computing", _COMPUTES), ("serialising", _SENDS), ("waiting", _WAITS)):
-        widths = [_ms(row["split"]["comp"][name]) for row in nodes]
-        left.barh(range(len(nodes)), widths, left=starts, color=colour, label=name)
-        starts = [start + width for start, width in zip(starts, widths, strict=True)]
-    plaintext = [_ms(row["vanilla_seconds"]["median"]) for row in nodes]
-    left.plot(plaintext, range(len(nodes)), "k|", markersize=14, label="plaintext forward")
-    left.set_yticks(range(len(nodes)), [row["label"] for row in nodes])
-    left.invert_yaxis()
-    left.set_xlabel("ms of a forward at the busiest CompNode")
-    left.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=4)
-    for name, column in (("sharded over two CompNodes", "seconds"), ("plaintext", "vanilla_seconds")):
-        spots = [row["parameters"] for row in sizes], [row[column]["median"] for row in sizes]
-        right.loglog(*spots, "o-", color=_OURS if column == "seconds" else _REFERENCE, label=name)
-    right.set_xlabel("parameters")
-    right.set_ylabel("seconds")
-    right.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2)
     _save(figure, path)
 
 

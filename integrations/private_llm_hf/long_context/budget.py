@@ -22,7 +22,6 @@ from private_llm.errors import ConfigError
 from private_llm.kv_policies.fixed import KEEP_ALL
 from private_llm.kv_policies.mpcache import MPCacheConfig
 from private_llm.kv_policies.policy import CachePolicy
-from private_llm_hf.long_context.at_budget import attended
 from private_llm_hf.long_context.forced import Forced, forced
 from private_llm_hf.long_context.plain_attention import policy_attention
 from private_llm_hf.long_context.recording import Prefill, record
@@ -57,6 +56,13 @@ class BudgetFound:
     policy: CachePolicy
     tried: tuple[Tried, ...]
     tokens: int
+
+
+def attended(policy: CachePolicy, length: int) -> int:
+    """Entries that the first step after a prompt of `length` tokens attends to."""
+    held = policy.entries(length, length, length) + 1
+    shape = None if policy.selection is None else policy.selection.shape(held)
+    return held if shape is None else held - shape.clustered + shape.chosen
 
 
 def smallest_budget(

@@ -1,7 +1,7 @@
 """What a plan protects: which tokens a set of nodes gains, by which attack and at what cost, and a verdict.
 
 Costs are candidates V^g over a vocabulary of V tokens; rho is the smallest g that is out of an attacker's reach.
-`private_llm.token_sharding.attacks` has the attacks, and tests compare what they gain with what is said here.
+The repository has the attacks (attacks/collusion.py), and tests compare what they gain with what is said here.
 
 1. Held tokens are known outright at layer 0 (an AttnNode tries V candidates each); behind a split (`split`) they are
    not, and count as unknown below.

@@ -8,7 +8,6 @@ import torch
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError, DomainError, ProtocolAbort
 from private_llm.net.ledger import Cost
-from private_llm.net.record import RecordingTransport
 from private_llm.net.transport import CLIENT, Transport
 from private_llm.protocols.dealer import cost as dealer_cost
 from private_llm.protocols.protocol import Protocol
@@ -18,6 +17,7 @@ from private_llm.protocols.trio import cost
 from private_llm.ring.ring import Ring
 from tests.protocols.parties import ring_values, run_ring
 from tests.protocols.test_uniform import CHI_SQUARE_255, N, Tap, chi_square, program
+from tests.recording import RecordingTransport
 
 RINGS = [64, 32]
 

@@ -1,0 +1,108 @@
+"""Token sharding beside the plaintext forward, and where the time goes (Cascade's figures and tables).
+
+python scripts/studies/bench_cascade.py                             the whole table; 14 GB of memory for all of its rows
+python scripts/studies/bench_cascade.py --bandwidth 1000 --latency 1  its rows behind a link, beside secret sharing
+python scripts/studies/bench_cascade.py --plot table.svg            with a picture
+python scripts/studies/bench_cascade.py --tiny                      smallest models: does everything run?
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from cascade_rows import cases, memory_needed
+from plot_cascade import plot_cascade
+from private_llm_cli.bench.rows import machine
+from private_llm_cli.commands.bench import link_speed
+from private_llm_cli.commands.output import NOTES, duration, emit_json, emit_table, progress_bar, size
+from private_llm_cli.commands.plot_bench import check_name
+from private_llm_cli.options import Json
+from table_options import Bandwidth, Latency, Plot, Repeat, Tiny, new_app, run_app
+
+from private_llm.errors import ConfigError
+
+app = new_app()
+
+_TITLES = {
+    "alone": "what all nodes compute in one thread, without links, against the plaintext forward",
+    "overhead": "one CompNode and one AttnNode as threads, against the plaintext forward",
+    "nodes": "every node a process of this machine",
+    "size": "models of other sizes, nodes as threads",
+    "bytes": "numbers of two bytes between the nodes",
+    "link": "nodes as threads behind an emulated link",
+    "trio": "the same model under three-party secret sharing, parties as threads",
+}
+
+
+@app.command()
+def main(
+    as_json: Json = False,
+    repeat: Repeat = 5,
+    bandwidth: Bandwidth = None,
+    latency: Latency = None,
+    plot: Plot = None,
+    tiny: Tiny = False,
+) -> None:
+    """The whole table, or its rows behind a link; names what does not fit into memory and leaves it out."""
+    if repeat < 1:
+        raise ConfigError(f"repeat: got {repeat}; want at least 1")
+    speed = link_speed(bandwidth, latency)
+    if plot is not None:
+        check_name(plot)
+        if speed is not None:
+            raise ConfigError("--plot draws the table without a link: leave out --bandwidth and --latency")
+    todo = []
+    for case in cases(tiny, speed):
+        if memory_needed(case) <= _free_bytes():
+            todo.append(case)
+        else:
+            NOTES.print(f"left out, for want of memory: {case.part}, {case.label}")
+    rows = []
+    with progress_bar(sum(case.runs(repeat) for case in todo), quiet=as_json) as step:
+        for case in todo:
+            rows.append(case.run(repeat, partial(step, f"{case.part} {case.label}")))
+            if as_json:
+                emit_json(rows[-1])
+    if plot is not None:
+        plot_cascade(rows, plot)
+    if not as_json:
+        for part, title in _TITLES.items():
+            named = title if speed is None else f"{title}, {speed.bandwidth_mbit:g} Mbit/s, {speed.latency_ms:g} ms"
+            _table(part, named, [row for row in rows if row["name"] == f"cascade-{part}"])
+
+
+def _free_bytes() -> int:
+    """Memory that can be had now, as far as this system tells."""
+    info = Path("/proc/meminfo")
+    for line in info.read_text().splitlines() if info.exists() else ():
+        name, _, value = line.partition(":")
+        if name == "MemAvailable":
+            return int(value.split()[0]) << 10
+    return 1 << 62
+
+
+def _table(part: str, title: str, rows: list[dict[str, Any]]) -> None:
+    if not rows:
+        return
+    cells = []
+    for row in rows:
+        split = row["split"]
+        paper = [
+            "-" if row[name] is None else f"{row[name]:.2f}" for name in ("paper_seconds", "paper_vanilla_seconds")
+        ]
+        cells.append((
+            row["label"], *(duration(row[name]["median"]) for name in ("seconds", "vanilla_seconds")),
+            "{median:.2f} ({min:.2f}-{max:.2f})".format(**row["ratio"]),
+            *(" + ".join(f"{1e3 * value:.0f}" for value in split[who].values()) for who in ("comp", "attn") if split),
+            size(row["bytes_nodes"]), f"{row['error_max']:.0e}", " / ".join(paper),
+        ))  # fmt: skip
+    told = ("CompNode *", "AttnNode *") if part == "nodes" else ()
+    headings = ("model, plan", "median", "plaintext", "ratio", *told, "sent", "error", "paper, s")
+    legend = "* ms computing + waiting + serialising; " if told else ""
+    emit_table(title, headings, cells, caption=legend + machine())
+
+
+if __name__ == "__main__":
+    run_app(app)

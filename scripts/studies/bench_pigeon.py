@@ -1,0 +1,109 @@
+"""PIGEON's functions and networks of images, beside the figures of its C++ engine.
+
+python scripts/studies/bench_pigeon.py             the whole table under trio and quad
+python scripts/studies/bench_pigeon.py --imagenet  ResNet-50 and VGG-16 on ImageNet images, too
+python scripts/studies/bench_pigeon.py --json      one row each; --plot table.svg draws them
+python scripts/studies/bench_pigeon.py --tiny      smallest shapes: does everything run?
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Annotated
+
+import typer
+from pigeon_rows import PROTOCOLS, REFERENCE_MACHINE, Job, jobs
+from plot_pigeon import plot_pigeon
+from private_llm_cli.bench.rows import Row, machine
+from private_llm_cli.commands.bench import circuit_of, kind_table
+from private_llm_cli.commands.output import emit_json, emit_table, progress_bar
+from private_llm_cli.commands.plot_bench import check_name
+from private_llm_cli.options import (
+    AdderOption,
+    Json,
+    ParallelSessionsOption,
+    PartyMode,
+    ReluBitsOption,
+    ReluLowOption,
+    RotateRolesOption,
+    config_of,
+)
+from table_options import Plot, Repeat, Tiny, new_app, run_app
+
+from private_llm.errors import ConfigError
+
+app = new_app()
+
+
+@app.command()
+def main(
+    as_json: Json = False,
+    protocol: Annotated[str | None, typer.Option(help="trio or quad (default: both).")] = None,
+    repeat: Repeat = 5,
+    party_mode: Annotated[
+        PartyMode, typer.Option("--party-mode", help="auto: the faster of threads and processes.")
+    ] = PartyMode.AUTO,
+    parallel_sessions: ParallelSessionsOption = 1,
+    rotate_roles: RotateRolesOption = False,
+    adder: AdderOption = None,
+    relu_bits: ReluBitsOption = None,
+    relu_low: ReluLowOption = 0,
+    imagenet: Annotated[bool, typer.Option("--imagenet", help="ResNet-50 and VGG-16 on ImageNet images, too.")] = False,
+    plot: Plot = None,
+    tiny: Tiny = False,
+) -> None:
+    """Each work under each protocol, beside the aims and the figures of PIGEON's C++ engine."""
+    if repeat < 1:
+        raise ConfigError(f"repeat: got {repeat}; want at least 1")
+    if plot is not None:
+        check_name(plot)
+    if protocol not in (None, *PROTOCOLS):
+        raise ConfigError(f"protocol: got {protocol!r}; want one of {', '.join(PROTOCOLS)}")
+    if adder is not None and adder.value == "keys":
+        raise ConfigError("adder: the table compares circuits; want prefix or ripple")
+    how = {"parallel_sessions": parallel_sessions, "rotate_roles": rotate_roles}
+    circuit = {"relu_bits": relu_bits, "relu_low": relu_low, **({} if adder is None else {"adder": adder.value})}
+    config = config_of("trio", 64, party_mode, **how, **circuit)
+    todo = list(jobs(config, [name for name in PROTOCOLS if protocol in (None, name)], tiny, imagenet))
+    rows = []
+    with progress_bar(sum(len(job.modes) for job in todo) * (repeat + 1), quiet=as_json) as step:
+        for job in todo:
+            row = job.run(repeat, partial(step, f"{job.protocol} {job.line.label}"))
+            rows.append((job, row))
+            if as_json:
+                emit_json(job.to_dict(row))
+    if plot is not None:
+        plot_pigeon([job.to_dict(row) for job, row in rows], plot)
+    if not as_json:
+        print_table(rows)
+
+
+def print_table(rows: Sequence[tuple[Job, Row]]) -> None:
+    """For people."""
+    cells = []
+    for job, row in rows:
+        facts = job.to_dict(row)
+        times = " ".join(f"{row.seconds[which]:.3f}" for which in ("min", "median", "max"))
+        compared = [_or_dash(facts[name], 1.0, 3) for name in ("aim_seconds", "reference_seconds")]
+        sizes = [_or_dash(facts[name], 1e-6, 1) for name in ("bytes_total", "aim_bytes", "reference_bytes")]
+        work = f"{facts['label']}, {row.ring} bits"
+        cells.append((
+            work, row.protocol, row.party_mode, times, *compared, *sizes, row.rounds, f"{row.error_max:.0e}",
+        ))  # fmt: skip
+    headings = ("work", "protocol", "parties", "s: min med max", "aim", "C++", "MB", "aim", "C++", "rounds", "error")
+    title, caption = "PIGEON's works", f"here: {machine()}; C++: on {REFERENCE_MACHINE}"
+    if not all(job.comparable for job, _ in rows):
+        title = f"{title} at shapes or with comparisons that nothing is known to compare with{circuit_of(rows[0][1])}"
+        caption = machine()
+    emit_table(title, headings, cells, caption=caption)
+    for job, row in rows:
+        kind_table(f"{job.to_dict(row)['label']}, {row.ring} bits", row)
+
+
+def _or_dash(value: float | None, factor: float, digits: int) -> str:
+    return "-" if value is None else f"{value * factor:.{digits}f}"
+
+
+if __name__ == "__main__":
+    run_app(app)

@@ -1,0 +1,31 @@
+"""Options that the scripts of papers' tables share."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from private_llm.errors import PrivateLLMError
+
+Repeat = Annotated[int, typer.Option(help="Timed repetitions, once nothing is recorded.")]
+Tiny = Annotated[bool, typer.Option("--tiny", help="Smallest shapes: does everything run?")]
+Bandwidth = Annotated[float | None, typer.Option(help="Emulated Mbit/s of each direction of a link.")]
+Latency = Annotated[float | None, typer.Option(help="Emulated one-way latency in ms.")]
+Plot = Annotated[Path | None, typer.Option(help="A picture of the table (.png, .svg).")]
+
+
+def new_app() -> typer.Typer:
+    """A command line with one command."""
+    return typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+
+
+def run_app(app: typer.Typer) -> None:
+    """Run it; an error of the library is one message and exit code 2."""
+    try:
+        app()
+    except PrivateLLMError as error:
+        print(f"{sys.argv[0]}: {error}", file=sys.stderr)
+        sys.exit(2)
