@@ -218,11 +218,20 @@ def decode_again(script: Any) -> tuple[str, list[str]]:
     return "| trio | blocks of 16, open levels |", [sizes, f"{row['dense_rounds']}, {row['rounds']}"]
 
 
+def topk_again(script: Any) -> tuple[str, list[str]]:
+    """One row of 256, by the formulas."""
+    config = PrivateConfig()
+    pricing, bits = script.Pricing.of(config), script.RANGE_BITS + config.frac_bits + 1
+    prices = [script.cost(pricing, 1, 256, 64, bits, method) + pricing.numbers(256) for method in script.METHODS]
+    return "| 1 x 256 |", [f"{price.total / 1e3:.0f}, {price.rounds}," for price in prices]
+
+
 CELLS: dict[str, tuple[str, Callable[[Any], tuple[str, list[str]]]]] = {
     "python scripts/studies/compare_indexing.py": ("compare_indexing", indexing_again),
     "python scripts/studies/level_noise.py": ("level_noise", noise_again),
     "python scripts/studies/compare_sparse_products.py": ("compare_sparse_products", products_again),
     "python scripts/studies/bench_comet.py": ("bench_comet", decode_again),
+    "python scripts/studies/compare_topk.py": ("compare_topk", topk_again),
 }
 """Commands whose tables have bytes or rounds, and a row of them that is counted again: how it begins, and its cells."""
 DATED = {
