@@ -43,6 +43,7 @@ def real(model: PreTrainedModel, config: PrivateConfig, sequence: int, new: int)
         private.close()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("name", "new", "settings"),
     [

@@ -99,6 +99,7 @@ def test_estimate_equals_the_ledger(
     assert found.costs.bytes_total == run.bytes_total > 0
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", [*RELU])
 def test_layers_are_priced_once(name: str) -> None:
     model = sparse(name)

@@ -19,6 +19,7 @@ SETTINGS: dict[str, dict[str, object]] = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 @pytest.mark.parametrize("name", ["opt", "llama", "t5"])
 def test_text_is_plaintext_s(name: str, settings: dict[str, object]) -> None:

@@ -58,6 +58,7 @@ def wanted() -> torch.Tensor:
 
 
 # -- launchers -----------------------------------------------------------------------------------------------------
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("launcher", "alpha"),
     [

@@ -31,6 +31,7 @@ def config(base: PrivateConfig, ring: int, **more: object) -> PrivateConfig:
     return replace(base, **(SMALL if ring == 32 else {}), **more)  # type: ignore[arg-type]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("weights", ["secret", "public"])
 @pytest.mark.parametrize("name", [*images.HF, *(name for name in images.NETWORKS if name != "alexnet")])
 def test_every_network_in_the_large_ring(name: str, weights: str) -> None:
@@ -50,6 +51,7 @@ def test_every_network_in_the_small_ring(name: str) -> None:
         assert worst(images.logits(private, pixels), images.logits(model, pixels)) < ERROR[32]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("ring", [64, 32])
 @pytest.mark.parametrize("protocol", ["trio", "quad", "dealer"])
 @pytest.mark.parametrize("name", ["resnet-basic", "mobilenet_v2", "lenet5", "vgg16", "vgg16-imagenet", "mixed"])

@@ -27,6 +27,7 @@ model.close()
 """
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("protocol", "ranks"), [("trio", 3), ("dealer", 4), ("quad", 5)])
 def test_generate_under_torchrun(tmp_path: Path, protocol: str, ranks: int) -> None:
     """Trio: client beside party 0; the others: client apart. Only the client prints: the plaintext tokens."""

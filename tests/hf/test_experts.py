@@ -47,6 +47,7 @@ def test_on_shares(name: str) -> None:
         assert torch.equal(private.generate(**BATCH, **GREEDY), model.generate(**BATCH, **GREEDY))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("name", "settings"),
     [("qwen2_moe", {}), ("qwen3_moe", {"norm_topk_prob": True}), ("qwen3_moe", {"norm_topk_prob": False}),

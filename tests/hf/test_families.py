@@ -11,6 +11,7 @@ from tests.hf.compare import BATCH, GREEDY, LOGIT_ERROR, MASK, worst
 from tests.hf.conftest import PLAIN, TRIO
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", families.DECODERS)
 def test_decoders_with_padding_and_a_cache(name: str) -> None:
     model = families.build(name)

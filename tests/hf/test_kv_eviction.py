@@ -123,6 +123,7 @@ def test_what_is_evicted_matters() -> None:
     assert apart[1] > 10 * LOGIT_ERROR
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 @pytest.mark.parametrize("gather", ["scores", "shuffled-scores", "keys"])
 def test_protocols(protocol: str, gather: str) -> None:
@@ -271,6 +272,7 @@ def test_layers_whose_heads_are_in_orders_of_their_own_share_no_choices(tmp_path
 
 
 # -- what is sent, and what is held ---------------------------------------------------------------------------
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("gather", ["scores", "shuffled-scores"])
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_transcripts_of_two_prompts_are_equal(protocol: str, gather: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,6 +310,7 @@ def test_an_estimate_knows_what_is_sent(policy: str) -> None:
     assert (made.costs.bytes_total, made.costs.rounds) == (ran.bytes_total, ran.rounds)
 
 
+@pytest.mark.full
 def test_what_parties_hold_falls_with_gamma() -> None:
     """In all, against a second cache of a session, so that what a session holds beside caches is there already."""
     ids, held = prompt()["input_ids"], {}

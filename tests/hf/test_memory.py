@@ -47,6 +47,7 @@ def held_by_parties(config: PrivateConfig, model: tr.PreTrainedModel) -> int:
     return parts * (config.ring // 8) * sum(weight.numel() for weight in model.parameters())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("protocol", ["trio", "quad", "dealer"])
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_party_holds_its_weights_once(protocol: str, kind: str) -> None:
@@ -59,6 +60,7 @@ def test_a_party_holds_its_weights_once(protocol: str, kind: str) -> None:
     assert LEAST <= held / held_by_parties(config, model) <= 1.05
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("settings", [{"parallel_sessions": 2}, {"protocol": "dealer"}, {"protocol": "quad"}], ids=str)
 @pytest.mark.parametrize("kind", MODELS)
 def test_with_seeds_a_party_holds_what_it_received(kind: str, settings: dict[str, Any]) -> None:
@@ -103,6 +105,7 @@ def test_fused_layers_are_never_there_twice(kind: str, monkeypatch: pytest.Monke
 CASCADE = PrivateConfig(protocol="cascade", plan=ShardingPlan(2, 1, 1, accept_weak_plan=True))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.filterwarnings("ignore::private_llm.errors.WeakProtection")
 @pytest.mark.parametrize(
     "config",

@@ -21,6 +21,7 @@ each = pytest.mark.parametrize("config", [QUAD, DEALER], ids=["quad", "dealer"])
 each_way = pytest.mark.parametrize("config", [QUAD, DEALER, REMASK], ids=["quad", "dealer", "remask"])
 
 
+@pytest.mark.sampled(2)
 @each_way
 @pytest.mark.parametrize("name", ["opt", "llama", "t5"])
 def test_generate(name: str, config: PrivateConfig) -> None:
@@ -66,6 +67,7 @@ def test_public_weights_and_token_reveal(config: PrivateConfig) -> None:
         assert torch.equal(private.generate(**BATCH, **GREEDY), model.generate(**BATCH, **GREEDY))
 
 
+@pytest.mark.sampled(2)
 @each
 def test_parties_as_processes(config: PrivateConfig) -> None:
     model = tiny.build("opt")

@@ -46,6 +46,7 @@ def stores(monkeypatch: pytest.MonkeyPatch) -> list[OfflineStore]:
     return made
 
 
+@pytest.mark.sampled(3)
 @every
 @pytest.mark.parametrize("name", ["opt", "llama", "t5"])
 def test_generate_gives_the_same_tokens_while_the_helper_is_silent(config: PrivateConfig, name: str) -> None:

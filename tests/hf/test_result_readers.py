@@ -104,6 +104,7 @@ def test_where_nothing_is_narrow_the_hint_changes_nothing(config: PrivateConfig)
     assert float((logits - before).abs().max()) <= 2 * LOGIT_ERROR
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("weights", ["secret", "public"])
 def test_repeated_steps_give_the_same(weights: str) -> None:
     """Programs of steps with narrow values, against Python: bit for bit, since masks are the same."""

@@ -30,6 +30,7 @@ FAMILIES = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", FAMILIES)
 def test_families(case: str) -> None:
     model = build(case.partition("-")[0])

@@ -348,6 +348,7 @@ WAYS: dict[str, dict[str, Any]] = {
 REPEATED = torch.tensor([[9, 8, 7, 6] * 6])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("policy", "work"),
     [

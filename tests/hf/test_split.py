@@ -97,6 +97,7 @@ def test_deeper_splits_with_beams_and_embeddings(split: int) -> None:
         assert worst(private(inputs_embeds=embeds).logits, model(ids).logits) < LOGIT_ERROR
 
 
+@pytest.mark.full
 def test_processes_and_a_classifier() -> None:
     torch.manual_seed(0)
     config = tiny.build("bert").config

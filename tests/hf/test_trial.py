@@ -46,6 +46,7 @@ def _forget(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trial, "FOLDER", None)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", AGREE)
 def test_classes_that_no_other_test_compares_agree(name: str) -> None:
     model_class, config = class_of(name)

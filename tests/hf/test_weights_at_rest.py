@@ -49,6 +49,7 @@ def answers(model: tr.PreTrainedModel, config: PrivateConfig, inputs: dict[str, 
     return out.logits if "logits" in out else out.last_hidden_state, cost.bytes_total, cost.rounds
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("same_entropy")
 @pytest.mark.parametrize("protocol", ["trio", "dealer", "quad"])
 @pytest.mark.parametrize("name", ["opt", "gpt2", "llama", "vit"])
@@ -215,6 +216,7 @@ def test_a_plan_counts_what_seeds_leave(tmp_path: Path) -> None:
         patch(model, dataclasses.replace(config, weights_at_rest="resident"))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.skipif(not aes.usable(), reason="masks are made by OpenSSL here, which is no step")
 @pytest.mark.parametrize("protocol", ["trio", "dealer"])
 def test_modules_with_seeds_are_repeated(protocol: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -172,6 +172,7 @@ def _meta_run(name: str, number: int, length: int = 7) -> Session:
     return session
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", tiny.DECODERS)
 @pytest.mark.parametrize("number", [0, 1, 2])
 def test_every_decoder_runs_on_meta_shares_and_books_costs_by_module(name: str, number: int) -> None:

@@ -25,6 +25,7 @@ def same(made: list[Tensor], want: list[Tensor]) -> None:
         assert torch.equal(a, b)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("threads", [1, 2, 5])
 @pytest.mark.parametrize("case", ALL, ids=str)
 def test_cpu_kernel_equals_the_reference(case: Case, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,6 +56,7 @@ def interpreted(case: Case) -> Any:
     return getattr(module, case.op) if case.changes else into_results
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("case", ALL, ids=str)
 def test_triton_kernel_equals_the_reference(case: Case) -> None:
     pytest.importorskip("triton")

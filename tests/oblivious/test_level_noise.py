@@ -84,6 +84,7 @@ def test_no_more_dummies_than_a_cut_tail_asks_for(epsilon: float) -> None:
     assert cut - 2 < noise.mean < 1.15 * cut + 2
 
 
+@pytest.mark.full
 @every
 def test_what_is_opened_beyond_the_count_has_the_distribution(protocol: str) -> None:
     """500 openings of each of two counts: chi-square over every value of the noise, p = 1e-12."""

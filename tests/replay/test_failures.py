@@ -160,6 +160,7 @@ def an_error_in_any_function(*files: str) -> None:
     assert sum(fault.raised for fault in faults) > 0.8 * len(places), "not all parties call all functions"
 
 
+@pytest.mark.sampled(3)
 def test_an_error_in_any_function_of_a_recorder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parallel, "threads", lambda seconds: 3)
     monkeypatch.setattr("private_llm.kernels.parallel._SMALL_S", 0.0)

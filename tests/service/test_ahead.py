@@ -200,6 +200,7 @@ def cheats(model: Any) -> dict[str, Any]:
     }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("protocol", ["trio", "quad"])
 def test_a_cheat_ends_its_own_session(start: Start, plain: Any, protocol: str) -> None:
     running = start(protocol)

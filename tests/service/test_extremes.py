@@ -53,6 +53,7 @@ def test_company_in_a_pass_is_not_harmed(protocol: str) -> None:
         assert worst(together.logits[:1], alone.logits) <= SAME
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_policies_rank_what_cannot_be_ranked(policy: str) -> None:
     company(replace(TRIO, kv_cache=POLICIES[policy]), "random")
