@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import re
 import shlex
@@ -13,6 +14,8 @@ import typer
 from private_llm_cli.app import app
 from private_llm_hf.models.architectures import compared
 
+from private_llm import errors
+from private_llm.kernels.compiling import KernelsNotKept
 from private_llm.protocol_facts import CASCADE, protocol_names
 from private_llm.threat import entries, markdown
 
@@ -214,3 +217,29 @@ def test_prose_uses_the_field_s_words() -> None:
         prose = re.sub(r"```.*?```|`[^`]*`|<!-- (\w+) -->.*?<!-- /\1 -->", "", page.read_text(), flags=re.DOTALL)
         found += [f"{page.name}: {word}" for word in METAPHORS if re.search(rf"\b{word}\b", prose, re.IGNORECASE)]
     assert found == []
+
+
+# -- errors -----------------------------------------------------------------------------------------------------------
+def messages() -> set[str]:
+    """Patterns of all texts of the packages that have values in them or are longer than a word."""
+    found = set()
+    for path in [*(ROOT / "private_llm").rglob("*.py"), *(ROOT / "integrations").rglob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+            if all(isinstance(part, ast.Constant | ast.FormattedValue) for part in parts):
+                texts = [str(part.value) if isinstance(part, ast.Constant) else None for part in parts]
+                if len("".join(filter(None, texts))) > 8:
+                    found.add("".join(".*" if text is None else re.escape(text) for text in texts))
+    return found
+
+
+def test_the_page_of_errors_has_every_class_with_a_real_message() -> None:
+    classes = {name for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, Exception)}
+    page = (ROOT / "docs" / "errors.md").read_text()
+    sections = dict(re.findall(r"^## (\w+)\n(.*?)(?=^#|\Z)", page, re.DOTALL | re.MULTILINE))
+    assert set(sections) == {*classes, KernelsNotKept.__name__}
+    shown = [message for text in sections.values() for message in re.findall(r"```text\n(.*)\n```", text)]
+    assert len(shown) == len(sections) - 1, "all but the base class"
+    made = re.compile("|".join(messages()))
+    assert [message for message in shown if not made.fullmatch(message)] == []
+    assert all("**Do:**" in text for name, text in sections.items() if name != "PrivateLLMError")
