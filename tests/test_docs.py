@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import re
 import shlex
@@ -13,6 +14,8 @@ import typer
 from private_llm_cli.app import app
 from private_llm_hf.models.architectures import compared
 
+from private_llm import errors
+from private_llm.kernels.compiling import KernelsNotKept
 from private_llm.protocol_facts import CASCADE, protocol_names
 from private_llm.threat import entries, markdown
 
@@ -31,14 +34,29 @@ def with_python() -> list[Path]:
 
 
 @pytest.mark.parametrize("page", with_python(), ids=lambda page: str(page.relative_to(ROOT)))
-def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In order, in one namespace. Hub ids are replaced by the bundled model, as tests have no network."""
+def test_python_blocks_run(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In order, in one namespace; a `text` block below one is what it prints. Hub ids are replaced by the bundled
+    model, as tests have no network."""
     monkeypatch.chdir(tmp_path)
     bundled = str(resources.files("private_llm_hf").joinpath("demo_model"))
+    outputs = dict(
+        re.findall(r"^```python\n([^`]*?)^```\n\n```text\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
+    )
     namespace: dict[str, object] = {}
     for number, block in enumerate(blocks(page, "python")):
         code = block.replace("facebook/opt-125m", bundled)
         exec(compile(code, f"{page.name}, block {number}", "exec"), namespace)
+        printed = capsys.readouterr().out
+        assert printed == outputs.get(block, printed)
+
+
+def test_the_readme_is_short_and_shows_an_output() -> None:
+    """What a reader has to take in before the first private text; figures and limits have pages of their own."""
+    readme = ROOT / "README.md"
+    assert len(readme.read_bytes()) <= 7000
+    assert blocks(readme, "text")
 
 
 def test_the_readme_shows_both_entry_points() -> None:
@@ -112,13 +130,14 @@ def test_tables_are_those_of_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     script = importlib.import_module("make_benchmarks")
     rows = script.read_rows(script.ROWS)
     assert {row["name"] for row in rows} <= set(script.MAIN)
-    for page in script.PAGES:
-        assert shown(page, "figures") == script.table(rows)
+    assert shown(script.PAGE, "figures") == script.table(rows)
     others = {"pigeon": (script.PIGEON_ROWS, script.pigeon_table)}
     others["cascade"] = (script.CASCADE_ROWS, script.cascade_table)
     others["network"] = (script.bench_network.ROWS, script.bench_network.table)
     for mark, (path, table) in others.items():
-        assert shown(script.PAGES[1], mark) == (table(script.read_rows(path)) if path.exists() else "")
+        assert shown(script.PAGE, mark) == (table(script.read_rows(path)) if path.exists() else "")
+    speed = [script.read_rows(path) for path in (script.CASCADE_ROWS, script.SMOLLM2_ROWS, script.DISTANCE_ROWS)]
+    assert shown(script.README, "speed") == script.speed_table(*speed)
 
 
 def test_python_files_that_are_mentioned_exist() -> None:
@@ -139,9 +158,7 @@ def test_python_files_that_are_mentioned_exist() -> None:
 
 
 # -- order ------------------------------------------------------------------------------------------------------------
-README_ORDER = (
-    "Install", "Five minutes on this machine", "Three hosts", "What is protected", "Figures", "Limits",
-)  # fmt: skip
+README_ORDER = ("Install", "Eight lines", "Chat", "Three hosts", "Speed", "Who learns what", "Where to read on")
 
 
 def test_the_readme_keeps_its_order() -> None:
@@ -214,3 +231,40 @@ def test_prose_uses_the_field_s_words() -> None:
         prose = re.sub(r"```.*?```|`[^`]*`|<!-- (\w+) -->.*?<!-- /\1 -->", "", page.read_text(), flags=re.DOTALL)
         found += [f"{page.name}: {word}" for word in METAPHORS if re.search(rf"\b{word}\b", prose, re.IGNORECASE)]
     assert found == []
+
+
+# -- errors -----------------------------------------------------------------------------------------------------------
+def messages() -> set[str]:
+    """Patterns of all texts of the packages that have some words of their own between the values in them."""
+    found = set()
+    for path in [*(ROOT / "private_llm").rglob("*.py"), *(ROOT / "integrations").rglob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+            if all(isinstance(part, ast.Constant | ast.FormattedValue) for part in parts):
+                texts = [str(part.value) if isinstance(part, ast.Constant) else None for part in parts]
+                if max(len(text or "") for text in texts) > 12:
+                    found.add("".join(".*" if text is None else re.escape(text) for text in texts))
+    return found
+
+
+def test_the_page_of_errors_has_every_class_with_a_real_message() -> None:
+    classes = {name for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, Exception)}
+    page = (ROOT / "docs" / "errors.md").read_text()
+    sections = dict(re.findall(r"^## (\w+)\n(.*?)(?=^#|\Z)", page, re.DOTALL | re.MULTILINE))
+    assert set(sections) == {*classes, KernelsNotKept.__name__}
+    shown = [message for text in sections.values() for message in re.findall(r"```text\n(.*)\n```", text)]
+    assert len(shown) == len(sections) - 1, "all but the base class"
+    made = re.compile("|".join(messages()))
+    assert [message for message in shown if not made.fullmatch(message)] == []
+    assert all("**Do:**" in text for name, text in sections.items() if name != "PrivateLLMError")
+
+
+# -- words ------------------------------------------------------------------------------------------------------------
+def test_the_glossary_has_every_word_that_readme_and_tutorial_stress() -> None:
+    entries = re.findall(r"^\*\*([^.*]+)\.\*\* \S", (ROOT / "docs" / "glossary.md").read_text(), re.MULTILINE)
+    assert entries == sorted(entries, key=str.lower)
+    pages = [(ROOT / "README.md").read_text(), (ROOT / "docs" / "tutorial.md").read_text()]
+    stressed = {word.removesuffix("s") if word != "parties" else "party"
+                for page in pages for word in re.findall(r"(?<!\*)\*(\w[\w ]*)\*(?!\*)", page)}  # fmt: skip
+    assert stressed
+    assert not stressed - {*entries}

@@ -133,5 +133,5 @@ def test_example_explains_itself(example: Path) -> None:
     text = example.read_text()
     assert text.startswith('"""')
     assert f"python examples/{example.name}" in text
-    index = (ROOT / "README.md").read_text()
+    index = (ROOT / "docs" / "README.md").read_text()
     assert f"examples/{example.name}" in index

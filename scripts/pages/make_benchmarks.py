@@ -1,4 +1,4 @@
-"""Measure the rows of docs/*.jsonl and write them as tables into README.md and docs/benchmarks.md.
+"""Measure the rows of docs/*.jsonl, and write docs/benchmarks.md's tables and README.md's table of speed from them.
 
 python scripts/pages/make_benchmarks.py              measure everything (under ten minutes), write rows and tables
 python scripts/pages/make_benchmarks.py --only NAME  these again, keep the other rows; besides works of the catalogue:
@@ -35,7 +35,9 @@ ROWS = ROOT / "docs" / "benchmarks.jsonl"
 PIGEON_ROWS = ROOT / "docs" / "pigeon.jsonl"
 CASCADE_ROWS = ROOT / "docs" / "cascade.jsonl"
 SMOLLM2_ROWS = ROOT / "docs" / "smollm2.jsonl"
-PAGES = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md")
+DISTANCE_ROWS = ROOT / "docs" / "networks.jsonl"
+README = ROOT / "README.md"
+PAGE = ROOT / "docs" / "benchmarks.md"
 MAIN = tuple(name for name in NAMES if name not in ("matmuls", "lenet", "alexnet", "vgg16", "smollm2", *LARGE))
 """The works of the first table; the others stand in PIGEON's and in a real model's."""
 PARTS = ("pigeon", "cascade", "network", "smollm2")
@@ -159,6 +161,37 @@ def smollm2_table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def speed_table(sharded: list[dict[str, Any]], chat: list[dict[str, Any]], distance: list[dict[str, Any]]) -> str:
+    """The README's table, under trio with secret weights: seconds beside plaintext, of SmolLM2, and of a 7B model."""
+    (bert,) = (row for row in sharded if row["protocol"] == "trio" and row["weights"] == "secret")
+    (smollm2,) = (row for row in chat if row["protocol"] == "trio" and row["party_mode"] == "processes")
+    (llama,) = (
+        row
+        for row in distance
+        if (row["model"], row["how"], row["bandwidth_mbit"], row["latency_ms"]) == ("llama-7b", "modelled", 1e3, 0.2)
+    )
+    plain, ratio = bert["vanilla_seconds"]["median"], bert["ratio"]["median"]
+    first, later = smollm2["seconds"]["median"], smollm2["after"]["seconds"]["median"]
+    first_of_llama, later_of_llama = llama["seconds_first_token"], llama["seconds_per_token"]
+    lines = [
+        "| model | private | how and where |",
+        "|---|---|---|",
+        f"| BERT-base, {bert['shape'][1]} tokens "
+        f"| {bert['seconds']['median']:.1f} s, {ratio:.0f} times the plaintext's {plain:.2f} s "
+        f"| measured, {_machine(bert)} |",
+        f"| SmolLM2-135M, a token | {later:.2f} s (first token: {first:.1f} s, {smollm2['shape'][1]} tokens of prompt) "
+        f"| measured, {_machine(smollm2)} |",
+        f"| LLaMA-7B, a token | {later_of_llama:.0f} s (first token: {first_of_llama:.0f} s, 128 tokens of prompt) "
+        f"| modelled: 1 Gbit/s, {llama['latency_ms']} ms between parties, one core each |",
+    ]
+    return "\n".join(lines)
+
+
+def _machine(row: dict[str, Any]) -> str:
+    """Processor and cores, without memory and system; all parties run on them."""
+    return str(row["machine"]).rsplit(", ", 2)[0]
+
+
 def put(page: Path, mark: str, text: str) -> None:
     """Replace what stands between the markers `mark` and `/mark` of a page."""
     begin, end = f"<!-- {mark} -->", f"<!-- /{mark} -->"
@@ -169,20 +202,21 @@ def put(page: Path, mark: str, text: str) -> None:
 
 def write_tables(rows: list[dict[str, Any]]) -> None:
     """All tables, from the rows that are there."""
-    for page in PAGES if rows else ():
-        put(page, "figures", table(rows))
+    if rows:
+        put(PAGE, "figures", table(rows))
     pigeon = read_rows(PIGEON_ROWS)
     if pigeon:
-        put(PAGES[1], "pigeon", pigeon_table(pigeon))
+        put(PAGE, "pigeon", pigeon_table(pigeon))
     sharded = read_rows(CASCADE_ROWS)
     if sharded:
-        put(PAGES[1], "cascade", cascade_table(sharded))
+        put(PAGE, "cascade", cascade_table(sharded))
     chat = read_rows(SMOLLM2_ROWS)
     if chat:
-        put(PAGES[1], "smollm2", smollm2_table(chat))
+        put(PAGE, "smollm2", smollm2_table(chat))
     network = read_rows(bench_network.ROWS)
     if network:
         bench_network.write(network)
+    put(README, "speed", speed_table(sharded, chat, read_rows(DISTANCE_ROWS)))
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
