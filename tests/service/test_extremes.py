@@ -36,11 +36,11 @@ def flags(done: Done, place: int) -> set[float]:
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_company_in_a_pass_is_not_harmed(protocol: str) -> None:
-    """Prompts and decode steps of both together."""
+    """Prompts and decode steps of both together. Words are random, as the check of ranges may miss balanced ones."""
     model = tiny.build("llama")
     width, embed = model.config.hidden_size, model.get_input_embeddings()
     bobs = [Ask("bob", embed(ids(1, n, seed=n)).detach().double()) for n in (LENGTH, 1)]
-    eves = [Ask("eve", words(kind, (1, n, width))) for kind, n in (("random", LENGTH), ("most", 1))]
+    eves = [Ask("eve", words("random", (1, n, width), seed=n)) for n in (LENGTH, 1)]
     apart = [replace(ask, owner="bob alone") for ask in bobs]
     found = run_service(
         PROTOCOLS[protocol],

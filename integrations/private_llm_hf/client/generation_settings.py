@@ -57,7 +57,7 @@ _FOREIGN = (ArithmeticError, AttributeError, LookupError, OSError, RuntimeError,
 
 
 def given_to_generate(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """All arguments by name, those of a `generation_config` among them."""
+    """All arguments by name, those of a `generation_config` among them. Raises ConfigError where that is none."""
     names = list(inspect.signature(GenerationMixin.generate).parameters)[1:]
     found = {**dict(zip(names, args, strict=False)), **kwargs}
     config = found.get("generation_config")
