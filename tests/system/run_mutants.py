@@ -1,6 +1,7 @@
 """Puts one wrong line after the other into a copy of the repository, and says which of them no test notices.
 
     python tests/system/run_mutants.py --only replay 17                        a kind, and number 17 (default: all)
+    python tests/system/run_mutants.py --tiny                                  only look whether every entry applies
     python tests/system/run_mutants.py --tests gate -- -n 2 --dist loadfile    by these tests, not each one's own
 
 `mutants.toml` lists the mutants, numbered from 1 in its order. Each verdict is a line of JSON on standard output.
@@ -177,11 +178,16 @@ def main() -> int:
     parser.add_argument("--tests", choices=("listed", "gate"), default="listed", help="which tests (default: listed)")
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds for one mutant (default: 900)")
     parser.add_argument("--skip-baseline", action="store_true", help="do not run the tests without a mutant first")
+    parser.add_argument("--tiny", action="store_true", help="run no tests: apply every entry once, in memory")
     parser.add_argument("arguments", nargs="*", metavar="-- ARGUMENT", help="of pytest, with --tests gate")
     options = parser.parse_args()
     alive = []
     try:
         mutants = chosen(load(), options.only)
+        if options.tiny:
+            changed = [mutant.applied((ROOT / mutant.file).read_text("utf-8")) for mutant in mutants]
+            print(f"{len(changed)} mutants apply")
+            return 0
         for at, (mutant, verdict) in enumerate(zip(mutants, run(mutants, options), strict=True), 1):
             print(json.dumps(asdict(verdict)), flush=True)
             alive += [] if verdict.killed else [mutant]
