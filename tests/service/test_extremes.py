@@ -53,6 +53,20 @@ def test_company_in_a_pass_is_not_harmed(protocol: str) -> None:
         assert worst(together.logits[:1], alone.logits) <= SAME
 
 
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_constant_words_harm_nobody_either(protocol: str) -> None:
+    """Whether the sender's own flag rises is not said: entries of a row may balance each other."""
+    model = tiny.build("llama")
+    width, kinds = model.config.hidden_size, ("least", "most", "large", "one")
+    given = model.get_input_embeddings()(ids(1, LENGTH, seed=1)).detach().double()
+    passes = [[Ask(f"bob {kind}", given), Ask(f"eve {kind}", words(kind, (1, LENGTH, width)))] for kind in kinds]
+    *found, alone = run_service(PROTOCOLS[protocol], model, [*passes, [Ask("bob alone", given)]])
+    for together in found:
+        assert together.alike
+        assert flags(together, 0) == CLEAN
+        assert worst(together.logits[:1], alone.logits) <= SAME
+
+
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_policies_rank_what_cannot_be_ranked(policy: str) -> None:
