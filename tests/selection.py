@@ -26,8 +26,8 @@ def add_options(parser: pytest.Parser) -> None:
 
 
 def configure(config: pytest.Config) -> None:
-    """Whoever names files or tests wants all in them; processes of xdist are told by the option."""
-    if not hasattr(config, "workerinput") and config.args_source is config.ArgsSource.ARGS:
+    """Whoever names files or tests wants all in them; processes of xdist read the same arguments."""
+    if config.args_source is config.ArgsSource.ARGS:
         config.option.all = True
 
 

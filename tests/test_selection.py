@@ -51,5 +51,11 @@ def test_slices_are_what_the_gate_leaves_out(folder: pytest.Pytester) -> None:
     assert chosen(folder, "checks/test_some.py") == {name for name in everything if "system" not in name}
 
 
+@pytest.mark.parametrize(("arguments", "count"), [((), 4), (("--all",), 24), (("checks/test_some.py",), 12)])
+def test_processes_choose_alike(folder: pytest.Pytester, arguments: tuple[str, ...], count: int) -> None:
+    """With xdist, as scripts/test.sh runs them."""
+    folder.runpytest_subprocess("-n", "1", *arguments).assert_outcomes(passed=count)
+
+
 def test_a_slice_that_is_none(folder: pytest.Pytester) -> None:
     assert folder.inline_run("--slice", "3").ret == pytest.ExitCode.USAGE_ERROR
