@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 pytest_plugins = ("pytester",)
+ROOT = Path(__file__).resolve().parent.parent
 
 TESTS = """
 import pytest
@@ -52,8 +53,11 @@ def test_slices_are_what_the_gate_leaves_out(folder: pytest.Pytester) -> None:
 
 
 @pytest.mark.parametrize(("arguments", "count"), [((), 4), (("--all",), 24), (("checks/test_some.py",), 12)])
-def test_processes_choose_alike(folder: pytest.Pytester, arguments: tuple[str, ...], count: int) -> None:
+def test_processes_choose_alike(
+    folder: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], count: int
+) -> None:
     """With xdist, as scripts/test.sh runs them."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     folder.runpytest_subprocess("-n", "1", *arguments).assert_outcomes(passed=count)
 
 
