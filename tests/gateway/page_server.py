@@ -101,7 +101,7 @@ class Fake:
                 usage = {"prompt_tokens": 9, "completion_tokens": len(pieces), "total_tokens": 9 + len(pieces)}
                 yield data({**chunk({}, len(pieces)), "choices": [], "usage": usage})
                 yield {"data": "[DONE]"}
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, GeneratorExit):  # the second where the server was sending as the page left
             self.gone += 1
             raise
 
