@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 BARS: dict[str, list[dict[str, Any]]] = tomllib.loads((ROOT / "tests" / "bars.toml").read_text("utf-8"))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("bar", BARS["exact"], ids=lambda bar: bar["what"])
 def test_bytes_and_rounds_stay_within_their_bars(bar: dict[str, Any], run: Callable[..., str]) -> None:
     if "estimate" in bar:

@@ -41,6 +41,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.usefixtures("model")
+@pytest.mark.full
 def test_a_chat_in_figures(capsys: pytest.CaptureFixture[str]) -> None:
     chat("a b c", CONFIG, 3, True, None)
     made = json.loads(capsys.readouterr().out)

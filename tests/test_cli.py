@@ -162,6 +162,7 @@ def test_bench_picks_the_adder_for_its_link(run: Run) -> None:
     assert thin["bytes_total"] < prefix["bytes_total"]
 
 
+@pytest.mark.full
 def test_bench_in_processes_sends_the_same(run: Run) -> None:
     (threads,) = rows(run, "bench", "relu", "--tiny", "--repeat", "1")
     (processes,) = rows(run, "bench", "relu", "--tiny", "--repeat", "1", "--party-mode", "processes")
@@ -439,6 +440,7 @@ def test_share_overwrites_when_told_to(run: Run, checkpoint: Path, tmp_path: Pat
     assert rows(run, *command, "--force") == [first]
 
 
+@pytest.mark.full
 def test_share_party_generate(run: Run, checkpoint: Path, tmp_path: Path) -> None:
     """The three hosts' commands, on loopback with mutual TLS; all say that they are far apart."""
     (shared,) = rows(run, "share", str(checkpoint), "--out", str(tmp_path / "shares"))

@@ -173,6 +173,7 @@ def test_the_picture_of_a_run(run: Run, tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.full
 def test_the_default_plan_in_one_command() -> None:
     """144 nodes, a prompt that is long enough for them, and a line of warning without places in our code."""
     process = start("demo", "--tiny", "--json", "--protocol", "cascade")

@@ -103,6 +103,7 @@ def test_roles_without_predictors_are_told_so(run: Run, checkpoint: Path, predic
     assert "a party holds no predictors" in run("party", *hosts, "--sparsity", predictors, code=2)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("said", [(), ("--sparsity", "shared", "--orders", "kept", "--levels", "open")])
 def test_share_files_carry_what_their_owner_chose(
     run: Run, checkpoint: Path, predictors: str, tmp_path: Path, said: tuple[str, ...]

@@ -33,6 +33,7 @@ def with_python() -> list[Path]:
     return [page for page in PAGES if blocks(page, "python")]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("page", with_python(), ids=lambda page: str(page.relative_to(ROOT)))
 def test_python_blocks_run(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

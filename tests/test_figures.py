@@ -273,6 +273,7 @@ def test_a_row_of_each_table_is_that_of_this_code(command: str) -> None:
     )
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("adder", ["default", "keys", "auto"])
 def test_the_table_of_parties_that_are_far_apart_is_that_of_the_estimator(adder: str) -> None:
     """Rounds and MB of the bundled model in docs/hosts.md."""

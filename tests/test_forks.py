@@ -77,6 +77,7 @@ def model(request: pytest.FixtureRequest) -> Iterator[PreTrainedModel]:
         yield made
 
 
+@pytest.mark.sampled(2)
 def test_a_child_uses_and_ends_nothing_of_its_parent(model: PreTrainedModel) -> None:
     """The second call is preprocessed: its masks are derived when it runs, so no stream was there at the fork."""
     want = logits(model)

@@ -57,6 +57,7 @@ def around(curve: Curve, low: float, high: float) -> Tensor:
     return torch.cat([torch.linspace(low, high, 2500, dtype=torch.float64), near[near <= high], far])
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("frac", [16, 18, 19])
 @pytest.mark.parametrize(
     ("fn", "truth", "curve", "error", "rounds"),

@@ -23,6 +23,7 @@ def noise(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("lines", [LINES, WideLines(21, 21, 21, 27.7, 14), WideLines(29, 17, 22, 2.6, 16)])
 @pytest.mark.parametrize("protocol", ["trio", "dealer"])
 def test_relative_errors_and_price(protocol: str, lines: WideLines) -> None:

@@ -19,6 +19,7 @@ DEALER = PrivateConfig(protocol="dealer", timeout_s=60)
 QUAD = PrivateConfig(protocol="quad", timeout_s=60)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "config", [TRIO, DEALER, replace(DEALER, matmul="remask"), QUAD], ids=["trio", "dealer", "remask", "quad"]
 )

@@ -43,7 +43,7 @@ def real(model: PreTrainedModel, config: PrivateConfig, sequence: int, new: int)
         private.close()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(
     ("name", "new", "settings"),
     [
@@ -69,6 +69,7 @@ def test_estimate_equals_the_ledger(name: str, new: int, settings: dict[str, obj
     assert found.costs.bytes_total == run.bytes_total > 0
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_estimates_with_ranges_equal_the_ledger_of_a_calibrated_run(name: str) -> None:
     model, config = massive(name, 25_000.0), PrivateConfig(timeout_s=60)

@@ -28,7 +28,7 @@ def both(model: nn.Module, pixels: torch.Tensor, config: PrivateConfig) -> None:
     assert found.costs.bytes_total == run.bytes_total > 0
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(("name", "settings"), [
     ("resnet-bottleneck", SMALL), ("mobilenet_v2", SMALL), ("small-resnet", {"adder": "ripple"}), ("mixed", {}),
     ("small-resnet", {**SMALL, "reveal": "class"}), ("small-resnet", {**SMALL, "protocol": "quad"}),

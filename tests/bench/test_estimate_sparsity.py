@@ -75,6 +75,7 @@ def sent(costs: Costs) -> list[dict[str, dict[object, int]]]:
     return [{"sent": dict(ledger.sent), "rounds": dict(ledger.rounds)} for ledger in costs.ledgers]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("name", "planned", "settings", "new"),
     [
@@ -99,7 +100,7 @@ def test_estimate_equals_the_ledger(
     assert found.costs.bytes_total == run.bytes_total > 0
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", [*RELU])
 def test_layers_are_priced_once(name: str) -> None:
     model = sparse(name)
@@ -198,6 +199,7 @@ def test_the_command_refuses_what_it_cannot_count(more: list[str]) -> None:
     assert "sparsity" in str(result.exception or result.output)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "settings", [{}, {"orders": "kept"}, {"levels": "noisy", "epsilon": 0.5}], ids=["fresh", "kept", "noisy"]
 )

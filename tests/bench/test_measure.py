@@ -41,6 +41,7 @@ LARGEST_ERROR = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in ("generate", *INSTALLED_APART)])
 def test_every_work_runs_and_is_right(name: str) -> None:
     row = measure(make(name, tiny=True), CONFIG, repeat=1)

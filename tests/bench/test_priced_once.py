@@ -56,13 +56,13 @@ def check(once: Estimate, each: Estimate) -> None:
     assert [layer.name for layer in once.layers()] == [layer.name for layer in each.layers()]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("name", sorted({*tiny.ALL} - LIKE_LLAMA))
 def test_every_family(name: str) -> None:
     check(*both(name, {}, 2 if name in tiny.DECODERS or name == "t5" else 0))
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize(
     ("name", "settings", "new"),
     [
@@ -87,6 +87,7 @@ def test_every_protocol(name: str, settings: dict[str, Any], new: int) -> None:
     check(*both(name, settings, new))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("policy", [SMALL, replace(SMALL, apart=0, shared_layers=2, every=1)], ids=str)
 def test_leaders_and_followers_of_a_deep_model(policy: MPCacheConfig) -> None:
     """Seven layers: leaders that are like the first, followers behind leaders that did not run."""
@@ -130,6 +131,7 @@ def test_a_layer_runs_once_and_what_sees_no_cache_once_for_all_tokens(monkeypatc
     assert runs == {"LlamaAttention": 3 * 3 + traced, "LlamaMLP": 3 * 2 + traced}  # a prompt, then single tokens
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("settings", [{}, {"protocol": "cascade", "plan": ShardingPlan(3, 3, 1)}], ids=str)
 def test_the_part_before_the_first_token_is_that_of_one_token(settings: dict[str, Any]) -> None:
     kind, config = deep("opt")

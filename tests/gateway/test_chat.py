@@ -80,6 +80,7 @@ def test_a_stream_is_data_chunks_and_done(gateway: Gateway) -> None:
     assert raw[-1]["private_llm"]["tokens_per_s"] > 0
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("path", ["chat/completions", "completions"])
 def test_a_stream_byte_by_byte(gateway: Gateway, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
     """Events end with two line feeds, pings and errors too, and nothing else ends a line for any reader of lines."""

@@ -116,6 +116,7 @@ def test_tokens_that_the_tokenizer_lacks() -> None:
     assert (texts.bytes_of(1 << 20), texts.name_of(1 << 20)) == (None, "<token 1048576>")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("echo", [False, True])
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_prompt_that_ends_within_a_character(gateway: Gateway, echo: bool, stream: bool) -> None:

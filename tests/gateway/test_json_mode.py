@@ -39,6 +39,7 @@ SCHEMAS: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("schema", SCHEMAS, ids=["object", "enum", "array", "ref"])
 def test_answers_are_of_their_schema(client: OpenAI, schema: dict[str, Any]) -> None:
     form: Any = {"type": "json_schema", "json_schema": {"name": "s", "schema": schema, "strict": True}}

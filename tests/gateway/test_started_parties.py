@@ -132,6 +132,7 @@ def test_local_parties_are_ready_when_they_are_there(shared: Path) -> None:
     assert told[0].startswith("waiting for party 0, party 1, party 2 (for 0 s, 900 s at most)")
 
 
+@pytest.mark.full
 def test_local_parties_that_take_too_long(shared: Path) -> None:
     with pytest.raises(PartyFailed, match=r"party 0, party 1, party 2: not ready within 0 s"):
         LocalParties(PrivateConfig(timeout_s=30), {"demo": shared}, ready_s=0.0)

@@ -74,6 +74,7 @@ def chi_squared(made: Counter[tuple[int, ...]], temperature: float = 1.0) -> flo
     return sum((made[pair] - DRAWS * chance) ** 2 / (DRAWS * chance) for pair, chance in want.items())
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("draft", "paths"), [("look-up", 1), ("model", 1), ("model", 3), ("greedy model", 3), ("both", 2)]
 )

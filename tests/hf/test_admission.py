@@ -58,6 +58,7 @@ def serving(config: PrivateConfig, folder: Path, sessions: int) -> Iterator[list
     assert not any(thread.is_alive() for thread in threads)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("protocol", "parties", "clients"), [("trio", 3, 2), ("trio", 3, 4), ("quad", 4, 3)])
 def test_clients_that_start_together_all_get_their_text(
     shared: Path, protocol: str, parties: int, clients: int

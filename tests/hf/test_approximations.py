@@ -53,6 +53,7 @@ def logits(model: nn.Module, mask: Tensor = MASK) -> Tensor:
     return found[mask.bool()] if found.ndim == 3 else found
 
 
+@pytest.mark.sampled(4)
 @named
 @pytest.mark.parametrize("make", [bert, gpt2], ids=["bert", "gpt2"])
 @pytest.mark.parametrize("config", [PLAIN, TRIO], ids=["plain", "trio"])

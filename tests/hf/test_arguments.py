@@ -66,6 +66,7 @@ SAMPLED = ("temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsi
 OWN = ("max_new_tokens", "transformers_version", "_from_model_config")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("family", ["llama", "t5"])
 def test_settings_of_generate(family: str) -> None:
@@ -122,6 +123,7 @@ def first(made: Any) -> Tensor:
     return next(made[name] for name in ("logits", "start_logits", "last_hidden_state") if name in made)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("family", list(FAMILIES))
 def test_arguments_of_forward(family: str) -> None:
     model = FAMILIES[family]().eval()

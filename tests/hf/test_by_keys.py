@@ -19,7 +19,7 @@ SETTINGS: dict[str, dict[str, object]] = {
 }
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 @pytest.mark.parametrize("name", ["opt", "llama", "t5"])
 def test_text_is_plaintext_s(name: str, settings: dict[str, object]) -> None:
@@ -33,6 +33,7 @@ def test_text_is_plaintext_s(name: str, settings: dict[str, object]) -> None:
                 assert worst(private(**BATCH, **more).logits, model(**BATCH, **more).logits, MASK) <= LOGIT_ERROR
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("settings", [each for each in SETTINGS.values() if "reveal" not in each])
 def test_states_of_an_encoder_are_plaintext_s(settings: dict[str, object]) -> None:
     model = tiny.build("bert")

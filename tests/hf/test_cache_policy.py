@@ -67,6 +67,7 @@ def windowed(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("protocol", CONFIGS)
 @pytest.mark.parametrize("name", ["llama", "opt", "gpt2"])
 def test_tokens_and_logits_are_those_of_the_forbidding_mask(name: str, protocol: str) -> None:
@@ -82,6 +83,7 @@ def test_tokens_and_logits_are_those_of_the_forbidding_mask(name: str, protocol:
     assert min(apart[1:]) > 10 * LOGIT_ERROR  # and what is evicted matters
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["qwen3", "mistral", "gemma3_text", "gpt_neox", "gpt_bigcode", "ctrl", "olmo2"])
 def test_other_families(name: str) -> None:
     """Norms of queries and keys; the model's own windows, which are longer than ours; one key head for all."""
@@ -194,6 +196,7 @@ def _steps(config: PrivateConfig, count: int) -> list[tuple[int, dict[str, int]]
     return made
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("protocol", ["trio", "dealer"])
 def test_late_steps_cost_the_same_to_the_byte(protocol: str) -> None:
     """The padding of the first row is evicted with the first steps; then every step sees as much as the last."""

@@ -41,6 +41,7 @@ def error(model: PreTrainedModel, private: PreTrainedModel, ids: torch.Tensor = 
     return float((private(input_ids=ids).logits - truth).abs().max()) / max(1.0, float(truth.abs().max()) / 30)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("calibrate", [True, False])
 def test_massive_activations(family: str, calibrate: bool) -> None:
@@ -185,6 +186,7 @@ NARROW = Ranges({"model.layers.1.mlp.down_proj": {"output": -12}})
 """No values of a tiny model are as small as that."""
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("protocol", ["trio", "quad", "dealer"])
 def test_a_value_that_leaves_its_range_withholds_the_answer(protocol: str) -> None:
     model = tiny.build("llama")
@@ -253,6 +255,7 @@ def test_rows_too_small_for_their_digits_are_warned_of() -> None:
         loaded_ranges(model, PLAIN)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_rows_far_beyond_calibration_are_right_or_refused(family: str) -> None:
     """Norms hold what the guard lets pass: between calibration and the end of the ring there is no silent gap."""
@@ -319,6 +322,7 @@ def test_products_that_leave_the_ring_are_seen() -> None:
         private(input_ids=IDS)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("reveal", ["logits", "token"])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "opt"])
 def test_the_guard_costs_at_most_6_percent_and_no_round_in_a_layer(family: str, reveal: str) -> None:

@@ -43,6 +43,7 @@ def same(model: PreTrainedModel, private: PreTrainedModel, **more: object) -> bo
     return torch.equal(model.generate(ids, **options), private.generate(ids, **options))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", DECODERS)
 def test_decoders_generate_the_same_tokens(name: str) -> None:
     model = tiny.build(name)
@@ -53,6 +54,7 @@ def test_decoders_generate_the_same_tokens(name: str) -> None:
         assert same(model, private)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ENCODERS)
 @pytest.mark.parametrize("plan", [PLAN, ShardingPlan(2, 4, 2, accept_weak_plan=True)], ids=str)
 def test_encoders_give_the_same_states(name: str, plan: ShardingPlan) -> None:
@@ -66,6 +68,7 @@ def test_encoders_give_the_same_states(name: str, plan: ShardingPlan) -> None:
             assert float((expected.pooler_output - found.pooler_output).abs().max()) < ERROR
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("cores", [1, 2, 64])
 def test_nodes_take_turns_where_there_are_more_of_them_than_cores(monkeypatch: pytest.MonkeyPatch, cores: int) -> None:
     """Fewer computing at a time change no number; the nodes of a split take turns with its parties."""
@@ -121,6 +124,7 @@ def test_traffic_between_nodes_is_the_formula_s() -> None:
     assert between == layer_bytes(PLAN, attention_calls(type(model), model.config), 2, 24)
 
 
+@pytest.mark.full
 def test_processes_give_the_same_tokens() -> None:
     model = tiny.build("gpt2")
     with torch.no_grad(), patch(model, settings(PLAN, party_mode="processes")) as private:

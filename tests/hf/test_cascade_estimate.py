@@ -38,6 +38,7 @@ def sent(costs: Costs) -> dict[tuple[str, int, int], int]:
     return dict(found)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("name", "new", "plan"),
     [
@@ -147,6 +148,7 @@ def test_a_large_model_on_many_nodes_is_counted_without_weights() -> None:
     assert {layer.macs[1] for layer in layers} == {16 * weights}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("name", "protocol", "new"), [("llama", "trio", 4), ("opt", "quad", 2), ("gpt2", "dealer", 0), ("bert", "trio", 0)]
 )

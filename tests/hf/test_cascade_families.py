@@ -32,6 +32,7 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_families_with_attention_of_their_own(name: str) -> None:
     base, changes = FAMILIES[name]
@@ -89,6 +90,7 @@ def roberta(cls: type[PreTrainedModel]) -> PreTrainedModel:
     return model
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("pad", ["left", "right"])
 @pytest.mark.parametrize(
     "cls",

@@ -45,6 +45,7 @@ class Signal:
         """Nothing to flush."""
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("victim", "name"), [(1, r"CompNode 1 \(party 1\)"), (4, r"AttnNode \(1, 1\) \(party 4\)")])
 def test_a_process_killed_in_the_middle_of_generate(victim: int, name: str) -> None:
     before = set(parties())
@@ -61,6 +62,7 @@ def test_a_process_killed_in_the_middle_of_generate(victim: int, name: str) -> N
     assert not set(parties()) & set(mine)
 
 
+@pytest.mark.full
 def test_a_process_that_stalls_is_named_within_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(children, "_EXIT_S", 0.5)
     before = set(parties())

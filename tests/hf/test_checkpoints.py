@@ -289,6 +289,7 @@ def test_an_unmerged_lora_is_merged_in_a_copy(lora: Lora) -> None:
             assert worst(private(input_ids=IDS).logits, adapted(input_ids=IDS).logits) < LOGIT_ERROR
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings", "ignore:Setting `save_embedding_layers`")
 @pytest.mark.parametrize(
     ("name", "modules", "own", "tie"),

@@ -31,7 +31,7 @@ def config(base: PrivateConfig, ring: int, **more: object) -> PrivateConfig:
     return replace(base, **(SMALL if ring == 32 else {}), **more)  # type: ignore[arg-type]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("weights", ["secret", "public"])
 @pytest.mark.parametrize("name", [*images.HF, *(name for name in images.NETWORKS if name != "alexnet")])
 def test_every_network_in_the_large_ring(name: str, weights: str) -> None:
@@ -44,6 +44,7 @@ LARGE = ("convnext", "regnet", "efficientnet")
 """Need the 64-bit ring: layer norms and GELU, SiLU, sigmoid."""
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", [*(name for name in images.HF if name not in LARGE), *images.NETWORKS])
 def test_every_network_in_the_small_ring(name: str) -> None:
     model, pixels = images.build(name)
@@ -51,7 +52,7 @@ def test_every_network_in_the_small_ring(name: str) -> None:
         assert worst(images.logits(private, pixels), images.logits(model, pixels)) < ERROR[32]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("ring", [64, 32])
 @pytest.mark.parametrize("protocol", ["trio", "quad", "dealer"])
 @pytest.mark.parametrize("name", ["resnet-basic", "mobilenet_v2", "lenet5", "vgg16", "vgg16-imagenet", "mixed"])
@@ -70,6 +71,7 @@ def test_convnext_under_every_protocol(protocol: str) -> None:
         assert worst(images.logits(private, pixels), images.logits(model, pixels)) < ERROR[64]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", images.HF)
 def test_from_pretrained(name: str, tmp_path: Path) -> None:
     """The checkpoint's batch norms are folded while it streams."""

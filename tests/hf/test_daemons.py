@@ -76,6 +76,7 @@ def nested(depth: int) -> list[Any]:
     return made
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("attack", ATTACKS.values(), ids=ATTACKS)
 def test_a_client_ends_its_own_session_only(
     attack: Callable[[Parties, PreTrainedModel], None], config: PrivateConfig, model: PreTrainedModel
@@ -234,6 +235,7 @@ def test_a_party_with_a_share_file_serves_no_other_model(
             announce(parties, model, type(model).__name__, {})
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -31,6 +31,7 @@ def placed(tmp_path: Path, device_map: object, **settings: Any) -> PrivateConfig
     return dataclasses.replace(TRIO, device_map=device_map, offload_folder=str(tmp_path), **settings)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("device_map", [{"": "disk"}, {"": "cpu", "model.layers.1": "disk"}, "auto"])
 def test_the_same_tokens_messages_and_rounds(tmp_path: Path, device_map: object) -> None:
     model = tiny.build("llama")
@@ -51,6 +52,7 @@ def test_a_plan_within_a_small_memory(tmp_path: Path) -> None:
         assert torch.equal(private.generate(**BATCH, **GREEDY), model.generate(**BATCH, **GREEDY))
 
 
+@pytest.mark.full
 def test_processes_and_public_weights(tmp_path: Path) -> None:
     """The map reaches child processes as JSON."""
     model = tiny.build("opt")

@@ -31,6 +31,7 @@ def plain() -> Network:
     return found.eval()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("config", [
     replace(TRIO, **SMALL, reveal="class"),
     replace(TRIO, **SMALL, weights="public"),

@@ -27,8 +27,8 @@ model.close()
 """
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("protocol", "ranks"), [("trio", 3), ("dealer", 4), ("quad", 5)])
+@pytest.mark.full
 def test_generate_under_torchrun(tmp_path: Path, protocol: str, ranks: int) -> None:
     """Trio: client beside party 0; the others: client apart. Only the client prints: the plaintext tokens."""
     torch.manual_seed(0)

@@ -54,6 +54,7 @@ def test_segments_are_public_positions_of_the_table() -> None:
     assert all(worst(a, b) < LOGIT_ERROR for a, b in zip(out, want, strict=True))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("name", "cls"),
     [
@@ -108,6 +109,7 @@ def t5(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[PreTrainedMod
         yield model, private
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "how",
     [

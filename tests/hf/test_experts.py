@@ -39,6 +39,7 @@ SIGMOIDS = {
 """Sigmoid routers, corrected and grouped ones, and those whose correction another module holds or adds."""
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["mixtral", "deepseek_v3", "minimax_m2"])
 def test_on_shares(name: str) -> None:
     model = build(name)
@@ -47,7 +48,7 @@ def test_on_shares(name: str) -> None:
         assert torch.equal(private.generate(**BATCH, **GREEDY), model.generate(**BATCH, **GREEDY))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(
     ("name", "settings"),
     [("qwen2_moe", {}), ("qwen3_moe", {"norm_topk_prob": True}), ("qwen3_moe", {"norm_topk_prob": False}),

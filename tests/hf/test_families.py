@@ -11,7 +11,7 @@ from tests.hf.compare import BATCH, GREEDY, LOGIT_ERROR, MASK, worst
 from tests.hf.conftest import PLAIN, TRIO
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("name", families.DECODERS)
 def test_decoders_with_padding_and_a_cache(name: str) -> None:
     model = families.build(name)
@@ -20,6 +20,7 @@ def test_decoders_with_padding_and_a_cache(name: str) -> None:
         assert torch.equal(private.generate(**BATCH, **GREEDY), model.generate(**BATCH, **GREEDY))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", families.ENCODERS)
 def test_encoders_with_padding(name: str) -> None:
     model = families.build(name)

@@ -19,7 +19,7 @@ from tests.hf.conftest import PLAIN
 Pair = tuple[PreTrainedModel, PreTrainedModel]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", list(tiny.DECODERS))
 def test_every_decoder_generates_the_plaintext_tokens(name: str) -> None:
     model = tiny.build(name)

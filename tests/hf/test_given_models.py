@@ -88,6 +88,7 @@ RUN: dict[str, tuple[str, dict[str, object], Callable[[Model], object]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("change", RUN)
 def test_a_changed_model_runs_as_it_is(change: str) -> None:
     name, settings, apply = RUN[change]

@@ -69,6 +69,7 @@ def network(kind: type[nn.Module]) -> tuple[nn.Module, Tensor]:
     return made, torch.randn(4, 3, 2, 2)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("mode", ["threads", "processes"])
 @pytest.mark.parametrize("protocol", ["trio", "quad"])
 def test_a_module_of_ones_own_is_computed_on_shares(plugin: type[nn.Module], mode: str, protocol: str) -> None:

@@ -96,12 +96,14 @@ def check(name: str, config: PrivateConfig, policy: CachePolicy, seed: int = 4, 
         assert max(worst(a, b) for a, b in zip(got.logits, want.logits, strict=True)) < LOGIT_ERROR
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_policies(policy: str) -> None:
     # LongCache ranks single entries by 8 bits of likeness: near ties, as in the text of seed 4, may fall otherwise.
     check("llama", PLAIN, POLICIES[policy], 6 if policy == "longcache" else 4)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "name", ["gpt2", "qwen3", "gemma2", "gemma3_text", "gpt_bigcode", "olmo2", "granite_swa", "gpt_neox"]
 )
@@ -123,7 +125,7 @@ def test_what_is_evicted_matters() -> None:
     assert apart[1] > 10 * LOGIT_ERROR
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 @pytest.mark.parametrize("gather", ["scores", "shuffled-scores", "keys"])
 def test_protocols(protocol: str, gather: str) -> None:
@@ -138,6 +140,7 @@ SETTINGS = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_settings(name: str) -> None:
     check("llama", SETTINGS[name], MPCACHE, max_new_tokens=4)
@@ -156,6 +159,7 @@ def test_beams(policy: CachePolicy) -> None:
     check("llama", PLAIN, policy, num_beams=3, num_return_sequences=2, output_logits=False)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("turn", [3, 9])
 @pytest.mark.parametrize("policy", [MPCACHE, STREAM, POLICIES["hidden"]])
 def test_turns_of_a_chat_go_on_with_what_was_kept(policy: CachePolicy, turn: int) -> None:
@@ -190,6 +194,7 @@ def test_a_copied_cache_goes_on_for_itself() -> None:
     assert worst(first, second) < LOGIT_ERROR
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.filterwarnings("ignore::private_llm.errors.NeedsDistillation")
 @pytest.mark.parametrize("approximations", ["mpcformer", "secformer"])
 def test_a_softmax_of_squares_meets_no_score_far_below_others(approximations: str) -> None:
@@ -208,6 +213,7 @@ def test_a_softmax_of_squares_meets_no_score_far_below_others(approximations: st
         assert private.generate(**asked, **ASKED).sequences.shape == (2, PROMPT + 6)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("policy", [KEEP_ALL, STREAM, POLICIES["hidden"]])
 @pytest.mark.parametrize("crop", [False, True])
 def test_an_emptied_cache_takes_another_batch(policy: CachePolicy, crop: bool) -> None:
@@ -272,7 +278,7 @@ def test_layers_whose_heads_are_in_orders_of_their_own_share_no_choices(tmp_path
 
 
 # -- what is sent, and what is held ---------------------------------------------------------------------------
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("gather", ["scores", "shuffled-scores"])
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_transcripts_of_two_prompts_are_equal(protocol: str, gather: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -298,6 +304,7 @@ def test_transcripts_of_two_prompts_are_equal(protocol: str, gather: str, monkey
     assert seen[0] == seen[1]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("policy", ["once", "scores", "shuffled"])
 def test_an_estimate_knows_what_is_sent(policy: str) -> None:
     model, config = tiny.build("llama"), replace(TRIO, kv_cache=POLICIES[policy])

@@ -26,6 +26,7 @@ def test_models_whose_attention_cannot_follow_are_refused(name: str) -> None:
         patch(built(name), replace(PLAIN, kv_cache=MPCACHE))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("policy", [MPCACHE, H2O(), LongCache()])
 def test_windows_in_every_layer_are_refused(policy: CachePolicy) -> None:
     for name in ("mistral", "gemma3_text"):

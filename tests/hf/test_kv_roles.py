@@ -48,6 +48,7 @@ def test_groups_with_windows_in_them_choose_as_in_plaintext() -> None:
     assert max(worst(a, b) for a, b in zip(got.logits, want.logits, strict=True)) < LOGIT_ERROR
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("config", [PLAIN, TRIO])
 def test_without_a_cache_every_token_runs_the_whole_text(config: PrivateConfig) -> None:
     asked = {**prompt(), **ASKED, "max_new_tokens": 3}

@@ -37,6 +37,7 @@ def close(model: PreTrainedModel, inputs: dict[str, Tensor], labels: Tensor, con
     assert next(iter(out)) == "loss"
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", list(tiny.DECODERS))
 def test_next_tokens(name: str) -> None:
     close(tiny.build(name), {"input_ids": IDS}, TOKENS)
@@ -59,6 +60,7 @@ def test_masked_tokens_of_three_parties() -> None:
     close(tiny.build("bert", tr.BertForMaskedLM), {"input_ids": IDS}, TOKENS, TRIO)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("name", "cls"),
     [
@@ -96,6 +98,7 @@ def test_an_encoder_decoder_reads_its_labels_shifted() -> None:
     close(tiny.build("t5"), {"input_ids": IDS, "decoder_input_ids": torch.tensor([[0, 3, 4, 5]] * 2)}, TOKENS)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("family", ["Bart", "MBart", "Pegasus", "Blenderbot", "PLBart", "BlenderbotSmall"])
 def test_each_family_shifts_its_labels_in_its_own_way(family: str) -> None:
     model = miniature(getattr(tr, f"{family}ForConditionalGeneration"), getattr(tr, f"{family}Config")())

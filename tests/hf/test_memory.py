@@ -47,7 +47,7 @@ def held_by_parties(config: PrivateConfig, model: tr.PreTrainedModel) -> int:
     return parts * (config.ring // 8) * sum(weight.numel() for weight in model.parameters())
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("protocol", ["trio", "quad", "dealer"])
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_party_holds_its_weights_once(protocol: str, kind: str) -> None:
@@ -82,6 +82,7 @@ def test_with_seeds_a_party_holds_what_it_received(kind: str, settings: dict[str
     assert sum(sizes) < 0.55 * held_by_parties(config, model)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", MODELS)
 def test_fused_layers_are_never_there_twice(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also while a model is built: after each fusion the layers' own weights are gone."""
@@ -105,7 +106,7 @@ def test_fused_layers_are_never_there_twice(kind: str, monkeypatch: pytest.Monke
 CASCADE = PrivateConfig(protocol="cascade", plan=ShardingPlan(2, 1, 1, accept_weak_plan=True))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.filterwarnings("ignore::private_llm.errors.WeakProtection")
 @pytest.mark.parametrize(
     "config",

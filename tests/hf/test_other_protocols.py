@@ -21,13 +21,14 @@ each = pytest.mark.parametrize("config", [QUAD, DEALER], ids=["quad", "dealer"])
 each_way = pytest.mark.parametrize("config", [QUAD, DEALER, REMASK], ids=["quad", "dealer", "remask"])
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @each_way
 @pytest.mark.parametrize("name", ["opt", "llama", "t5"])
 def test_generate(name: str, config: PrivateConfig) -> None:
     check_generation(name, config)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["bloom", "gemma3_text"])
 def test_generate_with_biases_and_windows(name: str) -> None:
     check_generation(name, QUAD)
@@ -41,6 +42,7 @@ def check_generation(name: str, config: PrivateConfig) -> None:
             assert worst(private(**BATCH).logits, model(**BATCH).logits, MASK) < LOGIT_ERROR
 
 
+@pytest.mark.sampled(3)
 @each
 @pytest.mark.parametrize("name", ["bert", "vit"])
 def test_encoders(name: str, config: PrivateConfig) -> None:
@@ -51,6 +53,7 @@ def test_encoders(name: str, config: PrivateConfig) -> None:
         assert worst(private(**inputs).last_hidden_state, model(**inputs).last_hidden_state) < LOGIT_ERROR
 
 
+@pytest.mark.sampled(2)
 @each
 def test_the_bundled_model_continues_a_prompt_as_in_plaintext(config: PrivateConfig) -> None:
     source = demo_model()
@@ -75,6 +78,7 @@ def test_parties_as_processes(config: PrivateConfig) -> None:
         assert torch.equal(private.generate(**BATCH, **GREEDY), model.generate(**BATCH, **GREEDY))
 
 
+@pytest.mark.sampled(3)
 @each_way
 def test_estimate_equals_the_ledger_of_a_run(config: PrivateConfig) -> None:
     model, config = tiny.build("opt"), replace(config, calibrate=False)

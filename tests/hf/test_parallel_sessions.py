@@ -38,6 +38,7 @@ def two(plaintext: PreTrainedModel) -> Iterator[PreTrainedModel]:
         yield model
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("parallel_sessions", [2, 3, 6])
 def test_every_row_gets_its_answer(plaintext: PreTrainedModel, parallel_sessions: int) -> None:
     with patch(plaintext, replace(TRIO, parallel_sessions=parallel_sessions, rotate_roles=True)) as model:
@@ -230,6 +231,7 @@ def test_images_share_rows_too() -> None:
         assert worst(model(images), network(images)) < LOGIT_ERROR
 
 
+@pytest.mark.full
 def test_processes_answer_alike(plaintext: PreTrainedModel) -> None:
     with patch(plaintext, replace(TRIO, parallel_sessions=3, rotate_roles=True, party_mode="processes")) as model:
         assert worst(model(IDS).logits, plaintext(IDS).logits) < LOGIT_ERROR

@@ -51,6 +51,7 @@ SMALL: dict[str, tuple[str, dict[str, float]]] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", SMALL)
 @pytest.mark.parametrize("config", [PLAIN, PrivateConfig(parallel_sessions=2)], ids=["one", "parallel_sessions"])
 def test_small_weights_that_run_together_keep_their_digits(name: str, config: PrivateConfig) -> None:
@@ -85,6 +86,7 @@ def test_tokens_of_tiny_embeddings_are_looked_for() -> None:
         pass
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("family", list(tiny.DECODERS))
 def test_ordinary_models_are_not_warned_of(family: str) -> None:
     with warnings.catch_warnings():

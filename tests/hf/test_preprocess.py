@@ -46,7 +46,7 @@ def stores(monkeypatch: pytest.MonkeyPatch) -> list[OfflineStore]:
     return made
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @every
 @pytest.mark.parametrize("name", ["opt", "llama", "t5"])
 def test_generate_gives_the_same_tokens_while_the_helper_is_silent(config: PrivateConfig, name: str) -> None:
@@ -73,6 +73,7 @@ def test_generate_gives_the_same_tokens_while_the_helper_is_silent(config: Priva
     assert merged.preprocessing.total + merged.online.total == merged.bytes_total
 
 
+@pytest.mark.full
 def test_the_bundled_model_with_parties_as_processes() -> None:
     source = demo_model()
     prompt = AutoTokenizer.from_pretrained(source)("The sea was", return_tensors="pt")
@@ -86,6 +87,7 @@ def test_the_bundled_model_with_parties_as_processes() -> None:
         assert private.cost().preprocessing.total == 0
 
 
+@pytest.mark.sampled(3)
 @every
 @pytest.mark.parametrize("name", ["bert", "vit"])
 def test_forwards_of_encoders(config: PrivateConfig, name: str) -> None:
@@ -101,6 +103,7 @@ def test_forwards_of_encoders(config: PrivateConfig, name: str) -> None:
         assert private.cost().preprocessing.total == 0
 
 
+@pytest.mark.sampled(4)
 @every
 @pytest.mark.parametrize("settings", [{"reveal": "token"}, {"weights": "public"}, {"truncation": "exact"}])
 def test_other_settings(config: PrivateConfig, settings: dict[str, str]) -> None:

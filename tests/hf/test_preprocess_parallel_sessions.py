@@ -32,7 +32,7 @@ SETTINGS = {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("family", ["opt", "t5"])
 def test_generate_gives_the_same_tokens_while_every_helper_is_silent(name: str, family: str) -> None:

@@ -145,6 +145,7 @@ def test_a_killed_party_is_named_and_the_others_end(plaintext: PreTrainedModel) 
     assert not set(parties()) & set(mine)
 
 
+@pytest.mark.full
 def test_a_stopped_party_is_named_within_the_timeout(plaintext: PreTrainedModel) -> None:
     before = set(parties())
     model = patch(plaintext, replace(PROCESSES, timeout_s=8))
@@ -159,6 +160,7 @@ def test_a_stopped_party_is_named_within_the_timeout(plaintext: PreTrainedModel)
         model.close()
 
 
+@pytest.mark.full
 def test_parties_die_with_their_parent(tmp_path: Path) -> None:
     script = (
         "import os, sys; from tests.hf import tiny; from private_llm_hf import patch; "

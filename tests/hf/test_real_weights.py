@@ -48,6 +48,7 @@ def test_sentence_embeddings_of_a_real_bert_agree() -> None:
     assert float(cosine.min()) >= 0.9999
 
 
+@pytest.mark.full
 def test_next_tokens_agree_on_held_out_text(demo: tuple[PreTrainedModel, PreTrainedTokenizerBase]) -> None:
     """Teacher-forced on 2,000 tokens the model never saw: the most likely next token agrees on 99.5 % of them."""
     model, tokenizer = demo

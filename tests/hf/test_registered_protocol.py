@@ -171,6 +171,7 @@ def test_ranges_are_checked_as_the_facts_say_or_the_session_is_refused() -> None
         large + large  # local: no method of the protocol runs
 
 
+@pytest.mark.full
 def test_parties_in_fresh_processes_do_not_know_it(config: PrivateConfig, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(PartyFailed, match="did not start"):
         patch(tiny.build("llama"), replace(config, party_mode="processes"))

@@ -62,6 +62,7 @@ def test_products_alone_read(family: str) -> None:
         assert known[layer + "mlp.gate_proj"]["read"] == known[layer + "mlp"]["output"] + READ_BITS
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("protocol", ["trio", "dealer"])
 @pytest.mark.parametrize("family", ["llama", "opt", "gpt2"])
 def test_fewer_bytes_and_the_same_answers(family: str, protocol: str) -> None:
@@ -92,6 +93,7 @@ def test_a_hint_that_is_too_small_costs_rounds_and_no_answer() -> None:
     assert cost.rounds > _run(model, ranges)[1].rounds
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("config", [
     PrivateConfig(protocol="quad"), PrivateConfig(truncation="exact"), PrivateConfig(adder="keys"),
     PrivateConfig(approximations="puma"),

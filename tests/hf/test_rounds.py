@@ -34,6 +34,7 @@ def llama() -> PreTrainedModel:
     )  # fmt: skip
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("adder", ["prefix", "keys"])
 @pytest.mark.parametrize(("make", "rounds"), [(opt, {"prefix": 89, "keys": 40}), (llama, {"prefix": 90, "keys": 43})])
 def test_a_decode_step_of_a_layer(make: Callable[[], PreTrainedModel], rounds: dict[str, int], adder: str) -> None:

@@ -30,7 +30,7 @@ FAMILIES = {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("case", FAMILIES)
 def test_families(case: str) -> None:
     model = build(case.partition("-")[0])
@@ -56,6 +56,7 @@ def test_clamps_matter() -> None:
         assert worst(private(**BATCH).logits, model(**BATCH).logits, MASK) < LOGIT_ERROR
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["gpt_oss", "deepseek_v3"])
 def test_estimates_are_real_runs(name: str) -> None:
     """Shapes alone say what is sent: sinks, routers, latents and experts run without values, too."""

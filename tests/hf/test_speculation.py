@@ -72,6 +72,7 @@ def shapes(seen: list[Request]) -> list[tuple[object, ...]]:
     return told
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("paths", [1, 3])
 def test_greedy_text_is_the_plaintext_models(pair: Pair, paths: int) -> None:
     model, private = pair
@@ -104,6 +105,7 @@ def test_sampled_text_is_that_of_the_same_loop_over_the_plaintext_model(llama: P
         assert torch.equal(made, model.generate(IDS, **how, custom_generate=decoding(config, None)))
 
 
+@pytest.mark.full
 def test_sampled_tokens_of_the_private_model_have_its_distribution() -> None:
     """The second new token, whose chances given the first are the model's own: chi-squared over a vocabulary of 8."""
     model = tiny.build("llama", vocab_size=8, bos_token_id=None, eos_token_id=None, pad_token_id=None)
@@ -156,6 +158,7 @@ def test_stopping_scores_streamer_and_a_conversation(llama: Pair) -> None:
     assert streamer.ended == 1
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "config",
     [
@@ -187,6 +190,7 @@ def test_open_counts_show_how_many_drafts_were_accepted(llama: Pair, monkeypatch
     assert [row[1] for row in told[1] if row[0] == "crop"][:3] == [3, 3, 3]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("paths", [1, 3])
 def test_fixed_counts_show_the_same_whatever_was_accepted(
     llama: Pair, paths: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -348,7 +352,7 @@ WAYS: dict[str, dict[str, Any]] = {
 REPEATED = torch.tensor([[9, 8, 7, 6] * 6])
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(
     ("policy", "work"),
     [

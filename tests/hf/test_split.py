@@ -56,6 +56,7 @@ class Listening(LocalMesh):
         return [m for m in self.ends[endpoint].messages if m.direction == "received"]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("protocol", ["trio", "dealer", "quad"])
 def test_every_protocol_before_the_nodes(protocol: str) -> None:
     model, batch = tiny.build("opt"), text()
@@ -64,6 +65,7 @@ def test_every_protocol_before_the_nodes(protocol: str) -> None:
         assert torch.equal(private.generate(**batch, **GREEDY), model.generate(**batch, **GREEDY))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["gpt2", "llama", "gemma3_text", "gpt_neox", "bloom"])
 def test_decoders(name: str) -> None:
     model, batch = tiny.build(name), text()
@@ -86,6 +88,7 @@ def deeper() -> PreTrainedModel:
     return tr.LlamaForCausalLM(tr.LlamaConfig(num_hidden_layers=4, **sizes)).eval()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("split", [2, 3])
 def test_deeper_splits_with_beams_and_embeddings(split: int) -> None:
     model = deeper()
@@ -153,6 +156,7 @@ def test_what_the_cut_costs() -> None:
     }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("liar", range(4))
 def test_a_lying_party_is_noticed_by_the_node_that_opens(liar: int) -> None:
     def alter(index: int, tag: str, payload: Tensor) -> Tensor:

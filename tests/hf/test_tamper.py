@@ -96,6 +96,7 @@ def test_an_honest_run_gives_the_logits(model: tr.OPTForCausalLM) -> None:
     private.close()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("cheater", range(4))
 def test_a_message_of_every_kind(model: tr.OPTForCausalLM, cheater: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first and the last message of each name that a party sends, one bit each."""

@@ -27,6 +27,7 @@ def opt() -> Iterator[Pair]:
         yield model, private
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["opt", "gpt2", "t5"])
 def test_greedy_tokens_under_trio(name: str) -> None:
     model = tiny.build(name)

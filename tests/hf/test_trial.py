@@ -46,7 +46,7 @@ def _forget(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trial, "FOLDER", None)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("name", AGREE)
 def test_classes_that_no_other_test_compares_agree(name: str) -> None:
     model_class, config = class_of(name)
@@ -96,6 +96,7 @@ def test_the_encoder_alone_is_tried_as_one(name: str) -> None:
     trial.require_agreement(model_class, model_class.config_class(), _open_small)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("name", "refused"),
     [("mamba", "with padding and a cache"), ("fnet", "fft"), ("deepseek_v32", "topk"), ("mamba2", ""), ("xlnet", "")],
@@ -235,6 +236,7 @@ def test_what_nodes_cannot_share_is_refused(name: str, reason: str) -> None:
 
 
 # -- what a small text does not show ----------------------------------------------------------------------------------
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", ["mpnet", "xlm-roberta-xl", "data2vec-text", "roberta-prelayernorm"])
 @pytest.mark.parametrize("side", ["left", "right", "hole"])
 def test_positions_are_counted_after_padding(name: str, side: str) -> None:

@@ -23,7 +23,7 @@ from tests.hf.conftest import TRIO
 PIXELS = torch.linspace(-2, 2, 2 * 3 * 16 * 16).view(2, 3, 16, 16)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", ["opt", "gpt2", "llama", "bloom", "gemma3_text"])
 def test_decoders(name: str) -> None:
     model = tiny.build(name)

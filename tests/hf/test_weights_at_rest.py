@@ -49,7 +49,7 @@ def answers(model: tr.PreTrainedModel, config: PrivateConfig, inputs: dict[str, 
     return out.logits if "logits" in out else out.last_hidden_state, cost.bytes_total, cost.rounds
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.usefixtures("same_entropy")
 @pytest.mark.parametrize("protocol", ["trio", "dealer", "quad"])
 @pytest.mark.parametrize("name", ["opt", "gpt2", "llama", "vit"])
@@ -114,6 +114,7 @@ def test_each_party_decides_for_itself(tmp_path: Path) -> None:
         thread.join(60)
 
 
+@pytest.mark.full
 def test_processes(tmp_path: Path) -> None:
     """The setting reaches child processes, with weights from a client on disk."""
     model = tiny.build("opt")

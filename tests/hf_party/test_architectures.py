@@ -29,6 +29,7 @@ def _positions(name: str, mask: Tensor, length: int) -> dict[str, Tensor]:
     return {"position_ids": (mask.cumsum(-1) - 1).clamp(min=0)[:, -length:]}
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.parametrize("name", tiny.DECODERS)
 def test_decoder_with_cache(name: str, weights: str) -> None:

@@ -172,7 +172,7 @@ def _meta_run(name: str, number: int, length: int = 7) -> Session:
     return session
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("name", tiny.DECODERS)
 @pytest.mark.parametrize("number", [0, 1, 2])
 def test_every_decoder_runs_on_meta_shares_and_books_costs_by_module(name: str, number: int) -> None:
@@ -191,6 +191,7 @@ def _meta_secret(session: Session, *shape: int) -> SecretTensor:
     return SecretTensor(meta_fixed(session, shape, session.frac))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", [*tiny.ENCODERS, "vit", "t5"])
 @pytest.mark.parametrize("number", [0, 1, 2])
 def test_encoders_vision_and_t5_run_on_meta_shares(name: str, number: int) -> None:

@@ -56,6 +56,7 @@ def _books(ledger: Ledger) -> tuple[dict[object, int], ...]:
     return dict(ledger.sent), dict(ledger.rounds), dict(ledger.macs)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["opt", "llama", "bloom"])
 def test_a_whole_model(name: str) -> None:
     model = tiny.build(name)
@@ -90,6 +91,7 @@ def test_a_whole_model(name: str) -> None:
         assert _books(session.protocol.ledger) == _books(ledger)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["llama", "gpt2", "falcon"])
 def test_a_whole_model_with_public_weights(name: str) -> None:
     """An open-weight model: the same text stays secret, every linear layer is local up to its truncation."""

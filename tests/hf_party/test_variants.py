@@ -55,6 +55,7 @@ def _no_grad() -> Iterator[None]:
         yield
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", DECODERS)
 def test_decoder_variants_with_cache(name: str) -> None:
     base, changes = DECODERS[name]

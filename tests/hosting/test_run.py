@@ -99,6 +99,7 @@ def test_a_crash_leaves_no_core_dump(tmp_path: Path) -> None:
         process.communicate(timeout=30)
 
 
+@pytest.mark.full
 def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
     path = write_settings(tmp_path, tls=False)
     with start(path, "slow") as process:

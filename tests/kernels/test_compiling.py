@@ -67,6 +67,7 @@ def test_kernels_from_disk_give_the_same_bits(tmp_path: Path) -> None:
     assert run(CODE, None) == [digest, compilations, "0", "None"]
 
 
+@pytest.mark.full
 def test_old_code_is_not_used_when_a_helper_in_another_file_has_changed(tmp_path: Path) -> None:
     """`flat` gives kernels their arrays; a changed one that begins a word later must show in `transpose_words`."""
     root = tmp_path / "sources"
@@ -96,6 +97,7 @@ print(steps.copy.address > 0, steps.combine.address > 0)
 """
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("where", ["nowhere", "full"])
 def test_kernels_that_cannot_be_kept_are_compiled_with_one_warning(where: str, tmp_path: Path) -> None:
     """It names the folder and what to set, whether that cannot be written from the beginning or later."""

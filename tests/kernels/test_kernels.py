@@ -56,7 +56,7 @@ def interpreted(case: Case) -> Any:
     return getattr(module, case.op) if case.changes else into_results
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("case", ALL, ids=str)
 def test_triton_kernel_equals_the_reference(case: Case) -> None:
     pytest.importorskip("triton")
@@ -94,6 +94,7 @@ def test_sums_of_planes_are_added_up_before_they_overflow() -> None:
     assert all(planes.STEP % tile.inner == 0 for tile in planes.TUNER.tiles)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("ring", [RING64, RING32], ids=str)
 @pytest.mark.parametrize("shape", [(1, 3, 5, 7), (2, 70, 150, 33), (1, 130, 9, 20)], ids=str)
 def test_products_of_planes(shape: tuple[int, ...], ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -111,6 +111,7 @@ def both(name: str, policy: CachePolicy, padded: int = 5) -> tuple[list[Tensor],
     return got, want, mask, cache
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_policy_is_what_the_loops_make(policy: str) -> None:
     """Llama: two query heads a key head, a padded row; and it matters."""
@@ -134,6 +135,7 @@ def test_nothing_depends_on_what_padding_holds(policy: str) -> None:
     assert max(apart(*made, mask)) < ERROR
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("policy", ["mpcache", "h2o", "infllm"])
 @pytest.mark.parametrize("name", ["gpt2", "opt", "qwen2", "gemma2", "gemma3_text", "mistral", "gpt_neox"])
 def test_other_families(name: str, policy: str) -> None:

@@ -14,6 +14,7 @@ from private_llm.errors import ConfigError, UnsupportedOp
 from tests.long_context.test_plain_cache import ERROR, POLICIES, built, text_of
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2"])
 @pytest.mark.parametrize("padded", [0, 5])
 def test_caches_are_those_of_a_prefill(name: str, padded: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,6 +63,7 @@ def test_every_endpoint_has_a_rank():
     assert totals == {0: ALL_BYTES, 1: ALL_BYTES + (64 << 20), 2: ALL_BYTES + (64 << 20), CLIENT: ALL_BYTES}
 
 
+@pytest.mark.full
 def test_torchrun_with_the_client_in_the_process_of_party_0():
     command = [
         sys.executable,

@@ -214,6 +214,7 @@ def check(case: Case, protocol: str = "plain") -> None:
     raise AssertionError("every seed has a near tie")
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("heads", ["grouped", "one key head", "own key heads", "one head"])
 def test_policies_against_loops(name: str, heads: str) -> None:
@@ -222,6 +223,7 @@ def test_policies_against_loops(name: str, heads: str) -> None:
     check(Case(POLICIES[name], steps if heads == "grouped" else PROMPT, count, groups))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("padded", ["left", "right", "both", "short"])
 def test_padding(name: str, padded: str) -> None:
@@ -270,6 +272,7 @@ def test_a_padded_row_is_what_it_is_alone(policy: CachePolicy, gather: str) -> N
         assert (mine[:1] - other).abs().max() <= BOUND
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("protocol", [name for name in protocol_names() if name != "plain"])
 @pytest.mark.parametrize("name", ["once", "chosen", "hidden often", "h2o", "snapkv", "infllm"])
 def test_under_every_protocol(name: str, protocol: str) -> None:

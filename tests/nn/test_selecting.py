@@ -139,6 +139,7 @@ def reference(
     return out, mass
 
 
+@pytest.mark.sampled(4)
 @every
 @gathers
 @every_case
@@ -265,6 +266,7 @@ def softmax_cost(case: Case, protocol: str) -> Cost:
     return run_parties(config(protocol), lambda s, x: soften(x, pattern), [noise(*shape)]).cost
 
 
+@pytest.mark.sampled(4)
 @real
 @gathers
 @pytest.mark.parametrize("name", COSTLY)
@@ -302,6 +304,7 @@ def test_a_layer_that_follows_pays_no_choice(gather: str, protocol: str) -> None
     assert ran(case, protocol, followed) == want + softmax_cost(case, protocol)
 
 
+@pytest.mark.sampled(3)
 @real
 @gathers
 def test_padding_under_a_cap_is_a_column_more(gather: str, protocol: str) -> None:

@@ -112,6 +112,7 @@ def test_what_is_opened_beyond_the_count_has_the_distribution(protocol: str) -> 
         assert got[~common].sum() < 25  # 2.7 are expected
 
 
+@pytest.mark.sampled(3)
 @every
 def test_dummies_of_one_coin_agree_and_others_do_not(protocol: str) -> None:
     """Bits from 300 draws: each digit's coins are nested, and each coin is set as often as it should be."""
@@ -158,6 +159,7 @@ def test_every_active_row_is_taken_and_put_back(protocol: str, count: int, activ
     assert torch.equal(back, 3 * x * keep[:, None])
 
 
+@pytest.mark.full
 def test_places_are_uniform_whatever_is_active() -> None:
     for active in (0, 3, 6):
         seen: Counter[int] = Counter()

@@ -78,6 +78,7 @@ def rows_of(shape: Sequence[int]) -> int:
     return torch.Size(shape).numel() // shape[-1]
 
 
+@pytest.mark.sampled(4)
 @every_protocol
 @every_method
 @pytest.mark.parametrize("ring", [64, 32])

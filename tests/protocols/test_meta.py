@@ -46,6 +46,7 @@ def decomposition(p: Protocol, x: Share, y: Share) -> Share:
 PROGRAMS = [relu, thresholds, products, matrices, cubic, decomposition]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize("ring", [64, 32])
 @pytest.mark.parametrize("adder", ["prefix", "ripple"])

@@ -72,6 +72,7 @@ def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(units, "captures", lambda session: True)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("protocol", ["trio", "dealer"])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_function_that_is_repeated(name: str, protocol: str) -> None:
@@ -92,6 +93,7 @@ def test_a_middle_that_differs_from_call_to_call(protocol: str) -> None:
     test_middles.test_a_middle_that_differs_from_call_to_call(protocol)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "same",
     [

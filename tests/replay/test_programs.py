@@ -267,6 +267,7 @@ def test_modules_that_are_alike_share_a_program_and_keep_their_weights() -> None
     assert counts == [{"plain": 1, "recorded": 1, "checked": 4, "repeated": 6}] * 3
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.skipif(not teams.HERE, reason="no teams on this system")
 @pytest.mark.parametrize("protocol", ["trio", "dealer"])
 @pytest.mark.parametrize("name", FUNCTIONS)

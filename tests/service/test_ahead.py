@@ -36,6 +36,7 @@ def kept(running: Running) -> list[int]:
     return [len(model.kept._groups) for service in running.services for model in service._models.values()]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("protocol", "adder"), [("trio", "auto"), ("quad", "auto"), ("dealer", "auto"), ("trio", "keys")]
 )
@@ -143,6 +144,7 @@ def test_one_user_has_half_of_the_disk() -> None:
     assert [ahead.room(user, 1001) for user in ("eve", "bob", "")] == [51, 1, 51]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("room", [0, 10_000])
 def test_the_disk_is_bounded(start: Start, plain: Any, room: int) -> None:
     running = start(offline_bytes=room)

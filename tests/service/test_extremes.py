@@ -67,12 +67,13 @@ def test_constant_words_harm_nobody_either(protocol: str) -> None:
         assert worst(together.logits[:1], alone.logits) <= SAME
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_policies_rank_what_cannot_be_ranked(policy: str) -> None:
     company(replace(TRIO, kv_cache=POLICIES[policy]), "random")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("protocol", ["quad", "dealer"])
 def test_other_protocols_rank_it_too(protocol: str) -> None:
     company(replace(PROTOCOLS[protocol], kv_cache=POLICIES["shuffled"]), "random")

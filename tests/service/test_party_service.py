@@ -40,6 +40,7 @@ def plain(tiny_folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(tiny_folder)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("protocol", ["trio", "quad", "dealer"])
 def test_sessions_at_the_same_time_get_their_own_text(start: Start, plain: Any, protocol: str) -> None:
     running = start(protocol)
@@ -165,6 +166,7 @@ def test_a_party_that_stops_is_named_and_the_others_go_on_when_it_is_back(start:
     model.close()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("party", [0, 2])
 def test_a_service_that_drains_lets_its_sessions_end(start: Start, plain: Any, party: int) -> None:
     running = start(drain_s=30.0, busy_wait_s=0.5)

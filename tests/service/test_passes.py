@@ -45,6 +45,7 @@ def alone(asks: list[Ask]) -> list[list[Ask]]:
     return [[ask] for ask in asks]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["llama", "gpt2", "opt", "gemma3_text", "qwen2", "qwen3"])
 def test_decode_steps_of_sessions_with_different_pasts(name: str) -> None:
     """Two steps together, then alone again, as sessions that were alone all the time (and as the plaintext model)."""
@@ -62,6 +63,7 @@ def test_decode_steps_of_sessions_with_different_pasts(name: str) -> None:
     assert max(float((got[n][0, 0] - plain[i]).abs().max()) for i, n in enumerate((2, 5, 8))) <= LOGIT_ERROR
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("config", [TRIO, QUAD, DEALER], ids=["trio", "quad", "dealer"])
 def test_on_shares(config: PrivateConfig) -> None:
     model = tiny.build("llama")
@@ -140,6 +142,7 @@ def test_padding_in_a_sessions_own_prompt(name: str) -> None:
     assert worst(got, wanted) <= SAME
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("config", [PLAIN, TRIO, QUAD], ids=["plain", "trio", "quad"])
 @pytest.mark.parametrize("bad", [0, 1])
 def test_an_overflow_is_flagged_to_its_session_alone(config: PrivateConfig, bad: int) -> None:

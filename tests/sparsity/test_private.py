@@ -73,6 +73,7 @@ def close(private: Tensor, plain: Tensor) -> None:
     assert float((private - plain).abs().max()) < LOGIT_ERROR
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", RELU)
 @pytest.mark.parametrize("settings", [{"orders": "kept", "levels": "open"}, {"orders": "kept", "neuron_budget": 0.95},
                                       {"neuron_budget": 0.95}, {"levels": "noisy", "epsilon": 0.5}],
@@ -83,6 +84,7 @@ def test_right_predictions_change_nothing(name: str, settings: dict[str, Any], t
     close(run(model, name, config)[0], answer(model, name))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ORDERED)
 @pytest.mark.parametrize("levels", ["open", "budget"])
 def test_heads_that_are_not_foretold_are_left_out(name: str, levels: Any, tmp_path: Path) -> None:
@@ -96,6 +98,7 @@ def test_heads_that_are_not_foretold_are_left_out(name: str, levels: Any, tmp_pa
     assert float((want - answer(model, name)).abs().max()) > 10 * LOGIT_ERROR
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("protocol", ["trio", "dealer", "quad"])
 @pytest.mark.parametrize("orders", ["kept", "fresh"])
 def test_protocols_agree(protocol: str, orders: Any, tmp_path: Path) -> None:
@@ -288,6 +291,7 @@ def sized(model: PreTrainedModel, name: str, gain: float, folder: Path) -> str:
     return str(folder)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("name", "gain", "norm"),
     [("opt", 2.0**12, 1), ("opt", 2.0**-12, 1), ("opt", 1, 2048), ("llama", 1, 1 / 64), ("bert", 2.0**-12, 2048),
@@ -414,6 +418,7 @@ def test_what_does_not_go_with_it_is_said(tmp_path: Path) -> None:
         assert private.generate(torch.ones(1, 5, dtype=torch.long), max_new_tokens=2).shape == (1, 7)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["opt", "t5"])
 def test_an_order_serves_as_many_positions_as_was_said(name: str, tmp_path: Path) -> None:
     """T5: nine of the encoder and five of the decoder, in two rows."""

@@ -104,6 +104,7 @@ def test_nothing_wraps_within_the_limits(case: Case, ring: int, frac: int) -> No
         assert float((got - want).abs().max()) <= bound
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("ring", "frac"), [(64, 18), (32, 10)], ids=str)
 def test_trio_holds_the_same_limits(ring: int, frac: int) -> None:
     cases = [case for case in CASES if ring in case.rings and math.prod(case.shape) < 60_000]

@@ -12,6 +12,7 @@ from private_llm.token_sharding.plans import ShardingPlan
 PLANS = [ShardingPlan(3, 2, 1), ShardingPlan(3, 2, 2, front=0), ShardingPlan(4, 6, 2, front=7), ShardingPlan(1, 1, 1)]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("plan", PLANS)
 def test_every_pair_of_positions_meets_once(plan: ShardingPlan) -> None:
     length = 3 * plan.delta + 5
