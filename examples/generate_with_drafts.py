@@ -1,4 +1,4 @@
-"""Fewer rounds a token: drafts foretell what the private model will say, and one pass checks several tokens.
+"""Fewer rounds a token: drafts propose what the private model will say, and one pass checks several tokens.
 
     python examples/generate_with_drafts.py
 

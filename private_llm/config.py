@@ -135,7 +135,7 @@ class PrivateConfig:
     SlidingWindow(recent=256, first=4) (the first tokens and the most recent ones), MPCacheConfig(gamma=0.5) (those of
     most attention, chosen in secret), or one of its rivals (docs/kv-cache.md). What is evicted costs later steps
     nothing, and they do not see it.
-    sparsity: leave out neurons and heads that predictors foretell to be inactive (`CometConfig`, docs/sparsity.md).
+    sparsity: leave out neurons and heads that predictors mark as inactive (`CometConfig`, docs/sparsity.md).
     parallel_sessions: sessions side by side that share the rows of a batch, so that one computes while another sends or
     waits (rows beyond the batch idle). rotate_roles: in each of them another party plays each role, so that all parties
     and links carry the same; each party then holds a weight share for each different assignment of roles (for trio

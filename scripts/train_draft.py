@@ -169,18 +169,18 @@ def told(model: PreTrainedModel, tokenizer: Any, asked: list[str], new: int, sam
 
 # -- 2: which layers -------------------------------------------------------------------------------------------
 def padded(texts: list[Told]) -> tuple[Tensor, Tensor]:
-    """Token ids [B, L], padded on the right (no word sees what follows it), and where own words are foretold [B, L]."""
+    """Token ids [B, L], padded on the right (no word sees what follows it), where own words are predicted [B, L]."""
     ids = nn.utils.rnn.pad_sequence([each.ids for each in texts], batch_first=True)
-    foretold = torch.zeros_like(ids, dtype=torch.bool)
+    predicted = torch.zeros_like(ids, dtype=torch.bool)
     for row, each in enumerate(texts):
-        foretold[row, each.start - 1 : len(each.ids) - 1] = True
-    return ids, foretold
+        predicted[row, each.start - 1 : len(each.ids) - 1] = True
+    return ids, predicted
 
 
 def loss_of(model: PreTrainedModel, texts: list[Told]) -> Tensor:
     """Cross-entropy with the target's chances of its likeliest words, among all words likely anywhere in the batch."""
-    ids, foretold = padded(texts)
-    hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[foretold]
+    ids, predicted = padded(texts)
+    hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[predicted]
     likeliest = torch.cat([each.likeliest for each in texts])
     chances = torch.cat([each.chances for each in texts])
     words, places = torch.unique(likeliest, return_inverse=True)

@@ -1,6 +1,6 @@
 """Train predictors of activation sparsity for a model that makes zeros (ReLU and its relatives).
 
-For each layer, a small network foretells from the input of the feed-forward block which neurons will be active, and
+For each layer, a small network predicts from the input of the feed-forward block which neurons will be active, and
 from the input of attention which heads (Comet, section 4.1). This is `private-llm predictors train`, with its options::
 
     python scripts/train_predictors.py --model facebook/opt-125m --text a.txt --text b.txt --test unseen.txt

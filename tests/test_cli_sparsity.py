@@ -38,7 +38,7 @@ def predictors(checkpoint: Path, tmp_path: Path) -> str:
     return str(tmp_path / "predictors")
 
 
-def test_a_run_leaves_out_what_is_foretold(run: Run, checkpoint: Path, predictors: str) -> None:
+def test_a_run_leaves_out_what_is_predicted(run: Run, checkpoint: Path, predictors: str) -> None:
     (dense,) = rows(run, "generate", str(checkpoint), *PROMPT)
     how = ("--sparsity", predictors, "--orders", "kept")
     (opened,) = rows(run, "generate", str(checkpoint), *PROMPT, *how, "--levels", "open")

@@ -222,7 +222,7 @@ def products_again(script: Any) -> tuple[str, list[str]]:
 
 
 def decode_again(script: Any) -> tuple[str, list[str]]:
-    """A layer's step, dense and with blocks that are foretold."""
+    """A layer's step, dense and with blocks that are predicted."""
     row = script.Case("trio", "blocks of 16, open levels", script.SHAPE, tiny=False).run(1)
     sizes = f"{row['dense_bytes'] / 1e6:.2f}, {row['bytes_total'] / 1e6:.2f}"
     return "| trio | blocks of 16, open levels |", [sizes, f"{row['dense_rounds']}, {row['rounds']}"]

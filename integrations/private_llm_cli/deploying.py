@@ -101,7 +101,7 @@ def kv_budget(
     prompt: Annotated[
         int | None, typer.Option(help="Tokens of a prompt (default: 1024, or as many as the model has room for).")
     ] = None,
-    continuation: Annotated[int, typer.Option(help="Tokens after it that are foretold.")] = 32,
+    continuation: Annotated[int, typer.Option(help="Tokens after it that are predicted.")] = 32,
     count: Annotated[int, typer.Option(help="Prompts.")] = 8,
     as_json: Json = False,
 ) -> None:

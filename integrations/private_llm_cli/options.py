@@ -215,7 +215,7 @@ SparsityOption = Annotated[
     str,
     typer.Option(
         "--sparsity",
-        help="Compute what predictors foretell: their folder, or 'shared': the model's owner has shared them with it.",
+        help="Skip what predictors mark as inactive: their folder, or 'shared' if the owner shared them with the model.",
         rich_help_panel=SPARSITY,
     ),
 ]

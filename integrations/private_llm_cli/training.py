@@ -95,7 +95,7 @@ def show(
     plot: Annotated[Path | None, typer.Option(help="Draw recall and levels by layer (.png, .svg).")] = None,
     as_json: Json = False,
 ) -> None:
-    """Print what predictors there are: recall, precision, how much they foretell, and their budgets."""
+    """Print what predictors there are: recall, precision, how much they predict, and their budgets."""
     from private_llm_cli.commands.predictors import show as run
 
     run(folder, plot, as_json)

@@ -77,7 +77,7 @@ def likelihood(logits: Tensor, token: int, count: int) -> tuple[float, tuple[tup
 
 
 def likelihoods_of_prompt(logits: Tensor, prompt: list[int], count: int, offsets: list[int]) -> list[Likelihood]:
-    """Of every token of a prompt, given logits [S, V]; nothing foretells the first one."""
+    """Of every token of a prompt, given logits [S, V]; nothing predicts the first one."""
     made = [Likelihood(prompt[0], None, (), offsets[0])]
     for at in range(1, len(prompt)):
         logprob, top = likelihood(logits[at - 1], prompt[at], count)

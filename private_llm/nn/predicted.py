@@ -1,6 +1,6 @@
-"""Feed-forward blocks and attention heads of which only the units are computed that a predictor foretells (Comet).
+"""Feed-forward blocks and attention heads of which only the units are computed that a predictor predicts (Comet).
 
-A predictor of low rank reads the block's input (section 4.1); what it foretells is opened in a secret order
+A predictor of low rank reads the block's input (section 4.1); what it predicts is opened in a secret order
 (section 4.2), and the products of FC1 (gate, up) and FC2 (down) are made at the opened units alone (section 5; our
 products send outputs only, so FC2 saves work and no bytes). What lies between the two gets the chosen neurons of all
 positions in one dimension, so it must work entry by entry and map zero to zero.
@@ -42,7 +42,7 @@ _NOTHING = torch.zeros((0, 0), dtype=torch.bool)
 
 
 class ActivityPredictor(nn.Module):
-    """score = fc2 a(fc1 x), a unit is foretold active where its score is not negative (Comet, section 4.1).
+    """score = fc2 a(fc1 x), a unit is predicted active where its score is not negative (Comet, section 4.1).
 
     fc1 [rank, width] and fc2 [units, rank] with biases. hidden: a, "linear" or "relu". The owner takes the threshold
     off the bias of fc2. name: of the module in its model. expected: units that a position is supposed to open, for
@@ -90,7 +90,7 @@ class ActivityPredictor(nn.Module):
 
 
 class SparseFeedForward:
-    """FC1 (gate, up) and FC2 (down) of one block at the foretold neurons, whose units lie in the owner's order.
+    """FC1 (gate, up) and FC2 (down) of one block at the predicted neurons, whose units lie in the owner's order.
 
     block: neurons of a unit. budget: units that a position opens, None for as many as are active. The modules' forward
     functions become `read` and `write`.
@@ -164,7 +164,7 @@ class SparseFeedForward:
 
 
 class FreshActivation:
-    """The activation at foretold neurons only, taken out and put back in a fresh secret order (`oblivious/budget.py`).
+    """The activation at predicted neurons only, taken out and put back in a fresh secret order (`oblivious/budget.py`).
 
     Nothing is linked, and nothing but a public or noisy number is told; the products before and after are whole.
     """
@@ -179,7 +179,7 @@ class FreshActivation:
         self._is_whole = level == predictor.fc2.out_features
         """Whether a position opens all its units, so that there is nothing to ask."""
 
-    def foretell(self, x: Tensor) -> None:
+    def predict(self, x: Tensor) -> None:
         """Ask the predictor about the block's input x [.., K]."""
         self._active = None if self._is_whole else self._predictor(x)
 
@@ -188,7 +188,7 @@ class FreshActivation:
 
         Bytes in trio: a choice (35 to 46 a unit; noisy, 1 and some kilobytes), 40 to take out each element of h (and
         dummy, if noisy), as many to put back. Those of the activation alone if every position opens all units. Raises
-        UnsupportedOp for a public h, or before `foretell`.
+        UnsupportedOp for a public h, or before `predict`.
         """
         if self._is_whole:
             return self._inner(h)
@@ -210,7 +210,7 @@ class FreshActivation:
 
 
 class SparseHeads:
-    """Foretold attention heads of one block, whose heads lie in the owner's order.
+    """Predicted attention heads of one block, whose heads lie in the owner's order.
 
     Queries of other heads are not computed, and `allowed` takes them out of the attention mask, so they have no scores,
     no softmax and no output. Keys and values are those of all heads, which later queries may need. The modules' forward
@@ -262,13 +262,13 @@ class SparseHeads:
     def allowed(self, mask: Tensor | None, heads: int, keys: int) -> Tensor:
         """`mask` (boolean, [B, 1, length, keys or more], None: all) at active heads' queries: [B, H, length, keys].
 
-        Local. Raises UnsupportedOp if nothing was foretold for this call, or another number of heads.
+        Local. Raises UnsupportedOp if nothing was predicted for this call, or another number of heads.
         """
         active, self._active = self._active, None
         if active is None:
-            raise UnsupportedOp("sparse attention ran without its first layer, whose input foretells the heads")
+            raise UnsupportedOp("sparse attention ran without its first layer, whose input predicts the heads")
         if heads != self._heads:
-            raise UnsupportedOp(f"{self._name}: {self._heads} heads are foretold, but attention has {heads}")
+            raise UnsupportedOp(f"{self._name}: {self._heads} heads are predicted, but attention has {heads}")
         rows = active.transpose(1, 2)[..., None]
         return rows.expand(*rows.shape[:-1], keys) if mask is None else mask[..., :keys].to(rows.device) & rows
 
@@ -299,7 +299,7 @@ def _at_wanted(
     """
     weight, bias = joined([(layer.weight, layer.bias) for layer in layers])  # type: ignore[misc]
     if not isinstance(weight, SecretTensor):
-        raise UnsupportedOp("products at foretold outputs need secret weights")
+        raise UnsupportedOp("products at predicted outputs need secret weights")
     held, columns = weight.raw, wanted.nonzero()[:, 1]
     there = held.view(lambda part: part if _is_turned(layers[0]) else part.t())
     shape = (len(wanted), -1) if equal else (-1,)

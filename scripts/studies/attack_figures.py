@@ -4,7 +4,7 @@
     python scripts/studies/attack_figures.py --rows docs/cascade-attacks-search.jsonl --plot picture.png
     python scripts/studies/attack_figures.py --tiny --rows rows.jsonl                  # does it run?
 
-Searches beyond the limit are not run: their rows have the seconds that the measured rate foretells (`run` is false).
+Searches beyond the limit are not run: their rows have the seconds that the measured rate predicts (`run` is false).
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ def plot(rows: list[Row], path: Path) -> None:
             left.scatter([r["gap"] for r in some], [r["seconds"] for r in some], color=colour, facecolor=face, zorder=3)
         left.plot([], [], line, color=colour, label=f"{attack}, V = {vocabulary}")
     left.set(yscale="log", xlabel="unknown tokens in a gap", ylabel="seconds on one core", xticks=[1, 2, 3, 4])
-    left.set_title("a search (hollow: not run, foretold)")
+    left.set_title("a search (hollow: not run, predicted)")
     left.legend(fontsize=7)
     for alpha, colour in zip((2, 4, 8), colours.values(), strict=True):
         for attack, line in (("results", "--"), ("algebra", "-")):

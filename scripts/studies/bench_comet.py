@@ -5,7 +5,7 @@ python scripts/studies/bench_comet.py --json  the same, one JSON row for each pr
 python scripts/studies/bench_comet.py --tiny  smallest shapes: does everything run?
 
 Nine of ten neurons are left out, and predictors are right, so both compute the same. Bytes and rounds do not depend on
-the values; how well a trained predictor foretells is another table (docs/sparsity.md).
+the values; how well a trained predictor predicts is another table (docs/sparsity.md).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ WAYS: dict[str, Mapping[str, Any]] = {
     "blocks of 16, budget": {"block": 16},
     "blocks of 16, open levels": {"block": 16, "levels": "open"},
 }
-"""What is foretold and how many units are opened. Of blocks, nine of ten are left out, too: neurons that are active
+"""What is predicted and how many units are opened. Of blocks, nine of ten are left out, too: neurons that are active
 together have to be neighbours for that."""
 
 

@@ -9,8 +9,8 @@ Rows are added to --out, one JSON object a line. Parts: scores (every policy at 
 clusters), sharing (neighbouring layers), observed (which queries decide what stays), likeness (which clusters each
 similarity finds), commonality (equation 1 of arXiv 2501.06807). The model is SmolLM2-135M-Instruct or --model.
 
-A score is how many of an answer's tokens, given one by one, the model foretells, without the first, which the prompt
-foretells whatever the policy. `whole`: answers of which it foretells every token. Task "text" is a play that goes on:
+A score is how many of an answer's tokens, given one by one, the model predicts, without the first, which the prompt
+predicts whatever the policy. `whole`: answers of which it predicts every token. Task "text" is a play that goes on:
 there `same` is how often the most likely token is that of the full cache.
 """
 
@@ -69,7 +69,7 @@ class Question:
     cached: list[Forced] = field(default_factory=list)
 
     def full(self, model: Any) -> Forced:  # noqa: ANN401
-        """What the full cache foretells; remembered."""
+        """What the full cache predicts; remembered."""
         if not self.cached:
             self.cached.append(forced(model, self.prefill, KEEP_ALL, self.answers))
         return self.cached[0]

@@ -1,4 +1,4 @@
-"""What leaving out foretold neurons and heads does to answers: perplexity of a text, and accuracy of a classifier.
+"""What leaving out predicted neurons and heads does to answers: perplexity of a text, and accuracy of a classifier.
 
     python scripts/studies/sparse_accuracy.py --model MODEL --predictors FOLDER --text unseen.txt
     python scripts/studies/sparse_accuracy.py --sentences pos.txt neg.txt --block 16
@@ -6,7 +6,7 @@
     python scripts/studies/sparse_accuracy.py --tiny
 
 Each line is one threshold of the predictors (Table 4 of Comet): the share of units that is left out, what the plaintext
-model answers that computes the others alone, and the bytes of a real private run under trio that opens what is foretold
+model answers that computes the others alone, and the bytes of a real private run under trio that opens predictions
 (kept orders, open levels), beside the dense one. Text: perplexity, and how often the most likely next token is the
 dense model's. Sentences: pos.txt and neg.txt hold a sentence a line; a BERT with ReLU is trained on four fifths of
 them, its predictors on what it does with these, and both are tested on the others.
@@ -228,7 +228,7 @@ def main() -> None:
     add("--length", type=int, default=128, help="tokens in a row, one of which runs privately")
     add("--sentences", type=Path, nargs=2, metavar="FILE", help="sentences of the one kind, and of the other")
     add("--rank", type=int, default=16, help="of the classifier's predictors")
-    add("--block", type=int, default=16, help="neurons that the classifier's predictors foretell together")
+    add("--block", type=int, default=16, help="neurons that the classifier's predictors predict together")
     add("--epochs", type=int, default=5, help="of the classifier's predictors")
     add("--thresholds", type=float, nargs="+", default=list(THRESHOLDS))
     add("--page", type=Path, help="a page whose marked parts become these tables")

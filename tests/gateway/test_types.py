@@ -90,7 +90,7 @@ def test_completions(gateway: Gateway, more: dict[str, Any]) -> None:
     for made in (answer.json(), *chunks):
         for choice in made["choices"]:
             rows = choice["logprobs"]
-            if rows and "echo" in more:  # nothing foretells a prompt's first token: null, as OpenAI sends it
+            if rows and "echo" in more:  # nothing predicts a prompt's first token: null, as OpenAI sends it
                 rows["token_logprobs"] = [each or 0.0 for each in rows["token_logprobs"]]
                 rows["top_logprobs"] = [each or {} for each in rows["top_logprobs"]]
         checked(Completion, made)

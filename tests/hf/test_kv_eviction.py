@@ -244,12 +244,12 @@ def test_preprocessed_calls_are_refused() -> None:
 
 
 def test_with_heads_and_neurons_left_out_under_four_parties(tmp_path: Path) -> None:
-    """Comet, MPCache and quad in one configuration; with all heads foretold it is the executor's answer."""
+    """Comet, MPCache and quad in one configuration; with all heads predicted it is the executor's answer."""
     model, policy = sparse("llama"), replace(MPCACHE, shared_layers=1)
     asked = {**prompt(), **ASKED, "max_new_tokens": 4}
     found = {}
-    for name, heads, foretold in (("all", 1.0, (0, 1, 2, 3)), ("two", 0.5, (1, 2))):
-        folder = saved(model, "llama", tmp_path / name, "ffn heads", foretold)
+    for name, heads, predicted in (("all", 1.0, (0, 1, 2, 3)), ("two", 0.5, (1, 2))):
+        folder = saved(model, "llama", tmp_path / name, "ffn heads", predicted)
         for base in (PLAIN, PROTOCOLS["quad"]):
             comet = CometConfig(folder, orders="kept", neuron_budget=1.0, head_budget=heads)
             with patch(model, replace(base, kv_cache=policy, sparsity=comet)) as private, torch.no_grad():
@@ -268,7 +268,7 @@ def test_layers_whose_heads_are_in_orders_of_their_own_share_no_choices(tmp_path
     model = sparse("llama")
     folder = saved(model, "llama", tmp_path, "ffn heads", (0, 1, 2, 3))
     comet = CometConfig(folder, orders="kept", neuron_budget=1.0, head_budget=1.0)
-    with pytest.raises(ConfigError, match="shared_layers: got 2 with heads that are foretold"):
+    with pytest.raises(ConfigError, match="shared_layers: got 2 with heads that are predicted"):
         patch(model, replace(PLAIN, kv_cache=MPCACHE, sparsity=comet))
     comet = CometConfig(folder, orders="kept", neuron_budget=1.0, heads=False)
     with patch(model, replace(PLAIN, kv_cache=MPCACHE, sparsity=comet)) as private:

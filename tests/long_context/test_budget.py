@@ -79,7 +79,7 @@ def test_bad_settings_are_refused() -> None:
         smallest_budget(model, text, 0.5, continuation=8, policies=[])
 
 
-def test_forced_text_is_what_single_steps_foretell() -> None:
+def test_forced_text_is_what_single_steps_predict() -> None:
     model, (text, _) = built("llama"), text_of(padded=0)
     with policy_attention(model), torch.no_grad():
         prefill = record(model, input_ids=text[:, :17])

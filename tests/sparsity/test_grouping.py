@@ -173,7 +173,7 @@ def test_a_grouping_that_is_no_permutation_is_refused(tmp_path: Path, damage: ob
 
 @pytest.mark.parametrize("protocol", ["plain", "trio"])
 @pytest.mark.parametrize("orders", ["kept", "fresh"])
-def test_a_private_run_computes_the_foretold_groups(protocol: str, orders: str, tmp_path: Path) -> None:
+def test_a_private_run_computes_the_predicted_groups(protocol: str, orders: str, tmp_path: Path) -> None:
     model = sparse("opt")
     made = grouped(model)
     made.save_pretrained(tmp_path)

@@ -1,4 +1,4 @@
-"""Private runs that compute foretold neurons and heads only, against the plaintext model that does the same."""
+"""Private runs that compute predicted neurons and heads only, against the plaintext model that does the same."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ ORDERED = ("opt", "llama", "bert", "vit")
 
 
 def saved(model: PreTrainedModel, name: str, folder: Path, kinds: str = "ffn", heads: tuple[int, ...] = (0, 3)) -> str:
-    """Predictors that are right for neurons, and that always foretell these heads."""
+    """Predictors that are right for neurons, and that always predict these heads."""
     found = []
     for site in find_sites(model, batch(name)):
         if site.kind == "ffn" and "ffn" in kinds:
@@ -87,7 +87,7 @@ def test_right_predictions_change_nothing(name: str, settings: dict[str, Any], t
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ORDERED)
 @pytest.mark.parametrize("levels", ["open", "budget"])
-def test_heads_that_are_not_foretold_are_left_out(name: str, levels: Any, tmp_path: Path) -> None:
+def test_heads_that_are_not_predicted_are_left_out(name: str, levels: Any, tmp_path: Path) -> None:
     model = sparse(name)
     folder = saved(model, name, tmp_path, "ffn heads")
     budgets = {"neuron_budget": 1.0, "head_budget": 0.5} if levels == "budget" else {}
@@ -298,7 +298,7 @@ def sized(model: PreTrainedModel, name: str, gain: float, folder: Path) -> str:
      ("t5", 1, 2048), ("gpt2", 2.0**12, 1 / 64)],
 )  # fmt: skip
 def test_the_size_of_scores_and_of_inputs_means_nothing(name: str, gain: float, norm: float, tmp_path: Path) -> None:
-    """Scores that would wrap, or fall below what a comparison resolves, foretell the same."""
+    """Scores that would wrap, or fall below what a comparison resolves, predict the same."""
     model = sparse(name)
     read = norms_read(type(model), model.config)
     with torch.no_grad():

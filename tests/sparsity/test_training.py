@@ -31,7 +31,7 @@ def unseen(tmp_path_factory: pytest.TempPathFactory) -> Recording:
     return linear_activity(tmp_path_factory.mktemp("unseen"), seed=1, rows=3000)
 
 
-def test_activity_that_is_linear_in_the_input_is_foretold(recording: Recording, unseen: Recording) -> None:
+def test_activity_that_is_linear_in_the_input_is_predicted(recording: Recording, unseen: Recording) -> None:
     trained = train_predictor(recording, PredictorConfig(rank=4, target_recall=0.99), LONGER)
     found = measure(trained.predictor, unseen)
     assert trained.validation.recall >= 0.99
@@ -140,7 +140,7 @@ def test_it_stops_when_nothing_gets_better(recording: Recording) -> None:
     assert len(epochs) < 12
 
 
-def test_a_layer_that_never_or_always_acts_is_foretold_too(tmp_path: Path) -> None:
+def test_a_layer_that_never_or_always_acts_is_predicted_too(tmp_path: Path) -> None:
     inputs = torch.randn(600, 6, generator=torch.Generator().manual_seed(0))
     for name, state in (("never", False), ("always", True)):
         recording = write(tmp_path / name, inputs, torch.full((600, 5), state))

@@ -84,7 +84,7 @@ def images_of(model: str, folder: Path | None, batch: int) -> Images | None:
 
 
 def draw(found: PredictorSet, path: Path) -> None:
-    """By layer, one column for each kind: recall and precision above, levels (active, foretold, budget) below."""
+    """By layer, one column for each kind: recall and precision above, levels (active, predicted, budget) below."""
     from private_llm_hf.sparsity.predictor_run import latest
     from private_llm_hf.sparsity.settings import KINDS
 
@@ -99,7 +99,7 @@ def draw(found: PredictorSet, path: Path) -> None:
             [("precision", [m.precision for m in data]), ("recall", [m.recall for m in data])],
             [
                 ("active", [m.activity for m in data]),
-                ("foretold", [m.predicted for m in data]),
+                ("predicted", [m.predicted for m in data]),
                 ("budget", of_budget),
             ],
         )

@@ -56,7 +56,7 @@ _ELSEWHERE = (
 _NOT_GENERATED = {
     "assistant_early_exit": "it drafts with the model's own first layers, which are with the parties; want "
     "speculation=SpeculationConfig(...), assistant_model or prompt_lookup_num_tokens",
-    "use_mtp": "layers that foretell several tokens are with the parties; want speculation=SpeculationConfig(...)",
+    "use_mtp": "layers that propose several tokens are with the parties; want speculation=SpeculationConfig(...)",
     "is_assistant": "a private model drafts for no other; give the smaller model as assistant_model",
 }
 """Settings of generate() that reach into the model."""
@@ -386,7 +386,7 @@ def _with_drafts(original: Callable[..., Any]) -> Callable[..., Any]:
     """A model's generate() that takes `speculation`, too."""
 
     def generate(self: PrivateModel, *args: Any, speculation: SpeculationConfig | None = None, **kwargs: Any) -> Any:  # noqa: ANN401
-        """As transformers' own, which runs at the client; with `speculation` drafts foretell tokens, and passes of the
+        """As transformers' own, which runs at the client; with `speculation` drafts propose tokens, and passes of the
         private model check several at once (docs/speculation.md). The text is the same, when sampled in distribution.
 
         Raises ConfigError for arguments that generate() cannot use, before anything is sent; ConfigError, DomainError

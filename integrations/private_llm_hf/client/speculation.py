@@ -4,7 +4,7 @@
     private.generate(**inputs, speculation=SpeculationConfig(draft="my_draft", paths=4))
 
 A pass of the private model over several tokens has as many rounds as one over a single token, so tokens that a draft
-foretells are checked together. The text is the one that the private model alone would write: the same when greedy, of
+proposes are checked together. The text is the one that the private model alone would write: the same when greedy, of
 the same distribution when sampled.
 """
 

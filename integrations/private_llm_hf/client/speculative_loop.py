@@ -258,7 +258,7 @@ def _fixed_counts(passes: Passes, draft: Draft, paths: int, counts: FixedCounts,
 
 
 def _pass(passes: Passes, draft: Draft, paths: int, counts: FixedCounts, window: int) -> bool:
-    """Read the window behind the cache, and accept what it foretold; whether row 0 begins with `advance` tokens of the
+    """Read the window behind the cache, and accept what it proposed; whether row 0 begins with `advance` tokens of the
     text."""
     text, start, drafted = passes.text, passes.cached, Tree()
     known = text.ids[start : start + window]

@@ -93,7 +93,7 @@ def smallest_budget(
         raise ConfigError(f"loss: got {loss}; want a share of the tokens, below 1")
     if continuation < 2 or length < 1:
         raise ConfigError(
-            f"ids: got rows of {ids.shape[1]} tokens, {continuation} of them to foretell; want 2 or more, and a prompt"
+            f"ids: got rows of {ids.shape[1]} tokens, {continuation} of them to predict; want 2 or more, and a prompt"
         )
     if measure == "agreement" and loss and tokens * loss < 1:
         rows = math.ceil(1 / loss / (continuation - 1))

@@ -1,4 +1,4 @@
-"""What a model foretells after a prompt when its cache holds what a policy left: text that is given, token by token."""
+"""What a model predicts after a prompt when its cache holds what a policy left: text that is given, token by token."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Forced:
 def forced(model: Any, prefill: Prefill, policy: CachePolicy, given: Tensor) -> Forced:  # noqa: ANN401
     """Feed `given`, int64 [B, n], after the prompt, one token a call as generate() does; inside `policy_attention`.
 
-    The first place is what the prompt itself foretells, whatever the policy.
+    The first place is what the prompt itself predicts, whatever the policy.
     """
     cache = prefill.cache(policy)
     logits, attended, held = [prefill.logits], [], []

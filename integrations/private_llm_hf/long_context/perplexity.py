@@ -1,4 +1,4 @@
-"""How well a model foretells text that follows a long prompt, when the cache holds what a policy left of the prompt."""
+"""How well a model predicts text that follows a long prompt, when the cache holds what a policy left of the prompt."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from private_llm_hf.transformers_versions import CACHE
 
 @dataclass(frozen=True)
 class TextWindow:
-    """Consecutive tokens of a text. prompt: those read at once, [S]; continuation: those to foretell, [N]."""
+    """Consecutive tokens of a text. prompt: those read at once, [S]; continuation: those to predict, [N]."""
 
     prompt: tuple[int, ...]
     continuation: tuple[int, ...]

@@ -26,7 +26,7 @@ NAME = "private_llm"
 
 
 SPARSE = "private_llm_sparse_heads"
-"""Attribute of an attention module whose heads are foretold."""
+"""Attribute of an attention module whose heads are predicted."""
 
 
 def register() -> None:
@@ -138,7 +138,7 @@ def _merged(
 ) -> Fixed:  # fmt: skip
     """Attention by merged heads. Raises UnsupportedOp for heads that are left out, DomainError as `merge_heads`."""
     if mask is not None and mask.shape[1] != 1:
-        raise UnsupportedOp(f"{type(module).__name__}: heads that are foretold cannot be merged; want heads=False")
+        raise UnsupportedOp(f"{type(module).__name__}: heads that are predicted cannot be merged; want heads=False")
     shared = query.shape[1] // key.shape[1]
     query, key, value, scale = merge_heads(query, key, value, merged, scale)
     return apart(attend(query, key, value, mask, scale, softcap), merged, shared)

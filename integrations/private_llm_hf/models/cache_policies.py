@@ -37,7 +37,7 @@ def check_cache_policy(model: PreTrainedModel, config: PrivateConfig) -> None:
         )
     if policy.sharing.layers > 1 and _key_heads(text) > 1 and config.sparsity is not None and config.sparsity.heads:
         raise ConfigError(
-            f"kv_cache: shared_layers: got {policy.sharing.layers} with heads that are foretold, whose order differs "
+            f"kv_cache: shared_layers: got {policy.sharing.layers} with heads that are predicted, whose order differs "
             "from layer to layer, so a layer cannot use another's choices; want shared_layers=1 or "
             "CometConfig(heads=False)"
         )
@@ -59,7 +59,7 @@ def _check_merging(model: PreTrainedModel, config: PrivateConfig, text: Pretrain
             "heads; want a number that divides the query heads of a key head, or is a multiple of them and divides all"
         )
     if config.sparsity is not None and config.sparsity.heads:
-        raise ConfigError("kv_cache: heads that are foretold cannot be merged; want CometConfig(heads=False)")
+        raise ConfigError("kv_cache: heads that are predicted cannot be merged; want CometConfig(heads=False)")
     if any(name.rpartition(".")[2] == "sinks" for name, _ in model.named_parameters()):
         raise ConfigError(
             f"{type(model).__name__}: its heads have sinks of their own, so they cannot be merged; use another kv_cache"

@@ -177,7 +177,7 @@ def check_sparsity(model: PreTrainedModel, config: CometConfig | None) -> None:
 
 
 def make_sparse(model: PreTrainedModel, session: Session, on_disk: Collection[str] = ()) -> None:
-    """Let blocks with predictors compute foretold units only, as the session's configuration says. Local.
+    """Let blocks with predictors compute predicted units only, as the session's configuration says. Local.
 
     on_disk: names of weights that are read for each use. Raises ConfigError if a sparse block has such weights,
     PatchMismatch if a module of another kind stands where its predictor should.
@@ -235,7 +235,7 @@ def _before(told: FreshActivation, first: nn.Module) -> Any:  # noqa: ANN401 - a
     inner = first.forward
 
     def run(x: torch.Tensor) -> torch.Tensor:
-        told.foretell(x)
+        told.predict(x)
         made: torch.Tensor = inner(x)
         return made
 

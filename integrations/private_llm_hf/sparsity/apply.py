@@ -1,4 +1,4 @@
-"""A plaintext model that computes only what its predictors foretell: the reference for a run that skips the rest.
+"""A plaintext model that computes only what its predictors mark as active: the reference for a run that skips the rest.
 
 Neurons that are not predicted active count as zero before the layer that reads them, heads before the output
 projection. Keys and values of all heads are kept, as if none had been skipped.
@@ -36,7 +36,7 @@ def _listen(model: PreTrainedModel, member: SitePredictor, chance: torch.Generat
     predictor = member.predictor.to(next(model.parameters()).device)
     kept: list[Tensor] = []
 
-    def foretell(_: nn.Module, received: tuple[Any, ...]) -> None:
+    def predict(_: nn.Module, received: tuple[Any, ...]) -> None:
         with torch.no_grad():
             kept.append(predictor.expand(predictor.predict(received[0], chance)))
 
@@ -46,5 +46,5 @@ def _listen(model: PreTrainedModel, member: SitePredictor, chance: torch.Generat
         mask = mask.repeat_interleave(size, dim=-1)
         return (whole * mask.view(whole.shape), *received[1:])
 
-    stack.callback(first.register_forward_pre_hook(foretell).remove)
+    stack.callback(first.register_forward_pre_hook(predict).remove)
     stack.callback(last.register_forward_pre_hook(leave_out).remove)

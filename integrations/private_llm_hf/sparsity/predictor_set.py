@@ -153,7 +153,7 @@ class PredictorSet:
             return
         if weights_digest(model) != self.model["weights"]:
             raise ConfigError(
-                f"predictors of the same architecture with other weights{self._named()}: what they foretell is another "
+                f"predictors of the same architecture with other weights{self._named()}: what they predict is another "
                 "model's activity; load the checkpoint that they were trained on, or train anew"
             )
 

@@ -100,7 +100,7 @@ class SharedPredictors:
         weights(take)
         if digest.text() != self._weights:
             raise ConfigError(
-                "sparsity: predictors of the same architecture with other weights: what they foretell is another "
+                "sparsity: predictors of the same architecture with other weights: what they predict is another "
                 "model's activity; load the checkpoint that they were trained on, or train anew"
             )
         if left:

@@ -1,4 +1,4 @@
-"""Plain text as rows of tokens, and how well a model of text foretells it."""
+"""Plain text as rows of tokens, and how well a model of text predicts it."""
 
 from __future__ import annotations
 
