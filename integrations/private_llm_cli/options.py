@@ -215,7 +215,7 @@ SparsityOption = Annotated[
     str,
     typer.Option(
         "--sparsity",
-        help="Skip what predictors mark as inactive: their folder, or 'shared' if the owner shared them with the model.",
+        help="Skip what predictors mark as inactive: their folder, or 'shared' if they were shared with the model.",
         rich_help_panel=SPARSITY,
     ),
 ]
