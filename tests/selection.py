@@ -3,7 +3,7 @@
     pytest                       the gate
     pytest --all                 everything
     pytest --slice 3/12          of what the gate leaves out, the third of twelve parts
-    pytest tests/nn/test_x.py    named files: everything in them
+    pytest tests/nn/test_x.py    named files: everything in them (with --gate: what the gate runs of them)
 
 The gate leaves out tests of tests/system, tests marked `full`, and of a test marked `sampled(n)` all but one case in n.
 """
@@ -20,6 +20,7 @@ import pytest
 def add_options(parser: pytest.Parser) -> None:
     group = parser.getgroup("selection")
     group.addoption("--all", action="store_true", help="run the tests that the gate leaves out, too")
+    group.addoption("--gate", action="store_true", help="of named files, run what the gate runs")
     group.addoption(
         "--slice", metavar="K/N", help="run part K of N of the tests that the gate leaves out, and no others"
     )
@@ -27,7 +28,7 @@ def add_options(parser: pytest.Parser) -> None:
 
 def configure(config: pytest.Config) -> None:
     """Whoever names files or tests wants all in them; processes of xdist read the same arguments."""
-    if config.args_source is config.ArgsSource.ARGS:
+    if config.args_source is config.ArgsSource.ARGS and not config.getoption("--gate"):
         config.option.all = True
 
 

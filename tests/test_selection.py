@@ -50,6 +50,7 @@ def test_slices_are_what_the_gate_leaves_out(folder: pytest.Pytester) -> None:
     parts = [chosen(folder, "--slice", f"{at}/3") for at in range(3)]
     assert sorted(name for part in parts for name in part) == sorted(everything - gate)
     assert chosen(folder, "checks/test_some.py") == {name for name in everything if "system" not in name}
+    assert chosen(folder, "--gate", "checks") == gate
 
 
 @pytest.mark.parametrize(("arguments", "count"), [((), 4), (("--all",), 24), (("checks/test_some.py",), 12)])

@@ -2,7 +2,8 @@
 
     python tests/system/run_mutants.py --only replay 17                        a kind, and number 17 (default: all)
     python tests/system/run_mutants.py --tiny                                  only look whether every entry applies
-    python tests/system/run_mutants.py --tests gate -- -n 2 --dist loadfile    by these tests, not each one's own
+    python tests/system/run_mutants.py -- --gate                               each one's own tests, if in the gate
+    python tests/system/run_mutants.py --tests gate -- -n 2 --dist loadfile    by the whole gate
 
 `mutants.toml` lists the mutants, numbered from 1 in its order. Each verdict is a line of JSON on standard output.
 Progress and the summary go to standard error. Tests that do not end in time count as failed. The exit code is 1 if a
@@ -146,21 +147,22 @@ def run(mutants: list[Mutant], options: argparse.Namespace) -> Iterator[Verdict]
     """Try the mutants. Raises Unfit before the first one for an entry that does not fit, and for tests that fail."""
     for mutant in mutants:
         mutant.applied((ROOT / mutant.file).read_text("utf-8"))
-    gate = ["-ra", *options.arguments] if options.tests == "gate" else None  # the summary is read
+    more = ["-ra", *options.arguments]  # the summary is read
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder, ThreadPoolExecutor(options.jobs) as pool:
         copies: queue.SimpleQueue[Copy] = queue.SimpleQueue()
         for number in range(options.jobs):
             copies.put(first := Copy(Path(folder) / str(number)))
         if not options.skip_baseline:
-            every = gate or sorted({test for mutant in mutants for test in mutant.tests})
-            code, said = first.run(every, options.timeout * len(mutants))
+            every = sorted({test for mutant in mutants for test in mutant.tests}) if options.tests == "listed" else []
+            code, said = first.run([*every, *more], options.timeout * len(mutants))
             if code != 0:
                 raise Unfit(f"tests fail without any mutant (exit code {code}):\n{said[-4000:]}")
 
         def tried(mutant: Mutant) -> Verdict:
             copy = copies.get()
             try:
-                return copy.tried(mutant, gate or mutant.tests, options.timeout)
+                own = mutant.tests if options.tests == "listed" else ()
+                return copy.tried(mutant, [*own, *more], options.timeout)
             finally:
                 copies.put(copy)
 
@@ -179,7 +181,7 @@ def main() -> int:
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds for one mutant (default: 900)")
     parser.add_argument("--skip-baseline", action="store_true", help="do not run the tests without a mutant first")
     parser.add_argument("--tiny", action="store_true", help="run no tests: apply every entry once, in memory")
-    parser.add_argument("arguments", nargs="*", metavar="-- ARGUMENT", help="of pytest, with --tests gate")
+    parser.add_argument("arguments", nargs="*", metavar="-- ARGUMENT", help="of pytest")
     options = parser.parse_args()
     alive = []
     try:
