@@ -451,34 +451,3 @@ class PrivateConfig:
         if shared["plan"] is not None:  # what a client accepts is its own business
             shared["plan"] = {k: v for k, v in shared["plan"].items() if k not in ("rho", "accept_weak_plan")}
         return hashlib.sha256(json.dumps([VERSION, shared], sort_keys=True).encode()).digest()
-
-
-FIELD_GROUPS: dict[str, tuple[str, ...]] = {
-    "What to run": ("protocol", "weights", "reveal", "insecure", "plugins"),
-    "Token sharding": ("plan", "split"),
-    "Precision": ("ring", "frac_bits", "truncation", "relu_bits", "relu_low", "approximations"),
-    "Ranges and checks": ("calibrate", "guard", "debug_ranges"),
-    "Performance": (
-        "adder",
-        "bandwidth_mbit",
-        "latency_ms",
-        "matmul",
-        "prg",
-        "kv_cache",
-        "sparsity",
-        "replay",
-        "parallel_sessions",
-        "rotate_roles",
-    ),
-    "Parties and hosts": ("party_mode", "hosts", "tls", "allow_plain_loopback", "trusted_network"),
-    "Waiting": ("timeout_s", "busy_wait_s", "idle_s"),
-    "Devices and memory": (
-        "device",
-        "device_map",
-        "max_memory",
-        "weights_at_rest",
-        "offload_folder",
-        "offline_folder",
-    ),
-}
-"""The settings of `PrivateConfig` by what they are about, as the documentation shows them."""

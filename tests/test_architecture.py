@@ -1,19 +1,13 @@
-"""docs/api.md and docs/architecture.svg are those that their scripts make; every setting is explained."""
+"""docs/architecture.svg is the one that its script makes, and scripts of pages notice an old one."""
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
-import inspect
 import re
 from pathlib import Path
 from types import ModuleType
 
-import private_llm_hf
 import pytest
-
-import private_llm
-from private_llm.config import FIELD_GROUPS, PrivateConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -23,41 +17,10 @@ def script(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module(name)
 
 
-# -- settings ---------------------------------------------------------------------------------------------------------
-def test_every_setting_is_in_one_group() -> None:
-    grouped = [name for names in FIELD_GROUPS.values() for name in names]
-    assert len(grouped) == len(set(grouped))
-    assert set(grouped) == {field.name for field in dataclasses.fields(PrivateConfig)}
-
-
-def test_every_setting_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = tuple(field.name for field in dataclasses.fields(PrivateConfig))
-    said = script("make_api", monkeypatch).described(names, inspect.getdoc(PrivateConfig) or "")
-    assert set(said) == set(names), "want 'name: meaning.' in the class docstring"
-    assert not [name for name, meaning in said.items() if len(meaning) < 10]
-
-
-def test_meanings_end_where_the_next_setting_begins(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = "How.\n\na: one, such as b (b: no setting here). b: two (c too). c: three:\nfour."
-    said = script("make_api", monkeypatch).described(("a", "b", "c"), text)
-    assert said == {"a": "one, such as b (b: no setting here).", "b": "two (c too).", "c": "three: four."}
-
-
-# -- the page ---------------------------------------------------------------------------------------------------------
-def test_the_page_is_the_generated_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert (ROOT / "docs" / "api.md").read_text() == script("make_api", monkeypatch).page()
-
-
-def test_every_public_name_is_on_the_page() -> None:
-    page = (ROOT / "docs" / "api.md").read_text()
-    named = {*re.findall(r"^### (\w+)$", page, re.MULTILINE), *re.findall(r"`(\w+)`", page)}
-    assert {*private_llm.__all__, *private_llm_hf.__all__} <= named
-
-
 def test_an_old_page_is_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name, target in (("make_api", "PAGE"), ("make_architecture", "PICTURE"), ("make_decisions", "PAGE")):
+    for name, target in (("make_architecture", "PICTURE"), ("make_decisions", "PAGE")):
         made = script(name, monkeypatch)
         monkeypatch.setattr("sys.argv", [name, "--check"])
         assert made.main() == 0
