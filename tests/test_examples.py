@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import runpy
@@ -11,6 +12,7 @@ from importlib import resources
 from pathlib import Path
 
 import pytest
+from private_llm_cli.commands.pyplot import load_pyplot
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -135,3 +137,22 @@ def test_example_explains_itself(example: Path) -> None:
     assert f"python examples/{example.name}" in text
     index = (ROOT / "docs" / "README.md").read_text()
     assert f"examples/{example.name}" in index
+
+
+# -- the notebook -----------------------------------------------------------------------------------------------------
+def test_the_notebook_prints_what_stands_in_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its code cells in order, in one namespace; pictures are drawn, and small in the file."""
+    pyplot, drawn = load_pyplot(), []
+    monkeypatch.setattr(pyplot, "show", lambda: drawn.append(pyplot.gcf().axes[0].get_xlabel()) or pyplot.close())
+    path = ROOT / "examples" / "private_model.ipynb"
+    namespace: dict[str, object] = {}
+    for cell in json.loads(path.read_text("utf-8"))["cells"]:
+        if cell["cell_type"] == "code":
+            exec(compile("".join(cell["source"]), path.name, "exec"), namespace)
+            kept = ["".join(output["text"]) for output in cell["outputs"] if output["output_type"] == "stream"]
+            assert [capsys.readouterr().out] == kept
+    assert drawn == ["MB over all links", ""]
+    assert path.stat().st_size < 60_000
+    assert path.name in (ROOT / "docs" / "README.md").read_text()
