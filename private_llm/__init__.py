@@ -1,23 +1,20 @@
 """private-llm: HuggingFace models on secret-shared data."""
 
-from private_llm.importing import without_collections
-
-with without_collections():
-    from private_llm.config import VERSION, PrivateConfig, TLSConfig
-    from private_llm.errors import (
-        ConfigError,
-        DomainError,
-        PartiesBusy,
-        PartyFailed,
-        PatchMismatch,
-        PlaintextLeak,
-        PrivateLLMError,
-        ProtocolAbort,
-        ShareFileError,
-        TransportError,
-        UnsupportedOp,
-    )
-    from private_llm.sparsity_config import CometConfig
+from private_llm.config import VERSION, PrivateConfig, TLSConfig
+from private_llm.errors import (
+    ConfigError,
+    DomainError,
+    PartiesBusy,
+    PartyFailed,
+    PatchMismatch,
+    PlaintextLeak,
+    PrivateLLMError,
+    ProtocolAbort,
+    ShareFileError,
+    TransportError,
+    UnsupportedOp,
+)
+from private_llm.sparsity_config import CometConfig
 
 __version__ = VERSION
 

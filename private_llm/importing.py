@@ -1,13 +1,14 @@
-"""Imports without collections of garbage, of which Python makes many while transformers is imported.
-
-They are a tenth of what it takes to import this package, which every party and every command does.
+"""Imports that cost little: names of a package that are imported when somebody asks for them, and imports without
+collections of garbage, of which Python makes many while transformers is imported (a tenth of the time).
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from importlib import import_module
 
 
 @contextmanager
@@ -20,3 +21,31 @@ def without_collections() -> Iterator[None]:
     finally:
         if before:
             gc.enable()
+
+
+def lazy_names(
+    package: str, names: Mapping[str, str]
+) -> tuple[list[str], Callable[[str], object], Callable[[], list[str]]]:
+    """`__all__`, `__getattr__` and `__dir__` of a package whose names are imported when somebody first asks for one.
+
+    names: what each module gives, which is written below `if TYPE_CHECKING`, too. Modules of the package are found the
+    same way, as if it had imported them.
+    """
+    where = {name: module for module, given in names.items() for name in given.split()}
+    held = vars(sys.modules[package])
+
+    def get(name: str) -> object:
+        """The name, or AttributeError."""
+        if name in where:
+            with without_collections():
+                held[name] = getattr(import_module(where[name]), name)
+            return held[name]
+        whole = f"{package}.{name}"
+        try:
+            return import_module(whole)
+        except ModuleNotFoundError as error:
+            if error.name != whole:
+                raise
+            raise AttributeError(f"module {package!r} has no attribute {name!r}") from None
+
+    return list(where), get, lambda: sorted({*held, *where})

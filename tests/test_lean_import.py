@@ -1,34 +1,60 @@
-"""Importing the package is cheap: no transformers, no compilers, no CUDA context."""
+"""Imports are cheap: no PyTorch, no transformers and no compiler before somebody needs them, and no CUDA context."""
 
 from __future__ import annotations
 
+import ast
+import importlib
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
+import private_llm_hf
 import pytest
+
+from private_llm import token_sharding
 
 ROOT = Path(__file__).resolve().parent.parent
 
-CODE = """
-import sys
+HEAVY = ("torch", "numpy", "transformers", "triton", "numba", "scipy", "matplotlib", "datasets")
+NO_CUDA = """
 import torch
 
 def refuse(*_: object, **__: object) -> None:
     raise SystemExit("CUDA was started by an import")
 
 torch.cuda.init = torch.cuda._lazy_init = torch.cuda.current_device = refuse
-import {module}
-print(",".join(name for name in {names} if name in sys.modules))
 """
 
 
-@pytest.mark.parametrize("module", ["private_llm", "private_llm_cli.app"])
-def test_import_stays_lean(module: str) -> None:
-    names = ("transformers", "triton", "numba", "matplotlib", "datasets", "private_llm_hf")
+def imported(code: str, names: tuple[str, ...]) -> list[str]:
+    """Those of the names that are imported after the code has run in a new process."""
+    after = f"import sys; print(','.join(name for name in {names} if name in sys.modules))"
     result = subprocess.run(
-        [sys.executable, "-c", CODE.format(module=module, names=names)],
-        cwd=ROOT, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        [sys.executable, "-c", f"{code}\n{after}"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     assert result.returncode == 0, result.stderr
-    assert result.stdout.strip() == ""
+    return result.stdout.split()
+
+
+@pytest.mark.parametrize("module", ["private_llm_hf", "private_llm_cli.app"])
+def test_import_stays_lean(module: str) -> None:
+    assert imported(f"import {module}", HEAVY) == []
+
+
+def test_the_integration_is_imported_without_what_few_use_and_without_cuda() -> None:
+    code = f"{NO_CUDA}\nfrom private_llm_hf import *\nimport private_llm_hf.party.party"
+    assert imported(code, ("datasets", "matplotlib", "sklearn", "pandas", "selenium")) == []
+
+
+@pytest.mark.parametrize("package", [private_llm_hf, token_sharding])
+def test_lazy_names_are_those_that_types_see(package: ModuleType) -> None:
+    tree = ast.parse(Path(package.__file__ or "").read_text())
+    (typed,) = [each for each in tree.body if isinstance(each, ast.If)]
+    said = {alias.name: node.module for node in typed.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert set(said) == set(package.__all__) <= set(dir(package))
+    for name, module in said.items():
+        assert getattr(package, name) is getattr(importlib.import_module(module or ""), name)
+    assert package.nodes if package is token_sharding else package.wire  # a module that nobody imported by name
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        _ = package.nothing

@@ -1,70 +1,73 @@
-"""HuggingFace models on secret-shared data: `AutoPrivate*.from_pretrained` and `patch`."""
+"""HuggingFace models on secret-shared data: `AutoPrivate*.from_pretrained` and `patch`.
 
-from private_llm.importing import without_collections
+A name is imported when somebody first asks for it, as transformers does it: most need PyTorch and transformers.
+"""
 
-with without_collections():
-    from private_llm.config import PrivateConfig, TLSConfig
-    from private_llm.kv_policies.fixed import KeepAll, NoCache, SlidingWindow
-    from private_llm.kv_policies.mpcache import MPCacheConfig
-    from private_llm.kv_policies.policy import Level
-    from private_llm.kv_policies.rivals import H2O, TOVA, HeadMerging, InfLLM, LongCache, SnapKV
-    from private_llm.ranges import Ranges
-    from private_llm.sparsity_config import CometConfig
-    from private_llm.token_sharding import ShardingPlan
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from private_llm.importing import lazy_names
+from private_llm_hf.transformers_versions import warn_if_untested
+
+if TYPE_CHECKING:
+    from private_llm.config import PrivateConfig as PrivateConfig
+    from private_llm.config import TLSConfig as TLSConfig
+    from private_llm.kv_policies.fixed import KeepAll as KeepAll
+    from private_llm.kv_policies.fixed import NoCache as NoCache
+    from private_llm.kv_policies.fixed import SlidingWindow as SlidingWindow
+    from private_llm.kv_policies.mpcache import MPCacheConfig as MPCacheConfig
+    from private_llm.kv_policies.policy import Level as Level
+    from private_llm.kv_policies.rivals import H2O as H2O
+    from private_llm.kv_policies.rivals import TOVA as TOVA
+    from private_llm.kv_policies.rivals import HeadMerging as HeadMerging
+    from private_llm.kv_policies.rivals import InfLLM as InfLLM
+    from private_llm.kv_policies.rivals import LongCache as LongCache
+    from private_llm.kv_policies.rivals import SnapKV as SnapKV
+    from private_llm.ranges import Ranges as Ranges
+    from private_llm.sparsity_config import CometConfig as CometConfig
+    from private_llm.token_sharding import ShardingPlan as ShardingPlan
+    from private_llm_hf.api import AutoPrivateModel as AutoPrivateModel
+    from private_llm_hf.api import AutoPrivateModelForCausalLM as AutoPrivateModelForCausalLM
+    from private_llm_hf.api import AutoPrivateModelForImageClassification as AutoPrivateModelForImageClassification
+    from private_llm_hf.api import AutoPrivateModelForMaskedLM as AutoPrivateModelForMaskedLM
+    from private_llm_hf.api import AutoPrivateModelForQuestionAnswering as AutoPrivateModelForQuestionAnswering
+    from private_llm_hf.api import AutoPrivateModelForSeq2SeqLM as AutoPrivateModelForSeq2SeqLM
     from private_llm_hf.api import (
-        AutoPrivateModel,
-        AutoPrivateModelForCausalLM,
-        AutoPrivateModelForImageClassification,
-        AutoPrivateModelForMaskedLM,
-        AutoPrivateModelForQuestionAnswering,
-        AutoPrivateModelForSeq2SeqLM,
-        AutoPrivateModelForSequenceClassification,
-        AutoPrivateModelForTokenClassification,
-        patch,
-        ranges_of_checkpoint,
-        share_checkpoint,
+        AutoPrivateModelForSequenceClassification as AutoPrivateModelForSequenceClassification,
     )
-    from private_llm_hf.client.preprocess import ForwardPlan, GeneratePlan
-    from private_llm_hf.client.speculation import FixedCounts, SpeculationConfig
-    from private_llm_hf.handlers import register_handler, unregister_handler
-    from private_llm_hf.transformers_versions import warn_if_untested
-    from private_llm_hf.vision.network import Network
+    from private_llm_hf.api import AutoPrivateModelForTokenClassification as AutoPrivateModelForTokenClassification
+    from private_llm_hf.api import patch as patch
+    from private_llm_hf.api import ranges_of_checkpoint as ranges_of_checkpoint
+    from private_llm_hf.api import share_checkpoint as share_checkpoint
+    from private_llm_hf.client.preprocess import ForwardPlan as ForwardPlan
+    from private_llm_hf.client.preprocess import GeneratePlan as GeneratePlan
+    from private_llm_hf.client.speculation import FixedCounts as FixedCounts
+    from private_llm_hf.client.speculation import SpeculationConfig as SpeculationConfig
+    from private_llm_hf.handlers import register_handler as register_handler
+    from private_llm_hf.handlers import unregister_handler as unregister_handler
+    from private_llm_hf.vision.network import Network as Network
+else:
+    __all__, __getattr__, __dir__ = lazy_names(
+        __name__,
+        {
+            "private_llm.config": "PrivateConfig TLSConfig",
+            "private_llm.kv_policies.fixed": "KeepAll NoCache SlidingWindow",
+            "private_llm.kv_policies.mpcache": "MPCacheConfig",
+            "private_llm.kv_policies.policy": "Level",
+            "private_llm.kv_policies.rivals": "H2O TOVA HeadMerging InfLLM LongCache SnapKV",
+            "private_llm.ranges": "Ranges",
+            "private_llm.sparsity_config": "CometConfig",
+            "private_llm.token_sharding": "ShardingPlan",
+            "private_llm_hf.api": "AutoPrivateModel AutoPrivateModelForCausalLM AutoPrivateModelForImageClassification "
+            "AutoPrivateModelForMaskedLM AutoPrivateModelForQuestionAnswering AutoPrivateModelForSeq2SeqLM "
+            "AutoPrivateModelForSequenceClassification AutoPrivateModelForTokenClassification patch "
+            "ranges_of_checkpoint share_checkpoint",
+            "private_llm_hf.client.preprocess": "ForwardPlan GeneratePlan",
+            "private_llm_hf.client.speculation": "FixedCounts SpeculationConfig",
+            "private_llm_hf.handlers": "register_handler unregister_handler",
+            "private_llm_hf.vision.network": "Network",
+        },
+    )
 
 warn_if_untested()
-
-__all__ = [
-    "H2O",
-    "TOVA",
-    "AutoPrivateModel",
-    "AutoPrivateModelForCausalLM",
-    "AutoPrivateModelForImageClassification",
-    "AutoPrivateModelForMaskedLM",
-    "AutoPrivateModelForQuestionAnswering",
-    "AutoPrivateModelForSeq2SeqLM",
-    "AutoPrivateModelForSequenceClassification",
-    "AutoPrivateModelForTokenClassification",
-    "CometConfig",
-    "FixedCounts",
-    "ForwardPlan",
-    "GeneratePlan",
-    "HeadMerging",
-    "InfLLM",
-    "KeepAll",
-    "Level",
-    "LongCache",
-    "MPCacheConfig",
-    "Network",
-    "NoCache",
-    "PrivateConfig",
-    "Ranges",
-    "ShardingPlan",
-    "SlidingWindow",
-    "SnapKV",
-    "SpeculationConfig",
-    "TLSConfig",
-    "patch",
-    "ranges_of_checkpoint",
-    "register_handler",
-    "share_checkpoint",
-    "unregister_handler",
-]

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import multiprocessing
 import warnings
+from importlib import metadata
 from typing import Any
-
-import transformers
-from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from private_llm.errors import ConfigError, UntestedVersion
 
@@ -18,7 +15,14 @@ TESTED = (5, 24)
 _NAMES = ("cache", "past_key_values")
 """The KV cache as an argument and as an output: since 5.24, and before."""
 
-CACHE = _NAMES[0 if _NAMES[0] in {field.name for field in dataclasses.fields(GenerateDecoderOnlyOutput)} else 1]
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """Its first two."""
+    return tuple(int(part) for part in version.split(".")[:2])
+
+
+_INSTALLED = metadata.version("transformers")  # which transformers itself takes half a second to tell
+CACHE = _NAMES[0 if _numbers(_INSTALLED) >= (5, 24) else 1]
 """Its name in the version that is installed."""
 
 
@@ -35,10 +39,9 @@ def with_cache_named(arguments: dict[str, Any]) -> dict[str, Any]:
     return {CACHE if name == other else name: value for name, value in arguments.items()}
 
 
-def warn_if_untested(version: str = transformers.__version__) -> None:
+def warn_if_untested(version: str = _INSTALLED) -> None:
     """Warn (UntestedVersion) of a transformers that is newer than the one that was tested; parties stay silent."""
-    found = tuple(int(part) for part in version.split(".")[:2])
-    if found > TESTED and multiprocessing.parent_process() is None:
+    if _numbers(version) > TESTED and multiprocessing.parent_process() is None:
         tested = ".".join(map(str, TESTED))
         warnings.warn(
             f"transformers {version} is newer than {tested}, the newest that this version of private-llm was tested "

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from private_llm.kv_policies.policy import CacheFacts, CachePolicy, whole
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,8 @@ class SlidingWindow(CachePolicy):
 
     def after_step(self, facts: CacheFacts, mass: Tensor | None) -> Tensor | None:
         """Of a row with fewer tokens than fit, the padding before them stays too: all rows are of one length."""
+        import torch  # settings do without, and it takes a second to import
+
         kept = self.first + self.recent
         if facts.positions.shape[-1] <= kept:
             return None

@@ -21,11 +21,12 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from private_llm.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor  # settings are read without PyTorch, which takes a second to import
 
 
 @dataclass(frozen=True, eq=False)

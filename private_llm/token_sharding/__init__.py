@@ -6,8 +6,9 @@ names is first asked for, because settings hold plans while nodes use what lies 
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from private_llm.importing import lazy_names
 
 if TYPE_CHECKING:
     from private_llm.token_sharding.nodes.attn_node import AttnNode as AttnNode
@@ -41,27 +42,18 @@ if TYPE_CHECKING:
     from private_llm.token_sharding.plans.audit import fewest as fewest
     from private_llm.token_sharding.plans.audit import refuse_weak as refuse_weak
     from private_llm.token_sharding.plans.audit import warn_weak as warn_weak
-
-_NAMES = {
-    "plans": "ShardingPlan",
-    "plans.audit": "Setting audit fewest refuse_weak warn_weak",
-    "nodes.partial_attention": "Piece attend combine",
-    "nodes.attn_node": "AttnNode",
-    "nodes.stage_costs": "HELD Card Sent Stage attention_stages cache_bytes cards comp_sizes paper_bytes paper_seconds "
-    "seconds_of shard_sizes",
-    "nodes.exchange": "Exchange",
-    "nodes.facts": "MOST_TOKENS AttentionCall Step allowed key_bias",
-    "nodes.floats": "number_type recv_floats send_floats",
-}
-"""What each module gives to others."""
-_WHERE = {name: module for module, names in _NAMES.items() for name in names.split()}
-__all__ = list(_WHERE)
-
-if not TYPE_CHECKING:
-
-    def __getattr__(name: str) -> object:
-        if name not in _WHERE:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        found = getattr(import_module(f"{__name__}.{_WHERE[name]}"), name)
-        globals()[name] = found
-        return found
+else:
+    __all__, __getattr__, __dir__ = lazy_names(
+        __name__,
+        {
+            "private_llm.token_sharding.plans": "ShardingPlan",
+            "private_llm.token_sharding.plans.audit": "Setting audit fewest refuse_weak warn_weak",
+            "private_llm.token_sharding.nodes.partial_attention": "Piece attend combine",
+            "private_llm.token_sharding.nodes.attn_node": "AttnNode",
+            "private_llm.token_sharding.nodes.stage_costs": "HELD Card Sent Stage attention_stages cache_bytes "
+            "cards comp_sizes paper_bytes paper_seconds seconds_of shard_sizes",
+            "private_llm.token_sharding.nodes.exchange": "Exchange",
+            "private_llm.token_sharding.nodes.facts": "MOST_TOKENS AttentionCall Step allowed key_bias",
+            "private_llm.token_sharding.nodes.floats": "number_type recv_floats send_floats",
+        },
+    )
