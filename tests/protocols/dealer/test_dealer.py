@@ -144,10 +144,10 @@ def test_meta_run_equals_real_ledger(matmul: str) -> None:
 
 def test_masks_of_a_stretch_are_used_once() -> None:
     def again(p: Protocol, x: Share) -> Share:
-        with p.section("store 1, call 1"):  # type: ignore[attr-defined]
-            out = p.mul(x, x)
-        with p.section("store 1, call 1"):  # type: ignore[attr-defined]
-            return p.mul(out, x)
+        for call in (1, 2, 1):
+            with p.section(f"store 1, call {call}"):  # type: ignore[attr-defined]
+                x = p.mul(x, x)
+        return x
 
     with pytest.raises(ProtocolAbort, match="masks must never repeat"):
         run_ring(config(), [ring_values(64, (4,), 8)], again, (4,))
