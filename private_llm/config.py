@@ -261,6 +261,8 @@ class PrivateConfig:
         if self.party_mode == "remote" and len(self.hosts) != self.endpoints:
             given = f"{len(self.hosts)} address{'' if len(self.hosts) == 1 else 'es'}"
             raise ConfigError(f"hosts: got {given}; want {self.endpoints} for {self.protocol!r}")
+        if twice := [host for host in self.hosts if self.hosts.count(host) > 1]:
+            raise ConfigError(f"hosts: got {twice[0]!r} {len(twice)} times; want one address for each party")
         self._check_devices()
 
     def _check_protocol(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -318,6 +319,7 @@ def test_what_speculation_does_not_do_is_refused_before_anything_is_sent(
     "wrong",
     [
         {"paths": 0},
+        {"paths": 65},
         {"length": 0},
         {"longest": 0},
         {"length": 2, "fixed_counts": FixedCounts()},
@@ -327,6 +329,12 @@ def test_what_speculation_does_not_do_is_refused_before_anything_is_sent(
 def test_settings_are_checked(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="SpeculationConfig"):
         SpeculationConfig(**wrong)
+
+
+def test_a_draft_that_cannot_be_loaded_is_named(llama: Pair, tmp_path: Path) -> None:
+    for source in ("no/such-model", str(tmp_path)):
+        with pytest.raises(ConfigError, match=f"draft: got '{source}', which cannot be loaded"):
+            llama[1].generate(IDS, **GREEDY, speculation=SpeculationConfig(draft=source))
 
 
 @pytest.mark.parametrize("wrong", [(0, 4, 0), (2, 4, 3), (1, 4, -1)])

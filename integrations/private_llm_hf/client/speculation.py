@@ -20,7 +20,7 @@ from private_llm.errors import ConfigError
 from private_llm.typed_settings import check_types
 from private_llm_hf.client.drafts import Both, Draft, LookUp, ModelDraft
 
-LOOKUP = "lookup"
+LOOKUP, MOST_PATHS = "lookup", 64
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class SpeculationConfig:
     draft: "lookup" (what followed the last words where they occurred before; needs nothing), or a plaintext causal
     model of the same vocabulary, or its folder or hub id (`scripts/train_draft.py` makes one).
     look_up: whether a model's drafts are joined by looked-up ones.
-    paths: ways to go on that a pass checks at once, as rows of a batch.
+    paths: ways to go on that a pass checks at once, as rows of a batch; at most MOST_PATHS.
     fixed_counts: what every pass reads and goes on by, so that the parties do not see how many tokens were accepted
     (`FixedCounts`); None: DEFAULT_COUNTS, which keeps the text as it is.
     open_counts: let the parties see how many were accepted (see docs/speculation.md for what that tells them), which
@@ -72,7 +72,7 @@ class SpeculationConfig:
     length: drafted tokens in each path, or None: chosen before each pass from measured times and acceptance. A length
     alone means open counts.
     longest: at most so many then.
-    Raises ConfigError for numbers below 1, and for fixed counts with a length or open counts.
+    Raises ConfigError for numbers below 1, more paths than that, and for fixed counts with a length or open counts.
     """
 
     draft: str | PreTrainedModel = LOOKUP
@@ -89,6 +89,11 @@ class SpeculationConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"SpeculationConfig.{name}: got {value}; want 1 or more")
+        if self.paths > MOST_PATHS:
+            raise ConfigError(
+                f"SpeculationConfig.paths: got {self.paths}; want at most {MOST_PATHS}, because each is a row of "
+                "every pass, with a cache of its own"
+            )
         if self.fixed_counts is not None and (self.length is not None or self.open_counts):
             raise ConfigError(
                 "SpeculationConfig: got fixed_counts with length or open_counts; the window of FixedCounts says how "
@@ -104,7 +109,7 @@ class SpeculationConfig:
     def drafter(self, config: PretrainedConfig, processors: LogitsProcessorList, sample: bool) -> Draft:
         """What drafts for a model of this configuration.
 
-        Raises ConfigError for a draft model of another vocabulary, and what `from_pretrained` raises.
+        Raises ConfigError for a draft model of another vocabulary, and for one that `from_pretrained` cannot load.
         """
         if self.draft == LOOKUP:
             return LookUp()
@@ -121,7 +126,13 @@ class SpeculationConfig:
 
 @functools.lru_cache(maxsize=1)
 def _loaded(source: str) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
+    try:
+        return AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"draft: got {source!r}, which cannot be loaded ({str(error).splitlines()[0]}); want 'lookup', or the "
+            "folder or hub id of a causal language model"
+        ) from error
 
 
 @dataclass
