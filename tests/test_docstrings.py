@@ -118,7 +118,7 @@ def raised(node: ast.AST, private: Private, seen: frozenset[str] = frozenset()) 
     """Errors of this project that a function raises itself, or in private functions of its file that it calls."""
     found: set[str] = set()
     if isinstance(node, Function) and any(called(each) == "noted" for each in node.decorator_list):
-        return found  # which catches them (`replay.taps`)
+        return found  # which catches them (`replay.transports`)
     if isinstance(node, ast.Raise) and node.exc is not None:
         made = called(node.exc.func if isinstance(node.exc, ast.Call) else node.exc)
         found |= {made, *(called(function.returns) for function in private.get(made, []) if function.returns)} & ERRORS

@@ -44,7 +44,7 @@ _UNTIMED: AbstractContextManager[None] = nullcontext()
 class Entry(Protocol):
     """What is booked together, and often."""
 
-    def book(self, ledger: Ledger, scope: str, op: str, owner: str, times: int) -> None:
+    def apply(self, ledger: Ledger, scope: str, op: str, owner: str, times: int) -> None:
         """Add it `times` times, as of the module and operation that were computed when it was booked."""
 
 
@@ -109,7 +109,7 @@ class Ledger:
         if self._again:
             again, self._again = self._again, {}
             for (_, scope, op, owner), (entry, times) in again.items():
-                entry.book(self, scope, op, owner, times)
+                entry.apply(self, scope, op, owner, times)
 
     @contextmanager
     def scope(self, name: str) -> Iterator[None]:

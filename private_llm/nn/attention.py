@@ -26,7 +26,7 @@ from private_llm.nn.padded_keys import alike, padded, presence, repeats
 from private_llm.protocols.session import Session
 from private_llm.protocols.share import Share
 from private_llm.ranges import REACH
-from private_llm.replay.units import repeat
+from private_llm.replay.program_cache import repeat
 from private_llm.tensor.fixed import Fixed, read_frac, read_width
 from private_llm.tensor.range_check import watch_flat
 from private_llm.tensor.scale import dyadic, times_scalar
@@ -166,12 +166,12 @@ def attend_and_weigh(
 
 def _repeated(query: Fixed, key: Fixed, value: Fixed, scale: float, softcap: float | None) -> Fixed:
     """Attention of few queries to all keys: beside those of a cache, padded to a length that repeats."""
-    inputs, lying = [query, key, value], list[Fixed]()
+    inputs, in_place = [query, key, value], list[Fixed]()
     decoding = key.shape[2] > query.shape[2] and repeats(query.session)
     # The same bits as at later steps: a layer that is repeated goes on with what attention gives.
     first = query.shape[2] == 1 and repeats(query.session)
     if decoding:
-        inputs, lying = [query, presence(key)], [padded(key), padded(value)]
+        inputs, in_place = [query, presence(key)], [padded(key), padded(value)]
 
     def compute(x: Sequence[Fixed]) -> Sequence[Fixed]:
         pattern = Pattern((*x[0].shape[:3], x[-1].shape[2]), None, _ALL)
@@ -179,7 +179,7 @@ def _repeated(query: Fixed, key: Fixed, value: Fixed, scale: float, softcap: flo
         return (_attended(x[0], x[-2], x[-1], pattern, scale, softcap, None, None, 0, present)[0],)
 
     with alike(query.session) if decoding or first else nullcontext():
-        return repeat(query.session, ("attention", scale, softcap), inputs, compute, _PATIENCE, lying)[0]
+        return repeat(query.session, ("attention", scale, softcap), inputs, compute, _PATIENCE, in_place)[0]
 
 
 def _attended(

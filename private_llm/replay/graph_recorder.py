@@ -21,12 +21,11 @@ from private_llm.errors import UnsupportedOp
 from private_llm.kernels.drawn import DrawnTensor
 from private_llm.kernels.watching import watched_by
 from private_llm.net.transport import Transport
-from private_llm.replay.graphs import GraphProgram, Masks, Node, Pool, Slot, Stop, slots_of
+from private_llm.replay.graphs import GraphNode, GraphProgram, Masks, Pool, Slot, Stop, slots_of
 from private_llm.replay.loops import MOVES
-from private_llm.replay.operations import UNFORESEEN, all_written_by, tensors_of
-from private_llm.replay.program import Middle, Receive, Send
-from private_llm.replay.recording import Held, Recording
-from private_llm.replay.taps import noted, unrecorded
+from private_llm.replay.program import BreakEvent, Receive, Send
+from private_llm.replay.recording import UNFORESEEN, Held, StepRecorder, all_written_by, tensors_of
+from private_llm.replay.transports import noted, unrecorded
 from private_llm.ring.prg import Prg
 
 MOST_RECORDED = 4 << 30
@@ -40,15 +39,15 @@ _ROOM = frozenset({
 
 
 @dataclass(frozen=True)
-class _Seen:
+class _RecordedNode:
     """A node as it was met: the memories of its results and of what it wrote to, and whether its inputs change."""
 
-    node: Node
+    node: GraphNode
     memories: frozenset[int]
     changes: bool
 
 
-class GraphRecorder(Recording[Slot]):
+class GraphRecorder(StepRecorder[Slot]):
     """Records the programs of a GPU."""
 
     def __init__(
@@ -57,7 +56,7 @@ class GraphRecorder(Recording[Slot]):
         """device: where the party computes. pool: the memory of its graphs."""
         super().__init__(transport, streams)
         self._device, self._pool = device, pool
-        self._events: list[_Seen | Stop] = []
+        self._events: list[_RecordedNode | Stop] = []
         self._tensors: list[Tensor] = []  # by slot; as long as they live, no other one has their number
         self._slots: dict[int, Slot] = {}
         self._fixed: dict[Slot, Tensor] = {}
@@ -65,7 +64,7 @@ class GraphRecorder(Recording[Slot]):
         self._own: set[int] = set()  # memories that were made in this step
         self._written: set[int] = set()  # of them, those to which something is written that changes
         self._masks: dict[tuple[int, int], list[Slot]] = {}
-        self._behind = 0
+        self._after_break = 0
         self._bytes = 0
 
     # -- what changes ----------------------------------------------------------------------------------------
@@ -89,14 +88,14 @@ class GraphRecorder(Recording[Slot]):
         return self.given(x)
 
     @noted
-    def _middle(self, given: Sequence[Tensor], made: Sequence[Tensor]) -> list[Tensor]:
+    def _break(self, given: Sequence[Tensor], made: Sequence[Tensor]) -> list[Tensor]:
         results = [x.contiguous().clone() for x in made]
         inputs = [self._used(x) for x in given]
         if not all(isinstance(slot, Slot) and self.changes(x) for slot, x in zip(inputs, given, strict=True)):
-            raise UnsupportedOp("a middle that is given a constant")
+            raise UnsupportedOp("a graph break that is given a constant")
         outputs = tuple([self.given(x) for x in results])
-        self._events.append(Middle(tuple([x for x in inputs if isinstance(x, Slot)]), outputs))
-        self._behind += 1
+        self._events.append(BreakEvent(tuple([x for x in inputs if isinstance(x, Slot)]), outputs))
+        self._after_break += 1
         return results
 
     def _slot(self, x: Tensor, known: Container[int] = ()) -> Slot:
@@ -163,8 +162,8 @@ class GraphRecorder(Recording[Slot]):
             self._written |= touched
         if self.reason is None:
             views = bool(made) and not written and memories <= known
-            node = Node(function, used, named, slots, not views and function not in _ROOM)
-            self._events.append(_Seen(node, frozenset(memories), changes))
+            node = GraphNode(function, used, named, slots, not views and function not in _ROOM)
+            self._events.append(_RecordedNode(node, frozenset(memories), changes))
 
     # -- the modes' ends -------------------------------------------------------------------------------------
     def operated(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:  # noqa: ANN401 - PyTorch's
@@ -216,7 +215,7 @@ class GraphRecorder(Recording[Slot]):
             return
         if number is None or out.device != self._device:
             raise UnsupportedOp("masks of another stream, or on another device")
-        self._masks.setdefault((number, self._behind), []).append(self.given(out))
+        self._masks.setdefault((number, self._after_break), []).append(self.given(out))
 
     @noted
     def left(self, x: Tensor) -> None:
@@ -224,9 +223,10 @@ class GraphRecorder(Recording[Slot]):
         if self.changes(x):
             self.stop("values that leave PyTorch")
 
-    # -- Tap -------------------------------------------------------------------------------------------------
+    # -- RecordingTransport
+    # -------------------------------------------------------------------------------------------------
     @noted
-    def told_sent(self, to: int, tag: str, payload: Tensor) -> None:
+    def record_send(self, to: int, tag: str, payload: Tensor) -> None:
         """A message leaves: what it contains must change from run to run."""
         slot = self._used(payload)
         if not isinstance(slot, Slot) or not self.changes(payload):
@@ -234,7 +234,7 @@ class GraphRecorder(Recording[Slot]):
         self._events.append(Send(to, tag, slot))
 
     @noted
-    def told_received(self, frm: int, tag: str, payload: Tensor) -> None:
+    def record_receive(self, frm: int, tag: str, payload: Tensor) -> None:
         """A message has come."""
         self._events.append(Receive(frm, tag, self.given(payload)))
 
@@ -245,7 +245,9 @@ class GraphRecorder(Recording[Slot]):
             raise UnsupportedOp(self.reason)
         events, dropped = self._needed()
         found = [self._used(x) for x in outputs]
-        used = {slot for each in events if isinstance(each, Node) for slot in slots_of([each.arguments, each.named])}
+        used = {
+            slot for each in events if isinstance(each, GraphNode) for slot in slots_of([each.arguments, each.named])
+        }
         used |= {x for x in found if isinstance(x, Slot)}
         constants = {slot: self._tensors[slot.number] for slot in dropped & used}
         if any(map(self.changes, constants.values())):
@@ -257,11 +259,13 @@ class GraphRecorder(Recording[Slot]):
             for slot, x in self._fixed.items()
         }
         masks = [
-            Masks(stream, behind, tuple(slots), self._streams[stream].block)
-            for (stream, behind), slots in self._masks.items()
+            Masks(stream, after_break, tuple(slots), self._streams[stream].block)
+            for (stream, after_break), slots in self._masks.items()
         ]
         for each in filled:
-            if isinstance(each, Node) and any(map(self._elsewhere, tensors_of([each.arguments, *each.named.values()]))):
+            if isinstance(each, GraphNode) and any(
+                map(self._elsewhere, tensors_of([each.arguments, *each.named.values()]))
+            ):
                 raise UnsupportedOp(f"{_name(each.function)}: an operand that is not on {self._device}")
         returned = {_memory(x) for x in (*outputs, *self.publics.all())}
         changing, left = self._changing, [weakref.ref(x) for x in self._tensors]
@@ -274,12 +278,12 @@ class GraphRecorder(Recording[Slot]):
         """Whether an operation would have to move x; single numbers are read when it is called."""
         return x.device != self._device and x.dim() > 0
 
-    def _needed(self) -> tuple[list[Node | Stop], set[Slot]]:
+    def _needed(self) -> tuple[list[GraphNode | Stop], set[Slot]]:
         """Events but for nodes whose results are the same every time, and the slots of these results."""
-        events: list[Node | Stop] = []
+        events: list[GraphNode | Stop] = []
         dropped: set[Slot] = set()
         for event in self._events:
-            if not isinstance(event, _Seen):
+            if not isinstance(event, _RecordedNode):
                 events.append(event)
             elif event.changes:
                 events.append(event.node)
@@ -292,9 +296,11 @@ class GraphRecorder(Recording[Slot]):
         return events, dropped
 
 
-def _with(event: Node | Stop, constants: Mapping[Slot, Tensor]) -> Node | Stop:
+def _with(event: GraphNode | Stop, constants: Mapping[Slot, Tensor]) -> GraphNode | Stop:
     """A node with the constants among its arguments."""
-    if not isinstance(event, Node) or not any(slot in constants for slot in slots_of([event.arguments, event.named])):
+    if not isinstance(event, GraphNode) or not any(
+        slot in constants for slot in slots_of([event.arguments, event.named])
+    ):
         return event
     return replace(event, arguments=_put(event.arguments, constants), named=_put(event.named, constants))
 

@@ -2,8 +2,8 @@
 
 Operations and kernels are repeated as they were called, on the same memory. Programs of which none runs within another
 share a pool: what one leaves there another may overwrite, but for what it sends, gives to Python or returns. Masks are
-drawn at the beginning and behind each middle, in main memory, from the same streams as the operations would draw them,
-and copied; messages go through main memory, as always.
+drawn at the beginning and after each graph break, in main memory, from the same streams as the operations would draw
+them, and copied; messages go through main memory, as always.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from private_llm.errors import DomainError, UnsupportedOp
 from private_llm.kernels.devices import ALONE
-from private_llm.replay.program import Arena, Inner, Middle, Outside, Receive, Send
+from private_llm.replay.program import Arena, BreakEvent, Inner, ProgramTransport, Receive, Send
 
 _FAILED = threading.Event()
 """A capture failed in this process: PyTorch's allocator may believe that it still goes on, so there is no other one."""
@@ -52,7 +52,7 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class Node:
+class GraphNode:
     """An operation of PyTorch or a kernel; tensors that change are slots, others are constants. made: its results.
 
     computes: whether a GPU has something to do: not for views, and for memory that is only taken.
@@ -65,16 +65,16 @@ class Node:
     computes: bool = True
 
 
-Stop = Send[Slot] | Receive[Slot] | Middle[Slot]
-Event = Node | Stop
+Stop = Send[Slot] | Receive[Slot] | BreakEvent[Slot]
+Event = GraphNode | Stop
 
 
 @dataclass(frozen=True)
 class Masks:
-    """Elements of a stream, each slot in whole blocks of `block` bytes; behind: the number of middles before."""
+    """Elements of a stream, each slot in whole blocks of `block` bytes; behind: the number of graph breaks before."""
 
     stream: int
-    behind: int
+    after_break: int
     slots: tuple[Slot, ...]
     block: int
 
@@ -83,7 +83,7 @@ class Masks:
 class _Segment:
     """Nodes, and what comes then; None: the end."""
 
-    nodes: tuple[Node, ...]
+    nodes: tuple[GraphNode, ...]
     stop: Stop | None
 
     @property
@@ -105,7 +105,7 @@ class GraphProgram:
             raise UnsupportedOp(f"a graph that takes in more than {MOST_BYTES >> 20} MiB")
         self._inputs, self._outputs, self._device = list(inputs), list(outputs), device
         self._fixed = dict(fixed)
-        self._masks = [_Stretch(each, self._fixed, device) for each in masks]
+        self._masks = [_MaskBuffer(each, self._fixed, device) for each in masks]
         self._segments = list(_segments(events))
         self._last = _last_uses(self._segments, outputs)
         self._graphs: list[torch.cuda.CUDAGraph | None] | None = None
@@ -117,25 +117,30 @@ class GraphProgram:
                 self._capture(pool)
 
     def run(
-        self, outside: Outside, arena: Arena, given: Sequence[Tensor], weights: Sequence[int], middle: Inner | None
+        self,
+        transport: ProgramTransport,
+        arena: Arena,
+        given: Sequence[Tensor],
+        weights: Sequence[int],
+        graph_break: Inner | None,
     ) -> list[Tensor]:
         """The step of these inputs; arena and weights (`Program.run`) are not needed. Results are tensors of their own.
 
-        Rounds and bytes as recorded. Raises what the links raise, and DomainError for a middle without one.
+        Rounds and bytes as recorded. Raises what the links raise, and DomainError for a graph break without one.
         """
-        return self.ready(outside, arena, given, weights)(middle)
+        return self.ready(transport, arena, given, weights)(graph_break)
 
     def ready(
-        self, outside: Outside, arena: Arena, given: Sequence[Tensor], weights: Sequence[int]
+        self, transport: ProgramTransport, arena: Arena, given: Sequence[Tensor], weights: Sequence[int]
     ) -> Callable[[Inner | None], list[Tensor]]:  # fmt: skip
         """As `Program.ready`."""
         for slot, x in zip(self._inputs, given, strict=True):
             self._fixed[slot].copy_(x)
-        return functools.partial(self._run, outside)
+        return functools.partial(self._run, transport)
 
-    def _run(self, outside: Outside, middle: Inner | None) -> list[Tensor]:
+    def _run(self, transport: ProgramTransport, graph_break: Inner | None) -> list[Tensor]:
         found, left = dict(self._fixed) if self._graphs is None else self._kept, 0
-        self._draw(outside, left)
+        self._draw(transport, left)
         for number, segment in enumerate(self._segments):
             if self._graphs is None:
                 self._nodes(segment, number, found)
@@ -144,24 +149,24 @@ class GraphProgram:
             match segment.stop:
                 case Send(to, tag, payload):
                     x = found[payload]
-                    outside.send(to, tag, x.cpu() if x.is_cuda else x.clone())
+                    transport.send(to, tag, x.cpu() if x.is_cuda else x.clone())
                 case Receive(frm, tag, payload):
                     into = self._fixed[payload]
-                    into.copy_(outside.receive(frm, tag, tuple(into.shape), into.dtype))
-                case Middle(inputs, outputs):
-                    if middle is None:
-                        raise DomainError("a program with a middle was run without one")
-                    made = middle([found[slot].clone() for slot in inputs])
+                    into.copy_(transport.receive(frm, tag, tuple(into.shape), into.dtype))
+                case BreakEvent(inputs, outputs):
+                    if graph_break is None:
+                        raise DomainError("a program with a graph break was run without one")
+                    made = graph_break([found[slot].clone() for slot in inputs])
                     for slot, x in zip(outputs, made, strict=True):
                         self._fixed[slot].copy_(x)
                     left += 1
-                    self._draw(outside, left)
+                    self._draw(transport, left)
         return [(found[x] if isinstance(x, Slot) else x).clone() for x in self._outputs]
 
-    def _draw(self, outside: Outside, behind: int) -> None:
+    def _draw(self, transport: ProgramTransport, after_break: int) -> None:
         for stretch in self._masks:
-            if stretch.behind == behind:
-                outside.fill(stretch.stream, stretch.octets)
+            if stretch.after_break == after_break:
+                transport.fill(stretch.stream, stretch.octets)
                 stretch.there.copy_(stretch.here)
 
     def _nodes(self, segment: _Segment, number: int, found: dict[Slot, Tensor]) -> None:
@@ -206,11 +211,11 @@ class GraphProgram:
         self._kept = found
 
 
-class _Stretch:
+class _MaskBuffer:
     """Masks in main memory, and where they are copied to: slots are views of that."""
 
     def __init__(self, masks: Masks, fixed: dict[Slot, Tensor], device: torch.device) -> None:
-        self.stream, self.behind = masks.stream, masks.behind
+        self.stream, self.after_break = masks.stream, masks.after_break
         sizes = [fixed[slot].numel() * fixed[slot].element_size() for slot in masks.slots]
         total = sum(-(-size // masks.block) * masks.block for size in sizes)
         self.here = torch.empty(total, dtype=torch.uint8, pin_memory=device.type == "cuda")
@@ -225,9 +230,9 @@ class _Stretch:
 
 def _segments(events: Sequence[Event]) -> Sequence[_Segment]:
     found: list[_Segment] = []
-    nodes: list[Node] = []
+    nodes: list[GraphNode] = []
     for event in events:
-        if isinstance(event, Node):
+        if isinstance(event, GraphNode):
             nodes.append(event)
         else:
             found.append(_Segment(tuple(nodes), event))
@@ -251,7 +256,7 @@ def _last_uses(segments: Sequence[_Segment], outputs: Sequence[object]) -> dict[
         match segment.stop:
             case Send(_, _, payload) | Receive(_, _, payload):
                 kept.add(payload)
-            case Middle(inputs, results):
+            case BreakEvent(inputs, results):
                 kept |= {*inputs, *results}
     found: dict[int, list[Slot]] = {}
     for slot, number in last.items():

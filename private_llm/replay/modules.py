@@ -1,4 +1,4 @@
-"""Modules of a model as units: their inputs and results are secret tensors, and what they do besides is small.
+"""Modules of a model as regions: their inputs and results are secret tensors, and what they do besides is small.
 
 Beside its results a call may leave an input with fewer fractional bits, and put off a check of ranges.
 """
@@ -17,8 +17,9 @@ from private_llm.kernels import parallel, teams
 from private_llm.kernels.drawn import DrawnTensor, StreamKey
 from private_llm.kernels.matmul import BYTES
 from private_llm.protocols.session import Session
-from private_llm.replay.middle import Middle
-from private_llm.replay.units import Owner, Replays, replays_of
+from private_llm.replay.graph_break import GraphBreak
+from private_llm.replay.program_cache import ProgramCache, programs_of
+from private_llm.replay.regions import WeightBinding
 from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.secret import SecretTensor
 
@@ -43,55 +44,57 @@ def repeated(
     kind: what the module is, equal for modules that compute the same. weights: its own, by names relative to it; unless
     all of them are shares, `forward` stays as it is.
     """
-    unit = _unit_of(name, session, kind, weights)
-    if unit is None:
+    region = _module_region(name, session, kind, weights)
+    if region is None:
         return forward
 
     def run(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - a module's own signature
-        if kwargs or not args or not all(map(_small, args)) or _saved_by_threads(session, unit.seconds) > PYTHON_S:
+        if kwargs or not args or not all(map(_small, args)) or _saved_by_threads(session, region.seconds) > PYTHON_S:
             return forward(*args, **kwargs)
-        replays = replays_of(session)
-        if replays is None:
+        programs = programs_of(session)
+        if programs is None:
             return forward(*args)
         pending = session.known.pending
         held = None if pending is None else next((n for n, x in enumerate(args) if x is pending[0]), _UNTOUCHED)
         if held == _UNTOUCHED:  # a check of something else was put off, which may happen inside
             return forward(*args)
-        return _Call(forward, unit.owner, unit.alike(session), session, args).made(replays, held)
+        return _ModuleCall(forward, region.binding, region.alike(session), session, args).made(programs, held)
 
     return run
 
 
-Around = Callable[[Any, Mapping[str, Any], Hashable, Middle], Any]
+Around = Callable[[Any, Mapping[str, Any], Hashable, GraphBreak], Any]
 """Calls a module with one tensor, named arguments that are public (facts: all that decides of them, but for tensors
-that change), and the middle of this call."""
+that change), and the graph break of this call."""
 
 
 def repeated_around(
     forward: Callable[..., Any], name: str, session: Session, kind: Hashable, weights: Sequence[tuple[str, object]]
 ) -> Around | None:  # fmt: skip
-    """As `repeated`, for a module with a middle (`replay.middle`); None where it stays as it is."""
-    unit = _unit_of(name, session, kind, weights)
-    if unit is None:
+    """As `repeated`, for a module with a graph break (`replay.graph_break`); None where it stays as it is."""
+    region = _module_region(name, session, kind, weights)
+    if region is None:
         return None
 
-    def run(x: Any, named: Mapping[str, Any], facts: Hashable, middle: Middle) -> Any:  # noqa: ANN401 - as above
-        if not _small(x) or _saved_by_threads(session, unit.seconds) > AROUND_S or session.known.pending is not None:
+    def run(x: Any, named: Mapping[str, Any], facts: Hashable, graph_break: GraphBreak) -> Any:  # noqa: ANN401 - as above
+        if not _small(x) or _saved_by_threads(session, region.seconds) > AROUND_S or session.known.pending is not None:
             return forward(x, **named)
-        replays = replays_of(session)
-        if replays is None:
+        programs = programs_of(session)
+        if programs is None:
             return forward(x, **named)
         called = functools.partial(forward, **named)
-        return _Call(called, unit.owner, (unit.alike(session), facts), session, (x,)).made(replays, None, middle)
+        return _ModuleCall(called, region.binding, (region.alike(session), facts), session, (x,)).made(
+            programs, None, graph_break
+        )
 
     return run
 
 
 @dataclass
-class _Unit:
+class _ModuleRegion:
     """A module that is repeated. kind: what it is. seconds: of reading its weights."""
 
-    owner: Owner
+    binding: WeightBinding
     kind: Hashable
     seconds: float
     ranges: tuple[object, Hashable] = (None, ())
@@ -99,11 +102,13 @@ class _Unit:
     def alike(self, session: Session) -> Hashable:
         """Equal for modules that compute the same but for their weights."""
         if self.ranges[0] is not session.known.ranges:
-            self.ranges = session.known.ranges, _ranges(session, self.owner.name)
+            self.ranges = session.known.ranges, _ranges(session, self.binding.name)
         return self.kind, self.ranges[1]
 
 
-def _unit_of(name: str, session: Session, kind: Hashable, weights: Sequence[tuple[str, object]]) -> _Unit | None:
+def _module_region(
+    name: str, session: Session, kind: Hashable, weights: Sequence[tuple[str, object]]
+) -> _ModuleRegion | None:
     """None for a module that cannot be repeated."""
     if not session.config.replay:
         return None
@@ -116,7 +121,9 @@ def _unit_of(name: str, session: Session, kind: Hashable, weights: Sequence[tupl
         return None
     memories, layout = found
     seconds = sum(part.numel() * part.itemsize for part in parts) / BYTES
-    return _Unit(Owner(name, memories), (kind, tuple([(own, fixed.form) for own, fixed in shares]), layout), seconds)
+    return _ModuleRegion(
+        WeightBinding(name, memories), (kind, tuple([(own, fixed.form) for own, fixed in shares]), layout), seconds
+    )
 
 
 def _layout(
@@ -183,23 +190,24 @@ class _Facts:
     put_off: tuple[bool, int, int] | None
 
 
-class _Call:
+class _ModuleCall:
     """One call of a module with secret tensors."""
 
     def __init__(
-        self, forward: Callable[..., Any], owner: Owner, alike: Hashable, session: Session, args: Sequence[SecretTensor]
+        self, forward: Callable[..., Any], binding: WeightBinding, alike: Hashable, session: Session, args:
+        Sequence[SecretTensor]
     ) -> None:  # fmt: skip
-        self._forward, self._owner, self._alike = forward, owner, alike
+        self._forward, self._binding, self._alike = forward, binding, alike
         self._session, self._args = session, args
         self._odd: Any = None
 
-    def made(self, replays: Replays, held: int | None, middle: Middle | None = None) -> Any:  # noqa: ANN401 - what the module returns
+    def made(self, programs: ProgramCache, held: int | None, graph_break: GraphBreak | None = None) -> Any:  # noqa: ANN401 - what the module returns
         """The module's results. held: which argument's check is put off."""
         known, args = self._session.known, self._args
         self._held, self._bits = held, 0 if known.pending is None else known.pending[1]
         key = (self._alike, held, self._bits, tuple([x.coarse for x in args]))
-        values, facts = replays.run(
-            self._session, key, [x.content for x in args], self._compute, self._owner, 1, middle
+        values, facts = programs.run(
+            self._session, key, [x.content for x in args], self._compute, self._binding, 1, graph_break
         )
         if not isinstance(facts, _Facts):
             return self._odd

@@ -69,14 +69,14 @@ class Address:
 
 
 @dataclass(frozen=True)
-class Weight:
+class WeightAddress:
     """A place in one of the module's own memories, in bytes: the same program serves all modules that are alike."""
 
     number: int
     offset: int
 
 
-Word = int | Address | Weight
+Word = int | Address | WeightAddress
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Together:
+class Parallel:
     """Pieces of one operation that may run side by side, each some steps one after the other."""
 
     pieces: tuple[tuple[Step, ...], ...]
@@ -113,7 +113,7 @@ class Receive(Generic[Place]):
 
 
 @dataclass(frozen=True)
-class Call:
+class TorchCall:
     """An operation of PyTorch that no step computes: its result goes to `result`, unless it writes to an operand."""
 
     function: Callable[..., Tensor]
@@ -123,36 +123,39 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Middle(Generic[Place]):
-    """What Python computes in the midst (`private_llm.replay.middle`), of `inputs`: `outputs`."""
+class BreakEvent(Generic[Place]):
+    """What Python computes in the midst (`private_llm.replay.graph_break`), of `inputs`: `outputs`."""
 
     inputs: tuple[Place, ...]
     outputs: tuple[Place, ...]
 
 
-Event = Step | Together | Send[Operand] | Receive[Operand] | Call | Middle[Operand]
+Event = Step | Parallel | Send[Operand] | Receive[Operand] | TorchCall | BreakEvent[Operand]
 
 Inner = Callable[[Sequence[Tensor]], Sequence[Tensor]]
-"""Computes a program's middle."""
+"""Computes a program's graph break."""
 
 
 @dataclass(frozen=True)
-class Drawn:
+class MaskDraws:
     """All masks of one stream, one after the other: their memories, in whole blocks of the cipher.
 
-    behind: the middle behind which they are drawn, -1 at the beginning; what is drawn in a middle comes between.
+    after_break: the break after which they are drawn, -1 at the beginning; what is drawn in a graph break comes
+    between.
     """
 
     stream: int
     memories: tuple[Memory, ...]
-    behind: int = -1
+    after_break: int = -1
 
     def together(self) -> Memory:
         """All of them."""
-        return Memory(sum(each.size for each in self.memories), self.behind, max(each.last for each in self.memories))
+        return Memory(
+            sum(each.size for each in self.memories), self.after_break, max(each.last for each in self.memories)
+        )
 
 
-class Outside(Protocol):
+class ProgramTransport(Protocol):
     """What a program meets when it runs: streams and links, or what was written down of them."""
 
     def direct(self) -> Direct:
@@ -192,7 +195,7 @@ Table = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 
 @dataclass
-class _Bound:
+class _BoundProgram:
     """A program in an arena: where it was, its rows with addresses by what its weights are (and where these rows are),
     and what Python does for events that are no steps."""
 
@@ -201,8 +204,8 @@ class _Bound:
     inputs: list[Tensor]
     outputs: list[Tensor]
     draws: dict[int, list[tuple[int, np.ndarray[tuple[int], np.dtype[np.uint8]]]]]
-    events: dict[int, Callable[[Outside], None]]
-    middles: dict[int, tuple[list[Tensor], list[Tensor]]]
+    events: dict[int, Callable[[ProgramTransport], None]]
+    graph_breaks: dict[int, tuple[list[Tensor], list[Tensor]]]
 
 
 @dataclass
@@ -212,7 +215,7 @@ class Program:
     events: Sequence[Event]
     inputs: Sequence[Operand]
     outputs: Sequence[Operand | Tensor]
-    draws: Sequence[Drawn]
+    draws: Sequence[MaskDraws]
     keep: Sequence[object]
     size: int = field(init=False)
 
@@ -220,8 +223,8 @@ class Program:
         self.size = _placed(self)
         self._starts, self._table, self._kinds = _rows(self.events)
         self._place = int(self._starts.ctypes.data)
-        self._pieces = max([1, *(len(each.pieces) for each in self.events if isinstance(each, Together))])
-        self._bound: _Bound | None = None
+        self._pieces = max([1, *(len(each.pieces) for each in self.events if isinstance(each, Parallel))])
+        self._bound: _BoundProgram | None = None
 
     @functools.cached_property
     def _constants(self) -> int:
@@ -235,7 +238,7 @@ class Program:
         tables = 1 if self._bound is None else 1 + len(self._bound.tables)
         return self._constants + 2 * tables * self._table.nbytes
 
-    def bind(self, arena: Arena) -> _Bound:
+    def bind(self, arena: Arena) -> _BoundProgram:
         """This program in an arena; anew where the arena has moved."""
         arena.reserve(self.size)
         held = self._bound
@@ -246,22 +249,22 @@ class Program:
         for drawn in self.draws:
             place = drawn.memories[0].place
             taken = octets[place : place + sum(memory.size for memory in drawn.memories)]
-            draws.setdefault(drawn.behind, []).append((drawn.stream, taken))
-        left = [(at, each) for at, each in enumerate(self.events) if not isinstance(each, Step | Together)]
-        events = {at: _doing(each, arena) for at, each in left if not isinstance(each, Middle)}
-        middles = {
+            draws.setdefault(drawn.after_break, []).append((drawn.stream, taken))
+        left = [(at, each) for at, each in enumerate(self.events) if not isinstance(each, Step | Parallel)]
+        events = {at: _doing(each, arena) for at, each in left if not isinstance(each, BreakEvent)}
+        graph_breaks = {
             at: ([arena.view(x) for x in each.inputs], [arena.view(x) for x in each.outputs])
             for at, each in left
-            if isinstance(each, Middle)
+            if isinstance(each, BreakEvent)
         }
-        self._bound = _Bound(
+        self._bound = _BoundProgram(
             arena.words, {}, [arena.view(each) for each in self.inputs],
             [arena.view(each) if isinstance(each, Operand) else each for each in self.outputs], draws, events,
-            middles,
+            graph_breaks,
         )  # fmt: skip
         return self._bound
 
-    def _addressed(self, bound: _Bound, weights: tuple[int, ...]) -> int:
+    def _addressed(self, bound: _BoundProgram, weights: tuple[int, ...]) -> int:
         """Where the rows for weights at these addresses are."""
         found = bound.tables.get(weights)
         if found is None:
@@ -272,7 +275,7 @@ class Program:
             found = bound.tables[weights] = rows, int(rows.ctypes.data)
         return found[1]
 
-    def _stretch(self, table: int, first: int, links: int) -> int:
+    def _run_to_stop(self, table: int, first: int, links: int) -> int:
         """Run from an event on, with a team where pieces may run side by side; returns that which is left to Python."""
         if self._pieces == 1:
             return int(steps.run(table, self._place, first, len(self.events), links, 0))
@@ -280,52 +283,52 @@ class Program:
             return int(steps.run(table, self._place, first, len(self.events), links, team))
 
     def run(
-        self, outside: Outside, arena: Arena, inputs: Sequence[Tensor], weights: tuple[int, ...] = (),
+        self, transport: ProgramTransport, arena: Arena, inputs: Sequence[Tensor], weights: tuple[int, ...] = (),
         inner: Inner | None = None,
     ) -> list[Tensor]:  # fmt: skip
-        """Outputs in memory of their own. weights: addresses of the module's memories. inner: what its middle computes,
-        in another arena. Raises what `outside` and `inner` raise.
+        """Outputs in memory of their own. weights: addresses of the module's memories. inner: what its graph break
+        computes, in another arena. Raises what `transport` and `inner` raise.
         """
-        return self.ready(outside, arena, inputs, weights)(inner)
+        return self.ready(transport, arena, inputs, weights)(inner)
 
     def ready(
-        self, outside: Outside, arena: Arena, inputs: Sequence[Tensor], weights: tuple[int, ...]
+        self, transport: ProgramTransport, arena: Arena, inputs: Sequence[Tensor], weights: tuple[int, ...]
     ) -> Callable[[Inner | None], list[Tensor]]:  # fmt: skip
         """As `run`, up to where it draws, sends or receives: what fails before can still be computed in Python."""
         bound = self.bind(arena)
         for place, given in zip(bound.inputs, inputs, strict=True):
             place.copy_(given)
-        return functools.partial(self._run, outside, outside.direct(), bound, self._addressed(bound, weights))
+        return functools.partial(self._run, transport, transport.direct(), bound, self._addressed(bound, weights))
 
     def _run(
-        self, outside: Outside, direct: Direct, bound: _Bound, table: int, inner: Inner | None
+        self, transport: ProgramTransport, direct: Direct, bound: _BoundProgram, table: int, inner: Inner | None
     ) -> list[Tensor]:  # fmt: skip
         for stream, octets in bound.draws[-1]:
-            outside.fill(stream, octets)
+            transport.fill(stream, octets)
         last, at = len(self.events), 0
         while at < last:
             with direct:
-                at = self._stretch(table, at, direct.address)
-            if at in bound.middles and inner is not None:
-                taken, results = bound.middles[at]
+                at = self._run_to_stop(table, at, direct.address)
+            if at in bound.graph_breaks and inner is not None:
+                taken, results = bound.graph_breaks[at]
                 for result, made in zip(results, inner(taken), strict=True):
                     result.copy_(made)
                 for stream, octets in bound.draws.get(at, ()):
-                    outside.fill(stream, octets)
+                    transport.fill(stream, octets)
                 at += 1
             elif at < last:
-                bound.events[at](outside)
+                bound.events[at](transport)
                 at += 1
         return [place.clone() for place in bound.outputs]
 
 
-def _doing(event: Send[Operand] | Receive[Operand] | Call, arena: Arena) -> Callable[[Outside], None]:
+def _doing(event: Send[Operand] | Receive[Operand] | TorchCall, arena: Arena) -> Callable[[ProgramTransport], None]:
     """What Python does for an event that the compiled program leaves to it."""
-    if isinstance(event, Call):
+    if isinstance(event, TorchCall):
         made = functools.partial(event.function, *_seen(event.arguments, arena), **_seen(event.named, arena))
         result = None if event.result is None else arena.view(event.result)
 
-        def call(_: Outside) -> None:
+        def call(_: ProgramTransport) -> None:
             found = made()
             if result is not None:
                 result.copy_(found)
@@ -334,11 +337,11 @@ def _doing(event: Send[Operand] | Receive[Operand] | Call, arena: Arena) -> Call
     place, tag = arena.view(event.payload).numpy(), event.tag
     if isinstance(event, Send):
         to = event.to
-        return lambda outside: outside.send(to, tag, torch.from_numpy(place.copy()))
+        return lambda transport: transport.send(to, tag, torch.from_numpy(place.copy()))
     frm = event.frm
 
-    def receive(outside: Outside) -> None:
-        place[...] = outside.receive(frm, tag, place.shape, torch.int64).numpy()
+    def receive(transport: ProgramTransport) -> None:
+        place[...] = transport.receive(frm, tag, place.shape, torch.int64).numpy()
 
     return receive
 
@@ -347,9 +350,9 @@ def _words(event: Event) -> Sequence[Word]:
     """The row of an event."""
     if isinstance(event, Step):
         return event.code.address, *event.row
-    if isinstance(event, Together):
+    if isinstance(event, Parallel):
         return _words_of_pieces(event)
-    if isinstance(event, Call | Middle):
+    if isinstance(event, TorchCall | BreakEvent):
         return (steps.STOP,)
     code, endpoint = (steps.SEND, event.to) if isinstance(event, Send) else (steps.RECEIVE, event.frm)
     payload, count = event.payload, math.prod(event.payload.shape)
@@ -359,7 +362,7 @@ def _words(event: Event) -> Sequence[Word]:
     return code, endpoint, Address(payload.memory, payload.offset), count, *tag
 
 
-def _words_of_pieces(event: Together) -> Sequence[Word]:
+def _words_of_pieces(event: Parallel) -> Sequence[Word]:
     """As `team.piece` reads them, behind the code that tells what they are."""
     begins: list[Word] = []
     words: list[Word] = []
@@ -382,7 +385,7 @@ def _rows(events: Sequence[Event]) -> tuple[Table, Table, Table]:
             if isinstance(word, Address):
                 words.append(word.memory.place + word.offset)
                 kinds.append(1)
-            elif isinstance(word, Weight):
+            elif isinstance(word, WeightAddress):
                 words.append(word.offset)
                 kinds.append(2 + word.number)
             else:
@@ -416,14 +419,14 @@ def _placed(program: Program) -> int:
     memories: dict[int, Memory] = {}
     found = [each.memory for each in (*program.inputs, *_operands(list(program.outputs)))]
     for each in program.events:
-        if isinstance(each, Step | Together):
-            together = each.pieces if isinstance(each, Together) else ((each,),)
+        if isinstance(each, Step | Parallel):
+            together = each.pieces if isinstance(each, Parallel) else ((each,),)
             rows = (step.row for piece in together for step in piece)
             found += [word.memory for row in rows for word in row if isinstance(word, Address)]
-        elif isinstance(each, Call):
+        elif isinstance(each, TorchCall):
             held = [*each.arguments, *each.named.values(), each.result]
             found += [operand.memory for operand in _operands(held)]
-        elif isinstance(each, Middle):
+        elif isinstance(each, BreakEvent):
             found += [operand.memory for operand in (*each.inputs, *each.outputs)]
         else:
             found.append(each.payload.memory)

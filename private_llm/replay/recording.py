@@ -1,4 +1,7 @@
-"""What all recorders do alike: they are told of operations, pass messages on, and note public values that change."""
+"""What all recorders do alike: they are told of operations, pass messages on, and note public values that change.
+
+Public tensors that change from call to call are, for example, rotary angles; ring elements are made of views of them.
+"""
 
 from __future__ import annotations
 
@@ -14,20 +17,49 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from private_llm.kernels.watching import Watcher
 from private_llm.net.transport import Transport
 from private_llm.replay.program import Place
-from private_llm.replay.publics import Encoding, Publics
-from private_llm.replay.taps import Tap, noted, unrecorded
+from private_llm.replay.transports import RecordingTransport, noted, unrecorded
 from private_llm.ring.prg import Prg
 from private_llm.tensor.dispatch import TorchArg
 
-Held = MutableSequence[Any] | MutableMapping[Any, Any] | MutableSet[Any] | Publics
+Encoding = tuple[int, tuple[int, ...], tuple[int, ...], int, int]
+"""Number of a public tensor; shape, strides and offset (from its first element) of a view of it; fractional bits."""
 
 
-class Recording(Watcher, Tap, Generic[Place]):
+class PublicTensors:
+    """Those of one recording. made: ring elements of views of them."""
+
+    def __init__(self) -> None:
+        self.tensors: list[Tensor] = []
+        self.made: dict[Encoding, Tensor] = {}
+
+    def encoding(self, values: Tensor, bits: int) -> Encoding | None:
+        """How ring elements of `values` are made; None if they are no view of a public tensor."""
+        place = values.untyped_storage().data_ptr()
+        for number, each in enumerate(self.tensors):
+            if each.untyped_storage().data_ptr() == place and each.dtype == values.dtype:
+                offset = int(values.storage_offset() - each.storage_offset())
+                return number, tuple(values.shape), values.stride(), offset, bits
+        return None
+
+    def all(self) -> list[Tensor]:
+        """The tensors, and the ring elements that were made of them."""
+        return [*self.tensors, *self.made.values()]
+
+    def clear(self) -> None:
+        """Let go of them."""
+        self.tensors.clear()
+        self.made.clear()
+
+
+Held = MutableSequence[Any] | MutableMapping[Any, Any] | MutableSet[Any] | PublicTensors
+
+
+class StepRecorder(Watcher, RecordingTransport, Generic[Place]):
     """Records while `operations` is the mode of PyTorch, it watches the thread, and is the party's links."""
 
     def __init__(self, transport: Transport, streams: Sequence[Prg]) -> None:
-        Tap.__init__(self, transport)
-        self.publics = Publics()
+        RecordingTransport.__init__(self, transport)
+        self.publics = PublicTensors()
         self._streams = list(streams)
 
     def operations(self) -> TorchDispatchMode:
@@ -85,14 +117,14 @@ class Recording(Watcher, Tap, Generic[Place]):
             self.given(held)
         return held
 
-    def middle(self, given: Sequence[Tensor], made: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Python has computed the middle of this step; returns what the step goes on with."""
-        results = self._middle(given, made)
+    def graph_break(self, given: Sequence[Tensor], made: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Python has computed the graph break of this step; returns what the step goes on with."""
+        results = self._break(given, made)
         return made if results is None else results
 
     @abstractmethod
-    def _middle(self, given: Sequence[Tensor], made: Sequence[Tensor]) -> Sequence[Tensor] | None:
-        """Write a middle down; copies of what it made."""
+    def _break(self, given: Sequence[Tensor], made: Sequence[Tensor]) -> Sequence[Tensor] | None:
+        """Write a graph break down; copies of what it made."""
 
     def computing(self, call: Callable[[], Any], writes: bool) -> Any:  # noqa: ANN401 - whatever it makes
         """What a part of the step makes. Where memory runs out that this recording holds, that is let go, and the part
@@ -111,7 +143,7 @@ class Recording(Watcher, Tap, Generic[Place]):
         return {key: self.place(held) for key, held in self.publics.made.items()}
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
+    def outside(self) -> Iterator[None]:
         """Inside, nothing is part of the step."""
         with unrecorded():
             yield
@@ -121,7 +153,7 @@ class Recording(Watcher, Tap, Generic[Place]):
         return next((n for n, each in enumerate(self._streams) if each is stream), None)
 
     def send(self, to: int, tag: str, payload: Tensor) -> None:
-        """As a tap; the copy is no part of the step."""
+        """As a recorder; the copy is no part of the step."""
         with unrecorded():
             super().send(to, tag, payload)
 
@@ -129,7 +161,7 @@ class Recording(Watcher, Tap, Generic[Place]):
         with unrecorded():
             return super()._recv(frm, tag, shape, dtype)
 
-    def told_bytes(self) -> None:
+    def record_unsized(self) -> None:
         """A message came whose size is not known before."""
         self.stop("a message of unknown size")
 
@@ -142,7 +174,7 @@ def _memory_ran_out(error: Exception) -> bool:
 class _Operations(TorchDispatchMode):
     """Passes operations on tensors on to a recorder."""
 
-    def __init__(self, recorder: Recording[Any]) -> None:
+    def __init__(self, recorder: StepRecorder[Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._recorder = recorder
 
@@ -152,3 +184,30 @@ class _Operations(TorchDispatchMode):
     ) -> TorchArg:  # fmt: skip
         """One operation."""
         return self._recorder.operated(func, args, kwargs or {})
+
+
+def tensors_of(arguments: Sequence[Any]) -> Iterator[Tensor]:
+    """The tensors among an operation's arguments, which may be lists of them."""
+    for each in arguments:
+        if isinstance(each, Tensor):
+            yield each
+        elif isinstance(each, list | tuple):
+            yield from tensors_of(each)
+
+
+UNFORESEEN = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output, torch.Tag.nondeterministic_seeded}
+"""Marks of operations whose result has another shape, or is drawn anew, each time."""
+
+
+def all_written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:  # noqa: ANN401
+    """The tensors that an operation writes to."""
+    found: list[Any] = []
+    for number, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            found.append(kwargs.get(argument.name) if argument.kwarg_only else args[number])
+    return list(tensors_of(found))
+
+
+def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:  # noqa: ANN401
+    """The tensor that an operation writes to; None if its result is a new one."""
+    return next(iter(all_written_by(func, args, kwargs)), None)

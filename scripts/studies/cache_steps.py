@@ -31,7 +31,7 @@ from private_llm.nn.evicting import Call, EvictingLayer
 from private_llm.nn.merged_heads import apart, merge_heads
 from private_llm.protocols.session import Session, join, join_as_client, meta_session
 from private_llm.protocols.share import Share
-from private_llm.replay.units import unsettled_calls
+from private_llm.replay.program_cache import uncompiled_calls
 from private_llm.ring.ring import Ring
 from private_llm.tensor.fixed import Fixed
 
@@ -222,7 +222,7 @@ def timed(
             return 0.0
 
         def all_unsettled() -> int:
-            unsettled[number] = unsettled_calls(session)
+            unsettled[number] = uncompiled_calls(session)
             ready.wait()
             found = sum(unsettled)
             ready.wait()

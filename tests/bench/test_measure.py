@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError, DomainError, PartyFailed
 from private_llm.protocols.session import Session
-from private_llm.replay.units import unsettled_calls
+from private_llm.replay.program_cache import uncompiled_calls
 from private_llm.tensor.fixed import Fixed
 
 CONFIG = PrivateConfig(timeout_s=60)
@@ -54,8 +54,8 @@ def test_every_work_runs_and_is_right(name: str) -> None:
 @pytest.mark.parametrize("how", [measure, measure_apart])
 def test_timed_runs_record_nothing(how: Callable[..., Row]) -> None:
     """Steps are recorded before, and how long the first run took is said apart."""
-    known, seen = unsettled_calls(), list[int]()
-    row = how(make("opt-decode", tiny=True), CONFIG, repeat=3, progress=lambda: seen.append(unsettled_calls() - known))
+    known, seen = uncompiled_calls(), list[int]()
+    row = how(make("opt-decode", tiny=True), CONFIG, repeat=3, progress=lambda: seen.append(uncompiled_calls() - known))
     assert (seen[0] > 0) == (how is measure), "preprocessed calls are not recorded"
     assert seen == [seen[0]] * 4
     assert row.repeat == 3

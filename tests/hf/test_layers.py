@@ -17,7 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 from private_llm.config import PrivateConfig
 from private_llm.kernels import parallel
 from private_llm.protocols.session import Session
-from private_llm.replay.units import Replays
+from private_llm.replay.program_cache import ProgramCache
 
 LAYERS = 2
 SEEDS = {"weights_at_rest": "seeds"}
@@ -44,21 +44,21 @@ class Counted:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.repeated = self.verdicts = 0
         self.refused: set[str] = set()
-        run, repeat = Replays.run, Replays._repeat
+        run, repeat = ProgramCache.run, ProgramCache._repeat
 
-        def counted(this: Replays, session: Session, key: Any, *args: Any, **kwargs: Any) -> Any:
+        def counted(this: ProgramCache, session: Session, key: Any, *args: Any, **kwargs: Any) -> Any:
             before = this.counts["repeated"]
             made = run(this, session, key, *args, **kwargs)
             self.verdicts += key[0] == "verdict" and this.counts["repeated"] > before
             self.refused |= set(this.refused)
             return made
 
-        def again(this: Replays, *args: Any) -> Any:
+        def again(this: ProgramCache, *args: Any) -> Any:
             self.repeated += args[-1] is not None
             return repeat(this, *args)
 
-        monkeypatch.setattr(Replays, "run", counted)
-        monkeypatch.setattr(Replays, "_repeat", again)
+        monkeypatch.setattr(ProgramCache, "run", counted)
+        monkeypatch.setattr(ProgramCache, "_repeat", again)
 
 
 def answers(make: Callable[[], PreTrainedModel], **settings: Any) -> tuple[list[Tensor], int, int]:
@@ -117,7 +117,7 @@ def test_a_layer_that_asks_for_the_length_stays_as_it_was(monkeypatch: pytest.Mo
 
 
 def test_masked_steps_are_no_programs_of_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Padding on the left is a mask, which says which keys count: it may change, so smaller units run."""
+    """Padding on the left is a mask, which says which keys count: it may change, so smaller regions run."""
     counted = Counted(monkeypatch)
     torch.manual_seed(0)
     plain, ids = llama(), torch.arange(12).view(2, 6)

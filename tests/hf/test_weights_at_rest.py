@@ -25,7 +25,7 @@ from private_llm.errors import ConfigError, ShareFileError
 from private_llm.kernels.backends.cpu import aes
 from private_llm.protocols.session import Session
 from private_llm.protocols.weight_sharing import bytes_at_rest
-from private_llm.replay.units import Replays
+from private_llm.replay.program_cache import ProgramCache
 from private_llm.sparsity_config import CometConfig
 from tests.hf import tiny
 from tests.hf.compare import BATCH
@@ -222,14 +222,14 @@ def test_a_plan_counts_what_seeds_leave(tmp_path: Path) -> None:
 @pytest.mark.parametrize("protocol", ["trio", "dealer"])
 def test_modules_with_seeds_are_repeated(protocol: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Joined projections, a tied head, [inputs, outputs] of Conv1D: as many calls as with masks in memory."""
-    found: list[Replays] = []
-    original = Replays.__init__
+    found: list[ProgramCache] = []
+    original = ProgramCache.__init__
 
-    def kept(replays: Replays) -> None:
-        original(replays)
-        found.append(replays)
+    def kept(programs: ProgramCache) -> None:
+        original(programs)
+        found.append(programs)
 
-    monkeypatch.setattr(Replays, "__init__", kept)
+    monkeypatch.setattr(ProgramCache, "__init__", kept)
     how = {"input_ids": BATCH["input_ids"][:1], "max_new_tokens": 12, "do_sample": False}
     for name in ("llama", "gpt2"):
         model, counts = tiny.build(name), []

@@ -21,7 +21,7 @@ from private_llm.net.incoming import Incoming
 from private_llm.net.parallel_sessions import RoleTransport
 from private_llm.net.sockets import Pair, SocketTransport
 from private_llm.replay.program import Arena, Event, Memory, Operand, Program, Receive, Send
-from private_llm.replay.taps import Live
+from private_llm.replay.transports import LiveTransport
 
 SESSION = b"sessionx"
 
@@ -57,13 +57,15 @@ def sends(transport: SocketTransport | RoleTransport, to: int, tag: str, *payloa
     places = [Memory(8 * each.numel(), 0, len(payloads)) for each in payloads]
     whole = [Operand(place, 0, each.shape, each.stride()) for place, each in zip(places, payloads, strict=True)]
     events: list[Event] = [Send(to, tag, each) for each in whole]
-    Program(events, whole, [], [], []).run(Live(transport, []), Arena(), payloads)
+    Program(events, whole, [], [], []).run(LiveTransport(transport, []), Arena(), payloads)
 
 
 def receives(transport: SocketTransport | RoleTransport, frm: int, tag: str, *sizes: int) -> list[Tensor]:
     """What a program receives."""
     whole = [Operand(Memory(8 * size, 0, len(sizes)), 0, (size,), (1,)) for size in sizes]
-    return Program([Receive(frm, tag, each) for each in whole], [], whole, [], []).run(Live(transport, []), Arena(), [])
+    return Program([Receive(frm, tag, each) for each in whole], [], whole, [], []).run(
+        LiveTransport(transport, []), Arena(), []
+    )
 
 
 def together(first: Callable[[], object], second: Callable[[], list[Tensor]]) -> list[Tensor]:

@@ -18,7 +18,7 @@ from private_llm.nn.padded_keys import padded, padded_length
 from private_llm.protocols.client_end import ClientEnd
 from private_llm.protocols.session import Session
 from private_llm.replay.program import Program
-from private_llm.replay.units import Replays, replays_of
+from private_llm.replay.program_cache import ProgramCache, programs_of
 from private_llm.tensor.dispatch import TorchArg
 from private_llm.tensor.fixed import Fixed
 from tests.session import run_session
@@ -159,7 +159,7 @@ def test_a_step_copies_no_cache(protocol: str, replay: bool) -> None:
     """Two layers, of which one is copied midway: one program for all caches, which reads them where they lie."""
     config = PrivateConfig.from_dict({"protocol": protocol, "replay": replay})
     largest = [_Largest() for _ in range(3)]
-    held: list[Replays | None] = [None] * 3
+    held: list[ProgramCache | None] = [None] * 3
     ready = threading.Barrier(3)
 
     def party(session: Session, transport: Transport) -> None:
@@ -180,7 +180,7 @@ def test_a_step_copies_no_cache(protocol: str, replay: bool) -> None:
                     made = attend(query, keys, values, None, DEPTH**-0.5)
                 session.protocol.reveal_to_client(made.share)
         ready.wait()
-        held[session.party] = replays_of(session)
+        held[session.party] = programs_of(session)
 
     def client(end: ClientEnd) -> None:
         def shared(count: int, seed: int) -> Tensor:
@@ -204,7 +204,8 @@ def test_a_step_copies_no_cache(protocol: str, replay: bool) -> None:
     if replay:
         assert all(found is not None and found.counts["recorded"] == 1 and not found.refused for found in held)
         assert all(found is not None and found.counts["repeated"] == 2 * STEPS + 4 - 4 for found in held)
-        programs = [unit.kept.program for found in held if found for unit in found._units.values() if unit.kept]
+        regions = [each for found in held if found for each in found._regions.values()]
+        programs = [each.compiled.program for each in regions if each.compiled]
         assert len(programs) == 3
         assert all(isinstance(each, Program) and sum(x.memory.size for x in each.inputs) < CACHE for each in programs)
 

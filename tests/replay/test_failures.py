@@ -28,12 +28,12 @@ from private_llm.net.local import LocalMesh
 from private_llm.net.transport import PassingTransport, Transport
 from private_llm.protocols.client_end import ClientEnd
 from private_llm.protocols.session import Session
-from private_llm.replay import recorder
+from private_llm.replay import cpu_recorder
 from private_llm.replay.modules import repeated, repeated_around
-from private_llm.replay.units import forget
+from private_llm.replay.program_cache import forget
 from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.secret import SecretTensor
-from tests.replay.test_middles import FRAC, WIDTH, Powers, around, expected
+from tests.replay.test_graph_breaks import FRAC, WIDTH, Powers, around, expected
 from tests.replay.test_programs import CALLS, run, some
 from tests.session import run_session
 
@@ -42,27 +42,29 @@ _CALLS = ("plain", "recorded", "checked", "repeated")
 
 STEP_ITSELF = frozenset({
     # computes or sends for the step, calls what may fail where an error is caught, or says that there was one
-    "replays_of", "captures", "Replays.__init__", "Arena.__init__", "Pool.__init__",
-    "Replays.run", "Replays._plain", "Replays._first", "Replays._without", "Replays._within", "Replays._refuse",
-    "Replays._first.<locals>.aside", "Replays._surround.<locals>.aside", "Replays._record.<locals>.record",
-    "Replays._check.<locals>.check", "Middle.run", "Middle.refuse", "Middle.unwatched", "_met", "tapped", "unrecorded",
-    "noted.<locals>.guarded", "Tap.send", "Tap._recv", "Tap.stop", "Recording.stop", "Recording.operations",
-    "_Operations.__init__", "_Operations.__torch_dispatch__", "Recording.aside", "Recording.send", "Recording._recv",
-    "Recording.encoded", "Recording.middle", "Recording.computing", "Recorder.operated", "Recorder.beside",
-    "Recorder._held", "GraphRecorder.operated", "GraphRecorder.computed", "GraphRecorder._held", "Publics.clear",
-    "Witness.addressed", "Witness.launched", "Witness.left",
+    "programs_of", "uses_cuda_graphs", "ProgramCache.__init__", "Arena.__init__", "Pool.__init__", "ProgramCache.run",
+    "ProgramCache._plain", "ProgramCache._plain_first", "ProgramCache._lacks_break", "ProgramCache._inside_break",
+    "ProgramCache._refuse", "ProgramCache._plain_first.<locals>.outside", "ProgramCache._watch_break.<locals>.outside",
+    "ProgramCache._record.<locals>.record", "ProgramCache._check.<locals>.check", "GraphBreak.run",
+    "GraphBreak.refuse", "GraphBreak.unhook", "with_break", "recorded_by", "unrecorded", "noted.<locals>.guarded",
+    "RecordingTransport.send", "RecordingTransport._recv", "RecordingTransport.stop", "StepRecorder.stop",
+    "StepRecorder.operations", "_Operations.__init__", "_Operations.__torch_dispatch__", "StepRecorder.outside",
+    "StepRecorder.send", "StepRecorder._recv", "StepRecorder.encoded", "StepRecorder.graph_break",
+    "StepRecorder.computing", "CpuRecorder.operated", "CpuRecorder.beside", "CpuRecorder._held",
+    "GraphRecorder.operated", "GraphRecorder.computed", "GraphRecorder._held", "PublicTensors.clear",
+    "TraceLog.addressed", "TraceLog.launched", "TraceLog.left",
     # part of the ledger, which books repeated calls when somebody reads it
-    "Booked.book",
+    "LedgerDelta.apply",
 })  # fmt: skip
 BEGUN = frozenset({
     # of a program that is repeated: masks are drawn and messages are on their way
-    "Replays._repeat.<locals>.repeat", "Replays._inner", "Program._run", "Program._stretch", "Live.fill",
-    "GraphProgram._run", "GraphProgram._draw", "GraphProgram._nodes", "_filled", "_doing.<locals>.<lambda>",
-    "_doing.<locals>.call", "_doing.<locals>.receive", "Met.module",
+    "ProgramCache._repeat.<locals>.repeat", "ProgramCache._inner", "Program._run", "Program._run_to_stop",
+    "LiveTransport.fill", "GraphProgram._run", "GraphProgram._draw", "GraphProgram._nodes", "_filled",
+    "_doing.<locals>.<lambda>", "_doing.<locals>.call", "_doing.<locals>.receive", "BreakRecord.module",
 })  # fmt: skip
 
 Place = tuple[str, str]
-"""A function, and the call of a unit in which it is called."""
+"""A function, and the call of a region in which it is called."""
 
 
 class Fault:
@@ -70,7 +72,7 @@ class Fault:
 
     def __init__(self) -> None:
         self.files: tuple[str, ...] = ()
-        self.met: Counter[Place] = Counter()
+        self.reached: Counter[Place] = Counter()
         self.place: Place | None = None
         self.left = self.raised = 0
 
@@ -85,7 +87,7 @@ class Fault:
                 return
             if call == "repeated" and name in BEGUN:
                 return
-            self.met[name, call] += 1
+            self.reached[name, call] += 1
             self.left -= (name, call) == self.place
             if (name, call) == self.place and not self.left:
                 self.place, self.raised = None, self.raised + 1
@@ -104,7 +106,7 @@ Faults = tuple[Fault, Fault, Fault]
 def repeated_times(
     times: int, before: Callable[[int, int, Fault], None] = lambda number, party, fault: None, replay: bool = True
 ) -> tuple[Faults, list[Any]]:
-    """Four calls of a unit, `times` times from the beginning: right answers, each with `before`."""
+    """Four calls of a region, `times` times from the beginning: right answers, each with `before`."""
     faults, ledgers = (Fault(), Fault(), Fault()), [None] * 3
     x, angle = torch.linspace(-1, 1, WIDTH).view(1, -1), torch.linspace(0, 1, WIDTH)
     want = expected(x, angle, 1).double()
@@ -116,12 +118,12 @@ def repeated_times(
             before(number, session.party, faults[session.party])
             for call in _CALLS:
                 given = SecretTensor(Fixed(session, session.protocol.receive_input((1, WIDTH)), FRAC))
-                middle = Powers(1, [angle])
+                graph_break = Powers(1, [angle])
                 with faults[session.party].during(call):
                     made = (
-                        around(given, angle, middle)
+                        around(given, angle, graph_break)
                         if called is None
-                        else called(given, {"angle": angle, "own": middle}, (), middle)
+                        else called(given, {"angle": angle, "own": graph_break}, (), graph_break)
                     )
                 session.protocol.reveal_to_client(made.to_fixed().share)
         ledger = session.protocol.ledger
@@ -142,10 +144,10 @@ def an_error_in_any_function(*files: str) -> None:
 
     def follow(number: int, party: int, fault: Fault) -> None:
         fault.files = files
-        fault.met.clear()
+        fault.reached.clear()
 
     known, _ = repeated_times(2, follow)
-    counts = [fault.met for fault in known]
+    counts = [fault.reached for fault in known]
     places = sorted(set().union(*counts))
 
     def fail(number: int, party: int, fault: Fault) -> None:
@@ -170,7 +172,7 @@ def test_an_error_in_any_function_of_a_recorder(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("most", [20_000, 1_000])
 def test_a_step_that_is_too_large_to_record(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """While it runs, or as soon as what it is given is met."""
-    monkeypatch.setattr(recorder, "MOST_RECORDED", most)
+    monkeypatch.setattr(cpu_recorder, "MOST_RECORDED", most)
     made, held, _ = run(PrivateConfig(), F.gelu, some(4))
     assert all(torch.allclose(got, F.gelu(x).double(), atol=2e-3) for got, x in zip(made, some(4), strict=True))
     assert held[1].counts["recorded"] == (most > 1_000)
@@ -199,7 +201,7 @@ def test_no_memory_for_copies_of_a_recorder(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_memory_that_a_recording_holds_is_let_go_when_it_runs_out() -> None:
-    held = recorder.Recorder(LocalMesh(2).transport(0), [])
+    held = cpu_recorder.CpuRecorder(LocalMesh(2).transport(0), [])
     held.given(torch.ones(3, dtype=torch.int64))
 
     def large() -> int:
@@ -219,7 +221,7 @@ def test_memory_that_a_recording_holds_is_let_go_when_it_runs_out() -> None:
 @pytest.mark.parametrize("error", [ProtocolAbort, KeyboardInterrupt])
 @pytest.mark.parametrize("call", range(len(_CALLS)))
 def test_errors_of_the_step_itself_go_on(error: type[BaseException], call: int) -> None:
-    """What a link raises, in each call of a unit."""
+    """What a link raises, in each call of a region."""
 
     class Broken(PassingTransport):
         def _recv(self, frm: int, tag: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

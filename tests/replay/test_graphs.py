@@ -21,13 +21,13 @@ from private_llm.net.placed import PlacedTransport
 from private_llm.net.transport import Transport
 from private_llm.protocols.session import Session
 from private_llm.protocols.share import Share
-from private_llm.replay import graph_recorder, graphs, modules, units
-from private_llm.replay.taps import Live
-from private_llm.replay.units import Replays, replays_of
+from private_llm.replay import graph_recorder, graphs, modules, program_cache
+from private_llm.replay.program_cache import ProgramCache, programs_of
+from private_llm.replay.transports import LiveTransport
 from private_llm.tensor import range_check
 from private_llm.tensor.fixed import Fixed
 from tests.kernels.cases import ALL
-from tests.replay import test_failures, test_middles, test_programs
+from tests.replay import test_failures, test_graph_breaks, test_programs
 from tests.replay.test_programs import CALLS, FRAC, FUNCTIONS, run, some
 from tests.session import run_session
 
@@ -69,7 +69,7 @@ def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     )  # fmt: skip
     monkeypatch.setattr(waves, "widened", lambda *given: given[-1].sub_(waves.widened_by_operations(*given[:-1])))
 
-    monkeypatch.setattr(units, "captures", lambda session: True)
+    monkeypatch.setattr(program_cache, "uses_cuda_graphs", lambda session: True)
 
 
 @pytest.mark.sampled(4)
@@ -90,7 +90,7 @@ def test_a_function_that_is_repeated(name: str, protocol: str) -> None:
 
 @pytest.mark.parametrize("protocol", ["trio", "dealer"])
 def test_a_middle_that_differs_from_call_to_call(protocol: str) -> None:
-    test_middles.test_a_middle_that_differs_from_call_to_call(protocol)
+    test_graph_breaks.test_a_middle_that_differs_from_call_to_call(protocol)
 
 
 @pytest.mark.sampled(3)
@@ -100,8 +100,8 @@ def test_a_middle_that_differs_from_call_to_call(protocol: str) -> None:
         test_programs.test_masks_never_repeat,
         test_programs.test_what_depends_on_values_is_refused,
         test_programs.test_a_program_that_is_wrong_is_found_before_it_is_used,
-        test_middles.test_public_values_that_are_computed_are_refused,
-        test_middles.test_what_has_no_middle_or_two_stays_in_python,
+        test_graph_breaks.test_public_values_that_are_computed_are_refused,
+        test_graph_breaks.test_what_has_no_middle_or_two_stays_in_python,
         functools.partial(test_failures.an_error_in_any_function, "graphs.py", "graph_recorder.py", "recording.py"),
     ],
 )
@@ -116,7 +116,7 @@ def test_a_program_moves_what_it_receives_itself() -> None:
         raise RuntimeError("a message that was moved twice")
 
     mesh = LocalMesh(2)
-    live = Live(PlacedTransport(mesh.transport(1), nowhere), [])
+    live = LiveTransport(PlacedTransport(mesh.transport(1), nowhere), [])
     mesh.transport(0).send(1, "x", torch.arange(3))
     assert torch.equal(live.receive(0, "x", (3,), torch.int64), torch.arange(3))
 
@@ -135,7 +135,7 @@ def repeats(function: Callable[[Fixed, int], Tensor]) -> list[dict[str, dict[str
     found: list[dict[str, dict[str, int]]] = []
 
     def party(session: Session, transport: Transport) -> None:
-        x, replays, calls = Fixed(session, session.protocol.receive_input((2, 8)), FRAC), Replays(), [0]
+        x, programs, calls = Fixed(session, session.protocol.receive_input((2, 8)), FRAC), ProgramCache(), [0]
 
         def compute(values: Sequence[Fixed]) -> tuple[Sequence[Fixed], tuple[()]]:
             calls[0] += 1
@@ -144,10 +144,10 @@ def repeats(function: Callable[[Fixed, int], Tensor]) -> list[dict[str, dict[str
 
         want = function(x, 0)
         for _ in range(6):
-            made, _ = replays.run(session, "unit", [x], compute)
+            made, _ = programs.run(session, "unit", [x], compute)
             if not torch.equal(made[0].share.parts[0], want):
                 raise RuntimeError("another result")
-        found.append({"counts": dict(replays.counts), "refused": dict(replays.refused)})
+        found.append({"counts": dict(programs.counts), "refused": dict(programs.refused)})
 
     run_session(PrivateConfig(), party, lambda end: end.share(torch.arange(16).view(2, 8) << FRAC))
     return found
@@ -174,7 +174,7 @@ def test_what_comes_from_outside_may_be_changed_in_place() -> None:
     found: list[list[bool]] = []
 
     def party(session: Session, transport: Transport) -> None:
-        x, replays = session.protocol.receive_input((2, 8)), Replays()
+        x, programs = session.protocol.receive_input((2, 8)), ProgramCache()
 
         def compute(values: Sequence[Fixed]) -> tuple[Sequence[Fixed], tuple[()]]:
             first, *others = values[0].share.parts
@@ -185,9 +185,9 @@ def test_what_comes_from_outside_may_be_changed_in_place() -> None:
         for call in range(7):
             given = torch.full((2, 8), call)
             share = Share((given, *(part.clone() for part in x.parts[1:])))
-            made, _ = replays.run(session, "unit", [Fixed(session, share, FRAC)], compute)
+            made, _ = programs.run(session, "unit", [Fixed(session, share, FRAC)], compute)
             right.append(torch.equal(made[0].share.parts[0], torch.full((2, 8), 2 * min(call, 3))))
-        found.append([*right, replays.counts["repeated"] == 4])
+        found.append([*right, programs.counts["repeated"] == 4])
 
     run_session(PrivateConfig(), party, lambda end: end.share(torch.arange(16).view(2, 8) << FRAC))
     assert found == [[True] * 8] * 3
@@ -197,18 +197,18 @@ def test_results_that_are_constants_belong_to_the_caller() -> None:
     table = torch.full((2, 8), 9)
 
     def party(session: Session, transport: Transport) -> None:
-        x, replays = Fixed(session, session.protocol.receive_input((2, 8)), FRAC), Replays()
+        x, programs = Fixed(session, session.protocol.receive_input((2, 8)), FRAC), ProgramCache()
 
         def compute(values: Sequence[Fixed]) -> tuple[Sequence[Fixed], tuple[()]]:
             return [values[0].with_share(Share((table * 1, *values[0].share.parts[1:])))], ()
 
         for _ in range(6):
-            made, _ = replays.run(session, "unit", [x], compute)
+            made, _ = programs.run(session, "unit", [x], compute)
             if not torch.equal(made[0].share.parts[0], table):
                 raise RuntimeError("a constant that a caller changed")
-            if replays.counts["repeated"]:  # before, the check would see it
+            if programs.counts["repeated"]:  # before, the check would see it
                 made[0].share.parts[0].add_(1)
-        if replays.counts["repeated"] != 3:
+        if programs.counts["repeated"] != 3:
             raise RuntimeError("nothing was repeated")
 
     run_session(PrivateConfig(), party, lambda end: end.share(torch.ones(2, 8, dtype=torch.int64)))
@@ -249,16 +249,16 @@ def test_a_model_is_repeated_layer_by_layer(monkeypatch: pytest.MonkeyPatch) -> 
     """A graph reads the weights with which it was captured, so layers that are alike have one each. (Calibrated ones
     differ in their ranges.)
     """
-    met: list[Replays] = []
+    met: list[ProgramCache] = []
 
-    def followed(session: Session) -> Replays | None:
-        found = replays_of(session)
+    def followed(session: Session) -> ProgramCache | None:
+        found = programs_of(session)
         if found is not None and found not in met:
             met.append(found)
         return found
 
-    for module in (units, modules):
-        monkeypatch.setattr(module, "replays_of", followed)
+    for module in (program_cache, modules):
+        monkeypatch.setattr(module, "programs_of", followed)
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=32, num_attention_heads=2, num_hidden_layers=2, vocab_size=64, intermediate_size=48
@@ -279,7 +279,7 @@ def test_programs_within_others_are_counted_apart(monkeypatch: pytest.MonkeyPatc
     left: list[list[str]] = []
 
     def party(session: Session, transport: Transport) -> None:
-        x, replays = Fixed(session, session.protocol.receive_input((2, 8)), FRAC), Replays()
+        x, programs = Fixed(session, session.protocol.receive_input((2, 8)), FRAC), ProgramCache()
 
         def compute(values: Sequence[Fixed]) -> tuple[Sequence[Fixed], tuple[()]]:
             return [values[0].view(lambda part: part + 1)], ()
@@ -287,12 +287,12 @@ def test_programs_within_others_are_counted_apart(monkeypatch: pytest.MonkeyPatc
         def run_all(names: str) -> None:
             for name in names:
                 for _ in range(3):
-                    replays.run(session, name, [x], compute)
+                    programs.run(session, name, [x], compute)
 
         run_all("a")
-        with replays._within():
+        with programs._inside_break():
             run_all("bcd")
-        left.append([key[0] for key in replays._units])  # type: ignore[index]
+        left.append([key[0] for key in programs._regions])  # type: ignore[index]
 
     run_session(PrivateConfig(), party, lambda end: end.share(torch.ones(2, 8, dtype=torch.int64)))
     assert left == [["a", "d"]] * 3

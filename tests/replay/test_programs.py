@@ -21,11 +21,12 @@ from private_llm.net.transport import Transport
 from private_llm.protocols.client_end import ClientEnd
 from private_llm.protocols.session import Session, meta_session
 from private_llm.protocols.share import Share
-from private_llm.replay import modules, units
+from private_llm.replay import modules, program_cache
 from private_llm.replay.modules import repeated
-from private_llm.replay.program import MOST_TABLES, Program, Together
-from private_llm.replay.taps import Notes, Rerun
-from private_llm.replay.units import Owner, Replays, replays_of
+from private_llm.replay.program import MOST_TABLES, Parallel, Program
+from private_llm.replay.program_cache import ProgramCache, programs_of
+from private_llm.replay.regions import WeightBinding
+from private_llm.replay.transports import ReplayTransport, Trace
 from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.secret import SecretTensor
 from tests.session import run_session
@@ -61,9 +62,9 @@ FUNCTIONS: dict[str, Function] = {
 
 def run(
     config: PrivateConfig, function: Function, inputs: list[Tensor], wrap: bool = True
-) -> tuple[list[Tensor], dict[int, Replays], list[dict[object, int]]]:
+) -> tuple[list[Tensor], dict[int, ProgramCache], list[dict[object, int]]]:
     """`function` of each input in turn: the results, each party's programs, and what each of its ledgers says."""
-    held: dict[int, Replays] = {}
+    held: dict[int, ProgramCache] = {}
     ledgers: list[dict[object, int]] = [{} for _ in range(config.parties)]
     shape: list[torch.Size] = []
     ready = threading.Barrier(config.parties)
@@ -77,7 +78,7 @@ def run(
             shape[:] = [fixed.shape]
             session.protocol.reveal_to_client(fixed.share)
         ready.wait()
-        found = replays_of(session)
+        found = programs_of(session)
         if found is not None:
             held[session.party] = found
         ledger = session.protocol.ledger
@@ -177,11 +178,11 @@ def test_what_depends_on_values_is_refused() -> None:
         refused: list[str] = []
 
         def party(session: Session, transport: Transport, function: Callable[[Fixed], Fixed] = function) -> None:
-            x, replays = Fixed(session, session.protocol.receive_input((2, 8)), FRAC), Replays()
+            x, programs = Fixed(session, session.protocol.receive_input((2, 8)), FRAC), ProgramCache()
             for _ in range(5):
-                replays.run(session, "unit", [x], lambda values: ([function(values[0])], ()))
-            refused.extend(replays.refused)  # noqa: B023 - read behind the session
-            if replays.counts["repeated"]:
+                programs.run(session, "unit", [x], lambda values: ([function(values[0])], ()))
+            refused.extend(programs.refused)  # noqa: B023 - read behind the session
+            if programs.counts["repeated"]:
                 raise RuntimeError("a function of values was repeated")
 
         run_session(PrivateConfig(), party, lambda end: end.share(torch.ones(2, 8, dtype=torch.int64)))
@@ -193,17 +194,17 @@ def test_a_program_that_is_wrong_is_found_before_it_is_used() -> None:
     refused: list[str] = []
 
     def party(session: Session, transport: Transport) -> None:
-        x, replays, outside = Fixed(session, session.protocol.receive_input((2, 8)), FRAC), Replays(), [0]
+        x, programs, outside = Fixed(session, session.protocol.receive_input((2, 8)), FRAC), ProgramCache(), [0]
 
         def function(values: list[Fixed]) -> tuple[list[Fixed], tuple[()]]:
             outside[0] += 1
             return [values[0].view(lambda part: part * outside[0])], ()
 
         for call in range(5):
-            made, _ = replays.run(session, "unit", [x], function)  # type: ignore[arg-type]
+            made, _ = programs.run(session, "unit", [x], function)  # type: ignore[arg-type]
             if not torch.equal(made[0].share.parts[0], x.share.parts[0] * (call + 1)):
                 raise RuntimeError("a program of the past")
-        refused.extend(replays.refused)
+        refused.extend(programs.refused)
 
     run_session(PrivateConfig(), party, lambda end: end.share(torch.ones(2, 8, dtype=torch.int64)))
     assert refused == ["a recorded program that gives something else"] * 3
@@ -220,9 +221,9 @@ SENT = (1, "mul", torch.arange(3))
     ],
 )  # fmt: skip
 def test_a_program_must_send_what_python_sent(sent: list[tuple[int, str, Tensor]], right: bool) -> None:
-    notes = Notes()
+    notes = Trace()
     notes.sent.append(SENT)
-    program = Rerun(notes)
+    program = ReplayTransport(notes)
     for message in sent:
         program.send(*message)
     assert program.agrees(notes) is right
@@ -247,7 +248,7 @@ def test_modules_that_are_alike_share_a_program_and_keep_their_weights() -> None
             x = received((1, 8))
             for layer in layers:
                 session.protocol.reveal_to_client(layer(x).to_fixed().share)
-        found = replays_of(session)
+        found = programs_of(session)
         counts.append({} if found is None else dict(found.counts))
 
     def client(end: ClientEnd) -> list[list[Tensor]]:
@@ -283,15 +284,15 @@ def test_pieces_of_a_step_run_side_by_side(name: str, protocol: str, monkeypatch
     assert all(each.counts["repeated"] == CALLS - 3 for each in held.values())
     assert ledgers == plain[2]
     found = [program for each in held.values() for program in programs(each)]
-    together = [event for program in found for event in program.events if isinstance(event, Together)]
+    together = [event for program in found for event in program.events if isinstance(event, Parallel)]
     assert len(found) == 3
     assert bool(together) == (name != "moves")
     assert {len(event.pieces) for event in together} <= {2, 3}
 
 
-def programs(replays: Replays) -> list[Program]:
-    """What is held of a party's units."""
-    made = [unit.kept.program for unit in replays._units.values() if unit.kept is not None]
+def programs(programs: ProgramCache) -> list[Program]:
+    """What is held of a party's regions."""
+    made = [region.compiled.program for region in programs._regions.values() if region.compiled is not None]
     return [program for program in made if isinstance(program, Program)]
 
 
@@ -309,7 +310,7 @@ def test_large_modules_stay_in_python_where_nobody_helps_a_program(monkeypatch: 
         for number in range(6):
             mine.threads = 3 if number < 3 else 1
             session.protocol.reveal_to_client(layer(received((1, 8))).to_fixed().share)
-        found = replays_of(session)
+        found = programs_of(session)
         counts.append(Counter() if found is None else found.counts)
 
     def client(end: ClientEnd) -> None:
@@ -335,11 +336,11 @@ def test_values_that_are_read_where_they_lie() -> None:
             kept.append(Fixed(session, session.protocol.receive_input((4, 6)), session.frac))
             return kept[-1]
 
-        def called(x: Fixed, *lying: Fixed) -> None:
+        def called(x: Fixed, *in_place: Fixed) -> None:
             def compute(values: Sequence[Fixed]) -> Sequence[Fixed]:
                 return [values[0].mul(values[1]) - values[0].mul(values[2])]
 
-            made = units.repeat(session, "lying", [x], compute, lying=lying)[0]
+            made = program_cache.repeat(session, "in_place", [x], compute, in_place=in_place)[0]
             session.protocol.reveal_to_client(made.share)
 
         x = received()
@@ -351,7 +352,7 @@ def test_values_that_are_read_where_they_lie() -> None:
         wide = [each.view(lambda part: torch.cat([part, part], 1)[:, :6]) for each in (received(), received())]
         for _ in range(CALLS):
             called(x, *wide)
-        found = replays_of(session)
+        found = programs_of(session)
         assert found is not None
         assert not found.refused
         tables = [len(each._bound.tables) for each in programs(found) if each._bound is not None]
@@ -390,7 +391,7 @@ def test_constants_of_programs_are_bounded(monkeypatch: pytest.MonkeyPatch) -> N
     inputs = [x for rows in range(1, 6) for x in some(6, (rows, WIDTH))[:3]]
     _, held, _ = run(PrivateConfig(), adds, inputs)
     assert len(held[1]) == 5
-    monkeypatch.setattr(units, "MOST_HELD", 1)
+    monkeypatch.setattr(program_cache, "MOST_HELD", 1)
     _, held, _ = run(PrivateConfig(), adds, inputs)
     assert len(held[1]) == 1
 
@@ -418,14 +419,14 @@ def test_arguments_that_are_handed_on_stay_the_same_tensors() -> None:
 
 
 def test_a_session_lets_go_of_the_program_that_was_used_longest_ago(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("private_llm.replay.units.MOST_PROGRAMS", 2)
+    monkeypatch.setattr("private_llm.replay.program_cache.MOST_PROGRAMS", 2)
     held: list[int] = []
 
     def party(session: Session, transport: Transport) -> None:
-        x, replays = Fixed(session, session.protocol.receive_input((2, 8)), FRAC), Replays()
+        x, programs = Fixed(session, session.protocol.receive_input((2, 8)), FRAC), ProgramCache()
         for key in "abc":
-            replays.run(session, key, [x], lambda values: (list(values), ()), Owner())
-        held.append(len(replays))
+            programs.run(session, key, [x], lambda values: (list(values), ()), WeightBinding())
+        held.append(len(programs))
 
     run_session(PrivateConfig(), party, lambda end: end.share(torch.ones(2, 8, dtype=torch.int64)))
     assert held == [2, 2, 2]
@@ -444,4 +445,4 @@ def test_where_steps_are_not_repeated(settings: dict[str, object]) -> None:
 
 @pytest.mark.parametrize("settings", [{}, {"device_map": {"": "cpu"}}])
 def test_counting_costs_records_nothing(settings: dict[str, object]) -> None:
-    assert replays_of(meta_session(PrivateConfig.from_dict(settings), 1)) is None
+    assert programs_of(meta_session(PrivateConfig.from_dict(settings), 1)) is None

@@ -14,17 +14,17 @@ from torch import Tensor
 from private_llm.kernels import teams
 from private_llm.kernels.backends.cpu import steps
 from private_llm.net.direct import Direct
-from private_llm.replay.program import Address, Arena, Memory, Operand, Program, Step, Together
-from private_llm.replay.taps import Notes, Rerun
+from private_llm.replay.program import Address, Arena, Memory, Operand, Parallel, Program, Step
+from private_llm.replay.transports import ReplayTransport, Trace
 
 pytestmark = pytest.mark.skipif(not teams.HERE, reason="no teams on this system")
 
 
-class Nowhere(Rerun):
+class Nowhere(ReplayTransport):
     """No masks, no messages."""
 
     def __init__(self) -> None:
-        super().__init__(Notes())
+        super().__init__(Trace())
 
     def direct(self) -> Direct:
         return Direct(lambda _: ())
@@ -44,7 +44,7 @@ def counted(lengths: Sequence[Sequence[int]]) -> tuple[Program, Tensor]:
             pieces.append((Step(steps.combine, row),))
             want[at : at + length] += 1
             at += length
-        events.append(Together(tuple(pieces)))
+        events.append(Parallel(tuple(pieces)))
     whole = Operand(memory, 0, (size,), (1,))
     return Program(events, [whole], [whole], [], [one]), want
 

@@ -27,7 +27,7 @@ from private_llm.net.transport import CLIENT, Transport
 from private_llm.protocol_facts import names_where
 from private_llm.protocols.offline_phase import OfflinePhase
 from private_llm.protocols.session import join, join_as_client
-from private_llm.replay.units import unsettled_calls
+from private_llm.replay.program_cache import uncompiled_calls
 from private_llm.ring.ring import Ring
 from private_llm.tensor.fixed import Fixed
 from private_llm_cli.bench.link import LinkSpeed, SlowMesh
@@ -116,7 +116,7 @@ def _whole(
             online.append(time.perf_counter() - started)
             return online[-1]
 
-        first = warm_up(run, unsettled_calls)
+        first = warm_up(run, uncompiled_calls)
         before.clear()
         online.clear()
         progress()
@@ -159,7 +159,7 @@ def serve(work: Work, config: PrivateConfig, party: int, transport: Transport) -
                         compute()
                 booked = transport.ledger.sent.items()
                 sent = sum(count for (_, op, to), count in booked if op != CONTROL and to != CLIENT)
-                told = [sent, transport.ledger.cost().rounds, unsettled_calls(session)]
+                told = [sent, transport.ledger.cost().rounds, uncompiled_calls(session)]
                 transport.send(CLIENT, _SIGNAL, torch.tensor(told))
     if party == 1:
         described = torch.tensor([made[-1].frac, *made[-1].shape])
@@ -244,7 +244,7 @@ def _ask(
 
 def _one(transport: Transport, parties: int, order: int) -> tuple[float, torch.Tensor]:
     """Seconds of one phase, and what every party has sent and waited for since the first phase began, and its
-    unsettled calls."""
+    uncompiled calls."""
     started = time.perf_counter()
     for party in range(parties):
         transport.send(party, _SIGNAL, torch.tensor([order]))

@@ -25,8 +25,8 @@ from private_llm.kernels.backends.cpu import matmul as cpu_matmul
 from private_llm.kernels.backends.cpu import steps
 from private_llm.kernels.memory import tune_allocator
 from private_llm.kernels.parallel import cuts, usable_cores
-from private_llm.replay.program import Address, Arena, Memory, Operand, Program, Step, Together
-from private_llm.replay.taps import Notes, Rerun
+from private_llm.replay.program import Address, Arena, Memory, Operand, Parallel, Program, Step
+from private_llm.replay.transports import ReplayTransport, Trace
 from private_llm.ring.prg import Prg, Seed
 from private_llm.ring.ring import RING32, RING64, Ring
 from private_llm_cli.bench.rows import provenance, spread
@@ -237,10 +237,10 @@ def _team(shape: tuple[int, int], stream: Prg) -> _Job:
             weight, place = w.data_ptr() + 8 * first * inner, Address(memory, 8 * first)
             row = (x.data_ptr(), weight, place, 1, 1, inner, last - first, 0)
             made.append((Step(steps.dot_product, row),))
-        return Program([Together(tuple(made))], [whole], [whole], [], [x, w])
+        return Program([Parallel(tuple(made))], [whole], [whole], [], [x, w])
 
     programs = {count: program(count) for count in (1, usable_cores())}
-    arena, outside, zeros = Arena(), Rerun(Notes()), torch.zeros(columns, dtype=torch.int64)
+    arena, outside, zeros = Arena(), ReplayTransport(Trace()), torch.zeros(columns, dtype=torch.int64)
     return _Job(
         "step", "all cores", 64, (1, inner, columns),
         lambda: programs[torch.get_num_threads()].run(outside, arena, [zeros]), columns * inner / 1e9, "GMAC/s",

@@ -31,7 +31,7 @@ from private_llm.protocols.client_end import ClientEnd
 from private_llm.protocols.session import Session, join, join_as_client
 from private_llm.protocols.share import Share
 from private_llm.protocols.weight_sharing import deal
-from private_llm.replay.units import unsettled_calls
+from private_llm.replay.program_cache import uncompiled_calls
 from private_llm.ring.prg import Seed
 from private_llm.ring.ring import Ring
 from private_llm.tensor.fixed import Fixed
@@ -105,7 +105,7 @@ def serve(work: Work, config: PrivateConfig, party: int, transport: Transport) -
                 if parallel_session.session.party == config.helper
             )
             rounds = max(cost.rounds for cost in costs)
-            recorded = sum(unsettled_calls(each.session) for each in parallel_sessions)
+            recorded = sum(uncompiled_calls(each.session) for each in parallel_sessions)
             transport.send(CLIENT, CONTROL, torch.tensor([*sent, ahead, rounds, recorded]))
     for parallel_session in parallel_sessions:
         parallel_session.reveal(describe=parallel_session.session.party == 0)
@@ -285,7 +285,7 @@ def receive_weights(work: Work, session: Session, transport: Transport) -> Itera
 
 
 def _one_run(transport: Transport, parties: int) -> tuple[float, Tensor]:
-    """Seconds of one run and every party's report: bytes by receiver, those sent ahead, rounds, unsettled calls."""
+    """Seconds of one run and every party's report: bytes by receiver, those sent ahead, rounds, uncompiled calls."""
     started = time.perf_counter()
     for party in range(parties):
         transport.send(party, CONTROL, torch.tensor([_GO]))

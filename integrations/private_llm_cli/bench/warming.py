@@ -8,14 +8,14 @@ MOST_RUNS = 8
 """A program is used from a few calls on, that within another a few calls later; what is new each time never is."""
 
 
-def warm_up(run: Callable[[], float], unsettled: Callable[[], int]) -> float:
+def warm_up(run: Callable[[], float], uncompiled: Callable[[], int]) -> float:
     """Run until nothing is recorded, at most `MOST_RUNS` times; returns what the first run took (seconds).
 
-    unsettled: calls so far that Python computed because their program was not ready (`replay.units`).
+    uncompiled: calls so far that Python computed because their program was not ready (`replay.program_cache`).
     """
-    before, first = unsettled(), run()
+    before, first = uncompiled(), run()
     for _ in range(MOST_RUNS - 1):
-        now = unsettled()
+        now = uncompiled()
         if now == before:
             break
         before = now

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError
 from private_llm.net.local import LocalMesh
-from private_llm.replay.units import unsettled_calls
+from private_llm.replay.program_cache import uncompiled_calls
 from private_llm_cli.bench.link import LinkSpeed, SlowMesh
 from private_llm_cli.bench.rows import Row, settings, spread
 from private_llm_cli.bench.warming import warm_up
@@ -161,9 +161,9 @@ def measure_whole(
     try:
         times, later, kinds, further, step = [], [], [], 0.0, work.step
         with torch.no_grad():
-            first = warm_up(lambda: _seconds(lambda: work.call(private)), unsettled_calls)
+            first = warm_up(lambda: _seconds(lambda: work.call(private)), uncompiled_calls)
             if step is not None:
-                further = warm_up(lambda: _seconds(lambda: step(private)), unsettled_calls)
+                further = warm_up(lambda: _seconds(lambda: step(private)), uncompiled_calls)
             progress()
             for _ in range(repeat):
                 private.cost(reset=True)

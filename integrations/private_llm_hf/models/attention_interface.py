@@ -16,10 +16,10 @@ from private_llm.nn.evicting import Call
 from private_llm.nn.merged_heads import apart, merge_heads
 from private_llm.nn.ops_softmax import read_mask
 from private_llm.nn.predicted import SparseHeads
-from private_llm.replay.middle import this_call
+from private_llm.replay.graph_break import this_call
 from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.secret import SecretTensor
-from private_llm_hf.party.cache import HeldKeys, Updated
+from private_llm_hf.party.cache import CacheUpdateBreak, HeldKeys
 
 NAME = "private_llm"
 """What `config._attn_implementation` is set to."""
@@ -71,15 +71,15 @@ def private_attention(
         raise UnsupportedOp("attention dropout on secret tensors; call model.eval()")
     if attention_mask is None and query.shape[2] > 1 and getattr(module, "is_causal", False):
         raise DomainError(f"{type(module).__name__} is causal but got no mask; the mask function is not registered")
-    middle = this_call.middle
-    if isinstance(middle, Updated) and not middle.met:
+    graph_break = this_call.graph_break
+    if isinstance(graph_break, CacheUpdateBreak) and not graph_break.reached:
         alone = attention_mask is None and position_bias is None and s_aux is None and not hasattr(module, SPARSE)
 
         def attend_again(query: SecretTensor, key: SecretTensor, value: SecretTensor) -> SecretTensor:
             made, _ = _attention(module, query, key, value, attention_mask, scaling, softcap, position_bias, s_aux)
             return made
 
-        return middle.attended(query, key, value, alone, attend_again), None
+        return graph_break.attended(query, key, value, alone, attend_again), None
     return _attention(module, query, key, value, attention_mask, scaling, softcap, position_bias, s_aux)
 
 

@@ -21,15 +21,15 @@ from private_llm.kv_policies.fixed import KEEP_ALL
 from private_llm.kv_policies.policy import CacheFacts, CachePolicy
 from private_llm.nn.evicting import EvictingLayer
 from private_llm.nn.kv_cache import KVBuffer, Piece
-from private_llm.replay.middle import Middle, this_call
+from private_llm.replay.graph_break import GraphBreak, this_call
 from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.secret import SecretTensor
 
 
 def _looked_at() -> None:
     """A layer asked for a length, which may decide what it computes."""
-    if this_call.middle is not None:
-        this_call.middle.refuse("the length of a cache")
+    if this_call.graph_break is not None:
+        this_call.graph_break.refuse("the length of a cache")
 
 
 class HeldKeys(SecretTensor):
@@ -189,8 +189,8 @@ class SecretCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         return twin
 
 
-class Updated(Middle):
-    """A middle that begins with the update of a cache."""
+class CacheUpdateBreak(GraphBreak):
+    """A graph break that begins with the update of a cache."""
 
     @abstractmethod
     def updated(
@@ -222,14 +222,14 @@ class SecretCache(Cache):  # type: ignore[misc]
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """As the layer's, which is made when it is first needed."""
-        middle = this_call.middle
+        graph_break = this_call.graph_break
         if (
-            isinstance(middle, Updated)
+            isinstance(graph_break, CacheUpdateBreak)
             and isinstance(key_states, SecretTensor)
             and isinstance(value_states, SecretTensor)
         ):
             update = functools.partial(self._update, key_states, value_states, layer_idx, *args, **kwargs)
-            return middle.updated(self, key_states, value_states, layer_idx, update)
+            return graph_break.updated(self, key_states, value_states, layer_idx, update)
         return self._update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def holds(self, number: int) -> bool:

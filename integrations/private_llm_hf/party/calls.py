@@ -14,7 +14,7 @@ from private_llm.errors import TransportError, UnsupportedOp
 from private_llm.exact.argmax import argmax
 from private_llm.protocols.session import Session
 from private_llm.protocols.share import Index, Share
-from private_llm.replay.units import repeat
+from private_llm.replay.program_cache import repeat
 from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.range_check import verdict
 from private_llm.tensor.secret import SecretTensor

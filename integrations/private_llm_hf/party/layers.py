@@ -1,7 +1,7 @@
 """Decoder layers as units whose middle is attention: the rest of a layer is the same at every step.
 
 A layer is one of a `ModuleList` that is called with hidden states and a cache. Its program stops where the cache is
-updated and attention is called, one straight behind the other; whatever does more than that runs as smaller units do.
+updated and attention is called, one straight behind the other; whatever does more than that runs as smaller regions do.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from torch import Tensor, nn
 
 from private_llm.kv_policies.fixed import KEEP_ALL
 from private_llm.protocols.session import Session
-from private_llm.replay.middle import this_call
+from private_llm.replay.graph_break import this_call
 from private_llm.replay.modules import repeated_around
 from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.secret import SecretTensor
-from private_llm_hf.party.cache import SecretCache, Updated
+from private_llm_hf.party.cache import CacheUpdateBreak, SecretCache
 from private_llm_hf.transformers_versions import CACHE
 
 Attention = Callable[[SecretTensor, SecretTensor, SecretTensor], SecretTensor]
 """Of a query, keys and values."""
 
 
-class LayerMiddle(Updated):
+class AttentionBreak(CacheUpdateBreak):
     """Of one call of a layer: the cache takes a key and a value, and attention a query."""
 
     def __init__(self, layer: RepeatedLayer, cache: SecretCache, publics: Sequence[Tensor]) -> None:
@@ -44,7 +44,7 @@ class LayerMiddle(Updated):
             return update()
         self._taken = key.to_fixed(), value.to_fixed()
         self._layer.number = number
-        with self.aside():
+        with self.outside():
             self._held = update()
         return self._held
 
@@ -62,7 +62,7 @@ class LayerMiddle(Updated):
         given = SecretTensor(query.raw)
         return SecretTensor(self.run((query.raw, *taken), lambda: attend(given, *held).held))  # type: ignore[arg-type]
 
-    def again(self, values: Sequence[Fixed]) -> Fixed:
+    def recompute(self, values: Sequence[Fixed]) -> Fixed:
         """The update and attention, of what the program has made for them."""
         if not self._cache.holds(self._layer.number):
             # An empty cache keeps what it is given: memory of the program, which the next call overwrites.
@@ -88,13 +88,18 @@ class RepeatedLayer:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - a module's own signature
         """As the layer's own forward."""
         cache = kwargs.get(CACHE)
-        if self._around is None or len(args) != 1 or type(cache) is not SecretCache or this_call.middle is not None:
+        if (
+            self._around is None
+            or len(args) != 1
+            or type(cache) is not SecretCache
+            or this_call.graph_break is not None
+        ):
             return self._forward(*args, **kwargs)
         found = _facts(kwargs) if cache.policy == KEEP_ALL else None
         if found is None:
             return self._forward(*args, **kwargs)
         facts, publics = found
-        return self._around(args[0], kwargs, facts, LayerMiddle(self, cache, publics))
+        return self._around(args[0], kwargs, facts, AttentionBreak(self, cache, publics))
 
 
 def _facts(kwargs: Mapping[str, Any]) -> tuple[Hashable, list[Tensor]] | None:

@@ -28,7 +28,7 @@ from private_llm.protocols.session import Session, join
 from private_llm.protocols.share import Index, Share
 from private_llm.protocols.weight_sharing import assemble, keys_held, pieces, sends_parts
 from private_llm.ranges import Ranges
-from private_llm.replay.units import forget
+from private_llm.replay.program_cache import forget
 from private_llm.ring.prg import Seed
 from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.secret import SecretTensor

@@ -1,4 +1,4 @@
-"""What a call adds to its session, but for its middle (`replay.middle`): bookings, and checks of ranges."""
+"""What a call adds to its session, but for its graph break (`replay.graph_break`): bookings, and checks of ranges."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from private_llm.tensor.fixed import Fixed
 
 _HERE, _OWNER, _AS_IT_IS = range(3)
 Scope = tuple[int, str]
-"""A module in the ledger: the one in which the unit was called, one within its owner, or any other."""
+"""A module in the ledger: the one in which the region was called, one within its owner, or any other."""
 
 
 @dataclass(frozen=True)
-class Booked:
+class LedgerDelta:
     """What a run adds to the ledger."""
 
     sent: tuple[tuple[Scope, str, int, int], ...]
     rounds: tuple[tuple[Scope, str, int], ...]
     macs: tuple[tuple[Scope, int], ...]
 
-    def and_then(self, other: Booked) -> Booked:
+    def plus(self, other: LedgerDelta) -> LedgerDelta:
         """Both."""
-        return Booked(self.sent + other.sent, self.rounds + other.rounds, self.macs + other.macs)
+        return LedgerDelta(self.sent + other.sent, self.rounds + other.rounds, self.macs + other.macs)
 
-    def book(self, ledger: Ledger, scope: str, op: str, owner: str, times: int) -> None:
+    def apply(self, ledger: Ledger, scope: str, op: str, owner: str, times: int) -> None:
         """Add it `times` times, for an owner of this name; scope, op: what was computed."""
         starts, sent, rounds, macs = (scope, owner, ""), ledger.sent, ledger.rounds, ledger.macs
         for (kind, name), tag, to, count in self.sent:
@@ -44,8 +44,8 @@ class Booked:
 
 
 @dataclass(frozen=True)
-class Met:
-    """A middle: `Fixed.form` of what it takes and gives, its module, and how many checks of ranges came before."""
+class BreakRecord:
+    """A graph break: `Fixed.form` of what it takes and gives, its module, and how many checks of ranges came before."""
 
     forms: tuple[tuple[int, int | None], ...]
     form: tuple[int, int | None]
@@ -71,46 +71,46 @@ class _Ledgers:
             return _OWNER, name[len(self._owner) :]
         return (_HERE, "") if name == self._here else (_AS_IT_IS, name)
 
-    def booked(self, ledger: Ledger) -> Booked:
+    def delta(self, ledger: Ledger) -> LedgerDelta:
         """What it says more now."""
         sent, rounds, macs = self._held
         more_sent, more_rounds = Counter(ledger.sent) - sent, Counter(ledger.rounds) - rounds
         for key in [key for key in more_sent if key[2] == CLIENT]:  # "still computing", which comes when it comes
             del more_sent[key]
         more_macs = Counter(ledger.macs) - macs
-        return Booked(
+        return LedgerDelta(
             tuple([(self.scope(scope), op, to, count) for (scope, op, to), count in more_sent.items()]),
             tuple([(self.scope(scope), op, count) for (scope, op), count in more_rounds.items()]),
             tuple([(self.scope(scope), count) for scope, count in more_macs.items()]),
         )
 
 
-class Seen:
-    """The middle of a call that is checked: what it took and made."""
+class BreakCheck:
+    """The graph break of a call that is checked: what it took and made."""
 
     def __init__(self) -> None:
         self.same = True
         self._given: list[Tensor] = []
         self._made: list[Tensor] = []
 
-    def note(self, given: Sequence[Tensor], made: Sequence[Tensor]) -> Sequence[Tensor]:
+    def record(self, given: Sequence[Tensor], made: Sequence[Tensor]) -> Sequence[Tensor]:
         """Of the call."""
         self._given, self._made = [x.clone() for x in given], [x.clone() for x in made]
         return made
 
-    def again(self, given: Sequence[Tensor]) -> Sequence[Tensor]:
+    def replay(self, given: Sequence[Tensor]) -> Sequence[Tensor]:
         """Of the program."""
         self.same &= len(given) == len(self._given) and all(map(torch.equal, given, self._given))
         return self._made
 
 
-class Told:
-    """What a call adds to its session, but for its middle: bookings, and checks of ranges."""
+class SideEffects:
+    """What a call adds to its session, but for its graph_break: bookings, and checks of ranges."""
 
     def __init__(self, session: Session, owner: str) -> None:
         self.session, self._owner = session, owner
-        self.booked = Booked((), (), ())
-        self.met: Met | None = None
+        self.delta = LedgerDelta((), (), ())
+        self.break_record: BreakRecord | None = None
         self._new: list[Owed] = []
         self._start()
 
@@ -119,24 +119,24 @@ class Told:
         self._owed = len(self.session.known.owed)
 
     def pause(self) -> None:
-        """What comes is of the middle."""
-        self.booked = self.booked.and_then(self._before.booked(self.session.protocol.ledger))
+        """What comes is of the graph break."""
+        self.delta = self.delta.plus(self._before.delta(self.session.protocol.ledger))
         self._new += self.session.known.owed[self._owed :]
 
-    def ending(
-        self, note: Callable[[Sequence[Tensor], Sequence[Tensor]], Sequence[Tensor]]
+    def exit_hook(
+        self, record: Callable[[Sequence[Tensor], Sequence[Tensor]], Sequence[Tensor]]
     ) -> Callable[[Sequence[Fixed], Fixed], Fixed]:  # fmt: skip
-        """A middle's `ends`, which lets `note` know."""
+        """A graph break's `exit`, which lets `record` know."""
 
-        def ends(values: Sequence[Fixed], made: Fixed) -> Fixed:
+        def exit_(values: Sequence[Fixed], made: Fixed) -> Fixed:
             given = [part for x in values for part in x.share.parts]
-            parts = note(given, made.share.parts)
+            parts = record(given, made.share.parts)
             scope = self._before.scope(self.session.protocol.ledger.scope_name)
-            self.met = Met(tuple(x.form for x in values), made.form, scope, len(self._new))
+            self.break_record = BreakRecord(tuple(x.form for x in values), made.form, scope, len(self._new))
             self._start()
             return made.with_share(Share(tuple(parts)))
 
-        return ends
+        return exit_
 
     def end(self) -> list[Owed]:
         """Checks that the call owes."""

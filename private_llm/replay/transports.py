@@ -19,7 +19,7 @@ from private_llm.protocols.protocol import Protocol
 from private_llm.ring.prg import Prg
 
 
-class Notes:
+class Trace:
     """Masks by stream, as bytes in whole blocks; messages in order."""
 
     def __init__(self) -> None:
@@ -39,13 +39,14 @@ Made = TypeVar("Made")
 
 
 def noted(note: Callable[..., Made]) -> Callable[..., Made | None]:
-    """A method of a tap that only writes down: an error there ends the writing, never the step; None once it has ended.
+    """A method of a recorder that only writes down: an error there ends the writing, never the step; None once it has
+    ended.
 
     So a method that does something for the step itself (sends, computes) must not be one.
     """
 
     @functools.wraps(note)
-    def guarded(self: Tap, *about: Any) -> Made | None:  # noqa: ANN401 - what the method takes
+    def guarded(self: RecordingTransport, *about: Any) -> Made | None:  # noqa: ANN401 - what the method takes
         if self.reason is not None:
             return None
         try:
@@ -59,12 +60,12 @@ def noted(note: Callable[..., Made]) -> Callable[..., Made | None]:
     return guarded
 
 
-class Tap(PassingTransport):
+class RecordingTransport(PassingTransport):
     """Links that tell of every message; who receives or sends has a copy of its own, while all is written down."""
 
     def __init__(self, inner: Transport) -> None:
         super().__init__(inner)
-        self.inner, self.notes = inner, Notes()
+        self.inner, self.trace = inner, Trace()
         self.reason: str | None = None
         """Why not all of the step was written down, or None."""
 
@@ -74,7 +75,7 @@ class Tap(PassingTransport):
 
     def send(self, to: int, tag: str, payload: Tensor) -> None:
         """Tell, and let the inner transport send a copy and book it: under its own numbers, where it has others."""
-        self.told_sent(to, tag, payload)
+        self.record_send(to, tag, payload)
         copied = self._copied(payload)
         self._inner.send(to, tag, payload if copied is None else copied)
 
@@ -82,7 +83,7 @@ class Tap(PassingTransport):
         payload = super()._recv(frm, tag, shape, dtype)
         copied = self._copied(payload)
         payload = payload if copied is None else copied
-        self.told_received(frm, tag, payload)
+        self.record_receive(frm, tag, payload)
         return payload
 
     @noted
@@ -90,33 +91,33 @@ class Tap(PassingTransport):
         return payload.clone()
 
     def _recv_bytes(self, frm: int, tag: str, most: int) -> bytes:
-        self.told_bytes()
+        self.record_unsized()
         return super()._recv_bytes(frm, tag, most)
 
     def wait(self, frm: int) -> None:
         """As the inner transport; no step that is repeated waits for a command."""
-        self.told_bytes()
+        self.record_unsized()
         super().wait(frm)
 
     @noted
-    def told_sent(self, to: int, tag: str, payload: Tensor) -> None:
+    def record_send(self, to: int, tag: str, payload: Tensor) -> None:
         """A message leaves."""
-        self.notes.sent.append((to, tag, payload.clone()))
+        self.trace.sent.append((to, tag, payload.clone()))
 
     @noted
-    def told_received(self, frm: int, tag: str, payload: Tensor) -> None:
+    def record_receive(self, frm: int, tag: str, payload: Tensor) -> None:
         """A message has come."""
-        self.notes.received.append((frm, tag, payload.clone()))
+        self.trace.received.append((frm, tag, payload.clone()))
 
-    def told_bytes(self) -> None:
+    def record_unsized(self) -> None:
         """A message came whose size is not known before."""
 
 
-class Witness(Watcher, Tap):
+class TraceLog(Watcher, RecordingTransport):
     """Writes down what a run meets outside, and nothing of what it computes."""
 
     def __init__(self, transport: Transport, streams: Sequence[Prg]) -> None:
-        Tap.__init__(self, transport)
+        RecordingTransport.__init__(self, transport)
         self._streams = list(streams)
 
     @noted
@@ -127,7 +128,7 @@ class Witness(Watcher, Tap):
                 octets = out.cpu().view(torch.uint8)
                 whole = torch.zeros(whole_blocks(each, len(octets)), dtype=torch.uint8)
                 whole[: len(octets)] = octets
-                self.notes.drawn.setdefault(number, []).append(whole)
+                self.trace.drawn.setdefault(number, []).append(whole)
 
     def addressed(self, tensors: Sequence[Tensor]) -> None:
         """Nothing to write down."""
@@ -140,9 +141,9 @@ class Witness(Watcher, Tap):
 
 
 @contextmanager
-def tapped(protocol: Protocol, tap: Transport) -> Iterator[None]:
-    """Inside, the protocol's links are the tap's."""
-    kept, protocol.transport = protocol.transport, tap
+def recorded_by(protocol: Protocol, recorder: Transport) -> Iterator[None]:
+    """Inside, the protocol's links are the recorder's."""
+    kept, protocol.transport = protocol.transport, recorder
     try:
         yield
     finally:
@@ -154,12 +155,12 @@ def whole_blocks(stream: Prg, size: int) -> int:
     return -(-size // stream.block) * stream.block
 
 
-class Rerun:
-    """The outside of a program that is run on what was written down of another run."""
+class ReplayTransport:
+    """What a program sends to and receives from when it is checked: what was written down of another run."""
 
-    def __init__(self, notes: Notes) -> None:
-        self._drawn = {stream: torch.cat(drawn).numpy() for stream, drawn in notes.drawn.items()}
-        self._received, self.sent = iter(notes.received), Notes().sent
+    def __init__(self, trace: Trace) -> None:
+        self._drawn = {stream: torch.cat(drawn).numpy() for stream, drawn in trace.drawn.items()}
+        self._received, self.sent = iter(trace.received), Trace().sent
         self.equal = True
 
     def fill(self, stream: int, out: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> None:
@@ -183,18 +184,18 @@ class Rerun:
         self.equal &= (whom, what, tuple(payload.shape), payload.dtype) == (frm, tag, shape, dtype)
         return payload if self.equal else torch.zeros(shape, dtype=dtype)
 
-    def agrees(self, notes: Notes) -> bool:
+    def agrees(self, trace: Trace) -> bool:
         """Whether the program drew, received and sent the same as the other run, and all of it."""
         left = any(each.size for each in self._drawn.values()) or next(self._received, None) is not None
-        return self.equal and not left and len(self.sent) == len(notes.sent) and all(map(_same, self.sent, notes.sent))
+        return self.equal and not left and len(self.sent) == len(trace.sent) and all(map(_same, self.sent, trace.sent))
 
 
 def _same(one: tuple[int, str, Tensor], other: tuple[int, str, Tensor]) -> bool:
     return one[:2] == other[:2] and torch.equal(one[2].cpu(), other[2].cpu())
 
 
-class Live:
-    """The outside of a program that runs for its own sake."""
+class LiveTransport:
+    """What a program sends to and receives from when it is repeated: the links of its party."""
 
     def __init__(self, transport: Transport, streams: Sequence[Prg]) -> None:
         self.transport = transport

@@ -23,32 +23,31 @@ from private_llm.kernels.backends.cpu import steps
 from private_llm.kernels.compiling import CompiledStep
 from private_llm.net.transport import Transport
 from private_llm.replay import loops
-from private_llm.replay.operations import UNFORESEEN, tensors_of, written_by
 from private_llm.replay.program import (
     Address,
-    Call,
-    Drawn,
+    BreakEvent,
     Event,
+    MaskDraws,
     Memory,
-    Middle,
     Operand,
+    Parallel,
     Program,
     Receive,
     Send,
     Step,
-    Together,
-    Weight,
+    TorchCall,
+    WeightAddress,
     Word,
 )
-from private_llm.replay.recording import Held, Recording
-from private_llm.replay.taps import noted, whole_blocks
+from private_llm.replay.recording import UNFORESEEN, Held, StepRecorder, tensors_of, written_by
+from private_llm.replay.transports import noted, whole_blocks
 from private_llm.ring.prg import Prg
 
 MOST_RECORDED = 256 << 20
 """Bytes of all that changes in a step that is recorded: all of it is held until the step is over."""
 
 
-class Recorder(Recording[Operand]):
+class CpuRecorder(StepRecorder[Operand]):
     """Records the programs of a CPU."""
 
     def __init__(
@@ -61,7 +60,7 @@ class Recorder(Recording[Operand]):
         self._events: list[Event] = []
         self._into = self._events  # where steps are written: there, or to the piece that is computed now
         self._draws: dict[tuple[int, int], list[Memory]] = {}
-        self._behind = -1  # the middle behind which masks are drawn
+        self._after_break = -1  # the break after which masks are drawn
         self._starts: list[int] = []
         self._memories: dict[int, tuple[Memory, int, object]] = {}  # by address: bytes, and what owns them
         self._made: dict[int, tuple[torch.dtype, torch.UntypedStorage]] = {}
@@ -145,13 +144,13 @@ class Recorder(Recording[Operand]):
         return found
 
     @noted
-    def _middle(self, given: Sequence[Tensor], made: Sequence[Tensor]) -> list[Tensor]:
+    def _break(self, given: Sequence[Tensor], made: Sequence[Tensor]) -> list[Tensor]:
         results = [x.contiguous().clone() for x in made]
         inputs = tuple([self.operand(x) for x in given])
         for x in results:
             self.changing(x)
-        self._events.append(Middle(inputs, tuple([self.operand(x) for x in results])))
-        self._behind = len(self._events) - 1
+        self._events.append(BreakEvent(inputs, tuple([self.operand(x) for x in results])))
+        self._after_break = len(self._events) - 1
         return results
 
     def _view(self, x: Tensor) -> Operand | Tensor:
@@ -183,7 +182,7 @@ class Recorder(Recording[Operand]):
                 return Address(memory, place - start)
         for number, (start, size) in enumerate(self._weights):
             if start <= place < start + size:
-                return Weight(number, place - start)
+                return WeightAddress(number, place - start)
         return place
 
     def _written(self, place: int) -> None:
@@ -242,7 +241,7 @@ class Recorder(Recording[Operand]):
         for kind, each in zip(kinds, arguments, strict=True):
             if kind == "k":
                 row.append(self._address(int(each)))
-                if not isinstance(row[-1], Weight):
+                if not isinstance(row[-1], WeightAddress):
                     raise UnsupportedOp("a mask of another module's weight")
             elif kind == "z":
                 if not isinstance(each, np.uint64):
@@ -277,7 +276,7 @@ class Recorder(Recording[Operand]):
                 for word in step.row:
                     if isinstance(word, Address):
                         word.memory.used(len(self._events))
-            self._events.append(Together(tuple(found)))
+            self._events.append(Parallel(tuple(found)))
 
     @noted
     def drew(self, stream: object, out: Tensor) -> None:
@@ -289,8 +288,8 @@ class Recorder(Recording[Operand]):
             return
         memory = self.memory_of(out) or self.changing(out)
         memory.size = whole_blocks(self._streams[number], memory.size)
-        memory.first = self._behind
-        self._draws.setdefault((number, self._behind), []).append(memory)
+        memory.first = self._after_break
+        self._draws.setdefault((number, self._after_break), []).append(memory)
 
     @noted
     def left(self, x: Tensor) -> None:
@@ -298,14 +297,15 @@ class Recorder(Recording[Operand]):
         if self.memory_of(x) is not None:
             self.stop("values that leave PyTorch")
 
-    # -- Tap -------------------------------------------------------------------------------------------------
+    # -- RecordingTransport
+    # -------------------------------------------------------------------------------------------------
     @noted
-    def told_sent(self, to: int, tag: str, payload: Tensor) -> None:
+    def record_send(self, to: int, tag: str, payload: Tensor) -> None:
         """A message leaves: what it contains must change from run to run."""
         self._events.append(Send(to, tag, self.operand(payload)))
 
     @noted
-    def told_received(self, frm: int, tag: str, payload: Tensor) -> None:
+    def record_receive(self, frm: int, tag: str, payload: Tensor) -> None:
         """A message has come."""
         if payload.dtype != torch.int64 or not payload.numel():
             raise UnsupportedOp(f"{payload.numel()} x {payload.dtype}")
@@ -383,7 +383,7 @@ class Recorder(Recording[Operand]):
         if isinstance(result, Tensor):
             raise UnsupportedOp("a result that is a constant")
         named = {key: self._views(each) for key, each in kwargs.items()}
-        self._into.append(Call(func, tuple(self._views(list(args))), named, result))
+        self._into.append(TorchCall(func, tuple(self._views(list(args))), named, result))
 
     # -- the end ---------------------------------------------------------------------------------------------
     def program(self, inputs: Sequence[Operand], outputs: Sequence[Tensor]) -> Program:
@@ -400,5 +400,5 @@ class Recorder(Recording[Operand]):
         left = (each() for each in self._seen)
         if any(x is not None and x.untyped_storage().data_ptr() not in returned for x in left):
             raise UnsupportedOp("a value that outlives the step")
-        draws = [Drawn(stream, tuple(each), behind) for (stream, behind), each in self._draws.items()]
+        draws = [MaskDraws(stream, tuple(each), after_break) for (stream, after_break), each in self._draws.items()]
         return Program(self._events, inputs, found, draws, self._keep)

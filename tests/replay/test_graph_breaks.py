@@ -1,4 +1,5 @@
-"""Units with a middle: what is around it is a program, and the middle runs in Python between, in the same order."""
+"""Regions with a graph_break: what is around it is a program, and the graph break runs in Python between, in the same
+order."""
 
 from __future__ import annotations
 
@@ -18,9 +19,9 @@ from private_llm.config import PrivateConfig
 from private_llm.net.transport import Transport
 from private_llm.protocols.client_end import ClientEnd
 from private_llm.protocols.session import Session
-from private_llm.replay.middle import Middle, this_call
+from private_llm.replay.graph_break import GraphBreak, this_call
 from private_llm.replay.modules import repeated_around
-from private_llm.replay.units import Replays, replays_of
+from private_llm.replay.program_cache import ProgramCache, programs_of
 from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.secret import SecretTensor
 from tests.session import run_session
@@ -30,14 +31,14 @@ WIDTH = 12
 FRAC = 18
 
 
-class Powers(Middle):
+class Powers(GraphBreak):
     """Multiplies what it is given with itself, `times` times: another number in each call."""
 
     def __init__(self, times: int, publics: Sequence[Tensor] = ()) -> None:
         super().__init__(publics)
         self.times = times
 
-    def again(self, values: Sequence[Fixed]) -> Fixed:
+    def recompute(self, values: Sequence[Fixed]) -> Fixed:
         x = values[0]
         for _ in range(self.times):
             x = x * x
@@ -47,14 +48,14 @@ class Powers(Middle):
 def around(
     x: SecretTensor, angle: Tensor, own: Powers, met: Callable[[Powers, Fixed], Fixed] | None = None
 ) -> SecretTensor:
-    """Draws, waits and owes checks before and behind the middle, and uses a public tensor in both.
+    """Draws, waits and owes checks before and behind the graph break, and uses a public tensor in both.
 
-    own: the middle of this call, which nobody watches where the unit is refused.
+    own: the graph break of this call, which nobody watches where the region is refused.
     """
     before = F.relu(x) * angle.unsqueeze(0)
-    assert this_call.middle in (own, None)
+    assert this_call.graph_break in (own, None)
     given = before.to_fixed()  # type: ignore[attr-defined]
-    made = own.run((given,), functools.partial(own.again, (given,))) if met is None else met(own, given)
+    made = own.run((given,), functools.partial(own.recompute, (given,))) if met is None else met(own, given)
     return F.relu(SecretTensor(made) + x * angle) * x  # type: ignore[return-value]
 
 
@@ -67,12 +68,12 @@ def expected(x: Tensor, angle: Tensor, times: int) -> Tensor:
 
 def run(
     protocol: str, replay: bool, met: Callable[[Powers, Fixed], Fixed] | None = None
-) -> tuple[list[Tensor], list[Replays], list[dict[object, int]], list[int]]:
+) -> tuple[list[Tensor], list[ProgramCache], list[dict[object, int]], list[int]]:
     """What the client gets, each party's programs, its ledger, and the bits of the checks that it owes, in order."""
     config = PrivateConfig.from_dict({"protocol": protocol, "replay": replay})
     inputs = [torch.randn(1, WIDTH, generator=torch.Generator().manual_seed(n)) for n in range(CALLS)]
     angles = [torch.rand(WIDTH, generator=torch.Generator().manual_seed(n)) for n in range(CALLS)]
-    held: list[Replays] = []
+    held: list[ProgramCache] = []
     ledgers: list[dict[object, int]] = [{} for _ in range(config.parties)]
     owed: list[int] = []
     ready = threading.Barrier(config.parties)
@@ -81,15 +82,15 @@ def run(
         called = repeated_around(functools.partial(around, met=met), "layer", session, "kind", [])
         for number, angle in enumerate(angles):
             x = SecretTensor(Fixed(session, session.protocol.receive_input((1, WIDTH)), FRAC))
-            middle = Powers(number % 3, [angle])
+            graph_break = Powers(number % 3, [angle])
             made = (
-                around(x, angle, middle, met)
+                around(x, angle, graph_break, met)
                 if called is None
-                else called(x, {"angle": angle, "own": middle}, (), middle)
+                else called(x, {"angle": angle, "own": graph_break}, (), graph_break)
             )
             session.protocol.reveal_to_client(made.to_fixed().share)
         ready.wait()
-        found = replays_of(session)
+        found = programs_of(session)
         if found is not None:
             held.append(found)
         ledger = session.protocol.ledger
@@ -133,7 +134,7 @@ def test_a_middle_goes_with_its_call() -> None:
         def met(own: Powers, given: Fixed) -> Fixed:
             known, before = given.session.known, given.session.known.pending
             known.pending = (SecretTensor(given), 20) if pending else before
-            made = own.run((given,), functools.partial(own.again, (given,)))
+            made = own.run((given,), functools.partial(own.recompute, (given,)))
             known.pending = before
             return made
 
@@ -146,18 +147,18 @@ def test_a_middle_goes_with_its_call() -> None:
             seen = []
             for _ in range(CALLS):
                 angle = torch.ones(WIDTH)
-                middle = Powers(1, [angle])
+                graph_break = Powers(1, [angle])
                 x = SecretTensor(Fixed(session, session.protocol.receive_input((1, WIDTH)), FRAC))
-                called(x, {"angle": angle, "own": middle}, (), middle)
-                gone = weakref.ref(middle)
-                del middle
+                called(x, {"angle": angle, "own": graph_break}, (), graph_break)
+                gone = weakref.ref(graph_break)
+                del graph_break
                 seen.append(gone() is not None)
             alive.append(seen)
-        found = replays_of(session)
+        found = programs_of(session)
         assert found is not None
         assert dict(found.counts) == {"plain": 1 + 1 + CALLS - 2, "recorded": 2, "checked": 1, "repeated": CALLS - 3}
-        reason = "a check that was put off until the middle"
-        assert found.refused == {reason: 1, f"its middle: {reason}": 1}
+        reason = "a check that was put off until the graph break"
+        assert found.refused == {reason: 1, f"its graph break: {reason}": 1}
 
     def client(end: ClientEnd) -> None:
         for _ in range(2 * CALLS):
@@ -173,14 +174,14 @@ def test_a_middle_goes_with_its_call() -> None:
 
 
 def test_what_has_no_middle_or_two_stays_in_python() -> None:
-    def without(middle: Powers, given: Fixed) -> Fixed:
-        return middle.again((given,))
+    def without(graph_break: Powers, given: Fixed) -> Fixed:
+        return graph_break.recompute((given,))
 
-    def twice(middle: Powers, given: Fixed) -> Fixed:
-        middle.run((given,), lambda: given)
-        return middle.run((given,), functools.partial(middle.again, (given,)))
+    def twice(graph_break: Powers, given: Fixed) -> Fixed:
+        graph_break.run((given,), lambda: given)
+        return graph_break.run((given,), functools.partial(graph_break.recompute, (given,)))
 
-    for met, reason in ((without, "a middle that was not met"), (twice, "two middles")):
+    for met, reason in ((without, "a graph break that was not reached"), (twice, "two graph breaks")):
         _, held, _, _ = run("trio", replay=True, met=met)
         assert [dict(each.counts) for each in held] == [{"plain": CALLS}] * 3
         assert [dict(each.refused) for each in held] == [{reason: 1}] * 3
@@ -198,10 +199,10 @@ def test_public_values_that_are_computed_are_refused() -> None:
         for number in range(4):
             x = SecretTensor(Fixed(session, session.protocol.receive_input((1, WIDTH)), FRAC))
             angle = torch.full((WIDTH,), 0.25 * number)
-            middle = Powers(0, [angle])
-            made = called(x, {"angle": angle, "own": middle}, (), middle)
+            graph_break = Powers(0, [angle])
+            made = called(x, {"angle": angle, "own": graph_break}, (), graph_break)
             session.protocol.reveal_to_client(made.to_fixed().share)
-        found = replays_of(session)
+        found = programs_of(session)
         assert found is not None
         assert "repeated" not in found.counts
         assert found.refused == {"ring elements of public values that are computed": 1}
