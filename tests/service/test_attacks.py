@@ -60,18 +60,18 @@ def edit(model: Any, change: CacheEdit) -> None:
 
 def together(running: Running, *calls: Callable[[], Any]) -> list[Any]:
     """What each of these calls returns or raises, when all their requests wait at the same time."""
-    waiting, found = running.services[0]._waiting, [None] * len(calls)
-    choose, started, looks = waiting.choose, time.monotonic(), threading.Event()
+    scheduler, found = running.services[0]._scheduler, [None] * len(calls)
+    schedule, started, looks = scheduler.schedule, time.monotonic(), threading.Event()
 
     def later(*arguments: Any) -> Any:
         looks.set()
-        if len(waiting) < len(calls) and time.monotonic() - started < 5.0:
+        if len(scheduler) < len(calls) and time.monotonic() - started < 5.0:
             time.sleep(0.01)
             return []
-        waiting.choose = choose  # type: ignore[method-assign]
-        return choose(*arguments)
+        scheduler.schedule = schedule  # type: ignore[method-assign]
+        return schedule(*arguments)
 
-    waiting.choose = later  # type: ignore[method-assign]
+    scheduler.schedule = later  # type: ignore[method-assign]
     assert looks.wait(5.0), "party 0 may still be choosing as before"
 
     def run(place: int) -> None:
@@ -370,18 +370,18 @@ def test_an_output_is_opened_once(start: Start) -> None:
         step(model, 6)
 
 
-@pytest.mark.parametrize("where", ["_weigh", "check_fits"])
+@pytest.mark.parametrize("where", ["_measure", "check_fits"])
 def test_what_nobody_foresaw_in_a_request_ends_its_session_alone(
     start: Start, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     """At all parties alike, before anything of the request is sent."""
     running = start()
     unforeseen = RuntimeError("a size of 77")
-    place: Any = running.services[0] if where == "_weigh" else pass_of_requests
+    place: Any = running.services[0] if where == "_measure" else pass_of_requests
     whole = getattr(place, where)
 
     def check(*arguments: Any) -> Any:
-        call = arguments[0].call if where == "_weigh" else arguments[2]
+        call = arguments[0].call if where == "_measure" else arguments[2]
         if call.secret[0].shape == (1, 3):
             raise unforeseen
         return whole(*arguments)
@@ -392,7 +392,7 @@ def test_what_nobody_foresaw_in_a_request_ends_its_session_alone(
         step(model, 6)
         mine, theirs = together(running, lambda: step(model, 1), lambda: step(other, 3))
         assert opened(mine).shape == (1, 1, model.config.vocab_size)
-        if where == "_weigh":  # it ran alone
+        if where == "_measure":  # it ran alone
             assert opened(theirs).shape == opened(mine).shape
         else:
             assert "cannot run (RuntimeError)" in str(theirs)
@@ -458,7 +458,7 @@ def test_a_session_that_begins_anew_at_one_party_is_another(start: Start) -> Non
         step(model, 3)
         service = running.services[1]
         old = max(service._sessions.values(), key=lambda each: each.began)
-        service._waiting.drop(ClientSession(service, old.link))
+        service._scheduler.finish_session(ClientSession(service, old.link))
         old._earlier = ClientSession(service, old.link)._earlier
         with pytest.raises(TransportError, match="told the parties different things"):
             step(other, 1)

@@ -16,7 +16,7 @@ from private_llm_hf.service import limits, party_service
 from private_llm_hf.service.agreement import Done, Offer, Run, Ticket, Vote
 from private_llm_hf.service.client_session import ClientSession
 from private_llm_hf.service.limits import Limits
-from private_llm_hf.service.waiting import Weighed
+from private_llm_hf.service.scheduler import RequestSize
 from private_llm_hf.wire.codec import Message
 
 from private_llm.errors import PrivateLLMError
@@ -76,12 +76,12 @@ def test_another_users_request_is_not_run_for_an_accomplice(
     running = start("quad", users=("bob", "eve"))
     lead = running.services[0]
     with running.model("bob") as bob, running.model("eve") as eve:
-        monkeypatch.setattr(lead, "_weigh", lambda request: Weighed(None, 0))  # one request a pass
+        monkeypatch.setattr(lead, "_measure", lambda request: RequestSize(None, 0))  # one request a pass
         corrupt(monkeypatch)
 
         def lie(message: Message, me: int, to: int) -> Message:
             if isinstance(message, Offer) and message.tickets and to == 1:
-                (other,) = lead._waiting._requests.values()
+                (other,) = lead._scheduler._requests.values()
                 return Offer(message.step, (Ticket(other.session.id, other.number),), message.live)
             return message
 

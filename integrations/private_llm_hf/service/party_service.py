@@ -1,7 +1,7 @@
 """A party that serves many clients at once: one permanent mesh between the parties, and other links to each client.
 
 The thread of each session takes its client's commands and inputs (`client_session.py`). One thread, the one that calls
-`run`, computes: party 0 chooses among the requests that wait (`waiting.py`), all parties agree that they have them
+`run`, computes: party 0 chooses among the requests that wait (`scheduler.py`), all parties agree that they have them
 (`agreement.py`), and run them as one pass (`passes.py`). So a client that is slow, or leaves, or sends nonsense, makes
 nobody wait and ends nothing but its own session. When a party fails, all sessions end with its name; the others
 connect again, with the shares that they hold, as soon as it is back.
@@ -39,10 +39,10 @@ from private_llm_hf.service.limits import Holdings, Limits, elements_of, meet
 from private_llm_hf.service.links import ServiceLinks
 from private_llm_hf.service.observer import Observer, PassFacts
 from private_llm_hf.service.pass_of_requests import run_requests
+from private_llm_hf.service.scheduler import RequestSize, Scheduler
 from private_llm_hf.service.served_model import ServedModel
 from private_llm_hf.service.settings import ServiceSettings
 from private_llm_hf.service.suspects import Suspects
-from private_llm_hf.service.waiting import Waiting, Weighed
 from private_llm_hf.wire.frames import recv_message, send_message
 
 _LOG = logging.getLogger("private_llm")
@@ -80,7 +80,7 @@ class PartyService:
         self.settings, self.observer, self.rows = settings, observer or Observer(), settings.rows
         self._models = self._open_models()
         self._listener = listener
-        self._waiting, self._ahead = Waiting(settings), Ahead()
+        self._scheduler, self._ahead = Scheduler(settings), Ahead()
         self._sessions: dict[str, ClientSession] = {}
         self._lock = threading.Lock()
         self._ended: list[str] = []
@@ -122,7 +122,7 @@ class PartyService:
             self._leave_at = time.monotonic() + self.settings.drain_s
             self.admission.close(f"{called(self.config, self.number)} is about to stop")
             self.observer.draining()
-            self._waiting.wake()
+            self._scheduler.wake()
 
     def run(self) -> None:
         """Serve until drained. Raises ConfigError if settings do not allow a safe connection, TransportError for a port
@@ -211,7 +211,7 @@ class PartyService:
         """A call waits for a pass. Raises TransportError while the parties are not connected."""
         if not self._up.is_set():
             raise TransportError("the parties connect with each other; try again")
-        self._waiting.add(request)
+        self._scheduler.add_request(request)
 
     def over(self, session: ClientSession, reason: str | None) -> None:
         """A session has ended here."""
@@ -219,7 +219,7 @@ class PartyService:
             if self._sessions.get(session.id) is session:  # its number may be another's by now
                 del self._sessions[session.id]
             self._ended.append(session.id)
-        self._waiting.drop(session)
+        self._scheduler.finish_session(session)
         self.admission.leave(session.link)
         self.observer.session_ended(session.short, session.user, time.monotonic() - session.began, reason)
 
@@ -232,7 +232,7 @@ class PartyService:
         until = time.monotonic() + self.config.timeout_s
         for session in sessions:
             session.join(max(0.0, until - time.monotonic()))
-        self._waiting.clear()
+        self._scheduler.clear()
         with self._lock:
             self._ended.clear()
 
@@ -244,9 +244,9 @@ class PartyService:
     # -- party 0 ------------------------------------------------------------------------------------------------
     def _lead(self, mesh: SocketTransport, links: ServiceLinks) -> None:
         """One step of party 0: choose, ask the others, run."""
-        requests = self._waiting.choose(_TICK_S, self._weighed, self.limits.elements)
+        requests = self._scheduler.schedule(_TICK_S, self._size_of, self.limits.elements)
         ended = self._take_ended()
-        self._waiting.forget(ended)
+        self._scheduler.forget_sessions(ended)
         now = time.monotonic()
         pulse = now - self._last_live > min(2.0, self.config.timeout_s / 8)
         if not requests and not ended and not pulse:
@@ -257,7 +257,7 @@ class PartyService:
             self._last_live = now
             with self._lock:
                 live = tuple(self._sessions)
-            self.observer.load(len(live), len(self._waiting))
+            self.observer.load(len(live), len(self._scheduler))
         self._step += 1
         offer = Offer(self._step, tuple(Ticket(r.session.id, r.number) for r in requests), live)
         others = [party for party in range(self.config.parties) if party != 0]
@@ -275,7 +275,7 @@ class PartyService:
             if request.session.id in over or request.session.id in ended:
                 continue
             if verdict is None:
-                self._waiting.again(request, self.config.timeout_s)
+                self._scheduler.requeue(request, self.config.timeout_s)
             elif verdict:
                 runs.append(request)
                 places.append(place)
@@ -286,24 +286,24 @@ class PartyService:
             send_message(links, party, run)
         self._carry_out(links, runs, offer, run)
 
-    def _weighed(self, request: Request) -> Weighed:
+    def _size_of(self, request: Request) -> RequestSize:
         """What kind of pass a request wants, and how large its part of it is; what is planned runs alone, and so does
-        what cannot be weighed, which all parties will refuse.
+        what cannot be measured, which all parties will refuse.
         """
         if request.step is not None:
-            return Weighed(None, 0)
+            return RequestSize(None, 0)
         try:
-            return self._weigh(request)
+            return self._measure(request)
         except Exception:  # noqa: BLE001 - whatever its client caused ends its session alone
-            _LOG.exception("session %s asked for what cannot be weighed", request.session.short)
-            return Weighed(None, 0)
+            _LOG.exception("session %s asked for what cannot be measured", request.session.short)
+            return RequestSize(None, 0)
 
-    def _weigh(self, request: Request) -> Weighed:
+    def _measure(self, request: Request) -> RequestSize:
         model = self._model(request)
         past = model.past(request.session.id, request.call, request.edits, request.free)
         alone = self._suspects.runs_alone(request.session.user)
         kind = None if alone else model.kind(request.call, past)
-        return Weighed(kind, elements_of(model.model.config, request.call, past))
+        return RequestSize(kind, elements_of(model.model.config, request.call, past))
 
     def _lost(self, votes: Sequence[Vote]) -> set[str]:
         """Sessions that are over at another party, which are cut here; and parties that want to stop are noted."""
@@ -329,7 +329,7 @@ class PartyService:
         if offer.step != self._step:
             raise ProtocolAbort(_APART)
         wanted = [(ticket.session, ticket.number) for ticket in offer.tickets]
-        held = self._waiting.find(wanted, _GRACE_S)
+        held = self._scheduler.find_requests(wanted, _GRACE_S)
         facts = tuple(None if request is None else request.facts for request in held)
         send_message(links, 0, Vote(self._step, facts, self._take_ended(), self._leave_at is not None))
         run: Run = recv_message(links, 0, (Run,))
@@ -343,11 +343,11 @@ class PartyService:
             if request in runs:
                 raise ProtocolAbort("party 0 runs a request twice")
             runs.append(request)
-        self._waiting.take(runs)
+        self._scheduler.remove_requests(runs)
         if offer.live is not None:
             self.admission.confirm(offer.live)
             self._drop_strangers(offer.live)
-            self.observer.load(len(self._sessions), len(self._waiting))
+            self.observer.load(len(self._sessions), len(self._scheduler))
         self._carry_out(links, runs, offer, run)
 
     def _drop_strangers(self, live: Sequence[str]) -> None:
@@ -383,7 +383,7 @@ class PartyService:
         else:
             send_message(links, 0, Done(self._step))
         seconds = time.perf_counter() - began
-        self._waiting.ran(requests, seconds)
+        self._scheduler.update_from_batch(requests, seconds)
         self.observer.pass_done(
             PassFacts(
                 model=model.name,

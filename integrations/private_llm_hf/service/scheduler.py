@@ -1,4 +1,4 @@
-"""The requests that wait at a party, and (at party 0) which of them run next.
+"""The requests that wait at a party, and (at party 0) which of them run in the next batch.
 
 Who has had least of the last half minute's passes comes first (users, by the rows of their requests), and of one user
 the oldest request. It decides what kind of pass comes next; all that may share it come along, in the same order, up to
@@ -36,7 +36,7 @@ _LACKED = 256
 
 
 @dataclass(frozen=True)
-class Weighed:
+class RequestSize:
     """What a request wants of a pass. kind: requests of equal kinds may share one; None: it runs alone. elements: of
     the largest array that its part of the pass makes.
     """
@@ -45,10 +45,10 @@ class Weighed:
     elements: int
 
 
-Weigh = Callable[[Request], Weighed]
+MeasureRequest = Callable[[Request], RequestSize]
 
 
-class Waiting:
+class Scheduler:
     """Requests by session, in the order in which they came. Thread-safe."""
 
     def __init__(self, settings: ServiceSettings) -> None:
@@ -67,7 +67,7 @@ class Waiting:
     def __len__(self) -> int:
         return len(self._requests)
 
-    def add(self, request: Request) -> None:
+    def add_request(self, request: Request) -> None:
         """One request a session waits at a time."""
         with self._changed:
             number = request.session.id
@@ -79,7 +79,7 @@ class Waiting:
                 self._turns[number] = _MEMORY * turn + (1 - _MEMORY) * self._turns.get(number, turn)
             self._changed.notify_all()
 
-    def drop(self, session: ClientSession) -> None:
+    def finish_session(self, session: ClientSession) -> None:
         """A session is over: what it asked for is forgotten."""
         with self._changed:
             found = self._requests.get(session.id)
@@ -102,7 +102,7 @@ class Waiting:
             for each in (self._not_before, self._late, self._turns, self._lacked):
                 each.clear()
 
-    def forget(self, sessions: Sequence[str]) -> None:
+    def forget_sessions(self, sessions: Sequence[str]) -> None:
         """These sessions are over."""
         with self._changed:
             for session in sessions:
@@ -114,7 +114,7 @@ class Waiting:
         self._expected.discard(session)
 
     # -- party 0 ------------------------------------------------------------------------------------------------
-    def choose(self, seconds: float, weigh: Weigh, most: int) -> list[Request]:
+    def schedule(self, seconds: float, measure: MeasureRequest, most: int) -> list[Request]:
         """Take the requests of the next pass out, of `most` elements together, or the first alone.
 
         None if nothing comes within `seconds`.
@@ -129,11 +129,11 @@ class Waiting:
             if not waiting:
                 return []
             first = waiting[0]
-            wanted, found = weigh(first), [first]
+            wanted, found = measure(first), [first]
             if wanted.kind is not None:
                 rows, elements = first.call.rows, wanted.elements
                 for other in waiting[1:]:
-                    if other.session.model is not first.session.model or (own := weigh(other)).kind != wanted.kind:
+                    if other.session.model is not first.session.model or (own := measure(other)).kind != wanted.kind:
                         continue
                     if rows + other.call.rows <= self._settings.rows and elements + own.elements <= most:
                         found.append(other)
@@ -163,7 +163,7 @@ class Waiting:
                 break
         self._expected &= self._requests.keys()
 
-    def again(self, request: Request, patience: float) -> None:
+    def requeue(self, request: Request, patience: float) -> None:
         """A request that another party has not got yet waits a little longer; after `patience` its session ends."""
         if time.monotonic() - request.since > patience:
             request.session.cut("a party did not get this client's request in time; is it connected with all parties?")
@@ -174,7 +174,7 @@ class Waiting:
             self._requests[number] = request
             self._not_before[number] = time.monotonic() + self._late[number]
 
-    def ran(self, requests: Sequence[Request], seconds: float) -> None:
+    def update_from_batch(self, requests: Sequence[Request], seconds: float) -> None:
         """A pass is over; its sessions will ask for the next step."""
         with self._changed:
             self._expected = {request.session.id for request in requests if request.error is None}
@@ -193,7 +193,7 @@ class Waiting:
                 self._late[request.session.id] = late
 
     # -- the others -----------------------------------------------------------------------------------------------
-    def find(self, wanted: Sequence[tuple[str, int]], seconds: float) -> list[Request | None]:
+    def find_requests(self, wanted: Sequence[tuple[str, int]], seconds: float) -> list[Request | None]:
         """The requests of these sessions and numbers, None for those that have not come within `seconds`.
 
         Those that were awaited in vain before are not awaited again.
@@ -216,7 +216,7 @@ class Waiting:
             self._lacked.update(ticket for ticket, one in zip(wanted, found, strict=True) if one is None)
             return found
 
-    def take(self, requests: Sequence[Request]) -> None:
+    def remove_requests(self, requests: Sequence[Request]) -> None:
         """These are run now."""
         with self._changed:
             for request in requests:
