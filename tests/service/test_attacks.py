@@ -15,7 +15,7 @@ from private_llm_hf.service import party_service, pass_of_requests
 from private_llm_hf.service.agreement import Offer, Run, Vote
 from private_llm_hf.service.client_session import ClientSession
 from private_llm_hf.service.kinds import past_of
-from private_llm_hf.service.limits import MOST_EDITS, MOST_HANDLES, Holdings, Limits, elements_of
+from private_llm_hf.service.limits import MOST_EDITS, MOST_HANDLES, KVCacheQuota, Limits, elements_of
 from private_llm_hf.service.suspects import Suspects
 from private_llm_hf.wire.commands import (
     CacheEdit,
@@ -137,18 +137,18 @@ def test_parties_with_different_limits_hold_the_smallest(start: Start) -> None:
 
 
 def test_what_clients_hold_is_bounded_for_each_and_for_all() -> None:
-    holdings = Holdings(Limits(positions=10, of_user=15, in_all=20, elements=1))
-    holdings.take("a", "eve", "m", 8)
-    holdings.take("a", "eve", "m", 9)
+    quota = KVCacheQuota(Limits(positions=10, of_user=15, in_all=20, elements=1))
+    quota.reserve("a", "eve", "m", 8)
+    quota.reserve("a", "eve", "m", 9)
     with pytest.raises(DomainError, match="got 11 positions; this service keeps 10 for a session"):
-        holdings.take("a", "eve", "n", 2)
+        quota.reserve("a", "eve", "n", 2)
     with pytest.raises(DomainError, match="user 'eve' would hold 16 positions; this service keeps 15"):
-        holdings.take("b", "eve", "m", 7)
-    holdings.take("b", "eve", "m", 6)
+        quota.reserve("b", "eve", "m", 7)
+    quota.reserve("b", "eve", "m", 6)
     with pytest.raises(DomainError, match="all clients would hold 21 positions; this service keeps 20"):
-        holdings.take("c", "bob", "m", 6)
-    holdings.forget("a")
-    holdings.take("c", "bob", "m", 6)
+        quota.reserve("c", "bob", "m", 6)
+    quota.release("a")
+    quota.reserve("c", "bob", "m", 6)
 
 
 def test_a_session_cannot_fill_the_parties_with_caches(start: Start) -> None:

@@ -18,7 +18,7 @@ from private_llm.protocols.offline_phase import section_label
 from private_llm.protocols.session import Session
 from private_llm_hf.party.calls import Answer, run_alone
 from private_llm_hf.service.client_session import Request
-from private_llm_hf.service.limits import Holdings
+from private_llm_hf.service.limits import KVCacheQuota
 from private_llm_hf.service.links import ServiceLinks
 from private_llm_hf.service.pass_of_requests import announced, change, check_fits, inputs_received, refusal
 from private_llm_hf.service.plan import Step
@@ -50,7 +50,7 @@ class Ahead:
     same step at every party.
     """
 
-    holdings: Holdings
+    quota: KVCacheQuota
     """Of the parties' present links."""
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ class Ahead:
         if stock is not None:
             stock.close()
             stock.model.kept.forget(owner_of(session))
-            self.holdings.forget(owner_of(session))
+            self.quota.release(owner_of(session))
 
     def close(self) -> None:
         """Delete all."""
@@ -176,7 +176,7 @@ class Ahead:
     def _reserve(self, model: ServedModel, request: Request, step: Step) -> None:
         """Count all that the plan will keep from its beginning on: what it keeps so far differs between the parties."""
         try:
-            self.holdings.take(owner_of(request.session.id), request.session.user, model.name, step.positions)
+            self.quota.reserve(owner_of(request.session.id), request.session.user, model.name, step.positions)
         except PrivateLLMError as error:
             _give_up(model, request, error)
 
@@ -184,8 +184,8 @@ class Ahead:
         """Bring the plan's caches to where the call wants them; False, and the session ends, if the call is bad."""
         step, owner = _step(request), owner_of(request.session.id)
         try:
-            change(model.kept, owner, step.edits, self.holdings.limits)
-            check_fits(model, owner, step.call, self.holdings.limits)
+            change(model.kept, owner, step.edits, self.quota.limits)
+            check_fits(model, owner, step.call, self.quota.limits)
         except Exception as error:  # noqa: BLE001 - as in `pass_of_requests`
             _give_up(model, request, refusal(request, error))
         return request.error is None

@@ -138,7 +138,7 @@ def _number(config: PretrainedConfig, default: int, *names: str) -> int:
     return next((value for value in found if isinstance(value, int) and value > 0), default)
 
 
-class Holdings:
+class KVCacheQuota:
     """What sessions keep at all parties: the same account everywhere, since it changes with passes alone."""
 
     def __init__(self, limits: Limits) -> None:
@@ -147,7 +147,7 @@ class Holdings:
         self._users: dict[str, str] = {}
         self._of_user: Counter[str] = Counter()
 
-    def take(self, owner: str, user: str, model: str, positions: int) -> None:
+    def reserve(self, owner: str, user: str, model: str, positions: int) -> None:
         """A session keeps so many positions of a model from now on. Raises DomainError for more than it may."""
         before = self._held.setdefault(owner, {})
         self._users[owner] = user
@@ -168,7 +168,7 @@ class Holdings:
         before[model] = positions
         self._of_user[user] += more
 
-    def forget(self, owner: str) -> None:
+    def release(self, owner: str) -> None:
         """A session is over."""
         held = sum(self._held.pop(owner, {}).values())
         user = self._users.pop(owner, "")

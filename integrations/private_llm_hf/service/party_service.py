@@ -35,7 +35,7 @@ from private_llm_hf.party.course import Course, joined
 from private_llm_hf.service.agreement import Done, Offer, Run, Ticket, Vote, chosen
 from private_llm_hf.service.ahead import Ahead
 from private_llm_hf.service.client_session import ClientSession, Request
-from private_llm_hf.service.limits import Holdings, Limits, elements_of, meet
+from private_llm_hf.service.limits import KVCacheQuota, Limits, elements_of, meet
 from private_llm_hf.service.links import ServiceLinks
 from private_llm_hf.service.observer import Observer, PassFacts
 from private_llm_hf.service.pass_of_requests import run_requests
@@ -182,8 +182,8 @@ class PartyService:
                 model.begin(session)
             own = Limits.own(self.settings, self.config, [model.model.config for model in self._models.values()])
             self.limits = meet(links, self.config.parties, own)
-            self._holdings = Holdings(self.limits)
-            self._ahead.holdings = self._holdings
+            self._quota = KVCacheQuota(self.limits)
+            self._ahead.quota = self._quota
             self._step = 0
             self._course = Course(session)
             self._course.add(self.limits)
@@ -407,7 +407,7 @@ class PartyService:
         for number in ended:
             if number in running or not re.fullmatch("[0-9a-f]+", number):
                 raise ProtocolAbort("party 0 ends a session that it runs, or one that cannot be")
-            self._holdings.forget(number)
+            self._quota.release(number)
             for model in self._models.values():
                 model.kept.forget(number)
             self._ahead.forget(number)
@@ -423,7 +423,7 @@ class PartyService:
                 self._ahead.forget(request.session.id)
         first = requests[0]
         if first.step is None:
-            return run_requests(model, links, requests, self._holdings)
+            return run_requests(model, links, requests, self._quota)
         model.kept.free(first.session.id, first.free)
         if first.prepares:
             room = self._ahead.room(first.session.user, self.settings.offline_bytes)

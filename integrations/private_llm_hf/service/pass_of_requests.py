@@ -19,7 +19,7 @@ from private_llm.protocols.share import Index, Share
 from private_llm.ring.prg import Prg
 from private_llm_hf.party.calls import Answer
 from private_llm_hf.service.client_session import Request
-from private_llm_hf.service.limits import MOST_HANDLES, Holdings, Limits
+from private_llm_hf.service.limits import MOST_HANDLES, KVCacheQuota, Limits
 from private_llm_hf.service.links import ServiceLinks
 from private_llm_hf.service.passes import Kept, Part, check_call, run_pass
 from private_llm_hf.service.served_model import ServedModel
@@ -32,14 +32,14 @@ OF_THE_MACHINE = (MemoryError, OSError)
 
 
 def run_requests(
-    model: ServedModel, links: ServiceLinks, requests: Sequence[Request], holdings: Holdings
+    model: ServedModel, links: ServiceLinks, requests: Sequence[Request], quota: KVCacheQuota
 ) -> tuple[int, int]:
     """Answer these requests; rows and positions that were computed.
 
     A request's own mistake, and a DomainError or other error of the whole pass, ends the sessions of their requests; it
     is not raised. Raises TransportError and ProtocolAbort when the parties cannot go on.
     """
-    accepted = [request for request in requests if _prepared(model, request, holdings)]
+    accepted = [request for request in requests if _prepared(model, request, quota)]
     if not accepted:
         return 0, 0
     try:
@@ -51,7 +51,7 @@ def run_requests(
         model.session.known.clear()
         for request in accepted:
             model.kept.forget(request.session.id)
-            holdings.forget(request.session.id)
+            quota.release(request.session.id)
             request.fail(type(error)(str(error)))
         return 0, 0
     opened, receivers = [], []
@@ -71,18 +71,18 @@ def run_requests(
     return rows, tokens
 
 
-def _prepared(model: ServedModel, request: Request, holdings: Holdings) -> bool:
+def _prepared(model: ServedModel, request: Request, quota: KVCacheQuota) -> bool:
     """Bring a session's caches to where its call wants them; False, and its session ends, if the call is bad."""
     kept, owner, call = model.kept, request.session.id, request.call
     try:
-        change(kept, owner, request.edits, holdings.limits)
+        change(kept, owner, request.edits, quota.limits)
         kept.free(owner, request.free)
-        check_fits(model, owner, call, holdings.limits)
+        check_fits(model, owner, call, quota.limits)
         new = math.prod(call.secret[0].shape[:2]) if call.cache or call.encode_to else 0
-        holdings.take(owner, request.session.user, model.name, kept.positions(owner) + new)
+        quota.reserve(owner, request.session.user, model.name, kept.positions(owner) + new)
     except Exception as error:  # noqa: BLE001 - it follows from public facts, so it is the same at all parties
         kept.forget(owner)
-        holdings.forget(owner)
+        quota.release(owner)
         request.fail(refusal(request, error))
         return False
     return True
