@@ -16,7 +16,7 @@ from private_llm_hf.service.agreement import Offer, Run, Vote
 from private_llm_hf.service.client_session import ClientSession
 from private_llm_hf.service.kinds import past_of
 from private_llm_hf.service.limits import MOST_EDITS, MOST_HANDLES, KVCacheQuota, Limits, elements_of
-from private_llm_hf.service.suspects import Suspects
+from private_llm_hf.service.quarantine import ClientQuarantine
 from private_llm_hf.wire.commands import (
     CacheEdit,
     Call,
@@ -291,19 +291,19 @@ def test_a_connection_without_a_thread_fails_alone(monkeypatch: pytest.MonkeyPat
 
 def test_whose_inputs_end_the_sessions_of_all_runs_alone_and_stays_out() -> None:
     now = [0.0]
-    suspects = Suspects(lambda: now[0])
-    suspects.aborted(["eve", "bob", ""])
-    assert [suspects.runs_alone(user) for user in ("eve", "bob", "", "carol")] == [True, True, False, False]
-    assert not any(suspects.out_for(user) for user in ("eve", "bob", ""))
-    suspects.aborted(["eve", "eve"])
-    assert not suspects.out_for("eve")
-    suspects.aborted(["eve"])
-    assert suspects.out_for("eve") == 600.0
+    quarantine = ClientQuarantine(lambda: now[0])
+    quarantine.record_abort(["eve", "bob", ""])
+    assert [quarantine.runs_alone(user) for user in ("eve", "bob", "", "carol")] == [True, True, False, False]
+    assert not any(quarantine.seconds_barred(user) for user in ("eve", "bob", ""))
+    quarantine.record_abort(["eve", "eve"])
+    assert not quarantine.seconds_barred("eve")
+    quarantine.record_abort(["eve"])
+    assert quarantine.seconds_barred("eve") == 600.0
     now[0] = 601.0
-    assert not suspects.out_for("eve")
-    assert [suspects.runs_alone(user) for user in ("eve", "bob")] == [True, False]
-    suspects.aborted(["eve"])
-    assert suspects.out_for("eve") == 2400.0
+    assert not quarantine.seconds_barred("eve")
+    assert [quarantine.runs_alone(user) for user in ("eve", "bob")] == [True, False]
+    quarantine.record_abort(["eve"])
+    assert quarantine.seconds_barred("eve") == 2400.0
 
 
 def test_function_keys_that_do_not_fit_end_sessions_twice_and_no_more(start: Start) -> None:

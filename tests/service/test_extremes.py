@@ -93,7 +93,7 @@ def company(config: PrivateConfig, kind: str) -> None:
 
 
 def test_a_users_own_request_fails_and_nothing_else(start: Start) -> None:
-    """In a service whose cache policy ranks: Eve's session goes on, Bob's too, and nobody is suspected."""
+    """In a service whose cache policy ranks: Eve's session goes on, Bob's too, and nobody is quarantined."""
     running = start(users=("bob", "eve"), kv_cache=POLICIES["tova"])
     with running.model("bob") as bob, running.model("eve") as eve:
         right = bob(ids(1, 40, seed=1), use_cache=True).logits
@@ -116,4 +116,4 @@ def test_a_users_own_request_fails_and_nothing_else(start: Start) -> None:
         for user in (eve, bob):
             assert worst([user(ids(1, 40, seed=1), use_cache=True).logits], [right]) <= SAME
     assert not any(watch.downs for watch in running.watches)
-    assert not any(service._suspects.runs_alone(user) for service in running.services for user in ("bob", "eve"))
+    assert not any(service._quarantine.runs_alone(user) for service in running.services for user in ("bob", "eve"))

@@ -42,7 +42,7 @@ from private_llm_hf.service.pass_of_requests import run_requests
 from private_llm_hf.service.scheduler import RequestSize, Scheduler
 from private_llm_hf.service.served_model import ServedModel
 from private_llm_hf.service.settings import ServiceSettings
-from private_llm_hf.service.suspects import Suspects
+from private_llm_hf.service.quarantine import ClientQuarantine
 from private_llm_hf.wire.frames import recv_message, send_message
 
 _LOG = logging.getLogger("private_llm")
@@ -95,8 +95,8 @@ class PartyService:
             settings.waiting, self._arrived, lambda reason: self.observer.refused("a caller", reason),
             self.observer.busy,
         )  # fmt: skip
-        self._suspects = Suspects()
-        self.admission.out_for = self._suspects.out_for
+        self._quarantine = ClientQuarantine()
+        self.admission.out_for = self._quarantine.seconds_barred
 
     def _open_models(self) -> dict[str, ServedModel]:
         found: dict[str, ServedModel] = {}
@@ -301,7 +301,7 @@ class PartyService:
     def _measure(self, request: Request) -> RequestSize:
         model = self._model(request)
         past = model.past(request.session.id, request.call, request.edits, request.free)
-        alone = self._suspects.runs_alone(request.session.user)
+        alone = self._quarantine.runs_alone(request.session.user)
         kind = None if alone else model.kind(request.call, past)
         return RequestSize(kind, elements_of(model.model.config, request.call, past))
 
@@ -375,7 +375,7 @@ class PartyService:
         try:
             rows, tokens = self._run_pass(model, links, requests)
         except ProtocolAbort:
-            self._suspects.aborted(request.session.user for request in requests)
+            self._quarantine.record_abort(request.session.user for request in requests)
             raise
         self._course.add([type(r.error).__name__ for r in requests if r.step is None])  # a disk is one party's own
         if self.number == 0:
