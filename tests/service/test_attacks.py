@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from private_llm_hf.service import party_service, pass_of_requests
-from private_llm_hf.service.agreement import Offer, Run, Vote
+from private_llm_hf.service.agreement import Commit, Proposal, Vote
 from private_llm_hf.service.client_session import ClientSession
 from private_llm_hf.service.kinds import past_of
 from private_llm_hf.service.limits import MOST_EDITS, MOST_HANDLES, KVCacheQuota, Limits, elements_of
@@ -427,10 +427,10 @@ def test_party_0_cannot_run_a_request_twice(start: Start, monkeypatch: pytest.Mo
     send = party_service.send_message
 
     def twice(links: Any, to: int, message: Any) -> None:
-        if isinstance(message, Offer) and message.tickets:
-            message = Offer(message.step, message.tickets * 2, message.live)
-        if isinstance(message, Run) and message.tickets:
-            message = Run(message.step, (0, 1), message.ended)
+        if isinstance(message, Proposal) and message.requests:
+            message = Proposal(message.step, message.requests * 2, message.live)
+        if isinstance(message, Commit) and message.places:
+            message = Commit(message.step, (0, 1), message.ended)
         send(links, to, message)
 
     def vote(links: Any, frm: int, kinds: Any) -> Any:

@@ -13,7 +13,7 @@ import torch
 from private_llm_hf.party import course
 from private_llm_hf.party.course import Told
 from private_llm_hf.service import limits, party_service
-from private_llm_hf.service.agreement import Done, Offer, Run, Ticket, Vote
+from private_llm_hf.service.agreement import Ack, Commit, Proposal, RequestRef, Vote
 from private_llm_hf.service.client_session import ClientSession
 from private_llm_hf.service.limits import Limits
 from private_llm_hf.service.scheduler import RequestSize
@@ -59,7 +59,7 @@ def lying(patch: pytest.MonkeyPatch, lie: Lie) -> None:
 
 def corrupt(patch: pytest.MonkeyPatch) -> None:
     """Party 0 finds all votes and records to its liking."""
-    patch.setattr(party_service, "chosen", lambda votes, own: [True for _ in own])
+    patch.setattr(party_service, "tally", lambda votes, own: [True for _ in own])
     vouch(patch)
 
 
@@ -80,9 +80,9 @@ def test_another_users_request_is_not_run_for_an_accomplice(
         corrupt(monkeypatch)
 
         def lie(message: Message, me: int, to: int) -> Message:
-            if isinstance(message, Offer) and message.tickets and to == 1:
+            if isinstance(message, Proposal) and message.requests and to == 1:
                 (other,) = lead._scheduler._requests.values()
-                return Offer(message.step, (Ticket(other.session.id, other.number),), message.live)
+                return Proposal(message.step, (RequestRef(other.session.id, other.number),), message.live)
             return message
 
         lying(monkeypatch, lie)
@@ -94,10 +94,11 @@ def test_another_users_request_is_not_run_for_an_accomplice(
 
 
 def only(sender: int, kind: type[Message], **changes: Any) -> Lie:
-    """A party alters its messages of a kind to one other, those that name a ticket."""
+    """A party alters its messages of a kind to one other, those that name a request."""
 
     def lie(message: Message, me: int, to: int) -> Message:
-        if (me, to) == (sender, 0 if sender else 2) and isinstance(message, kind) and getattr(message, "tickets", True):
+        named = getattr(message, "requests" if kind is Proposal else "places", True)
+        if (me, to) == (sender, 0 if sender else 2) and isinstance(message, kind) and named:
             made = {name: change(getattr(message, name)) for name, change in changes.items()}
             return dataclasses.replace(message, **made)
         return message
@@ -106,19 +107,19 @@ def only(sender: int, kind: type[Message], **changes: Any) -> Lie:
 
 
 BY_PARTY_0 = {
-    "offer: step": only(0, Offer, step=lambda step: step + 1),
-    "offer: number": only(0, Offer, tickets=lambda tickets: (Ticket(tickets[0].session, tickets[0].number + 1),)),
-    "offer: session": only(0, Offer, tickets=lambda tickets: (Ticket("00" * 16, 1),)),
-    "offer: live": only(0, Offer, live=lambda live: ("00" * 16,)),
-    "run: step": only(0, Run, step=lambda step: step + 1),
-    "run: tickets": only(0, Run, tickets=lambda tickets: ()),
-    "run: ended": only(0, Run, ended=lambda ended: ("00" * 16,)),
+    "proposal: step": only(0, Proposal, step=lambda step: step + 1),
+    "proposal: number": only(0, Proposal, requests=lambda r: (RequestRef(r[0].session, r[0].number + 1),)),
+    "proposal: session": only(0, Proposal, requests=lambda requests: (RequestRef("00" * 16, 1),)),
+    "proposal: live": only(0, Proposal, live=lambda live: ("00" * 16,)),
+    "commit: step": only(0, Commit, step=lambda step: step + 1),
+    "commit: places": only(0, Commit, places=lambda places: ()),
+    "commit: ended": only(0, Commit, ended=lambda ended: ("00" * 16,)),
 }
 TO_PARTY_0 = {
     "vote: step": only(2, Vote, step=lambda step: step + 1),
     "vote: facts": only(2, Vote, facts=lambda facts: tuple({**each, "call": "0" * 32} for each in facts)),
     "told: facts": only(1, Told, facts=lambda facts: {**facts, "call": "0" * 32}),
-    "done: step": only(3, Done, step=lambda step: step + 1),
+    "ack: step": only(3, Ack, step=lambda step: step + 1),
 }
 ABORTS = ("told to run different things", "disagree on the step", "a request that is not here")
 
@@ -137,7 +138,7 @@ def test_a_message_that_one_party_hears_ends_in_an_abort(
                 if name in BY_PARTY_0:
                     corrupt(patch)
                 lying(patch, lie)
-                if name == "done: step":
+                if name == "ack: step":
                     with contextlib.suppress(PrivateLLMError):  # the links may end before all of it has come
                         assert torch.allclose(opened(step(model, 6, cache=2)), right, atol=1e-2)
                 else:

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from private_llm_hf.party.course import agree, digest
-from private_llm_hf.service.agreement import chosen
+from private_llm_hf.service.agreement import tally
 from private_llm_hf.service.scheduler import RequestSize, Scheduler
 from private_llm_hf.service.settings import ServiceSettings
 
@@ -185,8 +185,8 @@ def test_parties_agree_where_they_say_the_same_of_the_same() -> None:
     assert agree([{"call": "1", "mask 0": "x"}, {"call": "1", "mask 1": "y"}])
     assert not agree([{"call": "1"}, {"call": "1"}, {"call": "2"}])
     votes = [[{"call": "1"}, None, {"call": "3"}], [{"call": "1"}, {"call": "2"}, {"call": "4"}]]
-    assert chosen(votes, [{"call": "1"}, {"call": "2"}, {"call": "3"}]) == [True, None, False]
-    assert chosen([vote[:1] for vote in votes], [{"call": "2"}]) == [False], "party 0's own counts, too"
+    assert tally(votes, [{"call": "1"}, {"call": "2"}, {"call": "3"}]) == [True, None, False]
+    assert tally([vote[:1] for vote in votes], [{"call": "2"}]) == [False], "party 0's own counts, too"
 
 
 def test_digests_tell_where_a_piece_ends() -> None:

@@ -1,12 +1,12 @@
 """What the parties of a service say to each other before a pass: which requests are there, and which run now.
 
-Each step has three messages: party 0 offers requests, the others say which of them they have, and party 0 says which
+Each step has three messages: party 0 proposes requests, the others say which of them they have, and party 0 says which
 run; and a fourth when a pass is over. They carry numbers and digests of public facts. Whatever follows from them is
 done at the same place in the same order at all parties, so that all hold the same caches.
 
-Party 0 alone offers, compares the votes and says what runs. Under quad, where it may lie, all parties then compare what
-they were told and what they got from the clients (`party/course.py`): before a pass, and so before anything is opened.
-These messages are booked to no request.
+Party 0 alone proposes, compares the votes and says what runs. Under quad, where it may lie, all parties then compare
+what they were told and what they got from the clients (`party/course.py`): before a pass, and so before
+anything is opened. These messages are booked to no request.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Step = Annotated[int, Between(0, 1 << 62)]
 
 
 @dataclass(frozen=True)
-class Ticket(Message):
+class RequestRef(Message):
     """A request: the session that it belongs to, and its number there, from 1."""
 
     session: str
@@ -31,17 +31,17 @@ class Ticket(Message):
 
 
 @dataclass(frozen=True)
-class Offer(Message):
+class Proposal(Message):
     """From party 0: have you got these? live: the sessions that party 0 serves, now and then (None: not said)."""
 
     step: Step
-    tickets: tuple[Ticket, ...]
+    requests: tuple[RequestRef, ...]
     live: tuple[str, ...] | None
 
 
 @dataclass(frozen=True)
 class Vote(Message):
-    """To party 0: for each ticket what this party holds of it, or None if it is not there (yet).
+    """To party 0: for each request of the proposal what this party holds of it, or None if it is not there (yet).
 
     facts: digests by name; those of one name must be equal at all parties that state it. ended: sessions that are over
     at this party. leaving: it wants to stop.
@@ -54,23 +54,23 @@ class Vote(Message):
 
 
 @dataclass(frozen=True)
-class Run(Message):
-    """From party 0: these tickets of the offer, in this order, are the next pass. ended: sessions to forget first."""
+class Commit(Message):
+    """From party 0: the requests at these places of the proposal are the next pass. ended: sessions to forget first."""
 
     step: Step
-    tickets: tuple[Step, ...]
+    places: tuple[Step, ...]
     ended: tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class Done(Message):
+class Ack(Message):
     """To party 0: the pass is over here. A helping party is through with its own part long before the others."""
 
     step: Step
 
 
-def chosen(votes: Iterable[Sequence[Mapping[str, str] | None]], own: Sequence[Mapping[str, str]]) -> list[bool | None]:
-    """Of each ticket offered: True if all parties have it and agree, None if one lacks it, False if they disagree."""
+def tally(votes: Iterable[Sequence[Mapping[str, str] | None]], own: Sequence[Mapping[str, str]]) -> list[bool | None]:
+    """Of each proposed request: True if all parties have it and agree, None if one lacks it, False if they disagree."""
     verdicts: list[bool | None] = []
     for place, mine in enumerate(own):
         theirs = [vote[place] for vote in votes]

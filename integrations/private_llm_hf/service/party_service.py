@@ -32,17 +32,17 @@ from private_llm.net.sockets import SocketTransport
 from private_llm.protocols.session import join_parties
 from private_llm_hf.models.sparse_blocks import adopted
 from private_llm_hf.party.course import Course, joined
-from private_llm_hf.service.agreement import Done, Offer, Run, Ticket, Vote, chosen
+from private_llm_hf.service.agreement import Ack, Commit, Proposal, RequestRef, Vote, tally
 from private_llm_hf.service.ahead import Ahead
 from private_llm_hf.service.client_session import ClientSession, Request
 from private_llm_hf.service.limits import KVCacheQuota, Limits, elements_of, meet
 from private_llm_hf.service.links import ServiceLinks
 from private_llm_hf.service.observer import Observer, PassFacts
 from private_llm_hf.service.pass_of_requests import run_requests
+from private_llm_hf.service.quarantine import ClientQuarantine
 from private_llm_hf.service.scheduler import RequestSize, Scheduler
 from private_llm_hf.service.served_model import ServedModel
 from private_llm_hf.service.settings import ServiceSettings
-from private_llm_hf.service.quarantine import ClientQuarantine
 from private_llm_hf.wire.frames import recv_message, send_message
 
 _LOG = logging.getLogger("private_llm")
@@ -259,10 +259,10 @@ class PartyService:
                 live = tuple(self._sessions)
             self.observer.load(len(live), len(self._scheduler))
         self._step += 1
-        offer = Offer(self._step, tuple(Ticket(r.session.id, r.number) for r in requests), live)
+        proposal = Proposal(self._step, tuple(RequestRef(r.session.id, r.number) for r in requests), live)
         others = [party for party in range(self.config.parties) if party != 0]
         for party in others:
-            send_message(links, party, offer)
+            send_message(links, party, proposal)
         votes: list[Vote] = [recv_message(links, party, (Vote,)) for party in others]
         for vote in votes:
             if vote.step != self._step or len(vote.facts) != len(requests):
@@ -270,7 +270,7 @@ class PartyService:
         over = self._lost(votes)
         runs: list[Request] = []
         places = []
-        for place, verdict in enumerate(chosen([vote.facts for vote in votes], [r.facts for r in requests])):
+        for place, verdict in enumerate(tally([vote.facts for vote in votes], [r.facts for r in requests])):
             request = requests[place]
             if request.session.id in over or request.session.id in ended:
                 continue
@@ -281,10 +281,10 @@ class PartyService:
                 places.append(place)
             else:
                 request.session.cut("the client told the parties different things")
-        run = Run(self._step, tuple(places), (*ended, *sorted(over)))
+        commit = Commit(self._step, tuple(places), (*ended, *sorted(over)))
         for party in others:
-            send_message(links, party, run)
-        self._carry_out(links, runs, offer, run)
+            send_message(links, party, commit)
+        self._carry_out(links, runs, proposal, commit)
 
     def _size_of(self, request: Request) -> RequestSize:
         """What kind of pass a request wants, and how large its part of it is; what is planned runs alone, and so does
@@ -324,19 +324,19 @@ class PartyService:
     def _follow(self, mesh: SocketTransport, links: ServiceLinks) -> None:
         """One step of another party: say what is here, then run what party 0 says."""
         links.wait(0)
-        offer: Offer = recv_message(links, 0, (Offer,))
+        proposal: Proposal = recv_message(links, 0, (Proposal,))
         self._step += 1
-        if offer.step != self._step:
+        if proposal.step != self._step:
             raise ProtocolAbort(_APART)
-        wanted = [(ticket.session, ticket.number) for ticket in offer.tickets]
+        wanted = [(request.session, request.number) for request in proposal.requests]
         held = self._scheduler.find_requests(wanted, _GRACE_S)
         facts = tuple(None if request is None else request.facts for request in held)
         send_message(links, 0, Vote(self._step, facts, self._take_ended(), self._leave_at is not None))
-        run: Run = recv_message(links, 0, (Run,))
-        if run.step != self._step:
+        commit: Commit = recv_message(links, 0, (Commit,))
+        if commit.step != self._step:
             raise ProtocolAbort(_APART)
         runs = []
-        for place in run.tickets:
+        for place in commit.places:
             request = held[place] if place < len(held) else None
             if request is None:
                 raise ProtocolAbort("party 0 runs a request that is not here")
@@ -344,11 +344,11 @@ class PartyService:
                 raise ProtocolAbort("party 0 runs a request twice")
             runs.append(request)
         self._scheduler.remove_requests(runs)
-        if offer.live is not None:
-            self.admission.confirm(offer.live)
-            self._drop_strangers(offer.live)
+        if proposal.live is not None:
+            self.admission.confirm(proposal.live)
+            self._drop_strangers(proposal.live)
             self.observer.load(len(self._sessions), len(self._scheduler))
-        self._carry_out(links, runs, offer, run)
+        self._carry_out(links, runs, proposal, commit)
 
     def _drop_strangers(self, live: Sequence[str]) -> None:
         """End sessions that party 0 does not have: it comes first, so they are over there, or never began."""
@@ -359,14 +359,14 @@ class PartyService:
             session.cut("party 0 has no such session")
 
     # -- all ------------------------------------------------------------------------------------------------------
-    def _carry_out(self, links: ServiceLinks, requests: list[Request], offer: Offer, run: Run) -> None:
+    def _carry_out(self, links: ServiceLinks, requests: list[Request], proposal: Proposal, commit: Commit) -> None:
         """Forget what ended, and run a pass. Everything here is the same at all parties.
 
         Raises ProtocolAbort, before anything is sent, where parties that compare were told or sent different things.
         """
-        self._course.add([offer, run])
+        self._course.add([proposal, commit])
         self._course.compare(links, range(self.config.parties), joined([request.facts for request in requests]))
-        self._forget(run.ended, requests)
+        self._forget(commit.ended, requests)
         if not requests:
             return
         began = time.perf_counter()
@@ -381,7 +381,7 @@ class PartyService:
         if self.number == 0:
             self._await_all(links)
         else:
-            send_message(links, 0, Done(self._step))
+            send_message(links, 0, Ack(self._step))
         seconds = time.perf_counter() - began
         self._scheduler.update_from_batch(requests, seconds)
         self.observer.pass_done(
@@ -435,8 +435,8 @@ class PartyService:
     def _await_all(self, links: ServiceLinks) -> None:
         """Wait until the others are through with a pass: only then is it known which of its sessions go on."""
         for party in range(1, self.config.parties):
-            done: Done = recv_message(links, party, (Done,))
-            if done.step != self._step:
+            ack: Ack = recv_message(links, party, (Ack,))
+            if ack.step != self._step:
                 raise ProtocolAbort(_APART)
 
     def _model(self, request: Request) -> ServedModel:
