@@ -33,12 +33,12 @@ from private_llm.protocols.session import join_parties
 from private_llm_hf.models.sparse_blocks import adopted
 from private_llm_hf.party.course import Course, joined
 from private_llm_hf.service.agreement import Ack, Commit, Proposal, RequestRef, Vote, tally
-from private_llm_hf.service.ahead import Ahead
 from private_llm_hf.service.client_session import ClientSession, Request
 from private_llm_hf.service.limits import KVCacheQuota, Limits, elements_of, meet
 from private_llm_hf.service.links import ServiceLinks
 from private_llm_hf.service.observer import Observer, PassFacts
 from private_llm_hf.service.pass_of_requests import run_requests
+from private_llm_hf.service.preprocessing_store import PreprocessingStore
 from private_llm_hf.service.quarantine import ClientQuarantine
 from private_llm_hf.service.scheduler import RequestSize, Scheduler
 from private_llm_hf.service.served_model import ServedModel
@@ -80,7 +80,7 @@ class PartyService:
         self.settings, self.observer, self.rows = settings, observer or Observer(), settings.rows
         self._models = self._open_models()
         self._listener = listener
-        self._scheduler, self._ahead = Scheduler(settings), Ahead()
+        self._scheduler, self._preprocessing = Scheduler(settings), PreprocessingStore()
         self._sessions: dict[str, ClientSession] = {}
         self._lock = threading.Lock()
         self._ended: list[str] = []
@@ -170,7 +170,7 @@ class PartyService:
             links.abort(reason)
             self._end_sessions(reason)
             links.close()
-            self._ahead.close()
+            self._preprocessing.close()
             self._alone_since = time.monotonic()
             self.observer.links_down(reason, re.fullmatch(rf"{HEARSAY}(?:{WHO}) {_STOPPED}", reason) is not None)
 
@@ -183,7 +183,7 @@ class PartyService:
             own = Limits.own(self.settings, self.config, [model.model.config for model in self._models.values()])
             self.limits = meet(links, self.config.parties, own)
             self._quota = KVCacheQuota(self.limits)
-            self._ahead.quota = self._quota
+            self._preprocessing.quota = self._quota
             self._step = 0
             self._course = Course(session)
             self._course.add(self.limits)
@@ -410,7 +410,7 @@ class PartyService:
             self._quota.release(number)
             for model in self._models.values():
                 model.kept.forget(number)
-            self._ahead.forget(number)
+            self._preprocessing.forget(number)
             with self._lock:
                 session = self._sessions.get(number)
             if session is not None:
@@ -420,16 +420,16 @@ class PartyService:
         """Rows and positions that were computed."""
         for request in requests:
             if request.drop:
-                self._ahead.forget(request.session.id)
+                self._preprocessing.forget(request.session.id)
         first = requests[0]
         if first.step is None:
             return run_requests(model, links, requests, self._quota)
         model.kept.free(first.session.id, first.free)
         if first.prepares:
-            room = self._ahead.room(first.session.user, self.settings.offline_bytes)
-            self._ahead.prepare(model, links, first, f"ahead {self._step}", room)
+            room = self._preprocessing.free_bytes(first.session.user, self.settings.offline_bytes)
+            self._preprocessing.prepare(model, links, first, f"ahead {self._step}", room)
         else:
-            self._ahead.run(model, links, first)
+            self._preprocessing.run_prepared(model, links, first)
         return first.call.rows, math.prod(first.call.secret[0].shape[:2])
 
     def _await_all(self, links: ServiceLinks) -> None:

@@ -26,8 +26,8 @@ from private_llm_hf.service.served_model import ServedModel
 
 
 @dataclass
-class _Stock:
-    """What was prepared for one session's plan: a label of masks for each step, and what the helping party sent."""
+class _PreparedPlan:
+    """What the parties prepared for one session's plan: a label of masks for each step, and what the helping party sent."""
 
     model: ServedModel
     user: str
@@ -45,8 +45,8 @@ class _Stock:
             self.store = None
 
 
-class Ahead:
-    """The stocks of all sessions at this party. Used by the thread that computes, at the same place of the
+class PreprocessingStore:
+    """The prepared plans of all sessions at this party. Used by the thread that computes, at the same place of the
     same step at every party.
     """
 
@@ -54,31 +54,31 @@ class Ahead:
     """Of the parties' present links."""
 
     def __init__(self) -> None:
-        self._stocks: dict[str, _Stock] = {}
+        self._plans: dict[str, _PreparedPlan] = {}
 
     @property
     def nbytes(self) -> int:
         """On this party's disk."""
-        return sum(stock.nbytes for stock in self._stocks.values())
+        return sum(prepared.nbytes for prepared in self._plans.values())
 
-    def room(self, user: str, most: int) -> int:
+    def free_bytes(self, user: str, most: int) -> int:
         """Bytes that a user's plans may still take of `most`: half of them at most for one with a name."""
-        own = sum(stock.nbytes for stock in self._stocks.values() if stock.user == user)
+        own = sum(prepared.nbytes for prepared in self._plans.values() if prepared.user == user)
         return min(most - self.nbytes, most - most // 2 - own) if user else most - self.nbytes
 
     def forget(self, session: str) -> None:
         """Delete what is left of a session's plan, and its caches."""
-        stock = self._stocks.pop(session, None)
-        if stock is not None:
-            stock.close()
-            stock.model.kept.forget(owner_of(session))
+        prepared = self._plans.pop(session, None)
+        if prepared is not None:
+            prepared.close()
+            prepared.model.kept.forget(owner_of(session))
             self.quota.release(owner_of(session))
 
     def close(self) -> None:
         """Delete all."""
-        for stock in self._stocks.values():
-            stock.close()
-        self._stocks.clear()
+        for prepared in self._plans.values():
+            prepared.close()
+        self._plans.clear()
 
     # -- before -------------------------------------------------------------------------------------------------
     def prepare(self, model: ServedModel, links: ServiceLinks, request: Request, label: str, room: int) -> None:
@@ -94,25 +94,25 @@ class Ahead:
         if step.index == 0:
             self.forget(request.session.id)
             made = OfflineStore(session.config.offline_folder) if keeps else None
-            self._stocks[request.session.id] = _Stock(model, request.session.user, step.plan, made)
+            self._plans[request.session.id] = _PreparedPlan(model, request.session.user, step.plan, made)
             self._reserve(model, request, step)
-        stock = self._stocks[request.session.id]
-        stock.labels.append(label)
-        before = stock.nbytes
+        prepared = self._plans[request.session.id]
+        prepared.labels.append(label)
+        before = prepared.nbytes
         if session.party == helper:
-            self._run_ahead(model, links, request, label, keepers)
-        elif stock.store is not None and helper is not None:
-            problem = store_call_within(links, helper, stock.store, room)
+            self._send_ahead(model, links, request, label, keepers)
+        elif prepared.store is not None and helper is not None:
+            problem = store_call_within(links, helper, prepared.store, room)
             if problem is not None:
-                stock.close()
+                prepared.close()
                 request.fail(ConfigError(f"preprocess: {problem}; plan fewer calls"))
-        request.stored = stock.nbytes - before
-        if step.last and stock.store is not None:
-            stock.store.rewind()
+        request.stored = prepared.nbytes - before
+        if step.last and prepared.store is not None:
+            prepared.store.rewind()
         request.session.costs.add(links.ledger, 1, 1)
         request.done.set()
 
-    def _run_ahead(
+    def _send_ahead(
         self, model: ServedModel, links: ServiceLinks, request: Request, label: str, keepers: tuple[int, ...]
     ) -> None:
         session = model.session
@@ -130,25 +130,25 @@ class Ahead:
         OfflineTransport(links).end_call(keepers)  # also after a mistake: its receivers wait for it
 
     # -- when the data are there ----------------------------------------------------------------------------------
-    def run(self, model: ServedModel, links: ServiceLinks, request: Request) -> None:
+    def run_prepared(self, model: ServedModel, links: ServiceLinks, request: Request) -> None:
         """A step that was prepared: the helping party is silent, what it sent comes from the store.
 
         A call that does not fit ends its session (ConfigError for too many positions). Raises TransportError if what is
         stored is damaged: the others would wait for this party.
         """
         session, step = model.session, _step(request)
-        stock = self._stocks.get(request.session.id)
-        if stock is None or stock.plan != step.plan or step.index >= len(stock.labels):
+        prepared = self._plans.get(request.session.id)
+        if prepared is None or prepared.plan != step.plan or step.index >= len(prepared.labels):
             raise TransportError("a call was prepared at some parties only")
         if session.party != (session.config.facts.helper if session.config.facts else None):
-            self._answer(model, links, request, stock)
+            self._answer(model, links, request, prepared)
         request.session.costs.add(links.ledger, 1, 1)
         if step.last:
             self.forget(request.session.id)
         request.done.set()
 
-    def _answer(self, model: ServedModel, links: ServiceLinks, request: Request, stock: _Stock) -> None:
-        session, store = model.session, stock.store
+    def _answer(self, model: ServedModel, links: ServiceLinks, request: Request, prepared: _PreparedPlan) -> None:
+        session, store = model.session, prepared.store
         helper = session.config.helper
 
         def reading(transport: Transport) -> Transport:
@@ -160,7 +160,7 @@ class Ahead:
         if not self._fits(model, request):
             return
         try:
-            with session.protocol.section(stock.labels[_step(request).index], reading):
+            with session.protocol.section(prepared.labels[_step(request).index], reading):
                 answer = _computed(model, request)
                 _open(session, links, request, answer)
             if store is not None:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from private_llm_hf import AutoPrivateModelForCausalLM, ForwardPlan, GeneratePlan, PrivateConfig
-from private_llm_hf.service.ahead import Ahead
 from private_llm_hf.service.plan import Plan
+from private_llm_hf.service.preprocessing_store import PreprocessingStore
 from private_llm_hf.wire.commands import Call, CropCache, Preprocess, Tokens
 from transformers import AutoModelForCausalLM
 
@@ -29,7 +29,7 @@ def plain(tiny_folder: Path) -> Any:
 
 
 def on_disk(running: Running) -> int:
-    return sum(service._ahead.nbytes for service in running.services)
+    return sum(service._preprocessing.nbytes for service in running.services)
 
 
 def kept(running: Running) -> list[int]:
@@ -134,14 +134,14 @@ def test_a_party_that_comes_back_knows_of_no_plan(start: Start, plain: Any) -> N
 
 
 def test_one_user_has_half_of_the_disk() -> None:
-    def stock(user: str, nbytes: int) -> Any:
+    def prepared(user: str, nbytes: int) -> Any:
         return SimpleNamespace(user=user, nbytes=nbytes)
 
-    ahead = Ahead()
-    ahead._stocks = {"a": stock("eve", 300), "b": stock("eve", 100), "c": stock("", 50)}
-    assert [ahead.room(user, 1001) for user in ("eve", "bob", "")] == [101, 501, 551]
-    ahead._stocks["d"] = stock("bob", 500)
-    assert [ahead.room(user, 1001) for user in ("eve", "bob", "")] == [51, 1, 51]
+    store = PreprocessingStore()
+    store._plans = {"a": prepared("eve", 300), "b": prepared("eve", 100), "c": prepared("", 50)}
+    assert [store.free_bytes(user, 1001) for user in ("eve", "bob", "")] == [101, 501, 551]
+    store._plans["d"] = prepared("bob", 500)
+    assert [store.free_bytes(user, 1001) for user in ("eve", "bob", "")] == [51, 1, 51]
 
 
 @pytest.mark.sampled(2)
