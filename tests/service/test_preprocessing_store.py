@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from private_llm_hf import AutoPrivateModelForCausalLM, ForwardPlan, GeneratePlan, PrivateConfig
-from private_llm_hf.service.plan import Plan
+from private_llm_hf.service.preprocessing_plan import PreprocessingPlan
 from private_llm_hf.service.preprocessing_store import PreprocessingStore
 from private_llm_hf.wire.commands import Call, CropCache, Preprocess, Tokens
 from transformers import AutoModelForCausalLM
@@ -246,10 +246,10 @@ def test_planned_changes_of_a_cache_and_caches_of_one_number(start: Start, plain
     assert not any(watch.downs for watch in running.watches)
 
 
-def test_a_plan_in_steps() -> None:
+def test_a_plan_call_by_call() -> None:
     call = Call({}, (Tokens("input_ids", (1, 6), 9),), 1, None, None, ("logits",))
-    plan = Plan(2, [call, CropCache(1, 1), CropCache(1, 2), call, CropCache(1, 1)], before=1)
-    assert [(s.number, s.index, len(s.edits), s.last) for s in plan.steps] == [(0, 0, 0, False), (3, 1, 2, True)]
+    plan = PreprocessingPlan(2, [call, CropCache(1, 1), CropCache(1, 2), call, CropCache(1, 1)], before=1)
+    assert [(s.number, s.index, len(s.edits), s.last) for s in plan.calls] == [(0, 0, 0, False), (3, 1, 2, True)]
     with pytest.raises(TransportError, match="not what comes next"):
         plan.take((2, 3))
     assert plan.take((2, 0)).call == call
@@ -259,6 +259,6 @@ def test_a_plan_in_steps() -> None:
     with pytest.raises(TransportError):
         plan.take((2, 3))
     with pytest.raises(ProtocolAbort):
-        Plan(2, [], before=2)
+        PreprocessingPlan(2, [], before=2)
     with pytest.raises(DomainError, match="this service takes 4096"):
-        Plan(3, [call] * 4097, before=2)
+        PreprocessingPlan(3, [call] * 4097, before=2)

@@ -34,7 +34,7 @@ from private_llm_hf.party.course import digest
 from private_llm_hf.service.costs import SessionCosts
 from private_llm_hf.service.limits import Limits
 from private_llm_hf.service.links import Frame, Recorder
-from private_llm_hf.service.plan import Plan, Step
+from private_llm_hf.service.preprocessing_plan import PlannedCall, PreprocessingPlan
 from private_llm_hf.service.served_model import ServedModel
 from private_llm_hf.wire import commands
 from private_llm_hf.wire.answers import Alive, Loaded, Outputs, Prepared
@@ -87,8 +87,8 @@ class Host(Protocol):
 class Request:
     """A call that waits for a pass. edits: changes of caches that come before it. free: handles that nobody needs.
 
-    step: of a plan. prepares: it is computed ahead (stored and digests say what came of it), else it was. drop: the
-    session's older plan is over.
+    planned: which call of a plan it is. prepares: the parties compute it ahead (stored and digests say what came of
+    it); otherwise they did. drop: the session's older plan is over.
     """
 
     session: ClientSession
@@ -99,7 +99,7 @@ class Request:
     frames: Sequence[Frame]
     facts: dict[str, str]
     since: float = field(default_factory=time.monotonic)
-    step: Step | None = None
+    planned: PlannedCall | None = None
     prepares: bool = False
     drop: bool = False
     stored: int = 0
@@ -128,7 +128,7 @@ class ClientSession:
         self.masks: list[Prg] = []
         self.model: ServedModel | None = None
         self._edits: list[CacheEdit] = []
-        self._plan = Plan(0, (), -1)
+        self._plan = PreprocessingPlan(0, (), -1)
         self._drop = False
         self._requests, self._earlier = 0, ""
         self._sending = threading.Lock()
@@ -259,26 +259,26 @@ class ClientSession:
         """Receive what a call needs, and wait until a pass has answered it."""
         if command.slices is not None:
             raise TransportError("a party service takes no calls of a split")
-        step = None
+        planned = None
         if command.at is not None:
-            step = self._plan.take(command.at)
-            command = replace(command, call=step.call)
-        self._answered = step is not None and self.host.number == self.host.config.helper
-        frames = self._receive(command.call, step is not None)
+            planned = self._plan.take(command.at)
+            command = replace(command, call=planned.call)
+        self._answered = planned is not None and self.host.number == self.host.config.helper
+        frames = self._receive(command.call, planned is not None)
         edits: list[CacheEdit] = []
-        if step is None:
+        if planned is None:
             edits, self._edits = self._edits, []
-        self._run_request(command.call, self._facts(command, edits, frames), edits, command.free, frames, step)
+        self._run_request(command.call, self._facts(command, edits, frames), edits, command.free, frames, planned)
 
     def _run_request(
         self, call: Call, facts: dict[str, str], edits: Sequence[CacheEdit] = (), free: tuple[int, ...] = (),
-        frames: Sequence[Frame] = (), step: Step | None = None, prepares: bool = False,
+        frames: Sequence[Frame] = (), planned: PlannedCall | None = None, prepares: bool = False,
     ) -> Request:  # fmt: skip
         """Wait until a pass has run a request. Raises what went wrong with it."""
         self._requests += 1
         drop, self._drop = self._drop, False
         request = Request(
-            self, self._requests, call, tuple(edits), free, frames, facts, step=step, prepares=prepares, drop=drop
+            self, self._requests, call, tuple(edits), free, frames, facts, planned=planned, prepares=prepares, drop=drop
         )
         self.host.submit(request)
         self._await(request)
@@ -294,17 +294,17 @@ class ClientSession:
                 f"preprocess: nothing can be computed ahead under {config.protocol!r}"
                 + (" with sparsity" if config.sparsity is not None else "")
             )
-        plan = Plan(command.plan, command.calls, self._plan.number)
-        for step in plan.steps:
-            self.host.limits.check_edits(0, len(step.edits))
-            self._check_inputs(step.call, one_hot=True)
-            for edit in step.edits:
+        plan = PreprocessingPlan(command.plan, command.calls, self._plan.number)
+        for planned in plan.calls:
+            self.host.limits.check_edits(0, len(planned.edits))
+            self._check_inputs(planned.call, one_hot=True)
+            for edit in planned.edits:
                 self._check_edit(edit)
         facts = self._facts(command, [], [])
         free, stored, digests = command.free, 0, list[str]()
         self._drop, self._answered = True, False
-        for step in plan.steps:
-            request = self._run_request(step.call, facts, free=free, step=step, prepares=True)
+        for planned in plan.calls:
+            request = self._run_request(planned.call, facts, free=free, planned=planned, prepares=True)
             free, stored, digests = (), stored + request.stored, [*digests, *request.digests]
         self._plan, self._answered = plan, True
         send_message(self.link, CLIENT, Prepared(stored, tuple(digests), ask_all=True))

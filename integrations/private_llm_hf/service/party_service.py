@@ -290,7 +290,7 @@ class PartyService:
         """What kind of pass a request wants, and how large its part of it is; what is planned runs alone, and so does
         what cannot be measured, which all parties will refuse.
         """
-        if request.step is not None:
+        if request.planned is not None:
             return RequestSize(None, 0)
         try:
             return self._measure(request)
@@ -377,7 +377,7 @@ class PartyService:
         except ProtocolAbort:
             self._quarantine.record_abort(request.session.user for request in requests)
             raise
-        self._course.add([type(r.error).__name__ for r in requests if r.step is None])  # a disk is one party's own
+        self._course.add([type(r.error).__name__ for r in requests if r.planned is None])  # a disk is one party's own
         if self.number == 0:
             self._await_all(links)
         else:
@@ -422,7 +422,7 @@ class PartyService:
             if request.drop:
                 self._preprocessing.forget(request.session.id)
         first = requests[0]
-        if first.step is None:
+        if first.planned is None:
             return run_requests(model, links, requests, self._quota)
         model.kept.free(first.session.id, first.free)
         if first.prepares:

@@ -21,13 +21,13 @@ from private_llm_hf.service.client_session import Request
 from private_llm_hf.service.limits import KVCacheQuota
 from private_llm_hf.service.links import ServiceLinks
 from private_llm_hf.service.pass_of_requests import announced, change, check_fits, inputs_received, refusal
-from private_llm_hf.service.plan import Step
+from private_llm_hf.service.preprocessing_plan import PlannedCall
 from private_llm_hf.service.served_model import ServedModel
 
 
 @dataclass
 class _PreparedPlan:
-    """What the parties prepared for one session's plan: a label of masks for each step, and what the helping party sent."""
+    """What was prepared for one session's plan: a label of masks for each call, and what the helping party sent."""
 
     model: ServedModel
     user: str
@@ -82,20 +82,20 @@ class PreprocessingStore:
 
     # -- before -------------------------------------------------------------------------------------------------
     def prepare(self, model: ServedModel, links: ServiceLinks, request: Request, label: str, room: int) -> None:
-        """One step of a plan. label: of its masks, never used before. room: bytes that may be added on disk.
+        """One call of a plan. label: of its masks, never used before. room: bytes that may be added on disk.
 
-        The helping party computes and sends, its receivers store, the others do nothing. A step that the model does
+        The helping party computes and sends, its receivers store, the others do nothing. A call that the model does
         not take, or that does not fit on a disk, ends its session (ConfigError, DomainError, UnsupportedOp) and nothing
-        else. Raises TransportError for a request that is no step of a plan.
+        else. Raises TransportError for a request that no plan has.
         """
-        session, step = model.session, _step(request)
+        session, planned = model.session, _planned(request)
         helper, keepers = session.config.helper, session.config.offline_receivers
         keeps = session.party in keepers
-        if step.index == 0:
+        if planned.index == 0:
             self.forget(request.session.id)
             made = OfflineStore(session.config.offline_folder) if keeps else None
-            self._plans[request.session.id] = _PreparedPlan(model, request.session.user, step.plan, made)
-            self._reserve(model, request, step)
+            self._plans[request.session.id] = _PreparedPlan(model, request.session.user, planned.plan, made)
+            self._reserve(model, request, planned)
         prepared = self._plans[request.session.id]
         prepared.labels.append(label)
         before = prepared.nbytes
@@ -107,7 +107,7 @@ class PreprocessingStore:
                 prepared.close()
                 request.fail(ConfigError(f"preprocess: {problem}; plan fewer calls"))
         request.stored = prepared.nbytes - before
-        if step.last and prepared.store is not None:
+        if planned.last and prepared.store is not None:
             prepared.store.rewind()
         request.session.costs.add(links.ledger, 1, 1)
         request.done.set()
@@ -131,19 +131,19 @@ class PreprocessingStore:
 
     # -- when the data are there ----------------------------------------------------------------------------------
     def run_prepared(self, model: ServedModel, links: ServiceLinks, request: Request) -> None:
-        """A step that was prepared: the helping party is silent, what it sent comes from the store.
+        """A call that was prepared: the helping party is silent, what it sent comes from the store.
 
         A call that does not fit ends its session (ConfigError for too many positions). Raises TransportError if what is
         stored is damaged: the others would wait for this party.
         """
-        session, step = model.session, _step(request)
+        session, planned = model.session, _planned(request)
         prepared = self._plans.get(request.session.id)
-        if prepared is None or prepared.plan != step.plan or step.index >= len(prepared.labels):
+        if prepared is None or prepared.plan != planned.plan or planned.index >= len(prepared.labels):
             raise TransportError("a call was prepared at some parties only")
         if session.party != (session.config.facts.helper if session.config.facts else None):
             self._answer(model, links, request, prepared)
         request.session.costs.add(links.ledger, 1, 1)
-        if step.last:
+        if planned.last:
             self.forget(request.session.id)
         request.done.set()
 
@@ -160,7 +160,7 @@ class PreprocessingStore:
         if not self._fits(model, request):
             return
         try:
-            with session.protocol.section(prepared.labels[_step(request).index], reading):
+            with session.protocol.section(prepared.labels[_planned(request).index], reading):
                 answer = _computed(model, request)
                 _open(session, links, request, answer)
             if store is not None:
@@ -173,19 +173,19 @@ class PreprocessingStore:
             _give_up(model, request, error)
 
     # -- both -----------------------------------------------------------------------------------------------------
-    def _reserve(self, model: ServedModel, request: Request, step: Step) -> None:
+    def _reserve(self, model: ServedModel, request: Request, planned: PlannedCall) -> None:
         """Count all that the plan will keep from its beginning on: what it keeps so far differs between the parties."""
         try:
-            self.quota.reserve(owner_of(request.session.id), request.session.user, model.name, step.positions)
+            self.quota.reserve(owner_of(request.session.id), request.session.user, model.name, planned.positions)
         except PrivateLLMError as error:
             _give_up(model, request, error)
 
     def _fits(self, model: ServedModel, request: Request) -> bool:
         """Bring the plan's caches to where the call wants them; False, and the session ends, if the call is bad."""
-        step, owner = _step(request), owner_of(request.session.id)
+        planned, owner = _planned(request), owner_of(request.session.id)
         try:
-            change(model.kept, owner, step.edits, self.quota.limits)
-            check_fits(model, owner, step.call, self.quota.limits)
+            change(model.kept, owner, planned.edits, self.quota.limits)
+            check_fits(model, owner, planned.call, self.quota.limits)
         except Exception as error:  # noqa: BLE001 - as in `pass_of_requests`
             _give_up(model, request, refusal(request, error))
         return request.error is None
@@ -196,10 +196,10 @@ def owner_of(session: str) -> str:
     return f"{session} plan"
 
 
-def _step(request: Request) -> Step:
-    if request.step is None:
+def _planned(request: Request) -> PlannedCall:
+    if request.planned is None:
         raise TransportError("a call that nobody planned")
-    return request.step
+    return request.planned
 
 
 def _give_up(model: ServedModel, request: Request, error: PrivateLLMError) -> None:
@@ -211,11 +211,11 @@ def _give_up(model: ServedModel, request: Request, error: PrivateLLMError) -> No
 
 def _computed(model: ServedModel, request: Request) -> Answer:
     """Inside a section: inputs and the model."""
-    session, step = model.session, _step(request)
-    masks = session.protocol.input_masks(request.session.keys, section_label(step.plan, step.number))
+    session, planned = model.session, _planned(request)
+    masks = session.protocol.input_masks(request.session.keys, section_label(planned.plan, planned.number))
     with torch.no_grad(), session.protocol.ledger.scope(""):
-        secrets = inputs_received(session, masks, step.call)
-        return run_alone(model.model, session, model.kept, owner_of(request.session.id), step.call, secrets)
+        secrets = inputs_received(session, masks, planned.call)
+        return run_alone(model.model, session, model.kept, owner_of(request.session.id), planned.call, secrets)
 
 
 def _open(session: Session, links: ServiceLinks, request: Request, answer: Answer) -> None:
