@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from private_llm_hf.service.observer import Observer, PassFacts
+from private_llm_hf.service.observer import BatchFacts, Observer
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 
 from private_llm.config import VERSION
@@ -108,7 +108,7 @@ class Metrics(Observer):
         """As `Observer`."""
         self._busy.inc()
 
-    def pass_done(self, facts: PassFacts) -> None:
+    def batch_done(self, facts: BatchFacts) -> None:
         """As `Observer`."""
         model = facts.model if facts.model in self._models else "other"
         self._passes.labels(model).inc()

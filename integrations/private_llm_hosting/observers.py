@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from private_llm_hf.service.observer import Observer, PassFacts
+from private_llm_hf.service.observer import BatchFacts, Observer
 
 from private_llm_hosting.logs import LOGGER
 from private_llm_hosting.refusals import Throttle, class_of
@@ -71,7 +71,7 @@ class LogObserver(Observer):
         """As `Observer`."""
         self._repeated("busy", "a client was told to come later", user, "", "busy")
 
-    def pass_done(self, facts: PassFacts) -> None:
+    def batch_done(self, facts: BatchFacts) -> None:
         """As `Observer`."""
         _LOG.debug(
             "pass done",
@@ -148,9 +148,9 @@ class Observers(Observer):
         """As `Observer`."""
         self._tell("busy", user)
 
-    def pass_done(self, facts: PassFacts) -> None:
+    def batch_done(self, facts: BatchFacts) -> None:
         """As `Observer`."""
-        self._tell("pass_done", facts)
+        self._tell("batch_done", facts)
 
     def load(self, sessions: int, requests: int) -> None:
         """As `Observer`."""

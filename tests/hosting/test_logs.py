@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator
 
 import pytest
-from private_llm_hf.service.observer import Observer, PassFacts
+from private_llm_hf.service.observer import BatchFacts, Observer
 from private_llm_hosting.logs import configure_logs
 from private_llm_hosting.observers import STARTING_S, LogObserver, Observers
 from private_llm_hosting.refusals import CLASSES, Throttle, class_of
@@ -45,7 +45,7 @@ def lines() -> Iterator[Callable[[str], list[str]]]:
 def tell(observer: Observer) -> None:
     observer.links_up()
     observer.session_began("0123456789ab", "alice")
-    observer.pass_done(PassFacts("demo", 2, 1, 4, 12, 0.25, 1000, 30))
+    observer.batch_done(BatchFacts("demo", 2, 1, 4, 12, 0.25, 1000, 30))
     observer.session_ended("0123456789ab", "alice", 1.5, None)
     observer.session_ended("0123456789ab", "alice", 1.5, "it went away")
     observer.refused("127.0.0.1", "user 'eve' is not on this party's list; ask who runs it")

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from private_llm_hf.service.observer import PassFacts
+from private_llm_hf.service.observer import BatchFacts
 from private_llm_hosting.metrics import Metrics
 from private_llm_hosting.operator_port import OperatorPort
 from private_llm_hosting.refusals import CLASSES
@@ -68,9 +68,9 @@ def test_figures(place: Place) -> None:
     metrics.session_ended("0123456789ab", "alice", 1.0, "it went away")
     metrics.refused("eve", "user 'eve' is not on this party's list")
     metrics.busy("bob")
-    metrics.pass_done(PassFacts("demo", 2, 1, 4, 12, 0.2, 1000, 30))
-    metrics.pass_done(PassFacts("demo", 1, 1, 1, 1, 0.02, 100, 30))
-    metrics.pass_done(PassFacts("a name that is not configured", 1, 1, 1, 1, 0.02, 100, 30))
+    metrics.batch_done(BatchFacts("demo", 2, 1, 4, 12, 0.2, 1000, 30))
+    metrics.batch_done(BatchFacts("demo", 1, 1, 1, 1, 0.02, 100, 30))
+    metrics.batch_done(BatchFacts("a name that is not configured", 1, 1, 1, 1, 0.02, 100, 30))
     found = place.figures()
     wanted = {
         "links_up": 1, "draining": 0, "sessions": 3, "requests_waiting": 2, "sessions_begun_total": 1,

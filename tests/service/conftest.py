@@ -19,7 +19,7 @@ from private_llm_hf import (
 )
 from private_llm_hf.api import share_checkpoint
 from private_llm_hf.checkpoint.share_files import share_path
-from private_llm_hf.service.observer import Observer, PassFacts
+from private_llm_hf.service.observer import BatchFacts, Observer
 from private_llm_hf.service.party_service import PartyService
 from private_llm_hf.service.settings import ServiceSettings
 
@@ -36,12 +36,12 @@ class Watch(Observer):
     """Remembers what it is told."""
 
     def __init__(self) -> None:
-        self.passes: list[PassFacts] = []
+        self.passes: list[BatchFacts] = []
         self.ended: list[str | None] = []
         self.downs: list[tuple[str, bool]] = []
         self.awaited: list[tuple[str | None, str, float]] = []
 
-    def pass_done(self, facts: PassFacts) -> None:
+    def batch_done(self, facts: BatchFacts) -> None:
         self.passes.append(facts)
 
     def session_ended(self, session: str, user: str, seconds: float, reason: str | None) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from private_llm_hf.party.model import build_party_model
-from private_llm_hf.service.passes import Answer, Kept, Part, check_call, kind, run_pass
+from private_llm_hf.service.batch import Answer, BatchedRequest, Kept, batch_key, check_call, run_batch
 from private_llm_hf.wire.commands import OPENED, CacheEdit, Call, Tokens, Values
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -49,7 +49,7 @@ class Ask:
 
 @dataclass
 class Done:
-    """A pass that ran: what each session opened, whether its requests were of one kind, and its cost."""
+    """A batch that ran: what each session opened, whether its requests were of one kind, and its cost."""
 
     opened: list[dict[str, Tensor]]
     alike: bool
@@ -63,12 +63,13 @@ class Done:
 
 Look = Callable[[Kept], object]
 Step = Sequence[Ask] | tuple[str, CacheEdit] | Look
-"""A pass, a change of a session's cache, or something done with what is kept (at every party; party 0's result counts).
+"""A batch, a change of a session's cache, or something done with what is kept (at every party; party 0's result
+counts).
 """
 
 
 def run_service(config: PrivateConfig, model: PreTrainedModel, steps: Sequence[Step]) -> list[Any]:
-    """Run all steps in order at all parties: a `Done` for each pass, and what each look returned."""
+    """Run all steps in order at all parties: a `Done` for each batch, and what each look returned."""
     details, weights = description(model), weights_of(model)
     answers: list[list[Answer]] = []
     ledgers: list[list[Ledger]] = [[] for _ in range(config.parties)]
@@ -93,10 +94,10 @@ def run_service(config: PrivateConfig, model: PreTrainedModel, steps: Sequence[S
                 for ask in step:
                     check_call(party, config, ask.call, kept, ask.owner)
                     past = 0 if ask.cache is None else kept.past(ask.owner, ask.cache)
-                    kinds.add(kind(party, config, ask.call, past))
-                    parts.append(Part(ask.owner, ask.call, (_received(session, ask),)))
+                    kinds.add(batch_key(party, config, ask.call, past))
+                    parts.append(BatchedRequest(ask.owner, ask.call, (_received(session, ask),)))
                 transport.ledger.reset()
-                made = run_pass(party, session, kept, parts)
+                made = run_batch(party, session, kept, parts)
                 ledgers[session.party].append(copied(transport.ledger))
                 if session.party == 0:
                     answers.append(made)
@@ -124,7 +125,7 @@ def run_service(config: PrivateConfig, model: PreTrainedModel, steps: Sequence[S
                     client.share(ring.encode(ask.given, config.frac_bits))
             for _ in range(config.parties):
                 if not computed[place].acquire(timeout=60.0):
-                    raise TimeoutError("a party did not finish a pass")
+                    raise TimeoutError("a party did not finish a batch")
             number = sum(isinstance(each, Done) for each in found)
             opened = [
                 {name: ring.decode(client.open(tuple(fixed.shape)), fixed.frac) for name, fixed in answer.outputs}

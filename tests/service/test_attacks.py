@@ -13,8 +13,8 @@ import pytest
 import torch
 from private_llm_hf.service import party_service, pass_of_requests
 from private_llm_hf.service.agreement import Commit, Proposal, Vote
+from private_llm_hf.service.batch_key import past_of
 from private_llm_hf.service.client_session import ClientSession
-from private_llm_hf.service.kinds import past_of
 from private_llm_hf.service.limits import MOST_EDITS, MOST_HANDLES, KVCacheQuota, Limits, elements_of
 from private_llm_hf.service.quarantine import ClientQuarantine
 from private_llm_hf.wire.commands import (
@@ -402,7 +402,7 @@ def test_what_nobody_foresaw_in_a_request_ends_its_session_alone(
 
 
 def test_what_one_party_alone_lacks_ends_the_links(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without memory it cannot take its part of the pass, which the others begin: nobody may wait for it."""
+    """Without memory it cannot take its part of the batch, which the others begin: nobody may wait for it."""
     running = start()
     whole = pass_of_requests.check_fits
 

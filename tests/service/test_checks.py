@@ -1,4 +1,4 @@
-"""Bad calls are refused before a pass, whatever they ask; good ones pass."""
+"""Bad calls are refused before a batch, whatever they ask; good ones pass."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from private_llm_hf.party.kept import Kept
 from private_llm_hf.party.model import empty_model
-from private_llm_hf.service.passes import Part, check_call, run_pass
+from private_llm_hf.service.batch import BatchedRequest, check_call, run_batch
 from private_llm_hf.wire.commands import Call, Encoded, Tokens, Values
 from transformers import PreTrainedModel
 
@@ -44,7 +44,7 @@ def opened(name: str) -> tuple[PreTrainedModel, Session, Kept]:
 
 def fill(model: PreTrainedModel, session: Session, kept: Kept, asked: Call, owner: str = "a") -> None:
     text = ids(*asked.secret[0].shape)
-    run_pass(model, session, kept, [Part(owner, asked, (Index((text.reshape(-1),), text.numel(), 128),))])
+    run_batch(model, session, kept, [BatchedRequest(owner, asked, (Index((text.reshape(-1),), text.numel(), 128),))])
     session.known.owed.clear()
 
 
@@ -162,8 +162,8 @@ def test_a_pass_that_fails_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch
         raise DomainError("in the second layer")
 
     monkeypatch.setattr(model.model.layers[1], "forward", fail)
-    parts = [Part(owner, call(1, 1, cache=1), (Index((ids(1, 1).reshape(-1),), 1, 128),)) for owner in "ab"]
+    parts = [BatchedRequest(owner, call(1, 1, cache=1), (Index((ids(1, 1).reshape(-1),), 1, 128),)) for owner in "ab"]
     with pytest.raises(DomainError, match="second layer"):
-        run_pass(model, session, kept, parts)
+        run_batch(model, session, kept, parts)
     assert [kept.past(owner, 1) for owner in "abc"] == [0, 0, 4]
     assert (session.known.owed, session.known.pending, session.known.batch) == ([], None, None)

@@ -17,7 +17,7 @@ from tests.hf.test_kv_eviction import POLICIES, PROTOCOLS
 from tests.hf_party.parties import ids
 from tests.service.conftest import Start
 from tests.service.sessions import Ask, Done, run_service
-from tests.service.test_passes import SAME, worst
+from tests.service.test_batch import SAME, worst
 
 LENGTH = 24
 CLEAN, WRONG = {0.0}, {1.0}

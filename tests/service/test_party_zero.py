@@ -76,7 +76,7 @@ def test_another_users_request_is_not_run_for_an_accomplice(
     running = start("quad", users=("bob", "eve"))
     lead = running.services[0]
     with running.model("bob") as bob, running.model("eve") as eve:
-        monkeypatch.setattr(lead, "_measure", lambda request: RequestSize(None, 0))  # one request a pass
+        monkeypatch.setattr(lead, "_measure", lambda request: RequestSize(None, 0))  # one request a batch
         corrupt(monkeypatch)
 
         def lie(message: Message, me: int, to: int) -> Message:
@@ -127,7 +127,7 @@ ABORTS = ("told to run different things", "disagree on the step", "a request tha
 def test_a_message_that_one_party_hears_ends_in_an_abort(
     start: Start, monkeypatch: pytest.MonkeyPatch, given: list[tuple[int, str]]
 ) -> None:
-    """Only false facts of a vote end less: the session that they are about. A pass was right before it is done."""
+    """Only false facts of a vote end less: the session that they are about. A batch was right before it is done."""
     running = start("quad", timeout_s=20.0)
     with running.model() as model:
         right = opened(step(model, 6))

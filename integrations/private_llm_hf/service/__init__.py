@@ -1,1 +1,1 @@
-"""A party as a service: many clients at a time, several models, and passes that serve several requests at once."""
+"""A party as a service: many clients at a time, several models, and batches that serve several requests at once."""

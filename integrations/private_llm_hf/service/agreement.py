@@ -1,11 +1,11 @@
-"""What the parties of a service say to each other before a pass: which requests are there, and which run now.
+"""What the parties of a service say to each other before a batch: which requests are there, and which run now.
 
 Each step has three messages: party 0 proposes requests, the others say which of them they have, and party 0 says which
-run; and a fourth when a pass is over. They carry numbers and digests of public facts. Whatever follows from them is
+run; and a fourth when a batch is over. They carry numbers and digests of public facts. Whatever follows from them is
 done at the same place in the same order at all parties, so that all hold the same caches.
 
 Party 0 alone proposes, compares the votes and says what runs. Under quad, where it may lie, all parties then compare
-what they were told and what they got from the clients (`party/course.py`): before a pass, and so before
+what they were told and what they got from the clients (`party/course.py`): before a batch, and so before
 anything is opened. These messages are booked to no request.
 """
 
@@ -55,7 +55,7 @@ class Vote(Message):
 
 @dataclass(frozen=True)
 class Commit(Message):
-    """From party 0: the requests at these places of the proposal are the next pass. ended: sessions to forget first."""
+    """From party 0: the requests at these places of its proposal run next. ended: sessions to forget first."""
 
     step: Step
     places: tuple[Step, ...]
@@ -64,7 +64,7 @@ class Commit(Message):
 
 @dataclass(frozen=True)
 class Ack(Message):
-    """To party 0: the pass is over here. A helping party is through with its own part long before the others."""
+    """To party 0: the batch is over here. A helping party is through with its own part long before the others."""
 
     step: Step
 

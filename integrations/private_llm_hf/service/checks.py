@@ -1,4 +1,4 @@
-"""What a call of one client must fulfil before it may enter a pass that others share.
+"""What a call of one client must fulfil before it may enter a batch that others share.
 
 All of it is public: names, shapes, masks, positions, handles. What passes here runs to its end.
 """

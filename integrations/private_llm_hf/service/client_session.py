@@ -44,7 +44,7 @@ from private_llm_hf.wire.frames import recv_message, send_message
 
 _LOG = logging.getLogger("private_llm")
 _TICK_S = 0.25
-"""How often a session that waits for a pass looks whether its client is still there."""
+"""How often a session that waits for a batch looks whether its client is still there."""
 _READ_S = 0.01
 """How often it is looked whether a client has read its answers."""
 _EACH_S, _AT_ONCE = 0.02, 100
@@ -75,7 +75,7 @@ class Host(Protocol):
         ...
 
     def submit(self, request: Request) -> None:
-        """A call waits for a pass."""
+        """A call waits for a batch."""
         ...
 
     def over(self, session: ClientSession, reason: str | None) -> None:
@@ -85,7 +85,7 @@ class Host(Protocol):
 
 @dataclass(eq=False)
 class Request:
-    """A call that waits for a pass. edits: changes of caches that come before it. free: handles that nobody needs.
+    """A call that waits for a batch. edits: changes of caches that come before it. free: handles that nobody needs.
 
     planned: which call of a plan it is. prepares: the parties compute it ahead (stored and digests say what came of
     it); otherwise they did. drop: the session's older plan is over.
@@ -117,7 +117,7 @@ class Request:
 
 
 class ClientSession:
-    """A client's session; `start` begins its thread. `masks` of its inputs are drawn during passes alone."""
+    """A client's session; `start` begins its thread. `masks` of its inputs are drawn during batches alone."""
 
     def __init__(self, host: Host, link: ClientLink) -> None:
         self.host, self.link = host, link
@@ -256,7 +256,7 @@ class ClientSession:
         return self.model
 
     def _forward(self, command: Forward) -> None:
-        """Receive what a call needs, and wait until a pass has answered it."""
+        """Receive what a call needs, and wait until a batch has answered it."""
         if command.slices is not None:
             raise TransportError("a party service takes no calls of a split")
         planned = None
@@ -274,7 +274,7 @@ class ClientSession:
         self, call: Call, facts: dict[str, str], edits: Sequence[CacheEdit] = (), free: tuple[int, ...] = (),
         frames: Sequence[Frame] = (), planned: PlannedCall | None = None, prepares: bool = False,
     ) -> Request:  # fmt: skip
-        """Wait until a pass has run a request. Raises what went wrong with it."""
+        """Wait until a batch has run a request. Raises what went wrong with it."""
         self._requests += 1
         drop, self._drop = self._drop, False
         request = Request(
@@ -359,7 +359,7 @@ class ClientSession:
         return facts
 
     def _await(self, request: Request) -> None:
-        """Wait for a pass, and tell the client meanwhile that it is not forgotten. Raises PartyFailed if it is gone."""
+        """Wait for a batch, and tell the client meanwhile that it waits. Raises PartyFailed if it is gone."""
         beat, last = self.host.config.timeout_s / 4, time.monotonic()
         while not request.done.wait(_TICK_S):
             if self._cut is not None:

@@ -1,4 +1,4 @@
-"""What a session's calls cost: of passes that served others too, its part of the bytes by its rows, and all rounds."""
+"""What a session's calls cost: of batches that served others too, its part of the bytes by its rows, and all rounds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class SessionCosts:
         self.ledger = Ledger(party)
 
     def add(self, of_pass: Ledger, rows: int, total: int) -> None:
-        """Book a pass in which this session had `rows` of `total` rows; bytes are rounded to whole ones."""
+        """Book a batch in which this session had `rows` of `total` rows; bytes are rounded to whole ones."""
         mine = self.ledger
         for key, count in of_pass.sent.items():
             if key[1] != CONTROL:

@@ -50,7 +50,7 @@ class Limits(Message):
     """Sent by each party to each other one when they connect.
 
     positions: that one session's caches may hold, over all rows. of_user: those of one user with a name. in_all: of all
-    clients. elements: of the largest array of one call or pass.
+    clients. elements: of the largest array of one call or batch.
     """
 
     positions: Size
@@ -139,7 +139,7 @@ def _number(config: PretrainedConfig, default: int, *names: str) -> int:
 
 
 class KVCacheQuota:
-    """What sessions keep at all parties: the same account everywhere, since it changes with passes alone."""
+    """What sessions keep at all parties: the same account everywhere, since it changes with batches alone."""
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits

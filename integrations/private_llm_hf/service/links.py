@@ -1,7 +1,7 @@
 """A party's links while it serves many clients: to the other parties as they are, to "the client" whoever is served.
 
 What a client sends for an input is received beforehand, by the thread of its session (`Recorder`), so that no client
-can make a pass wait. During a pass the protocol receives from what was recorded, and what it opens goes to the client
+can make a batch wait. During a batch the protocol receives from what was recorded, and what it opens goes to the client
 whose turn it is.
 """
 
@@ -55,7 +55,7 @@ class Recorder(Transport):
 
 
 class ServiceLinks(PassingTransport):
-    """The links between the parties, with a client's number for whichever clients a pass serves.
+    """The links between the parties, with a client's number for whichever clients a batch serves.
 
     inputs: what is received next from "the client". receivers: who gets what is sent to "the client", in order.
     """
@@ -79,12 +79,12 @@ class ServiceLinks(PassingTransport):
         elif self.receivers:
             self.receivers.popleft()(tag, payload)
         else:
-            raise TransportError(f"'{tag}': there is no client that this pass opens something to")
+            raise TransportError(f"'{tag}': there is no client that this batch opens something to")
 
     def _recv(self, frm: int, tag: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         if frm != CLIENT:
             return super()._recv(frm, tag, shape, dtype)
         frame = self.inputs.popleft() if self.inputs else None
         if frame is None or (frame.tag, frame.payload.dtype) != (tag, dtype) or frame.payload.shape != shape:
-            raise TransportError(f"'{tag}': the inputs that were recorded are others than this pass takes")
+            raise TransportError(f"'{tag}': the inputs that were recorded are others than this batch takes")
         return frame.payload

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class PassFacts:
-    """One pass through a model. tokens: positions computed, over all rows. sent: bytes that this party sent."""
+class BatchFacts:
+    """One batch: one forward pass. tokens: positions computed, over all rows. sent: bytes that this party sent."""
 
     model: str
     requests: int
@@ -54,11 +54,11 @@ class Observer:
     def busy(self, user: str) -> None:
         """A client was told to come later."""
 
-    def pass_done(self, facts: PassFacts) -> None:
-        """A pass is over."""
+    def batch_done(self, facts: BatchFacts) -> None:
+        """A batch is over."""
 
     def load(self, sessions: int, requests: int) -> None:
-        """Sessions that are open, and requests that wait for a pass."""
+        """Sessions that are open, and requests that wait for a batch."""
 
     def draining(self) -> None:
         """No session begins any more; the service ends when those that run are over."""

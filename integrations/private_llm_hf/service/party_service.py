@@ -2,7 +2,7 @@
 
 The thread of each session takes its client's commands and inputs (`client_session.py`). One thread, the one that calls
 `run`, computes: party 0 chooses among the requests that wait (`scheduler.py`), all parties agree that they have them
-(`agreement.py`), and run them as one pass (`passes.py`). So a client that is slow, or leaves, or sends nonsense, makes
+(`agreement.py`), and run them as one batch (`batch.py`). So a client that is slow, or leaves, or sends nonsense, makes
 nobody wait and ends nothing but its own session. When a party fails, all sessions end with its name; the others
 connect again, with the shares that they hold, as soon as it is back.
 """
@@ -33,11 +33,11 @@ from private_llm.protocols.session import join_parties
 from private_llm_hf.models.sparse_blocks import adopted
 from private_llm_hf.party.course import Course, joined
 from private_llm_hf.service.agreement import Ack, Commit, Proposal, RequestRef, Vote, tally
+from private_llm_hf.service.batch_executor import run_requests
 from private_llm_hf.service.client_session import ClientSession, Request
 from private_llm_hf.service.limits import KVCacheQuota, Limits, elements_of, meet
 from private_llm_hf.service.links import ServiceLinks
-from private_llm_hf.service.observer import Observer, PassFacts
-from private_llm_hf.service.pass_of_requests import run_requests
+from private_llm_hf.service.observer import BatchFacts, Observer
 from private_llm_hf.service.preprocessing_store import PreprocessingStore
 from private_llm_hf.service.quarantine import ClientQuarantine
 from private_llm_hf.service.scheduler import RequestSize, Scheduler
@@ -208,7 +208,7 @@ class PartyService:
         return self._models.get(digest or "", next(iter(self._models.values())))
 
     def submit(self, request: Request) -> None:
-        """A call waits for a pass. Raises TransportError while the parties are not connected."""
+        """A call waits for a batch. Raises TransportError while the parties are not connected."""
         if not self._up.is_set():
             raise TransportError("the parties connect with each other; try again")
         self._scheduler.add_request(request)
@@ -287,8 +287,9 @@ class PartyService:
         self._carry_out(links, runs, proposal, commit)
 
     def _size_of(self, request: Request) -> RequestSize:
-        """What kind of pass a request wants, and how large its part of it is; what is planned runs alone, and so does
-        what cannot be measured, which all parties will refuse.
+        """Which requests may share a batch with this one, and how large its part is.
+
+        A planned call runs alone, and so does one that cannot be measured, which all parties will refuse.
         """
         if request.planned is not None:
             return RequestSize(None, 0)
@@ -302,8 +303,8 @@ class PartyService:
         model = self._model(request)
         past = model.past(request.session.id, request.call, request.edits, request.free)
         alone = self._quarantine.runs_alone(request.session.user)
-        kind = None if alone else model.kind(request.call, past)
-        return RequestSize(kind, elements_of(model.model.config, request.call, past))
+        key = None if alone else model.batch_key(request.call, past)
+        return RequestSize(key, elements_of(model.model.config, request.call, past))
 
     def _lost(self, votes: Sequence[Vote]) -> set[str]:
         """Sessions that are over at another party, which are cut here; and parties that want to stop are noted."""
@@ -360,7 +361,7 @@ class PartyService:
 
     # -- all ------------------------------------------------------------------------------------------------------
     def _carry_out(self, links: ServiceLinks, requests: list[Request], proposal: Proposal, commit: Commit) -> None:
-        """Forget what ended, and run a pass. Everything here is the same at all parties.
+        """Forget what ended, and run a batch. Everything here is the same at all parties.
 
         Raises ProtocolAbort, before anything is sent, where parties that compare were told or sent different things.
         """
@@ -373,7 +374,7 @@ class PartyService:
         model = self._model(requests[0])
         links.ledger.reset()
         try:
-            rows, tokens = self._run_pass(model, links, requests)
+            rows, tokens = self._run_batch(model, links, requests)
         except ProtocolAbort:
             self._quarantine.record_abort(request.session.user for request in requests)
             raise
@@ -384,8 +385,8 @@ class PartyService:
             send_message(links, 0, Ack(self._step))
         seconds = time.perf_counter() - began
         self._scheduler.update_from_batch(requests, seconds)
-        self.observer.pass_done(
-            PassFacts(
+        self.observer.batch_done(
+            BatchFacts(
                 model=model.name,
                 requests=len(requests),
                 users=len({request.session.user for request in requests}),
@@ -416,7 +417,7 @@ class PartyService:
             if session is not None:
                 session.cut("another party lost its connection to the client")
 
-    def _run_pass(self, model: ServedModel, links: ServiceLinks, requests: list[Request]) -> tuple[int, int]:
+    def _run_batch(self, model: ServedModel, links: ServiceLinks, requests: list[Request]) -> tuple[int, int]:
         """Rows and positions that were computed."""
         for request in requests:
             if request.drop:
@@ -433,7 +434,7 @@ class PartyService:
         return first.call.rows, math.prod(first.call.secret[0].shape[:2])
 
     def _await_all(self, links: ServiceLinks) -> None:
-        """Wait until the others are through with a pass: only then is it known which of its sessions go on."""
+        """Wait until the others are through with a batch: only then is it known which of its sessions go on."""
         for party in range(1, self.config.parties):
             ack: Ack = recv_message(links, party, (Ack,))
             if ack.step != self._step:

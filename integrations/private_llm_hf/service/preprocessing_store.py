@@ -1,6 +1,6 @@
 """What a service computes before a client asks for it: the helping party's part of calls that a session has planned.
 
-It is prepared when no other request waits, one call a pass, so that whoever comes waits for one call at most. What the
+It is prepared when no other request waits, one call a batch, so that whoever comes waits for one call at most. What the
 helping party sends lies on its receivers' disks, encrypted, up to a bound; it goes when it is used, when its session
 ends, and when the parties connect anew.
 """
@@ -17,10 +17,10 @@ from private_llm.net.transport import CLIENT, Transport
 from private_llm.protocols.offline_phase import section_label
 from private_llm.protocols.session import Session
 from private_llm_hf.party.calls import Answer, run_alone
+from private_llm_hf.service.batch_executor import announced, change, check_fits, inputs_received, refusal
 from private_llm_hf.service.client_session import Request
 from private_llm_hf.service.limits import KVCacheQuota
 from private_llm_hf.service.links import ServiceLinks
-from private_llm_hf.service.pass_of_requests import announced, change, check_fits, inputs_received, refusal
 from private_llm_hf.service.preprocessing_plan import PlannedCall
 from private_llm_hf.service.served_model import ServedModel
 

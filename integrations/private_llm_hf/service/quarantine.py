@@ -1,7 +1,7 @@
-"""Users in whose passes the parties' records differed (quad): who may break what all others do, and how it ends.
+"""Users in whose batches the parties' records differed (quad): who may break what all others do, and how it ends.
 
 Inputs of a client that do not fit together look as a party's lie does, and nobody can tell which it was. So the users
-of such a pass run alone for a while: the next time it is one of them only. Who is alone when it happens again is not
+of such a batch run alone for a while: the next time it is one of them only. Who is alone when it happens again is not
 let in for a while. Both times grow with each time. Clients without a name cannot be told apart and stay in.
 """
 
@@ -32,7 +32,7 @@ class ClientQuarantine:
         self._users: dict[str, _User] = {}
 
     def record_abort(self, users: Iterable[str]) -> None:
-        """The records of a pass differed that served these users."""
+        """The records of a batch differed that served these users."""
         now, named = self._clock(), {user for user in users if user}
         for user in named:
             found = self._users.setdefault(user, _User())
@@ -44,7 +44,7 @@ class ClientQuarantine:
                     found.barred_until = now + min(_LONGEST_S, _BARRED_S * _GROWS ** (found.alone - 2))
 
     def runs_alone(self, user: str) -> bool:
-        """Whether a user's requests share no pass now."""
+        """Whether a user's requests share no batch now."""
         found = self._users.get(user)
         return found is not None and self._clock() < found.alone_until
 

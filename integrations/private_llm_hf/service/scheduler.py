@@ -1,10 +1,10 @@
 """The requests that wait at a party, and (at party 0) which of them run in the next batch.
 
-Who has had least of the last half minute's passes comes first (users, by the rows of their requests), and of one user
-the oldest request. It decides what kind of pass comes next; all that may share it come along, in the same order, up to
-a number of rows. What prepares a call that is only planned runs when nothing else waits. Before a pass of decode steps,
-party 0 waits a little for the next steps of sessions that were in the last one: they come as soon as their clients have
-chosen a token, and each that joins saves a pass of its own.
+Who has had least of the last half minute's batches comes first (users, by the rows of their requests), and of one user
+the oldest request. It decides what kind of batch comes next; all that may share it come along, in the same order, up to
+a number of rows. What prepares a call that is only planned runs when nothing else waits. Before a batch of decode
+steps, party 0 waits a little for the next steps of sessions that were in the last one: they come as soon as their
+clients have chosen a token, and each that joins saves a batch of its own.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from private_llm_hf.service.client_session import ClientSession, Request
 from private_llm_hf.service.settings import ServiceSettings
 
 _PATIENCE = 2.0
-"""A pass waits for a session this many times as long as its client usually takes, and no longer than the last pass
+"""A batch waits for a session this many times as long as its client usually takes, and no longer than the last batch
 took: to run twice would take longer than to wait."""
 _FIRST = 0.25
-"""What a client is thought to take before it is known, in parts of the last pass."""
+"""What a client is thought to take before it is known, in parts of the last batch."""
 _MEMORY = 0.5
 """How much of what a client usually takes is what it took the last time."""
 _AGAIN_S, _LATEST_S = 0.01, 0.5
@@ -30,18 +30,18 @@ _AGAIN_S, _LATEST_S = 0.01, 0.5
 each offer in vain, and the session's next requests wait as long before they are offered: who sends to party 0 first
 keeps the others waiting."""
 _MEMORY_S = 30.0
-"""Seconds of passes after which a third is left of what a user has had."""
+"""Seconds of batches after which a third is left of what a user has had."""
 _LACKED = 256
 """Requests of which it is remembered that they were awaited in vain."""
 
 
 @dataclass(frozen=True)
 class RequestSize:
-    """What a request wants of a pass. kind: requests of equal kinds may share one; None: it runs alone. elements: of
-    the largest array that its part of the pass makes.
+    """What a request wants of a batch. batch_key: requests of equal keys may share one; None: it runs alone. elements:
+    of the largest array that its part of the batch makes.
     """
 
-    kind: Hashable | None
+    batch_key: Hashable | None
     elements: int
 
 
@@ -115,7 +115,7 @@ class Scheduler:
 
     # -- party 0 ------------------------------------------------------------------------------------------------
     def schedule(self, seconds: float, measure: MeasureRequest, most: int) -> list[Request]:
-        """Take the requests of the next pass out, of `most` elements together, or the first alone.
+        """Take the requests of the next batch out, of `most` elements together, or the first alone.
 
         None if nothing comes within `seconds`.
         """
@@ -130,10 +130,11 @@ class Scheduler:
                 return []
             first = waiting[0]
             wanted, found = measure(first), [first]
-            if wanted.kind is not None:
+            if wanted.batch_key is not None:
                 rows, elements = first.call.rows, wanted.elements
                 for other in waiting[1:]:
-                    if other.session.model is not first.session.model or (own := measure(other)).kind != wanted.kind:
+                    own = measure(other)
+                    if other.session.model is not first.session.model or own.batch_key != wanted.batch_key:
                         continue
                     if rows + other.call.rows <= self._settings.rows and elements + own.elements <= most:
                         found.append(other)
@@ -155,7 +156,7 @@ class Scheduler:
         return [r for r in self._requests.values() if self._not_before.get(r.session.id, 0.0) <= now]
 
     def _gather(self) -> None:
-        """Wait a little for sessions of the last pass that have not asked for the next step yet."""
+        """Wait a little for sessions of the last batch that have not asked for the next step yet."""
         while missing := self._expected - self._requests.keys():
             turn = max(self._turns.get(session, _FIRST * self._took) for session in missing)
             limit = self._ran_at + max(self._settings.gather_s, min(self._took, _PATIENCE * turn))
@@ -175,14 +176,14 @@ class Scheduler:
             self._not_before[number] = time.monotonic() + self._late[number]
 
     def update_from_batch(self, requests: Sequence[Request], seconds: float) -> None:
-        """A pass is over; its sessions will ask for the next step."""
+        """A batch is over; its sessions will ask for the next step."""
         with self._changed:
             self._expected = {request.session.id for request in requests if request.error is None}
             self._ran_at, self._took = time.monotonic(), seconds
             self._charge(requests, seconds)
 
     def _charge(self, requests: Sequence[Request], seconds: float) -> None:
-        """Who had what of a pass; and sessions whose requests were everywhere are offered sooner again."""
+        """Who had what of a batch; and sessions whose requests were everywhere are offered sooner again."""
         left = math.exp(-seconds / _MEMORY_S)
         self._had = {user: had * left for user, had in self._had.items() if had * left > _AGAIN_S}
         rows = sum(request.call.rows for request in requests)

@@ -19,8 +19,8 @@ from private_llm_hf.party.at_rest import keeps_seeds
 from private_llm_hf.party.held_weights import weights_of_file, weights_of_model
 from private_llm_hf.party.model import build_party_model, empty_model, release
 from private_llm_hf.patch_plan import check_ring, make_patch_plan
-from private_llm_hf.service.kinds import kind, past_of
-from private_llm_hf.service.passes import Kept
+from private_llm_hf.service.batch import Kept
+from private_llm_hf.service.batch_key import batch_key, past_of
 from private_llm_hf.wire.answers import StoredFile
 from private_llm_hf.wire.commands import CacheEdit, Call
 
@@ -54,9 +54,9 @@ class ServedModel:
         """With which it was shared."""
         return Ranges(self.file.description.ranges)
 
-    def kind(self, call: Call, past: int) -> Hashable | None:
-        """Which calls may share a pass with this one (those of equal kinds); None: it runs alone."""
-        return kind(self.model, self.session.config, call, past)
+    def batch_key(self, call: Call, past: int) -> Hashable | None:
+        """Which calls may share a batch with this one (those of equal keys); None: it runs alone."""
+        return batch_key(self.model, self.session.config, call, past)
 
     def past(self, owner: str, call: Call, edits: Iterable[CacheEdit], free: Iterable[int]) -> int:
         """Positions that a call's cache will hold when it runs, behind the changes that come before it."""

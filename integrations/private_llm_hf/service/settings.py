@@ -1,4 +1,4 @@
-"""What a party service allows: models, numbers of sessions, sizes of passes, and how long it waits."""
+"""What a party service allows: models, numbers of sessions, sizes of batches, and how long it waits."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ class ServiceSettings:
 
     models: this party's share file of each model, by a name for logs and metrics; clients find theirs by its digest.
     sessions: clients' sessions at a time; sessions_per_user: of one user (the name in the certificate). waiting:
-    clients that may stand in line for a session. rows: of one pass, over all requests that it serves. positions: that
+    clients that may stand in line for a session. rows: of one batch, over all requests that it serves. positions: that
     one session's caches may hold, over all rows, and positions_in_all those of all sessions, of which half for one user
-    with a name. elements: of the largest array that one pass may make (`limits.elements_of`). None, for these three: as
-    this machine's memory allows; of what the parties state, the smallest numbers hold. offline_bytes: on this party's
-    disk (in `PrivateConfig.offline_folder`), of what is prepared for calls that sessions have planned (0: nothing is),
-    half of them at most for one user with a name.
-    gather_s: seconds that a pass waits for the next requests of sessions that were in the last one. drain_s: seconds
+    with a name. elements: of the largest array that one batch may make (`limits.elements_of`). None, for these three:
+    as this machine's memory allows; of what the parties state, the smallest numbers hold. offline_bytes: on this
+    party's disk (in `PrivateConfig.offline_folder`), of what is prepared for calls that sessions have planned (0:
+    nothing is), half of them at most for one user with a name.
+    gather_s: seconds that a batch waits for the next requests of sessions that were in the last one. drain_s: seconds
     that sessions may take to end after `PartyService.drain`.
     """
 

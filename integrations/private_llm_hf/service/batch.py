@@ -1,11 +1,11 @@
-"""A pass: one run of a model for the requests of several sessions, each of which gets its own rows.
+"""A batch: one run of a model for the requests of several sessions, each of which gets its own rows.
 
-    rows of all parts, below each other          Index and Share parts joined, one lookup
+    rows of all requests, below each other       Index and Share parts joined, one lookup
     shorter prompts and caches begin later       padding on the left, hidden by masks; positions are stated
     one KV cache for all of them                 `Kept.together`: nothing is copied while the company stays
     one verdict of the range check for each row  `Known.batch`
 
-Rounds are those of one request and bytes those of a batch. Every party runs the same passes in the same order. What a
+Rounds are those of one request and bytes those of a batch. Every party runs the same batches in the same order. What a
 client gets depends on its own rows alone, but for the order of roundings, and for what the range check cannot tell
 apart (tensor/range_check.py).
 """
@@ -28,18 +28,18 @@ from private_llm.tensor.secret import SecretTensor
 from private_llm_hf.models.architectures import architecture, positions_by_mask
 from private_llm_hf.party.calls import Answer, answer, model_name, run_alone, run_model, taken
 from private_llm_hf.party.kept import Kept
+from private_llm_hf.service.batch_key import batch_key, kept_positions
 from private_llm_hf.service.checks import check_call
-from private_llm_hf.service.kinds import kept_positions, kind
 from private_llm_hf.transformers_versions import CACHE
 from private_llm_hf.wire.answers import GUARD
 from private_llm_hf.wire.commands import Call
 
-__all__ = ["Answer", "Kept", "Part", "check_call", "kind", "run_pass"]
+__all__ = ["Answer", "BatchedRequest", "Kept", "batch_key", "check_call", "run_batch"]
 
 
 @dataclass(frozen=True)
-class Part:
-    """One session's request in a pass.
+class BatchedRequest:
+    """One session's request in a batch.
 
     owner: the session. inputs: as received, in the order of `call.secret` (an `Index` for Tokens, a `Share` for
     Values).
@@ -50,40 +50,43 @@ class Part:
     inputs: tuple[Share | Index, ...]
 
 
-def run_pass(model: PreTrainedModel, session: Session, kept: Kept, parts: Sequence[Part]) -> list[Answer]:
-    """Run the model once for parts of equal `kind` that `check_call` let pass; one alone may be of any kind.
+Batch = Sequence[BatchedRequest]
 
-    Opens nothing. Returns what each part opens, its verdict [rows] under GUARD (alone: [1]). After an error the caches
-    of all parts are gone, and nothing is owed.
+
+def run_batch(model: PreTrainedModel, session: Session, kept: Kept, requests: Batch) -> list[Answer]:
+    """Run the model once for requests of equal `batch_key` that `check_call` let pass; one alone may be with any key.
+
+    Opens nothing. Returns what each request opens, its verdict [rows] under GUARD (alone: [1]). After an error the
+    caches of all requests are gone, and nothing is owed.
     """
     try:
         with torch.no_grad(), session.protocol.ledger.scope(""):
-            return _run(model, session, kept, parts)
+            return _run(model, session, kept, requests)
     except BaseException:
-        _abandon(session, kept, parts)
+        _abandon(session, kept, requests)
         raise
 
 
-def _run(model: PreTrainedModel, session: Session, kept: Kept, parts: Sequence[Part]) -> list[Answer]:
-    if len(parts) == 1:
-        (part,) = parts
-        return [run_alone(model, session, kept, part.owner, part.call, part.inputs)]
-    order = sorted(range(len(parts)), key=lambda i: (parts[i].owner, parts[i].call.cache or 0))
-    found = _run_shared(model, session, kept, [parts[i] for i in order])
+def _run(model: PreTrainedModel, session: Session, kept: Kept, requests: Batch) -> list[Answer]:
+    if len(requests) == 1:
+        (request,) = requests
+        return [run_alone(model, session, kept, request.owner, request.call, request.inputs)]
+    order = sorted(range(len(requests)), key=lambda i: (requests[i].owner, requests[i].call.cache or 0))
+    found = _run_shared(model, session, kept, [requests[i] for i in order])
     return [answer for _, answer in sorted(zip(order, found, strict=True), key=lambda pair: pair[0])]
 
 
-def _abandon(session: Session, kept: Kept, parts: Sequence[Part]) -> None:
-    """Forget what a pass that failed left half done: checks owed, and caches whose layers may differ in length."""
+def _abandon(session: Session, kept: Kept, requests: Batch) -> None:
+    """Forget what a batch that failed left half done: checks owed, and caches whose layers may differ in length."""
     session.known.clear()
-    for part in parts:
-        if part.call.cache is not None:
-            kept.free(part.owner, [part.call.cache])
+    for request in requests:
+        if request.call.cache is not None:
+            kept.free(request.owner, [request.call.cache])
 
 
 @dataclass(frozen=True)
 class _Span:
-    """Where a part lies: rows start .. start + rows - 1, the last `length` new columns, behind `past` of its own."""
+    """Where a request lies: rows start .. start + rows - 1, the last `length` new columns, behind `past` of its own."""
 
     start: int
     rows: int
@@ -97,30 +100,30 @@ class _Span:
         return torch.constant_pad_nd(own.to(torch.int64), (self.padding, 0))
 
 
-def _run_shared(model: PreTrainedModel, session: Session, kept: Kept, parts: Sequence[Part]) -> list[Answer]:
-    cached = [((p.owner, p.call.cache), p.call.rows, p.call.secret[0].shape[1]) for p in parts if p.call.cache]
-    pasts = [0 if p.call.cache is None else kept.past(p.owner, p.call.cache) for p in parts]
+def _run_shared(model: PreTrainedModel, session: Session, kept: Kept, requests: Batch) -> list[Answer]:
+    cached = [((r.owner, r.call.cache), r.call.rows, r.call.secret[0].shape[1]) for r in requests if r.call.cache]
+    pasts = [0 if r.call.cache is None else kept.past(r.owner, r.call.cache) for r in requests]
     inputs: dict[str, Any] = {}
     if cached:
         inputs[CACHE] = kept.together(cached)
-    spans = _spans(parts, pasts)
-    inputs |= _public(model, parts, spans)
-    inputs[model_name(parts[0].call.secret[0])] = _secret(model, session, parts, spans)
+    spans = _spans(requests, pasts)
+    inputs |= _public(model, requests, spans)
+    inputs[model_name(requests[0].call.secret[0])] = _secret(model, session, requests, spans)
     rows = spans[-1].start + spans[-1].rows
     with _apart(session, rows):
-        made = answer(session, run_model(model, session, inputs), parts[0].call.outputs)
-    keep = kept_positions(parts[0].call)
+        made = answer(session, run_model(model, session, inputs), requests[0].call.outputs)
+    keep = kept_positions(requests[0].call)
     width = max(span.length for span in spans)
     return [_own(made, span, width if keep == 0 else 0) for span in spans]
 
 
-def _spans(parts: Sequence[Part], pasts: Sequence[int]) -> list[_Span]:
-    columns = max(pasts) + max(part.call.secret[0].shape[1] for part in parts)
+def _spans(requests: Batch, pasts: Sequence[int]) -> list[_Span]:
+    columns = max(pasts) + max(request.call.secret[0].shape[1] for request in requests)
     spans, start = [], 0
-    for part, past in zip(parts, pasts, strict=True):
-        length = part.call.secret[0].shape[1]
-        spans.append(_Span(start, part.call.rows, length, past, columns - past - length))
-        start += part.call.rows
+    for request, past in zip(requests, pasts, strict=True):
+        length = request.call.secret[0].shape[1]
+        spans.append(_Span(start, request.call.rows, length, past, columns - past - length))
+        start += request.call.rows
     return spans
 
 
@@ -135,9 +138,9 @@ def _apart(session: Session, rows: int) -> Iterator[None]:
 
 
 # -- inputs -------------------------------------------------------------------------------------------------------
-def _secret(model: PreTrainedModel, session: Session, parts: Sequence[Part], spans: Sequence[_Span]) -> SecretTensor:
-    """The secret inputs of all parts, as the model takes them, [rows, columns, width]: one lookup for all."""
-    item, held = parts[0].call.secret[0], [part.inputs[0] for part in parts]
+def _secret(model: PreTrainedModel, session: Session, requests: Batch, spans: Sequence[_Span]) -> SecretTensor:
+    """The secret inputs of all requests, as the model takes them, [rows, columns, width]: one lookup for all."""
+    item, held = requests[0].call.secret[0], [request.inputs[0] for request in requests]
     rows, width = spans[-1].start + spans[-1].rows, max(span.length for span in spans)
     if isinstance(held[0], Index):
         same = all(span.length == width for span in spans)
@@ -176,12 +179,12 @@ def _padded(flat: Tensor, spans: Sequence[_Span], width: int) -> Tensor:
     return torch.cat(made)
 
 
-def _public(model: PreTrainedModel, parts: Sequence[Part], spans: Sequence[_Span]) -> dict[str, Any]:
+def _public(model: PreTrainedModel, requests: Batch, spans: Sequence[_Span]) -> dict[str, Any]:
     """Masks, positions and the rest. No mask where nobody has one and nothing is padded."""
-    each = [part.call.public for part in parts]
+    each = [request.call.public for request in requests]
     public: dict[str, Any] = {name: each[0][name] for name in ("use_cache", "logits_to_keep") if name in each[0]}
     if "logits_to_keep" in public:
-        public["logits_to_keep"] = kept_positions(parts[0].call)
+        public["logits_to_keep"] = kept_positions(requests[0].call)
     if any("attention_mask" in own for own in each) or any(span.padding for span in spans):
         masks = [span.mask(own.get("attention_mask")) for own, span in zip(each, spans, strict=True)]
         public["attention_mask"] = torch.cat(masks)
@@ -219,7 +222,7 @@ def _left(each: Sequence[Tensor]) -> Tensor:
 
 # -- outputs ------------------------------------------------------------------------------------------------------
 def _own(every: Answer, span: _Span, width: int) -> Answer:
-    """A part's rows; and where outputs are of all `width` columns (0: of equally many of each part), its own ones."""
+    """A request's rows; and where outputs are of all `width` columns (0: as many of each request), its own ones."""
     rows = slice(span.start, span.start + span.rows)
 
     def cut(name: str, value: Fixed) -> Fixed:

@@ -81,9 +81,9 @@ def test_sessions_join_and_leave() -> None:
 
     model = tiny.build("llama")
     script = ["ab", "abc", "ac", "b", "ba", "cb", "abc"]
-    passes = [steps(n, owners=owners) for n, owners in enumerate(script)]
-    looks = [step for each in passes for step in (each, widths)]
-    apart = [[Ask(ask.owner + "'", ask.given)] for each in passes for ask in each]
+    batches = [steps(n, owners=owners) for n, owners in enumerate(script)]
+    looks = [step for each in batches for step in (each, widths)]
+    apart = [[Ask(ask.owner + "'", ask.given)] for each in batches for ask in each]
     found = run_service(PLAIN, model, [*alone(prompts()), *looks, lambda kept: kept.forget("c"), widths,
                                        *alone(prompts("'")), *apart])  # fmt: skip
     got = [logits for n in range(7) for logits in found[3 + 2 * n].logits]
@@ -159,7 +159,7 @@ def test_an_overflow_is_flagged_to_its_session_alone(config: PrivateConfig, bad:
 
 
 def test_the_price_of_company() -> None:
-    """Eight sessions in one pass: the rounds of one session, but for the count of violations that has more bits."""
+    """Eight sessions in one batch: the rounds of one session, but for the count of violations that has more bits."""
     model = tiny.build("llama")
     owners = "abcdefgh"
     first = [Ask(owner, ids(1, 5 + n % 2, seed=n)) for n, owner in enumerate(owners)]

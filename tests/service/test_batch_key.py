@@ -1,4 +1,4 @@
-"""Which requests may share a pass."""
+"""Which requests may share a batch."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 import transformers as tr
 from private_llm_hf.models.shifted import stands_shifting
 from private_llm_hf.party.model import empty_model
-from private_llm_hf.service.kinds import WASTE, bucket
-from private_llm_hf.service.passes import kind
+from private_llm_hf.service.batch import batch_key
+from private_llm_hf.service.batch_key import WASTE, bucket
 from private_llm_hf.wire.commands import OPENED, Call, Encoded, Tokens, Values
 from transformers import PreTrainedModel
 
@@ -35,7 +35,7 @@ def call(rows: int = 1, length: int = 6, cache: int | None = 1, **public: object
 
 
 def of(asked: Call, past: int = 0, name: str = "llama", config: PrivateConfig = TRIO) -> object:
-    return kind(party(name), config, asked, past)
+    return batch_key(party(name), config, asked, past)
 
 
 def test_padding_wastes_a_quarter_at_most() -> None:

@@ -1,4 +1,4 @@
-"""Which requests may share a pass: those of equal kind. Public facts alone decide, and every party finds the same."""
+"""Which requests may share a batch: those of equal key. Public facts alone decide, and every party finds the same."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from private_llm_hf.models.shifted import stands_shifting
 from private_llm_hf.wire.commands import CacheEdit, Call, CopyCache, CropCache, ResetCache, Tokens
 
 WASTE = 4
-"""Padding takes at most one of so many positions of a pass that reads prompts."""
+"""Padding takes at most one of so many positions of a batch that reads prompts."""
 
 _NARROW = 1024
 """Positions up to which caches share their columns, whatever they hold; beyond, each holds at least half of them."""
@@ -25,8 +25,8 @@ _DECODER = frozenset({"attention_mask", "position_ids", "use_cache", "logits_to_
 _shifting: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
 
 
-def kind(model: PreTrainedModel, config: PrivateConfig, call: Call, past: int) -> Hashable | None:
-    """Requests of equal kind may share a pass; None: alone. past: positions that the call's cache holds.
+def batch_key(model: PreTrainedModel, config: PrivateConfig, call: Call, past: int) -> Hashable | None:
+    """Requests of equal key may share a batch; None: alone. past: positions that the call's cache holds.
 
     Decoders share decode steps whatever their caches hold (up to a factor of two beyond 1024 positions), and prompts
     whose lengths differ by less than a third; encoders share texts of one length. Alone: cache policies other than

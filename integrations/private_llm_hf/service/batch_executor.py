@@ -1,4 +1,4 @@
-"""Run the requests that the parties have agreed upon as one pass, and answer each to its own client.
+"""Run the requests that the parties have agreed upon as one batch, and answer each to its own client.
 
 What is done here depends on public facts alone and is the same at all parties: a request that is refused is refused
 everywhere, and the others go on.
@@ -18,10 +18,10 @@ from private_llm.protocols.session import Session
 from private_llm.protocols.share import Index, Share
 from private_llm.ring.prg import Prg
 from private_llm_hf.party.calls import Answer
+from private_llm_hf.service.batch import BatchedRequest, Kept, check_call, run_batch
 from private_llm_hf.service.client_session import Request
 from private_llm_hf.service.limits import MOST_HANDLES, KVCacheQuota, Limits
 from private_llm_hf.service.links import ServiceLinks
-from private_llm_hf.service.passes import Kept, Part, check_call, run_pass
 from private_llm_hf.service.served_model import ServedModel
 from private_llm_hf.wire.answers import Output, Outputs
 from private_llm_hf.wire.commands import CacheEdit, Call, SelectRows, Tokens
@@ -36,15 +36,15 @@ def run_requests(
 ) -> tuple[int, int]:
     """Answer these requests; rows and positions that were computed.
 
-    A request's own mistake, and a DomainError or other error of the whole pass, ends the sessions of their requests; it
-    is not raised. Raises TransportError and ProtocolAbort when the parties cannot go on.
+    A request's own mistake, and a DomainError or other error of the whole batch, ends the sessions of their requests;
+    it is not raised. Raises TransportError and ProtocolAbort when the parties cannot go on.
     """
     accepted = [request for request in requests if _prepared(model, request, quota)]
     if not accepted:
         return 0, 0
     try:
-        parts = [Part(r.session.id, r.call, tuple(_received(model, links, r))) for r in accepted]
-        answers = run_pass(model.model, model.session, model.kept, parts)
+        batch = [BatchedRequest(r.session.id, r.call, tuple(_received(model, links, r))) for r in accepted]
+        answers = run_batch(model.model, model.session, model.kept, batch)
     except (TransportError, ProtocolAbort):
         raise
     except PrivateLLMError as error:  # the same at all parties: it follows from public facts
