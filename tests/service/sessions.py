@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from private_llm_hf.party.model import build_party_model
-from private_llm_hf.service.batch import Answer, BatchedRequest, Kept, batch_key, check_call, run_batch
+from private_llm_hf.service.batch import Answer, BatchedRequest, SessionState, batch_key, check_call, run_batch
 from private_llm_hf.wire.commands import OPENED, CacheEdit, Call, Tokens, Values
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -61,7 +61,7 @@ class Done:
         return [each["logits"] for each in self.opened]
 
 
-Look = Callable[[Kept], object]
+Look = Callable[[SessionState], object]
 Step = Sequence[Ask] | tuple[str, CacheEdit] | Look
 """A batch, a change of a session's cache, or something done with what is kept (at every party; party 0's result
 counts).
@@ -81,23 +81,23 @@ def run_service(config: PrivateConfig, model: PreTrainedModel, steps: Sequence[S
         protocol = session.protocol
         shares = {n: Fixed(session, protocol.receive_input(tuple(w.shape)), session.frac) for n, w in weights.items()}
         party = build_party_model(*details, shares, session)
-        kept = Kept(party)
+        state = SessionState(party)
         for place, step in enumerate(steps):
             if callable(step):
-                result = step(kept)
+                result = step(state)
                 if session.party == 0:
                     looked.append(result)
             elif isinstance(step, tuple):
-                kept.edit(*step)
+                state.edit(*step)
             else:
                 parts, kinds = [], set()
                 for ask in step:
-                    check_call(party, config, ask.call, kept, ask.owner)
-                    past = 0 if ask.cache is None else kept.past(ask.owner, ask.cache)
+                    check_call(party, config, ask.call, state, ask.owner)
+                    past = 0 if ask.cache is None else state.past(ask.owner, ask.cache)
                     kinds.add(batch_key(party, config, ask.call, past))
                     parts.append(BatchedRequest(ask.owner, ask.call, (_received(session, ask),)))
                 transport.ledger.reset()
-                made = run_batch(party, session, kept, parts)
+                made = run_batch(party, session, state, parts)
                 ledgers[session.party].append(copied(transport.ledger))
                 if session.party == 0:
                     answers.append(made)

@@ -7,8 +7,8 @@ from pathlib import Path
 import private_llm_hf
 import pytest
 import torch
-from private_llm_hf.party.kept import Kept
 from private_llm_hf.party.model import build_party_model, empty_model, meta_parameters
+from private_llm_hf.party.session_state import SessionState
 from torch import Tensor
 from transformers import OPTForCausalLM
 
@@ -76,15 +76,15 @@ def test_on_shares(config: PrivateConfig) -> None:
 def test_sessions_join_and_leave() -> None:
     """Whoever is there: each session goes on where it was. Columns that only a longer one needed go with it."""
 
-    def widths(kept: Kept) -> list[int]:
-        return sorted(cache.get_seq_length() for cache in kept.caches())
+    def widths(state: SessionState) -> list[int]:
+        return sorted(cache.get_seq_length() for cache in state.caches())
 
     model = tiny.build("llama")
     script = ["ab", "abc", "ac", "b", "ba", "cb", "abc"]
     batches = [steps(n, owners=owners) for n, owners in enumerate(script)]
     looks = [step for each in batches for step in (each, widths)]
     apart = [[Ask(ask.owner + "'", ask.given)] for each in batches for ask in each]
-    found = run_service(PLAIN, model, [*alone(prompts()), *looks, lambda kept: kept.forget("c"), widths,
+    found = run_service(PLAIN, model, [*alone(prompts()), *looks, lambda state: state.forget("c"), widths,
                                        *alone(prompts("'")), *apart])  # fmt: skip
     got = [logits for n in range(7) for logits in found[3 + 2 * n].logits]
     assert worst(got, [done.logits[0] for done in found[-len(apart) :]]) <= SAME
@@ -94,8 +94,8 @@ def test_sessions_join_and_leave() -> None:
 
 
 def test_nothing_is_copied_while_the_company_stays() -> None:
-    def place(kept: Kept) -> list[int]:
-        return [cache.layers[0].buffer._rows[0].parts[0].data_ptr() for cache in kept.caches()]
+    def place(state: SessionState) -> list[int]:
+        return [cache.layers[0].buffer._rows[0].parts[0].data_ptr() for cache in state.caches()]
 
     passes = [step for n in range(6) for step in (steps(n), place)]
     found = run_service(PLAIN, tiny.build("llama"), [*alone(prompts()), *passes])

@@ -63,7 +63,7 @@ def test_sessions_at_the_same_time_get_their_own_text(start: Start, plain: Any, 
         model.close()
     assert eventually(lambda: [len(watch.ended) for watch in running.watches] == [3] * len(running.watches))
     assert all(reason is None for watch in running.watches for reason in watch.ended)
-    assert not running.services[1]._models[next(iter(running.services[1]._models))].kept.positions(models[0].parties)
+    assert not running.services[1]._models[next(iter(running.services[1]._models))].state.positions(models[0].parties)
 
 
 def test_a_session_alone_costs_what_it_costs_without_a_service(start: Start, tiny_folder: Path) -> None:

@@ -33,7 +33,7 @@ def on_disk(running: Running) -> int:
 
 
 def kept(running: Running) -> list[int]:
-    return [len(model.kept._groups) for service in running.services for model in service._models.values()]
+    return [len(model.state._groups) for service in running.services for model in service._models.values()]
 
 
 @pytest.mark.sampled(3)

@@ -20,7 +20,7 @@ from private_llm.tensor.range_check import verdict
 from private_llm.tensor.secret import SecretTensor
 from private_llm.tensor.secret_index import SecretIndex
 from private_llm_hf.party.cache import SecretCache
-from private_llm_hf.party.kept import Kept
+from private_llm_hf.party.session_state import SessionState
 from private_llm_hf.transformers_versions import CACHE
 from private_llm_hf.wire.answers import GUARD
 from private_llm_hf.wire.commands import OPENED, PUBLIC, Call, Tokens, Values
@@ -76,28 +76,38 @@ def model_name(item: Tokens | Values) -> str:
 
 
 def arguments(
-    model: PreTrainedModel, session: Session, kept: Kept, owner: str, call: Call, secrets: Iterable[Share | Index]
+    model: PreTrainedModel,
+    session: Session,
+    state: SessionState,
+    owner: str,
+    call: Call,
+    secrets: Iterable[Share | Index],
 ) -> dict[str, Any]:
     """What the model is called with; a new cache is kept under its handle. Raises TransportError as `table_of`."""
     inputs: dict[str, Any] = dict(call.public)
     for item, held in zip(call.secret, secrets, strict=True):
         inputs[model_name(item)] = taken(model, session, item, held, item.shape)
     if call.cache is not None:
-        inputs[CACHE] = kept.cache(owner, call.cache)
+        inputs[CACHE] = state.cache(owner, call.cache)
     if call.encoded is not None:
-        inputs["encoder_outputs"] = kept.encoded(owner, call.encoded)
+        inputs["encoder_outputs"] = state.encoded(owner, call.encoded)
     return inputs
 
 
 def run_alone(
-    model: PreTrainedModel, session: Session, kept: Kept, owner: str, call: Call, secrets: Iterable[Share | Index]
+    model: PreTrainedModel,
+    session: Session,
+    state: SessionState,
+    owner: str,
+    call: Call,
+    secrets: Iterable[Share | Index],
 ) -> Answer:
     """Run the model for one call; nothing is opened. Raises TransportError for a vocabulary that is not the model's."""
-    inputs = arguments(model, session, kept, owner, call, secrets)
+    inputs = arguments(model, session, state, owner, call, secrets)
     result = run_model(model.get_encoder() if call.encode_to is not None else model, session, inputs)
     if call.encode_to is None:
         return answer(session, result, call.outputs)
-    kept.keep_encoded(owner, call.encode_to, result.last_hidden_state)
+    state.keep_encoded(owner, call.encode_to, result.last_hidden_state)
     return answer(session, ModelOutput(), ())
 
 

@@ -42,8 +42,8 @@ from private_llm_hf.party.calls import Answer, answer, arguments, refuse_unknown
 from private_llm_hf.party.command_loop import Heartbeat, reported, serve_commands
 from private_llm_hf.party.course import Course
 from private_llm_hf.party.held_weights import Weights, weights_of_file, weights_of_model
-from private_llm_hf.party.kept import Kept
 from private_llm_hf.party.model import build_party_model, release
+from private_llm_hf.party.session_state import SessionState
 from private_llm_hf.token_sharding.cut import states_before_cut, stop_behind
 from private_llm_hf.token_sharding.node import Node
 from private_llm_hf.wire import commands
@@ -73,7 +73,7 @@ class Party:
         self.model: PreTrainedModel | None = None
         self.offloaded: dict[str, Offloaded] = {}
         self.loaded: LoadModel | None = None
-        self.kept: Kept | None = None
+        self.state: SessionState | None = None
         self._heartbeat = Heartbeat(links, config.timeout_s / 4)
         self.ahead = OfflinePhase(self.session, links, self._run_ahead, self._heartbeat.beat)
         self._silent = False
@@ -115,7 +115,7 @@ class Party:
             release(model)
         forget(self.session)
         self.offloaded.clear()
-        self.kept = None
+        self.state = None
         del self.ahead  # which holds a method of this object
 
     def _following(self, command: PartyCommand) -> AbstractContextManager[None]:
@@ -167,7 +167,7 @@ class Party:
         self.model = build_party_model(
             facts.config, facts.class_, weights, self.session, self._heartbeat.beat, facts.folded
         )
-        self.kept = Kept(self.model)
+        self.state = SessionState(self.model)
         if loaded.stop_behind is not None:
             stop_behind(self.model, loaded.stop_behind)
         self.transport.ledger.reset()
@@ -247,8 +247,8 @@ class Party:
             self._silent = False
 
     def _free(self, handles: Sequence[int]) -> None:
-        if handles and self.kept is not None:
-            self.kept.free("", handles)
+        if handles and self.state is not None:
+            self.state.free("", handles)
 
     def forward(self, command: Forward) -> None:
         """The command of the same name: run the model once.
@@ -263,13 +263,13 @@ class Party:
     def _run(self, model: PreTrainedModel, command: Forward) -> None:
         call = command.call
         refuse_unknown(call)
-        kept, secrets = self._kept(), [self._receive(model, item) for item in call.secret]
+        state, secrets = self._state(), [self._receive(model, item) for item in call.secret]
         if not self._silent:
             self._compare(command.at is not None)
         if command.slices is None:
-            self._reveal(run_alone(model, self.session, kept, "", call, secrets))
+            self._reveal(run_alone(model, self.session, state, "", call, secrets))
         else:
-            inputs = arguments(model, self.session, kept, "", call, secrets)
+            inputs = arguments(model, self.session, state, "", call, secrets)
             self._pass_on(states_before_cut(model, inputs), command.slices)
 
     def _receive(self, model: PreTrainedModel, item: commands.Tokens | commands.Values) -> Share | Index:
@@ -306,15 +306,15 @@ class Party:
             raise TransportError("a call arrived before a model was loaded")
         return self.model
 
-    def _kept(self) -> Kept:
+    def _state(self) -> SessionState:
         """What is kept for the model. Raises TransportError before it is loaded."""
-        if self.kept is None:
+        if self.state is None:
             raise TransportError("a request arrived before a model was loaded")
-        return self.kept
+        return self.state
 
     def manage_cache(self, edit: CacheEdit) -> None:
-        """Crop, select, copy or forget entries. Raises TransportError and DomainError as `Kept.edit`."""
-        self._kept().edit("", edit)
+        """Crop, select, copy or forget entries. Raises TransportError and DomainError as `SessionState.edit`."""
+        self._state().edit("", edit)
 
 
 def _place(command: PartyCommand) -> commands.Place | None:

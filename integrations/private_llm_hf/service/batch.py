@@ -2,7 +2,7 @@
 
     rows of all requests, below each other       Index and Share parts joined, one lookup
     shorter prompts and caches begin later       padding on the left, hidden by masks; positions are stated
-    one KV cache for all of them                 `Kept.together`: nothing is copied while the company stays
+    one KV cache for all of them                 `SessionState.together`: nothing is copied while the company stays
     one verdict of the range check for each row  `Known.batch`
 
 Rounds are those of one request and bytes those of a batch. Every party runs the same batches in the same order. What a
@@ -27,14 +27,14 @@ from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.secret import SecretTensor
 from private_llm_hf.models.architectures import architecture, positions_by_mask
 from private_llm_hf.party.calls import Answer, answer, model_name, run_alone, run_model, taken
-from private_llm_hf.party.kept import Kept
+from private_llm_hf.party.session_state import SessionState
 from private_llm_hf.service.batch_key import batch_key, kept_positions
 from private_llm_hf.service.checks import check_call
 from private_llm_hf.transformers_versions import CACHE
 from private_llm_hf.wire.answers import GUARD
 from private_llm_hf.wire.commands import Call
 
-__all__ = ["Answer", "BatchedRequest", "Kept", "batch_key", "check_call", "run_batch"]
+__all__ = ["Answer", "BatchedRequest", "SessionState", "batch_key", "check_call", "run_batch"]
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class BatchedRequest:
 Batch = Sequence[BatchedRequest]
 
 
-def run_batch(model: PreTrainedModel, session: Session, kept: Kept, requests: Batch) -> list[Answer]:
+def run_batch(model: PreTrainedModel, session: Session, state: SessionState, requests: Batch) -> list[Answer]:
     """Run the model once for requests of equal `batch_key` that `check_call` let pass; one alone may be with any key.
 
     Opens nothing. Returns what each request opens, its verdict [rows] under GUARD (alone: [1]). After an error the
@@ -61,27 +61,27 @@ def run_batch(model: PreTrainedModel, session: Session, kept: Kept, requests: Ba
     """
     try:
         with torch.no_grad(), session.protocol.ledger.scope(""):
-            return _run(model, session, kept, requests)
+            return _run(model, session, state, requests)
     except BaseException:
-        _abandon(session, kept, requests)
+        _abandon(session, state, requests)
         raise
 
 
-def _run(model: PreTrainedModel, session: Session, kept: Kept, requests: Batch) -> list[Answer]:
+def _run(model: PreTrainedModel, session: Session, state: SessionState, requests: Batch) -> list[Answer]:
     if len(requests) == 1:
         (request,) = requests
-        return [run_alone(model, session, kept, request.owner, request.call, request.inputs)]
+        return [run_alone(model, session, state, request.owner, request.call, request.inputs)]
     order = sorted(range(len(requests)), key=lambda i: (requests[i].owner, requests[i].call.cache or 0))
-    found = _run_shared(model, session, kept, [requests[i] for i in order])
+    found = _run_shared(model, session, state, [requests[i] for i in order])
     return [answer for _, answer in sorted(zip(order, found, strict=True), key=lambda pair: pair[0])]
 
 
-def _abandon(session: Session, kept: Kept, requests: Batch) -> None:
+def _abandon(session: Session, state: SessionState, requests: Batch) -> None:
     """Forget what a batch that failed left half done: checks owed, and caches whose layers may differ in length."""
     session.known.clear()
     for request in requests:
         if request.call.cache is not None:
-            kept.free(request.owner, [request.call.cache])
+            state.free(request.owner, [request.call.cache])
 
 
 @dataclass(frozen=True)
@@ -100,12 +100,12 @@ class _Span:
         return torch.constant_pad_nd(own.to(torch.int64), (self.padding, 0))
 
 
-def _run_shared(model: PreTrainedModel, session: Session, kept: Kept, requests: Batch) -> list[Answer]:
+def _run_shared(model: PreTrainedModel, session: Session, state: SessionState, requests: Batch) -> list[Answer]:
     cached = [((r.owner, r.call.cache), r.call.rows, r.call.secret[0].shape[1]) for r in requests if r.call.cache]
-    pasts = [0 if r.call.cache is None else kept.past(r.owner, r.call.cache) for r in requests]
+    pasts = [0 if r.call.cache is None else state.past(r.owner, r.call.cache) for r in requests]
     inputs: dict[str, Any] = {}
     if cached:
-        inputs[CACHE] = kept.together(cached)
+        inputs[CACHE] = state.together(cached)
     spans = _spans(requests, pasts)
     inputs |= _public(model, requests, spans)
     inputs[model_name(requests[0].call.secret[0])] = _secret(model, session, requests, spans)

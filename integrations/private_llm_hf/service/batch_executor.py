@@ -18,7 +18,7 @@ from private_llm.protocols.session import Session
 from private_llm.protocols.share import Index, Share
 from private_llm.ring.prg import Prg
 from private_llm_hf.party.calls import Answer
-from private_llm_hf.service.batch import BatchedRequest, Kept, check_call, run_batch
+from private_llm_hf.service.batch import BatchedRequest, SessionState, check_call, run_batch
 from private_llm_hf.service.client_session import Request
 from private_llm_hf.service.limits import MOST_HANDLES, KVCacheQuota, Limits
 from private_llm_hf.service.links import ServiceLinks
@@ -44,13 +44,13 @@ def run_requests(
         return 0, 0
     try:
         batch = [BatchedRequest(r.session.id, r.call, tuple(_received(model, links, r))) for r in accepted]
-        answers = run_batch(model.model, model.session, model.kept, batch)
+        answers = run_batch(model.model, model.session, model.state, batch)
     except (TransportError, ProtocolAbort):
         raise
     except PrivateLLMError as error:  # the same at all parties: it follows from public facts
         model.session.known.clear()
         for request in accepted:
-            model.kept.forget(request.session.id)
+            model.state.forget(request.session.id)
             quota.release(request.session.id)
             request.fail(type(error)(str(error)))
         return 0, 0
@@ -73,15 +73,15 @@ def run_requests(
 
 def _prepared(model: ServedModel, request: Request, quota: KVCacheQuota) -> bool:
     """Bring a session's caches to where its call wants them; False, and its session ends, if the call is bad."""
-    kept, owner, call = model.kept, request.session.id, request.call
+    state, owner, call = model.state, request.session.id, request.call
     try:
-        change(kept, owner, request.edits, quota.limits)
-        kept.free(owner, request.free)
+        change(state, owner, request.edits, quota.limits)
+        state.free(owner, request.free)
         check_fits(model, owner, call, quota.limits)
         new = math.prod(call.secret[0].shape[:2]) if call.cache or call.encode_to else 0
-        quota.reserve(owner, request.session.user, model.name, kept.positions(owner) + new)
+        quota.reserve(owner, request.session.user, model.name, state.positions(owner) + new)
     except Exception as error:  # noqa: BLE001 - it follows from public facts, so it is the same at all parties
-        kept.forget(owner)
+        state.forget(owner)
         quota.release(owner)
         request.fail(refusal(request, error))
         return False
@@ -103,23 +103,23 @@ def refusal(request: Request, error: Exception) -> PrivateLLMError:
     return TransportError(f"a call that this service cannot run ({type(error).__name__})")
 
 
-def change(kept: Kept, owner: str, edits: Sequence[CacheEdit], limits: Limits) -> None:
+def change(state: SessionState, owner: str, edits: Sequence[CacheEdit], limits: Limits) -> None:
     """Change caches. Raises DomainError, before it, for what copies or keeps more than a session may."""
     copied = 0
     for number, edit in enumerate(edits, 1):
-        rows = edit.index.numel() if isinstance(edit, SelectRows) else kept.rows(owner, edit.handle)
-        copied += max(rows, kept.rows(owner, edit.handle)) * kept.past(owner, edit.handle)
+        rows = edit.index.numel() if isinstance(edit, SelectRows) else state.rows(owner, edit.handle)
+        copied += max(rows, state.rows(owner, edit.handle)) * state.past(owner, edit.handle)
         limits.check_edits(copied, number)
-        kept.edit(owner, edit)
-        _check_handles(kept.handles(owner))
+        state.edit(owner, edit)
+        _check_handles(state.handles(owner))
 
 
 def check_fits(model: ServedModel, owner: str, call: Call, limits: Limits) -> None:
     """Refuse a call that the model does not take (as `check_call`), or that is too large (DomainError)."""
-    kept = model.kept
-    check_call(model.model, model.session.config, call, kept, owner)
-    limits.check_call(model.model.config, call, 0 if call.cache is None else kept.past(owner, call.cache))
-    _check_handles({*kept.handles(owner), call.cache or call.encode_to})
+    state = model.state
+    check_call(model.model, model.session.config, call, state, owner)
+    limits.check_call(model.model.config, call, 0 if call.cache is None else state.past(owner, call.cache))
+    _check_handles({*state.handles(owner), call.cache or call.encode_to})
 
 
 def _check_handles(handles: Collection[int | None]) -> None:

@@ -19,14 +19,14 @@ from private_llm_hf.client import inputs as check
 from private_llm_hf.models.architectures import Architecture, architecture
 from private_llm_hf.party.announced import input_shape
 from private_llm_hf.party.calls import refuse_unknown, table_of
-from private_llm_hf.party.kept import Kept
+from private_llm_hf.party.session_state import SessionState
 from private_llm_hf.wire.commands import Call, Encoded, Tokens, Values
 
 _MASKS = ("attention_mask", "decoder_attention_mask")
 _MOST_KEPT = 1 << 31
 
 
-def check_call(model: PreTrainedModel, config: PrivateConfig, call: Call, kept: Kept, owner: str) -> None:
+def check_call(model: PreTrainedModel, config: PrivateConfig, call: Call, state: SessionState, owner: str) -> None:
     """Refuse a call that could not run to its end, before anything runs. Local; depends on public facts alone.
 
     Raises UnsupportedOp for inputs, outputs and arguments that the model or parties do not take, TransportError for
@@ -37,8 +37,8 @@ def check_call(model: PreTrainedModel, config: PrivateConfig, call: Call, kept: 
     which = architecture(model.config)
     item = _check_input(model, which, call)
     rows, length = item.shape[0], 0 if item.name == "pixel_values" else item.shape[1]
-    past = _check_cache(which, config, call, kept, owner)
-    behind = 0 if call.encoded is None else _check_encoded(call.encoded, rows, kept, owner)
+    past = _check_cache(which, config, call, state, owner)
+    behind = 0 if call.encoded is None else _check_encoded(call.encoded, rows, state, owner)
     if length:
         check.check_positions(model.config, past + length)
     target = model.get_encoder() if call.encode_to is not None else model
@@ -90,24 +90,24 @@ def _image(config: PretrainedConfig, which: Architecture, dimensions: int) -> tu
     return (None, config.num_channels, height, width)
 
 
-def _check_cache(which: Architecture, config: PrivateConfig, call: Call, kept: Kept, owner: str) -> int:
+def _check_cache(which: Architecture, config: PrivateConfig, call: Call, state: SessionState, owner: str) -> int:
     """Positions that the call's cache holds."""
     handle, rows = call.cache, call.rows
     if handle is None:
         return 0
     if not which.caches or call.encode_to is not None or isinstance(config.kv_cache, NoCache):
         raise TransportError(f"cache {handle}: this model, or the configuration, keeps none")
-    if kept.encoded_shape(owner, handle) is not None:
+    if state.encoded_shape(owner, handle) is not None:
         raise TransportError(f"cache {handle}: this is the number of an encoder's output")
-    past = kept.past(owner, handle)
-    if past and kept.rows(owner, handle) != rows:
-        raise DomainError(f"cache {handle}: got {rows} rows; it holds {kept.rows(owner, handle)}")
+    past = state.past(owner, handle)
+    if past and state.rows(owner, handle) != rows:
+        raise DomainError(f"cache {handle}: got {rows} rows; it holds {state.rows(owner, handle)}")
     return past
 
 
-def _check_encoded(encoded: Encoded, rows: int, kept: Kept, owner: str) -> int:
+def _check_encoded(encoded: Encoded, rows: int, state: SessionState, owner: str) -> int:
     """Positions of the encoder's output that a decoder reads."""
-    shape = kept.encoded_shape(owner, encoded.handle)
+    shape = state.encoded_shape(owner, encoded.handle)
     if shape is None:
         raise TransportError(f"no encoder output {encoded.handle} is kept here")
     index = encoded.rows

@@ -410,7 +410,7 @@ class PartyService:
                 raise ProtocolAbort("party 0 ends a session that it runs, or one that cannot be")
             self._quota.release(number)
             for model in self._models.values():
-                model.kept.forget(number)
+                model.state.forget(number)
             self._preprocessing.forget(number)
             with self._lock:
                 session = self._sessions.get(number)
@@ -425,7 +425,7 @@ class PartyService:
         first = requests[0]
         if first.planned is None:
             return run_requests(model, links, requests, self._quota)
-        model.kept.free(first.session.id, first.free)
+        model.state.free(first.session.id, first.free)
         if first.prepares:
             room = self._preprocessing.free_bytes(first.session.user, self.settings.offline_bytes)
             self._preprocessing.prepare(model, links, first, f"ahead {self._step}", room)

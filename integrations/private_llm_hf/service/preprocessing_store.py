@@ -71,7 +71,7 @@ class PreprocessingStore:
         prepared = self._plans.pop(session, None)
         if prepared is not None:
             prepared.close()
-            prepared.model.kept.forget(owner_of(session))
+            prepared.model.state.forget(owner_of(session))
             self.quota.release(owner_of(session))
 
     def close(self) -> None:
@@ -184,7 +184,7 @@ class PreprocessingStore:
         """Bring the plan's caches to where the call wants them; False, and the session ends, if the call is bad."""
         planned, owner = _planned(request), owner_of(request.session.id)
         try:
-            change(model.kept, owner, planned.edits, self.quota.limits)
+            change(model.state, owner, planned.edits, self.quota.limits)
             check_fits(model, owner, planned.call, self.quota.limits)
         except Exception as error:  # noqa: BLE001 - as in `pass_of_requests`
             _give_up(model, request, refusal(request, error))
@@ -205,7 +205,7 @@ def _planned(request: Request) -> PlannedCall:
 def _give_up(model: ServedModel, request: Request, error: PrivateLLMError) -> None:
     """The session ends; nothing that it half did is left."""
     model.session.known.clear()
-    model.kept.forget(owner_of(request.session.id))
+    model.state.forget(owner_of(request.session.id))
     request.fail(error)
 
 
@@ -215,7 +215,7 @@ def _computed(model: ServedModel, request: Request) -> Answer:
     masks = session.protocol.input_masks(request.session.keys, section_label(planned.plan, planned.number))
     with torch.no_grad(), session.protocol.ledger.scope(""):
         secrets = inputs_received(session, masks, planned.call)
-        return run_alone(model.model, session, model.kept, owner_of(request.session.id), planned.call, secrets)
+        return run_alone(model.model, session, model.state, owner_of(request.session.id), planned.call, secrets)
 
 
 def _open(session: Session, links: ServiceLinks, request: Request, answer: Answer) -> None:

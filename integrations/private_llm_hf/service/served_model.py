@@ -19,18 +19,18 @@ from private_llm_hf.party.at_rest import keeps_seeds
 from private_llm_hf.party.held_weights import weights_of_file, weights_of_model
 from private_llm_hf.party.model import build_party_model, empty_model, release
 from private_llm_hf.patch_plan import check_ring, make_patch_plan
-from private_llm_hf.service.batch import Kept
+from private_llm_hf.service.batch import SessionState
 from private_llm_hf.service.batch_key import batch_key, past_of
 from private_llm_hf.wire.answers import StoredFile
 from private_llm_hf.wire.commands import CacheEdit, Call
 
 
 class ServedModel:
-    """One model at one party. `session`, `model` and `kept` are of the parties' present links."""
+    """One model at one party. `session`, `model` and `state` are of the parties' present links."""
 
     session: Session
     model: PreTrainedModel
-    kept: Kept
+    state: SessionState
 
     def __init__(self, name: str, path: Path, config: PrivateConfig, number: int) -> None:
         """Reads the header and checks the whole file. Raises as `open_model`."""
@@ -60,7 +60,7 @@ class ServedModel:
 
     def past(self, owner: str, call: Call, edits: Iterable[CacheEdit], free: Iterable[int]) -> int:
         """Positions that a call's cache will hold when it runs, behind the changes that come before it."""
-        return past_of(lambda handle: self.kept.past(owner, handle), call, edits, free)
+        return past_of(lambda handle: self.state.past(owner, handle), call, edits, free)
 
     def check_vocabulary(self, name: str, vocabulary: int) -> None:
         """Raise TransportError unless a vocabulary is the model's: the size of what is sent follows from it."""
@@ -86,7 +86,7 @@ class ServedModel:
         self.model = self._built = build_party_model(
             facts.config, facts.class_, weights, self.session, folded=facts.folded
         )
-        self.kept = Kept(self.model)
+        self.state = SessionState(self.model)
         if before is not None:
             release(before)
 

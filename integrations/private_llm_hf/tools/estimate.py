@@ -39,9 +39,9 @@ from private_llm_hf.client.costs import Costs, layer_of, rows_of
 from private_llm_hf.client.model import private_class
 from private_llm_hf.client.session_client import Secret, SessionClient
 from private_llm_hf.models.architectures import architecture
-from private_llm_hf.party.kept import Kept
 from private_llm_hf.party.model import build_party_model, empty_model, meta_parameters
 from private_llm_hf.party.party import Party
+from private_llm_hf.party.session_state import SessionState
 from private_llm_hf.patch_plan import make_patch_plan
 from private_llm_hf.token_sharding.client import check_sharding
 from private_llm_hf.token_sharding.cut import Cut, stop_behind
@@ -161,7 +161,7 @@ class _MetaParty(Party):
         self.model = build_party_model(
             description.config, description.class_, parameters, session, folded=description.folded
         )
-        self.kept = Kept(self.model)
+        self.state = SessionState(self.model)
         if not every_layer and not session.known.ranges.modules:  # with ranges, no two layers are equal
             price_once(self.model, self.transport.ledger)
         self.transport.ledger.reset()
@@ -185,7 +185,7 @@ class _MetaParty(Party):
         """Memory of the shares in the caches that are kept."""
         return sum(
             _bytes(value)
-            for cache in self._kept().caches()
+            for cache in self._state().caches()
             for layer in getattr(cache, "layers", ())
             for value in (layer.keys, layer.values)
             if value is not None

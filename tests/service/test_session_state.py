@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from private_llm_hf.party.kept import Kept
+from private_llm_hf.party.session_state import SessionState
 from private_llm_hf.wire.commands import CopyCache, CropCache, ResetCache, SelectRows
 from torch import Tensor
 
@@ -36,8 +36,8 @@ def compared(*edits: tuple[str, Any], rows: dict[str, int]) -> list[Any]:
     whole = {owner: shape[0] for owner, shape in LENGTHS.items()}
     facts: list[Any] = []
 
-    def look(kept: Kept) -> object:
-        return [(kept.past(o, 1), kept.rows(o, 1), kept.positions(o)) for o in "abc"]
+    def look(state: SessionState) -> object:
+        return [(state.past(o, 1), state.rows(o, 1), state.positions(o)) for o in "abc"]
 
     one = [prompt(), step(1, whole), *edits, look, step(2, rows)]
     apart = [[ask] for ask in (*prompt("'"), *step(1, whole, "'"))]
@@ -65,9 +65,9 @@ def test_a_cache_is_copied_out_of_company() -> None:
 
 
 def test_what_was_reset_begins_anew() -> None:
-    def reset(kept: Kept) -> object:
-        kept.edit("a", ResetCache(1))
-        return kept.past("a", 1), kept.rows("a", 1), kept.positions("a"), kept.past("b", 1)
+    def reset(state: SessionState) -> object:
+        state.edit("a", ResetCache(1))
+        return state.past("a", 1), state.rows("a", 1), state.positions("a"), state.past("b", 1)
 
     first, again = prompt(), Ask("a", ids(1, 4, seed=8))
     found = run_service(PLAIN, tiny.build("llama"), [first, reset, [again], [Ask("z", again.given)]])
@@ -76,19 +76,19 @@ def test_what_was_reset_begins_anew() -> None:
 
 
 def test_bad_edits() -> None:
-    def edit(kept: Kept) -> None:
+    def edit(state: SessionState) -> None:
         for one in (CropCache(7, 1), SelectRows(7, torch.tensor([0])), ResetCache(7), CopyCache(7, 8)):
             with pytest.raises(TransportError, match="no cache 7"):
-                kept.edit("a", one)
+                state.edit("a", one)
         with pytest.raises(TransportError, match="no cache 1"):
-            kept.edit("z", ResetCache(1))
+            state.edit("z", ResetCache(1))
         for index in ([2], [0, 3], []):
             with pytest.raises(DomainError, match="below 2"):
-                kept.edit("a", SelectRows(1, torch.tensor(index, dtype=torch.int64)))
+                state.edit("a", SelectRows(1, torch.tensor(index, dtype=torch.int64)))
         with pytest.raises(DomainError, match="each cache once"):
-            kept.together([(("a", 1), 2, 1), (("a", 1), 2, 1)])
+            state.together([(("a", 1), 2, 1), (("a", 1), 2, 1)])
         with pytest.raises(DomainError, match="new ones"):
-            kept.together([(("a", 1), 2, 1), (("z", 1), 2, 1)])
+            state.together([(("a", 1), 2, 1), (("z", 1), 2, 1)])
 
     run_service(PLAIN, tiny.build("llama"), [prompt(), edit])
 
@@ -97,21 +97,21 @@ def test_what_ended_is_freed() -> None:
     """Caches of sessions that end leave at once: memory is that of those who stay."""
     alive: list[weakref.ref[Tensor]] = []
 
-    def note(kept: Kept) -> int:
-        parts = [p for cache in kept.caches() for layer in cache.layers for p in layer.buffer._rows[0].parts]
+    def note(state: SessionState) -> int:
+        parts = [p for cache in state.caches() for layer in cache.layers for p in layer.buffer._rows[0].parts]
         alive.extend(weakref.ref(part) for part in parts)
         return sum(part.shape[0] for part in parts) // 2
 
-    def end(kept: Kept) -> list[int]:
-        kept.forget("c")
-        kept.free("a", [1, 99])
-        return kept.handles("a") + kept.handles("c")
+    def end(state: SessionState) -> list[int]:
+        state.forget("c")
+        state.free("a", [1, 99])
+        return state.handles("a") + state.handles("c")
 
-    def count(kept: Kept) -> int:
+    def count(state: SessionState) -> int:
         gc.collect()
         return sum(ref() is not None for ref in alive)
 
-    script = [prompt(), note, end, note, count, lambda kept: kept.forget("b"), count]
+    script = [prompt(), note, end, note, count, lambda state: state.forget("b"), count]
     _, rows, handles, left, held, _, nothing = run_service(PLAIN, tiny.build("llama"), script)
     assert (rows, handles, left) == (6, [], 1)
     assert (held, nothing) == (2, 0)

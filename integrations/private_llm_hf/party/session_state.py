@@ -60,7 +60,7 @@ class _Group:
         return self.cache, Piece(self.first_row(key), self.rows(key), self.members[key].padding)
 
 
-class Kept:
+class SessionState:
     """What all sessions keep at this party for one model."""
 
     def __init__(self, model: PreTrainedModel) -> None:
