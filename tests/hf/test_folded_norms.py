@@ -20,7 +20,7 @@ from private_llm_hf.checkpoint.weights import stream_loaded
 from private_llm_hf.handlers import register_handler, unregister_handler
 from private_llm_hf.models.folded_norms import NormFolder, fold_norms
 from private_llm_hf.models.norms import FoldedNorm
-from private_llm_hf.party.announced import announced_shapes
+from private_llm_hf.party.model_description import validate_model_description
 from private_llm_hf.tools.compare import compare
 from private_llm_hf.wire.commands import Description
 from torch import nn
@@ -262,7 +262,7 @@ def test_a_share_file_says_what_was_folded_and_old_ones_still_load(
     del facts["folded"]
     assert Description.from_dict(facts) == old.description
     for file in (new, old):
-        assert announced_shapes(file.description, 16) == file.shapes
+        assert validate_model_description(file.description, 16) == file.shapes
 
 
 @pytest.mark.parametrize(
@@ -279,7 +279,7 @@ def test_a_share_file_says_what_was_folded_and_old_ones_still_load(
 def test_a_description_with_other_norms_or_layers_is_refused(folded: dict[str, tuple[str, ...]]) -> None:
     model = tiny.build("llama")
     with pytest.raises(PatchMismatch, match="folded norms"):
-        announced_shapes(describe(type(model), model.config, folded=folded), 16)
+        validate_model_description(describe(type(model), model.config, folded=folded), 16)
 
 
 @pytest.mark.parametrize(

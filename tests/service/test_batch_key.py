@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 import torch
 import transformers as tr
-from private_llm_hf.models.shifted import stands_shifting
+from private_llm_hf.models.left_padding import tolerates_left_padding
 from private_llm_hf.party.model import empty_model
 from private_llm_hf.service.batch import batch_key
 from private_llm_hf.service.batch_key import WASTE, bucket
@@ -92,7 +92,7 @@ def test_encoders_share_texts_of_one_length() -> None:
 @pytest.mark.parametrize("name", tiny.DECODERS)
 def test_positions_that_are_stated_or_not(name: str) -> None:
     model = tiny.build(name)
-    assert stands_shifting(type(model), model.config) is (name != "bloom")
+    assert tolerates_left_padding(type(model), model.config) is (name != "bloom")
 
 
 def test_models_that_count_columns_go_alone() -> None:
@@ -103,7 +103,7 @@ def test_models_that_count_columns_go_alone() -> None:
         (tr.LlamaConfig(**tiny.LLAMA, rope_parameters=rope), tr.LlamaForCausalLM),
         (tr.LlamaConfig(**tiny.LLAMA), tr.LlamaForSequenceClassification),
     ):
-        assert not stands_shifting(model, config)
+        assert not tolerates_left_padding(model, config)
 
 
 def test_the_trial_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,4 +114,4 @@ def test_the_trial_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
         return forward(self, input_ids=input_ids, **more)  # type: ignore[arg-type]
 
     monkeypatch.setattr(tr.GPT2LMHeadModel, "forward", deaf)
-    assert not stands_shifting(tr.GPT2LMHeadModel, tiny.build("gpt2").config)
+    assert not tolerates_left_padding(tr.GPT2LMHeadModel, tiny.build("gpt2").config)

@@ -36,13 +36,18 @@ from private_llm_hf.checkpoint.node_checkpoint import NodeCheckpoint
 from private_llm_hf.checkpoint.offload import Offloaded, OffloadFile
 from private_llm_hf.checkpoint.share_files import ShareFile
 from private_llm_hf.client.costs import rows_of
-from private_llm_hf.party.announced import Shapes, announced_shapes, input_shape, take_announced
 from private_llm_hf.party.at_rest import keeps_seeds
 from private_llm_hf.party.calls import Answer, answer, arguments, refuse_unknown, run_alone, table_of
 from private_llm_hf.party.command_loop import Heartbeat, reported, serve_commands
 from private_llm_hf.party.course import Course
 from private_llm_hf.party.held_weights import Weights, weights_of_file, weights_of_model
 from private_llm_hf.party.model import build_party_model, release
+from private_llm_hf.party.model_description import (
+    Shapes,
+    take_described,
+    validate_input_shape,
+    validate_model_description,
+)
 from private_llm_hf.party.session_state import SessionState
 from private_llm_hf.token_sharding.cut import states_before_cut, stop_behind
 from private_llm_hf.token_sharding.node import Node
@@ -187,7 +192,7 @@ class Party:
         each = self.session.ring.bytes * max(1, masks + sends_parts(self.config, self.role))
         if self.config.weights == "public":
             each = torch.float32.itemsize
-        return announced_shapes(description, each, whole=self.config.offload_folder is None)
+        return validate_model_description(description, each, whole=self.config.offload_folder is None)
 
     def _receive_weights(self, wanted: Shapes, ranges: Ranges) -> Iterator[tuple[str, Fixed | Tensor | Offloaded]]:
         public = self.config.weights == "public"
@@ -200,7 +205,7 @@ class Party:
             self._heartbeat.beat()
             if header is None:
                 return
-            name, shape, received = header.name, take_announced(wanted, header), None
+            name, shape, received = header.name, take_described(wanted, header), None
             if public:
                 received = self._receive_pieces(shape, torch.int32).view(torch.float32)
             elif sends_parts(self.config, self.role):
@@ -274,7 +279,7 @@ class Party:
 
     def _receive(self, model: PreTrainedModel, item: commands.Tokens | commands.Values) -> Share | Index:
         """One secret input: shares of token ids, or of values as they are."""
-        shape = input_shape(item.shape)
+        shape = validate_input_shape(item.shape)
         protocol = self.session.protocol.on(torch.device(self.session.device))
         if isinstance(item, commands.Values):
             return protocol.receive_input(shape)

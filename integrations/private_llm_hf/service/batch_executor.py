@@ -56,7 +56,7 @@ def run_requests(
         return 0, 0
     opened, receivers = [], []
     for request, answer in zip(accepted, answers, strict=True):
-        request.session.answer(announced(answer))
+        request.session.answer(outputs_message(answer))
         for _, fixed in answer.outputs:
             opened.append((CLIENT, fixed.share))
             receivers.append(request.session.give)
@@ -149,6 +149,6 @@ def inputs_received(session: Session, masks: list[Prg], call: Call) -> list[Shar
     return made
 
 
-def announced(answer: Answer) -> Outputs:
+def outputs_message(answer: Answer) -> Outputs:
     """What a client is told before the outputs are opened to it."""
     return Outputs(answer.class_, tuple(Output(name, tuple(f.shape), f.frac) for name, f in answer.outputs))

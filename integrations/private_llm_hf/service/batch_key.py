@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from private_llm.config import PrivateConfig
 from private_llm.kv_policies.fixed import KEEP_ALL
 from private_llm_hf.models.architectures import architecture, batch_first
-from private_llm_hf.models.shifted import stands_shifting
+from private_llm_hf.models.left_padding import tolerates_left_padding
 from private_llm_hf.wire.commands import CacheEdit, Call, CopyCache, CropCache, ResetCache, Tokens
 
 WASTE = 4
@@ -22,7 +22,7 @@ _NARROW = 1024
 
 _DECODER = frozenset({"attention_mask", "position_ids", "use_cache", "logits_to_keep"})
 
-_shifting: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
+_tolerates: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
 
 
 def batch_key(model: PreTrainedModel, config: PrivateConfig, call: Call, past: int) -> Hashable | None:
@@ -46,7 +46,7 @@ def batch_key(model: PreTrainedModel, config: PrivateConfig, call: Call, past: i
     if which.kind == "encoder":
         whole = model.config.model_type in batch_first() and call.cache is None
         return ("rows", *wanted, item.shape[1:], tuple(sorted(given - {"attention_mask"}))) if whole else None
-    if which.kind != "decoder" or not given <= _DECODER or not _shifts(model):
+    if which.kind != "decoder" or not given <= _DECODER or not _tolerates_padding(model):
         return None
     if call.cache is None and "position_ids" in given:  # may say that several texts are in one row
         return None
@@ -88,7 +88,7 @@ def bucket(length: int) -> int:
     return longest
 
 
-def _shifts(model: PreTrainedModel) -> bool:
-    if model not in _shifting:
-        _shifting[model] = stands_shifting(type(model), model.config)
-    return _shifting[model]
+def _tolerates_padding(model: PreTrainedModel) -> bool:
+    if model not in _tolerates:
+        _tolerates[model] = tolerates_left_padding(type(model), model.config)
+    return _tolerates[model]

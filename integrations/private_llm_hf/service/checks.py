@@ -17,8 +17,8 @@ from private_llm.errors import DomainError, TransportError, UnsupportedOp
 from private_llm.kv_policies.fixed import NoCache
 from private_llm_hf.client import inputs as check
 from private_llm_hf.models.architectures import Architecture, architecture
-from private_llm_hf.party.announced import input_shape
 from private_llm_hf.party.calls import refuse_unknown, table_of
+from private_llm_hf.party.model_description import validate_input_shape
 from private_llm_hf.party.session_state import SessionState
 from private_llm_hf.wire.commands import Call, Encoded, Tokens, Values
 
@@ -67,7 +67,7 @@ def _check_input(model: PreTrainedModel, which: Architecture, call: Call) -> Tok
     names = ("pixel_values",) if which.kind == "vision" else (f"{prefix}input_ids", f"{prefix}inputs_embeds")
     if item.name not in names:
         raise TransportError(f"secret input: got {item.name}; want {' or '.join(names)}")
-    shape = input_shape(item.shape)
+    shape = validate_input_shape(item.shape)
     if isinstance(item, Tokens):
         table_of(model, item)
         wanted: tuple[int | None, ...] = (None, None)

@@ -29,8 +29,8 @@ from private_llm.protocols.session import meet_client, receiving_end
 from private_llm.ring.dpf import key_words
 from private_llm.ring.prg import Prg, Seed
 from private_llm_hf.client.costs import rows_of
-from private_llm_hf.party.announced import input_shape
 from private_llm_hf.party.course import digest
+from private_llm_hf.party.model_description import validate_input_shape
 from private_llm_hf.service.costs import SessionCosts
 from private_llm_hf.service.limits import Limits
 from private_llm_hf.service.links import Frame, Recorder
@@ -315,7 +315,7 @@ class ClientSession:
             raise TransportError("a call has one secret input; got none")
         model = self._served()
         for item in call.secret:
-            shape = input_shape(item.shape)
+            shape = validate_input_shape(item.shape)
             if shape[0] > self.host.rows:
                 raise DomainError(f"{item.name}: got {shape[0]} rows; this service takes {self.host.rows} at a time")
             count = math.prod(shape)

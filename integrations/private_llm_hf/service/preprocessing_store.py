@@ -17,7 +17,7 @@ from private_llm.net.transport import CLIENT, Transport
 from private_llm.protocols.offline_phase import section_label
 from private_llm.protocols.session import Session
 from private_llm_hf.party.calls import Answer, run_alone
-from private_llm_hf.service.batch_executor import announced, change, check_fits, inputs_received, refusal
+from private_llm_hf.service.batch_executor import change, check_fits, inputs_received, outputs_message, refusal
 from private_llm_hf.service.client_session import Request
 from private_llm_hf.service.limits import KVCacheQuota
 from private_llm_hf.service.links import ServiceLinks
@@ -219,7 +219,7 @@ def _computed(model: ServedModel, request: Request) -> Answer:
 
 
 def _open(session: Session, links: ServiceLinks, request: Request, answer: Answer) -> None:
-    request.session.answer(announced(answer))
+    request.session.answer(outputs_message(answer))
     links.serve((), [request.session.give for _ in answer.outputs])
     if answer.outputs:
         session.protocol.reveal([(CLIENT, fixed.share) for _, fixed in answer.outputs])

@@ -22,9 +22,9 @@ from private_llm.net.transport import CLIENT, Transport
 from private_llm.token_sharding import AttnNode, Exchange, ShardingPlan, send_floats
 from private_llm_hf.checkpoint.node_checkpoint import NodeCheckpoint, claim
 from private_llm_hf.client.costs import rows_of
-from private_llm_hf.party.announced import announced_shapes, take_announced
 from private_llm_hf.party.command_loop import Heartbeat, serve_commands
 from private_llm_hf.party.model import release
+from private_llm_hf.party.model_description import take_described, validate_model_description
 from private_llm_hf.token_sharding.commands import AttnForward, CompForward, CropTo, LoadNode, NodeCommand, NodeEdit
 from private_llm_hf.token_sharding.comp_node import CompNode
 from private_llm_hf.wire.answers import NodeLoaded, NodeOutput, NodeOutputs
@@ -137,12 +137,12 @@ class Node:
 
     def _weights(self, description: Description) -> dict[str, Tensor]:
         weights: dict[str, Tensor] = {}
-        wanted = announced_shapes(description, torch.float32.itemsize)
+        wanted = validate_model_description(description, torch.float32.itemsize)
         while True:
             header = recv_weight(self.transport)
             if header is None:
                 return weights
-            raw = self.transport.recv(CLIENT, "weight", take_announced(wanted, header), torch.int32)
+            raw = self.transport.recv(CLIENT, "weight", take_described(wanted, header), torch.int32)
             weights[header.name] = raw.view(torch.float32)
 
     def _attend(self, command: AttnForward) -> None:

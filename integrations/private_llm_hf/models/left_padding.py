@@ -29,7 +29,7 @@ def generates(model_class: type[PreTrainedModel]) -> bool:
     return model_class.__name__ in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
 
 
-def stands_shifting(model_class: type[PreTrainedModel], config: PretrainedConfig) -> bool:
+def tolerates_left_padding(model_class: type[PreTrainedModel], config: PretrainedConfig) -> bool:
     """Whether rows of this model that start at different columns compute what each computes alone."""
     if architecture(config).kind != "decoder" or not generates(model_class):
         return False

@@ -7,9 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 from private_llm_hf.checkpoint.model_spec import ModelSpec, accepted_class, describe
-from private_llm_hf.party import announced
-from private_llm_hf.party.announced import announced_shapes, take_announced
 from private_llm_hf.party.model import empty_model
+from private_llm_hf.party.model_description import take_described, validate_model_description
 from private_llm_hf.wire.commands import Description, Weight
 
 from private_llm.errors import PatchMismatch
@@ -26,14 +25,14 @@ def description(name: str = "opt", **changes: object) -> Description:
 @pytest.mark.parametrize("name", tiny.ALL)
 def test_what_is_announced_is_what_the_owner_sends(name: str) -> None:
     model = tiny.build(name)
-    found = announced_shapes(describe(type(model), model.config), 16)
+    found = validate_model_description(describe(type(model), model.config), 16)
     assert found == ModelSpec.of(type(model), model.config).shared.shapes
 
 
 @pytest.mark.parametrize("name", images.HF)
 def test_images_whose_norms_are_folded(name: str) -> None:
     model, _ = images.build(name)
-    found = announced_shapes(describe(type(model), model.config), 16)
+    found = validate_model_description(describe(type(model), model.config), 16)
     assert found == ModelSpec.of(type(model), model.config).shared.shapes
 
 
@@ -63,7 +62,7 @@ def test_classes_are_checked_before_anything_is_built(
         with pytest.raises(PatchMismatch, match=message):
             check(name, {"model_type": kind})
     with pytest.raises(PatchMismatch, match=message):
-        announced_shapes(Description(name, {"model_type": kind}, "", {}), 16)  # type: ignore[arg-type]
+        validate_model_description(Description(name, {"model_type": kind}, "", {}), 16)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("config", [None, [], "opt", 3, {}])
@@ -80,7 +79,7 @@ def test_configurations_are_objects(config: object) -> None:
 def test_numbers_that_a_configuration_multiplies_into_lists(settings: dict[str, object]) -> None:
     facts = Description("GPTNeoForCausalLM", {"model_type": "gpt_neo", **settings}, "", {})
     with pytest.raises(PatchMismatch, match=r"may not (be above|list more than) 65536"):
-        announced_shapes(facts, 8)
+        validate_model_description(facts, 8)
 
 
 @pytest.mark.parametrize("name", ["timm_wrapper", "encoder-decoder"])
@@ -95,37 +94,37 @@ def test_a_model_that_loads_another_is_refused_inside_and_outside(name: str) -> 
 @pytest.mark.parametrize("size", [1 << 40, -(1 << 40), [[1 << 40]]])
 def test_numbers_beyond_any_model(key: str, size: object) -> None:
     with pytest.raises(PatchMismatch, match=f"configuration: '{key}' may not be above"):
-        announced_shapes(description(**{key: size}), 16)
+        validate_model_description(description(**{key: size}), 16)
 
 
 def test_bases_of_rotary_embeddings_may_be_large() -> None:
-    assert announced_shapes(description("llama", rope_theta=10**11), 16)
+    assert validate_model_description(description("llama", rope_theta=10**11), 16)
 
 
 def test_too_many_layers_are_noticed_while_they_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(announced, "MOST_TENSORS", 300)
-    assert announced_shapes(description(), 16)
+    assert validate_model_description(description(), 16)
     with pytest.raises(PatchMismatch, match="more than 300 weights"):
-        announced_shapes(description(num_hidden_layers=1_000_000), 16)
+        validate_model_description(description(num_hidden_layers=1_000_000), 16)
 
 
 def test_a_model_that_no_memory_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     huge = description(vocab_size=1 << 24, word_embed_proj_dim=1 << 20)
     with pytest.raises(PatchMismatch, match=rf"its weights need \d+ bytes here, and this machine has {memory_bytes()}"):
-        announced_shapes(huge, 16)
+        validate_model_description(huge, 16)
     with pytest.raises(PatchMismatch, match="its largest weight needs"):
-        announced_shapes(huge, 16, whole=False)
+        validate_model_description(huge, 16, whole=False)
     weights = tiny.build("opt").num_parameters() * 16
     monkeypatch.setattr(announced, "memory_bytes", lambda: weights // 2)
     with pytest.raises(PatchMismatch, match="its weights need"):
-        announced_shapes(description(), 16)
-    assert announced_shapes(description(), 16, whole=False)
+        validate_model_description(description(), 16)
+    assert validate_model_description(description(), 16, whole=False)
 
 
 def test_buffers_beyond_any_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(announced, "MOST_BUFFERS", 8)
     with pytest.raises(PatchMismatch, match="bytes of buffers; want at most 8"):
-        announced_shapes(description("llama"), 16)
+        validate_model_description(description("llama"), 16)
 
 
 @pytest.mark.parametrize(
@@ -139,14 +138,14 @@ def test_buffers_beyond_any_model(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_weights_that_were_not_announced(header: Weight, message: str) -> None:
     with pytest.raises(PatchMismatch, match=message):
-        take_announced({"a": (2, 3)}, header)
+        take_described({"a": (2, 3)}, header)
 
 
 def test_a_weight_comes_once() -> None:
     wanted = {"a": (2, 3)}
-    assert take_announced(wanted, Weight("a", (2, 3))) == (2, 3)
+    assert take_described(wanted, Weight("a", (2, 3))) == (2, 3)
     with pytest.raises(PatchMismatch, match="it came before"):
-        take_announced(wanted, Weight("a", (2, 3)))
+        take_described(wanted, Weight("a", (2, 3)))
 
 
 def test_memory_is_that_of_the_machine() -> None:

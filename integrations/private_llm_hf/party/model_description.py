@@ -45,7 +45,7 @@ MOST_INPUTS = 1 << 28
 Shapes = dict[str, tuple[int, ...]]
 
 
-def announced_shapes(description: Description, bytes_each: int, whole: bool = True) -> Shapes:
+def validate_model_description(description: Description, bytes_each: int, whole: bool = True) -> Shapes:
     """Shapes of the weights that the described model needs, by name.
 
     bytes_each: what one weight takes here; whole: all of them must fit into memory at once, otherwise each alone.
@@ -75,7 +75,7 @@ def announced_shapes(description: Description, bytes_each: int, whole: bool = Tr
     return shapes
 
 
-def take_announced(wanted: Shapes, header: Weight) -> tuple[int, ...]:
+def take_described(wanted: Shapes, header: Weight) -> tuple[int, ...]:
     """The shape of the weight that `header` announces; it is not wanted any more. Raises PatchMismatch for another."""
     name, shape = header.name, header.shape
     expected = wanted.pop(name, None)
@@ -86,7 +86,7 @@ def take_announced(wanted: Shapes, header: Weight) -> tuple[int, ...]:
     return expected
 
 
-def input_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+def validate_input_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of a secret input. Raises TransportError for one that no input has."""
     if not shape or min(shape) < 1 or math.prod(shape) > MOST_INPUTS:
         raise TransportError(
