@@ -21,7 +21,7 @@ from private_llm_gateway.errors import ApiError, in_words
 from private_llm_gateway.guard import Guard
 from private_llm_gateway.metrics import Metrics
 from private_llm_gateway.page import page_router
-from private_llm_gateway.running import Runner
+from private_llm_gateway.request_executor import RequestExecutor
 from private_llm_gateway.served import Served
 from private_llm_gateway.settings import GatewaySettings
 
@@ -31,7 +31,7 @@ def create_app(models: Mapping[str, Served], settings: GatewaySettings) -> FastA
     if not models:
         raise ConfigError("models: got none; want at least one")
     known = dict(models)
-    runner = Runner(known, settings)
+    runner = RequestExecutor(known, settings)
 
     @contextlib.asynccontextmanager
     async def life(_: FastAPI) -> AsyncIterator[None]:
@@ -97,7 +97,7 @@ def server_of(app: FastAPI, settings: GatewaySettings, ready: Callable[[], None]
         limit_concurrency=settings.connections, timeout_graceful_shutdown=5, lifespan="on", http=Connection, ws="none",
         loop="asyncio",
     )  # fmt: skip
-    runner: Runner = app.state.runner
+    runner: RequestExecutor = app.state.runner
     return Server(config, ready, runner.stop)
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from private_llm_gateway.errors import ApiError, bad
-from private_llm_gateway.grammar import Node, State, TooWide, Work, start
+from private_llm_gateway.grammar import GrammarNode, State, TooWide, WorkBudget, start
 
 _MOST_WORK = 60_000
 """Looks at ways to go on, to find what may follow one state: a tenth of a second, besides one look at each branch of
@@ -108,10 +108,10 @@ class Following:
 class Grammar:
     """A grammar over one vocabulary. Thread-safe. Raises ApiError (400) where it goes on in too many ways."""
 
-    def __init__(self, node: Node, tree: TokenTree) -> None:
+    def __init__(self, node: GrammarNode, tree: TokenTree) -> None:
         self.tree = tree
         try:
-            self.start = start(node, Work(_MOST_WORK))
+            self.start = start(node, WorkBudget(_MOST_WORK))
         except TooWide:
             raise _too_wide() from None
         self._known: OrderedDict[State, Following] = OrderedDict()
@@ -140,7 +140,7 @@ class Grammar:
     def _walk(self, state: State) -> Following:
         reached: dict[State, _Reached] = {}
         open_ = [(self.tree.root, _Reached(state))]
-        work = Work(_MOST_WORK)
+        work = WorkBudget(_MOST_WORK)
         while open_:
             branch, at = open_.pop()
             known = at.after

@@ -17,16 +17,16 @@ from starlette.concurrency import run_in_threadpool
 from starlette.responses import JSONResponse, Response
 
 from private_llm_gateway import engine, requests, responses
-from private_llm_gateway.answer import Piece
+from private_llm_gateway.completion import CompletionChunk
 from private_llm_gateway.errors import ApiError, bad, in_words
 from private_llm_gateway.fields import Fields, body_of, refuse_unsupported
 from private_llm_gateway.metrics import Metrics
 from private_llm_gateway.prompts import check_context, of_field
+from private_llm_gateway.request_executor import ClientGone, RequestExecutor, RequestTask
 from private_llm_gateway.requests import Wanted, find_model
-from private_llm_gateway.running import ClientGone, Runner, Running
 from private_llm_gateway.served import Served
 from private_llm_gateway.settings import GatewaySettings
-from private_llm_gateway.spending import Bill, Spent
+from private_llm_gateway.usage import Usage, UsageTotal
 
 _FIRST_S = 10.0
 """Errors within this time have a status of their own; later ones are events of the stream that has begun."""
@@ -42,7 +42,7 @@ class Endpoints:
     """All addresses over some models."""
 
     def __init__(
-        self, models: Mapping[str, Served], settings: GatewaySettings, runner: Runner, metrics: Metrics
+        self, models: Mapping[str, Served], settings: GatewaySettings, runner: RequestExecutor, metrics: Metrics
     ) -> None:
         self.models, self.settings, self.runner, self.metrics = models, settings, runner, metrics
         self._began = int(time.time())
@@ -95,35 +95,35 @@ class Endpoints:
             wanted = await run_in_threadpool(lambda: read(self.models, body_of(raw), self.settings.max_choices))
         made = responses.Response(wanted)
 
-        def work(tell: engine.Tell, gone: Callable[[], bool]) -> Any:  # noqa: ANN401
+        def work(tell: engine.SendChunk, gone: Callable[[], bool]) -> Any:  # noqa: ANN401
             ahead = wanted.echo and wanted.logprobs
-            limits = engine.Limits(self.settings.wait_s, self.settings.rows)
-            with self._billing(wanted.served) as bill:
-                return engine.write(wanted.served, wanted.groups, tell, gone, limits, bill, ahead)
+            limits = engine.GenerationLimits(self.settings.wait_s, self.settings.rows)
+            with self._counted_usage(wanted.served) as total:
+                return engine.write(wanted.served, wanted.groups, tell, gone, limits, total, ahead)
 
-        running = self.runner.start(wanted.served, work)
+        task = self.runner.start(wanted.served, work)
         if not wanted.stream:
-            spent = await running.whole(request.is_disconnected)
+            spent = await task.whole(request.is_disconnected)
             return await run_in_threadpool(lambda: _sent(made.whole(spent)))
-        await running.first(_FIRST_S, request.is_disconnected)
-        return EventSourceResponse(self._events(wanted, made, running), sep=_LINE_END, ping=_PING_S)
+        await task.first(_FIRST_S, request.is_disconnected)
+        return EventSourceResponse(self._events(wanted, made, task), sep=_LINE_END, ping=_PING_S)
 
     async def _events(
-        self, wanted: Wanted, made: responses.Response, running: Running
+        self, wanted: Wanted, made: responses.Response, task: RequestTask
     ) -> AsyncIterator[ServerSentEvent]:
         try:
             for chunk in await run_in_threadpool(made.opening):
                 yield _event(_json(chunk))
-            ended: list[Piece] = []
-            async for piece, spent in running.pieces():
+            ended: list[CompletionChunk] = []
+            async for piece, spent in task.pieces():
                 if piece.text or piece.likelihoods or piece.ahead:
                     open_ = dataclasses.replace(piece, finish=None)
                     yield _event(await run_in_threadpool(_chunk, made, open_, spent))
                 if piece.finish is not None:
                     ended.append(piece)
-            total = await running.result()
+            total = await task.result()
             for piece in ended:
-                yield _event(_json(made.chunk(Piece(piece.index, "", (), piece.finish), total)))
+                yield _event(_json(made.chunk(CompletionChunk(piece.index, "", (), piece.finish), total)))
             if wanted.usage:
                 yield _event(_json(made.usage(total)))
             yield _event("[DONE]")
@@ -132,16 +132,16 @@ class Endpoints:
         except Exception as error:  # noqa: BLE001 - whatever it is, the client is told in the envelope
             yield _event(_json(in_words(error).body()))
         finally:
-            running.gone.set()
+            task.gone.set()
 
     @contextlib.contextmanager
-    def _billing(self, served: Served) -> Iterator[Bill]:
-        """A bill that is counted in the end, also of requests that failed or that nobody waits for any more."""
-        bill = Bill()
+    def _counted_usage(self, served: Served) -> Iterator[UsageTotal]:
+        """Usage that the metrics count at the end, also of requests that failed or that nobody waits for any more."""
+        total = UsageTotal()
         try:
-            yield bill
+            yield total
         finally:
-            self.metrics.spent(served.name, bill)
+            self.metrics.record_usage(served.name, total)
 
     # -- vectors ------------------------------------------------------------------------------------------------
     async def _embeddings(self, request: Request) -> Response:
@@ -150,10 +150,10 @@ class Endpoints:
             served, rows, encoded = await run_in_threadpool(lambda: self._read_embeddings(body_of(raw)))
         tokens = sum(map(len, rows))
 
-        def work(_: engine.Tell, gone: Callable[[], bool]) -> Any:  # noqa: ANN401
-            limits = engine.Limits(self.settings.wait_s, self.settings.rows)
-            with self._billing(served) as bill:
-                return engine.embed(served, rows, gone, limits, bill)
+        def work(_: engine.SendChunk, gone: Callable[[], bool]) -> Any:  # noqa: ANN401
+            limits = engine.GenerationLimits(self.settings.wait_s, self.settings.rows)
+            with self._counted_usage(served) as total:
+                return engine.embed(served, rows, gone, limits, total)
 
         spent, vectors = await self.runner.start(served, work).whole(request.is_disconnected)
         return await run_in_threadpool(lambda: _sent(responses.embeddings(served, vectors, tokens, encoded, spent)))
@@ -221,7 +221,7 @@ def _event(data: str) -> ServerSentEvent:
     return ServerSentEvent(data, sep=_LINE_END)  # each event has its own; that of the response is for its pings
 
 
-def _chunk(made: responses.Response, piece: Piece, spent: Spent) -> str:
+def _chunk(made: responses.Response, piece: CompletionChunk, spent: Usage) -> str:
     return _json(made.chunk(piece, spent))
 
 

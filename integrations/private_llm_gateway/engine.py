@@ -21,22 +21,22 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 from private_llm.errors import PartiesBusy, PrivateLLMError, TransportError
-from private_llm_gateway.answer import Answer, Piece
+from private_llm_gateway.completion import Completion, CompletionChunk
 from private_llm_gateway.decoding import Text
 from private_llm_gateway.pool import Abandoned
-from private_llm_gateway.sampling import Chooser, Watcher, choose, likelihood, likelihoods_of_prompt
+from private_llm_gateway.sampling import CompletionStopper, TokenSampler, choose, likelihood, likelihoods_of_prompt
 from private_llm_gateway.served import Served
-from private_llm_gateway.spending import Bill, Meter, Spent
+from private_llm_gateway.usage import Usage, UsageMeter, UsageTotal
 
 _LOG = logging.getLogger("private_llm")
 _LOOK_S = 0.2
 """How often a thread that waits for others looks after its client."""
 
-Tell = Callable[[Piece, Spent], None]
+SendChunk = Callable[[CompletionChunk, Usage], None]
 
 
 @dataclass(frozen=True)
-class Limits:
+class GenerationLimits:
     """wait_s: seconds that a request waits for a session. rows: texts side by side on one session."""
 
     wait_s: float
@@ -48,13 +48,13 @@ _RENEWALS = 3
 again, on sessions that were renewed too early for it, where the links between the parties end and form anew."""
 
 
-class _Run:
+class _Generation:
     """A request, or a part of it, on one session, which may be renewed."""
 
-    def __init__(self, served: Served, model: Any, gone: Callable[[], bool], bill: Bill, rows: int) -> None:  # noqa: ANN401
-        self.served, self.model, self.gone, self.bill, self.rows = served, model, gone, bill, rows
+    def __init__(self, served: Served, model: Any, gone: Callable[[], bool], total: UsageTotal, rows: int) -> None:  # noqa: ANN401
+        self.served, self.model, self.gone, self.total, self.rows = served, model, gone, total, rows
         self.renewals = 0
-        self.meter: Meter = self.trying(lambda: Meter(model, bill))
+        self.meter: UsageMeter = self.trying(lambda: UsageMeter(model, total))
 
     def trying(self, work: Callable[[], Any]) -> Any:  # noqa: ANN401
         """The result of `work`, which is done again on a renewed session if the first one fails meanwhile."""
@@ -77,14 +77,14 @@ class _Run:
             self.meter.look(now=True)
 
 
-class _Crew:
+class _WorkerGroup:
     """The sessions of one request, which take its groups one after the other."""
 
     def __init__(
-        self, served: Served, groups: Sequence[Sequence[Answer]], tell: Tell, gone: Callable[[], bool], rows: int,
-        echo: bool, bill: Bill,
+        self, served: Served, groups: Sequence[Sequence[Completion]], tell: SendChunk, gone: Callable[[], bool],
+        rows: int, echo: bool, total: UsageTotal,
     ) -> None:  # fmt: skip
-        self.served, self.tell, self.gone, self.rows, self.echo, self.bill = served, tell, gone, rows, echo, bill
+        self.served, self.tell, self.gone, self.rows, self.echo, self.total = served, tell, gone, rows, echo, total
         self._left = deque(groups)
         self._at_work = 0
         self._error: BaseException | None = None
@@ -92,18 +92,18 @@ class _Crew:
 
     def work(self, model: Any) -> None:  # noqa: ANN401
         """Write groups on a session until none is left. Raises what went wrong, which ends the others' work, too."""
-        run: _Run | None = None
+        generation: _Generation | None = None
         while (group := self._next()) is not None:
             try:
-                run = run or _Run(self.served, model, self._over, self.bill, self.rows)
-                self.bill.prompt(len(group[0].prompt))
+                generation = generation or _Generation(self.served, model, self._over, self.total, self.rows)
+                self.total.prompt(len(group[0].prompt))
                 if self.echo:
-                    run.trying(partial(_prompt, run, group))
-                run.trying(partial(_write_group, run, group, self.tell))
-                run.trying(partial(run.meter.look, now=True))
+                    generation.trying(partial(_prompt, generation, group))
+                generation.trying(partial(_write_group, generation, group, self.tell))
+                generation.trying(partial(generation.meter.look, now=True))
             except BaseException as error:
-                if run is not None:
-                    run.count_last()
+                if generation is not None:
+                    generation.count_last()
                 with self._changed:
                     self._error = self._error or error
                 raise
@@ -132,7 +132,7 @@ class _Crew:
     def _over(self) -> bool:
         return self._error is not None or self.gone()
 
-    def _next(self) -> Sequence[Answer] | None:
+    def _next(self) -> Sequence[Completion] | None:
         with self._changed:
             if not self._left or self._error is not None:
                 return None
@@ -141,100 +141,100 @@ class _Crew:
 
 
 def write(
-    served: Served, groups: Sequence[Sequence[Answer]], tell: Tell, gone: Callable[[], bool], limits: Limits,
-    bill: Bill, echo: bool = False,
-) -> Spent:  # fmt: skip
+    served: Served, groups: Sequence[Sequence[Completion]], tell: SendChunk, gone: Callable[[], bool],
+    limits: GenerationLimits, total: UsageTotal, echo: bool = False,
+) -> Usage:  # fmt: skip
     """Write answers, in groups of one prompt each, telling what is new after every token.
 
-    echo: find the likelihoods of the prompts' tokens as well. Returns what `bill` has then; whatever is raised, it has
+    echo: find the likelihoods of the prompts' tokens as well. Returns what `total` has then; whatever is raised, it has
     what was spent before. Raises Abandoned if the client is gone, PoolBusy, and errors of the library.
     """
-    crew = _Crew(served, groups, tell, gone, limits.rows, echo, bill)
+    workers = _WorkerGroup(served, groups, tell, gone, limits.rows, echo, total)
     with served.pool.session(limits.wait_s, gone) as model, torch.inference_mode():
         for _ in range(min(len(groups), served.pool.size) - 1):
-            threading.Thread(target=crew.help, name="further session", daemon=True).start()
+            threading.Thread(target=workers.help, name="further session", daemon=True).start()
         try:
-            crew.work(model)
+            workers.work(model)
         finally:
-            crew.finish()
-    return bill.spent
+            workers.finish()
+    return total.usage
 
 
 def embed(
-    served: Served, rows: list[list[int]], gone: Callable[[], bool], limits: Limits, bill: Bill
-) -> tuple[Spent, Tensor]:  # fmt: skip
+    served: Served, rows: list[list[int]], gone: Callable[[], bool], limits: GenerationLimits, total: UsageTotal
+) -> tuple[Usage, Tensor]:  # fmt: skip
     """Sentence vectors [B, size] of token rows, as `served.vectors` makes them of hidden states."""
     order = sorted(range(len(rows)), key=lambda at: len(rows[at]))  # rows of about one length need little padding
     made: list[Tensor] = [torch.empty(0)] * len(rows)
     with served.pool.session(limits.wait_s, gone) as model, torch.inference_mode():
-        run = _Run(served, model, gone, bill, limits.rows)
+        generation = _Generation(served, model, gone, total, limits.rows)
         try:
             for first in range(0, len(order), limits.rows):
                 if gone():
                     raise Abandoned
                 part = order[first : first + limits.rows]
-                bill.prompt(sum(len(rows[at]) for at in part))
-                vectors = run.trying(partial(_vectors, run, [rows[at] for at in part]))
+                total.prompt(sum(len(rows[at]) for at in part))
+                vectors = generation.trying(partial(_vectors, generation, [rows[at] for at in part]))
                 for at, vector in zip(part, vectors, strict=True):
                     made[at] = vector
         finally:
-            run.count_last()
-    return bill.spent, torch.stack(made)
+            generation.count_last()
+    return total.usage, torch.stack(made)
 
 
-def _vectors(run: _Run, rows: list[list[int]]) -> Tensor:
+def _vectors(generation: _Generation, rows: list[list[int]]) -> Tensor:
     """Of rows in one call."""
     length = max(map(len, rows))
-    pad = run.served.tokenizer.pad_token_id or 0
+    pad = generation.served.tokenizer.pad_token_id or 0
     ids = torch.tensor([[*row, *[pad] * (length - len(row))] for row in rows])
     mask = torch.tensor([[1] * len(row) + [0] * (length - len(row)) for row in rows])
-    states = run.model(input_ids=ids, attention_mask=mask).last_hidden_state
-    return run.served.vectors.of(states, mask)
+    states = generation.model(input_ids=ids, attention_mask=mask).last_hidden_state
+    return generation.served.vectors.of(states, mask)
 
 
-def _write_group(run: _Run, group: Sequence[Answer], tell: Tell) -> None:
+def _write_group(generation: _Generation, group: Sequence[Completion], tell: SendChunk) -> None:
     """Generate all answers of one prompt that are not finished, side by side as far as the parties allow."""
     for answer in group:
         answer.end_if_full()
-    _tell(run, group, tell)
+    _tell(generation, group, tell)
     live = [answer for answer in group if answer.finish is None]
-    for first in range(0, len(live), run.rows):
-        if not run.gone():
-            _write_rows(run, live[first : first + run.rows], tell)
-    if run.gone():
+    for first in range(0, len(live), generation.rows):
+        if not generation.gone():
+            _write_rows(generation, live[first : first + generation.rows], tell)
+    if generation.gone():
         raise Abandoned
 
 
-def _write_rows(run: _Run, live: Sequence[Answer], tell: Tell) -> None:
+def _write_rows(generation: _Generation, live: Sequence[Completion], tell: SendChunk) -> None:
     """Generate answers in one call after the other."""
     written = sum(len(answer.tokens) for answer in live)
 
     def after() -> bool:
         nonlocal written
         before, written = written, sum(len(answer.tokens) for answer in live)
-        run.bill.tokens(written - before)
-        _tell(run, live, tell)
-        return run.gone()
+        generation.total.tokens(written - before)
+        _tell(generation, live, tell)
+        return generation.gone()
 
     ids = torch.tensor([[*answer.prompt, *answer.tokens] for answer in live])
-    chooser = None if all(answer.writing.plain for answer in live) else Chooser(live)
+    sampler = None if all(answer.params.plain for answer in live) else TokenSampler(live)
     ends = live[0].ends
-    run.model.generate(
+    generation.model.generate(
         input_ids=ids,
         attention_mask=torch.ones_like(ids),
-        generation_config=_config(max(answer.left for answer in live), ends, run.served),
-        logits_processor=LogitsProcessorList([] if chooser is None else [chooser]),
-        stopping_criteria=StoppingCriteriaList([Watcher(live, chooser, after)]),
+        generation_config=_config(max(answer.left for answer in live), ends, generation.served),
+        logits_processor=LogitsProcessorList([] if sampler is None else [sampler]),
+        stopping_criteria=StoppingCriteriaList([CompletionStopper(live, sampler, after)]),
     )
 
 
-def _tell(run: _Run, answers: Sequence[Answer], tell: Tell) -> None:
+def _tell(generation: _Generation, answers: Sequence[Completion], tell: SendChunk) -> None:
     """What is new, with the cost; all of it comes with the next call if the parties fail here."""
     for answer in answers:
-        spent = run.meter.look()
+        usage = generation.meter.look()
         piece = answer.new()
         if piece is not None:
-            tell(piece, spent)
+            tell(piece, usage)
 
 
 def _config(count: int, ends: tuple[int, ...], served: Served) -> GenerationConfig:
@@ -247,16 +247,16 @@ def _config(count: int, ends: tuple[int, ...], served: Served) -> GenerationConf
     )  # fmt: skip
 
 
-def _prompt(run: _Run, group: Sequence[Answer]) -> None:
+def _prompt(generation: _Generation, group: Sequence[Completion]) -> None:
     """The likelihoods of a prompt's tokens, by one forward call, whose last logits also give the first new token."""
     prompt = group[0].prompt
-    count = group[0].writing.logprobs or 0
-    logits = run.model(input_ids=torch.tensor([prompt]), use_cache=False).logits[0]
-    text = Text(run.served.texts)
+    count = group[0].params.logprobs or 0
+    logits = generation.model(input_ids=torch.tensor([prompt]), use_cache=False).logits[0]
+    text = Text(generation.served.texts)
     ahead = tuple(likelihoods_of_prompt(logits, prompt, count, [text.take(token) for token in prompt]))
     for answer in group:
         answer.ahead = ahead
         if answer.left and not answer.tokens:
             token = choose(answer, logits[-1])
             answer.take(token, *likelihood(logits[-1], token, count))
-            run.bill.tokens(1)
+            generation.total.tokens(1)

@@ -20,7 +20,7 @@ class TooWide(Exception):
     """A text may go on in too many ways."""
 
 
-class Work:
+class WorkBudget:
     """Looks at stacks that may still be taken."""
 
     def __init__(self, most: int) -> None:
@@ -33,14 +33,14 @@ class Work:
             raise TooWide
 
 
-class Node:
+class GrammarNode:
     """A part of a grammar. size: characters of a shortest text that it matches. Made from its parts, so never deep."""
 
     size: int
 
 
 @dataclass(frozen=True, eq=False)
-class Text(Node):
+class Text(GrammarNode):
     """This very text, from one character on."""
 
     text: str
@@ -52,7 +52,7 @@ class Text(Node):
 
 
 @dataclass(frozen=True, eq=False)
-class OneOf(Node):
+class OneOf(GrammarNode):
     """One character that `holds` allows, `example` among them."""
 
     holds: Callable[[str], bool]
@@ -61,10 +61,10 @@ class OneOf(Node):
 
 
 @dataclass(frozen=True, eq=False)
-class Sequence(Node):
+class Sequence(GrammarNode):
     """One after the other."""
 
-    parts: tuple[Node, ...]
+    parts: tuple[GrammarNode, ...]
     size: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -72,11 +72,11 @@ class Sequence(Node):
 
 
 @dataclass(frozen=True, eq=False)
-class Choice(Node):
+class Choice(GrammarNode):
     """One of these. best: the first of the shortest, so list first what ends soonest and does not recur."""
 
-    options: tuple[Node, ...]
-    best: Node = field(init=False)
+    options: tuple[GrammarNode, ...]
+    best: GrammarNode = field(init=False)
     size: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -86,10 +86,10 @@ class Choice(Node):
 
 
 @dataclass(frozen=True, eq=False)
-class Reference(Node):
+class Reference(GrammarNode):
     """A node that is made when it is needed. shortest: a shortest text of that node, known before."""
 
-    make: Callable[[], Node]
+    make: Callable[[], GrammarNode]
     shortest: str
 
     @property
@@ -99,10 +99,10 @@ class Reference(Node):
 
 
 @dataclass(frozen=True, eq=False)
-class Repeat(Node):
+class Repeat(GrammarNode):
     """`part`, from `least` to `most` times (None: any number)."""
 
-    part: Node
+    part: GrammarNode
     least: int = 0
     most: int | None = None
     _fewer: list[Repeat] = field(default_factory=list, repr=False)
@@ -129,11 +129,11 @@ class Stack:
 
     __slots__ = ("__weakref__", "at", "rest", "size", "top")
 
-    def __init__(self, rest: Stack | None, top: Node | None, at: int) -> None:
+    def __init__(self, rest: Stack | None, top: GrammarNode | None, at: int) -> None:
         self.rest, self.top, self.at = rest, top, at
         self.size: int = 0 if rest is None or top is None else rest.size + top.size - at
 
-    def with_(self, top: Node, at: int = 0) -> Stack:
+    def with_(self, top: GrammarNode, at: int = 0) -> Stack:
         """The same nodes behind another one."""
         key = (self, top, at)
         found = _STACKS.get(key)
@@ -142,7 +142,7 @@ class Stack:
         return found
 
 
-_STACKS: WeakValueDictionary[tuple[Stack, Node, int], Stack] = WeakValueDictionary()
+_STACKS: WeakValueDictionary[tuple[Stack, GrammarNode, int], Stack] = WeakValueDictionary()
 _EMPTY = Stack(None, None, 0)
 
 
@@ -177,7 +177,7 @@ class State:
         """Characters of a shortest text that completes it."""
         return min(stack.size for stack in self.stacks)
 
-    def after(self, character: str, work: Work) -> State | None:
+    def after(self, character: str, work: WorkBudget) -> State | None:
         """The state after one more character, None if it may not follow. Raises TooWide."""
         texts, classes = self._tops(work)
         held = tuple(one.holds(character) for one in classes)
@@ -194,7 +194,7 @@ class State:
             self._behind[held] = made
         return made
 
-    def _tops(self, work: Work) -> tuple[dict[str, list[Stack]], dict[OneOf, set[Stack]]]:
+    def _tops(self, work: WorkBudget) -> tuple[dict[str, list[Stack]], dict[OneOf, set[Stack]]]:
         """What is left behind the next character of texts on top, by that; and behind classes on top, whichever
         character it was. Found once.
         """
@@ -222,12 +222,12 @@ class State:
         return "".join(made)
 
 
-def start(node: Node, work: Work) -> State:
+def start(node: GrammarNode, work: WorkBudget) -> State:
     """Before the first character. Raises TooWide."""
     return State(expand([_EMPTY.with_(node)], work))
 
 
-def expand(stacks: Iterable[Stack], work: Work) -> set[Stack]:
+def expand(stacks: Iterable[Stack], work: WorkBudget) -> set[Stack]:
     """All stacks that these stand for, with a text or a class on top, or none left. Raises TooWide."""
     done: set[Stack] = set()
     seen = set(stacks)
@@ -246,7 +246,7 @@ def expand(stacks: Iterable[Stack], work: Work) -> set[Stack]:
     return done
 
 
-def _steps(top: Node, rest: Stack, work: Work) -> list[Stack]:
+def _steps(top: GrammarNode, rest: Stack, work: WorkBudget) -> list[Stack]:
     """What a node on top of `rest` stands for, one step on."""
     if isinstance(top, Sequence):
         work.look(len(top.parts))
@@ -268,7 +268,7 @@ def _steps(top: Node, rest: Stack, work: Work) -> list[Stack]:
     return [rest]  # of an empty text
 
 
-def _shortest(node: Node) -> str:
+def _shortest(node: GrammarNode) -> str:
     """A shortest text that a node matches."""
     made: list[str] = []
     open_ = [node]

@@ -11,7 +11,7 @@ import json
 from typing import Any
 
 from private_llm_gateway.errors import ApiError, bad
-from private_llm_gateway.grammar import Choice, Node, OneOf, Reference, Repeat, Sequence, Text
+from private_llm_gateway.grammar import Choice, GrammarNode, OneOf, Reference, Repeat, Sequence, Text
 
 _SAYS_NOTHING = {"title", "description", "default", "examples", "$schema", "$id", "$comment", "deprecated", "$defs"}
 _SAYS_NOTHING |= {"definitions"}
@@ -45,12 +45,12 @@ _BOOLEAN = Choice((Text("true"), Text("false")))
 _NULL = Text("null")
 
 
-def any_object() -> Node:
+def any_object() -> GrammarNode:
     """`{"type": "json_object"}`: an object of anything."""
     return _object_of(_ANY)
 
 
-def of_schema(schema: object) -> Node:
+def of_schema(schema: object) -> GrammarNode:
     """The grammar of a JSON schema. Raises ApiError (400) naming what is not supported."""
     made = _Schemas(schema).node(schema, "")
     if made.size > _MOST_SHORTEST:
@@ -58,29 +58,29 @@ def of_schema(schema: object) -> Node:
     return made
 
 
-def _listed(opening: str, part: Node, closing: str, least: int = 0, most: int | None = None) -> Node:
+def _listed(opening: str, part: GrammarNode, closing: str, least: int = 0, most: int | None = None) -> GrammarNode:
     """`part`s with commas between brackets."""
     further = Sequence((Text(","), _SPACE, part))
     some = Sequence((part, Repeat(further, max(0, least - 1), None if most is None else most - 1)))
-    inner: Node = some if least else Choice((Text(""), some))
+    inner: GrammarNode = some if least else Choice((Text(""), some))
     return Sequence((Text(opening), Text("") if most == 0 else inner, Text(closing)))
 
 
-def _string(least: int = 0, most: int | None = None) -> Node:
+def _string(least: int = 0, most: int | None = None) -> GrammarNode:
     return Sequence((Text('"'), Repeat(_CHARACTER, least, most), Text('"')))
 
 
-def _object_of(value: Node) -> Node:
+def _object_of(value: GrammarNode) -> GrammarNode:
     return _listed("{", Sequence((_string(), Text(":"), _SPACE, value)), "}")
 
 
 _ANY_REFERENCE = Reference(lambda: _ANY, "0")
-_ANY: Node = Choice(
+_ANY: GrammarNode = Choice(
     (_NULL, _string(), _NUMBER, _BOOLEAN, _object_of(_ANY_REFERENCE), _listed("[", _ANY_REFERENCE, "]"))
 )
 
 
-def _choice(parts: list[Node]) -> Node:
+def _choice(parts: list[GrammarNode]) -> GrammarNode:
     return parts[0] if len(parts) == 1 else Choice(tuple(parts))
 
 
@@ -101,11 +101,11 @@ class _Schemas:
 
     def __init__(self, root: object) -> None:
         self.root = root
-        self.made: dict[str, Node] = {}
+        self.made: dict[str, GrammarNode] = {}
         self.open: list[str] = []
         self.count = self.characters = self.depth = 0
 
-    def node(self, schema: object, where: str) -> Node:
+    def node(self, schema: object, where: str) -> GrammarNode:
         """The grammar of a part at `where`."""
         self._count(1)
         self.depth += 1
@@ -115,7 +115,7 @@ class _Schemas:
         self.depth -= 1
         return made
 
-    def _node(self, schema: object, where: str) -> Node:
+    def _node(self, schema: object, where: str) -> GrammarNode:
         if schema is True:
             return _ANY
         if not isinstance(schema, dict):
@@ -150,13 +150,13 @@ class _Schemas:
         if self.count > _MOST_NODES:
             raise bad(_PARAM, f"schema: larger than {_MOST_NODES} parts, values of enums and types among them")
 
-    def _values(self, values: object, where: str) -> Node:
+    def _values(self, values: object, where: str) -> GrammarNode:
         if not isinstance(values, list) or not values:
             raise bad(_PARAM, f"schema: enum at {where or 'the top'}; want a list of values")
         self._count(len(values))
         return _choice([self._text(value) for value in values])
 
-    def _text(self, value: object) -> Node:
+    def _text(self, value: object) -> GrammarNode:
         try:
             made = Text(json.dumps(value, ensure_ascii=False, allow_nan=False))
         except ValueError:
@@ -172,7 +172,7 @@ class _Schemas:
             offered = ", ".join(sorted(known)) or "type"
             raise _unsupported(f"{', '.join(other)} at {where or 'the top'}; here it knows {offered}")
 
-    def _typed(self, kind: str, schema: dict[str, Any], where: str) -> Node:
+    def _typed(self, kind: str, schema: dict[str, Any], where: str) -> GrammarNode:
         if kind == "object":
             return self._object(schema, where)
         if kind == "array":
@@ -185,7 +185,7 @@ class _Schemas:
             raise _unsupported(f"type {kind!r} at {where or 'the top'}")
         return simple[kind]
 
-    def _object(self, schema: dict[str, Any], where: str) -> Node:
+    def _object(self, schema: dict[str, Any], where: str) -> GrammarNode:
         properties, required = schema.get("properties", {}), schema.get("required", [])
         more = schema.get("additionalProperties", True)
         if not isinstance(properties, dict) or not isinstance(required, list):
@@ -196,27 +196,27 @@ class _Schemas:
         wanted_names = set(required)
         if not properties:
             return Text("{}") if more is False else _object_of(self.node(more, f"{where}/additionalProperties"))
-        parts: list[tuple[Node, bool]] = [
+        parts: list[tuple[GrammarNode, bool]] = [
             (
                 Sequence((self._text(str(name)), Text(":"), _SPACE, self.node(value, f"{where}/{name}"))),
                 name in wanted_names,
             )
             for name, value in properties.items()
         ]
-        first: Node = Text("}")
-        further: Node = Text("}")
+        first: GrammarNode = Text("}")
+        further: GrammarNode = Text("}")
         for part, wanted in reversed(parts):
             with_it = Sequence((part, further)), Sequence((Text(","), _SPACE, part, further))
             first = with_it[0] if wanted else Choice((first, with_it[0]))
             further = with_it[1] if wanted else Choice((further, with_it[1]))
         return Sequence((Text("{"), first))
 
-    def _any_of(self, options: object, where: str) -> Node:
+    def _any_of(self, options: object, where: str) -> GrammarNode:
         if not isinstance(options, list) or not options:
             raise bad(_PARAM, f"schema: {where}; want a list of schemas")
         return _choice([self.node(one, f"{where}/{i}") for i, one in enumerate(options)])
 
-    def _referred(self, name: object, where: str) -> Node:
+    def _referred(self, name: object, where: str) -> GrammarNode:
         """A definition of this schema, made once."""
         if not isinstance(name, str) or not name.startswith("#"):
             raise _unsupported(f"$ref to another document at {where or 'the top'}")

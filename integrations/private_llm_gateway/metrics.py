@@ -7,9 +7,9 @@ from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from private_llm_gateway.running import Runner
+from private_llm_gateway.request_executor import RequestExecutor
 from private_llm_gateway.served import Served
-from private_llm_gateway.spending import Bill
+from private_llm_gateway.usage import UsageTotal
 
 _SECONDS = (0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
 
@@ -17,7 +17,7 @@ _SECONDS = (0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
 class Metrics:
     """The figures of one gateway."""
 
-    def __init__(self, models: Mapping[str, Served], runner: Runner) -> None:
+    def __init__(self, models: Mapping[str, Served], runner: RequestExecutor) -> None:
         self.registry = CollectorRegistry()
         self._requests = Counter(
             "private_llm_requests", "Answered requests.", ["endpoint", "status"], registry=self.registry
@@ -51,13 +51,13 @@ class Metrics:
         self._requests.labels(endpoint, str(status)).inc()
         self._seconds.labels(endpoint).observe(seconds)
 
-    def spent(self, model: str, bill: Bill) -> None:
+    def record_usage(self, model: str, total: UsageTotal) -> None:
         """What a request took, whether or not anybody waited for its end."""
-        spent = bill.spent
-        self._tokens.labels(model, "prompt").inc(bill.read)
-        self._tokens.labels(model, "completion").inc(bill.made)
-        self._bytes.labels(model).inc(spent.bytes)
-        self._rounds.labels(model).inc(spent.rounds)
+        usage = total.usage
+        self._tokens.labels(model, "prompt").inc(total.read)
+        self._tokens.labels(model, "completion").inc(total.made)
+        self._bytes.labels(model).inc(usage.bytes)
+        self._rounds.labels(model).inc(usage.rounds)
 
     def text(self) -> bytes:
         """As Prometheus reads it."""

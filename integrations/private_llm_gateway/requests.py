@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from private_llm_gateway.answer import Answer, Writing
+from private_llm_gateway.completion import Completion, SamplingParams
 from private_llm_gateway.constrained import Grammar
 from private_llm_gateway.errors import ApiError, bad
 from private_llm_gateway.fields import Fields, refuse_others, refuse_unsupported
@@ -26,14 +26,14 @@ class Wanted:
 
     served: Served
     chat: bool
-    groups: tuple[tuple[Answer, ...], ...]
+    groups: tuple[tuple[Completion, ...], ...]
     stream: bool
     usage: bool
     logprobs: bool
     echo: bool = False
 
     @property
-    def answers(self) -> list[Answer]:
+    def answers(self) -> list[Completion]:
         """All answers in order."""
         return [answer for group in self.groups for answer in group]
 
@@ -78,8 +78,8 @@ def chat(models: Mapping[str, Served], body: Mapping[str, Any], most: int) -> Wa
                   "invalid_value")  # fmt: skip
     limit = limit or older or min(room, 1 << 20)
     check_context(served, len(prompt), limit, "messages")
-    writing = _writing(fields, served, limit, (top or 0) if told else None)
-    return _wanted(served, fields, [prompt], writing, most, chat=True, logprobs=told)
+    params = _sampling_params(fields, served, limit, (top or 0) if told else None)
+    return _wanted(served, fields, [prompt], params, most, chat=True, logprobs=told)
 
 
 def completion(models: Mapping[str, Served], body: Mapping[str, Any], most: int) -> Wanted:
@@ -93,19 +93,19 @@ def completion(models: Mapping[str, Served], body: Mapping[str, Any], most: int)
     limit = _COMPLETION_TOKENS if limit is None else limit
     check_context(served, max(map(len, prompts)), limit, "prompt")
     told = fields.integer("logprobs", 0, _MOST_LOGPROBS)
-    writing = _writing(fields, served, limit, told)
-    return _wanted(served, fields, prompts, writing, most, chat=False, logprobs=told is not None, echo=echo)
+    params = _sampling_params(fields, served, limit, told)
+    return _wanted(served, fields, prompts, params, most, chat=False, logprobs=told is not None, echo=echo)
 
 
 def _wanted(
-    served: Served, fields: Fields, prompts: list[list[int]], writing: Writing, most: int, chat: bool, logprobs: bool,
-    echo: bool = False,
+    served: Served, fields: Fields, prompts: list[list[int]], params: SamplingParams, most: int, chat: bool,
+    logprobs: bool, echo: bool = False,
 ) -> Wanted:  # fmt: skip
     n = fields.integer("n", 1, most) or 1
     if n * len(prompts) > most:
         raise bad("n", f"n: {len(prompts)} prompts with {n} answers each; want {most} answers at most", "invalid_value")
     groups = tuple(
-        tuple(Answer(number * n + sample, prompt, writing, served.texts, served.ends, sample) for sample in range(n))
+        tuple(Completion(number * n + sample, prompt, params, served.texts, served.ends, sample) for sample in range(n))
         for number, prompt in enumerate(prompts)
     )
     stream = fields.flag("stream")
@@ -116,12 +116,12 @@ def _wanted(
     return Wanted(served, chat, groups, stream, Fields(options).flag("include_usage"), logprobs, echo)
 
 
-def _writing(fields: Fields, served: Served, limit: int, logprobs: int | None) -> Writing:
+def _sampling_params(fields: Fields, served: Served, limit: int, logprobs: int | None) -> SamplingParams:
     temperature = fields.number("temperature", 0, 2)
     top_p = fields.number("top_p", 0, 1)
     only_token = served.config.reveal == "token"
     default = 0.0 if only_token else 1.0
-    writing = Writing(
+    params = SamplingParams(
         max_tokens=limit,
         temperature=default if temperature is None else temperature,
         top_p=1.0 if top_p is None else top_p,
@@ -133,7 +133,7 @@ def _writing(fields: Fields, served: Served, limit: int, logprobs: int | None) -
         logprobs=logprobs,
         grammar=_grammar(fields, served),
     )
-    if only_token and not (writing.plain and writing.top_p == 1):
+    if only_token and not (params.plain and params.top_p == 1):
         names = ("temperature", "top_p", "presence_penalty", "frequency_penalty", "logit_bias", "logprobs",
                  "response_format")  # fmt: skip
         given = next((name for name in names if fields.body.get(name)), "temperature")
@@ -143,7 +143,7 @@ def _writing(fields: Fields, served: Served, limit: int, logprobs: int | None) -
             "it out, or start the gateway with --reveal logits",
             "unsupported_parameter",
         )
-    return writing
+    return params
 
 
 def _grammar(fields: Fields, served: Served) -> Grammar | None:

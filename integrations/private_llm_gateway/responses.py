@@ -11,11 +11,11 @@ from typing import Any
 
 from torch import Tensor
 
-from private_llm_gateway.answer import Likelihood, Piece
+from private_llm_gateway.completion import CompletionChunk, Likelihood
 from private_llm_gateway.decoding import Text
 from private_llm_gateway.requests import Wanted
 from private_llm_gateway.served import Served
-from private_llm_gateway.spending import Spent
+from private_llm_gateway.usage import Usage
 
 _LEAST = -9999.0
 """What OpenAI writes for the logarithm of nothing, which JSON cannot say."""
@@ -29,12 +29,12 @@ class Response:
         kind = "chatcmpl" if wanted.chat else "cmpl"
         self._head = {"id": f"{kind}-{secrets.token_hex(12)}", "created": int(time.time()), "model": wanted.served.name}
 
-    def whole(self, spent: Spent) -> dict[str, Any]:
+    def whole(self, spent: Usage) -> dict[str, Any]:
         """All answers at once."""
         choices = []
         for answer in self.wanted.answers:
             text = self._echoed(answer.prompt) + answer.text if self.wanted.echo else answer.text
-            piece = Piece(answer.index, text, tuple(answer.likelihoods), answer.finish, answer.ahead)
+            piece = CompletionChunk(answer.index, text, tuple(answer.likelihoods), answer.finish, answer.ahead)
             choices.append(self._choice(piece, "message"))
         made = {**self._head, "object": "chat.completion" if self.wanted.chat else "text_completion"}
         return {**made, "choices": choices, "usage": self.wanted.counts, "private_llm": spent.to_dict()}
@@ -48,28 +48,30 @@ class Response:
             return [self._chunk([row], None) for row in rows]
         if not self.wanted.echo or self.wanted.logprobs:  # a prompt with its likelihoods comes when these are known
             return []
-        pieces = [Piece(answer.index, self._echoed(answer.prompt), (), None) for answer in self.wanted.answers]
+        pieces = [
+            CompletionChunk(answer.index, self._echoed(answer.prompt), (), None) for answer in self.wanted.answers
+        ]
         return [self.chunk(piece, None) for piece in pieces]
 
-    def chunk(self, piece: Piece, spent: Spent | None) -> dict[str, Any]:
+    def chunk(self, piece: CompletionChunk, spent: Usage | None) -> dict[str, Any]:
         """A part of a stream."""
         if piece.ahead:
             echoed = self._echoed(self.wanted.answers[piece.index].prompt)
             piece = dataclasses.replace(piece, text=echoed + piece.text)
         return self._chunk([self._choice(piece, "delta")], spent)
 
-    def usage(self, spent: Spent) -> dict[str, Any]:
+    def usage(self, spent: Usage) -> dict[str, Any]:
         """The last part of a stream that was asked to count tokens."""
         return {**self._chunk([], spent), "usage": self.wanted.counts}
 
-    def _chunk(self, choices: list[dict[str, Any]], spent: Spent | None) -> dict[str, Any]:
+    def _chunk(self, choices: list[dict[str, Any]], spent: Usage | None) -> dict[str, Any]:
         made = {**self._head, "object": "chat.completion.chunk" if self.wanted.chat else "text_completion"}
         made["choices"] = choices
         if self.wanted.usage:
             made["usage"] = None
         return made if spent is None else {**made, "private_llm": spent.to_dict()}
 
-    def _choice(self, piece: Piece, field: str) -> dict[str, Any]:
+    def _choice(self, piece: CompletionChunk, field: str) -> dict[str, Any]:
         made: dict[str, Any] = {"index": piece.index, "finish_reason": piece.finish, "logprobs": None}
         if not self.wanted.chat:
             made["text"] = piece.text
@@ -92,7 +94,7 @@ class Response:
         return Text(self.wanted.served.texts, prompt).text
 
 
-def embeddings(served: Served, vectors: Tensor, tokens: int, encoded: bool, spent: Spent) -> dict[str, Any]:
+def embeddings(served: Served, vectors: Tensor, tokens: int, encoded: bool, spent: Usage) -> dict[str, Any]:
     """Vectors [B, hidden] as lists of numbers, or as base64 of little-endian float32."""
     rows = vectors.float().numpy().astype("<f4")
     data = [

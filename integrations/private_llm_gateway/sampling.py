@@ -13,16 +13,16 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor, StoppingCriteria, TemperatureLogitsWarper, TopPLogitsWarper
 
-from private_llm_gateway.answer import Answer, Likelihood, Writing
+from private_llm_gateway.completion import Completion, Likelihood, SamplingParams
 
 _GREEDY = 1e-4
 """Temperatures below are greedy: logits divided by them would be infinite."""
 
 
-class Chooser(LogitsProcessor):  # type: ignore[misc]
+class TokenSampler(LogitsProcessor):  # type: ignore[misc]
     """Chooses each row's token: its logit becomes 0, all others minus infinity, so that greedy decoding takes it."""
 
-    def __init__(self, answers: Sequence[Answer]) -> None:
+    def __init__(self, answers: Sequence[Completion]) -> None:
         self.answers = answers
         self.chosen: list[tuple[float | None, tuple[tuple[int, float], ...]]] = [(None, ())] * len(answers)
 
@@ -35,36 +35,36 @@ class Chooser(LogitsProcessor):  # type: ignore[misc]
                 continue
             token = choose(answer, scores[row])
             made[row, token] = 0.0
-            count = answer.writing.logprobs
+            count = answer.params.logprobs
             self.chosen[row] = (None, ()) if count is None else likelihood(scores[row], token, count)
         return made
 
 
-class Watcher(StoppingCriteria):  # type: ignore[misc]
+class CompletionStopper(StoppingCriteria):  # type: ignore[misc]
     """Hands each new token to its answer, and ends the generation when all are done or nobody wants them."""
 
-    def __init__(self, answers: Sequence[Answer], chooser: Chooser | None, after: Callable[[], bool]) -> None:
-        self.answers, self.chooser, self.after = answers, chooser, after
+    def __init__(self, answers: Sequence[Completion], sampler: TokenSampler | None, after: Callable[[], bool]) -> None:
+        self.answers, self.sampler, self.after = answers, sampler, after
 
     def __call__(self, input_ids: Tensor, scores: object, **_: object) -> Tensor:
         """input_ids [B, S] with the new tokens; returns which rows are done (bool [B])."""
         for row, answer in enumerate(self.answers):
             if answer.finish is None:
-                logprob, top = (None, ()) if self.chooser is None else self.chooser.chosen[row]
+                logprob, top = (None, ()) if self.sampler is None else self.sampler.chosen[row]
                 answer.take(int(input_ids[row, -1]), logprob, top)
         over = self.after()
         return torch.tensor([over or answer.finish is not None for answer in self.answers])
 
 
-def choose(answer: Answer, logits: Tensor) -> int:
+def choose(answer: Completion, logits: Tensor) -> int:
     """The token that follows logits [V]."""
-    writing = answer.writing
+    params = answer.params
     scores = _changed(answer, logits.to(torch.float64))
-    if writing.temperature < _GREEDY:
+    if params.temperature < _GREEDY:
         return int(scores.argmax())
-    warped = TemperatureLogitsWarper(float(writing.temperature))(None, scores[None])
-    if writing.top_p < 1:
-        warped = TopPLogitsWarper(float(writing.top_p))(None, warped)
+    warped = TemperatureLogitsWarper(float(params.temperature))(None, scores[None])
+    if params.top_p < 1:
+        warped = TopPLogitsWarper(float(params.top_p))(None, warped)
     waiting = torch.empty_like(warped).exponential_(generator=answer.generator)
     return int((warped - waiting.log()).argmax())
 
@@ -85,16 +85,16 @@ def likelihoods_of_prompt(logits: Tensor, prompt: list[int], count: int, offsets
     return made
 
 
-def _changed(answer: Answer, scores: Tensor) -> Tensor:
+def _changed(answer: Completion, scores: Tensor) -> Tensor:
     """Logits with penalties, bias and the grammar's verdict."""
-    writing: Writing = answer.writing
-    if writing.presence or writing.frequency:
+    params: SamplingParams = answer.params
+    if params.presence or params.frequency:
         counts = Counter(answer.tokens)
         seen = torch.tensor(list(counts), dtype=torch.int64)
         times = torch.tensor(list(counts.values()), dtype=scores.dtype)
-        scores[seen] -= writing.presence + writing.frequency * times
-    if writing.added is not None:
-        scores = scores.index_add(0, writing.added[0].long(), writing.added[1])
+        scores[seen] -= params.presence + params.frequency * times
+    if params.added is not None:
+        scores = scores.index_add(0, params.added[0].long(), params.added[1])
     if answer.written is not None:
         allowed = answer.written.allowed(len(scores), answer.left)
         if bool(allowed.any()):

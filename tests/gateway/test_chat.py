@@ -14,10 +14,10 @@ import openai
 import pytest
 import torch
 from openai import OpenAI
-from openai.types import Completion
+from openai.types import Completion as TextCompletion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from private_llm_gateway import endpoints
-from private_llm_gateway.answer import Answer, Writing
+from private_llm_gateway.completion import Completion, SamplingParams
 from private_llm_gateway.decoding import TokenTexts
 from private_llm_gateway.sampling import choose
 
@@ -57,7 +57,7 @@ def test_objects_are_of_the_clients_types(gateway: Gateway) -> None:
     ChatCompletion.model_validate(made, strict=True)
     assert made["private_llm"]["bytes"] > 0
     body = {"model": "small", "prompt": PROMPT, "max_tokens": 2, "logprobs": 1}
-    Completion.model_validate(
+    TextCompletion.model_validate(
         httpx.post(f"{gateway.url}/v1/completions", json=body, headers=HEADERS).json(), strict=True
     )
 
@@ -171,22 +171,22 @@ def test_low_top_p_and_bias_and_penalties_steer(client: OpenAI) -> None:
 @pytest.mark.parametrize(
     ("writing", "wanted"),
     [
-        (Writing(9, temperature=0), 5),
-        (Writing(9, temperature=0, frequency=0.5), 5),
-        (Writing(9, temperature=0, frequency=0.6), 6),
-        (Writing(9, temperature=0, presence=2.0), 7),
-        (Writing(9, temperature=0, frequency=-2.0), 5),
-        (Writing(9, temperature=0, frequency=0.6, bias=((7, 1.0),)), 7),
+        (SamplingParams(9, temperature=0), 5),
+        (SamplingParams(9, temperature=0, frequency=0.5), 5),
+        (SamplingParams(9, temperature=0, frequency=0.6), 6),
+        (SamplingParams(9, temperature=0, presence=2.0), 7),
+        (SamplingParams(9, temperature=0, frequency=-2.0), 5),
+        (SamplingParams(9, temperature=0, frequency=0.6, bias=((7, 1.0),)), 7),
     ],
 )
-def test_penalties_are_openais_formula(writing: Writing, wanted: int) -> None:
+def test_penalties_are_openais_formula(params: SamplingParams, wanted: int) -> None:
     """logit - presence [it came] - frequency times how often, for tokens of the answer."""
-    answer = Answer(0, [7, 7], writing, TokenTexts(tokenizer()), (2,))
+    completion = Completion(0, [7, 7], params, TokenTexts(tokenizer()), (2,))
     for token in (5, 5, 5, 6):
-        answer.take(token)
+        completion.take(token)
     logits = torch.zeros(4096)
     logits[5], logits[6], logits[7] = 3.0, 1.9, 1.05
-    assert choose(answer, logits) == wanted
+    assert choose(completion, logits) == wanted
 
 
 def test_sampling_follows_the_distribution(client: OpenAI) -> None:
@@ -271,8 +271,8 @@ def test_figures_count_what_nobody_waited_for(monkeypatch: pytest.MonkeyPatch, s
                 for _ in range(4):
                     next(parts)
         else:
-            take = Answer.take
-            monkeypatch.setattr(Answer, "take", lambda self, *row: (take(self, *row), slow.wait(0.05)))
+            take = Completion.take
+            monkeypatch.setattr(Completion, "take", lambda self, *row: (take(self, *row), slow.wait(0.05)))
             with pytest.raises(openai.APITimeoutError):
                 client.with_options(timeout=0.5).chat.completions.create(**{**GREEDY, "max_tokens": 100})
         figures: dict[str, float] = {}

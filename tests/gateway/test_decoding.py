@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
-from private_llm_gateway.answer import Likelihood
+from private_llm_gateway.completion import Likelihood
 from private_llm_gateway.decoding import Text, TokenTexts
 from private_llm_gateway.responses import _completion_logprobs
 from private_llm_hf.models import smollm2

@@ -12,7 +12,7 @@ from openai import OpenAI
 from openai.types.chat.completion_create_params import CompletionCreateParamsBase as ChatParams
 from openai.types.completion_create_params import CompletionCreateParamsBase as CompletionParams
 from openai.types.embedding_create_params import EmbeddingCreateParams
-from private_llm_gateway.answer import Writing
+from private_llm_gateway.completion import SamplingParams
 
 from tests.gateway.small_gateway import CHAT, PROMPT, greedy, text_of
 
@@ -69,5 +69,5 @@ def test_every_code_of_an_error_stands_in_the_guide() -> None:
 
 
 def test_what_writing_defaults_to_is_what_openai_says() -> None:
-    writing = Writing(1)
-    assert (writing.temperature, writing.top_p, writing.presence, writing.frequency, writing.seed) == (1, 1, 0, 0, None)
+    params = SamplingParams(1)
+    assert (params.temperature, params.top_p, params.presence, params.frequency, params.seed) == (1, 1, 0, 0, None)

@@ -19,7 +19,7 @@ from openai import OpenAI
 from private_llm_gateway import constrained, grammar, served
 from private_llm_gateway.constrained import Grammar, TokenTree
 from private_llm_gateway.errors import ApiError
-from private_llm_gateway.grammar import State, TooWide, Work, start
+from private_llm_gateway.grammar import State, TooWide, WorkBudget, start
 from private_llm_gateway.json_schema import any_object, of_schema
 from pydantic import BaseModel
 
@@ -150,15 +150,15 @@ def test_large_schemas_are_written(client: OpenAI, schema: dict[str, Any]) -> No
 
 
 def test_texts_that_go_on_in_too_many_ways_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    state: State | None = start(of_schema(chained(18, arrays)), Work(100))
+    state: State | None = start(of_schema(chained(18, arrays)), WorkBudget(100))
     for _ in range(11):
-        state = state and state.after("[", Work(constrained._MOST_WORK))
+        state = state and state.after("[", WorkBudget(constrained._MOST_WORK))
     assert state is not None
     with pytest.raises(TooWide):
-        state.after("[", Work(10_000))
+        state.after("[", WorkBudget(10_000))
     monkeypatch.setattr(constrained, "_MOST_WORK", 10)
     with pytest.raises(ApiError, match="too many ways"):
-        Grammar(any_object(), TokenTree(tokenizer(), 4096)).following(start(any_object(), Work(10)))
+        Grammar(any_object(), TokenTree(tokenizer(), 4096)).following(start(any_object(), WorkBudget(10)))
 
 
 def nested(depth: int, part: dict[str, Any]) -> dict[str, Any]:
@@ -247,7 +247,7 @@ def test_depth_adds_no_work(tree: TokenTree) -> None:
         made = Grammar(of_schema(nested(depth, {"anyOf": strings("maxLength", 40)})), tree)
         state: State | None = made.start
         for character in "[" * depth:
-            state = state and state.after(character, Work(1000))
+            state = state and state.after(character, WorkBudget(1000))
         tracemalloc.start()
         made._walk(state)
         peaks.append(tracemalloc.get_traced_memory()[1])

@@ -22,10 +22,10 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from openai import OpenAI
 from private_llm_cli.app import main
 from private_llm_cli.commands.waiting import when_ready
-from private_llm_gateway import spending
+from private_llm_gateway import usage
 from private_llm_gateway.pool import SessionPool
 from private_llm_gateway.served import Served
-from private_llm_gateway.spending import Meter
+from private_llm_gateway.usage import UsageMeter
 from private_llm_hf import AutoPrivateModelForCausalLM
 from private_llm_hf.service.local import LocalParties
 
@@ -315,15 +315,15 @@ def test_a_closing_gateway_tells_those_who_wait(shared: Path) -> None:
 
 def test_nothing_is_lost_when_parties_fail_as_costs_are_read(whole: Whole, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was new then comes with the first piece afterwards."""
-    read, calls = Meter._costs, itertools.count(1)
+    read, calls = UsageMeter._costs, itertools.count(1)
 
-    def costs(meter: Meter, reset: bool) -> tuple[int, int]:
+    def costs(meter: UsageMeter, reset: bool) -> tuple[int, int]:
         if next(calls) == 5:
             raise PartyFailed("party 1: gone for a moment")
         return read(meter, reset)
 
-    monkeypatch.setattr(spending, "_LOOK_S", -1.0)
-    monkeypatch.setattr(Meter, "_costs", costs)
+    monkeypatch.setattr(usage, "_LOOK_S", -1.0)
+    monkeypatch.setattr(UsageMeter, "_costs", costs)
     with whole.client() as client:
         chunks = list(client.chat.completions.create(**{**LONG, "max_tokens": 8}, stream=True))
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == text_of(greedy(8))

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from private_llm_hf.checkpoint.model_spec import ModelSpec, accepted_class, describe
+from private_llm_hf.party import model_description
 from private_llm_hf.party.model import empty_model
 from private_llm_hf.party.model_description import take_described, validate_model_description
 from private_llm_hf.wire.commands import Description, Weight
@@ -102,7 +103,7 @@ def test_bases_of_rotary_embeddings_may_be_large() -> None:
 
 
 def test_too_many_layers_are_noticed_while_they_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(announced, "MOST_TENSORS", 300)
+    monkeypatch.setattr(model_description, "MOST_TENSORS", 300)
     assert validate_model_description(description(), 16)
     with pytest.raises(PatchMismatch, match="more than 300 weights"):
         validate_model_description(description(num_hidden_layers=1_000_000), 16)
@@ -115,14 +116,14 @@ def test_a_model_that_no_memory_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(PatchMismatch, match="its largest weight needs"):
         validate_model_description(huge, 16, whole=False)
     weights = tiny.build("opt").num_parameters() * 16
-    monkeypatch.setattr(announced, "memory_bytes", lambda: weights // 2)
+    monkeypatch.setattr(model_description, "memory_bytes", lambda: weights // 2)
     with pytest.raises(PatchMismatch, match="its weights need"):
         validate_model_description(description(), 16)
     assert validate_model_description(description(), 16, whole=False)
 
 
 def test_buffers_beyond_any_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(announced, "MOST_BUFFERS", 8)
+    monkeypatch.setattr(model_description, "MOST_BUFFERS", 8)
     with pytest.raises(PatchMismatch, match="bytes of buffers; want at most 8"):
         validate_model_description(description("llama"), 16)
 

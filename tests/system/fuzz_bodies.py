@@ -21,14 +21,14 @@ import torch
 from fuzz_http import GETS, HEADERS, POSTS, Http, body
 from fuzz_mutators import any_text
 from fuzz_wire import Failure
-from private_llm_gateway import app, endpoints, running
-from private_llm_gateway.answer import Answer, Likelihood
+from private_llm_gateway import app, endpoints, request_executor
 from private_llm_gateway.app import create_app
-from private_llm_gateway.engine import Limits, Tell
+from private_llm_gateway.completion import Completion, Likelihood
+from private_llm_gateway.engine import GenerationLimits, SendChunk
 from private_llm_gateway.pool import SessionPool
 from private_llm_gateway.served import Served
 from private_llm_gateway.settings import GatewaySettings
-from private_llm_gateway.spending import Bill, Spent
+from private_llm_gateway.usage import Usage, UsageTotal
 from torch import Tensor
 from transformers import AutoTokenizer, BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 
@@ -70,9 +70,9 @@ class Bodies(Http):
         for name, model in models:
             model.parties, model.close = SimpleNamespace(config=config), lambda: None
             known[name] = Served(name, SessionPool(model, 1), words)
-        running.ThreadPoolExecutor = _Here  # type: ignore[assignment,misc]
+        request_executor.ThreadPoolExecutor = _Here  # type: ignore[assignment,misc]
         endpoints.run_in_threadpool = _here  # type: ignore[assignment]
-        endpoints.engine = SimpleNamespace(write=_write, embed=_embed, Limits=Limits)  # type: ignore[assignment]
+        endpoints.engine = SimpleNamespace(write=_write, embed=_embed, GenerationLimits=GenerationLimits)  # type: ignore[assignment]
         self._app = create_app(known, GatewaySettings(port=8000, token="a-token-of-fuzzing", body_s=1.0))
         self._loop = asyncio.new_event_loop()
         self._unforeseen = ""
@@ -112,32 +112,32 @@ class Bodies(Http):
 
 
 def _write(
-    served: Served, groups: Sequence[Sequence[Answer]], tell: Tell, gone: Callable[[], bool], limits: Limits,
-    bill: Bill, echo: bool = False,
-) -> Spent:  # fmt: skip
+    served: Served, groups: Sequence[Sequence[Completion]], tell: SendChunk, gone: Callable[[], bool],
+    limits: GenerationLimits, bill: UsageTotal, echo: bool = False,
+) -> Usage:  # fmt: skip
     """As `engine.write`, of some tokens that are always the same."""
     for group in groups:
         for answer in group:
             if echo:
                 answer.ahead = tuple(Likelihood(token, None, (), 0) for token in answer.prompt)
             _write_one(answer, tell)
-    return Spent()
+    return Usage()
 
 
-def _write_one(answer: Answer, tell: Tell) -> None:
+def _write_one(answer: Completion, tell: SendChunk) -> None:
     answer.end_if_full()
     for token in _TOKENS:
         if answer.finish is None and answer.writing.grammar is None:
             answer.take(token, -1.5, ((token, -1.5), (5, -2.0)))
             if (piece := answer.new()) is not None:
-                tell(piece, Spent())
+                tell(piece, Usage())
     answer.finish = answer.finish or "length"
     if (piece := answer.new()) is not None:
-        tell(piece, Spent())
+        tell(piece, Usage())
 
 
 def _embed(
-    served: Served, rows: list[list[int]], gone: Callable[[], bool], limits: Limits, bill: Bill
-) -> tuple[Spent, Tensor]:
+    served: Served, rows: list[list[int]], gone: Callable[[], bool], limits: GenerationLimits, bill: UsageTotal
+) -> tuple[Usage, Tensor]:
     """As `engine.embed`."""
-    return Spent(), torch.ones(len(rows), served.pool.first.config.hidden_size)
+    return Usage(), torch.ones(len(rows), served.pool.first.config.hidden_size)

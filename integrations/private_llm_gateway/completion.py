@@ -22,7 +22,7 @@ _TAIL = 16
 
 
 @dataclass(frozen=True)
-class Writing:
+class SamplingParams:
     """How to write. logprobs: how many of the likeliest tokens to report beside each token's own (None: nothing).
 
     temperature 0 is greedy. frequency, presence, bias: added to logits as OpenAI defines them. grammar: what the text
@@ -63,7 +63,7 @@ class Likelihood:
 
 
 @dataclass(frozen=True)
-class Piece:
+class CompletionChunk:
     """What is new of an answer. ahead: of the prompt's tokens, if they are wanted, once."""
 
     index: int
@@ -73,23 +73,23 @@ class Piece:
     ahead: tuple[Likelihood, ...] = ()
 
 
-class Answer:
+class Completion:
     """One answer. ends: the tokens that end any text. A character that the prompt began belongs to the answer."""
 
     def __init__(
-        self, index: int, prompt: list[int], writing: Writing, texts: TokenTexts, ends: tuple[int, ...],
+        self, index: int, prompt: list[int], params: SamplingParams, texts: TokenTexts, ends: tuple[int, ...],
         sample: int = 0,
     ) -> None:  # fmt: skip
-        self.index, self.prompt, self.writing, self.ends = index, prompt, writing, ends
+        self.index, self.prompt, self.params, self.ends = index, prompt, params, ends
         self.tokens: list[int] = []
         self.finish: Finish | None = None
         self.text = ""
         self.likelihoods: list[Likelihood] = []
         self.ahead: tuple[Likelihood, ...] = ()
         self.generator = torch.Generator().manual_seed(
-            secrets.randbits(62) if writing.seed is None else (writing.seed * 1_000_003 + sample) % (1 << 62)
+            secrets.randbits(62) if params.seed is None else (params.seed * 1_000_003 + sample) % (1 << 62)
         )
-        self.written = None if writing.grammar is None else Written(writing.grammar, ends)
+        self.written = None if params.grammar is None else Written(params.grammar, ends)
         self._spoken = Text(texts, prompt[-_TAIL:])
         self._before = len(self._spoken.text)
         self._shown = self._told = 0
@@ -98,7 +98,7 @@ class Answer:
     @property
     def left(self) -> int:
         """Tokens that may still come."""
-        return self.writing.max_tokens - len(self.tokens)
+        return self.params.max_tokens - len(self.tokens)
 
     def take(self, token: int, logprob: float | None = None, top: tuple[tuple[int, float], ...] = ()) -> None:
         """The next token."""
@@ -109,7 +109,7 @@ class Answer:
         before = len(self.text)
         at = self._spoken.take(token) - self._before
         self.text = self._spoken.text[self._before :]
-        if self.writing.logprobs is not None:
+        if self.params.logprobs is not None:
             self.likelihoods.append(Likelihood(token, logprob, top, at))
         if self.written is not None:
             self.written.take(token)
@@ -125,7 +125,7 @@ class Answer:
         if self.finish is None and self.left == 0:
             self._end("length")
 
-    def new(self) -> Piece | None:
+    def new(self) -> CompletionChunk | None:
         """What may be shown since the last call, if anything."""
         upto = len(self.text) if self.finish is not None else len(self.text) - self._held()
         told = self._told
@@ -138,7 +138,7 @@ class Answer:
         self._reported = self.finish is not None
         self._ahead_told = self._ahead_told or bool(ahead)
         likelihoods = tuple(self.likelihoods[self._told : told])
-        made = Piece(self.index, self.text[self._shown : upto], likelihoods, self.finish, ahead)
+        made = CompletionChunk(self.index, self.text[self._shown : upto], likelihoods, self.finish, ahead)
         self._shown, self._told = max(upto, self._shown), told
         return made
 
@@ -151,9 +151,9 @@ class Answer:
 
     def _stopped(self, before: int) -> bool:
         """Cut the text before the first stop text that ends behind `before`, if there is one."""
-        longest = max((len(stop) for stop in self.writing.stop), default=0)
+        longest = max((len(stop) for stop in self.params.stop), default=0)
         begin = max(0, before - longest + 1)
-        found = [at for stop in self.writing.stop if (at := self.text.find(stop, begin)) >= 0]
+        found = [at for stop in self.params.stop if (at := self.text.find(stop, begin)) >= 0]
         if not found:
             return False
         self.text = self.text[: min(found)]
@@ -167,7 +167,7 @@ class Answer:
         return max(
             (
                 size
-                for stop in self.writing.stop
+                for stop in self.params.stop
                 for size in range(1, min(len(stop), len(self.text) + 1))
                 if self.text.endswith(stop[:size])
             ),

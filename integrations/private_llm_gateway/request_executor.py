@@ -13,18 +13,18 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from private_llm_gateway.answer import Piece
-from private_llm_gateway.engine import Tell
+from private_llm_gateway.completion import CompletionChunk
+from private_llm_gateway.engine import SendChunk
 from private_llm_gateway.errors import SERVER, ApiError
 from private_llm_gateway.pool import Abandoned, PoolBusy
 from private_llm_gateway.served import Served
 from private_llm_gateway.settings import GatewaySettings
-from private_llm_gateway.spending import Spent
+from private_llm_gateway.usage import Usage
 
 _LOOK_S = 0.2
 """How often it is asked whether a client is still there."""
 
-Work = Callable[[Tell, Callable[[], bool]], Any]
+RequestWork = Callable[[SendChunk, Callable[[], bool]], Any]
 """What runs in a thread: told pieces go to the client; the second argument says whether the client is gone."""
 
 
@@ -37,20 +37,20 @@ def stopping() -> ApiError:
     return ApiError(503, "the gateway was stopped before the answer was whole", SERVER, None, "gateway_stopped")
 
 
-class Running:
+class RequestTask:
     """One request in its thread."""
 
     def __init__(self) -> None:
         self.gone = threading.Event()
         self.stopped = False
         self._loop = asyncio.get_running_loop()
-        self._news: asyncio.Queue[tuple[Piece, Spent] | None] = asyncio.Queue()
-        self._waiting: asyncio.Task[tuple[Piece, Spent] | None] | None = None
+        self._news: asyncio.Queue[tuple[CompletionChunk, Usage] | None] = asyncio.Queue()
+        self._waiting: asyncio.Task[tuple[CompletionChunk, Usage] | None] | None = None
         self.future: Future[Any]
 
-    def tell(self, piece: Piece, spent: Spent) -> None:
+    def tell(self, piece: CompletionChunk, usage: Usage) -> None:
         """From the thread: something is new."""
-        self._put((piece, spent))
+        self._put((piece, usage))
 
     def end(self) -> None:
         """From the thread: nothing more comes."""
@@ -62,7 +62,7 @@ class Running:
         self.gone.set()
         self._news.put_nowait(None)
 
-    def _put(self, news: tuple[Piece, Spent] | None) -> None:
+    def _put(self, news: tuple[CompletionChunk, Usage] | None) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: the gateway ends
             self._loop.call_soon_threadsafe(self._news.put_nowait, news)
 
@@ -107,7 +107,7 @@ class Running:
                 raise stopping()
             await self.result()
 
-    async def pieces(self) -> AsyncIterator[tuple[Piece, Spent]]:
+    async def pieces(self) -> AsyncIterator[tuple[CompletionChunk, Usage]]:
         """What comes, until all is there. Raises ApiError if the gateway ends before."""
         while True:
             waiting, self._waiting = self._waiting, None
@@ -119,7 +119,7 @@ class Running:
             yield news
 
 
-class Runner:
+class RequestExecutor:
     """Threads for all requests of a gateway: one for each session, and one for each request that may wait."""
 
     def __init__(self, models: dict[str, Served], settings: GatewaySettings) -> None:
@@ -127,37 +127,37 @@ class Runner:
         self._most = {name: served.pool.size + settings.max_waiting for name, served in models.items()}
         self._threads = ThreadPoolExecutor(sum(self._most.values()), thread_name_prefix="request")
         self._lock = threading.Lock()
-        self._running: set[Running] = set()
+        self._running: set[RequestTask] = set()
         self.taken: Counter[str] = Counter()
 
-    def start(self, served: Served, work: Work) -> Running:
+    def start(self, served: Served, work: RequestWork) -> RequestTask:
         """Begin. Raises ApiError (429) if too many wait already."""
         with self._lock:
             if self.taken[served.name] >= self._most[served.name]:
                 raise self._busy(f"{self.taken[served.name]} requests run or wait already")
             self.taken[served.name] += 1
-        running = Running()
+        task = RequestTask()
         with self._lock:
-            self._running.add(running)
-        running.future = self._threads.submit(self._run, served.name, running, work)
-        return running
+            self._running.add(task)
+        task.future = self._threads.submit(self._run, served.name, task, work)
+        return task
 
     def stop(self) -> None:
         """Tell all clients that the gateway ends, and their requests to end at their next token. In the event loop."""
         with self._lock:
-            for running in self._running:
-                running.stop()
+            for task in self._running:
+                task.stop()
 
     def close(self) -> None:
         """Stop all requests, each at its next token."""
         with self._lock:
-            for running in self._running:
-                running.gone.set()
+            for task in self._running:
+                task.gone.set()
         self._threads.shutdown(wait=True, cancel_futures=True)
 
-    def _run(self, name: str, running: Running, work: Work) -> Any:  # noqa: ANN401
+    def _run(self, name: str, task: RequestTask, work: RequestWork) -> Any:  # noqa: ANN401
         try:
-            return work(running.tell, running.gone.is_set)
+            return work(task.tell, task.gone.is_set)
         except PoolBusy:
             raise self._busy(f"no session came free within {self._settings.wait_s:g} s") from None
         except Abandoned:
@@ -165,8 +165,8 @@ class Runner:
         finally:
             with self._lock:
                 self.taken[name] -= 1
-                self._running.discard(running)
-            running.end()
+                self._running.discard(task)
+            task.end()
 
     def _busy(self, why: str) -> ApiError:
         return ApiError(

@@ -14,7 +14,7 @@ _LOOK_S = 0.5
 
 
 @dataclass(frozen=True)
-class Spent:
+class Usage:
     """What a request cost so far: bytes over all links, rounds, and tokens in a second since its first.
 
     Rounds of sessions that run side by side are added, though they may be the same rounds at the parties.
@@ -29,7 +29,7 @@ class Spent:
         return {"bytes": self.bytes, "rounds": self.rounds, "tokens_per_s": round(self.tokens_per_s, 3)}
 
 
-class Bill:
+class UsageTotal:
     """The cost of one request, whatever becomes of it. Thread-safe. read, made: tokens of prompts and of answers."""
 
     def __init__(self) -> None:
@@ -56,31 +56,31 @@ class Bill:
             self._rounds += rounds
 
     @property
-    def spent(self) -> Spent:
+    def usage(self) -> Usage:
         """The sum."""
         with self._lock:
             began, first = self._first or (time.monotonic(), 0)
             seconds = time.monotonic() - began
-            return Spent(self._bytes, self._rounds, (self.made - first) / seconds if seconds > 0 else 0.0)
+            return Usage(self._bytes, self._rounds, (self.made - first) / seconds if seconds > 0 else 0.0)
 
 
-class Meter:
-    """What one session adds to a bill. Only the thread that uses the session may call it."""
+class UsageMeter:
+    """What one session adds to the usage of a request. Only the thread that uses the session may call it."""
 
-    def __init__(self, model: Any, bill: Bill) -> None:  # noqa: ANN401 - a private model
-        self._model, self._bill = model, bill
+    def __init__(self, model: Any, total: UsageTotal) -> None:  # noqa: ANN401 - a private model
+        self._model, self._total = model, total
         self._looked = time.monotonic()
         self._now = (0, 0)
         self._costs(reset=True)
 
-    def look(self, now: bool = False) -> Spent:
-        """The bill, as of a moment ago or, for this session, of `now`."""
+    def look(self, now: bool = False) -> Usage:
+        """The total, as of a moment ago or, for this session, of `now`."""
         if now or time.monotonic() - self._looked > _LOOK_S:
             found = self._costs(reset=False)
-            self._bill.add(found[0] - self._now[0], found[1] - self._now[1])
+            self._total.add(found[0] - self._now[0], found[1] - self._now[1])
             self._now = found
             self._looked = time.monotonic()
-        return self._bill.spent
+        return self._total.usage
 
     def renewed(self) -> None:
         """The session that was counted is over; a new one begins at nothing."""
