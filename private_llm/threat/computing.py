@@ -52,7 +52,7 @@ PREPROCESSED = Threat(
         "and by the file, which is gone when read. In quad what party 3 sent ahead is recorded when it is read, so a "
         "lie ends the session before anything is opened, as ever; party 3 needs no verdict, because it opens nothing "
         "but those digests. private_llm/protocols/offline_phase.py, private_llm/net/offline_store.py; in a service "
-        "private_llm_hf/service/ahead.py"
+        "private_llm_hf/service/preprocessing_store.py"
     ),
     setting="model.preprocess(...), with protocol='trio', 'quad' or 'dealer'",
 )
