@@ -12,7 +12,7 @@ import typer
 
 from private_llm.errors import ConfigError
 from private_llm_cli.help_pages import Command, Group
-from private_llm_cli.options import Json, PlanOption, ProtocolOption, SplitOption, config_of, folder_of, plan_of
+from private_llm_cli.options import Json, PlanOption, ProtocolOption, SplitOption, config_of, plan_of
 
 certs = typer.Typer(
     cls=Group,
@@ -48,7 +48,7 @@ def trial(
     if not out:
         raise ConfigError("--out: got none; want a folder for the set, or one of ca, request, sign, show")
     config = config_of(protocol, 64, **plan_of(plan, split=split))
-    run(folder_of(out), config, parties, days, user or ())
+    run(Path(out), config, parties, days, user or ())
 
 
 @certs.command(cls=Command)
@@ -59,7 +59,7 @@ def ca(
     """As the keeper of the CA: make it, once."""
     from private_llm_cli.commands.certs import ca as run
 
-    run(folder_of(out), days)
+    run(Path(out), days)
 
 
 @certs.command(cls=Command)
@@ -70,7 +70,7 @@ def request(
     """As a party or user: make a key at home, and a request that the CA signs."""
     from private_llm_cli.commands.certs import request as run
 
-    run(folder_of(out), name)
+    run(Path(out), name)
 
 
 @certs.command(cls=Command)

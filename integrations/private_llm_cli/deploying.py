@@ -41,7 +41,6 @@ from private_llm_cli.options import (
     adder_of,
     bits,
     config_of,
-    folder_of,
     plan_of,
     remote,
     sparsity_of,
@@ -73,7 +72,7 @@ def share(
     if sparsity == SHARED:
         raise ConfigError("sparsity: whoever shares a model holds its predictors; want the folder of them")
     config = config_of(protocol, ring, **bits(frac_bits), **more)
-    run(checkpoint, folder_of(out), config, task, as_json, force, gguf_file, ranges)
+    run(checkpoint, Path(out), config, task, as_json, force, gguf_file, ranges)
 
 
 def calibrate(

@@ -13,6 +13,8 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from private_llm.errors import ConfigError
+
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 _COLUMN = 30
 """Characters of names that stand beside their help."""
@@ -33,8 +35,16 @@ class _Page:
             _write(title, records, formatter)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # noqa: ANN401
-        """As click; the error of an unknown option names the one that is most like it."""
+        """As click; the error of an unknown option names the one that is most like it.
+
+        Raises ConfigError for an empty text, as an unset variable of a shell leaves it: it would mean the default.
+        """
         given = list(args)
+        for before, word in zip(["", *given], given, strict=False):
+            name, _, value = word.partition("=") if word.startswith("--") else (before, "", word)
+            if name != "--prompt" and not value.strip() and ("=" in word or not word.startswith("--")):
+                name = name.lstrip("-") if name.startswith("--") else "argument"
+                raise ConfigError(f"{name}: got an empty text; want a value, or leave it out for its default")
         try:
             return super().parse_args(ctx, args)  # type: ignore[misc,no-any-return]
         except _UsageError as error:

@@ -279,13 +279,6 @@ def sparsity_of(
     return {"sparsity": {"predictors": None if sparsity == SHARED else sparsity, **chosen}}
 
 
-def folder_of(name: str) -> Path:
-    """Where to write. An empty name would be the working folder to pathlib."""
-    if not name.strip():
-        raise ConfigError("out: got an empty name; want a folder ('.' for this one)")
-    return Path(name)
-
-
 ParallelSessionsOption = Annotated[
     int,
     typer.Option(

@@ -14,7 +14,7 @@ import typer
 
 from private_llm_cli.commands.models import demo_model
 from private_llm_cli.help_pages import Command, Group
-from private_llm_cli.options import Json, folder_of
+from private_llm_cli.options import Json
 
 predictors = typer.Typer(
     cls=Group,
@@ -82,7 +82,7 @@ def train(
     made = PredictorRun(
         model or demo_model(), tuple(settings[kind] for kind in wanted), training, tuple(text or ()),
         tuple(dataset or ()), test, images_of(model, images, batch),
-        images_of(model, test_images, batch), folder_of(out), recordings, resume, budget_share, rows,
+        images_of(model, test_images, batch), Path(out), recordings, resume, budget_share, rows,
         test_rows, length, batch,
         cpu,
     )  # fmt: skip

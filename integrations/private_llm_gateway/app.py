@@ -49,7 +49,7 @@ def create_app(models: Mapping[str, Served], settings: GatewaySettings) -> FastA
 
 
 def bound_socket(settings: GatewaySettings) -> socket.socket:
-    """A socket that listens at the address of `settings`. Raises ConfigError if another program does so."""
+    """A socket that listens where `settings` say. Raises ConfigError if another program does, or for a wrong name."""
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     made = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -58,6 +58,8 @@ def bound_socket(settings: GatewaySettings) -> socket.socket:
         made.listen(settings.connections)
     except OSError as error:
         made.close()
+        if isinstance(error, socket.gaierror):
+            raise ConfigError(f"host: got {settings.host!r}; want an address of this machine, as 127.0.0.1") from None
         raise ConfigError(
             f"port: cannot listen at {settings.host}:{settings.port} ({error.strerror}); another gateway may run "
             "there: stop it, or give another --port"

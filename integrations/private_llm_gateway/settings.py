@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 from dataclasses import dataclass, field
 
 from private_llm.errors import ConfigError
+
+_NAME, _VISIBLE = re.compile(r"[\w.-]+|\[?[0-9a-fA-F:.]*:[0-9a-fA-F:.]+\]?"), re.compile(r"[!-~]+")
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,10 @@ class GatewaySettings:
             raise ConfigError(
                 f"token: got none for host {self.host!r}, which others can reach; want a token, or host 127.0.0.1"
             )
-        if self.token is not None and (len(self.token) < 8 or not self.token.isascii() or " " in self.token):
+        for name in self.allowed_hosts:
+            if not _NAME.fullmatch(name):
+                raise ConfigError(f"allowed_hosts: got {name!r}; want a name or an address alone, as my.site")
+        if self.token is not None and (len(self.token) < 8 or not _VISIBLE.fullmatch(self.token)):
             raise ConfigError("token: want at least 8 ASCII characters without spaces")
         for name in ("retry_after_s", "wait_s", "max_body", "body_s", "max_choices", "rows", "connections"):
             if not getattr(self, name) > 0:

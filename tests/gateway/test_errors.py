@@ -459,6 +459,8 @@ def test_a_second_gateway_at_the_same_place(gateway: Gateway) -> None:
     port = int(gateway.url.rpartition(":")[2])
     with pytest.raises(ConfigError, match="another gateway may run there: stop it, or give another --port"):
         bound_socket(GatewaySettings(port=port))
+    with pytest.raises(ConfigError, match=r"host: got '256\.1\.1\.1'; want an address of this machine"):
+        bound_socket(GatewaySettings(host="256.1.1.1", token="a-long-token"))
 
 
 def test_collections_do_not_look_through_models(monkeypatch: pytest.MonkeyPatch) -> None:

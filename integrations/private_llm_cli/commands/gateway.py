@@ -34,7 +34,7 @@ class GatewayChoices:
     """What the command line says of a gateway. source: model folder, hub id or client folder ("": bundled model).
 
     name: what clients call the model (default: the last part of `source`). token: see `token_of`. wait_s: how long
-    parties that are not ready are waited for at the start.
+    parties that are not ready are waited for at the start. Raises ConfigError for less than 0.
     """
 
     source: str
@@ -44,6 +44,10 @@ class GatewayChoices:
     token: str = field(repr=False)
     no_token: bool
     wait_s: float
+
+    def __post_init__(self) -> None:
+        if not self.wait_s >= 0:
+            raise ConfigError(f"wait: got {self.wait_s:g}; want 0 seconds or more")
 
 
 def gateway(choices: GatewayChoices, config: PrivateConfig, settings: GatewaySettings) -> None:
