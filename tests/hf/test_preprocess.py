@@ -261,11 +261,14 @@ def test_false_digests_given_ahead_open_nothing(monkeypatch: pytest.MonkeyPatch,
 
 
 # -- masks are used once --------------------------------------------------------------------------------------
-def test_parties_refuse_a_request_that_was_made_before() -> None:
+@pytest.mark.parametrize(("made", "claimed"), [(1, 0), (0, 1)])
+def test_parties_compute_planned_requests_in_order_and_once(made: int, claimed: int) -> None:
+    """Of a client that forgot, and of one that skips what it planned."""
     with patch(tiny.build("opt"), TRIO) as private, torch.no_grad():
         private.preprocess(ForwardPlan({"input_ids": (1, 4), "use_cache": False}, times=2))
-        private(IDS, use_cache=False)
-        private.parties._schedule._next = 0  # a client that forgot
+        for _ in range(made):
+            private(IDS, use_cache=False)
+        private.parties._schedule._next = claimed
         with pytest.raises(ProtocolAbort, match="masks must never repeat"):
             private(IDS, use_cache=False)
 

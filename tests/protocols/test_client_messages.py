@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from private_llm.config import PrivateConfig
-from private_llm.net.transport import Transport
+from private_llm.net.transport import PassingTransport, Transport
 from private_llm.protocols.client_end import ClientEnd
 from private_llm.protocols.session import Session
 from private_llm.ring.dpf import expand, key_words
@@ -134,6 +134,34 @@ def inputs_sent(protocol: str, values: Tensor) -> tuple[list[list[Tensor]], list
     parties = range(PARTIES[protocol])
     payloads = [[_elements(each) for each in tap.from_client(party, "input")] for party in parties]
     return payloads, [[Seed(raw) for raw in tap.from_client(party, "input key")] for party in parties]
+
+
+@pytest.mark.parametrize("altered", [None, 0, 1])
+def test_parties_of_quad_compare_every_input(altered: int | None) -> None:
+    """A client may give one party another first input than the others, and the same last one."""
+
+    class Altered(PassingTransport):
+        inputs = 0
+
+        def _recv(self, frm: int, tag: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+            payload = super()._recv(frm, tag, shape, dtype)
+            if tag == "input":
+                payload = payload + int(self.me == 1 and self.inputs == altered)
+                self.inputs += 1
+            return payload
+
+    taken: dict[int, str] = {}
+
+    def at_party(session: Session, transport: Transport) -> None:
+        for _ in range(2):
+            session.protocol.receive_input((3,))
+        taken[session.party] = session.protocol.take_inputs()
+
+    run_session(
+        config("quad"), at_party, lambda client: [client.share(torch.arange(3)) for _ in range(2)], wrap=Altered
+    )
+    assert taken[0] == taken[2]
+    assert (taken[0] == taken[1]) == (altered is None)
 
 
 def _elements(raw: bytes) -> Tensor:

@@ -63,8 +63,9 @@ def test_a_broken_promise_of_range_names_the_module() -> None:
     config = PrivateConfig(protocol="plain", insecure=True, debug_ranges=True)
     compare = lambda p, x: p.inject(p.msb(x, [0, 1], bits=20), None, [0, 0], [1, 1])  # noqa: E731
     run_ring(config, [torch.tensor([(1 << 19) - 2, -(1 << 19) + 1])], compare, (2,))
-    with pytest.raises(DomainError, match=r"beyond its promised range of 2\^19"):
-        run_ring(config, [torch.tensor([1 << 19, 0])], compare, (2,))
+    for beyond in (1 << 19, -(1 << 19) - 1):
+        with pytest.raises(DomainError, match=r"beyond its promised range of 2\^19"):
+            run_ring(config, [torch.tensor([beyond, 0])], compare, (2,))
 
 
 LOCAL: list[Callable[[Protocol, Share], Share]] = [

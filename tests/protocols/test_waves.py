@@ -58,6 +58,21 @@ def test_values(protocol: str, frac: int) -> None:
     assert abs(float(off.mean())) <= 0.2 + 4e-6 * 2.0**frac  # rounding without bias
 
 
+@pytest.mark.parametrize("protocol", ["trio", "dealer"])
+def test_as_many_low_bits_are_right_as_its_reader_reads(protocol: str) -> None:
+    n, bits = 2000, 30
+    x, angle = torch.arange(n) * 987654321 % (1 << 28) - (1 << 27), torch.arange(n) << 10
+    whole, short = (waves_of(SILU, FRAC, read) for read in (64, bits))
+    want, made = (
+        run_ring(config(protocol), [x, angle], lambda p, a, b, plan=plan: rectified(p, a, b, plan), x.shape).result
+        for plan in (whole, short)
+    )
+    half = 1 << bits - 1
+    off = (made - want + half) % (1 << bits) - half
+    assert float(off.abs().max()) <= 2 * (2 + 6e-5 * 2.0**FRAC)  # what each sum may be off
+    assert bool(((made - want) >> bits != 0).any()), "what nobody reads is not sent"
+
+
 @pytest.mark.parametrize("n", [1, 63, 130, 20_000])
 def test_price_shapes_and_meta(n: int) -> None:
     x, angle = torch.arange(n)[None] << 10, torch.arange(n)[None]
