@@ -169,7 +169,7 @@ def test_low_top_p_and_bias_and_penalties_steer(client: OpenAI) -> None:
 
 
 @pytest.mark.parametrize(
-    ("writing", "wanted"),
+    ("params", "wanted"),
     [
         (SamplingParams(9, temperature=0), 5),
         (SamplingParams(9, temperature=0, frequency=0.5), 5),

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from private_llm_hf.service import party_service, pass_of_requests
+from private_llm_hf.service import batch_executor, party_service
 from private_llm_hf.service.agreement import Commit, Proposal, Vote
 from private_llm_hf.service.batch_key import past_of
 from private_llm_hf.service.client_session import ClientSession
@@ -377,7 +377,7 @@ def test_what_nobody_foresaw_in_a_request_ends_its_session_alone(
     """At all parties alike, before anything of the request is sent."""
     running = start()
     unforeseen = RuntimeError("a size of 77")
-    place: Any = running.services[0] if where == "_measure" else pass_of_requests
+    place: Any = running.services[0] if where == "_measure" else batch_executor
     whole = getattr(place, where)
 
     def check(*arguments: Any) -> Any:
@@ -404,7 +404,7 @@ def test_what_nobody_foresaw_in_a_request_ends_its_session_alone(
 def test_what_one_party_alone_lacks_ends_the_links(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without memory it cannot take its part of the batch, which the others begin: nobody may wait for it."""
     running = start()
-    whole = pass_of_requests.check_fits
+    whole = batch_executor.check_fits
 
     def check(model: Any, *arguments: Any) -> None:
         if model is running.services[1]._models[model.digest]:
@@ -412,7 +412,7 @@ def test_what_one_party_alone_lacks_ends_the_links(start: Start, monkeypatch: py
         whole(model, *arguments)
 
     with running.model() as model:
-        monkeypatch.setattr(pass_of_requests, "check_fits", check)
+        monkeypatch.setattr(batch_executor, "check_fits", check)
         with pytest.raises(PartyFailed, match="party 1: MemoryError"):
             step(model, 3)
         monkeypatch.undo()

@@ -186,7 +186,7 @@ class PreprocessingStore:
         try:
             change(model.state, owner, planned.edits, self.quota.limits)
             check_fits(model, owner, planned.call, self.quota.limits)
-        except Exception as error:  # noqa: BLE001 - as in `pass_of_requests`
+        except Exception as error:  # noqa: BLE001 - as in `batch_executor`
             _give_up(model, request, refusal(request, error))
         return request.error is None
 
