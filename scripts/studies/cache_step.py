@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -32,6 +33,9 @@ from private_llm.ring.ring import Ring
 
 HELD = (2, 2, 1)
 """Products with keys, and with values, at each party of trio."""
+USUAL = AttentionShape(32, 32, 128, 2048), MPCacheConfig.paper(), 9
+"""LLaMA-2's attention, MPCache as published, repetitions."""
+TINY = AttentionShape(4, 4, 8, 96), MPCacheConfig.paper(least=32), 2
 
 
 def product_seconds(shape: AttentionShape, repeat: int) -> float:
@@ -77,10 +81,10 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
-    shape, policy = AttentionShape(32, 32, 128, options.tokens), MPCacheConfig.paper()
-    if options.tiny:
-        shape, policy, options.repeat = AttentionShape(4, 4, 8, 96), MPCacheConfig.paper(least=32), 2
-    rows = [row(shape, policy, recorded, options.repeat) for recorded in (True, False)]
+    shape, policy, repeat = TINY if options.tiny else USUAL
+    if not options.tiny:
+        shape, repeat = replace(shape, tokens=options.tokens), options.repeat
+    rows = [row(shape, policy, recorded, repeat) for recorded in (True, False)]
     if options.json:
         for each in rows:
             emit_json(each)

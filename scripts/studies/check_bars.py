@@ -15,8 +15,10 @@ import sys
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import bench_service
+import cache_step
 import cascade_rows
 import torch
 from private_llm_cli.bench import kernels
@@ -65,8 +67,24 @@ def sessions(tiny: bool) -> float:
     return float(bench_service.measure(args)[-1]["ratio"])
 
 
+def _cache_step(tiny: bool) -> dict[str, Any]:
+    shape, policy, repeat = cache_step.TINY if tiny else cache_step.USUAL
+    return cache_step.row(shape, policy, True, repeat)
+
+
+def cache_products(tiny: bool) -> float:
+    """The two products of attention over 2,048 entries by the recorded step that makes them, processor time."""
+    return 1.0 / float(_cache_step(tiny)["ratio_product"])
+
+
+def mpcache_step(tiny: bool) -> float:
+    """A recorded step over a full cache by one that reads what MPCache keeps of it, processor time."""
+    return float(_cache_step(tiny)["ratio_kept"])
+
+
 MEASURED: dict[str, Callable[[bool], float]] = {
     "replay": replay, "listed-rows": listed_rows, "undistributed": undistributed, "sessions": sessions,
+    "cache-products": cache_products, "mpcache-step": mpcache_step,
 }  # fmt: skip
 _TRIES = 3
 
