@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 from private_llm_hf import AutoPrivateModelForImageClassification, PrivateConfig
-from private_llm_hf.vision.digits import digits, digits_model
+from private_llm_hf.vision.networks import digits, digits_model
 
 COUNT = 40
 

@@ -28,7 +28,7 @@ import torch
 import transformers
 from accelerate import Accelerator
 from private_llm_cli.bench.rows import provenance
-from private_llm_hf.sparsity.collect import share_of_zeros
+from private_llm_hf.sparsity.recordings import share_of_zeros
 from private_llm_hf.sparsity.relufy import ACTIVATIONS, relufy, save_relufied
 from private_llm_hf.sparsity.sites import activations_of
 from private_llm_hf.tools.texts import encode, load_texts, loss_of, total_nll, windows

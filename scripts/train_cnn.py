@@ -22,9 +22,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import transformers
-from private_llm_hf.vision.digits import digits
 from private_llm_hf.vision.network import Network
-from private_llm_hf.vision.networks import lenet5, small_lenet, small_resnet
+from private_llm_hf.vision.networks import digits, lenet5, small_lenet, small_resnet
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
 

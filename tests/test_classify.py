@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import transformers as tr
 from PIL import Image
+from private_llm_cli.commands.calibrate import diff
 from private_llm_cli.commands.classify import classify
-from private_llm_cli.commands.diff import diff
 from private_llm_hf import AutoPrivateModelForImageClassification, Network
 from private_llm_hf.api import share_checkpoint
-from private_llm_hf.vision.digits import digits, digits_model
+from private_llm_hf.vision.networks import digits, digits_model
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError

@@ -12,7 +12,7 @@ from importlib import resources
 from pathlib import Path
 
 import pytest
-from private_llm_cli.commands.pyplot import load_pyplot
+from private_llm_cli.commands.plot import load_pyplot
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from private_llm_cli.app import app
-from private_llm_cli.commands.pyplot import load_pyplot
+from private_llm_cli.commands.plot import load_pyplot
 from typer.testing import CliRunner
 
 import private_llm
@@ -52,7 +52,7 @@ def test_matplotlib_is_imported_in_one_place() -> None:
     found = [
         path.name for path in sources if re.search(r"^\s+(import|from) matplotlib", path.read_text(), re.MULTILINE)
     ]
-    assert sorted(found) == ["plot_nodes.py", "pyplot.py"]  # the first for a type alone
+    assert sorted(found) == ["plot.py", "plot_nodes.py"]  # the second for a type alone
 
 
 @pytest.mark.parametrize("words", [("demo",), ("bench", "relu", "--tiny")])

@@ -1,6 +1,6 @@
 """The command line: its commands in the order of `--help`, and what becomes of errors.
 
-Each command parses its options in `using.py`, `deploying.py`, `certifying.py`, `training.py` or `measuring.py` and runs
+Each command parses its options in `using.py`, `deploying.py`, `deploying.py`, `training.py` or `measuring.py` and runs
 in `commands/`.
 Errors of the library, and files that cannot be read or written, are one message on stderr and exit code 2; what
 nobody foresaw is one message and exit code 1. `private-llm --traceback COMMAND` shows the traceback of any of them.
@@ -18,8 +18,7 @@ import typer
 
 from private_llm.config import VERSION, import_plugins
 from private_llm.errors import PrivateLLMError
-from private_llm_cli.certifying import certs
-from private_llm_cli.deploying import calibrate, kv_budget, party, share
+from private_llm_cli.deploying import calibrate, certs, kv_budget, party, share
 from private_llm_cli.help_pages import Command, Group
 from private_llm_cli.measuring import audit, bench, diff, doctor, estimate
 from private_llm_cli.options import PLUGINS

@@ -53,7 +53,7 @@ def audit(
 ) -> None:
     """What a sharding plan (protocol 'cascade') protects: gaps, cost of the cheapest attack, verdict."""
     from private_llm.token_sharding import Setting
-    from private_llm_cli.commands.audit import audit as run
+    from private_llm_cli.commands.estimate_plans import audit as run
 
     if not plan:
         raise ConfigError("plan: got an empty text; want alpha,c,m or alpha,c,m,rho, for instance 8,8,2")
@@ -141,7 +141,7 @@ def diff(
     approximations: ApproximationsOption = Approximations.OURS,
 ) -> None:
     """Layer by layer against plaintext (with the same functions): errors, and values that leave the ring."""
-    from private_llm_cli.commands.diff import diff as run
+    from private_llm_cli.commands.calibrate import diff as run
     from private_llm_cli.commands.models import DEMO_PROMPT, demo_model
 
     more: dict[str, Any] = {} if frac_bits is None else {"frac_bits": frac_bits}

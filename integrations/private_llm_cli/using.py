@@ -83,9 +83,9 @@ def demo(
     epsilon: EpsilonOption = None,
 ) -> None:
     """Private generate() of the bundled model, or a chat with a real one, beside the plaintext model's text."""
-    from private_llm_cli.commands.chat import chat
     from private_llm_cli.commands.generate import demo as run
     from private_llm_cli.commands.models import CHAT_PROMPT, DEMO_PROMPT, LONG_PROMPT
+    from private_llm_cli.commands.terminal_chat import chat
 
     more = sparsity_of(sparsity, orders, levels, neuron_budget, head_budget, epsilon) | adder_of(adder)
     config = config_of(protocol, ring, party_mode, **plan_of(plan, accept_weak_plan, split), **more)

@@ -6,21 +6,23 @@ import asyncio
 import contextlib
 import gc
 import socket
-from collections.abc import AsyncIterator, Callable, Mapping
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from importlib import resources
 from types import FrameType
 
 import uvicorn
-from fastapi import FastAPI, Request
+from fastapi import APIRouter, FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
 
 from private_llm.errors import ConfigError
 from private_llm_gateway.connections import Connection
 from private_llm_gateway.endpoints import Endpoints
-from private_llm_gateway.errors import ApiError, in_words
+from private_llm_gateway.errors import SERVER, ApiError, in_words
 from private_llm_gateway.guard import Guard
 from private_llm_gateway.metrics import Metrics
-from private_llm_gateway.page import page_router
 from private_llm_gateway.request_executor import RequestExecutor
 from private_llm_gateway.served import Served
 from private_llm_gateway.settings import GatewaySettings
@@ -135,3 +137,98 @@ async def _http_error(request: Request, error: Exception) -> Response:
 async def _other_error(request: Request, error: Exception) -> Response:
     told = in_words(error)
     return JSONResponse(told.body(), told.status)
+
+
+# -- answers before the parties are ready: 503 with the cause ---------------------------------------------------------
+@contextlib.contextmanager
+def answering_meanwhile(settings: GatewaySettings, listening: socket.socket) -> Iterator[Callable[[str], None]]:
+    """Answer requests at `listening` with 503 while what is inside runs; the function takes what is waited for now."""
+    why = "it has just begun"
+
+    def say(text: str) -> None:
+        nonlocal why
+        why = text
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] == "/health":  # asks for no token, so it names nobody
+            await JSONResponse({"status": "starting"}, 503)(scope, receive, send)
+            return
+        told = ApiError(
+            503, f"the gateway is starting: {why}", SERVER, None, "party_unavailable", settings.retry_after_s
+        )
+        await JSONResponse(told.body(), told.status, told.headers())(scope, receive, send)
+
+    config = uvicorn.Config(
+        Guard(app, settings), log_level="warning", access_log=False, server_header=False, lifespan="off",
+        limit_concurrency=settings.connections, timeout_graceful_shutdown=1, http=Connection, loop="asyncio",
+    )  # fmt: skip
+    server = uvicorn.Server(config)
+    own = listening.dup()  # closed by the server; the socket itself goes on listening
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [own]}, name="starting", daemon=True)
+    thread.start()
+    try:
+        yield say
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+# -- the chat page: files of this package, with headers that let it load nothing from elsewhere ------------------------
+# The page itself holds no secret and needs no token; what it asks of the gateway does. Its text is inserted as text,
+# and browsers that know trusted types refuse anything else.
+CONTENT_SECURITY_POLICY = "; ".join(
+    (
+        "default-src 'none'",
+        "script-src 'self'",
+        "style-src 'self'",
+        "img-src 'self'",
+        "connect-src 'self'",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+        "require-trusted-types-for 'script'",
+        "trusted-types 'none'",
+    )
+)
+"""No inline script or style, nothing from another origin, no frame around it."""
+
+HEADERS = {
+    "Content-Security-Policy": CONTENT_SECURITY_POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-cache",
+}
+_TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+
+
+def _read() -> dict[str, tuple[bytes, str]]:
+    folder = resources.files("private_llm_gateway") / "page"
+    ending = {file.name: file.name[file.name.rfind(".") :] for file in folder.iterdir()}
+    return {name: ((folder / name).read_bytes(), _TYPES[end]) for name, end in ending.items() if end in _TYPES}
+
+
+_FILES = _read()
+page_router = APIRouter(include_in_schema=False)
+"""`/` and `/page/...`, without a token."""
+
+
+@page_router.get("/")
+def index() -> Response:
+    """The page."""
+    return file("index.html")
+
+
+@page_router.get("/page/{name}")
+def file(name: str) -> Response:
+    """What the page loads; 404 for anything else."""
+    found = _FILES.get(name)
+    if found is None:
+        return Response("no such file", 404, HEADERS, "text/plain; charset=utf-8")
+    return Response(found[0], 200, HEADERS, found[1])

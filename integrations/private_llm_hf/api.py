@@ -24,10 +24,10 @@ from private_llm_hf.checkpoint.calibration_runs import check_ranges, checkpoint_
 from private_llm_hf.checkpoint.checkpoint import Checkpoint
 from private_llm_hf.checkpoint.client_folder import generation_config, made_or_removed, write_client_folder
 from private_llm_hf.checkpoint.dense import dense_model, unwrapped, without_quantisation
-from private_llm_hf.checkpoint.given_images import check_images
 from private_llm_hf.checkpoint.loaded import as_built
 from private_llm_hf.checkpoint.model_spec import ModelSpec, describe, folds_norms
 from private_llm_hf.checkpoint.node_checkpoint import WeightsDigest
+from private_llm_hf.checkpoint.sample_inputs import check_images
 from private_llm_hf.checkpoint.share_files import ShareWriter, refuse_taken
 from private_llm_hf.checkpoint.weights import Sink, WeightList, stream_loaded
 from private_llm_hf.client.launch import choose_mode, start_parties

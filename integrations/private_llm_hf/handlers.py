@@ -22,9 +22,15 @@ from private_llm.errors import ConfigError
 from private_llm.nn.activation import PrivateGELU, PrivateQuickGELU
 from private_llm_hf.models.architectures import module_rules, table
 from private_llm_hf.models.esm import PrivateEsmIntermediate, PrivateEsmLMHead
-from private_llm_hf.models.experts import PrivateClampedExperts, PrivateExperts, is_clamped_experts, is_experts
 from private_llm_hf.models.norms import FoldedNorm, norm_of
-from private_llm_hf.models.routers import PrivateRouter, router_of
+from private_llm_hf.models.routers import (
+    PrivateClampedExperts,
+    PrivateExperts,
+    PrivateRouter,
+    is_clamped_experts,
+    is_experts,
+    router_of,
+)
 
 Make = Callable[[Any], nn.Module]
 AnyMake = TypeVar("AnyMake", bound=Make)

@@ -9,7 +9,7 @@ from private_llm_hf.service.observer import BatchFacts, Observer
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 
 from private_llm.config import VERSION
-from private_llm_hosting.refusals import CLASSES, class_of
+from private_llm_hosting.observers import CLASSES, class_of
 
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)

@@ -27,7 +27,7 @@ from attacks.vocab_matching import CHUNK, match_states
 from private_llm_cli.bench.rows import commit
 from private_llm_cli.commands.models import demo_model, plaintext_model, tokenizer_of
 from private_llm_cli.commands.output import emit_json, progress_bar
-from private_llm_cli.commands.pyplot import load_pyplot
+from private_llm_cli.commands.plot import load_pyplot
 from torch import Tensor
 
 from private_llm.token_sharding import ShardingPlan

@@ -17,7 +17,7 @@ from plot_cascade import plot_cascade
 from private_llm_cli.bench.rows import machine
 from private_llm_cli.commands.bench import link_speed
 from private_llm_cli.commands.output import NOTES, duration, emit_json, emit_table, progress_bar, size
-from private_llm_cli.commands.plot_bench import check_name
+from private_llm_cli.commands.plot import check_name
 from private_llm_cli.options import Json
 from table_options import Bandwidth, Latency, Plot, Repeat, Tiny, new_app, run_app
 

@@ -18,7 +18,7 @@ from plot_pigeon import plot_pigeon
 from private_llm_cli.bench.rows import Row, machine
 from private_llm_cli.commands.bench import circuit_of, kind_table
 from private_llm_cli.commands.output import emit_json, emit_table, progress_bar
-from private_llm_cli.commands.plot_bench import check_name
+from private_llm_cli.commands.plot import check_name
 from private_llm_cli.options import (
     AdderOption,
     Json,

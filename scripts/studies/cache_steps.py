@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from private_llm_cli.bench.link import LinkSpeed, SlowMesh
 from private_llm_cli.bench.rows import party_threads, spread
-from private_llm_cli.bench.warming import warm_up
+from private_llm_cli.bench.work import warm_up
 
 from private_llm.config import PrivateConfig
 from private_llm.kernels.memory import tune_allocator

@@ -22,7 +22,7 @@ from unittest import mock
 
 import transformers
 from private_llm_cli.commands.output import progress_bar
-from private_llm_cli.commands.pyplot import load_pyplot
+from private_llm_cli.commands.plot import load_pyplot
 from private_llm_hf.client.costs import Costs
 from private_llm_hf.sparsity.planned import PlannedSparsity
 from private_llm_hf.sparsity.relufy import with_relu

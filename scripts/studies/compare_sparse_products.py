@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from link_orders import before_activation, bundled
 from private_llm_cli.commands.output import emit_json
-from private_llm_cli.commands.pyplot import load_pyplot
+from private_llm_cli.commands.plot import load_pyplot
 from torch import Tensor
 
 from private_llm.net.ledger import Cost

@@ -31,12 +31,10 @@ import torch
 from linked_orders import UNKNOWN, match_positions
 from private_llm_cli.commands.models import demo_model, plaintext_model, tokenizer_of
 from private_llm_cli.commands.output import emit_json, emit_table
-from private_llm_hf.sparsity.collect import record
-from private_llm_hf.sparsity.grouping import group
-from private_llm_hf.sparsity.recordings import recordings
+from private_llm_hf.sparsity.recordings import record, recordings
 from private_llm_hf.sparsity.settings import PredictorConfig, TrainingConfig
 from private_llm_hf.sparsity.sites import find_sites
-from private_llm_hf.sparsity.training import train_predictor
+from private_llm_hf.sparsity.training import group, train_predictor
 from private_llm_hf.tools.texts import windows
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor, nn

@@ -32,7 +32,7 @@ from linked_orders import (
 )
 from private_llm_cli.commands.models import demo_model, plaintext_model, tokenizer_of
 from private_llm_cli.commands.output import emit_json, emit_table
-from private_llm_cli.commands.pyplot import load_pyplot
+from private_llm_cli.commands.plot import load_pyplot
 from private_llm_hf.sparsity.sites import Site, find_sites
 from private_llm_hf.tools.texts import windows
 from torch import Tensor

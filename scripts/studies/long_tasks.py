@@ -15,7 +15,7 @@ from random import Random
 from typing import Any
 
 from common_words import WORDS
-from private_llm_hf.long_context.framing import Frame, bundled_text, frame_of, token_ids
+from private_llm_hf.long_context.perplexity import Frame, bundled_text, frame_of, token_ids
 from text_metrics import begins_with, words_in_place
 
 from private_llm.errors import ConfigError

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from private_llm_cli.commands.pyplot import load_pyplot
+from private_llm_cli.commands.plot import load_pyplot
 
 _COMPUTES, _SENDS, _WAITS = "#4c72b0", "#dd8452", "#e6e6e6"
 _OURS, _REFERENCE = "#4c72b0", "#b0b0b0"

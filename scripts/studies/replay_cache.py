@@ -6,7 +6,7 @@
     python scripts/studies/replay_cache.py --tiny                     # a few seconds
 
 Patterns of active heads come from two sources. `bundled`: the bundled model reads its text in windows of 511 tokens,
-laid end to end; a head is active as `private_llm_hf/sparsity/activity.py` says. `even` and `uneven`: 32 layers of
+laid end to end; a head is active as `private_llm_hf/sparsity/predictor.py` says. `even` and `uneven`: 32 layers of
 OPT-6.7B's shape (32 heads of 128), half of the heads active, as in the paper (section 7.3). A head is active at a share
 p of the steps: 1/2 if even, drawn from 2 to 98 % for each head if uneven. It stays active for `stay` steps in the mean
 and away for stay (1 - p) / p, both geometric: larger numbers are more temporal locality, `even, stays 2` is a fair
@@ -31,9 +31,8 @@ from link_orders import DATA
 from private_llm_cli.bench.rows import commit
 from private_llm_cli.commands.models import demo_model, plaintext_model, tokenizer_of
 from private_llm_cli.commands.output import emit_json, emit_table, progress_bar
-from private_llm_cli.commands.pyplot import load_pyplot
-from private_llm_hf.sparsity.collect import record
-from private_llm_hf.sparsity.recordings import recordings
+from private_llm_cli.commands.plot import load_pyplot
+from private_llm_hf.sparsity.recordings import record, recordings
 from private_llm_hf.sparsity.sites import find_sites
 from private_llm_hf.tools.texts import windows
 from torch import Tensor

@@ -26,12 +26,11 @@ from typing import Any
 
 import torch
 from compare_approximations import PAD, Sentences, Sizes, classifier, into_page, made_up, read, train
-from private_llm_cli.commands.pyplot import load_pyplot
+from private_llm_cli.commands.plot import load_pyplot
 from private_llm_hf import patch
-from private_llm_hf.sparsity.apply import predicted_only
-from private_llm_hf.sparsity.collect import record
-from private_llm_hf.sparsity.predictor_run import load_model
+from private_llm_hf.sparsity.predictor_run import load_model, predicted_only
 from private_llm_hf.sparsity.predictor_set import PredictorSet
+from private_llm_hf.sparsity.recordings import record
 from private_llm_hf.sparsity.settings import PredictorConfig, TrainingConfig
 from private_llm_hf.sparsity.sites import find_sites
 from private_llm_hf.sparsity.train_set import train_set

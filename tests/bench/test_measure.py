@@ -16,8 +16,7 @@ from private_llm_cli.bench.link import LinkSpeed, SlowMesh
 from private_llm_cli.bench.measure import measure
 from private_llm_cli.bench.record import RecordingMesh
 from private_llm_cli.bench.rows import Row
-from private_llm_cli.bench.warming import MOST_RUNS, warm_up
-from private_llm_cli.bench.work import Work, parse_shape
+from private_llm_cli.bench.work import MOST_RUNS, Work, parse_shape, warm_up
 from typer.testing import CliRunner
 
 from private_llm.config import PrivateConfig

@@ -11,7 +11,7 @@ from typing import Any
 import typer
 import yaml
 from private_llm_cli.app import app
-from private_llm_hosting.example import EXAMPLE
+from private_llm_hosting.settings import EXAMPLE
 
 from private_llm.config import VERSION
 

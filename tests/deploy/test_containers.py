@@ -167,7 +167,7 @@ def test_the_desk_s_gateway() -> None:
 
 def test_preparing_a_desk_gives_each_party_its_own(tmp_path: Path) -> None:
     """The script, with a stand-in for `private-llm` that makes files of the right names; the settings are real."""
-    from private_llm_hosting.example import EXAMPLE
+    from private_llm_hosting.settings import EXAMPLE
 
     (tmp_path / "example.toml").write_text(EXAMPLE)
     shim = tmp_path / "bin" / "private-llm"

@@ -6,8 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from private_llm_hosting.example import EXAMPLE
-from private_llm_hosting.settings import read_settings
+from private_llm_hosting.settings import EXAMPLE, read_settings
 
 from private_llm.errors import ConfigError
 from tests.deploy.files import DEPLOY, IMAGE, PARTY, SETTINGS, commands, documents, every_file, parsed

@@ -14,7 +14,7 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
-from private_llm_gateway.page import page_router
+from private_llm_gateway.app import page_router
 from sse_starlette import EventSourceResponse
 
 TOKEN = "token-for-tests"

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from urllib.error import HTTPError
 
 import pytest
-from private_llm_gateway.page import CONTENT_SECURITY_POLICY
+from private_llm_gateway.app import CONTENT_SECURITY_POLICY
 from selenium.webdriver.chrome.webdriver import WebDriver
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import WebDriverWait
@@ -63,7 +63,7 @@ def test_files_come_with_headers_and_nothing_else_does(fake: Fake) -> None:
                 assert found.headers["X-Content-Type-Options"] == "nosniff"
                 assert found.headers["Referrer-Policy"] == "no-referrer"
                 assert found.headers.get_content_type() == kind
-        for path in ("/page/page.py", "/page/..%2fpage.py", "/page/", "/page/nothing.js"):
+        for path in ("/page/app.py", "/page/..%2fapp.py", "/page/", "/page/nothing.js"):
             with pytest.raises(HTTPError) as refused:
                 urllib.request.urlopen(address + path)
             assert refused.value.code == 404

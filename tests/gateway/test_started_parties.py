@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 from private_llm_cli.app import main
-from private_llm_cli.commands.waiting import when_ready
+from private_llm_cli.commands.gateway import when_ready
 from private_llm_hf.service.local import LocalParties
 
 from private_llm.config import PrivateConfig

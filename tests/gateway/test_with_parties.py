@@ -21,7 +21,7 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric import ec
 from openai import OpenAI
 from private_llm_cli.app import main
-from private_llm_cli.commands.waiting import when_ready
+from private_llm_cli.commands.gateway import when_ready
 from private_llm_gateway import usage
 from private_llm_gateway.pool import SessionPool
 from private_llm_gateway.served import Served

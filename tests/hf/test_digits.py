@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from private_llm_hf import AutoPrivateModelForImageClassification, Network, PrivateConfig
-from private_llm_hf.vision.digits import digits, digits_model
+from private_llm_hf.vision.networks import digits, digits_model
 from torch import Tensor
 
 from tests.hf.conftest import TRIO

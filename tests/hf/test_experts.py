@@ -6,9 +6,8 @@ import pytest
 import torch
 import transformers as tr
 from private_llm_hf import patch
-from private_llm_hf.models.experts import is_experts
 from private_llm_hf.models.miniature import miniature
-from private_llm_hf.models.routers import Parts, PrivateRouter, Routing, router_of
+from private_llm_hf.models.routers import Parts, PrivateRouter, Routing, is_experts, router_of
 from torch import Tensor, nn
 
 from private_llm.exact.topk import Groups

@@ -13,8 +13,17 @@ from private_llm_hf import patch
 from private_llm_hf.client import launch
 from private_llm_hf.client.parties import Parties, _remote_error
 from private_llm_hf.party import party
-from private_llm_hf.wire.commands import Call, Description, Forward, Hello, LoadModel, SelectRows, Stop
-from private_llm_hf.wire.frames import recv_message, send_message
+from private_llm_hf.wire.commands import (
+    Call,
+    Description,
+    Forward,
+    Hello,
+    LoadModel,
+    SelectRows,
+    Stop,
+    recv_message,
+    send_message,
+)
 from transformers import PreTrainedModel
 
 from private_llm.config import PrivateConfig

@@ -9,7 +9,7 @@ import torch
 from private_llm_hf import NoCache, PrivateConfig, patch
 from private_llm_hf.long_context.plain_attention import policy_attention
 from private_llm_hf.long_context.plain_cache import PolicyCache
-from private_llm_hf.models.windows import windowed_layers
+from private_llm_hf.models.cache_policies import windowed_layers
 from transformers import PreTrainedModel
 
 from private_llm.kv_policies.fixed import KEEP_ALL

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 import pytest
 from private_llm_hf.party.course import Course, Told
-from private_llm_hf.wire.frames import recv_message, send_message
+from private_llm_hf.wire.commands import recv_message, send_message
 
 from private_llm.net.transport import Transport
 from private_llm.protocols.quad import records

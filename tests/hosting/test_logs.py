@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from private_llm_hf.service.observer import BatchFacts, Observer
 from private_llm_hosting.logs import configure_logs
-from private_llm_hosting.observers import STARTING_S, LogObserver, Observers
-from private_llm_hosting.refusals import CLASSES, Throttle, class_of
+from private_llm_hosting.observers import CLASSES, STARTING_S, LogObserver, Observers, Throttle, class_of
 
 from private_llm.errors import TransportError
 

@@ -14,9 +14,8 @@ from pathlib import Path
 
 import pytest
 from private_llm_cli.app import app
-from private_llm_hosting.example import EXAMPLE
 from private_llm_hosting.run import run_party
-from private_llm_hosting.settings import read_settings
+from private_llm_hosting.settings import EXAMPLE, read_settings
 from typer.testing import CliRunner
 
 from private_llm.errors import ConfigError, TransportError

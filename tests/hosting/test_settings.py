@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 from private_llm_cli.options import adder_of
-from private_llm_hosting.example import EXAMPLE
-from private_llm_hosting.settings import HostingSettings, read_settings
+from private_llm_hosting.settings import EXAMPLE, HostingSettings, read_settings
 
 from private_llm.config import PrivateConfig, TLSConfig
 from private_llm.errors import ConfigError

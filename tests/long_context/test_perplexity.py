@@ -8,8 +8,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from private_llm_hf.long_context.framing import bundled_text, token_ids
-from private_llm_hf.long_context.perplexity import TextWindow, continuation_loss, perplexity, text_windows
+from private_llm_hf.long_context.perplexity import (
+    TextWindow,
+    bundled_text,
+    continuation_loss,
+    perplexity,
+    text_windows,
+    token_ids,
+)
 from private_llm_hf.transformers_versions import CACHE
 from torch import Tensor
 from transformers import DynamicCache

@@ -8,10 +8,9 @@ from functools import cache
 import pytest
 import torch
 import transformers as tr
-from private_llm_hf.models.left_padding import tolerates_left_padding
 from private_llm_hf.party.model import empty_model
 from private_llm_hf.service.batch import batch_key
-from private_llm_hf.service.batch_key import WASTE, bucket
+from private_llm_hf.service.batch_key import WASTE, bucket, tolerates_left_padding
 from private_llm_hf.wire.commands import OPENED, Call, Encoded, Tokens, Values
 from transformers import PreTrainedModel
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from private_llm_hf.sparsity.activity import HeadActivity, active_neurons, block_counts
+from private_llm_hf.sparsity.predictor import HeadActivity, active_neurons, block_counts
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 

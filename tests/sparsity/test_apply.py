@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from private_llm_hf.sparsity.apply import predicted_only
 from private_llm_hf.sparsity.predictor import Predictor
+from private_llm_hf.sparsity.predictor_run import predicted_only
 from private_llm_hf.sparsity.predictor_set import PredictorSet, SitePredictor, fingerprint
 from private_llm_hf.sparsity.settings import PredictorConfig
 from private_llm_hf.sparsity.sites import Site, find_sites

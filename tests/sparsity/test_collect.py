@@ -4,9 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from private_llm_hf.sparsity.activity import HeadActivity
-from private_llm_hf.sparsity.collect import record, share_of_zeros
-from private_llm_hf.sparsity.recordings import Recording, RecordingWriter, recordings
+from private_llm_hf.sparsity.predictor import HeadActivity
+from private_llm_hf.sparsity.recordings import Recording, RecordingWriter, record, recordings, share_of_zeros
 from private_llm_hf.sparsity.sites import find_sites
 
 from private_llm.errors import ConfigError, DomainError

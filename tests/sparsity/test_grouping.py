@@ -8,15 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from private_llm_hf import patch
-from private_llm_hf.sparsity.activity import block_counts
-from private_llm_hf.sparsity.apply import predicted_only
-from private_llm_hf.sparsity.grouping import group, grouping_of
 from private_llm_hf.sparsity.measures import Counter
-from private_llm_hf.sparsity.predictor import Predictor
+from private_llm_hf.sparsity.predictor import Predictor, block_counts
+from private_llm_hf.sparsity.predictor_run import predicted_only
 from private_llm_hf.sparsity.predictor_set import PredictorSet, SitePredictor, fingerprint
 from private_llm_hf.sparsity.settings import PredictorConfig, TrainingConfig
 from private_llm_hf.sparsity.sites import find_sites
-from private_llm_hf.sparsity.training import split_rows, train_predictor
+from private_llm_hf.sparsity.training import group, grouping_of, split_rows, train_predictor
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -80,7 +78,7 @@ def test_neurons_that_are_never_or_always_active_are_grouped_too() -> None:
 
 
 def test_a_recording_is_grouped_by_its_training_rows_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("private_llm_hf.sparsity.grouping.MOST_ROWS", 100)
+    monkeypatch.setattr("private_llm_hf.sparsity.training.MOST_ROWS", 100)
     active = clustered()
     recording = write(tmp_path, torch.zeros(400, 3), active)
     rows = torch.arange(150, 350)

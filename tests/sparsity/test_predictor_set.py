@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from private_llm_hf.sparsity.collect import record
 from private_llm_hf.sparsity.predictor_set import PredictorSet, SitePredictor, fingerprint
+from private_llm_hf.sparsity.recordings import record
 from private_llm_hf.sparsity.settings import PredictorConfig, TrainingConfig
 from private_llm_hf.sparsity.sites import find_sites
 from private_llm_hf.sparsity.train_set import train_set

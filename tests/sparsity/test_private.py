@@ -15,7 +15,7 @@ from private_llm_hf.checkpoint.norm_readers import norms_read
 from private_llm_hf.models import sparse_blocks
 from private_llm_hf.party import model as party_model
 from private_llm_hf.sparsity import sharing
-from private_llm_hf.sparsity.apply import predicted_only
+from private_llm_hf.sparsity.predictor_run import predicted_only
 from private_llm_hf.sparsity.predictor_set import PredictorSet, SitePredictor, fingerprint
 from private_llm_hf.sparsity.sharing import SharedPredictors
 from private_llm_hf.sparsity.sites import find_sites

@@ -9,9 +9,8 @@ import pytest
 import torch
 import transformers
 from private_llm_hf import PrivateConfig, patch
-from private_llm_hf.sparsity.activations import ReLULinear, ShiftedReLU, zeroes
 from private_llm_hf.sparsity.relufy import ACTIVATIONS, Activation, load_relufied, relufy, save_relufied
-from private_llm_hf.sparsity.sites import find_sites
+from private_llm_hf.sparsity.sites import ReLULinear, ShiftedReLU, find_sites, zeroes
 from torch import nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from private_llm_hf.sparsity.predictor import Predictor
-from private_llm_hf.sparsity.score_scale import scaled
 from private_llm_hf.sparsity.settings import PredictorConfig
+from private_llm_hf.sparsity.sharing import scaled
 
 WIDTH, RANK, UNITS = 48, 16, 96
 

@@ -10,9 +10,15 @@ import torch
 from private_llm_hf.sparsity.predictor import Predictor
 from private_llm_hf.sparsity.recordings import Recording
 from private_llm_hf.sparsity.settings import PredictorConfig, TrainingConfig
-from private_llm_hf.sparsity.start import start_from_regression
 from private_llm_hf.sparsity.train_set import fit_budget
-from private_llm_hf.sparsity.training import balance, measure, split_rows, train_predictor, weighted_loss
+from private_llm_hf.sparsity.training import (
+    balance,
+    measure,
+    split_rows,
+    start_from_regression,
+    train_predictor,
+    weighted_loss,
+)
 
 from private_llm.errors import ConfigError
 from tests.sparsity.models import linear_activity, write

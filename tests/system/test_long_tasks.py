@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from long_tasks import TASKS, LongPrompt, answer_tokens, make_prompts, score
-from private_llm_hf.long_context.framing import Frame, bundled_text, frame_of, token_ids
+from private_llm_hf.long_context.perplexity import Frame, bundled_text, frame_of, token_ids
 
 from private_llm.errors import ConfigError
 from tests.long_context.tokenizers_of_kinds import KINDS, TEMPLATE, bare, closed, demo

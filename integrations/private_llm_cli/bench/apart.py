@@ -33,9 +33,8 @@ from private_llm.tensor.fixed import Fixed
 from private_llm_cli.bench.link import LinkSpeed, SlowMesh
 from private_llm_cli.bench.measure import receive_weights, send_weights
 from private_llm_cli.bench.rows import Row, party_threads, settings, spread
-from private_llm_cli.bench.warming import warm_up
 from private_llm_cli.bench.whole import WholeWork
-from private_llm_cli.bench.work import Work
+from private_llm_cli.bench.work import Work, warm_up
 
 _SIGNAL = "bench"
 _STOP, _AHEAD, _ONLINE = 0, 1, 2

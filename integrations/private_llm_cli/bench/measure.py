@@ -37,9 +37,8 @@ from private_llm.ring.ring import Ring
 from private_llm.tensor.fixed import Fixed
 from private_llm_cli.bench.link import LinkSpeed, SlowMesh
 from private_llm_cli.bench.rows import Row, party_threads, settings, spread
-from private_llm_cli.bench.warming import warm_up
 from private_llm_cli.bench.whole import WholeWork, measure_whole
-from private_llm_cli.bench.work import Work
+from private_llm_cli.bench.work import Work, warm_up
 
 CONTROL = "bench"
 """Tag of the signals that start and stop runs."""

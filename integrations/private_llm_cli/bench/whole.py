@@ -20,8 +20,7 @@ from private_llm.net.local import LocalMesh
 from private_llm.replay.program_cache import uncompiled_calls
 from private_llm_cli.bench.link import LinkSpeed, SlowMesh
 from private_llm_cli.bench.rows import Row, settings, spread
-from private_llm_cli.bench.warming import warm_up
-from private_llm_cli.bench.work import Shape, random_weights
+from private_llm_cli.bench.work import Shape, random_weights, warm_up
 
 if TYPE_CHECKING:
     from private_llm_hf import ForwardPlan, GeneratePlan

@@ -19,7 +19,7 @@ from private_llm_cli.bench.record import RecordingMesh
 from private_llm_cli.bench.rows import Row, machine
 from private_llm_cli.bench.work import Work, parse_shape
 from private_llm_cli.commands.output import duration, emit_json, emit_table, progress_bar, size
-from private_llm_cli.commands.plot_bench import check_name, plot_timeline
+from private_llm_cli.commands.plot import check_name, plot_timeline
 
 KERNELS = "kernels"
 _THREADS = ("auto", "threads")

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError
 from private_llm_cli.commands.models import image_config, image_model
-from private_llm_cli.commands.output import CONSOLE, duration, emit_json, emit_table, progress_bar, size
-from private_llm_cli.commands.sparsity_note import note_sparsity
+from private_llm_cli.commands.output import CONSOLE, duration, emit_json, emit_table, note_sparsity, progress_bar, size
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,8 +36,8 @@ def classify(source: str, files: Sequence[Path], count: int, config: PrivateConf
     """
     import torch
     from private_llm_hf import AutoPrivateModelForImageClassification
-    from private_llm_hf.vision.digits import digits_model
     from private_llm_hf.vision.network import NetworkConfig
+    from private_llm_hf.vision.networks import digits_model
 
     if bool(source) != bool(files):
         raise ConfigError("classify: give a model and image files, or neither (the bundled network and its digits)")
@@ -96,7 +95,7 @@ def _classes(output: Any) -> Tensor:  # noqa: ANN401 - logits, or a transformers
 
 
 def _digits(count: int) -> Batch:
-    from private_llm_hf.vision.digits import digits
+    from private_llm_hf.vision.networks import digits
 
     pixels, labels = (part[:count] for part in digits(held_out=True))
     if count < 1:

@@ -13,7 +13,6 @@ from private_llm.kv_policies.fixed import KEEP_ALL
 from private_llm.ranges import UNKNOWN
 from private_llm_cli.bench.work import parse_shape
 from private_llm_cli.commands.calibrate import ranges_from
-from private_llm_cli.commands.estimate_cache import Saving
 from private_llm_cli.commands.estimate_plans import sharding_facts, sharding_rows
 from private_llm_cli.commands.hardware import Hardware, Work
 from private_llm_cli.commands.models import shape_of
@@ -21,6 +20,13 @@ from private_llm_cli.commands.output import duration, emit_json, emit_table, pro
 
 if TYPE_CHECKING:
     from private_llm_hf.tools.estimate import Estimate, LayerCost
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from private_llm.kv_policies.policy import CachePolicy
+
+if TYPE_CHECKING:
+    from private_llm_hf.tools.estimate import Estimate
 
 
 def estimate(
@@ -174,3 +180,68 @@ def merge_equal(layers: list[LayerCost]) -> list[tuple[str, list[LayerCost]]]:
         (f"{name}-{members[-1].name.rsplit('.', 1)[-1]}" if len(members) > 1 else name, members)
         for name, members in groups
     ]
+
+
+# -- what a policy of the KV cache saves: beside a full cache, for the prompt and for each token ----------------------
+@dataclass(frozen=True)
+class Saving:
+    """A run under `policy` (kept) and one that keeps all (full), both of `new` tokens (0: one forward)."""
+
+    policy: CachePolicy
+    full: Estimate
+    kept: Estimate
+    new: int
+
+    def to_dict(self, hardware: Hardware) -> dict[str, Any]:
+        """policy; full: bytes_total, rounds, seconds and cache bytes of the whole run; prompt and token: full and kept
+        bytes, rounds and seconds until the first new token, and of each later one on average (None without any).
+        """
+        prompt, token = (
+            {name: part(found, hardware, self.new) for name, found in (("full", self.full), ("kept", self.kept))}
+            for part in (_prompt, _token)
+        )
+        whole = _sum(self.full, hardware)
+        return {
+            "policy": self.policy.to_dict(),
+            "full": {
+                "bytes_total": whole["bytes"], "rounds": whole["rounds"], "seconds": whole["seconds"],
+                "cache": self.full.cache_bytes,
+            },
+            "prompt": prompt, "token": token if self.new > 1 else None,
+        }  # fmt: skip
+
+    def emit(self, hardware: Hardware) -> None:
+        """The same for people."""
+        facts = self.to_dict(hardware)
+        cells = []
+        for label, part in (("prompt and first token", facts["prompt"]), ("each further token", facts["token"])):
+            if part is not None:
+                full, kept = part["full"], part["kept"]
+                shown: tuple[tuple[str, Callable[[float], object]], ...]
+                shown = (("bytes", size), ("rounds", "{:.0f}".format), ("seconds", duration))
+                for place, (what, say) in enumerate(shown):
+                    pair = full[what], kept[what]
+                    cells.append(("" if place else label, what, say(pair[0]), say(pair[1]), _times(*pair)))
+        cache = (self.full.cache_bytes, self.kept.cache_bytes)
+        cells.append(("at the end", "cache of a party", size(cache[0]), size(cache[1]), _times(*cache)))
+        emit_table(f"{self.policy.name} beside a full cache", ("part", "what", "full", "kept", "full by kept"), cells)
+
+
+def _sum(found: Estimate, hardware: Hardware) -> dict[str, float]:
+    return {
+        "bytes": found.costs.bytes_total, "rounds": found.costs.rounds,
+        "seconds": sum(hardware.seconds(layer) for layer in found.layers()),
+    }  # fmt: skip
+
+
+def _prompt(found: Estimate, hardware: Hardware, _: int) -> dict[str, float]:
+    return _sum(found if found.prompt is None else found.prompt, hardware)
+
+
+def _token(found: Estimate, hardware: Hardware, new: int) -> dict[str, float]:
+    whole, first = _sum(found, hardware), _prompt(found, hardware, new)
+    return {key: (whole[key] - first[key]) / max(1, new - 1) for key in whole}
+
+
+def _times(full: float, kept: float) -> str:
+    return f"{full / kept:.2f}x" if kept else "-"

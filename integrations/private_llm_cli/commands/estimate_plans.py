@@ -28,6 +28,9 @@ from private_llm_cli.commands.output import duration, emit_json, emit_table, pro
 if TYPE_CHECKING:
     from private_llm_hf.token_sharding.estimate import Sharded
     from private_llm_hf.tools.estimate import Estimate
+from private_llm.token_sharding import Setting, fewest
+from private_llm.token_sharding import audit as examine
+from private_llm_cli.commands.output import CONSOLE
 
 USUAL = ((3, 4, 1), (4, 8, 1), (4, 8, 2), (8, 8, 1), (8, 8, 2), (16, 8, 1))
 """alpha, c, m of plans from few nodes to many, which the audit finds sound for rho = 3."""
@@ -194,3 +197,24 @@ def _row(work: Work, config: PrivateConfig, plan: ShardingPlan, hardware: Hardwa
         "cache": facts["memory_per_node"]["cache"], "seconds": sum(hardware.seconds(layer) for layer in found.layers()),
         "seconds_prompt": facts["seconds_prompt"], "seconds_per_token": facts["seconds_per_token"],
     }  # fmt: skip
+
+
+# -- `private-llm audit`: the verdict on a sharding plan before anybody trusts it with a text -------------------------
+def audit(plan: ShardingPlan, colluding: list[int], setting: Setting, as_json: bool) -> None:
+    """Print the audit of a plan and the fewest nodes that break it, or the audit of one set of colluding nodes."""
+    found = examine(plan, colluding=colluding or None, setting=setting)
+    breakers = [] if colluding else fewest(plan, setting=setting)
+    if as_json:
+        emit_json(
+            {
+                "name": "audit", **dataclasses.asdict(plan), "nodes": plan.nodes,
+                "setting": dataclasses.asdict(setting), "sound": found.sound, "notes": found.notes,
+                "findings": [dataclasses.asdict(finding) for finding in found.findings],
+                "fewest": breakers,
+            }
+        )  # fmt: skip
+        return
+    CONSOLE.print(str(found), highlight=False, markup=False)
+    if breakers:
+        names = " + ".join(plan.describe(node) for node in breakers)
+        CONSOLE.print(f"the fewest nodes found that break it: {names}", highlight=False, markup=False)

@@ -15,13 +15,18 @@ from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError
 from private_llm_cli.commands.calibrate import ranges_from
 from private_llm_cli.commands.models import demo_model, loaded_from, tokenizer_of
-from private_llm_cli.commands.output import CONSOLE, NOTES, progress_bar
-from private_llm_cli.commands.sparsity_note import TURN, note_sparsity
-from private_llm_cli.commands.waiting import when_ready
+from private_llm_cli.commands.output import CONSOLE, NOTES, TURN, note_sparsity, progress_bar
 
 if TYPE_CHECKING:
     from private_llm_gateway.served import Served
     from private_llm_gateway.settings import GatewaySettings
+import logging
+import time
+from collections.abc import Iterator
+from typing import TypeVar
+
+from private_llm.errors import PartiesBusy, PartyFailed, TransportError
+from private_llm.net.rendezvous import Unreached
 
 DEMO = "demo"
 """The name of the bundled model."""
@@ -55,8 +60,7 @@ def gateway(choices: GatewayChoices, config: PrivateConfig, settings: GatewaySet
 
     Who asks while the parties are not ready gets 503 with the cause.
     """
-    from private_llm_gateway.app import bound_socket, create_app, serve
-    from private_llm_gateway.starting import answering_meanwhile
+    from private_llm_gateway.app import answering_meanwhile, bound_socket, create_app, serve
 
     listening = bound_socket(settings)
     settings = dataclasses.replace(settings, port=listening.getsockname()[1])
@@ -159,3 +163,68 @@ def _announce(served: Served, settings: GatewaySettings, shown: bool) -> None:
 
 def _say_ready() -> None:
     CONSOLE.print("ready; Ctrl-C ends it", highlight=False)
+
+
+# -- Waiting for parties that are still starting, and saying for whom -------------------------------------------------
+_T = TypeVar("_T")
+_LOG = logging.getLogger("private_llm")
+_PAUSE_S = 0.5
+_FAILURES = 2
+"""Sessions that parties may end as they begin."""
+
+
+def when_ready(call: Callable[[], _T], wait_s: float, show: Callable[[str], None]) -> _T:
+    """What `call` makes, as soon as all parties are there and let a session in.
+
+    wait_s: no further try begins after so many seconds; one that has begun takes its own time (`timeout_s`,
+    `busy_wait_s`). show: hears for whom it waits. Raises TransportError in the end, PartyFailed the third time, because
+    parties whose links form anew end what has just begun, and at once what waiting does not mend.
+    """
+    began, failures = time.monotonic(), 0
+    with _waiting_told(show):
+        while True:
+            try:
+                return call()
+            except (Unreached, PartiesBusy, PartyFailed) as error:
+                failures += isinstance(error, PartyFailed)
+                if failures > _FAILURES:
+                    raise
+                passed, reason = time.monotonic() - began, str(error)
+            if passed >= wait_s:
+                raise TransportError(f"the parties were not ready after {passed:.0f} s (--wait {wait_s:g}): {reason}")
+            show(f"waiting for the parties (for {passed:.0f} s): {reason}")
+            time.sleep(min(_PAUSE_S, wait_s - passed))
+
+
+@contextlib.contextmanager
+def _waiting_told(show: Callable[[str], None]) -> Iterator[None]:
+    """Hand the library's words on whom it waits for to `show`; its warnings stay what they are."""
+    handler, level = _Handler(show), _LOG.level
+    _LOG.addHandler(handler)
+    if _LOG.getEffectiveLevel() > logging.INFO:
+        _LOG.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        _LOG.removeHandler(handler)
+        _LOG.setLevel(level)
+
+
+class _Handler(logging.Handler):
+    """Takes what is waited for; warnings go where they would go without it."""
+
+    def __init__(self, show: Callable[[str], None]) -> None:
+        super().__init__(logging.INFO)
+        self._show = show
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """One record."""
+        if getattr(record, "event", None) == "waiting":
+            self._show(record.getMessage())
+        elif record.levelno >= logging.WARNING and logging.lastResort is not None and not _others(self):
+            logging.lastResort.handle(record)
+
+
+def _others(own: logging.Handler) -> bool:
+    """Whether somebody else handles records."""
+    return bool(logging.getLogger().handlers) or any(each is not own for each in _LOG.handlers)

@@ -21,12 +21,12 @@ from private_llm_cli.commands.output import (
     duration,
     emit_json,
     emit_table,
+    note_sparsity,
     progress_bar,
     show_text,
     size,
 )
-from private_llm_cli.commands.plot_bench import check_name
-from private_llm_cli.commands.sparsity_note import note_sparsity
+from private_llm_cli.commands.plot import check_name
 from private_llm_cli.commands.text import TextStream, TokenClock, agreement, by_link, is_text, margin
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import typer
-from private_llm_hosting.example import EXAMPLE
+from private_llm_hosting.settings import EXAMPLE
 
 from private_llm.net.wire import legible
 from private_llm_cli.commands.output import CONSOLE, emit_json, emit_table

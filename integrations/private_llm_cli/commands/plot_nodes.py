@@ -13,7 +13,7 @@ from private_llm.net.roles import called
 from private_llm.net.transport import CLIENT
 from private_llm.token_sharding import ShardingPlan
 from private_llm_cli.bench.record import Sending
-from private_llm_cli.commands.pyplot import load_pyplot
+from private_llm_cli.commands.plot import load_pyplot
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

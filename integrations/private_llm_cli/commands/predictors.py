@@ -12,8 +12,7 @@ from private_llm.errors import ConfigError
 from private_llm_cli.commands.classify import read_images
 from private_llm_cli.commands.models import image_config, quiet
 from private_llm_cli.commands.output import CONSOLE, emit_json
-from private_llm_cli.commands.plot_bench import check_name
-from private_llm_cli.commands.pyplot import load_pyplot
+from private_llm_cli.commands.plot import check_name, load_pyplot
 
 if TYPE_CHECKING:
     from private_llm_hf.sparsity.predictor_run import Images, PredictorRun

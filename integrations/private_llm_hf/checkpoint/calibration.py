@@ -30,7 +30,7 @@ from private_llm.ring.ring import Ring
 from private_llm.tensor.dispatch import TorchArg
 from private_llm.tensor.range_check import PIECE
 from private_llm_hf.checkpoint.fine_weights import with_fine_weights
-from private_llm_hf.checkpoint.result_readers import ResultReaders, with_readers
+from private_llm_hf.checkpoint.norm_readers import ResultReaders, with_readers
 from private_llm_hf.handlers import match
 from private_llm_hf.models.norms import norm_of
 

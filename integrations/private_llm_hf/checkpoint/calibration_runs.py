@@ -18,8 +18,7 @@ from private_llm.errors import ConfigError, TightRange
 from private_llm.ranges import UNKNOWN, Ranges
 from private_llm_hf.checkpoint.calibration import calibrate
 from private_llm_hf.checkpoint.checkpoint import Checkpoint
-from private_llm_hf.checkpoint.given_images import check_images
-from private_llm_hf.checkpoint.sample_inputs import fitting_inputs, pictures
+from private_llm_hf.checkpoint.sample_inputs import check_images, fitting_inputs, pictures
 from private_llm_hf.checkpoint.weights import AS_GIVEN
 from private_llm_hf.client.inputs import max_positions
 from private_llm_hf.models.architectures import architecture

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from private_llm.errors import ConfigError, DomainError
+from private_llm_hf.checkpoint.weights import skeleton
+from private_llm_hf.client.inputs import check_pixels, check_values
 from private_llm_hf.models.architectures import architecture
 from private_llm_hf.vision.network import Network, NetworkConfig, image_shape
 
@@ -114,3 +117,36 @@ def pictures(config: PretrainedConfig) -> Tensor:
     smooth *= SPAN / max(float(np.abs(smooth).max()), 1e-12)
     halves = np.where(np.arange(width) < width / 2, -SPAN, SPAN) * np.ones((channels, height, 1))
     return torch.from_numpy(np.stack([rough, smooth, halves, np.full_like(halves, SPAN)])).float()
+
+
+# -- Images as a user gives them: whether they can be calibrated on, and go through a model's layers ------------------
+def output_shape(
+    model_class: type[PreTrainedModel], config: PretrainedConfig, shape: Sequence[int], name: str = "pixel_values"
+) -> tuple[int, ...]:
+    """The shape of what a model makes of images of this shape, tried without values.
+
+    Raises DomainError, which names the argument, for images that cannot go through the layers.
+    """
+    try:
+        with torch.no_grad():
+            made = skeleton(model_class, config)(torch.empty(tuple(shape), device="meta"), return_dict=True)
+    except (RuntimeError, ValueError, IndexError, TypeError) as error:
+        raise DomainError(
+            f"{name}: images of shape {tuple(shape)} do not fit {model_class.__name__}: {error}"
+        ) from None
+    return tuple(made[0].shape)
+
+
+def check_images(model_class: type[PreTrainedModel], config: PretrainedConfig, images: object) -> Tensor:
+    """`images=` as given for calibration: a floating-point batch of the model's shape.
+
+    Raises ConfigError for a model that reads none, DomainError for another type, shape or value.
+    """
+    if architecture(config).kind != "vision":
+        raise ConfigError(f"images: got them for {model_class.__name__}, which reads tokens; leave them out")
+    check_values("images", images)
+    checked = check_pixels("images", images, config)
+    if not bool(torch.isfinite(checked).all()):
+        raise DomainError("images: got NaN or infinite values; want images as the model's processor makes them")
+    output_shape(model_class, config, checked.shape, "images")
+    return checked

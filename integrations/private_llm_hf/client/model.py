@@ -25,10 +25,9 @@ from transformers.modeling_outputs import ModelOutput
 from private_llm.errors import ConfigError, PlaintextLeak, UnsupportedOp
 from private_llm.kernels.compile_note import Streamed
 from private_llm.kv_policies.fixed import NoCache
-from private_llm_hf.checkpoint.given_images import output_shape
+from private_llm_hf.checkpoint.sample_inputs import output_shape
 from private_llm_hf.checkpoint.weights import skeleton
 from private_llm_hf.client.costs import Costs
-from private_llm_hf.client.draft_policies import check_drafts
 from private_llm_hf.client.forward import Forward, encode_prompt
 from private_llm_hf.client.generation_settings import (
     as_config_errors,
@@ -42,7 +41,7 @@ from private_llm_hf.client.libraries import known_to_pipelines, refuse_swallowed
 from private_llm_hf.client.preprocess import CallPlan, Preprocessed, dry_run
 from private_llm_hf.client.remote_state import PrivateCache, check_cache
 from private_llm_hf.client.session_client import SessionClient
-from private_llm_hf.client.speculation import SpeculationConfig
+from private_llm_hf.client.speculation import SpeculationConfig, check_drafts
 from private_llm_hf.client.speculative_loop import decoding
 from private_llm_hf.models.architectures import architecture
 from private_llm_hf.patch_plan import PatchPlan

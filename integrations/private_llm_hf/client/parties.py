@@ -56,8 +56,9 @@ from private_llm_hf.wire.commands import (
     Stop,
     TellCosts,
     Weight,
+    recv_message,
+    send_message,
 )  # fmt: skip
-from private_llm_hf.wire.frames import recv_message, send_message
 
 _REMOTE = re.compile(rf"({HEARSAY}(?:{WHO})): (\w+): (.*)", re.DOTALL)
 

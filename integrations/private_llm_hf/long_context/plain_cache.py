@@ -26,7 +26,7 @@ from private_llm.kv_policies.policy import CacheFacts, CachePolicy, ClusterShape
 from private_llm.nn.kv_cache import columns_at
 from private_llm_hf.long_context.choices import chosen_entries, entries_that_stay, representatives
 from private_llm_hf.long_context.plain_attention import HeldKeys, Scoring
-from private_llm_hf.models.windows import BOUNDED, FULL, layer_kinds, windowed_layers
+from private_llm_hf.models.cache_policies import BOUNDED, FULL, layer_kinds, windowed_layers
 
 
 class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import torch
+from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.cache_utils import get_layer_types_and_kwargs
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError
 from private_llm.kv_policies.fixed import KEEP_ALL
 from private_llm.nn.merged_heads import can_merge
 from private_llm_hf.models.architectures import architecture, attention_of
-from private_llm_hf.models.latent import expands_latents
-from private_llm_hf.models.windows import windowed_layers
 
 
 def check_cache_policy(model: PreTrainedModel, config: PrivateConfig) -> None:
@@ -64,3 +65,40 @@ def _check_merging(model: PreTrainedModel, config: PrivateConfig, text: Pretrain
         raise ConfigError(
             f"{type(model).__name__}: its heads have sinks of their own, so they cannot be merged; use another kv_cache"
         )
+
+
+# -- windows of attention ---------------------------------------------------------------------------------------------
+FULL, BOUNDED = "full_attention", ("sliding_attention", "chunked_attention")
+"""Kinds of layers that a cache policy can serve."""
+
+
+def layer_kinds(config: PretrainedConfig) -> list[str]:
+    """The kind of each layer, as transformers' own caches tell them."""
+    return list(get_layer_types_and_kwargs(config.get_text_config(decoder=True))[0])
+
+
+def windowed_layers(config: PretrainedConfig) -> frozenset[int]:
+    """Numbers of the layers with a window."""
+    return frozenset(number for number, kind in enumerate(layer_kinds(config)) if kind in BOUNDED)
+
+
+# -- latent attention -------------------------------------------------------------------------------------------------
+_SIZES = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+
+
+def expands_latents(module: nn.Module) -> bool:
+    """Whether a module is such an attention: it writes keys into an empty tensor, which secrets cannot."""
+    return (
+        callable(getattr(type(module), "expand_kv", None))
+        and "kv_b_proj" in dict(module.named_children())
+        and all(type(getattr(module, size, None)) is int for size in _SIZES)
+    )
+
+
+def expanded(module: nn.Module, latent: Tensor, turned: Tensor) -> tuple[Tensor, Tensor]:
+    """Latents [B, 1, S, L] and rotated parts [B, 1, S, R] to keys [B, H, S, N + R] and values [B, H, S, V]: joined."""
+    nope, value = int(module.qk_nope_head_dim), int(module.v_head_dim)  # type: ignore[arg-type]
+    batch, _, length, _ = latent.shape
+    both = module.get_submodule("kv_b_proj")(latent).view(batch, length, -1, nope + value).transpose(1, 2)
+    key, values = both.split([nope, value], dim=-1)
+    return torch.cat((key, turned.expand(-1, key.shape[1], -1, -1)), dim=-1), values

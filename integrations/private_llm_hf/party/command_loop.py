@@ -19,8 +19,7 @@ from private_llm.net.roles import HEARSAY, WHO, named
 from private_llm.net.transport import CLIENT, Transport
 from private_llm_hf.wire.answers import Alive
 from private_llm_hf.wire.codec import M
-from private_llm_hf.wire.commands import Stop
-from private_llm_hf.wire.frames import recv_message, send_message
+from private_llm_hf.wire.commands import Stop, recv_message, send_message
 
 _LOG = logging.getLogger("private_llm")
 _REPORTED = re.compile(rf"{HEARSAY}(?:(?:{WHO}): \w+: |the client stopped)")

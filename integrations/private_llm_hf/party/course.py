@@ -19,7 +19,7 @@ from private_llm.errors import ProtocolAbort
 from private_llm.net.transport import Transport
 from private_llm.protocols.session import Session
 from private_llm_hf.wire.codec import Message, text_of
-from private_llm_hf.wire.frames import recv_message, send_message
+from private_llm_hf.wire.commands import recv_message, send_message
 
 
 @dataclass(frozen=True)

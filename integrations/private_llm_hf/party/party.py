@@ -36,11 +36,10 @@ from private_llm_hf.checkpoint.node_checkpoint import NodeCheckpoint
 from private_llm_hf.checkpoint.offload import Offloaded, OffloadFile
 from private_llm_hf.checkpoint.share_files import ShareFile
 from private_llm_hf.client.costs import rows_of
-from private_llm_hf.party.at_rest import keeps_seeds
+from private_llm_hf.party.at_rest import Weights, keeps_seeds, weights_of_file, weights_of_model
 from private_llm_hf.party.calls import Answer, answer, arguments, refuse_unknown, run_alone, table_of
 from private_llm_hf.party.command_loop import Heartbeat, reported, serve_commands
 from private_llm_hf.party.course import Course
-from private_llm_hf.party.held_weights import Weights, weights_of_file, weights_of_model
 from private_llm_hf.party.model import build_party_model, release
 from private_llm_hf.party.model_description import (
     Shapes,
@@ -54,8 +53,16 @@ from private_llm_hf.token_sharding.node import Node
 from private_llm_hf.wire import commands
 from private_llm_hf.wire.answers import Loaded, Output, Outputs, Prepared, StoredFile
 from private_llm_hf.wire.codec import Message
-from private_llm_hf.wire.commands import CacheEdit, Call, Forward, LoadModel, PartyCommand, Slices
-from private_llm_hf.wire.frames import recv_weight, send_message
+from private_llm_hf.wire.commands import (
+    CacheEdit,
+    Call,
+    Forward,
+    LoadModel,
+    PartyCommand,
+    Slices,
+    recv_weight,
+    send_message,
+)
 
 _COMMANDS: tuple[type[PartyCommand], ...] = get_args(PartyCommand)
 

@@ -31,16 +31,14 @@ from private_llm.ring.prg import Prg, Seed
 from private_llm_hf.client.costs import rows_of
 from private_llm_hf.party.course import digest
 from private_llm_hf.party.model_description import validate_input_shape
-from private_llm_hf.service.costs import SessionCosts
-from private_llm_hf.service.limits import Limits
+from private_llm_hf.service.limits import Limits, SessionCosts
 from private_llm_hf.service.links import Frame, Recorder
 from private_llm_hf.service.preprocessing_plan import PlannedCall, PreprocessingPlan
 from private_llm_hf.service.served_model import ServedModel
 from private_llm_hf.wire import commands
 from private_llm_hf.wire.answers import Alive, Loaded, Outputs, Prepared
 from private_llm_hf.wire.codec import Message, text_of
-from private_llm_hf.wire.commands import CacheEdit, Call, Forward, Stop
-from private_llm_hf.wire.frames import recv_message, send_message
+from private_llm_hf.wire.commands import CacheEdit, Call, Forward, Stop, recv_message, send_message
 
 _LOG = logging.getLogger("private_llm")
 _TICK_S = 0.25

@@ -1,4 +1,4 @@
-"""How much of the parties' memory clients may take: one call, one session, one user, all together.
+"""How much of the parties' memory clients may take, what they took, and whom a party keeps apart.
 
 Every party states what it allows, and the smallest numbers hold at all of them: what follows from them must be the same
 everywhere, or one party would run a request that another has refused. All sizes are public facts.
@@ -7,8 +7,9 @@ everywhere, or one party would run a request that another has refused. All sizes
 from __future__ import annotations
 
 import math
+import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from typing import Annotated
 
@@ -17,13 +18,13 @@ from transformers import PretrainedConfig
 from private_llm.config import PrivateConfig
 from private_llm.errors import DomainError
 from private_llm.kernels.memory import memory_bytes
+from private_llm.net.ledger import CONTROL, Ledger
 from private_llm.net.transport import Transport
 from private_llm.protocols.registry import protocol_spec
 from private_llm_hf.client.inputs import max_positions
 from private_llm_hf.service.settings import ServiceSettings
 from private_llm_hf.wire.codec import Between, Message
-from private_llm_hf.wire.commands import Call
-from private_llm_hf.wire.frames import MOST_BYTES, recv_message, send_message
+from private_llm_hf.wire.commands import MOST_BYTES, Call, recv_message, send_message
 
 MOST_HANDLES = 64
 """Caches and encoder outputs that one session may keep, however little they hold."""
@@ -175,3 +176,71 @@ class KVCacheQuota:
         self._of_user[user] -= held
         if not self._of_user[user]:
             del self._of_user[user]
+
+
+# -- users in whose batches the parties' records differed (quad) ------------------------------------------------------
+# Inputs of a client that do not fit together look as a party's lie does, and nobody can tell which it was. So the users
+# of such a batch run alone for a while: the next time it is one of them only. Who is alone when it happens again is not
+# let in for a while. Both times grow with each time. Clients without a name cannot be told apart and stay in.
+_ALONE_S, _BARRED_S, _GROWS = 60.0, 600.0, 4.0
+"""Seconds that the first time has, and how many times as long the next one is."""
+_LONGEST_S = 86400.0
+
+
+@dataclass
+class _User:
+    times: int = 0
+    alone: int = 0
+    alone_until: float = 0.0
+    barred_until: float = 0.0
+
+
+class ClientQuarantine:
+    """What a party remembers of users; one thread writes. clock: seconds that only grow."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._users: dict[str, _User] = {}
+
+    def record_abort(self, users: Iterable[str]) -> None:
+        """The records of a batch differed that served these users."""
+        now, named = self._clock(), {user for user in users if user}
+        for user in named:
+            found = self._users.setdefault(user, _User())
+            found.times += 1
+            found.alone_until = now + min(_LONGEST_S, _ALONE_S * _GROWS**found.times)
+            if len(named) == 1:
+                found.alone += 1
+                if found.alone > 1:
+                    found.barred_until = now + min(_LONGEST_S, _BARRED_S * _GROWS ** (found.alone - 2))
+
+    def runs_alone(self, user: str) -> bool:
+        """Whether a user's requests share no batch now."""
+        found = self._users.get(user)
+        return found is not None and self._clock() < found.alone_until
+
+    def seconds_barred(self, user: str) -> float:
+        """Seconds for which a user is not let in."""
+        found = self._users.get(user)
+        return 0.0 if found is None else max(0.0, found.barred_until - self._clock())
+
+
+# -- what a session's calls cost: its part of a batch's bytes by its rows, and all rounds ------------------------------
+class SessionCosts:
+    """The account of one session at one party, as a ledger."""
+
+    def __init__(self, party: int) -> None:
+        self.ledger = Ledger(party)
+
+    def add(self, of_pass: Ledger, rows: int, total: int) -> None:
+        """Book a batch in which this session had `rows` of `total` rows; bytes are rounded to whole ones."""
+        mine = self.ledger
+        for key, count in of_pass.sent.items():
+            if key[1] != CONTROL:
+                mine.sent[key] += round(count * rows / total)
+        for where, count in of_pass.rounds.items():
+            mine.rounds[where] += count
+        for scope, count in of_pass.macs.items():
+            mine.macs[scope] += round(count * rows / total)
+        for scope, seconds in of_pass.spent.items():
+            mine.spent[scope] += seconds

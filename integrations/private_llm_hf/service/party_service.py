@@ -35,15 +35,14 @@ from private_llm_hf.party.course import Course, joined
 from private_llm_hf.service.agreement import Ack, Commit, Proposal, RequestRef, Vote, tally
 from private_llm_hf.service.batch_executor import run_requests
 from private_llm_hf.service.client_session import ClientSession, Request
-from private_llm_hf.service.limits import KVCacheQuota, Limits, elements_of, meet
+from private_llm_hf.service.limits import ClientQuarantine, KVCacheQuota, Limits, elements_of, meet
 from private_llm_hf.service.links import ServiceLinks
 from private_llm_hf.service.observer import BatchFacts, Observer
 from private_llm_hf.service.preprocessing_store import PreprocessingStore
-from private_llm_hf.service.quarantine import ClientQuarantine
 from private_llm_hf.service.scheduler import RequestSize, Scheduler
 from private_llm_hf.service.served_model import ServedModel
 from private_llm_hf.service.settings import ServiceSettings
-from private_llm_hf.wire.frames import recv_message, send_message
+from private_llm_hf.wire.commands import recv_message, send_message
 
 _LOG = logging.getLogger("private_llm")
 _CONNECT_S = 10.0

@@ -14,10 +14,9 @@ from private_llm.sparsity_config import CometConfig
 from private_llm_hf.checkpoint.weights import skeleton
 from private_llm_hf.models.architectures import architecture
 from private_llm_hf.models.sparse_blocks import KEY, SparseBlock, facts_of, layer_sizes
-from private_llm_hf.sparsity.activations import zeroes
 from private_llm_hf.sparsity.relufy import with_relu
 from private_llm_hf.sparsity.settings import Kind
-from private_llm_hf.sparsity.sites import Site, activations_of, find_sites
+from private_llm_hf.sparsity.sites import Site, activations_of, find_sites, zeroes
 from private_llm_hf.vision.network import image_shape
 
 _TOKENS = 4

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,17 +13,15 @@ import torch
 from accelerate import Accelerator
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
 from private_llm.errors import ConfigError
 from private_llm_hf.checkpoint.model_spec import model_class
 from private_llm_hf.models.architectures import architecture
-from private_llm_hf.sparsity.apply import predicted_only
-from private_llm_hf.sparsity.collect import record
 from private_llm_hf.sparsity.measures import Measures
-from private_llm_hf.sparsity.predictor_set import PredictorSet
-from private_llm_hf.sparsity.recordings import recordings
+from private_llm_hf.sparsity.predictor_set import PredictorSet, SitePredictor
+from private_llm_hf.sparsity.recordings import record, recordings
 from private_llm_hf.sparsity.relufy import FACTS, load_relufied
 from private_llm_hf.sparsity.settings import KINDS, Kind, PredictorConfig, TrainingConfig
 from private_llm_hf.sparsity.sites import Site, find_sites
@@ -264,3 +263,39 @@ def _perplexities(settings: PredictorRun, test: Path, model: PreTrainedModel, fo
         with predicted_only(model, part):
             rows[f"predicted {kind} only"] = perplexity()
     return rows
+
+
+# -- the reference in plaintext: a model that computes only what its predictors mark as active ------------------------
+# Neurons that are not predicted active count as zero before the layer that reads them, heads before the output
+# projection. Keys and values of all heads are kept, as if none had been skipped.
+@contextmanager
+def predicted_only(model: PreTrainedModel, predictors: PredictorSet, seed: int = 0) -> Iterator[None]:
+    """While it lasts, `model` leaves out what `predictors` say is inactive, and keeps to their budgets as runs do.
+
+    seed: of what budgets leave out and fill up. Raises ConfigError for another model's.
+    """
+    predictors.check(model)
+    chance = torch.Generator().manual_seed(seed)
+    with ExitStack() as stack:
+        for member in predictors:
+            _listen(model, member, chance, stack)
+        yield
+
+
+def _listen(model: PreTrainedModel, member: SitePredictor, chance: torch.Generator, stack: ExitStack) -> None:
+    first, last = model.get_submodule(member.site.readers[0]), model.get_submodule(member.site.writer)
+    predictor = member.predictor.to(next(model.parameters()).device)
+    kept: list[Tensor] = []
+
+    def predict(_: nn.Module, received: tuple[Any, ...]) -> None:
+        with torch.no_grad():
+            kept.append(predictor.expand(predictor.predict(received[0], chance)))
+
+    def leave_out(_: nn.Module, received: tuple[Any, ...]) -> tuple[Any, ...]:
+        whole, mask = received[0], kept.pop()
+        size = whole.shape[-1] // mask.shape[-1]  # entries of a head's output; 1 for neurons
+        mask = mask.repeat_interleave(size, dim=-1)
+        return (whole * mask.view(whole.shape), *received[1:])
+
+    stack.callback(first.register_forward_pre_hook(predict).remove)
+    stack.callback(last.register_forward_pre_hook(leave_out).remove)

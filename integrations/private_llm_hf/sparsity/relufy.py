@@ -24,8 +24,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.activations import ACT2FN
 
 from private_llm.errors import ConfigError, PatchMismatch, refuse_unknown
-from private_llm_hf.sparsity.activations import ReLULinear, ShiftedReLU
-from private_llm_hf.sparsity.sites import Site, activations_of
+from private_llm_hf.sparsity.sites import ReLULinear, ShiftedReLU, Site, activations_of
 
 Activation = Literal["relu", "relu2", "shifted-relu", "drelu"]
 ACTIVATIONS: tuple[Activation, ...] = ("relu", "relu2", "shifted-relu", "drelu")

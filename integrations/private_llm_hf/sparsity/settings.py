@@ -37,7 +37,7 @@ class PredictorConfig(_Settings):
     neurons (heads) that calibration puts above threshold 0 on validation data. budget: share of units that
     every position computes, at random among those that are predicted if they are more, and with others if they are
     fewer; None: those that are predicted. tolerance: how
-    much of its norm the output of an attention block may lose by leaving inactive heads out (`activity.py`).
+    much of its norm the output of an attention block may lose by leaving inactive heads out (`predictor.py`).
     Raises ConfigError.
     """
 
@@ -72,7 +72,7 @@ class TrainingConfig(_Settings):
 
     batch: positions a step. validation: share of the positions that are held out, in runs of consecutive ones.
     most_rows: positions that are used of a longer recording (None: all). group: put neurons that are active together
-    into one block (`grouping.py`) where blocks are predicted. Raises ConfigError.
+    into one block (`training.py`) where blocks are predicted. Raises ConfigError.
     """
 
     epochs: int = 12

@@ -10,7 +10,7 @@ Epochs begin from their own seeds and checkpoints are whole, so an interrupted r
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -21,12 +21,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from private_llm.errors import ConfigError
-from private_llm_hf.sparsity.grouping import grouping_of
 from private_llm_hf.sparsity.measures import Counter, Measures, Scored, threshold_for
 from private_llm_hf.sparsity.predictor import Predictor
 from private_llm_hf.sparsity.recordings import Recording
 from private_llm_hf.sparsity.settings import PredictorConfig, TrainingConfig
-from private_llm_hf.sparsity.start import start_from_regression
 
 _RUN = 512
 """Consecutive positions that are held out together: neighbours in a text are too alike to be on both sides."""
@@ -279,3 +277,97 @@ def _load(
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
     best = {n.removeprefix("best/"): v for n, v in tensors.items() if n.startswith("best/")}
     return _Progress(**json.loads(metadata["progress"])), best
+
+
+# -- where training starts: the best linear guess of the activity (reduced-rank regression) ---------------------------
+# With x centred, S = E[x x^T] = L L^T and C = E[x (y - p)^T], the regression of rank r that leaves the least squared
+# error is B = L^-T U U^T L^-1 C, where U holds the first r left singular vectors of L^-1 C (Izenman 1975). So W1 = U^T
+# L^-1 makes r uncorrelated features of unit variance, and W2 is C^T L^-T U, scaled by unit from a probability to log
+# odds as in linear discriminant analysis.
+_RIDGE = 1e-4
+"""Of the mean variance of inputs: they may span less than their width (a layer norm takes one dimension away)."""
+_UNEXPLAINED = 0.1
+"""Least share of a unit's variance that is taken as unexplained."""
+
+
+def start_from_regression(predictor: Predictor, data: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Set the weights from inputs [N, width] and activity of units, float [N, units], one pass.
+
+    Memory: width^2 + width * units float64.
+    """
+    width, units = predictor.width, predictor.units
+    rows = 0
+    x_sum, y_sum = torch.zeros(width, dtype=torch.float64), torch.zeros(units, dtype=torch.float64)
+    xx, xy = torch.zeros(width, width, dtype=torch.float64), torch.zeros(width, units, dtype=torch.float64)
+    for x, y in data:
+        rows += len(x)
+        x_sum += x.sum(0)
+        y_sum += y.sum(0)
+        xx += x.T @ x
+        xy += x.T @ y
+    if not rows:
+        return
+    mean, share = x_sum / rows, y_sum / rows
+    s = xx / rows - mean[:, None] * mean
+    s.diagonal().add_(_RIDGE * s.diagonal().mean().clamp_min(1e-12))
+    c = xy / rows - mean[:, None] * share
+    lower = torch.linalg.cholesky(s)
+    whitened = torch.linalg.solve_triangular(lower, c, upper=False)  # L^-1 C, [width, units]
+    features = torch.linalg.svd(whitened, full_matrices=False).U[:, : predictor.config.rank]
+    w2 = whitened.T @ features  # [units, rank or fewer]
+    w1 = torch.linalg.solve_triangular(lower.T, features, upper=True).T
+    chances = share.clamp(0.5 / rows, 1 - 0.5 / rows)
+    variance = chances * (1 - chances)
+    explained = w2.square().sum(1) / variance
+    w2 = w2 / (variance * (1 - explained).clamp_min(_UNEXPLAINED))[:, None]
+    with torch.no_grad():
+        used = w1.shape[0]  # fewer than the rank if there are fewer units
+        predictor.fc1.weight[:used].copy_(w1)
+        predictor.fc1.bias[:used].copy_(-w1 @ mean)
+        predictor.fc2.weight[:, :used].copy_(w2)
+        predictor.fc2.weight[:, used:] = 0.0
+        predictor.fc2.bias.copy_(chances.log() - (1 - chances).log())
+
+
+# -- which neurons form a block: those that are active together -------------------------------------------------------
+# A neuron's place in its layer means nothing to the model, so its owner may group neurons at will (as MoEfication does
+# by balanced clustering, Zhang et al., ACL 2022). What counts is the number of pairs of a position and a block that has
+# an active neuron there. Blocks are filled one after the other: each begins with the rarest neuron that is left, and
+# takes the one that adds the fewest positions to those at which the block is active already, until it is full. Rare
+# neurons so come together in blocks that are seldom active, and the neurons that are nearly always active share the
+# last blocks.
+MOST_ROWS = 8192
+"""Positions that decide; more change the share of active blocks by less than a hundredth."""
+
+
+def grouping_of(recording: Recording, rows: Tensor, block: int) -> Tensor:
+    """`group` of up to 8192 of these rows, spread evenly: int32 [neurons]."""
+    count = min(len(rows), MOST_ROWS)
+    chosen = rows[torch.arange(count) * len(rows) // count]
+    return group(recording.read(chosen)[1], block)
+
+
+def group(active: Tensor, block: int) -> Tensor:
+    """A permutation of neurons, int32 [neurons], whose runs of `block` are the blocks; of bool [N, neurons].
+
+    Depends on nothing else; ties go to the lower number. The last block has what is left. N * neurons bytes, and time
+    for N * neurons times the mean number of blocks that are active at a position.
+    """
+    neurons = active.shape[1]
+    often = active.sum(0)
+    taken = len(active) + 1  # more positions than there are
+    added = torch.zeros_like(often)
+    used = torch.zeros(len(active), dtype=torch.bool)
+    placed = torch.zeros_like(often)
+    found: list[int] = []
+    for number in range(neurons):
+        if number % block == 0:
+            added, used = often + placed, torch.zeros_like(used)
+        chosen = int(added.argmin())
+        found.append(chosen)
+        placed[chosen] = taken
+        new = active[:, chosen] & ~used
+        used |= new
+        added = added - active[new].sum(0)
+        added[chosen] += taken
+    return torch.tensor(found, dtype=torch.int32)

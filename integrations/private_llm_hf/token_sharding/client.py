@@ -47,8 +47,8 @@ from private_llm_hf.wire.commands import (
     Hello,
     ResetCache,
     Weight,
+    send_message,
 )  # fmt: skip
-from private_llm_hf.wire.frames import send_message
 
 MOST_NODES = 250
 """Endpoints have one-byte numbers, and the client has one."""

@@ -35,8 +35,9 @@ from private_llm_hf.wire.commands import (
     ResetCache,
     SelectRows,
     TellCosts,
+    recv_weight,
+    send_message,
 )
-from private_llm_hf.wire.frames import recv_weight, send_message
 
 _COMMANDS: tuple[type[NodeCommand], ...] = get_args(NodeCommand)
 
