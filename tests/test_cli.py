@@ -22,6 +22,8 @@ from private_llm_cli.measuring import MOVED
 from transformers import OPTConfig, OPTForCausalLM
 from typer.testing import CliRunner
 
+from private_llm.config import PrivateConfig
+
 ROOT = Path(__file__).resolve().parent.parent
 COMMANDS = (
     "demo", "generate", "chat", "classify", "audit", "share", "party", "certs", "estimate", "bench", "diff", "doctor",
@@ -254,6 +256,24 @@ def test_an_interrupt_is_told(run: Run, monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr("private_llm_cli.commands.generate.run", interrupted)
     assert run("demo", code=130).rstrip().endswith("private-llm: stopped")
+
+
+@pytest.mark.parametrize(
+    ("words", "target"),
+    [
+        (("generate", "m", "--prompt", "a"), "commands.generate.generate"),
+        (("chat", "m"), "commands.terminal_chat.terminal_chat"),
+        (("gateway", "m"), "commands.gateway.gateway"),
+    ],
+)
+def test_numbers_and_waits_reach_the_configuration(
+    run: Run, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], target: str
+) -> None:
+    found: list[PrivateConfig] = []
+    keep = lambda *given: found.extend(each for each in given if isinstance(each, PrivateConfig))  # noqa: E731
+    monkeypatch.setattr(f"private_llm_cli.{target}", keep)
+    run(*words, "--frac-bits", "15", "--timeout", "7", "--busy-wait", "3")
+    assert [(each.frac_bits, each.timeout_s, each.busy_wait_s) for each in found] == [(15, 7.0, 3.0)]
 
 
 def test_a_folder_without_weights_says_what_it_may_be(run: Run, checkpoint: Path, tmp_path: Path) -> None:

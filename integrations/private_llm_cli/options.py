@@ -318,6 +318,12 @@ TimeoutOption = Annotated[
     float,
     typer.Option("--timeout", help="Seconds of silence after which another endpoint is dead.", rich_help_panel=PARTIES),
 ]
+BusyWaitOption = Annotated[
+    float,
+    typer.Option(
+        "--busy-wait", help="With --hosts: seconds to wait for parties that serve others.", rich_help_panel=PARTIES
+    ),
+]
 RevealOption = Annotated[
     str, typer.Option("--reveal", help="What the client opens: 'logits' or 'token'.", rich_help_panel=PROTOCOL)
 ]

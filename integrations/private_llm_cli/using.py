@@ -15,9 +15,11 @@ from private_llm_cli.kv_cache import KvCacheOption, kv_cache_of
 from private_llm_cli.options import (
     AdvanceOption,
     AgreedAdderOption,
+    BusyWaitOption,
     DemoModel,
     DraftOption,
     EpsilonOption,
+    FracOption,
     GgufOption,
     HeadBudgetOption,
     HostsOption,
@@ -107,12 +109,15 @@ def generate(
     as_json: Json = False,
     protocol: ProtocolOption = "trio",
     ring: RingOption = 64,
+    frac_bits: FracOption = None,
     reveal: RevealOption = "logits",
     weights: WeightsOption = "secret",
     party_mode: PartyOption = PartyMode.AUTO,
     hosts: HostsOption = None,
     tls: TlsOption = None,
     allow_plain_loopback: LoopbackOption = False,
+    timeout: TimeoutOption = 120.0,
+    busy_wait: BusyWaitOption = 30.0,
     temperature: TemperatureOption = 0.0,
     top_p: TopPOption = 1.0,
     draft: DraftOption = "",
@@ -141,6 +146,7 @@ def generate(
     more = {**remote(hosts, tls, "client", allow_plain_loopback), **plan_of(plan, accept_weak_plan, split)}
     more |= adder_of(adder)
     more |= kv_cache_of(kv_cache) | sparsity_of(sparsity, orders, levels, neuron_budget, head_budget, epsilon)
+    more |= {"timeout_s": timeout, "busy_wait_s": busy_wait} | bits(frac_bits)
     config = config_of(protocol, ring, party_mode, reveal=reveal, weights=weights, matmul=matmul, **more)
     if preprocess and draft:
         raise ConfigError("preprocess: with --draft nobody knows ahead how often the model runs; leave one of them out")
@@ -165,6 +171,7 @@ def gateway(
     max_waiting: Annotated[int, typer.Option(help="Further requests that may wait.")] = 16,
     protocol: ProtocolOption = "trio",
     ring: RingOption = 64,
+    frac_bits: FracOption = None,
     reveal: RevealOption = "logits",
     weights: WeightsOption = "secret",
     party_mode: PartyOption = PartyMode.AUTO,
@@ -172,6 +179,7 @@ def gateway(
     tls: TlsOption = None,
     allow_plain_loopback: LoopbackOption = False,
     timeout: TimeoutOption = 120.0,
+    busy_wait: BusyWaitOption = 30.0,
     wait: Annotated[
         float, typer.Option(help="Seconds to wait at the start for parties that are not there yet or load models.")
     ] = 300.0,
@@ -193,7 +201,8 @@ def gateway(
 
     more = remote(hosts, tls, "client", allow_plain_loopback) | kv_cache_of(kv_cache) | adder_of(adder)
     more |= sparsity_of(sparsity, orders, levels, neuron_budget, head_budget, epsilon)
-    config = config_of(protocol, ring, party_mode, reveal=reveal, weights=weights, timeout_s=timeout, **more)
+    more |= {"timeout_s": timeout, "busy_wait_s": busy_wait} | bits(frac_bits)
+    config = config_of(protocol, ring, party_mode, reveal=reveal, weights=weights, **more)
     choices = GatewayChoices(model, name, sessions, ranges, token, no_token, wait)
     settings = GatewaySettings(
         host=host, port=port, token=token_of(choices), allowed_hosts=tuple(allow_host or ()), max_waiting=max_waiting
@@ -211,12 +220,15 @@ def chat(
     new_tokens: TokensOption = 256,
     protocol: ProtocolOption = "trio",
     ring: RingOption = 64,
+    frac_bits: FracOption = None,
     reveal: RevealOption = "logits",
     weights: WeightsOption = "secret",
     party_mode: PartyOption = PartyMode.AUTO,
     hosts: HostsOption = None,
     tls: TlsOption = None,
     allow_plain_loopback: LoopbackOption = False,
+    timeout: TimeoutOption = 120.0,
+    busy_wait: BusyWaitOption = 30.0,
     adder: AgreedAdderOption = "",
     temperature: TemperatureOption = 0.0,
     top_p: TopPOption = 1.0,
@@ -237,6 +249,7 @@ def chat(
     chosen = sampling(temperature, top_p) | drafting(draft, draft_paths, advance)
     more = remote(hosts, tls, "client", allow_plain_loopback) | kv_cache_of(kv_cache) | adder_of(adder)
     more |= sparsity_of(sparsity, orders, levels, neuron_budget, head_budget, epsilon)
+    more |= {"timeout_s": timeout, "busy_wait_s": busy_wait} | bits(frac_bits)
     config = config_of(protocol, ring, party_mode, reveal=reveal, weights=weights, **more)
     if not model and config.hosts:
         raise ConfigError("model: got none with --hosts; want the client folder that the model's owner gave you")
@@ -256,6 +269,8 @@ def classify(
     hosts: HostsOption = None,
     tls: TlsOption = None,
     allow_plain_loopback: LoopbackOption = False,
+    timeout: TimeoutOption = 120.0,
+    busy_wait: BusyWaitOption = 30.0,
     adder: AgreedAdderOption = "",
     frac_bits: Annotated[int | None, typer.Option(help="Fractional bits (default: 10 in 32 bits, else 18).")] = None,
     sparsity: SparsityOption = "",
@@ -271,5 +286,6 @@ def classify(
     more = remote(hosts, tls, "client", allow_plain_loopback)
     more |= adder_of(adder) | bits(10 if ring == 32 and frac_bits is None else frac_bits)
     more |= sparsity_of(sparsity, orders, levels, neuron_budget, head_budget, epsilon)
+    more |= {"timeout_s": timeout, "busy_wait_s": busy_wait}
     config = config_of(protocol, ring, party_mode, reveal=reveal, weights=weights, **more)
     run(model, images or [], count, config, as_json)

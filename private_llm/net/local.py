@@ -277,6 +277,7 @@ class LocalTransport(Transport):
 
     def _fail(self, error: TransportError) -> TransportError:
         """Stop the session because of `error`."""
-        reason = f"{endpoint_name(self.me)}: {error}; restart the session, or raise timeout_s if machines are slow"
+        slow = "restart the session, or raise timeout_s (--timeout) if machines are slow"
+        reason = f"{endpoint_name(self.me)}: {error}; {slow}"
         self._mesh.abort(reason)
         return type(error)(self._session.failure)

@@ -275,7 +275,8 @@ class _Mesh:
             self._turn_by = now + self._busy_wait
         if now >= self._turn_by:
             raise PartiesBusy(
-                f"{cause}; waited {self._busy_wait:g} s for it. Try again later, or wait longer (busy_wait_s)"
+                f"{cause}; waited {self._busy_wait:g} s for it. Try again later, or wait longer (busy_wait_s, "
+                "--busy-wait)"
             )
         self._deadline = now + self._wait
 
