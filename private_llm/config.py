@@ -174,7 +174,7 @@ class PrivateConfig:
     insecure: must be True for protocol="plain".
     plugins: names of Python modules that this endpoint imports first, such as a file that calls `register_handler` or
     registers a protocol. All endpoints need the same; nobody imports what another endpoint names.
-    plan: which node sees which tokens, for protocol="cascade" and behind a split. split: the first `split` layers run
+    plan: which node sees which tokens, for protocol="cascade" and after a split. split: the first `split` layers run
     under a secret-sharing protocol, the rest on the nodes of `plan`, which then see no token (public weights; endpoints
     are the parties first, then the nodes).
     """
@@ -333,7 +333,7 @@ class PrivateConfig:
             if self.plan is not None:
                 raise ConfigError(
                     f"plan: got one for protocol={self.protocol!r}; sharding plans are for 'cascade', or for the "
-                    "layers behind a split (split=1 or more)"
+                    "layers after a split (split=1 or more)"
                 )
             return
         if self.reveal != "logits" or self.parallel_sessions != 1 or self.rotate_roles:
@@ -396,7 +396,7 @@ class PrivateConfig:
 
     @property
     def endpoints(self) -> int:
-        """Number of processes besides the client: parties, and behind a split the nodes, numbered after them."""
+        """Number of processes besides the client: parties, and after a split the nodes, numbered after them."""
         nodes = 0 if self.plan is None else self.plan.nodes
         return nodes if self.facts is None else self.facts.parties + nodes
 

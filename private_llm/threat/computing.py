@@ -14,7 +14,7 @@ PRODUCT_MASKS = Threat(
             "matmul='masked'",
             "a value keeps its mask as long as it lives; a weight is masked once, at load, and only the output is "
             "sent. That is no less private: both parties see weight + mask once, and each product hides its cross "
-            "terms of masks behind a fresh mask. It asks more of the dealer: the mask of a weight must stay secret for "
+            "terms of masks under a fresh mask. It asks more of the dealer: the mask of a weight must stay secret for "
             "the session's life, so whoever learns the seed later can open the weight",
         ),
         (

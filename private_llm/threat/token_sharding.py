@@ -1,4 +1,4 @@
-"""What nodes of token sharding see, alone and behind a split."""
+"""What nodes of token sharding see, alone and after a split."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ SPLIT = Threat(
     name="split of layers",
     kind="shortcut",
     corrupt=(
-        "for the first layers as the protocol; behind them any one node that follows the protocol and does not attack"
+        "for the first layers as the protocol; after them any one node that follows the protocol and does not attack"
         " what it sees. Statistical, not cryptographic"
     ),
     learns=(
@@ -95,7 +95,7 @@ SPLIT = Threat(
     ),
     source=(
         "Cascade (appendix A). The first layers open their states to the CompNodes row by row after the protocol's "
-        "own check. Searches behind it are counted in private_llm/token_sharding/plans/audit.py and compared with "
+        "own check. Searches after it are counted in private_llm/token_sharding/plans/audit.py and compared with "
         "scripts/studies/attacks. The statistical attack is ours and is why no more is claimed. No "
         "outside review yet"
     ),

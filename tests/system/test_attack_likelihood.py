@@ -1,4 +1,4 @@
-"""Other texts are enough to name the next token from a row's total attention, also behind a split."""
+"""Other texts are enough to name the next token from a row's total attention, also after a split."""
 
 from __future__ import annotations
 

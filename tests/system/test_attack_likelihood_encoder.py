@@ -1,4 +1,4 @@
-"""An encoder has no front to search from, but other texts name its tokens behind a split, too."""
+"""An encoder has no front to search from, but other texts name its tokens after a split, too."""
 
 from __future__ import annotations
 

@@ -165,7 +165,7 @@ def test_linear_algebra_needs_as_many_rows_as_unknown_tokens(first: RowsAt, ids:
 
 
 def test_layers_under_mpc_do_not_stop_the_algebra_of_a_causal_model(model: PreTrainedModel, ids: Tensor) -> None:
-    """A CompNode behind a split sees states of layer 2 only: it reads the text from the front, V candidates a token."""
+    """A CompNode after a split sees states of layer 2 only: it reads the text from the front, V candidates a token."""
     attacked = RowsAt(model, 2)
     plan = ShardingPlan(3, 3, 1, accept_weak_plan=True, partials="open")
     ((view, _),) = seen(plan, [1], ids[:6], attacked)

@@ -300,7 +300,7 @@ class Party:
             self.session.protocol.reveal_to_client(fixed.share)
 
     def _pass_on(self, states: SecretTensor, slices: Slices) -> None:
-        """Reveal to each CompNode behind a split its rows of the hidden states."""
+        """Reveal to each CompNode after a split its rows of the hidden states."""
         plan, first = self.config.plan, self.config.parties
         nodes = range(first, first) if plan is None else range(first, first + plan.alpha)
         wrong = [endpoint for endpoint, _ in slices if endpoint not in nodes]

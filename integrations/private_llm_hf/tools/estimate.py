@@ -88,7 +88,7 @@ class LayerCost:
 class Estimate:
     """All costs of a run. Bytes, rounds and multiply-adds are exact; memory counts weights and cache of one party.
 
-    Under token sharding weights are those of a CompNode, and the cache is that of the fullest AttnNode; behind a split
+    Under token sharding weights are those of a CompNode, and the cache is that of the fullest AttnNode; after a split
     both are of a party, and `sharded` has those of the nodes. seeds_bytes: the weights of each party with
     weights_at_rest="seeds"; () where there are no masks. prompt: when text is generated, the part of it that comes
     before the first new token.

@@ -2,7 +2,7 @@
 
 What role 0 sends to role 2 is sent by party 3; party 0 computes the same bytes and absorbs them into its transcript
 with party 2, who absorbs what it received. A `Member` addresses a party itself. Plain numbers from 4 on are endpoints
-that have no role: nodes behind a split, and the client.
+that have no role: nodes after a split, and the client.
 """
 
 from __future__ import annotations

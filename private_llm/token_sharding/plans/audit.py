@@ -3,7 +3,7 @@
 Costs are candidates V^g over a vocabulary of V tokens; rho is the smallest g that is out of an attacker's reach.
 The repository has the attacks (attacks/collusion.py), and tests compare what they gain with what is said here.
 
-1. Held tokens are known outright at layer 0 (an AttnNode tries V candidates each); behind a split (`split`) they are
+1. Held tokens are known outright at layer 0 (an AttnNode tries V candidates each); after a split (`split`) they are
    not, and count as unknown below.
 2. Rows of deeper layers (Cascade, section 4 and 6.2): from the front of the text, the next held position at which g
    tokens up to it are unknown costs V^g. Without a causal mask a row depends on the whole text.
@@ -13,7 +13,7 @@ The repository has the attacks (attacks/collusion.py), and tests compare what th
    that many tokens can be tested against the space that the rows span. With grouped queries a row counts
    several times. AttnNodes get no results.
 4. Beyond searches: whatever the gaps, a node that tries works out other tokens by linear algebra (open results,
-   attacks/row_space), sparse recovery (masked ones at layer 0, attacks/sparse_totals) or, behind a split, by how likely
+   attacks/row_space), sparse recovery (masked ones at layer 0, attacks/sparse_totals) or, after a split, by how likely
    a candidate makes what was received (attacks/likelihood). No plan prevents it, so it is no part of the verdict but is
    said beside it.
 """
@@ -68,7 +68,7 @@ class Setting:
 class Finding:
     """One set of nodes against a text of `length` tokens: `held` of them are its own, `gained` what it finds besides.
 
-    opened: tokens of its own positions that it finds, V candidates each (behind a split, where they are not told it).
+    opened: tokens of its own positions that it finds, V candidates each (after a split, where they are not told it).
     Gaps: the smallest search that gains another's token, as an exponent of V, from rows (hidden_gap) and from attention
     results (attention_gap); None: there is none. algebra: open results let it read tokens with V candidates each.
     """
@@ -115,7 +115,7 @@ class Audit:
 
     def __str__(self) -> str:
         plan, setting = self.plan, self.setting
-        facts = ["behind a split"] * setting.split + ["no causal mask"] * (not setting.causal)
+        facts = ["after a split"] * setting.split + ["no causal mask"] * (not setting.causal)
         facts += [f"{setting.known} positions known"] * bool(setting.known)
         lines = [
             f"plan alpha={plan.alpha}, c={plan.c}, m={plan.m}, {plan.partials} results, front={plan.front} "
@@ -286,7 +286,7 @@ def _result_steps(
     plan: ShardingPlan, nodes: Sequence[int], held: set[int], own: Sequence[int], known: set[int], length: int,
     setting: Setting,
 ) -> Iterator[_Step]:  # fmt: skip
-    """Searches of attention results; behind a split only what the text before decides can be tried."""
+    """Searches of attention results; after a split only what the text before decides can be tried."""
     if setting.split and not setting.causal:
         return
     if plan.masked:

@@ -8,7 +8,7 @@ holds in every plan; masked results are of the whole text, where n is larger (`t
 
 1. At layer 0 a value is a function of one token (and its place): blocks are read in any order.
 2. At deeper layers of a causal model it is a function of the text so far: blocks are read from the front on, token by
-   token. This is what is left to a node behind a split, and it is enough.
+   token. This is what is left to a node after a split, and it is enough.
 
 The paper takes the sum for an intractable subset-sum problem (Appendix E, assumption B2). It is not one: a node gets
 it for several rows at once, and in vectors longer than there are unknown tokens.

@@ -10,7 +10,7 @@ equations are far fewer than the unknowns and far more than the bits, so:
    ones are among them, the solution is theirs: 1 at each true token, 0 elsewhere.
 
 V candidates a token, and a factorisation of the covariance. Masking the results of single shards does not prevent
-this, because a CompNode needs its own attention; behind a split there is no such list (but see `likelihood`).
+this, because a CompNode needs its own attention; after a split there is no such list (but see `likelihood`).
 """
 
 from __future__ import annotations
