@@ -121,7 +121,7 @@ POINTWISE: list[tuple[Callable[..., object], Callable[[Fixed], Fixed]]] = [
     (larger, lambda x: larger(x, x, coarse=False)), (larger, lambda x: larger(x, x, coarse=True)),
     (reciprocal, lambda x: reciprocal(x, 1.0, 64.0)), (rsqrt, lambda x: rsqrt(x, 1.0, 64.0)),
     (goldschmidt, goldschmidt), (sign_bits, bits(lambda x: sign_bits(x, [0.0]))),
-    (coarse_bits, bits(lambda x: coarse_bits(x, [0.0]))), (Fixed.below, bits(lambda x: x.below([0.0]))),
+    (coarse_bits, bits(lambda x: coarse_bits(x, [0.0]))), (Fixed.less_than, bits(lambda x: x.less_than([0.0]))),
     (Fixed.scale, lambda x: x.scale(0.3)), (Fixed.mul, lambda x: x.mul(x)), (Fixed.mul, lambda x: x.mul(x, frac=36)),
     (Fixed.poly, lambda x: x.poly([0.1, 0.2, 0.3])), (Fixed.poly, lambda x: x.poly([0.1, 0.2, 0.3, 0.4])),
 ]  # fmt: skip
@@ -175,8 +175,8 @@ def test_bits_to_numbers_cost_16_bytes_and_8_a_row(rows: int) -> None:
     compared, whole = (
         run_meta(TRIO, run, [(N,)])
         for run in (
-            lambda _, x: bits(lambda y: y.below([0.0] * rows))(x),
-            lambda session, x: arithmetic(session, x.below([0.0] * rows), [1.0] * rows, 0),
+            lambda _, x: bits(lambda y: y.less_than([0.0] * rows))(x),
+            lambda session, x: arithmetic(session, x.less_than([0.0] * rows), [1.0] * rows, 0),
         )
     )
     assert (whole.total - compared.total) / N == 16 + 8 * rows

@@ -50,19 +50,19 @@ def rectified_minus(x: Fixed, bump: Bump) -> Fixed:
     """
     waves = bump.waves if x.session.protocol.has_waves else None
     if waves is not None and x.width is not None and x.width < _read(waves, x.frac):
-        x = x.whole()
+        x = x.restore_high_bits()
     plan = None if waves is None else waves_of(waves, x.frac, x.session.ring.bits if x.width is None else x.width)
     span = coarse_span(x) if waves is None else coarse_span(x, resolution=waves.resolution)
     if takes_curve(bump.curve, x, x.frac, _price, x.session.ring, x.numel(), bump, plan, *span):
-        return by_keys(bump.curve, x.whole(), x.frac)
+        return by_keys(bump.curve, x.restore_high_bits(), x.frac)
     need_wide_ring(x, "this approximation")
     if waves is not None and plan is not None:
         return _by_waves(x, waves, plan)
-    x = x.whole()
+    x = x.restore_high_bits()
     chain, top, log2_scale = bump.chain, bump.top, bump.log2_scale
     rows = coarse_bits(x, [0.0, -top, top])
     inside = x.proto.xor(rows.row(1), rows.row(2))
-    minus = x.choose(rows.row(0), [1], [0.0])
+    minus = x.select(rows.row(0), [1], [0.0])
     relu = x - minus
     z = folded(relu - minus, inside, [1], [-top], chain, top, log2_scale)
     return relu - evaluate(chain, z, frac=x.frac)
@@ -76,7 +76,7 @@ def _by_waves(x: Fixed, made: WaveSum, plan: Waves) -> Fixed:
     # Each interval adds what t differs by from the top: -x - top on the left, x - top on the right.
     kept = angle_frac(x.frac)
     reach = round(top * (1 << kept)) * factor
-    short = x.cut(kept, _read(made, x.frac) - (x.frac - kept))
+    short = x.local_truncate(kept, _read(made, x.frac) - (x.frac - kept))
     angle = proto.inject(sides, short.share, [-factor, factor], [-reach, -reach], low=plan.angle_bits)
     angle = proto.add_public(angle, reach)
     return x.with_share(proto.relu_minus_waves(x.share, negative, angle, plan))
@@ -106,6 +106,6 @@ def folded(
 
     It has the chain's fractional bits; one injection (1 round), and a truncation if that drops bits.
     """
-    away = x.choose(rows, weights, constants)
+    away = x.select(rows, weights, constants)
     z = away.with_share(away.share, away.frac + log2_scale) + (top / 2.0**log2_scale - 1)
-    return z.at(chain.argument)
+    return z.rescale(chain.argument)

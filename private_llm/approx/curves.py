@@ -98,6 +98,6 @@ def evaluate(curve: Curve, x: Fixed, frac: int) -> Fixed:
     2 rounds; bytes: `piecewise` in protocols/trio/cost.py. Error: the curve's and
     the rounding of the result. Raises UnsupportedOp under a protocol without comparison keys.
     """
-    made = x.proto.piecewise(x.whole().share, pieces_of(curve, x, frac))
+    made = x.proto.piecewise(x.restore_high_bits().share, pieces_of(curve, x, frac))
     value = x.with_share(made[0], frac)
     return value + x.with_share(made[1]) if curve.linear else value

@@ -41,14 +41,14 @@ def exp(x: Fixed, frac: int = 24) -> Fixed:
     need_wide_ring(x, "exp")
     if x.session.protocol.has_exponentials:
         bits, low = _clip_span(x)
-        keep = x.proto.invert(x.below([RANGE_TOP - SPAN], bits, low))
+        keep = x.proto.invert(x.less_than([RANGE_TOP - SPAN], bits, low))
         # SAFE: of x only the lowest frac + 5 bits count, and the comparison looked at more.
         made = x.proto.exponential(x.share, keep, Exponential(x.frac, TOTAL_BITS - frac))
         return Fixed(x.session, made, frac)
     keep = x.proto.invert(coarse_bits(x, [-BOTTOM], extra=1, resolution=2))
-    above = x.choose(keep, [1], [BOTTOM])
+    above = x.select(keep, [1], [BOTTOM])
     z = above.with_share(above.share, above.frac + 3) + (1 - BOTTOM / 8)
-    return evaluate(EXP, z.at(EXP.argument), frac=frac)
+    return evaluate(EXP, z.rescale(EXP.argument), frac=frac)
 
 
 def _clip_span(x: Fixed) -> tuple[int, int]:

@@ -23,7 +23,7 @@ from private_llm.approx.cubic import Cubic
 from private_llm.approx.power_lines import Lines, power_by_lines, takes_lines
 from private_llm.errors import DomainError
 from private_llm.net.ledger import Cost
-from private_llm.protocols.narrow import Narrow
+from private_llm.protocols.narrow import BitWidths
 from private_llm.protocols.prices import Prices
 from private_llm.protocols.share import BitShare
 from private_llm.ring.ring import Ring
@@ -122,23 +122,23 @@ def powers(
         )
     plan = _plan(cells, cubic, low, high, gain, weight_bits)
     thresholds, zeros = plan.thresholds, (0,) * len(plan.thresholds)
-    below = x.below(
+    below = x.less_than(
         thresholds,
         bits=x.frac + math.ceil(math.log2(high)) + 2,
         low=max(0, math.floor(math.log2(cubic.slack * low) + x.frac)),
     )
     flat = x.view(lambda part: part.reshape(-1)).share
     given = x.frac + weight_bits + 4  # y stays below 2 in the range, and a narrow division wants two bits more
-    narrow = Narrow(given, x.session.ring.bits) if given < x.session.ring.bits and narrows(x.session) else None
-    picked = proto.inject(below, flat, plan.weight_steps, zeros, low=None if narrow is None else given)
+    widths = BitWidths(given, x.session.ring.bits) if given < x.session.ring.bits and narrows(x.session) else None
+    picked = proto.inject(below, flat, plan.weight_steps, zeros, low=None if widths is None else given)
     scaled = proto.add(picked, proto.mul_public(flat, plan.last_weight))
-    y = x.with_share(proto.truncate(scaled, x.frac + weight_bits - Y_BITS, narrow), Y_BITS)
+    y = x.with_share(proto.truncate(scaled, x.frac + weight_bits - Y_BITS, widths), Y_BITS)
     p = (y - cubic.centre).poly(cubic.coefficients, frac=Y_BITS, bits=CUBIC_BITS)
     out = proto.inject(below, p.share, plan.factor_steps, zeros)
     out = proto.add(out, proto.mul_public(p.share, plan.last_factor))
     shape = x.shape
     result = x.with_share(out.map(lambda part: part.reshape(shape)), Y_BITS + plan.factor_bits)
-    return Powers(result if frac is None else result.at(frac), below, thresholds)
+    return Powers(result if frac is None else result.rescale(frac), below, thresholds)
 
 
 @dataclass(frozen=True)

@@ -195,7 +195,7 @@ def _deviations(x: Fixed, fine: int) -> Fixed:
     """
     width, whole = x.shape[-1], _log2(x.shape[-1])
     apart = x.scale_int(width) - x.sum(-1, keepdim=True)
-    return x.with_share(apart.share, x.frac + whole).at(fine)
+    return x.with_share(apart.share, x.frac + whole).rescale(fine)
 
 
 def one_sum(frac: int, width: int, square: int) -> bool:

@@ -36,17 +36,17 @@ def puma_gelu(x: Fixed) -> Fixed:
     half = x.with_share(x.share, x.frac + 1)
     out = half.frac
     with x.proto.may_wrap():  # far from the middle the polynomials are garbage, which a bit takes away
-        u = x.with_share(x.share, x.frac + 2).at(_FRAC)
+        u = x.with_share(x.share, x.frac + 2).rescale(_FRAC)
         v = u.mul(u, frac=_FRAC)
         b0, _, b2, _, b4, _, b6 = (c * float(4**k) for k, c in enumerate(PUMA_SEXTIC))
         w = v.mul(_sum(b4, (b6, v)), frac=_FRAC)
         left = (u - _ROOT).stack(v)
         right = _sum(_P0, (_P1, u), (_P2, v)).stack(_sum(b2, (1.0, w)))
         both = left.mul(right, frac=out)
-        cubic = both.view(lambda part: part[0]).choose(x.proto.xor(low, middle), [1], [0.0])
-        sextic = (both.view(lambda part: part[1]) + half + b0).choose(x.proto.xor(middle, high), [1], [0.0])
-    above = x.choose(x.proto.invert(high), [1], [0.0])
-    return (cubic + sextic + above).at(x.frac)
+        cubic = both.view(lambda part: part[0]).select(x.proto.xor(low, middle), [1], [0.0])
+        sextic = (both.view(lambda part: part[1]) + half + b0).select(x.proto.xor(middle, high), [1], [0.0])
+    above = x.select(x.proto.invert(high), [1], [0.0])
+    return (cubic + sextic + above).rescale(x.frac)
 
 
 def puma_exp(x: Fixed, frac: int = 24) -> Fixed:
@@ -57,7 +57,7 @@ def puma_exp(x: Fixed, frac: int = 24) -> Fixed:
     """
     need_wide_ring(x, "PUMA's exponential")
     keep = x.proto.invert(coarse_bits(x, [PUMA_BOTTOM], extra=1, resolution=2))
-    above = x.choose(keep, [1], [-PUMA_BOTTOM])
+    above = x.select(keep, [1], [-PUMA_BOTTOM])
     y = above.with_share(above.share, above.frac + PUMA_SQUARES) + (1 + PUMA_BOTTOM / 2.0**PUMA_SQUARES)
     for _ in range(PUMA_SQUARES - 1):
         y = y.mul(y, frac=28)

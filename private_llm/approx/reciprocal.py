@@ -25,4 +25,4 @@ def fitting(factor: Fixed, frac: int) -> Fixed:
 
     Local, or one truncation (1 round) if it has more.
     """
-    return factor.at(min(factor.frac, PRODUCT_BITS - frac))
+    return factor.rescale(min(factor.frac, PRODUCT_BITS - frac))

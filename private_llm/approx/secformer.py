@@ -66,9 +66,9 @@ def fourier_gelu(x: Fixed) -> Fixed:
     rows = coarse_bits(x, [-END, END])
     half = x.with_share(x.share, x.frac + 1)
     with x.proto.may_wrap():  # far from the middle the polynomial is garbage, which a bit takes away
-        inside = evaluate(HALF_X_ERF, half.at(HALF_X_ERF.argument), frac=x.frac + 1) + half
-        chosen = inside.choose(x.proto.xor(rows.row(0), rows.row(1)), [1], [0.0], frac=x.frac)
-    return chosen + x.choose(x.proto.invert(rows.row(1)), [1], [0.0])
+        inside = evaluate(HALF_X_ERF, half.rescale(HALF_X_ERF.argument), frac=x.frac + 1) + half
+        chosen = inside.select(x.proto.xor(rows.row(0), rows.row(1)), [1], [0.0], frac=x.frac)
+    return chosen + x.select(x.proto.invert(rows.row(1)), [1], [0.0])
 
 
 def goldschmidt(mean: Fixed) -> Fixed:
@@ -76,7 +76,7 @@ def goldschmidt(mean: Fixed) -> Fixed:
 
     Relative error 2e-4 (3e-5 measured). 27 rounds, 800 bytes a row.
     """
-    y = mean.with_share(mean.share, mean.frac + CENTRE).at(BITS)
+    y = mean.with_share(mean.share, mean.frac + CENTRE).rescale(BITS)
     m = 2.0 - y
     r = m
     y = y.mul(m, frac=BITS)

@@ -38,7 +38,7 @@ def logistic(x: Fixed, frac: int) -> Fixed:
     rows = coarse_bits(x, [0.0, -TOP, TOP])
     z = folded(x, rows, [-2, 1, 1], [0.0, TOP, -TOP], LOGISTIC, TOP, 3)
     tail = evaluate(LOGISTIC, z, frac=frac)
-    return tail + tail.choose(x.proto.invert(rows.row(0)), [-2], [1.0])
+    return tail + tail.select(x.proto.invert(rows.row(0)), [-2], [1.0])
 
 
 def _price(prices: Prices, ring: Ring, count: int, bits: int, low: int) -> Cost:

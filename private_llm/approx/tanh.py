@@ -45,12 +45,12 @@ def precise_tanh(x: Fixed) -> Fixed:
     truncations at once, a reciprocal.
     """
     need_wide_ring(x, "tanh")
-    u = x.choose(coarse_bits(x, [TOP, -TOP]), [1, -1], [-TOP, -TOP]) + TOP
+    u = x.select(coarse_bits(x, [TOP, -TOP]), [1, -1], [-TOP, -TOP]) + TOP
     square = u.mul(u, frac=_FRAC - 5)
     z = square.with_share(square.share, _FRAC)
     z2 = z.mul(z, frac=_FRAC)
     powers = (z, z2, z2.mul(z, frac=_FRAC))
-    both = _polynomial(powers, _ABOVE).stack(_polynomial(powers, _BELOW)).at(_FRAC)
+    both = _polynomial(powers, _ABOVE).stack(_polynomial(powers, _BELOW)).rescale(_FRAC)
     above, below = both.view(lambda part: part[0]), both.view(lambda part: part[1])
     return u.mul(above, frac=_FRAC).mul(reciprocal(below, 0.99, 31.0), frac=x.frac)
 

@@ -30,18 +30,18 @@ def reach(x: Fixed) -> int:
 
     7 to 20; 20 without calibration. Public and local.
     """
-    known = x.session.exponent(x.session.known.compared)
+    known = x.session.exponent(x.session.numerics.compared_quantity)
     return RANGE_BITS if known is None else min(RANGE_BITS, max(SHORTEST, known) + 1)
 
 
 @contextmanager
 def comparing(session: Session, quantity: str) -> Iterator[None]:
     """Inside, what is compared has the calibrated range `quantity`, not that of activations. Local."""
-    kept, session.known.compared = session.known.compared, quantity
+    kept, session.numerics.compared_quantity = session.numerics.compared_quantity, quantity
     try:
         yield
     finally:
-        session.known.compared = kept
+        session.numerics.compared_quantity = kept
 
 
 def bounded_span(x: Fixed, *bounds: float) -> tuple[int, int]:
@@ -84,7 +84,7 @@ def sign_bits(x: Fixed, thresholds: Sequence[float], extra: int = 0) -> BitShare
     24.1 bytes an element and 13.1 for each further threshold (trio, 18 fractional bits, 64-bit ring, reach 20); 4
     rounds. A 32-bit ring compares no more than its bits.
     """
-    return x.below(thresholds, *exact_span(x, extra))
+    return x.less_than(thresholds, *exact_span(x, extra))
 
 
 def coarse_bits(x: Fixed, thresholds: Sequence[float], extra: int = 0, resolution: int = RESOLUTION_BITS) -> BitShare:
@@ -92,7 +92,7 @@ def coarse_bits(x: Fixed, thresholds: Sequence[float], extra: int = 0, resolutio
 
     16 bytes an element and 8.5 for each further threshold; 3 rounds. For uses that are continuous at a threshold.
     """
-    return x.below(thresholds, *coarse_span(x, extra, resolution))
+    return x.less_than(thresholds, *coarse_span(x, extra, resolution))
 
 
 def chosen_below(
@@ -101,16 +101,17 @@ def chosen_below(
     """sum over k of [x < threshold_k] (weights_k x + constants_k), in the shape of x; span: as `exact_span`.
 
     One comparison and one injection, 5 or 4 rounds, or comparison keys, 1 round, where those are the way to go
-    (`PrivateConfig.adder`). Bytes of both: protocols/trio/cost.py. Raises DomainError as `Fixed.below` and `choose`.
+    (`PrivateConfig.adder`). Bytes of both: protocols/trio/cost.py. Raises DomainError as `Fixed.less_than` and
+    `Fixed.select`.
     """
     bits, low = span
     if not x.session.protocol.has_keys:
-        return x.choose(x.below(thresholds, bits, low), weights, constants)
+        return x.select(x.less_than(thresholds, bits, low), weights, constants)
     shape = PiecesShape(len(thresholds), 1, bits, low)
     count, rows, ring = x.numel(), len(thresholds), x.session.ring
     weighted = sum(weight != 0 for weight in weights)
     if not x.proto.takes_keys(count, shape, _price, ring, count, bits, rows, low, weighted):
-        return x.choose(x.below(thresholds, bits, low), weights, constants)
+        return x.select(x.less_than(thresholds, bits, low), weights, constants)
     steps = tuple((round(c * (1 << x.frac)), weight) for c, weight in zip(constants, weights, strict=True))
     offsets = tuple(-round(threshold * (1 << x.frac)) for threshold in thresholds)
     (made,) = x.proto.piecewise(x.share, Pieces(offsets, (steps,), ((0, 0),), bits, low))

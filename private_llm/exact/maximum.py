@@ -96,7 +96,7 @@ def _cut_width(x: Fixed) -> int:
 
 
 def _cut(x: Fixed) -> Fixed:
-    return x.cut(CUT_BITS, _cut_width(x))
+    return x.local_truncate(CUT_BITS, _cut_width(x))
 
 
 def _restored(winner: Fixed, x: Fixed) -> Fixed:
@@ -220,7 +220,7 @@ def concatenated(pieces: Sequence[Fixed], dim: int) -> Fixed:
     """Secrets of equal fractional bits, one after the other. Local."""
     columns = zip(*(piece.share.parts for piece in pieces), strict=True)
     made = pieces[0].with_share(Share(tuple(torch.cat(column, dim) for column in columns)))
-    return reduce(Fixed.as_wide, pieces, made)
+    return reduce(Fixed.min_width_with, pieces, made)
 
 
 def _counting(lengths: Tensor) -> Tensor:

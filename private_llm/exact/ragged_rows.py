@@ -112,7 +112,7 @@ class Rows:
         """
         pairs = zip(x.share.parts, last.share.parts, strict=True)
         both = Share(tuple(torch.cat(pair)[self.appended.to(pair[0].device)] for pair in pairs))
-        return x.as_wide(last).with_share(both)
+        return x.min_width_with(last).with_share(both)
 
     def without_last(self, x: Fixed) -> Fixed:
         """Entries of `longer` to those of these rows, [total]."""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from private_llm.errors import DomainError, UnsupportedOp
 from private_llm.kernels.compiling import compiled
-from private_llm.kernels.watching import this_thread
+from private_llm.kernels.trace_hook import this_thread
 
 
 def addresses(*tensors: Tensor) -> list[int]:
@@ -25,9 +25,9 @@ def addresses(*tensors: Tensor) -> list[int]:
 
     Raises UnsupportedOp for a tensor elsewhere, DomainError for one that is not contiguous. Sizes are not looked at.
     """
-    watching = this_thread.watcher
-    if watching is not None:
-        watching.addressed(tensors)
+    hook = this_thread.hook
+    if hook is not None:
+        hook.addressed(tensors)
     found = []
     for t in tensors:
         if not t.is_cpu:

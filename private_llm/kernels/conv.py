@@ -105,9 +105,9 @@ class _Task:
         seconds = self.images * int(self.geometry[1]) * self.outputs * self.inner / RATE
         pieces = parallel.threads(seconds)
         if self.images >= pieces:
-            parallel.each(self._run_images, parallel.cuts(self.images, pieces))
+            parallel.run_parallel(self._run_images, parallel.split_range(self.images, pieces))
         elif self.groups == 1:
-            parallel.each(self._run_outputs, parallel.cuts(self.outputs, pieces, LANES))
+            parallel.run_parallel(self._run_outputs, parallel.split_range(self.outputs, pieces, LANES))
         else:
             self.run()
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from private_llm.kernels.address import addresses
 from private_llm.kernels.backends.cpu import exponential as cpu
-from private_llm.kernels.parallel import spread
+from private_llm.kernels.parallel import parallel_for
 
 _ELEMENT_S = 4e-9
 """About what an element takes on one thread."""
@@ -72,7 +72,7 @@ def weighed(masked: Tensor, keep: Tensor, shares: Tensor, digits: Digits, factor
     piece = torch.empty_like(masked)
     if piece.is_cpu:
         tables = [table.numpy() for table in (factors.near, factors.far, factors.fine)]
-        spread(
+        parallel_for(
             piece.numel(), _ELEMENT_S, _STEP, cpu.weighed, *addresses(masked, keep, shares), piece.numel(),
             digits.words, *tables, factors.near_bits, factors.far_bits, *addresses(piece)
         )  # fmt: skip
@@ -98,7 +98,7 @@ def placed(mask: Tensor, kept: Tensor, message: Tensor, digits: Digits, secrets:
     if mask.is_cpu:
         tables = [secrets.coarse.numpy(), secrets.fine.numpy()]
         operands = addresses(mask, kept)
-        spread(
+        parallel_for(
             mask.numel(), _ELEMENT_S, _STEP, cpu.placed, *operands, mask.numel(), digits.words, *tables, secrets.shift,
             *addresses(message)
         )  # fmt: skip

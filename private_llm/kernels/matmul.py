@@ -18,8 +18,8 @@ from private_llm.kernels import parallel, shapes
 from private_llm.kernels.address import addresses
 from private_llm.kernels.backends.cpu import amx as cpu_amx
 from private_llm.kernels.backends.cpu import matmul as cpu_matmul
-from private_llm.kernels.drawn import dense
-from private_llm.kernels.watching import launch
+from private_llm.kernels.seeded_tensor import dense
+from private_llm.kernels.trace_hook import launch
 
 _ZERO: dict[torch.dtype, np.unsignedinteger[Any]] = {torch.int64: np.uint64(0), torch.int32: np.uint32(0)}
 _SHORTEST_DOT = 8
@@ -169,20 +169,20 @@ def _spread(task: _Task, pieces: int) -> None:
     if pieces == 1:
         task.run()
     elif task.stacks >= pieces:
-        parallel.each(task.run_part, parallel.cuts(task.stacks, pieces))
+        parallel.run_parallel(task.run_part, parallel.split_range(task.stacks, pieces))
     elif task.rows >= _TILED_SIDE * pieces:
         for stack in range(task.stacks):
             one = task.part(stack, stack + 1)
-            parallel.each(one.run_rows, parallel.cuts(task.rows, pieces, _TILED_SIDE))
+            parallel.run_parallel(one.run_rows, parallel.split_range(task.rows, pieces, _TILED_SIDE))
     elif task.stacks > 1:
-        parallel.each(task.run_part, parallel.cuts(task.stacks, pieces))
+        parallel.run_parallel(task.run_part, parallel.split_range(task.stacks, pieces))
     else:
         task.run()
 
 
 def _spread_matrix(x: Tensor, y: Tensor, out: Tensor, turned: bool, pieces: int) -> None:
     """Few rows of x: each thread reads its own lines of y, so makes some columns (turned), or a part of all sums."""
-    ranges = parallel.cuts(len(y), pieces, _TILED_SIDE)
+    ranges = parallel.split_range(len(y), pieces, _TILED_SIDE)
     places = out.split([last - first for first, last in ranges], dim=1) if turned else [out] * len(ranges)
     made = [torch.zeros_like(place, memory_format=torch.contiguous_format) for place in places]
     numbers = {first: number for number, (first, _) in enumerate(ranges)}
@@ -191,6 +191,6 @@ def _spread_matrix(x: Tensor, y: Tensor, out: Tensor, turned: bool, pieces: int)
         lines = x if turned else x[:, first:last].contiguous()
         _task(lines, y[first:last], made[numbers[first]], 1, len(x), turned, 0).run()
 
-    parallel.each(part, ranges)
+    parallel.run_parallel(part, ranges)
     for place, sums in zip(places, made, strict=True):
         place += sums

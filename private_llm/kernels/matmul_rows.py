@@ -17,7 +17,7 @@ from private_llm.kernels import matmul, parallel, shapes
 from private_llm.kernels.address import addresses
 from private_llm.kernels.backends.cpu import amx as cpu_amx
 from private_llm.kernels.backends.cpu import matmul_rows as cpu_matmul_rows
-from private_llm.kernels.drawn import DrawnTensor
+from private_llm.kernels.seeded_tensor import SeededTensor
 
 _ZERO = {torch.int64: np.uint64(0), torch.int32: np.uint32(0)}
 _CUT = 64
@@ -59,7 +59,7 @@ def lines_product(x: Tensor, y: Tensor, lines: Tensor, onto: Tensor | None = Non
 
 def _in_place(x: Tensor, y: Tensor, columns: int, inner: int, turned: bool) -> bool:
     """Whether register tiles read y where it lies."""
-    if isinstance(y, DrawnTensor) or y.stride(1) != 1:
+    if isinstance(y, SeededTensor) or y.stride(1) != 1:
         return False
     return not (cpu_amx.usable() and matmul.tiled(len(x), inner, columns, turned))
 
@@ -78,5 +78,5 @@ def _spread(kernel: Callable[..., None], x: Tensor, y: Tensor, listed: Tensor, o
     def part(first: int, last: int) -> None:
         kernel(left, right, numbers, made, *sizes, first, last, zero)
 
-    parallel.each(part, parallel.cuts(columns, pieces, _CUT))
+    parallel.run_parallel(part, parallel.split_range(columns, pieces, _CUT))
     return out

@@ -18,17 +18,17 @@ import torch
 from torch import Tensor
 
 from private_llm.errors import DomainError, UnsupportedOp
-from private_llm.kernels import conv, matmul_drawn, matmul_rows, shapes
+from private_llm.kernels import conv, matmul_rows, matmul_seeded, shapes
 from private_llm.kernels.address import addresses
 from private_llm.kernels.backends.cpu import bits as cpu_bits
 from private_llm.kernels.backends.cpu import prg as cpu_prg
 from private_llm.kernels.backends.cpu import trunc as cpu_trunc
 from private_llm.kernels.backends.cpu.trunc import BLOCK
-from private_llm.kernels.drawn import dense
-from private_llm.kernels.parallel import spread
+from private_llm.kernels.parallel import parallel_for
+from private_llm.kernels.seeded_tensor import dense
 from private_llm.kernels.shapes import Pair
 from private_llm.kernels.shapes import packed_words as packed_words
-from private_llm.kernels.watching import this_thread
+from private_llm.kernels.trace_hook import this_thread
 
 Array = np.ndarray[Any, Any]
 
@@ -55,10 +55,10 @@ def _gpu(family: str, name: str, *arguments: Any, writes: int = 0) -> Any:  # no
     device = arguments[0].device
     if device.type != "cuda":
         raise UnsupportedOp(f"no kernel for device {device}; want cpu or cuda tensors (or meta for cost counting)")
-    watching = this_thread.watcher
-    if watching is None:
+    hook = this_thread.hook
+    if hook is None:
         return _on_gpu(family, name, *arguments)
-    return watching.computed(partial(_on_gpu, family, name), arguments, writes)
+    return hook.computed(partial(_on_gpu, family, name), arguments, writes)
 
 
 def _on_gpu(family: str, name: str, *arguments: Any) -> Any:  # noqa: ANN401
@@ -72,7 +72,7 @@ def ring_matmul(x: Tensor, y: Tensor) -> Tensor:
     Raises DomainError for other shapes, and unless both are int64 or both int32; so do all products here.
     """
     if x.is_cpu:
-        return matmul_drawn.product(x, y)
+        return matmul_seeded.product(x, y)
     if x.is_meta:
         return shapes.ring_matmul(x, y)
     made: Tensor = _gpu("matmul", "product", x, y)
@@ -83,7 +83,7 @@ def ring_matmul_pair(x0: Tensor, y0: Tensor, x1: Tensor, y1: Tensor) -> Tensor:
     """x0 y0 + x1 y1, both of one shape, as in `ring_matmul`, without a temporary of y's size."""
     shapes.check_pair(x0, y0, x1, y1)
     if x0.is_cpu:
-        return matmul_drawn.product(x1, y1, matmul_drawn.product(x0, y0))
+        return matmul_seeded.product(x1, y1, matmul_seeded.product(x0, y0))
     if x0.is_meta:
         return shapes.ring_matmul_pair(x0, y0, x1, y1)
     made: Tensor = _gpu("matmul", "product", x1, y1, _gpu("matmul", "product", x0, y0), writes=1)
@@ -194,7 +194,7 @@ def transpose_bits(x: Tensor, rows: int) -> Tensor:
     x = x.contiguous().view(-1)
     if x.is_cpu:
         at, made = addresses(x, out)
-        spread(
+        parallel_for(
             out.shape[1], 64 * _TRANSPOSE_S, WORDS, cpu_bits.transpose_words, at, x.numel(), _ZERO[x.dtype], made, rows
         )  # fmt: skip
     else:
@@ -209,7 +209,7 @@ def block_monomials(s: Tensor, low: int, blocks: Array, out: Tensor) -> None:
     """
     if s.is_cpu:
         bits, made = addresses(s, out)
-        spread(
+        parallel_for(
             s.shape[1], out.shape[0] * _ROW_S, WORDS, cpu_bits.block_monomials, bits, s.shape[0], low, blocks, made,
             out.shape[0], s.shape[1]
         )  # fmt: skip
@@ -225,7 +225,7 @@ def block_carries(m: Tensor, low: int, blocks: Array, mono: Tensor, first: bool,
     """
     if m.is_cpu:
         bits, shares, made = addresses(m, mono, out)
-        spread(
+        parallel_for(
             m.shape[1], mono.shape[0] * _ROW_S, WORDS, cpu_bits.block_carries, bits, m.shape[0], low, blocks, shares,
             mono.shape[0], first, made, m.shape[1]
         )  # fmt: skip
@@ -240,7 +240,7 @@ def join_products(lam: Tensor, groups: Array, count: int, out: Tensor) -> None:
     """
     if lam.is_cpu:
         masks, made = addresses(lam, out)
-        spread(
+        parallel_for(
             lam.shape[1], out.shape[0] * _ROW_S, WORDS, cpu_bits.join_products, masks, groups, count, made,
             out.shape[0], lam.shape[1]
         )  # fmt: skip
@@ -257,7 +257,7 @@ def join_carries(
     """
     if b.is_cpu:
         opened, masks, shares, made = addresses(b, lam, prod, out)
-        spread(
+        parallel_for(
             b.shape[1], (prod.shape[0] + 2 * b.shape[0]) * _ROW_S, WORDS, cpu_bits.join_carries, opened, masks, shares,
             prod.shape[0], groups, count, first, made, b.shape[1]
         )  # fmt: skip
@@ -274,7 +274,7 @@ def inject_products(bits: Tensor, lam: Tensor, weighted: Array, out: Tensor) -> 
         return
     if bits.is_cpu:
         rows, masks, made = addresses(bits, lam, out)
-        spread(
+        parallel_for(
             bits.shape[1], 64 * out.shape[0] * _INJECT_S, WORDS, cpu_bits.inject_products, rows, bits.shape[0], masks,
             weighted, made, *out.shape, _ZERO[out.dtype]
         )  # fmt: skip
@@ -294,7 +294,7 @@ def inject_terms(
         return
     if bits.is_cpu:
         rows, known, masks, helped, factors, addends, made = addresses(bits, m, mine, shares, w, c, out)
-        spread(
+        parallel_for(
             bits.shape[1], 64 * shares.shape[0] * _INJECT_S, WORDS, cpu_bits.inject_terms, rows, bits.shape[0], known,
             masks, helped, shares.shape[0], weighted, factors, w.shape[1], addends, c.shape[1], first, made,
             out.numel(), _ZERO[out.dtype]
@@ -311,7 +311,7 @@ def pack_fields(values: Tensor, f: int) -> Tensor:
     words = shapes.pack_fields(values, f)
     if values.is_cpu:
         operands, made, count = addresses(values), addresses(words), values.numel()
-        spread(count, _FIELD_S, BLOCK, cpu_trunc.packed, *operands, f, count, _ZERO[torch.int64], *made)
+        parallel_for(count, _FIELD_S, BLOCK, cpu_trunc.packed, *operands, f, count, _ZERO[torch.int64], *made)
     elif not values.is_meta:
         _gpu("trunc", "pack_fields", values, f, words, writes=1)
     return words
@@ -322,7 +322,7 @@ def unpack_fields(words: Tensor, count: int, f: int) -> Tensor:
     values = shapes.unpack_fields(words, count, f)
     if words.is_cpu:
         operands, made = addresses(words), addresses(values)
-        spread(count, _FIELD_S, BLOCK, cpu_trunc.unpacked, *operands, f, count, _ZERO[torch.int64], *made)
+        parallel_for(count, _FIELD_S, BLOCK, cpu_trunc.unpacked, *operands, f, count, _ZERO[torch.int64], *made)
     elif not words.is_meta:
         _gpu("trunc", "unpack_fields", words, count, f, values, writes=1)
     return values
@@ -340,7 +340,7 @@ def trunc_helper(
     made = shapes.trunc_helper(error, g1, g2, z1, rho1, zeta1, zeta2, f, width)
     if z1.is_cpu:
         operands, count = addresses(error, g1, g2, z1, rho1, zeta1, zeta2), z1.numel()
-        spread(
+        parallel_for(
             count, 4 * _FIELD_S, BLOCK, cpu_trunc.helper, *operands, f, width, count, _ZERO[z1.dtype], *addresses(*made)
         )  # fmt: skip
     elif not z1.is_meta:
@@ -355,7 +355,9 @@ def trunc_open(
     made = w, packed = shapes.trunc_open(mine, theirs, rho, zeta, f, width)
     if w.is_cpu:
         (*operands, opened, fields), count = addresses(mine, theirs, rho, zeta, w, packed), w.numel()
-        spread(count, 3 * _FIELD_S, BLOCK, cpu_trunc.opened, *operands, f, width, count, _ZERO[w.dtype], opened, fields)
+        parallel_for(
+            count, 3 * _FIELD_S, BLOCK, cpu_trunc.opened, *operands, f, width, count, _ZERO[w.dtype], opened, fields
+        )
     elif not w.is_meta:
         _gpu("trunc", "trunc_open", mine, theirs, rho, zeta, f, width, *made, writes=2)
     return made
@@ -368,7 +370,9 @@ def trunc_close(
     made = half, own = shapes.trunc_close(w, mine, theirs, z, zeta, f, width)
     if w.is_cpu:
         (*operands, value, mask), count = addresses(w, mine, theirs, z, zeta, half, own), w.numel()
-        spread(count, 3 * _FIELD_S, BLOCK, cpu_trunc.closed, *operands, f, width, count, _ZERO[w.dtype], value, mask)
+        parallel_for(
+            count, 3 * _FIELD_S, BLOCK, cpu_trunc.closed, *operands, f, width, count, _ZERO[w.dtype], value, mask
+        )
     elif not w.is_meta:
         _gpu("trunc", "trunc_close", w, mine, theirs, z, zeta, f, width, *made, writes=2)
     return made

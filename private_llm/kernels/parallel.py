@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from private_llm.kernels.watching import launch, this_thread
+from private_llm.kernels.trace_hook import launch, this_thread
 
 LEAST_S = 200e-6
 """Least work for a thread: handing a piece over and waiting for it costs 30 to 150 microseconds."""
@@ -62,11 +62,11 @@ def nodes_at_once(nodes: int) -> int | None:
 
 def threads(seconds: float) -> int:
     """Threads for an operation that takes one thread about `seconds`."""
-    least = LEAST_S if this_thread.watcher is None else TEAM_LEAST_S
+    least = LEAST_S if this_thread.hook is None else TEAM_LEAST_S
     return max(1, min(torch.get_num_threads(), int(seconds / least)))
 
 
-def cuts(total: int, pieces: int, step: int = 1) -> list[tuple[int, int]]:
+def split_range(total: int, pieces: int, step: int = 1) -> list[tuple[int, int]]:
     """At most `pieces` ranges (first, last), nearly equally long, that cover 0 .. total, cut at multiples of `step`."""
     blocks = -(-total // step)
     pieces = max(1, min(pieces, blocks))
@@ -74,7 +74,7 @@ def cuts(total: int, pieces: int, step: int = 1) -> list[tuple[int, int]]:
     return list(pairwise(edges))
 
 
-def spread(count: int, unit_s: float, step: int, kernel: Callable[..., None], *arguments: Any) -> None:  # noqa: ANN401
+def parallel_for(count: int, unit_s: float, step: int, kernel: Callable[..., None], *arguments: Any) -> None:  # noqa: ANN401
     """Launch a kernel for 0 .. count on as many threads as are worth it; its last two arguments say which part.
 
     unit_s: about what one of them takes on one thread. step: parts are cut at multiples of it. arguments: addresses,
@@ -83,11 +83,11 @@ def spread(count: int, unit_s: float, step: int, kernel: Callable[..., None], *a
     seconds = count * unit_s
     pieces = 1 if seconds < _SMALL_S else threads(seconds)
     if pieces == 1:  # as `launch`, a call less of thousands
-        if this_thread.watcher is not None:
-            this_thread.watcher.launched(kernel, (*arguments, 0, count))
+        if this_thread.hook is not None:
+            this_thread.hook.launched(kernel, (*arguments, 0, count))
         kernel(*arguments, 0, count)
     else:
-        each(partial(launch, kernel, *arguments), cuts(count, pieces, step))
+        run_parallel(partial(launch, kernel, *arguments), split_range(count, pieces, step))
 
 
 class _Pieces:
@@ -135,7 +135,7 @@ class _Pieces:
             raise failed
 
 
-def each(work: Callable[[int, int], None], ranges: Sequence[tuple[int, int]]) -> None:
+def run_parallel(work: Callable[[int, int], None], ranges: Sequence[tuple[int, int]]) -> None:
     """work(first, last) for all ranges side by side, the first one here; raises what a piece raised, and interrupts,
     once no piece is computed any more.
 
@@ -144,8 +144,8 @@ def each(work: Callable[[int, int], None], ranges: Sequence[tuple[int, int]]) ->
     if len(ranges) == 1:
         work(*ranges[0])
         return
-    if this_thread.watcher is not None:
-        this_thread.watcher.beside(work, ranges)
+    if this_thread.hook is not None:
+        this_thread.hook.parallel_region(work, ranges)
         return
     pieces, whole = _Pieces(work), False
     try:

@@ -16,7 +16,7 @@ from private_llm.kernels import ops
 from private_llm.kernels.address import addresses
 from private_llm.kernels.backends.cpu import waves as cpu
 from private_llm.kernels.backends.cpu.trunc import BLOCK
-from private_llm.kernels.parallel import spread
+from private_llm.kernels.parallel import parallel_for
 from private_llm.kernels.shapes import packed_words
 
 _WAVE_S, _WRAP_S = 4e-9, 3e-9
@@ -59,7 +59,7 @@ def hidden(mask: Tensor, drawn: Tensor, plan: Plan, turns: Tensor) -> Tensor:
     if mask.is_cpu:
         (masks,), (fields, made) = addresses(mask), addresses(drawn, message)
         table = turns.view(-1).numpy()
-        spread(
+        parallel_for(
             mask.numel(), len(plan.table) * _WAVE_S, BLOCK, cpu.hidden, masks, mask.numel(), plan.table, plan.sizes,
             table, fields, drawn.numel(), made
         )  # fmt: skip
@@ -74,7 +74,7 @@ def summed(masked: Tensor, shares: Tensor, plan: Plan, turns: Tensor, first: boo
     if masked.is_cpu:
         operands, made = addresses(masked, shares), addresses(piece)
         table = turns.view(-1).numpy()
-        spread(
+        parallel_for(
             masked.numel(), len(plan.table) * _WAVE_S, BLOCK, cpu.summed, *operands, shares.numel(), masked.numel(),
             plan.table, plan.sizes, table, more, *made,
         )  # fmt: skip
@@ -88,7 +88,7 @@ def wraps(g1: Tensor, g2: Tensor, drawn: Tensor, plan: Plan) -> Tensor:
     message = torch.zeros_like(drawn)
     if g1.is_cpu:
         masks, (fields, made) = addresses(g1, g2), addresses(drawn, message)
-        spread(
+        parallel_for(
             g1.numel(), _WRAP_S, BLOCK, cpu.wraps, *masks, g1.numel(), plan.shift, plan.narrow, plan.above, fields,
             drawn.numel() // 2, made
         )  # fmt: skip
@@ -102,7 +102,7 @@ def widened(opened: Tensor, g: Tensor, shares: Tensor, plan: Plan, first: bool, 
     if piece.is_cpu:
         operands, made = addresses(opened, g, shares), addresses(piece)
         words = shares.numel() // 2
-        spread(
+        parallel_for(
             piece.numel(), _WRAP_S, BLOCK, cpu.widened, *operands, words, piece.numel(), plan.shift, plan.narrow,
             plan.above, first, *made
         )  # fmt: skip

@@ -197,7 +197,7 @@ def _attended(
         scores = _scores(query, key, scale, pattern.select, query.session.frac, width)
     else:
         capped = precise_tanh(_scores(query, key, scale / softcap, pattern.select, query.session.frac + SLACK))
-        scores = times_scalar(SecretTensor(capped), softcap).at(query.session.frac)
+        scores = times_scalar(SecretTensor(capped), softcap).rescale(query.session.frac)
     counting = scores if present is None else scores.scale_int(present)
     watch_flat(counting, _score_bits(scores) + scores.frac, pattern.entries)
     if pattern.select is None:
@@ -209,7 +209,9 @@ def _attended(
         if late is not None:
             mixed = _divided_last(scores, pattern, grouped, value, late, present)
             return mixed.view(lambda part: part.reshape(batch, heads, queries, -1)), None
-        weights = soften(scores, pattern, None if sinks is None else _at_rows(sinks.at(scores.frac), pattern), present)
+        weights = soften(
+            scores, pattern, None if sinks is None else _at_rows(sinks.rescale(scores.frac), pattern), present
+        )
     weighing = weights.view(lambda part: part.reshape(*grouped, keys))
     frac = read_frac(value.session)
     mixed = mixed_values(weighing, value, pattern, frac, read_width(value.session, frac, "value"))

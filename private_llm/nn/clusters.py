@@ -86,13 +86,13 @@ def _some(x: Fixed, start: int, stop: int) -> Fixed:
 
 def _larger(a: Fixed, b: Fixed) -> Fixed:
     gap = a - b
-    return a + gap.choose(coarse_bits(gap, [0.0], extra=1, resolution=RESOLUTION_BITS), [-1], [0.0])
+    return a + gap.select(coarse_bits(gap, [0.0], extra=1, resolution=RESOLUTION_BITS), [-1], [0.0])
 
 
 def _both(a: Fixed, b: Fixed) -> tuple[Fixed, Fixed]:
     """(larger, smaller) of equal shapes by one comparison."""
     gap = a - b
-    less = gap.choose(coarse_bits(gap, [0.0], extra=1, resolution=RESOLUTION_BITS), [-1], [0.0])  # b - a if a < b
+    less = gap.select(coarse_bits(gap, [0.0], extra=1, resolution=RESOLUTION_BITS), [-1], [0.0])  # b - a if a < b
     return a + less, b - less
 
 

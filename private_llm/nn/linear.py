@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from private_llm.kernels.drawn import DrawnTensor
+from private_llm.kernels.seeded_tensor import SeededTensor
 from private_llm.net.ledger import Ledger
 from private_llm.protocols.share import Share
 from private_llm.tensor.secret import SecretTensor
@@ -107,7 +107,7 @@ def lie_together(weights: Sequence[Tensor]) -> bool:
 
 def _one_below_the_other(weights: Sequence[Tensor]) -> SecretTensor | None:
     """The weights as one, without a copy, if their shares lie one below the other (another session has joined them)."""
-    fixed = [weight.raw for weight in weights if isinstance(weight, SecretTensor)]
+    fixed = [weight.value(full=True) for weight in weights if isinstance(weight, SecretTensor)]
     if len(fixed) < len(weights) or len({value.frac for value in fixed}) > 1:
         return None
     parts = [_whole(rows) for rows in zip(*(value.share.parts for value in fixed), strict=True)]
@@ -117,7 +117,7 @@ def _one_below_the_other(weights: Sequence[Tensor]) -> SecretTensor | None:
 
 def _whole(rows: Sequence[Tensor]) -> Tensor | None:
     """The tensor [R1 + R2 + .., K] that matrices [R, K] were split from, if they follow each other in its memory."""
-    if all(isinstance(row, DrawnTensor) for row in rows):
+    if all(isinstance(row, SeededTensor) for row in rows):
         return torch.cat(list(rows))
     first, at = rows[0], rows[0].storage_offset()
     for row in rows:
@@ -136,7 +136,7 @@ def _memory(x: Tensor) -> int:
 
 def content_of(x: Tensor) -> object:
     """What changes when a secret tensor is assigned to in place."""
-    return x.content if isinstance(x, SecretTensor) else x
+    return x.value(masked=True) if isinstance(x, SecretTensor) else x
 
 
 def can_share(layers: Sequence[nn.Module]) -> bool:

@@ -54,7 +54,7 @@ def _measured(x: SecretTensor, weight: Tensor | None, eps: float, centred: bool 
     entries are cut to those. It lets the products of a residual sum leave no more, so that this happens once at most,
     where a model's values become massive.
     """
-    value = x.raw if x.raw.frac <= x.session.frac else x.to_fixed()
+    value = x.value(full=True) if x.value(full=True).frac <= x.session.frac else x.to_fixed()
     width, known = x.shape[-1], x.session.exponent("square")
     gain = 0 if weight is None else x.session.exponent("gain")
     square = WIDEST if known is None else min(known, WIDEST)

@@ -56,7 +56,7 @@ def attention_rule(
     allowed, bias = _read_mask(query, key, attn_mask, is_causal)
     q, k, v = (t for t in operands if isinstance(t, SecretTensor))
     factor = query.shape[-1] ** -0.5 if scale is None else scale
-    return SecretTensor(attend(q.raw, k.to_operand(), v.to_operand(), allowed, factor, bias=bias))
+    return SecretTensor(attend(q.value(full=True), k.to_operand(), v.to_operand(), allowed, factor, bias=bias))
 
 
 def _read_mask(query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool) -> tuple[Tensor | None, Tensor | None]:

@@ -31,11 +31,11 @@ def repeats(session: Session) -> bool:
 @contextmanager
 def alike(session: Session) -> Iterator[None]:
     """Inside, all layers' scores, values and readers count as the widest, so that layers share programs. Local."""
-    kept, session.known.alike = session.known.alike, frozenset({"score", "value", "read"})
+    kept, session.numerics.shared_ranges = session.numerics.shared_ranges, frozenset({"score", "value", "read"})
     try:
         yield
     finally:
-        session.known.alike = kept
+        session.numerics.shared_ranges = kept
 
 
 def padded_length(length: int) -> int:

@@ -69,13 +69,13 @@ class ActivityPredictor(nn.Module):
             isinstance(hidden, SecretTensor) and isinstance(weight, SecretTensor) and isinstance(bias, SecretTensor)
         ):
             raise UnsupportedOp("a predictor of activity needs a secret input and secret weights")
-        value, held = hidden.to_operand(), weight.raw
+        value, held = hidden.to_operand(), weight.value(full=True)
         value = value.view(lambda part: part.reshape(-1, part.shape[-1]))
         scores = value.matmul(held.view(Tensor.t), frac=value.frac + held.frac)  # no bit is dropped: one round
-        scores = scores + bias.raw
+        scores = scores + bias.value(full=True)
         watch_flat(scores, scores.frac + SCORE_BITS - 1)
         bits = min(scores.session.ring.bits, scores.frac + SCORE_BITS + 1)
-        return scores.proto.invert(scores.below([0.0], bits=bits, low=max(0, scores.frac - RESOLUTION_BITS)))
+        return scores.proto.invert(scores.less_than([0.0], bits=bits, low=max(0, scores.frac - RESOLUTION_BITS)))
 
     def opened(self, x: Tensor, positions: int, budget: int | None) -> Tensor:
         """The units to compute, bool [positions, units], in the owner's order: `opened_units`, booked as this module's.
@@ -153,11 +153,11 @@ class SparseFeedForward:
         weight, bias = self._writer.weight, self._writer.bias
         if len(wanted) > FEW_ROWS or not isinstance(weight, SecretTensor):
             return self._dense(h.viewed(lambda part: _spread(part, wanted, lead)))
-        held, turned = weight.raw, _is_turned(self._writer)
+        held, turned = weight.value(full=True), _is_turned(self._writer)
         there = held.view(lambda part: part if turned else part.t())
 
         def product(value: Fixed, frac: int | None) -> Fixed:
-            made = sparse_input_product(value.whole(), there, wanted, frac)
+            made = sparse_input_product(value.restore_high_bits(), there, wanted, frac)
             return made.view(lambda part: part.view(*lead, part.shape[-1]))
 
         return linear_by(h, held.frac, product, bias if isinstance(bias, Tensor) else None)
@@ -300,12 +300,12 @@ def _at_wanted(
     weight, bias = joined([(layer.weight, layer.bias) for layer in layers])  # type: ignore[misc]
     if not isinstance(weight, SecretTensor):
         raise UnsupportedOp("products at predicted outputs need secret weights")
-    held, columns = weight.raw, wanted.nonzero()[:, 1]
+    held, columns = weight.value(full=True), wanted.nonzero()[:, 1]
     there = held.view(lambda part: part if _is_turned(layers[0]) else part.t())
     shape = (len(wanted), -1) if equal else (-1,)
 
     def product(value: Fixed, frac: int | None) -> Fixed:
-        rows = value.whole().view(lambda part: part.reshape(-1, part.shape[-1]))
+        rows = value.restore_high_bits().view(lambda part: part.reshape(-1, part.shape[-1]))
         return sparse_output_product(rows, there, wanted, frac).view(lambda part: part.view(shape))
 
     found = None if equal else functools.partial(_spread, wanted=wanted, lead=(len(wanted),))

@@ -123,7 +123,7 @@ def choose_clusters(
     groups = representatives[0].shape[1]
     blocks, shared = batch * groups, heads // groups
     total = query.view(lambda part: part.reshape(batch, groups, shared, depth).sum(2, keepdim=True, dtype=part.dtype))
-    total = total.at(query.session.frac) if total.frac > query.session.frac + SLACK else total
+    total = total.rescale(query.session.frac) if total.frac > query.session.frac + SLACK else total
     every = concatenated(list(representatives), 2)
     likeness = total.matmul(every.view(lambda part: part.transpose(-1, -2)), frac=LIKENESS_BITS)
     tokens = None if arranged is None else torch.cat([arranged.of_tokens(size) for size in shape.sizes], 1)
@@ -181,7 +181,7 @@ def attend_to_chosen(
     groups, entries, shape = key.shape[1], key.shape[2], chosen.shape
     shared = heads // groups
     grouped = scaled(query.view(lambda part: part.reshape(batch, groups, shared, depth)), _inner(scale, softcap))
-    grouped = grouped.at(query.session.frac) if grouped.frac > query.session.frac + SLACK else grouped
+    grouped = grouped.rescale(query.session.frac) if grouped.frac > query.session.frac + SLACK else grouped
     turned = key.view(lambda part: part.transpose(-1, -2))
     seen = _seen(mask, batch)
     scores = _scores(grouped, turned, softcap, seen is None and addend is None, len(chosen.levels))  # [B, G, shared, n]
@@ -194,7 +194,7 @@ def attend_to_chosen(
     if penalty is not None and softcap is None:
         scores, penalty = scores + penalty, None
     elif penalty is not None:  # a cap would hide it: one column more to take
-        scores = concatenated([scores, penalty.at(scores.frac)], 2)
+        scores = concatenated([scores, penalty.rescale(scores.frac)], 2)
     columns, end = scores.shape[2], shape.first + shape.clustered
     rows = scores.view(lambda part: part[..., shape.first : end].transpose(2, 3).reshape(batch * groups, -1, columns))
     taken = chosen.take(rows).view(lambda part: part.view(batch, groups, -1, columns).transpose(2, 3))
@@ -223,18 +223,18 @@ def _attend_to_gathered(
     shared, end = heads // groups, shape.first + shape.clustered
     seen = _seen(mask, batch)
     key = key if seen is None else key.scale_int(seen.unsqueeze(-1).to(key.share.parts[0]))
-    made = [key.at(query.session.frac), value.at(query.session.frac)]
+    made = [key.rescale(query.session.frac), value.rescale(query.session.frac)]
     both = chosen.in_order(concatenated(made, 3), 2)
     addend = None if addend is None else chosen.in_order(addend)
     penalty = _penalty(query, (batch, groups, 1, both.shape[2]), chosen.seen(seen), addend)
-    both = both if penalty is None else concatenated([both, _column(penalty.at(query.session.frac))], 3)
+    both = both if penalty is None else concatenated([both, _column(penalty.rescale(query.session.frac))], 3)
     rows = both.view(lambda part: part[:, :, shape.first : end].reshape(batch * groups, -1, part.shape[-1]))
     taken = chosen.take(rows).view(lambda part: part.unflatten(0, (batch, groups)))
     pieces = [taken, *(both.view(lambda part, s=s: part[:, :, s]) for s in _outside(shape, both.shape[2]))]  # type: ignore[misc]
     held = concatenated(pieces, 2)
     near = held.view(lambda part: part[..., :depth])
     grouped = scaled(query.view(lambda part: part.reshape(batch, groups, shared, depth)), _inner(scale, softcap))
-    grouped = grouped.at(query.session.frac) if grouped.frac > query.session.frac + SLACK else grouped
+    grouped = grouped.rescale(query.session.frac) if grouped.frac > query.session.frac + SLACK else grouped
     turned = near.view(lambda part: part.transpose(-1, -2))
     scores = _scores(grouped, turned, softcap, seen is None and addend is None, 0)
     watch_flat(scores, REACH - 1 + scores.frac)
@@ -311,11 +311,11 @@ def _weights(
     penalty: to be added after the cap, [B, G, 1, n].
     """
     batch, frac = scores.shape[0], scores.session.frac
-    scores = scores.at(frac if softcap is None else frac + SLACK)
+    scores = scores.rescale(frac if softcap is None else frac + SLACK)
     if softcap is not None:
-        scores = times_scalar(SecretTensor(precise_tanh(scores)), softcap).at(frac)
+        scores = times_scalar(SecretTensor(precise_tanh(scores)), softcap).rescale(frac)
     if penalty is not None:
-        scores = scores + penalty.at(frac)
+        scores = scores + penalty.rescale(frac)
     scores = scores.view(lambda part: part.reshape(batch, heads, 1, -1))
     active = None if mask is None else mask.any(-1, keepdim=True).expand(batch, heads, 1, 1)
     if active is None or bool(active.all()):
@@ -323,7 +323,7 @@ def _weights(
     else:
         pattern = pattern_of(active.expand(-1, -1, -1, scores.shape[-1]), batch, heads, 1, scores.shape[-1])
         scores = scores.view(lambda part: part.reshape(-1)[pattern.select])
-    every = None if sinks is None else _of_rows(sinks.at(scores.frac), pattern.row_numbers % heads)
+    every = None if sinks is None else _of_rows(sinks.rescale(scores.frac), pattern.row_numbers % heads)
     return soften(scores, pattern, every)
 
 

@@ -23,7 +23,7 @@ from private_llm.oblivious.chosen_rows import one_hot_cost, shuffled_cost
 from private_llm.oblivious.compaction import compaction_cost
 from private_llm.oblivious.pricing import Pricing
 from private_llm.oblivious.topk import cost as topk_cost
-from private_llm.protocols.narrow import Narrow
+from private_llm.protocols.narrow import BitWidths
 from private_llm.protocols.session import Session
 from private_llm.ranges import REACH
 
@@ -99,8 +99,8 @@ def moving_cost(
     if composes(shape, shared, depth, value_size, gather):
         levels = [(shape.clustered // shape.sizes[-1], shape.kept[-1], shape.sizes[-1])]
     right = 0 if width is None else width + (0 if keys else len(levels))
-    narrow = Narrow(min(ring.bits, right + shift), right) if right else None
-    total = prices.product(ring, blocks * shared * left, shift if narrow else 0, narrow)
+    widths = BitWidths(min(ring.bits, right + shift), right) if right else None
+    total = prices.product(ring, blocks * shared * left, shift if widths else 0, widths)
     for there, kept, size in levels:
         entries = blocks * size
         if gather == "shuffled-scores":
@@ -108,7 +108,7 @@ def moving_cost(
             total += prices.shuffle(ring, there * entries * back, undo=True)
             continue
         if right and not keys:
-            total += prices.product(ring, kept * entries * moved, 1, Narrow(right, right - 1))
+            total += prices.product(ring, kept * entries * moved, 1, BitWidths(right, right - 1))
             right -= 1
         else:
             total += prices.product(ring, kept * entries * moved, 0)

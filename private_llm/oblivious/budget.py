@@ -105,7 +105,7 @@ def filled(session: Session, active: BitShare, vectors: int, budget: int) -> Bit
     # of the others, this one's number plus how many are active in all
     place = torch.arange(1.0, units + 1, dtype=torch.float64).expand(vectors, units)
     behind = before.view(lambda part: part[:, -1:] - part) + place
-    within = before.stack(behind).below([budget + 1.0], bits=units.bit_length() + 2)
+    within = before.stack(behind).less_than([budget + 1.0], bits=units.bit_length() + 2)
     first, others = _halves(within)
     # [first where active, others elsewhere]
     chosen = protocol.xor(others, protocol.and_(bits, protocol.xor(first, others)))

@@ -122,7 +122,7 @@ class ShuffledRows(ChosenRows):
         flat = x.view(lambda part: part.flatten(0, 1)).share
         moved = x.with_share(x.proto.shuffle(flat, self.order, places=self.places.view(-1)))
         taken = moved.view(lambda part: part.unflatten(0, self.places.shape))
-        return taken if frac is None else taken.at(frac)
+        return taken if frac is None else taken.rescale(frac)
 
     def put_back(self, y: Fixed) -> Fixed:
         """One shuffle of all rows, undone: 40 bytes an element and 3 rounds in trio."""
@@ -146,7 +146,7 @@ def one_hot_rows(marks: Fixed, kept: int) -> OneHotRows:
     total = blocks * rows
     spare = -total % _LANES
     before = marks.view(lambda part: torch.constant_pad_nd(part.cumsum(1, dtype=part.dtype).view(-1), (0, spare)))
-    bits = before.below([float(j) for j in range(1, kept + 1)], bits=rows.bit_length() + 2)
+    bits = before.less_than([float(j) for j in range(1, kept + 1)], bits=rows.bit_length() + 2)
     flat = BitShare(tuple(part.reshape(1, -1) for part in bits.parts), kept * (total + spare))
     less = arithmetic(marks.session, flat, [1.0], 0)
 
@@ -170,7 +170,7 @@ def shuffled_rows(marks: Fixed, bits: BitShare, kept: int) -> ShuffledRows:
     """The way of shuffles. marks and bits: the same zeros and ones, [blocks, rows] and one vector of their flat order.
 
     A shuffle of a bit a row, and its opening (`shuffled_cost`). If another number of marks is opened, any rows and
-    `Known.ranked_wrong`. Raises ProtocolAbort if this party is not told.
+    `NumericContext.ranked_wrong`. Raises ProtocolAbort if this party is not told.
     """
     blocks, rows = marks.shape
     proto = marks.proto
@@ -183,7 +183,7 @@ def shuffled_rows(marks: Fixed, bits: BitShare, kept: int) -> ShuffledRows:
         if bool((found.sum(1) == kept).all()):
             places = found.flatten().nonzero()[:, 0].view(blocks, kept).cpu()
         else:
-            marks.session.known.ranked_wrong = True
+            marks.session.numerics.ranked_wrong = True
     return ShuffledRows(order, places, rows)
 
 

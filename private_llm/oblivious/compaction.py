@@ -4,7 +4,7 @@ All rows move in a fresh secret order. Beside them moves a number for each: 0 fo
 stays which of those it is, 1 .. kept. These numbers are opened in the secret order. They are a uniform arrangement of
 1 .. kept and zeros, whatever is marked, so opening them says nothing; and rows that they mark can be picked, and put
 back in their old order, in the clear. Of values that left their range another number of rows may be marked: then any
-`kept` rows are moved, and the call's verdict says that its answer is wrong (`Known.ranked_wrong`). Source:
+`kept` rows are moved, and the call's verdict says that its answer is wrong (`NumericContext.ranked_wrong`). Source:
 shuffle-based indexing (Comet, section 4.2), with ranks for bits.
 """
 
@@ -67,7 +67,7 @@ def compact(marks: Fixed, kept: int) -> Compaction:
         raise ProtocolAbort("compact: this party is not told what is opened; want an order that nobody knows")
     places = _places(opened, blocks, kept)
     if places is None:
-        marks.session.known.ranked_wrong = True
+        marks.session.numerics.ranked_wrong = True
         places = first_places(blocks, rows, kept)
     return Compaction(order, places, rows)
 

@@ -119,7 +119,7 @@ def _step(
     """Steps 2 to 4 for one digit, with all y_j: G and C afterwards."""
     proto, rows = x.proto, plan.thresholds
     counts = _count(x, plan, proto.xor(copies(larger, rows), reached))
-    enough = proto.invert(counts.below([float(k)], bits=plan.count_bits))
+    enough = proto.invert(counts.less_than([float(k)], bits=plan.count_bits))
     found = BitShare(tuple(plan.repeat(part, rows) for part in enough.parts), plan.size)
     # entries whose digit is j - 1, for j = 1 .. 2^b
     exactly = proto.xor(joined(equal, reached), joined(reached, proto.xor(equal, equal)))
@@ -137,7 +137,7 @@ def _first_of_equals(x: Fixed, k: int, plan: Plan, larger: BitShare, equal: BitS
     ones = x.with_share(proto.inject(tied, None, [0], [1]), 0)
     upto = ones.view(lambda part: part.view(plan.rows, plan.width).cumsum(1, dtype=part.dtype))
     place = upto + above.view(lambda part: part.view(plan.rows, 1))
-    within = place.below([k + 1.0], bits=plan.count_bits)
+    within = place.less_than([k + 1.0], bits=plan.count_bits)
     return proto.xor(kept, proto.and_(tied, within))
 
 

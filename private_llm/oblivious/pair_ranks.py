@@ -29,7 +29,7 @@ def largest_bits(x: Fixed, k: int, bits: int, depth: int) -> BitShare:
     device = x.share.parts[0].device
     first, second = torch.triu_indices(width, width, 1).to(device)
     gap = x.view(lambda part: part[:, first] - part[:, second])
-    loses = gap.below([0.0], bits=bits + 1)  # [the second comes before the first]
+    loses = gap.less_than([0.0], bits=bits + 1)  # [the second comes before the first]
     pair, leads = _partners(width)
     pair, count = pair.to(device), rows * width
 
@@ -41,7 +41,7 @@ def largest_bits(x: Fixed, k: int, bits: int, depth: int) -> BitShare:
     turned = packed(leads.to(device).repeat(1, rows))
     every = proto.invert(nothing)
     before = proto.xor(before, BitShare(tuple(part & turned for part in every.parts), count))
-    return counting.column_sums(x, before, depth).below([float(k)], bits=_rank_bits(width))
+    return counting.column_sums(x, before, depth).less_than([float(k)], bits=_rank_bits(width))
 
 
 @lru_cache(maxsize=64)

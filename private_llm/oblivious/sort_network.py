@@ -127,10 +127,10 @@ class Order:
         """
         if self.joined:
             gap = whole_words(self._key(a) - self._key(b))
-            return gap.below([0.0], bits=self.bits + self.index_bits + 1)
+            return gap.less_than([0.0], bits=self.bits + self.index_bits + 1)
         gaps = [whole_words(x - y) for x, y in zip(a, b, strict=True)]
-        smaller = gaps[0].below([0.0, 1.0], bits=self.bits + 1)  # and [at most equal]
-        later = (-gaps[1]).below([0.0], bits=self.index_bits + 1)
+        smaller = gaps[0].less_than([0.0, 1.0], bits=self.bits + 1)  # and [at most equal]
+        later = (-gaps[1]).less_than([0.0], bits=self.index_bits + 1)
         proto = gaps[0].proto
         return proto.xor(smaller.row(0), proto.and_(proto.xor(smaller.row(0), smaller.row(1)), later))
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from private_llm.errors import DomainError
 from private_llm.kernels import ops
 from private_llm.kernels.forms import Form
-from private_llm.kernels.watching import as_array
+from private_llm.kernels.trace_hook import as_array
 from private_llm.tensor.fixed import Fixed
 
 Multiply = Callable[[Tensor, Tensor], Tensor]

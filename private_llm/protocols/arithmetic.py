@@ -20,7 +20,7 @@ from torch import Tensor
 
 from private_llm.errors import UnsupportedOp
 from private_llm.kernels.forms import Conv2d, Form, Matmul
-from private_llm.protocols.narrow import Narrow
+from private_llm.protocols.narrow import BitWidths
 from private_llm.protocols.party_end import PartyEnd
 from private_llm.protocols.share import Share
 
@@ -41,7 +41,7 @@ class Arithmetic(PartyEnd):
     """Whether every division is the floor, never one unit more."""
 
     has_narrow = False
-    """Whether divisions make use of `narrow` (in a 64-bit ring), and `cut` is there."""
+    """Whether divisions make use of `narrow` (in a 64-bit ring), and `local_truncate` is there."""
 
     def may_wrap(self) -> AbstractContextManager[None]:
         """Around steps whose values may leave the ring, because what wrapped is multiplied by zero later on. Local.
@@ -83,7 +83,7 @@ class Arithmetic(PartyEnd):
 
     # -- products ---------------------------------------------------------------------------------------
     @abstractmethod
-    def truncate(self, x: Share, shift: int, narrow: Narrow | None = None) -> Share:
+    def truncate(self, x: Share, shift: int, widths: BitWidths | None = None) -> Share:
         """floor(x / 2^shift), plus at most one unit, for |x| < 2^(ring bits - 2); the shape of x.
 
         `shift=0` returns x, local. 1 round. Bytes an element: trio e + 3 s / 8 (14.75), quad 2 e + 5 s / 8 (27.25);
@@ -91,7 +91,7 @@ class Arithmetic(PartyEnd):
         makes more bits right. Raises DomainError for a shift outside the ring.
         """
 
-    def cut(self, x: Share, shift: int) -> Share:
+    def local_truncate(self, x: Share, shift: int) -> Share:
         """x / 2^shift rounded to an integer that is less than two units away, modulo 2^(b - shift). Local.
 
         b: how many of the lowest bits of x are right (all of the ring's, but for narrow results). The shape of x; what
@@ -101,7 +101,7 @@ class Arithmetic(PartyEnd):
         raise UnsupportedOp("a local division: this protocol has none; want trio or dealer")
 
     @abstractmethod
-    def mul(self, x: Share, y: Share, shift: int = 0, narrow: Narrow | None = None) -> Share:
+    def mul(self, x: Share, y: Share, shift: int = 0, widths: BitWidths | None = None) -> Share:
         """Elementwise product x*y with broadcasting, divided by 2^shift; before a division |x*y| < 2^(ring bits - 2).
 
         narrow: of x*y k bits are right, and |x*y| < 2^(k-2); of the result r bits are wanted, and nothing is promised
@@ -116,7 +116,7 @@ class Arithmetic(PartyEnd):
     @abstractmethod
     def bilinear(
         self, form: Form, x: Share, y: Share, shift: int = 0, select: Tensor | None = None,
-        narrow: Narrow | None = None,
+        widths: BitWidths | None = None,
     ) -> Share:  # fmt: skip
         """B(x, y) of a bilinear form, divided by 2^shift; rounds and bytes an output as `mul`, whatever it sums over.
 
@@ -125,13 +125,13 @@ class Arithmetic(PartyEnd):
         """
 
     def matmul(
-        self, x: Share, y: Share, shift: int = 0, select: Tensor | None = None, narrow: Narrow | None = None
+        self, x: Share, y: Share, shift: int = 0, select: Tensor | None = None, widths: BitWidths | None = None
     ) -> Share:  # fmt: skip
         """torch.matmul of x [..., M, K] and y [..., K, N] to [..., M, N], divided by 2^shift.
 
         `select`, `narrow`, rounds, bytes and errors as `bilinear`.
         """
-        return self.bilinear(Matmul(), x, y, shift, select, narrow)
+        return self.bilinear(Matmul(), x, y, shift, select, widths)
 
     def conv2d(self, x: Share, w: Share, conv: Conv2d, shift: int = 0) -> Share:
         """Convolution of x [B, C, H, W] with w [O, C / groups, kh, kw] to [B, O, H', W'], divided by 2^shift.

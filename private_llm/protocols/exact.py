@@ -20,7 +20,7 @@ from torch import Tensor
 from private_llm.kernels.forms import Form
 from private_llm.protocols.boolean import Weights, check_low
 from private_llm.protocols.exponential import Exponential
-from private_llm.protocols.narrow import Narrow
+from private_llm.protocols.narrow import BitWidths
 from private_llm.protocols.piecewise import Pieces
 from private_llm.protocols.protocol import Protocol
 from private_llm.protocols.share import BitShare, Share
@@ -37,7 +37,7 @@ class ExactTruncation(Protocol):
     has_waves = False
     has_narrow = False
 
-    def truncate(self, x: Share, shift: int, narrow: Narrow | None = None) -> Share:
+    def truncate(self, x: Share, shift: int, widths: BitWidths | None = None) -> Share:
         """floor(x / 2^shift) for |x| < 2^(ring bits - 2); the shape of x.
 
         Shift 18: 5 rounds, 49.4 bytes an element in trio, 86.6 in quad (64 bits).
@@ -49,7 +49,7 @@ class ExactTruncation(Protocol):
         below = self.inject(self.msb(rest, bits=shift + 1), None, [0], [1])
         return self.sub(high, below.map(lambda part: part.view(x.shape)))
 
-    def mul(self, x: Share, y: Share, shift: int = 0, narrow: Narrow | None = None) -> Share:
+    def mul(self, x: Share, y: Share, shift: int = 0, widths: BitWidths | None = None) -> Share:
         """floor(x*y / 2^shift): the product (1 round), then `truncate`.
 
         Shift 18: 6 rounds, 73.4 bytes an output in trio, 126.6 in quad (64 bits).
@@ -58,7 +58,7 @@ class ExactTruncation(Protocol):
 
     def bilinear(
         self, form: Form, x: Share, y: Share, shift: int = 0, select: Tensor | None = None,
-        narrow: Narrow | None = None,
+        widths: BitWidths | None = None,
     ) -> Share:  # fmt: skip
         """Matrix product or convolution, exactly divided: 1 round, then `truncate` of the (selected) outputs."""
         return self.truncate(super().bilinear(form, x, y, select=select), shift)

@@ -14,23 +14,24 @@ from private_llm.ring.ring import Ring
 
 
 @dataclass(frozen=True, slots=True)
-class Narrow:
+class BitWidths:
     """How many of the lowest bits are right of x, which they hold: |x| < 2^(given-2), and are wanted of x / 2^shift.
 
     Where no more than given - shift bits are wanted, x may be any number modulo 2^given.
     """
 
-    given: int
-    wanted: int
+    valid_in: int
+    needed_out: int
 
     def fields(self, shift: int) -> int:
         """Bits above those that a division leaves right by itself: with none, its second exchange goes."""
-        return max(0, self.wanted - self.given + shift)
+        return max(0, self.needed_out - self.valid_in + shift)
 
     def check(self, ring: Ring, shift: int) -> None:
         """Raise DomainError for bits that the ring does not have, and for a shift that leaves none."""
-        if not (0 <= shift <= self.given - 3 and 3 <= self.given <= ring.bits and 1 <= self.wanted <= ring.bits):
+        valid, needed, bits = self.valid_in, self.needed_out, ring.bits
+        if not (0 <= shift <= valid - 3 and 3 <= valid <= bits and 1 <= needed <= bits):
             raise DomainError(
-                f"narrow: got a division by 2^{shift} of {self.given} bits that leaves {self.wanted}; want a shift "
-                f"from 0 to the bits given less 3, and bits of the ring ({ring.bits})"
+                f"bit widths: got a division by 2^{shift} of {valid} bits of which {needed} are needed; want a shift "
+                f"from 0 to the valid bits less 3, and at most the {bits} bits of the ring"
             )

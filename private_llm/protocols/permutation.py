@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from private_llm.errors import DomainError, ProtocolAbort
-from private_llm.kernels.watching import as_array
+from private_llm.kernels.trace_hook import as_array
 from private_llm.protocols.share import BitShare, Share, words_for
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from private_llm.net.ledger import Cost
-from private_llm.protocols.narrow import Narrow
+from private_llm.protocols.narrow import BitWidths
 from private_llm.ring.ring import Ring
 
 
@@ -19,7 +19,7 @@ class Prices(Protocol):
     words of 8 bytes.
     """
 
-    def product(self, ring: Ring, count: int, shift: int, narrow: Narrow | None = None) -> Cost:
+    def product(self, ring: Ring, count: int, shift: int, widths: BitWidths | None = None) -> Cost:
         """`mul` and `bilinear` with `count` outputs, whatever the sums are over, divided by 2^shift."""
 
     def truncate(self, ring: Ring, count: int, shift: int) -> Cost:

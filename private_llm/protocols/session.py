@@ -27,48 +27,50 @@ from private_llm.ranges import Ranges
 from private_llm.ring.prg import Seed
 from private_llm.ring.ring import Ring
 
-Owed = tuple[Share, int, Tensor | None]
+PendingRangeCheck = tuple[Share, int, Tensor | None]
 """Signed sums [n] of watched rows, the bits that they may have, and in a batch of several clients which of its rows
 they belong to, int64 [n] (the number of rows for all of them)."""
 
 
-class Known:
+class NumericContext:
     """The ranges that a session works with, set once when its model is loaded, and the checks that a call owes.
 
-    owed: see tensor/range_check.py. pending: a secret tensor, and the bits that its sums may have, to be checked unless
-    the operation on it checks it anyway. batch: of a call whose rows belong to several clients their number, so that
-    each row has a verdict of its own; None: one verdict for the call. compared: which of `ranges.QUANTITIES` the
-    arguments of comparisons are (`exact.comparisons.comparing`). alike: quantities of which every module counts as
-    having the widest range of all modules that have one. seeds: whether masks of weights stay seeds until a layer runs.
+    pending_range_checks: see tensor/range_check.py. deferred_check: a secret tensor, and the bits that its sums may
+    have, to be checked unless the operation on it checks it anyway. batch: of a call whose rows belong to several
+    clients their number, so that each row has a verdict of its own; None: one verdict for the call. compared_quantity:
+    which of `ranges.QUANTITIES` the arguments of comparisons are (`exact.comparisons.comparing`). shared_ranges:
+    quantities of which every module counts as having the widest range of all modules that have one. lazy_masks: whether
+    masks of weights stay seeds until a layer runs.
     ranked_wrong: what parties opened to move chosen rows shows, to all of them, that what was ranked left its range.
     """
 
     def __init__(self) -> None:
         self.ranges = Ranges()
-        self.owed: list[Owed] = []
-        self.pending: tuple[Any, int] | None = None
+        self.pending_range_checks: list[PendingRangeCheck] = []
+        self.deferred_check: tuple[Any, int] | None = None
         self.batch: int | None = None
-        self.compared = "compare"
-        self.alike: frozenset[str] = frozenset()
-        self.seeds = False
+        self.compared_quantity = "compare"
+        self.shared_ranges: frozenset[str] = frozenset()
+        self.lazy_masks = False
         self.ranked_wrong = False
 
     def clear(self) -> None:
         """Owe nothing any more: the call is over."""
-        self.owed, self.pending, self.ranked_wrong = [], None, False
+        self.pending_range_checks, self.deferred_check, self.ranked_wrong = [], None, False
 
 
 @dataclass(frozen=True, eq=False)
 class Session:
     """Everything an operation of one party needs. Compared by identity: secrets of two sessions never meet.
 
-    `device` is where inputs arrive, "meta" when only costs are counted. `known` are the ranges of the loaded model.
+    `device` is where inputs arrive, "meta" when only costs are counted. `numerics` are the ranges of the loaded model
+    and the checks that a call owes.
     """
 
     config: PrivateConfig
     protocol: Protocol
     device: str = "cpu"
-    known: Known = field(default_factory=Known)
+    numerics: NumericContext = field(default_factory=NumericContext)
 
     @cached_property
     def ring(self) -> Ring:
@@ -90,9 +92,9 @@ class Session:
 
         None without calibration or for a module that it did not meet. Public and local.
         """
-        ranges = self.known.ranges
+        ranges = self.numerics.ranges
         found = ranges.of(self.protocol.ledger.scope_name, quantity) if ranges.modules else None
-        return ranges.widest[quantity] if found is not None and quantity in self.known.alike else found
+        return ranges.widest[quantity] if found is not None and quantity in self.numerics.shared_ranges else found
 
     def __repr__(self) -> str:
         return f"Session({self.protocol.name}, party {self.party}, ring {self.ring.bits}, f={self.frac})"

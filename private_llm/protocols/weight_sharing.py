@@ -126,7 +126,7 @@ def assemble(
 ) -> Share:  # fmt: skip
     """A party's share of one tensor of `shape`, from its seeds and what it received (None: nothing). Local.
 
-    seeds: masks of two dimensions and more stay seeds, and are made whenever they are read (`DrawnTensor`). Raises
+    seeds: masks of two dimensions and more stay seeds, and are made whenever they are read (`SeededTensor`). Raises
     ShareFileError if keys or the received tensor do not fit the party, or its shape is another.
     """
     spec, ring = protocol_spec(config.protocol), Ring(config.ring)

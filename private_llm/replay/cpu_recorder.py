@@ -254,7 +254,7 @@ class CpuRecorder(StepRecorder[Operand]):
                 row.append(self._address(int(each)) if kind in "rw" else int(each))
         self._into.append(Step(code, tuple(row)))
 
-    def beside(self, work: Callable[[int, int], None], ranges: Sequence[tuple[int, int]]) -> None:
+    def parallel_region(self, work: Callable[[int, int], None], ranges: Sequence[tuple[int, int]]) -> None:
         """Pieces become one event, for which the memory that each takes is not used again."""
         pieces: list[list[Event]] = []
         try:
@@ -279,7 +279,7 @@ class CpuRecorder(StepRecorder[Operand]):
             self._events.append(Parallel(tuple(found)))
 
     @noted
-    def drew(self, stream: object, out: Tensor) -> None:
+    def masks_drawn(self, stream: object, out: Tensor) -> None:
         """Masks, of one of the session's streams."""
         number = self.number_of(stream)
         if number is None:
@@ -292,7 +292,7 @@ class CpuRecorder(StepRecorder[Operand]):
         self._draws.setdefault((number, self._after_break), []).append(memory)
 
     @noted
-    def left(self, x: Tensor) -> None:
+    def escaped(self, x: Tensor) -> None:
         """Values leave PyTorch, so what becomes of them is not seen."""
         if self.memory_of(x) is not None:
             self.stop("values that leave PyTorch")

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from private_llm.errors import UnsupportedOp
-from private_llm.kernels.drawn import DrawnTensor
-from private_llm.kernels.watching import watched_by
+from private_llm.kernels.seeded_tensor import SeededTensor
+from private_llm.kernels.trace_hook import traced_by
 from private_llm.net.transport import Transport
 from private_llm.replay.graphs import GraphNode, GraphProgram, Masks, Pool, Slot, Stop, slots_of
 from private_llm.replay.loops import MOVES
@@ -185,14 +185,14 @@ class GraphRecorder(StepRecorder[Slot]):
 
     def computed(self, call: Callable[..., Any], arguments: Sequence[Any], writes: int) -> Any:  # noqa: ANN401
         """A kernel, which is called here; the last `writes` arguments are written to."""
-        with unrecorded(), watched_by(None):
+        with unrecorded(), traced_by(None):
             made = self.computing(partial(call, *arguments), bool(writes))
             self._computed(call, made, arguments, writes)
             return made
 
     @noted
     def _computed(self, call: Callable[..., Any], made: Any, arguments: Sequence[Any], writes: int) -> None:  # noqa: ANN401
-        if any(isinstance(x, DrawnTensor) for x in tensors_of(arguments)):
+        if any(isinstance(x, SeededTensor) for x in tensors_of(arguments)):
             raise UnsupportedOp("masks of weights that are made anew")
         written = list(tensors_of(arguments[len(arguments) - writes :]))
         self._add(call, arguments, {}, list(tensors_of([made])), written)
@@ -208,7 +208,7 @@ class GraphRecorder(StepRecorder[Slot]):
         """`addressed` was told of it."""
 
     @noted
-    def drew(self, stream: object, out: Tensor) -> None:
+    def masks_drawn(self, stream: object, out: Tensor) -> None:
         """Masks, of one of the session's streams."""
         number = self.number_of(stream)
         if not out.numel():
@@ -218,7 +218,7 @@ class GraphRecorder(StepRecorder[Slot]):
         self._masks.setdefault((number, self._after_break), []).append(self.given(out))
 
     @noted
-    def left(self, x: Tensor) -> None:
+    def escaped(self, x: Tensor) -> None:
         """Values leave PyTorch, so what becomes of them is not seen."""
         if self.changes(x):
             self.stop("values that leave PyTorch")
@@ -317,7 +317,7 @@ def _put(arguments: Any, constants: Mapping[Slot, Tensor]) -> Any:  # noqa: ANN4
 
 def _memory(x: Tensor) -> int:
     """The number of a tensor's memory, as long as that lives."""
-    if isinstance(x, DrawnTensor):  # it has none
+    if isinstance(x, SeededTensor):  # it has none
         return -id(x)
     return int(x.untyped_storage()._cdata)
 

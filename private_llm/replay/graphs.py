@@ -164,10 +164,10 @@ class GraphProgram:
         return [(found[x] if isinstance(x, Slot) else x).clone() for x in self._outputs]
 
     def _draw(self, transport: ProgramTransport, after_break: int) -> None:
-        for stretch in self._masks:
-            if stretch.after_break == after_break:
-                transport.fill(stretch.stream, stretch.octets)
-                stretch.there.copy_(stretch.here)
+        for masks in self._masks:
+            if masks.after_break == after_break:
+                transport.fill(masks.stream, masks.octets)
+                masks.there.copy_(masks.here)
 
     def _nodes(self, segment: _Segment, number: int, found: dict[Slot, Tensor]) -> None:
         """Run the nodes of a segment, and let go of what no later one needs."""

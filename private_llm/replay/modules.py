@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from private_llm.kernels import parallel, teams
-from private_llm.kernels.drawn import DrawnTensor, StreamKey
 from private_llm.kernels.matmul import BYTES
+from private_llm.kernels.seeded_tensor import SeededTensor, StreamKey
 from private_llm.protocols.session import Session
 from private_llm.replay.graph_break import GraphBreak
 from private_llm.replay.program_cache import ProgramCache, programs_of
@@ -54,7 +54,7 @@ def repeated(
         programs = programs_of(session)
         if programs is None:
             return forward(*args)
-        pending = session.known.pending
+        pending = session.numerics.deferred_check
         held = None if pending is None else next((n for n, x in enumerate(args) if x is pending[0]), _UNTOUCHED)
         if held == _UNTOUCHED:  # a check of something else was put off, which may happen inside
             return forward(*args)
@@ -77,7 +77,8 @@ def repeated_around(
         return None
 
     def run(x: Any, named: Mapping[str, Any], facts: Hashable, graph_break: GraphBreak) -> Any:  # noqa: ANN401 - as above
-        if not _small(x) or _saved_by_threads(session, region.seconds) > AROUND_S or session.known.pending is not None:
+        deferred = session.numerics.deferred_check is not None
+        if deferred or not _small(x) or _saved_by_threads(session, region.seconds) > AROUND_S:
             return forward(x, **named)
         programs = programs_of(session)
         if programs is None:
@@ -101,8 +102,8 @@ class _ModuleRegion:
 
     def alike(self, session: Session) -> Hashable:
         """Equal for modules that compute the same but for their weights."""
-        if self.ranges[0] is not session.known.ranges:
-            self.ranges = session.known.ranges, _ranges(session, self.binding.name)
+        if self.ranges[0] is not session.numerics.ranges:
+            self.ranges = session.numerics.ranges, _ranges(session, self.binding.name)
         return self.kind, self.ranges[1]
 
 
@@ -112,7 +113,7 @@ def _module_region(
     """None for a module that cannot be repeated."""
     if not session.config.replay:
         return None
-    shares = [(own, each.content) for own, each in weights if isinstance(each, SecretTensor)]
+    shares = [(own, each.value(masked=True)) for own, each in weights if isinstance(each, SecretTensor)]
     if len(shares) < len(weights):
         return None
     parts = [part for _, fixed in shares for part in fixed.share.parts]
@@ -133,11 +134,11 @@ def _layout(
     memories: dict[int, torch.UntypedStorage | StreamKey] = {}
     layout: list[tuple[list[tuple[int, int, int]], Hashable]] = []
     for part in parts:
-        if isinstance(part, DrawnTensor):
-            if any(stretch.key.rounds is None for stretch in part.stretches):
+        if isinstance(part, SeededTensor):
+            if any(piece.key.rounds is None for piece in part.slices):
                 return None
-            memories |= {stretch.key.place[0]: stretch.key for stretch in part.stretches}
-            lines = [(stretch.key.place[0], stretch.start, stretch.lines) for stretch in part.stretches]
+            memories |= {piece.key.place[0]: piece.key for piece in part.slices}
+            lines = [(piece.key.place[0], piece.start, piece.lines) for piece in part.slices]
             layout.append((lines, (part.turned, tuple(part.shape))))
         else:
             storage = part.untyped_storage()
@@ -159,7 +160,7 @@ def _saved_by_threads(session: Session, seconds: float) -> float:
 
 def _ranges(session: Session, name: str) -> Hashable:
     """What is known of a module and those within it, by names relative to it."""
-    known = session.known.ranges.modules
+    known = session.numerics.ranges.modules
     if not known:
         return ()
     group, _, own = name.rpartition(".")
@@ -175,7 +176,7 @@ def _small(x: object) -> bool:
     if not isinstance(x, SecretTensor) or x.hidden is not None:
         return False
     shape = x.shape
-    return len(shape) > 1 and 0 < x.content.numel() <= MOST_ROWS * shape[-1]
+    return len(shape) > 1 and 0 < x.value(masked=True).numel() <= MOST_ROWS * shape[-1]
 
 
 @dataclass(frozen=True)
@@ -203,11 +204,11 @@ class _ModuleCall:
 
     def made(self, programs: ProgramCache, held: int | None, graph_break: GraphBreak | None = None) -> Any:  # noqa: ANN401 - what the module returns
         """The module's results. held: which argument's check is put off."""
-        known, args = self._session.known, self._args
-        self._held, self._bits = held, 0 if known.pending is None else known.pending[1]
+        known, args = self._session.numerics, self._args
+        self._held, self._bits = held, 0 if known.deferred_check is None else known.deferred_check[1]
         key = (self._alike, held, self._bits, tuple([x.coarse for x in args]))
         values, facts = programs.run(
-            self._session, key, [x.content for x in args], self._compute, self._binding, 1, graph_break
+            self._session, key, [x.value(masked=True) for x in args], self._compute, self._binding, 1, graph_break
         )
         if not isinstance(facts, _Facts):
             return self._odd
@@ -215,43 +216,45 @@ class _ModuleCall:
         for result, coarse in zip(results, facts.coarse, strict=True):
             result.coarse = coarse
         for (number, coarse), value in zip(facts.settled, values[len(results) :], strict=True):
-            args[number].settle(value, coarse)
-        known.pending = None
+            args[number].set_value(value, coarse)
+        known.deferred_check = None
         if facts.put_off is not None:
             of_result, number, bits = facts.put_off
-            known.pending = ((results if of_result else args)[number], bits)
+            known.deferred_check = ((results if of_result else args)[number], bits)
         return results[0] if facts.alone else tuple(results)
 
     def _compute(self, inputs: Sequence[Fixed]) -> tuple[Sequence[Fixed], Hashable]:
         """Call the module with tensors of its own, and tell what became of them."""
-        known = self._session.known
-        args = [SecretTensor(x).stand_in_for(given) for x, given in zip(inputs, self._args, strict=True)]
+        known = self._session.numerics
+        args = [SecretTensor(x).inherit_flags(given) for x, given in zip(inputs, self._args, strict=True)]
         if self._held is not None:
-            known.pending = (args[self._held], self._bits)
+            known.deferred_check = (args[self._held], self._bits)
         made = self._forward(*args)
         results = list(made) if isinstance(made, tuple | list) else [made]
-        settled = [(n, x) for n, (x, was) in enumerate(zip(args, inputs, strict=True)) if x.content is not was]
-        put_off = _put_off(known.pending, results, args)
+        pairs = enumerate(zip(args, inputs, strict=True))
+        settled = [(n, x) for n, (x, was) in pairs if x.value(masked=True) is not was]
+        put_off = _put_off(known.deferred_check, results, args)
         secret = [x for x in results if isinstance(x, SecretTensor) and x.hidden is None]
         own = {id(mine): given for mine, given in zip(args, self._args, strict=True)}
         handed_on = any(x.shares_memory_with(mine) for x in secret for mine in args)
-        if len(secret) < len(results) or handed_on or (known.pending is not None and put_off is None):
+        if len(secret) < len(results) or handed_on or (known.deferred_check is not None and put_off is None):
             for n, x in settled:
-                self._args[n].settle(x.content, x.coarse)
+                self._args[n].set_value(x.value(masked=True), x.coarse)
             for mine, given in zip(args, self._args, strict=True):
-                given.stand_in_for(mine)
-            if known.pending is not None:
-                known.pending = (own.get(id(known.pending[0]), known.pending[0]), known.pending[1])
+                given.inherit_flags(mine)
+            if known.deferred_check is not None:
+                checked, bits = known.deferred_check
+                known.deferred_check = own.get(id(checked), checked), bits
             self._odd = own.get(id(made), made)
             if isinstance(made, tuple | list):
                 self._odd = type(made)(own.get(id(x), x) for x in made)
             return [], None
-        known.pending = None
+        known.deferred_check = None
         facts = _Facts(
             len(results) == 1 and results[0] is made, tuple([x.coarse for x in secret]),
             tuple([(n, x.coarse) for n, x in settled]), put_off,
         )  # fmt: skip
-        return [*(x.content for x in secret), *(x.content for _, x in settled)], facts
+        return [*(x.value(masked=True) for x in secret), *(x.value(masked=True) for _, x in settled)], facts
 
 
 def _put_off(

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from private_llm.errors import DomainError, UnsupportedOp
-from private_llm.kernels.watching import this_thread, watched_by
-from private_llm.protocols.session import Owed, Session
+from private_llm.kernels.trace_hook import this_thread, traced_by
+from private_llm.protocols.session import PendingRangeCheck, Session
 from private_llm.protocols.share import Share
 from private_llm.ranges import QUANTITIES
 from private_llm.replay import graphs
@@ -242,7 +242,7 @@ class ProgramCache:
         self.counts["recorded"] += 1
 
         def record(compute: Compute) -> Result:
-            with recorder.operations(), watched_by(recorder), recorded_by(protocol, recorder), with_break(graph_break):
+            with recorder.operations(), traced_by(recorder), recorded_by(protocol, recorder), with_break(graph_break):
                 made, facts = compute(given)
             given.clear()  # nothing that changes may outlive the step
             try:
@@ -276,7 +276,7 @@ class ProgramCache:
         def outside() -> Iterator[None]:
             with (
                 unseen(),
-                watched_by(None),
+                traced_by(None),
                 recorded_by(effects.session.protocol, transport.inner),
                 self._inside_break(),
             ):
@@ -284,7 +284,8 @@ class ProgramCache:
 
         def enter() -> str | None:
             effects.pause()
-            return None if effects.session.known.pending is None else "a check that was put off until the graph break"
+            deferred = effects.session.numerics.deferred_check is not None
+            return "a check that was put off until the graph break" if deferred else None
 
         graph_break.outside, graph_break.enter = outside, enter
 
@@ -322,7 +323,7 @@ class ProgramCache:
             )  # fmt: skip
 
         def check(compute: Compute) -> Result:
-            with watched_by(trace_log), recorded_by(protocol, trace_log), with_break(graph_break):
+            with traced_by(trace_log), recorded_by(protocol, trace_log), with_break(graph_break):
                 made, facts = compute(inputs)
             try:
                 if not right(made, facts):
@@ -355,18 +356,18 @@ class ProgramCache:
         self.counts["repeated"] += 1
 
         def repeat(_: Compute) -> Result:
-            known = session.known
-            before = len(known.owed)
+            known = session.numerics
+            before = len(known.pending_range_checks)
             made = ready(inner)
             protocol.ledger.add_again(compiled.delta, binding.name)
             shares = [Share(tuple(made[at : at + each])) for at in range(0, len(made), each)]
             values = [Fixed(session, share, *form) for share, form in zip(shares, compiled.forms, strict=False)]
-            sums: list[Owed] = [
+            sums: list[PendingRangeCheck] = [
                 (share, bits, None) for share, bits in zip(shares[len(values) :], compiled.owed, strict=True)
             ]  # fmt: skip
             first = len(sums) if compiled.graph_break is None else compiled.graph_break.owed
-            known.owed[before:before] = sums[:first]
-            known.owed += sums[first:]
+            known.pending_range_checks[before:before] = sums[:first]
+            known.pending_range_checks += sums[first:]
             return values, compiled.facts
 
         return repeat
@@ -402,7 +403,7 @@ def programs_of(session: Session) -> ProgramCache | None:
     32-bit ring, while costs are counted, where each row of a batch has its own verdict, and inside a step that is
     recorded.
     """
-    if not session.config.replay or this_thread.watcher is not None or session.known.batch is not None:
+    if not session.config.replay or this_thread.hook is not None or session.numerics.batch is not None:
         return None
     protocol = session.protocol
     placed = session.device == "meta" or (session.config.device_map is not None and protocol.placed)
@@ -424,15 +425,15 @@ def repeat(
     in_place: large inputs after the others, which a program of a CPU reads where they lie, in the same layout each
     time, instead of copying them.
     """
-    programs, known = programs_of(session), session.known
-    if programs is None or known.pending is not None:
+    programs, known = programs_of(session), session.numerics
+    if programs is None or known.deferred_check is not None:
         return compute([*inputs, *in_place])
     if uses_cuda_graphs(session):
         inputs, in_place = [*inputs, *in_place], ()
 
     def effects(values: Sequence[Fixed]) -> Result:
         made = compute([*values, *in_place])
-        return made, () if known.pending is None else None
+        return made, () if known.deferred_check is None else None
 
     key = (key, *map(session.exponent, QUANTITIES))
     return programs.run(session, key, inputs, effects, warmup=warmup, in_place=in_place)[0]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from private_llm.kernels.watching import Watcher
+from private_llm.kernels.trace_hook import TraceHook
 from private_llm.net.transport import Transport
 from private_llm.replay.program import Place
 from private_llm.replay.transports import RecordingTransport, noted, unrecorded
@@ -54,7 +54,7 @@ class PublicTensors:
 Held = MutableSequence[Any] | MutableMapping[Any, Any] | MutableSet[Any] | PublicTensors
 
 
-class StepRecorder(Watcher, RecordingTransport, Generic[Place]):
+class StepRecorder(TraceHook, RecordingTransport, Generic[Place]):
     """Records while `operations` is the mode of PyTorch, it watches the thread, and is the party's links."""
 
     def __init__(self, transport: Transport, streams: Sequence[Prg]) -> None:

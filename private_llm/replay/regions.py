@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from private_llm.errors import UnsupportedOp
-from private_llm.kernels.drawn import StreamKey
-from private_llm.protocols.session import Owed, Session
+from private_llm.kernels.seeded_tensor import StreamKey
+from private_llm.protocols.session import PendingRangeCheck, Session
 from private_llm.protocols.share import Share
 from private_llm.replay.graph_break import GraphBreak, this_call
 from private_llm.replay.graphs import GraphProgram
@@ -99,7 +99,7 @@ def with_break(graph_break: GraphBreak | None) -> Iterator[None]:
         this_call.graph_break = before
 
 
-def parts_of(made: Sequence[Fixed], owed: Sequence[Owed]) -> list[Tensor]:
+def parts_of(made: Sequence[Fixed], owed: Sequence[PendingRangeCheck]) -> list[Tensor]:
     """Parts of what a call made, and of the sums that it owes to the range check."""
     return [part for x in made for part in x.share.parts] + [part for sums, _, _ in owed for part in sums.parts]
 
@@ -112,7 +112,7 @@ def with_parts(inputs: Sequence[Fixed], parts: Sequence[Tensor]) -> list[Fixed]:
 
 def compiled_region(
     recorder: Any, operands: Sequence[Any], effects: SideEffects, made: Sequence[Fixed], facts: Hashable,  # noqa: ANN401
-    new: Sequence[Owed],
+    new: Sequence[PendingRangeCheck],
 ) -> CompiledRegion:  # fmt: skip
     """What was recorded of a step, which made values, facts and new checks. Raises UnsupportedOp for no program."""
     if any(rows is not None for _, _, rows in new):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from private_llm.net.ledger import Ledger
 from private_llm.net.transport import CLIENT
-from private_llm.protocols.session import Owed, Session
+from private_llm.protocols.session import PendingRangeCheck, Session
 from private_llm.protocols.share import Share
 from private_llm.tensor.fixed import Fixed
 
@@ -111,17 +111,17 @@ class SideEffects:
         self.session, self._owner = session, owner
         self.delta = LedgerDelta((), (), ())
         self.break_record: BreakRecord | None = None
-        self._new: list[Owed] = []
+        self._new: list[PendingRangeCheck] = []
         self._start()
 
     def _start(self) -> None:
         self._before = _Ledgers(self.session.protocol.ledger, self._owner)
-        self._owed = len(self.session.known.owed)
+        self._owed = len(self.session.numerics.pending_range_checks)
 
     def pause(self) -> None:
         """What comes is of the graph break."""
         self.delta = self.delta.plus(self._before.delta(self.session.protocol.ledger))
-        self._new += self.session.known.owed[self._owed :]
+        self._new += self.session.numerics.pending_range_checks[self._owed :]
 
     def exit_hook(
         self, record: Callable[[Sequence[Tensor], Sequence[Tensor]], Sequence[Tensor]]
@@ -138,7 +138,7 @@ class SideEffects:
 
         return exit_
 
-    def end(self) -> list[Owed]:
+    def end(self) -> list[PendingRangeCheck]:
         """Checks that the call owes."""
         self.pause()
         return self._new

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from private_llm.kernels.watching import Watcher
+from private_llm.kernels.trace_hook import TraceHook
 from private_llm.net.direct import Direct
 from private_llm.net.transport import PassingTransport, Transport
 from private_llm.protocols.protocol import Protocol
@@ -113,7 +113,7 @@ class RecordingTransport(PassingTransport):
         """A message came whose size is not known before."""
 
 
-class TraceLog(Watcher, RecordingTransport):
+class TraceLog(TraceHook, RecordingTransport):
     """Writes down what a run meets outside, and nothing of what it computes."""
 
     def __init__(self, transport: Transport, streams: Sequence[Prg]) -> None:
@@ -121,7 +121,7 @@ class TraceLog(Watcher, RecordingTransport):
         self._streams = list(streams)
 
     @noted
-    def drew(self, stream: object, out: Tensor) -> None:
+    def masks_drawn(self, stream: object, out: Tensor) -> None:
         """Masks of one of the session's streams."""
         for number, each in enumerate(self._streams):
             if each is stream:
@@ -133,7 +133,7 @@ class TraceLog(Watcher, RecordingTransport):
     def addressed(self, tensors: Sequence[Tensor]) -> None:
         """Nothing to write down."""
 
-    def left(self, x: Tensor) -> None:
+    def escaped(self, x: Tensor) -> None:
         """Nothing to write down."""
 
     def launched(self, kernel: Callable[..., None], arguments: Sequence[Any]) -> None:

@@ -28,7 +28,7 @@ from cryptography.hazmat.primitives.ciphers import Cipher, CipherContext, algori
 from private_llm.errors import DomainError
 from private_llm.kernels.backends.cpu import aes, aes_fan
 from private_llm.kernels.backends.cpu import comparison_keys as kernels
-from private_llm.kernels.watching import as_array
+from private_llm.kernels.trace_hook import as_array
 from private_llm.ring.prg import Prg, Seed
 
 Array = np.ndarray[Any, Any]

@@ -23,8 +23,8 @@ from torch import Tensor
 from private_llm.errors import ConfigError, DomainError
 from private_llm.forks import Origin, forked, process
 from private_llm.kernels import ops
-from private_llm.kernels.drawn import DrawnTensor, StreamKey, Stretch, makes_fast
-from private_llm.kernels.watching import this_thread
+from private_llm.kernels.seeded_tensor import SeededTensor, StreamKey, StreamSlice, makes_fast
+from private_llm.kernels.trace_hook import this_thread
 from private_llm.ring.ring import Ring
 
 _ZEROS = memoryview(bytes(1 << 20))
@@ -61,15 +61,15 @@ class Seed:
         size, made = (16, Prg) if self.cipher == "aes" else (32, ChaCha)
         return made(self._key(label, size))
 
-    def drawn(self, label: str, shape: Sequence[int], ring: Ring) -> DrawnTensor:
+    def drawn(self, label: str, shape: Sequence[int], ring: Ring) -> SeededTensor:
         """The first elements of the stream for `label` as a tensor that is made whenever it is read. Local.
 
         Raises ConfigError for ChaCha20, whose streams are made on GPUs, where nothing makes them piece by piece.
         """
         if self.cipher != "aes":
-            raise ConfigError("a mask that is not held is a stretch of an AES stream; got a seed of ChaCha20")
+            raise ConfigError("a mask that is not held is a slice of an AES stream; got a seed of ChaCha20")
         lines, *line = shape
-        return DrawnTensor([Stretch(StreamKey(self._key(label, 16)), 0, lines)], line, ring.dtype)
+        return SeededTensor([StreamSlice(StreamKey(self._key(label, 16)), 0, lines)], line, ring.dtype)
 
     def _key(self, label: str, size: int) -> bytes:
         return hashlib.blake2b(label.encode(), key=self.raw(), digest_size=size, person=b"pllm-prg").digest()
@@ -149,9 +149,9 @@ class Prg:
             self.fill(out.numpy().view(np.uint8))
         if str(device) != "cpu":
             out = out.to(device)
-        watching = this_thread.watcher
-        if watching is not None:
-            watching.drew(self, out)
+        hook = this_thread.hook
+        if hook is not None:
+            hook.masks_drawn(self, out)
         return out
 
     def __repr__(self) -> str:
@@ -206,8 +206,8 @@ class ChaCha(Prg):
         if where.type != "cuda":
             return super().draw(count, dtype, where)
         out = self.make(count, dtype, where)
-        if this_thread.watcher is not None:
-            this_thread.watcher.drew(self, out)
+        if this_thread.hook is not None:
+            this_thread.hook.masks_drawn(self, out)
         return out
 
     def make(self, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:

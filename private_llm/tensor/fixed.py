@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from private_llm.errors import DomainError
-from private_llm.protocols.narrow import Narrow
+from private_llm.protocols.narrow import BitWidths
 from private_llm.protocols.protocol import Protocol
 from private_llm.protocols.session import Session
 from private_llm.protocols.share import BitShare, Share
@@ -42,7 +42,7 @@ class Fixed:
     width: how many of the ring's lowest bits are right, where others are not (products with `width`); None: all are.
     The value fits them: |ring element| < 2^(width-2). It goes along with what is made of the value: sums, products with
     integers, choices by bits, comparisons of at most as many bits, products whose size is known. What needs the whole
-    ring makes the others right first (`whole`: 1 round).
+    ring makes the others right first (`restore_high_bits`: 1 round).
     """
 
     session: Session
@@ -84,7 +84,7 @@ class Fixed:
         """
         return Fixed(self.session, self.share.map(reorder), self.frac, self.width)
 
-    def whole(self) -> Fixed:
+    def restore_high_bits(self) -> Fixed:
         """This value with all bits of its ring elements right: local if they are, else 1 round.
 
         With `width` bits right that is (64 + 3 (64 - width)) / 8 bytes an element.
@@ -92,23 +92,25 @@ class Fixed:
         if self.width is None:
             return self
         bits = self.session.ring.bits
-        return Fixed(self.session, self.proto.truncate(self.share, 0, Narrow(self.width, bits)), self.frac)
+        return Fixed(self.session, self.proto.truncate(self.share, 0, BitWidths(self.width, bits)), self.frac)
 
-    def as_wide(self, other: Fixed) -> Fixed:
+    def min_width_with(self, other: Fixed) -> Fixed:
         """This value, said to be right in no more bits than `other` is: what has entries or terms of both. Local."""
         widths = [each.width for each in (self, other) if each.width is not None]
         return Fixed(self.session, self.share, self.frac, min(widths, default=None))
 
-    def cut(self, frac: int, width: int) -> Fixed:
+    def local_truncate(self, frac: int, width: int) -> Fixed:
         """The same value with fewer fractional bits, less than two units away from it, in its lowest `width` bits.
 
         Local. Raises DomainError for bits that are not right here or more than there are, and UnsupportedOp under a
-        protocol without `cut`.
+        protocol without `local_truncate`.
         """
         right = (self.session.ring.bits if self.width is None else self.width) - (self.frac - frac)
         if frac > self.frac or width > right:
-            raise DomainError(f"cut: got {frac} fractional bits of {width}; want {self.frac} of {right} at most")
-        return Fixed(self.session, self.proto.cut(self.share, self.frac - frac), frac, width)
+            raise DomainError(
+                f"local_truncate: got {frac} fractional bits of {width}; want {self.frac} of {right} at most"
+            )
+        return Fixed(self.session, self.proto.local_truncate(self.share, self.frac - frac), frac, width)
 
     # -- scale ------------------------------------------------------------------------------------------
     def encode(self, value: float | Tensor, frac: int) -> int | Tensor:
@@ -147,11 +149,11 @@ class Fixed:
         bits = self.session.ring.bits
         right = bits if self.width is None else self.width
         wanted = right if width is None or not narrows(self.session) else min(width, right)
-        narrow = None if wanted == right == bits else Narrow(right, wanted)
-        made = self.proto.truncate(self.share, self.frac - frac, narrow)
-        return Fixed(self.session, made, frac, None if narrow is None else wanted)
+        widths = None if wanted == right == bits else BitWidths(right, wanted)
+        made = self.proto.truncate(self.share, self.frac - frac, widths)
+        return Fixed(self.session, made, frac, None if widths is None else wanted)
 
-    def at(self, frac: int) -> Fixed:
+    def rescale(self, frac: int) -> Fixed:
         """The same value with exactly `frac` bits: `finer`, which is local, or `coarser`, which costs 1 round."""
         if frac == self.frac:
             return self
@@ -163,7 +165,7 @@ class Fixed:
         Local.
         """
         pairs = zip(self.share.parts, other.share.parts, strict=True)
-        return self.as_wide(other).with_share(Share(tuple(torch.stack(pair) for pair in pairs)))
+        return self.min_width_with(other).with_share(Share(tuple(torch.stack(pair) for pair in pairs)))
 
     # -- sums --------------------------------------------------------------------------------------------
     def _aligned(self, other: Fixed) -> tuple[Fixed, Fixed]:
@@ -175,7 +177,7 @@ class Fixed:
     def __add__(self, other: Fixed | float | Tensor) -> Fixed:
         if isinstance(other, Fixed):
             x, y = self._aligned(other)
-            return x.as_wide(y).with_share(x.proto.add(x.share, y.share))
+            return x.min_width_with(y).with_share(x.proto.add(x.share, y.share))
         return self.with_share(self.proto.add_public(self.share, self.encode(other, self.frac)))
 
     __radd__ = __add__
@@ -186,7 +188,7 @@ class Fixed:
     def __sub__(self, other: Fixed | float | Tensor) -> Fixed:
         if isinstance(other, Fixed):
             x, y = self._aligned(other)
-            return x.as_wide(y).with_share(x.proto.sub(x.share, y.share))
+            return x.min_width_with(y).with_share(x.proto.sub(x.share, y.share))
         return self + (-other)
 
     def __rsub__(self, other: float | Tensor) -> Fixed:
@@ -213,7 +215,7 @@ class Fixed:
         """
         out = self.session.frac if frac is None else frac
         bits = self.session.frac if bits is None else bits
-        raw = self.proto.mul_public(self.whole().share, self.encode(factor, bits))
+        raw = self.proto.mul_public(self.restore_high_bits().share, self.encode(factor, bits))
         return Fixed(self.session, self.proto.truncate(raw, self.frac + bits - out), out)
 
     def mul(
@@ -229,23 +231,23 @@ class Fixed:
         with n = 0: r = 50, k = 64 are 23.75. Raises DomainError for a `frac` above the sum of both.
         """
         out = self.session.frac if frac is None else frac
-        x, y, shift, narrow = self._factors(other, out, below, width)
-        return _product(x, x.proto.mul(x.share, y.share, shift, narrow), out, y, narrow)
+        x, y, shift, widths = self._factors(other, out, below, width)
+        return _product(x, x.proto.mul(x.share, y.share, shift, widths), out, y, widths)
 
     def _factors(
         self, other: Fixed, out: int, below: int | None, width: int | None
-    ) -> tuple[Fixed, Fixed, int, Narrow | None]:
+    ) -> tuple[Fixed, Fixed, int, BitWidths | None]:
         """Both factors with the bits that their product needs, the bits that it drops, and how narrow it is."""
         x, y, bits, shift = self, other, self.session.ring.bits, self.frac + other.frac - out
         wanted = bits if width is None or not narrows(self.session) else min(width, bits)
         right = min(each.width or bits for each in (x, y))
         enough = bits if below is None else max(below + x.frac + y.frac + SEEN, shift + 3)
         if shift <= 0 or right < min(enough, wanted + shift):
-            x = self.whole()
-            y, right = x if other is self else other.whole(), bits
+            x = self.restore_high_bits()
+            y, right = x if other is self else other.restore_high_bits(), bits
         if shift <= 0 or wanted == right == bits:
             return x, y, shift, None
-        return x, y, shift, Narrow(min(right, wanted + shift), wanted)
+        return x, y, shift, BitWidths(min(right, wanted + shift), wanted)
 
     def __mul__(self, other: Fixed | float | Tensor) -> Fixed:
         return self.mul(other) if isinstance(other, Fixed) else self.scale(other)
@@ -262,8 +264,8 @@ class Fixed:
         Raises DomainError for shapes that do not fit, and as `mul`.
         """
         out = self.session.frac if frac is None else frac
-        x, y, shift, narrow = self._factors(other, out, below, width)
-        return _product(x, x.proto.matmul(x.share, y.share, shift, select, narrow), out, y, narrow)
+        x, y, shift, widths = self._factors(other, out, below, width)
+        return _product(x, x.proto.matmul(x.share, y.share, shift, select, widths), out, y, widths)
 
     def poly(self, coefficients: Sequence[float], frac: int | None = None, bits: int | None = None) -> Fixed:
         """c0 + c1 x + c2 x^2 (+ c3 x^3) in one protocol step; the leading coefficient carries `bits` fractional bits.
@@ -276,21 +278,21 @@ class Fixed:
         degree = len(coefficients) - 1
         ints = [round(c * 2.0 ** (bits + (degree - i) * self.frac)) for i, c in enumerate(coefficients)]
         shift = degree * self.frac + bits - out
-        return Fixed(self.session, self.proto.poly(self.whole().share, ints, shift), out)
+        return Fixed(self.session, self.proto.poly(self.restore_high_bits().share, ints, shift), out)
 
     # -- comparisons -----------------------------------------------------------------------------------------
-    def below(self, thresholds: Sequence[float], bits: int | None = None, low: int = 0) -> BitShare:
+    def less_than(self, thresholds: Sequence[float], bits: int | None = None, low: int = 0) -> BitShare:
         """Rows of bits [x < threshold_k] for the flattened x, [thresholds, numel]: one comparison for all rows.
 
         `bits` and `low` bound the adder as in `Protocol.msb`: x - threshold must fit `bits` bits, and where x lies less
         than 2^(low - frac) above a threshold the bit may be 1. Thresholds are rounded to `frac` bits. 4 rounds and
         40.75 bytes an element for 64 bits, 22.25 for each further threshold. Values that are right in fewer bits
-        are made whole first. Raises DomainError as `Protocol.msb`.
+        are restored first. Raises DomainError as `Protocol.msb`.
         """
-        x = self if self.width is None or (bits is not None and bits <= self.width) else self.whole()
+        x = self if self.width is None or (bits is not None and bits <= self.width) else self.restore_high_bits()
         return x.proto.msb(x.share, _offsets(tuple(thresholds), self.frac), bits, low)
 
-    def choose(
+    def select(
         self,
         bits: BitShare,
         weights: Sequence[float | int],
@@ -309,7 +311,7 @@ class Fixed:
         total = self.frac + weight_bits
         ring = self.session.ring
         w, c = _encoded(tuple(weights), weight_bits, ring), _encoded(tuple(constants), total, ring)
-        x = self.whole() if total > out else self
+        x = self.restore_high_bits() if total > out else self
         raw = self.proto.inject(bits, x.share, w, c, total - out, x.width)
         shape = self.shape
         return x.with_share(raw.map(lambda part: part.reshape(shape)), out)
@@ -354,10 +356,10 @@ def _reads_less(session: Session) -> bool:
     return narrows(session) and not session.protocol.has_keys and session.config.approximations == "ours"
 
 
-def _product(x: Fixed, share: Share, frac: int, y: Fixed, narrow: Narrow | None) -> Fixed:
+def _product(x: Fixed, share: Share, frac: int, y: Fixed, widths: BitWidths | None) -> Fixed:
     """A product's share as a value, with as many bits as are right."""
     bits = x.session.ring.bits
-    right = min(x.width or bits, y.width or bits) if narrow is None else narrow.wanted
+    right = min(x.width or bits, y.width or bits) if widths is None else widths.needed_out
     return Fixed(x.session, share, frac, right if right < bits else None)
 
 

@@ -35,7 +35,7 @@ def mean_of(x: SecretTensor, first: Partial, then: Partial, sizes: tuple[int, in
     sum of `first`; beyond 2^f entries in one step, one of every entry.
     """
     steps = [_log2(size) for size in sizes]
-    value = x.raw if sum(steps) <= _room(x.raw) else x.to_fixed()
+    value = x.value(full=True) if sum(steps) <= _room(x.value(full=True)) else x.to_fixed()
     if sum(steps) <= _room(value):
         return divided(value.view(lambda part: then(first(part))), counts)
     before = [max(0, bits - _room(value)) for bits in steps]
@@ -66,7 +66,7 @@ def divided(total: Fixed, counts: float | Tensor) -> Fixed:
         bits = min(CONSTANT_BITS, behind)
         factors = encoded(total, 2.0**octave / counts.double(), bits)
         out = total.with_share(total.proto.mul_public(total.share, factors), total.frac + bits)
-        return out if session.ring.bits == 64 else out.at(session.frac)
+        return out if session.ring.bits == 64 else out.rescale(session.frac)
     factor = 2.0**octave / counts
     n, exponent = dyadic(factor, max(1, min(CONSTANT_BITS, behind + math.frexp(factor)[1])))
     return total.with_share(total.scale_int(n).share, total.frac - exponent)
@@ -79,7 +79,7 @@ def _room(x: Fixed) -> int:
 
 def _shifted(x: Fixed, bits: int) -> Fixed:
     """x / 2^bits with the session's fractional bits: one truncation, none for bits = 0."""
-    return x.with_share(x.share, x.frac + bits).at(x.session.frac) if bits else x
+    return x.with_share(x.share, x.frac + bits).rescale(x.session.frac) if bits else x
 
 
 def _log2(count: int) -> int:

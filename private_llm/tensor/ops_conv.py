@@ -53,7 +53,7 @@ def _convolved(x: Fixed, weight: Tensor, form: Conv2d) -> Fixed:
     """x [B, C, H, W] with weight [O, C / groups, kh, kw], truncated to the session's fractional bits."""
     out = x.session.frac
     if isinstance(weight, SecretTensor):
-        w = weight.raw
+        w = weight.value(full=True)
         return x.with_share(x.proto.conv2d(x.share, w.share, form, x.frac + w.frac - out), out)
     held = ring_weight(x.session, weight, x.share.parts[0].device)
     return x.with_share(x.proto.bilinear_public(form, x.share, held, x.frac), out)
@@ -97,4 +97,4 @@ def conv1d(
         padding = (0, pair(padding)[1])
     form = (1, pair(stride)[1]), padding, (1, pair(dilation)[1]), groups
     flat = conv2d(x.unsqueeze(-2), weight.unsqueeze(-2), bias, *form)
-    return SecretTensor(flat.raw.view(lambda part: part.squeeze(-2)))
+    return SecretTensor(flat.value(full=True).view(lambda part: part.squeeze(-2)))

@@ -86,7 +86,7 @@ def _joined(tensors: Sequence[Tensor], dim: int, join: TorchArg) -> SecretTensor
     session = secrets[0].session
     for other in secrets[1:]:
         same_session(secrets[0], other)
-    fracs = {t.raw.frac for t in secrets}
+    fracs = {t.value(full=True).frac for t in secrets}
     frac = fracs.pop() if len(fracs) == 1 and len(secrets) == len(tensors) else session.frac
     found = [_at(t, frac, session, secrets[0]) for t in tensors]
     count = len(found[0].share.parts)
@@ -96,8 +96,8 @@ def _joined(tensors: Sequence[Tensor], dim: int, join: TorchArg) -> SecretTensor
 
 def _at(t: Tensor, frac: int, session: TorchArg, sample: SecretTensor) -> Fixed:
     if isinstance(t, SecretTensor):
-        return t.raw if t.raw.frac == frac else t.to_fixed()
-    elements = session.ring.encode(t, frac).to(sample.raw.share.parts[0].device)
+        return t.value(full=True) if t.value(full=True).frac == frac else t.to_fixed()
+    elements = session.ring.encode(t, frac).to(sample.value(full=True).share.parts[0].device)
     return Fixed(session, session.protocol.public(elements), frac)
 
 
@@ -140,7 +140,7 @@ def embedding(
             raise PlaintextLeak("embedding of two plain tensors reached the private table")
         flat, shape = input.reshape(-1).long(), (*input.shape, weight.shape[1])
         return weight.viewed(lambda part: gather_rows(part, flat).view(shape))
-    rows = input.raw
+    rows = input.value(full=True)
     if rows.frac != 0 or rows.shape[-1] != weight.shape[0]:
         raise UnsupportedOp(
             f"embedding of a secret of shape {tuple(rows.shape)}; want one-hot rows [.., {weight.shape[0]}] "
@@ -157,15 +157,15 @@ def embedding(
 def _looked_up(tokens: SecretIndex, weight: Tensor) -> SecretTensor:
     """Rows at secret indices: one protocol lookup."""
     session = tokens.session
-    if tokens.held.domain != weight.shape[0]:
-        raise UnsupportedOp(f"lookup of indices below {tokens.held.domain} in a table of {weight.shape[0]} rows")
+    if tokens.share.domain != weight.shape[0]:
+        raise UnsupportedOp(f"lookup of indices below {tokens.share.domain} in a table of {weight.shape[0]} rows")
     if isinstance(weight, SecretTensor):
         table = weight.to_operand()
-        share = table.proto.lookup(tokens.held.to(table.share.parts[0].device), table.share)
+        share = table.proto.lookup(tokens.share.to(table.share.parts[0].device), table.share)
         frac = table.frac
     else:
         where = torch.device(session.device) if session.device == "meta" else weight.device
-        share = session.protocol.on(where).lookup(tokens.held.to(where), ring_weight(session, weight, where))
+        share = session.protocol.on(where).lookup(tokens.share.to(where), ring_weight(session, weight, where))
         frac = session.frac
     shape = (*tokens.shape, weight.shape[1])
     return SecretTensor(Fixed(session, share.map(lambda part: part.reshape(shape)), frac))

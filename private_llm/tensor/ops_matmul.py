@@ -52,7 +52,7 @@ def product_public(x: Fixed, y: Tensor, left: bool = False, frac: int | None = N
 
     1 round, 14.75 bytes an output in trio (64-bit ring, 18 bits).
     """
-    out, x = x.session.frac if frac is None else frac, x.whole()
+    out, x = x.session.frac if frac is None else frac, x.restore_high_bits()
     shift = x.frac + x.session.frac - out
     return x.with_share(x.proto.bilinear_public(Matmul(), x.share, y, shift, left), out)
 
@@ -105,7 +105,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> SecretTenso
         raise UnsupportedOp("linear of a plain input with secret weights; share the input (Session input) first")
     if isinstance(weight, SecretTensor):
         same_session(x, weight)
-        held = weight.raw
+        held = weight.value(full=True)
         return linear_by(x, held.frac, lambda value, frac: layer_product(value, held.view(Tensor.t), frac), bias)
 
     def public(value: Fixed, frac: int | None) -> Fixed:
@@ -129,7 +129,7 @@ def linear_by(
     out = SecretTensor(made(_in_range(x.to_narrow_operand(), weight_frac), frac))
     out.coarse = frac is not None and frac < x.session.frac
     out = out if bias is None else plus(out, bias, narrow=True)  # the calibrated size is that of the sum
-    watch(out.held if rows is None else out.held.view(rows))
+    watch(out.value() if rows is None else out.value().view(rows))
     return out
 
 
@@ -138,7 +138,7 @@ def _in_range(x: Fixed, weight: int) -> Fixed:
     known, session = x.session.exponent("output"), x.session
     if known is None or session.ring.bits < 64:
         return x
-    return x.at(min(x.frac, session.ring.value_bits - 1 - weight - known))
+    return x.rescale(min(x.frac, session.ring.value_bits - 1 - weight - known))
 
 
 @implements(torch.addmm, Tensor.addmm)
@@ -146,11 +146,13 @@ def addmm(bias: Tensor, x: Tensor, y: Tensor, *, beta: float = 1, alpha: float =
     """beta * bias + alpha * x @ y (GPT-2's Conv1D); x [M, K], y [K, N], bias broadcasts. Cost as `linear`."""
     if isinstance(x, SecretTensor) and isinstance(y, SecretTensor):
         same_session(x, y)
-        made = SecretTensor(layer_product(_in_range(x.to_narrow_operand(), y.raw.frac), y.raw, None))
+        made = SecretTensor(
+            layer_product(_in_range(x.to_narrow_operand(), y.value(full=True).frac), y.value(full=True), None)
+        )
     else:
         made = matmul(x, y)
     out = _combined(bias, made, beta, alpha, narrow=True)
-    watch(out.held)
+    watch(out.value())
     return out
 
 

@@ -48,7 +48,7 @@ def length(x: SecretTensor) -> int:
 @implements(Tensor.element_size, _getter("itemsize"))
 def element_size(x: SecretTensor, *_: object) -> int:
     """Bytes this party really holds per element (all parts)."""
-    parts = x.content.share.parts
+    parts = x.value(masked=True).share.parts
     return len(parts) * parts[0].element_size()
 
 
@@ -74,7 +74,7 @@ def storage_offset(x: SecretTensor) -> int:
 @implements(Tensor.data_ptr)
 def data_ptr(x: SecretTensor) -> int:
     """A number that is unique among live secrets (tools that look for tied weights compare it); no values lie there."""
-    return id(x.content.share)
+    return id(x.value(masked=True).share)
 
 
 @implements(Tensor.is_floating_point, torch.is_floating_point, Tensor.is_contiguous, Tensor.is_same_size)

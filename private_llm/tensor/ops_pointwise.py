@@ -43,7 +43,7 @@ def plus(x: SecretTensor, y: Operand, narrow: bool = False) -> SecretTensor:
 
 def _roomy(x: SecretTensor, largest: float) -> Fixed:
     """x as it is if a public addend of this size fits with its fractional bits, else without surplus bits."""
-    value = x.raw
+    value = x.value(full=True)
     return value if largest * 2.0**value.frac < 2.0 ** (value.session.ring.value_bits - 1) else x.to_operand()
 
 
@@ -64,8 +64,8 @@ def _plus_public(x: SecretTensor, y: Tensor, narrow: bool) -> SecretTensor:
     if y.is_floating_point() and y.dim() > 1 and y.numel() and bool(y.min() <= MINUS_INFINITY):
         hidden = y <= MINUS_INFINITY
         y = y.masked_fill(hidden, 0.0)
-    surplus = y.numel() > 0 and x.held.frac > x.session.frac
-    value = _roomy(x, float(y.abs().max())) if surplus else x.held if narrow else x.raw
+    surplus = y.numel() > 0 and x.value().frac > x.session.frac
+    value = _roomy(x, float(y.abs().max())) if surplus else x.value() if narrow else x.value(full=True)
     out = SecretTensor(value.with_share(value.proto.add_public(value.share, encoded(value, y, value.frac))))
     return out if hidden is None else out.masked(hidden.expand(out.shape))
 
@@ -106,7 +106,7 @@ def rsub(x: Operand, y: Operand) -> SecretTensor:
 @implements(torch.neg, Tensor.neg, Tensor.__neg__, torch.negative, Tensor.negative)
 def neg(x: SecretTensor) -> SecretTensor:
     """-x; local."""
-    return SecretTensor(-x.held)
+    return SecretTensor(-x.value())
 
 
 @implements(torch.mul, torch.multiply, Tensor.mul, Tensor.__mul__, Tensor.__rmul__, Tensor.multiply)
@@ -206,7 +206,7 @@ def where(condition: Tensor, x: Operand, y: Operand) -> SecretTensor:
     """
     if isinstance(condition, SecretTensor):
         if isinstance(x, SecretTensor) or not isinstance(x, Tensor) or x.dtype != torch.bool:
-            raise UnsupportedOp("where with a secret condition has no private rule; compare with Fixed.below")
+            raise UnsupportedOp("where with a secret condition has no private rule; compare with Fixed.less_than")
         condition, x = x, condition  # Tensor.where(self, condition, other)
     if isinstance(x, SecretTensor) and not isinstance(y, Tensor) and y <= MINUS_INFINITY:
         return masked_fill(x, ~condition, float(y))

@@ -29,7 +29,7 @@ def total(
     The sum must stay below the limit of a product (2^26 with 18 fractional bits, 64-bit ring). An operand with more
     than twice the session's fractional bits is truncated first (1 round).
     """
-    value = x.raw if x.raw.frac <= 2 * x.session.frac else x.to_fixed()
+    value = x.value(full=True) if x.value(full=True).frac <= 2 * x.session.frac else x.to_fixed()
     return SecretTensor(value.sum(_dims(x, dim), keepdim))
 
 

@@ -78,10 +78,10 @@ def detach(x: SecretTensor) -> SecretTensor:
 
 
 def _pieces(x: SecretTensor, cut: Callable[[Tensor], Sequence[Tensor]]) -> tuple[SecretTensor, ...]:
-    pieces = zip(*(cut(part) for part in x.content.share.parts), strict=True)
+    pieces = zip(*(cut(part) for part in x.value(masked=True).share.parts), strict=True)
     if x.hidden is None:
-        return tuple(x.related(parts) for parts in pieces)
-    return tuple(x.related(parts, hidden) for parts, hidden in zip(pieces, cut(x.hidden), strict=True))
+        return tuple(x.view_of_parts(parts) for parts in pieces)
+    return tuple(x.view_of_parts(parts, hidden) for parts, hidden in zip(pieces, cut(x.hidden), strict=True))
 
 
 @implements(Tensor.chunk, torch.chunk)
@@ -114,5 +114,5 @@ def pad(x: SecretTensor, pad: TorchArg, mode: str = "constant", value: float | N
     if mode != "constant" or value:
         raise UnsupportedOp(f"pad of a secret tensor with mode {mode!r}, value {value!r}; want zeros")
     out = x.viewed(lambda part: torch.nn.functional.pad(part, pad))
-    out.raw  # noqa: B018 - refuses entries that stand for minus infinity
+    out.value(full=True)
     return out

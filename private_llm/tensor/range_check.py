@@ -18,12 +18,14 @@ x within 2^e of a multiple of 2^(w-1). Every entry whose product stayed below 2^
 it has |x| <= 2^(w-2). Of the others, which are garbage of the size of 2^w, one near 2^(w-1) outweighs its row unless
 another one does.
 
-Where rows of a batch belong to several clients (`Known.batch`), each row has a verdict of its own, and no sum is over
-entries of two of them: of tensors whose first dimension counts the batch's rows, each the same number of times, and of
-flat ones of which it is known where each row's entries end. What cannot be told apart counts for all rows.
+Where rows of a batch belong to several clients (`NumericContext.batch`), each row has a verdict of its own, and no sum
+is over entries of two of them: of tensors whose first dimension counts the batch's rows, each the same number of
+times, and of flat ones of which it is known where each row's entries end. What cannot be told apart counts for all
+rows.
 
 Where entries are chosen by rank, values out of their range may make parties open an arrangement that no choice has
-(`Known.ranked_wrong`). They all see it, and go on with any rows of that number: the verdict of the call is 1, whatever
+(`NumericContext.ranked_wrong`). They all see it,
+and go on with any rows of that number: the verdict of the call is 1, whatever
 else was watched, and nobody else's call suffers.
 
 Cost for n watched rows: 8 n comparisons over the whole ring and as many injections of a bit, 65 bytes each, 8 to 10
@@ -41,7 +43,7 @@ from torch import Tensor
 
 from private_llm.errors import DomainError
 from private_llm.kernels.ops import ring_matmul
-from private_llm.protocols.session import Owed, Session
+from private_llm.protocols.session import PendingRangeCheck, Session
 from private_llm.protocols.share import Share
 from private_llm.ranges import REACH
 from private_llm.tensor.fixed import Fixed
@@ -65,15 +67,15 @@ def watch(x: Fixed, bits: int | None = None, batch: Tensor | None = None) -> Non
     """Owe a check of the rows of x [.., width]: signed sums below 2^bits in ring elements. Local, unless x is right in
     no more bits than that (1 round).
 
-    bits: default, the calibrated `output` of the module that is computed. batch: of `Known.batch` rows of a batch the
-    one that each row of x belongs to; default, as the first dimension of x tells. Nothing is done with guard=False, or
-    in a 32-bit ring without calibration: its products have no bit to spare for a bound that knows nothing. Debug
-    sessions compare the norms of the rows, and name the module.
+    bits: default, the calibrated `output` of the module that is computed. batch: of `NumericContext.batch` rows of a
+    batch the one that each row of x belongs to; default, as the first dimension of x tells. Nothing is done with
+    guard=False, or in a 32-bit ring without calibration: its products have no bit to spare for a bound that knows
+    nothing. Debug sessions compare the norms of the rows, and name the module.
     """
     session = x.session
-    if batch is None and session.known.batch is not None:
-        batch = _rows_of(x, session.known.batch)
-    small, modules = session.ring.bits < 64, session.known.ranges.modules
+    if batch is None and session.numerics.batch is not None:
+        batch = _rows_of(x, session.numerics.batch)
+    small, modules = session.ring.bits < 64, session.numerics.ranges.modules
     if not session.config.guard or not x.numel() or (small and not modules):
         return
     if bits is None:
@@ -88,7 +90,7 @@ def watch(x: Fixed, bits: int | None = None, batch: Tensor | None = None) -> Non
     if small:
         bits -= _LESS_ROOM
     if x.width is not None and bits > x.width - 2:
-        x = x.whole()
+        x = x.restore_high_bits()
     width = x.shape[-1]
     # Every entry may be off by a unit or two of its last place, however small the values are.
     bits = max(width.bit_length() + 4, min(bits, session.ring.value_bits - 1))
@@ -97,7 +99,9 @@ def watch(x: Fixed, bits: int | None = None, batch: Tensor | None = None) -> Non
     if x.width is not None:  # what is right in its lowest bits is right in the highest ones once these are moved there
         more = session.ring.bits - x.width
         sums, bits = x.proto.mul_public(sums, 1 << more), bits + more
-    session.known.owed.append((sums, bits, None if batch is None else batch.repeat_interleave(SKETCHES)))
+    session.numerics.pending_range_checks.append(
+        (sums, bits, None if batch is None else batch.repeat_interleave(SKETCHES))
+    )
 
 
 def watch_later(x: SecretTensor) -> None:
@@ -107,11 +111,11 @@ def watch_later(x: SecretTensor) -> None:
     """
     watch_pending(x.session)
     known = x.session.exponent("output")
-    bits = x.held.frac + (UNKNOWN if known is None else known)
+    bits = x.value().frac + (UNKNOWN if known is None else known)
     if x.session.config.debug_ranges:  # which names the module that runs now
-        watch_flat(x.held, bits)
+        watch_flat(x.value(), bits)
     else:
-        x.session.known.pending = (x, bits)
+        x.session.numerics.deferred_check = (x, bits)
 
 
 def watch_compared(x: SecretTensor, bits: int, rows: bool = False) -> None:
@@ -133,7 +137,7 @@ def watch_compared(x: SecretTensor, bits: int, rows: bool = False) -> None:
 
 def watch_pending(session: Session, instead: SecretTensor | None = None) -> None:
     """Owe the check that was put off, unless it is of `instead`. Local."""
-    pending, session.known.pending = session.known.pending, None
+    pending, session.numerics.deferred_check = session.numerics.deferred_check, None
     if pending is not None and pending[0] is not instead:
         watch_flat(pending[0].held, pending[1])
 
@@ -150,7 +154,7 @@ def watch_flat(x: Fixed, bits: int, counts: Sequence[int] = ()) -> None:
 
 def _in_pieces(x: Fixed, counts: Sequence[int] = ()) -> tuple[Fixed, Tensor | None]:
     """Pieces [n, PIECE] of all entries, and which row of the batch each belongs to."""
-    batch = x.session.known.batch
+    batch = x.session.numerics.batch
     if batch is not None:
         sizes = [x.numel() // batch] * batch if _is_even(x, batch) else list(counts)
         if len(sizes) == batch:
@@ -197,14 +201,14 @@ def verdict(
 ) -> Fixed | None:  # fmt: skip
     """A secret [1], 0 fractional bits: 1 if a watched value of this call left its range, else 0.
 
-    With `Known.batch` [batch]: one for each row. None if nothing was watched; a public 1 where `Known.ranked_wrong`,
-    even with guard=False. 8 sums for each watched row: 65 bytes
-    each in trio (64-bit ring) from 64 rows on, 8 to 10 rounds; by comparison keys 4 kB and 2 rounds. What was owed is
-    forgotten. run: computes a function of up to `_FEW` comparisons, such as `replay.units.repeat`.
+    With `NumericContext.batch` [batch]: one for each row. None if nothing was watched; a public 1 where
+    `NumericContext.ranked_wrong`, even with guard=False. 8 sums for each watched row: 65 bytes each in trio (64-bit
+    ring) from 64 rows on, 8 to 10 rounds; by comparison keys 4 kB and 2 rounds. What was owed is forgotten. run:
+    computes a function of up to `_FEW` comparisons, such as `replay.program_cache.repeat`.
     """
     watch_pending(session)
-    owed, wrong, batch = session.known.owed, session.known.ranked_wrong, session.known.batch
-    session.known.clear()
+    owed, wrong, batch = session.numerics.pending_range_checks, session.numerics.ranked_wrong, session.numerics.batch
+    session.numerics.clear()
     if wrong:
         ones = torch.ones(batch or 1, dtype=session.ring.dtype, device=session.device)
         return Fixed(session, session.protocol.on(ones.device).public(ones), 0)
@@ -229,7 +233,7 @@ def verdict(
     return (run if every.numel() <= _FEW else _computed)(session, "verdict", (every,), compute)[0]
 
 
-def _by_row(left: Fixed, owed: list[Owed], bounds: list[int], batch: int) -> Fixed:
+def _by_row(left: Fixed, owed: list[PendingRangeCheck], bounds: list[int], batch: int) -> Fixed:
     """How many sums of each row of the batch left their range; `left`: bound by bound, each sum twice. Local."""
     index = torch.cat([
         rows for bound in bounds for _ in range(2) for _, bits, rows in owed if bits == bound and rows is not None

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from private_llm.errors import DomainError
-from private_llm.kernels.watching import this_thread
+from private_llm.kernels.trace_hook import this_thread
 from private_llm.protocols.session import Session
 from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.secret import SLACK, SecretTensor
@@ -63,7 +63,7 @@ def times_scalar(x: SecretTensor, factor: float) -> Fixed:
     >= 16 (64 bits) fractional bits; with fewer, for |x| < 2^(46 - f). Raises DomainError for NaN and infinities.
     """
     n, exponent = _scalar(x.session, factor)
-    value = x.raw if abs(n) == 1 else x.to_operand()
+    value = x.value(full=True) if abs(n) == 1 else x.to_operand()
     if exponent > 0:
         surplus = min(exponent, max(0, value.frac - x.session.frac))  # moves the point, the elements stay as they are
         value = value.with_share(value.share, value.frac - surplus)
@@ -82,11 +82,13 @@ def times_public(x: SecretTensor, factor: Tensor) -> Fixed:
     """
     if factor.numel() == 1 and factor.dim() <= x.ndim:
         product = SecretTensor(times_scalar(x, float(factor)))
-        return product.viewed(lambda part: part.expand(torch.broadcast_shapes(part.shape, factor.shape))).raw
+        return product.viewed(lambda part: part.expand(torch.broadcast_shapes(part.shape, factor.shape))).value(
+            full=True
+        )
     value = x.to_operand()
     bits = 0 if not factor.is_floating_point() else constant_bits(value.session)
     out = value.with_share(value.proto.mul_public(value.share, encoded(value, factor, bits)), value.frac + bits)
-    return out if value.session.ring.bits == 64 else out.at(value.session.frac)
+    return out if value.session.ring.bits == 64 else out.rescale(value.session.frac)
 
 
 _encodings: WeakKeyDictionary[Session, OrderedDict[tuple[object, ...], tuple[Tensor, Tensor]]] = WeakKeyDictionary()
@@ -99,9 +101,9 @@ def encoded(x: Fixed, values: Tensor, bits: int) -> Tensor:
     entry keeps its source tensor alive, so an address in a key cannot be reused. Raises DomainError for values that the
     ring cannot hold.
     """
-    watching = this_thread.watcher
-    if watching is not None:
-        return watching.encoded(values, bits, lambda: _encoded(x, values, bits))
+    hook = this_thread.hook
+    if hook is not None:
+        return hook.encoded(values, bits, lambda: _encoded(x, values, bits))
     return _encoded(x, values, bits)
 
 
@@ -138,14 +140,14 @@ def aligned(x: SecretTensor, y: SecretTensor, narrow: bool = False) -> tuple[Fix
     cut is one truncation, 1 round. Raises DomainError for secrets of two sessions.
     """
     same_session(x, y)
-    a, b = (x.held, y.held) if narrow else (x.raw, y.raw)
+    a, b = (x.value(), y.value()) if narrow else (x.value(full=True), y.value(full=True))
     if a.frac == b.frac:
         return a, b
     if x.coarse or y.coarse:
         frac = min(a.frac, b.frac)
         return x.coarsen(frac), y.coarsen(frac)
     if narrow and a.width is not None and a.frac < b.frac:
-        return a, b.cut(a.frac, (b.session.ring.bits if b.width is None else b.width) - (b.frac - a.frac))
+        return a, b.local_truncate(a.frac, (b.session.ring.bits if b.width is None else b.width) - (b.frac - a.frac))
     if max(a.frac, b.frac) > x.session.frac + SLACK:
         return x.to_operand(), y.to_operand()
     return a, b

@@ -80,51 +80,41 @@ class SecretTensor(Guarded):
 
         If it has more: one truncation, 1 round; fewer: local. Raises UnsupportedOp if entries stand for minus infinity.
         """
-        x = self.raw
+        x = self.value(full=True)
         if x.frac != x.session.frac:
-            x = self._fixed = x.at(x.session.frac)
+            x = self._fixed = x.rescale(x.session.frac)
         return x
 
     def to_operand(self) -> Fixed:
         """The share with no more fractional bits than the session's, for products have no bit to spare; truncates as
         `to_fixed` if it has more.
         """
-        x = self.raw
+        x = self.value(full=True)
         return x if x.frac <= x.session.frac else self.to_fixed()
 
     def to_narrow_operand(self) -> Fixed:
         """As `to_operand`, maybe right in its lowest bits alone, for products that know how many they need."""
-        x = self.held
+        x = self.value()
         return x if x.frac <= x.session.frac else self.to_fixed()
 
     def to_activation_operand(self) -> Fixed:
         """As `to_narrow_operand`, but with fewer bits than the session's only where that is READ_BITS or more; else as
         `to_fixed`.
         """
-        x = self.held
+        x = self.value()
         return x if min(x.session.frac, READ_BITS) <= x.frac <= x.session.frac else self.to_fixed()
 
-    @property
-    def raw(self) -> Fixed:
-        """The share with its fractional bits, and from now on all bits right: local, 1 round for a narrow one.
+    def value(self, full: bool = False, masked: bool = False) -> Fixed:
+        """The share as it is, maybe right in its lowest bits alone (`Fixed.width`).
 
-        Raises UnsupportedOp if entries stand for minus infinity (softmax removes them).
+        full: with all bits right, from now on; local, 1 round for a narrow one. masked: also where entries stand for
+        minus infinity, with whatever lies there. Without it raises UnsupportedOp for such entries (softmax removes
+        them).
         """
-        x = self.held
-        if x.width is not None:
-            x = self._fixed = x.whole()
-        return x
-
-    @property
-    def held(self) -> Fixed:
-        """The share as it is, maybe right in its lowest bits alone (`Fixed.width`). Local; raises as `raw`."""
-        if self._hidden is not None:
+        if self._hidden is not None and not masked:
             raise UnsupportedOp("a tensor with masked (minus infinity) entries can only be reshaped or go into softmax")
-        return self._fixed
-
-    @property
-    def content(self) -> Fixed:
-        """The share as it is, with whatever lies where entries stand for minus infinity. Local."""
+        if full and self._fixed.width is not None:
+            self._fixed = self._fixed.restore_high_bits()
         return self._fixed
 
     @property
@@ -141,10 +131,10 @@ class SecretTensor(Guarded):
 
         Marks it as `coarse`.
         """
-        self._fixed, self._coarse = self.raw.at(frac), True
+        self._fixed, self._coarse = self.value(full=True).rescale(frac), True
         return self._fixed
 
-    def settle(self, fixed: Fixed, coarse: bool) -> None:
+    def set_value(self, fixed: Fixed, coarse: bool) -> None:
         """From now on hold `fixed`, the same value with other fractional bits, as after `to_fixed`. Local."""
         self._fixed, self._coarse = fixed, coarse
 
@@ -172,9 +162,9 @@ class SecretTensor(Guarded):
     def viewed(self, reorder: Callable[[Tensor], Tensor]) -> SecretTensor:
         """Apply a reordering to all parts and the mask; the result counts as sharing memory with this tensor. Local."""
         hidden = None if self._hidden is None else reorder(self._hidden)
-        return self.related(tuple(map(reorder, self._fixed.share.parts)), hidden)
+        return self.view_of_parts(tuple(map(reorder, self._fixed.share.parts)), hidden)
 
-    def related(self, parts: tuple[Tensor, ...], hidden: Tensor | None = None) -> SecretTensor:
+    def view_of_parts(self, parts: tuple[Tensor, ...], hidden: Tensor | None = None) -> SecretTensor:
         """A secret made of moved elements of this one (`hidden` moved alike); counts as sharing memory with it.
 
         Local.
@@ -193,7 +183,7 @@ class SecretTensor(Guarded):
         """Whether they are the same tensor, or views of the same one. Local."""
         return self is other or (self._family is not None and self._family is other._family)
 
-    def stand_in_for(self, other: SecretTensor) -> SecretTensor:
+    def inherit_flags(self, other: SecretTensor) -> SecretTensor:
         """This tensor, which is coarse where `other` is and refuses in-place operations where `other` does. Local."""
         self._family, self._coarse = other._family, other._coarse
         if self._family is not None:

@@ -46,7 +46,7 @@ class SecretIndex(Guarded):
         return self._session
 
     @property
-    def held(self) -> Index:
+    def share(self) -> Index:
         """What this party holds."""
         return self._index
 

@@ -16,10 +16,10 @@ def negative(x: Fixed, bits: int | None = None) -> Fixed:
     an element and 5 rounds for 64 bits (trio); by comparison keys, where those are the way to go, 4 kB and 1 round.
     Raises DomainError unless 2 <= bits <= ring bits.
     """
-    ring, x = x.session.ring, x.whole()
+    ring, x = x.session.ring, x.restore_high_bits()
     bits, count = ring.bits if bits is None else bits, x.numel()
     if not x.proto.takes_keys(count, PiecesShape(1, 1, bits), _price, ring, count, bits):
-        return arithmetic(x.session, x.below([0.0], bits=bits), [1.0], 0)
+        return arithmetic(x.session, x.less_than([0.0], bits=bits), [1.0], 0)
     (made,) = x.proto.piecewise(x.share.map(lambda part: part.reshape(-1)), Pieces((0,), (((1, 0),),), ((0, 0),), bits))
     return x.with_share(made, 0)
 

@@ -195,14 +195,14 @@ def models(tiny: bool) -> Iterator[dict[str, Any]]:
     record the steps as CUDA graphs: seconds a token are the median of the later ones. The last logits are compared with
     plaintext.
     """
-    narrow = {"hidden_size": 64, "num_attention_heads": 4, "vocab_size": 96}
+    widths = {"hidden_size": 64, "num_attention_heads": 4, "vocab_size": 96}
     sizes = {"vocab_size": 1024}  # the published sizes, but for these
     shapes: tuple[tuple[str, Any], ...] = (
         ("gpt2", GPT2Config(n_embd=64, n_head=4, n_layer=1, vocab_size=96) if tiny else GPT2Config()),
         *(
             (
                 f"llama-7b-{layers}-layers",
-                LlamaConfig(**narrow, num_hidden_layers=layers, intermediate_size=96)
+                LlamaConfig(**widths, num_hidden_layers=layers, intermediate_size=96)
                 if tiny
                 else LlamaConfig(**sizes, num_hidden_layers=layers),
             )

@@ -49,7 +49,7 @@ def one_hot_rows(active: Fixed, picks: int) -> Fixed:
     for _ in range(picks):
         index = argmax(active)
         gaps = index.view(lambda part: part.expand(width)) - counting
-        reached = arithmetic(active.session, gaps.below([1.0], bits=width.bit_length() + 1), [1.0], 0)
+        reached = arithmetic(active.session, gaps.less_than([1.0], bits=width.bit_length() + 1), [1.0], 0)
         reached = reached.view(lambda part: part[:width])
         row = reached - reached.view(lambda part: torch.nn.functional.pad(part[:-1], (1, 0)))
         active = active - row
@@ -113,7 +113,7 @@ def in_secret_order(n: int, ones: int) -> Work:
 
         def run(_: Session, given: Sequence[Fixed]) -> Fixed:
             if not held:
-                held.append((-given[0]).below([0.0]))
+                held.append((-given[0]).less_than([0.0]))
             return total(picked_in_secret_order(held[0], given[1]))
 
         return run

@@ -120,7 +120,7 @@ def test_results_have_the_argument_s_fractional_bits() -> None:
     for case in CASES:
         if case.name == "exp":
             continue
-        out = run_parties(PLAIN, lambda _, a, case=case: case.run(a).at(18), [torch.zeros(3)])
+        out = run_parties(PLAIN, lambda _, a, case=case: case.run(a).rescale(18), [torch.zeros(3)])
         meta = run_meta(PLAIN, lambda _, a, case=case: _assert_frac(case.run(a), 18), [(3,)])
         assert out.value.shape == (3,)
         assert meta == Cost()

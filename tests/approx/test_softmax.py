@@ -17,7 +17,7 @@ from private_llm.exact.maximum import levels
 from private_llm.exact.ragged_rows import Rows
 from private_llm.net.ledger import Cost
 from private_llm.protocols.exponential import TOTAL_BITS
-from private_llm.protocols.narrow import Narrow
+from private_llm.protocols.narrow import BitWidths
 from private_llm.protocols.trio import cost
 from private_llm.ring.ring import Ring
 from tests.harness import PLAIN, TRIO, run_meta, run_parties
@@ -123,7 +123,7 @@ def price(entries: int, pairs: list[int], row_count: int, width: int) -> Cost:
     given = 24 + 6 + whole + 4
     total = total + cost.msb(row_count, 24 + whole + 2, count, low=15)
     total = total + cost.inject(R, row_count, count, count, 0, low=given)
-    total = total + cost.truncate(R, row_count, 24 + 6 + whole - 18, Narrow(given, 64))
+    total = total + cost.truncate(R, row_count, 24 + 6 + whole - 18, BitWidths(given, 64))
     total = total + cost.poly(R, row_count, 3, 3 * 18 + 6 - 18)
     total = total + cost.inject(R, row_count, count, count, 0)
     return total + cost.product(R, entries, 24 + 24 + whole - 18)

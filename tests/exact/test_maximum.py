@@ -201,7 +201,7 @@ def test_a_maximum_of_cut_entries_is_near_and_never_above(protocol: str, rows: R
 @pytest.mark.parametrize(("known", "width"), [(4, 13), (9, 16), (19, 26), (30, 26)])
 def test_a_known_range_makes_the_ring_of_cut_entries_smaller(known: int, width: int) -> None:
     def out(session: Session, x: Fixed) -> Fixed:
-        session.known.ranges = Ranges({session.protocol.ledger.scope_name: {"score": known}})
+        session.numerics.ranges = Ranges({session.protocol.ledger.scope_name: {"score": known}})
         with comparing(session, "score"):
             return lifted(maximum(x, coarse=True))
 
@@ -227,9 +227,9 @@ def test_entries_are_cut_where_the_protocol_can_and_bits_are_left() -> None:
     assert not is_cut(replace(held[0], width=39))
     assert not is_cut(replace(held[0], frac=3))
     with pytest.raises(DomainError, match="cut"):
-        held[0].cut(4, 51)
+        held[0].local_truncate(4, 51)
     with pytest.raises(UnsupportedOp, match="local division"):
-        held[5].cut(4, 26)
+        held[5].local_truncate(4, 26)
 
 
 def test_price_per_pair() -> None:

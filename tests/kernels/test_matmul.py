@@ -139,7 +139,7 @@ def test_cuts_cover_everything_once_at_multiples() -> None:
     for total in (1, 5, 16, 17, 100):
         for pieces in (1, 2, 3, 8):
             for step in (1, 16):
-                ranges = parallel.cuts(total, pieces, step)
+                ranges = parallel.split_range(total, pieces, step)
                 assert [i for first, last in ranges for i in range(first, last)] == list(range(total))
                 assert len(ranges) <= pieces
                 assert all(first % step == 0 and last > first for first, last in ranges)
@@ -151,7 +151,7 @@ def test_a_failing_piece_is_heard() -> None:
             raise ArithmeticError(f"{first} to {last}")
 
     with pytest.raises(ArithmeticError, match="2 to 4"):
-        parallel.each(work, [(0, 2), (2, 4)])
+        parallel.run_parallel(work, [(0, 2), (2, 4)])
 
 
 def test_byte_tiles_are_refused_where_the_compiler_targets_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,7 @@ class Slow:
 def test_nothing_is_computed_behind_a_failure(fails: int, failure: type[BaseException]) -> None:
     work = Slow(fails, failure)
     with pytest.raises(failure, match=f"piece {fails}"):
-        parallel.each(work, RANGES)
+        parallel.run_parallel(work, RANGES)
     left = list(work.done)
     threading.Event().wait(0.4)
     assert work.done == left
@@ -46,7 +46,7 @@ def test_the_first_failure_is_raised() -> None:
         raise KeyboardInterrupt if first == 0 else MemoryError(f"piece {first}")
 
     with pytest.raises(KeyboardInterrupt):
-        parallel.each(work, RANGES)
+        parallel.run_parallel(work, RANGES)
 
 
 def test_an_interrupt_of_the_wait_comes_when_all_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,7 +60,7 @@ def test_an_interrupt_of_the_wait_comes_when_all_are_done(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(threading.Condition, "wait_for", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        parallel.each(work, RANGES)
+        parallel.run_parallel(work, RANGES)
     assert sorted(work.done) == [0, 1, 2]
 
 
@@ -77,7 +77,7 @@ def test_a_piece_that_was_handed_over_in_vain_is_not_computed_later(monkeypatch:
 
     monkeypatch.setattr(parallel, "_workers", Refusing)
     with pytest.raises(RuntimeError, match="can't start"):
-        parallel.each(work, RANGES)
+        parallel.run_parallel(work, RANGES)
     free.set()
     pool.shutdown()
     assert work.begun == []

@@ -69,9 +69,9 @@ def test_an_exp_beyond_its_bound_is_noticed() -> None:
     """By the check at the end of a call: the bounded value is not what the model asked for."""
     session = plain_session()
     for largest, fine in ((12.2, True), (12.3, False)):
-        session.known.owed.clear()
+        session.numerics.pending_range_checks.clear()
         torch.exp(secret(session, torch.tensor([[0.0, largest, -3.0]])))
-        excess, bits, _ = session.known.owed[-1]
+        excess, bits, _ = session.numerics.pending_range_checks[-1]
         assert (int(excess.parts[0].abs().max()) < 1 << bits) == fine
 
 
@@ -150,9 +150,9 @@ def test_rms_norm(offset: float, public: bool) -> None:
 def test_a_norm_by_lines_leaves_its_rows_less_room() -> None:
     """They are squared with more fractional bits, so the check at the end of a call has a tighter bound for them."""
     session, width, square = meta_session(PrivateConfig(adder="keys"), 1), 96, 8
-    session.known.ranges = Ranges({session.protocol.ledger.scope_name: {"square": square}})
+    session.numerics.ranges = Ranges({session.protocol.ledger.scope_name: {"square": square}})
     F.rms_norm(SecretTensor(meta_fixed(session, (3, width), session.frac)), (width,), None, 1e-6)
     more = line_bits(session.frac, width, square) - session.frac
     assert more > 0
-    _, bits, _ = session.known.owed[-1]
+    _, bits, _ = session.numerics.pending_range_checks[-1]
     assert bits == 30 - more

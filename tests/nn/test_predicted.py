@@ -23,7 +23,7 @@ def test_weights_of_fc2_lie_neuron_by_neuron() -> None:
         reader = nn.Linear(4, 8)
         SparseFeedForward(ActivityPredictor(4, 2, 8), [reader], writer, 1, 2, "fc1", session.protocol.ledger)
         assert isinstance(writer.weight, SecretTensor)
-        return writer.weight.raw.share.parts
+        return writer.weight.value(full=True).share.parts
 
     once = sparse()
     again = sparse()  # as another parallel session that takes the same memory

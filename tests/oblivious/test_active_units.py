@@ -41,7 +41,7 @@ def opened(protocol: str, x: Tensor, budget: int | None, times: int = 1) -> list
 
     def program(session: Session, s: Fixed) -> Fixed:
         for _ in range(times):
-            bits = session.protocol.invert(s.below([0.0]))
+            bits = session.protocol.invert(s.less_than([0.0]))
             seen.append(opened_units(session, bits, len(x), budget))
         return s
 
@@ -90,7 +90,7 @@ def test_what_fills_a_vector_up_is_uniform_and_differs_from_vector_to_vector() -
 @pytest.mark.parametrize("budget", [None, 20])
 def test_the_price_is_known(protocol: str, budget: int | None) -> None:
     def program(session: Session, s: Fixed) -> Fixed:
-        opened_units(session, session.protocol.invert(s.below([0.0])), 3, budget)
+        opened_units(session, session.protocol.invert(s.less_than([0.0])), 3, budget)
         return s
 
     costs = [run_parties(config(protocol), program, [scores([n] * 3, 70)]).cost for n in (0, 20, 70)]
@@ -119,7 +119,7 @@ def total(cost: Cost) -> int:
 )
 def test_impossible_wishes_are_refused(vectors: int, budget: int, message: str) -> None:
     def program(session: Session, s: Fixed) -> Fixed:
-        opened_units(session, s.below([0.0]), vectors, budget)
+        opened_units(session, s.less_than([0.0]), vectors, budget)
         return s
 
     with pytest.raises(DomainError, match=message):

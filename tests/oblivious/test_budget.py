@@ -32,7 +32,7 @@ def pattern(count: int, active: int, seed: int = 0) -> Tensor:
 
 
 def chosen(session: Session, scores: Fixed, budget: int, vectors: int = 1) -> Choice:
-    return choose(session, session.protocol.invert(scores.below([0.0])), budget, vectors)
+    return choose(session, session.protocol.invert(scores.less_than([0.0])), budget, vectors)
 
 
 @every

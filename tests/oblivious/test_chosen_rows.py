@@ -66,7 +66,7 @@ def test_marked_rows_keep_their_order(protocol: str, blocks: int, rows: int, kep
 def choice(way: str, marks: Fixed, kept: int) -> ChosenRows:
     if way == "one-hot":
         return one_hot_rows(marks, kept)
-    return shuffled_rows(marks, marks.proto.invert((marks).below([1.0])), kept)
+    return shuffled_rows(marks, marks.proto.invert((marks).less_than([1.0])), kept)
 
 
 @every
@@ -130,7 +130,7 @@ def test_costs_are_those_of_the_formulas(protocol: str, blocks: int, rows: int, 
         return one_hot_rows(m, kept).matrix
 
     def shuffled(session: Session, m: Fixed) -> Fixed:
-        bits = m.proto.invert(m.below([1.0]))
+        bits = m.proto.invert(m.less_than([1.0]))
         session.protocol.ledger.reset()
         shuffled_rows(m, bits, kept)
         return m
@@ -164,7 +164,7 @@ def test_another_number_of_marks_is_noticed(surplus: int) -> None:
 
     def program(session: Session, m: Fixed) -> Fixed:
         compact(m, 3)
-        assert session.known.ranked_wrong
+        assert session.numerics.ranked_wrong
         return m
 
     run_parties(TRIO, program, [marks_of(1, 8, 3 + surplus)], [0])

@@ -34,7 +34,7 @@ SMALL = LevelNoise(epsilon=1.0, delta=0.01)
 
 
 def active_of(session: Session, scores: Fixed) -> BitShare:
-    return session.protocol.invert(scores.below([0.0]))
+    return session.protocol.invert(scores.less_than([0.0]))
 
 
 def made_by(noise: LevelNoise) -> np.ndarray:
@@ -260,4 +260,4 @@ def test_impossible_noise_is_refused(settings: dict[str, float], words: str) -> 
 
 def test_several_vectors_are_refused() -> None:
     with pytest.raises(DomainError, match="got 2 vectors; want one"):
-        run_meta(TRIO, lambda session, s: noisy_choose(session, s.below([0.0, 1.0]), SMALL), [(6,)])
+        run_meta(TRIO, lambda session, s: noisy_choose(session, s.less_than([0.0, 1.0]), SMALL), [(6,)])

@@ -350,7 +350,7 @@ def test_bits_of_a_column_are_added_up(rows: int) -> None:
     for depth in (0, 1, 3, 9):
 
         def program(session: Session, a: Fixed, depth: int = depth) -> Fixed:
-            bits = a.proto.invert(a.below([1.0]))
+            bits = a.proto.invert(a.less_than([1.0]))
             rows_of_bits = BitShare(tuple(part.view(rows, 1) for part in bits.parts), 64)
             return counting.column_sums(a, rows_of_bits, depth)
 

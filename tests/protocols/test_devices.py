@@ -73,7 +73,7 @@ OPERATIONS: dict[str, Callable[[Fixed], Fixed]] = {
     "matmul": lambda x: x.matmul(x),
     "poly": lambda x: x.poly([1.0, 2.0, 3.0]),
     "cube": lambda x: x.poly([1.0, 2.0, 3.0, 4.0], bits=4),
-    "compare": lambda x: x.choose(x.below([0.0, 1.0]), [1, 2], [0.0, 1.0]),
+    "compare": lambda x: x.select(x.less_than([0.0, 1.0]), [1, 2], [0.0, 1.0]),
     "softmax": softmax,
     "argmax": argmax,
     "convolution": lambda x: _image(x, lambda image: F.conv2d(image, image, padding=1)),

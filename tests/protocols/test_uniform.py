@@ -17,7 +17,7 @@ from private_llm.config import PrivateConfig
 from private_llm.net.local import LocalMesh
 from private_llm.net.transport import CLIENT, Transport
 from private_llm.protocols.client_end import ClientEnd
-from private_llm.protocols.narrow import Narrow
+from private_llm.protocols.narrow import BitWidths
 from private_llm.protocols.protocol import Protocol
 from private_llm.protocols.session import Session, _meet
 from private_llm.protocols.share import Share
@@ -65,14 +65,14 @@ def program(p: Protocol, x: Share, y: Share) -> Share:
     product = p.mul(x, y, 18)
     matrix = product.map(lambda part: part.view(64, 64))
     square = p.matmul(matrix, matrix, 18).map(lambda part: part.reshape(-1))
-    short = p.matmul(matrix, matrix, 18, narrow=Narrow(64, 46)).map(lambda part: part.reshape(-1))
+    short = p.matmul(matrix, matrix, 18, widths=BitWidths(64, 46)).map(lambda part: part.reshape(-1))
     square = p.add(square, p.inject(p.msb(short, bits=44), None, [0], [1]))
-    less = p.mul(square, p.mul(square, square, 18, Narrow(60, 50)), 20, Narrow(50, 40))
-    square = p.add(square, p.truncate(less, 3, Narrow(40, 60)))
+    less = p.mul(square, p.mul(square, square, 18, BitWidths(60, 50)), 20, BitWidths(50, 40))
+    square = p.add(square, p.truncate(less, 3, BitWidths(40, 60)))
     bits = p.msb(square, [0, 1 << 18])
     relu = p.inject(bits, square, [1, 0], [0, 1], 3)
-    narrow = p.inject(bits, square, [1, 0], [0, 1], low=37)
-    return p.add(p.poly(p.truncate(relu, 2), [1, 2, 3, 4], 1), narrow)
+    widths = p.inject(bits, square, [1, 0], [0, 1], low=37)
+    return p.add(p.poly(p.truncate(relu, 2), [1, 2, 3, 4], 1), widths)
 
 
 def gates(p: Protocol, x: Share, y: Share) -> Share:

@@ -10,7 +10,7 @@ import torch
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError, ShareFileError
-from private_llm.kernels.drawn import DrawnTensor
+from private_llm.kernels.seeded_tensor import SeededTensor
 from private_llm.protocols.weight_sharing import PIECE, Dealer, assemble, bytes_at_rest, keys_held, pieces, sends_parts
 
 TRIO = PrivateConfig()
@@ -105,7 +105,7 @@ def test_masks_that_stay_seeds(protocol: str, ring: int, shape: tuple[int, ...])
         )
         assert all(map(torch.equal, (part.contiguous() for part in seeds), resident))
         for parts, kept in ((resident, False), (seeds, True)):
-            held = sum(part.nbytes for part in parts if not isinstance(part, DrawnTensor))
+            held = sum(part.nbytes for part in parts if not isinstance(part, SeededTensor))
             assert held == bytes_at_rest(config, party, shape, seeds=kept)
         if len(shape) > 1:
             assert bytes_at_rest(config, party, shape, True) == (

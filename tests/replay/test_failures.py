@@ -50,9 +50,9 @@ STEP_ITSELF = frozenset({
     "RecordingTransport.send", "RecordingTransport._recv", "RecordingTransport.stop", "StepRecorder.stop",
     "StepRecorder.operations", "_Operations.__init__", "_Operations.__torch_dispatch__", "StepRecorder.outside",
     "StepRecorder.send", "StepRecorder._recv", "StepRecorder.encoded", "StepRecorder.graph_break",
-    "StepRecorder.computing", "CpuRecorder.operated", "CpuRecorder.beside", "CpuRecorder._held",
+    "StepRecorder.computing", "CpuRecorder.operated", "CpuRecorder.parallel_region", "CpuRecorder._held",
     "GraphRecorder.operated", "GraphRecorder.computed", "GraphRecorder._held", "PublicTensors.clear",
-    "TraceLog.addressed", "TraceLog.launched", "TraceLog.left",
+    "TraceLog.addressed", "TraceLog.launched", "TraceLog.escaped",
     # part of the ledger, which books repeated calls when somebody reads it
     "LedgerDelta.apply",
 })  # fmt: skip

@@ -97,7 +97,7 @@ def run(
         for counts in (ledger.sent, ledger.rounds, ledger.macs):
             ledgers[session.party].update(counts)  # type: ignore[arg-type]
         if session.party == 1:
-            owed.extend(len(sums.parts[0]) * 1000 + bits for sums, bits, _ in session.known.owed)
+            owed.extend(len(sums.parts[0]) * 1000 + bits for sums, bits, _ in session.numerics.pending_range_checks)
 
     def client(end: ClientEnd) -> list[Tensor]:
         made = []
@@ -113,7 +113,7 @@ def run(
 
 
 @pytest.mark.parametrize("protocol", ["trio", "dealer"])
-def test_a_middle_that_differs_from_call_to_call(protocol: str) -> None:
+def test_a_graph_break_that_differs_from_call_to_call(protocol: str) -> None:
     _, held, ledgers, owed = run(protocol, replay=True)
     want = {"plain": 1, "recorded": 1, "checked": 1, "repeated": CALLS - 3}
     assert [dict(each.counts) for each in held] == [want] * 3
@@ -124,7 +124,7 @@ def test_a_middle_that_differs_from_call_to_call(protocol: str) -> None:
     assert owed == owed_plainly, "checks of ranges in the same order"
 
 
-def test_a_middle_goes_with_its_call() -> None:
+def test_a_graph_break_goes_with_its_call() -> None:
     """It holds a layer's weights and a cache, which must not wait for Python to look for circles: neither does a call
     that is refused keep it, nor one that is recorded, checked or repeated.
     """
@@ -132,10 +132,10 @@ def test_a_middle_goes_with_its_call() -> None:
 
     def meets(pending: bool) -> Callable[[Powers, Fixed], Fixed]:
         def met(own: Powers, given: Fixed) -> Fixed:
-            known, before = given.session.known, given.session.known.pending
-            known.pending = (SecretTensor(given), 20) if pending else before
+            known, before = given.session.numerics, given.session.numerics.deferred_check
+            known.deferred_check = (SecretTensor(given), 20) if pending else before
             made = own.run((given,), functools.partial(own.recompute, (given,)))
-            known.pending = before
+            known.deferred_check = before
             return made
 
         return met
@@ -173,7 +173,7 @@ def test_a_middle_goes_with_its_call() -> None:
     assert alive == [[False] * CALLS] * 6
 
 
-def test_what_has_no_middle_or_two_stays_in_python() -> None:
+def test_what_has_no_graph_break_or_two_stays_in_python() -> None:
     def without(graph_break: Powers, given: Fixed) -> Fixed:
         return graph_break.recompute((given,))
 

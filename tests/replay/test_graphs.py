@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from private_llm.config import PrivateConfig
 from private_llm.kernels import exponential, ops, waves
-from private_llm.kernels.watching import this_thread, watched_by
+from private_llm.kernels.trace_hook import this_thread, traced_by
 from private_llm.net.local import LocalMesh
 from private_llm.net.placed import PlacedTransport
 from private_llm.net.transport import Transport
@@ -38,13 +38,13 @@ def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def announced(function: Callable[..., Any], writes: int) -> Callable[..., Any]:
         def alone(*arguments: Any) -> Any:
-            with watched_by(None):
+            with traced_by(None):
                 return function(*arguments)
 
         @functools.wraps(function)
         def call(*arguments: Any) -> Any:
-            watching = this_thread.watcher
-            return function(*arguments) if watching is None else watching.computed(alone, arguments, writes)
+            hook = this_thread.hook
+            return function(*arguments) if hook is None else hook.computed(alone, arguments, writes)
 
         return call
 
@@ -89,8 +89,8 @@ def test_a_function_that_is_repeated(name: str, protocol: str) -> None:
 
 
 @pytest.mark.parametrize("protocol", ["trio", "dealer"])
-def test_a_middle_that_differs_from_call_to_call(protocol: str) -> None:
-    test_graph_breaks.test_a_middle_that_differs_from_call_to_call(protocol)
+def test_a_graph_break_that_differs_from_call_to_call(protocol: str) -> None:
+    test_graph_breaks.test_a_graph_break_that_differs_from_call_to_call(protocol)
 
 
 @pytest.mark.sampled(3)
@@ -101,7 +101,7 @@ def test_a_middle_that_differs_from_call_to_call(protocol: str) -> None:
         test_programs.test_what_depends_on_values_is_refused,
         test_programs.test_a_program_that_is_wrong_is_found_before_it_is_used,
         test_graph_breaks.test_public_values_that_are_computed_are_refused,
-        test_graph_breaks.test_what_has_no_middle_or_two_stays_in_python,
+        test_graph_breaks.test_what_has_no_graph_break_or_two_stays_in_python,
         functools.partial(test_failures.an_error_in_any_function, "graphs.py", "graph_recorder.py", "recording.py"),
     ],
 )

@@ -45,7 +45,7 @@ def opened(name: str) -> tuple[PreTrainedModel, Session, SessionState]:
 def fill(model: PreTrainedModel, session: Session, state: SessionState, asked: Call, owner: str = "a") -> None:
     text = ids(*asked.secret[0].shape)
     run_batch(model, session, state, [BatchedRequest(owner, asked, (Index((text.reshape(-1),), text.numel(), 128),))])
-    session.known.owed.clear()
+    session.numerics.pending_range_checks.clear()
 
 
 ONES = torch.ones(2, 6, dtype=torch.int64)
@@ -166,4 +166,8 @@ def test_a_pass_that_fails_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(DomainError, match="second layer"):
         run_batch(model, session, state, parts)
     assert [state.past(owner, 1) for owner in "abc"] == [0, 0, 4]
-    assert (session.known.owed, session.known.pending, session.known.batch) == ([], None, None)
+    assert (session.numerics.pending_range_checks, session.numerics.deferred_check, session.numerics.batch) == (
+        [],
+        None,
+        None,
+    )

@@ -46,7 +46,7 @@ def test_both_ways_pick_the_same_values(script: Any, protocol: str) -> None:
     setting = config(protocol)
     one = run_parties(setting, lambda _, a, v: script.picked_by_one_hot(a, v, len(PLACES)), [active, x], [0, 18])
     other = run_parties(
-        setting, lambda _, a, v: script.picked_in_secret_order((-a).below([0.0]), v), [active, x], [0, 18]
+        setting, lambda _, a, v: script.picked_in_secret_order((-a).less_than([0.0]), v), [active, x], [0, 18]
     )
     assert one.value.tolist() == pytest.approx(x[list(PLACES)].tolist(), abs=1e-4)
     assert other.value.sort().values.tolist() == pytest.approx(x[list(PLACES)].tolist(), abs=1e-4)

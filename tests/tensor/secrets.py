@@ -36,7 +36,7 @@ def secret(session: Session, values: Tensor, frac: int | None = None) -> SecretT
 
 def opened(x: Tensor | Fixed) -> Tensor:
     """The real values of a secret of a cleartext session."""
-    value = x.content if isinstance(x, SecretTensor) else x
+    value = x.value(masked=True) if isinstance(x, SecretTensor) else x
     if not isinstance(value, Fixed):
         raise TypeError(f"not a secret: {type(x).__name__}")
     return value.session.ring.decode(value.share.parts[0], value.frac)

@@ -18,7 +18,7 @@ from private_llm.exact.ragged_rows import Rows
 from private_llm.exact.relu import relu
 from private_llm.net.ledger import Cost
 from private_llm.nn.padded_keys import alike
-from private_llm.protocols.narrow import Narrow
+from private_llm.protocols.narrow import BitWidths
 from private_llm.protocols.session import Session, meta_session
 from private_llm.protocols.share import Share
 from private_llm.protocols.trio import cost
@@ -49,16 +49,16 @@ WHOLE: dict[str, Callable[[Fixed, Fixed], Fixed]] = {
     "a matrix product": lambda x, y: x.matmul(y), "its right operand": lambda x, y: y.matmul(x),
     "a product of a size that is too large": lambda x, y: x.mul(y, below=10),
     "a constant": lambda x, y: x.scale(0.3), "a polynomial": lambda x, y: x.poly([1.0, 2.0, 3.0]),
-    "a comparison of all bits": lambda x, y: arithmetic(x.session, x.below([0.0]), [1.0], 18),
-    "a long comparison": lambda x, y: arithmetic(x.session, x.below([0.0], bits=47), [1.0], 18),
-    "a choice with fractional weights": lambda x, y: x.choose(y.below([0.0]), [0.5], [0.0], weight_bits=4),
+    "a comparison of all bits": lambda x, y: arithmetic(x.session, x.less_than([0.0]), [1.0], 18),
+    "a long comparison": lambda x, y: arithmetic(x.session, x.less_than([0.0], bits=47), [1.0], 18),
+    "a choice with fractional weights": lambda x, y: x.select(y.less_than([0.0]), [0.5], [0.0], weight_bits=4),
     "a sum with a whole one": lambda x, y: (y + x).mul(y),
     "a row of both": lambda x, y: concatenated([y, x], -1).view(lambda part: part[:, 4:]).mul(y),
-    "a tensor of a model": lambda x, y: SecretTensor(x).raw,
+    "a tensor of a model": lambda x, y: SecretTensor(x).value(full=True),
 }  # fmt: skip
 NARROW: dict[str, Callable[[Fixed, Fixed], Fixed]] = {
     "a sum": lambda x, y: x + y, "a difference": lambda x, y: y - x, "a multiple": lambda x, y: x.scale_int(3),
-    "more fractional bits": lambda x, y: x.finer(22), "fewer": lambda x, y: x.at(12),
+    "more fractional bits": lambda x, y: x.finer(22), "fewer": lambda x, y: x.rescale(12),
     "a product of a known size": lambda x, y: x.mul(y, below=5),
     "a right factor of a known size": lambda x, y: y.mul(x, below=5),
     "a matrix product of a known size": lambda x, y: x.matmul(y, below=5),
@@ -66,7 +66,7 @@ NARROW: dict[str, Callable[[Fixed, Fixed], Fixed]] = {
     "a product that leaves few bits": lambda x, y: x.mul(y, width=28),
     "ReLU": lambda x, y: relu(x), "SiLU": lambda x, y: silu(x), "GELU": lambda x, y: gelu(x),
     "one entry more a row": _appended, "a stack": lambda x, y: y.stack(x),
-    "an integer choice": lambda x, y: x.choose(y.below([0.0]), [2], [1.0]),
+    "an integer choice": lambda x, y: x.select(y.less_than([0.0]), [2], [1.0]),
     "rows of a model": lambda x, y: SecretTensor(x).view(-1).view(4, 4).transpose(0, 1).held,
 }  # fmt: skip
 
@@ -93,7 +93,7 @@ def _seen(x: Fixed) -> Fixed:
     """A narrow value for the client, who reads the whole ring; what that costs is not the step's."""
     ledger = x.session.protocol.ledger
     sent, rounds = dict(ledger.sent), dict(ledger.rounds)
-    made = x.whole()
+    made = x.restore_high_bits()
     for book, before in ((ledger.sent, sent), (ledger.rounds, rounds)):
         book.clear()
         book.update(before)
@@ -107,7 +107,7 @@ def test_what_needs_the_whole_ring_makes_it_right_first(step: str, protocol: str
     assert torch.allclose(got, want, atol=2.0**-14)
     assert width is None
     count = 32 if step == "a row of both" else 16
-    widened = cost.truncate(Ring(64), 16, 0, Narrow(46, 64)) if count == 16 else None
+    widened = cost.truncate(Ring(64), 16, 0, BitWidths(46, 64)) if count == 16 else None
     if widened is not None:
         assert price.total - usual.total == widened.total
     assert price.rounds == usual.rounds + 1
@@ -134,11 +134,11 @@ def test_its_width_goes_along_with_what_is_made_of_it() -> None:
     assert x.finer(36).width is None, "what is right in its lowest bits is whole once these are the highest"
     assert held(4, 4).matmul(held(4, 4), frac=36, width=46).width is None
     assert coarse_bits(x, [0.0], extra=1).count == 16
-    assert x.cut(4, 26).width == 26
+    assert x.local_truncate(4, 26).width == 26
     assert (silu(x).width, gelu(x).width, relu(x).width) == (46, 46, 46)
     assert precise_tanh(x).width is None
     with pytest.raises(DomainError, match="46 at most"):
-        x.cut(18, 47)
+        x.local_truncate(18, 47)
 
 
 @pytest.mark.parametrize("config", [
@@ -171,7 +171,7 @@ def test_waves_of_few_bits(function: Callable[[Fixed], Fixed], width: int) -> No
     """An angle reads more bits than small values may have."""
 
     def run(_: Session, x: Fixed, y: Fixed) -> Fixed:
-        return function(x.mul(y, width=width)).whole()
+        return function(x.mul(y, width=width)).restore_high_bits()
 
     x = X / 16
     want = torch.nn.functional.silu(x) if function is silu else torch.nn.functional.gelu(x)
@@ -190,7 +190,7 @@ def test_a_product_that_is_nearly_zero_is_divided() -> None:
 def test_what_attention_gives_has_the_same_bits_in_all_layers_of_a_decode_step() -> None:
     """One program serves the attention of all layers at a length."""
     session = meta_session(PrivateConfig(), 1)
-    session.known.ranges = Ranges({"a": {"read": 20, "value": 4}, "b": {"read": 31, "value": 9}})
+    session.numerics.ranges = Ranges({"a": {"read": 20, "value": 4}, "b": {"read": 31, "value": 9}})
     with session.protocol.ledger.scope("a"):
         assert read_width(session, 18, "value") == 20 + 18 + SEEN
         with alike(session):
@@ -204,7 +204,7 @@ def test_what_attention_gives_has_the_same_bits_in_all_layers_of_a_decode_step()
 ])  # fmt: skip
 def test_results_that_products_alone_read_have_fewer_fractional_bits(config: PrivateConfig, bits: int) -> None:
     session = meta_session(config, 1)
-    session.known.ranges = Ranges({"a": {"read": 20, "output": 4}, "b": {"output": 4}})
+    session.numerics.ranges = Ranges({"a": {"read": 20, "output": 4}, "b": {"output": 4}})
     with session.protocol.ledger.scope("a"):
         assert read_frac(session) == bits
     with session.protocol.ledger.scope("b"):
@@ -219,7 +219,7 @@ def test_a_bias_is_cut_to_the_bits_of_a_narrow_result(narrow: bool) -> None:
     def run(session: Session, x: Fixed, y: Fixed) -> Fixed:
         product = SecretTensor(x.mul(y, READ_BITS, width=40))
         session.protocol.ledger.reset()
-        made.append(plus(product, SecretTensor(y.view(lambda part: part[0])), narrow).held)
+        made.append(plus(product, SecretTensor(y.view(lambda part: part[0])), narrow).value())
         return _seen(made[-1])
 
     got = run_parties(PrivateConfig(), run, [X, Y])

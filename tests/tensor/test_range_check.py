@@ -187,7 +187,7 @@ def test_each_row_of_a_batch_has_its_own_verdict(protocol: str) -> None:
             values[bad, 1, 2] = 2.0**30
 
         def check(session: Session, secret: Fixed) -> Fixed:
-            session.known.batch = 3
+            session.numerics.batch = 3
             if how == "rows":
                 watch(secret, 18 + 8)
             elif how == "pieces":
@@ -215,7 +215,7 @@ def test_rows_of_a_squared_softmax_are_told_apart() -> None:
     values[6] = 300.0
 
     def check(session: Session, secret: Fixed) -> Fixed:
-        session.known.batch = 3
+        session.numerics.batch = 3
         two_quad_ragged(secret, Rows.of([2, 3, 4, 0, 1, 2], (2, 1, 2)))
         found = verdict(session)
         assert found is not None

@@ -107,17 +107,19 @@ def _attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     sinks = None if s_aux is None else _secret(s_aux, query)
     if layer is not None and layer.evicting is not None:
-        call = Call(query.raw, attention_mask, tokens, scale, softcap, sinks)
+        call = Call(query.value(full=True), attention_mask, tokens, scale, softcap, sinks)
         out = layer.evicting.attend(call, query.shape[2])
         layer.attended(None)
     elif layer is not None and merged > 1:
         if sinks is not None or position_bias is not None:
             raise UnsupportedOp(f"{type(module).__name__}: heads with sinks or biases of their own cannot be merged")
-        out = _merged(module, query.raw, key.to_operand(), value.to_operand(), attention_mask, scale, softcap, merged)
+        out = _merged(
+            module, query.value(full=True), key.to_operand(), value.to_operand(), attention_mask, scale, softcap, merged
+        )
         layer.attended(None)
     else:
         out, mass = attend_and_weigh(
-            query.raw,
+            query.value(full=True),
             key.to_operand(),
             value.to_operand(),
             attention_mask,
@@ -159,6 +161,6 @@ def _secret(values: Tensor, like: SecretTensor) -> Fixed:
     """Weights of the model as a share, secret or public."""
     if isinstance(values, SecretTensor):
         return values.to_fixed()
-    session, where = like.session, like.raw.share.parts[0].device
+    session, where = like.session, like.value(full=True).share.parts[0].device
     elements = session.ring.encode(values, session.frac).to(where)
     return Fixed(session, session.protocol.on(where).public(elements), session.frac)

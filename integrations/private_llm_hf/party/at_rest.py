@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 
 from private_llm.config import PLANNED, PrivateConfig
 from private_llm.errors import ConfigError
-from private_llm.kernels.drawn import makes_fast
 from private_llm.kernels.memory import memory_bytes
+from private_llm.kernels.seeded_tensor import makes_fast
 from private_llm.protocols.registry import protocol_spec
 from private_llm.protocols.session import Session
 from private_llm.protocols.weight_sharing import bytes_at_rest, keys_held
@@ -123,12 +123,14 @@ def weights_of_model(session: Session, model: PreTrainedModel, offloaded: Mappin
 def used_in(session: Session, value: Fixed | Tensor) -> Fixed | Tensor:
     """A weight of another session's model, or a public one, for this session; nothing is copied."""
     if isinstance(value, SecretTensor):
-        value = value.raw
+        value = value.value(full=True)
     return Fixed(session, value.share, value.frac) if isinstance(value, Fixed) else value.detach()
 
 
 def _from_file(session: Session, share_file: ShareFile, name: str, ranges: Ranges) -> Fixed:
-    return Fixed(session, share_file.weight(name, session.known.seeds), ranges.frac_of_weight(name, session.frac))
+    return Fixed(
+        session, share_file.weight(name, session.numerics.lazy_masks), ranges.frac_of_weight(name, session.frac)
+    )
 
 
 def _again(session: Session, value: Offloaded) -> Fixed | Tensor:

@@ -59,8 +59,8 @@ class AttentionBreak(CacheUpdateBreak):
         if self.reason is not None or held is None or taken is None:
             return attend(query, key, value)  # type: ignore[arg-type]
         self._layer.attend = attend
-        given = SecretTensor(query.raw)
-        return SecretTensor(self.run((query.raw, *taken), lambda: attend(given, *held).held))  # type: ignore[arg-type]
+        given = SecretTensor(query.value(full=True))
+        return SecretTensor(self.run((query.value(full=True), *taken), lambda: attend(given, *held).value()))  # type: ignore[arg-type]
 
     def recompute(self, values: Sequence[Fixed]) -> Fixed:
         """The update and attention, of what the program has made for them."""
@@ -69,7 +69,7 @@ class AttentionBreak(CacheUpdateBreak):
             values = [x.view(Tensor.clone) for x in values]
         query, key, value = map(SecretTensor, values)
         keys, held = self._cache.update(key, value, self._layer.number)
-        return self._layer.attend(query, keys, held).held  # type: ignore[arg-type]
+        return self._layer.attend(query, keys, held).value()  # type: ignore[arg-type]
 
 
 class RepeatedLayer:

@@ -96,7 +96,7 @@ def meta_parameters(model: PreTrainedModel, session: Session) -> dict[str, Fixed
     made: dict[str, Fixed | Tensor] = {}
     for name, value in model.named_parameters():
         parts = [torch.empty(value.shape, dtype=session.ring.dtype, device="meta") for _ in range(count)]
-        made[name] = Fixed(session, Share(tuple(parts)), session.known.ranges.frac_of_weight(name, session.frac))
+        made[name] = Fixed(session, Share(tuple(parts)), session.numerics.ranges.frac_of_weight(name, session.frac))
     return made
 
 

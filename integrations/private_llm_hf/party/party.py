@@ -154,7 +154,7 @@ class Party:
                 raise ShareFileError("the client wants a model that this party holds no share file of")
             self._check_assignment(tuple(range(self.config.parties)), "a share file")
             loaded = LoadModel(self.share_file.description, None)
-            self.session.known.seeds = keeps_seeds(self.session, self.share_file.shapes.values())
+            self.session.numerics.lazy_masks = keeps_seeds(self.session, self.share_file.shapes.values())
             weights = weights_of_file(self.session, self.share_file)
         elif isinstance(command, commands.LoadLike):
             other = self.parallel_sessions.get(command.parallel_session)
@@ -164,17 +164,17 @@ class Party:
                 )
             if self.config.weights == "secret":
                 self._check_assignment(other.assignment, f"the model of parallel session {command.parallel_session}")
-            self.session.known.seeds = other.session.known.seeds
+            self.session.numerics.lazy_masks = other.session.numerics.lazy_masks
             loaded, weights = other.loaded, weights_of_model(self.session, other.ready(), other.offloaded)
         elif self.share_file is not None:
             raise ShareFileError("this party was started with a share file and serves the model of that file only")
         else:
             loaded, described = command, command.description
             shapes = self._announced(described)
-            self.session.known.seeds = keeps_seeds(self.session, shapes.values())
+            self.session.numerics.lazy_masks = keeps_seeds(self.session, shapes.values())
             weights = dict(self._receive_weights(shapes, Ranges(described.ranges)))
         self.loaded, facts = loaded, loaded.description
-        self.session.known.ranges = Ranges(facts.ranges)
+        self.session.numerics.ranges = Ranges(facts.ranges)
         self.offloaded = {name: value for name, value in weights.items() if isinstance(value, Offloaded)}
         self.model = build_party_model(
             facts.config, facts.class_, weights, self.session, self._heartbeat.beat, facts.folded
@@ -183,7 +183,7 @@ class Party:
         if loaded.stop_behind is not None:
             stop_behind(self.model, loaded.stop_behind)
         self.transport.ledger.reset()
-        self._answer(Loaded(self.session.known.ranges.to_dict()))
+        self._answer(Loaded(self.session.numerics.ranges.to_dict()))
 
     def _check_assignment(self, shared: RoleAssignment, what: str) -> None:
         """Raise TransportError for shares of other roles: parties would compute with, and see, what is not theirs."""
@@ -231,7 +231,7 @@ class Party:
         """One weight from what the client sent for it; masks come from their seeds."""
         if self.config.weights == "public" and received is not None:
             return received
-        share = assemble(self.config, self.role, keys, received, shape, name, self.session.known.seeds)
+        share = assemble(self.config, self.role, keys, received, shape, name, self.session.numerics.lazy_masks)
         return Fixed(self.session, share, ranges.frac_of_weight(name, self.session.frac))
 
     def _receive_pieces(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

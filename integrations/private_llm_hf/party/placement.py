@@ -169,7 +169,7 @@ def planned_map(model: nn.Module, session: Session) -> dict[str, str]:
     config = session.config
     one = torch.zeros(1, dtype=session.ring.dtype)
     parts = 1 if config.weights == "public" else len(session.protocol.public(one).parts)
-    if session.known.seeds:
+    if session.numerics.lazy_masks:
         parts = sends_parts(config, session.party)
     held = parts * session.ring.bytes + (4 if config.weights == "public" else 0)  # public: float32, and its ring form
     share = 4 / max(held, 1) * (1 if config.max_memory else FILLED)  # the model without weights has 4 bytes an element

@@ -3,7 +3,7 @@
     rows of all requests, below each other       Index and Share parts joined, one lookup
     shorter prompts and caches begin later       padding on the left, hidden by masks; positions are stated
     one KV cache for all of them                 `SessionState.together`: nothing is copied while the company stays
-    one verdict of the range check for each row  `Known.batch`
+    one verdict of the range check for each row  `NumericContext.batch`
 
 Rounds are those of one request and bytes those of a batch. Every party runs the same batches in the same order. What a
 client gets depends on its own rows alone, but for the order of roundings, and for what the range check cannot tell
@@ -78,7 +78,7 @@ def _run(model: PreTrainedModel, session: Session, state: SessionState, requests
 
 def _abandon(session: Session, state: SessionState, requests: Batch) -> None:
     """Forget what a batch that failed left half done: checks owed, and caches whose layers may differ in length."""
-    session.known.clear()
+    session.numerics.clear()
     for request in requests:
         if request.call.cache is not None:
             state.free(request.owner, [request.call.cache])
@@ -130,11 +130,11 @@ def _spans(requests: Batch, pasts: Sequence[int]) -> list[_Span]:
 @contextmanager
 def _apart(session: Session, rows: int) -> Iterator[None]:
     """Each row has a verdict of its own."""
-    session.known.batch = rows
+    session.numerics.batch = rows
     try:
         yield
     finally:
-        session.known.batch = None
+        session.numerics.batch = None
 
 
 # -- inputs -------------------------------------------------------------------------------------------------------

@@ -204,7 +204,7 @@ def _planned(request: Request) -> PlannedCall:
 
 def _give_up(model: ServedModel, request: Request, error: PrivateLLMError) -> None:
     """The session ends; nothing that it half did is left."""
-    model.session.known.clear()
+    model.session.numerics.clear()
     model.state.forget(owner_of(request.session.id))
     request.fail(error)
 

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import TransportError
-from private_llm.protocols.session import Known, Session
+from private_llm.protocols.session import NumericContext, Session
 from private_llm.ranges import Ranges
 from private_llm_hf.checkpoint.offload import Offloaded
 from private_llm_hf.checkpoint.share_files import ShareFile
@@ -72,11 +72,11 @@ class ServedModel:
 
         Raises PatchMismatch for a model that cannot run under the session's settings.
         """
-        self.session = replace(session, known=Known())
-        self.session.known.ranges, self.session.known.seeds = self.ranges, self._seeds
+        self.session = replace(session, numerics=NumericContext())
+        self.session.numerics.ranges, self.session.numerics.lazy_masks = self.ranges, self._seeds
         before = self._built
         if before is None:
-            self._seeds = self.session.known.seeds = keeps_seeds(self.session, self.file.shapes.values())
+            self._seeds = self.session.numerics.lazy_masks = keeps_seeds(self.session, self.file.shapes.values())
             weights = weights_of_file(self.session, self.file)
             self._offloaded = {name: value for name, value in weights.items() if isinstance(value, Offloaded)}
         else:

@@ -176,7 +176,7 @@ def _first(output: object) -> Tensor | None:
 
 def _decoded(value: Tensor) -> Tensor:
     if isinstance(value, SecretTensor):
-        held = value.raw
+        held = value.value(full=True)
         return held.session.ring.decode(held.share.parts[0], held.frac)
     return value.to(torch.float64, copy=True)  # the model may go on in place
 
@@ -184,7 +184,7 @@ def _decoded(value: Tensor) -> Tensor:
 def _session(config: PrivateConfig, ranges: Ranges) -> Session:
     transport = LocalMesh(1).transport(0)
     session = Session(config, CheckedPlain(0, transport, Ring(config.ring)))
-    session.known.ranges = ranges
+    session.numerics.ranges = ranges
     return session
 
 
@@ -192,7 +192,7 @@ def _weights(model: PreTrainedModel, spec: ModelSpec, session: Session) -> list[
     made: list[tuple[str, Fixed]] = []
 
     def take(name: str, value: Tensor) -> None:
-        frac = session.known.ranges.frac_of_weight(name, session.frac)
+        frac = session.numerics.ranges.frac_of_weight(name, session.frac)
         elements = encode_weight(name, value, session.ring, frac)
         made.append((name, Fixed(session, cleartext(elements, watched=True), frac)))
 

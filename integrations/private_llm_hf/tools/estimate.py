@@ -154,7 +154,7 @@ class _MetaParty(Party):
         session = meta_session(config, number)
         self.config, self.number, self.transport = config, number, session.protocol.transport
         self.session = session
-        session.known.ranges = Ranges(description.ranges)
+        session.numerics.ranges = Ranges(description.ranges)
         self.answer = Outputs("", ())
         self._silent = True  # nobody to compare with what it was told, which costs control messages alone
         parameters = meta_parameters(empty, session)
@@ -162,7 +162,7 @@ class _MetaParty(Party):
             description.config, description.class_, parameters, session, folded=description.folded
         )
         self.state = SessionState(self.model)
-        if not every_layer and not session.known.ranges.modules:  # with ranges, no two layers are equal
+        if not every_layer and not session.numerics.ranges.modules:  # with ranges, no two layers are equal
             price_once(self.model, self.transport.ledger)
         self.transport.ledger.reset()
 
@@ -195,7 +195,7 @@ class _MetaParty(Party):
 def _bytes(value: Tensor) -> int:
     if not isinstance(value, SecretTensor):
         return value.numel() * value.element_size()
-    held: Fixed = value.raw
+    held: Fixed = value.value(full=True)
     return sum(part.numel() * part.element_size() for part in held.share.parts)
 
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from private_llm.net.ledger import Ledger
-from private_llm.protocols.session import Owed
+from private_llm.protocols.session import PendingRangeCheck
 from private_llm.tensor.guard import Guarded
 from private_llm.tensor.range_check import watch_pending
 from private_llm.tensor.secret import SecretTensor
@@ -84,7 +84,7 @@ class _Ran:
     counts: _Counts
     output: Any
     rescaled: tuple[bool, ...]
-    owed: tuple[Owed, ...]
+    owed: tuple[PendingRangeCheck, ...]
 
 
 def price_once(model: nn.Module, ledger: Ledger) -> None:
@@ -150,16 +150,16 @@ class _Priced:
             return self._replay(ran, secrets, caches)
         if secrets:
             watch_pending(secrets[0].session)  # what an earlier layer owes is not this one's
-        owed = secrets[0].session.known.owed if secrets else []
+        owed = secrets[0].session.numerics.pending_range_checks if secrets else []
         before = len(owed)
-        forms, untouched = [secret.held.form for secret in secrets], self._untouched(leaves, caches)
+        forms, untouched = [secret.value().form for secret in secrets], self._untouched(leaves, caches)
         with _apart(self._at.ledger) as counts:
             output = self._forward(*args, **kwargs)
         counts.add_to(self._at.ledger)
         own = (f"{self._at.name}.", f"{self._at.name}{PREDICTOR}.")
         inside = all(f"{scope}.".startswith(own) for scope in counts.scopes())
         if inside and untouched == self._untouched(leaves, caches):
-            rescaled = tuple(secret.held.form != form for secret, form in zip(secrets, forms, strict=True))
+            rescaled = tuple(secret.value().form != form for secret, form in zip(secrets, forms, strict=True))
             with suppress(_Unknown):
                 known[key] = _Ran(self._at, counts, _again(output), rescaled, tuple(owed[before:]))
         return output
@@ -175,7 +175,7 @@ class _Priced:
                 if rescaled:
                     secret.to_fixed()  # is remembered by the argument, and booked below
         if secrets:
-            secrets[0].session.known.owed.extend(ran.owed)
+            secrets[0].session.numerics.pending_range_checks.extend(ran.owed)
         ran.counts.add_to(self._at.ledger, lambda scope: self._at.name + scope[len(ran.at.name) :])
         for cache in caches:
             _copy_layer(cache, ran.at.number, self._at.number)
@@ -216,7 +216,7 @@ def _compared(value: object) -> Hashable:
     if isinstance(value, SecretTensor):
         if value.hidden is not None:
             raise _Unknown
-        return SecretTensor, value.shape, value.held.form
+        return SecretTensor, value.shape, value.value().form
     if isinstance(value, Tensor) and not isinstance(value, Guarded):
         return Tensor, value.shape, value.dtype, value.is_meta or _digest(value)
     if isinstance(value, Cache):
@@ -243,7 +243,7 @@ def _settings(part: nn.Module) -> Hashable:
 
 
 def _form(value: Tensor) -> tuple[int, int | None] | None:
-    return value.held.form if isinstance(value, SecretTensor) else None
+    return value.value().form if isinstance(value, SecretTensor) else None
 
 
 def _setting(value: object) -> Hashable:
@@ -301,7 +301,7 @@ def _again(output: Any) -> Any:  # noqa: ANN401 - a layer's own result
     if isinstance(output, SecretTensor):
         if output.hidden is not None:
             raise _Unknown
-        return SecretTensor(output.held)
+        return SecretTensor(output.value())
     if type(output) is Tensor or isinstance(output, _PLAIN):
         return output
     if type(output) in (tuple, list):

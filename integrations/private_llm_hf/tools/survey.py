@@ -99,7 +99,7 @@ class _Noting(TorchFunctionMode):
     def _open(self, value: TorchArg) -> TorchArg:
         if not isinstance(value, SecretTensor):
             return value
-        held = value.shown().raw
+        held = value.shown().value(full=True)
         shown = self._session.ring.decode(held.share.parts[0], held.frac).float()
         return shown if value.hidden is None else shown.masked_fill(value.hidden, float("-inf"))
 

@@ -33,7 +33,7 @@ from private_llm.protocols.adder import DEFAULT_ADDER, Adder
 from private_llm.protocols.arithmetic import taking_part
 from private_llm.protocols.dealer.shuffle import DealerShuffles
 from private_llm.protocols.exact import ExactTruncation
-from private_llm.protocols.narrow import Narrow
+from private_llm.protocols.narrow import BitWidths
 from private_llm.protocols.share import Share
 from private_llm.ring.prg import Seed
 from private_llm.ring.ring import Ring
@@ -55,16 +55,16 @@ class TwoPartyDealer(DealerShuffles):
         super().__init__(party, transport, ring, pair_seeds, input_keys, adder, device, comparing)
         self.remask = remask
 
-    def mul(self, x: Share, y: Share, shift: int = 0, narrow: Narrow | None = None) -> Share:
+    def mul(self, x: Share, y: Share, shift: int = 0, widths: BitWidths | None = None) -> Share:
         """As Trio's, with `remask` after one round of |x| + |y| elements each way (|x| for a square of one share).
 
         That is 16 bytes for each element of an operand (64-bit ring).
         """
-        return super().mul(*self._operands(x, y), shift, narrow)
+        return super().mul(*self._operands(x, y), shift, widths)
 
     def bilinear(
         self, form: Form, x: Share, y: Share, shift: int = 0, select: Tensor | None = None,
-        narrow: Narrow | None = None,
+        widths: BitWidths | None = None,
     ) -> Share:  # fmt: skip
         """As Trio's, with `remask` after one round of |x| + |y| elements each way (before broadcasting).
 
@@ -73,7 +73,7 @@ class TwoPartyDealer(DealerShuffles):
         if self.remask:
             form, y = taking_part(form, y)
             x, y = self._operands(x, y)
-        return super().bilinear(form, x, y, shift, select, narrow)
+        return super().bilinear(form, x, y, shift, select, widths)
 
     def _operands(self, x: Share, y: Share) -> tuple[Share, Share]:
         """Both operands under fresh masks, if the products of this session want that."""

@@ -24,7 +24,7 @@ from torch import Tensor
 from private_llm.errors import DomainError
 from private_llm.kernels.forms import Form
 from private_llm.protocols.boolean import Weights
-from private_llm.protocols.narrow import Narrow
+from private_llm.protocols.narrow import BitWidths
 from private_llm.protocols.plain.party import Plain
 from private_llm.protocols.share import BitShare, Index, Share, cleartext
 
@@ -86,7 +86,7 @@ class CheckedPlain(Plain):
         return cleartext(c.to(self.ring.dtype), watched=True)
 
     # -- products ------------------------------------------------------------------------------------------
-    def truncate(self, x: Share, shift: int, narrow: Narrow | None = None) -> Share:
+    def truncate(self, x: Share, shift: int, widths: BitWidths | None = None) -> Share:
         """floor(x / 2^shift). Raises DomainError for |x| >= 2^(ring bits - 2)."""
         if not shift:
             return x
@@ -94,7 +94,7 @@ class CheckedPlain(Plain):
         self._fits("a truncation", x.parts[0].double(), shift)
         return _watched(super().truncate(x, shift))
 
-    def mul(self, x: Share, y: Share, shift: int = 0, narrow: Narrow | None = None) -> Share:
+    def mul(self, x: Share, y: Share, shift: int = 0, widths: BitWidths | None = None) -> Share:
         """floor(x*y / 2^shift). Raises DomainError for |x*y| >= 2^(ring bits - 2), or the ring's half without shift."""
         x, y = self._operand(x), self._operand(y)
         self._fits("a product", x.parts[0].double() * y.parts[0].double(), shift)
@@ -102,7 +102,7 @@ class CheckedPlain(Plain):
 
     def bilinear(
         self, form: Form, x: Share, y: Share, shift: int = 0, select: Tensor | None = None,
-        narrow: Narrow | None = None,
+        widths: BitWidths | None = None,
     ) -> Share:  # fmt: skip
         """floor(B(x, y) / 2^shift), checked at the selected outputs only; limits as `mul`."""
         x, y = self._operand(x), self._operand(y)

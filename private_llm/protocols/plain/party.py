@@ -16,7 +16,7 @@ from private_llm.errors import DomainError
 from private_llm.kernels.forms import Form
 from private_llm.net.transport import CLIENT
 from private_llm.protocols.boolean import Weights, check_injected, check_low
-from private_llm.protocols.narrow import Narrow
+from private_llm.protocols.narrow import BitWidths
 from private_llm.protocols.permutation import (
     Permutation,
     ShuffledBits,
@@ -50,19 +50,19 @@ class Plain(Protocol):
         """c itself."""
         return Share((c.to(self.ring.dtype),))
 
-    def truncate(self, x: Share, shift: int, narrow: Narrow | None = None) -> Share:
+    def truncate(self, x: Share, shift: int, widths: BitWidths | None = None) -> Share:
         """floor(x / 2^shift), exactly, for every ring element. Raises DomainError for a shift below 0."""
         if shift < 0:
             raise DomainError(f"shift: got {shift}; want at least 0")
         return x.map(lambda part: part >> shift) if shift else x
 
-    def mul(self, x: Share, y: Share, shift: int = 0, narrow: Narrow | None = None) -> Share:
+    def mul(self, x: Share, y: Share, shift: int = 0, widths: BitWidths | None = None) -> Share:
         """floor(x*y / 2^shift), where x*y wraps modulo 2^(ring bits) unnoticed."""
         return self.truncate(Share((x.parts[0] * y.parts[0],)), shift)
 
     def bilinear(
         self, form: Form, x: Share, y: Share, shift: int = 0, select: Tensor | None = None,
-        narrow: Narrow | None = None,
+        widths: BitWidths | None = None,
     ) -> Share:  # fmt: skip
         """floor(B(x, y) / 2^shift), optionally at selected outputs only, 1-D; B(x, y) wraps unnoticed."""
         out = form.product(x.parts[0], y.parts[0])

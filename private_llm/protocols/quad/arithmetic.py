@@ -44,7 +44,7 @@ from private_llm.kernels.forms import Form, Matmul
 from private_llm.kernels.shapes import broadcast
 from private_llm.net.transport import CLIENT
 from private_llm.protocols.arithmetic import taking_part
-from private_llm.protocols.narrow import Narrow
+from private_llm.protocols.narrow import BitWidths
 from private_llm.protocols.quad.client import digest, unmask
 from private_llm.protocols.quad.records import QuadRecords
 from private_llm.protocols.quad.transcript_mac import as_tensor
@@ -135,7 +135,7 @@ class QuadArithmetic(QuadRecords):
         self._confirm(q)
         return self._check_shift(tag, main, opened, shift)
 
-    def truncate(self, x: Share, shift: int, narrow: Narrow | None = None) -> Share:
+    def truncate(self, x: Share, shift: int, widths: BitWidths | None = None) -> Share:
         """Division of a held value: X plays w and the mask R; 1 round, 2 elements and 5 f bits an element in all.
 
         Raises DomainError for a shift above ring bits - 3.
@@ -171,7 +171,7 @@ class QuadArithmetic(QuadRecords):
         return Share((*main.parts, u.view(main.shape)))
 
     # -- products ------------------------------------------------------------------------------------------------
-    def mul(self, x: Share, y: Share, shift: int = 0, narrow: Narrow | None = None) -> Share:
+    def mul(self, x: Share, y: Share, shift: int = 0, widths: BitWidths | None = None) -> Share:
         """Elementwise product: 5 elements an output without shift (1 round), 5 (l + f) bits with a shift by f.
 
         2 rounds with a shift. Raises DomainError for a shift above ring bits - 3.
@@ -180,7 +180,7 @@ class QuadArithmetic(QuadRecords):
 
     def bilinear(
         self, form: Form, x: Share, y: Share, shift: int = 0, select: Tensor | None = None,
-        narrow: Narrow | None = None,
+        widths: BitWidths | None = None,
     ) -> Share:  # fmt: skip
         """Output-sized traffic, rounds and errors as `mul`. Local products: three at every party."""
         form, y = taking_part(form, y)  # parts are added up

@@ -11,7 +11,7 @@ from private_llm.circuits.carry import carry_plan
 from private_llm.kernels.ops import packed_words
 from private_llm.net.ledger import Cost
 from private_llm.net.transport import CLIENT
-from private_llm.protocols.narrow import Narrow
+from private_llm.protocols.narrow import BitWidths
 from private_llm.protocols.quad.client import DIGEST_BYTES
 from private_llm.protocols.quad.transcript_mac import TAG_BYTES
 from private_llm.protocols.share import words_for
@@ -37,7 +37,7 @@ def finish(ring: Ring, count: int, shift: int, helped: bool) -> Cost:
     return main + Cost({(2, 0): plain if helped else 0, (3, 0): plain})
 
 
-def product(ring: Ring, count: int, shift: int, narrow: Narrow | None = None) -> Cost:
+def product(ring: Ring, count: int, shift: int, widths: BitWidths | None = None) -> Cost:
     """`mul` and `bilinear` with `count` outputs, whatever the inner size."""
     return finish(ring, count, shift, helped=True)
 

@@ -39,7 +39,7 @@ from private_llm.kernels import ops
 from private_llm.kernels.forms import Form, Matmul
 from private_llm.kernels.shapes import broadcast
 from private_llm.net.transport import CLIENT, Transport
-from private_llm.protocols.narrow import Narrow
+from private_llm.protocols.narrow import BitWidths
 from private_llm.protocols.party_end import Links
 from private_llm.protocols.protocol import Protocol
 from private_llm.protocols.share import Index, Share
@@ -246,7 +246,7 @@ class TrioArithmetic(Protocol):
         half, own = ops.trunc_close(w, fields, their_fields, z, zeta, shift, shift)
         return Share((half.view(shape), own.view(shape)))
 
-    def truncate(self, x: Share, shift: int, narrow: Narrow | None = None) -> Share:
+    def truncate(self, x: Share, shift: int, widths: BitWidths | None = None) -> Share:
         """Division of a held value: M plays w and the known mask plays R.
 
         1 round, f bits each way; pre 1 element + f bits. Raises DomainError for a shift above ring bits - 3.
@@ -303,7 +303,7 @@ class TrioArithmetic(Protocol):
         return self.transport.recv(0, tag, shape, dtype)
 
     # -- products ------------------------------------------------------------------------------------------
-    def mul(self, x: Share, y: Share, shift: int = 0, narrow: Narrow | None = None) -> Share:
+    def mul(self, x: Share, y: Share, shift: int = 0, widths: BitWidths | None = None) -> Share:
         """Elementwise product; bytes and rounds of one finish: 1 element before and each way, f bits more with a shift.
 
         1 round, 2 with a shift. Raises DomainError for a shift above ring bits - 3.
@@ -320,7 +320,7 @@ class TrioArithmetic(Protocol):
 
     def bilinear(
         self, form: Form, x: Share, y: Share, shift: int = 0, select: Tensor | None = None,
-        narrow: Narrow | None = None,
+        widths: BitWidths | None = None,
     ) -> Share:  # fmt: skip
         """Output-sized traffic, rounds and errors as `mul`. Local products: two at parties 0 and 1, one at party 2."""
         piece = self._bilinear_piece(form, x, y, select)

@@ -12,7 +12,7 @@ from private_llm.kernels.ops import packed_words
 from private_llm.net.ledger import Cost
 from private_llm.net.transport import CLIENT
 from private_llm.protocols.exponential import GIVEN_BITS
-from private_llm.protocols.narrow import Narrow
+from private_llm.protocols.narrow import BitWidths
 from private_llm.protocols.piecewise import PiecesShape
 from private_llm.protocols.share import words_for
 from private_llm.protocols.waves import Waves
@@ -32,28 +32,28 @@ def finish(ring: Ring, count: int, shift: int, helped: bool) -> Cost:
     return Cost({(0, 2): plain if helped else 0, (1, 2): plain, (2, 1): plain}, 1)
 
 
-def narrow_finish(ring: Ring, count: int, shift: int, narrow: Narrow, held: bool = False) -> Cost:
+def narrow_finish(ring: Ring, count: int, shift: int, widths: BitWidths, held: bool = False) -> Cost:
     """A division by 2^shift of k bits, of which r are wanted, in a 64-bit ring: r + n bits pre, k + n each way.
 
     n = max(0, r + shift - k). 2 rounds, 1 without n. held: nothing is opened, one round less.
     """
-    wanted, fields = (8 * packed_words(count, bits) for bits in (narrow.wanted, narrow.fields(shift)))
-    opened = 0 if held else 8 * packed_words(count, narrow.given)
-    each, rounds = opened + fields, (not held) + (narrow.fields(shift) > 0)
+    wanted, fields = (8 * packed_words(count, bits) for bits in (widths.needed_out, widths.fields(shift)))
+    opened = 0 if held else 8 * packed_words(count, widths.valid_in)
+    each, rounds = opened + fields, (not held) + (widths.fields(shift) > 0)
     return Cost({(0, 2): wanted + fields, (1, 2): each, (2, 1): each}, rounds)
 
 
-def product(ring: Ring, count: int, shift: int, narrow: Narrow | None = None) -> Cost:
+def product(ring: Ring, count: int, shift: int, widths: BitWidths | None = None) -> Cost:
     """`mul` and `matmul` with `count` outputs, whatever the inner size."""
-    if narrow is not None and shift and ring.bits == 64:
-        return narrow_finish(ring, count, shift, narrow)
+    if widths is not None and shift and ring.bits == 64:
+        return narrow_finish(ring, count, shift, widths)
     return finish(ring, count, shift, helped=True)
 
 
-def truncate(ring: Ring, count: int, shift: int, narrow: Narrow | None = None) -> Cost:
+def truncate(ring: Ring, count: int, shift: int, widths: BitWidths | None = None) -> Cost:
     """Truncation of a held value: e + f bits pre, f bits each way, 1 round."""
-    if narrow is not None and ring.bits == 64:
-        return narrow_finish(ring, count, shift, narrow, held=True)
+    if widths is not None and ring.bits == 64:
+        return narrow_finish(ring, count, shift, widths, held=True)
     if shift == 0:
         return Cost()
     packed = 8 * packed_words(count, shift)
@@ -94,7 +94,7 @@ def exponential(ring: Ring, count: int, shift: int) -> Cost:
     """`count` exponentials, or zeros by a bit: 4 fields pre, a narrow division (elements without a shift); 2 rounds."""
     if shift and ring.bits == 64:
         fields = Cost({(0, 2): 8 * packed_words(4 * count, GIVEN_BITS)})
-        return fields + narrow_finish(ring, count, shift, Narrow(GIVEN_BITS, ring.bits))
+        return fields + narrow_finish(ring, count, shift, BitWidths(GIVEN_BITS, ring.bits))
     return Cost({(0, 2): 4 * count * ring.bytes}) + finish(ring, count, shift, helped=False)
 
 

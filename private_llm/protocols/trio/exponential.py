@@ -19,7 +19,7 @@ from torch import Tensor
 from private_llm.errors import DomainError
 from private_llm.kernels import exponential
 from private_llm.protocols.exponential import GIVEN_BITS, Exponential
-from private_llm.protocols.narrow import Narrow
+from private_llm.protocols.narrow import BitWidths
 from private_llm.protocols.share import BitShare, Share
 from private_llm.protocols.trio.piecewise import TrioPiecewise
 
@@ -49,7 +49,7 @@ class TrioExponentials(TrioPiecewise):
             piece = exponential.weighed(masked, keep.parts[0].contiguous(), shares, plan.digits, plan.factors)
         if low is None:
             return self._finish("exponential", x.shape, piece, plan.shift, helped=False)
-        return self._divided("exponential", piece, x.shape, plan.shift, Narrow(low, self.ring.bits))
+        return self._divided("exponential", piece, x.shape, plan.shift, BitWidths(low, self.ring.bits))
 
     def _places(self, mask: Tensor, keep: BitShare, plan: Exponential, low: int | None) -> Tensor:
         """Party 0: e^(-r) in one of four places, less party 1's shares: [4, n]."""

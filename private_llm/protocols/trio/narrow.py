@@ -28,7 +28,7 @@ from torch import Tensor
 
 from private_llm.kernels import ops
 from private_llm.kernels.forms import Form
-from private_llm.protocols.narrow import Narrow
+from private_llm.protocols.narrow import BitWidths
 from private_llm.protocols.share import Share
 from private_llm.protocols.trio.arithmetic import TrioArithmetic
 
@@ -42,65 +42,66 @@ class TrioNarrow(TrioArithmetic):
     def _narrows(self) -> bool:
         return self.has_narrow and self.ring.bits == 64
 
-    def mul(self, x: Share, y: Share, shift: int = 0, narrow: Narrow | None = None) -> Share:
+    def mul(self, x: Share, y: Share, shift: int = 0, widths: BitWidths | None = None) -> Share:
         """As the interface says: see the module header."""
-        if narrow is None or not shift or not self._narrows:
+        if widths is None or not shift or not self._narrows:
             return super().mul(x, y, shift)
         piece = self._mul_piece(x, y)
-        return self._divided("mul", piece, piece.shape, shift, narrow)
+        return self._divided("mul", piece, piece.shape, shift, widths)
 
     def bilinear(
         self, form: Form, x: Share, y: Share, shift: int = 0, select: Tensor | None = None,
-        narrow: Narrow | None = None,
+        widths: BitWidths | None = None,
     ) -> Share:  # fmt: skip
         """As `mul`. Local products: two at parties 0 and 1, one at party 2."""
-        if narrow is None or not shift or not self._narrows:
+        if widths is None or not shift or not self._narrows:
             return super().bilinear(form, x, y, shift, select)
         piece = self._bilinear_piece(form, x, y, select)
-        return self._divided(form.tag, piece, piece.shape, shift, narrow)
+        return self._divided(form.tag, piece, piece.shape, shift, widths)
 
-    def truncate(self, x: Share, shift: int, narrow: Narrow | None = None) -> Share:
+    def truncate(self, x: Share, shift: int, widths: BitWidths | None = None) -> Share:
         """As the interface says: M plays w. Pre r + n bits, online n each way, 1 round, none with n = 0."""
-        if narrow is None or not self._narrows:
+        if widths is None or not self._narrows:
             return super().truncate(x, shift)
-        narrow.check(self.ring, shift)
-        up = 1 << (self.ring.bits - narrow.given)
+        widths.check(self.ring, shift)
+        up = 1 << (self.ring.bits - widths.valid_in)
         first, second = (part.reshape(-1) * up for part in x.parts)
-        return self._closed("truncate", x.shape, first, second, shift, narrow)
+        return self._closed("truncate", x.shape, first, second, shift, widths)
 
-    def cut(self, x: Share, shift: int) -> Share:
+    def local_truncate(self, x: Share, shift: int) -> Share:
         """As the interface says: each party cuts the numbers that it knows."""
         if not self.has_narrow:
-            return super().cut(x, shift)
+            return super().local_truncate(x, shift)
         first, second = x.parts[0], x.parts[1] >> shift
         if self.role == 0:
             return Share((first >> shift, second))
         return Share((((first + x.parts[1]) >> shift) - second, second))
 
-    def _divided(self, tag: str, piece: Tensor | None, shape: torch.Size, shift: int, narrow: Narrow) -> Share:
+    def _divided(self, tag: str, piece: Tensor | None, shape: torch.Size, shift: int, widths: BitWidths) -> Share:
         """From additive pieces of x modulo 2^given (party 0's is E, or none) to a share of x / 2^shift of `shape`."""
-        narrow.check(self.ring, shift)
-        count, up = shape.numel(), 1 << (self.ring.bits - narrow.given)
+        widths.check(self.ring, shift)
+        count, up = shape.numel(), 1 << (self.ring.bits - widths.valid_in)
         mine = self._draw(count)
         if piece is not None:
             mine = piece.reshape(-1) + mine
         elif self.role:
             raise self._lacking(tag)
         if self.role == 0:
-            return self._closed(tag, shape, mine * up, self._draw(count, 1) * up, shift, narrow)
-        if narrow.given == self.ring.bits:
+            return self._closed(tag, shape, mine * up, self._draw(count, 1) * up, shift, widths)
+        if widths.valid_in == self.ring.bits:
             theirs = self.transport.exchange(3 - self.role, tag, mine)
         else:
-            fields = self.transport.exchange(3 - self.role, tag, ops.pack_fields(mine, narrow.given))
-            theirs, mine = ops.unpack_fields(fields, count, narrow.given) * up, mine * up
-        return self._closed(tag, shape, mine, theirs, shift, narrow)
+            fields = self.transport.exchange(3 - self.role, tag, ops.pack_fields(mine, widths.valid_in))
+            theirs, mine = ops.unpack_fields(fields, count, widths.valid_in) * up, mine * up
+        return self._closed(tag, shape, mine, theirs, shift, widths)
 
     def _closed(
-        self, tag: str, shape: torch.Size, first: Tensor, second: Tensor, shift: int, narrow: Narrow
+        self, tag: str, shape: torch.Size, first: Tensor, second: Tensor, shift: int, widths: BitWidths
     ) -> Share:  # fmt: skip
         """The quotient from what adds up to w at an evaluator, and to R at party 0, both moved up: [n] each."""
-        count, n = shape.numel(), narrow.fields(shift)
-        f, low = shift + self.ring.bits - narrow.given, None if narrow.wanted == self.ring.bits else narrow.wanted
+        count, n = shape.numel(), widths.fields(shift)
+        f = shift + self.ring.bits - widths.valid_in
+        low = None if widths.needed_out == self.ring.bits else widths.needed_out
         if n == 0:
             own = self._recv_low(0, tag, (count,), low) if self.role == 2 else self._draw(count)
             other = ((first + second) >> f) - own

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from private_llm.errors import DomainError, UnsupportedOp
 from private_llm.kernels.backends.cpu.comparison_keys import add_steps
-from private_llm.kernels.watching import as_array
+from private_llm.kernels.trace_hook import as_array
 from private_llm.net.ledger import Cost
 from private_llm.net.transport import Transport
 from private_llm.protocols.adder import DEFAULT_ADDER, Adder

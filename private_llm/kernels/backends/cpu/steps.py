@@ -19,11 +19,11 @@ from private_llm.kernels.address import WORD, flat
 from private_llm.kernels.backends.cpu import (
     aes,
     bits,
-    drawn_matmul,
     exponential,
     frames,
     matmul,
     queues,
+    seeded_matmul,
     team,
     trunc,
     waves,
@@ -259,9 +259,9 @@ def waves_widened(row: Row) -> None:
 
 @CompiledStep
 def drawn_product(row: Row) -> None:
-    """`drawn_matmul.in_register_tiles`."""
+    """`seeded_matmul.in_register_tiles`."""
     a = carray(row, 13)
-    drawn_matmul.in_register_tiles(
+    seeded_matmul.in_register_tiles(
         a[0], a[1], a[2], a[3], a[4] != 0, a[5], a[6], a[7], a[8], a[9], a[10], a[11], a[12], WORD
     )  # fmt: skip
 
@@ -289,7 +289,7 @@ KERNELS: dict[Any, tuple[Any, str]] = {
     matmul.row_product: (row_product, "rrwiiiiiz"),
 }
 if aes.usable():  # elsewhere it cannot be compiled
-    KERNELS[drawn_matmul.in_register_tiles] = drawn_product, "rikiiiiiiiwiwz"
+    KERNELS[seeded_matmul.in_register_tiles] = drawn_product, "rikiiiiiiiwiwz"
 
 
 # -- what PyTorch does ------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
-"""Tensors that are stretches of a key stream and not in memory: made whenever they are read, forgotten afterwards.
+"""Tensors that are slices of a key stream and not in memory: made whenever they are read, forgotten afterwards.
 
-A mask of a weight is such a stretch, so a party that knows its seed need not hold it. Products with such a matrix make
-it piece by piece (`matmul_drawn`); taking rows, joining rows and turning a matrix make nothing; every other operation
+A mask of a weight is such a piece, so a party that knows its seed need not hold it. Products with such a matrix make
+it piece by piece (`matmul_seeded`); taking rows, joining rows and turning a matrix make nothing; every other operation
 gets the whole tensor, made for it alone. Results are those of the same tensor in memory, bit for bit.
 
 The stream is AES-128 in counter mode from counter 0, as `ring.prg.Prg` gives it, so any part can be made by itself.
@@ -25,7 +25,7 @@ from private_llm.forks import Origin, forked, process
 from private_llm.kernels import parallel
 from private_llm.kernels.backends.cpu import aes as cpu_aes
 from private_llm.kernels.backends.cpu import aes_ctr as cpu_aes_ctr
-from private_llm.kernels.watching import this_thread
+from private_llm.kernels.trace_hook import this_thread
 
 BYTES = 1e10
 """Bytes of a stream in a second, to guess how many threads are worth their start."""
@@ -89,7 +89,7 @@ class StreamKey:
         def part(first: int, last: int) -> None:
             cpu_aes_ctr.write_bytes(keys, start + first, to + first, last - first)
 
-        parallel.each(part, parallel.cuts(size, pieces, _PAGE))
+        parallel.run_parallel(part, parallel.split_range(size, pieces, _PAGE))
 
     def _fill_by_library(self, start: int, out: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> None:
         counter = (start // cpu_aes_ctr.BLOCK).to_bytes(cpu_aes_ctr.BLOCK, "big")
@@ -107,7 +107,7 @@ class StreamKey:
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class StreamSlice:
     """Lines one after the other in one stream; `start`: the number of the first element."""
 
     key: StreamKey
@@ -115,29 +115,29 @@ class Stretch:
     lines: int
 
 
-class DrawnTensor(Tensor):
+class SeededTensor(Tensor):
     """Integers [lines, ..] from streams, or a matrix [.., lines] if `turned`; `repr` shows the shape only.
 
     Never changed in place (UnsupportedOp), never pickled or exported (PlaintextLeak).
     """
 
-    __slots__ = ("stretches", "turned")
-    stretches: tuple[Stretch, ...]
+    __slots__ = ("slices", "turned")
+    slices: tuple[StreamSlice, ...]
     turned: bool
 
     @staticmethod
     def __new__(
-        cls: type[DrawnTensor], stretches: Sequence[Stretch], line: Sequence[int], dtype: torch.dtype,
+        cls: type[SeededTensor], slices: Sequence[StreamSlice], line: Sequence[int], dtype: torch.dtype,
         device: torch.device | str = "cpu", turned: bool = False,
-    ) -> DrawnTensor:  # fmt: skip
+    ) -> SeededTensor:  # fmt: skip
         """line: the shape of a line; of turned tensors one number."""
-        shape = (sum(stretch.lines for stretch in stretches), *line)
+        shape = (sum(piece.lines for piece in slices), *line)
         strides = [math.prod(shape[n + 1 :]) for n in range(len(shape))]
         if turned:
             shape, strides = shape[::-1], strides[::-1]
         where = torch.device(device)
-        self: DrawnTensor = Tensor._make_wrapper_subclass(cls, shape, strides=strides, dtype=dtype, device=where)
-        self.stretches, self.turned = tuple(stretches), turned
+        self: SeededTensor = Tensor._make_wrapper_subclass(cls, shape, strides=strides, dtype=dtype, device=where)
+        self.slices, self.turned = tuple(slices), turned
         return self
 
     @property
@@ -148,29 +148,29 @@ class DrawnTensor(Tensor):
     def made(self) -> Tensor:
         """The whole tensor, in memory of its own."""
         length = self.line.numel()
-        whole = torch.empty((sum(stretch.lines for stretch in self.stretches), *self.line), dtype=self.dtype)
+        whole = torch.empty((sum(piece.lines for piece in self.slices), *self.line), dtype=self.dtype)
         room, at = whole.view(-1).numpy(), 0
-        for stretch in self.stretches:
-            part = room[at : at + stretch.lines * length]
-            stretch.key.fill(stretch.start * whole.itemsize, part.view(np.uint8))
+        for piece in self.slices:
+            part = room[at : at + piece.lines * length]
+            piece.key.fill(piece.start * whole.itemsize, part.view(np.uint8))
             at += part.size
-        if this_thread.watcher is not None:
-            this_thread.watcher.left(whole)
+        if this_thread.hook is not None:
+            this_thread.hook.escaped(whole)
         whole = whole.to(self.device)
         return whole.mT if self.turned else whole
 
-    def with_lines(self, stretches: Sequence[Stretch]) -> DrawnTensor:
+    def with_lines(self, slices: Sequence[StreamSlice]) -> SeededTensor:
         """Other lines of the same shape."""
-        return DrawnTensor(stretches, self.line, self.dtype, self.device, self.turned)
+        return SeededTensor(slices, self.line, self.dtype, self.device, self.turned)
 
-    def lines(self, first: int, last: int) -> DrawnTensor:
+    def lines(self, first: int, last: int) -> SeededTensor:
         """Lines first .. last - 1."""
         found, at, length = [], 0, self.line.numel()
-        for stretch in self.stretches:
-            low, high = max(first, at), min(last, at + stretch.lines)
+        for piece in self.slices:
+            low, high = max(first, at), min(last, at + piece.lines)
             if low < high:
-                found.append(Stretch(stretch.key, stretch.start + (low - at) * length, high - low))
-            at += stretch.lines
+                found.append(StreamSlice(piece.key, piece.start + (low - at) * length, high - low))
+            at += piece.lines
         return self.with_lines(found)
 
     # -- what looks like memory and is none ---------------------------------------------------------------------
@@ -187,7 +187,7 @@ class DrawnTensor(Tensor):
         raise UnsupportedOp("a mask that is made from its seed has no memory; take what `made` or `dense` gives")
 
     def __repr__(self, **_: object) -> str:  # type: ignore[override]
-        return f"DrawnTensor(shape={tuple(self.shape)}, dtype={self.dtype})"
+        return f"SeededTensor(shape={tuple(self.shape)}, dtype={self.dtype})"
 
     def __str__(self) -> str:
         return repr(self)
@@ -198,7 +198,7 @@ class DrawnTensor(Tensor):
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise PlaintextLeak("a mask never leaves its party through pickle or torch.save")
 
-    def __deepcopy__(self, memo: object) -> DrawnTensor:
+    def __deepcopy__(self, memo: object) -> SeededTensor:
         """Itself: it is never changed."""
         return self
 
@@ -237,7 +237,7 @@ def _unchangeable(name: str) -> UnsupportedOp:
 
 def dense(x: Tensor) -> Tensor:
     """The tensor itself, or, of one that is not in memory, the whole of it, made."""
-    return x.made() if isinstance(x, DrawnTensor) else x
+    return x.made() if isinstance(x, SeededTensor) else x
 
 
 def _dense_within(value: Any) -> Any:  # noqa: ANN401
@@ -247,23 +247,23 @@ def _dense_within(value: Any) -> Any:  # noqa: ANN401
 
 
 # -- operations that make nothing; None: not in this case ---------------------------------------------------------
-def _same(x: DrawnTensor) -> DrawnTensor:
-    return DrawnTensor(x.stretches, x.line, x.dtype, x.device, x.turned)
+def _same(x: SeededTensor) -> SeededTensor:
+    return SeededTensor(x.slices, x.line, x.dtype, x.device, x.turned)
 
 
-def _turned(x: DrawnTensor, first: int = 0, second: int = 1) -> DrawnTensor | None:
+def _turned(x: SeededTensor, first: int = 0, second: int = 1) -> SeededTensor | None:
     if x.dim() != 2:
         return None
     if (first - second) % 2 == 0:
         return _same(x)
-    return DrawnTensor(x.stretches, x.line, x.dtype, x.device, not x.turned)
+    return SeededTensor(x.slices, x.line, x.dtype, x.device, not x.turned)
 
 
-def _along_lines(x: DrawnTensor, dim: int) -> bool:
+def _along_lines(x: SeededTensor, dim: int) -> bool:
     return dim % x.dim() == (1 if x.turned else 0)
 
 
-def _at(x: DrawnTensor, index: object) -> DrawnTensor | None:
+def _at(x: SeededTensor, index: object) -> SeededTensor | None:
     """x[number] and x[first:last], along lines."""
     if x.turned or not x.dim():
         return None
@@ -273,11 +273,11 @@ def _at(x: DrawnTensor, index: object) -> DrawnTensor | None:
     if type(index) is not int or x.dim() < 2 or not -len(x) <= index < len(x):
         return None
     number = index % len(x)
-    (stretch,) = x.lines(number, number + 1).stretches
-    return DrawnTensor([Stretch(stretch.key, stretch.start, x.line[0])], x.line[1:], x.dtype, x.device)
+    (piece,) = x.lines(number, number + 1).slices
+    return SeededTensor([StreamSlice(piece.key, piece.start, x.line[0])], x.line[1:], x.dtype, x.device)
 
 
-def _split(x: DrawnTensor, sizes: int | Sequence[int], dim: int = 0) -> tuple[DrawnTensor, ...] | None:
+def _split(x: SeededTensor, sizes: int | Sequence[int], dim: int = 0) -> tuple[SeededTensor, ...] | None:
     if not _along_lines(x, dim) or isinstance(sizes, int):
         return None
     ends = [sum(sizes[: n + 1]) for n in range(len(sizes))]
@@ -286,29 +286,29 @@ def _split(x: DrawnTensor, sizes: int | Sequence[int], dim: int = 0) -> tuple[Dr
     return tuple(x.lines(end - size, end) for size, end in zip(sizes, ends, strict=True))
 
 
-def _cat(tensors: Sequence[Tensor], dim: int = 0) -> DrawnTensor | None:
-    drawn = [x for x in tensors if isinstance(x, DrawnTensor)]
+def _cat(tensors: Sequence[Tensor], dim: int = 0) -> SeededTensor | None:
+    drawn = [x for x in tensors if isinstance(x, SeededTensor)]
     kinds = {(x.line, x.dtype, x.device, x.turned) for x in drawn}
     if len(drawn) < len(tensors) or len(kinds) > 1 or not _along_lines(drawn[0], dim):
         return None
-    return drawn[0].with_lines([stretch for x in drawn for stretch in x.stretches])
+    return drawn[0].with_lines([piece for x in drawn for piece in x.slices])
 
 
-def _picked(x: DrawnTensor, dim: int, index: Tensor) -> Tensor | None:
+def _picked(x: SeededTensor, dim: int, index: Tensor) -> Tensor | None:
     """Chosen lines alone are made, neighbours together."""
     numbers = index.tolist() if isinstance(index, Tensor) and index.dim() == 1 else []
     if not _along_lines(x, dim) or not numbers or min(numbers) < 0 or max(numbers) >= x.shape[dim]:
         return None
     cuts = [0, *(n for n in range(1, len(numbers)) if numbers[n] != numbers[n - 1] + 1), len(numbers)]
     runs = [x.lines(numbers[first], numbers[last - 1] + 1) for first, last in pairwise(cuts)]
-    return x.with_lines([stretch for run in runs for stretch in run.stretches]).made()
+    return x.with_lines([piece for run in runs for piece in run.slices]).made()
 
 
-def _moved(x: DrawnTensor, device: object = None, *more: object, **named: object) -> DrawnTensor | None:
+def _moved(x: SeededTensor, device: object = None, *more: object, **named: object) -> SeededTensor | None:
     """`x.to(device)`: made there, later."""
     if more or named or not isinstance(device, (str, torch.device)) or torch.device(device).type == "meta":
         return None
-    return DrawnTensor(x.stretches, x.line, x.dtype, device, x.turned)
+    return SeededTensor(x.slices, x.line, x.dtype, device, x.turned)
 
 
 _FACTS = frozenset(

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from private_llm.errors import ConfigError, DomainError, PlaintextLeak, UnsupportedOp
-from private_llm.kernels import matmul_drawn, ops, parallel, reference
+from private_llm.kernels import matmul_seeded, ops, parallel, reference
 from private_llm.kernels.address import addresses
 from private_llm.kernels.backends.cpu import aes as cpu_aes
 from private_llm.kernels.backends.cpu import amx as cpu_amx
-from private_llm.kernels.backends.cpu import drawn_matmul as cpu_drawn
-from private_llm.kernels.drawn import DrawnTensor, StreamKey
-from private_llm.kernels.watching import Watcher, watched_by
+from private_llm.kernels.backends.cpu import seeded_matmul as cpu_seeded
+from private_llm.kernels.seeded_tensor import SeededTensor, StreamKey
+from private_llm.kernels.trace_hook import TraceHook, traced_by
 from private_llm.ring.prg import Prg, Seed
 from private_llm.ring.ring import RING32, RING64, Ring
 from tests.kernels.cases import Draw
@@ -39,8 +39,8 @@ def by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(request.param)
 
 
-def both(ring: Ring, *shape: int, label: str = "w") -> tuple[DrawnTensor, Tensor]:
-    """The same elements as a stretch of a stream, and from the stream that parties have drawn from so far."""
+def both(ring: Ring, *shape: int, label: str = "w") -> tuple[SeededTensor, Tensor]:
+    """The same elements as a piece of a stream, and from the stream that parties have drawn from so far."""
     return SEED.drawn(label, shape, ring), SEED.stream(label).elements(int(np.prod(shape)), ring).view(shape)
 
 
@@ -120,13 +120,13 @@ def test_what_makes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn, _ = both(RING64, 11, 7)
     monkeypatch.setattr(StreamKey, "fill", lambda *_: pytest.fail("made"))
     for name in ("t", "mT", "transposed twice", "rows", "a row", "split", "columns of a turned one", "joined", "moved"):
-        assert all(isinstance(x, DrawnTensor) for x in parts(WAYS[name](drawn))), name
+        assert all(isinstance(x, SeededTensor) for x in parts(WAYS[name](drawn))), name
     assert (drawn.is_cpu, drawn.stride(), drawn.numel(), len(drawn)) == (True, (7, 1), 77, 11)
 
 
 def test_three_dimensions() -> None:
     drawn, held = both(RING64, 3, 5, 4)
-    assert isinstance(drawn[1], DrawnTensor)
+    assert isinstance(drawn[1], SeededTensor)
     assert torch.equal(drawn[1].t().contiguous(), held[1].t())
     assert torch.equal(drawn.transpose(1, 2).contiguous(), held.transpose(1, 2))
     assert torch.equal(ops.ring_matmul(held.mT, drawn), ops.ring_matmul(held.mT, held))
@@ -149,10 +149,10 @@ def test_it_is_never_changed() -> None:
 def test_no_way_out() -> None:
     drawn, held = both(RING64, 4, 3)
     number = str(held[0, 0].item())
-    for text in (repr(drawn), str(drawn), f"{drawn}", repr(drawn.stretches), repr(drawn.stretches[0].key)):
+    for text in (repr(drawn), str(drawn), f"{drawn}", repr(drawn.slices), repr(drawn.slices[0].key)):
         assert number not in text
         assert "<secret>" in text or "shape=(4, 3)" in text
-    for thing in (drawn, drawn.stretches[0].key):
+    for thing in (drawn, drawn.slices[0].key):
         with pytest.raises(PlaintextLeak):
             pickle.dumps(thing)
     assert copy.deepcopy(drawn) is drawn
@@ -198,7 +198,7 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 def test_products(
     turned: bool, size: tuple[int, int, int], ring: Ring, threads: int, kernel: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Against plain torch on the whole; y in one stretch, and cut and joined, so that lines begin within a block."""
+    """Against plain torch on the whole; y in one piece, and cut and joined, so that lines begin within a block."""
     monkeypatch.setattr(parallel, "threads", lambda seconds: threads)
     rows, inner, columns = size
     y, held = both(ring, *((columns, inner) if turned else (inner, columns)), label=str(size))
@@ -206,10 +206,10 @@ def test_products(
     cut = len(y) // 3
     for drawn, whole in ((y, held), (torch.cat([y[cut:], y[:cut]]), torch.cat([held[cut:], held[:cut]]))):
         there, expected = (drawn.t(), whole.t()) if turned else (drawn, whole)
-        assert isinstance(there, DrawnTensor)
+        assert isinstance(there, SeededTensor)
         wanted = reference.ring_matmul(x, expected)
         assert torch.equal(ops.ring_matmul(x, there), wanted)
-        assert torch.equal(matmul_drawn.product(x, there, onto.clone()), wanted + onto)
+        assert torch.equal(matmul_seeded.product(x, there, onto.clone()), wanted + onto)
 
 
 @pytest.mark.parametrize("turned", [False, True])
@@ -218,7 +218,7 @@ def test_products_write_nothing_of_the_size_of_y(turned: bool, kernel: str, monk
     made: list[int] = []
     fill = StreamKey.fill
     monkeypatch.setattr(StreamKey, "fill", lambda key, start, out: (made.append(out.size), fill(key, start, out))[1])
-    monkeypatch.setattr(matmul_drawn, "_AT_ONCE", 1 << 12)
+    monkeypatch.setattr(matmul_seeded, "_AT_ONCE", 1 << 12)
     y, held = both(RING64, 600, 70)
     x = Draw("x").ring(RING64, 20, 70 if turned else 600)
     assert torch.equal(ops.ring_matmul(x, y.t() if turned else y), ops.ring_matmul(x, held.t() if turned else held))
@@ -239,7 +239,7 @@ def test_a_batch_a_pair_and_listed_rows(kernel: str) -> None:
     assert torch.equal(ops.ring_matmul_lines(lines, first, listed), reference.ring_matmul_lines(lines, held, listed))
 
 
-class Seen(Watcher):
+class Seen(TraceHook):
     """Kernels, and how many tensors were read by something else."""
 
     def __init__(self) -> None:
@@ -253,11 +253,11 @@ class Seen(Watcher):
         """Keep it."""
         self.kernels.append(kernel)
 
-    def left(self, x: Tensor) -> None:
+    def escaped(self, x: Tensor) -> None:
         """Count it."""
         self.read += 1
 
-    def drew(self, stream: object, out: Tensor) -> None:
+    def masks_drawn(self, stream: object, out: Tensor) -> None:
         """Nothing."""
 
 
@@ -267,9 +267,9 @@ def test_who_watches_is_told_of_kernels_and_of_masks_that_are_made_whole(turned:
     drawn, known = both(RING64, 40, 24)
     drawn, known = (drawn.mT, known.mT) if turned else (drawn, known)
     x, seen = torch.arange(3 * known.shape[0]).view(3, -1), Seen()
-    with watched_by(seen):
-        made = matmul_drawn.product(x, drawn)
-        assert seen.kernels == [cpu_drawn.in_register_tiles]
+    with traced_by(seen):
+        made = matmul_seeded.product(x, drawn)
+        assert seen.kernels == [cpu_seeded.in_register_tiles]
         assert not seen.read
         assert torch.equal(drawn + 1, known + 1)
         assert seen.read == 1
@@ -281,12 +281,12 @@ def test_who_watches_is_told_of_kernels_and_of_masks_that_are_made_whole(turned:
 def test_register_tiles_stay_in_their_scratch(turned: bool, rows: int) -> None:
     """As in a recorded step, whose scratch is as large as needed: not a byte beyond."""
     inner, columns, start, guard = 1100, 1101, 3, 64
-    room = np.full(2 * guard + cpu_drawn.REGISTER_BYTES + 64, 7, dtype=np.uint8)
+    room = np.full(2 * guard + cpu_seeded.REGISTER_BYTES + 64, 7, dtype=np.uint8)
     at = guard - (room.ctypes.data + guard) % 64 + 64
     x = torch.arange(rows * inner).view(rows, inner)
     out = torch.zeros((rows, columns), dtype=torch.int64)
     key = StreamKey(bytes(range(16)))
-    cpu_drawn.in_register_tiles(
+    cpu_seeded.in_register_tiles(
         x.data_ptr(), inner, key.rounds, start, turned, rows, inner, columns, 0, columns, out.data_ptr(), columns,
         room.ctypes.data + at, np.uint64(0),
     )  # fmt: skip
@@ -295,7 +295,7 @@ def test_register_tiles_stay_in_their_scratch(turned: bool, rows: int) -> None:
     y = torch.from_numpy(whole).view(columns, inner).mT if turned else torch.from_numpy(whole).view(inner, columns)
     assert torch.equal(out, reference.ring_matmul(x, y))
     assert (room[:at] == 7).all()
-    assert (room[at + cpu_drawn.REGISTER_BYTES :] == 7).all()
+    assert (room[at + cpu_seeded.REGISTER_BYTES :] == 7).all()
 
 
 def test_products_refuse_what_does_not_fit() -> None:

@@ -15,7 +15,7 @@ import numpy as np
 from torch import Tensor
 
 
-class Watcher(ABC):
+class TraceHook(ABC):
     """What is told about one thread."""
 
     @abstractmethod
@@ -26,13 +26,13 @@ class Watcher(ABC):
     def launched(self, kernel: Callable[..., None], arguments: Sequence[Any]) -> None:
         """This kernel is called next; tensors are addresses among the arguments."""
 
-    def beside(self, work: Callable[[int, int], None], ranges: Sequence[tuple[int, int]]) -> None:
+    def parallel_region(self, work: Callable[[int, int], None], ranges: Sequence[tuple[int, int]]) -> None:
         """Pieces of one operation that may run side by side; compute them here."""
         for first, last in ranges:
             work(first, last)
 
     @abstractmethod
-    def left(self, x: Tensor) -> None:
+    def escaped(self, x: Tensor) -> None:
         """The values of this tensor are read by something else than PyTorch and kernels."""
 
     def encoded(self, values: Tensor, bits: int, make: Callable[[], Tensor]) -> Tensor:
@@ -44,40 +44,40 @@ class Watcher(ABC):
         return call(*arguments)
 
     @abstractmethod
-    def drew(self, stream: object, out: Tensor) -> None:
+    def masks_drawn(self, stream: object, out: Tensor) -> None:
         """These were the next bytes of a stream."""
 
 
 class _Thread(threading.local):
-    watcher: Watcher | None = None
+    hook: TraceHook | None = None
 
 
 this_thread = _Thread()
-"""Its `watcher` is who watches the thread that asks, or None."""
+"""Its `hook` is told of what the thread that asks computes, or None."""
 
 
 @contextmanager
-def watched_by(each: Watcher | None) -> Iterator[None]:
+def traced_by(each: TraceHook | None) -> Iterator[None]:
     """Tell `each`, or nobody, what this thread does inside."""
-    before, this_thread.watcher = this_thread.watcher, each
+    before, this_thread.hook = this_thread.hook, each
     try:
         yield
     finally:
-        this_thread.watcher = before
+        this_thread.hook = before
 
 
 def as_array(x: Tensor) -> np.ndarray[Any, Any]:
     """A tensor's values for NumPy, in the same memory if they are in main memory and contiguous."""
-    watching = this_thread.watcher
-    if watching is not None:
-        watching.left(x)
+    hook = this_thread.hook
+    if hook is not None:
+        hook.escaped(x)
     made: np.ndarray[Any, Any] = x.cpu().contiguous().numpy()
     return made
 
 
 def launch(kernel: Callable[..., None], *arguments: Any) -> None:  # noqa: ANN401 - addresses, sizes and plans
     """Call a kernel whose tensors are addresses."""
-    watching = this_thread.watcher
-    if watching is not None:
-        watching.launched(kernel, arguments)
+    hook = this_thread.hook
+    if hook is not None:
+        hook.launched(kernel, arguments)
     kernel(*arguments)
