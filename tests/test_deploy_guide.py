@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import typer
 from private_llm_cli.app import app
-from private_llm_hosting.metrics import Metrics
+from private_llm_hosting.metrics import PartyMetrics
 
 from tests.deploy.files import DEPLOY, OPERATOR_PORT, PORT, ROOT, SETTINGS, parsed
 
@@ -76,7 +76,7 @@ def test_other_messages_are_not_found(message: str, source: list[str]) -> None:
 # -- figures, commands, files -----------------------------------------------------------------------------------------
 def test_figures_in_the_table_of_alerts_exist() -> None:
     names = {name for row in rows("Monitoring") for name in re.findall(r"\b[a-z]+(?:_[a-z]+)+\b", row[0])}
-    text = Metrics(0, "trio", ["demo"]).text().decode()
+    text = PartyMetrics(0, "trio", ["demo"]).text().decode()
     known = set(re.findall(r"^# TYPE (\w+)", text, re.MULTILINE))
     assert len(names) >= 7
     for name in names:

@@ -103,7 +103,7 @@ def estimate(
     """What a run will cost, without weights and without hardware."""
     from private_llm_cli.commands.estimate import estimate as run
     from private_llm_cli.commands.estimate_plans import compare_plans
-    from private_llm_cli.commands.hardware import Hardware, Work
+    from private_llm_cli.commands.hardware import Hardware, Workload
 
     more: dict[str, Any] = {
         "reveal": reveal,
@@ -123,7 +123,7 @@ def estimate(
         if image is not None:
             raise ConfigError("image: token sharding is for text; leave out --image")
         hardware = Hardware.of(bandwidth, latency, gmacs, sharded=True)
-        compare_plans(Work(model, seq, new, batch), config, given, plans, as_json, hardware)
+        compare_plans(Workload(model, seq, new, batch), config, given, plans, as_json, hardware)
         return
     config = config_of(protocol, ring, **more, **plan_of("".join(plan or []), accept_weak_plan, split))
     run(model, config, as_json, seq, new, batch, bandwidth, latency, gmacs, image, sparsity, ranges)

@@ -22,7 +22,7 @@ from private_llm_gateway.connections import Connection
 from private_llm_gateway.endpoints import Endpoints
 from private_llm_gateway.errors import SERVER, ApiError, in_words
 from private_llm_gateway.guard import Guard
-from private_llm_gateway.metrics import Metrics
+from private_llm_gateway.metrics import GatewayMetrics
 from private_llm_gateway.request_executor import RequestExecutor
 from private_llm_gateway.served import Served
 from private_llm_gateway.settings import GatewaySettings
@@ -42,7 +42,7 @@ def create_app(models: Mapping[str, Served], settings: GatewaySettings) -> FastA
 
     app = FastAPI(title="private-llm", docs_url=None, redoc_url=None, openapi_url=None, lifespan=life)
     app.state.runner = runner
-    app.include_router(Endpoints(known, settings, runner, Metrics(known, runner)).router)
+    app.include_router(Endpoints(known, settings, runner, GatewayMetrics(known, runner)).router)
     app.include_router(page_router)
     app.add_middleware(Guard, settings=settings)
     app.add_exception_handler(HTTPException, _http_error)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from private_llm_gateway.constrained import Grammar, Written
-from private_llm_gateway.decoding import Text, TokenTexts
+from private_llm_gateway.decoding import DecodedText, TokenTexts
 
 Finish = Literal["stop", "length"]
 _TAIL = 16
@@ -90,7 +90,7 @@ class Completion:
             secrets.randbits(62) if params.seed is None else (params.seed * 1_000_003 + sample) % (1 << 62)
         )
         self.written = None if params.grammar is None else Written(params.grammar, ends)
-        self._spoken = Text(texts, prompt[-_TAIL:])
+        self._spoken = DecodedText(texts, prompt[-_TAIL:])
         self._before = len(self._spoken.text)
         self._shown = self._told = 0
         self._reported = self._ahead_told = False

@@ -77,7 +77,7 @@ class TokenTexts:
         return None if _UNKNOWN in added else added.encode()
 
 
-class Text:
+class DecodedText:
     """The text of tokens while they come. text: all whole characters so far."""
 
     def __init__(self, texts: TokenTexts, tokens: Iterable[int] = ()) -> None:

@@ -20,7 +20,7 @@ from private_llm_gateway import engine, requests, responses
 from private_llm_gateway.completion import CompletionChunk
 from private_llm_gateway.errors import ApiError, bad, in_words
 from private_llm_gateway.fields import Fields, body_of, refuse_unsupported
-from private_llm_gateway.metrics import Metrics
+from private_llm_gateway.metrics import GatewayMetrics
 from private_llm_gateway.prompts import check_context, of_field
 from private_llm_gateway.request_executor import ClientGone, RequestExecutor, RequestTask
 from private_llm_gateway.requests import Wanted, find_model
@@ -42,7 +42,7 @@ class Endpoints:
     """All addresses over some models."""
 
     def __init__(
-        self, models: Mapping[str, Served], settings: GatewaySettings, runner: RequestExecutor, metrics: Metrics
+        self, models: Mapping[str, Served], settings: GatewaySettings, runner: RequestExecutor, metrics: GatewayMetrics
     ) -> None:
         self.models, self.settings, self.runner, self.metrics = models, settings, runner, metrics
         self._began = int(time.time())

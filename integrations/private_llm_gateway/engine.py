@@ -22,7 +22,7 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 
 from private_llm.errors import PartiesBusy, PrivateLLMError, TransportError
 from private_llm_gateway.completion import Completion, CompletionChunk
-from private_llm_gateway.decoding import Text
+from private_llm_gateway.decoding import DecodedText
 from private_llm_gateway.pool import Abandoned
 from private_llm_gateway.sampling import CompletionStopper, TokenSampler, choose, likelihood, likelihoods_of_prompt
 from private_llm_gateway.served import Served
@@ -252,7 +252,7 @@ def _prompt(generation: _Generation, group: Sequence[Completion]) -> None:
     prompt = group[0].prompt
     count = group[0].params.logprobs or 0
     logits = generation.model(input_ids=torch.tensor([prompt]), use_cache=False).logits[0]
-    text = Text(generation.served.texts)
+    text = DecodedText(generation.served.texts)
     ahead = tuple(likelihoods_of_prompt(logits, prompt, count, [text.take(token) for token in prompt]))
     for answer in group:
         answer.ahead = ahead

@@ -52,7 +52,7 @@ class Text(GrammarNode):
 
 
 @dataclass(frozen=True, eq=False)
-class OneOf(GrammarNode):
+class CharClass(GrammarNode):
     """One character that `holds` allows, `example` among them."""
 
     holds: Callable[[str], bool]
@@ -153,7 +153,7 @@ class State:
 
     def __init__(self, stacks: Iterable[Stack]) -> None:
         self.stacks = frozenset(stacks)
-        self._next: tuple[dict[str, list[Stack]], dict[OneOf, set[Stack]]] | None = None
+        self._next: tuple[dict[str, list[Stack]], dict[CharClass, set[Stack]]] | None = None
         self._behind: dict[tuple[bool, ...], State | None] = {}
 
     def __eq__(self, other: object) -> bool:
@@ -194,20 +194,20 @@ class State:
             self._behind[held] = made
         return made
 
-    def _tops(self, work: WorkBudget) -> tuple[dict[str, list[Stack]], dict[OneOf, set[Stack]]]:
+    def _tops(self, work: WorkBudget) -> tuple[dict[str, list[Stack]], dict[CharClass, set[Stack]]]:
         """What is left behind the next character of texts on top, by that; and behind classes on top, whichever
         character it was. Found once.
         """
         if self._next is None:
             texts: dict[str, list[Stack]] = {}
-            classes: dict[OneOf, list[Stack]] = {}
+            classes: dict[CharClass, list[Stack]] = {}
             work.look(len(self.stacks))
             for stack in self.stacks:
                 top, at, rest = stack.top, stack.at, stack.rest
                 if rest is not None and isinstance(top, Text):
                     behind = rest if at + 1 == len(top.text) else rest.with_(top, at + 1)
                     texts.setdefault(top.text[at], []).append(behind)
-                elif rest is not None and isinstance(top, OneOf):
+                elif rest is not None and isinstance(top, CharClass):
                     classes.setdefault(top, []).append(rest)
             self._next = texts, {top: expand(rests, work) for top, rests in classes.items()}
         return self._next
@@ -235,7 +235,7 @@ def expand(stacks: Iterable[Stack], work: WorkBudget) -> set[Stack]:
     while open_:
         now = open_.pop()
         top, rest = now.top, now.rest
-        if top is None or rest is None or isinstance(top, OneOf) or (isinstance(top, Text) and top.text):
+        if top is None or rest is None or isinstance(top, CharClass) or (isinstance(top, Text) and top.text):
             work.look()
             done.add(now)
             continue
@@ -276,7 +276,7 @@ def _shortest(node: GrammarNode) -> str:
         item = open_.pop()
         if isinstance(item, Text):
             made.append(item.text)
-        elif isinstance(item, OneOf):
+        elif isinstance(item, CharClass):
             made.append(item.example)
         elif isinstance(item, Sequence):
             open_ += reversed(item.parts)

@@ -11,7 +11,7 @@ import json
 from typing import Any
 
 from private_llm_gateway.errors import ApiError, bad
-from private_llm_gateway.grammar import Choice, GrammarNode, OneOf, Reference, Repeat, Sequence, Text
+from private_llm_gateway.grammar import CharClass, Choice, GrammarNode, Reference, Repeat, Sequence, Text
 
 _SAYS_NOTHING = {"title", "description", "default", "examples", "$schema", "$id", "$comment", "deprecated", "$defs"}
 _SAYS_NOTHING |= {"definitions"}
@@ -31,15 +31,17 @@ _MOST_SHORTEST = 1 << 14
 _PARAM = "response_format.json_schema.schema"
 
 _SPACE = Choice((Text(""), Text(" ")))
-_DIGIT = OneOf(lambda c: c in "0123456789", "0")
-_NATURAL = Choice((Text("0"), Sequence((OneOf(lambda c: c in "123456789", "1"), Repeat(_DIGIT, 0, 14)))))
+_DIGIT = CharClass(lambda c: c in "0123456789", "0")
+_NATURAL = Choice((Text("0"), Sequence((CharClass(lambda c: c in "123456789", "1"), Repeat(_DIGIT, 0, 14)))))
 _SIGN = Choice((Text(""), Text("-")))
 _INTEGER = Sequence((_SIGN, _NATURAL))
 _FRACTION = Choice((Text(""), Sequence((Text("."), Repeat(_DIGIT, 1, 15)))))
-_EXPONENT = Sequence((OneOf(lambda c: c in "eE", "e"), Choice((Text(""), OneOf(lambda c: c in "+-", "+"))), _DIGIT))
+_EXPONENT = Sequence(
+    (CharClass(lambda c: c in "eE", "e"), Choice((Text(""), CharClass(lambda c: c in "+-", "+"))), _DIGIT)
+)
 _NUMBER = Sequence((_SIGN, _NATURAL, _FRACTION, Choice((Text(""), _EXPONENT))))
-_PLAIN = OneOf(lambda c: c >= " " and c not in '"\\\ufffd\x7f' and not "\ud800" <= c <= "\udfff", "a")
-_ESCAPED = Sequence((Text("\\"), OneOf(lambda c: c in '"\\/bfnrt', "n")))
+_PLAIN = CharClass(lambda c: c >= " " and c not in '"\\\ufffd\x7f' and not "\ud800" <= c <= "\udfff", "a")
+_ESCAPED = Sequence((Text("\\"), CharClass(lambda c: c in '"\\/bfnrt', "n")))
 _CHARACTER = Choice((_PLAIN, _ESCAPED))
 _BOOLEAN = Choice((Text("true"), Text("false")))
 _NULL = Text("null")

@@ -14,7 +14,7 @@ from private_llm_gateway.usage import UsageTotal
 _SECONDS = (0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
 
 
-class Metrics:
+class GatewayMetrics:
     """The figures of one gateway."""
 
     def __init__(self, models: Mapping[str, Served], runner: RequestExecutor) -> None:

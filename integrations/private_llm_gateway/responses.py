@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from private_llm_gateway.completion import CompletionChunk, Likelihood
-from private_llm_gateway.decoding import Text
+from private_llm_gateway.decoding import DecodedText
 from private_llm_gateway.requests import Wanted
 from private_llm_gateway.served import Served
 from private_llm_gateway.usage import Usage
@@ -91,7 +91,7 @@ class Response:
 
     def _echoed(self, prompt: list[int]) -> str:
         """A prompt's text, but for a character that is not whole: that belongs to the answer."""
-        return Text(self.wanted.served.texts, prompt).text
+        return DecodedText(self.wanted.served.texts, prompt).text
 
 
 def embeddings(served: Served, vectors: Tensor, tokens: int, encoded: bool, spent: Usage) -> dict[str, Any]:

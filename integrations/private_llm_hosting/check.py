@@ -27,7 +27,7 @@ Verdict = Literal["ok", "warning", "error"]
 
 
 @dataclass(frozen=True)
-class Finding:
+class CheckResult:
     """What was looked at, what was found, and whether that will do."""
 
     what: str
@@ -35,10 +35,10 @@ class Finding:
     verdict: Verdict = "ok"
 
 
-def check_party(settings: HostingSettings) -> list[Finding]:
+def check_party(settings: HostingSettings) -> list[CheckResult]:
     """Look at everything; nothing is sent to anybody, and nothing is changed."""
     config = settings.config
-    found = [Finding("party", f"{settings.party} of {config.endpoints}, protocol {config.protocol}")]
+    found = [CheckResult("party", f"{settings.party} of {config.endpoints}, protocol {config.protocol}")]
     found += _tried("hosts", lambda: _hosts(settings))
     if config.tls is not None:
         tls = config.tls
@@ -49,36 +49,36 @@ def check_party(settings: HostingSettings) -> list[Finding]:
     for name in ("offline_folder", "offload_folder"):
         folder = getattr(config, name)
         if folder is not None and not os.access(folder, os.W_OK | os.X_OK):
-            found.append(Finding(name, f"{folder}: no folder that this user may write to; make one", "error"))
+            found.append(CheckResult(name, f"{folder}: no folder that this user may write to; make one", "error"))
     found += _tried("operator port", lambda: _operator(settings))
     return found
 
 
-def _tried(what: str, look: Callable[[], Iterator[Finding]]) -> list[Finding]:
+def _tried(what: str, look: Callable[[], Iterator[CheckResult]]) -> list[CheckResult]:
     """What a look finds, up to the first thing that is wrong."""
     found = []
     try:
         for finding in look():
             found.append(finding)
     except PrivateLLMError as error:
-        found.append(Finding(what, str(error), "error"))
+        found.append(CheckResult(what, str(error), "error"))
     except OSError as error:
-        found.append(Finding(what, f"{error.filename or what}: {error.strerror or type(error).__name__}", "error"))
+        found.append(CheckResult(what, f"{error.filename or what}: {error.strerror or type(error).__name__}", "error"))
     return found
 
 
-def _hosts(settings: HostingSettings) -> Iterator[Finding]:
+def _hosts(settings: HostingSettings) -> Iterator[CheckResult]:
     config = settings.config
     addresses = addresses_of(config, settings.party, (), b"")
     secure = config.tls is not None
     if not secure:
-        yield Finding("tls", "none: unencrypted, on loopback addresses only; for trying out", "warning")
+        yield CheckResult("tls", "none: unencrypted, on loopback addresses only; for trying out", "warning")
     for number, (host, _) in enumerate(addresses):
         if number != settings.party and not _has_address(host):
-            yield Finding(f"party {number}", f"{host} has no address yet; want one in DNS or /etc/hosts", "warning")
+            yield CheckResult(f"party {number}", f"{host} has no address yet; want one in DNS or /etc/hosts", "warning")
     host, port = addresses[settings.party]
     listen((host, port), anywhere=secure).close()
-    yield Finding("port", f"{host}:{port} is free")
+    yield CheckResult("port", f"{host}:{port} is free")
 
 
 def _has_address(host: str) -> bool:
@@ -88,7 +88,7 @@ def _has_address(host: str) -> bool:
         return False
 
 
-def _tls(tls: TLSConfig, name: str) -> Iterator[Finding]:
+def _tls(tls: TLSConfig, name: str) -> Iterator[CheckResult]:
     users = Credentials(tls).users
     facts = check_signed(tls)
     if facts.name != name:
@@ -97,38 +97,38 @@ def _tls(tls: TLSConfig, name: str) -> Iterator[Finding]:
         for each in certificate_facts(Path(path)):
             soon = in_words(file, each)
             good = f"{each.name}, {each.days_left():.0f} days left"
-            yield Finding(file, soon or good, "warning" if soon else "ok")
+            yield CheckResult(file, soon or good, "warning" if soon else "ok")
     yield _private("key", Path(tls.key))
     if users is None:
-        yield Finding("users", "everybody with a client's certificate of the CA")
+        yield CheckResult("users", "everybody with a client's certificate of the CA")
     else:
         users.verify()
-        yield Finding("users", f"those on the list ({tls.allow})" if "/" in str(tls.allow) else str(tls.allow))
+        yield CheckResult("users", f"those on the list ({tls.allow})" if "/" in str(tls.allow) else str(tls.allow))
 
 
-def _private(what: str, path: Path) -> Finding:
+def _private(what: str, path: Path) -> CheckResult:
     mode = stat.S_IMODE(path.stat().st_mode)
     if mode & 0o077:
-        return Finding(what, f"{path}: others may open it (mode {mode:03o}); chmod 600 {path}", "warning")
-    return Finding(what, f"{path} (mode {mode:03o})")
+        return CheckResult(what, f"{path}: others may open it (mode {mode:03o}); chmod 600 {path}", "warning")
+    return CheckResult(what, f"{path} (mode {mode:03o})")
 
 
-def _model(settings: HostingSettings, name: str, path: Path) -> Iterator[Finding]:
+def _model(settings: HostingSettings, name: str, path: Path) -> Iterator[CheckResult]:
     file = open_model(path, settings.config, settings.party)
     bytes_ = path.stat().st_size
-    yield Finding(f"model {name}", f"{size(bytes_)}, sharing {file.sharing[:12]}, digest fits")
+    yield CheckResult(f"model {name}", f"{size(bytes_)}, sharing {file.sharing[:12]}, digest fits")
     yield _private("share file", path)
 
 
-def _device(settings: HostingSettings) -> Iterator[Finding]:
+def _device(settings: HostingSettings) -> Iterator[CheckResult]:
     if settings.config.device_map is None:
-        yield Finding("device", str(device_for(settings.config.device, settings.party)))
+        yield CheckResult("device", str(device_for(settings.config.device, settings.party)))
 
 
-def _operator(settings: HostingSettings) -> Iterator[Finding]:
+def _operator(settings: HostingSettings) -> Iterator[CheckResult]:
     address = settings.operator
     if address is None:
-        yield Finding("operator port", "none")
+        yield CheckResult("operator port", "none")
         return
     if address[1] and address[1] == parse_address(settings.config.hosts[settings.party])[1]:
         raise ConfigError(f"operator.address: port {address[1]} is this party's own in hosts; want another one")
@@ -136,8 +136,8 @@ def _operator(settings: HostingSettings) -> Iterator[Finding]:
         local = sock.getsockname()[0] in ("127.0.0.1", "::1")
     text = f"{address[0]}:{address[1]} is free"
     if local:
-        yield Finding("operator port", text)
+        yield CheckResult("operator port", text)
     else:
-        yield Finding(
+        yield CheckResult(
             "operator port", f"{text}; it has no authentication: let the firewall admit operators only", "warning"
         )

@@ -10,7 +10,7 @@ from private_llm.config import TLSConfig
 from private_llm.errors import ConfigError
 from private_llm.net.certificate_facts import CertificateFacts, certificate_facts
 from private_llm_hosting.logs import LOGGER
-from private_llm_hosting.metrics import Metrics
+from private_llm_hosting.metrics import PartyMetrics
 
 WARN_DAYS = 30
 """Days before its end from which a certificate is warned of."""
@@ -26,7 +26,7 @@ _LOG = logging.getLogger(LOGGER)
 class ExpiryWatch:
     """Looks at an endpoint's certificate and CAs, now and in a thread, until it is closed."""
 
-    def __init__(self, tls: TLSConfig, metrics: Metrics, look_s: float = _LOOK_S) -> None:
+    def __init__(self, tls: TLSConfig, metrics: PartyMetrics, look_s: float = _LOOK_S) -> None:
         self._files = {"certificate": Path(tls.certificate), "ca": Path(tls.ca)}
         self._metrics, self._look_s = metrics, look_s
         self._said: dict[str, int] = {}

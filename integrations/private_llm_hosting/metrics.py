@@ -16,7 +16,7 @@ _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120
 _NAME = "private_llm_party"
 
 
-class Metrics(Observer):
+class PartyMetrics(Observer):
     """Counts what a service reports. links_are_up, is_draining, awaits: what it said last."""
 
     def __init__(self, party: int, protocol: str, models: Iterable[str] = ()) -> None:

@@ -28,7 +28,7 @@ _CALLERS = 16
 """Callers at a time; one more is turned away."""
 _TEXT = "text/plain; charset=utf-8"
 
-Answer = tuple[HTTPStatus, str, bytes]
+HttpAnswer = tuple[HTTPStatus, str, bytes]
 
 
 class OperatorPort:
@@ -37,7 +37,7 @@ class OperatorPort:
     def __init__(self, address: Address, why_not_ready: Callable[[], str | None], metrics: Callable[[], bytes]) -> None:
         """why_not_ready: None when sessions may begin. metrics: the figures as text."""
 
-        def answer(path: str) -> Answer:
+        def answer(path: str) -> HttpAnswer:
             if path == "/live":
                 return HTTPStatus.OK, _TEXT, b"live\n"
             if path == "/ready":
@@ -70,7 +70,7 @@ class _Server(ThreadingHTTPServer):
     request_queue_size = 64
     allow_reuse_address = True
 
-    def __init__(self, address: Address, answer: Callable[[str], Answer]) -> None:
+    def __init__(self, address: Address, answer: Callable[[str], HttpAnswer]) -> None:
         self.answer, self._places = answer, threading.BoundedSemaphore(_CALLERS)
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         super().__init__(address, _Handler)

@@ -21,7 +21,7 @@ from private_llm_hf.service.settings import ServiceSettings
 from private_llm.config import VERSION, PrivateConfig
 from private_llm_hosting.expiry import ExpiryWatch
 from private_llm_hosting.logs import LOGGER, configure_logs
-from private_llm_hosting.metrics import Metrics
+from private_llm_hosting.metrics import PartyMetrics
 from private_llm_hosting.observers import LogObserver, Observers
 from private_llm_hosting.operator_port import OperatorPort
 from private_llm_hosting.settings import HostingSettings
@@ -54,7 +54,7 @@ def run_party(settings: HostingSettings, make: MakeService) -> None:
     """
     configure_logs(f"party{settings.party}", settings.log_format, settings.log_level)
     _forbid_core_dumps()
-    metrics = Metrics(settings.party, settings.config.protocol, settings.service.models)
+    metrics = PartyMetrics(settings.party, settings.config.protocol, settings.service.models)
     with contextlib.ExitStack() as stack:
         stops = stack.enter_context(_Stops())
         _LOG.info("version %s starts", VERSION, extra={"event": "start"})
@@ -81,7 +81,7 @@ def _forbid_core_dumps() -> None:
 class _State:
     """What the operator port tells of readiness."""
 
-    def __init__(self, metrics: Metrics) -> None:
+    def __init__(self, metrics: PartyMetrics) -> None:
         self._metrics = metrics
         self.service: Service | None = None
 

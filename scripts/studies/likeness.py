@@ -10,13 +10,13 @@ import math
 import torch
 from private_llm_hf.long_context.choices import largest, representatives
 from private_llm_hf.long_context.plain_attention import probabilities
-from private_llm_hf.long_context.recording import Call, Prefill
+from private_llm_hf.long_context.recording import Prefill, RecordedAttention
 from torch import Tensor
 
 from private_llm.kv_policies.policy import Selection
 
 
-def attention_of(call: Call, queries: int) -> Tensor:
+def attention_of(call: RecordedAttention, queries: int) -> Tensor:
     """Probabilities of the last queries, summed over the heads of a group: [B, G, queries, S]."""
     parts = probabilities(call.query, call.keys, call.allowed, call.scoring, call.query.shape[2] - queries)
     weights = torch.cat(list(parts), dim=2)
@@ -24,7 +24,7 @@ def attention_of(call: Call, queries: int) -> Tensor:
     return made
 
 
-def similarities(call: Call, queries: int, size: int, alphas: tuple[float, ...]) -> dict[str, Tensor]:
+def similarities(call: RecordedAttention, queries: int, size: int, alphas: tuple[float, ...]) -> dict[str, Tensor]:
     """[B, G, queries, clusters] by kind: "maximum" (of the products, equation 2), "bound" (equation 4), "mean" and
     "alpha=..." (equation 5). Clusters of `size` from the first key on; those that are not whole are left out.
     """
@@ -44,7 +44,9 @@ def similarities(call: Call, queries: int, size: int, alphas: tuple[float, ...])
     return made
 
 
-def coverage(call: Call, queries: int, size: int, kept: float, alphas: tuple[float, ...]) -> dict[str, float]:
+def coverage(
+    call: RecordedAttention, queries: int, size: int, kept: float, alphas: tuple[float, ...]
+) -> dict[str, float]:
     """By kind of similarity, the share of attention in the share `kept` of the clusters that rank first.
 
     "oracle": ranked by that attention itself, the most there is.

@@ -15,7 +15,7 @@ from random import Random
 from typing import Any
 
 from common_words import WORDS
-from private_llm_hf.long_context.perplexity import Frame, bundled_text, frame_of, token_ids
+from private_llm_hf.long_context.perplexity import PromptFrame, bundled_text, frame_of, token_ids
 from text_metrics import begins_with, words_in_place
 
 from private_llm.errors import ConfigError
@@ -102,7 +102,7 @@ def score(prompt: LongPrompt, text: str) -> float:
     return TASKS[prompt.task].metric(text, prompt.answer)
 
 
-def _tokens(tokenizer: Any, frame: Frame, parts: _Parts, length: int, depth: float) -> tuple[int, ...]:  # noqa: ANN401
+def _tokens(tokenizer: Any, frame: PromptFrame, parts: _Parts, length: int, depth: float) -> tuple[int, ...]:  # noqa: ANN401
     """The prompt, [length]. Raises ConfigError if it holds fewer lines besides the asked one than it must."""
     head, asked, question, opening = (
         token_ids(tokenizer, text) for text in (parts.head, parts.asked, parts.question, parts.opening)

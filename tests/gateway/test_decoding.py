@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 from private_llm_gateway.completion import Likelihood
-from private_llm_gateway.decoding import Text, TokenTexts
+from private_llm_gateway.decoding import DecodedText, TokenTexts
 from private_llm_gateway.responses import _completion_logprobs
 from private_llm_hf.models import smollm2
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -70,7 +70,7 @@ def test_all_tokens_of_bytes(make: Any) -> None:
     every = sorted({*range(len(made))} - {*silent})
     random.Random(3).shuffle(every)
     for first in range(0, len(every), 300):
-        tokens, text, raw = every[first : first + 300], Text(texts), b""
+        tokens, text, raw = every[first : first + 300], DecodedText(texts), b""
         for token in tokens:
             added = texts.bytes_of(token)
             assert added
@@ -86,7 +86,7 @@ def test_tokens_of_words(make: Any) -> None:
     made, texts = make(), TokenTexts(make())
     for seed in range(50):
         tokens = [1, *random.Random(seed).choices(range(1, 8), k=9)]
-        text = Text(texts)
+        text = DecodedText(texts)
         places = [*(text.take(token) for token in tokens), len(text.text)]
         assert text.text == made.decode(tokens)
         added = [text.text[at:upto].encode() for at, upto in pairwise(places)]
@@ -104,7 +104,7 @@ def test_bytes_of_rare_characters() -> None:
     """Where a tokenizer has them for want of a token: known one by one, and shown together."""
     made, rare = pieces(), "€".encode()
     texts, ids = TokenTexts(made), made.convert_tokens_to_ids([f"<0x{byte:02X}>" for byte in rare])
-    text = Text(texts, [1])
+    text = DecodedText(texts, [1])
     assert [text.take(token) for token in (*ids, 2)] == [3, 3, 3, 4]
     assert text.text == "the€ city"
     assert [texts.bytes_of(token) for token in ids] == [bytes([byte]) for byte in rare]

@@ -7,7 +7,7 @@ import torch
 import transformers as tr
 from private_llm_hf import patch
 from private_llm_hf.models.miniature import miniature
-from private_llm_hf.models.routers import Parts, PrivateRouter, Routing, is_experts, router_of
+from private_llm_hf.models.routers import PrivateRouter, RouterParts, Routing, is_experts, router_of
 from torch import Tensor, nn
 
 from private_llm.exact.topk import Groups
@@ -118,7 +118,7 @@ class Router(nn.Module):
 )  # fmt: skip
 def test_a_router_is_what_it_computes(formula: str, routing: Routing | None) -> None:
     found = router_of(Router(formula))
-    parts = Parts("", "other" if formula.startswith("corrected") else "")
+    parts = RouterParts("", "other" if formula.startswith("corrected") else "")
     assert found == (None if routing is None else (routing, parts))
 
 
@@ -132,7 +132,7 @@ def run_router(routing: Routing, logits: Tensor) -> Tensor:
     """Weights of a private router whose logits are its input."""
 
     def weights(_: object, x: Fixed) -> Fixed:
-        router = PrivateRouter(Router("normal"), routing, Parts("", ""))
+        router = PrivateRouter(Router("normal"), routing, RouterParts("", ""))
         router.weight = nn.Parameter(torch.eye(logits.shape[-1]))
         made = router(SecretTensor(x))[1]
         assert isinstance(made, SecretTensor)

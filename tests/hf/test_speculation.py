@@ -15,7 +15,7 @@ from private_llm_hf import FixedCounts, KeepAll, NoCache, PrivateConfig, Specula
 from private_llm_hf.client.remote_state import PrivateCache
 from private_llm_hf.client.speculation import DEFAULT_COUNTS, DraftLength
 from private_llm_hf.client.speculative_loop import decoding
-from private_llm_hf.wire.commands import Call, CropCache, Request, SelectRows
+from private_llm_hf.wire.commands import Call, CallOrEdit, CropCache, SelectRows
 from transformers import PreTrainedModel
 
 from private_llm.errors import ConfigError, DomainError, UnsupportedOp
@@ -47,9 +47,9 @@ def llama() -> Iterator[Pair]:
         yield model, private
 
 
-def requests(private: Any, monkeypatch: pytest.MonkeyPatch) -> list[Request]:
+def requests(private: Any, monkeypatch: pytest.MonkeyPatch) -> list[CallOrEdit]:
     """What the parties are asked from now on."""
-    seen: list[Request] = []
+    seen: list[CallOrEdit] = []
     forward, command = private.parties.forward, private.parties.command
     parties = private.parties
     monkeypatch.setattr(parties, "forward", lambda call, secrets: (seen.append(call), forward(call, secrets))[1])
@@ -57,7 +57,7 @@ def requests(private: Any, monkeypatch: pytest.MonkeyPatch) -> list[Request]:
     return seen
 
 
-def shapes(seen: list[Request]) -> list[tuple[object, ...]]:
+def shapes(seen: list[CallOrEdit]) -> list[tuple[object, ...]]:
     """Everything in requests but the number of the cache."""
     told = list[tuple[object, ...]]()
     for each in seen:

@@ -15,7 +15,7 @@ from private_llm_hf.api import share_checkpoint
 from private_llm_hf.service.party_service import PartyService
 from private_llm_hosting.check import check_party
 from private_llm_hosting.expiry import ExpiryWatch
-from private_llm_hosting.metrics import Metrics
+from private_llm_hosting.metrics import PartyMetrics
 from private_llm_hosting.settings import read_settings
 from transformers import OPTConfig, OPTForCausalLM
 from typer.testing import CliRunner
@@ -180,7 +180,7 @@ def test_without_certificates(folder: Path) -> None:
 def test_the_watch_warns_and_measures(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     shutil.rmtree(folder / "tls")
     made = make_certificates(folder / "tls", 3, days=5)
-    metrics = Metrics(1, "trio")
+    metrics = PartyMetrics(1, "trio")
     watch = ExpiryWatch(made[1], metrics, look_s=1000)
     try:
         assert sorted(r.levelname for r in caplog.records) == ["ERROR", "ERROR"]  # the certificate and the CA

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 from private_llm_hf.service.observer import BatchFacts
-from private_llm_hosting.metrics import Metrics
+from private_llm_hosting.metrics import PartyMetrics
 from private_llm_hosting.observers import CLASSES
 from private_llm_hosting.operator_port import OperatorPort
 from private_llm_hosting.run import _State
@@ -21,7 +21,7 @@ from private_llm.errors import ConfigError
 class Place:
     def __init__(self) -> None:
         self.reason: str | None = "starting"
-        self.metrics = Metrics(1, "trio", ["demo"])
+        self.metrics = PartyMetrics(1, "trio", ["demo"])
         self.port = OperatorPort(("127.0.0.1", 0), lambda: self.reason, self.metrics.text)
 
     def get(self, path: str, method: str = "GET") -> tuple[int, str]:
@@ -122,7 +122,7 @@ def test_a_port_that_is_taken(place: Place) -> None:
 
 
 def test_readiness_names_whom_it_waits_for() -> None:
-    metrics = Metrics(1, "trio")
+    metrics = PartyMetrics(1, "trio")
     state = _State(metrics)
     assert state.why_not_ready() == "starting"
     metrics.links_awaited("party 2", "party 2 did not connect", 20.2)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from private_llm_hf.party.model import build_party_model
-from private_llm_hf.service.batch import Answer, BatchedRequest, SessionState, batch_key, check_call, run_batch
+from private_llm_hf.service.batch import BatchedRequest, CallResult, SessionState, batch_key, check_call, run_batch
 from private_llm_hf.wire.commands import OPENED, CacheEdit, Call, Tokens, Values
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -71,7 +71,7 @@ counts).
 def run_service(config: PrivateConfig, model: PreTrainedModel, steps: Sequence[Step]) -> list[Any]:
     """Run all steps in order at all parties: a `Done` for each batch, and what each look returned."""
     details, weights = description(model), weights_of(model)
-    answers: list[list[Answer]] = []
+    answers: list[list[CallResult]] = []
     ledgers: list[list[Ledger]] = [[] for _ in range(config.parties)]
     alike: list[bool] = []
     looked: list[object] = []

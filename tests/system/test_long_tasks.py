@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from long_tasks import TASKS, LongPrompt, answer_tokens, make_prompts, score
-from private_llm_hf.long_context.perplexity import Frame, bundled_text, frame_of, token_ids
+from private_llm_hf.long_context.perplexity import PromptFrame, bundled_text, frame_of, token_ids
 
 from private_llm.errors import ConfigError
 from tests.long_context.tokenizers_of_kinds import KINDS, TEMPLATE, bare, closed, demo
@@ -64,9 +64,9 @@ def test_only_the_pass_key_is_asked_in_a_users_turn() -> None:
 
 
 def test_frames() -> None:
-    assert frame_of(bare(), chat=True) == Frame((), ())
-    assert frame_of(closed(), chat=True) == Frame((256,), ())
-    assert frame_of(demo(TEMPLATE), chat=False) == Frame((demo().bos_token_id,), ())
+    assert frame_of(bare(), chat=True) == PromptFrame((), ())
+    assert frame_of(closed(), chat=True) == PromptFrame((256,), ())
+    assert frame_of(demo(TEMPLATE), chat=False) == PromptFrame((demo().bos_token_id,), ())
     framed = frame_of(demo(TEMPLATE), chat=True)
     assert framed.before == token_ids(demo(), "[user] ")
     assert framed.after == token_ids(demo(), " [end]\n[assistant]\n")

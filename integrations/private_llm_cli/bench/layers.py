@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from private_llm_hf import ForwardPlan
 
 Adapt = Callable[[dict[str, Tensor]], dict[str, Tensor]]
-Forward = Callable[[nn.Module, Sequence[Tensor], Any, Tensor | None], Tensor]
+LayerForward = Callable[[nn.Module, Sequence[Tensor], Any, Tensor | None], Tensor]
 
 
 def opt_layer(shape: Shape) -> Work:
@@ -86,7 +86,7 @@ def _bert_forward(model: nn.Module, values: Sequence[Tensor], cache: Any, mask: 
 
 def layer_work(
     name: str, shape: Shape, class_name: str, config: dict[str, Any], inputs: tuple[Shape, ...], mask: Tensor | None,
-    forward: Forward, adapt: Adapt | None = None,
+    forward: LayerForward, adapt: Adapt | None = None,
 ) -> Work:  # fmt: skip
     """A work that runs `forward` on the one-layer model of `config`, its weights secret.
 

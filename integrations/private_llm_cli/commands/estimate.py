@@ -14,7 +14,7 @@ from private_llm.ranges import UNKNOWN
 from private_llm_cli.bench.work import parse_shape
 from private_llm_cli.commands.calibrate import ranges_from
 from private_llm_cli.commands.estimate_plans import sharding_facts, sharding_rows
-from private_llm_cli.commands.hardware import Hardware, Work
+from private_llm_cli.commands.hardware import Hardware, Workload
 from private_llm_cli.commands.models import shape_of
 from private_llm_cli.commands.output import duration, emit_json, emit_table, progress_bar, size
 
@@ -67,7 +67,7 @@ def estimate(
     saving = Saving(config.kv_cache, beside[0], found, new_tokens) if beside else None
     if vision:
         sequence = 0
-    work = Work(model, sequence, new_tokens, batch, sparsity, replaced)
+    work = Workload(model, sequence, new_tokens, batch, sparsity, replaced)
     if as_json:
         kept = {} if saving is None else {"kv_cache": saving.to_dict(hardware)}
         emit_json({**_summary(work, found, config, hardware), **kept})
@@ -77,7 +77,7 @@ def estimate(
         saving.emit(hardware)
 
 
-def _summary(work: Work, found: Estimate, config: PrivateConfig, hardware: Hardware) -> dict[str, Any]:
+def _summary(work: Workload, found: Estimate, config: PrivateConfig, hardware: Hardware) -> dict[str, Any]:
     layers = found.layers()
     times = [hardware.seconds(layer) for layer in layers]
     macs = {str(p): sum(layer.macs.get(p, 0) for layer in layers) for p in range(config.endpoints)}
@@ -108,7 +108,7 @@ def _adder(config: PrivateConfig) -> str:
     return "prefix" if config.adder == "auto" and config.bandwidth_mbit is None else config.adder
 
 
-def speeds(work: Work, found: Estimate, hardware: Hardware) -> dict[str, float | None]:
+def speeds(work: Workload, found: Estimate, hardware: Hardware) -> dict[str, float | None]:
     """Seconds until the first new token, and new tokens a second after it (of all rows); None where there are none."""
     if found.prompt is None:
         return {"seconds_first_token": None, "tokens_per_second": None}
@@ -117,14 +117,14 @@ def speeds(work: Work, found: Estimate, hardware: Hardware) -> dict[str, float |
     return {"seconds_first_token": first, "tokens_per_second": later / (total - first) if later else None}
 
 
-def _speed_rows(work: Work, found: Estimate, hardware: Hardware) -> list[tuple[str, object]]:
+def _speed_rows(work: Workload, found: Estimate, hardware: Hardware) -> list[tuple[str, object]]:
     """The same for people."""
     first, rate = speeds(work, found, hardware).values()
     rows: list[tuple[str, object]] = [] if first is None else [("time to first token", duration(first))]
     return rows if rate is None else [*rows, ("tokens per second after it", f"{rate:.3g}")]
 
 
-def _tables(work: Work, found: Estimate, config: PrivateConfig, hardware: Hardware) -> None:
+def _tables(work: Workload, found: Estimate, config: PrivateConfig, hardware: Hardware) -> None:
     rows = []
     layers = found.layers()
     for name, group in merge_equal(layers):

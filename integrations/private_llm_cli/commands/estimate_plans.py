@@ -21,7 +21,7 @@ from private_llm.token_sharding import (
     paper_seconds,
     shard_sizes,
 )
-from private_llm_cli.commands.hardware import Hardware, Work
+from private_llm_cli.commands.hardware import Hardware, Workload
 from private_llm_cli.commands.models import shape_of
 from private_llm_cli.commands.output import duration, emit_json, emit_table, progress_bar, size
 
@@ -76,7 +76,7 @@ def _per_token(sharded: Sharded, hardware: Hardware) -> float | None:
     return sum(hardware.stages(stages) for stages in steps) / len(steps) if steps else None
 
 
-def sharding_facts(work: Work, found: Estimate, config: PrivateConfig, hardware: Hardware) -> dict[str, Any]:
+def sharding_facts(work: Workload, found: Estimate, config: PrivateConfig, hardware: Hardware) -> dict[str, Any]:
     """Figures of a sharded run for JSON. Equations (1) and (2) are the paper's own, for all layers of the prompt."""
     plan, sharded = config.plan, found.sharded
     if plan is None or sharded is None:
@@ -102,7 +102,9 @@ def sharding_facts(work: Work, found: Estimate, config: PrivateConfig, hardware:
     }  # fmt: skip
 
 
-def sharding_rows(work: Work, found: Estimate, config: PrivateConfig, hardware: Hardware) -> list[tuple[str, object]]:
+def sharding_rows(
+    work: Workload, found: Estimate, config: PrivateConfig, hardware: Hardware
+) -> list[tuple[str, object]]:
     """The same for people."""
     facts = sharding_facts(work, found, config, hardware)
     most = facts["busiest"]
@@ -132,7 +134,12 @@ def sharding_rows(work: Work, found: Estimate, config: PrivateConfig, hardware: 
 
 # -- plans side by side ------------------------------------------------------------------------------------------
 def compare_plans(
-    work: Work, config: PrivateConfig, given: Sequence[ShardingPlan], usual: bool, as_json: bool, hardware: Hardware
+    work: Workload,
+    config: PrivateConfig,
+    given: Sequence[ShardingPlan],
+    usual: bool,
+    as_json: bool,
+    hardware: Hardware,
 ) -> None:
     """One row for each plan; a weak plan is shown, and called so. Raises ConfigError without token sharding."""
     if config.plan is None:
@@ -166,7 +173,7 @@ def compare_plans(
     )  # fmt: skip
 
 
-def _tried(work: Work, config: PrivateConfig, plan: ShardingPlan) -> tuple[Estimate, PrivateConfig, str]:
+def _tried(work: Workload, config: PrivateConfig, plan: ShardingPlan) -> tuple[Estimate, PrivateConfig, str]:
     """The estimate, its settings, and whether a session would take this plan for such a text without being told to."""
     from private_llm_hf.tools.estimate import estimate as run
 
@@ -184,7 +191,7 @@ def _tried(work: Work, config: PrivateConfig, plan: ShardingPlan) -> tuple[Estim
     return run(*shape, planned, work.sequence, work.new, work.batch), planned, verdict
 
 
-def _row(work: Work, config: PrivateConfig, plan: ShardingPlan, hardware: Hardware) -> dict[str, Any]:
+def _row(work: Workload, config: PrivateConfig, plan: ShardingPlan, hardware: Hardware) -> dict[str, Any]:
     """Figures of one plan."""
     found, planned, verdict = _tried(work, config, plan)
     facts = sharding_facts(work, found, planned, hardware)

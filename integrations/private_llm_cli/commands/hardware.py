@@ -53,7 +53,7 @@ class Hardware:
 
 
 @dataclass(frozen=True)
-class Work:
+class Workload:
     """What is estimated: one forward of `sequence` tokens (0: images), or `new` tokens after them.
 
     sparsity: what predictors leave out, as it was given. replaced: the activation that ReLU took the place of.

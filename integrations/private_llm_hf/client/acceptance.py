@@ -27,7 +27,7 @@ ROOT = -1
 
 
 @dataclass(frozen=True, eq=False)
-class Node:
+class DraftNode:
     """A drafted token. parent: a node's number or ROOT. chances: q, float [V], that drew it; None: certain."""
 
     parent: int
@@ -39,7 +39,7 @@ class Node:
 class Tree:
     """Drafted tokens, parents before children; siblings in the order in which they are tried, no token twice."""
 
-    nodes: list[Node] = field(default_factory=list)
+    nodes: list[DraftNode] = field(default_factory=list)
 
     def children(self, parent: int) -> list[int]:
         """The numbers of those that follow a node, or the text (ROOT)."""
@@ -53,7 +53,7 @@ class Tree:
             if found:
                 at = found[0]
                 continue
-            self.nodes.append(Node(at, token, None if chances is None else chances[place]))
+            self.nodes.append(DraftNode(at, token, None if chances is None else chances[place]))
             at = len(self.nodes) - 1
 
     def path(self, number: int) -> list[int]:
@@ -70,7 +70,7 @@ class Tree:
         for number, node in enumerate(self.nodes):
             if len(self.path(number)) <= length:
                 names[number] = len(made.nodes)
-                made.nodes.append(Node(names[node.parent], node.token, node.chances))
+                made.nodes.append(DraftNode(names[node.parent], node.token, node.chances))
         return made
 
     def leaves(self) -> list[int]:
@@ -109,7 +109,7 @@ def _happens(chance: float) -> bool:
     return int(torch.multinomial(torch.tensor([1.0 - chance, chance], dtype=torch.float64), 1)) == 1
 
 
-def _without(left: Tensor, node: Node) -> Tensor:
+def _without(left: Tensor, node: DraftNode) -> Tensor:
     """What is left of p after a token was not kept."""
     if node.chances is None:
         rest = left.clone()

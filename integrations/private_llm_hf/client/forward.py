@@ -57,7 +57,7 @@ def spend_positions(parties: SessionClient, count: int) -> None:
     parties.opened_positions += count
 
 
-class Forward:
+class ForwardCall:
     """The arguments of one call, sorted."""
 
     def __init__(self, model: PrivateModel, given: dict[str, Any]) -> None:
@@ -281,7 +281,9 @@ def encode_prompt(
     inputs_embeds: Tensor | None = None,
 ) -> PrivateEncoderOutput:
     """Run an encoder-decoder model's encoder at the parties; they keep the result, the client gets a handle."""
-    call = Forward(model, {"input_ids": input_ids, "inputs_embeds": inputs_embeds, "attention_mask": attention_mask})
+    call = ForwardCall(
+        model, {"input_ids": input_ids, "inputs_embeds": inputs_embeds, "attention_mask": attention_mask}
+    )
     rows, length = call.take_secret("")
     check.check_positions(model.config, length)
     call.take_mask("attention_mask", rows, length)

@@ -28,7 +28,7 @@ from private_llm.kv_policies.fixed import NoCache
 from private_llm_hf.checkpoint.sample_inputs import output_shape
 from private_llm_hf.checkpoint.weights import skeleton
 from private_llm_hf.client.costs import Costs
-from private_llm_hf.client.forward import Forward, encode_prompt
+from private_llm_hf.client.forward import ForwardCall, encode_prompt
 from private_llm_hf.client.generation_settings import (
     as_config_errors,
     check_beside_drafts,
@@ -431,7 +431,7 @@ def _make_class(original: type[PreTrainedModel]) -> type[PreTrainedModel]:
         for name, parameter in signature.parameters.items():
             if parameter.kind is inspect.Parameter.VAR_KEYWORD:
                 given.update(given.pop(name, {}))
-        return finish(Forward(self, given).run(), self.config)
+        return finish(ForwardCall(self, given).run(), self.config)
 
     forward = torch.compiler.disable(forward)  # a compiler that follows it would trace links and threads
     # generate() asks forward for its arguments, so it must answer like the original

@@ -40,7 +40,7 @@ from private_llm_hf.token_sharding.client import join_nodes
 from private_llm_hf.token_sharding.split import join_split
 from private_llm_hf.wire.answers import Loaded
 from private_llm_hf.wire.codec import Message
-from private_llm_hf.wire.commands import CacheEdit, Call, Description, LoadLike, ManageCache, Request
+from private_llm_hf.wire.commands import CacheEdit, Call, CallOrEdit, Description, LoadLike, ManageCache
 
 
 def join_parallel_sessions(config: PrivateConfig, transport: Transport, shutdown: Callable[[], None]) -> Parties:
@@ -210,7 +210,7 @@ class ParallelSessions(Parties):
             self._kept.keep_command(edit)
 
     # -- preprocessing ----------------------------------------------------------------------------------------
-    def preprocess(self, entries: list[Request]) -> int:
+    def preprocess(self, entries: list[CallOrEdit]) -> int:
         """As `Parties.preprocess`, in every parallel session. Raises UnsupportedOp, before anything is sent, as
         `command` does."""
         self._check_helped()

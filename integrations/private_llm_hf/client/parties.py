@@ -43,6 +43,7 @@ from private_llm_hf.wire.codec import M, Message
 from private_llm_hf.wire.commands import (
     CacheEdit,
     Call,
+    CallOrEdit,
     Description,
     EndOfWeights,
     Forward,
@@ -51,7 +52,6 @@ from private_llm_hf.wire.commands import (
     LoadModel,
     ManageCache,
     Preprocess,
-    Request,
     Slices,
     Stop,
     TellCosts,
@@ -285,7 +285,7 @@ class Parties(SessionClient):
                 self.tell(ManageCache(edit, place), None if place is None else self._asked)
 
     # -- preprocessing ------------------------------------------------------------------------------------------
-    def preprocess(self, entries: list[Request]) -> int:
+    def preprocess(self, entries: list[CallOrEdit]) -> int:
         """Let the helping party run ahead for these requests (none: forget what was preprocessed); bytes stored.
 
         Raises ConfigError where preprocessing cannot be apart.
@@ -301,7 +301,7 @@ class Parties(SessionClient):
             raise ConfigError(f"preprocess: want protocol {names_where(lambda facts: facts.helper is not None)}")
         return helper
 
-    def prepare(self, entries: list[Request]) -> Callable[[], int]:
+    def prepare(self, entries: list[CallOrEdit]) -> Callable[[], int]:
         """The first half of `preprocess`; what is returned waits for the parties and gives the bytes stored.
 
         Raises ConfigError as `preprocess`.
@@ -320,7 +320,7 @@ class Parties(SessionClient):
 
         return prepared
 
-    def place_of(self, message: Request) -> tuple[int, int] | None:
+    def place_of(self, message: CallOrEdit) -> tuple[int, int] | None:
         """Where a request stands in the schedule; None without one. Raises DomainError if it is not the next."""
         schedule, handles = self._schedule, handles_of(message)
         if schedule is not None:

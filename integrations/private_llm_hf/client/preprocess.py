@@ -20,7 +20,7 @@ from torch import Tensor
 from private_llm.errors import ConfigError
 from private_llm.typed_settings import check_types
 from private_llm_hf.client.session_client import Secret, SessionClient
-from private_llm_hf.wire.commands import CacheEdit, Call, Request
+from private_llm_hf.wire.commands import CacheEdit, Call, CallOrEdit
 
 if TYPE_CHECKING:
     from private_llm_hf.client.model import PrivateModel
@@ -105,7 +105,7 @@ class DryRun(SessionClient):
 
     def __init__(self, parties: SessionClient, generating: bool, vocabulary: int, kind: str) -> None:
         self.config, self.ring = parties.config, parties.ring
-        self.entries: list[Request] = []
+        self.entries: list[CallOrEdit] = []
         self._parties, self._generating, self._vocabulary, self._kind = parties, generating, vocabulary, kind
         self._held: dict[int, tuple[int, int]] = {}  # by cache: entries, positions
 
@@ -155,9 +155,9 @@ class DryRun(SessionClient):
         """Nothing runs."""
 
 
-def dry_run(model: PrivateModel, plans: tuple[CallPlan, ...]) -> list[Request]:
+def dry_run(model: PrivateModel, plans: tuple[CallPlan, ...]) -> list[CallOrEdit]:
     """The requests that these plans will make, in order. Raises ConfigError, and whatever the calls would raise."""
-    made: list[Request] = []
+    made: list[CallOrEdit] = []
     for plan in plans:
         if isinstance(plan, GeneratePlan | ForwardPlan):
             check_types(plan, f"preprocess: {type(plan).__name__}.")
@@ -168,7 +168,7 @@ def dry_run(model: PrivateModel, plans: tuple[CallPlan, ...]) -> list[Request]:
     return made
 
 
-def _dry_run_once(model: PrivateModel, plan: CallPlan) -> list[Request]:
+def _dry_run_once(model: PrivateModel, plan: CallPlan) -> list[CallOrEdit]:
     generating = isinstance(plan, GeneratePlan)
     generation = copy.deepcopy(getattr(model, "generation_config", None))
     if generation is not None:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from private_llm.errors import DomainError
 from private_llm_hf.wire.codec import text_of
-from private_llm_hf.wire.commands import Call, CopyCache, CropCache, Request, ResetCache, SelectRows
+from private_llm_hf.wire.commands import Call, CallOrEdit, CopyCache, CropCache, ResetCache, SelectRows
 
 _WORDS = {SelectRows: "select", CropCache: "crop", ResetCache: "reset", CopyCache: "copy"}
 
@@ -16,7 +16,7 @@ _WORDS = {SelectRows: "select", CropCache: "crop", ResetCache: "reset", CopyCach
 class Schedule:
     """The requests that were preprocessed, and how far they were made."""
 
-    def __init__(self, number: int, entries: list[Request]) -> None:
+    def __init__(self, number: int, entries: list[CallOrEdit]) -> None:
         self.number, self.entries = number, entries
         self._next = 0
         self._handles: dict[int, int] = {}
@@ -31,7 +31,7 @@ class Schedule:
         """The handles under which the helping party keeps what it computed ahead."""
         return {handle for entry in self.entries for handle in handles_of(entry)}
 
-    def take(self, message: Request, known: set[int]) -> int:
+    def take(self, message: CallOrEdit, known: set[int]) -> int:
         """The place of a request, which must be the next one; `known`: handles that other calls have filled.
 
         Raises DomainError saying what was planned, before anything changes.
@@ -61,7 +61,7 @@ class Schedule:
         return set(self._handles)
 
 
-def handles_of(message: Request) -> list[int]:
+def handles_of(message: CallOrEdit) -> list[int]:
     """The handles in a request, in a fixed order."""
     if isinstance(message, Call):
         encoded = None if message.encoded is None else message.encoded.handle
@@ -71,7 +71,7 @@ def handles_of(message: Request) -> list[int]:
     return [handle for handle in found if handle is not None]
 
 
-def _renamed(message: Request, names: dict[int, int]) -> Request:
+def _renamed(message: CallOrEdit, names: dict[int, int]) -> CallOrEdit:
     """A request with planned handles for its own; one that nobody planned becomes 0, which no handle is."""
     if isinstance(message, CopyCache):
         return CopyCache(names.get(message.handle, 0), names.get(message.to, 0))
@@ -86,7 +86,7 @@ def _renamed(message: Request, names: dict[int, int]) -> Request:
     )
 
 
-def _words(message: Request) -> str:
+def _words(message: CallOrEdit) -> str:
     """A request for people: shapes and the names of public facts."""
     if not isinstance(message, Call):
         return f"'{_WORDS[type(message)]}' of a cache"

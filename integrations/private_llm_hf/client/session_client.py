@@ -15,7 +15,7 @@ from private_llm.errors import ConfigError
 from private_llm.ranges import UNKNOWN, Ranges
 from private_llm.ring.ring import Ring
 from private_llm_hf.client.costs import Costs
-from private_llm_hf.wire.commands import CacheEdit, Call, Request
+from private_llm_hf.wire.commands import CacheEdit, Call, CallOrEdit
 
 Secret = Tensor | tuple[Tensor, int]
 """Ring elements, or token ids (int64) and the size of their vocabulary."""
@@ -61,7 +61,7 @@ class SessionClient(ABC):
     def keep_together(self, handle: int, rows: int) -> None:
         """Batch rows come in groups of `rows` that a cache may reorder among themselves (beams of one prompt)."""
 
-    def preprocess(self, entries: list[Request]) -> int:
+    def preprocess(self, entries: list[CallOrEdit]) -> int:
         """Let the helping party run ahead for these requests; bytes stored. Raises ConfigError where none can."""
         raise ConfigError("preprocess: nobody can run ahead here; want a model whose parties run")
 

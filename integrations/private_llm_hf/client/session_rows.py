@@ -11,7 +11,7 @@ from torch import Tensor
 
 from private_llm.errors import DomainError, UnsupportedOp
 from private_llm_hf.client.session_client import Secret
-from private_llm_hf.wire.commands import CacheEdit, Call, CopyCache, Request, ResetCache, SelectRows
+from private_llm_hf.wire.commands import CacheEdit, Call, CallOrEdit, CopyCache, ResetCache, SelectRows
 
 Rows = list[int]
 """How many rows each parallel session holds."""
@@ -132,12 +132,12 @@ def parts_of_command(edit: CacheEdit, rows: Rows, picks: Picks) -> Iterator[tupl
 
 
 def plan_parallel_sessions(
-    entries: Sequence[Request], parallel_sessions: int
-) -> tuple[list[Rows], list[list[Request]]]:
+    entries: Sequence[CallOrEdit], parallel_sessions: int
+) -> tuple[list[Rows], list[list[CallOrEdit]]]:
     """Of planned requests, one after the other in idle parallel sessions: the rows of each, and the requests of every
     parallel session."""
     kept, every = SessionRows(parallel_sessions), list[Rows]()
-    parts: list[list[Request]] = [[] for _ in range(parallel_sessions)]
+    parts: list[list[CallOrEdit]] = [[] for _ in range(parallel_sessions)]
     for entry in entries:
         if isinstance(entry, Call):
             held, picks = kept.of_call(entry)

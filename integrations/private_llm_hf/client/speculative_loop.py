@@ -153,7 +153,7 @@ class Passes:
         if forget:
             self.cache.crop(-forget)
 
-    def take(self, tree: Tree, rows: Rows, logits: Tensor) -> list[int]:
+    def take(self, tree: Tree, rows: DraftRows, logits: Tensor) -> list[int]:
         """Accept drafted tokens and the one behind them into the text; the accepted nodes.
 
         logits: [R, 1 + length, V], the first behind the last known token.
@@ -178,7 +178,7 @@ class Passes:
         return kept
 
 
-class Rows:
+class DraftRows:
     """The paths of a tree as rows of drafted tokens, filled up to the same number and length for every tree."""
 
     def __init__(self, tree: Tree, paths: int, length: int, filler: int) -> None:
@@ -209,7 +209,7 @@ def _open_counts(passes: Passes, draft: Draft, config: SpeculationConfig, limit:
         tree, before = Tree(), len(text.ids)
         if length:
             draft.add(tree, text.ids, paths, length)
-        rows = Rows(tree, paths if length else 1, length, text.ids[-1])
+        rows = DraftRows(tree, paths if length else 1, length, text.ids[-1])
         began = time.perf_counter()
         logits = passes.read([[*new, *row] for row in rows.tokens], length + 1)
         seconds = time.perf_counter() - began
@@ -233,7 +233,7 @@ def _fixed_counts(passes: Passes, draft: Draft, paths: int, counts: FixedCounts,
     if not counts.exact:
         check_generated(passes.config, limit + counts.window)
     logits = passes.read([text.ids[passes.cached :]], 1)
-    passes.take(Tree(), Rows(Tree(), 1, 0, text.ids[-1]), logits)
+    passes.take(Tree(), DraftRows(Tree(), 1, 0, text.ids[-1]), logits)
     passes.go_on(0, 1, min(counts.reserve, passes.cached - 1))
     if counts.exact:
         while not text.over:
@@ -265,7 +265,7 @@ def _pass(passes: Passes, draft: Draft, paths: int, counts: FixedCounts, window:
     draft.add(drafted, text.ids, paths, window)
     free = window - len(known)
     tree = drafted.cut(free)
-    rows = Rows(tree, paths, free, text.ids[-1])
+    rows = DraftRows(tree, paths, free, text.ids[-1])
     fed = [[*known, *row] for row in rows.tokens]
     logits = passes.read(fed, window)
     if known and len(text.ids) - start <= window and not text.over:

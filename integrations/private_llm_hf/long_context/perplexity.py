@@ -99,7 +99,7 @@ _TEXT = "the text of the user"
 
 
 @dataclass(frozen=True)
-class Frame:
+class PromptFrame:
     """Tokens before and after a text."""
 
     before: tuple[int, ...]
@@ -114,7 +114,7 @@ def token_ids(tokenizer: Any, text: str) -> tuple[int, ...]:  # noqa: ANN401 - t
     return tuple(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
 
 
-def frame_of(tokenizer: Any, chat: bool) -> Frame:  # noqa: ANN401 - transformers is not typed
+def frame_of(tokenizer: Any, chat: bool) -> PromptFrame:  # noqa: ANN401 - transformers is not typed
     """A user's turn and the opening of the answer if `chat` and there is a chat template, else the start token alone.
 
     A tokenizer that starts no text with a token gives an empty frame; what it would end a text with is left out.
@@ -126,11 +126,11 @@ def frame_of(tokenizer: Any, chat: bool) -> Frame:  # noqa: ANN401 - transformer
         before, found, after = laid_out.partition(_TEXT)
         if not found:
             raise ConfigError("the tokenizer's chat template leaves out what the user says; ask with chat=False")
-        return Frame(token_ids(tokenizer, before), token_ids(tokenizer, after))
+        return PromptFrame(token_ids(tokenizer, before), token_ids(tokenizer, after))
     bare = token_ids(tokenizer, _TEXT)
     whole = tuple(tokenizer(_TEXT).input_ids)
     start = next((at for at in range(len(whole)) if whole[at : at + len(bare)] == bare), 0)
-    return Frame(whole[:start], ())
+    return PromptFrame(whole[:start], ())
 
 
 @lru_cache(maxsize=8)

@@ -51,7 +51,7 @@ class Scoring:
         return self.softcap is None and self.sinks is None and self.merged == 1
 
 
-class Layer(Protocol):
+class PlainLayer(Protocol):
     """What attention asks of a cache's layer. A mask of None allows everything, but for `Scoring.causal`."""
 
     merged_heads: int
@@ -72,10 +72,10 @@ class Layer(Protocol):
         """A call is done. mass: what the entries held got, [B, G, held]; None if not counted."""
 
 
-class HeldKeys(Tensor):
+class PlainKeys(Tensor):
     """Keys that know the layer of the cache that holds them. Operations on them give ordinary tensors."""
 
-    layer: Layer
+    layer: PlainLayer
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
 
@@ -134,8 +134,8 @@ def attention(
         raise UnsupportedOp(
             f"{type(module).__name__}: got an additive mask; want a boolean one, or a tokenizer's [B, S]"
         )
-    layer: Layer | None = None
-    if isinstance(key, HeldKeys):
+    layer: PlainLayer | None = None
+    if isinstance(key, PlainKeys):
         layer, key = key.layer, key.as_subclass(Tensor)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal

@@ -25,7 +25,7 @@ from private_llm.kv_policies.padding import Arranged, arranged, queries_that_cou
 from private_llm.kv_policies.policy import CacheFacts, CachePolicy, ClusterShape, Selection
 from private_llm.nn.kv_cache import columns_at
 from private_llm_hf.long_context.choices import chosen_entries, entries_that_stay, representatives
-from private_llm_hf.long_context.plain_attention import HeldKeys, Scoring
+from private_llm_hf.long_context.plain_attention import PlainKeys, Scoring
 from private_llm_hf.models.cache_policies import BOUNDED, FULL, layer_kinds, windowed_layers
 
 
@@ -93,7 +93,7 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         self.start, self.position = self.position, self.position + new
         self.picked = self.kept = None
         self.attends = self.held
-        handed = self.keys.as_subclass(HeldKeys)
+        handed = self.keys.as_subclass(PlainKeys)
         handed.layer = self
         return handed, self.values
 

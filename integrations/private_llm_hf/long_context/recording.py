@@ -27,7 +27,7 @@ from private_llm_hf.transformers_versions import CACHE
 
 
 @dataclass(frozen=True, eq=False)
-class Call:
+class RecordedAttention:
     """What one layer's attention was given: q [B, H, S, D], k and v [B, G, S, D], and what a query may see."""
 
     query: Tensor
@@ -51,7 +51,7 @@ class Prefill:
     """A prompt's calls, layer by layer, and the logits after its last token [B, V]."""
 
     config: PreTrainedConfig
-    calls: tuple[Call, ...]
+    calls: tuple[RecordedAttention, ...]
     logits: Tensor
 
     @property
@@ -77,22 +77,22 @@ class Prefill:
         return cache
 
 
-class _Recorder(PolicyLayer):
+class _RecordingLayer(PolicyLayer):
     """Keeps everything, and what attention was given."""
 
-    call: Call
+    call: RecordedAttention
 
     def attended(self, query: Tensor, mass: Tensor | None, allowed: Tensor | None, call: Scoring) -> None:
         """Note it."""
         super().attended(query, mass, allowed, call)
         if self.keys is not None and self.values is not None:
-            self.call = Call(query, self.keys, self.values, allowed, call)
+            self.call = RecordedAttention(query, self.keys, self.values, allowed, call)
 
 
 def record(model: PreTrainedModel, **inputs: Any) -> Prefill:  # noqa: ANN401 - what the model's forward takes
     """Read a prompt, inside `policy_attention(model)`, without gradients. inputs: as for the model's forward."""
     cache = PolicyCache(KEEP_ALL, model)
-    cache.layers = [_Recorder(KEEP_ALL, layer.number, layer.windowed, None) for layer in cache.layers]
+    cache.layers = [_RecordingLayer(KEEP_ALL, layer.number, layer.windowed, None) for layer in cache.layers]
     with torch.no_grad():
         logits = model(**inputs, **{CACHE: cache}, use_cache=True, logits_to_keep=1).logits[:, -1]
     return Prefill(model.config, tuple(layer.call for layer in cache.layers), logits)

@@ -81,7 +81,7 @@ class Routing:
 
 
 @dataclass(frozen=True)
-class Parts:
+class RouterParts:
     """Where a router holds its weights.
 
     linear: the child that is its linear layer, or "" for its own `weight` (and `bias`). correction: the name of its own
@@ -95,7 +95,7 @@ class Parts:
 class PrivateRouter(nn.Module):
     """Secret weights of all experts for each token: scores, one choice of the k largest, one quotient."""
 
-    def __init__(self, original: nn.Module, routing: Routing, parts: Parts) -> None:
+    def __init__(self, original: nn.Module, routing: Routing, parts: RouterParts) -> None:
         super().__init__()
         self.routing, self.parts = routing, parts
         for name, value in original.named_parameters(recurse=False):
@@ -153,7 +153,7 @@ def _secret(x: Tensor) -> SecretTensor:
 
 
 # -- what a module is -----------------------------------------------------------------------------------------------
-def router_of(module: nn.Module) -> tuple[Routing, Parts] | None:
+def router_of(module: nn.Module) -> tuple[Routing, RouterParts] | None:
     """The routing that a module spells, found by trying it on random tokens, and its parts; None if it has none."""
     k = getattr(module, "top_k", None)
     parts = _parts(module)
@@ -181,7 +181,7 @@ def router_of(module: nn.Module) -> tuple[Routing, Parts] | None:
     return None
 
 
-def _parts(module: nn.Module) -> Parts | None:
+def _parts(module: nn.Module) -> RouterParts | None:
     """Where the weights are: one matrix, maybe with a bias, maybe one more vector; None for anything else."""
     held = dict(module.named_parameters())
     matrices = [name for name, value in held.items() if value.ndim == 2 and value.shape[0] > 1]
@@ -197,14 +197,14 @@ def _parts(module: nn.Module) -> Parts | None:
     path = next(iter(held), "")
     if any(name not in (linear, path.partition(".")[0]) for name, _ in module.named_children()):
         return None
-    return Parts(linear, path.partition(".")[0])
+    return RouterParts(linear, path.partition(".")[0])
 
 
 def _is_linear(module: nn.Module | None) -> bool:
     return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
 
 
-def _copied(module: nn.Module, parts: Parts, weight: Tensor, bias: Tensor, correction: Tensor) -> nn.Module:
+def _copied(module: nn.Module, parts: RouterParts, weight: Tensor, bias: Tensor, correction: Tensor) -> nn.Module:
     """A copy of the router with these weights, for tokens of `_WIDTH` entries."""
     tried = copy.copy(module)
     tried._modules = {name: copy.copy(child) for name, child in module.named_children()}

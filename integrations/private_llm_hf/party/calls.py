@@ -27,7 +27,7 @@ from private_llm_hf.wire.commands import OPENED, PUBLIC, Call, Tokens, Values
 
 
 @dataclass(frozen=True)
-class Answer:
+class CallResult:
     """What a call opens towards its client, in this order; the verdict of the range check comes last.
 
     class_: of the model's output.
@@ -101,7 +101,7 @@ def run_alone(
     owner: str,
     call: Call,
     secrets: Iterable[Share | Index],
-) -> Answer:
+) -> CallResult:
     """Run the model for one call; nothing is opened. Raises TransportError for a vocabulary that is not the model's."""
     inputs = arguments(model, session, state, owner, call, secrets)
     result = run_model(model.get_encoder() if call.encode_to is not None else model, session, inputs)
@@ -121,7 +121,7 @@ def run_model(model: nn.Module, session: Session, inputs: dict[str, Any]) -> Mod
     return result
 
 
-def answer(session: Session, result: ModelOutput, wanted: Iterable[str]) -> Answer:
+def answer(session: Session, result: ModelOutput, wanted: Iterable[str]) -> CallResult:
     """What `reveal` lets a client have of the outputs that it wants, and the verdict of the range check."""
     outputs: list[tuple[str, Fixed]] = []
     ledger, reveal = session.protocol.ledger, session.config.reveal
@@ -138,4 +138,4 @@ def answer(session: Session, result: ModelOutput, wanted: Iterable[str]) -> Answ
                 outputs.append((reveal, argmax(value.to_fixed())))
     if checked is not None:
         outputs.append((GUARD, checked))
-    return Answer(type(result).__name__, tuple(outputs))
+    return CallResult(type(result).__name__, tuple(outputs))

@@ -37,7 +37,7 @@ from private_llm_hf.checkpoint.offload import Offloaded, OffloadFile
 from private_llm_hf.checkpoint.share_files import ShareFile
 from private_llm_hf.client.costs import rows_of
 from private_llm_hf.party.at_rest import Weights, keeps_seeds, weights_of_file, weights_of_model
-from private_llm_hf.party.calls import Answer, answer, arguments, refuse_unknown, run_alone, table_of
+from private_llm_hf.party.calls import CallResult, answer, arguments, refuse_unknown, run_alone, table_of
 from private_llm_hf.party.command_loop import Heartbeat, reported, serve_commands
 from private_llm_hf.party.course import Course
 from private_llm_hf.party.model import build_party_model, release
@@ -247,7 +247,7 @@ class Party:
         stored = self.ahead.prepare(command.plan, command.calls)
         self._answer(Prepared(stored, tuple(self.session.protocol.take_digests())))
 
-    def _run_ahead(self, request: commands.Request) -> None:
+    def _run_ahead(self, request: commands.CallOrEdit) -> None:
         """Compute a planned request without an answer: the client comes later."""
         self._silent = True
         try:
@@ -292,7 +292,7 @@ class Party:
             return protocol.receive_input(shape)
         return protocol.receive_index(math.prod(shape), table_of(model, item).num_embeddings)
 
-    def _reveal(self, answer: Answer) -> None:
+    def _reveal(self, answer: CallResult) -> None:
         """State names, shapes and fractional bits of the outputs, then open them towards the client."""
         described = tuple(Output(name, tuple(fixed.shape), fixed.frac) for name, fixed in answer.outputs)
         self._answer(Outputs(answer.class_, described))

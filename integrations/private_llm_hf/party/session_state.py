@@ -29,7 +29,7 @@ AnyCache = SecretCache | SecretEncoderDecoderCache
 
 
 @dataclass(frozen=True)
-class Member:
+class CacheMember:
     """Rows of a cache that are one session's. padding: columns before their first position."""
 
     rows: int
@@ -41,7 +41,7 @@ class _Group:
     """A cache and whose its rows are, in order."""
 
     cache: AnyCache
-    members: dict[Key, Member]
+    members: dict[Key, CacheMember]
 
     def past(self, key: Key) -> int:
         position: int = self.cache.get_seq_length()
@@ -108,7 +108,7 @@ class SessionState:
         key = (owner, handle)
         group = self._groups.get(key)
         if group is None:
-            self._groups[key] = group = _Group(self._model.new_cache(), {key: Member(0)})
+            self._groups[key] = group = _Group(self._model.new_cache(), {key: CacheMember(0)})
         elif len(group.members) > 1:
             group = self._joined([key])
         return group.cache
@@ -129,7 +129,7 @@ class SessionState:
             return group.cache if group is not None and same else self._joined(keys).cache
         self._leave(keys)
         width = max(new for _, _, new in wanted)
-        made = _Group(self._model.new_cache(), {key: Member(rows, width - new) for key, rows, new in wanted})
+        made = _Group(self._model.new_cache(), {key: CacheMember(rows, width - new) for key, rows, new in wanted})
         self._groups |= dict.fromkeys(keys, made)
         return made.cache
 
@@ -168,7 +168,7 @@ class SessionState:
                 made = copy.deepcopy(self.cache(*key))
                 to = (owner, edit.to)
                 self._leave([to])
-                self._groups[to] = _Group(made, {to: Member(0)})
+                self._groups[to] = _Group(made, {to: CacheMember(0)})
 
     def free(self, owner: str, handles: Iterable[int]) -> None:
         """Forget what has these numbers."""
@@ -201,7 +201,7 @@ class SessionState:
         width = cache.get_seq_length()
         rows = [piece.rows for _, piece in pieces]
         self._leave(keys)
-        made = _Group(cache, {k: Member(n, width - lengths[k]) for k, n in zip(keys, rows, strict=True)})
+        made = _Group(cache, {k: CacheMember(n, width - lengths[k]) for k, n in zip(keys, rows, strict=True)})
         self._groups |= dict.fromkeys(keys, made)
         return made
 

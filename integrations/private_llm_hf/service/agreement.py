@@ -18,7 +18,7 @@ from typing import Annotated
 from private_llm_hf.party.course import agree
 from private_llm_hf.wire.codec import Between, Message
 
-Step = Annotated[int, Between(0, 1 << 62)]
+StepNumber = Annotated[int, Between(0, 1 << 62)]
 """The number of a step, from 1 since the parties connected."""
 
 
@@ -27,14 +27,14 @@ class RequestRef(Message):
     """A request: the session that it belongs to, and its number there, from 1."""
 
     session: str
-    number: Step
+    number: StepNumber
 
 
 @dataclass(frozen=True)
 class Proposal(Message):
     """From party 0: have you got these? live: the sessions that party 0 serves, now and then (None: not said)."""
 
-    step: Step
+    step: StepNumber
     requests: tuple[RequestRef, ...]
     live: tuple[str, ...] | None
 
@@ -47,7 +47,7 @@ class Vote(Message):
     at this party. leaving: it wants to stop.
     """
 
-    step: Step
+    step: StepNumber
     facts: tuple[dict[str, str] | None, ...]
     ended: tuple[str, ...]
     leaving: bool
@@ -57,8 +57,8 @@ class Vote(Message):
 class Commit(Message):
     """From party 0: the requests at these places of its proposal run next. ended: sessions to forget first."""
 
-    step: Step
-    places: tuple[Step, ...]
+    step: StepNumber
+    places: tuple[StepNumber, ...]
     ended: tuple[str, ...]
 
 
@@ -66,7 +66,7 @@ class Commit(Message):
 class Ack(Message):
     """To party 0: the batch is over here. A helping party is through with its own part long before the others."""
 
-    step: Step
+    step: StepNumber
 
 
 def tally(votes: Iterable[Sequence[Mapping[str, str] | None]], own: Sequence[Mapping[str, str]]) -> list[bool | None]:

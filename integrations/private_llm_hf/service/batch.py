@@ -26,7 +26,7 @@ from private_llm.protocols.share import Index, Share
 from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.secret import SecretTensor
 from private_llm_hf.models.architectures import architecture, positions_by_mask
-from private_llm_hf.party.calls import Answer, answer, model_name, run_alone, run_model, taken
+from private_llm_hf.party.calls import CallResult, answer, model_name, run_alone, run_model, taken
 from private_llm_hf.party.session_state import SessionState
 from private_llm_hf.service.batch_key import batch_key, kept_positions
 from private_llm_hf.service.checks import check_call
@@ -34,7 +34,7 @@ from private_llm_hf.transformers_versions import CACHE
 from private_llm_hf.wire.answers import GUARD
 from private_llm_hf.wire.commands import Call
 
-__all__ = ["Answer", "BatchedRequest", "SessionState", "batch_key", "check_call", "run_batch"]
+__all__ = ["BatchedRequest", "CallResult", "SessionState", "batch_key", "check_call", "run_batch"]
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class BatchedRequest:
 Batch = Sequence[BatchedRequest]
 
 
-def run_batch(model: PreTrainedModel, session: Session, state: SessionState, requests: Batch) -> list[Answer]:
+def run_batch(model: PreTrainedModel, session: Session, state: SessionState, requests: Batch) -> list[CallResult]:
     """Run the model once for requests of equal `batch_key` that `check_call` let pass; one alone may be with any key.
 
     Opens nothing. Returns what each request opens, its verdict [rows] under GUARD (alone: [1]). After an error the
@@ -67,7 +67,7 @@ def run_batch(model: PreTrainedModel, session: Session, state: SessionState, req
         raise
 
 
-def _run(model: PreTrainedModel, session: Session, state: SessionState, requests: Batch) -> list[Answer]:
+def _run(model: PreTrainedModel, session: Session, state: SessionState, requests: Batch) -> list[CallResult]:
     if len(requests) == 1:
         (request,) = requests
         return [run_alone(model, session, state, request.owner, request.call, request.inputs)]
@@ -100,7 +100,7 @@ class _Span:
         return torch.constant_pad_nd(own.to(torch.int64), (self.padding, 0))
 
 
-def _run_shared(model: PreTrainedModel, session: Session, state: SessionState, requests: Batch) -> list[Answer]:
+def _run_shared(model: PreTrainedModel, session: Session, state: SessionState, requests: Batch) -> list[CallResult]:
     cached = [((r.owner, r.call.cache), r.call.rows, r.call.secret[0].shape[1]) for r in requests if r.call.cache]
     pasts = [0 if r.call.cache is None else state.past(r.owner, r.call.cache) for r in requests]
     inputs: dict[str, Any] = {}
@@ -221,7 +221,7 @@ def _left(each: Sequence[Tensor]) -> Tensor:
 
 
 # -- outputs ------------------------------------------------------------------------------------------------------
-def _own(every: Answer, span: _Span, width: int) -> Answer:
+def _own(every: CallResult, span: _Span, width: int) -> CallResult:
     """A request's rows; and where outputs are of all `width` columns (0: as many of each request), its own ones."""
     rows = slice(span.start, span.start + span.rows)
 
@@ -229,4 +229,4 @@ def _own(every: Answer, span: _Span, width: int) -> Answer:
         padded = width > span.length and name != GUARD
         return value.view(lambda part: part[rows, -span.length :] if padded else part[rows])
 
-    return Answer(every.class_, tuple((name, cut(name, value)) for name, value in every.outputs))
+    return CallResult(every.class_, tuple((name, cut(name, value)) for name, value in every.outputs))

@@ -17,7 +17,7 @@ from private_llm.net.transport import CLIENT
 from private_llm.protocols.session import Session
 from private_llm.protocols.share import Index, Share
 from private_llm.ring.prg import Prg
-from private_llm_hf.party.calls import Answer
+from private_llm_hf.party.calls import CallResult
 from private_llm_hf.service.batch import BatchedRequest, SessionState, check_call, run_batch
 from private_llm_hf.service.client_session import Request
 from private_llm_hf.service.limits import MOST_HANDLES, KVCacheQuota, Limits
@@ -149,6 +149,6 @@ def inputs_received(session: Session, masks: list[Prg], call: Call) -> list[Shar
     return made
 
 
-def outputs_message(answer: Answer) -> Outputs:
+def outputs_message(answer: CallResult) -> Outputs:
     """What a client is told before the outputs are opened to it."""
     return Outputs(answer.class_, tuple(Output(name, tuple(f.shape), f.frac) for name, f in answer.outputs))

@@ -32,7 +32,7 @@ from private_llm_hf.client.costs import rows_of
 from private_llm_hf.party.course import digest
 from private_llm_hf.party.model_description import validate_input_shape
 from private_llm_hf.service.limits import Limits, SessionCosts
-from private_llm_hf.service.links import Frame, Recorder
+from private_llm_hf.service.links import ClientInputRecorder, ReceivedTensor
 from private_llm_hf.service.preprocessing_plan import PlannedCall, PreprocessingPlan
 from private_llm_hf.service.served_model import ServedModel
 from private_llm_hf.wire import commands
@@ -94,7 +94,7 @@ class Request:
     call: Call
     edits: tuple[CacheEdit, ...]
     free: tuple[int, ...]
-    frames: Sequence[Frame]
+    frames: Sequence[ReceivedTensor]
     facts: dict[str, str]
     since: float = field(default_factory=time.monotonic)
     planned: PlannedCall | None = None
@@ -270,7 +270,7 @@ class ClientSession:
 
     def _run_request(
         self, call: Call, facts: dict[str, str], edits: Sequence[CacheEdit] = (), free: tuple[int, ...] = (),
-        frames: Sequence[Frame] = (), planned: PlannedCall | None = None, prepares: bool = False,
+        frames: Sequence[ReceivedTensor] = (), planned: PlannedCall | None = None, prepares: bool = False,
     ) -> Request:  # fmt: skip
         """Wait until a batch has run a request. Raises what went wrong with it."""
         self._requests += 1
@@ -324,9 +324,9 @@ class ClientSession:
             if count > most:
                 raise DomainError(f"an input of {count} elements is too large for this service; want {most}")
 
-    def _receive(self, call: Call, planned: bool) -> list[Frame]:
+    def _receive(self, call: Call, planned: bool) -> list[ReceivedTensor]:
         """The secret inputs of a call, as they come: nothing is computed with them yet."""
-        recorder = Recorder(self.link)
+        recorder = ClientInputRecorder(self.link)
         end = receiving_end(self.host.config, self.host.number, recorder)
         with end.section("planned") if planned else nullcontext():
             self._check_inputs(call, getattr(end, "one_hot", False))
@@ -337,7 +337,7 @@ class ClientSession:
                     end.receive_input(item.shape)
         return recorder.frames
 
-    def _facts(self, command: Message, edits: Sequence[CacheEdit], frames: Sequence[Frame]) -> dict[str, str]:
+    def _facts(self, command: Message, edits: Sequence[CacheEdit], frames: Sequence[ReceivedTensor]) -> dict[str, str]:
         """Digests of all that another party must have got alike from this client.
 
         earlier: the calls before, which drew from the streams of its masks; a session that begins anew at one party

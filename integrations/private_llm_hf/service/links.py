@@ -1,8 +1,8 @@
 """A party's links while it serves many clients: to the other parties as they are, to "the client" whoever is served.
 
-What a client sends for an input is received beforehand, by the thread of its session (`Recorder`), so that no client
-can make a batch wait. During a batch the protocol receives from what was recorded, and what it opens goes to the client
-whose turn it is.
+What a client sends for an input is received beforehand, by the thread of its session (`ClientInputRecorder`), so that
+no client can make a batch wait. During a batch the protocol receives from what was recorded, and what it opens goes to
+the client whose turn it is.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Give = Callable[[str, Tensor], None]
 
 
 @dataclass(frozen=True)
-class Frame:
+class ReceivedTensor:
     """One tensor that a client has sent."""
 
     tag: str
@@ -33,12 +33,12 @@ class Frame:
         return f"Frame({self.tag!r}, shape={tuple(self.payload.shape)})"
 
 
-class Recorder(Transport):
+class ClientInputRecorder(Transport):
     """A client's link that remembers what is received over it; nothing can be sent."""
 
     def __init__(self, link: Transport) -> None:
         super().__init__(link.me)
-        self.frames: list[Frame] = []
+        self.frames: list[ReceivedTensor] = []
         self._link = link
 
     def _send(self, to: int, tag: str, payload: Tensor) -> None:
@@ -46,7 +46,7 @@ class Recorder(Transport):
 
     def _recv(self, frm: int, tag: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         payload = self._link.recv(frm, tag, shape, dtype)
-        self.frames.append(Frame(tag, payload))
+        self.frames.append(ReceivedTensor(tag, payload))
         return payload
 
     def wait(self, frm: int) -> None:
@@ -62,14 +62,14 @@ class ServiceLinks(PassingTransport):
 
     def __init__(self, inner: Transport) -> None:
         super().__init__(inner)
-        self.inputs: deque[Frame] = deque()
+        self.inputs: deque[ReceivedTensor] = deque()
         self.receivers: deque[Give] = deque()
 
     def ends(self, endpoint: int) -> Sequence[End]:
         """Those of the parties."""
         return () if endpoint == CLIENT else self._inner.ends(endpoint)
 
-    def serve(self, frames: Sequence[Frame], receivers: Sequence[Give]) -> None:
+    def serve(self, frames: Sequence[ReceivedTensor], receivers: Sequence[Give]) -> None:
         """From now on these inputs and receivers; what is left of others is forgotten."""
         self.inputs, self.receivers = deque(frames), deque(receivers)
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from private_llm.errors import DomainError, ProtocolAbort, TransportError
-from private_llm_hf.wire.commands import CacheEdit, Call, Place, Request
+from private_llm_hf.wire.commands import CacheEdit, Call, CallOrEdit, Place
 
 MOST_CALLS = 1 << 12
 """Calls of one plan."""
@@ -36,7 +36,7 @@ class PlannedCall:
 class PreprocessingPlan:
     """The planned calls of one session, and which of them comes next."""
 
-    def __init__(self, number: int, requests: Sequence[Request], before: int) -> None:
+    def __init__(self, number: int, requests: Sequence[CallOrEdit], before: int) -> None:
         """before: the number of the session's last plan. Raises ProtocolAbort for a number that does not rise, and
         DomainError for more calls than a service takes.
         """
@@ -65,7 +65,7 @@ class PreprocessingPlan:
         return planned
 
 
-def _planned_calls(plan: int, requests: Sequence[Request]) -> tuple[PlannedCall, ...]:
+def _planned_calls(plan: int, requests: Sequence[CallOrEdit]) -> tuple[PlannedCall, ...]:
     """One for each call; changes of caches after the last one matter to nobody."""
     places = [number for number, request in enumerate(requests) if isinstance(request, Call)]
     calls = [request for request in requests if isinstance(request, Call)]

@@ -16,7 +16,7 @@ from private_llm.net.offline_store import OfflineStore, OfflineStoreTransport, O
 from private_llm.net.transport import CLIENT, Transport
 from private_llm.protocols.offline_phase import section_label
 from private_llm.protocols.session import Session
-from private_llm_hf.party.calls import Answer, run_alone
+from private_llm_hf.party.calls import CallResult, run_alone
 from private_llm_hf.service.batch_executor import change, check_fits, inputs_received, outputs_message, refusal
 from private_llm_hf.service.client_session import Request
 from private_llm_hf.service.limits import KVCacheQuota
@@ -209,7 +209,7 @@ def _give_up(model: ServedModel, request: Request, error: PrivateLLMError) -> No
     request.fail(error)
 
 
-def _computed(model: ServedModel, request: Request) -> Answer:
+def _computed(model: ServedModel, request: Request) -> CallResult:
     """Inside a section: inputs and the model."""
     session, planned = model.session, _planned(request)
     masks = session.protocol.input_masks(request.session.keys, section_label(planned.plan, planned.number))
@@ -218,7 +218,7 @@ def _computed(model: ServedModel, request: Request) -> Answer:
         return run_alone(model.model, session, model.state, owner_of(request.session.id), planned.call, secrets)
 
 
-def _open(session: Session, links: ServiceLinks, request: Request, answer: Answer) -> None:
+def _open(session: Session, links: ServiceLinks, request: Request, answer: CallResult) -> None:
     request.session.answer(outputs_message(answer))
     links.serve((), [request.session.give for _ in answer.outputs])
     if answer.outputs:

@@ -62,7 +62,7 @@ class Site:
 
 
 @dataclass(frozen=True)
-class _Call:
+class _ModuleCall:
     """One call of a leaf: what it is, what it received and returned (kept, so that identity means something)."""
 
     what: Literal["linear", "activation"]
@@ -97,14 +97,14 @@ def activations_of(model: PreTrainedModel, inputs: Mapping[str, Any]) -> list[tu
     return [(site, model.get_submodule(str(site.activation))) for site in _blocks(model, _watch(model, inputs))]
 
 
-def _watch(model: PreTrainedModel, inputs: Mapping[str, Any]) -> list[_Call]:
+def _watch(model: PreTrainedModel, inputs: Mapping[str, Any]) -> list[_ModuleCall]:
     """Calls of linear layers and of whatever may be an activation, in order, in one run without gradients."""
-    calls: list[_Call] = []
+    calls: list[_ModuleCall] = []
 
     def hook(name: str, what: Literal["linear", "activation"]) -> Any:  # noqa: ANN401 - a hook
         def note(_: nn.Module, received: tuple[Any, ...], returned: Any) -> None:  # noqa: ANN401
             if received and isinstance(received[0], Tensor) and isinstance(returned, Tensor):
-                calls.append(_Call(what, name, received[0], returned))
+                calls.append(_ModuleCall(what, name, received[0], returned))
 
         return note
 
@@ -127,7 +127,7 @@ def _may_activate(module: nn.Module) -> bool:
     return leaf and weightless and not isinstance(module, _NO_ACTIVATION)
 
 
-def _feed_forward(model: PreTrainedModel, calls: list[_Call]) -> list[Site]:
+def _feed_forward(model: PreTrainedModel, calls: list[_ModuleCall]) -> list[Site]:
     blocks = _blocks(model, calls)
     sparse = [site for site in blocks if zeroes(model.get_submodule(str(site.activation)))]
     if not sparse:
@@ -140,7 +140,7 @@ def _feed_forward(model: PreTrainedModel, calls: list[_Call]) -> list[Site]:
     return sparse
 
 
-def _blocks(model: PreTrainedModel, calls: list[_Call]) -> list[Site]:
+def _blocks(model: PreTrainedModel, calls: list[_ModuleCall]) -> list[Site]:
     found: dict[str, Site] = {}
     makers = {id(call.returned): call for call in calls if call.what == "linear"}
     for place, call in enumerate(calls):
@@ -178,8 +178,8 @@ def _blocks(model: PreTrainedModel, calls: list[_Call]) -> list[Site]:
     return list(found.values())
 
 
-def _attention(model: PreTrainedModel, calls: list[_Call]) -> list[Site]:
-    groups: dict[str, list[_Call]] = {}
+def _attention(model: PreTrainedModel, calls: list[_ModuleCall]) -> list[Site]:
+    groups: dict[str, list[_ModuleCall]] = {}
     for call in calls:
         inside = _attention_above(model, call.name) if call.what == "linear" else None
         if inside is not None:

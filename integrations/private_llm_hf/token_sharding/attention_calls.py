@@ -74,7 +74,7 @@ def _attention(
 
 
 # -- what the calls look like ------------------------------------------------------------------------------------
-class _Recorder:
+class _AttentionRecorder:
     """Notes every attention call of a forward without values."""
 
     def __init__(self, longest: int) -> None:
@@ -160,7 +160,7 @@ def run_without_values(
             model = model_class(cascade_config(config)).eval()
     except (KeyError, ValueError) as error:
         raise PatchMismatch(f"{name} does not take another attention implementation: {error}") from None
-    recorder = _Recorder(int(getattr(config, "max_position_embeddings", 0) or _LONGEST))
+    recorder = _AttentionRecorder(int(getattr(config, "max_position_embeddings", 0) or _LONGEST))
     listen(model, recorder)
     prepare(model)
     ids = torch.zeros(1, 2, dtype=torch.int64, device="meta")

@@ -26,7 +26,7 @@ from private_llm_hf.client.parties import Parties
 from private_llm_hf.client.session_client import Secret
 from private_llm_hf.token_sharding.client import Nodes, NodeStep, join_nodes
 from private_llm_hf.token_sharding.cut import Cut
-from private_llm_hf.wire.commands import CacheEdit, Call, Description, Forward, Request
+from private_llm_hf.wire.commands import CacheEdit, Call, CallOrEdit, Description, Forward
 
 
 def join_split(config: PrivateConfig, transport: Transport, shutdown: Callable[[], None]) -> SplitParties:
@@ -82,7 +82,7 @@ class SplitParties(Parties):
         super().command(edit)
         self._nodes.command(edit)
 
-    def preprocess(self, entries: list[Request]) -> int:
+    def preprocess(self, entries: list[CallOrEdit]) -> int:
         """Refused."""
         raise ConfigError("preprocess: not before a split; want a model that runs wholly under its protocol")
 

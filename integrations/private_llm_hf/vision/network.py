@@ -23,7 +23,7 @@ from transformers.modeling_outputs import ImageClassifierOutputWithNoAttention
 from private_llm.errors import ConfigError, DomainError, PatchMismatch
 from private_llm_hf.handlers import kinds_of_users
 
-Description = dict[str, Any]
+NetworkDescription = dict[str, Any]
 Check = Callable[[object], bool]
 
 _LARGEST = 1 << 31
@@ -168,7 +168,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 
 # -- checking -------------------------------------------------------------------------------------------------------
-def check_description(found: object) -> Description:
+def check_description(found: object) -> NetworkDescription:
     """The description itself, every part of it checked. Raises PatchMismatch saying what does not fit."""
     if not isinstance(found, dict) or set(found) != {"modules", "steps", "head"}:
         raise _wrong("want an object with modules, steps and head")

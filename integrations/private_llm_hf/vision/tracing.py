@@ -16,7 +16,15 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from private_llm.errors import PatchMismatch
-from private_llm_hf.vision.network import HEADS, KINDS, Description, check_description, kind_name, kind_of, references
+from private_llm_hf.vision.network import (
+    HEADS,
+    KINDS,
+    NetworkDescription,
+    check_description,
+    kind_name,
+    kind_of,
+    references,
+)
 
 _AS_MODULE: dict[object, tuple[str, tuple[str, ...]]] = {
     F.relu: ("ReLU", ("inplace",)),
@@ -59,7 +67,7 @@ _ALIASES = ("Identity", "Dropout", "Dropout2d", "same")
 _VIEWS = ("Flatten", "flatten", "reshape", "permute", "transpose", "unsqueeze", "squeeze")
 
 
-def describe_module(module: nn.Module) -> tuple[Description, dict[str, nn.Module]]:
+def describe_module(module: nn.Module) -> tuple[NetworkDescription, dict[str, nn.Module]]:
     """The description of `module` and its modules by name. Raises PatchMismatch listing what has no rule."""
     root = nn.Sequential(module) if kind_name(type(module)) else module
     if root is module and _own_code(module) is not None:
@@ -100,7 +108,7 @@ class _Describer:
         self._memory: list[int] = [0]
         self._written: dict[int, int] = {}
 
-    def run(self) -> tuple[Description, dict[str, nn.Module]]:
+    def run(self) -> tuple[NetworkDescription, dict[str, nn.Module]]:
         """Node by node."""
         result: object = None
         for node in self._nodes:

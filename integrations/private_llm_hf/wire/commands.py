@@ -150,7 +150,7 @@ class CopyCache(Message):
 
 
 CacheEdit = SelectRows | CropCache | ResetCache | CopyCache
-Request = Call | CacheEdit
+CallOrEdit = Call | CacheEdit
 
 Place = tuple[Count, Count]
 """Of a request that was preprocessed: the number of its preprocessing plan, and its own in it."""
@@ -233,7 +233,7 @@ class Preprocess(Message):
     """Run ahead for these requests. Answered by `Prepared`. plan: its number, higher than that of any before."""
 
     plan: Count
-    calls: tuple[Request, ...]
+    calls: tuple[CallOrEdit, ...]
     free: tuple[Handle, ...]
 
 
