@@ -2,7 +2,10 @@
 
 Numba's own cache of a function looks at the file of that function alone, so it would run old code after a change of a
 helper in another file; and where it finds no folder to write to, it refuses to start. Here the folder is named by
-a digest of the sources of all kernels, and without a folder each process compiles for itself.
+a digest of the sources of all kernels, and without a folder each process compiles for itself. Nor does Numba expect two
+processes that compile one function at once: the code of one could be kept as the other's. Here each function has a
+lock, so the second process waits and reads what the first has made. Kernels call each other in no circle, so no two
+processes wait for each other.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ import os
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -21,8 +24,13 @@ import llvmlite
 import numba
 from numba import cfunc, njit, types
 from numba.core import event
+from numba.core.compiler_lock import global_compiler_lock
 
+from private_llm.importing import without_collections
 from private_llm.kernels.compile_note import NOTE
+
+with suppress(ImportError):  # not on Windows
+    import fcntl
 
 _WRITABLE_BY_OTHERS = 0o022
 
@@ -76,7 +84,14 @@ _warned: list[str] = []
 def compiled(function: Callable[..., Any]) -> Any:  # noqa: ANN401 - Numba ships no types
     """`function` as a kernel that releases Python's lock, compiled when it first meets arguments of some types."""
     with _cached() as cache:
-        made = njit(nogil=True, cache=cache)(function)
+        made = njit(nogil=True, cache=cache, no_cfunc_wrapper=True)(function)
+    compile_now = made.compile
+
+    def compile_once(signature: Any) -> Any:  # noqa: ANN401 - Numba's own
+        with alone(function), without_collections():  # a tenth of the time
+            return compile_now(signature)
+
+    made.compile = compile_once
     if cache:
         keep = made._cache.save_overload
 
@@ -100,7 +115,7 @@ class CompiledStep:
     def address(self) -> int:
         """Where the machine code begins; compiled, or read from the cache, when somebody asks first."""
         signature = types.void(types.CPointer(types.int64))
-        with _cached() as cache, _noted(self._function.__name__):
+        with alone(self._function), _cached() as cache, _noted(self._function.__name__), without_collections():
             try:
                 made = cfunc(signature, cache=cache)(self._function)
             except OSError as error:  # as above
@@ -122,6 +137,47 @@ def _cached() -> Iterator[bool]:
         yield True
     finally:
         numba.config.CACHE_DIR = before
+
+
+@contextmanager
+def alone(function: Callable[..., Any]) -> Iterator[None]:
+    """Inside, no other process compiles this function (where the folder's files can be locked), nor does a thread."""
+    name = f"{function.__module__}.{function.__qualname__}"
+    with global_compiler_lock:  # before the file: a thread that holds it could wait for that file
+        descriptor = None if name in _held else _locked(name)
+        try:
+            _held.append(name)
+            yield
+        finally:
+            _held.pop()
+            if descriptor is not None:
+                fcntl.flock(descriptor, fcntl.LOCK_UN)  # closed alone, it would stay locked for a forked child
+                os.close(descriptor)
+
+
+_held: list[str] = []
+"""Functions that this process compiles: one, and those that call it."""
+
+
+def _locked(name: str) -> int | None:
+    """The descriptor of a locked file, after other processes; None where that cannot be."""
+    if FOLDER is None or "fcntl" not in globals():
+        return None
+    descriptor = None
+    try:
+        descriptor = os.open(FOLDER / f"{name}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            with _noted(name.rpartition(".")[2]):
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+    except BaseException as error:
+        if descriptor is not None:
+            os.close(descriptor)
+        if not isinstance(error, OSError):
+            raise
+        return None  # a file system without locks, or a full one
+    return descriptor
 
 
 @contextmanager

@@ -276,7 +276,7 @@ def inject_products(bits: Tensor, lam: Tensor, weighted: Array, out: Tensor) -> 
         rows, masks, made = addresses(bits, lam, out)
         parallel_for(
             bits.shape[1], 64 * out.shape[0] * _INJECT_S, WORDS, cpu_bits.inject_products, rows, bits.shape[0], masks,
-            weighted, made, *out.shape, _ZERO[out.dtype]
+            weighted.view(np.uint8), made, *out.shape, _ZERO[out.dtype]
         )  # fmt: skip
     else:
         _gpu("bits", "inject_products", bits, lam, weighted, out, writes=1)
@@ -296,8 +296,8 @@ def inject_terms(
         rows, known, masks, helped, factors, addends, made = addresses(bits, m, mine, shares, w, c, out)
         parallel_for(
             bits.shape[1], 64 * shares.shape[0] * _INJECT_S, WORDS, cpu_bits.inject_terms, rows, bits.shape[0], known,
-            masks, helped, shares.shape[0], weighted, factors, w.shape[1], addends, c.shape[1], first, made,
-            out.numel(), _ZERO[out.dtype]
+            masks, helped, shares.shape[0], weighted.view(np.uint8), factors, w.shape[1], addends, c.shape[1], first,
+            made, out.numel(), _ZERO[out.dtype]
         )  # fmt: skip
     else:
         _gpu("bits", "inject_terms", bits, m, mine, shares, weighted, w, c, first, out, writes=1)

@@ -20,7 +20,9 @@ from private_llm.kernels.backends.cpu import connection as word
 from private_llm.kernels.compiling import compiled
 
 _DO_NOT_WAIT, _NO_SIGNAL = 0x40, 0x4000
-_POLLIN, _POLLOUT, _POLLERR = 1, 4, 8
+_POLLIN, _POLLOUT, _POLLERR = np.int64(1), np.int64(4), np.int64(8)
+_NONE = np.int64(0)
+"""Typed: for numbers as they are Numba would compile a function once more."""
 _MONOTONIC = 1
 TRIES = 60
 """How often a message is looked for before the thread sleeps, if the last one came soon: for some 15 us. A sleep and
@@ -65,7 +67,7 @@ def send(link: int, payload: int, count: int, tag: Array) -> bool:
     head[2], head[3] = _turned(row[word.SENT]), _turned(count)
     for n in range(4):
         head[4 + n] = tag[n]
-    done = max(_written(row, link, payload, size, 0), 0)
+    done = max(_written(row, link, payload, size, _NONE), 0)
     while done < word.HEADER + size and _waited(row, link, row[word.OUT], _POLLOUT, row[word.IN]):
         more = _written(row, link, payload, size, done)
         if more <= 0:  # broken, which Python finds out
@@ -132,7 +134,7 @@ def paused(row: Array, link: int) -> bool:
 def slept(row: Array, link: int) -> bool:
     """Sleep until there is something to read, as `_waited`; SOON says whether that was almost at once."""
     before = row[word.WAITED]
-    ready = _waited(row, link, row[word.IN], _POLLIN, -1)
+    ready = _waited(row, link, row[word.IN], _POLLIN, _NONE - 1)
     row[word.SOON] = row[word.WAITED] - before < _SOON_NS
     return bool(ready)
 

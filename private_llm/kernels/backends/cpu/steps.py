@@ -4,7 +4,7 @@ A step is a row of 64-bit words: the address of its function, then what it takes
 exist are called by a function of the same name here, which reads their arguments from the row; sums, products and
 copies of PyTorch become strided loops over at most `DIMS` dimensions. `KERNELS` says what arguments a kernel takes:
 "r" an address that is read, "k" that of a module's round keys, "w" one that is written (and may be read), "i" a number,
-"z" the type of the elements (a step has 64-bit elements only), "p" a plan (int64) and "f" flags (bool), which take two
+"z" the type of the elements (a step has 64-bit elements only), "p" a plan (int64) and "f" flags (uint8), which take two
 words: address and length.
 """
 
