@@ -163,6 +163,15 @@ def config_of(protocol: str, ring: int, mode: PartyMode = PartyMode.AUTO, **more
     return PrivateConfig.from_dict({**values, "insecure": protocol != CASCADE and not protocol_facts(protocol).hides})
 
 
+def config_of_run(*settings: Any, **more: Any) -> PrivateConfig:  # noqa: ANN401 - those of `config_of`
+    """The configuration of a command that runs a model: other processes compile kernels while this one imports."""
+    from private_llm.kernels.ahead import compile_ahead
+
+    config = config_of(*settings, **more)
+    compile_ahead(config)
+    return config
+
+
 def adder_of(text: str) -> dict[str, Any]:
     """Settings of --adder. Raises ConfigError for names and settings that there are not."""
     if not text:

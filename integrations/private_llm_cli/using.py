@@ -49,7 +49,7 @@ from private_llm_cli.options import (
     WeightsOption,
     adder_of,
     bits,
-    config_of,
+    config_of_run,
     drafting,
     plan_of,
     remote,
@@ -85,12 +85,13 @@ def demo(
     epsilon: EpsilonOption = None,
 ) -> None:
     """Private generate() of the bundled model, or a chat with a real one, beside the plaintext model's text."""
+    more = sparsity_of(sparsity, orders, levels, neuron_budget, head_budget, epsilon) | adder_of(adder)
+    config = config_of_run(protocol, ring, party_mode, **plan_of(plan, accept_weak_plan, split), **more)
+
     from private_llm_cli.commands.generate import demo as run
     from private_llm_cli.commands.models import CHAT_PROMPT, DEMO_PROMPT, LONG_PROMPT
     from private_llm_cli.commands.terminal_chat import chat
 
-    more = sparsity_of(sparsity, orders, levels, neuron_budget, head_budget, epsilon) | adder_of(adder)
-    config = config_of(protocol, ring, party_mode, **plan_of(plan, accept_weak_plan, split), **more)
     new_tokens = min(new_tokens, 4) if tiny else new_tokens
     if model is DemoModel.SMOLLM2:
         if plot is not None:
@@ -140,14 +141,15 @@ def generate(
     epsilon: EpsilonOption = None,
 ) -> None:
     """Private generate() of any supported model."""
-    from private_llm_cli.commands.generate import generate as run
-
     chosen = sampling(temperature, top_p) | drafting(draft, draft_paths, advance)
     more = {**remote(hosts, tls, "client", allow_plain_loopback), **plan_of(plan, accept_weak_plan, split)}
     more |= adder_of(adder)
     more |= kv_cache_of(kv_cache) | sparsity_of(sparsity, orders, levels, neuron_budget, head_budget, epsilon)
     more |= {"timeout_s": timeout, "busy_wait_s": busy_wait} | bits(frac_bits)
-    config = config_of(protocol, ring, party_mode, reveal=reveal, weights=weights, matmul=matmul, **more)
+    config = config_of_run(protocol, ring, party_mode, reveal=reveal, weights=weights, matmul=matmul, **more)
+
+    from private_llm_cli.commands.generate import generate as run
+
     if preprocess and draft:
         raise ConfigError("preprocess: with --draft nobody knows ahead how often the model runs; leave one of them out")
     run(model, prompt, config, new_tokens, as_json, chosen, preprocess, gguf_file, ranges)
@@ -202,7 +204,7 @@ def gateway(
     more = remote(hosts, tls, "client", allow_plain_loopback) | kv_cache_of(kv_cache) | adder_of(adder)
     more |= sparsity_of(sparsity, orders, levels, neuron_budget, head_budget, epsilon)
     more |= {"timeout_s": timeout, "busy_wait_s": busy_wait} | bits(frac_bits)
-    config = config_of(protocol, ring, party_mode, reveal=reveal, weights=weights, **more)
+    config = config_of_run(protocol, ring, party_mode, reveal=reveal, weights=weights, **more)
     choices = GatewayChoices(model, name, sessions, ranges, token, no_token, wait)
     settings = GatewaySettings(
         host=host, port=port, token=token_of(choices), allowed_hosts=tuple(allow_host or ()), max_waiting=max_waiting
@@ -244,13 +246,14 @@ def chat(
     epsilon: EpsilonOption = None,
 ) -> None:
     """Talk with a private model in the terminal, or with lines from a pipe. /reset, /cost, /quit; Ctrl-C stops."""
-    from private_llm_cli.commands.terminal_chat import terminal_chat
-
     chosen = sampling(temperature, top_p) | drafting(draft, draft_paths, advance)
     more = remote(hosts, tls, "client", allow_plain_loopback) | kv_cache_of(kv_cache) | adder_of(adder)
     more |= sparsity_of(sparsity, orders, levels, neuron_budget, head_budget, epsilon)
     more |= {"timeout_s": timeout, "busy_wait_s": busy_wait} | bits(frac_bits)
-    config = config_of(protocol, ring, party_mode, reveal=reveal, weights=weights, **more)
+    config = config_of_run(protocol, ring, party_mode, reveal=reveal, weights=weights, **more)
+
+    from private_llm_cli.commands.terminal_chat import terminal_chat
+
     if not model and config.hosts:
         raise ConfigError("model: got none with --hosts; want the client folder that the model's owner gave you")
     terminal_chat(model, config, new_tokens, chosen)
@@ -281,11 +284,12 @@ def classify(
     epsilon: EpsilonOption = None,
 ) -> None:
     """Private image classification, beside the plaintext model's answers."""
-    from private_llm_cli.commands.classify import classify as run
-
     more = remote(hosts, tls, "client", allow_plain_loopback)
     more |= adder_of(adder) | bits(10 if ring == 32 and frac_bits is None else frac_bits)
     more |= sparsity_of(sparsity, orders, levels, neuron_budget, head_budget, epsilon)
     more |= {"timeout_s": timeout, "busy_wait_s": busy_wait}
-    config = config_of(protocol, ring, party_mode, reveal=reveal, weights=weights, **more)
+    config = config_of_run(protocol, ring, party_mode, reveal=reveal, weights=weights, **more)
+
+    from private_llm_cli.commands.classify import classify as run
+
     run(model, images or [], count, config, as_json)

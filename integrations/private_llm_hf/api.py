@@ -17,6 +17,7 @@ from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError, PatchMismatch, ShareFileError
+from private_llm.kernels.ahead import compile_ahead
 from private_llm.net.local import LocalMesh
 from private_llm.protocol_facts import CASCADE
 from private_llm.ranges import UNKNOWN, Ranges
@@ -87,6 +88,7 @@ class _AutoPrivate:
         and settings.
         """
         private_config = _checked(private_config, ranges)
+        compile_ahead(private_config)
         download = {key: hf_kwargs.pop(key) for key in _DOWNLOAD if key in hf_kwargs}
         loading = {key: hf_kwargs.pop(key) for key in _LOADING if key in hf_kwargs}
         checkpoint = Checkpoint(source, hf_kwargs, download)
@@ -176,6 +178,7 @@ def patch(
     private_config = _checked(private_config, ranges)
     if not isinstance(mesh, LocalMesh | None) or not callable(start):
         raise ConfigError(f"mesh, start: got {mesh!r} and {start!r}; want a LocalMesh or None, and a function")
+    compile_ahead(private_config)
     if images is not None and ranges is not None:
         raise ConfigError("images, ranges: got both; ranges are what calibration on images finds, so leave one out")
     if not isinstance(model, nn.Module):

@@ -18,6 +18,7 @@ import torch
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError, TransportError
+from private_llm.kernels.ahead import compile_ahead
 from private_llm.kernels.memory import trim_allocator
 from private_llm.kernels.parallel import nodes_at_once, threads_per_node, threads_per_party
 from private_llm.net.children import start_children
@@ -98,6 +99,7 @@ def serve_party(
         config = replace(config, party_mode="remote")
     if not 0 <= number < config.endpoints:
         raise ConfigError(f"party: got {number}; want 0 to {config.endpoints - 1} for {config.protocol!r}")
+    compile_ahead(config, party=True)
     stored = _stored(config, number, share_file, checkpoint)
     if isinstance(stored, ShareFile):
         config = adopted(config, stored.description.config)

@@ -1,0 +1,157 @@
+"""Kernels of a protocol, compiled ahead and side by side by processes of their own, while weights are read and shared.
+
+They write to the folder of `compiling`, where this process finds them. Of what it needs earlier it compiles itself what
+nobody compiles yet, and waits for the rest. Only kernels that the protocol uses are compiled ahead, and
+once they are kept, no process starts. The processes end with this one, or when they are done.
+
+That is for words of 64 bits: on the ring of 32, which networks of convolutions use, few kernels run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import inspect
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from llvmlite import binding
+from numba import config, types
+
+from private_llm.config import PrivateConfig
+from private_llm.kernels import compiling
+from private_llm.kernels.parallel import usable_cores
+
+_CHILD = "from private_llm.kernels.ahead import main; main()"
+_MOST = 4
+"""Processes at most: more would import for longer than they compile."""
+_REPLAYED = ("trio", "dealer")
+"""Protocols whose steps are recorded and run again (`replay`)."""
+_PROTOCOLS = (*_REPLAYED, "quad")
+
+
+def compile_ahead(config: PrivateConfig, party: bool = False) -> None:
+    """Start to compile what parties of this process or machine use on its processors, unless it is kept; returns at
+    once, and does nothing a second time. party: this process is one; else parties may run on other hosts.
+    """
+    here = party or (config.party_mode in ("auto", "threads", "processes") and not config.hosts)
+    if here and config.device == "cpu" and config.device_map is None and config.ring == 64:
+        _start(config.protocol)
+
+
+@cache
+def _start(protocol: str) -> None:
+    cores = min(_MOST, usable_cores())
+    if protocol not in _PROTOCOLS or cores < 2 or compiling.FOLDER is None or _mark(protocol).exists():
+        return
+    environment = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
+    with contextlib.suppress(OSError):  # then this process compiles alone
+        child = subprocess.Popen(
+            [sys.executable, "-c", _CHILD, protocol, str(cores)],
+            stdin=subprocess.PIPE,  # ends with this process, which ends them
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            env={**os.environ, **environment},
+        )
+        threading.Thread(target=child.wait, name="kernels ahead", daemon=True).start()
+
+
+def _mark(protocol: str) -> Path:
+    """The file that says that all is kept, for this processor."""
+    processor = f"{binding.get_host_cpu_name()} {binding.get_host_cpu_features().flatten()}"
+    names = f"{processor} {config.CPU_NAME} {config.CPU_FEATURES}"
+    digest = hashlib.sha256(names.encode()).hexdigest()[:16]
+    return Path(compiling.FOLDER or "") / f"{protocol}-{digest}.ahead"
+
+
+# -- in the processes -------------------------------------------------------------------------------------------------
+def main() -> None:
+    """Import, fork so many processes as the last argument says, and note when all is kept."""
+    protocol, processes = sys.argv[1], int(sys.argv[2])
+    todo = list(jobs(protocol))
+    numbers, write = os.pipe()
+    os.write(write, bytes(range(len(todo))))  # a process takes the next one whenever it is done with another
+    os.close(write)
+    children = []
+    for _ in range(processes):
+        child = os.fork()
+        if child == 0:
+            _work(todo, numbers)
+        children.append(child)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    statuses = [os.waitpid(child, 0)[1] for child in children]
+    if not any(statuses):
+        _mark(protocol).touch(mode=0o600)
+    os._exit(0)  # at once: an orderly end of the interpreter takes a second
+
+
+def _work(todo: list[tuple[Any, tuple[Any, ...]]], numbers: int) -> None:
+    """What a process does, which exits with 1 if a kernel was not compiled."""
+    failed = 1
+    try:
+        threading.Thread(target=_end_with_parent, daemon=True).start()
+        while number := os.read(numbers, 1):
+            kernel, types_of = todo[number[0]]
+            _ = kernel.compile(types_of) if types_of else kernel.address
+        failed = 0
+    finally:
+        os._exit(failed)
+
+
+def _end_with_parent() -> None:
+    os.read(0, 1)
+    os._exit(1)
+
+
+# -- what is compiled -------------------------------------------------------------------------------------------------
+def jobs(protocol: str) -> Iterator[tuple[Any, tuple[Any, ...]]]:
+    """Kernels and the types of their arguments, and steps (`CompiledStep`) with none: the longest first, then in the
+    order in which a session needs them.
+    """
+    from private_llm.kernels.backends.cpu import aes, aes_ctr, amx, check, dpf, seeded_matmul, steps, waves
+
+    replayed = protocol in _REPLAYED
+    if replayed:
+        yield steps.run, _types(steps.run)
+        yield steps.combine, ()
+    for kernel in (aes_ctr.write_bytes,) * aes.usable() + (amx.product,) * amx.usable():
+        yield kernel, _types(kernel)
+    if protocol != "dealer":
+        yield dpf.children, _types(dpf.children, "323321132")
+        yield dpf.leaves, _types(dpf.leaves, "3322.2")
+    for kernel in (check.told, check.piece, check.part, check.opening) if protocol == "quad" else ():
+        yield kernel, _types(kernel)
+    tables = (waves.hidden, waves.summed)  # their plans have several columns
+    some = (*tables, waves.wraps, waves.widened, seeded_matmul.in_register_tiles)
+    for later in (False, True):  # what some models and settings do without comes last
+        found = {kernel: step for kernel, step in steps.KERNELS.items() if (kernel in some) == later}
+        for kernel, (_, kinds) in found.items():
+            yield kernel, _types(kernel, kinds.replace("p", "t", kernel in tables))
+        if replayed:
+            for step, _ in found.values():
+                yield step, ()
+            for step in (steps.copy, steps.sum_last, steps.gather) if not later else ():
+                yield step, ()
+
+
+def _types(kernel: Any, kinds: str = "") -> tuple[Any, ...]:  # noqa: ANN401 - Numba ships no types
+    """Of a kernel's arguments: as they are annotated, arrays as `kinds` says: letters of `steps.KERNELS`, "t" for a
+    table of int64, or the dimensions of an array of words.
+    """
+    known = {"int": types.int64, "bool": types.boolean, "Zero": types.uint64, "np.unsignedinteger[Any]": types.uint64}
+    arrays = {"p": types.int64[::1], "t": types.int64[:, ::1], "f": types.uint8[::1]}
+    made = []
+    for number, each in enumerate(inspect.signature(kernel.py_func).parameters.values()):
+        if each.annotation in known:
+            made.append(known[each.annotation])
+        else:
+            kind = kinds[number]
+            made.append(arrays.get(kind) or types.Array(types.uint64, int(kind), "C"))
+    return tuple(made)

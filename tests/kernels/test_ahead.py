@@ -1,0 +1,122 @@
+"""Kernels compiled ahead: those that a session uses, by processes that end, and once for all processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from private_llm.config import PrivateConfig
+from private_llm.kernels import ahead
+from tests.kernels.test_compiling import CODE, ROOT
+
+USED = """
+import gc, sys, torch
+from numba.core.dispatcher import Dispatcher
+from private_llm_hf import PrivateConfig, patch
+from private_llm.kernels import ahead
+from private_llm.kernels.compiling import CompiledStep
+from tests.hf import tiny
+
+def compiled():
+    for each in gc.get_objects():
+        if isinstance(each, Dispatcher) and each.py_func.__module__.startswith("private_llm."):
+            yield from ((each.py_func.__name__, types) for types in each.overloads)
+        elif isinstance(each, CompiledStep) and "address" in vars(each):
+            yield each._function.__name__, ()
+
+for kernel, types in ahead.jobs(sys.argv[1]):
+    _ = kernel.compile(types) if types else kernel.address
+before = set(compiled())
+ahead._start = lambda protocol: None
+with patch(tiny.build("llama"), PrivateConfig(protocol=sys.argv[1])) as private:
+    for _ in range(3):
+        private.generate(torch.tensor([[5, 6, 7, 8]]), max_new_tokens=3, do_sample=False)
+print(sorted(set(compiled()) - before))
+"""
+HELD = """
+from private_llm.kernels import ahead
+from private_llm.kernels.backends.cpu import exponential, trunc
+def jobs(protocol):
+    for kernel, kinds in ((exponential.placed, "rripppiwii"), (trunc.clear, "1iiii"), (trunc.unpacked, "riizwii")):
+        yield kernel, ahead._types(kernel, kinds)
+ahead.jobs = jobs
+ahead.main()
+"""
+
+
+def start(code: str, cache: Path | None, *words: str) -> subprocess.Popen[str]:
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "integrations"))), "OMP_NUM_THREADS": "1"}
+    if cache is not None:
+        env |= {"XDG_CACHE_HOME": str(cache)}
+        env.pop("NUMBA_CACHE_DIR", None)
+    command = [sys.executable, "-c", code, *words]
+    return subprocess.Popen(command, cwd=ROOT, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("protocol", ["trio", "dealer", "quad"])
+def test_a_session_uses_no_other_kernels(protocol: str) -> None:
+    said, _ = start(USED, None, protocol).communicate()
+    assert said.strip() == "[]"
+
+
+def test_processes_compile_note_that_all_is_kept_and_end(tmp_path: Path) -> None:
+    child = start(HELD, tmp_path, "trio", "2")
+    assert child.wait() == 0
+    kept = [path.name for path in tmp_path.rglob("*.*")]
+    assert len([name for name in kept if name.endswith(".ahead")]) == 1
+    made = {name.partition("-")[0] for name in kept if name.endswith(".nbi")}
+    assert {"exponential.placed", "trunc.clear", "trunc.unpacked"} <= made
+
+
+def test_processes_end_with_their_parent(tmp_path: Path) -> None:
+    child = start(HELD.replace("ahead.jobs = jobs", "import time; ahead.jobs = lambda _: [(time, (1,))] * 2\n"
+                               "time.compile = lambda _: time.sleep(600)"), tmp_path, "trio", "2")  # fmt: skip
+    assert child.stdin is not None
+    child.stdin.close()
+    assert child.wait() == 1
+    assert not list(tmp_path.rglob("*.ahead"))
+
+
+@pytest.mark.full
+def test_two_processes_compile_each_kernel_once(tmp_path: Path) -> None:
+    """Side by side on an empty folder, with the same results."""
+    children = [start(CODE, tmp_path) for _ in range(2)]
+    (first, one, *_), (second, other, *_) = (child.communicate()[0].split() for child in children)
+    assert first == second
+    digest, alone, *_ = start(CODE, tmp_path / "other").communicate()[0].split()
+    assert (int(one) + int(other), first) == (int(alone), digest)
+
+
+def test_only_parties_of_this_machine_are_compiled_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[str] = []
+    monkeypatch.setattr(ahead, "_start", heard.append)
+    hosts = ("127.0.0.1:7000", "127.0.0.1:7001", "127.0.0.1:7002", "127.0.0.1:7003")
+    ahead.compile_ahead(PrivateConfig(hosts=hosts))
+    ahead.compile_ahead(PrivateConfig(device="cuda"))
+    ahead.compile_ahead(PrivateConfig(ring=32, frac_bits=10))
+    assert not heard
+    ahead.compile_ahead(PrivateConfig())
+    ahead.compile_ahead(PrivateConfig(protocol="dealer", party_mode="processes"))
+    ahead.compile_ahead(PrivateConfig(hosts=hosts), party=True)
+    assert heard == ["trio", "dealer", "trio"]
+
+
+def test_no_process_starts_where_all_is_kept_or_for_other_protocols(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("a process was started")
+
+    monkeypatch.setattr(ahead.compiling, "FOLDER", tmp_path)
+    monkeypatch.setattr(ahead.subprocess, "Popen", refuse)
+    monkeypatch.setattr(ahead, "usable_cores", lambda: 2)
+    ahead._mark("trio").touch()
+    for protocol in ("trio", "plain"):
+        ahead._start.__wrapped__(protocol)
+    with pytest.raises(AssertionError, match="was started"):
+        ahead._start.__wrapped__("dealer")
