@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 import pytest
-from private_llm_hf.party.course import Course, Told
+from private_llm_hf.party.transcript import Told, Transcript
 from private_llm_hf.wire.commands import recv_message, send_message
 
 from private_llm.net.transport import Transport
@@ -14,9 +14,9 @@ from private_llm.protocols.quad import records
 
 def vouch(patch: pytest.MonkeyPatch) -> None:
     """Party 0 finds all records equal, and states and compares nothing."""
-    compare = Course.compare
+    compare = Transcript.compare
 
-    def silent(self: Course, links: Transport, parties: Iterable[int], facts: Mapping[str, str]) -> None:
+    def silent(self: Transcript, links: Transport, parties: Iterable[int], facts: Mapping[str, str]) -> None:
         others = [party for party in parties if party]
         if links.me:
             compare(self, links, parties, facts)
@@ -26,5 +26,5 @@ def vouch(patch: pytest.MonkeyPatch) -> None:
         for other in others:
             recv_message(links, other, (Told,))
 
-    patch.setattr(Course, "compare", silent)
+    patch.setattr(Transcript, "compare", silent)
     patch.setattr(records, "same", lambda theirs, mine: True)

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from private_llm_hf.party import course
-from private_llm_hf.party.course import Told
+from private_llm_hf.party import transcript
+from private_llm_hf.party.transcript import Told
 from private_llm_hf.service import limits, party_service
 from private_llm_hf.service.agreement import Ack, Commit, Proposal, RequestRef, Vote
 from private_llm_hf.service.client_session import ClientSession
@@ -45,7 +45,7 @@ def given(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
 def lying(patch: pytest.MonkeyPatch, lie: Lie) -> None:
     """The next message between parties that `lie` alters is sent altered."""
     spent = threading.Event()
-    for module in (party_service, limits, course):
+    for module in (party_service, limits, transcript):
         send = module.send_message
 
         def altered(links: Any, to: int, message: Message, send: Any = send) -> None:

@@ -39,7 +39,6 @@ from private_llm_hf.client.costs import rows_of
 from private_llm_hf.party.at_rest import Weights, keeps_seeds, weights_of_file, weights_of_model
 from private_llm_hf.party.calls import CallResult, answer, arguments, refuse_unknown, run_alone, table_of
 from private_llm_hf.party.command_loop import Heartbeat, reported, serve_commands
-from private_llm_hf.party.course import Course
 from private_llm_hf.party.model import build_party_model, release
 from private_llm_hf.party.model_description import (
     Shapes,
@@ -48,6 +47,7 @@ from private_llm_hf.party.model_description import (
     validate_model_description,
 )
 from private_llm_hf.party.session_state import SessionState
+from private_llm_hf.party.transcript import Transcript
 from private_llm_hf.token_sharding.cut import states_before_cut, stop_behind
 from private_llm_hf.token_sharding.node import Node
 from private_llm_hf.wire import commands
@@ -89,7 +89,7 @@ class Party:
         self._heartbeat = Heartbeat(links, config.timeout_s / 4)
         self.ahead = OfflinePhase(self.session, links, self._run_ahead, self._heartbeat.beat)
         self._silent = False
-        self._course = Course(self.session)
+        self._transcript = Transcript(self.session)
 
     def serve(self) -> None:
         """Answer commands until the client stops. Raises what ended the session otherwise."""
@@ -100,7 +100,7 @@ class Party:
             self._forget()
 
     def _obey(self, command: PartyCommand) -> None:
-        self._course.add(command, "all" if _place(command) is None else "computing")
+        self._transcript.add(command, "all" if _place(command) is None else "computing")
         match command:
             case commands.Hello():
                 file = self.share_file
@@ -139,7 +139,7 @@ class Party:
         """Before a call under quad: were all who compute it told the same? Raises ProtocolAbort if not."""
         values = self.session.protocol.take_inputs()
         parties = [p for p in range(self.config.parties) if not (planned and p == self.config.helper)]
-        self._course.compare(self.transport, parties, {"values": values} if values else {})
+        self._transcript.compare(self.transport, parties, {"values": values} if values else {})
 
     def _answer(self, message: Message) -> None:
         if not self._silent:

@@ -5,7 +5,7 @@ run; and a fourth when a batch is over. They carry numbers and digests of public
 done at the same place in the same order at all parties, so that all hold the same caches.
 
 Party 0 alone proposes, compares the votes and says what runs. Under quad, where it may lie, all parties then compare
-what they were told and what they got from the clients (`party/course.py`): before a batch, and so before
+what they were told and what they got from the clients (`party/transcript.py`): before a batch, and so before
 anything is opened. These messages are booked to no request.
 """
 
@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
-from private_llm_hf.party.course import agree
+from private_llm_hf.party.transcript import agree
 from private_llm_hf.wire.codec import Between, Message
 
 StepNumber = Annotated[int, Between(0, 1 << 62)]

@@ -31,7 +31,7 @@ from private_llm.net.roles import HEARSAY, WHO, called, named, named_errors
 from private_llm.net.sockets import SocketTransport
 from private_llm.protocols.session import join_parties
 from private_llm_hf.models.sparse_blocks import adopted
-from private_llm_hf.party.course import Course, joined
+from private_llm_hf.party.transcript import Transcript, joined
 from private_llm_hf.service.agreement import Ack, Commit, Proposal, RequestRef, Vote, tally
 from private_llm_hf.service.batch_executor import run_requests
 from private_llm_hf.service.client_session import ClientSession, Request
@@ -184,8 +184,8 @@ class PartyService:
             self._quota = KVCacheQuota(self.limits)
             self._preprocessing.quota = self._quota
             self._step = 0
-            self._course = Course(session)
-            self._course.add(self.limits)
+            self._transcript = Transcript(session)
+            self._transcript.add(self.limits)
             self._up.set()
             self.observer.links_up()
             if self._leave_at is None:
@@ -364,8 +364,8 @@ class PartyService:
 
         Raises ProtocolAbort, before anything is sent, where parties that compare were told or sent different things.
         """
-        self._course.add([proposal, commit])
-        self._course.compare(links, range(self.config.parties), joined([request.facts for request in requests]))
+        self._transcript.add([proposal, commit])
+        self._transcript.compare(links, range(self.config.parties), joined([request.facts for request in requests]))
         self._forget(commit.ended, requests)
         if not requests:
             return
@@ -377,7 +377,9 @@ class PartyService:
         except ProtocolAbort:
             self._quarantine.record_abort(request.session.user for request in requests)
             raise
-        self._course.add([type(r.error).__name__ for r in requests if r.planned is None])  # a disk is one party's own
+        self._transcript.add(
+            [type(r.error).__name__ for r in requests if r.planned is None]
+        )  # a disk is one party's own
         if self.number == 0:
             self._await_all(links)
         else:

@@ -29,8 +29,8 @@ class Told(Message):
     facts: dict[str, str]
 
 
-class Course:
-    """One party's digests of what it was told since its links were made; none under protocols that do not compare."""
+class Transcript:
+    """Digests of what one party was told since its links were made; none under protocols that do not compare."""
 
     def __init__(self, session: Session) -> None:
         self._session, self._told = session, dict[str, str]()
