@@ -10,9 +10,8 @@ import pytest
 from private_llm.approx.exp import exp, wide_exp
 from private_llm.approx.gelu import gelu
 from private_llm.approx.mpcformer import quad, two_quad
+from private_llm.approx.normalise import reciprocal, rsqrt
 from private_llm.approx.puma import puma_exp, puma_gelu
-from private_llm.approx.reciprocal import reciprocal
-from private_llm.approx.rsqrt import rsqrt
 from private_llm.approx.secformer import fourier_gelu, goldschmidt
 from private_llm.approx.sigmoid import sigmoid
 from private_llm.approx.silu import silu
@@ -20,9 +19,8 @@ from private_llm.approx.softmax import softmax
 from private_llm.approx.softplus import softplus
 from private_llm.approx.tanh import precise_tanh, tanh
 from private_llm.exact.argmax import argmax
-from private_llm.exact.comparisons import coarse_bits, sign_bits
+from private_llm.exact.comparisons import absolute, clamp, coarse_bits, hardtanh, relu, sign_bits
 from private_llm.exact.maximum import larger, maximum
-from private_llm.exact.relu import absolute, clamp, hardtanh, relu
 from private_llm.exact.topk import among_largest
 from private_llm.net.ledger import Cost
 from private_llm.net.transport import CLIENT
@@ -30,9 +28,8 @@ from private_llm.protocols.arithmetic import Arithmetic
 from private_llm.protocols.boolean import Boolean
 from private_llm.protocols.dealer import cost as dealer
 from private_llm.protocols.exact import ExactTruncation
-from private_llm.protocols.oblivious import Oblivious
 from private_llm.protocols.prices import Prices
-from private_llm.protocols.protocol import Protocol
+from private_llm.protocols.protocol import Oblivious, Protocol
 from private_llm.protocols.quad import cost as quad_cost
 from private_llm.protocols.share import BitShare
 from private_llm.protocols.trio import cost as trio

@@ -18,8 +18,7 @@ from private_llm import errors
 from private_llm.protocols.arithmetic import Arithmetic
 from private_llm.protocols.boolean import Boolean
 from private_llm.protocols.client_end import ClientEnd
-from private_llm.protocols.oblivious import Oblivious
-from private_llm.protocols.protocol import Protocol
+from private_llm.protocols.protocol import Oblivious, Protocol
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = {"private_llm": ROOT, "private_llm_hf": ROOT / "integrations"}

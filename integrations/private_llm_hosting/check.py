@@ -17,7 +17,7 @@ from private_llm.config import TLSConfig
 from private_llm.errors import ConfigError, PrivateLLMError
 from private_llm.kernels.devices import device_for
 from private_llm.net.addresses import addresses_of, listen, parse_address
-from private_llm.net.certificate_facts import certificate_facts, check_signed
+from private_llm.net.authority import certificate_facts, check_signed
 from private_llm.net.ledger import size
 from private_llm.net.tls import Credentials, common_name
 from private_llm_hosting.expiry import in_words

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from private_llm.config import TLSConfig
 from private_llm.errors import ConfigError
-from private_llm.net.certificate_facts import CertificateFacts, certificate_facts
+from private_llm.net.authority import CertificateFacts, certificate_facts
 from private_llm_hosting.logs import LOGGER
 from private_llm_hosting.metrics import PartyMetrics
 

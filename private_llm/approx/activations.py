@@ -5,6 +5,6 @@ from private_llm.approx.sigmoid import sigmoid
 from private_llm.approx.silu import silu
 from private_llm.approx.softplus import softplus
 from private_llm.approx.tanh import tanh
-from private_llm.exact.relu import absolute, clamp, hardtanh, relu
+from private_llm.exact.comparisons import absolute, clamp, hardtanh, relu
 
 __all__ = ["absolute", "clamp", "gelu", "hardtanh", "relu", "sigmoid", "silu", "softplus", "tanh"]

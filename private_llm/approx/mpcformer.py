@@ -18,7 +18,7 @@ import torch
 
 from private_llm.approx.chain import need_wide_ring
 from private_llm.approx.formulas import SHIFT
-from private_llm.approx.reciprocal import fitting, reciprocal
+from private_llm.approx.normalise import fitting, reciprocal
 from private_llm.approx.softmax import check_width
 from private_llm.exact.maximum import concatenated
 from private_llm.exact.ragged_rows import Rows

@@ -8,6 +8,10 @@
 These functions run on rows, not on elements: rounds count, bytes hardly. Per element and threshold: 4 bytes (1/x of 1
 to 64 with 18 fractional bits) to 14 (norms) of comparison, 16 for an injection, less for the first where the protocol
 sends no more bits than it needs. Garbage outside [low, high].
+
+1/x on a public range of positive numbers.
+
+x^(-1/2) on a public range of positive numbers.
 """
 
 from __future__ import annotations
@@ -19,11 +23,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from private_llm.approx.chain import need_wide_ring
+from private_llm.approx.coefficients import RECIPROCAL, RSQRT
 from private_llm.approx.cubic import Cubic
 from private_llm.approx.power_lines import Lines, power_by_lines, takes_lines
 from private_llm.errors import DomainError
 from private_llm.net.ledger import Cost
-from private_llm.protocols.narrow import BitWidths
+from private_llm.protocols.arithmetic import BitWidths
 from private_llm.protocols.prices import Prices
 from private_llm.protocols.share import BitShare
 from private_llm.ring.ring import Ring
@@ -165,3 +170,35 @@ def _plan(cells: Cells, cubic: Cubic, low: float, high: float, gain: float, weig
 
 def _differences(steps: Sequence[int]) -> tuple[int, ...]:
     return tuple(a - b for a, b in itertools.pairwise(steps))
+
+
+PRODUCT_BITS = 61
+"""Most bits of a product of at most 1 before its truncation."""
+
+
+def reciprocal(x: Fixed, low: float, high: float, frac: int | None = None) -> Fixed:
+    """1/x for low <= x <= high (public, low > 0), any shape; 64-bit ring only. Method: normalise.py.
+
+    `frac`: fractional bits of the result (default: 24 + ceil(log2 high), which saves a round). Relative error 2e-5,
+    plus 2^-frac absolute. 4 thresholds an octave; 8 or 9 rounds, 1 more with `frac`; 767 bytes an element for 1 to 64.
+    Raises DomainError as `normalise.power`.
+    """
+    return power(x, QUARTERS, RECIPROCAL, low, high, frac)
+
+
+def fitting(factor: Fixed, frac: int) -> Fixed:
+    """A factor whose products with values of `frac` bits are at most 1, with no more bits than these have room for.
+
+    Local, or one truncation (1 round) if it has more.
+    """
+    return factor.rescale(min(factor.frac, PRODUCT_BITS - frac))
+
+
+def rsqrt(x: Fixed, low: float, high: float, frac: int | None = None) -> Fixed:
+    """x^(-1/2) for low <= x <= high (public, low > 0), any shape; 64-bit ring only. Method: normalise.py.
+
+    `frac`: fractional bits of the result (default: the session's). Relative error 3e-5, plus 2^-frac absolute and half
+    the relative precision of x itself. 3 thresholds an octave; 9 or 10 rounds; 602 bytes an element for 1 to 64. Raises
+    DomainError as `normalise.power`.
+    """
+    return power(x, THIRDS, RSQRT, low, high, x.session.frac if frac is None else frac)

@@ -36,7 +36,7 @@ from private_llm.approx.normalise import THIRDS, power, powers, price
 from private_llm.approx.power_lines import REACH, Lines, bits_below, power_by_lines, takes_lines
 from private_llm.approx.wide_lines import WideLines, octaves_apart, power_by_wide_lines
 from private_llm.errors import DomainError
-from private_llm.kernels.row_forms import InnerAndScaled
+from private_llm.kernels.forms import InnerAndScaled
 from private_llm.protocols.share import Share
 from private_llm.tensor.fixed import Fixed
 

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from private_llm.approx.exp import exp
-from private_llm.approx.reciprocal import fitting, reciprocal
+from private_llm.approx.normalise import fitting, reciprocal
 from private_llm.errors import DomainError
 from private_llm.exact.maximum import concatenated, maximum, maximum_ragged
 from private_llm.exact.ragged_rows import Rows

@@ -12,7 +12,7 @@ are numbers up to 24.
 from __future__ import annotations
 
 from private_llm.approx.chain import need_wide_ring
-from private_llm.approx.reciprocal import reciprocal
+from private_llm.approx.normalise import reciprocal
 from private_llm.approx.sigmoid import logistic
 from private_llm.exact.comparisons import coarse_bits
 from private_llm.tensor.fixed import Fixed

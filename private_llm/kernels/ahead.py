@@ -115,17 +115,17 @@ def jobs(protocol: str) -> Iterator[tuple[Any, tuple[Any, ...]]]:
     """Kernels and the types of their arguments, and steps (`CompiledStep`) with none: the longest first, then in the
     order in which a session needs them.
     """
-    from private_llm.kernels.backends.cpu import aes, aes_ctr, amx, check, dpf, seeded_matmul, steps, waves
+    from private_llm.kernels.backends.cpu import aes, amx, check, comparison_keys, seeded_matmul, steps, waves
 
     replayed = protocol in _REPLAYED
     if replayed:
         yield steps.run, _types(steps.run)
         yield steps.combine, ()
-    for kernel in (aes_ctr.write_bytes,) * aes.usable() + (amx.product,) * amx.usable():
+    for kernel in (aes.write_bytes,) * aes.usable() + (amx.product,) * amx.usable():
         yield kernel, _types(kernel)
     if protocol != "dealer":
-        yield dpf.children, _types(dpf.children, "323321132")
-        yield dpf.leaves, _types(dpf.leaves, "3322.2")
+        yield comparison_keys.children, _types(comparison_keys.children, "323321132")
+        yield comparison_keys.leaves, _types(comparison_keys.leaves, "3322.2")
     for kernel in (check.told, check.piece, check.part, check.opening) if protocol == "quad" else ():
         yield kernel, _types(kernel)
     tables = (waves.hidden, waves.summed)  # their plans have several columns

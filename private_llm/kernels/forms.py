@@ -3,6 +3,8 @@
 A protocol needs of a form only that it is linear in each operand: it multiplies shares, adds what each party
 holds, and finishes an output-sized result. A new layer that is linear in its input and in its weight is a
 new form here; no protocol changes.
+
+A bilinear form of rows: their inner products with others, and their products with one row for all, in one step.
 """
 
 from __future__ import annotations
@@ -100,3 +102,29 @@ class Conv2d(Form):
         """Outputs times the products of a window."""
         made = shapes.conv2d_size(x_shape, y_shape, self.stride, self.padding, self.dilation, self.groups)
         return math.prod(made) * math.prod(y_shape[1:])
+
+
+@dataclass(frozen=True)
+class InnerAndScaled(Form):
+    """Of x [R, W] and y [R + 1, W]: x_r . y_r for each row, then x_r times the last row of y: [R, 1 + W]."""
+
+    tag = "rows"
+
+    def product(self, x: Tensor, y: Tensor) -> Tensor:
+        """[x . y, x w]."""
+        made = torch.empty((*x.shape[:-1], 1 + x.shape[-1]), dtype=x.dtype, device=x.device)
+        torch.sum(x * y[:-1], -1, keepdim=True, dtype=x.dtype, out=made[..., :1])
+        torch.mul(x, y[-1], out=made[..., 1:])
+        return made
+
+    def pair(self, x0: Tensor, y0: Tensor, x1: Tensor, y1: Tensor) -> Tensor:
+        """The sum of both."""
+        return self.product(x0, y0).add_(self.product(x1, y1))
+
+    def real(self, x: Tensor, y: Tensor) -> Tensor:
+        """The same of floating-point numbers."""
+        return self.product(x, y)
+
+    def macs(self, x_shape: Size, y_shape: Size) -> int:
+        """Two for each entry of x."""
+        return 2 * math.prod(x_shape)

@@ -24,7 +24,6 @@ from private_llm.errors import PlaintextLeak, UnsupportedOp
 from private_llm.forks import Origin, forked, process
 from private_llm.kernels import parallel
 from private_llm.kernels.backends.cpu import aes as cpu_aes
-from private_llm.kernels.backends.cpu import aes_ctr as cpu_aes_ctr
 from private_llm.kernels.trace_hook import this_thread
 
 BYTES = 1e10
@@ -38,7 +37,7 @@ _ZEROS = memoryview(bytes(1 << 20))
 
 def makes_fast() -> bool:
     """Whether this processor makes a stream as fast as it reads memory: AES on four blocks an instruction."""
-    return cpu_aes.usable() and cpu_aes_ctr.LANES > 1
+    return cpu_aes.usable() and cpu_aes.LANES > 1
 
 
 class StreamKey:
@@ -83,18 +82,18 @@ class StreamKey:
             raise UnsupportedOp("a stream at an address, on a processor without AES instructions")
         pieces = 1 if size < _SHARED else parallel.threads(size / BYTES)
         if pieces == 1:
-            cpu_aes_ctr.write_bytes(keys, start, to, size)
+            cpu_aes.write_bytes(keys, start, to, size)
             return
 
         def part(first: int, last: int) -> None:
-            cpu_aes_ctr.write_bytes(keys, start + first, to + first, last - first)
+            cpu_aes.write_bytes(keys, start + first, to + first, last - first)
 
         parallel.run_parallel(part, parallel.split_range(size, pieces, _PAGE))
 
     def _fill_by_library(self, start: int, out: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> None:
-        counter = (start // cpu_aes_ctr.BLOCK).to_bytes(cpu_aes_ctr.BLOCK, "big")
+        counter = (start // cpu_aes.BLOCK).to_bytes(cpu_aes.BLOCK, "big")
         stream = Cipher(algorithms.AES(self._raw), modes.CTR(counter)).encryptor()
-        stream.update(bytes(start % cpu_aes_ctr.BLOCK))
+        stream.update(bytes(start % cpu_aes.BLOCK))
         for first in range(0, out.size, len(_ZEROS)):
             piece = out[first : first + len(_ZEROS)]
             stream.update_into(_ZEROS[: piece.size], piece.data)

@@ -25,9 +25,8 @@ from private_llm.kernels.backends.cpu import connection
 from private_llm.net import wire
 from private_llm.net.direct import Row
 from private_llm.net.roles import PASSES_ON, attributed
-from private_llm.net.socket_errors import BLOCKED, cause
 from private_llm.net.transport import endpoint_name
-from private_llm.net.wire import HEADER_BYTES, Kind
+from private_llm.net.wire import BLOCKED, HEADER_BYTES, Kind, cause
 
 _PROGRAM_S = 30.0
 """How long the end of a connection waits for a program that has it, which may compute meanwhile."""

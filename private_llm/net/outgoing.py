@@ -26,9 +26,8 @@ from private_llm.errors import PartyFailed
 from private_llm.kernels.backends.cpu import connection
 from private_llm.net import wire
 from private_llm.net.direct import Row
-from private_llm.net.socket_errors import BLOCKED, cause
 from private_llm.net.transport import endpoint_name
-from private_llm.net.wire import HEADER_BYTES, Kind
+from private_llm.net.wire import BLOCKED, HEADER_BYTES, Kind, cause
 
 MAX_AHEAD = 256 << 20
 """Bytes a sender may run ahead of its receiver before it waits (bounds memory)."""

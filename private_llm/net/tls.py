@@ -20,7 +20,7 @@ from typing import Any
 
 from private_llm.config import TLSConfig
 from private_llm.errors import ConfigError, TransportError
-from private_llm.net.certificate_facts import certificate_facts, check_signed
+from private_llm.net.authority import certificate_facts, check_signed
 from private_llm.net.transport import CLIENT, endpoint_name
 from private_llm.net.users import Users, client_name, is_client
 

@@ -5,12 +5,22 @@ expects (public facts of the computation), so a frame of another length is an er
 Bytes whose number the computation does not tell (commands) come in one frame, too: the receiver states how many it
 takes at most, and compares that with what the frame announces before it has memory for them.
 `exchange` is the one operation that counts an online round.
+
+A transport for a party that computes on several devices: what arrives is moved to where it is needed.
+
+Links carry main memory. Which device is next is asked at every message, because the layers of a model may lie on
+different ones; the same messages are sent and counted as without this.
+
+Links with a latency, for measurements: what is sent leaves later, and the sender does not wait for it.
 """
 
 from __future__ import annotations
 
+import queue
+import threading
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -159,3 +169,60 @@ class MetaTransport(Transport):
 
     def wait(self, frm: int) -> None:
         """Nothing to wait for."""
+
+
+class PlacedTransport(PassingTransport):
+    """`inner`, with received tensors on the device that `where` names."""
+
+    def __init__(self, inner: Transport, where: Callable[[], torch.device | str]) -> None:
+        super().__init__(inner)
+        self._where = where
+
+    def send(self, to: int, tag: str, payload: Tensor) -> None:
+        """As the inner transport, from main memory."""
+        self._inner.send(to, tag, payload.cpu() if payload.is_cuda else payload)
+
+    def in_main_memory(self) -> Transport:
+        """The inner links."""
+        return self._inner
+
+    def _recv(self, frm: int, tag: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return self._inner._recv(frm, tag, shape, dtype).to(self._where())
+
+
+_Item = tuple[float, str, Tensor]
+
+
+class DelayedTransport(PassingTransport):
+    """The links of `inner`; every tensor sent leaves `seconds` after it was given, in order."""
+
+    def __init__(self, inner: Transport, seconds: float) -> None:
+        super().__init__(inner)
+        self._seconds = seconds
+        self._queues: dict[int, queue.SimpleQueue[_Item | None]] = {}
+        self._failure: TransportError | None = None
+
+    def _send(self, to: int, tag: str, payload: Tensor) -> None:
+        if self._failure is not None:
+            raise self._failure
+        if to not in self._queues:
+            self._queues[to] = queue.SimpleQueue()
+            threading.Thread(target=self._carry, args=(to,), name=f"delayed to {to}", daemon=True).start()
+        self._queues[to].put((time.monotonic() + self._seconds, tag, payload))
+
+    def _carry(self, to: int) -> None:
+        """Send what is due, until the end."""
+        while (item := self._queues[to].get()) is not None:
+            due, tag, payload = item
+            time.sleep(max(0.0, due - time.monotonic()))
+            try:
+                self._inner._send(to, tag, payload)
+            except TransportError as error:
+                self._failure = error
+                return
+
+    def close(self) -> None:
+        """As the inner transport, once what was given has left."""
+        for each in self._queues.values():
+            each.put(None)
+        self._inner.close()

@@ -12,10 +12,13 @@
 
 All numbers are big-endian; payload elements are little-endian. Whatever bytes arrive, decoding returns a
 `Frame` or raises TransportError; nothing is allocated before the length was compared with a maximum.
+
+How sockets say that something is not possible now, or not any more.
 """
 
 from __future__ import annotations
 
+import ssl
 import struct
 import sys
 from dataclasses import dataclass
@@ -138,3 +141,12 @@ def decode(raw: bytes | bytearray | memoryview, maximum: int = MAX_PAYLOAD) -> F
     if count * dtype.itemsize > limit:
         raise TransportError(f"oversized frame: got {count * dtype.itemsize} bytes; want at most {limit}")
     return Frame(kind, sender, session, sequence, text, dtype, count)
+
+
+BLOCKED = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
+"""There is nothing to read, or no room to write."""
+
+
+def cause(error: OSError) -> str:
+    """An operating system's error in words, without its arguments."""
+    return error.strerror or type(error).__name__

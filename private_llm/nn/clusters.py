@@ -7,7 +7,7 @@ linearly. A tournament finds both at once: the first comparison of a pair says w
 
 from __future__ import annotations
 
-from private_llm.approx.rsqrt import rsqrt
+from private_llm.approx.normalise import rsqrt
 from private_llm.exact.comparisons import coarse_bits
 from private_llm.exact.maximum import concatenated
 from private_llm.kv_policies.policy import Selection

@@ -61,9 +61,9 @@ _register(precise_tanh, torch.tanh, Tensor.tanh, F.tanh)
 
 @implements(F.hardtanh)
 def hardtanh_rule(x: Tensor, min_val: float = -1.0, max_val: float = 1.0, inplace: bool = False) -> SecretTensor:
-    """min(max(x, min_val), max_val) for |x| < 2^20 - 2^10; `exact.relu.clamp`, at its cost. In place it rebinds x.
+    """min(max(x, min_val), max_val) for |x| < 2^20 - 2^10; `exact.comparisons.clamp`, at its cost.
 
-    Raises UnsupportedOp for a plain x, DomainError for min_val > max_val.
+    In place it rebinds x. Raises UnsupportedOp for a plain x, DomainError for min_val > max_val.
     """
     made = SecretTensor(clamp(_settled(x, "hardtanh"), min_val, max_val))
     return x.rebind(made) if inplace and isinstance(x, SecretTensor) else made
@@ -71,7 +71,7 @@ def hardtanh_rule(x: Tensor, min_val: float = -1.0, max_val: float = 1.0, inplac
 
 @implements(torch.clamp, Tensor.clamp, torch.clip, Tensor.clip)
 def clamp_rule(x: Tensor, min: float | None = None, max: float | None = None) -> SecretTensor:
-    """min(max(x, low), high) with one bound or two, for |x| < 2^20 - 2^10; `exact.relu.clamp`, at its cost.
+    """min(max(x, low), high) with one bound or two, for |x| < 2^20 - 2^10; `exact.comparisons.clamp`, at its cost.
 
     Raises UnsupportedOp for a plain x and for bounds that are tensors, DomainError without a bound.
     """

@@ -23,7 +23,7 @@ from private_llm.oblivious.chosen_rows import one_hot_cost, shuffled_cost
 from private_llm.oblivious.compaction import compaction_cost
 from private_llm.oblivious.pricing import Pricing
 from private_llm.oblivious.topk import cost as topk_cost
-from private_llm.protocols.narrow import BitWidths
+from private_llm.protocols.arithmetic import BitWidths
 from private_llm.protocols.session import Session
 from private_llm.ranges import REACH
 

@@ -25,8 +25,7 @@ from torch import Tensor
 
 from private_llm.net.ledger import Cost
 from private_llm.oblivious import counting
-from private_llm.oblivious.bit_rows import copies, each, joined, xor_all
-from private_llm.oblivious.counting import DEPTHS, column_sums
+from private_llm.oblivious.counting import DEPTHS, column_sums, copies, each, joined, xor_all
 from private_llm.oblivious.pricing import Pricing
 from private_llm.protocols.permutation import packed, unpacked
 from private_llm.protocols.protocol import Protocol

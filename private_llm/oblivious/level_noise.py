@@ -33,8 +33,8 @@ import torch
 from torch import Tensor
 
 from private_llm.errors import ConfigError, DomainError, ProtocolAbort
-from private_llm.oblivious.bit_rows import each
 from private_llm.oblivious.budget import Choice
+from private_llm.oblivious.counting import each
 from private_llm.protocols.permutation import packed, unpacked
 from private_llm.protocols.protocol import Protocol
 from private_llm.protocols.session import Session

@@ -18,9 +18,9 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from private_llm.kernels.forms import Form
+from private_llm.protocols.arithmetic import BitWidths
 from private_llm.protocols.boolean import Weights, check_low
 from private_llm.protocols.exponential import Exponential
-from private_llm.protocols.narrow import BitWidths
 from private_llm.protocols.piecewise import Pieces
 from private_llm.protocols.protocol import Protocol
 from private_llm.protocols.share import BitShare, Share

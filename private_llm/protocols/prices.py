@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from private_llm.net.ledger import Cost
-from private_llm.protocols.narrow import BitWidths
+from private_llm.protocols.arithmetic import BitWidths
 from private_llm.ring.ring import Ring
 
 

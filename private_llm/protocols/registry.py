@@ -22,8 +22,7 @@ from private_llm.protocols.client_end import ClientEnd
 from private_llm.protocols.dealer import cost as dealer_cost
 from private_llm.protocols.dealer.party import ExactDealer, TwoPartyDealer
 from private_llm.protocols.plain.checked import CheckedPlain
-from private_llm.protocols.plain.client import PlainClient, open_plain
-from private_llm.protocols.plain.party import Plain
+from private_llm.protocols.plain.party import Plain, PlainClient, open_plain
 from private_llm.protocols.prices import Prices
 from private_llm.protocols.protocol import Protocol
 from private_llm.protocols.quad import cost as quad_cost

@@ -14,9 +14,8 @@ from torch import Tensor
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError
 from private_llm.kernels.devices import device_for
-from private_llm.net.placed import PlacedTransport
 from private_llm.net.roles import named
-from private_llm.net.transport import CLIENT, MetaTransport, Transport
+from private_llm.net.transport import CLIENT, MetaTransport, PlacedTransport, Transport
 from private_llm.protocols.client_end import ClientEnd
 from private_llm.protocols.plain.checked import CheckedPlain
 from private_llm.protocols.protocol import Protocol

@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives.ciphers import Cipher, CipherContext, algori
 from torch import Tensor
 
 from private_llm.errors import DomainError
-from private_llm.kernels.backends.cpu import dpf as cpu_dpf
+from private_llm.kernels.backends.cpu import comparison_keys as cpu_dpf
 from private_llm.kernels.trace_hook import as_array
 from private_llm.ring.prg import Prg
 from private_llm.ring.ring import Ring

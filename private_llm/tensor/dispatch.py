@@ -2,6 +2,11 @@
 
 Keys are the callables PyTorch hands to `__torch_function__`; they are compared by equality, because
 `Tensor.dtype.__get__` and its like are new objects at every access.
+
+`Guarded`: what all tensors without readable values have in common: every way out is shut.
+
+Functions go through the closed table of `dispatch`; what gets past `__torch_function__` is refused by
+`__torch_dispatch__`; pickling, numpy, dlpack and printing of values are refused by name.
 """
 
 from __future__ import annotations
@@ -77,3 +82,52 @@ def _refuse(op: object, args: Sequence[object], kwargs: Mapping[str, object]) ->
         f"{name} has no private rule; rules live in private_llm/tensor/ops_*.py (linear and local operations) "
         "and private_llm/nn/ops_*.py (non-linear functions): add one there with @implements"
     )
+
+
+class Guarded(torch.Tensor):
+    """A wrapper tensor whose values no code may read; subclasses answer for shape and dtype."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        return repr(self)
+
+    def __format__(self, spec: str) -> str:
+        return repr(self)
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise PlaintextLeak("a share never leaves its party through pickle or torch.save; write a share file")
+
+    def __array__(self, *_: object, **__: object) -> NoReturn:
+        raise PlaintextLeak("numpy: a share is not an array; reveal it to the client on purpose")
+
+    def __dlpack__(self, *_: object, **__: object) -> NoReturn:
+        raise PlaintextLeak("dlpack: a share is not exported; reveal it to the client on purpose")
+
+    def __dlpack_device__(self) -> NoReturn:
+        raise PlaintextLeak("dlpack: a share is not exported; reveal it to the client on purpose")
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: TorchArg,
+        types: Sequence[type],
+        args: Sequence[TorchArg] = (),
+        kwargs: Mapping[str, TorchArg] | None = None,
+    ) -> TorchArg:
+        """The meaning of every function: the closed table."""
+        return dispatch(func, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: TorchArg,
+        types: Sequence[type],
+        args: Sequence[TorchArg] = (),
+        kwargs: Mapping[str, TorchArg] | None = None,
+    ) -> TorchArg:
+        """What bypassed the table reads or moves values behind its back: refused."""
+        raise PlaintextLeak(
+            f"{op_name(func)} reached a secret tensor below the table of private rules; "
+            "this operation would need its values"
+        )

@@ -17,9 +17,8 @@ from private_llm.errors import UnsupportedOp
 from private_llm.protocols.plain.checked import CheckedPlain
 from private_llm.protocols.session import Session
 from private_llm.protocols.share import Share
-from private_llm.tensor.dispatch import TorchArg, dispatch, op_name
+from private_llm.tensor.dispatch import Guarded, TorchArg, dispatch, op_name
 from private_llm.tensor.fixed import READ_BITS, Fixed
-from private_llm.tensor.guard import Guarded
 
 SLACK = 6
 """Fractional bits above the session's that sums and scores of attention accept without truncating first."""

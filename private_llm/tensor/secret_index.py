@@ -9,8 +9,7 @@ import torch
 from private_llm.errors import DomainError, UnsupportedOp
 from private_llm.protocols.session import Session
 from private_llm.protocols.share import Index
-from private_llm.tensor.dispatch import TorchArg, dispatch, op_name
-from private_llm.tensor.guard import Guarded
+from private_llm.tensor.dispatch import Guarded, TorchArg, dispatch, op_name
 
 
 class SecretIndex(Guarded):

@@ -21,7 +21,7 @@ from private_llm_cli.bench.rows import party_threads, spread
 from private_llm_cli.bench.work import warm_up
 
 from private_llm.config import PrivateConfig
-from private_llm.kernels.memory import tune_allocator
+from private_llm.kernels.address import tune_allocator
 from private_llm.kv_policies.policy import CachePolicy
 from private_llm.net.ledger import Cost
 from private_llm.net.local import LocalMesh

@@ -26,7 +26,7 @@ from private_llm_cli.commands.output import emit_json, emit_table
 from torch import Tensor
 
 from private_llm.config import PrivateConfig
-from private_llm.exact.relu import relu
+from private_llm.exact.comparisons import relu
 from private_llm.net.ledger import Cost, merge
 from private_llm.oblivious.budget import Choice, choose
 from private_llm.oblivious.level_noise import LevelNoise, noisy_choose

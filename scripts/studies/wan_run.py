@@ -2,8 +2,8 @@
 
 In namespaces every party, and the client, is a process in a network namespace of its own (`namespaces.py`), with mutual
 TLS. The kernel limits the speed of their links; it delays what parties send if it has netem, and else the parties do,
-before they send (`net/delayed.py`). Simulated, parties are threads behind a `SlowMesh`, which has a wire of that speed
-between any two in each direction, where a machine has one for all.
+before they send (`net/transport.py`). Simulated, parties are threads behind a `SlowMesh`, which has a wire of that
+speed between any two in each direction, where a machine has one for all.
 """
 
 from __future__ import annotations

@@ -15,17 +15,17 @@ from private_llm.approx import curve_tables, power_lines
 from private_llm.approx.curves import LARGEST, LEADING, Curve
 from private_llm.approx.exp import exp
 from private_llm.approx.gelu import gelu
+from private_llm.approx.normalise import reciprocal
 from private_llm.approx.norms import layer_norm, lines_of, rms_norm
 from private_llm.approx.power_lines import REACH, Lines, power_by_lines
-from private_llm.approx.reciprocal import reciprocal
 from private_llm.approx.sigmoid import sigmoid
 from private_llm.approx.silu import silu
 from private_llm.approx.softmax import softmax, softmax_ragged
 from private_llm.approx.softplus import softplus
 from private_llm.approx.tanh import tanh
 from private_llm.config import PrivateConfig
+from private_llm.exact.comparisons import absolute, clamp, relu
 from private_llm.exact.maximum import concatenated, maximum
-from private_llm.exact.relu import absolute, clamp, relu
 from private_llm.protocols.session import Session
 from private_llm.ranges import Ranges
 from private_llm.tensor.fixed import Fixed

@@ -7,7 +7,7 @@ import torch
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError, DomainError
-from private_llm.exact.relu import relu
+from private_llm.exact.comparisons import relu
 from private_llm.protocols.session import Session
 from private_llm.protocols.trio import cost
 from private_llm.ring.ring import Ring

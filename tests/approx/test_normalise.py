@@ -8,9 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from private_llm.approx.normalise import QUARTERS, THIRDS, Cells, grid
-from private_llm.approx.reciprocal import reciprocal
-from private_llm.approx.rsqrt import rsqrt
+from private_llm.approx.normalise import QUARTERS, THIRDS, Cells, grid, reciprocal, rsqrt
 from private_llm.config import PrivateConfig
 from private_llm.errors import DomainError
 from tests.harness import PLAIN, TRIO, run_meta, run_parties

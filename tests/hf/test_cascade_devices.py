@@ -20,11 +20,10 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from private_llm.errors import PrivateLLMError
-from private_llm.net.placed import PlacedTransport
-from private_llm.net.transport import Transport
+from private_llm.net.transport import PlacedTransport, Transport
 from private_llm.token_sharding import AttnNode, Exchange, ShardingPlan, Step
 from private_llm.token_sharding.nodes import attn_node
-from private_llm.token_sharding.nodes.masked import ZeroShares
+from private_llm.token_sharding.nodes.floats import ZeroShares
 from tests.hf import tiny
 
 GPU = torch.device("cuda:0")

@@ -13,7 +13,7 @@ from private_llm_hf.party.model_description import take_described, validate_mode
 from private_llm_hf.wire.commands import Description, Weight
 
 from private_llm.errors import PatchMismatch
-from private_llm.kernels.memory import memory_bytes
+from private_llm.kernels.address import memory_bytes
 from tests.hf import images, tiny
 
 

@@ -11,8 +11,8 @@ from triton.compiler import ASTSource
 from private_llm.kernels.backends.triton import attention as triton_attention
 from private_llm.kernels.backends.triton import bits as triton_bits
 from private_llm.kernels.backends.triton import conv as triton_conv
-from private_llm.kernels.backends.triton import few_rows as triton_few_rows
 from private_llm.kernels.backends.triton import gather as triton_gather
+from private_llm.kernels.backends.triton import matmul as triton_few_rows
 from private_llm.kernels.backends.triton import planes as triton_planes
 from private_llm.kernels.backends.triton import prg as triton_prg
 from private_llm.kernels.backends.triton import trunc as triton_trunc

@@ -127,7 +127,7 @@ def test_more_matrices_than_a_call_takes(rows: int, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("rows", [1, 3, 8])
 def test_every_tile_of_few_rows_gives_the_same_result(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    few_rows = triton_module("few_rows")
+    few_rows = triton_module("matmul")
     draw = Draw("few rows")
     x, y = draw.ring(RING64, rows, 300).to(device()), draw.ring(RING64, 300, 67).to(device())
     want = reference.ring_matmul(x.cpu(), y.cpu())

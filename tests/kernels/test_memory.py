@@ -9,11 +9,11 @@ import sys
 
 import pytest
 
-from private_llm.kernels.memory import ARENAS
+from private_llm.kernels.address import ARENAS
 
 CODE = """
 import resource, torch
-from private_llm.kernels.memory import tune_allocator
+from private_llm.kernels.address import tune_allocator
 assert tune_allocator() is {glibc}
 def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -31,7 +31,7 @@ print(faults() - before)
 THREADS = """
 import os, threading, torch
 from pathlib import Path
-from private_llm.kernels.memory import trim_allocator, tune_allocator
+from private_llm.kernels.address import trim_allocator, tune_allocator
 assert tune_allocator() is {glibc}
 def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

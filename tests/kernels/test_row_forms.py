@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from private_llm.kernels.row_forms import InnerAndScaled
+from private_llm.kernels.forms import InnerAndScaled
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])

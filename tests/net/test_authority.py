@@ -10,8 +10,15 @@ from cryptography.x509.oid import NameOID
 
 from private_llm.config import TLSConfig
 from private_llm.errors import ConfigError
-from private_llm.net.authority import Authority, make_authority, make_request, read_request, sign_request
-from private_llm.net.certificate_facts import certificate_facts, check_signed
+from private_llm.net.authority import (
+    Authority,
+    certificate_facts,
+    check_signed,
+    make_authority,
+    make_request,
+    read_request,
+    sign_request,
+)
 
 
 @pytest.fixture(scope="module")

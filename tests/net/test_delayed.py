@@ -6,8 +6,8 @@ import time
 
 import torch
 
-from private_llm.net.delayed import DelayedTransport
 from private_llm.net.local import LocalMesh
+from private_llm.net.transport import DelayedTransport
 
 
 def test_tensors_arrive_later_and_in_order() -> None:

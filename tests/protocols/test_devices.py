@@ -19,8 +19,7 @@ from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError
 from private_llm.exact.argmax import argmax
 from private_llm.kernels.devices import device_for
-from private_llm.net.placed import PlacedTransport
-from private_llm.net.transport import Transport
+from private_llm.net.transport import PlacedTransport, Transport
 from private_llm.nn.attention import attend
 from private_llm.protocols.protocol import Protocol
 from private_llm.protocols.session import Session, _placed, meta_session

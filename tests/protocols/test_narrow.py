@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from private_llm.errors import DomainError
-from private_llm.protocols.narrow import BitWidths
+from private_llm.protocols.arithmetic import BitWidths
 from private_llm.protocols.protocol import Protocol
 from private_llm.protocols.share import Share
 from private_llm.protocols.trio import cost as trio_cost

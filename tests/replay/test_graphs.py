@@ -17,8 +17,7 @@ from private_llm.config import PrivateConfig
 from private_llm.kernels import exponential, ops, waves
 from private_llm.kernels.trace_hook import this_thread, traced_by
 from private_llm.net.local import LocalMesh
-from private_llm.net.placed import PlacedTransport
-from private_llm.net.transport import Transport
+from private_llm.net.transport import PlacedTransport, Transport
 from private_llm.protocols.session import Session
 from private_llm.protocols.share import Share
 from private_llm.replay import graph_recorder, graphs, modules, program_cache

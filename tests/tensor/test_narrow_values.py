@@ -12,13 +12,12 @@ from private_llm.approx.silu import silu
 from private_llm.approx.tanh import precise_tanh
 from private_llm.config import PrivateConfig
 from private_llm.errors import DomainError
-from private_llm.exact.comparisons import coarse_bits
+from private_llm.exact.comparisons import coarse_bits, relu
 from private_llm.exact.maximum import concatenated
 from private_llm.exact.ragged_rows import Rows
-from private_llm.exact.relu import relu
 from private_llm.net.ledger import Cost
 from private_llm.nn.padded_keys import alike
-from private_llm.protocols.narrow import BitWidths
+from private_llm.protocols.arithmetic import BitWidths
 from private_llm.protocols.session import Session, meta_session
 from private_llm.protocols.share import Share
 from private_llm.protocols.trio import cost

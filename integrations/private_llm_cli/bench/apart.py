@@ -19,7 +19,7 @@ import torch
 from private_llm.approx.emulation import Emulated
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError, PrivateLLMError
-from private_llm.kernels.memory import tune_allocator
+from private_llm.kernels.address import tune_allocator
 from private_llm.net.children import start_children
 from private_llm.net.ledger import CONTROL
 from private_llm.net.local import LocalMesh

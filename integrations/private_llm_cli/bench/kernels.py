@@ -19,11 +19,10 @@ from torch import Tensor
 
 from private_llm.circuits.carry import carry_plan
 from private_llm.kernels import matmul, ops
-from private_llm.kernels.address import addresses
+from private_llm.kernels.address import addresses, tune_allocator
 from private_llm.kernels.backends.cpu import amx as cpu_amx
 from private_llm.kernels.backends.cpu import matmul as cpu_matmul
 from private_llm.kernels.backends.cpu import steps
-from private_llm.kernels.memory import tune_allocator
 from private_llm.kernels.parallel import split_range, usable_cores
 from private_llm.replay.program import Address, Arena, Memory, Operand, Parallel, Program, Step
 from private_llm.replay.transports import ReplayTransport, Trace

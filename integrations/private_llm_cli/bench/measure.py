@@ -20,7 +20,7 @@ from torch import Tensor
 from private_llm.approx.emulation import Emulated
 from private_llm.config import PrivateConfig
 from private_llm.errors import DomainError, PartyFailed, PrivateLLMError
-from private_llm.kernels.memory import tune_allocator
+from private_llm.kernels.address import tune_allocator
 from private_llm.net.children import start_children
 from private_llm.net.ledger import Cost
 from private_llm.net.local import LocalMesh

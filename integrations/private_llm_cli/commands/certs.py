@@ -8,8 +8,15 @@ from pathlib import Path
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError
-from private_llm.net.authority import check_days, make_authority, make_request, read_request, sign_request
-from private_llm.net.certificate_facts import CertificateFacts, certificate_facts
+from private_llm.net.authority import (
+    CertificateFacts,
+    certificate_facts,
+    check_days,
+    make_authority,
+    make_request,
+    read_request,
+    sign_request,
+)
 from private_llm.net.certificates import make_certificates, user_folder
 from private_llm.net.roles import named
 from private_llm.net.transport import endpoint_name

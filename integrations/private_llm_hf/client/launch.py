@@ -18,8 +18,8 @@ import torch
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError, TransportError
+from private_llm.kernels.address import trim_allocator
 from private_llm.kernels.ahead import compile_ahead
-from private_llm.kernels.memory import trim_allocator
 from private_llm.kernels.parallel import nodes_at_once, threads_per_node, threads_per_party
 from private_llm.net.children import start_children
 from private_llm.net.local import LocalMesh

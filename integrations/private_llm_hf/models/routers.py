@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from private_llm.approx.reciprocal import reciprocal
+from private_llm.approx.normalise import reciprocal
 from private_llm.errors import PlaintextLeak, UnsupportedOp
 from private_llm.exact.topk import Groups, among_largest, among_largest_of_groups
 from private_llm.tensor.fixed import Fixed

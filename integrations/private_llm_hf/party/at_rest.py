@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from private_llm.config import PLANNED, PrivateConfig
 from private_llm.errors import ConfigError
-from private_llm.kernels.memory import memory_bytes
+from private_llm.kernels.address import memory_bytes
 from private_llm.kernels.seeded_tensor import makes_fast
 from private_llm.protocols.registry import protocol_spec
 from private_llm.protocols.session import Session

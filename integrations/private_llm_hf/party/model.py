@@ -20,7 +20,7 @@ from transformers.pytorch_utils import Conv1D
 
 import private_llm.nn  # noqa: F401 - completes the table of operations
 from private_llm.errors import PatchMismatch
-from private_llm.kernels.memory import trim_allocator
+from private_llm.kernels.address import trim_allocator
 from private_llm.kv_policies.policy import CachePolicy
 from private_llm.net.ledger import Ledger
 from private_llm.nn.linear import SharedInput, can_share

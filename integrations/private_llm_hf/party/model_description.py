@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from private_llm.errors import PatchMismatch, TransportError
-from private_llm.kernels.memory import memory_bytes
+from private_llm.kernels.address import memory_bytes
 from private_llm.tensor.dispatch import TorchArg
 from private_llm_hf.checkpoint.model_spec import accepted_class
 from private_llm_hf.checkpoint.weights import WeightList, weights_of_buffers

@@ -20,7 +20,7 @@ from transformers.modeling_outputs import ModelOutput
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import ShareFileError, TransportError
-from private_llm.kernels.memory import trim_allocator, tune_allocator
+from private_llm.kernels.address import trim_allocator, tune_allocator
 from private_llm.net.parallel_sessions import RoleAssignment, assignment, parallel_session_links
 from private_llm.net.transport import CLIENT, Transport
 from private_llm.protocols.offline_phase import OfflinePhase

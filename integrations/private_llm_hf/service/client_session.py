@@ -19,7 +19,7 @@ from torch import Tensor
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError, DomainError, PartyFailed, PrivateLLMError, ShareFileError, TransportError
-from private_llm.kernels.memory import trim_allocator
+from private_llm.kernels.address import trim_allocator
 from private_llm.net.admission import ClientLink
 from private_llm.net.incoming import Allowance
 from private_llm.net.roles import named

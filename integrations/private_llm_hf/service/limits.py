@@ -17,7 +17,7 @@ from transformers import PretrainedConfig
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import DomainError
-from private_llm.kernels.memory import memory_bytes
+from private_llm.kernels.address import memory_bytes
 from private_llm.net.ledger import CONTROL, Ledger
 from private_llm.net.transport import Transport
 from private_llm.protocols.registry import protocol_spec

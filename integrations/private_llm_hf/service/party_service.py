@@ -22,13 +22,13 @@ import torch
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError, PrivateLLMError, ProtocolAbort, ShareFileError, TransportError
-from private_llm.kernels.memory import tune_allocator
+from private_llm.kernels.address import tune_allocator
 from private_llm.net.acceptor import Acceptor
 from private_llm.net.admission import Admission, ClientLink
-from private_llm.net.delayed import DelayedTransport
 from private_llm.net.rendezvous import Unreached, connect, open_acceptor
 from private_llm.net.roles import HEARSAY, WHO, called, named, named_errors
 from private_llm.net.sockets import SocketTransport
+from private_llm.net.transport import DelayedTransport
 from private_llm.protocols.session import join_parties
 from private_llm_hf.models.sparse_blocks import adopted
 from private_llm_hf.party.transcript import Transcript, joined

@@ -17,8 +17,7 @@ from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError, TransportError
 from private_llm.kernels.devices import device_for
 from private_llm.net.parallel_sessions import node_links
-from private_llm.net.placed import PlacedTransport
-from private_llm.net.transport import CLIENT, Transport
+from private_llm.net.transport import CLIENT, PlacedTransport, Transport
 from private_llm.token_sharding import AttnNode, Exchange, ShardingPlan, send_floats
 from private_llm_hf.checkpoint.node_checkpoint import NodeCheckpoint, claim
 from private_llm_hf.client.costs import rows_of

@@ -22,7 +22,7 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from private_llm.net.ledger import Ledger
 from private_llm.protocols.session import PendingRangeCheck
-from private_llm.tensor.guard import Guarded
+from private_llm.tensor.dispatch import Guarded
 from private_llm.tensor.range_check import watch_pending
 from private_llm.tensor.secret import SecretTensor
 from private_llm_hf.models.attention_interface import SPARSE

@@ -3,6 +3,8 @@
 It exists as the reference the suite compares every protocol with, and to tell an approximation's error
 from a protocol's (`checked.py` is the same with every range checked). A session refuses to start it without
 `insecure=True`.
+
+The edges of `plain`: values enter and leave in the clear.
 """
 
 from __future__ import annotations
@@ -14,9 +16,10 @@ from torch import Tensor
 
 from private_llm.errors import DomainError
 from private_llm.kernels.forms import Form
-from private_llm.net.transport import CLIENT
+from private_llm.net.transport import CLIENT, Transport
+from private_llm.protocols.arithmetic import BitWidths
 from private_llm.protocols.boolean import Weights, check_injected, check_low
-from private_llm.protocols.narrow import BitWidths
+from private_llm.protocols.client_end import ClientEnd
 from private_llm.protocols.permutation import (
     Permutation,
     ShuffledBits,
@@ -31,6 +34,7 @@ from private_llm.protocols.permutation import (
 from private_llm.protocols.protocol import Protocol
 from private_llm.protocols.share import BitShare, Index, Share, words_for
 from private_llm.ring.prg import Seed
+from private_llm.ring.ring import Ring
 
 
 class Plain(Protocol):
@@ -191,3 +195,29 @@ def _unpack(words: Tensor, count: int) -> Tensor:
     """Words to 0/1 int64 [count]."""
     lanes = torch.arange(64, dtype=torch.int64, device=words.device)
     return ((words[:, None] >> lanes) & 1).reshape(-1)[:count]
+
+
+class PlainClient(ClientEnd):
+    """Client end of `plain`."""
+
+    def share(self, elements: Tensor) -> None:
+        """Hand ring elements of any shape to the party: 8 bytes each (4 in the 32-bit ring)."""
+        self.transport.send(0, "input", elements.contiguous())
+
+    def share_index(self, indices: Tensor, domain: int) -> None:
+        """Hand indices below `domain` to the party, 8 bytes each.
+
+        Raises DomainError for an index outside the domain.
+        """
+        if indices.numel() and (int(indices.min()) < 0 or int(indices.max()) >= domain):
+            raise DomainError(f"an index lies outside 0 .. {domain - 1}")
+        self.transport.send(0, "index", indices.reshape(-1).contiguous())
+
+    def open(self, shape: tuple[int, ...]) -> Tensor:
+        """Ring elements of `shape` that the party reveals: 8 bytes each (4 in the 32-bit ring)."""
+        return open_plain(self.transport, self.ring, shape)
+
+
+def open_plain(transport: Transport, ring: Ring, shape: tuple[int, ...]) -> Tensor:
+    """Ring elements of `shape` that the party reveals to this endpoint right now."""
+    return transport.recv(0, "reveal", shape, ring.dtype)

@@ -43,8 +43,7 @@ from private_llm.kernels import checks, ops
 from private_llm.kernels.forms import Form, Matmul
 from private_llm.kernels.shapes import broadcast
 from private_llm.net.transport import CLIENT
-from private_llm.protocols.arithmetic import taking_part
-from private_llm.protocols.narrow import BitWidths
+from private_llm.protocols.arithmetic import BitWidths, taking_part
 from private_llm.protocols.quad.client import digest, unmask
 from private_llm.protocols.quad.records import QuadRecords
 from private_llm.protocols.quad.transcript_mac import as_tensor

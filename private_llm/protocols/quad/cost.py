@@ -11,7 +11,7 @@ from private_llm.circuits.carry import carry_plan
 from private_llm.kernels.ops import packed_words
 from private_llm.net.ledger import Cost
 from private_llm.net.transport import CLIENT
-from private_llm.protocols.narrow import BitWidths
+from private_llm.protocols.arithmetic import BitWidths
 from private_llm.protocols.quad.client import DIGEST_BYTES
 from private_llm.protocols.quad.transcript_mac import TAG_BYTES
 from private_llm.protocols.share import words_for

@@ -39,7 +39,7 @@ from private_llm.kernels import ops
 from private_llm.kernels.forms import Form, Matmul
 from private_llm.kernels.shapes import broadcast
 from private_llm.net.transport import CLIENT, Transport
-from private_llm.protocols.narrow import BitWidths
+from private_llm.protocols.arithmetic import BitWidths
 from private_llm.protocols.party_end import Links
 from private_llm.protocols.protocol import Protocol
 from private_llm.protocols.share import Index, Share

@@ -11,8 +11,8 @@ from private_llm.circuits.carry import carry_plan
 from private_llm.kernels.ops import packed_words
 from private_llm.net.ledger import Cost
 from private_llm.net.transport import CLIENT
+from private_llm.protocols.arithmetic import BitWidths
 from private_llm.protocols.exponential import GIVEN_BITS
-from private_llm.protocols.narrow import BitWidths
 from private_llm.protocols.piecewise import PiecesShape
 from private_llm.protocols.share import words_for
 from private_llm.protocols.waves import Waves

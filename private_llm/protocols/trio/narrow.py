@@ -28,7 +28,7 @@ from torch import Tensor
 
 from private_llm.kernels import ops
 from private_llm.kernels.forms import Form
-from private_llm.protocols.narrow import BitWidths
+from private_llm.protocols.arithmetic import BitWidths
 from private_llm.protocols.share import Share
 from private_llm.protocols.trio.arithmetic import TrioArithmetic
 

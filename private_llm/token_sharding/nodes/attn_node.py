@@ -4,7 +4,7 @@ It sees queries, keys and values of its two shards and nothing else; it has no w
 the step's new rows need: with one new token only the beta AttnNodes of that token's shard do anything.
 
 Sends for each layer, to the owner of query shard j, the attention of the new rows of j over the keys of shard k:
-(value_dim + 1) x heads x rows x 8 bytes, masked (`token_sharding.nodes.masked`), or if partials are open, log-sum-exps
+(value_dim + 1) x heads x rows x 8 bytes, masked (`token_sharding.nodes.floats`), or if partials are open, log-sum-exps
 and results, (value_dim + 1) x heads x rows x 4 bytes (wire="float16": (value_dim + 2) x heads x rows x 2). The same
 with j and k exchanged.
 """
@@ -19,8 +19,14 @@ from torch import Tensor
 from private_llm.errors import TransportError
 from private_llm.net.transport import Transport
 from private_llm.token_sharding.nodes.facts import AttentionCall, Step, allowed, key_bias
-from private_llm.token_sharding.nodes.floats import number_type, recv_floats, send_floats
-from private_llm.token_sharding.nodes.masked import ZeroShares, encode, own_scores
+from private_llm.token_sharding.nodes.floats import (
+    ZeroShares,
+    encode,
+    number_type,
+    own_scores,
+    recv_floats,
+    send_floats,
+)
 from private_llm.token_sharding.nodes.partial_attention import attend
 from private_llm.token_sharding.plans import ShardingPlan
 

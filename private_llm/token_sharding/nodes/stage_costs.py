@@ -74,7 +74,7 @@ def attention_stages(plan: ShardingPlan, call: AttentionCall, step: Step, layer:
     """One attention of a forward: rows out, partial results back. Bytes are exactly those of a run.
 
     Multiply-adds of an AttnNode: heads x rows x keys x (dim + value_dim) for each order of its shards; pairs that the
-    model's mask hides count, because they are computed, a row's score on itself (`nodes.masked`) does not.
+    model's mask hides count, because they are computed, a row's score on itself (`nodes.floats`) does not.
     """
     size = number_type(plan).itemsize
     new = shard_sizes(plan, step.past, step.total)

@@ -33,7 +33,7 @@ class ShardingPlan:
 
     wire: numbers between the nodes, "float32" or "float16" (half the bytes; results differ by about 1e-3).
     partials: what a CompNode gets of a row's attention: "masked" (the sum over all shards, see
-    `token_sharding.nodes.masked`) or "open" (a result for each shard, as in the paper). front: positions at the start
+    `token_sharding.nodes.floats`) or "open" (a result for each shard, as in the paper). front: positions at the start
     of a text that count as the first one does; None: block + rho - 1 under masks, 0 without them.
     rho: the vocab-matching threshold: an attacker is taken to search fewer than V^rho candidates, V the vocabulary.
     accept_weak_plan: use the plan although its audit says that fewer suffice.

@@ -308,7 +308,7 @@ def _sums(plan: ShardingPlan, nodes: Sequence[int]) -> Iterator[tuple[set[int], 
     """What masked results are sums of: (shards of the rows, shards of the keys), for CompNodes among `nodes`.
 
     All shards; and, with two or more AttnNodes of a row's own shard among the colluding ones, each section of the
-    ring of masks between them (token_sharding.nodes.masked).
+    ring of masks between them (token_sharding.nodes.floats).
     """
     mine = {shard for shard in range(plan.beta) if plan.owner(shard) in nodes}
     yield mine, set(range(plan.beta))

@@ -15,7 +15,7 @@ import numpy as np
 
 from private_llm.kernels.address import flat
 from private_llm.kernels.backends.cpu import amx
-from private_llm.kernels.backends.cpu.aes_ctr import SPILL, write_lines
+from private_llm.kernels.backends.cpu.aes import SPILL, write_lines
 from private_llm.kernels.backends.cpu.amx import BLOCK_BYTES, COLUMNS, DESK_BYTES, ROWS_IN_CACHE
 from private_llm.kernels.backends.cpu.matmul import (
     DOT_STEPS,

@@ -74,7 +74,7 @@ def attend(
     q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, scale: float, softcap: float | None,
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """See `private_llm.token_sharding.nodes.partial_attention.attend`; float32, allowed [n, s] or [B, 1, n, s]."""
+    """See `private_llm.token_sharding.nodes.attn_node.attend`; float32, allowed [n, s] or [B, 1, n, s]."""
     batch, heads, n, size = q.shape
     s, width = k.shape[2], v.shape[3]
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from private_llm.kernels import shapes
-from private_llm.kernels.backends.triton.digits import add_up, digit_products, digit_shift, no_products
+from private_llm.kernels.backends.triton.planes import add_up, digit_products, digit_shift, no_products
 from private_llm.kernels.backends.triton.tuning import Tile, Tuner, size_range
 from private_llm.kernels.shapes import Pair
 
