@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import sys
@@ -17,6 +18,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 if shutil.which("nvidia-smi") is None:
     # Triton reads it when it is first imported, by whichever test comes first in a process.
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+gc.disable()  # until all is collected, a third sooner: what is imported stays anyway
 
 
 _LONG = {"test_scripts_tiny.py", "test_examples.py", "test_attack_scripts.py"}
@@ -35,6 +39,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """The longest files come first: whichever process gets them, the other has all the rest meanwhile."""
     items.sort(key=lambda item: (item.get_closest_marker("real_model") is None, item.path.name not in _LONG))
     selection.select(config, items)
+
+
+def pytest_collection_finish() -> None:
+    gc.enable()
 
 
 @pytest.fixture
