@@ -139,7 +139,7 @@ def watch_pending(session: Session, instead: SecretTensor | None = None) -> None
     """Owe the check that was put off, unless it is of `instead`. Local."""
     pending, session.numerics.deferred_check = session.numerics.deferred_check, None
     if pending is not None and pending[0] is not instead:
-        watch_flat(pending[0].held, pending[1])
+        watch_flat(pending[0].value(), pending[1])
 
 
 def watch_flat(x: Fixed, bits: int, counts: Sequence[int] = ()) -> None:
