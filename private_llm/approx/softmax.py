@@ -3,7 +3,7 @@
     m = approximate row maximum, less than 3/16 below the true one            maximum.py, coarse
     e = exp(x - m), 0 or e^-14 far below m, with 24 fractional bits           exp.py
     s = sum of e over the row, 0.99 <= s <= n e^(1/4)                         local
-    p = e / s                                                                 reciprocal.py, one product
+    p = e / s                                                                 normalise.py, one product
 
 (Quad, plain and comparison keys: at most log2(n) / 64.) Subtracting any m near the maximum leaves the quotient
 unchanged, so a coarse tournament suffices. Causal and padded positions are simply not among the entries: nothing is
