@@ -48,3 +48,14 @@ def test_time_before_a_reset_is_forgotten(clock: Clock) -> None:
         booked.reset()
         clock.now += 1.0
     assert booked.spent == {"layer": 1.0}
+
+
+def test_rounds_of_endpoints_that_ran_side_by_side_are_those_of_the_slowest() -> None:
+    endpoints = [Ledger(0), Ledger(1)]
+    for endpoint, rounds in zip(endpoints, (2, 3), strict=True):
+        endpoint.add_sent(2, "open", 10)
+        for _ in range(rounds):
+            endpoint.add_round("open")
+    merged = ledger.merge(endpoints)
+    assert merged.rounds == 3
+    assert merged.sent == {(0, 2): 10, (1, 2): 10}

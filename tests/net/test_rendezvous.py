@@ -5,6 +5,7 @@ import socket
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -261,6 +262,21 @@ def test_a_stranger_cannot_send_the_acceptors_own_proof_back():
     theirs.close()
     assert not admitted
     assert errors == ["the client does not know this session's token"]
+
+
+def test_a_program_that_does_not_know_the_token_is_no_party():
+    mine, theirs = socket.socketpair()
+
+    def accept():
+        hello._get(theirs)
+        hello._put(theirs, 0, 0, bytes(32 + hello._PROOF))
+        theirs.close()
+
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(accept)
+        with pytest.raises(TransportError, match="party 0 does not know this session's token"):
+            hello.greet(mine, CLIENT, 0, True, TOKEN, bytes(hello.CALLER_BYTES))
+    mine.close()
 
 
 def test_hosts_in_another_order():

@@ -17,7 +17,7 @@ from private_llm.net.transport import CLIENT, Transport
 from private_llm.protocols.quad.bits import Quad
 from private_llm.protocols.quad.client import QuadClient, digest
 from private_llm.protocols.quad.transcript_mac import GROUPS, TranscriptMac, as_tensor, meet_groups
-from private_llm.protocols.session import Session, join, join_as_client
+from private_llm.protocols.session import Session, join, join_as_client, meta_session
 from private_llm.protocols.weight_sharing import deal
 from private_llm.ring.prg import Seed
 from tests.protocols.parties import ring_values, run_ring
@@ -234,3 +234,11 @@ def test_dealt_parts_add_up_and_each_party_lacks_one_mask() -> None:
     )
     assert all(torch.equal(*same) for same in ((a1, b1), (a1, c1), (a2, b2), (a2, c2), (u1, u2), (u1, c3)))
     assert all(torch.equal(masked, x) for masked in (third - u1, x1 - a2, x2 - a1))
+
+
+@pytest.mark.parametrize("party", range(4))
+def test_a_party_that_found_a_deviation_verifies_nothing_more(party: int) -> None:
+    protocol = meta_session(QUAD, party).protocol
+    protocol._deviation = True  # type: ignore[attr-defined]
+    with pytest.raises(ProtocolAbort, match="a party deviated earlier in this session"):
+        protocol.verify()
