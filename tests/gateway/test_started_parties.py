@@ -100,7 +100,7 @@ def test_a_gateway_says_whom_it_waits_for_and_gives_up(
         port = server.getsockname()[1]
     with socket.create_server(("127.0.0.1", 0)) as server:
         own = server.getsockname()[1]
-    hosts = ",".join([f"127.0.0.1:{port}"] * 3)
+    hosts = ",".join(f"127.0.0.{number}:{port}" for number in (1, 2, 3))
     words = ["gateway", str(shared / "client"), "--port", str(own), "--hosts", hosts, "--tls", str(tmp_path / "tls")]
     words += ["--timeout", "2", "--wait", "8", "--token", TOKEN]
     monkeypatch.setattr("sys.argv", ["private-llm", *words])

@@ -59,7 +59,7 @@ def test_plans_of_wrong_types_are_refused(values: dict[str, object], complaint: 
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["audit", ""], "want alpha,c,m"),
+        (["audit", ","], "want alpha,c,m"),
         (["audit", "8,8"], "want alpha,c,m"),
         (["audit", "8,8,2", "--colluding", "0,x"], "want endpoint numbers"),
         (["audit", "8,8,2", "--colluding", "0,999"], "want endpoints from 0"),

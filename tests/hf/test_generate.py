@@ -166,9 +166,9 @@ def test_dropped_caches_are_freed_at_the_parties() -> None:
     for _ in range(3):
         private.generate(**BATCH, max_new_tokens=2, do_sample=False)
     out = private(PADDED, use_cache=True)
-    kept = seen[0].kept
-    assert kept is not None
-    assert kept.handles("") == [out.past_key_values.handle]
+    state = seen[0].state
+    assert state is not None
+    assert state.handles("") == [out.past_key_values.handle]
     private.close()
 
 
