@@ -27,7 +27,8 @@ def representatives(keys: Fixed, selection: Selection, mass: Fixed | None) -> li
     mass: the attention of the entries, [B, G, n], for "heavy". Costs, in trio with 18 fractional bits, for each element
     of a key: "extremes" 1.5 comparisons less 2 / s of 46 bytes, 4 or 5 rounds for each halving of s, and a truncation
     for each element of a cluster; "mean" that truncation alone; "unit" a square and a product, and for each cluster a
-    reciprocal root; "heavy" a top-k for each cluster and a product. |keys| < 2^19. Raises DomainError as these.
+    reciprocal root; "heavy" a top-k for each cluster and a product. |keys| < 2^20; for "unit" the sum of a cluster has
+    a norm below 2^10. Raises DomainError as these.
     """
     sizes = [level.size for level in selection.levels]
     if selection.represent == "extremes":

@@ -67,9 +67,12 @@ def test_equal_keys_stand_for_themselves(protocol: str, value: float) -> None:
     check(made(protocol, selection, keys), selection, keys, None, ROUNDING)
 
 
-def test_extremes_of_large_keys_of_both_signs() -> None:
-    selection = Selection((Level(5, 0.5),), "extremes", 1.0)
-    keys = noise(1, 1, 10, 4, scale=2.0**16).clamp(-(2.0**18), 2.0**18)
+@pytest.mark.parametrize("alpha", [0.0, 1.0])
+def test_extremes_of_large_keys_of_both_signs(alpha: float) -> None:
+    """Of the last four columns winners of a first round are as far apart as keys can be."""
+    selection = Selection((Level(5, 0.5),), "extremes", alpha)
+    keys = noise(1, 1, 10, 8, scale=2.0**16).clamp(-(2.0**18), 2.0**18)
+    keys[:, :, ::2, 4:], keys[:, :, 1::2, 4:] = 1 - 2.0**20, 2.0**20 - 1
     check(made("trio", selection, keys), selection, keys, None, EXTREME)
 
 
