@@ -143,6 +143,23 @@ def test_cropping_goes_back_as_far_as_entries_are_held() -> None:
     assert _holds(whole, keys[:, :, :3])
 
 
+def test_after_secret_choices_only_entries_that_none_has_moved_are_cropped() -> None:
+    buffer, keys = _filled(8)
+    held = keys[:, :, [0, 3, 6, 7]]
+    buffer.replace(fixed(S, held), fixed(S, -held), 2, None)
+    with pytest.raises(DomainError, match="got 3 positions; of this cache only the last 2 can be removed"):
+        buffer.crop(3)
+    buffer.crop(2)
+    more = noise(B, G, 1, D, seed=5)
+    buffer.append(fixed(S, more), fixed(S, -more))
+    held = torch.cat([held[:, :, 1:2], more], 2)
+    buffer.replace(fixed(S, held), fixed(S, -held), 2, None)  # an older choice had moved the last but one
+    with pytest.raises(DomainError, match="only the last 1 can be removed"):
+        buffer.crop(2)
+    buffer.crop(1)
+    assert _holds(buffer, held[:, :, :1])
+
+
 def test_an_emptied_cache_takes_other_rows() -> None:
     buffer, keys = _filled(5)
     buffer.crop(5)
