@@ -389,19 +389,36 @@ def test_hidden_entries_beside_one_of_much_attention_stay_hidden() -> None:
     assert layer._hidden > 15
 
 
-def test_what_follows_an_eviction_cannot_be_cropped() -> None:
+def test_the_budget_is_kept_again_as_soon_as_so_many_more_are_held() -> None:
     session = plain_session()
-    for policy in (ONCE, replace(ONCE, drop=False)):
-        layer = EvictingLayer(policy)
-        x = fixed(session, noise(1, 1, 17, 4))
+    layer = EvictingLayer(MPCacheConfig.paper(gamma=0.6, least=6, most=8, recent=1, levels=(), every=3))
+    held = []
+    for new in (17, *[1] * 7):
+        x = fixed(session, noise(1, 1, new, 4))
         layer.buffer.append(x, x)
-        mask = table(torch.ones(1, 17, dtype=torch.bool), 0, 17)
-        layer.attend(Call(x, mask, mask, 0.5), 17)
-        with pytest.raises(DomainError, match="only the last 2 can be removed"):
-            layer.crop(3)
-        layer.crop(2)
-        layer.crop(15)
-        assert layer.buffer.length == 0
+        mask = table(torch.ones(1, 17, dtype=torch.bool), layer.buffer.position - new, new)
+        mask = layer.buffer.columns(mask, 1)
+        layer.attend(Call(x, mask, mask, 0.5), new)
+        held.append(layer.buffer.length)
+    assert held == [8, 9, 10, 8, 9, 10, 8, 9]
+
+
+@pytest.mark.parametrize("short", [0, 13])
+@pytest.mark.parametrize("drop", [True, False])
+def test_what_follows_an_eviction_cannot_be_cropped(drop: bool, short: int) -> None:
+    """Beside a row of four tokens, too: the newest two of them are no first ones."""
+    session = plain_session()
+    layer = EvictingLayer(replace(ONCE, first=3, drop=drop))
+    x, tokens = fixed(session, noise(2, 1, 17, 4)), torch.ones(2, 17, dtype=torch.bool)
+    tokens[0, :short] = False
+    layer.buffer.append(x, x)
+    mask = table(tokens, 0, 17)
+    layer.attend(Call(x, mask, mask, 0.5), 17)
+    with pytest.raises(DomainError, match="only the last 2 can be removed"):
+        layer.crop(3)
+    layer.crop(2)
+    layer.crop(15)
+    assert layer.buffer.length == 0
 
 
 def test_a_leader_that_has_not_chosen_is_named() -> None:

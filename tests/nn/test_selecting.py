@@ -30,6 +30,7 @@ from private_llm.oblivious.pricing import Pricing
 from private_llm.protocols.registry import protocol_names
 from private_llm.protocols.session import Session, meta_session
 from private_llm.tensor.fixed import Fixed, narrows
+from private_llm.tensor.range_check import verdict
 from tests.harness import run_meta, run_parties
 from tests.nn import slow_choices
 from tests.tensor.secrets import fixed, noise, opened, plain_session
@@ -236,6 +237,20 @@ def test_a_rotated_query_and_large_keys_leave_room_in_the_ring() -> None:
             likeness = [float(q[0, 2 * g : 2 * g + 2, 0].sum(0) @ r[0, g, c]) for c in range(10)]
             assert max(map(abs, likeness)) > 2000
             assert marks[g].nonzero().view(-1).tolist() == slow_choices.best(likeness, 5)
+
+
+@pytest.mark.parametrize(("likeness", "left"), [(2.0**21, 0.0), (2.0**25, 1.0), (-(2.0**25), 1.0)])
+def test_a_likeness_beyond_its_range_withholds_the_answer(likeness: float, left: float) -> None:
+    """Its top-k compares no more bits, whatever the scores of its entries are."""
+    case = Case(1, 2, 2, 13, 4, 4, Selection(level((2, 0.5))))
+    session = plain_session()
+    q, _, _, r = case.inputs()
+    q[0, 1, 0], r[0, 1, 3] = 2.0**10, likeness / 2**12
+    choose_clusters(fixed(session, q), [fixed(session, r)], case.shape, "scores", case.value_size)
+    found = verdict(session)
+    if found is None:
+        raise AssertionError("nothing was watched")
+    assert opened(found).tolist() == [left]
 
 
 # -- costs ----------------------------------------------------------------------------------------------------
