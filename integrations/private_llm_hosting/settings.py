@@ -13,7 +13,6 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from private_llm_hf.checkpoint.share_files import share_path
 from private_llm_hf.service.settings import ServiceSettings
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_settings import (
@@ -210,7 +209,11 @@ def _tls(tls: _Tls, base: Path) -> dict[str, str | None]:
 
 
 def _share_file(path: Path, party: int) -> Path:
-    return share_path(path, party) if path.is_dir() else path
+    if not path.is_dir():
+        return path
+    from private_llm_hf.checkpoint.share_files import share_path  # which takes seconds, and a sample needs no path
+
+    return share_path(path, party)
 
 
 def _in_words(error: Any, values: Mapping[str, Any]) -> str:  # noqa: ANN401 - pydantic's own dictionary

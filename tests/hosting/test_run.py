@@ -132,7 +132,7 @@ def test_the_example_on_the_command_line() -> None:
 def test_the_example_is_printed_at_once() -> None:
     """Without what serves: importing it takes seconds."""
     code = "import sys; from private_llm_cli.app import app; app(sys.argv[1:], standalone_mode=False); "
-    code += "sys.exit(sorted({'transformers', 'numba', 'private_llm_hf'} & set(sys.modules)) or 0)"
+    code += "sys.exit(sorted({'transformers', 'numba', 'private_llm_hf.api'} & set(sys.modules)) or 0)"
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'integrations'}"}
     words = [sys.executable, "-c", code, "party", "--example-config"]
     result = subprocess.run(words, capture_output=True, text=True, check=False, env=environment)

@@ -177,7 +177,7 @@ def test_bias_and_cap(public: bool) -> None:
 def test_a_query_that_rope_left_unsettled() -> None:
     q, k, v = noise(1, 2, 3, 8), noise(1, 2, 3, 8, seed=1), noise(1, 2, 3, 4, seed=2)
     table = torch.linspace(-1, 1, 8)
-    rotated = (secret(S, q) * table).raw
+    rotated = (secret(S, q) * table).value(full=True)
     assert rotated.frac == S.frac + 16
     got = attend(rotated, fixed(S, k), fixed(S, v), None, 8**-0.5)
     want = _reference(q * table, k, v, torch.ones(1, 1, 3, 3, dtype=torch.bool), 8**-0.5, None, torch.zeros(1))

@@ -72,7 +72,7 @@ def test_three_layers_cost_the_rounds_of_one() -> None:
             layer.weight = nn.Parameter(SecretTensor(share), requires_grad=False)
         group = SharedInput(layers, "q+k+v", x.proto.ledger)
         source = SecretTensor(x)
-        return [group.piece(index, source).raw for index in range(3)]  # type: ignore[attr-defined]
+        return [group.piece(index, source).value(full=True) for index in range(3)]  # type: ignore[attr-defined]
 
     done = run_parties(TRIO, run, [values, *weights])
     for index, value in enumerate(done.values):

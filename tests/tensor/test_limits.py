@@ -133,16 +133,17 @@ def test_the_maps_that_wrapped() -> None:
 def test_means_of_few_entries_stay_local() -> None:
     """Sums of less than 16 entries, and of any power of two up to 2^18, pay nothing."""
     for count in (2, 3, 7, 15, 64, 4096):
-        assert run_meta(PrivateConfig(), lambda _, x: SecretTensor(x).mean(-1).raw, [(5, count)]).total == 0
+        made = run_meta(PrivateConfig(), lambda _, x: SecretTensor(x).mean(-1).value(full=True), [(5, count)])
+        assert made.total == 0
 
 
 def test_a_mean_of_many_truncates_its_result_only() -> None:
     one = run_meta(PrivateConfig(), lambda _, x: x.rescale(18), [(5,)], [18 + 5])
-    made = run_meta(PrivateConfig(), lambda _, x: SecretTensor(x).mean(-1).raw, [(5, 49)])
+    made = run_meta(PrivateConfig(), lambda _, x: SecretTensor(x).mean(-1).value(full=True), [(5, 49)])
     assert made == one, "the sum of 49 is divided by 32 = 2^5"
-    parts = run_meta(PrivateConfig(ring=32, frac_bits=10), lambda _, x: F.adaptive_avg_pool2d(SecretTensor(x), 1).raw,
-                     [(1, 1, 112, 112)])  # fmt: skip
     small = PrivateConfig(ring=32, frac_bits=10)
+    pooled = lambda _, x: F.adaptive_avg_pool2d(SecretTensor(x), 1).value(full=True)  # noqa: E731
+    parts = run_meta(small, pooled, [(1, 1, 112, 112)])
     rows = run_meta(small, lambda _, x: x.rescale(10), [(112,)], [10 + 7])
     whole = run_meta(small, lambda _, x: x.rescale(10), [(1,)], [10 + 6])
     assert parts == rows + whole, "112 sums of a row divided by 2^7, their sum by 2^6: 112 * 112 / 2^7 = 98 > 2^6"

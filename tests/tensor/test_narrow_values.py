@@ -66,7 +66,7 @@ NARROW: dict[str, Callable[[Fixed, Fixed], Fixed]] = {
     "ReLU": lambda x, y: relu(x), "SiLU": lambda x, y: silu(x), "GELU": lambda x, y: gelu(x),
     "one entry more a row": _appended, "a stack": lambda x, y: y.stack(x),
     "an integer choice": lambda x, y: x.select(y.less_than([0.0]), [2], [1.0]),
-    "rows of a model": lambda x, y: SecretTensor(x).view(-1).view(4, 4).transpose(0, 1).held,
+    "rows of a model": lambda x, y: SecretTensor(x).view(-1).view(4, 4).transpose(0, 1).value(),
 }  # fmt: skip
 
 
@@ -158,7 +158,7 @@ def test_a_narrow_value_plus_a_larger_one_keeps_the_larger_one(public: bool) -> 
 
     def run(_: Session, x: Fixed, y: Fixed, z: Fixed) -> Fixed:
         made = SecretTensor(x.mul(y, width=30)) + (large.float() if public else SecretTensor(z))
-        return made.raw  # type: ignore[no-any-return]
+        return made.value(full=True)  # type: ignore[no-any-return]
 
     got = run_parties(PrivateConfig(), run, [X, Y, large.double()]).value
     assert torch.allclose(got, X * Y + 2.0**14, atol=2.0**-13)
