@@ -91,7 +91,7 @@ def test_chosen_rows_are_taken_and_put_back(protocol: str, way: str, blocks: int
 
 @pytest.mark.parametrize(("marked", "wrong"), [(3, 0.0), (2, 1.0), (5, 1.0), (7, 1.0)])
 def test_marks_of_another_number_are_told(marked: int, wrong: float) -> None:
-    """Five marks where three stay are numbered 1, 2, 3, 0, 1 in two bits."""
+    """Five marks where three stay are numbered 1 to 5 in three bits; in two the last would count as a first one."""
 
     def program(session: Session, m: Fixed) -> Fixed:
         compact(m, 3)
