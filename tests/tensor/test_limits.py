@@ -15,6 +15,7 @@ from torch import Tensor
 
 import private_llm.nn  # noqa: F401 - registers the rules
 from private_llm.config import PrivateConfig
+from private_llm.errors import DomainError
 from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.secret import SecretTensor
 from tests.harness import run_meta, run_parties
@@ -102,6 +103,20 @@ def test_nothing_wraps_within_the_limits(case: Case, ring: int, frac: int) -> No
         assert got.shape == want.shape
         bound = (case.part or PARTS[ring]) * float(want.abs().max()) + 2.0 ** (3 - frac)
         assert float((got - want).abs().max()) <= bound
+
+
+@pytest.mark.parametrize(("ring", "frac"), RINGS)
+def test_a_constant_that_the_ring_cannot_hold_is_refused(ring: int, frac: int) -> None:
+    """A number as a tensor is, from a fourth of the ring on."""
+    session, limit = plain_session(ring=ring, frac_bits=frac), 2.0 ** (ring - 2 - frac)
+    x = secret(session, torch.zeros(2, dtype=torch.float64))
+    for sign in (1, -1):
+        assert torch.equal(opened(x + sign * limit / 2), torch.full((2,), sign * limit / 2).double())
+        for constant in (sign * limit, torch.full((2,), sign * limit, dtype=torch.float64)):
+            with pytest.raises(DomainError, match=r"does not fit the ring|exceeds the ring"):
+                x.value() + constant
+            with pytest.raises(DomainError, match=r"does not fit the ring|exceeds the ring"):
+                x + constant
 
 
 @pytest.mark.sampled(2)

@@ -136,8 +136,10 @@ def test_its_width_goes_along_with_what_is_made_of_it() -> None:
     assert x.local_truncate(4, 26).width == 26
     assert (silu(x).width, gelu(x).width, relu(x).width) == (46, 46, 46)
     assert precise_tanh(x).width is None
-    with pytest.raises(DomainError, match="46 at most"):
-        x.local_truncate(18, 47)
+    for frac, most in ((18, 46), (4, 32)):  # as many bits as are dropped are wrong on top
+        assert x.local_truncate(frac, most).width == most
+        with pytest.raises(DomainError, match=f"{most} at most"):
+            x.local_truncate(frac, most + 1)
 
 
 @pytest.mark.parametrize("config", [

@@ -187,6 +187,9 @@ def test_an_additive_mask_hides_instead_of_overflowing() -> None:
         secret(S, x).masked_fill(mask < -1, torch.finfo(torch.float32).min),
     ):
         assert torch.equal(other.hidden, mask < -1)
+        second = torch.eye(2, 3, dtype=torch.bool)[None, None]
+        for both in (other.masked_fill(second, -float("inf")), torch.where(second, -float("inf"), other)):
+            assert torch.equal(both.hidden, second | (mask < -1))
 
 
 def test_what_has_no_meaning_is_refused() -> None:
@@ -234,7 +237,8 @@ def test_lookup_by_secret_index_is_exact_and_the_only_use_of_one(public: bool) -
             attempt()
     with pytest.raises(PlaintextLeak):
         pickle.dumps(tokens)
-    with pytest.raises(UnsupportedOp, match="table of 5 rows"):
-        F.embedding(tokens, secret(S, noise(5, 4)))
+    for rows in (5, 12):
+        with pytest.raises(UnsupportedOp, match=f"table of {rows} rows"):
+            F.embedding(tokens, secret(S, noise(rows, 4)))
     with pytest.raises(DomainError, match="want 4"):
         SecretIndex(S, Index((ids.view(-1),), 3, 9), (1, 4))

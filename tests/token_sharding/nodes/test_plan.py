@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 
+from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError
 from private_llm.token_sharding.plans import ShardingPlan
 
@@ -73,6 +74,17 @@ def test_rows_are_those_of_the_definition(plan: ShardingPlan, start: int, stop: 
     for shard in range(plan.beta):
         assert plan.rows_of_shard(shard, start, stop) == [p for p in range(start, stop) if plan.shard_of(p) == shard]
         assert plan.shard_of(plan.first_of_shard(shard)) == shard
+
+
+def test_nodes_agree_on_all_but_what_a_client_accepts() -> None:
+    plan = ShardingPlan(4, 6, 2, front=7)
+    agreed = PrivateConfig(protocol="cascade", plan=plan).agreement()
+    other = {"alpha": 3, "c": 8, "m": 3, "wire": "float16", "partials": "open", "front": 8}
+    own = {"rho": 2, "accept_weak_plan": True}
+    assert {*other, *own} == {field.name for field in dataclasses.fields(plan)}
+    for name, value in {**other, **own}.items():
+        changed = PrivateConfig(protocol="cascade", plan=dataclasses.replace(plan, **{name: value}))  # type: ignore[arg-type]
+        assert (changed.agreement() == agreed) is (name in own), name
 
 
 @pytest.mark.parametrize(
