@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import comet_tables as tables
+import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
+@pytest.mark.full
 def test_the_page_has_the_estimators_figures() -> None:
     """One row of the summary stands for all: `python scripts/studies/comet_tables.py` makes them from the same runs."""
     page = (ROOT / "docs" / "comet.md").read_text(encoding="utf-8")

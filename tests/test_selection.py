@@ -53,6 +53,7 @@ def test_slices_are_what_the_gate_leaves_out(folder: pytest.Pytester) -> None:
     assert chosen(folder, "--gate", "checks") == gate
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("arguments", "count"), [((), 4), (("--all",), 24), (("checks/test_some.py",), 12)])
 def test_processes_choose_alike(
     folder: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], count: int

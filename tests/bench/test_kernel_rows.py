@@ -10,6 +10,7 @@ from private_llm_cli.bench.kernels import count, measure_kernels
 from private_llm.ring.prg import Seed
 
 
+@pytest.mark.full
 def test_every_kernel_has_a_row_in_both_rings() -> None:
     steps: list[str] = []
     rows = list(measure_kernels(repeat=2, tiny=True, progress=steps.append))
