@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
@@ -109,6 +111,10 @@ def test_tokens_that_outweigh_all_others(nats: float) -> None:
 def test_what_a_sum_cannot_hold_is_an_error() -> None:
     with pytest.raises(DomainError, match=r"attention call 1: some keys weigh more than 2\^38 / 3 times"):
         steep(27.0).step(Step(None, 1, 0, 15))
+    half = (torch.ones(1, 1, 1, 2), torch.full((1, 1, 1), (61.5 - FRAC) * math.log(2))), torch.zeros(1, 1, 1)
+    assert float(encode(*half, 1).abs().max()) < 2.0**62
+    with pytest.raises(DomainError, match=r"weigh more than 2\^38 / 2 times"):
+        encode(*half, 2)  # two such numbers have a sum that wraps
     for bad in (torch.nan, torch.inf):
         with pytest.raises(DomainError):
             encode((torch.full((1, 1, 1, 2), bad), torch.zeros(1, 1, 1)), torch.zeros(1, 1, 1), 3)

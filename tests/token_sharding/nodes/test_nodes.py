@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from private_llm.errors import DomainError
+from private_llm.errors import DomainError, TransportError
 from private_llm.net.ledger import merge
 from private_llm.net.local import LocalMesh
 from private_llm.net.transport import Transport
@@ -35,8 +35,8 @@ class Session:
 
     def __init__(self, plan: ShardingPlan, calls: list[AttentionCall], batch: int, length: int) -> None:
         self.plan, self.calls, self.batch = plan, calls, batch
-        mesh = LocalMesh(plan.nodes, timeout=20)
-        self.links: list[Transport] = [mesh.transport(n) for n in range(plan.nodes)]
+        self.mesh = LocalMesh(plan.nodes, timeout=20)
+        self.links: list[Transport] = [self.mesh.transport(n) for n in range(plan.nodes)]
         self.comps = [Exchange(plan, self.links[n], calls) for n in range(plan.alpha)]
         self.attns = [AttnNode(plan, self.links[n], calls) for n in range(plan.alpha, plan.nodes)]
         for node in self.attns:
@@ -68,6 +68,7 @@ class Session:
                 run()
             except BaseException as error:
                 errors.append(error)
+                self.mesh.abort(str(error))  # nobody waits for it
 
         work = [partial(comp, exchange) for exchange in self.comps] + [partial(node.run, step) for node in self.attns]
         threads = [threading.Thread(target=guarded, args=(run,), daemon=True) for run in work]
@@ -180,6 +181,15 @@ def test_caches_are_selected_cropped_copied_and_freed() -> None:
     for node in session.attns:
         node.free(1)
     check(session, Step(1, 2, 0, 4))
+
+
+def test_a_node_that_lost_a_part_of_its_cache_does_not_go_on() -> None:
+    session = Session(ShardingPlan(3, 2, 2), [CAUSAL], 2, 20)
+    session.step(Step(1, 2, 0, 15))
+    for node in session.attns:
+        node.crop(1, 11)
+    with pytest.raises(TransportError, match="a step at position 15 does not continue the cache of this node"):
+        session.step(Step(1, 2, 15, 1))
 
 
 def test_a_model_that_disagrees_is_refused() -> None:
