@@ -42,7 +42,7 @@ def select(config: pytest.Config, items: list[pytest.Item]) -> None:
         kept = [item for item in items if item.nodeid not in left_out]
     else:
         at, parts = _slice(part)
-        kept = [item for item in items if item.nodeid in left_out and _hash(_function(item)) % parts == at % parts]
+        kept = [item for item in items if item.nodeid in left_out and _hash(item.nodeid) % parts == at % parts]
     chosen = {item.nodeid for item in kept}
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in chosen])
     items[:] = kept
