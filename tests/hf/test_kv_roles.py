@@ -10,9 +10,10 @@ from private_llm_hf import NoCache, PrivateConfig, patch
 from private_llm_hf.long_context.plain_attention import policy_attention
 from private_llm_hf.long_context.plain_cache import PolicyCache
 from private_llm_hf.models.cache_policies import windowed_layers
+from private_llm_hf.party.cache import SecretCache
 from transformers import PreTrainedModel
 
-from private_llm.kv_policies.fixed import KEEP_ALL
+from private_llm.kv_policies.fixed import KEEP_ALL, SlidingWindow
 from private_llm.kv_policies.policy import LayerSharing
 from tests.hf import tiny
 from tests.hf.compare import LOGIT_ERROR, worst
@@ -31,6 +32,13 @@ def test_the_first_layer_of_a_group_without_a_window_chooses() -> None:
 def mixed() -> PreTrainedModel:
     """Windows in layers 0 and 3, so a group of all five follows layer 1."""
     return tiny.build("gemma3_text", num_hidden_layers=5, layer_types=KINDS, sliding_window=8)
+
+
+def test_layers_with_a_window_keep_all_under_policies_that_choose_in_secret_alone() -> None:
+    recent, choices = SlidingWindow(recent=4), replace(MPCACHE, shared_layers=1)
+    for policy, kept in ((recent, recent), (choices, KEEP_ALL)):
+        cache = SecretCache(policy, frozenset({1}))
+        assert [cache.role(number) for number in (0, 1)] == [(policy, 0), (kept, 1)]
 
 
 def test_groups_with_windows_in_them_choose_as_in_plaintext() -> None:
