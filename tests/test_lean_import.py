@@ -13,6 +13,7 @@ import private_llm_hf
 import pytest
 
 from private_llm import token_sharding
+from private_llm.importing import python_like_this
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -58,3 +59,18 @@ def test_lazy_names_are_those_that_types_see(package: ModuleType) -> None:
     assert package.nodes if package is token_sharding else package.wire  # a module that nobody imported by name
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         _ = package.nothing
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+def test_new_processes_import_from_where_this_one_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trusted: bool
+) -> None:
+    """The working folder may hold a numba.py of somebody else: it counts only where this process has it, too."""
+    monkeypatch.setattr(sys, "path", [""] * trusted + [path for path in sys.path if path])
+    monkeypatch.chdir(tmp_path)
+    command, environment = python_like_this("import sys; print(sys.argv[1], *sys.path, sep='\\n')", "given")
+    said = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert said[0] == "given"
+    assert (str(tmp_path) in said[1:]) == trusted
+    assert "" not in said
+    assert {path for path in sys.path if path and Path(path).exists()} <= set(said)

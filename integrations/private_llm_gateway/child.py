@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from private_llm.errors import ConfigError
+from private_llm.importing import python_like_this
 
 _END_S = 30.0
 """Seconds that a gateway may take to end before it is killed."""
@@ -36,9 +35,10 @@ def child_gateway(model: str = "", *options: str) -> Iterator[ChildGateway]:
     model: "" for the bundled one. Its messages go to standard error. Raises ConfigError if it does not start.
     """
     token = secrets.token_urlsafe(24)
-    words = [sys.executable, "-m", "private_llm", "gateway", *filter(None, [model]), "--port", "0", *options]
-    environment = {**os.environ, "PRIVATE_LLM_GATEWAY_TOKEN": token}  # other users can read a command line
-    child = subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, text=True)
+    words = ["gateway", *filter(None, [model]), "--port", "0", *options]
+    command, environment = python_like_this("from private_llm_cli.app import main; main()", *words)
+    environment["PRIVATE_LLM_GATEWAY_TOKEN"] = token  # other users can read a command line
+    child = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
     try:
         yield ChildGateway(_ready(child), token)
     finally:

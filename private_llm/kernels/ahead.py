@@ -25,6 +25,7 @@ from llvmlite import binding
 from numba import config, types
 
 from private_llm.config import PrivateConfig
+from private_llm.importing import python_like_this
 from private_llm.kernels import compiling
 from private_llm.kernels.parallel import usable_cores
 
@@ -50,15 +51,15 @@ def _start(protocol: str) -> None:
     cores = min(_MOST, usable_cores())
     if protocol not in _PROTOCOLS or cores < 2 or compiling.FOLDER is None or _mark(protocol).exists():
         return
-    environment = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
+    command, environment = python_like_this(_CHILD, protocol, str(cores))
     with contextlib.suppress(OSError):  # then this process compiles alone
         child = subprocess.Popen(
-            [sys.executable, "-c", _CHILD, protocol, str(cores)],
+            command,
             stdin=subprocess.PIPE,  # ends with this process, which ends them
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
-            env={**os.environ, **environment},
+            env={**environment, "OMP_NUM_THREADS": "1"},
         )
         threading.Thread(target=child.wait, name="kernels ahead", daemon=True).start()
 

@@ -30,6 +30,7 @@ from typing import Any, NoReturn
 from private_llm.config import PrivateConfig
 from private_llm.errors import PartyFailed
 from private_llm.forks import Origin
+from private_llm.importing import python_like_this
 from private_llm.kernels.compile_note import NOTE
 from private_llm.kernels.parallel import threads_per_node, usable_cores
 from private_llm.net.addresses import hosts_of, open_named_listeners
@@ -124,17 +125,14 @@ def _spawn(config: PrivateConfig, listeners: Sequence[socket.socket]) -> subproc
     threads = max(1, usable_cores() // config.endpoints)
     if config.protocol == "cascade" and config.plan is not None:
         threads = threads_per_node(config.plan.alpha)
+    command, environment = python_like_this(_CHILD)
     return subprocess.Popen(
-        [sys.executable, "-c", _CHILD],
+        command,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         start_new_session=True,  # an interrupt at the terminal is the parent's to handle
         pass_fds=[listener.fileno() for listener in listeners],
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-            "OMP_NUM_THREADS": str(threads),
-        },
+        env={**environment, "OMP_NUM_THREADS": str(threads)},
     )
 
 
