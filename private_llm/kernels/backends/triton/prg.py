@@ -30,27 +30,18 @@ def _quarter(a, b, c, d):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN20
 
 
 @triton.jit
-def _word(source, place: tl.constexpr, o_b):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
-    """One word of key or nonce, in every lane."""
-    return tl.load(source + place + 0 * o_b).to(tl.uint32, bitcast=True)
+def _word(source, place: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+    """A word of key or nonce."""
+    return tl.load(source + place).to(tl.uint32, bitcast=True)
 
 
 @triton.jit
-def _put(out, place: tl.constexpr, b_value, o_b, words):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
-    o_out = o_b * 16 + place
-    tl.store(out + o_out, b_value.to(tl.int32, bitcast=True), mask=o_out < words)
-
-
-@triton.jit
-def chacha20_kernel(key, nonce, out, counter, words, BB: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
-    """Words of blocks counter + o_b; key [8], nonce [3] int32, out [words] int32."""
-    # [BB]
-    o_b = tl.program_id(0).to(tl.int64) * BB + tl.arange(0, BB)
-    b_none = (o_b * 0).to(tl.uint32)
-    k0, k1, k2, k3 = _word(key, 0, o_b), _word(key, 1, o_b), _word(key, 2, o_b), _word(key, 3, o_b)
-    k4, k5, k6, k7 = _word(key, 4, o_b), _word(key, 5, o_b), _word(key, 6, o_b), _word(key, 7, o_b)
-    n0, n1, n2 = _word(nonce, 0, o_b), _word(nonce, 1, o_b), _word(nonce, 2, o_b)
-    t = (o_b + counter).to(tl.uint32)
+def block_words(key, n0, n1, n2, t):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+    """The 16 words of each block: counters t and nonce words n0, n1, n2, all uint32; t of any shape. key [8] int32."""
+    b_none = t ^ t
+    k0, k1, k2, k3 = b_none + _word(key, 0), b_none + _word(key, 1), b_none + _word(key, 2), b_none + _word(key, 3)
+    k4, k5, k6, k7 = b_none + _word(key, 4), b_none + _word(key, 5), b_none + _word(key, 6), b_none + _word(key, 7)
+    n0, n1, n2 = b_none + n0, b_none + n1, b_none + n2
     c0, c1, c2, c3 = b_none + 0x61707865, b_none + 0x3320646E, b_none + 0x79622D32, b_none + 0x6B206574
     x0, x1, x2, x3, x4, x5, x6, x7 = c0, c1, c2, c3, k0, k1, k2, k3
     x8, x9, x10, x11, x12, x13, x14, x15 = k4, k5, k6, k7, t, n0, n1, n2
@@ -63,22 +54,21 @@ def chacha20_kernel(key, nonce, out, counter, words, BB: tl.constexpr):  # type:
         x1, x6, x11, x12 = _quarter(x1, x6, x11, x12)
         x2, x7, x8, x13 = _quarter(x2, x7, x8, x13)
         x3, x4, x9, x14 = _quarter(x3, x4, x9, x14)
-    _put(out, 0, x0 + c0, o_b, words)
-    _put(out, 1, x1 + c1, o_b, words)
-    _put(out, 2, x2 + c2, o_b, words)
-    _put(out, 3, x3 + c3, o_b, words)
-    _put(out, 4, x4 + k0, o_b, words)
-    _put(out, 5, x5 + k1, o_b, words)
-    _put(out, 6, x6 + k2, o_b, words)
-    _put(out, 7, x7 + k3, o_b, words)
-    _put(out, 8, x8 + k4, o_b, words)
-    _put(out, 9, x9 + k5, o_b, words)
-    _put(out, 10, x10 + k6, o_b, words)
-    _put(out, 11, x11 + k7, o_b, words)
-    _put(out, 12, x12 + t, o_b, words)
-    _put(out, 13, x13 + n0, o_b, words)
-    _put(out, 14, x14 + n1, o_b, words)
-    _put(out, 15, x15 + n2, o_b, words)
+    return (
+        x0 + c0, x1 + c1, x2 + c2, x3 + c3, x4 + k0, x5 + k1, x6 + k2, x7 + k3, x8 + k4, x9 + k5, x10 + k6, x11 + k7,
+        x12 + t, x13 + n0, x14 + n1, x15 + n2,
+    )  # fmt: skip
+
+
+@triton.jit
+def chacha20_kernel(key, nonce, out, counter, words, BB: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+    """Words of blocks counter + o_b; key [8], nonce [3] int32, out [words] int32."""
+    # [BB]
+    o_b = tl.program_id(0).to(tl.int64) * BB + tl.arange(0, BB)
+    b_words = block_words(key, _word(nonce, 0), _word(nonce, 1), _word(nonce, 2), (o_b + counter).to(tl.uint32))
+    for place in tl.static_range(16):
+        o_out = o_b * 16 + place
+        tl.store(out + o_out, b_words[place].to(tl.int32, bitcast=True), mask=o_out < words)
 
 
 def chacha20(key: Tensor, nonce: Tensor, counter: int, words: int, out: Tensor) -> None:
