@@ -18,6 +18,7 @@ from torch import Tensor
 
 from private_llm.errors import PartyFailed, TransportError
 from private_llm.forks import Origin, forked, process
+from private_llm.net.device_messages import Ready
 from private_llm.net.direct import End
 from private_llm.net.memory_link import Item, MemoryLink, Reader, Writer, new_link
 from private_llm.net.transport import CLIENT, Transport, endpoint_name
@@ -102,6 +103,7 @@ class LocalMesh:
         pairs = [(a, b) for a in self.endpoints for b in self.endpoints if a != b]
         lent = self.lends and self.turns is None
         self.links = {pair: _Link(lent=lent and max(pair) < _PARTIES) for pair in pairs}
+        self.on_devices: set[int] = set()  # endpoints that take tensors of a GPU as they are
 
     @property
     def failure(self) -> str | None:
@@ -170,6 +172,14 @@ class LocalTransport(Transport):
             return Writer(there.items), Reader(back.items)
         return ()
 
+    def accept_device_tensors(self) -> None:
+        """Let others send to this endpoint what lies on a GPU as it is."""
+        self._mesh.on_devices.add(self.me)
+
+    def carries_device_tensors(self, to: int) -> bool:
+        """Whether that endpoint takes them."""
+        return to in self._mesh.on_devices
+
     def aside(self) -> AbstractContextManager[None]:
         """While this endpoint waits: another may compute. The client has no turns."""
         turns = self._mesh.turns
@@ -187,7 +197,7 @@ class LocalTransport(Transport):
                 link.ahead += size
         if self._session.failure is not None:
             raise PartyFailed(self._session.failure)
-        link.items.put((tag, payload, counted))
+        link.items.put((tag, payload, counted, Ready(payload) if payload.is_cuda else None))
 
     def _make_room(self, link: _Link, to: int) -> None:
         """Wait while the receiver is too far behind."""
@@ -259,7 +269,9 @@ class LocalTransport(Transport):
             raise PartyFailed(self._session.failure)
         if item is None:
             raise PartyFailed(f"{endpoint_name(frm)} stopped")
-        got, payload, counted = item
+        got, payload, counted, ready = item
+        if ready is not None:
+            ready.wait(payload)
         if counted:
             with link.room:
                 link.ahead -= payload.numel() * payload.element_size()

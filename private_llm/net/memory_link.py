@@ -24,10 +24,11 @@ import torch
 from torch import Tensor
 
 from private_llm.kernels.backends.cpu import connection as word
+from private_llm.net.device_messages import Ready
 from private_llm.net.direct import Row
 
-Item = tuple[str, Tensor, bool]
-"""A tag, a payload, and whether the writer counts its bytes until they are read."""
+Item = tuple[str, Tensor, bool, Ready | None]
+"""A tag, a payload, whether the writer counts its bytes until they are read, and when a payload on a GPU is there."""
 
 _WAIT_MS = 200
 """How long a program waits, all in all, before Python does."""
@@ -154,7 +155,7 @@ class MemoryLink:
         count = int(head[word.COUNT])
         payload = torch.from_numpy(_front(ring, word.HEADER_WORDS, count))
         ring[word.TAIL] += word.frame_words(count)
-        return head[word.TAG : word.TAG + word.TAG_WORDS].tobytes().rstrip(b"\0").decode(), payload, False
+        return head[word.TAG : word.TAG + word.TAG_WORDS].tobytes().rstrip(b"\0").decode(), payload, False, None
 
     def place(self) -> int:
         """The address of the ring, which is made when an end is lent first."""

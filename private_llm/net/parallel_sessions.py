@@ -73,6 +73,14 @@ class RoleTransport(PassingTransport):
         """Those of the party that plays this role."""
         return self._inner.ends(self._party[endpoint]) if endpoint in self._party else ()
 
+    def accept_device_tensors(self) -> None:
+        """As the inner transport."""
+        self._inner.accept_device_tensors()
+
+    def carries_device_tensors(self, to: int) -> bool:
+        """Whether the party that plays this role takes them."""
+        return self._inner.carries_device_tensors(self._party[to])
+
     def name_of(self, endpoint: int) -> str:
         """The party that plays this role."""
         return self._inner.name_of(self._party[endpoint])

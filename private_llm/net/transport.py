@@ -8,7 +8,8 @@ takes at most, and compares that with what the frame announces before it has mem
 
 A transport for a party that computes on several devices: what arrives is moved to where it is needed.
 
-Links carry main memory. Which device is next is asked at every message, because the layers of a model may lie on
+Between threads of one process a tensor on a GPU travels as it is, if its receiver computes on GPUs, too; all other
+links carry main memory. Which device is next is asked at every message, because the layers of a model may lie on
 different ones; the same messages are sent and counted as without this.
 
 Links with a latency, for measurements: what is sent leaves later, and the sender does not wait for it.
@@ -108,8 +109,15 @@ class Transport(ABC):
         """
         return ()
 
-    def in_main_memory(self) -> Transport:
-        """These links without moves to other devices."""
+    def accept_device_tensors(self) -> None:  # noqa: B027 - for most links nothing changes
+        """From now on what comes may lie on a GPU: who receives moves it to where it computes."""
+
+    def carries_device_tensors(self, to: int) -> bool:
+        """Whether a tensor on a GPU reaches this endpoint as it is; it must not be sent there otherwise."""
+        return False
+
+    def where_it_comes(self) -> Transport:
+        """These links, which leave what they receive where it lies: in main memory, or on the sender's GPU."""
         return self
 
     def name_of(self, endpoint: int) -> str:
@@ -177,14 +185,22 @@ class PlacedTransport(PassingTransport):
     def __init__(self, inner: Transport, where: Callable[[], torch.device | str]) -> None:
         super().__init__(inner)
         self._where = where
+        inner.accept_device_tensors()
 
     def send(self, to: int, tag: str, payload: Tensor) -> None:
-        """As the inner transport, from main memory."""
-        self._inner.send(to, tag, payload.cpu() if payload.is_cuda else payload)
+        """As the inner transport: as it is where that carries it so, otherwise from main memory."""
+        self._inner.send(to, tag, self._carried(to, payload))
 
-    def in_main_memory(self) -> Transport:
+    def where_it_comes(self) -> Transport:
         """The inner links."""
         return self._inner
+
+    def _carried(self, to: int, payload: Tensor) -> Tensor:
+        """What the inner links take of a payload."""
+        return payload.cpu() if payload.is_cuda and not self._inner.carries_device_tensors(to) else payload
+
+    def _send(self, to: int, tag: str, payload: Tensor) -> None:
+        self._inner._send(to, tag, self._carried(to, payload))
 
     def _recv(self, frm: int, tag: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return self._inner._recv(frm, tag, shape, dtype).to(self._where())

@@ -3,7 +3,7 @@
 Operations and kernels are repeated as they were called, on the same memory. Programs of which none runs within another
 share a pool: what one leaves there another may overwrite, but for what it sends, gives to Python or returns. Masks are
 drawn at the beginning and after each graph break, in main memory, from the same streams as the operations would draw
-them, and copied; messages go through main memory, as always.
+them, and copied; messages go as `net/transport.py` says.
 """
 
 from __future__ import annotations
@@ -148,11 +148,10 @@ class GraphProgram:
                 graph.replay()
             match segment.stop:
                 case Send(to, tag, payload):
-                    x = found[payload]
-                    transport.send(to, tag, x.cpu() if x.is_cuda else x.clone())
+                    transport.send(to, tag, found[payload].clone())  # which the next run overwrites
                 case Receive(frm, tag, payload):
                     into = self._fixed[payload]
-                    into.copy_(transport.receive(frm, tag, tuple(into.shape), into.dtype))
+                    into.copy_(transport.receive(frm, tag, tuple(into.shape), into.dtype), non_blocking=True)
                 case BreakEvent(inputs, outputs):
                     if graph_break is None:
                         raise DomainError("a program with a graph break was run without one")

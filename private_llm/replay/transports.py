@@ -200,8 +200,8 @@ class LiveTransport:
     def __init__(self, transport: Transport, streams: Sequence[Prg]) -> None:
         self.transport = transport
         self._streams = streams
-        links = transport.in_main_memory()  # programs of a GPU move what they send and receive
-        self.send, self.receive = links._send, links._recv
+        self.send = transport._send
+        self.receive = transport.where_it_comes()._recv  # programs have memory of their own for it
         self._direct = Direct(transport.ends)
 
     def direct(self) -> Direct:

@@ -176,7 +176,7 @@ def test_any_timeout() -> None:
 @pytest.mark.parametrize("kind", [MemoryLink, ObjectLink])
 def test_a_link_alone(kind: type[MemoryLink] | type[ObjectLink]) -> None:
     link = kind()
-    item = ("t", torch.arange(3), False)
+    item = ("t", torch.arange(3), False, None)
     assert link.empty()
     with pytest.raises(queue.Empty):
         link.get(0.01)

@@ -109,7 +109,7 @@ def test_what_holds_of_programs_holds_of_graphs(same: Callable[[], None]) -> Non
 
 
 def test_a_program_moves_what_it_receives_itself() -> None:
-    """The links that move messages to a device are for Python."""
+    """Into memory of its own, so the links leave what comes where it lies."""
 
     def nowhere() -> str:
         raise RuntimeError("a message that was moved twice")
