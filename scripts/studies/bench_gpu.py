@@ -1,27 +1,26 @@
-"""Kernels on this machine's GPU: the tests, a private generation on the GPU, ring products in TMAC/s, and whole models.
+"""What a GPU does here: a first check, models with the parts of their time, kernels, and the tests that matter.
 
-python scripts/studies/bench_gpu.py                         tests, generation and benchmark; needs a GPU
-python scripts/studies/bench_gpu.py --no-tests              without the tests
-python scripts/studies/bench_gpu.py --only products models  some parts
+python scripts/studies/bench_gpu.py --seconds 280 --out rows.jsonl      everything that fits, the most important first
+python scripts/studies/bench_gpu.py --only token prompt --prg chacha20  some parts
+python scripts/studies/bench_gpu.py --only whole --layers 32 --at-rest seeds
+python scripts/studies/bench_gpu.py --compare old.jsonl                 what changed since rows of before
+python scripts/studies/bench_gpu.py --compare old.jsonl new.jsonl       the same for rows that are there, without a run
 python scripts/studies/bench_gpu.py --tiny  the same code on the smallest sizes, without a GPU in Triton's interpreter
 
-One JSON object per line. A ring product is compared with two other ways to compute it on a GPU (four 16-bit limbs in
-float64 matrix products; plain int64 multiplications) and with what `torch._int_mm` reaches at the same size, divided
-by the 36 (64 bits) or 10 (32 bits) digit products that the ring needs. TMAC/s are 10^12 multiply-adds a second.
+One JSON object per line, as soon as it is known. A part that fails or takes too long prints a row that says so, and the
+others follow, in a new process, because an error may leave the GPU unusable for this one. Exit status 1 if one failed.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
-import statistics
-import subprocess
 import sys
-import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,233 +30,142 @@ GPU = torch.cuda.is_available()
 if not GPU:
     os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
 
+import gpu_kernel_rows as kernels  # noqa: E402
+import gpu_model_rows as models  # noqa: E402
 import triton  # noqa: E402
-import triton.language as tl  # noqa: E402
+from gpu_compared import compared  # noqa: E402
+from gpu_model_rows import Given  # noqa: E402
+from gpu_test_rows import tests  # noqa: E402
+from gpu_timing import stacks  # noqa: E402
 from private_llm_cli.bench.rows import commit  # noqa: E402
-from private_llm_hf import patch  # noqa: E402
-from torch import Tensor  # noqa: E402
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, OPTConfig, OPTForCausalLM  # noqa: E402
 
-from private_llm.config import PrivateConfig  # noqa: E402
-from private_llm.kernels import reference  # noqa: E402
-from private_llm.kernels.backends.triton import bits as triton_bits  # noqa: E402
-from private_llm.kernels.backends.triton import conv as triton_conv  # noqa: E402
-from private_llm.kernels.backends.triton import matmul as triton_matmul  # noqa: E402
-from private_llm.kernels.backends.triton import planes as triton_planes  # noqa: E402
-from private_llm.kernels.backends.triton import prg as triton_prg  # noqa: E402
-from private_llm.ring.prg import Seed  # noqa: E402
-from private_llm.ring.ring import RING32, RING64, Ring  # noqa: E402
-
-ROOT = Path(__file__).resolve().parents[2]
-DEVICE = "cuda" if GPU else "cpu"
-SHAPES = ((128, 768, 3072), (1024, 1024, 1024), (4096, 4096, 4096), (1, 4096, 4096))
-CONVOLUTIONS = (
-    ((16, 64, 32, 32), (64, 64, 3, 3)),
-    ((16, 512, 4, 4), (512, 512, 3, 3)),
-    ((16, 3, 224, 224), (64, 3, 7, 7)),
-)
+Row = dict[str, Any]
+PARTS: dict[str, tuple[Callable[[Given], Iterator[Row]], float, float]] = {
+    "check": (models.check, 10, 150),
+    "token": (models.token, 30, 150),
+    "prompt": (models.prompt, 20, 200),
+    "gpt2": (models.small, 30, 200),
+    "whole": (models.whole, 30, 400),
+    "products": (lambda given: kernels.products(given.tiny), 15, 60),
+    "convolutions": (lambda given: kernels.convolutions(given.tiny), 15, 60),
+    "streams": (lambda given: kernels.streams(given.tiny), 5, 30),
+    "tests": (tests, 30, 400),
+    "processes": (models.processes, 60, 200),
+}
+"""By importance: what makes the rows, seconds below which it is not begun, and the most that it may take."""
+KERNELS = ("products", "convolutions", "streams")
 
 
-def draw(ring: Ring, *shape: int) -> Tensor:
-    """Uniform ring elements on the device."""
-    return Seed(bytes(32)).stream("bench").elements(torch.Size(shape).numel(), ring).view(shape).to(DEVICE)
+class Output:
+    """Rows to standard output and to a file."""
+
+    def __init__(self, path: Path | None, begun: bool) -> None:
+        self._file = path.open("a" if begun else "w", encoding="utf-8") if path is not None else None
+        self._lock = threading.Lock()
+        self.rows: list[Row] = []
+        if begun and path is not None:
+            self.rows = read(path)
+
+    def __call__(self, row: Row) -> None:
+        """Print it."""
+        with self._lock:
+            self.rows.append(row)
+            for file in (sys.stdout, self._file):
+                if file is not None:
+                    print(json.dumps(row, default=str), file=file, flush=True)
 
 
-def seconds(run: Callable[[], object]) -> float | None:
-    """Median time of one call; nothing is timed without a GPU, but the call is made."""
-    if not GPU:
-        run()
-        return None
-    return float(triton.testing.do_bench(run, quantiles=[0.5])) / 1e3
+def read(path: Path) -> list[Row]:
+    """Rows of a file; other lines, such as warnings of libraries, are passed over."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("{")]
 
 
-def rate(count: float, taken: float | None) -> float | None:
-    """10^12 per second."""
-    return None if taken is None else round(count / taken / 1e12, 3)
-
-
-# -- other ways to multiply -------------------------------------------------------------------------------------
-def by_float64(x: Tensor, y: Tensor) -> Tensor:
-    """Limbs of 16 bits; a product of limbs summed over K < 2^21 terms is exact in float64."""
-    bits = x.element_size() * 8
-    left, right = ([((v >> at) & 0xFFFF).double() for at in range(0, bits, 16)] for v in (x, y))
-    out = torch.zeros(x.shape[0], y.shape[1], dtype=torch.int64, device=x.device)
-    for i, a in enumerate(left):
-        for j, b in enumerate(right[: len(left) - i]):
-            out += (a @ b).long() << (16 * (i + j))
-    return out.to(x.dtype)
-
-
-@triton.jit
-def int64_kernel(x, y, out, M, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
-    """out [M, N] = x [M, K] y [K, N] by integer multiplications."""
-    o_m, o_n = tl.program_id(0) * BM + tl.arange(0, BM), tl.program_id(1) * BN + tl.arange(0, BN)
-    b_out = tl.zeros((BM, BN), dtype=out.dtype.element_ty)
-    for i_k in range(0, K, BK):
-        o_k = i_k + tl.arange(0, BK)
-        b_x = tl.load(x + o_m[:, None] * K + o_k[None, :], mask=(o_m < M)[:, None] & (o_k < K)[None, :], other=0)
-        b_y = tl.load(y + o_k[:, None] * N + o_n[None, :], mask=(o_k < K)[:, None] & (o_n < N)[None, :], other=0)
-        b_out += tl.sum(b_x[:, :, None] * b_y[None, :, :], axis=1)
-    tl.store(out + o_m[:, None] * N + o_n[None, :], b_out, mask=(o_m < M)[:, None] & (o_n < N)[None, :])
-
-
-def by_int64(x: Tensor, y: Tensor) -> Tensor:
-    """What a GPU does without limbs."""
-    out = x.new_empty(x.shape[0], y.shape[1])
-    grid = (triton.cdiv(x.shape[0], 32), triton.cdiv(y.shape[1], 32))
-    int64_kernel[grid](x, y, out, x.shape[0], y.shape[1], x.shape[1], BM=32, BN=32, BK=8)
-    return out
-
-
-# -- rows -------------------------------------------------------------------------------------------------------
-def products(tiny: bool) -> Iterator[dict[str, Any]]:
-    """Ring products three ways, all of them equal."""
-    for ring in (RING64, RING32):
-        for m, k, n in ((3, 17, 5),) if tiny else SHAPES:
-            x, y = draw(ring, m, k), draw(ring, k, n)
-            want = triton_matmul.product(x, y)
-            if not (torch.equal(by_float64(x, y), want) and torch.equal(by_int64(x, y), want)):
-                raise SystemExit(f"ring products of {m} x {k} x {n} in {ring.bits} bits differ")
-            if tiny and not torch.equal(want.cpu(), reference.ring_matmul(x.cpu(), y.cpu())):
-                raise SystemExit("the ring product differs from the reference")
-            macs = m * k * n
-            found = {
-                "tmac_per_s": rate(macs, seconds(lambda x=x, y=y: triton_matmul.product(x, y))),
-                "tmac_per_s_planes": _planes(x, y, macs),
-                "float64_limbs_tmac_per_s": rate(macs, seconds(lambda x=x, y=y: by_float64(x, y))),
-                "int64_tmac_per_s": rate(macs, seconds(lambda x=x, y=y: by_int64(x, y))),
-            }
-            if GPU and m > 16:  # what torch._int_mm takes
-                a, b = x.to(torch.int8), y.to(torch.int8).t().contiguous().t()
-                peak = macs / (seconds(lambda a=a, b=b: torch._int_mm(a, b)) or 1.0) / 1e12
-                found["int8_peak_tmac_per_s"] = round(peak / (36 if ring.bits == 64 else 10), 3)
-            yield {"name": "ring-matmul", "ring": ring.bits, "shape": [m, k, n], **found}
-
-
-def _planes(x: Tensor, y: Tensor, macs: int) -> float | None:
-    """The same where both operands lie in planes already."""
-    left, right = triton_planes.take_apart(x[None]), triton_planes.take_apart(y.mT[None])
-    out = torch.empty((1, x.shape[0], y.shape[1]), dtype=x.dtype, device=x.device)
-    return rate(macs, seconds(lambda: triton_planes.product_of_planes(left, right, out, False)))
-
-
-def convolutions(tiny: bool) -> Iterator[dict[str, Any]]:
-    """3 x 3 layers of VGG-16 and the first layer of a ResNet."""
-    for ring in (RING64, RING32):
-        for images, kernels in (((1, 2, 4, 4), (3, 2, 3, 3)),) if tiny else CONVOLUTIONS:
-            x, w = draw(ring, *images), draw(ring, *kernels)
-            how = ((1, 1), (kernels[2] // 2,) * 2, (1, 1), 1)
-            made = triton_conv.product(x, w, *how)
-            macs = made.numel() * w[0].numel()
-            taken = seconds(lambda x=x, w=w, how=how: triton_conv.product(x, w, *how))
-            yield {
-                "name": "ring-conv2d",
-                "ring": ring.bits,
-                "shape": [images, kernels],
-                "tmac_per_s": rate(macs, taken),
-            }
-
-
-def streams(tiny: bool) -> Iterator[dict[str, Any]]:
-    """Kernels that move memory, in bytes of their result."""
-    count = 1 << (8 if tiny else 24)
-    x, words = draw(RING64, count), torch.empty(64, count // 64, dtype=torch.int64, device=DEVICE)
-    taken = seconds(lambda: triton_bits.transpose_bits(x, 64, words))
-    yield {"name": "transpose-bits", "elements": count, "tb_per_s": rate(8 * count, taken)}
-    key, nonce, out = draw(RING32, 8), draw(RING32, 3), torch.empty(2 * count, dtype=torch.int32, device=DEVICE)
-    taken = seconds(lambda: triton_prg.chacha20(key, nonce, 0, 2 * count, out))
-    yield {"name": "chacha20", "elements": count, "tb_per_s": rate(8 * count, taken)}
-
-
-def generation() -> dict[str, Any]:
-    """A private generation with all parties' shares on the GPU gives the plaintext tokens."""
-    torch.manual_seed(0)
-    config = OPTConfig(
-        hidden_size=64, ffn_dim=128, num_attention_heads=4, num_hidden_layers=2, vocab_size=128,
-        word_embed_proj_dim=64, max_position_embeddings=64,
-    )  # fmt: skip
-    model = OPTForCausalLM(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.normal_(0.0, 0.15)
-    ids = torch.tensor([[5, 6, 7, 8]])
-    wanted = model.generate(input_ids=ids, max_new_tokens=4, do_sample=False, pad_token_id=1)
-    with patch(model, PrivateConfig(device=DEVICE)) as private:
-        found = private.generate(input_ids=ids, max_new_tokens=4, do_sample=False, pad_token_id=1)
-    return {"name": "generate", "parties_on": DEVICE, "tokens_equal_plaintext": bool(torch.equal(found, wanted))}
-
-
-def models(tiny: bool) -> Iterator[dict[str, Any]]:
-    """GPT-2 small, and two layers of LLaMA-7B, random weights: a pass over a prompt, and tokens behind it.
-
-    All parties share the GPU, as threads of this process or as processes, or this machine's cores. The first tokens
-    record the steps as CUDA graphs: seconds a token are the median of the later ones. The last logits are compared with
-    plaintext.
-    """
-    widths = {"hidden_size": 64, "num_attention_heads": 4, "vocab_size": 96}
-    sizes = {"vocab_size": 1024}  # the published sizes, but for these
-    shapes: tuple[tuple[str, Any], ...] = (
-        ("gpt2", GPT2Config(n_embd=64, n_head=4, n_layer=1, vocab_size=96) if tiny else GPT2Config()),
-        *(
-            (
-                f"llama-7b-{layers}-layers",
-                LlamaConfig(**widths, num_hidden_layers=layers, intermediate_size=96)
-                if tiny
-                else LlamaConfig(**sizes, num_hidden_layers=layers),
-            )
-            for layers in ((1,) if tiny else (2,))
-        ),
-    )
-    prompt, recording, further = (5, 2, 2) if tiny else (128, 6, 9)
-    ways = ((DEVICE, "threads"),) if tiny else ((DEVICE, "threads"), (DEVICE, "processes"), ("cpu", "processes"))
-    for (name, config), (device, mode) in itertools.product(shapes, ways):
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config).eval()
-        ids = (torch.arange(prompt + recording + further) * 37 % config.vocab_size)[None]
-        settings = PrivateConfig.from_dict({"device": device, "party_mode": mode, "calibrate": False})
-        with torch.no_grad(), patch(model, settings) as private:
-            want = model(ids).logits[:, -1]
-            private(ids[:, :prompt])  # compiles and tunes kernels
-            began = time.perf_counter()
-            made = private(ids[:, :prompt], use_cache=True)
-            first, steps = time.perf_counter() - began, []
-            for at in range(prompt, prompt + recording + further):
-                began = time.perf_counter()
-                made = private(ids[:, at : at + 1], past_key_values=made.past_key_values, use_cache=True)
-                steps.append(time.perf_counter() - began)
-        yield {
-            "name": "model", "model": name, "shape": [1, prompt, recording + further], "parties_on": device,
-            "parties_as": mode, "seconds_prompt": round(first, 4) if GPU else None,
-            "seconds_per_token": round(statistics.median(steps[recording:]), 4) if GPU else None,
-            "seconds_least": round(min(steps), 4) if GPU else None,
-            "error_max": float((made.logits[:, -1] - want).abs().max()),
-        }  # fmt: skip
+def again(parts: Sequence[str], options: argparse.Namespace, ends: float) -> None:
+    """Become a new process that runs the parts that are left: this one's GPU may be unusable, and threads may hang."""
+    left = max(0.0, ends - time.monotonic())
+    words = [sys.executable, *sys.argv, "--begun", "--seconds", f"{left:.0f}", "--only", *(parts or ["none"])]
+    sys.stdout.flush()
+    os.execv(sys.executable, words)
 
 
 def main() -> None:
     """Print one JSON object per line."""
+    options = _parser().parse_args()
+    if options.compare and len(options.compare) == 2:
+        print("\n".join(compared(*map(read, options.compare))))
+        return
+    if not GPU and not options.tiny:
+        raise SystemExit("no GPU that PyTorch can use; --tiny runs the same code in Triton's interpreter")
+    ends = time.monotonic() + options.seconds
+    given = Given(options.tiny, ends, options.layers, options.at_rest, options.prg)
+    out = Output(options.out, options.begun)
+    if not options.begun:
+        out(_machine(options.commit))
+    chosen = [name for each in options.only or PARTS for name in (KERNELS if each == "kernels" else (each,))]
+    failed = options.begun
+    for number, name in enumerate(chosen):
+        if name == "none" or (name == "tests" and options.no_tests):
+            continue
+        make, least, most = PARTS[name]
+        if skip := given.skipped(least, name):
+            out(skip)
+            continue
+        rest = chosen[number + 1 :]
+
+        def late(name: str = name, rest: Sequence[str] = rest) -> None:
+            out({"name": "late", "part": name, "threads": stacks()})
+            again(rest, options, ends)
+
+        watch = threading.Timer(min(most, given.left() + 20), late)
+        watch.daemon = True
+        if GPU:
+            watch.start()
+        began = time.monotonic()
+        try:
+            for row in make(given):
+                failed |= row.get("tokens_equal_plaintext") is False or row.get("code", 0) != 0
+                out({**row, "part": name, "at_s": round(options.seconds - given.left(), 1)})
+        except Exception as error:  # noqa: BLE001 - the other parts follow
+            watch.cancel()
+            failed = True
+            out(
+                {
+                    "name": "failed",
+                    "part": name,
+                    "error": repr(error)[:500],
+                    "traceback": traceback.format_exc()[-3000:],
+                }
+            )
+            if GPU:
+                again(rest, options, ends)
+        watch.cancel()
+        models.let_go()
+        out({"name": "part", "part": name, "seconds_part": round(time.monotonic() - began, 1)})
+    if options.compare:
+        print("\n".join(compared(read(options.compare[0]), out.rows)))
+    raise SystemExit(int(failed))
+
+
+def _machine(named: str | None) -> Row:
+    machine = torch.cuda.get_device_name() if GPU else "no GPU: Triton's interpreter, nothing is timed"
+    versions = {"torch": torch.__version__, "triton": triton.__version__, "commit": named or commit()}
+    return {"name": "machine", "gpu": machine, "cores": os.cpu_count(), **versions}
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="smallest sizes; runs without a GPU")
-    parser.add_argument("--no-tests", action="store_true", help="do not run tests/kernels first")
-    parts = {"products": products, "convolutions": convolutions, "streams": streams, "models": models}
-    parser.add_argument("--only", nargs="+", choices=parts, help="some parts, without tests and generation")
-    given = parser.parse_args()
-    if not GPU and not given.tiny:
-        raise SystemExit("no GPU that PyTorch can use; --tiny runs the same code in Triton's interpreter")
-    machine = torch.cuda.get_device_name() if GPU else "no GPU: Triton's interpreter, nothing is timed"
-    versions = {"torch": torch.__version__, "triton": triton.__version__, "commit": commit()}
-    print(json.dumps({"name": "machine", "gpu": machine, **versions}))
-    if GPU and not given.no_tests and not given.only:
-        with tempfile.TemporaryDirectory() as cache:
-            command = [sys.executable, "-m", "pytest", "-q", "tests/kernels", "-o", f"cache_dir={cache}"]
-            done = subprocess.run(command, cwd=ROOT, check=False)
-        print(json.dumps({"name": "tests", "passed": done.returncode == 0}), flush=True)
-    if not given.only:
-        print(json.dumps(generation()), flush=True)
-    for name in given.only or parts:
-        for row in parts[name](given.tiny):
-            print(json.dumps(row), flush=True)
+    parser.add_argument("--seconds", type=float, default=300.0, help="what no longer fits is left out (300)")
+    parser.add_argument("--only", nargs="+", choices=[*PARTS, "kernels", "none"], help="some parts, in this order")
+    parser.add_argument("--no-tests", action="store_true", help="without the tests")
+    parser.add_argument("--prg", choices=("aes", "chacha20"), help="cipher of common streams (the library's default)")
+    parser.add_argument("--layers", type=int, default=12, help="of the part 'whole' (12; a layer takes 9.7 GB)")
+    parser.add_argument("--at-rest", choices=("auto", "resident", "seeds"), default="auto", help="of the part 'whole'")
+    parser.add_argument("--out", type=Path, help="also write the rows to this file")
+    parser.add_argument("--compare", type=Path, nargs="+", help="rows of before (and of now, to run nothing)")
+    parser.add_argument("--commit", help="what the rows say where git is not at hand")
+    parser.add_argument("--begun", action="store_true", help=argparse.SUPPRESS)
+    return parser
 
 
 if __name__ == "__main__":
