@@ -50,6 +50,7 @@ PARTS: dict[str, tuple[Callable[[Given], Iterator[Row]], float, float]] = {
     "convolutions": (lambda given: kernels.convolutions(given.tiny), 15, 60),
     "streams": (lambda given: kernels.streams(given.tiny), 5, 30),
     "tests": (tests, 30, 400),
+    "images": (models.images, 30, 120),
     "processes": (models.processes, 60, 200),
 }
 """By importance: what makes the rows, seconds below which it is not begun, and the most that it may take."""
@@ -159,8 +160,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--only", nargs="+", choices=[*PARTS, "kernels", "none"], help="some parts, in this order")
     parser.add_argument("--no-tests", action="store_true", help="without the tests")
     parser.add_argument("--prg", choices=("aes", "chacha20"), help="cipher of common streams (the library's default)")
-    parser.add_argument("--layers", type=int, default=12, help="of the part 'whole' (12; a layer takes 9.7 GB)")
-    parser.add_argument("--at-rest", choices=("auto", "resident", "seeds"), default="auto", help="of the part 'whole'")
+    parser.add_argument("--layers", type=int, help="of the part 'whole' (as many as fit)")
+    parser.add_argument(
+        "--at-rest", choices=("auto", "resident", "seeds"), default="resident", help="of the part 'whole'"
+    )
     parser.add_argument("--out", type=Path, help="also write the rows to this file")
     parser.add_argument("--compare", type=Path, nargs="+", help="rows of before (and of now, to run nothing)")
     parser.add_argument("--commit", help="what the rows say where git is not at hand")

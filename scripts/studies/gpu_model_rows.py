@@ -8,14 +8,16 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from accelerate import init_empty_weights
 from gpu_timing import GPU, Samples, copy_rates, gpu_work, small_calls, synchronize
+from private_llm_cli.bench.layers import vgg16
 from private_llm_cli.commands.models import demo_model
 from private_llm_hf import AutoPrivateModelForCausalLM, patch
 from torch import Tensor, nn
@@ -37,8 +39,8 @@ class Given:
 
     tiny: bool
     ends: float
-    layers: int = 12
-    at_rest: str = "auto"
+    layers: int | None = None
+    at_rest: str = "resident"
     prg: str | None = None
 
     def left(self) -> float:
@@ -223,15 +225,15 @@ def check(given: Given) -> Iterator[Row]:
 
 def token(given: Given) -> Iterator[Row]:
     """One layer of LLaMA-7B with 1,024 words: tokens after a prompt of 128."""
-    yield from _layer(given, lambda *given: token_rows(*given))
+    yield from _layer(given, token_rows)
 
 
 def prompt(given: Given) -> Iterator[Row]:
     """The same layer: prompts."""
-    yield from _layer(given, lambda *each: prompt_rows(*each, (5,) if given.tiny else (128, 512, 2048)))
+    yield from _layer(given, partial(prompt_rows, sizes=(5,) if given.tiny else (128, 512, 2048)))
 
 
-def _layer(given: Given, rows: Any) -> Iterator[Row]:  # noqa: ANN401
+def _layer(given: Given, rows: Callable[..., Iterator[Row]]) -> Iterator[Row]:
     about = {"model": "llama-7b-1-layer", "prg": given.prg or "default"}
     with opened(given, llama(given, 1)) as (private, model, seconds):
         yield {"name": "start", **about, "seconds": timed(seconds), **memory()}
@@ -253,7 +255,7 @@ def small(given: Given) -> Iterator[Row]:
 def whole(given: Given) -> Iterator[Row]:
     """LLaMA-7B with its 32,000 words and `layers` of its layers, beside one layer: what a layer takes, and the rest."""
     found: dict[tuple[str, int], float] = {}
-    counts = (1, 2) if given.tiny else (1, given.layers)
+    counts = (1, 2 if given.tiny else given.layers or _layers_that_fit(given.at_rest))
     size, need = 5 if given.tiny else 512, 30.0
     for layers in counts:
         about = {"model": f"llama-7b-{layers}-layers-32000-words", "weights_at_rest": given.at_rest}
@@ -262,7 +264,7 @@ def whole(given: Given) -> Iterator[Row]:
             return
         with opened(given, llama(given, layers, 32000), weights_at_rest=given.at_rest) as (private, model, seconds):
             yield {"name": "start", **about, "seconds": timed(seconds), **memory()}
-            need = 30 + 1.5 * seconds * (given.layers * _LAYER + _WORDS) / (_LAYER + _WORDS)
+            need = 30 + 1.5 * seconds * (counts[1] * _LAYER + _WORDS) / (_LAYER + _WORDS)
             for row in (
                 *token_rows(given, private, model, about, deep=layers == counts[1]),
                 *prompt_rows(given, private, model, about, (size,), deep=False),
@@ -280,6 +282,42 @@ def whole(given: Given) -> Iterator[Row]:
                 "name": f"whole-{name}", "layers": counts[1], "seconds_layer": timed(layer),
                 "seconds_head": timed(rest), "seconds_32_layers": timed(32 * layer + rest),
             }  # fmt: skip
+
+
+def _layers_that_fit(at_rest: str) -> int:
+    """Beside words and 12 GB for what is computed. A weight takes 48 bytes, or 16 where masks are seeds."""
+    room = torch.cuda.get_device_properties(0).total_memory - 12e9
+    return min(32, int((room / (16 if at_rest == "seeds" else 48) - _WORDS) / _LAYER))
+
+
+def images(given: Given) -> Iterator[Row]:
+    """VGG-16 of images of 32 x 32, 16 at once, in the 32-bit ring, on the GPU and on this machine's cores."""
+    work = vgg16((1 if given.tiny else 16, 3, 32, 32))
+    network = work.build()
+    for device in ("cpu",) if given.tiny else ("cuda", "cpu"):
+        about = {"model": "vgg16", "shape": [*work.shape], "ring": 32, "parties_on": device}
+        settings = {
+            "device": device,
+            "party_mode": "threads",
+            "ring": 32,
+            "frac_bits": 12,
+            "calibrate": False,
+            "timeout_s": 120.0,
+        }
+        with torch.no_grad(), patch(network, PrivateConfig.from_dict(settings)) as private:
+            found = []
+            for _ in range(1 if given.tiny else 4):
+                began = time.perf_counter()
+                logits, asked = work.call(private)
+                found.append(time.perf_counter() - began)
+            error = float((logits - network.double()(asked.double())).abs().max())
+            yield {
+                "name": "images", **about, "seconds_first": timed(found[0]),
+                "seconds": timed(statistics.median(found[-3:])), "error_max": error, **memory(),
+            }  # fmt: skip
+            if device == "cuda":
+                yield {"name": "images-work", **about, **gpu_work(lambda private=private: work.call(private), PARTIES)}
+        network.float()
 
 
 def processes(given: Given) -> Iterator[Row]:
