@@ -378,17 +378,17 @@ def trunc_close(
     return made
 
 
-def chacha20(key: Tensor, nonce: Tensor, counter: int, words: int) -> Tensor:
-    """`words` 32-bit words of the ChaCha20 key stream (RFC 8439) from block `counter` on, made on the key's device.
+def chacha20(key: Tensor, counter: Tensor, offset: int, out: Tensor) -> None:
+    """Overwrite out with the ChaCha20 key stream from block counter + offset on, all on one device.
 
-    key [8] and nonce [3] are int32 words, little-endian. `.view(torch.int64)` gives 64-bit ring elements. The
-    caller never uses a (key, nonce, block) twice. Raises DomainError beyond block 2^32 - 1.
+    key [8] int32; counter [1] int64, which a GPU reads when it computes; out [words] int32, whole blocks of 16 words.
+    A block has a number of 64 bits: the lower half is the counter of RFC 8439, the upper half its first word of nonce;
+    the others are 0. The caller never uses a (key, number) twice. Raises DomainError for other shapes.
     """
-    out = shapes.chacha20(key, nonce, counter, words)
-    if out.is_meta or not words:
-        return out
+    shapes.chacha20(key, counter, offset, out)
+    if out.is_meta or not out.numel():
+        return
     if key.is_cpu:
-        cpu_prg.chacha20(key.numpy(), nonce.numpy(), counter, out.numpy())
+        cpu_prg.chacha20(key.numpy(), int(counter) + offset, out.numpy())
     else:
-        _gpu("prg", "chacha20", key, nonce, counter, words, out, writes=1)
-    return out
+        _gpu("prg", "chacha20", key, counter, offset, out, writes=1)

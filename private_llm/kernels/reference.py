@@ -342,18 +342,19 @@ _CHACHA_QUARTERS = (
 )  # fmt: skip
 
 
-def chacha20(key: Tensor, nonce: Tensor, counter: int, words: int) -> Tensor:
-    """`words` 32-bit words of the ChaCha20 key stream (RFC 8439, 2.3 and 2.4) from block `counter` on, int32.
+def chacha20(key: Tensor, counter: Tensor, offset: int, out: Tensor) -> None:
+    """Overwrite out [words] int32, whole blocks, with the ChaCha20 key stream (RFC 8439, 2.3) from a block on.
 
-    key [8] and nonce [3] are int32 words, little-endian.
+    key [8] int32, counter [1] int64. The number of a block has 64 bits: the counter of the RFC is the lower half, its
+    first word of nonce the upper half; the other words of nonce are 0.
     """
     low = 0xFFFFFFFF
-    blocks = (words + 15) // 16
+    blocks = out.numel() // 16
+    numbers = counter + offset + torch.arange(blocks, device=key.device)
     start = torch.zeros(blocks, 16, dtype=torch.int64, device=key.device)
     start[:, :4] = torch.tensor(_CHACHA_CONSTANTS, device=key.device)
     start[:, 4:12] = key.to(torch.int64) & low
-    start[:, 12] = (counter + torch.arange(blocks, device=key.device)) & low
-    start[:, 13:] = nonce.to(torch.int64) & low
+    start[:, 12], start[:, 13] = numbers & low, numbers >> 32
     x = list(start.unbind(1))
     for _ in range(10):
         for a, b, c, d in _CHACHA_QUARTERS:
@@ -361,7 +362,7 @@ def chacha20(key: Tensor, nonce: Tensor, counter: int, words: int) -> Tensor:
                 x[left] = (x[left] + x[right]) & low
                 mixed = x[turned] ^ x[left]
                 x[turned] = ((mixed << places) | (mixed >> (32 - places))) & low
-    return ((torch.stack(x, 1) + start) & low).reshape(-1)[:words].to(torch.int32)
+    out.copy_(((torch.stack(x, 1) + start) & low).reshape(-1).to(torch.int32))
 
 
 def gather_rows(table: Tensor, index: Tensor) -> Tensor:

@@ -182,18 +182,16 @@ def trunc_close(
     return torch.empty_like(w), torch.empty_like(w)
 
 
-def chacha20(key: Tensor, nonce: Tensor, counter: int, words: int) -> Tensor:
-    """[words] of 32 bits. Raises DomainError for another key or nonce, and beyond block 2^32 - 1."""
-    if key.numel() != 8 or nonce.numel() != 3 or key.dtype != torch.int32 or nonce.dtype != torch.int32:
+def chacha20(key: Tensor, counter: Tensor, offset: int, out: Tensor) -> None:
+    """Raises DomainError for another key or counter, and for other results than whole blocks."""
+    for name, x, count, dtype in (("key", key, 8, torch.int32), ("counter", counter, 1, torch.int64)):
+        if x.numel() != count or x.dtype != dtype:
+            raise DomainError(f"chacha20: got a {name} of {x.numel()} {x.dtype}; want {count} {dtype}")
+    if out.dtype != torch.int32 or out.numel() % 16 or not out.is_contiguous():
         raise DomainError(
-            f"chacha20: got a key of {key.numel()} {key.dtype} and a nonce of {nonce.numel()} {nonce.dtype}; "
-            "want 8 and 3 int32 words"
+            f"chacha20: got room for {out.numel()} {out.dtype}, strides {out.stride()}; want contiguous int32 words in "
+            "whole blocks of 16"
         )
-    if not (counter >= 0 and counter + (words + 15) // 16 <= 1 << 32):
-        raise DomainError(
-            f"chacha20: got {words} words from block {counter}; want blocks 0 to 2^32 - 1 (use another nonce)"
-        )
-    return torch.empty(words, dtype=torch.int32, device=key.device)
 
 
 def gather_rows(table: Tensor, index: Tensor) -> Tensor:

@@ -14,17 +14,20 @@ from __future__ import annotations
 import hashlib
 import secrets
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from private_llm.errors import ConfigError, DomainError
 from private_llm.forks import Origin, forked, process
 from private_llm.kernels import ops
+from private_llm.kernels.backends.cpu.prg import KeyStream
 from private_llm.kernels.seeded_tensor import SeededTensor, StreamKey, StreamSlice, makes_fast
-from private_llm.kernels.trace_hook import this_thread
+from private_llm.kernels.trace_hook import this_thread, traced_by
 from private_llm.ring.ring import Ring
 
 _ZEROS = memoryview(bytes(1 << 20))
@@ -162,52 +165,41 @@ class Prg:
 
 
 class ChaCha(Prg):
-    """A ChaCha20 stream (RFC 8439, blocks from 0, nonce 0 and on), made on the device that asks. Not thread-safe."""
+    """A ChaCha20 stream (blocks numbered as `ops.chacha20` does), made on the device that asks. Not thread-safe.
 
-    __slots__ = ("_at", "_block", "_key", "_nonce")
+    A device that draws from it holds its key, and the number of a block from which on it counts, as long as it lives.
+    """
+
+    __slots__ = ("_block", "_devices", "_host", "_key")
     block = 64
 
     def __init__(self, key: bytes) -> None:
-        self._key, self._nonce, self._block = key, 0, 0
-        self._stream, self._forks = None, process.forks
-        self._at: tuple[int, int] | None = None
+        self._key, self._block, self._forks = key, 0, process.forks
+        self._host = KeyStream(key)
+        self._devices: dict[torch.device, _Placed] = {}
+        self._stream = None
 
-    def _take(self, size: int) -> list[tuple[int, int, int]]:
-        """Nonce, first block and bytes of the next `size` bytes, in pieces of one nonce each; all but the last whole
-        blocks. The same bytes, however many calls take them."""
-        pieces, blocks = [], (size + self.block - 1) // self.block
-        while blocks:
-            if self._block == 1 << 32:
-                self._nonce, self._block = self._nonce + 1, 0
-            some = min(blocks, (1 << 32) - self._block)
-            pieces.append((self._nonce, self._block, min(size, some * self.block)))
-            self._block, blocks, size = self._block + some, blocks - some, size - some * self.block
-        return pieces
+    def _take(self, size: int) -> int:
+        """The first block of the next `size` bytes. Raises ProtocolAbort in a fork of the process that made this."""
+        if self._forks != process.forks:
+            raise forked("this stream")
+        first, self._block = self._block, self._block - (-size // self.block)
+        return first
 
     def fill(self, out: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> None:
         """Overwrite `out` (uint8 [n], contiguous) with the next stream bytes; a call takes whole blocks of 64 bytes."""
-        if self._forks != process.forks:
-            raise forked("this stream")
-        at = 0
-        for nonce, block, size in self._take(out.size):
-            if self._at != (nonce, block):
-                counter = block.to_bytes(4, "little") + nonce.to_bytes(12, "little")
-                self._encrypt = Cipher(algorithms.ChaCha20(self._key, counter), None).encryptor()
-            for start in range(at, at + size, len(_ZEROS)):
-                piece = out[start : min(start + len(_ZEROS), at + size)]
-                self._encrypt.update_into(_ZEROS[: piece.size], piece.data)
-            self._encrypt.update(_ZEROS[: -size % self.block])
-            self._at = (nonce, block - -size // self.block)
-            at += size
+        self._host.write(self._take(out.size), out)
 
     def draw(self, count: int, dtype: torch.dtype, device: str | torch.device) -> Tensor:
         """`count` uniform integers of a dtype [count]."""
-        where = torch.device(device)
-        if where.type != "cuda":
+        where, hook = torch.device(device), this_thread.hook
+        if not makes_streams(where):
             return super().draw(count, dtype, where)
-        out = self.make(count, dtype, where)
-        if this_thread.hook is not None:
-            this_thread.hook.masks_drawn(self, out)
+        if hook is None:
+            return self.make(count, dtype, where)
+        with traced_by(None), _disable_current_modes():  # masks come from outside: how they are made is no step
+            out = self.make(count, dtype, where)
+        hook.masks_drawn(self, out)
         return out
 
     def make(self, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -215,11 +207,32 @@ class ChaCha(Prg):
 
         Raises ProtocolAbort in a fork of the process that made this stream.
         """
-        if self._forks != process.forks:
-            raise forked("this stream")
-        key = torch.frombuffer(bytearray(self._key), dtype=torch.int32).to(device)
-        made = [torch.empty(0, dtype=torch.int32, device=device)]
-        for nonce, block, size in self._take(count * dtype.itemsize):
-            number = torch.frombuffer(bytearray(nonce.to_bytes(12, "little")), dtype=torch.int32).to(device)
-            made.append(ops.chacha20(key, number, block, size // 4))
-        return (made[-1] if len(made) < 3 else torch.cat(made)).view(dtype)
+        words = torch.empty(-(-count * dtype.itemsize // self.block) * 16, dtype=torch.int32, device=device)
+        first, placed = self._take(4 * words.numel()), self._placed(device)
+        ops.chacha20(placed.key, placed.counter, first - placed.at, words)
+        return words.view(dtype)[:count]
+
+    def _placed(self, device: torch.device) -> _Placed:
+        found = self._devices.get(device)
+        if found is None:
+            key = torch.frombuffer(bytearray(self._key), dtype=torch.int32).to(device)
+            counter = torch.full((1,), self._block, dtype=torch.int64, device=device)
+            found = self._devices[device] = _Placed(key, counter, self._block)
+        return found
+
+
+@dataclass
+class _Placed:
+    """Key and counter of a ChaCha20 stream on one device, and what Python knows of the counter."""
+
+    key: Tensor
+    counter: Tensor
+    at: int
+
+    def __repr__(self) -> str:
+        return "_Placed(<secret>)"
+
+
+def makes_streams(device: torch.device) -> bool:
+    """Whether a device makes ChaCha20 streams by itself."""
+    return device.type == "cuda"

@@ -191,9 +191,16 @@ def gather_cases() -> Iterator[Case]:
 
 def stream_cases() -> Iterator[Case]:
     draw = Draw("stream")
-    key, nonce = draw.ring(RING32, 8), draw.ring(RING32, 3)
-    for counter, words in ((0, 1), (1, 16), (2**32 - 2, 32), (7, 4001)):
-        yield Case("chacha20", f"{counter}-{words}", (key, nonce, counter, words))
+    key = draw.ring(RING32, 8)
+    for counter, offset, words in (
+        (0, 0, 16),
+        (1, 2**33 + 5, 32),
+        (2**32 - 2, 0, 64),
+        (-5, 12, 4000),
+        (3 << 32, -1, 48),
+    ):
+        out = torch.zeros(words, dtype=torch.int32)
+        yield Case("chacha20", f"{counter}-{offset}-{words}", (key, torch.tensor([counter]), offset, out), changes=True)
 
 
 ALL = [

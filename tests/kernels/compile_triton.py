@@ -74,7 +74,19 @@ def main() -> None:
     real = pointers("*fp32", "q k v bias out lse") | {"allowed": "*u8", "scale": "fp32", "cap": "fp32"}
     sizes = {"D": 20, "E": 24, "BD": 32, "BE": 32, "BM": triton_attention.ROWS, "BN": triton_attention.KEYS}
     build(triton_attention.attention_kernel, real, sizes | {"MASKED": True, "CAPPED": True, "BIASED": True})
-    build(triton_prg.chacha20_kernel, pointers(TABLE, "key nonce out"), {"BB": triton_prg.BLOCKS})
+    streams()
+
+
+def streams() -> None:
+    """ChaCha20, whose lanes store 16 bytes at once and turn words by one instruction."""
+    kinds, fixed = pointers(TABLE, "key out") | {"counter": WORDS, "offset": "i64"}, {"BB": triton_prg.BLOCKS}
+    build(triton_prg.chacha20_kernel, kinds, fixed)
+    kinds |= {"blocks": "i32", "BB": "constexpr"}
+    aligned = {(triton_prg.chacha20_kernel.arg_names.index("out"),): [["tt.divisibility", 16]]}
+    made = triton.compile(ASTSource(triton_prg.chacha20_kernel, kinds, fixed, aligned), target=TARGET).asm["ptx"]
+    found = made.count("st.global.v4"), made.count("st."), made.count("shf.l.wrap"), made.count(".local")
+    if found != (4, 4, 32, 0):
+        raise SystemExit(f"chacha20: stores of 16 bytes, stores, turns and local memory are {found}; want 4, 4, 32, 0")
 
 
 if __name__ == "__main__":

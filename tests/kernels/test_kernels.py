@@ -256,12 +256,13 @@ def test_rows_of_other_shapes_are_refused() -> None:
             ops.gather_rows(table, wrong)
 
 
-def test_streams_beyond_the_block_counter_are_refused() -> None:
-    key, nonce = torch.zeros(8, dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
-    with pytest.raises(DomainError, match="another nonce"):
-        ops.chacha20(key, nonce, 2**32 - 1, 17)
-    with pytest.raises(DomainError, match="want 8 and 3"):
-        ops.chacha20(key[:4], nonce, 0, 1)
+def test_keys_counters_and_results_of_other_shapes_are_refused() -> None:
+    key, counter, out = torch.zeros(8, dtype=torch.int32), torch.zeros(1, dtype=torch.int64), torch.zeros(16)
+    for wrong in ((key[:4], counter, 0, out.int()), (key, counter.int(), 0, out.int()), (key, counter, 0, out)):
+        with pytest.raises(DomainError, match="want"):
+            ops.chacha20(*wrong)
+    with pytest.raises(DomainError, match="whole blocks"):
+        ops.chacha20(key, counter, 0, out[:15].int())
 
 
 @pytest.mark.parametrize("threads", [2, 3])

@@ -136,31 +136,30 @@ def test_truncation_is_off_by_at_most_one_unit(ring: Ring, f: int, width: int) -
     assert set(off.tolist()) <= {-1, 0, 1}
 
 
-def _words(raw: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(raw), dtype=torch.int32)
+def chacha20(key: bytes, number: int, blocks: int) -> bytes:
+    out = torch.zeros(16 * blocks, dtype=torch.int32)
+    reference.chacha20(torch.frombuffer(bytearray(key), dtype=torch.int32), torch.tensor([number - 7]), 7, out)
+    return out.numpy().tobytes()
 
 
-def test_chacha20_block_of_rfc_8439() -> None:
-    """RFC 8439, section 2.3.2: key 00 .. 1f, nonce 000000090000004a00000000, block 1."""
-    block = bytes.fromhex(
-        "10f1e7e4d13b5915500fdd1fa32071c4c7d1f4c733c068030422aa9ac3d46c4e"
-        "d2826446079faa0914c2d705d98b02a2b5129cd1de164eb9cbd083e8a2503c4e"
+def test_chacha20_blocks_of_rfc_8439() -> None:
+    """RFC 8439, appendix A.1, test vectors 3 and 4."""
+    made = chacha20(bytes(31) + b"\1", 1, 1)
+    assert made.hex() == (
+        "3aeb5224ecf849929b9d828db1ced4dd832025e8018b8160b82284f3c949aa5a"
+        "8eca00bbb4a73bdad192b5c42f73f2fd4e273644c8b36125a64addeb006c13a0"
     )
-    made = reference.chacha20(_words(bytes(range(32))), _words(bytes.fromhex("000000090000004a00000000")), 1, 16)
-    assert made.numpy().tobytes() == block
-
-
-def test_chacha20_encryption_of_rfc_8439() -> None:
-    """RFC 8439, section 2.4.2: the first 32 bytes of the text from block 1 on."""
-    stream = reference.chacha20(_words(bytes(range(32))), _words(bytes.fromhex("000000000000004a00000000")), 1, 8)
-    text = b"Ladies and Gentlemen of the class of '99"[:32]
-    cipher = bytes(a ^ b for a, b in zip(text, stream.numpy().tobytes(), strict=True))
-    assert cipher.hex() == "6e2e359a2568f98041ba0728dd0d6981e97e7aec1d4360c20a27afccfd9fae0b"
+    made = chacha20(b"\0\xff" + bytes(30), 2, 1)
+    assert made.hex() == (
+        "72d54dfbf12ec44b362692df94137f328fea8da73990265ec1bbbea1ae9af0ca"
+        "13b25aa26cb4a648cb9b9d1be65b2c0924a66c54d545ec1b7374f4872e99f096"
+    )
 
 
 def test_chacha20_is_that_of_another_implementation() -> None:
-    draw = Draw("other")
-    key, nonce = draw.ring(RINGS[1], 8), draw.ring(RINGS[1], 3)
-    start = (5).to_bytes(4, "little") + nonce.numpy().tobytes()
-    stream = Cipher(algorithms.ChaCha20(key.numpy().tobytes(), start), mode=None).encryptor().update(bytes(400))
-    assert reference.chacha20(key, nonce, 5, 100).numpy().tobytes() == stream
+    """Whose first word of nonce is the upper half of a block's number."""
+    key = bytes(range(7, 39))
+    for number, blocks in ((5, 9), ((3 << 32) + 1, 2), ((1 << 33) - 2, 2)):
+        start = algorithms.ChaCha20(key, number.to_bytes(16, "little"))
+        assert chacha20(key, number, blocks) == Cipher(start, mode=None).encryptor().update(bytes(64 * blocks))
+    assert chacha20(key, (1 << 32) - 1, 2) == chacha20(key, (1 << 32) - 1, 1) + chacha20(key, 1 << 32, 1)

@@ -1,4 +1,8 @@
-"""ChaCha20 key streams on GPUs (Triton): the block function of RFC 8439, one block of 64 bytes per lane."""
+"""ChaCha20 key streams on GPUs (Triton): the block function of RFC 8439, one block of 64 bytes per lane.
+
+A lane stores its block as four vectors of 16 bytes. The number of the first block lies in device memory, so that a
+captured launch makes other blocks in each replay once that number has moved on.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCKS = 128
-"""Blocks of 16 words per program."""
+BLOCKS, WARPS = 128, 4
+"""Blocks of 16 words per program, and its warps: a block a lane, in 31 registers, so that a multiprocessor is full."""
 
 
 @triton.jit
@@ -61,16 +65,29 @@ def block_words(key, n0, n1, n2, t):  # type: ignore[no-untyped-def]  # noqa: AN
 
 
 @triton.jit
-def chacha20_kernel(key, nonce, out, counter, words, BB: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
-    """Words of blocks counter + o_b; key [8], nonce [3] int32, out [words] int32."""
+def _put(out, place: tl.constexpr, inside, a, b, c, d):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+    """Words `place` to `place` + 3 of the blocks [BB] at out: a lane stores 16 bytes at once."""
+    b_words = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (a.shape[0], 4))  # the first join is the slower one
+    p_out = out + tl.arange(0, a.shape[0])[:, None] * 16 + place + tl.arange(0, 4)[None, :]
+    tl.store(p_out, b_words.to(tl.int32, bitcast=True), mask=inside[:, None])
+
+
+@triton.jit(do_not_specialize=["offset", "blocks"])
+def chacha20_kernel(key, counter, offset: tl.int64, out, blocks, BB: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+    """Blocks counter + offset and on; key [8] int32, counter [1] int64, out [blocks, 16] int32."""
+    i_first = tl.program_id(0).to(tl.int64) * BB
     # [BB]
-    o_b = tl.program_id(0).to(tl.int64) * BB + tl.arange(0, BB)
-    b_words = block_words(key, _word(nonce, 0), _word(nonce, 1), _word(nonce, 2), (o_b + counter).to(tl.uint32))
-    for place in tl.static_range(16):
-        o_out = o_b * 16 + place
-        tl.store(out + o_out, b_words[place].to(tl.int32, bitcast=True), mask=o_out < words)
+    o_b = i_first + tl.arange(0, BB)
+    b_number = tl.load(counter) + offset + o_b
+    x = block_words(key, (b_number >> 32).to(tl.uint32), 0, 0, b_number.to(tl.uint32))
+    out, inside = out + i_first * 16, o_b < blocks
+    _put(out, 0, inside, x[0], x[1], x[2], x[3])
+    _put(out, 4, inside, x[4], x[5], x[6], x[7])
+    _put(out, 8, inside, x[8], x[9], x[10], x[11])
+    _put(out, 12, inside, x[12], x[13], x[14], x[15])
 
 
-def chacha20(key: Tensor, nonce: Tensor, counter: int, words: int, out: Tensor) -> None:
-    """Overwrite out [words] with the key stream from block `counter` on; see `reference.chacha20`."""
-    chacha20_kernel[(triton.cdiv(words, 16 * BLOCKS),)](key, nonce, out, counter, words, BB=BLOCKS)
+def chacha20(key: Tensor, counter: Tensor, offset: int, out: Tensor) -> None:
+    """Overwrite out, whole blocks; see `reference.chacha20`."""
+    blocks = out.numel() // 16
+    chacha20_kernel[(triton.cdiv(blocks, BLOCKS),)](key, counter, offset, out, blocks, BB=BLOCKS, num_warps=WARPS)
