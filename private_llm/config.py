@@ -27,6 +27,9 @@ VERSION = "0.1.0"
 MAX_PARALLEL_SESSIONS = 64
 """Parallel sessions that a session may have."""
 
+PROMPT_CHUNKS = (512, 128)
+"""Tokens of a row in a chunk of a long prompt: usually, and where the arrays of that many would be too large."""
+
 _AGREED = (
     "protocol", "ring", "frac_bits", "weights", "reveal", "adder", "bandwidth_mbit", "latency_ms", "relu_bits",
     "relu_low", "truncation", "matmul", "prg", "parallel_sessions", "rotate_roles", "plan", "split", "guard", "plugins",
@@ -135,6 +138,10 @@ class PrivateConfig:
     SlidingWindow(recent=256, first=4) (the first tokens and the most recent ones), MPCacheConfig(gamma=0.5) (those of
     most attention, chosen in secret), or one of its rivals (docs/kv-cache.md). What is evicted costs later steps
     nothing, and they do not see it.
+    prompt_chunk: read longer prompts of decoders so many tokens at a time, with the same result: memory then grows with
+    the prompt, not with its square, and each chunk takes the rounds of a prompt. "auto": 512, or 128 for many heads,
+    rows or tokens; in one piece where chunks would change the result (policies that evict, sparsity, a sharding plan,
+    rotary frequencies that depend on the length), where a number is a ConfigError. None: always in one piece.
     sparsity: leave out neurons and heads that predictors mark as inactive (`CometConfig`, docs/sparsity.md).
     parallel_sessions: sessions side by side that share the rows of a batch, so that one computes while another sends or
     waits (rows beyond the batch idle). rotate_roles: in each of them another party plays each role, so that all parties
@@ -193,6 +200,7 @@ class PrivateConfig:
     approximations: Literal["ours", "mpcformer", "secformer", "puma"] = "ours"
     matmul: Literal["masked", "remask"] = "masked"
     kv_cache: CachePolicy = KEEP_ALL
+    prompt_chunk: int | Literal["auto"] | None = "auto"
     sparsity: CometConfig | None = None
     prg: Literal["aes", "chacha20"] = "aes"
     parallel_sessions: int = 1
@@ -242,6 +250,8 @@ class PrivateConfig:
             raise ConfigError(
                 f"relu_bits: got {self.relu_bits}; want more than frac_bits ({self.frac_bits}), at most {self.ring}"
             )
+        if isinstance(self.prompt_chunk, int) and self.prompt_chunk < 1:
+            raise ConfigError(f"prompt_chunk: got {self.prompt_chunk}; want 1 or more tokens, 'auto' or None")
         if not 0 <= self.relu_low < self.frac_bits:
             raise ConfigError(f"relu_low: got {self.relu_low}; want 0 or more, below frac_bits ({self.frac_bits})")
         if not 1 <= self.parallel_sessions <= MAX_PARALLEL_SESSIONS:

@@ -22,6 +22,7 @@ from private_llm.token_sharding import ShardingPlan
 from private_llm_hf.handlers import handler_of
 from private_llm_hf.models.cache_policies import check_cache_policy
 from private_llm_hf.models.norms import FoldedNorm
+from private_llm_hf.models.prompt_chunks import check_prompt_chunk
 from private_llm_hf.token_sharding.attention_calls import run_without_values
 from private_llm_hf.token_sharding.cut import Cut
 
@@ -78,9 +79,10 @@ def make_patch_plan(model: PreTrainedModel, config: PrivateConfig) -> PatchPlan:
     """The plan of a module tree (on any device).
 
     Raises PatchMismatch for an architecture that is not run, ConfigError for a cache policy that the model's attention
-    cannot follow.
+    cannot follow, and for chunks of prompts that would change results.
     """
     check_cache_policy(model, config)
+    check_prompt_chunk(type(model), model.config, config)
     nodes = _at_nodes(model, config)
     rows: list[PatchRow] = []
     listed: set[int] = set()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,10 +17,12 @@ from private_llm.errors import ConfigError, DomainError, UnsupportedOp
 from private_llm.kv_policies.fixed import NoCache
 from private_llm.tensor.range_check import require
 from private_llm_hf.client import inputs as check
+from private_llm_hf.client.chunks import chunks, joined
 from private_llm_hf.client.losses import Labels
 from private_llm_hf.client.remote_state import PrivateCache, PrivateEncoderOutput, check_cache
 from private_llm_hf.client.session_client import Secret, SessionClient
 from private_llm_hf.models.architectures import architecture, reads_first_token
+from private_llm_hf.models.prompt_chunks import chunk_of
 from private_llm_hf.models.readable import shifts_prompts
 from private_llm_hf.transformers_versions import CACHE
 from private_llm_hf.wire.answers import GUARD
@@ -245,16 +248,7 @@ class ForwardCall:
             None if encoded is None else _reference(encoded), None, OPENED,
         )  # fmt: skip
         spend_positions(self.parties, asked.rows * length)
-        kind, opened = self.parties.forward(asked, self.secrets)
-        if cache is not None:
-            cache.rows = asked.rows
-            cache.extend(length)
-        try:
-            require(opened.pop(GUARD, torch.zeros(1)), architecture(self.config).kind == "vision")
-        except DomainError:
-            if cache is not None:
-                cache.withheld = True
-            raise
+        kind, opened = self._run_chunks(asked, cache, length)
         values: dict[str, Any] = {name: value.to(torch.float32) for name, value in opened.items()}
         if "token" in values:
             values["logits"] = _as_logits(values.pop("token"), self.config.get_text_config().vocab_size)
@@ -267,6 +261,35 @@ class ForwardCall:
         made = _output_class(kind, self.model)
         fields = {field.name for field in dataclasses.fields(made)}  # heads that do not generate hand no cache back
         return made(**{name: value for name, value in values.items() if name in fields})
+
+    def _run_chunks(self, asked: Call, cache: PrivateCache | None, length: int) -> tuple[str, dict[str, Tensor]]:
+        """The output class and what is opened of a call, or of several that read a long prompt in chunks."""
+        original, rows = self.model.original_class, asked.rows
+        past = 0 if cache is None else cache.position
+        size = chunk_of(original, self.config, self.parties.config, rows, length, past + length)
+        by_token = not original.__name__.endswith("ForSequenceClassification")
+        steps: Iterable[tuple[Call, list[Secret], int]] = [(asked, self.secrets, length)]
+        if length > size:
+            cache = PrivateCache(self.parties, rows) if cache is None else cache
+            asked = dataclasses.replace(asked, cache=cache.handle, public={**asked.public, "use_cache": True})
+            steps = chunks(asked, self.secrets, past, size, by_token)
+        opened, read = list[dict[str, Tensor]](), 0
+        for call, secrets, new in steps:
+            kind, made = self.parties.forward(call, secrets)
+            if cache is not None:
+                cache.rows = rows
+                cache.extend(new)
+            try:
+                require(made.pop(GUARD, torch.zeros(1)), architecture(self.config).kind == "vision")
+            except DomainError:
+                if cache is not None:
+                    cache.withheld = True
+                raise
+            opened.append(made)
+            read += new
+            if length > size and self.model.on_chunk is not None:
+                self.model.on_chunk(read, length)
+        return kind, opened[0] if len(opened) == 1 else joined(opened, by_token)
 
 
 def _is_empty(value: object) -> bool:

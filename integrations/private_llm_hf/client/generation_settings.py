@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
-from transformers import GenerationConfig, GenerationMixin
+from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList
 
 from private_llm.errors import ConfigError, DomainError, PrivateLLMError
 from private_llm_hf.client.inputs import check_values
@@ -130,6 +130,21 @@ def check_beside_drafts(given: Mapping[str, Any], speculation: object) -> None:
     if found:
         raise ConfigError(
             f"{found[0]}: got it beside speculation; it {_BESIDE_DRAFTS[found[0]]}, so leave one of the two out"
+        )
+
+
+def check_token_alone(generation: GenerationConfig, processors: LogitsProcessorList) -> None:
+    """Raise ConfigError under reveal="token", which opens only the arg max, for what looks at other logits."""
+    refused = [type(processor).__name__ for processor in processors]
+    if generation.do_sample:
+        refused.append("do_sample")
+    if (generation.num_beams or 1) > 1:
+        refused.append("num_beams")
+    refused += [name for name in ("output_scores", "output_logits") if getattr(generation, name)]
+    if refused:
+        raise ConfigError(
+            f"reveal='token' opens only the most likely token, which {', '.join(refused)} cannot work with; "
+            "use greedy decoding, or PrivateConfig(reveal='logits')"
         )
 
 

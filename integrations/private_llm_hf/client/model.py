@@ -34,6 +34,7 @@ from private_llm_hf.client.generation_settings import (
     check_beside_drafts,
     check_inputs,
     check_settings,
+    check_token_alone,
     given_to_generate,
 )
 from private_llm_hf.client.inputs import check_generated
@@ -87,6 +88,8 @@ class PrivateModel:
         self.accepts = frozenset(inspect.signature(self.original_class.forward).parameters)
         self.asked = 0
         """Calls of the model so far."""
+        self.on_chunk: Callable[[int, int], None] | None = None
+        """Told after each chunk of a long prompt how many of its tokens were read, and how many there are."""
         self._outputs: dict[tuple[int, ...], tuple[int, ...]] = {}
         if generation_config is not None:
             self.generation_config = generation_config
@@ -275,7 +278,7 @@ class PrivateModel:
         original = super()._get_logits_processor  # type: ignore[misc]
         processors: LogitsProcessorList = original(generation_config, *args, **kwargs)
         if self.parties.config.reveal == "token":
-            _refuse_beyond_token(generation_config, processors)
+            check_token_alone(generation_config, processors)
         return processors
 
     # -- what a model without weights here cannot do --------------------------------------------------------------
@@ -364,21 +367,6 @@ class _Encoder(nn.Module):
     ) -> ModelOutput:
         """Encode at the parties; returns a handle."""
         return self._run(input_ids=input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds)
-
-
-def _refuse_beyond_token(generation: GenerationConfig, processors: LogitsProcessorList) -> None:
-    """reveal="token" opens only the arg max, so whatever looks at other logits would silently be wrong."""
-    refused = [type(processor).__name__ for processor in processors]
-    if generation.do_sample:
-        refused.append("do_sample")
-    if (generation.num_beams or 1) > 1:
-        refused.append("num_beams")
-    refused += [name for name in ("output_scores", "output_logits") if getattr(generation, name)]
-    if refused:
-        raise ConfigError(
-            f"reveal='token' opens only the most likely token, which {', '.join(refused)} cannot work with; "
-            "use greedy decoding, or PrivateConfig(reveal='logits')"
-        )
 
 
 def _with_drafts(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -127,7 +127,7 @@ class DryRun(SessionClient):
                     "nothing is evicted"
                 )
             self._held[call.cache] = held, position
-        if call.encode_to is not None:
+        if call.encode_to is not None or call.more:
             return self._kind, {}
         if not self._generating:
             raise _Noted

@@ -17,6 +17,7 @@ from private_llm.kv_policies.fixed import KEEP_ALL
 from private_llm_hf.models.architectures import architecture, batch_first
 from private_llm_hf.models.cache_policies import BOUNDED, layer_kinds
 from private_llm_hf.models.miniature import miniature
+from private_llm_hf.models.prompt_chunks import depends_on_longest
 from private_llm_hf.transformers_versions import CACHE
 from private_llm_hf.wire.commands import CacheEdit, Call, CopyCache, CropCache, ResetCache, Tokens
 
@@ -122,22 +123,13 @@ def tolerates_left_padding(model_class: type[PreTrainedModel], config: Pretraine
         return False
     if not {*layer_kinds(config)} <= {"full_attention", BOUNDED[0]}:  # chunks are of columns
         return False
-    if getattr(config, "alibi", False) or _depends_on_longest(config.to_dict()):
+    if getattr(config, "alibi", False) or depends_on_longest(config.to_dict()):
         return False
     try:
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             return _agrees(miniature(model_class, config))
     except Exception:  # noqa: BLE001 - a foreign class may raise anything for arguments that it does not take
         return False
-
-
-def _depends_on_longest(settings: object) -> bool:
-    """Whether rotary frequencies change for all rows as soon as one is long."""
-    if not isinstance(settings, dict):
-        return False
-    if settings.get("rope_type", settings.get("type")) in ("dynamic", "longrope"):
-        return True
-    return any(_depends_on_longest(value) for value in settings.values())
 
 
 def _agrees(model: PreTrainedModel) -> bool:

@@ -98,7 +98,7 @@ class Call(Message):
     """Run the model once.
 
     cache: the one to continue or fill. encoded: what a decoder reads. encode_to: run the encoder alone and keep its
-    output under this number. outputs: what to open.
+    output under this number. outputs: what to open. more: further chunks of the same prompt follow.
     """
 
     public: dict[str, Fact]
@@ -107,6 +107,7 @@ class Call(Message):
     encoded: Encoded | None
     encode_to: Handle | None
     outputs: tuple[str, ...]
+    more: bool = False
 
     @property
     def rows(self) -> int:
