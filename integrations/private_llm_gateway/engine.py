@@ -54,6 +54,7 @@ class _Generation:
     def __init__(self, served: Served, model: Any, gone: Callable[[], bool], total: UsageTotal, rows: int) -> None:  # noqa: ANN401
         self.served, self.model, self.gone, self.total, self.rows = served, model, gone, total, rows
         self.renewals = 0
+        model.on_chunk = self._look
         self.meter: UsageMeter = self.trying(lambda: UsageMeter(model, total))
 
     def trying(self, work: Callable[[], Any]) -> Any:  # noqa: ANN401
@@ -70,6 +71,11 @@ class _Generation:
                 self.served.pool.renew(self.model)
                 if hasattr(self, "meter"):
                     self.meter.renewed()
+
+    def _look(self, *_: int) -> None:
+        """After each chunk of a long prompt. Raises Abandoned: nobody waits for the rest."""
+        if self.gone():
+            raise Abandoned
 
     def count_last(self) -> None:
         """Add what was sent before the work ended, unless the session is over as well."""

@@ -28,7 +28,7 @@ class PoolBusy(Exception):
 
 
 class Abandoned(Exception):
-    """The client went away before there was a session."""
+    """The client went away before there was a session, or while its prompt was read."""
 
 
 def _tried(join: Callable[[], Any]) -> Any:  # noqa: ANN401

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
+from private_llm_gateway import engine
+from private_llm_gateway.completion import Completion, SamplingParams
+from private_llm_gateway.pool import Abandoned
 from private_llm_gateway.served import Served
+from private_llm_gateway.usage import UsageTotal
 
 from private_llm.config import PrivateConfig
+from tests.gateway.small_gateway import PLAIN, greedy, prompt_ids, small
 
 
 @pytest.mark.parametrize(
@@ -23,3 +29,19 @@ def test_parties_at_loopback_addresses_are_one_machine(hosts: tuple[str, ...], o
     config = PrivateConfig(party_mode="remote", hosts=hosts, allow_plain_loopback=True)
     asked = SimpleNamespace(config=config)
     assert Served.one_machine.fget(asked) is one  # type: ignore[attr-defined]
+
+
+def test_a_long_prompt_is_read_no_further_when_its_client_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    served = small(dataclasses.replace(PLAIN, prompt_chunk=2))
+    prompt, calls = prompt_ids()[0].tolist(), list[object]()
+    with served.pool.session(1.0) as model:
+        forward = model.parties.forward
+    monkeypatch.setattr(model.parties, "forward", lambda *given: (calls.append(given), forward(*given))[1])
+    groups = [[Completion(0, prompt, SamplingParams(2, temperature=0), served.texts, ())]]
+    limits = engine.GenerationLimits(1.0, 1)
+    with pytest.raises(Abandoned):
+        engine.write(served, groups, lambda *_: None, lambda: len(calls) == 2, limits, UsageTotal())
+    assert len(calls) == 2 < -(-len(prompt) // 2)
+    engine.write(served, groups, lambda *_: None, lambda: False, limits, UsageTotal())
+    assert groups[0][0].tokens == greedy(2)
+    served.pool.close()

@@ -165,6 +165,8 @@ def run(
             step("private prompt", 0)
             if text is not None and not quiet:
                 shown.close()  # the text takes the place of the bar
+            else:
+                model.on_chunk = lambda read, length: step(f"private prompt, {read} of {length} tokens", 0)
             clock = text or TokenClock(step)
             clock.started = time.perf_counter()
             ids = model.generate(**inputs, max_new_tokens=new_tokens, streamer=clock, **sampling)[0]

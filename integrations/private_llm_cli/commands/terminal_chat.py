@@ -210,15 +210,16 @@ class TerminalChat:
         if NOTES.is_terminal:
             self._status = NOTES.status("computing on shares")
             self._status.start()
+        self._talk.model.on_chunk = lambda read, length: self._tell(f"reading, {read} of {length} tokens")
         try:
-            with compile_shown(self._compiling):
+            with compile_shown(self._tell):
                 yield
         finally:
             if self._status is not None:
                 self._status.stop()
             self._status = None
 
-    def _compiling(self, what: str) -> None:
+    def _tell(self, what: str) -> None:
         if self._status is not None:
             self._status.update(what)
 
