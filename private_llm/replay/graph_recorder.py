@@ -21,7 +21,8 @@ from private_llm.errors import UnsupportedOp
 from private_llm.kernels.seeded_tensor import SeededTensor
 from private_llm.kernels.trace_hook import traced_by
 from private_llm.net.transport import Transport
-from private_llm.replay.graphs import GraphNode, GraphProgram, Masks, Pool, Slot, Stop, slots_of
+from private_llm.replay.capture import Pool
+from private_llm.replay.graphs import GraphNode, GraphProgram, Masks, Slot, Stop, slots_of
 from private_llm.replay.loops import MOVES
 from private_llm.replay.program import BreakEvent, Receive, Send
 from private_llm.replay.recording import UNFORESEEN, Held, StepRecorder, all_written_by, tensors_of

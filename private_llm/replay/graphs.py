@@ -2,16 +2,14 @@
 
 Operations and kernels are repeated as they were called, on the same memory. Programs of which none runs within another
 share a pool: what one leaves there another may overwrite, but for what it sends, gives to Python or returns. Masks are
-drawn at the beginning and after each graph break, in main memory, from the same streams as the operations would draw
-them, and copied; messages go as `net/transport.py` says.
+drawn at the beginning and after each graph break (`masks`), from the same streams as the operations would draw them;
+messages go as `net/transport.py` says.
 """
 
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,28 +18,15 @@ from torch import Tensor
 
 from private_llm.errors import DomainError, UnsupportedOp
 from private_llm.kernels.devices import ALONE
+from private_llm.replay.capture import Pool, captured
+from private_llm.replay.masks import MaskDraw
 from private_llm.replay.program import Arena, BreakEvent, Inner, ProgramTransport, Receive, Send
 
-_FAILED = threading.Event()
-"""A capture failed in this process: PyTorch's allocator may believe that it still goes on, so there is no other one."""
 MOST_BYTES = 1 << 30
 """Largest memory of what comes in of a program: attention takes keys and values of all tokens."""
 MOST_HELD = 2 << 30
 """The same of all programs of a session: those that run within others, of which each length of a cache has its own, are
 counted apart from these, of which each layer has its own."""
-
-
-class Pool:
-    """The memory that graphs of several programs share."""
-
-    def __init__(self) -> None:
-        self._handle: Any = None
-
-    def handle(self) -> Any:  # noqa: ANN401 - PyTorch's
-        """As a capture takes it."""
-        if self._handle is None:
-            self._handle = torch.cuda.graph_pool_handle()
-        return self._handle
 
 
 @dataclass(frozen=True)
@@ -105,7 +90,11 @@ class GraphProgram:
             raise UnsupportedOp(f"a graph that takes in more than {MOST_BYTES >> 20} MiB")
         self._inputs, self._outputs, self._device = list(inputs), list(outputs), device
         self._fixed = dict(fixed)
-        self._masks = [_MaskBuffer(each, self._fixed, device) for each in masks]
+        self._masks: dict[int, MaskDraw] = {}
+        for each in masks:
+            draw = self._masks.setdefault(each.after_break, MaskDraw(device, pool))
+            rooms = draw.add(each.stream, each.block, [fixed[slot] for slot in each.slots])
+            self._fixed.update(zip(each.slots, rooms, strict=True))
         self._segments = list(_segments(events))
         self._last = _last_uses(self._segments, outputs)
         self._graphs: list[torch.cuda.CUDAGraph | None] | None = None
@@ -163,10 +152,8 @@ class GraphProgram:
         return [(found[x] if isinstance(x, Slot) else x).clone() for x in self._outputs]
 
     def _draw(self, transport: ProgramTransport, after_break: int) -> None:
-        for masks in self._masks:
-            if masks.after_break == after_break:
-                transport.fill(masks.stream, masks.octets)
-                masks.there.copy_(masks.here)
+        if after_break in self._masks:
+            self._masks[after_break].draw(transport)
 
     def _nodes(self, segment: _Segment, number: int, found: dict[Slot, Tensor]) -> None:
         """Run the nodes of a segment, and let go of what no later one needs."""
@@ -184,8 +171,6 @@ class GraphProgram:
 
     def _capture(self, pool: Pool) -> None:
         """A graph of each segment that computes. Raises UnsupportedOp where an earlier capture failed."""
-        if _FAILED.is_set():
-            raise UnsupportedOp("no graphs: a capture failed in this process")
         self._graphs, found = [], dict(self._fixed)
         stream = torch.cuda.Stream(self._device)
         stream.wait_stream(torch.cuda.current_stream())
@@ -193,38 +178,12 @@ class GraphProgram:
             for number, segment in enumerate(self._segments):
                 graph = None
                 if segment.computes:
-                    graph = torch.cuda.CUDAGraph()
-                    graph.capture_begin(pool=pool.handle(), capture_error_mode="thread_local")
-                    try:
-                        self._nodes(segment, number, found)
-                    except Exception:
-                        _FAILED.set()
-                        with suppress(RuntimeError):  # which would hide why
-                            graph.capture_end()
-                        raise
-                    graph.capture_end()
+                    graph = captured(pool, functools.partial(self._nodes, segment, number, found))
                 else:
                     self._nodes(segment, number, found)
                 self._graphs.append(graph)
         torch.cuda.current_stream().wait_stream(stream)
         self._kept = found
-
-
-class _MaskBuffer:
-    """Masks in main memory, and where they are copied to: slots are views of that."""
-
-    def __init__(self, masks: Masks, fixed: dict[Slot, Tensor], device: torch.device) -> None:
-        self.stream, self.after_break = masks.stream, masks.after_break
-        sizes = [fixed[slot].numel() * fixed[slot].element_size() for slot in masks.slots]
-        total = sum(-(-size // masks.block) * masks.block for size in sizes)
-        self.here = torch.empty(total, dtype=torch.uint8, pin_memory=device.type == "cuda")
-        self.octets = self.here.numpy()
-        self.there = torch.zeros(total, dtype=torch.uint8, device=device)
-        at = 0
-        for slot, size in zip(masks.slots, sizes, strict=True):
-            x = fixed[slot]
-            fixed[slot] = self.there[at : at + size].view(x.dtype).view(x.shape)
-            at += -(-size // masks.block) * masks.block
 
 
 def _segments(events: Sequence[Event]) -> Sequence[_Segment]:

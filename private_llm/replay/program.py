@@ -23,6 +23,7 @@ from private_llm.kernels.backends.cpu import steps
 from private_llm.kernels.compiling import CompiledStep
 from private_llm.net.direct import MOST, Direct
 from private_llm.net.wire import tag_bytes
+from private_llm.ring.prg import Prg
 
 Place = TypeVar("Place")
 """How a program names a tensor that changes from run to run."""
@@ -163,6 +164,9 @@ class ProgramTransport(Protocol):
 
     def fill(self, stream: int, out: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> None:
         """The next bytes of a stream."""
+
+    def stream(self, number: int) -> Prg | None:
+        """The stream itself, which a device may go on with; None where masks are what another run drew."""
 
     def send(self, to: int, tag: str, payload: Tensor) -> None:
         """As `Transport.send`, without the ledger."""

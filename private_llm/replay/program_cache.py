@@ -25,10 +25,10 @@ from private_llm.protocols.session import PendingRangeCheck, Session
 from private_llm.protocols.share import Share
 from private_llm.ranges import QUANTITIES
 from private_llm.replay import graphs
+from private_llm.replay.capture import Pool
 from private_llm.replay.cpu_recorder import CpuRecorder
 from private_llm.replay.graph_break import GraphBreak
 from private_llm.replay.graph_recorder import GraphRecorder
-from private_llm.replay.graphs import Pool
 from private_llm.replay.program import Arena, Inner
 from private_llm.replay.regions import (
     NO_WEIGHTS,

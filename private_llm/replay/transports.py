@@ -170,6 +170,9 @@ class ReplayTransport:
         if self.equal:
             out[:], self._drawn[stream] = drawn[: out.size], drawn[out.size :]
 
+    def stream(self, number: int) -> None:
+        """None: masks are those of the other run."""
+
     def direct(self) -> Direct:
         """None: every message is compared."""
         return Direct(lambda _: ())
@@ -211,3 +214,7 @@ class LiveTransport:
     def fill(self, stream: int, out: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> None:
         """The next bytes of a stream."""
         self._streams[stream].fill(out)
+
+    def stream(self, number: int) -> Prg:
+        """The party's."""
+        return self._streams[number]

@@ -212,6 +212,25 @@ class ChaCha(Prg):
         ops.chacha20(placed.key, placed.counter, first - placed.at, words)
         return words.view(dtype)[:count]
 
+    def advance(self, size: int, device: torch.device) -> None:
+        """Count the next `size` bytes, which `write_next` or a graph of it then makes on a device.
+
+        Raises ProtocolAbort in a fork of the process that made this stream.
+        """
+        placed, first = self._placed(device), self._take(size)
+        if placed.at != first:
+            placed.counter.fill_(first)
+        placed.at = self._block
+
+    def write_next(self, out: Tensor) -> None:
+        """Overwrite out (int32, whole blocks) with the blocks from its device's counter on, which moves on.
+
+        Two launches, which may be captured. Python's count stays as it is: see `advance`.
+        """
+        placed = self._placed(out.device)
+        ops.chacha20(placed.key, placed.counter, 0, out)
+        placed.counter.add_(out.numel() // 16)
+
     def _placed(self, device: torch.device) -> _Placed:
         found = self._devices.get(device)
         if found is None:
@@ -221,16 +240,13 @@ class ChaCha(Prg):
         return found
 
 
-@dataclass
+@dataclass(repr=False)
 class _Placed:
     """Key and counter of a ChaCha20 stream on one device, and what Python knows of the counter."""
 
     key: Tensor
     counter: Tensor
     at: int
-
-    def __repr__(self) -> str:
-        return "_Placed(<secret>)"
 
 
 def makes_streams(device: torch.device) -> bool:

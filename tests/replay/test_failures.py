@@ -59,7 +59,8 @@ STEP_ITSELF = frozenset({
 BEGUN = frozenset({
     # of a program that is repeated: masks are drawn and messages are on their way
     "ProgramCache._repeat.<locals>.repeat", "ProgramCache._inner", "Program._run", "Program._run_to_stop",
-    "LiveTransport.fill", "GraphProgram._run", "GraphProgram._draw", "GraphProgram._nodes", "_filled",
+    "LiveTransport.fill", "LiveTransport.stream", "MaskDraw.draw", "MaskDraw.launch", "MaskDraw._copy",
+    "GraphProgram._run", "GraphProgram._draw", "GraphProgram._nodes", "_filled",
     "_doing.<locals>.<lambda>", "_doing.<locals>.call", "_doing.<locals>.receive", "BreakRecord.module",
 })  # fmt: skip
 

@@ -23,6 +23,8 @@ from private_llm.protocols.share import Share
 from private_llm.replay import graph_recorder, graphs, modules, program_cache
 from private_llm.replay.program_cache import ProgramCache, programs_of
 from private_llm.replay.transports import LiveTransport
+from private_llm.ring import prg
+from private_llm.ring.prg import ChaCha, Prg
 from private_llm.tensor import range_check
 from private_llm.tensor.fixed import Fixed
 from tests.kernels.cases import ALL
@@ -120,13 +122,32 @@ def test_a_program_moves_what_it_receives_itself() -> None:
     assert torch.equal(live.receive(0, "x", (3,), torch.int64), torch.arange(3))
 
 
-def test_streams_that_a_gpu_makes_itself_give_the_same_masks() -> None:
-    """A graph takes them from main memory."""
-    made, held, _ = run(PrivateConfig(prg="chacha20"), F.gelu, some(2, (3, 65)))
-    assert all(
-        torch.allclose(got, F.gelu(x).double(), atol=2e-3) for got, x in zip(made, some(2, (3, 65)), strict=True)
-    )
-    assert held[1].counts["repeated"] == CALLS - 3
+def test_masks_that_a_gpu_makes_are_those_of_main_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs of party 1 draw in main memory, all others by their devices: also where the upper half of a block's
+    number changes."""
+    copied: set[int] = set()
+    begun, stream, fill = ChaCha.__init__, LiveTransport.stream, LiveTransport.fill
+
+    def begin(each: ChaCha, key: bytes) -> None:
+        begun(each, key)
+        each._block = (1 << 32) - 1000
+
+    def filled(live: LiveTransport, number: int, out: Any) -> None:
+        copied.add(live.transport.me)
+        fill(live, number, out)
+
+    def in_main_memory(live: LiveTransport, number: int) -> Prg | None:
+        return None if live.transport.me == 1 else stream(live, number)
+
+    monkeypatch.setattr(ChaCha, "__init__", begin)
+    monkeypatch.setattr(LiveTransport, "fill", filled)
+    monkeypatch.setattr(LiveTransport, "stream", in_main_memory)
+    monkeypatch.setattr(prg, "makes_streams", lambda device: True)
+    inputs = some(2, (3, 65))
+    made, held, _ = run(PrivateConfig(prg="chacha20"), F.gelu, inputs)
+    assert all(torch.allclose(got, F.gelu(x).double(), atol=2e-3) for got, x in zip(made, inputs, strict=True))
+    assert [held[party].counts["repeated"] for party in range(3)] == [CALLS - 3] * 3
+    assert copied == {1}
 
 
 def repeats(function: Callable[[Fixed, int], Tensor]) -> list[dict[str, dict[str, int]]]:

@@ -141,6 +141,20 @@ def test_a_chacha_stream_is_the_same_however_many_calls_take_it() -> None:
     assert torch.equal(at_once.words(3), by_pieces.words(3))
 
 
+def test_a_device_goes_on_where_other_draws_ended() -> None:
+    """What a graph draws reads its counter on the device, which others leave behind."""
+    one, other, device = ChaCha(bytes(range(32))), ChaCha(bytes(range(32))), torch.device("cpu")
+    one._block = other._block = (1 << 32) - 4
+    out, want = torch.zeros(32, dtype=torch.int32), torch.zeros(128, dtype=torch.uint8)
+    for among in (lambda each: None, lambda each: each.words(3), lambda each: each.make(20, torch.int64, device)):
+        for _ in range(3):
+            among(one), among(other)
+            one.advance(128, device)
+            one.write_next(out)
+            other.fill(want.numpy())
+            assert torch.equal(out.view(torch.uint8), want)
+
+
 def test_chacha_on_meta_draws_nothing() -> None:
     stream = ChaCha(bytes(32))
     assert stream.words(5, "meta").is_meta
