@@ -4,11 +4,13 @@ A mask of a weight is such a piece, so a party that knows its seed need not hold
 it piece by piece (`matmul_seeded`); taking rows, joining rows and turning a matrix make nothing; every other operation
 gets the whole tensor, made for it alone. Results are those of the same tensor in memory, bit for bit.
 
-The stream is AES-128 in counter mode from counter 0, as `ring.prg.Prg` gives it, so any part can be made by itself.
+The stream is AES-128 in counter mode from counter 0, as `ring.prg.Prg` gives it, or ChaCha20 from block 0, as
+`ring.prg.ChaCha` does, so any part can be made by itself: AES in main memory, ChaCha20 also by kernels of GPUs.
 """
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +26,7 @@ from private_llm.errors import PlaintextLeak, UnsupportedOp
 from private_llm.forks import Origin, forked, process
 from private_llm.kernels import parallel
 from private_llm.kernels.backends.cpu import aes as cpu_aes
+from private_llm.kernels.backends.cpu.prg import KeyStream
 from private_llm.kernels.trace_hook import this_thread
 
 BYTES = 1e10
@@ -41,11 +44,13 @@ def makes_fast() -> bool:
 
 
 class StreamKey:
-    """The key of one stream (16 bytes); `repr` never shows it. A fork of the process that made it makes nothing of it:
-    what gives bytes, or the place of the key, raises ProtocolAbort there.
+    """The key of one AES stream (16 bytes); `repr` never shows it. A fork of the process that made it makes nothing of
+    it: what gives bytes, or the place of the key, raises ProtocolAbort there.
     """
 
     __slots__ = ("_address", "_origin", "_raw", "_rounds")
+    on_gpus = False
+    """Whether kernels of GPUs make the stream."""
 
     def __init__(self, raw: bytes) -> None:
         self._raw, self._origin = raw, Origin()
@@ -54,7 +59,7 @@ class StreamKey:
 
     @property
     def rounds(self) -> int | None:
-        """The address of the round keys, for kernels; None on processors without AES instructions."""
+        """The address of the round keys, for kernels of the CPU; None where there are none."""
         self._origin.demand("a mask")
         return self._address
 
@@ -98,11 +103,45 @@ class StreamKey:
             piece = out[first : first + len(_ZEROS)]
             stream.update_into(_ZEROS[: piece.size], piece.data)
 
+    def words(self, device: torch.device) -> Tensor:
+        """Raises UnsupportedOp: no kernel of a GPU makes AES streams."""
+        raise UnsupportedOp(f"an AES stream on {device}; make it in main memory, or share the weights with chacha20")
+
     def __repr__(self) -> str:
         return "StreamKey(<secret>)"
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise PlaintextLeak("the key of a mask never leaves its party through pickle or torch.save")
+
+
+class ChaChaKey(StreamKey):
+    """The key of one ChaCha20 stream (32 bytes)."""
+
+    __slots__ = ("_words",)
+    on_gpus = True
+
+    def __init__(self, raw: bytes) -> None:
+        self._raw, self._origin = raw, Origin()
+        self._rounds = self._address = None
+        self._words: dict[torch.device, Tensor] = {}
+
+    def words(self, device: torch.device) -> Tensor:
+        """The key's eight words, int32, on a device: the same tensor as long as this key lives, for captured graphs."""
+        self._origin.demand("a mask")
+        found = self._words.get(device)
+        if found is None:
+            whole = torch.frombuffer(bytearray(self._raw), dtype=torch.int32).to(device)
+            found = self._words.setdefault(device, whole)
+        return found
+
+    def _fill_by_library(self, start: int, out: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> None:
+        number, skipped = divmod(start, 64)
+        if skipped:
+            room = np.empty(skipped + out.size, dtype=np.uint8)
+            KeyStream(self._raw).write(number, room)
+            out[:] = room[skipped:]
+        else:
+            KeyStream(self._raw).write(number, out)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,8 +183,17 @@ class SeededTensor(Tensor):
         """The shape of a line."""
         return self.shape[:1] if self.turned else self.shape[1:]
 
+    @property
+    def on_gpus(self) -> bool:
+        """Whether kernels of GPUs make it, piece by piece."""
+        return all(piece.key.on_gpus for piece in self.slices)
+
     def made(self) -> Tensor:
-        """The whole tensor, in memory of its own."""
+        """The whole tensor, in memory of its own; made by the GPU that it is on, where kernels can."""
+        if self.device.type == "cuda" and self.on_gpus:
+            with torch.cuda.device(self.device):
+                made: Tensor = importlib.import_module("private_llm.kernels.backends.triton.seeded_matmul").made(self)
+            return made
         length = self.line.numel()
         whole = torch.empty((sum(piece.lines for piece in self.slices), *self.line), dtype=self.dtype)
         room, at = whole.view(-1).numpy(), 0

@@ -26,7 +26,7 @@ from private_llm.errors import ConfigError, DomainError
 from private_llm.forks import Origin, forked, process
 from private_llm.kernels import ops
 from private_llm.kernels.backends.cpu.prg import KeyStream
-from private_llm.kernels.seeded_tensor import SeededTensor, StreamKey, StreamSlice, makes_fast
+from private_llm.kernels.seeded_tensor import ChaChaKey, SeededTensor, StreamKey, StreamSlice, makes_fast
 from private_llm.kernels.trace_hook import this_thread, traced_by
 from private_llm.ring.ring import Ring
 
@@ -65,14 +65,10 @@ class Seed:
         return made(self._key(label, size))
 
     def drawn(self, label: str, shape: Sequence[int], ring: Ring) -> SeededTensor:
-        """The first elements of the stream for `label` as a tensor that is made whenever it is read. Local.
-
-        Raises ConfigError for ChaCha20, whose streams are made on GPUs, where nothing makes them piece by piece.
-        """
-        if self.cipher != "aes":
-            raise ConfigError("a mask that is not held is a slice of an AES stream; got a seed of ChaCha20")
+        """The first elements of the stream for `label` as a tensor that is made whenever it is read. Local."""
+        key = StreamKey(self._key(label, 16)) if self.cipher == "aes" else ChaChaKey(self._key(label, 32))
         lines, *line = shape
-        return SeededTensor([StreamSlice(StreamKey(self._key(label, 16)), 0, lines)], line, ring.dtype)
+        return SeededTensor([StreamSlice(key, 0, lines)], line, ring.dtype)
 
     def _key(self, label: str, size: int) -> bytes:
         return hashlib.blake2b(label.encode(), key=self.raw(), digest_size=size, person=b"pllm-prg").digest()

@@ -15,6 +15,7 @@ from private_llm.kernels.backends.triton import gather as triton_gather
 from private_llm.kernels.backends.triton import matmul as triton_few_rows
 from private_llm.kernels.backends.triton import planes as triton_planes
 from private_llm.kernels.backends.triton import prg as triton_prg
+from private_llm.kernels.backends.triton import seeded_matmul as triton_seeded
 from private_llm.kernels.backends.triton import trunc as triton_trunc
 
 TARGET = GPUTarget("cuda", 90, 32)
@@ -59,6 +60,14 @@ def main() -> None:
             of_tile = limbs | {"SHARE": tried.share, "BM": tried.rows, "BN": tried.columns, "BK": tried.inner}
             how = {"num_warps": tried.warps, "num_stages": tried.stages}
             build(triton_planes.planes_kernel, {"x": "*i8", "y": "*i8", "sums": TABLE}, of_tile, **how)
+        seeded = pointers(ring, "x z y out") | {"key": TABLE, "start": "i64", "plane": "i64"}
+        for rows, held in ((1, True), (8, False)):
+            of_tile = {"BYTES": bits // 8, "HELD": held, "ROWS": rows, "SHARE": 4, "BL": 4, "BJ": 32}
+            build(triton_seeded.turned_rows_kernel, seeded, of_tile)
+            build(triton_seeded.rows_kernel, seeded, of_tile)
+        for turned, packed in ((True, True), (True, False), (False, False)):
+            of_tile = {"BYTES": bits // 8, "SHIFT": -128, "TURNED": turned, "PACKED": packed, "BL": 4, "BJ": 32}
+            build(triton_seeded.seeded_planes_kernel, seeded | {"out": "*i8"}, of_tile)
         summed = limbs | {"SHARE": 4, "ADD": True, "BLOCK": 1024}
         build(triton_planes.add_up_kernel, {"sums": TABLE, "out": ring}, summed)
         build(triton_conv.conv_kernel, pointers(ring, "x w out"), tile | {"KH": 3, "KW": 2}, num_warps=2, num_stages=1)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from private_llm.errors import ConfigError, DomainError, PlaintextLeak, UnsupportedOp
+from private_llm.errors import DomainError, PlaintextLeak, UnsupportedOp
 from private_llm.kernels import matmul_seeded, ops, parallel, reference
 from private_llm.kernels.address import addresses
 from private_llm.kernels.backends.cpu import aes as cpu_aes
@@ -166,9 +166,24 @@ def test_it_has_no_address() -> None:
         addresses(drawn)
 
 
-def test_streams_of_chacha_are_refused() -> None:
-    with pytest.raises(ConfigError, match="AES"):
-        Seed(bytes(32), "chacha20").drawn("w", (2, 2), RING64)
+def test_streams_of_chacha(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that holds for AES; a product on a CPU makes some lines at a time by the library."""
+    seed = Seed(bytes(range(32)), "chacha20")
+    monkeypatch.setattr(matmul_seeded, "_AT_ONCE", 40)
+    for ring in RINGS:
+        drawn, held = seed.drawn("w", (11, 7), ring), seed.stream("w").elements(77, ring).view(11, 7)
+        for way in WAYS.values():
+            for mine, theirs in zip(parts(way(drawn)), parts(way(held)), strict=True):
+                assert torch.equal(mine.contiguous(), theirs)
+        x = Draw("x").ring(ring, 3, 7)
+        assert torch.equal(ops.ring_matmul(x, drawn.mT), reference.ring_matmul(x, held.mT))
+    key = drawn.slices[0].key
+    assert (key.rounds, repr(key)) == (None, "StreamKey(<secret>)")
+    assert key.words(torch.device("cpu")) is key.words(torch.device("cpu"))
+    with pytest.raises(PlaintextLeak):
+        pickle.dumps(key)
+    with pytest.raises(UnsupportedOp, match="AES stream on cuda:0"):
+        SEED.drawn("w", (2, 2), RING64).slices[0].key.words(torch.device("cuda:0"))
 
 
 # -- products ---------------------------------------------------------------------------------------------------

@@ -18,8 +18,9 @@ import triton.language as tl
 from torch import Tensor
 
 from private_llm.kernels import shapes
-from private_llm.kernels.backends.triton import planes
+from private_llm.kernels.backends.triton import planes, seeded_matmul
 from private_llm.kernels.backends.triton.tuning import Tile, Tuner, size_range
+from private_llm.kernels.seeded_tensor import SeededTensor, dense
 
 MOST = 8
 """Rows of x. With a weight of 4096 x 4096 that lies turned, 1, 4 and 16 rows take 44, 77 and 302 us on an H200."""
@@ -104,27 +105,54 @@ MOST_STACKED = 65535
 def product(x: Tensor, y: Tensor, onto: Tensor | None = None) -> Tensor:
     """x y modulo the ring size for x [..., M, K], y [..., K, N], added onto `onto` (contiguous) if given."""
     out = shapes.ring_matmul(x, y).zero_() if onto is None else onto
+    x, y = dense(x), _in_memory_or_2d(y)
     rows, inner = x.shape[-2:]
     batch = out.shape[:-2]
     if not (out.numel() and inner):
         return out
     if y.dim() == 2:
-        left, right = x.reshape(1, batch.numel() * rows, inner), y.unsqueeze(0)
+        left, right = x.reshape(1, batch.numel() * rows, inner), y if isinstance(y, SeededTensor) else y.unsqueeze(0)
     else:
         left, right = _stack(x, batch), _stack(y, batch)
     made = out.view(left.shape[0], left.shape[1], out.shape[-1])
+    few = left.shape[1] <= MOST
+    if isinstance(right, SeededTensor):
+        if few:
+            seeded_matmul.few_rows(left[0], right, made[0])
+        else:
+            planes.add_product(left, right, made, onto is not None, seeded_matmul.take_apart)
+        return out
     for some in range(0, len(made), MOST_STACKED):
         part = slice(some, some + MOST_STACKED)
-        if left.shape[1] <= MOST:
+        if few:
             add_product(left[part], right[part], made[part])
         else:
             planes.add_product(left[part], right[part], made[part], onto is not None)
     return out
 
 
+def pair(x0: Tensor, y0: Tensor, x1: Tensor, y1: Tensor) -> Tensor:
+    """x0 y0 + x1 y1, both of one shape. A few rows meet a matrix in memory and one that is made in one kernel."""
+    y0, y1 = _in_memory_or_2d(y0), _in_memory_or_2d(y1)
+    made, held = ((x0, y0), (x1, y1)) if isinstance(y0, SeededTensor) else ((x1, y1), (x0, y0))
+    rows = x0.shape[:-1].numel()
+    if not isinstance(made[1], SeededTensor) or isinstance(held[1], SeededTensor) or not 0 < rows <= MOST:
+        return product(x1, y1, product(x0, y0))
+    out = shapes.ring_matmul(x0, y0).zero_()
+    left, other = (x.reshape(rows, -1) for x, _ in (made, held))
+    seeded_matmul.few_rows(left, made[1], out.view(rows, -1), other, held[1])
+    return out
+
+
+def _in_memory_or_2d(y: Tensor) -> Tensor:
+    """A matrix whose tiles kernels make stays as it is; anything else is made whole, if it is not in memory."""
+    return y if isinstance(y, SeededTensor) and y.on_gpus and y.dim() == 2 else dense(y)
+
+
 def rows_product(x: Tensor, y: Tensor, rows: Tensor, onto: Tensor | None = None) -> Tensor:
     """x y[rows]^T for x [M, K], y [N, K], added onto `onto` if given; the numbers were checked, and lie on the GPU."""
     out = shapes.ring_matmul_rows(x, y, rows).zero_() if onto is None else onto
+    y = dense(y)
     if not (out.numel() and x.shape[1]):
         return out
     if len(x) > MOST:
@@ -136,6 +164,7 @@ def rows_product(x: Tensor, y: Tensor, rows: Tensor, onto: Tensor | None = None)
 def lines_product(x: Tensor, y: Tensor, lines: Tensor, onto: Tensor | None = None) -> Tensor:
     """x y[lines] for x [M, R], y [K, N], added onto `onto` if given; the numbers were checked, and lie on the GPU."""
     out = shapes.ring_matmul_lines(x, y, lines).zero_() if onto is None else onto
+    y = dense(y)
     if not (out.numel() and x.shape[1]):
         return out
     if len(x) > MOST:

@@ -16,6 +16,9 @@ size, so 36 (10) products of int8 matrices make one of ring matrices.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -176,10 +179,17 @@ def take_apart(x: Tensor) -> Tensor:
     return out
 
 
-def add_product(x: Tensor, y: Tensor, out: Tensor, adds: bool) -> None:
-    """out [B, M, N] (contiguous) (+)= x y for x [B, M, K], y [B, K, N] of any strides."""
+def take_columns_apart(y: Tensor, first: int, last: int) -> Tensor:
+    """Digit planes of columns first .. last - 1 of y [B, K, N]."""
+    return take_apart(y[:, :, first:last].mT)
+
+
+def add_product(
+    x: Tensor, y: Tensor, out: Tensor, adds: bool, apart: Callable[[Any, int, int], Tensor] = take_columns_apart
+) -> None:
+    """out [B, M, N] (contiguous) (+)= x y for x [B, M, K], y [B, K, N] of any strides; any y that `apart` takes."""
     batch, rows, inner = x.shape
-    columns = y.shape[2]
+    columns = out.shape[2]
     line = x.element_size() * triton.cdiv(inner, STEP) * STEP
     most = max(BYTES // line // STEP, 1) * STEP  # lines at a time
     if batch > 1 and batch * max(rows, columns) > most:
@@ -187,7 +197,7 @@ def add_product(x: Tensor, y: Tensor, out: Tensor, adds: bool) -> None:
             add_product(x[b : b + 1], y[b : b + 1], out[b : b + 1], adds)
         return
     for n in range(0, columns, most):
-        right = take_apart(y[:, :, n : n + most].mT)
+        right = apart(y, n, min(n + most, columns))
         whole = columns <= most
         part = out if whole else torch.empty_like(out[:, :, n : n + most], memory_format=torch.contiguous_format)
         for m in range(0, rows, most):
