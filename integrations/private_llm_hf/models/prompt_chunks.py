@@ -12,9 +12,9 @@ from private_llm.kv_policies.fixed import KEEP_ALL
 from private_llm_hf.models.architectures import architecture, classes_of, compared
 from private_llm_hf.transformers_versions import CACHE
 
-MOST_SCORES = 1 << 25
-"""Scores of attention up to which a chunk is a long one. A party holds some 30 arrays as large as all scores of a call
-(measured, trio): 8 GB of these."""
+MOST_SCORES = 1 << 24
+"""Scores of attention up to which a chunk is a long one. At its peak a party holds some 30 arrays as large as all
+scores of a call (measured, trio), so these take 4 GB."""
 
 
 def why_whole(model_class: type[PreTrainedModel], config: PretrainedConfig, settings: PrivateConfig) -> str | None:
