@@ -463,3 +463,9 @@ class PrivateConfig:
         if shared["plan"] is not None:  # what a client accepts is its own business
             shared["plan"] = {k: v for k, v in shared["plan"].items() if k not in ("rho", "accept_weak_plan")}
         return hashlib.sha256(json.dumps([VERSION, shared], sort_keys=True).encode()).digest()
+
+
+def chunk_sizes(config: PrivateConfig) -> tuple[int, ...]:
+    """How many tokens of a row full chunks of a long prompt may have; () where prompts are read in one piece."""
+    chunk = config.prompt_chunk
+    return PROMPT_CHUNKS if chunk == "auto" else () if chunk is None else (chunk,)

@@ -13,18 +13,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from private_llm.config import chunk_sizes
 from private_llm.kernels import parallel, teams
 from private_llm.kernels.matmul import BYTES
 from private_llm.kernels.seeded_tensor import SeededTensor, StreamKey
 from private_llm.protocols.session import Session
 from private_llm.replay.graph_break import GraphBreak
 from private_llm.replay.program_cache import ProgramCache, programs_of
-from private_llm.replay.regions import WeightBinding
+from private_llm.replay.regions import WeightBinding, uses_cuda_graphs
 from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.secret import SecretTensor
 
 MOST_ROWS = 16
-"""Rows of inputs that are repeated: tokens of a step. Prompts are longer, and Python is little of their time."""
+"""Rows of inputs that are repeated: tokens of a step. Prompts are longer, and Python is little of their time; but on a
+GPU chunks of them are repeated as well (`PrivateConfig.prompt_chunk`): there it would be most of it. On CPUs a recorded
+chunk of 128 rows takes as long as Python's (measured, LLaMA of width 512).
+"""
 
 PYTHON_S = 1e-3
 """What Python costs a module, about. Where there are no teams, a program runs on one thread, Python's products on all
@@ -49,7 +53,8 @@ def repeated(
         return forward
 
     def run(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - a module's own signature
-        if kwargs or not args or not all(map(_small, args)) or _saved_by_threads(session, region.seconds) > PYTHON_S:
+        small = bool(args) and not kwargs and all(_small(session, x) for x in args)
+        if not small or _saved_by_threads(session, region.seconds) > PYTHON_S:
             return forward(*args, **kwargs)
         programs = programs_of(session)
         if programs is None:
@@ -78,7 +83,7 @@ def repeated_around(
 
     def run(x: Any, named: Mapping[str, Any], facts: Hashable, graph_break: GraphBreak) -> Any:  # noqa: ANN401 - as above
         deferred = session.numerics.deferred_check is not None
-        if deferred or not _small(x) or _saved_by_threads(session, region.seconds) > AROUND_S:
+        if deferred or not _small(session, x) or _saved_by_threads(session, region.seconds) > AROUND_S:
             return forward(x, **named)
         programs = programs_of(session)
         if programs is None:
@@ -172,11 +177,16 @@ def _ranges(session: Session, name: str) -> Hashable:
     ])  # fmt: skip
 
 
-def _small(x: object) -> bool:
-    if not isinstance(x, SecretTensor) or x.hidden is not None:
+def _small(session: Session, x: object) -> bool:
+    if not isinstance(x, SecretTensor) or x.hidden is not None or len(x.shape) < 2:
         return False
-    shape = x.shape
-    return len(shape) > 1 and 0 < x.value(masked=True).numel() <= MOST_ROWS * shape[-1]
+    rows = _rows(x)
+    return 0 < rows <= MOST_ROWS or (rows in chunk_sizes(session.config) and uses_cuda_graphs(session))
+
+
+def _rows(x: SecretTensor) -> int:
+    width = x.shape[-1]
+    return x.value(masked=True).numel() // width if width else 0
 
 
 @dataclass(frozen=True)
@@ -208,8 +218,9 @@ class _ModuleCall:
         self._held, self._bits = held, 0 if known.deferred_check is None else known.deferred_check[1]
         key = (self._alike, held, self._bits, tuple([x.coarse for x in args]))
         values, facts = programs.run(
-            self._session, key, [x.value(masked=True) for x in args], self._compute, self._binding, 1, graph_break
-        )
+            self._session, key, [x.value(masked=True) for x in args], self._compute, self._binding, 1, graph_break,
+            gives_way=_rows(args[0]) > MOST_ROWS,
+        )  # fmt: skip
         if not isinstance(facts, _Facts):
             return self._odd
         results = [SecretTensor(value) for value in values[: len(facts.coarse)]]

@@ -81,14 +81,14 @@ class ProgramCache:
     def run(
         self, session: Session, key: Hashable, inputs: Sequence[Fixed], compute: Compute, binding: WeightBinding =
         NO_WEIGHTS, warmup: int = 1, graph_break: GraphBreak | None = None, in_place: Sequence[Fixed] = (),
+        gives_way: bool = False,
     ) -> Result:  # fmt: skip
         """What `compute` makes of the inputs, and its facts.
 
         key: all that decides what is computed, but sizes and the binding's weights. warmup: calls before one is
-
-               recorded. graph_break: what of this call stays in Python. in_place: values that `compute` takes from
-               elsewhere, which
-        programs read where they lie; such a call has no binding.
+        recorded. graph_break: what of this call stays in Python. in_place: values that `compute` takes from elsewhere,
+        which programs read where they lie; such a call has no binding. gives_way: where programs hold too much, this
+        one goes, for good.
         """
         region = RegionState()
         try:
@@ -99,6 +99,7 @@ class ProgramCache:
                 key = (key, layout_of(in_place, binding.addresses))
             region = self._region(session, key, inputs, binding)
             region.calls += 1
+            region.gives_way = gives_way
             call = self._call(session, region, inputs, binding, warmup, graph_break)
         except Exception as error:  # noqa: BLE001 - nothing is computed yet, so Python computes as always
             self._refuse(region, binding, error)
@@ -201,14 +202,21 @@ class ProgramCache:
             self._regions.move_to_end(key)
         return found
 
-    def _evict(self, place: tuple[object, ...]) -> None:
-        """Forget programs of a place while all of them hold too much."""
+    def _evict(self, region: RegionState) -> None:
+        """Forget programs of a place while all of them, with this new one, hold too much.
+
+        Raises UnsupportedOp for one that gives way: layers would push each other out in every chunk of a prompt.
+        """
+        place = region.place
         held = [
-            (key, region.compiled.program.held)
-            for key, region in self._regions.items()
-            if region.compiled is not None and region.place == place
+            (key, each.compiled.program.held)
+            for key, each in self._regions.items()
+            if each.compiled is not None and each.place == place
         ]
         total, most = sum(size for _, size in held), graphs.MOST_HELD if place else MOST_HELD
+        if region.gives_way and total > most:
+            region.compiled = None
+            raise UnsupportedOp(f"programs of more than {most >> 20} MiB")
         for key, size in held[:-1]:
             if total <= most:
                 break
@@ -247,7 +255,7 @@ class ProgramCache:
             given.clear()  # nothing that changes may outlive the step
             try:
                 region.compiled = self._compiled(recorder, operands, effects, made, facts, graph_break)
-                self._evict(region.place)
+                self._evict(region)
             except Exception as error:  # noqa: BLE001 - the step is done; only its program is not
                 self._refuse(region, binding, error)
             return made, facts

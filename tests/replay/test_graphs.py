@@ -70,7 +70,8 @@ def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     )  # fmt: skip
     monkeypatch.setattr(waves, "widened", lambda *given: given[-1].sub_(waves.widened_by_operations(*given[:-1])))
 
-    monkeypatch.setattr(program_cache, "uses_cuda_graphs", lambda session: True)
+    for module in (program_cache, modules):
+        monkeypatch.setattr(module, "uses_cuda_graphs", lambda session: True)
 
 
 @pytest.mark.sampled(4)
@@ -265,32 +266,60 @@ def test_a_step_that_is_too_large_is_not_recorded(monkeypatch: pytest.MonkeyPatc
         assert set(each["refused"]) == {"more than 0 MiB in one step"}
 
 
-def test_a_model_is_repeated_layer_by_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A graph reads the weights with which it was captured, so layers that are alike have one each. (Calibrated ones
-    differ in their ranges.)
-    """
-    met: list[ProgramCache] = []
+@pytest.fixture
+def met(monkeypatch: pytest.MonkeyPatch) -> list[ProgramCache]:
+    """The programs of all parties that compute, in the order in which they begin."""
+    found: list[ProgramCache] = []
 
     def followed(session: Session) -> ProgramCache | None:
-        found = programs_of(session)
-        if found is not None and found not in met:
-            met.append(found)
-        return found
+        programs = programs_of(session)
+        if programs is not None and programs not in found:
+            found.append(programs)
+        return programs
 
     for module in (program_cache, modules):
         monkeypatch.setattr(module, "programs_of", followed)
+    return found
+
+
+def small_llama() -> LlamaForCausalLM:
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=32, num_attention_heads=2, num_hidden_layers=2, vocab_size=64, intermediate_size=48
     )
-    model = LlamaForCausalLM(config).eval()
-    ids = torch.arange(1, 7)[None]
+    return LlamaForCausalLM(config).eval()
+
+
+def test_a_model_is_repeated_layer_by_layer(met: list[ProgramCache]) -> None:
+    """A graph reads the weights with which it was captured, so layers that are alike have one each. (Calibrated ones
+    differ in their ranges.)
+    """
+    model, ids = small_llama(), torch.arange(1, 7)[None]
     how: dict[str, Any] = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
     want = model.generate(ids, **how)
     with patch(model, PrivateConfig(calibrate=False)) as private:
         assert torch.equal(private.generate(ids, **how), want)
     assert len(met) == 3
     assert all(each.counts["repeated"] > each.counts["recorded"] > 0 and not each.refused for each in met)
+
+
+@pytest.mark.parametrize("held", [graphs.MOST_HELD, 100_000])
+def test_chunks_of_a_prompt_are_repeated(held: int, met: list[ProgramCache], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Full ones, whatever the prompt's length; where their programs hold too much, some are refused, once each."""
+    monkeypatch.setattr(graphs, "MOST_HELD", held)
+    model, ids, found = small_llama(), torch.arange(138)[None] % 63 + 1, list[tuple[set[Any], int]]()
+    with patch(model, PrivateConfig(calibrate=False, prompt_chunk=20)) as private, torch.no_grad():
+        for length in (118, 138):
+            made = private(ids[:, :length], use_cache=False).logits
+            assert (made - model(ids[:, :length]).logits).abs().max() < 4e-3
+            kept = {key for key, each in met[0]._regions.items() if each.compiled is not None and each.gives_way}
+            found.append((kept, sum(met[0].refused.values())))
+    assert met[0].counts["repeated"] > 0
+    if held == 100_000:
+        assert sum(met[0].refused.values()) == sum(each.refused_all for each in met[0]._regions.values()) > 0
+    else:
+        assert found[0] == found[1], "a second prompt has the same programs"
+        assert (len(found[0][0]), found[0][1]) == (12, 0)
 
 
 def test_programs_within_others_are_counted_apart(monkeypatch: pytest.MonkeyPatch) -> None:
