@@ -57,6 +57,7 @@ def share(
     as_json: Json = False,
     frac_bits: FracOption = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite a sharing that is in the folder already.")] = False,
+    prg: Annotated[str, typer.Option(help="Cipher of masks: aes, or chacha20, which GPUs make from seeds.")] = "aes",
     gguf_file: GgufOption = None,
     ranges: RangesOption = None,
     sparsity: SparsityOption = "",
@@ -72,7 +73,7 @@ def share(
     more = sparsity_of(sparsity, orders, levels, neuron_budget, head_budget, epsilon)
     if sparsity == SHARED:
         raise ConfigError("sparsity: whoever shares a model holds its predictors; want the folder of them")
-    config = config_of(protocol, ring, **bits(frac_bits), **more)
+    config = config_of(protocol, ring, prg=prg, **bits(frac_bits), **more)
     run(checkpoint, Path(out), config, task, as_json, force, gguf_file, ranges)
 
 

@@ -3,13 +3,14 @@
 A tensor is masked by the sum of two masks (three for quad, see `trio.client` and `quad.client`). A party gets the seeds
 of the masks that it may know, and x + the one mask that it lacks; whoever may know all masks gets nothing per tensor.
 A mask is the stream of its seed under the tensor's label, so a label must not be used twice with one dealer. One party
-alone sees uniform numbers (AES-CTR), as with `deal`, which this equals bit for bit up to the choice of masks.
+alone sees uniform numbers (AES-CTR or ChaCha20), as with `deal`, which this equals bit for bit up to the choice of
+masks. Kernels of GPUs make masks of ChaCha20 piece by piece, those of CPUs masks of AES (`mask_cipher`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -18,9 +19,11 @@ from private_llm.config import PrivateConfig
 from private_llm.errors import ShareFileError
 from private_llm.protocols.registry import ProtocolSpec, protocol_spec
 from private_llm.protocols.share import Share
-from private_llm.ring.prg import Prg, Seed
+from private_llm.ring.prg import CIPHERS, Prg, Seed
 from private_llm.ring.ring import Ring
 
+KEY_BYTES = 33
+"""Of a mask's seed as it is sent."""
 PIECE = 1 << 19
 """Elements dealt at a time (4 MB of 64 bits); whole cipher blocks, so that pieces continue one stream."""
 
@@ -35,12 +38,35 @@ def sends_parts(config: PrivateConfig, party: int) -> bool:
     return protocol_spec(config.protocol).receives_values(party)
 
 
+def mask_cipher(config: PrivateConfig) -> str:
+    """The cipher of masks of weights for parties with this configuration: `prg` where it names one; "auto": ChaCha20
+    where it puts shares on GPUs, else AES.
+    """
+    if config.prg in CIPHERS:
+        return config.prg
+    places = [config.device, *(config.device_map.values() if isinstance(config.device_map, Mapping) else ())]
+    return "chacha20" if any(str(place).startswith("cuda") for place in places) else "aes"
+
+
+def packed_key(seed: Seed) -> Tensor:
+    """A mask's seed as it is sent: its cipher's number, then its bytes; uint8 [KEY_BYTES]."""
+    return torch.frombuffer(bytearray([CIPHERS.index(seed.cipher), *seed.raw()]), dtype=torch.uint8)
+
+
+def unpacked_key(raw: Tensor) -> Seed:
+    """The inverse of `packed_key`. Raises ShareFileError for the number of no cipher."""
+    number, *key = raw.tolist()
+    if number >= len(CIPHERS):
+        raise ShareFileError(f"weight key: got cipher number {number}; want one of 0 to {len(CIPHERS) - 1}")
+    return Seed(bytes(key), CIPHERS[number])
+
+
 class Dealer:
     """The owner's end: one per set of shares. Nothing is sent from here. Raises ConfigError for an unknown protocol."""
 
     def __init__(self, config: PrivateConfig) -> None:
         self._spec, self._ring = protocol_spec(config.protocol), Ring(config.ring)
-        self._masks = [Seed.fresh() for _ in self._spec.mask_holders]
+        self._masks = [Seed.fresh(mask_cipher(config)) for _ in self._spec.mask_holders]
 
     def keys(self, party: int) -> list[Seed]:
         """The seeds that `party` receives, once: 32 bytes for each mask that it knows (none under plain)."""

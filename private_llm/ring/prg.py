@@ -30,6 +30,7 @@ from private_llm.kernels.seeded_tensor import ChaChaKey, SeededTensor, StreamKey
 from private_llm.kernels.trace_hook import this_thread, traced_by
 from private_llm.ring.ring import Ring
 
+CIPHERS = ("aes", "chacha20")
 _ZEROS = memoryview(bytes(1 << 20))
 
 
@@ -45,14 +46,14 @@ class Seed:
     def __init__(self, raw: bytes, cipher: str = "aes") -> None:
         if len(raw) != 32:
             raise ConfigError(f"seed: got {len(raw)} bytes; want 32")
-        if cipher not in ("aes", "chacha20"):
+        if cipher not in CIPHERS:
             raise ConfigError(f"prg: got {cipher!r}; want 'aes' or 'chacha20'")
         self._raw, self.cipher, self._origin = bytes(raw), cipher, Origin()
 
     @classmethod
-    def fresh(cls) -> Seed:
+    def fresh(cls, cipher: str = "aes") -> Seed:
         """A new seed from the operating system's entropy."""
-        return cls(secrets.token_bytes(32))
+        return cls(secrets.token_bytes(32), cipher)
 
     def derive(self, label: str) -> Seed:
         """An independent seed for `label` (domain separation)."""

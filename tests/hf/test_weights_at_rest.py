@@ -23,7 +23,8 @@ from torch import Tensor
 
 from private_llm.errors import ConfigError, ShareFileError
 from private_llm.kernels.backends.cpu import aes
-from private_llm.protocols.session import Session
+from private_llm.kernels.seeded_tensor import SeededTensor
+from private_llm.protocols.session import Session, meta_session
 from private_llm.protocols.weight_sharing import bytes_at_rest
 from private_llm.replay.program_cache import ProgramCache
 from private_llm.sparsity_config import CometConfig
@@ -66,7 +67,9 @@ def test_the_same_bits(name: str, protocol: str) -> None:
 
 
 @pytest.mark.usefixtures("same_entropy")
-@pytest.mark.parametrize("settings", [{"ring": 32, "frac_bits": 10}, {"protocol": "dealer", "matmul": "remask"}])
+@pytest.mark.parametrize(
+    "settings", [{"ring": 32, "frac_bits": 10}, {"protocol": "dealer", "matmul": "remask"}, {"prg": "chacha20"}]
+)
 def test_the_same_bits_in_other_settings(settings: dict[str, Any]) -> None:
     if settings.get("ring") == 32:
         torch.manual_seed(3)
@@ -137,6 +140,28 @@ def test_a_file_with_another_seed_is_refused(tmp_path: Path) -> None:
         ShareFile.open(path, SEEDS, 0)
 
 
+def test_share_files_say_which_cipher_makes_their_masks(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Parties take the cipher of the file, whatever their streams are; on a GPU masks of AES are worth a warning."""
+    model = tiny.build("opt")
+    model.save_pretrained(tmp_path / "checkpoint")
+    session = dataclasses.replace(meta_session(SEEDS, 0), device="cuda:0")
+    session.numerics.lazy_masks = True
+    for prg, form, warned in (("aes", b"share file 2", True), ("chacha20", b"share file 3", False)):
+        folder = tmp_path / prg
+        share_checkpoint(str(tmp_path / "checkpoint"), folder, dataclasses.replace(SEEDS, prg=prg))
+        assert all(form in share_path(folder, party).read_bytes() for party in range(3))
+        files = [ShareFile.open(share_path(folder, party), SEEDS, party) for party in range(3)]
+        assert {file.cipher for file in files} == {prg}
+        name = "model.decoder.embed_tokens.weight"
+        masks = [part for file in files for part in file.weight(name, seeds=True).parts]
+        assert sum(isinstance(part, SeededTensor) for part in masks) == 4
+        (a, b), (x, c), (y, d) = (file.weight(name).parts for file in files)
+        assert (y - a).equal(x - b) and c.equal(a) and d.equal(b)  # noqa: PT018
+        caplog.clear()
+        at_rest.weights_of_file(session, files[0])
+        assert ("AES streams" in caplog.text) == warned
+
+
 # -- where memory is short --------------------------------------------------------------------------------------
 SHAPES = [(64, 64), (64,), (128, 64)]
 
@@ -195,6 +220,7 @@ def test_auto_keeps_seeds_where_that_is_faster(monkeypatch: pytest.MonkeyPatch) 
     assert planned(session) == planned(session, protocol="dealer") == [True] * 3
     assert planned(session, protocol="dealer", matmul="remask") == [False] * 3  # these make masks whole
     assert planned(session, protocol="quad") == [False] * 4
+    assert planned(session, prg="chacha20") == [False] * 3  # which no kernel of a CPU makes piece by piece
     assert planned(session, weights_at_rest="resident") == [False] * 3
     assert planned(session, device_map={"": "cpu"}) == [False] * 3
     assert planned(session, weights="public") == planned(session, ring=32, frac_bits=10) == [False] * 3

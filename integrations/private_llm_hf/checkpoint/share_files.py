@@ -1,9 +1,9 @@
 """Share files: one safetensors file per party with its shares of a model, written and read tensor by tensor.
 
-A file holds the party's mask seeds in its metadata and, for the evaluators, one masked tensor per weight; party 0's
-file is a header. It is as secret as the party (mode 0600). The metadata names format, party, model, protocol and the
-sharing (a random number, equal in the files of one sharing), so that a file of another party, model or sharing is
-refused; a digest of the data catches damage.
+A file holds the party's mask seeds in its metadata (the format names their cipher) and, for the evaluators, one masked
+tensor per weight; party 0's file is a header. It is as secret as the party (mode 0600). The metadata names format,
+party, model, protocol and the sharing (a random number, equal in the files of one sharing), so that a file of another
+party, model or sharing is refused; a digest of the data catches damage.
 
 The header of a safetensors file comes first, so sizes are laid out from the model's shapes before any tensor is
 seen, and the digest is filled in at the end, into space kept for it.
@@ -31,7 +31,7 @@ from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError, ShareFileError
 from private_llm.net.roles import named
 from private_llm.protocols.share import Share
-from private_llm.protocols.weight_sharing import Dealer, assemble, keys_held, pieces, sends_parts
+from private_llm.protocols.weight_sharing import Dealer, assemble, keys_held, mask_cipher, pieces, sends_parts
 from private_llm.ranges import Ranges
 from private_llm.ring.prg import Seed
 from private_llm.ring.ring import Ring
@@ -40,7 +40,8 @@ from private_llm_hf.checkpoint.weights import WeightList, encode_weight
 from private_llm_hf.wire.codec import shown
 from private_llm_hf.wire.commands import Description
 
-FORMAT = "private-llm share file 2"
+FORMATS = {"private-llm share file 2": "aes", "private-llm share file 3": "chacha20"}
+"""Formats, and the cipher of their masks."""
 _AGREE = ("protocol", "ring", "frac_bits")
 _BLANK = "0" * 64
 _MALFORMED = (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError, ConfigError)
@@ -78,7 +79,7 @@ class ShareWriter:
         config, sharing = self._config, secrets.token_hex(16)
         for party, path in enumerate(self.paths):
             metadata = {
-                "format": FORMAT,
+                "format": next(form for form, cipher in FORMATS.items() if cipher == mask_cipher(config)),
                 "party": str(party),
                 "sharing": sharing,
                 "description": json.dumps(description.to_dict()),
@@ -236,7 +237,8 @@ def _facts(metadata: dict[str, str]) -> tuple[dict[str, tuple[int, ...]], tuple[
     shapes = {name: tuple(shape) for name, shape in json.loads(metadata["shapes"]).items()}
     if not all(type(size) is int and 0 <= size < 1 << 40 for shape in shapes.values() for size in shape):
         raise ValueError("a shape that is none")
-    keys = tuple(Seed(bytes.fromhex(raw)) for raw in json.loads(metadata["keys"]))
+    cipher = FORMATS[metadata["format"]]
+    keys = tuple(Seed(bytes.fromhex(raw), cipher) for raw in json.loads(metadata["keys"]))
     description = Description.from_dict(json.loads(metadata["description"]))
     kinds = (type(description.class_), type(description.config), type(description.model))
     if kinds != (str, dict, str):
@@ -275,11 +277,11 @@ class ShareFile:
             stored = OpenedFile(path)
             metadata = stored.metadata
             form = metadata.get("format")
-            parts = stored.digests() if form == FORMAT else {}
+            parts = stored.digests() if form in FORMATS else {}
         except (OSError, *_MALFORMED) as error:
             raise ShareFileError(f"{path.name} is damaged or no share file: {type(error).__name__}") from None
-        if form != FORMAT:
-            raise ShareFileError(f"{path.name}: got format {shown(form)}; want {FORMAT!r}")
+        if form not in FORMATS:
+            raise ShareFileError(f"{path.name}: got format {shown(form)}; want {' or '.join(map(repr, FORMATS))}")
         if _digest(metadata, parts) != metadata.get("digest"):
             raise ShareFileError(f"{path.name} is damaged: its data does not match its digest; copy it again")
         stored.check()
@@ -301,6 +303,11 @@ class ShareFile:
         if found != (wanted if sends_parts(config, party) else {}) or len(keys) != keys_held(config, party):
             raise _unlike(path, "it has other weights or keys than it says")
         return cls(path, config, party, description, sharing, shapes, keys, stored)
+
+    @property
+    def cipher(self) -> str | None:
+        """The cipher of its masks; None without masks."""
+        return self.keys[0].cipher if self.keys else None
 
     def weight(self, name: str, seeds: bool = False) -> Share:
         """This party's share of one weight: what the file holds of it is read, masks are made from their seeds.

@@ -31,7 +31,7 @@ from private_llm.net.transport import Transport
 from private_llm.protocol_facts import names_where
 from private_llm.protocols.client_end import ClientEnd
 from private_llm.protocols.offline_phase import section_label
-from private_llm.protocols.weight_sharing import Dealer, pieces
+from private_llm.protocols.weight_sharing import Dealer, packed_key, pieces
 from private_llm.ranges import UNKNOWN, Ranges
 from private_llm.ring.ring import Ring
 from private_llm_hf.checkpoint.weights import Sink, encode_weight
@@ -207,8 +207,7 @@ class Parties(SessionClient):
         dealer = Dealer(self.config)
         for party in range(self.config.parties):
             for key in dealer.keys(party):
-                raw = torch.frombuffer(bytearray(key.raw()), dtype=torch.uint8)
-                self.transport.send(party, "weight key", raw)
+                self.transport.send(party, "weight key", packed_key(key))
 
         def share(name: str, tensor: Tensor) -> None:
             self.tell(Weight(name, tuple(tensor.shape)))

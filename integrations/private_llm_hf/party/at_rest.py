@@ -7,6 +7,7 @@ Each party decides for itself: messages, rounds and results are the same either 
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Iterable, Mapping
 
 from accelerate.utils import get_max_memory
@@ -19,13 +20,15 @@ from private_llm.kernels.address import memory_bytes
 from private_llm.kernels.seeded_tensor import makes_fast
 from private_llm.protocols.registry import protocol_spec
 from private_llm.protocols.session import Session
-from private_llm.protocols.weight_sharing import bytes_at_rest, keys_held
+from private_llm.protocols.weight_sharing import bytes_at_rest, keys_held, mask_cipher
 from private_llm.ranges import Ranges
+from private_llm.ring.prg import Seed
 from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.secret import SecretTensor
 from private_llm_hf.checkpoint.offload import Offloaded
 from private_llm_hf.checkpoint.share_files import ShareFile
 
+_LOG = logging.getLogger("private_llm")
 FILLED = 0.9
 """Part of a device's free memory that may be filled with weights; activations and caches need the rest."""
 
@@ -34,10 +37,12 @@ LARGE = 256 << 20
 """Bytes of whole shares from which seeds are faster than memory, which is then read from beyond the caches."""
 
 
-def keeps_seeds(session: Session, shapes: Iterable[tuple[int, ...]]) -> bool:
+def keeps_seeds(session: Session, shapes: Iterable[tuple[int, ...]], cipher: str | None = None) -> bool:
     """Whether this party keeps seeds instead of masks of secret weights of these shapes. Local.
 
-    Raises ConfigError for a max_memory that accelerate does not take.
+    cipher: of the masks, default: as `mask_cipher` says. On GPUs masks in memory are read faster than they are made, so
+    there "auto" keeps seeds where memory is too short alone. Raises ConfigError for a max_memory that accelerate does
+    not take.
     """
     config = session.config
     if config.weights_at_rest != "auto":
@@ -48,7 +53,19 @@ def keeps_seeds(session: Session, shapes: Iterable[tuple[int, ...]]) -> bool:
         return "disk" in config.device_map.values()
     shapes = list(shapes)
     whole = sum(bytes_at_rest(config, session.party, shape, False) for shape in shapes)
-    return whole > _room(session) or (whole >= LARGE and _faster(session, shapes))
+    by_aes = (cipher or mask_cipher(config)) == "aes"
+    return whole > _room(session) or (whole >= LARGE and by_aes and _faster(session, shapes))
+
+
+def warn_of_copies(session: Session, keys: Iterable[Seed]) -> None:
+    """Say in the log that this party's masks are made in main memory for a GPU at each use, where that is so. Local."""
+    on_gpu = session.device.startswith("cuda") and session.numerics.lazy_masks
+    if on_gpu and any(key.cipher == "aes" for key in keys):
+        _LOG.warning(
+            "weights_at_rest: masks of these weights are AES streams, which no GPU makes, so each use makes them in "
+            "main memory and copies them to %s; share the weights with prg='chacha20' (`private-llm share "
+            "--prg chacha20`), or keep them with weights_at_rest='resident'", session.device,
+        )  # fmt: skip
 
 
 def _faster(session: Session, shapes: Iterable[tuple[int, ...]]) -> bool:
@@ -102,6 +119,7 @@ Weights = dict[str, Fixed | Tensor | Offloaded]
 
 def weights_of_file(session: Session, share_file: ShareFile) -> Weights:
     """The weights of a share file for a session; each is read when it is needed. Local."""
+    warn_of_copies(session, share_file.keys)
     ranges = Ranges(share_file.description.ranges)
     return {
         name: Offloaded(shape, functools.partial(_from_file, session, share_file, name, ranges))

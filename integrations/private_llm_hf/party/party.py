@@ -26,7 +26,7 @@ from private_llm.net.transport import CLIENT, Transport
 from private_llm.protocols.offline_phase import OfflinePhase
 from private_llm.protocols.session import Session, join
 from private_llm.protocols.share import Index, Share
-from private_llm.protocols.weight_sharing import assemble, keys_held, pieces, sends_parts
+from private_llm.protocols.weight_sharing import KEY_BYTES, assemble, keys_held, pieces, sends_parts, unpacked_key
 from private_llm.ranges import Ranges
 from private_llm.replay.program_cache import forget
 from private_llm.ring.prg import Seed
@@ -36,7 +36,7 @@ from private_llm_hf.checkpoint.node_checkpoint import NodeCheckpoint
 from private_llm_hf.checkpoint.offload import Offloaded, OffloadFile
 from private_llm_hf.checkpoint.share_files import ShareFile
 from private_llm_hf.client.costs import rows_of
-from private_llm_hf.party.at_rest import Weights, keeps_seeds, weights_of_file, weights_of_model
+from private_llm_hf.party.at_rest import Weights, keeps_seeds, warn_of_copies, weights_of_file, weights_of_model
 from private_llm_hf.party.calls import CallResult, answer, arguments, refuse_unknown, run_alone, table_of
 from private_llm_hf.party.command_loop import Heartbeat, reported, serve_commands
 from private_llm_hf.party.model import build_party_model, release
@@ -154,7 +154,9 @@ class Party:
                 raise ShareFileError("the client wants a model that this party holds no share file of")
             self._check_assignment(tuple(range(self.config.parties)), "a share file")
             loaded = LoadModel(self.share_file.description, None)
-            self.session.numerics.lazy_masks = keeps_seeds(self.session, self.share_file.shapes.values())
+            self.session.numerics.lazy_masks = keeps_seeds(
+                self.session, self.share_file.shapes.values(), self.share_file.cipher
+            )
             weights = weights_of_file(self.session, self.share_file)
         elif isinstance(command, commands.LoadLike):
             other = self.parallel_sessions.get(command.parallel_session)
@@ -204,8 +206,9 @@ class Party:
     def _receive_weights(self, wanted: Shapes, ranges: Ranges) -> Iterator[tuple[str, Fixed | Tensor | Offloaded]]:
         public = self.config.weights == "public"
         count = 0 if public else keys_held(self.config, self.role)
-        raw = [self.transport.recv(CLIENT, "weight key", (32,), torch.uint8) for _ in range(count)]
-        keys = [Seed(key.numpy().tobytes()) for key in raw]
+        raw = [self.transport.recv(CLIENT, "weight key", (KEY_BYTES,), torch.uint8) for _ in range(count)]
+        keys = [unpacked_key(key) for key in raw]
+        warn_of_copies(self.session, keys)
         offload = None if self.config.offload_folder is None else OffloadFile(self.config.offload_folder)
         while True:
             header = recv_weight(self.transport)

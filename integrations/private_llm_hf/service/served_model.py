@@ -76,7 +76,8 @@ class ServedModel:
         self.session.numerics.ranges, self.session.numerics.lazy_masks = self.ranges, self._seeds
         before = self._built
         if before is None:
-            self._seeds = self.session.numerics.lazy_masks = keeps_seeds(self.session, self.file.shapes.values())
+            kept = keeps_seeds(self.session, self.file.shapes.values(), self.file.cipher)
+            self._seeds = self.session.numerics.lazy_masks = kept
             weights = weights_of_file(self.session, self.file)
             self._offloaded = {name: value for name, value in weights.items() if isinstance(value, Offloaded)}
         else:
