@@ -146,8 +146,8 @@ class PrivateConfig:
     parallel_sessions: sessions side by side that share the rows of a batch, so that one computes while another sends or
     waits (rows beyond the batch idle). rotate_roles: in each of them another party plays each role, so that all parties
     and links carry the same; each party then holds a weight share for each different assignment of roles (for trio
-    min(parallel_sessions, 6)). prg: cipher of the parties' common streams: "aes" (made on the CPU) or "chacha20" (made
-    on the GPU if shares live there, but for steps that are repeated).
+    min(parallel_sessions, 6)). prg: cipher of the parties' common streams: "aes" (made on the CPU), "chacha20" (made
+    where shares live), or "auto": ChaCha20 if all parties say, when they meet, that their `device` is a GPU; else AES.
     party_mode: "threads" or "processes" on this machine, "remote" (addresses in `hosts`), "distributed" (one
     process per party under torchrun or Accelerate's launcher, the client last), or "auto": the last two where `hosts`
     or a launcher's environment are there, else threads.
@@ -202,7 +202,7 @@ class PrivateConfig:
     kv_cache: CachePolicy = KEEP_ALL
     prompt_chunk: int | Literal["auto"] | None = "auto"
     sparsity: CometConfig | None = None
-    prg: Literal["aes", "chacha20"] = "aes"
+    prg: Literal["auto", "aes", "chacha20"] = "auto"
     parallel_sessions: int = 1
     rotate_roles: bool = False
     party_mode: Literal["auto", "threads", "processes", "remote", "distributed"] = "auto"

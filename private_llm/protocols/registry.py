@@ -155,7 +155,8 @@ def _quad_party(setup: PartySetup) -> Quad:
         groups = [zero if setup.party in group else None for group in GROUPS]
     else:
         met = meet_groups(setup.transport, setup.party, setup.input_keys)
-        groups = [group and Seed(group.raw(), setup.config.prg) for group in met]
+        cipher = next(iter(setup.pair_seeds.values())).cipher
+        groups = [group and Seed(group.raw(), cipher) for group in met]
     kind = ExactQuad if setup.exact else Quad
     return kind(setup.party, setup.transport, setup.ring, setup.pair_seeds, groups, setup.input_keys, setup.adder)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -23,7 +23,7 @@ from private_llm.protocols.registry import PartySetup, protocol_spec
 from private_llm.protocols.share import Share
 from private_llm.protocols.weight_sharing import keys_held
 from private_llm.ranges import Ranges
-from private_llm.ring.prg import Seed
+from private_llm.ring.prg import Seed, makes_streams
 from private_llm.ring.ring import Ring
 
 PendingRangeCheck = tuple[Share, int, Tensor | None]
@@ -109,7 +109,7 @@ def join(config: PrivateConfig, party: int, transport: Transport) -> Session:
     """
     device = device_for(config.device, party)
     others = [p for p in range(config.parties) if p != party]
-    seeds = _meet(config, transport, [*others, CLIENT])
+    seeds = _meet(config, transport, [*others, CLIENT], device)
     keys = [_input_key(transport) for _ in range(keys_held(config, party))]
     return _placed(config, _end(PartySetup(config, party, transport, seeds, keys)), device)
 
@@ -121,7 +121,7 @@ def join_parties(config: PrivateConfig, party: int, transport: Transport) -> Ses
     that.
     """
     device = device_for(config.device, party)
-    seeds = _meet(config, transport, [p for p in range(config.parties) if p != party])
+    seeds = _meet(config, transport, [p for p in range(config.parties) if p != party], device)
     return _placed(config, _end(PartySetup(config, party, transport, seeds, [])), device)
 
 
@@ -213,27 +213,57 @@ def meta_session(config: PrivateConfig, party: int) -> Session:
     return Session(config, _end(setup).on("meta"), device="meta")
 
 
-def _meet(config: PrivateConfig, transport: Transport, others: list[int]) -> dict[int, Seed]:
-    """Exchange settings digests and entropy with `others`; one fresh pairwise seed for each.
+def _meet(
+    config: PrivateConfig, transport: Transport, others: list[int], device: torch.device | None = None
+) -> dict[int, Seed]:
+    """Exchange settings digests, the cipher for `device` and entropy with `others`; one fresh pairwise seed for each.
 
-    Both ends contribute 32 bytes, so no seed repeats as long as one of them has fresh entropy.
+    Both ends contribute 32 bytes, so no seed repeats as long as one of them has fresh entropy. Streams are ChaCha20
+    where all parties said so, else AES: the only place that decides what prg="auto" is. A client draws from no stream
+    of parties, and its word does not count.
     """
     mine = {other: secrets.token_bytes(32) for other in others}
-    digest = config.agreement()
+    digests = {cipher: _greeting(config, cipher) for cipher in ("aes", "chacha20")}
+    said = {transport.me: _wanted(config, device)}
     for other in others:
-        payload = torch.frombuffer(bytearray(digest + mine[other]), dtype=torch.uint8)
+        payload = torch.frombuffer(bytearray(digests[said[transport.me]] + mine[other]), dtype=torch.uint8)
         transport.send(other, "hello", payload)
-    seeds = {}
+    raws = {}
     for other in others:
         theirs = bytes(transport.recv(other, "hello", (64,), torch.uint8).numpy().tobytes())
-        if theirs[:32] != digest:
-            raise ConfigError(
-                f"{named(config, transport.name_of(other))} runs other settings or another version; protocol, ring, "
-                "frac_bits, weights, reveal, adder and the other settings of the computation must be equal at all "
-                "endpoints"
-            )
+        found = [cipher for cipher, digest in digests.items() if digest == theirs[:32]]
+        if not found:
+            raise _other_settings(config, transport.name_of(other), theirs[:32])
+        said[other] = found[0]
         low, high = sorted([transport.me, other])
         halves = {transport.me: mine[other], other: theirs[32:]}
-        raw = hashlib.blake2b(halves[low] + halves[high], digest_size=32, person=b"pllm-pair").digest()
-        seeds[other] = Seed(raw, config.prg)
-    return seeds
+        raws[other] = hashlib.blake2b(halves[low] + halves[high], digest_size=32, person=b"pllm-pair").digest()
+    agreed = "chacha20" if {said[each] for each in said if each != CLIENT} == {"chacha20"} else "aes"
+    return {other: Seed(raw, agreed) for other, raw in raws.items()}
+
+
+def _wanted(config: PrivateConfig, device: torch.device | None) -> str:
+    """The cipher that this endpoint wants: as it is set, else what its device makes best."""
+    if config.prg != "auto":
+        return config.prg
+    return "chacha20" if device is not None and makes_streams(device) else "aes"
+
+
+def _greeting(config: PrivateConfig, cipher: str) -> bytes:
+    """A digest of what all endpoints agree upon, and of the cipher that this one wants."""
+    return hashlib.blake2b(config.agreement() + cipher.encode(), digest_size=32, person=b"pllm-hello").digest()
+
+
+def _other_settings(config: PrivateConfig, name: str, theirs: bytes) -> ConfigError:
+    """The error for an endpoint that greets with `theirs`; `prg` is named where all else is equal."""
+    for prg in ("auto", "aes", "chacha20"):
+        if theirs in (_greeting(replace(config, prg=prg), cipher) for cipher in ("aes", "chacha20")):
+            return ConfigError(
+                f"prg: {named(config, name)} has {prg!r}, this endpoint {config.prg!r}; want the same at all endpoints "
+                "('auto', the default, lets them agree when they meet)"
+            )
+    return ConfigError(
+        f"{named(config, name)} runs other settings or another version; protocol, ring, "
+        "frac_bits, weights, reveal, adder and the other settings of the computation must be equal at all "
+        "endpoints"
+    )

@@ -19,7 +19,7 @@ HOW: dict[str, Any] = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": Fa
 @pytest.mark.parametrize(
     "settings",
     [
-        {}, {"prg": "chacha20"}, {"replay": False}, {"protocol": "dealer"}, {"protocol": "quad"},
+        {}, {"prg": "aes"}, {"replay": False}, {"protocol": "dealer"}, {"protocol": "quad"},
         {"weights": "public"}, {"weights_at_rest": "seeds"}, {"adder": "keys"}, {"party_mode": "processes"},
     ],
     ids=str,

@@ -6,6 +6,7 @@ is drawn, received or made on the session's device instead of the operands' fail
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Literal
 
@@ -19,10 +20,12 @@ from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError
 from private_llm.exact.argmax import argmax
 from private_llm.kernels.devices import device_for
-from private_llm.net.transport import PlacedTransport, Transport
+from private_llm.net.local import LocalMesh
+from private_llm.net.transport import CLIENT, PlacedTransport, Transport
 from private_llm.nn.attention import attend
+from private_llm.protocols import session as session_module
 from private_llm.protocols.protocol import Protocol
-from private_llm.protocols.session import Session, _placed, meta_session
+from private_llm.protocols.session import Session, _placed, join, meta_session
 from private_llm.protocols.share import Share
 from private_llm.ring.dpf import expand, key_words
 from private_llm.ring.ring import RING64
@@ -211,7 +214,31 @@ def test_every_protocol_runs_on_streams_of_chacha(protocol: Literal["trio", "qua
     assert all((value - want).abs().max() < 1e-4 for value, want in zip(done.values, (x @ x, x * x), strict=True))
 
 
-def test_parties_agree_on_the_cipher() -> None:
-    assert PrivateConfig(prg="chacha20").agreement() != PrivateConfig().agreement()
+@pytest.mark.parametrize("protocol", ["trio", "quad"])
+@pytest.mark.parametrize("on_cpus", [0, 1])
+def test_parties_agree_on_the_cipher(
+    on_cpus: int, protocol: Literal["trio", "quad"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ChaCha20 where all of them compute on GPUs; the client has none."""
+    met = itertools.count()
+    monkeypatch.setattr(session_module, "makes_streams", lambda device: next(met) >= on_cpus)
+    found: list[str] = []
+
+    def square(session: Session, x: Fixed) -> Fixed:
+        found.extend(type(stream).__name__ for stream in session.protocol._streams)  # type: ignore[attr-defined]
+        return x * x
+
+    done = run_parties(PrivateConfig(protocol=protocol), square, [torch.tensor([1.5])])
+    assert abs(done.values[0].item() - 2.25) < 1e-4
+    assert set(found) == ({"Prg"} if on_cpus else {"ChaCha"})
+
+
+def test_settings_of_another_cipher_are_refused() -> None:
     with pytest.raises(ConfigError, match="prg"):
         PrivateConfig.from_dict({"prg": "des"})
+    mesh = LocalMesh(3, timeout=5)
+    greeting = session_module._greeting(PrivateConfig(prg="aes"), "aes")
+    for other in (1, 2, CLIENT):
+        mesh.transport(other).send(0, "hello", torch.frombuffer(bytearray(greeting * 2), dtype=torch.uint8))
+    with pytest.raises(ConfigError, match="prg: party 1 has 'aes', this endpoint 'auto'; want the same at all"):
+        join(PrivateConfig(), 0, mesh.transport(0))
