@@ -23,7 +23,7 @@ from private_llm.protocols.registry import PartySetup, protocol_spec
 from private_llm.protocols.share import Share
 from private_llm.protocols.weight_sharing import keys_held
 from private_llm.ranges import Ranges
-from private_llm.ring.prg import Seed, makes_streams
+from private_llm.ring.prg import CIPHERS, Seed, makes_streams
 from private_llm.ring.ring import Ring
 
 PendingRangeCheck = tuple[Share, int, Tensor | None]
@@ -223,7 +223,7 @@ def _meet(
     of parties, and its word does not count.
     """
     mine = {other: secrets.token_bytes(32) for other in others}
-    digests = {cipher: _greeting(config, cipher) for cipher in ("aes", "chacha20")}
+    digests = {cipher: _greeting(config, cipher) for cipher in CIPHERS}
     said = {transport.me: _wanted(config, device)}
     for other in others:
         payload = torch.frombuffer(bytearray(digests[said[transport.me]] + mine[other]), dtype=torch.uint8)
@@ -257,7 +257,7 @@ def _greeting(config: PrivateConfig, cipher: str) -> bytes:
 def _other_settings(config: PrivateConfig, name: str, theirs: bytes) -> ConfigError:
     """The error for an endpoint that greets with `theirs`; `prg` is named where all else is equal."""
     for prg in ("auto", "aes", "chacha20"):
-        if theirs in (_greeting(replace(config, prg=prg), cipher) for cipher in ("aes", "chacha20")):
+        if theirs in (_greeting(replace(config, prg=prg), cipher) for cipher in CIPHERS):
             return ConfigError(
                 f"prg: {named(config, name)} has {prg!r}, this endpoint {config.prg!r}; want the same at all endpoints "
                 "('auto', the default, lets them agree when they meet)"
