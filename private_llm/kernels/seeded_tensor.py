@@ -65,7 +65,8 @@ class StreamKey:
 
     @property
     def place(self) -> tuple[int, int]:
-        """Where the round keys begin, and their bytes. Raises UnsupportedOp on processors without AES instructions."""
+        """Where the key lies that kernels take, and its bytes. Raises UnsupportedOp on processors without AES
+        instructions."""
         address = self.rounds
         if self._rounds is None or address is None:
             raise UnsupportedOp("round keys on a processor without AES instructions")
@@ -117,21 +118,26 @@ class StreamKey:
 class ChaChaKey(StreamKey):
     """The key of one ChaCha20 stream (32 bytes)."""
 
-    __slots__ = ("_words",)
+    __slots__ = ("_room", "_words")
     on_gpus = True
 
     def __init__(self, raw: bytes) -> None:
         self._raw, self._origin = raw, Origin()
         self._rounds = self._address = None
-        self._words: dict[torch.device, Tensor] = {}
+        self._room, self._words = np.frombuffer(bytearray(raw), dtype=np.int32), dict[torch.device, Tensor]()
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Where the key lies in main memory, and its bytes."""
+        self._origin.demand("a mask")
+        return int(self._room.ctypes.data), self._room.nbytes
 
     def words(self, device: torch.device) -> Tensor:
         """The key's eight words, int32, on a device: the same tensor as long as this key lives, for captured graphs."""
         self._origin.demand("a mask")
         found = self._words.get(device)
         if found is None:
-            whole = torch.frombuffer(bytearray(self._raw), dtype=torch.int32).to(device)
-            found = self._words.setdefault(device, whole)
+            found = self._words.setdefault(device, torch.from_numpy(self._room).to(device))
         return found
 
     def _fill_by_library(self, start: int, out: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> None:

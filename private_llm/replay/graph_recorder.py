@@ -193,8 +193,8 @@ class GraphRecorder(StepRecorder[Slot]):
 
     @noted
     def _computed(self, call: Callable[..., Any], made: Any, arguments: Sequence[Any], writes: int) -> None:  # noqa: ANN401
-        if any(isinstance(x, SeededTensor) for x in tensors_of(arguments)):
-            raise UnsupportedOp("masks of weights that are made anew")
+        if any(isinstance(x, SeededTensor) and not x.on_gpus for x in tensors_of(arguments)):
+            raise UnsupportedOp("masks of weights that are made in main memory")
         written = list(tensors_of(arguments[len(arguments) - writes :]))
         self._add(call, arguments, {}, list(tensors_of([made])), written)
 

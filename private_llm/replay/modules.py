@@ -122,7 +122,7 @@ def _module_region(
     if len(shares) < len(weights):
         return None
     parts = [part for _, fixed in shares for part in fixed.share.parts]
-    found = _layout(parts)
+    found = _layout(parts, uses_cuda_graphs(session))
     if found is None:
         return None
     memories, layout = found
@@ -133,14 +133,14 @@ def _module_region(
 
 
 def _layout(
-    parts: Sequence[Tensor],
+    parts: Sequence[Tensor], on_gpu: bool
 ) -> tuple[tuple[torch.UntypedStorage | StreamKey, ...], Hashable] | None:
     """The memories of these tensors, each once, and how the tensors lie in them; None where no kernel makes a mask."""
     memories: dict[int, torch.UntypedStorage | StreamKey] = {}
     layout: list[tuple[list[tuple[int, int, int]], Hashable]] = []
     for part in parts:
         if isinstance(part, SeededTensor):
-            if any(piece.key.rounds is None for piece in part.slices):
+            if not (part.on_gpus if on_gpu else all(piece.key.rounds is not None for piece in part.slices)):
                 return None
             memories |= {piece.key.place[0]: piece.key for piece in part.slices}
             lines = [(piece.key.place[0], piece.start, piece.lines) for piece in part.slices]

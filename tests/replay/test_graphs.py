@@ -15,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from private_llm.config import PrivateConfig
 from private_llm.kernels import exponential, ops, waves
+from private_llm.kernels.seeded_tensor import SeededTensor
 from private_llm.kernels.trace_hook import this_thread, traced_by
 from private_llm.net.local import LocalMesh
 from private_llm.net.transport import PlacedTransport, Transport
@@ -22,6 +23,7 @@ from private_llm.protocols.session import Session
 from private_llm.protocols.share import Share
 from private_llm.replay import graph_recorder, graphs, modules, program_cache
 from private_llm.replay.program_cache import ProgramCache, programs_of
+from private_llm.replay.recording import tensors_of
 from private_llm.replay.transports import LiveTransport
 from private_llm.ring import prg
 from private_llm.ring.prg import ChaCha, Prg
@@ -290,17 +292,39 @@ def small_llama() -> LlamaForCausalLM:
     return LlamaForCausalLM(config).eval()
 
 
-def test_a_model_is_repeated_layer_by_layer(met: list[ProgramCache]) -> None:
+@pytest.mark.parametrize("settings", [{}, {"weights_at_rest": "seeds", "prg": "chacha20"}], ids=("resident", "seeds"))
+def test_a_model_is_repeated_layer_by_layer(settings: dict[str, Any], met: list[ProgramCache]) -> None:
     """A graph reads the weights with which it was captured, so layers that are alike have one each. (Calibrated ones
-    differ in their ranges.)
+    differ in their ranges.) Masks that stay seeds are made again in each run.
     """
     model, ids = small_llama(), torch.arange(1, 7)[None]
     how: dict[str, Any] = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
     want = model.generate(ids, **how)
-    with patch(model, PrivateConfig(calibrate=False)) as private:
+    with patch(model, PrivateConfig(calibrate=False, **settings)) as private:
         assert torch.equal(private.generate(ids, **how), want)
     assert len(met) == 3
     assert all(each.counts["repeated"] > each.counts["recorded"] > 0 and not each.refused for each in met)
+    made = sorted(met, key=made_masks)
+    most = made_masks(made[2])
+    assert [made_masks(each) for each in made] == [0, most // 2, most], "of a product at the helper, and at party 1"
+    assert bool(settings) == bool(most) == (32 not in matrices_of(made[2])), "the helper has no matrix in memory"
+
+
+def constants(programs: ProgramCache) -> list[Tensor]:
+    """Tensors that graphs take as they are."""
+    found = [region.compiled.program for region in programs._regions.values() if region.compiled is not None]
+    nodes = [node for program in found for segment in program._segments for node in segment.nodes]  # type: ignore[union-attr]
+    return [x for node in nodes for x in tensors_of([node.arguments, *node.named.values()])]
+
+
+def made_masks(programs: ProgramCache) -> int:
+    """How many masks that are made products take."""
+    return sum(isinstance(x, SeededTensor) for x in constants(programs))
+
+
+def matrices_of(programs: ProgramCache) -> set[int]:
+    """Lengths of lines of constants in memory that are matrices."""
+    return {x.shape[1] for x in constants(programs) if x.dim() == 2 and not isinstance(x, SeededTensor)}
 
 
 @pytest.mark.parametrize("held", [graphs.MOST_HELD, 100_000])
