@@ -165,7 +165,7 @@ def _whole_layer(case: Case) -> dict[str, Any]:
     config = AutoConfig.for_model(kind, vocab_size=8, bos_token_id=0, eos_token_id=0, **settings)
     made = {}
     for name, policy in (("full", KEEP_ALL), ("kept", case.policy)):
-        private = PrivateConfig(protocol=case.protocol, kv_cache=policy)
+        private = PrivateConfig(protocol=case.protocol, kv_cache=policy, prompt_chunk=None)  # as MPCache's must be
         found = estimate(model_class_of(config), config, private, case.tokens, 2)
         made[name] = [_of_pair(part) for part in (found.prompt, found) if part is not None]
     (full, whole), (prompt, both_kept) = made["full"], made["kept"]
