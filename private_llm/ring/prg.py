@@ -140,7 +140,8 @@ class Prg:
             return torch.empty(count, dtype=dtype, device="meta")
         if self._forks != process.forks:
             raise forked("this stream")
-        out = torch.empty(count, dtype=dtype)
+        on_gpu = torch.device(device).type == "cuda"
+        out = torch.empty(count, dtype=dtype, pin_memory=on_gpu and torch.cuda.is_initialized())
         if count and self._stream is not None:
             start, size = self._taken, out.nbytes
             self._taken = start + size + -size % 16
@@ -148,7 +149,7 @@ class Prg:
         elif count:
             self.fill(out.numpy().view(np.uint8))
         if str(device) != "cpu":
-            out = out.to(device)
+            out = out.to(device, non_blocking=True)  # PyTorch keeps pinned memory until it is copied
         hook = this_thread.hook
         if hook is not None:
             hook.masks_drawn(self, out)
