@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError, ShareFileError
@@ -131,3 +132,25 @@ def test_what_has_no_masks_has_no_seeds() -> None:
         with pytest.raises(ConfigError, match="no masks that could be made from seeds"):
             PrivateConfig(weights_at_rest="seeds", **settings)
     assert bytes_at_rest(PLAIN, 0, (3, 5), True) == bytes_at_rest(PLAIN, 0, (3, 5), False) == 120
+
+
+def test_what_parties_hold_on_a_gpu() -> None:
+    """LLaMA-7B at three parties of trio whose masks stay seeds: 108 GB of fake tensors on one fake GPU, and keys."""
+    config, device = PrivateConfig(prg="chacha20"), torch.device("cuda:0")
+    layer = [*[(4096, 4096)] * 4, *[(11008, 4096)] * 2, (4096, 11008)]
+    dealer, held = Dealer(config), [0, 0, 0]
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        for name, shape in enumerate([*layer * 32, *[(32000, 4096)] * 2]):
+            for party in range(3):
+                received = torch.empty(shape, dtype=torch.int64) if sends_parts(config, party) else None
+                share = assemble(config, party, dealer.keys(party), received, shape, str(name), seeds=True)
+                moved = [part.to(device) for part in share.parts]
+                there = [part for part in moved if not isinstance(part, SeededTensor)]
+                keys = [
+                    piece.key.words(device) for part in moved if isinstance(part, SeededTensor) for piece in part.slices
+                ]
+                assert all(x.device == device for x in (*moved, *keys))
+                assert [x.nbytes for x in keys] == [32] * keys_held(config, party)
+                held[party] += sum(x.nbytes for x in there)
+                assert sum(x.nbytes for x in there) == bytes_at_rest(config, party, shape, True)
+    assert [round(size / 1e9, 1) for size in held] == [0.0, 53.9, 53.9]
