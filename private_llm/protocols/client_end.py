@@ -17,6 +17,9 @@ from private_llm.ring.ring import Ring
 class ClientEnd(ABC):
     """The client's end, over links to all parties. Calls come in the parties' order. Values are ring elements."""
 
+    cipher: str | None = None
+    """Of the parties' streams, as they said when they met; None: they were not asked."""
+
     def __init__(self, transport: Transport, ring: Ring) -> None:
         self.transport, self.ring = transport, ring
 

@@ -180,8 +180,10 @@ def join_as_client(config: PrivateConfig, transport: Transport) -> ClientEnd:
 
     Raises ConfigError when a party runs other settings or another version.
     """
-    _meet(config, transport, list(range(config.parties)))
-    return client_end(config, transport)
+    seeds = _meet(config, transport, list(range(config.parties)))
+    end = client_end(config, transport)
+    end.cipher = seeds[0].cipher
+    return end
 
 
 def client_end(config: PrivateConfig, transport: Transport) -> ClientEnd:

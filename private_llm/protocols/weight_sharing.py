@@ -64,9 +64,10 @@ def unpacked_key(raw: Tensor) -> Seed:
 class Dealer:
     """The owner's end: one per set of shares. Nothing is sent from here. Raises ConfigError for an unknown protocol."""
 
-    def __init__(self, config: PrivateConfig) -> None:
+    def __init__(self, config: PrivateConfig, cipher: str | None = None) -> None:
+        """cipher: of the masks, default: as `mask_cipher` says."""
         self._spec, self._ring = protocol_spec(config.protocol), Ring(config.ring)
-        self._masks = [Seed.fresh(mask_cipher(config)) for _ in self._spec.mask_holders]
+        self._masks = [Seed.fresh(cipher or mask_cipher(config)) for _ in self._spec.mask_holders]
 
     def keys(self, party: int) -> list[Seed]:
         """The seeds that `party` receives, once: 32 bytes for each mask that it knows (none under plain)."""

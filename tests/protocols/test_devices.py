@@ -33,6 +33,7 @@ from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.secret import SecretTensor
 from private_llm.tensor.secret_index import SecretIndex
 from tests.harness import run_parties
+from tests.session import run_session
 from tests.tensor.secrets import plain_session, secret
 
 META = torch.device("meta")
@@ -219,10 +220,13 @@ def test_every_protocol_runs_on_streams_of_chacha(protocol: Literal["trio", "qua
 def test_parties_agree_on_the_cipher(
     on_cpus: int, protocol: Literal["trio", "quad"], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """ChaCha20 where all of them compute on GPUs; the client has none."""
+    """ChaCha20 where all of them compute on GPUs; the client has none, and masks weights with what they agreed upon."""
     met = itertools.count()
     monkeypatch.setattr(session_module, "makes_streams", lambda device: next(met) >= on_cpus)
     found: list[str] = []
+    ciphers = run_session(PrivateConfig(protocol=protocol), lambda session, transport: None, lambda end: end.cipher)
+    assert ciphers == ("aes" if on_cpus else "chacha20")
+    met = itertools.count()
 
     def square(session: Session, x: Fixed) -> Fixed:
         found.extend(type(stream).__name__ for stream in session.protocol._streams)  # type: ignore[attr-defined]

@@ -204,7 +204,7 @@ class Parties(SessionClient):
 
     def _sharing(self, ranges: Ranges) -> Sink:
         """A sink that splits each weight into shares: seeds first, then what the seeds do not give."""
-        dealer = Dealer(self.config)
+        dealer = Dealer(self.config, self.end.cipher)
         for party in range(self.config.parties):
             for key in dealer.keys(party):
                 self.transport.send(party, "weight key", packed_key(key))
