@@ -57,11 +57,12 @@ def _gpu(family: str, name: str, *arguments: Any, writes: int = 0) -> Any:  # no
         raise UnsupportedOp(f"no kernel for device {device}; want cpu or cuda tensors (or meta for cost counting)")
     hook = this_thread.hook
     if hook is None:
-        return _on_gpu(family, name, *arguments)
-    return hook.computed(partial(_on_gpu, family, name), arguments, writes)
+        return on_gpu(family, name, *arguments)
+    return hook.computed(partial(on_gpu, family, name), arguments, writes)
 
 
-def _on_gpu(family: str, name: str, *arguments: Any) -> Any:  # noqa: ANN401
+def on_gpu(family: str, name: str, *arguments: Any) -> Any:  # noqa: ANN401
+    """Call a Triton kernel's launcher on the GPU of its first argument, and tell nobody."""
     with torch.cuda.device(arguments[0].device):
         given = arguments if family == "matmul" else map(dense, arguments)  # which makes masks piece by piece
         return getattr(_triton(family), name)(*given)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from private_llm.errors import PartyFailed, TransportError
 from private_llm.forks import Origin, forked, process
+from private_llm.net.barrier import Barrier, BarrierEnd
 from private_llm.net.device_messages import Ready
 from private_llm.net.direct import End
 from private_llm.net.memory_link import Item, MemoryLink, Reader, Writer, new_link
@@ -100,6 +101,7 @@ class LocalMesh:
     def clear(self) -> None:
         """New links, for this parallel session alone."""
         self.waiting: dict[int, int] = {}
+        self.barrier = Barrier(len(self.endpoints) - 1)
         pairs = [(a, b) for a in self.endpoints for b in self.endpoints if a != b]
         lent = self.lends and self.turns is None
         self.links = {pair: _Link(lent=lent and max(pair) < _PARTIES) for pair in pairs}
@@ -179,6 +181,10 @@ class LocalTransport(Transport):
     def carries_device_tensors(self, to: int) -> bool:
         """Whether that endpoint takes them."""
         return to in self._mesh.on_devices
+
+    def barrier_end(self) -> BarrierEnd | None:
+        """That of this endpoint."""
+        return BarrierEnd(self._mesh.barrier, self.me, lambda: self._session.failure, self._mesh.timeout, self.aside)
 
     def aside(self) -> AbstractContextManager[None]:
         """While this endpoint waits: another may compute. The client has no turns."""

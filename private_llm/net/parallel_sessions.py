@@ -16,10 +16,12 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from private_llm.net.barrier import BarrierEnd
 from private_llm.net.direct import End
 from private_llm.net.transport import CLIENT, PassingTransport, Transport
 
@@ -72,6 +74,11 @@ class RoleTransport(PassingTransport):
     def ends(self, endpoint: int) -> Sequence[End]:
         """Those of the party that plays this role."""
         return self._inner.ends(self._party[endpoint]) if endpoint in self._party else ()
+
+    def barrier_end(self) -> BarrierEnd | None:
+        """As the inner transport; parties are numbered by their roles."""
+        end = self._inner.barrier_end()
+        return None if end is None else replace(end, me=self.me)
 
     def accept_device_tensors(self) -> None:
         """As the inner transport."""

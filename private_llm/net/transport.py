@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from private_llm.errors import ConfigError, TransportError
+from private_llm.net.barrier import BarrierEnd
 from private_llm.net.direct import End
 from private_llm.net.ledger import Ledger
 from private_llm.net.wire import TRAVELS, dtype_code
@@ -108,6 +109,10 @@ class Transport(ABC):
         if it does more with messages than to pass them on.
         """
         return ()
+
+    def barrier_end(self) -> BarrierEnd | None:
+        """Where this endpoint waits for all others, if they are threads of this process and messages take no time."""
+        return None
 
     def accept_device_tensors(self) -> None:  # noqa: B027 - for most links nothing changes
         """From now on what comes may lie on a GPU: who receives moves it to where it computes."""
@@ -194,6 +199,10 @@ class PlacedTransport(PassingTransport):
     def where_it_comes(self) -> Transport:
         """The inner links."""
         return self._inner
+
+    def barrier_end(self) -> BarrierEnd | None:
+        """As the inner links."""
+        return self._inner.barrier_end()
 
     def _carried(self, to: int, payload: Tensor) -> Tensor:
         """What the inner links take of a payload."""

@@ -22,8 +22,9 @@ from private_llm.kernels.seeded_tensor import SeededTensor
 from private_llm.kernels.trace_hook import traced_by
 from private_llm.net.transport import Transport
 from private_llm.replay.capture import Pool
-from private_llm.replay.graphs import GraphNode, GraphProgram, Masks, Slot, Stop, slots_of
+from private_llm.replay.graphs import GraphProgram, Masks
 from private_llm.replay.loops import MOVES
+from private_llm.replay.nodes import GraphNode, Slot, Stop, slots_of
 from private_llm.replay.program import BreakEvent, Receive, Send
 from private_llm.replay.recording import UNFORESEEN, Held, StepRecorder, all_written_by, tensors_of
 from private_llm.replay.transports import noted, unrecorded
@@ -163,7 +164,8 @@ class GraphRecorder(StepRecorder[Slot]):
             self._written |= touched
         if self.reason is None:
             views = bool(made) and not written and memories <= known
-            node = GraphNode(function, used, named, slots, not views and function not in _ROOM)
+            places = tuple([self._slots[id(x)] for x in written if id(x) in self._slots])
+            node = GraphNode(function, used, named, slots, not views and function not in _ROOM, places)
             self._events.append(_RecordedNode(node, frozenset(memories), changes))
 
     # -- the modes' ends -------------------------------------------------------------------------------------

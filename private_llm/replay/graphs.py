@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from contextlib import suppress
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -19,7 +19,9 @@ from torch import Tensor
 from private_llm.errors import DomainError, UnsupportedOp
 from private_llm.kernels.devices import ALONE
 from private_llm.replay.capture import Pool, captured
+from private_llm.replay.fusion import fused
 from private_llm.replay.masks import MaskDraw
+from private_llm.replay.nodes import Event, Segment, Slot, compute, compute_segment, segments_of, slots_of
 from private_llm.replay.program import Arena, BreakEvent, Inner, ProgramTransport, Receive, Send
 
 MOST_BYTES = 1 << 30
@@ -30,31 +32,6 @@ counted apart from these, of which each layer has its own."""
 
 
 @dataclass(frozen=True)
-class Slot:
-    """A tensor of a step that is another one, or has other values, in each run."""
-
-    number: int
-
-
-@dataclass(frozen=True)
-class GraphNode:
-    """An operation of PyTorch or a kernel; tensors that change are slots, others are constants. made: its results.
-
-    computes: whether a GPU has something to do: not for views, and for memory that is only taken.
-    """
-
-    function: Callable[..., Any]
-    arguments: tuple[Any, ...]
-    named: Mapping[str, Any]
-    made: tuple[Slot, ...]
-    computes: bool = True
-
-
-Stop = Send[Slot] | Receive[Slot] | BreakEvent[Slot]
-Event = GraphNode | Stop
-
-
-@dataclass(frozen=True)
 class Masks:
     """Elements of a stream, each slot in whole blocks of `block` bytes; behind: the number of graph breaks before."""
 
@@ -62,19 +39,6 @@ class Masks:
     after_break: int
     slots: tuple[Slot, ...]
     block: int
-
-
-@dataclass(frozen=True)
-class _Segment:
-    """Nodes, and what comes then; None: the end."""
-
-    nodes: tuple[GraphNode, ...]
-    stop: Stop | None
-
-    @property
-    def computes(self) -> bool:
-        """Whether a GPU has something to do: a graph of nothing is refused."""
-        return any(node.computes for node in self.nodes)
 
 
 class GraphProgram:
@@ -88,158 +52,137 @@ class GraphProgram:
         self.size = self.held = sum(x.numel() * x.element_size() for x in fixed.values())
         if self.size > MOST_BYTES:
             raise UnsupportedOp(f"a graph that takes in more than {MOST_BYTES >> 20} MiB")
-        self._inputs, self._outputs, self._device = list(inputs), list(outputs), device
-        self._fixed = dict(fixed)
+        self._inputs, self._outputs, self.device, self.pool = list(inputs), list(outputs), device, pool
+        self.fixed = dict(fixed)
         self._masks: dict[int, MaskDraw] = {}
         for each in masks:
             draw = self._masks.setdefault(each.after_break, MaskDraw(device, pool))
             rooms = draw.add(each.stream, each.block, [fixed[slot] for slot in each.slots])
-            self._fixed.update(zip(each.slots, rooms, strict=True))
-        self._segments = list(_segments(events))
-        self._last = _last_uses(self._segments, outputs)
+            self.fixed.update(zip(each.slots, rooms, strict=True))
+        self.segments = _few_launches(segments_of(events), self.fixed, outputs)
         self._graphs: list[torch.cuda.CUDAGraph | None] | None = None
         self._kept: dict[Slot, Tensor] = {}
-        if device.type == "cuda":
-            with torch.cuda.device(device):
-                self._compute(dict(self._fixed))  # whatever is compiled, uploaded or tuned at a first call is so now
-                torch.cuda.current_stream().synchronize()
-                self._capture(pool)
+        self._tried = False
 
     def run(
-        self,
-        transport: ProgramTransport,
-        arena: Arena,
-        given: Sequence[Tensor],
-        weights: Sequence[int],
+        self, transport: ProgramTransport, arena: Arena, given: Sequence[Tensor], weights: Sequence[int],
         graph_break: Inner | None,
-    ) -> list[Tensor]:
-        """The step of these inputs; arena and weights (`Program.run`) are not needed. Results are tensors of their own.
+    ) -> list[Tensor]:  # fmt: skip
+        """The step of these inputs, node by node; arena and weights (`Program.run`) are not needed. Results are tensors
+        of their own.
 
         Rounds and bytes as recorded. Raises what the links raise, and DomainError for a graph break without one.
         """
-        return self.ready(transport, arena, given, weights)(graph_break)
+        self.take(given)
+        self.draw(transport, 0)
+        return self._run(transport, graph_break)
 
     def ready(
         self, transport: ProgramTransport, arena: Arena, given: Sequence[Tensor], weights: Sequence[int]
     ) -> Callable[[Inner | None], list[Tensor]]:  # fmt: skip
         """As `Program.ready`."""
+        self.take(given)
+        self.draw(transport, 0)
+        return functools.partial(self.run_drawn, transport)
+
+    def take(self, given: Sequence[Tensor]) -> None:
+        """Copy the inputs of the next run."""
         for slot, x in zip(self._inputs, given, strict=True):
-            self._fixed[slot].copy_(x)
-        return functools.partial(self._run, transport)
+            self.fixed[slot].copy_(x)
+
+    def run_drawn(self, transport: ProgramTransport, graph_break: Inner | None) -> list[Tensor]:
+        """The step, by graphs, once its inputs and first masks are there."""
+        if self.device.type == "cuda" and not self._tried:
+            self._tried = True
+            with torch.cuda.device(self.device), suppress(UnsupportedOp, RuntimeError):
+                self._capture()  # without graphs it runs node by node
+        return self._run(transport, graph_break)
 
     def _run(self, transport: ProgramTransport, graph_break: Inner | None) -> list[Tensor]:
-        found, left = dict(self._fixed) if self._graphs is None else self._kept, 0
-        self._draw(transport, left)
-        for number, segment in enumerate(self._segments):
+        found, left = dict(self.fixed) if self._graphs is None else self._kept, 0
+        for number, segment in enumerate(self.segments):
             if self._graphs is None:
-                self._nodes(segment, number, found)
+                compute_segment(segment, found)
             elif (graph := self._graphs[number]) is not None:
                 graph.replay()
             match segment.stop:
                 case Send(to, tag, payload):
                     transport.send(to, tag, found[payload].clone())  # which the next run overwrites
                 case Receive(frm, tag, payload):
-                    into = self._fixed[payload]
+                    into = self.fixed[payload]
                     into.copy_(transport.receive(frm, tag, tuple(into.shape), into.dtype), non_blocking=True)
-                case BreakEvent(inputs, outputs):
-                    if graph_break is None:
-                        raise DomainError("a program with a graph break was run without one")
-                    made = graph_break([found[slot].clone() for slot in inputs])
-                    for slot, x in zip(outputs, made, strict=True):
-                        self._fixed[slot].copy_(x)
+                case BreakEvent() as event:
+                    self.resume(event, found, graph_break)
                     left += 1
-                    self._draw(transport, left)
+                    self.draw(transport, left)
+        return self.results(found)
+
+    def resume(self, event: BreakEvent[Slot], found: Mapping[Slot, Tensor], graph_break: Inner | None) -> None:
+        """Let Python compute a graph break. Raises DomainError for none."""
+        if graph_break is None:
+            raise DomainError("a program with a graph break was run without one")
+        made = graph_break([found[slot].clone() for slot in event.inputs])
+        for slot, x in zip(event.outputs, made, strict=True):
+            self.fixed[slot].copy_(x)
+
+    def results(self, found: Mapping[Slot, Tensor]) -> list[Tensor]:
+        """Copies of what was made, once all is computed."""
         return [(found[x] if isinstance(x, Slot) else x).clone() for x in self._outputs]
 
-    def _draw(self, transport: ProgramTransport, after_break: int) -> None:
+    def draw(self, transport: ProgramTransport, after_break: int) -> None:
+        """The masks that are needed after so many graph breaks."""
         if after_break in self._masks:
             self._masks[after_break].draw(transport)
 
-    def _nodes(self, segment: _Segment, number: int, found: dict[Slot, Tensor]) -> None:
-        """Run the nodes of a segment, and let go of what no later one needs."""
-        for node in segment.nodes:
-            made = node.function(*_filled(node.arguments, found), **_filled(node.named, found))
-            results = made if isinstance(made, list | tuple) else (made,)
-            for slot, x in zip(node.made, results if node.made else (), strict=True):
-                found[slot] = x
-        for slot in self._last.get(number, ()):
-            found.pop(slot, None)
-
-    def _compute(self, found: dict[Slot, Tensor]) -> None:
-        for number, segment in enumerate(self._segments):
-            self._nodes(segment, number, found)
-
-    def _capture(self, pool: Pool) -> None:
+    def _capture(self) -> None:
         """A graph of each segment that computes. Raises UnsupportedOp where an earlier capture failed."""
-        self._graphs, found = [], dict(self._fixed)
-        stream = torch.cuda.Stream(self._device)
+        graphs: list[torch.cuda.CUDAGraph | None] = []
+        found, stream = dict(self.fixed), torch.cuda.Stream(self.device)
         stream.wait_stream(torch.cuda.current_stream())
         with ALONE, torch.cuda.stream(stream):
-            for number, segment in enumerate(self._segments):
-                graph = None
-                if segment.computes:
-                    graph = captured(pool, functools.partial(self._nodes, segment, number, found))
-                else:
-                    self._nodes(segment, number, found)
-                self._graphs.append(graph)
+            for segment in self.segments:
+                launches = functools.partial(compute_segment, segment, found)
+                graphs.append(captured(self.pool, launches) if segment.computes else launches())
         torch.cuda.current_stream().wait_stream(stream)
-        self._kept = found
+        self._graphs, self._kept = graphs, found
 
 
-def _segments(events: Sequence[Event]) -> Sequence[_Segment]:
-    found: list[_Segment] = []
-    nodes: list[GraphNode] = []
-    for event in events:
-        if isinstance(event, GraphNode):
-            nodes.append(event)
-        else:
-            found.append(_Segment(tuple(nodes), event))
-            nodes = []
-    return [*found, _Segment(tuple(nodes), None)]
+def _few_launches(
+    segments: Sequence[Segment], fixed: Mapping[Slot, Tensor], outputs: Sequence[object]
+) -> list[Segment]:
+    """The segments with few launches each, found out by a run of which all is kept."""
+    found = dict(fixed)
+    for segment in segments:
+        for node in segment.nodes:
+            compute(node, found)
+    later = {x for x in outputs if isinstance(x, Slot)}
+    made: list[Segment] = []
+    for segment in reversed(segments):
+        later |= set(segment.stopped())
+        mine = {slot for node in segment.nodes for slot in node.made}
+        made.append(Segment(tuple(fused(segment.nodes, found, later & mine)), segment.stop))
+        later |= {slot for node in segment.nodes for slot in slots_of([node.arguments, node.named])}
+    return _letting_go(made[::-1], {*fixed, *(x for x in outputs if isinstance(x, Slot))})
 
 
-def _last_uses(segments: Sequence[_Segment], outputs: Sequence[object]) -> dict[int, list[Slot]]:
-    """Slots by the number of the segment behind which nobody needs them.
+def _letting_go(segments: Sequence[Segment], kept: set[Slot]) -> list[Segment]:
+    """The segments, with what nobody needs after each node.
 
-    Kept is what is sent or returned, and what lies outside the pool, since graphs write to it in each run.
+    Kept is what comes in, is sent or returned, and what lies outside the pool, since graphs write to it in each run.
     """
-    last: dict[Slot, int] = {}
-    kept = {x for x in outputs if isinstance(x, Slot)}
+    last: dict[Slot, tuple[int, int]] = {}
     for number, segment in enumerate(segments):
         if not segment.computes:
             kept |= {slot for node in segment.nodes for slot in node.made}
-        for node in segment.nodes:
+        for place, node in enumerate(segment.nodes):
             for slot in (*slots_of(node.arguments), *slots_of(node.named), *node.made):
-                last[slot] = number
-        match segment.stop:
-            case Send(_, _, payload) | Receive(_, _, payload):
-                kept.add(payload)
-            case BreakEvent(inputs, results):
-                kept |= {*inputs, *results}
-    found: dict[int, list[Slot]] = {}
-    for slot, number in last.items():
+                last[slot] = number, place
+        kept |= set(segment.stopped())
+    found: dict[tuple[int, int], list[Slot]] = {}
+    for slot, at in last.items():
         if slot not in kept:
-            found.setdefault(number, []).append(slot)
-    return found
-
-
-def slots_of(arguments: object) -> Sequence[Slot]:
-    """Those among arguments of an operation."""
-    if isinstance(arguments, Slot):
-        return [arguments]
-    if isinstance(arguments, Mapping):
-        arguments = list(arguments.values())
-    if isinstance(arguments, list | tuple):
-        return [slot for each in arguments for slot in slots_of(each)]
-    return []
-
-
-def _filled(arguments: Any, found: Mapping[Slot, Tensor]) -> Any:  # noqa: ANN401 - whatever PyTorch takes
-    """Arguments with tensors for slots."""
-    if isinstance(arguments, Slot):
-        return found[arguments]
-    if isinstance(arguments, list | tuple):
-        return type(arguments)([_filled(each, found) for each in arguments])
-    if isinstance(arguments, Mapping):
-        return {key: _filled(each, found) for key, each in arguments.items()}
-    return arguments
+            found.setdefault(at, []).append(slot)
+    return [
+        replace(each, dropped=tuple(tuple(found.get((number, place), ())) for place in range(len(each.nodes))))
+        for number, each in enumerate(segments)
+    ]

@@ -29,6 +29,8 @@ from private_llm.replay.capture import Pool
 from private_llm.replay.cpu_recorder import CpuRecorder
 from private_llm.replay.graph_break import GraphBreak
 from private_llm.replay.graph_recorder import GraphRecorder
+from private_llm.replay.graphs import GraphProgram
+from private_llm.replay.joint import run_together
 from private_llm.replay.program import Arena, Inner
 from private_llm.replay.regions import (
     NO_WEIGHTS,
@@ -73,6 +75,7 @@ class ProgramCache:
         self._pools = (Pool(), Pool())
         self._inside = 0
         self._live_transport: LiveTransport | None = None
+        self._met: Counter[Hashable] = Counter()
 
     def __len__(self) -> int:
         """Keys that were met, and are still known."""
@@ -91,6 +94,7 @@ class ProgramCache:
         one goes, for good.
         """
         region = RegionState()
+        point = self._point(session, inputs, binding)
         try:
             if in_place:
                 binding = WeightBinding(
@@ -100,22 +104,24 @@ class ProgramCache:
             region = self._region(session, key, inputs, binding)
             region.calls += 1
             region.gives_way = gives_way
-            call = self._call(session, region, inputs, binding, warmup, graph_break)
+            call = self._call(session, region, inputs, binding, warmup, graph_break, point)
         except Exception as error:  # noqa: BLE001 - nothing is computed yet, so Python computes as always
             self._refuse(region, binding, error)
             if graph_break is not None:
                 graph_break.unhook()
+            self._alone(session, point)
             call = functools.partial(self._plain, region, inputs, None)
         return call(compute)
 
     def _call(
         self, session: Session, region: RegionState, inputs: Sequence[Fixed], binding: WeightBinding, warmup: int,
-        graph_break: GraphBreak | None,
+        graph_break: GraphBreak | None, point: Hashable,
     ) -> Callable[[Compute], Result]:  # fmt: skip
         """How this call is computed, ready to begin."""
         refused = region.refused_all or binding.name in region.refused
         if binding.name in region.checked and region.compiled is not None:
-            return self._repeat(session, region.compiled, inputs, binding, graph_break)
+            return self._repeat(session, region.compiled, inputs, binding, graph_break, point)
+        self._alone(session, point)
         self.uncompiled += not refused
         if refused or region.calls <= warmup:
             first = None if refused else graph_break
@@ -123,6 +129,24 @@ class ProgramCache:
         if region.compiled is None:
             return self._record(session, region, inputs, binding, graph_break)
         return self._check(session, region, region.compiled, inputs, binding, graph_break)
+
+    def _point(self, session: Session, inputs: Sequence[Fixed], binding: WeightBinding) -> Hashable:
+        """The name of this call, equal at all parties, for those that wait for each other."""
+        what = (binding.name, self._inside > 0, tuple([tuple(x.shape) for x in inputs]))
+        self._met[what] += 1
+        return what, self._met[what]
+
+    def _links(self, session: Session) -> LiveTransport:
+        protocol, held = session.protocol, self._live_transport
+        if held is None or held.transport is not protocol.transport:
+            held = self._live_transport = LiveTransport(protocol.transport, protocol.mask_streams)
+        return held
+
+    def _alone(self, session: Session, point: Hashable) -> None:
+        """This call is not one that all parties repeat together."""
+        end = self._links(session).barrier_end if uses_cuda_graphs(session) else None
+        if end is not None:
+            end.skip(point)
 
     def _refuse(self, region: RegionState, binding: WeightBinding, error: Exception) -> None:
         """From now on Python computes: for this binding, where there is a program for others."""
@@ -345,12 +369,9 @@ class ProgramCache:
 
     def _repeat(
         self, session: Session, compiled: CompiledRegion, inputs: Sequence[Fixed], binding: WeightBinding,
-        graph_break: GraphBreak | None,
+        graph_break: GraphBreak | None, point: Hashable,
     ) -> Callable[[Compute], Result]:  # fmt: skip
-        protocol = session.protocol
-        transport = self._live_transport
-        if transport is None or transport.transport is not protocol.transport:
-            transport = self._live_transport = LiveTransport(protocol.transport, protocol.mask_streams)
+        protocol, transport = session.protocol, self._links(session)
         parts = [part for x in inputs for part in x.share.parts]
         each = len(parts) // len(inputs)
         inner: Inner | None = None
@@ -360,7 +381,15 @@ class ProgramCache:
                 *(encode_public(inputs[0], graph_break.publics[e[0]], e) for e in compiled.encodings),
             ]  # fmt: skip
             inner = functools.partial(self._inner, session, compiled.graph_break, graph_break, binding.name)
-        ready = compiled.program.ready(transport, self._arena, parts, binding.addresses)
+        program, end = compiled.program, transport.barrier_end
+        if isinstance(program, GraphProgram) and end is not None and end.barrier.parties == session.config.parties:
+            program.take(parts)
+            ready: Callable[[Inner | None], list[Tensor]] = functools.partial(
+                run_together, program, transport, end, point
+            )
+        else:
+            self._alone(session, point)
+            ready = program.ready(transport, self._arena, parts, binding.addresses)
         self.counts["repeated"] += 1
 
         def repeat(_: Compute) -> Result:

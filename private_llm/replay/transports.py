@@ -206,6 +206,7 @@ class LiveTransport:
         self.send = transport._send
         self.receive = transport.where_it_comes()._recv  # programs have memory of their own for it
         self._direct = Direct(transport.ends)
+        self.barrier_end = transport.barrier_end()
 
     def direct(self) -> Direct:
         """The connections that the transport lends."""

@@ -44,7 +44,9 @@ STEP_ITSELF = frozenset({
     # computes or sends for the step, calls what may fail where an error is caught, or says that there was one
     "programs_of", "uses_cuda_graphs", "ProgramCache.__init__", "Arena.__init__", "Pool.__init__", "ProgramCache.run",
     "ProgramCache._plain", "ProgramCache._plain_first", "ProgramCache._lacks_break", "ProgramCache._inside_break",
-    "ProgramCache._refuse", "ProgramCache._plain_first.<locals>.outside", "ProgramCache._watch_break.<locals>.outside",
+    "ProgramCache._refuse", "ProgramCache._point", "ProgramCache._links", "ProgramCache._alone",
+    "LiveTransport.__init__", "ProgramCache._plain_first.<locals>.outside",
+    "ProgramCache._watch_break.<locals>.outside",
     "ProgramCache._record.<locals>.record", "ProgramCache._check.<locals>.check", "GraphBreak.run",
     "GraphBreak.refuse", "GraphBreak.unhook", "with_break", "recorded_by", "unrecorded", "noted.<locals>.guarded",
     "RecordingTransport.send", "RecordingTransport._recv", "RecordingTransport.stop", "StepRecorder.stop",
@@ -60,7 +62,8 @@ BEGUN = frozenset({
     # of a program that is repeated: masks are drawn and messages are on their way
     "ProgramCache._repeat.<locals>.repeat", "ProgramCache._inner", "Program._run", "Program._run_to_stop",
     "LiveTransport.fill", "LiveTransport.stream", "MaskDraw.draw", "MaskDraw.launch", "MaskDraw._copy",
-    "GraphProgram._run", "GraphProgram._draw", "GraphProgram._nodes", "_filled",
+    "GraphProgram._run", "GraphProgram.run_drawn", "GraphProgram.draw", "GraphProgram.resume", "GraphProgram.results",
+    "compute", "compute_segment", "filled",
     "_doing.<locals>.<lambda>", "_doing.<locals>.call", "_doing.<locals>.receive", "BreakRecord.module",
 })  # fmt: skip
 

@@ -313,7 +313,7 @@ def test_a_model_is_repeated_layer_by_layer(settings: dict[str, Any], met: list[
 def constants(programs: ProgramCache) -> list[Tensor]:
     """Tensors that graphs take as they are."""
     found = [region.compiled.program for region in programs._regions.values() if region.compiled is not None]
-    nodes = [node for program in found for segment in program._segments for node in segment.nodes]  # type: ignore[union-attr]
+    nodes = [node for program in found for segment in program.segments for node in segment.nodes]  # type: ignore[union-attr]
     return [x for node in nodes for x in tensors_of([node.arguments, *node.named.values()])]
 
 

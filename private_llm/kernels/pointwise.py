@@ -1,0 +1,115 @@
+"""Elementwise kernels that are made when they are needed: one launch for groups of statements on views of tensors.
+
+In main memory PyTorch computes them one by one, which is what the kernels of GPUs are compared with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from private_llm.kernels import ops
+
+
+@dataclass(frozen=True)
+class Place:
+    """A view of operand `number`: elements from `offset` (after its first) on; dims: sizes and strides, outermost
+    first. Element n is the n-th, counted row by row.
+    """
+
+    number: int
+    offset: int
+    dims: tuple[tuple[int, int], ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Value:
+    """What an earlier operation of the group made."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One elementwise operation: `name` (of `OPERATIONS`) of its arguments, each cast to `dtype`, cast to `made`.
+
+    arguments: places in memory, values of the group, and numbers.
+    """
+
+    name: str
+    dtype: torch.dtype
+    arguments: tuple[Place | Value | int, ...]
+    made: torch.dtype
+
+
+@dataclass(frozen=True)
+class Group:
+    """Operations on `count` elements; stores: which of their values go where. No place that is stored to is read."""
+
+    count: int
+    operations: tuple[Operation, ...]
+    stores: tuple[tuple[Place, int], ...]
+
+
+Batch = tuple[Group, ...]
+"""Groups that do not touch what another one of them stores."""
+
+OPERATIONS: Mapping[str, Callable[..., Any]] = {
+    "add": lambda x, y: x + y,
+    "sub": lambda x, y: x - y,
+    "mul": lambda x, y: x * y,
+    "xor": lambda x, y: x ^ y,
+    "and": lambda x, y: x & y,
+    "or": lambda x, y: x | y,
+    "shr": lambda x, y: x >> y,
+    "shl": lambda x, y: x << y,
+    "eq": lambda x, y: x == y,
+    "ne": lambda x, y: x != y,
+    "lt": lambda x, y: x < y,
+    "le": lambda x, y: x <= y,
+    "gt": lambda x, y: x > y,
+    "ge": lambda x, y: x >= y,
+    "where": torch.where,
+    "copy": lambda x: x,
+}
+"""Operations by name; shifts to the right keep the sign, and everything wraps around in the type of the result."""
+
+
+def launch(batch: Batch, *operands: Tensor) -> None:
+    """Compute a batch on the device of its operands: one launch on a GPU."""
+    if operands[0].is_cuda:
+        ops.on_gpu("pointwise", "launch", operands[0], operands, batch)
+        return
+    for group in batch:
+        values: list[Tensor] = []
+        for operation in group.operations:
+            given = [_read(each, values, operands, group.count) for each in operation.arguments]
+            cast = [x if _keeps(operation.name, n) else x.to(operation.dtype) for n, x in enumerate(given)]
+            values.append(OPERATIONS[operation.name](*cast).to(operation.made))
+        for place, number in group.stores:
+            out = _strided(place, operands)
+            out.copy_(values[number].view(out.shape))
+
+
+def _keeps(name: str, number: int) -> bool:
+    """Whether an argument keeps its type: the condition of `where`."""
+    return name == "where" and number == 0
+
+
+def _strided(place: Place, operands: Sequence[Tensor]) -> Tensor:
+    x = operands[place.number]
+    sizes, strides = [size for size, _ in place.dims], [stride for _, stride in place.dims]
+    return x.as_strided(sizes, strides, int(x.storage_offset()) + place.offset)
+
+
+def _read(given: Place | Value | int, values: Sequence[Tensor], operands: Sequence[Tensor], count: int) -> Tensor:
+    if isinstance(given, Value):
+        return values[given.number]
+    if isinstance(given, Place):
+        return _strided(given, operands).reshape(-1)
+    return torch.full((count,), given, dtype=torch.int64)

@@ -1,0 +1,112 @@
+"""Where the parties of one process wait for each other, to do once what each would have to do for itself.
+
+All parties pass the same points in the same order. Who passes one without waiting says so; then nobody waits there, nor
+at any later point. As `threading.Barrier`, whose threads always wait.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from private_llm.errors import PartyFailed
+
+Given = TypeVar("Given")
+Made = TypeVar("Made")
+_SKIPPED = object()
+_POLL_S = 0.5
+"""How often one that waits looks whether the session has ended."""
+
+
+class Barrier:
+    """The points of one parallel session. closed: parties passed a point differently, so nobody waits any more."""
+
+    def __init__(self, parties: int) -> None:
+        self.parties, self.closed = parties, False
+        self.changed = threading.Condition()
+        self.arrived: dict[Hashable, dict[int, Any]] = {}
+        self.acting: set[Hashable] = set()
+        self.made: dict[Hashable, list[Any]] = {}
+
+    def close(self) -> None:
+        """From now on nobody waits, but at points that follow one at which all have met."""
+        with self.changed:
+            self.closed = True
+            self.changed.notify_all()
+
+    def arrive(self, me: int, point: Hashable, given: object) -> bool:
+        """Whether all who have been at this point so far wait there."""
+        arrived = self.arrived.setdefault(point, {})
+        arrived[me] = given
+        skipped = sum(each is _SKIPPED for each in arrived.values())
+        if len(arrived) == self.parties and skipped:
+            del self.arrived[point]
+        if 0 < skipped < len(arrived):
+            self.close()
+        return not skipped
+
+
+@dataclass(frozen=True)
+class BarrierEnd:
+    """One party's end. failure: why the session has ended, or None. aside: around a time in which a party waits."""
+
+    barrier: Barrier
+    me: int
+    failure: Callable[[], str | None]
+    timeout: float
+    aside: Callable[[], AbstractContextManager[None]]
+
+    def skip(self, point: Hashable) -> None:
+        """Pass a point without waiting."""
+        with self.barrier.changed:
+            if not self.barrier.closed:
+                self.barrier.arrive(self.me, point, _SKIPPED)
+
+    def wait(
+        self, point: Hashable, given: Given, action: Callable[[Sequence[Given]], Made], follows: bool = False
+    ) -> Made | None:  # fmt: skip
+        """What `action` makes of what all parties gave, in their order; the last one to come calls its own. None if not
+        all of them wait here.
+
+        follows: all have met at an earlier point, after which all wait here, too. Raises PartyFailed if the session has
+        ended, or if a party does not come in time, and at the last to come what `action` raises.
+        """
+        barrier = self.barrier
+        with barrier.changed:
+            if (barrier.closed and not follows) or not barrier.arrive(self.me, point, given):
+                return None
+            arrived = barrier.arrived[point]
+            last = len(arrived) == barrier.parties
+            if last:
+                del barrier.arrived[point]
+                barrier.acting.add(point)
+        if not last:
+            with self.aside(), barrier.changed:
+                found: Made | None = self._awaited(point, follows)
+                return found
+        made = action([arrived[party] for party in range(barrier.parties)])
+        with barrier.changed:
+            barrier.acting.discard(point)
+            barrier.made[point] = [made, barrier.parties - 1]
+            barrier.changed.notify_all()
+        return made
+
+    def _awaited(self, point: Hashable, follows: bool) -> Any:  # noqa: ANN401 - whatever the action makes
+        barrier, left = self.barrier, self.timeout
+        while point not in barrier.made:
+            if barrier.closed and not follows and point not in barrier.acting:
+                return None
+            if (reason := self.failure()) is not None:
+                raise PartyFailed(reason)
+            if not barrier.changed.wait(min(_POLL_S, max(left, 0.0))):
+                left -= _POLL_S
+                if left <= 0.0:
+                    raise PartyFailed(f"another party of this process did not come for {self.timeout:g} s")
+        found = barrier.made[point]
+        found[1] -= 1
+        if not found[1]:
+            del barrier.made[point]
+        return found[0]

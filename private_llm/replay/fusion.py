@@ -1,0 +1,329 @@
+"""Few launches: the elementwise operations of a recorded step become as few kernels as their order allows.
+
+Each of them is taken apart into statements: so many elements of a view, each computed of the same element of other
+views. A launch is a batch of groups; a group is statements of equally many elements, of which later ones take what
+earlier ones computed out of registers. What needs an element that another thread computes waits for a later launch.
+Kernels stay what they are; whichever can run does so first, so that batches are large.
+
+What is only read within its group is never stored. Memory is told apart by the storages of a run on real tensors.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from private_llm.kernels import pointwise
+from private_llm.kernels.pointwise import Operation, Place, Value, launch
+from private_llm.kernels.seeded_tensor import SeededTensor
+from private_llm.replay.nodes import GraphNode, Slot, slots_of
+from private_llm.replay.statements import Name, Statement, View, names_of, statements_of
+
+
+@dataclass(eq=False)
+class _Unit:
+    """A node, or one statement of it. waits: units that must have been launched before. joins: units of its own group,
+    or launched before.
+    """
+
+    node: GraphNode
+    statement: Statement | None
+    order: int
+    waits: set[int] = field(default_factory=set)
+    joins: set[int] = field(default_factory=set)
+
+
+@dataclass(frozen=True)
+class _Touch:
+    """Memory that a unit reads or writes: bytes from low to high of a storage; key: exactly which, in which order."""
+
+    unit: int
+    storage: int
+    low: int
+    high: int
+    key: object
+    count: int
+
+    def overlaps(self, other: _Touch) -> bool:
+        """Whether both may touch one element."""
+        return self.storage == other.storage and self.low <= other.high and other.low <= self.high
+
+    def same(self, other: _Touch) -> bool:
+        """Whether each thread of one touches what the same thread of the other does."""
+        return self.key is not None and self.key == other.key and self.count == other.count
+
+
+def fused(nodes: Sequence[GraphNode], found: Mapping[Slot, Tensor], needed: Collection[Slot]) -> list[GraphNode]:
+    """The same nodes in fewer launches.
+
+    found: a tensor for each slot, of a run in which all of them were alive, so that no two share memory by chance.
+    needed: slots that are read afterwards.
+    """
+    units = _units(nodes, found)
+    _link(units, found)
+    return _Emission(nodes, found, needed).of(_scheduled(units))
+
+
+def _units(nodes: Sequence[GraphNode], found: Mapping[Slot, Tensor]) -> list[_Unit]:
+    units: list[_Unit] = []
+    for node in nodes:
+        if not node.computes:
+            continue
+        statements: Sequence[Statement | None] = statements_of(node, found) or [None]
+        for statement in statements:
+            units.append(_Unit(node, statement, len(units)))
+    return units
+
+
+def _link(units: Sequence[_Unit], found: Mapping[Slot, Tensor]) -> None:
+    """Who waits for whom."""
+    readers: defaultdict[int, list[_Touch]] = defaultdict(list)
+    writers: defaultdict[int, list[_Touch]] = defaultdict(list)
+    for unit in units:
+        reads, writes = _touched(unit, found)
+        for each in reads:
+            for other in writers[each.storage]:
+                _order(unit, other, each)
+        for each in writes:
+            for other in writers[each.storage]:
+                if units[other.unit].node is not unit.node:
+                    _order(unit, other, each)
+            for other in readers[each.storage]:  # joined only by who reads the same, so that it waits for its own load
+                _order(unit, other, each, any(other.same(read) for read in reads))
+        for each in reads:
+            readers[each.storage].append(each)
+        for each in writes:
+            covered = [other for other in writers[each.storage] if not (each.same(other))]
+            writers[each.storage] = [*covered, each]
+
+
+def _order(unit: _Unit, other: _Touch, mine: _Touch, joins: bool = True) -> None:
+    if other.unit != unit.order and mine.overlaps(other):
+        (unit.joins if joins and mine.same(other) else unit.waits).add(other.unit)
+
+
+def _touched(unit: _Unit, found: Mapping[Slot, Tensor]) -> tuple[list[_Touch], list[_Touch]]:
+    """What a unit reads and writes."""
+    if unit.statement is not None:
+        made = unit.statement
+        reads = [_touch_of(unit.order, view, found, made.count) for view in made.views]
+        return reads, [_touch_of(unit.order, made.out, found, made.count)]
+    node = unit.node
+    given = [found[name] if isinstance(name, Slot) else name for name in names_of((node.arguments, node.named))]
+    whole = [_whole(unit.order, x) for x in given if not isinstance(x, SeededTensor)]
+    written = [_whole(unit.order, found[slot]) for slot in (*node.made, *node.written)]
+    return whole, written
+
+
+def _whole(unit: int, x: Tensor) -> _Touch:
+    """All of a tensor, by a kernel that reads it in an order of its own."""
+    first = int(x.storage_offset())
+    last = first + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return _Touch(unit, _storage(x), *_bytes(x, first, last), None, -1)
+
+
+def _touch_of(unit: int, view: View, found: Mapping[Slot, Tensor], count: int) -> _Touch:
+    x = _tensor_of(view, found)
+    first = int(x.storage_offset()) + view.offset
+    last = first + sum((size - 1) * stride for size, stride in view.dims)
+    return _Touch(unit, _storage(x), *_bytes(x, first, last), _key(view, found), count)
+
+
+def _storage(x: Tensor) -> int:
+    return int(x.untyped_storage()._cdata)
+
+
+def _bytes(x: Tensor, first: int, last: int) -> tuple[int, int]:
+    """The first and the last byte of elements of a tensor's memory."""
+    return first * x.itemsize, (last + 1) * x.itemsize - 1
+
+
+Group = list[_Unit]
+
+
+def _scheduled(units: Sequence[_Unit]) -> list[GraphNode | list[Group]]:
+    """Kernels and batches in an order that keeps what waits for what."""
+    left, done = list(units), set[int]()
+    steps: list[GraphNode | list[Group]] = []
+    while left:
+        later = []
+        for unit in left:
+            if unit.statement is None and (unit.waits | unit.joins) <= done:
+                steps.append(unit.node)
+                done.add(unit.order)
+            else:
+                later.append(unit)
+        if len(later) < len(left):
+            left = later
+            continue
+        batch = _batch(left, done)
+        steps.append(_groups(batch))
+        chosen = {unit.order for unit in batch}
+        done |= chosen
+        left = [unit for unit in left if unit.order not in chosen]
+    return steps
+
+
+def _batch(left: Sequence[_Unit], done: set[int]) -> list[_Unit]:
+    """Statements that may be launched now, together."""
+    batch: list[_Unit] = []
+    inside: set[int] = set()
+    for unit in left:
+        if unit.statement is not None and unit.waits <= done and unit.joins <= done | inside:
+            batch.append(unit)
+            inside.add(unit.order)
+    return batch
+
+
+def _groups(batch: Sequence[_Unit]) -> list[Group]:
+    """Statements that share registers, in their order."""
+    group_of: dict[int, Group] = {}
+    for unit in batch:
+        joined: Group = [unit]
+        for other in {id(group_of[n]): group_of[n] for n in unit.joins if n in group_of}.values():
+            joined = [*other, *joined]
+        joined.sort(key=lambda each: each.order)
+        for each in joined:
+            group_of[each.order] = joined
+    return list({id(group): group for group in group_of.values()}.values())
+
+
+class _Emission:
+    """The steps as nodes, each after what it needs: views, and the memory of what batches make."""
+
+    def __init__(self, nodes: Sequence[GraphNode], found: Mapping[Slot, Tensor], needed: Collection[Slot]) -> None:
+        self._found, self._needed = found, needed
+        self._source: dict[Slot, GraphNode] = {}
+        for node in nodes:
+            inside = set(slots_of([node.arguments, node.named]))
+            for slot in node.made:
+                if slot not in inside:
+                    self._source.setdefault(slot, node)
+        self._there: set[Slot] = set()
+        self._made: list[GraphNode] = []
+
+    def of(self, steps: Sequence[GraphNode | list[Group]]) -> list[GraphNode]:
+        """All nodes."""
+        drafts = [step if isinstance(step, GraphNode) else [_Draft(g, self._found) for g in step] for step in steps]
+        kept = self._kept(drafts)
+        for step in drafts:
+            node = step if isinstance(step, GraphNode) else _launched(step, kept, self._found)
+            if node is not None:
+                self._demand(slots_of([node.arguments, node.named]))
+                self._there.update(node.made)
+                self._made.append(node)
+        self._demand(self._needed)
+        return self._made
+
+    def _kept(self, drafts: Sequence[GraphNode | list[_Draft]]) -> set[int]:
+        """Storages that others than the group which writes them read."""
+        names = [*self._needed, *(slot for slot in self._found if slot not in self._source)]
+        for step in drafts:
+            if isinstance(step, GraphNode):
+                names += [*slots_of([step.arguments, step.named]), *step.made]
+        kept = {_storage(self._found[slot]) for slot in names}
+        for step in drafts:
+            if not isinstance(step, GraphNode):
+                kept |= {_storage(x) for draft in step for x in draft.read}
+        return kept
+
+    def _demand(self, slots: Iterable[Slot]) -> None:
+        """See that these are there."""
+        for slot in slots:
+            node = self._source.get(slot)
+            if node is None or slot in self._there:
+                continue
+            if not node.computes:
+                self._demand(slots_of([node.arguments, node.named]))
+                self._there.update(node.made)
+                self._made.append(node)
+            elif statements_of(node, self._found):
+                memory = self._memory(slot, node)
+                self._demand(slots_of(memory.arguments))
+                self._there.add(slot)
+                self._made.append(memory)
+
+    def _memory(self, slot: Slot, node: GraphNode) -> GraphNode:
+        """Where a batch stores what a node made: memory of its own, or that of an argument."""
+        x = self._found[slot]
+        for each in slots_of([node.arguments, node.named]):
+            if _storage(self._found[each]) == _storage(x):
+                return GraphNode(
+                    torch.Tensor.as_strided, (each, x.shape, x.stride(), x.storage_offset()), {}, (slot,), False
+                )
+        named = {"dtype": x.dtype, "device": x.device}
+        return GraphNode(torch.empty_strided, (tuple(x.shape), x.stride()), named, (slot,), False)
+
+
+class _Draft:
+    """A group as operations on values; read: tensors of which it loads."""
+
+    def __init__(self, group: Group, found: Mapping[Slot, Tensor]) -> None:
+        self.count = group[0].statement.count if group[0].statement else 0
+        self.operations: list[tuple[Statement, list[View | Value | int]]] = []
+        self.stored: dict[object, tuple[View, int]] = {}
+        self.read: list[Tensor] = []
+        values: dict[object, int] = {}
+        for unit in group:
+            if (made := unit.statement) is None:
+                continue
+            given: list[View | Value | int] = []
+            for each in made.arguments:
+                key = _key(each, found) if isinstance(each, View) else None
+                if key in values:
+                    given.append(Value(values[key]))
+                    continue
+                given.append(each)
+                if isinstance(each, View):
+                    self.read.append(_tensor_of(each, found))
+            key = _key(made.out, found)
+            values[key] = len(self.operations)
+            self.stored[key] = made.out, values[key]
+            self.operations.append((made, given))
+
+
+def _launched(drafts: Sequence[_Draft], kept: set[int], found: Mapping[Slot, Tensor]) -> GraphNode | None:
+    """The launch of a batch; None if nobody reads what it makes."""
+    names: list[Name] = []
+    numbers: dict[object, int] = {}
+
+    def place(view: View) -> Place:
+        x = _tensor_of(view, found)
+        number = numbers.setdefault((_storage(x), x.dtype), len(names))
+        if number == len(names):
+            names.append(view.name)
+        first = names[number]
+        base = found[first] if isinstance(first, Slot) else first
+        offset = int(x.storage_offset() - base.storage_offset()) + view.offset
+        return Place(number, offset, view.dims, x.dtype)
+
+    groups = []
+    for draft in drafts:
+        stores = [each for each in draft.stored.values() if _storage(_tensor_of(each[0], found)) in kept]
+        if stores:
+            operations = tuple(
+                Operation(
+                    made.operation, made.dtype, tuple(place(x) if isinstance(x, View) else x for x in given),
+                    _tensor_of(made.out, found).dtype,
+                )
+                for made, given in draft.operations
+            )  # fmt: skip
+            groups.append(pointwise.Group(draft.count, operations, tuple((place(view), n) for view, n in stores)))
+    if not groups:
+        return None
+    return GraphNode(partial(launch, tuple(groups)), tuple(names), {}, ())
+
+
+def _tensor_of(view: View, found: Mapping[Slot, Tensor]) -> Tensor:
+    return found[view.name] if isinstance(view.name, Slot) else view.name
+
+
+def _key(view: View, found: Mapping[Slot, Tensor]) -> object:
+    """Equal for views of the same elements in the same order."""
+    x = _tensor_of(view, found)
+    return _storage(x), int(x.storage_offset()) + view.offset, view.dims, x.dtype

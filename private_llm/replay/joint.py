@@ -1,0 +1,181 @@
+"""Parties of one process that share a GPU run a recorded step together: one CUDA graph up to each graph break.
+
+Each party's launches are a branch of it, so that they run side by side; a message is a copy on the device, for which
+the receiver's branch waits. Bytes and rounds are booked as if it were sent. Parties of one process protect nobody from
+its owner, with or without this.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections import defaultdict, deque
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from private_llm.errors import DomainError, TransportError, UnsupportedOp
+from private_llm.kernels.devices import ALONE
+from private_llm.net.barrier import Barrier, BarrierEnd
+from private_llm.replay.capture import captured
+from private_llm.replay.graphs import GraphProgram
+from private_llm.replay.nodes import Segment, Slot, compute_segment
+from private_llm.replay.program import BreakEvent, Inner, ProgramTransport, Receive, Send
+
+_Links = defaultdict[tuple[int, int], deque[tuple[str, Tensor, Any]]]
+
+
+class JointProgram:
+    """The programs of all parties for one call, section by section: a section ends at a graph break, or at the end.
+
+    found: each party's tensors by slot, after a section was computed.
+    """
+
+    def __init__(self, programs: Sequence[GraphProgram]) -> None:
+        """Raises UnsupportedOp for programs that do not fit each other, or lie on several devices."""
+        self._device, self._pool = programs[0].device, programs[0].pool
+        self._sections = [_sections(each.segments) for each in programs]
+        self.found: list[dict[Slot, Tensor]] = [dict(each.fixed) for each in programs]
+        self.count = len(self._sections[0])
+        if any(each.device != self._device for each in programs):
+            raise UnsupportedOp("parties on several devices")
+        if any(len(each) != self.count for each in self._sections):
+            raise UnsupportedOp("programs with different graph breaks")
+        self._graphs = [self._captured(number) for number in range(self.count)] if self._device.type == "cuda" else []
+
+    def launch(self, number: int) -> None:
+        """Compute a section for all parties. Raises TransportError where programs do not send what others wait for."""
+        if self._graphs:
+            self._graphs[number].replay()
+        else:
+            self._compute(number, [nullcontext() for _ in self.found])
+
+    def launched(self, number: int, _: object) -> bool:
+        """`launch`, once all have come."""
+        self.launch(number)
+        return True
+
+    def break_before(self, party: int, number: int) -> BreakEvent[Slot]:
+        """The graph break before a section. Raises DomainError for the first one."""
+        stop = self._sections[party][number - 1][-1].stop
+        if not isinstance(stop, BreakEvent):
+            raise DomainError(f"no graph break before section {number}")
+        return stop
+
+    def _captured(self, number: int) -> torch.cuda.CUDAGraph:
+        """A section as a graph. Raises UnsupportedOp where an earlier capture failed."""
+        with torch.cuda.device(self._device):
+            torch.cuda.current_stream().synchronize()
+            with ALONE, torch.cuda.stream(torch.cuda.Stream(self._device)):
+                return captured(self._pool, functools.partial(self._branches, number))
+
+    def _branches(self, number: int) -> None:
+        """A section, each party on a stream of its own, which begin and end with the current one."""
+        current = torch.cuda.current_stream()
+        branches = [torch.cuda.Stream(self._device) for _ in self.found]
+        for branch in branches:
+            branch.wait_stream(current)
+        self._compute(number, [torch.cuda.stream(branch) for branch in branches])
+        for branch in branches:
+            current.wait_stream(branch)
+
+    def _compute(self, number: int, branches: Sequence[Any]) -> None:
+        """Each party's segments as far as messages for them are there, in turn."""
+        links: _Links = defaultdict(deque)
+        running = {party: self._steps(party, number, branches[party], links) for party in range(len(self.found))}
+        while running:
+            moved = False
+            for party in list(running):
+                match next(running[party], None):
+                    case None:
+                        del running[party]
+                        moved = True
+                    case going:
+                        moved |= going
+            if not moved:
+                raise TransportError("programs of parties wait for each other (they disagree on the computation)")
+
+    def _steps(self, party: int, number: int, branch: Any, links: _Links) -> Iterator[bool]:  # noqa: ANN401 - a stream
+        """The section of one party, up to messages that are not there: whether anything was computed since the last."""
+        found, moved = self.found[party], True
+        for segment in self._sections[party][number]:
+            with branch:
+                compute_segment(segment, found)
+                if isinstance(segment.stop, Send):
+                    payload = found[segment.stop.payload]
+                    links[(party, segment.stop.to)].append((segment.stop.tag, payload, self._now()))
+            if isinstance(segment.stop, Receive):
+                while not links[(segment.stop.frm, party)]:
+                    yield moved
+                    moved = False
+                moved = True
+                with branch:
+                    message = links[(segment.stop.frm, party)].popleft()
+                    self._take(message, segment.stop.tag, found[segment.stop.payload])
+
+    def _now(self) -> torch.cuda.Event | None:
+        """A point of the current branch, for which others can wait."""
+        if self._device.type != "cuda":
+            return None
+        mark = torch.cuda.Event()
+        mark.record()
+        return mark
+
+    def _take(self, message: tuple[str, Tensor, torch.cuda.Event | None], tag: str, into: Tensor) -> None:
+        """Copy what came to where the receiver's program reads it."""
+        said, x, mark = message
+        if said != tag or x.numel() != into.numel() or x.dtype != into.dtype:
+            raise TransportError(
+                f"got '{said}' with {x.numel()} x {x.dtype}; want '{tag}' with {into.numel()} x {into.dtype}"
+            )
+        if mark is not None:
+            torch.cuda.current_stream().wait_event(mark)
+        into.copy_(x.view(into.shape))
+
+
+def run_together(
+    program: GraphProgram, transport: ProgramTransport, end: BarrierEnd, point: Hashable, graph_break: Inner | None
+) -> list[Tensor]:
+    """What a party's program makes of its inputs (`GraphProgram.ready` has copied them): together with all parties if
+    they come to this point with programs, otherwise alone.
+    """
+    program.draw(transport, 0)
+    joint = end.wait(point, program, lambda programs: _started(end.barrier, programs))
+    if joint is None:
+        return program.run_drawn(transport, graph_break)
+    found = joint.found[end.me]
+    for number in range(1, joint.count):
+        program.resume(joint.break_before(end.me, number), found, graph_break)
+        program.draw(transport, number)
+        end.wait((point, number), None, functools.partial(joint.launched, number), follows=True)
+    return program.results(found)
+
+
+_held: weakref.WeakKeyDictionary[GraphProgram, tuple[tuple[int, ...], JointProgram]] = weakref.WeakKeyDictionary()
+"""By the first party's program: which programs belong to it, and what they are together."""
+
+
+def _started(barrier: Barrier, programs: Sequence[GraphProgram]) -> JointProgram | None:
+    """The programs as one, whose first section is computed; None, now and later, where they cannot be one."""
+    try:
+        numbers = tuple(map(id, programs))
+        held = _held.get(programs[0])
+        if held is None or held[0] != numbers:
+            held = _held[programs[0]] = numbers, JointProgram(programs)
+        held[1].launch(0)
+    except (UnsupportedOp, TransportError, RuntimeError):
+        barrier.close()
+        return None
+    return held[1]
+
+
+def _sections(segments: Sequence[Segment]) -> list[list[Segment]]:
+    found: list[list[Segment]] = [[]]
+    for segment in segments:
+        found[-1].append(segment)
+        if isinstance(segment.stop, BreakEvent):
+            found.append([])
+    return found

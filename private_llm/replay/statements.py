@@ -1,0 +1,282 @@
+"""Elementwise operations of PyTorch as statements: the n-th element of one view, of the n-th elements of others.
+
+Views that are added, shifted or compared are broadcast to one shape, whose elements are counted row by row. An
+operation that puts pieces together (`cat`, `stack`, padding, `repeat`) is a statement for each piece.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from private_llm.replay.nodes import GraphNode, Slot
+
+Name = Slot | Tensor
+"""A tensor that changes from run to run, or a constant."""
+
+INTEGERS = frozenset({torch.int64, torch.int32, torch.uint8, torch.bool})
+"""Types that statements compute in."""
+
+
+@dataclass(frozen=True, eq=False)
+class View:
+    """Elements of a tensor from `offset` (after its first) on; dims: sizes and strides, outermost first, of which
+    neighbours are one where they can be.
+    """
+
+    name: Name
+    offset: int
+    dims: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Statement:
+    """out[n] = operation(arguments[n]), n < count, computed in `dtype`; arguments are views and numbers."""
+
+    operation: str
+    dtype: torch.dtype
+    out: View
+    arguments: tuple[View | int, ...]
+    count: int
+
+    @property
+    def views(self) -> list[View]:
+        """The arguments that are read from memory."""
+        return [each for each in self.arguments if isinstance(each, View)]
+
+
+def statements_of(node: GraphNode, found: Mapping[Slot, Tensor]) -> list[Statement]:
+    """Those of a node; none for what is no elementwise operation of integers."""
+    lower = _LOWERED.get(node.function)
+    if lower is None:
+        return []
+    return lower(node, found) or []
+
+
+def names_of(arguments: Any) -> Iterator[Name]:  # noqa: ANN401 - whatever PyTorch takes
+    """The tensors among an operation's arguments, and the slots of those that change."""
+    if isinstance(arguments, Slot | Tensor):
+        yield arguments
+    elif isinstance(arguments, list | tuple):
+        for each in arguments:
+            yield from names_of(each)
+    elif isinstance(arguments, Mapping):
+        yield from names_of(list(arguments.values()))
+
+
+Lowering = Callable[[GraphNode, Mapping[Slot, Tensor]], "list[Statement] | None"]
+_LOWERED: dict[Any, Lowering] = {}
+_aten = torch.ops.aten
+
+
+def _lowers(*operations: Any) -> Callable[[Lowering], Lowering]:  # noqa: ANN401 - PyTorch's
+    def register(lower: Lowering) -> Lowering:
+        _LOWERED.update(dict.fromkeys(operations, lower))
+        return lower
+
+    return register
+
+
+def _view(name: Name, offset: int, shape: Sequence[int], strides: Sequence[int]) -> View:
+    dims: list[tuple[int, int]] = []
+    for size, stride in zip(shape, strides, strict=True):
+        if size == 1:
+            continue
+        if dims and dims[-1][1] == stride * size:
+            dims[-1] = dims[-1][0] * size, stride
+        else:
+            dims.append((size, stride))
+    return View(name, offset, tuple(dims))
+
+
+def _tensor(name: Name, found: Mapping[Slot, Tensor]) -> Tensor:
+    return found[name] if isinstance(name, Slot) else name
+
+
+def _argument(given: object, shape: torch.Size, found: Mapping[Slot, Tensor]) -> View | int | None:
+    """An operand broadcast to a shape; None for what no statement takes."""
+    if isinstance(given, int):
+        return int(given)
+    if not isinstance(given, Slot | Tensor):
+        return None
+    x = _tensor(given, found)
+    if x.dtype not in INTEGERS:
+        return None
+    if isinstance(given, Tensor) and x.dim() == 0 and x.is_cpu:  # a single number, which an operation reads
+        return int(x)
+    return _view(given, 0, shape, x.expand(shape).stride())
+
+
+def _made(
+    operation: str, dtype: torch.dtype, into: Name, given: Sequence[object], found: Mapping[Slot, Tensor]
+) -> list[Statement] | None:  # fmt: skip
+    """One statement over all of `into`."""
+    out = _tensor(into, found)
+    arguments = [_argument(each, out.shape, found) for each in given]
+    if out.dtype not in INTEGERS or dtype not in INTEGERS or None in arguments:
+        return None
+    if not out.numel():
+        return None
+    known = tuple(each for each in arguments if each is not None)
+    return [Statement(operation, dtype, _view(into, 0, out.shape, out.stride()), known, out.numel())]
+
+
+def _piece(into: Name, out: Tensor, part: Tensor, given: View | int) -> Statement:
+    """A copy to `part`, a view of `out`, which is the tensor called `into`."""
+    view = _view(into, int(part.storage_offset() - out.storage_offset()), part.shape, part.stride())
+    return Statement("copy", out.dtype, view, (given,), part.numel())
+
+
+_BINARY = {
+    "add": (_aten.add.Tensor, _aten.add.Scalar, _aten.add_.Tensor, _aten.add_.Scalar, _aten.add.out),
+    "sub": (_aten.sub.Tensor, _aten.sub.Scalar, _aten.sub_.Tensor, _aten.sub_.Scalar, _aten.sub.out),
+    "rsub": (_aten.rsub.Scalar, _aten.rsub.Tensor),
+    "mul": (_aten.mul.Tensor, _aten.mul.Scalar, _aten.mul_.Tensor, _aten.mul_.Scalar, _aten.mul.out),
+    "xor": (
+        _aten.bitwise_xor.Tensor, _aten.bitwise_xor.Scalar, _aten.bitwise_xor_.Tensor, _aten.bitwise_xor_.Scalar,
+        _aten.__xor__.Tensor, _aten.__xor__.Scalar, _aten.bitwise_xor.Tensor_out,
+    ),
+    "and": (
+        _aten.bitwise_and.Tensor, _aten.bitwise_and.Scalar, _aten.bitwise_and_.Tensor, _aten.bitwise_and_.Scalar,
+        _aten.__and__.Tensor, _aten.__and__.Scalar, _aten.bitwise_and.Tensor_out,
+    ),
+    "or": (
+        _aten.bitwise_or.Tensor, _aten.bitwise_or.Scalar, _aten.bitwise_or_.Tensor, _aten.bitwise_or_.Scalar,
+        _aten.__or__.Tensor, _aten.__or__.Scalar,
+    ),
+    "shr": (_aten.__rshift__.Scalar, _aten.bitwise_right_shift.Tensor_Scalar, _aten.__irshift__.Scalar),
+    "shl": (_aten.__lshift__.Scalar, _aten.bitwise_left_shift.Tensor_Scalar, _aten.__ilshift__.Scalar),
+    "eq": (_aten.eq.Scalar, _aten.eq.Tensor),
+    "ne": (_aten.ne.Scalar, _aten.ne.Tensor),
+    "lt": (_aten.lt.Scalar, _aten.lt.Tensor),
+    "le": (_aten.le.Scalar, _aten.le.Tensor),
+    "gt": (_aten.gt.Scalar, _aten.gt.Tensor),
+    "ge": (_aten.ge.Scalar, _aten.ge.Tensor),
+}  # fmt: skip
+_NAMES: dict[Any, str] = {each: name for name, operations in _BINARY.items() for each in operations}
+_COMPARING = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
+
+
+@_lowers(*_NAMES)
+def _binary(node: GraphNode, found: Mapping[Slot, Tensor]) -> list[Statement] | None:
+    operation, (left, right, *more) = _NAMES[node.function], node.arguments
+    into = node.named.get("out", node.made[0])
+    factor = node.named.get("alpha", more[0] if more else 1)
+    if factor != 1 or isinstance(left, bool) or isinstance(right, bool | float):
+        return None
+    dtype = _tensor(into, found).dtype
+    operands = [_tensor(x, found) if isinstance(x, Slot | Tensor) else x for x in (left, right)]
+    if operation in _COMPARING:
+        dtype = torch.result_type(*operands)
+    elif dtype == torch.bool and operation not in ("xor", "and", "or"):
+        return None
+    if operation in ("shr", "shl") and not (isinstance(right, int) and 0 <= right < 8 * dtype.itemsize):
+        return None
+    if isinstance(right, int) and not -(1 << 8 * dtype.itemsize - 1) <= right < 1 << 8 * dtype.itemsize - 1:
+        return None
+    return _made(operation, dtype, into, [right, left] if operation == "rsub" else [left, right], found)
+
+
+@_lowers(_aten.neg.default)
+def _negated(node: GraphNode, found: Mapping[Slot, Tensor]) -> list[Statement] | None:
+    into = node.made[0]
+    return _made("sub", _tensor(into, found).dtype, into, [0, node.arguments[0]], found)
+
+
+@_lowers(_aten.where.self)
+def _where(node: GraphNode, found: Mapping[Slot, Tensor]) -> list[Statement] | None:
+    into = node.made[0]
+    return _made("where", _tensor(into, found).dtype, into, node.arguments, found)
+
+
+@_lowers(_aten.clone.default, _aten._to_copy.default)
+def _copied(node: GraphNode, found: Mapping[Slot, Tensor]) -> list[Statement] | None:
+    into, source = node.made[0], _tensor(node.arguments[0], found)
+    if source.device != _tensor(into, found).device:
+        return None
+    return _made("copy", _tensor(into, found).dtype, into, [node.arguments[0]], found)
+
+
+@_lowers(_aten.copy_.default)
+def _copied_into(node: GraphNode, found: Mapping[Slot, Tensor]) -> list[Statement] | None:
+    into, source = node.arguments[:2]
+    if isinstance(source, Slot | Tensor) and _tensor(source, found).device != _tensor(into, found).device:
+        return None
+    return _made("copy", _tensor(into, found).dtype, into, [source], found)
+
+
+@_lowers(
+    _aten.zeros.default, _aten.zeros_like.default, _aten.new_zeros.default, _aten.zero_.default, _aten.ones.default,
+    _aten.ones_like.default, _aten.new_ones.default, _aten.full.default, _aten.full_like.default,
+    _aten.new_full.default, _aten.fill_.Scalar,
+)  # fmt: skip
+def _filled(node: GraphNode, found: Mapping[Slot, Tensor]) -> list[Statement] | None:
+    name, into = str(node.function), node.made[0]
+    value = int("ones" in name) if "full" not in name and "fill" not in name else node.arguments[-1]
+    return _made("copy", _tensor(into, found).dtype, into, [value], found)
+
+
+def _whole(given: Name, found: Mapping[Slot, Tensor]) -> View | None:
+    x = _tensor(given, found)
+    return _view(given, 0, x.shape, x.stride()) if x.dtype in INTEGERS else None
+
+
+@_lowers(_aten.cat.default, _aten.stack.default)
+def _joined(node: GraphNode, found: Mapping[Slot, Tensor]) -> list[Statement] | None:
+    into, pieces = node.made[0], node.arguments[0]
+    out, dim = _tensor(into, found), int(node.named.get("dim", (*node.arguments, 0)[1]))
+    made, at = [], 0
+    for given in pieces:
+        piece, view = _tensor(given, found), _whole(given, found)
+        if node.function is _aten.stack.default:
+            part, at = out.select(dim, at), at + 1
+        elif piece.numel():
+            part, at = out.narrow(dim, at, piece.shape[dim]), at + piece.shape[dim]
+        else:
+            continue
+        if view is None or out.dtype not in INTEGERS:
+            return None
+        if part.numel():
+            made.append(_piece(into, out, part, view))
+    return made
+
+
+@_lowers(_aten.constant_pad_nd.default)
+def _padded(node: GraphNode, found: Mapping[Slot, Tensor]) -> list[Statement] | None:
+    """The values, and the filling before and after them along each dimension: no element is written twice."""
+    into, (given, sizes, *rest) = node.made[0], node.arguments
+    value = node.named.get("value", rest[0] if rest else 0)
+    out, view = _tensor(into, found), _whole(given, found)
+    if view is None or value != int(value) or min(sizes) < 0 or not _tensor(given, found).numel():
+        return None
+    made, inner = [], out
+    for place in range(len(sizes) // 2):
+        dim, (before, behind) = out.dim() - 1 - place, sizes[2 * place : 2 * place + 2]
+        length = inner.shape[dim]
+        for start, size in ((0, before), (length - behind, behind)):
+            if size:
+                part = inner.narrow(dim, start, size)
+                made.append(_piece(into, out, part, int(value)))
+        inner = inner.narrow(dim, before, length - before - behind)
+    return [*made, _piece(into, out, inner, view)]
+
+
+@_lowers(_aten.repeat.default)
+def _repeated(node: GraphNode, found: Mapping[Slot, Tensor]) -> list[Statement] | None:
+    into, (given, times) = node.made[0], node.arguments[:2]
+    out, x = _tensor(into, found), _tensor(given, found)
+    if x.dtype not in INTEGERS or not out.numel() or not out.is_contiguous():
+        return None
+    x = x.expand(*([1] * (len(times) - x.dim())), *x.shape)
+    shape = [size for pair in zip(times, x.shape, strict=True) for size in pair]
+    strides = [stride for each in x.stride() for stride in (0, each)]
+    target = out.view(shape)
+    return [
+        Statement(
+            "copy", out.dtype, _view(into, 0, shape, target.stride()), (_view(given, 0, shape, strides),), out.numel()
+        )
+    ]
