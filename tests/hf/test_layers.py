@@ -116,6 +116,16 @@ def test_a_layer_that_asks_for_the_length_stays_as_it_was(monkeypatch: pytest.Mo
     assert not counted.repeated
 
 
+def test_a_prompt_of_one_token_leaves_steps_their_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same call but for an empty cache, which no program begins; chunks may leave one token over, too."""
+    counted, plain = Counted(monkeypatch), llama()
+    ids, how = torch.tensor([[5]]), {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    with patch(plain, PrivateConfig(calibrate=False)) as model:
+        assert torch.equal(model.generate(ids, **how), plain.generate(ids, **how))
+    assert counted.repeated
+    assert counted.refused == {"another update of a cache"}
+
+
 def test_masked_steps_are_no_programs_of_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Padding on the left is a mask, which says which keys count: it may change, so smaller regions run."""
     counted = Counted(monkeypatch)

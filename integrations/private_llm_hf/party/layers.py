@@ -38,12 +38,12 @@ class AttentionBreak(CacheUpdateBreak):
         update: Callable[[], tuple[Tensor, Tensor]],
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """The cache is updated."""
+        self._layer.number = number
         if cache is not self._cache or self._taken is not None or not cache.holds(number):
             self.refuse("another update of a cache")
         if self.reason is not None:
             return update()
         self._taken = key.to_fixed(), value.to_fixed()
-        self._layer.number = number
         with self.outside():
             self._held = update()
         return self._held
@@ -64,9 +64,6 @@ class AttentionBreak(CacheUpdateBreak):
 
     def recompute(self, values: Sequence[Fixed]) -> Fixed:
         """The update and attention, of what the program has made for them."""
-        if not self._cache.holds(self._layer.number):
-            # An empty cache keeps what it is given: memory of the program, which the next call overwrites.
-            values = [x.view(Tensor.clone) for x in values]
         query, key, value = map(SecretTensor, values)
         keys, held = self._cache.update(key, value, self._layer.number)
         return self._layer.attend(query, keys, held).value()  # type: ignore[arg-type]
@@ -75,14 +72,14 @@ class AttentionBreak(CacheUpdateBreak):
 class RepeatedLayer:
     """A decoder layer, and what its last call in Python said of its attention."""
 
-    number: int
     attend: Attention
 
     def __init__(
         self, forward: Callable[..., Any], name: str, session: Session, kind: Hashable,
-        weights: Sequence[tuple[str, object]],
+        weights: Sequence[tuple[str, object]], number: int,
     ) -> None:  # fmt: skip
-        self._forward = forward
+        """number: its place among the layers, and usually in the cache."""
+        self._forward, self.number = forward, number
         self._around = repeated_around(forward, name, session, kind, weights)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - a module's own signature
@@ -99,6 +96,8 @@ class RepeatedLayer:
         if found is None:
             return self._forward(*args, **kwargs)
         facts, publics = found
+        # no program of a step begins an empty cache, as a prompt or chunk of one token does
+        facts = cache.holds(self.number), facts
         return self._around(args[0], kwargs, facts, AttentionBreak(self, cache, publics))
 
 

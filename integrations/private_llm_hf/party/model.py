@@ -214,14 +214,14 @@ def _repeat_modules(model: nn.Module, session: Session, grouped: Grouped) -> Non
     if session.config.sparsity is not None:
         return
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and are_layers(module)]
-    layers = {layer for module in lists for layer in module}
+    layers = {layer: number for module in lists for number, layer in enumerate(module)}
     for name, module in model.named_modules():
         if name and module not in grouped and not isinstance(module, _CONTAINERS) and _is_known(module):
             kind, weights = (type(module), repr(module)), list[tuple[str, object]](module.named_parameters())
             if module in layers:
                 within = [(own, grouped.get(each, [])) for own, each in module.named_modules()]
                 weights += [(f"{own}+{number}", share) for own, shares in within for number, share in shares]
-                module.forward = RepeatedLayer(module.forward, name, session, kind, weights)
+                module.forward = RepeatedLayer(module.forward, name, session, kind, weights, layers[module])
             else:
                 module.forward = repeated(module.forward, name, session, kind, weights)
 
