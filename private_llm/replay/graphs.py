@@ -9,8 +9,8 @@ messages go as `net/transport.py` says.
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import torch
@@ -94,8 +94,11 @@ class GraphProgram:
         """The step, by graphs, once its inputs and first masks are there."""
         if self.device.type == "cuda" and not self._tried:
             self._tried = True
-            with torch.cuda.device(self.device), suppress(UnsupportedOp, RuntimeError):
-                self._capture()  # without graphs it runs node by node
+            try:
+                with torch.cuda.device(self.device):
+                    self._capture()
+            except (UnsupportedOp, RuntimeError) as error:
+                warnings.warn(f"a step runs without CUDA graphs, which is slower: {error}", stacklevel=2)
         return self._run(transport, graph_break)
 
     def _run(self, transport: ProgramTransport, graph_break: Inner | None) -> list[Tensor]:

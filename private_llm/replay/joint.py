@@ -8,6 +8,7 @@ its owner, with or without this.
 from __future__ import annotations
 
 import functools
+import warnings
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Hashable, Iterator, Sequence
@@ -166,8 +167,9 @@ def _started(barrier: Barrier, programs: Sequence[GraphProgram]) -> JointProgram
         if held is None or held[0] != numbers:
             held = _held[programs[0]] = numbers, JointProgram(programs)
         held[1].launch(0)
-    except (UnsupportedOp, TransportError, RuntimeError):
+    except (UnsupportedOp, TransportError, RuntimeError) as error:
         barrier.close()
+        warnings.warn(f"parties on one GPU compute each for itself, which is slower: {error}", stacklevel=2)
         return None
     return held[1]
 
