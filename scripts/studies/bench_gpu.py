@@ -47,6 +47,7 @@ PARTS: dict[str, tuple[Callable[[Given], Iterator[Row]], float, float]] = {
     "gpt2": (models.small, 30, 200),
     "whole": (models.whole, 30, 400),
     "products": (lambda given: kernels.products(given.tiny), 15, 60),
+    "seeded": (lambda given: kernels.seeded(given.tiny), 10, 60),
     "convolutions": (lambda given: kernels.convolutions(given.tiny), 15, 60),
     "streams": (lambda given: kernels.streams(given.tiny), 5, 30),
     "tests": (tests, 30, 400),
@@ -54,7 +55,7 @@ PARTS: dict[str, tuple[Callable[[Given], Iterator[Row]], float, float]] = {
     "processes": (models.processes, 60, 200),
 }
 """By importance: what makes the rows, seconds below which it is not begun, and the most that it may take."""
-KERNELS = ("products", "convolutions", "streams")
+KERNELS = ("products", "seeded", "convolutions", "streams")
 
 
 class Output:

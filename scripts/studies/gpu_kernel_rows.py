@@ -22,6 +22,7 @@ from private_llm.kernels.backends.triton import conv as triton_conv
 from private_llm.kernels.backends.triton import matmul as triton_matmul
 from private_llm.kernels.backends.triton import planes as triton_planes
 from private_llm.kernels.backends.triton import prg as triton_prg
+from private_llm.kernels.backends.triton import seeded_matmul as triton_seeded
 from private_llm.ring.prg import Seed
 from private_llm.ring.ring import RING32, RING64, Ring
 
@@ -108,6 +109,33 @@ def products(tiny: bool) -> Iterator[dict[str, Any]]:
                 peak = macs / (seconds(lambda a=a, b=b: torch._int_mm(a, b)) or 1.0) / 1e12
                 found["int8_peak_tmac_per_s"] = round(peak / (36 if ring.bits == 64 else 10), 3)
             yield {"name": "ring-matmul", "ring": ring.bits, "shape": [m, k, n], **found}
+
+
+def seeded(tiny: bool) -> Iterator[dict[str, Any]]:
+    """Products with a weight whose mask is made: bytes of the mask a second, alone and beside a matrix in memory.
+
+    A row, turned as models have it or not; and taking the mask apart into digit planes, as for many rows.
+    """
+    size = 20 if tiny else 4096
+    for turned in (True, False):
+        stream = Seed(bytes(32), "chacha20").drawn("mask", (size, size), RING64).to(DEVICE)
+        x, z, held = draw(RING64, 1, size), draw(RING64, 1, size), draw(RING64, size, size)
+        mask, y = (stream.mT, held.mT) if turned else (stream, held)
+        whole = triton_seeded.made(mask)
+        if not torch.equal(triton_matmul.pair(x, mask, z, y), triton_matmul.pair(x, whole, z, y)):
+            raise SystemExit("a product with a mask that is made differs from that with the same mask in memory")
+        if not torch.equal(triton_seeded.take_apart(mask, 0, size), triton_planes.take_apart(whole.mT[None])):
+            raise SystemExit("digits of a mask that is made differ from those of the same mask in memory")
+        made = 8 * size * size
+        yield {
+            "name": "seeded-matmul",
+            "shape": [1, size, size],
+            "turned": turned,
+            "tb_per_s": rate(made, seconds(lambda x=x, mask=mask: triton_matmul.product(x, mask))),
+            "tb_per_s_beside_memory": rate(made, seconds(lambda x=x, m=mask, z=z, y=y: triton_matmul.pair(x, m, z, y))),
+            "tb_per_s_taken_apart": rate(made, seconds(lambda mask=mask: triton_seeded.take_apart(mask, 0, size))),
+            "tb_per_s_in_memory": rate(made, seconds(lambda x=x, whole=whole: triton_matmul.product(x, whole))),
+        }
 
 
 def _planes(x: Tensor, y: Tensor, macs: int) -> float | None:
