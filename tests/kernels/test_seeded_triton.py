@@ -70,7 +70,7 @@ def test_products(size: tuple[int, int, int], turned: bool, ring: Ring, monkeypa
         assert torch.equal(module("seeded_matmul").made(mask), whole)
 
 
-@pytest.mark.parametrize("tile", range(3))
+@pytest.mark.parametrize("tile", range(4))
 @pytest.mark.parametrize("turned", [False, True], ids=("rows", "turned"))
 def test_every_tile_adds_up_the_same(
     turned: bool, tile: int, tiles: list[Any], monkeypatch: pytest.MonkeyPatch

@@ -25,9 +25,13 @@ from private_llm.kernels.seeded_tensor import SeededTensor, StreamSlice
 BLOCK = 64
 """Bytes of a block of the stream."""
 TUNER = Tuner(
-    tuple(Tile(lines, blocks, warps=4, share=share) for lines, blocks, share in ((4, 32, 4), (4, 32, 16), (16, 8, 16)))
+    tuple(
+        Tile(lines, blocks, warps=4, share=share)
+        for lines, blocks, share in ((4, 32, 4), (16, 8, 8), (16, 8, 16), (32, 4, 8))
+    )
 )
-"""Tiles to try: `rows` lines of the matrix by `columns` blocks, one a lane; a program makes `share` of them."""
+"""Tiles to try: `rows` lines of the matrix by `columns` blocks, one a lane; a program makes `share` of them. Lanes on
+different lines read the same elements of x, and those on one line neighbours of a matrix beside it."""
 _LINES, _BLOCKS = 32, 4
 
 
