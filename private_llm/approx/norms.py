@@ -39,6 +39,7 @@ from private_llm.errors import DomainError
 from private_llm.kernels.forms import InnerAndScaled
 from private_llm.protocols.share import Share
 from private_llm.tensor.fixed import Fixed
+from private_llm.tensor.scale import encoded
 
 SQUARE_BITS = 30
 """Most fractional bits of the sum of squares; 6 less than those of a square, so that the whole range can be scaled."""
@@ -234,6 +235,12 @@ def fitting_bits(width: int, square: int) -> int:
     return (_WRAP_FREE - square - _log2(width)) // 2
 
 
+@lru_cache(maxsize=64)
+def _eps_of_both(eps: float, shift: int, dims: int) -> Tensor:
+    """What is added to sums of squares, and to those of rows divided by 2^shift: [2, 1, ..]; never written to."""
+    return torch.tensor([eps, eps * 4.0**-shift], dtype=torch.float64).view(2, *[1] * (dims - 1))
+
+
 def _log2(width: int) -> int:
     return math.ceil(math.log2(width))
 
@@ -359,8 +366,8 @@ def _chosen_root(both: Fixed, eps: float, shift: int) -> Fixed:
     """The inverse root from rows [0] or from rows divided by 2^shift [1], whichever is right."""
     width, widest, frac = both.shape[-1], WIDEST + _log2(both.shape[-1]), both.frac
     square = _squares(both, min(SQUARE_BITS, 2 * both.frac - 6))
-    eps_of_both = torch.tensor([width * eps, width * eps * 4.0**-shift], dtype=torch.float64)
-    square = square + eps_of_both.view(2, *[1] * (square.share.parts[0].dim() - 1))
+    eps_of_both = _eps_of_both(width * eps, shift, square.share.parts[0].dim())
+    square = square.with_share(square.proto.add_public(square.share, encoded(square, eps_of_both, square.frac)))
     # A first sum is right below `change`, a second one exact enough from there on.
     change = min(width * 2.0 ** (27 - 2 * frac + 2 * shift), 2.0 ** (_WRAP_FREE - 1 - 2 * frac))
     low = max(min(max(0.98 * width * eps, width * 2.0**-24), change * 4.0**-shift / 2), 2.0 ** (10 - square.frac))

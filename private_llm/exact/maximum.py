@@ -60,7 +60,8 @@ def maximum_ragged(x: Fixed, rows: Rows, coarse: bool = False) -> Fixed:
     if coarse and is_cut(x):
         return _restored(maximum_ragged(_cut(x), rows), x)
     keys = x.session.protocol.has_keys
-    for level in sizes(rows) if x.share.parts[0].is_meta else levels(rows):
+    part = x.share.parts[0]
+    for level in sizes(rows) if part.is_meta else levels(rows, part.device):
         if keys and _FEWEST <= rows.longest <= _MOST:
             square = _square(x, rows)
             if at_once(square, coarse):
@@ -173,15 +174,16 @@ class Level:
     order: Tensor
 
 
-_plans: WeakKeyDictionary[Rows, tuple[Level, ...]] = WeakKeyDictionary()
+_plans: WeakKeyDictionary[Rows, dict[torch.device, tuple[Level, ...]]] = WeakKeyDictionary()
 """Plans as long as somebody holds rows of these lengths: all layers of a forward do. One takes 32 bytes per entry."""
 
 
-def levels(rows: Rows) -> tuple[Level, ...]:
+def levels(rows: Rows, device: torch.device) -> tuple[Level, ...]:
     """The tournament's plan for rows of these lengths: ceil(log2 of the longest) levels. Public and local."""
-    found = _plans.get(rows)
+    held = _plans.setdefault(rows, {})
+    found = held.get(device)
     if found is None:
-        found = _plans[rows] = _levels(rows)
+        found = held[device] = _levels(rows, device)
     return found
 
 
@@ -194,23 +196,25 @@ def sizes(rows: Rows) -> Iterator[Level]:
         lengths = lengths // 2 + lengths % 2
 
 
-def _levels(rows: Rows) -> tuple[Level, ...]:
+def _levels(rows: Rows, device: torch.device) -> tuple[Level, ...]:
+    """Positions are made on the device, from lengths; how many there are, `sizes` says, so that nobody waits for it."""
     made = []
-    lengths = torch.tensor(rows.lengths, dtype=torch.int64)
-    while int(lengths.max()) > 1:
+    lengths = rows.numbers(device).lengths
+    for size in sizes(rows):
+        pairs, left_over = size.left.numel(), size.bye.numel()
         halves, odd = lengths // 2, lengths % 2
         starts = lengths.cumsum(0) - lengths
-        place = _counting(halves)
-        left = torch.repeat_interleave(starts, halves) + place
-        right = left + torch.repeat_interleave(halves, halves)
-        bye = (starts + lengths - 1)[odd == 1]
+        place = _counting(halves, pairs)
+        left = torch.repeat_interleave(starts, halves, output_size=pairs) + place
+        right = left + torch.repeat_interleave(halves, halves, output_size=pairs)
+        bye = torch.repeat_interleave(starts + lengths - 1, odd, output_size=left_over)
         # Winners come first, then those that sat out: entry k of a row is its k-th winner, or its odd one.
         rest = halves + odd
         winners = halves.cumsum(0) - halves
-        byes = int(halves.sum()) + odd.cumsum(0) - odd
-        place = _counting(rest)
-        is_bye = place == torch.repeat_interleave(halves, rest)
-        order = torch.where(is_bye, torch.repeat_interleave(byes, rest), torch.repeat_interleave(winners, rest) + place)
+        byes = pairs + odd.cumsum(0) - odd
+        place = _counting(rest, pairs + left_over)
+        every = [torch.repeat_interleave(x, rest, output_size=pairs + left_over) for x in (halves, byes, winners)]
+        order = torch.where(place == every[0], every[1], every[2] + place)
         made.append(Level(left, right, bye, order))
         lengths = rest
     return tuple(made)
@@ -223,10 +227,10 @@ def concatenated(pieces: Sequence[Fixed], dim: int) -> Fixed:
     return reduce(Fixed.min_width_with, pieces, made)
 
 
-def _counting(lengths: Tensor) -> Tensor:
-    """0 .. n-1 for each n of `lengths`, one after the other."""
-    ends = lengths.cumsum(0)
-    return torch.arange(int(lengths.sum())) - torch.repeat_interleave(ends - lengths, lengths)
+def _counting(lengths: Tensor, total: int) -> Tensor:
+    """0 .. n-1 for each n of `lengths`, one after the other; total: their sum."""
+    starts = torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths, output_size=total)
+    return torch.arange(total, device=lengths.device) - starts
 
 
 def _last(x: Fixed, start: int, stop: int) -> Fixed:
@@ -234,4 +238,4 @@ def _last(x: Fixed, start: int, stop: int) -> Fixed:
 
 
 def _taken(x: Fixed, index: Tensor) -> Fixed:
-    return x.view(lambda part: part.index_select(0, index.to(part.device)))
+    return x.view(lambda part: part.index_select(0, index))

@@ -49,10 +49,13 @@ class Rows:
         """Length of the longest row."""
         return max(self.lengths, default=0)
 
+    def numbers(self, device: torch.device) -> EntryNumbers:
+        """Of rows and entries, on a device, where they stay as long as these rows live."""
+        return self._numbers.setdefault(device, EntryNumbers(self.lengths, device))
+
     @cached_property
-    def row_of_entry(self) -> Tensor:
-        """int64 [total]: the row of each entry."""
-        return torch.repeat_interleave(torch.arange(self.count), torch.tensor(self.lengths, dtype=torch.int64))
+    def _numbers(self) -> dict[torch.device, EntryNumbers]:
+        return {}
 
     @cached_property
     def halved(self) -> Rows:
@@ -63,21 +66,6 @@ class Rows:
     def longer(self) -> Rows:
         """Every row with one entry more."""
         return Rows(tuple(n + 1 for n in self.lengths))
-
-    @cached_property
-    def kept(self) -> Tensor:
-        """int64 [total]: where the entries of these rows are in those of `longer`, whose last ones are left out."""
-        return torch.arange(self.total) + self.row_of_entry
-
-    @cached_property
-    def appended(self) -> Tensor:
-        """int64 [total + count]: where each entry of `longer` is in all entries followed by one for each row."""
-        order = torch.empty(self.total + self.count, dtype=torch.int64)
-        order[self.kept] = torch.arange(self.total)
-        order[torch.tensor(self.longer.lengths, dtype=torch.int64).cumsum(0) - 1] = self.total + torch.arange(
-            self.count
-        )
-        return order
 
     def check(self, x: Fixed) -> None:
         """Raise DomainError unless x is flat and as long as all rows together."""
@@ -91,7 +79,7 @@ class Rows:
             if part.is_meta:
                 return part.new_empty(self.count)
             zero = torch.zeros(self.count, dtype=part.dtype, device=part.device)
-            return zero.index_add(0, self.row_of_entry.to(part.device), part)
+            return zero.index_add(0, self.numbers(part.device).row_of_entry, part)
 
         return x.view(add_up)
 
@@ -99,9 +87,9 @@ class Rows:
         """x [count] to one copy per entry, [total]."""
 
         def copied(part: Tensor) -> Tensor:
-            return (
-                part.new_empty(self.total) if part.is_meta else part.index_select(0, self.row_of_entry.to(part.device))
-            )
+            if part.is_meta:
+                return part.new_empty(self.total)
+            return part.index_select(0, self.numbers(part.device).row_of_entry)
 
         return x.view(copied)
 
@@ -111,9 +99,40 @@ class Rows:
         Both have the same fractional bits.
         """
         pairs = zip(x.share.parts, last.share.parts, strict=True)
-        both = Share(tuple(torch.cat(pair)[self.appended.to(pair[0].device)] for pair in pairs))
+        both = Share(tuple(torch.cat(pair)[self.numbers(pair[0].device).appended] for pair in pairs))
         return x.min_width_with(last).with_share(both)
 
     def without_last(self, x: Fixed) -> Fixed:
         """Entries of `longer` to those of these rows, [total]."""
-        return x.view(lambda part: part.index_select(0, self.kept.to(part.device)))
+        return x.view(lambda part: part.index_select(0, self.numbers(part.device).kept))
+
+
+class EntryNumbers:
+    """Public numbers of rows and of their entries, int64. As many as entries, so they are made where they are used."""
+
+    def __init__(self, lengths: tuple[int, ...], device: torch.device) -> None:
+        self._lengths, self._total, self._device = lengths, sum(lengths), device
+
+    @cached_property
+    def lengths(self) -> Tensor:
+        """Of the rows, [count]."""
+        return torch.tensor(self._lengths, dtype=torch.int64).to(self._device)
+
+    @cached_property
+    def row_of_entry(self) -> Tensor:
+        """The row of each entry, [total]."""
+        return torch.repeat_interleave(self.lengths, output_size=self._total)
+
+    @cached_property
+    def kept(self) -> Tensor:
+        """Where the entries of these rows are in those of `longer`, whose last ones are left out: [total]."""
+        return torch.arange(self._total, device=self._device) + self.row_of_entry
+
+    @cached_property
+    def appended(self) -> Tensor:
+        """Where each entry of `longer` is in all entries followed by one for each row: [total + count]."""
+        total, count = self._total, len(self._lengths)
+        every, order = torch.arange(total + count, device=self._device), self.lengths.new_empty(total + count)
+        order[self.kept] = every[:total]
+        order[(self.lengths + 1).cumsum(0) - 1] = every[total:]
+        return order

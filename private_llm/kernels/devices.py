@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 
 import torch
+from torch import Tensor
 
 from private_llm.errors import ConfigError
 
@@ -29,3 +30,17 @@ def device_for(name: str, party: int) -> torch.device:
             "decide); use 'cpu' or a GPU that is there"
         )
     return torch.device("cuda", index)
+
+
+def held_on(x: Tensor, device: torch.device) -> Tensor:
+    """A public constant on a device, where it stays as long as x lives; x must not change.
+
+    So that no step copies the same constants from main memory again, for which it would wait.
+    """
+    if x.device == device:
+        return x
+    copies: dict[torch.device, Tensor] = x.__dict__.setdefault("_private_copies", {})
+    found = copies.get(device)
+    if found is None:
+        found = copies[device] = x.to(device)
+    return found

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from private_llm.kernels.address import addresses
 from private_llm.kernels.backends.cpu import exponential as cpu
+from private_llm.kernels.devices import held_on
 from private_llm.kernels.parallel import parallel_for
 
 _ELEMENT_S = 4e-9
@@ -118,7 +119,7 @@ def placed_by_operations(mask: Tensor, kept: Tensor, message: Tensor, digits: Di
 def public_factors(masked: Tensor, digits: Digits, factors: Factors) -> tuple[Tensor, Tensor]:
     """(for a mask whose digit is 0, for one whose digit is 1): int64 [n]."""
     digit, upper, lower = digits.of(masked)
-    near, far, fine = (table.to(masked.device) for table in (factors.near, factors.far, factors.fine))
+    near, far, fine = (held_on(table, masked.device) for table in (factors.near, factors.far, factors.fine))
     scale, zero = fine[lower], digit == 0
     same, other = (
         (coarse[upper] * scale + (1 << (bits - 1))) >> bits
@@ -130,7 +131,7 @@ def public_factors(masked: Tensor, digits: Digits, factors: Factors) -> tuple[Te
 def secret_numbers(mask: Tensor, digits: Digits, secrets: Secrets) -> tuple[Tensor, Tensor]:
     """(digit, number): int64 [n]."""
     digit, upper, lower = digits.of(mask)
-    coarse, fine = secrets.coarse.to(mask.device), secrets.fine.to(mask.device)
+    coarse, fine = held_on(secrets.coarse, mask.device), held_on(secrets.fine, mask.device)
     return digit, (coarse[upper] * fine[lower] + (1 << (secrets.shift - 1))) >> secrets.shift
 
 

@@ -16,6 +16,7 @@ from private_llm.kernels import ops
 from private_llm.kernels.address import addresses
 from private_llm.kernels.backends.cpu import waves as cpu
 from private_llm.kernels.backends.cpu.trunc import BLOCK
+from private_llm.kernels.devices import held_on
 from private_llm.kernels.parallel import parallel_for
 from private_llm.kernels.shapes import packed_words
 
@@ -173,7 +174,7 @@ def _turned(values: Tensor, plan: Plan, turns: Tensor) -> Iterator[tuple[Tensor,
     if angle > phase:
         place = (values + (1 << (angle - phase - 1))) >> (angle - phase)
     upper, lower = (place >> half) & ((1 << half) - 1), place & ((1 << half) - 1)
-    c, s, d, t = (row[at] for row, at in zip(turns.to(place.device), (upper, upper, lower, lower), strict=True))
+    c, s, d, t = (row[at] for row, at in zip(held_on(turns, place.device), (upper, upper, lower, lower), strict=True))
     rounding = 1 << (bits - 1)
     first = (c * d - s * t + rounding) >> bits
     newest, before = (first, (s * d + c * t + rounding) >> bits), (1 << bits, 0)

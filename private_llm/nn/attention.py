@@ -11,7 +11,6 @@ import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -60,26 +59,24 @@ LEAST_MIXED_BITS = 14
 class Pattern:
     """Which scores of shape [batch, heads, queries, keys] exist: flat positions (int64), and the rows they form.
 
-    `select` is None where all exist; else `entries` says how many each row of the batch has. Public.
+    `select` is None where all exist; else `entries` says how many each row of the batch has, and `seeing` which of the
+    batch * heads * queries rows are not empty. Public.
     """
 
     shape: tuple[int, int, int, int]
     select: Tensor | None
     rows: Rows
     entries: tuple[int, ...] = ()
+    seeing: Tensor | None = None
 
     @property
     def longest(self) -> int:
         """Entries of the longest row."""
         return self.shape[-1] if self.select is None else self.rows.longest
 
-    @cached_property
-    def row_numbers(self) -> Tensor:
-        """int64: which of the batch * heads * queries rows the rows are that are not empty."""
-        if self.select is None:
-            return torch.arange(math.prod(self.shape[:-1]))
-        numbers: Tensor = torch.unique_consecutive(self.select // self.shape[-1])
-        return numbers
+    def row_numbers(self, device: torch.device) -> Tensor:
+        """int64: `seeing`, or all of them, where the scores lie."""
+        return torch.arange(math.prod(self.shape[:-1]), device=device) if self.seeing is None else self.seeing
 
 
 def pattern_of(
@@ -109,14 +106,15 @@ def _searched(allowed: Tensor, shape: tuple[int, int, int, int], device: torch.d
         return Pattern(shape, None, _ALL)
     lengths = allowed.sum(-1).expand(batch, heads, queries).reshape(-1)
     if allowed.shape[1] == 1:
-        starts = torch.arange(batch * heads).view(batch, heads, 1) * (queries * keys)
-        found = [(starts[b] + allowed[b].reshape(-1).nonzero().view(-1)).view(-1) for b in range(batch)]
-        select = torch.cat(found)
+        starts = torch.arange(batch * heads, device=device).view(batch, heads, 1) * (queries * keys)
+        found = [allowed[b].reshape(-1).nonzero().view(-1) for b in range(batch)]
+        there = torch.cat(found).to(device).split([len(each) for each in found])
+        select = torch.cat([(starts[b] + there[b]).view(-1) for b in range(batch)])
     else:
-        select = allowed.expand(shape).reshape(-1).nonzero().view(-1)
+        select = allowed.expand(shape).reshape(-1).nonzero().view(-1).to(device)
     apart = lengths.view(batch, -1)
     rows = Rows.of(lengths, tuple((apart > 0).sum(-1).tolist()))
-    return Pattern(shape, select.to(device), rows, tuple(apart.sum(-1).tolist()))
+    return Pattern(shape, select, rows, tuple(apart.sum(-1).tolist()), lengths.nonzero().view(-1).to(device))
 
 
 def attend(
@@ -233,9 +231,9 @@ def mixed_values(
     Rows that see nothing are zero and cost nothing.
     """
     shape = (*weights.shape[:-1], value.shape[-1])
-    if pattern.select is None or len(pattern.row_numbers) == math.prod(shape[:-1]):
+    if pattern.seeing is None or len(pattern.seeing) == math.prod(shape[:-1]):
         return weights.matmul(value, frac=frac, width=width)
-    wanted = pattern.row_numbers.to(pattern.select.device)[:, None] * shape[-1]
+    wanted = pattern.seeing[:, None] * shape[-1]
     select = (wanted + torch.arange(shape[-1], device=wanted.device)).view(-1)
     return scatter(weights.matmul(value, frac=frac, select=select, width=width), select, shape)
 
@@ -269,8 +267,7 @@ def _divided_last(
     else:
         e, inverse = unscaled_ragged(scores, pattern.rows, exponentials)
         e = scatter(e, pattern.select, pattern.shape)
-        numbers = pattern.row_numbers.to(pattern.select.device)
-        inverse = scatter(inverse, numbers, (math.prod(pattern.shape[:-1]),))
+        inverse = scatter(inverse, pattern.row_numbers(pattern.select.device), (math.prod(pattern.shape[:-1]),))
     weights = e.view(lambda part: part.reshape(*grouped, pattern.shape[-1]))
     mixed = mixed_values(weights, value, pattern, frac)
     watch_flat(mixed, max(value.session.exponent("value") or 0, 0) + sum_bits(pattern.longest) + frac)
@@ -337,7 +334,7 @@ def _at_scores(bias: Fixed | Tensor, pattern: Pattern) -> Fixed | Tensor:
 def _at_rows(sinks: Fixed, pattern: Pattern) -> Fixed:
     """The sink of each row that is not empty, from those of the heads."""
     _, heads, queries, _ = pattern.shape
-    return sinks.view(lambda part: part[(pattern.row_numbers // queries % heads).to(part.device)])
+    return sinks.view(lambda part: part[pattern.row_numbers(part.device) // queries % heads])
 
 
 def soften(scores: Fixed, pattern: Pattern, sinks: Fixed | None = None, present: Tensor | None = None) -> Fixed:

@@ -318,14 +318,16 @@ def _weights(
         scores = scores + penalty.rescale(frac)
     scores = scores.view(lambda part: part.reshape(batch, heads, 1, -1))
     active = None if mask is None else mask.any(-1, keepdim=True).expand(batch, heads, 1, 1)
+    device = scores.share.parts[0].device
     if active is None or bool(active.all()):
         pattern = pattern_of(None, batch, heads, 1, scores.shape[-1])
     else:
-        pattern = pattern_of(active.expand(-1, -1, -1, scores.shape[-1]), batch, heads, 1, scores.shape[-1])
+        active = active.expand(-1, -1, -1, scores.shape[-1])
+        pattern = pattern_of(active, batch, heads, 1, scores.shape[-1], device)
         scores = scores.view(lambda part: part.reshape(-1)[pattern.select])
-    every = None if sinks is None else _of_rows(sinks.rescale(scores.frac), pattern.row_numbers % heads)
+    every = None if sinks is None else _of_rows(sinks.rescale(scores.frac), pattern.row_numbers(device) % heads)
     return soften(scores, pattern, every)
 
 
 def _of_rows(sinks: Fixed, rows: Tensor) -> Fixed:
-    return sinks.view(lambda part: part[rows.to(part.device)])
+    return sinks.view(lambda part: part[rows])

@@ -171,8 +171,8 @@ def test_refusals() -> None:
 
 def test_rows_are_planned_once_while_somebody_holds_them() -> None:
     rows = Rows((5, 3))
-    first = levels(rows)
-    assert levels(Rows((5, 3))) is first
+    first = levels(rows, torch.device("cpu"))
+    assert levels(Rows((5, 3)), torch.device("cpu")) is first
     assert [level.left.numel() for level in first] == [3, 2, 1]
     plan = weakref.ref(first[0])
     del first, rows  # plans are as large as the scores: those of every length ever met would fill the memory

@@ -249,4 +249,4 @@ def test_sizes_of_levels_are_those_of_their_positions(lengths: tuple[int, ...]) 
     def shapes(found: object) -> list[list[int]]:
         return [[each.numel() for each in (x.left, x.right, x.bye, x.order)] for x in found]  # type: ignore[attr-defined]
 
-    assert shapes(sizes(Rows(lengths))) == shapes(levels(Rows(lengths)))
+    assert shapes(sizes(Rows(lengths))) == shapes(levels(Rows(lengths), torch.device("cpu")))
