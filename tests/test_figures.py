@@ -117,8 +117,8 @@ COUNTED: dict[str, tuple[Callable[[], Iterator[tuple[Row, Row]]], tuple[str, ...
 }  # fmt: skip
 """Rows that are counted again: how, which columns must be equal, and what makes the rows anew."""
 STUDIES = {
-    "cascade-attacks.jsonl", "cascade-attacks-search.jsonl", "gpu.jsonl", "kv-accuracy.jsonl", "kv-refill.jsonl",
-    "network.jsonl",
+    "cascade-attacks.jsonl", "cascade-attacks-search.jsonl", "gpu-before.jsonl", "gpu.jsonl", "kv-accuracy.jsonl",
+    "kv-refill.jsonl", "network.jsonl",
 }  # fmt: skip
 """Accuracies, attacks, other machines' seconds, networks that need root: test_scripts_tiny.py runs their scripts."""
 

@@ -20,6 +20,7 @@ import sys
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -99,8 +100,10 @@ def main() -> None:
     if not GPU and not options.tiny:
         raise SystemExit("no GPU that PyTorch can use; --tiny runs the same code in Triton's interpreter")
     ends = time.monotonic() + options.seconds
+    warnings.simplefilter("always")
     given = Given(options.tiny, ends, options.layers, options.at_rest, options.prg)
     out = Output(options.out, options.begun)
+    warnings.showwarning = lambda text, kind, *_: out({"name": "warning", "kind": kind.__name__, "text": str(text)})
     if not options.begun:
         out(_machine(options.commit))
     chosen = [name for each in options.only or PARTS for name in (KERNELS if each == "kernels" else (each,))]

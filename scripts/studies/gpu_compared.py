@@ -7,19 +7,22 @@ from typing import Any
 
 Row = Mapping[str, Any]
 _WHICH = (
-    "name", "model", "ring", "shape", "elements", "prompt", "layers", "weights_at_rest", "parties_on",
+    "name", "model", "ring", "shape", "elements", "prompt", "layers", "weights_at_rest", "turned",
+    "parties_on",
     "parties_as", "prg", "file",
 )  # fmt: skip
 """What a row is about; its other numbers were measured."""
+PARTS = ("launching", "copying", "masks", "waiting for messages", "waiting for the GPU", "Python")
+"""Of the time of a party's thread, in rows `token-parts` and `prompt-work`."""
 _LEFT_OUT = ("at_s", "samples", "seconds_part")
 
 
 def compared(before: Sequence[Row], now: Sequence[Row]) -> list[str]:
     """A line for each number that both have: before, now, and now by before."""
-    old = {_which(row): dict(_numbers(row)) for row in before}
+    old = {of_what(row): dict(_numbers(row)) for row in before}
     lines = []
     for row in now:
-        known = old.get(_which(row), {})
+        known = old.get(of_what(row), {})
         for name, value in _numbers(row):
             if known.get(name):
                 what = " ".join(str(row[key]) for key in _WHICH if row.get(key) is not None)
@@ -30,7 +33,8 @@ def compared(before: Sequence[Row], now: Sequence[Row]) -> list[str]:
     )
 
 
-def _which(row: Row) -> str:
+def of_what(row: Row) -> str:
+    """What a row is about, by which rows of two runs are compared."""
     return str([row.get(key) for key in _WHICH])
 
 

@@ -169,9 +169,9 @@ def token_rows(given: Given, private: Any, model: PreTrainedModel, about: Row, d
 def prompt_rows(
     given: Given, private: Any, model: PreTrainedModel, about: Row, sizes: Sequence[int], deep: bool = True,  # noqa: ANN401
 ) -> Iterator[Row]:  # fmt: skip
-    """Prompts of these lengths: the first call compiles and tunes kernels, the second is timed, the third looked into.
+    """Prompts of these lengths: the fifth call of each is timed, those before compile kernels and record programs.
 
-    A long first call is all there is where time is short.
+    Fewer calls where time is short. One more says what the GPU does, and where the threads stand.
     """
     taken = 0.0
     for number, size in enumerate(sizes):
@@ -179,19 +179,17 @@ def prompt_rows(
         if skip := given.skipped(1.5 * longer * taken, f"prompt of {size}, {about['model']}"):
             yield skip
             return
-        ids = some_ids(model.config, size)
+        ids, found = some_ids(model.config, size), list[float]()
         memory()
-        began = time.perf_counter()
-        made = private(ids)
-        first = taken = time.perf_counter() - began
-        where = {**about, "prompt": size}
-        row = {"name": "prompt", **where, "seconds_first": timed(first), **memory()}
-        if given.tiny or given.left() > 2 * first:
+        while len(found) < (2 if given.tiny else 5) and (not found or given.tiny or given.left() > 4 * found[-1]):
             began = time.perf_counter()
             made = private(ids)
-            taken = time.perf_counter() - began
-            row |= {"seconds": timed(taken)}
-        yield row | {"error_max": error_of(made.logits, model, ids)}
+            found.append(time.perf_counter() - began)
+        taken, where = found[-1], {**about, "prompt": size}
+        yield {
+            "name": "prompt", **where, "seconds": timed(taken), "seconds_each": [timed(each) for each in found],
+            "error_max": error_of(made.logits, model, ids), **memory(),
+        }  # fmt: skip
         if deep and (given.tiny or given.left() > 3 * taken):
             with Samples() as samples:
                 work = gpu_work(lambda ids=ids: private(ids), PARTIES)

@@ -20,6 +20,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+from gpu_compared import PARTS
 from torch.profiler import ProfilerActivity, profile
 
 GPU = torch.cuda.is_available()
@@ -34,7 +35,6 @@ _COPIES = re.compile(r"\.cpu\(|\.copy_\(|\.to\(|pin_memory|from_numpy")
 _GPU_WAITS = re.compile(r"synchronize\(|\.query\(")
 _LAUNCHES = re.compile(r"\.replay\(|\]\(|\.run\(")
 _WAITING_FILES = ("/threading.py", "/queue.py", "/selectors.py", "/socket.py", "/private_llm/net/")
-PARTS = ("launching", "copying", "masks", "waiting for messages", "waiting for the GPU", "Python")
 
 
 def synchronize() -> None:
@@ -119,7 +119,7 @@ class Samples(threading.Thread):
         super().__init__(name="samples", daemon=True)
         self._ended = threading.Event()
         self._found: defaultdict[str, Counter[str]] = defaultdict(Counter)
-        self._lines: Counter[str] = Counter()
+        self.lines: Counter[str] = Counter()
         self._switch = sys.getswitchinterval()
 
     def __enter__(self) -> Samples:
@@ -140,7 +140,7 @@ class Samples(threading.Thread):
                 name = names.get(ident, "")
                 if name.startswith("party"):
                     self._found[name][_part(frame)] += 1
-                    self._lines[_place(frame)] += 1
+                    self.lines[_place(frame)] += 1
 
     def shares(self, wall_s: float) -> dict[str, Any]:
         """Milliseconds of a call of `wall_s` by part: the parties' mean, and of each; and the lines met most."""
@@ -150,12 +150,12 @@ class Samples(threading.Thread):
             name: {part: round(1e3 * wall_s * found[part] / found.total(), 3) for part in PARTS}
             for name, found in sorted(self._found.items())
         }
-        total = self._lines.total()
+        total = self.lines.total()
         return {
             "parts_ms": {part: round(statistics.mean(each[part] for each in by_party.values()), 3) for part in PARTS},
             "parts_ms_by_party": by_party,
             "samples": total,
-            "lines": [[place, round(count / total, 3)] for place, count in self._lines.most_common(16)],
+            "lines": [[place, round(count / total, 3)] for place, count in self.lines.most_common(16)],
         }
 
 
