@@ -87,8 +87,7 @@ class GraphProgram:
 
     def take(self, given: Sequence[Tensor]) -> None:
         """Copy the inputs of the next run."""
-        for slot, x in zip(self._inputs, given, strict=True):
-            self.fixed[slot].copy_(x)
+        _copy_all([self.fixed[slot] for slot in self._inputs], given)
 
     def run_drawn(self, transport: ProgramTransport, graph_break: Inner | None) -> list[Tensor]:
         """The step, by graphs, once its inputs and first masks are there."""
@@ -124,13 +123,12 @@ class GraphProgram:
         """Let Python compute a graph break. Raises DomainError for none."""
         if graph_break is None:
             raise DomainError("a program with a graph break was run without one")
-        made = graph_break([found[slot].clone() for slot in event.inputs])
-        for slot, x in zip(event.outputs, made, strict=True):
-            self.fixed[slot].copy_(x)
+        made = graph_break(_copies([found[slot] for slot in event.inputs]))
+        _copy_all([self.fixed[slot] for slot in event.outputs], made)
 
     def results(self, found: Mapping[Slot, Tensor]) -> list[Tensor]:
         """Copies of what was made, once all is computed."""
-        return [(found[x] if isinstance(x, Slot) else x).clone() for x in self._outputs]
+        return _copies([found[x] if isinstance(x, Slot) else x for x in self._outputs])
 
     def draw(self, transport: ProgramTransport, after_break: int) -> None:
         """The masks that are needed after so many graph breaks."""
@@ -148,6 +146,23 @@ class GraphProgram:
                 graphs.append(captured(self.pool, launches) if segment.computes else launches())
         torch.cuda.current_stream().wait_stream(stream)
         self._graphs, self._kept = graphs, found
+
+
+def _copy_all(into: Sequence[Tensor], given: Sequence[Tensor]) -> None:
+    """Copy tensors, in one launch for each type where PyTorch can."""
+    pairs: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+    for to, x in zip(into, given, strict=True):
+        targets, sources = pairs.setdefault(to.dtype, ([], []))
+        targets.append(to)
+        sources.append(x)
+    for targets, sources in pairs.values():
+        torch._foreach_copy_(targets, sources, non_blocking=True)
+
+
+def _copies(given: Sequence[Tensor]) -> list[Tensor]:
+    made = [torch.empty_like(x) for x in given]
+    _copy_all(made, given)
+    return made
 
 
 def _few_launches(

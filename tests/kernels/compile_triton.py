@@ -44,10 +44,10 @@ def main() -> None:
         build(triton_trunc.open_kernel, pointers(ring, "mine theirs w") | fields, low)
         build(triton_trunc.close_kernel, pointers(ring, "w z half own") | fields | pointers(WORDS, "mine theirs"), low)
         table = pointers(TABLE, "extra") | pointers(WORDS, "bits")
-        build(triton_bits.transpose_kernel, {"x": ring, "out": WORDS}, {"ROWS": bits, "BW": 16})
+        build(triton_bits.transpose_kernel, {"x": ring, "out": WORDS}, {"BR": triton_bits.ROWS, "BW": 16})
         build(triton_bits.inject_products_kernel, table | pointers(ring, "lam out"), {"BN": 512})
         terms = table | pointers(ring, "m mine shares s_lam w c out")
-        build(triton_bits.inject_terms_kernel, terms, {"W_EACH": 0, "C_EACH": 1, "FIRST": True, "BN": 512})
+        build(triton_bits.inject_terms_kernel, terms, {"W_EACH": 0, "C_EACH": 1, "FIRST": True, "UNROLL": 4, "BN": 256})
         digits = {"LIMBS": bits // 8, "SHIFT": -128, "ADD": True, "CHUNK": triton_conv.CHUNK}
         tile = digits | {"BM": 16, "BN": 16, "BK": 32}
         matrices = pointers(ring, "x y out") | {"listed": WORDS}

@@ -63,7 +63,7 @@ BEGUN = frozenset({
     "ProgramCache._repeat.<locals>.repeat", "ProgramCache._inner", "Program._run", "Program._run_to_stop",
     "LiveTransport.fill", "LiveTransport.stream", "MaskDraw.draw", "MaskDraw.launch", "MaskDraw._copy",
     "GraphProgram._run", "GraphProgram.run_drawn", "GraphProgram.draw", "GraphProgram.resume", "GraphProgram.results",
-    "compute", "compute_segment", "filled",
+    "compute", "compute_segment", "filled", "_copies", "_copy_all",
     "_doing.<locals>.<lambda>", "_doing.<locals>.call", "_doing.<locals>.receive", "BreakRecord.module",
 })  # fmt: skip
 

@@ -18,16 +18,20 @@ from private_llm.kernels import tables
 
 WORDS = 256
 """Words per program of the row kernels."""
-ELEMENTS = 512
+ELEMENTS = 256
 """Elements per program of the injection kernels."""
 TRANSPOSED = 16
 """Words of 64 elements per program of the transposition."""
+ROWS = 8
+"""Rows of bits per program of the transposition: few elements still keep many processors busy."""
+UNROLLED = 4
+"""Rows whose loads the injection has under way at once."""
 
 
 @triton.jit
-def transpose_kernel(x, out, n, words, ROWS: tl.constexpr, BW: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+def transpose_kernel(x, out, n, words, rows, BR: tl.constexpr, BW: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
     """Bit r of element 64 w + l of x [n] becomes bit l of out[r, w]."""
-    i_w = tl.program_id(0).to(tl.int64)
+    i_w, i_r = tl.program_id(0).to(tl.int64), tl.program_id(1)
     # [BW]
     o_w = i_w * BW + tl.arange(0, BW)
     # [64]
@@ -36,9 +40,10 @@ def transpose_kernel(x, out, n, words, ROWS: tl.constexpr, BW: tl.constexpr):  #
     # [BW, 64]
     b_x = tl.load(x + o_x, mask=o_x < n, other=0).to(tl.int64)
     m_w = o_w < words
-    for r in range(ROWS):
+    for at in range(BR):
+        r = i_r * BR + at
         b_bits = ((b_x >> r) & 1) << o_l[None, :].to(tl.int64)
-        tl.store(out + r * words + o_w, tl.sum(b_bits, axis=1), mask=m_w)
+        tl.store(out + r * words + o_w, tl.sum(b_bits, axis=1), mask=m_w & (r + 0 * o_w < rows))
 
 
 @triton.jit
@@ -162,7 +167,7 @@ def inject_products_kernel(bits, lam, extra, out, n, words, BN: tl.constexpr):  
 @triton.jit
 def inject_terms_kernel(  # type: ignore[no-untyped-def]  # noqa: ANN201
     bits, m, mine, shares, s_lam, extra, w, c, out, n, words, rows, w_pitch, c_pitch,  # noqa: ANN001
-    W_EACH: tl.constexpr, C_EACH: tl.constexpr, FIRST: tl.constexpr, BN: tl.constexpr,
+    W_EACH: tl.constexpr, C_EACH: tl.constexpr, FIRST: tl.constexpr, UNROLL: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """out += sum_k c_k [b_k] + w_k [b_k x], where [.] is this evaluator's share; s_lam: its shares of s_k lam."""
     o_n = tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN)
@@ -173,17 +178,19 @@ def inject_terms_kernel(  # type: ignore[no-untyped-def]  # noqa: ANN201
     b_mine = tl.load(mine + o_n, mask=m_n, other=0)
     p_s, p_s_lam = shares + o_n, s_lam + o_n
     p_w, p_c = w + W_EACH * o_n, c + C_EACH * o_n
-    for i_k in range(rows):
+    for i_k in tl.range(rows, loop_unroll_factor=UNROLL):
+        # no branch, so that loads of several rows are under way at once
+        i_used = (tl.load(extra + i_k) >= 0).to(tl.int32)
+        m_used = m_n & (i_used + 0 * o_n > 0)
         b_b = _bit(bits, o_n, m_n).to(b_out.dtype)
         b_sign = 1 - 2 * b_b
         b_known = b_sign * tl.load(p_s, mask=m_n, other=0)
         if FIRST:
             b_known += b_b
         b_out += tl.load(p_c, mask=m_n, other=0) * b_known
-        if tl.load(extra + i_k) >= 0:
-            b_s_lam = tl.load(p_s_lam, mask=m_n, other=0)
-            b_out += tl.load(p_w, mask=m_n, other=0) * (b_known * b_m - b_b * b_mine - b_sign * b_s_lam)
-            p_s_lam += n
+        b_s_lam = tl.load(p_s_lam, mask=m_used, other=0)
+        b_out += tl.load(p_w, mask=m_used, other=0) * (b_known * b_m - b_b * b_mine - b_sign * b_s_lam)
+        p_s_lam += n * i_used
         bits += words
         p_s += n
         p_w += w_pitch
@@ -213,7 +220,8 @@ def _ints(sizes: Sequence[int]) -> tuple[int, ...]:
 def transpose_bits(x: Tensor, rows: int, out: Tensor) -> None:
     """See `reference.transpose_bits`; out [rows, ceil(n/64)]."""
     words = out.shape[1]
-    transpose_kernel[(triton.cdiv(words, TRANSPOSED),)](x, out, x.numel(), words, ROWS=rows, BW=TRANSPOSED)
+    grid = (triton.cdiv(words, TRANSPOSED), triton.cdiv(rows, ROWS))
+    transpose_kernel[grid](x, out, x.numel(), words, rows, BR=ROWS, BW=TRANSPOSED)
 
 
 def _row_products(x: Tensor, factors: Tensor, out: Tensor) -> None:
@@ -267,5 +275,6 @@ def inject_terms(
     extra = _extra(tuple(bool(used) for used in weighted), out.device)
     inject_terms_kernel[(triton.cdiv(n, ELEMENTS),)](
         bits, m, mine, shares, shares[rows:], extra, w, c, out, n, bits.shape[1], rows, w.shape[1], c.shape[1],
-        W_EACH=int(w.shape[1] > 1), C_EACH=int(c.shape[1] > 1), FIRST=bool(first), BN=ELEMENTS,
+        W_EACH=int(w.shape[1] > 1), C_EACH=int(c.shape[1] > 1), FIRST=bool(first), UNROLL=UNROLLED,
+        BN=ELEMENTS,
     )  # fmt: skip

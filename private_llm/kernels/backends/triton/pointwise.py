@@ -1,7 +1,8 @@
 """Batches of elementwise operations as one Triton kernel each, whose source is written here; see `kernels.pointwise`.
 
-A program takes `BLOCK` elements of one group. Sizes, strides and numbers stand in the source, so that layers that are
-alike share a kernel; addresses are arguments.
+A program takes `BLOCK` elements of one group. Only the kinds of operations and views stand in the source; sizes,
+strides and numbers are arguments, as addresses are. So layers share kernels although their ranges differ, and so do the
+lengths of a cache.
 """
 
 from __future__ import annotations
@@ -30,37 +31,42 @@ _SIGNS = {
 
 def launch(first: Tensor, operands: Sequence[Tensor], batch: Batch) -> None:
     """On the GPU of the first operand; see `kernels.pointwise.launch`."""
+    made, numbers = kernel(batch)
     blocks = sum(triton.cdiv(group.count, BLOCK) for group in batch)
-    kernel(batch)[(blocks,)](*operands, BLOCK=BLOCK)
+    made[(blocks,)](*operands, *numbers, BLOCK=BLOCK)
 
 
 @cache
-def kernel(batch: Batch) -> Any:  # noqa: ANN401 - Triton's
-    """The kernel of a batch; those that are alike are one, also on disk."""
-    return _kernel_of(source(batch))
+def kernel(batch: Batch) -> tuple[Any, tuple[int, ...]]:
+    """The kernel of a batch, and the numbers that it takes after the operands; batches that are alike share one."""
+    text, numbers = source(batch)
+    return _kernel_of(text), numbers
 
 
 @cache
 def _kernel_of(text: str) -> Any:  # noqa: ANN401 - Triton's
     name = f"<pointwise {hashlib.sha256(text.encode()).hexdigest()[:16]}>"
     linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)  # where Triton reads sources
-    made = {"tl": tl, "__name__": __name__}
-    exec(compile(text, name, "exec"), made)
-    return triton.jit(made["batch_kernel"])
+    made: dict[str, Any] = {"tl": tl, "__name__": __name__}
+    exec(compile(text, name, "exec"), made)  # of kinds and places alone: no text of a user is in it
+    function = made["batch_kernel"]
+    plain = [each for each in function.__annotations__ if each != "BLOCK"]
+    return triton.jit(function, do_not_specialize=plain)
 
 
-def source(batch: Batch) -> str:
-    """The kernel's source."""
-    operands = 1 + max(place.number for group in batch for place in _places(group))
-    lines = [f"def batch_kernel({', '.join(f'p{n}' for n in range(operands))}, BLOCK: tl.constexpr):"]
-    lines.append("    i_b = tl.program_id(0)")
+def source(batch: Batch) -> tuple[str, tuple[int, ...]]:
+    """The kernel's source, and the numbers that it takes."""
+    text = _Source()
     first = 0
     for group in batch:
         last = first + triton.cdiv(group.count, BLOCK)
-        lines.append(f"    if (i_b >= {first}) & (i_b < {last}):")
-        lines += [f"        {line}" for line in _lines(group, first)]
+        text.add_group(group, first, last)
         first = last
-    return "\n".join(lines) + "\n"
+    operands = 1 + max(place.number for group in batch for place in _places(group))
+    names = [f"p{n}" for n in range(operands)]
+    names += [f"n{n}: tl.int{64 if n in text.wide else 32}" for n in range(len(text.numbers))]
+    head = f"def batch_kernel({', '.join(names)}, BLOCK: tl.constexpr):"
+    return "\n".join([head, "    i_b = tl.program_id(0)", *text.lines, ""]), tuple(text.numbers)
 
 
 def _places(group: Group) -> Iterator[Place]:
@@ -69,56 +75,71 @@ def _places(group: Group) -> Iterator[Place]:
     yield from (place for place, _ in group.stores)
 
 
-def _lines(group: Group, first: int) -> Iterator[str]:
-    """What a program of a group computes."""
-    furthest = max(_furthest(place) for place in _places(group))
-    start = f"i_b - {first}" if first else "i_b"
-    wide = ".to(tl.int64)" if max(furthest, group.count + BLOCK) >= 1 << 31 else ""
-    yield f"o = ({start}){wide} * BLOCK + tl.arange(0, BLOCK)"
-    yield f"m = o < {group.count}"
-    loaded: dict[Place, str] = {}
-    for number, operation in enumerate(group.operations):
-        for place in operation.arguments:
-            if isinstance(place, Place) and place not in loaded:
-                loaded[place] = f"b{len(loaded)}"
-                yield f"{loaded[place]} = tl.load({_address(place)}, mask=m, other=0)"
-        yield f"v{number} = {_computed(operation, loaded)}"
-    for place, number in group.stores:
-        yield f"tl.store({_address(place)}, v{number}, mask=m)"
+class _Source:
+    """Lines of a kernel. numbers: what it is called with; wide: those of 64 bits."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.numbers: list[int] = []
+        self.wide: set[int] = set()
+
+    def add_group(self, group: Group, first: int, last: int) -> None:
+        """What programs `first` to `last` - 1 compute."""
+        self._wide = max(group.count + BLOCK, *map(_furthest, _places(group))) >= 1 << 31
+        start, count = self._number(first), self._number(group.count, self._wide)
+        self.lines.append(f"    if (i_b >= {start}) & (i_b < {self._number(last)}):")
+        self._line(f"o = (i_b - {start}){'.to(tl.int64)' if self._wide else ''} * BLOCK + tl.arange(0, BLOCK)")
+        self._line(f"m = o < {count}")
+        loaded: dict[Place, str] = {}
+        for number, operation in enumerate(group.operations):
+            for place in operation.arguments:
+                if isinstance(place, Place) and place not in loaded:
+                    loaded[place] = f"b{len(loaded)}"
+                    self._line(f"{loaded[place]} = tl.load({self._address(place)}, mask=m, other=0)")
+            self._line(f"v{number} = {self._computed(operation, loaded)}")
+        for place, number in group.stores:
+            self._line(f"tl.store({self._address(place)}, v{number}, mask=m)")
+
+    def _line(self, text: str) -> None:
+        self.lines.append(f"        {text}")
+
+    def _number(self, value: int, wide: bool = False) -> str:
+        if wide:
+            self.wide.add(len(self.numbers))
+        self.numbers.append(value)
+        return f"n{len(self.numbers) - 1}"
+
+    def _address(self, place: Place) -> str:
+        """The address of element `o` of a place: its number taken apart by sizes, from the innermost on."""
+        terms, left = [f"p{place.number}"], "o"
+        if place.offset:
+            terms.append(self._number(place.offset, wide=True))
+        for number, (size, stride) in reversed(list(enumerate(place.dims))):
+            index = left
+            if number:
+                width = self._number(size, self._wide)
+                index, left = f"({left}) % {width}", f"({left}) // {width}"
+            if stride:
+                terms.append(f"({index})" if stride == 1 else f"({index}) * {self._number(stride, self._wide)}")
+        if not any(stride for _, stride in place.dims):
+            terms.append("0 * o")
+        return " + ".join(terms)
+
+    def _computed(self, operation: Operation, loaded: dict[Place, str]) -> str:
+        into = _TYPES[operation.dtype]
+        given = []
+        for number, each in enumerate(operation.arguments):
+            if isinstance(each, int):
+                given.append(f"tl.full((BLOCK,), {self._number(each, wide=True)}, tl.int64).to({into})")
+            else:
+                name = loaded[each] if isinstance(each, Place) else f"v{each.number}"
+                given.append(name if operation.name == "where" and not number else f"{name}.to({into})")
+        if operation.name in _SIGNS:
+            made = f"({given[0]} {_SIGNS[operation.name]} {given[1]})"
+        else:
+            made = f"tl.where({', '.join(given)})" if operation.name == "where" else given[0]
+        return f"{made}.to({_TYPES[operation.made]})"
 
 
 def _furthest(place: Place) -> int:
     return place.offset + sum((size - 1) * stride for size, stride in place.dims)
-
-
-def _address(place: Place) -> str:
-    """The address of element `o` of a place: its number taken apart by sizes, from the innermost on."""
-    terms, inner = [f"p{place.number}"], 1
-    if place.offset:
-        terms.append(str(place.offset))
-    for number, (size, stride) in reversed(list(enumerate(place.dims))):
-        index = "o" if inner == 1 else f"o // {inner}"
-        if number:
-            index = f"{index} % {size}"
-        if stride:
-            terms.append(f"({index}) * {stride}" if stride != 1 else f"({index})")
-        inner *= size
-    if len(terms) == 1 or all("o" not in term for term in terms[1:]):
-        terms.append("0 * o")
-    return " + ".join(terms)
-
-
-def _computed(operation: Operation, loaded: dict[Place, str]) -> str:
-    into = _TYPES[operation.dtype]
-    given = []
-    for number, each in enumerate(operation.arguments):
-        if isinstance(each, int):
-            given.append(f"tl.full((BLOCK,), {each}, {into})")
-        else:
-            name = loaded[each] if isinstance(each, Place) else f"v{each.number}"
-            given.append(name if operation.name == "where" and not number else f"{name}.to({into})")
-    if operation.name in _SIGNS:
-        made = f"({given[0]} {_SIGNS[operation.name]} {given[1]})"
-    else:
-        made = f"tl.where({', '.join(given)})" if operation.name == "where" else given[0]
-    return f"{made}.to({_TYPES[operation.made]})"
