@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import threading
+from functools import cache
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from private_llm.errors import ConfigError
+from private_llm.errors import ConfigError, UnsupportedOp
 
 ALONE = threading.RLock()
 """Held while a CUDA graph is captured, and while kernels are timed, which waits for the whole GPU and so would break a
@@ -44,3 +47,14 @@ def held_on(x: Tensor, device: torch.device) -> Tensor:
     if found is None:
         found = copies[device] = x.to(device)
     return found
+
+
+@cache
+def triton_module(family: str) -> ModuleType:
+    """The kernels of GPUs of one family. Raises UnsupportedOp where Triton is not installed."""
+    try:
+        return importlib.import_module(f"private_llm.kernels.backends.triton.{family}")
+    except ModuleNotFoundError as missing:
+        raise UnsupportedOp(
+            f"kernels on GPUs need {missing.name}, which is not installed; install private-llm[triton], or use the CPU"
+        ) from missing

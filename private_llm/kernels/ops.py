@@ -8,9 +8,7 @@ take addresses (kernels/address.py).
 
 from __future__ import annotations
 
-import importlib
-from functools import cache, partial
-from types import ModuleType
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,6 +22,7 @@ from private_llm.kernels.backends.cpu import bits as cpu_bits
 from private_llm.kernels.backends.cpu import prg as cpu_prg
 from private_llm.kernels.backends.cpu import trunc as cpu_trunc
 from private_llm.kernels.backends.cpu.trunc import BLOCK
+from private_llm.kernels.devices import triton_module
 from private_llm.kernels.parallel import parallel_for
 from private_llm.kernels.seeded_tensor import dense
 from private_llm.kernels.shapes import Pair
@@ -38,16 +37,6 @@ element of an injection, for packing a field and what goes with it."""
 WORDS = 8
 """Threads take multiples of so many words of bits: whole lines of the cache."""
 _ZERO = {torch.int64: np.uint64(0), torch.int32: np.uint32(0)}
-
-
-@cache
-def _triton(family: str) -> ModuleType:
-    try:
-        return importlib.import_module(f"private_llm.kernels.backends.triton.{family}")
-    except ModuleNotFoundError as missing:
-        raise UnsupportedOp(
-            f"kernels on GPUs need {missing.name}, which is not installed; install private-llm[triton], or use the CPU"
-        ) from missing
 
 
 def _gpu(family: str, name: str, *arguments: Any, writes: int = 0) -> Any:  # noqa: ANN401
@@ -65,7 +54,7 @@ def on_gpu(family: str, name: str, *arguments: Any) -> Any:  # noqa: ANN401
     """Call a Triton kernel's launcher on the GPU of its first argument, and tell nobody."""
     with torch.cuda.device(arguments[0].device):
         given = arguments if family == "matmul" else map(dense, arguments)  # which makes masks piece by piece
-        return getattr(_triton(family), name)(*given)
+        return getattr(triton_module(family), name)(*given)
 
 
 def ring_matmul(x: Tensor, y: Tensor) -> Tensor:

@@ -10,7 +10,6 @@ The stream is AES-128 in counter mode from counter 0, as `ring.prg.Prg` gives it
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from private_llm.forks import Origin, forked, process
 from private_llm.kernels import parallel
 from private_llm.kernels.backends.cpu import aes as cpu_aes
 from private_llm.kernels.backends.cpu.prg import KeyStream
+from private_llm.kernels.devices import triton_module
 from private_llm.kernels.trace_hook import this_thread
 
 BYTES = 1e10
@@ -198,7 +198,7 @@ class SeededTensor(Tensor):
         """The whole tensor, in memory of its own; made by the GPU that it is on, where kernels can."""
         if self.device.type == "cuda" and self.on_gpus:
             with torch.cuda.device(self.device):
-                made: Tensor = importlib.import_module("private_llm.kernels.backends.triton.seeded_matmul").made(self)
+                made: Tensor = triton_module("seeded_matmul").made(self)
             return made
         length = self.line.numel()
         whole = torch.empty((sum(piece.lines for piece in self.slices), *self.line), dtype=self.dtype)
