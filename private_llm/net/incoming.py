@@ -23,6 +23,7 @@ from torch import Tensor
 from private_llm.errors import PartyFailed, TransportError
 from private_llm.kernels.backends.cpu import connection
 from private_llm.net import wire
+from private_llm.net.device_messages import room
 from private_llm.net.direct import Row
 from private_llm.net.roles import PASSES_ON, attributed
 from private_llm.net.transport import endpoint_name
@@ -66,6 +67,7 @@ class Incoming:
         sock.setblocking(False)
         self.peer = peer
         self.plain = not isinstance(sock, ssl.SSLSocket)
+        self.pinned = False
         self._patience = patience_s
         self._notes: Allowance | None = None
         self.waits_for: int | None = None
@@ -87,7 +89,7 @@ class Incoming:
 
     def receive(self, tag: str, shape: tuple[int, ...], dtype: torch.dtype, idle: Idle) -> Tensor:
         """The next payload, which must have this tag, dtype and number of elements."""
-        out = torch.empty(shape, dtype=dtype)
+        out = room(shape, dtype) if self.pinned else torch.empty(shape, dtype=dtype)
         begun, self._begun = self._begun, None
         if begun is None:
             head = self._data_header(idle, time.monotonic() + self._patience)

@@ -80,10 +80,6 @@ class RoleTransport(PassingTransport):
         end = self._inner.barrier_end()
         return None if end is None else replace(end, me=self.me)
 
-    def accept_device_tensors(self) -> None:
-        """As the inner transport."""
-        self._inner.accept_device_tensors()
-
     def carries_device_tensors(self, to: int) -> bool:
         """Whether the party that plays this role takes them."""
         return self._inner.carries_device_tensors(self._party[to])

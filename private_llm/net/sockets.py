@@ -81,6 +81,11 @@ class SocketTransport(Transport):
         ends = self._in[endpoint], self._out[endpoint]  # the second one looks what has come at the first
         return ends if all(end.plain for end in ends) else ()
 
+    def accept_device_tensors(self) -> None:
+        """Receive into pinned memory, where there is a GPU."""
+        for link in self._in.values():
+            link.pinned = torch.cuda.is_available()
+
     @property
     def wire_bytes(self) -> int:
         """Bytes sent to all peers in all parallel sessions, headers and notes included, TLS overhead excluded."""

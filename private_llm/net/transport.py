@@ -9,8 +9,8 @@ takes at most, and compares that with what the frame announces before it has mem
 A transport for a party that computes on several devices: what arrives is moved to where it is needed.
 
 Between threads of one process a tensor on a GPU travels as it is, if its receiver computes on GPUs, too; all other
-links carry main memory. Which device is next is asked at every message, because the layers of a model may lie on
-different ones; the same messages are sent and counted as without this.
+links carry main memory, from and to GPUs pinned (`device_messages.py`). Which device is next is asked at every message,
+because the layers of a model may lie on different ones; the same messages are sent and counted as without this.
 
 Links with a latency, for measurements: what is sent leaves later, and the sender does not wait for it.
 """
@@ -28,6 +28,7 @@ from torch import Tensor
 
 from private_llm.errors import ConfigError, TransportError
 from private_llm.net.barrier import BarrierEnd
+from private_llm.net.device_messages import Staging, onto
 from private_llm.net.direct import End
 from private_llm.net.ledger import Ledger
 from private_llm.net.wire import TRAVELS, dtype_code
@@ -115,7 +116,7 @@ class Transport(ABC):
         return None
 
     def accept_device_tensors(self) -> None:  # noqa: B027 - for most links nothing changes
-        """From now on what comes may lie on a GPU: who receives moves it to where it computes."""
+        """From now on what comes may lie on a GPU, or in pinned memory: who receives moves it to where it computes."""
 
     def carries_device_tensors(self, to: int) -> bool:
         """Whether a tensor on a GPU reaches this endpoint as it is; it must not be sent there otherwise."""
@@ -154,6 +155,10 @@ class PassingTransport(Transport):
     def _recv_bytes(self, frm: int, tag: str, most: int) -> bytes:
         return self._inner._recv_bytes(frm, tag, most)
 
+    def accept_device_tensors(self) -> None:
+        """As the inner transport."""
+        self._inner.accept_device_tensors()
+
     def wait(self, frm: int) -> None:
         """As the inner transport."""
         self._inner.wait(frm)
@@ -190,6 +195,7 @@ class PlacedTransport(PassingTransport):
     def __init__(self, inner: Transport, where: Callable[[], torch.device | str]) -> None:
         super().__init__(inner)
         self._where = where
+        self._staging: dict[torch.device, Staging] = {}
         inner.accept_device_tensors()
 
     def send(self, to: int, tag: str, payload: Tensor) -> None:
@@ -206,13 +212,17 @@ class PlacedTransport(PassingTransport):
 
     def _carried(self, to: int, payload: Tensor) -> Tensor:
         """What the inner links take of a payload."""
-        return payload.cpu() if payload.is_cuda and not self._inner.carries_device_tensors(to) else payload
+        if not payload.is_cuda or self._inner.carries_device_tensors(to):
+            return payload
+        if payload.device not in self._staging:
+            self._staging[payload.device] = Staging(payload.device)
+        return self._staging[payload.device].out(payload)
 
     def _send(self, to: int, tag: str, payload: Tensor) -> None:
         self._inner._send(to, tag, self._carried(to, payload))
 
     def _recv(self, frm: int, tag: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return self._inner._recv(frm, tag, shape, dtype).to(self._where())
+        return onto(self._inner._recv(frm, tag, shape, dtype), torch.device(self._where()))
 
 
 _Item = tuple[float, str, Tensor]

@@ -112,7 +112,7 @@ class GraphProgram:
                     transport.send(to, tag, found[payload].clone())  # which the next run overwrites
                 case Receive(frm, tag, payload):
                     into = self.fixed[payload]
-                    into.copy_(transport.receive(frm, tag, tuple(into.shape), into.dtype), non_blocking=True)
+                    into.copy_(transport.receive(frm, tag, tuple(into.shape), into.dtype), non_blocking=into.is_cuda)
                 case BreakEvent() as event:
                     self.resume(event, found, graph_break)
                     left += 1

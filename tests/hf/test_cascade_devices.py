@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from private_llm.errors import PrivateLLMError
+from private_llm.net.device_messages import Staging
 from private_llm.net.transport import PlacedTransport, Transport
 from private_llm.token_sharding import AttnNode, Exchange, ShardingPlan, Step
 from private_llm.token_sharding.nodes import attn_node
@@ -86,6 +87,8 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeTensorMode:
         return self
 
     monkeypatch.setattr(PreTrainedModel, "to", to)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    monkeypatch.setattr(Staging, "out", lambda staging, x: x.cpu())
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 
 import pytest
@@ -10,12 +11,23 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from private_llm.errors import TransportError
-from private_llm.net.device_messages import Ready
+from private_llm.net import device_messages
+from private_llm.net.device_messages import Ready, Staging, onto
 from private_llm.net.local import LocalMesh
 from private_llm.net.parallel_sessions import parallel_session_links
 from private_llm.net.transport import CLIENT, DelayedTransport, PlacedTransport, Transport
 
 GPU, OTHER = torch.device("cuda:0"), torch.device("cuda:1")
+
+
+class Event(str):
+    """Done at the third question."""
+
+    asked = 0
+
+    def query(self) -> bool:
+        self.asked += 1
+        return self.asked > 2
 
 
 class Stream:
@@ -24,9 +36,12 @@ class Stream:
     def __init__(self, name: str, said: list[str]) -> None:
         self.name, self.said = name, said
 
-    def record_event(self) -> str:
+    def record_event(self) -> Event:
         self.said.append(f"{self.name} records")
-        return f"event of {self.name}"
+        return Event(f"event of {self.name}")
+
+    def wait_stream(self, other: Stream) -> None:
+        self.said.append(f"{self.name} waits for {other.name}")
 
     def wait_event(self, event: str) -> None:
         self.said.append(f"{self.name} waits for {event}")
@@ -73,6 +88,8 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeTensorMode]:
     only = Stream("default", [])
     monkeypatch.setattr(torch.cuda, "default_stream", lambda device: only)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: only)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: only)
+    monkeypatch.setattr(Staging, "out", lambda staging, x: x.cpu())
     with FakeTensorMode() as mode:
         yield mode
 
@@ -110,3 +127,56 @@ def test_others_get_main_memory(fake: FakeTensorMode, between: type[Transport]) 
         assert {y.device.type for y in made} == {"cpu"}
         end.send(0, "m", made[0])
         assert zero.recv(end.me, "m", (300,), torch.int64).device == GPU
+
+
+@pytest.mark.parametrize(("spin", "naps"), [(60.0, 0), (-1.0, 2)])
+def test_what_leaves_a_gpu_is_copied_on_a_stream_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, spin: float, naps: int
+) -> None:
+    """After it is computed; and nobody reads the copy before it is done."""
+    said: list[str] = []
+    side, current, made = Stream("side", said), Stream("current", said), list[Tensor]()
+
+    class Pinned:
+        def copy_(self, x: Tensor, non_blocking: bool) -> None:
+            assert non_blocking
+            said.append("copy")
+
+    @contextlib.contextmanager
+    def on_stream(stream: Stream) -> Iterator[None]:
+        said.append(f"on {stream.name}")
+        yield
+
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: side)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
+    monkeypatch.setattr(torch.cuda, "stream", on_stream)
+    monkeypatch.setattr(device_messages, "room", lambda shape, dtype: Pinned())
+    monkeypatch.setattr(device_messages, "_SPIN_S", spin)
+    monkeypatch.setattr(device_messages.time, "sleep", lambda seconds: said.append("nap"))
+    made.append(Staging(GPU).out(torch.arange(3)))
+    assert isinstance(made[0], Pinned)
+    assert said == ["side waits for current", "on side", "copy", "side records", *["nap"] * naps]
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_what_comes_goes_to_a_gpu_from_pinned_memory(monkeypatch: pytest.MonkeyPatch, pinned: bool) -> None:
+    """And to main memory only when it is there."""
+    said: list[object] = []
+
+    class Arrived:
+        is_cpu = True
+
+        def is_pinned(self) -> bool:
+            return pinned
+
+        def pin_memory(self) -> Arrived:
+            said.append("pinned")
+            return self
+
+        def to(self, device: torch.device, non_blocking: bool = False) -> None:
+            said.append((device, non_blocking))
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for device in (GPU, torch.device("cpu")):
+        onto(Arrived(), device)  # type: ignore[arg-type]
+    assert said == [*([] if pinned else ["pinned"]), (GPU, True), (torch.device("cpu"), False)]

@@ -71,6 +71,10 @@ class RoleTransport(Transport):
             )
         return address
 
+    def accept_device_tensors(self) -> None:
+        """As the inner transport; what is sent comes from main memory, because tags are computed there."""
+        self._inner.accept_device_tensors()
+
     def wait(self, frm: int) -> None:
         """As the inner transport."""
         self._inner.wait(self._at(frm))
