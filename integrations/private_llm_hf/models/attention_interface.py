@@ -73,13 +73,15 @@ def private_attention(
         raise DomainError(f"{type(module).__name__} is causal but got no mask; the mask function is not registered")
     graph_break = this_call.graph_break
     if isinstance(graph_break, CacheUpdateBreak) and not graph_break.reached:
-        alone = attention_mask is None and position_bias is None and s_aux is None and not hasattr(module, SPARSE)
+        alone = position_bias is None and s_aux is None and not hasattr(module, SPARSE)
 
-        def attend_again(query: SecretTensor, key: SecretTensor, value: SecretTensor) -> SecretTensor:
-            made, _ = _attention(module, query, key, value, attention_mask, scaling, softcap, position_bias, s_aux)
+        def attend_again(
+            query: SecretTensor, key: SecretTensor, value: SecretTensor, mask: Tensor | None
+        ) -> SecretTensor:  # fmt: skip
+            made, _ = _attention(module, query, key, value, mask, scaling, softcap, position_bias, s_aux)
             return made
 
-        return graph_break.attended(query, key, value, alone, attend_again), None
+        return graph_break.attended(query, key, value, attention_mask, alone, attend_again), None
     return _attention(module, query, key, value, attention_mask, scaling, softcap, position_bias, s_aux)
 
 

@@ -189,6 +189,10 @@ class SecretCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         return twin
 
 
+Attention = Callable[[SecretTensor, SecretTensor, SecretTensor, Tensor | None], SecretTensor]
+"""Of a query, keys, values and a mask."""
+
+
 class CacheUpdateBreak(GraphBreak):
     """A graph break that begins with the update of a cache."""
 
@@ -201,10 +205,9 @@ class CacheUpdateBreak(GraphBreak):
 
     @abstractmethod
     def attended(
-        self, query: SecretTensor, key: Tensor, value: Tensor, alone: bool,
-        attend: Callable[[SecretTensor, SecretTensor, SecretTensor], SecretTensor],
+        self, query: SecretTensor, key: Tensor, value: Tensor, mask: Tensor | None, alone: bool, attend: Attention
     ) -> SecretTensor:  # fmt: skip
-        """What `attend` gives. alone: it knows nothing else that may change."""
+        """What `attend` gives of them. alone: it knows nothing else that may change."""
 
 
 class SecretCache(Cache):  # type: ignore[misc]
