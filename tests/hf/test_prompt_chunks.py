@@ -169,7 +169,8 @@ def test_the_largest_tensor_grows_with_the_prompt_not_with_its_square() -> None:
     assert found[None, 256] / found[None, 128] == pytest.approx(4, rel=0.1)
     assert found[32, 256] / found[32, 128] == pytest.approx(2, rel=0.1)
     assert found[32, 256] / found[16, 256] == pytest.approx(2, rel=0.1)
-    assert found[None, 256] / found[32, 256] == pytest.approx(8, rel=0.1)
+    # 8 chunks, but the half of the square that nobody sees is not made in one piece either
+    assert found[None, 256] / found[32, 256] == pytest.approx(4, rel=0.1)
 
 
 def test_prompts_that_must_be_read_whole() -> None:
