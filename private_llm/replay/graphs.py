@@ -82,8 +82,11 @@ class GraphProgram:
     ) -> Callable[[Inner | None], list[Tensor]]:  # fmt: skip
         """As `Program.ready`."""
         self.take(given)
+        return functools.partial(self._draw_and_run, transport)
+
+    def _draw_and_run(self, transport: ProgramTransport, graph_break: Inner | None) -> list[Tensor]:
         self.draw(transport, 0)
-        return functools.partial(self.run_drawn, transport)
+        return self.run_drawn(transport, graph_break)
 
     def take(self, given: Sequence[Tensor]) -> None:
         """Copy the inputs of the next run."""
