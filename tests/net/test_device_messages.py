@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -11,11 +11,14 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from private_llm.errors import TransportError
-from private_llm.net import device_messages
+from private_llm.net import device_messages, incoming
 from private_llm.net.device_messages import Ready, Staging, onto
 from private_llm.net.local import LocalMesh
 from private_llm.net.parallel_sessions import parallel_session_links
 from private_llm.net.transport import CLIENT, DelayedTransport, PlacedTransport, Transport
+from private_llm.protocols.quad.roles import Member, RoleTransport
+
+from .test_sockets import couple
 
 GPU, OTHER = torch.device("cuda:0"), torch.device("cuda:1")
 
@@ -180,3 +183,29 @@ def test_what_comes_goes_to_a_gpu_from_pinned_memory(monkeypatch: pytest.MonkeyP
     for device in (GPU, torch.device("cpu")):
         onto(Arrived(), device)  # type: ignore[arg-type]
     assert said == [*([] if pinned else ["pinned"]), (GPU, True), (torch.device("cpu"), False)]
+
+
+@pytest.mark.parametrize("between", [lambda inner: inner, lambda inner: RoleTransport(inner, 1, {})])
+@pytest.mark.parametrize("gpu", [False, True])
+def test_what_comes_from_a_socket_lands_in_pinned_memory(
+    monkeypatch: pytest.MonkeyPatch, gpu: bool, between: Callable[[Transport], Transport]
+) -> None:
+    """Where a party may compute on a GPU, also through links by role; frames are compared as always."""
+    made: list[tuple[tuple[int, ...], torch.dtype]] = []
+
+    def pinned(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        made.append((shape, dtype))
+        return torch.empty(shape, dtype=dtype)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr(incoming, "room", pinned)
+    zero, one = couple()
+    party = on(torch.device("cpu"), between(one))
+    for _ in range(2):
+        zero.send(1, "m", torch.arange(6).int())
+    assert party.recv(Member(0), "m", (2, 3), torch.int32).tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert made == [((2, 3), torch.int32)] * gpu
+    with pytest.raises(TransportError, match="got 'm' with 6 x int32; want 'm' with 6 x int64"):
+        party.recv(Member(0), "m", (6,), torch.int64)
+    for end in (zero, one):
+        end.close()
