@@ -35,8 +35,10 @@ def test_generate_reads_a_gguf_file(run: Run, folder: Path) -> None:
 
 
 def test_share_reads_a_gguf_file(run: Run, folder: Path, tmp_path: Path) -> None:
-    (line,) = run("share", str(folder), "--gguf-file", FILE, "--out", str(tmp_path), "--json").splitlines()
+    how = ("--gguf-file", FILE, "--out", str(tmp_path), "--prg", "chacha20", "--json")
+    (line,) = run("share", str(folder), *how).splitlines()
     assert len(json.loads(line)["files"]) == 3
+    assert b"share file 3" in (tmp_path / "party0.safetensors").read_bytes(), "the format of masks by ChaCha20"
     tokenizer = tr.AutoTokenizer.from_pretrained(tmp_path / "client")
     assert tokenizer.chat_template is not None
 
