@@ -171,8 +171,8 @@ class PrivateConfig:
     offline_folder: where a party keeps what `model.preprocess` stores (default: the system's temporary folder).
     replay: run steps that repeat, such as decoding a token, as recorded programs, without Python; False: always Python
     (same messages, same results). Under trio and dealer, in the 64-bit ring, on CPUs and on one GPU without a
-    device_map (as CUDA graphs), up to 16 rows; modules whose weights are public, or whose products are faster on
-    several threads, stay in Python. Endpoints need not agree.
+    device_map (as CUDA graphs), up to 16 rows, on a GPU also full chunks of a prompt; modules whose weights are public,
+    or whose products are faster on several threads, stay in Python. Endpoints need not agree.
     calibrate: run the owner's plaintext model on a bundled text before its weights are shared, and give every module
     the public powers of two that its values need (docs/ranges.md); False: one size for all, and larger messages.
     guard: check inside the protocol that values stay in their ranges; the client alone learns one bit per call, and

@@ -125,6 +125,7 @@ def test_on_shares(settings: dict[str, Any]) -> None:
         private(input_ids=IDS[:1, :6])
 
 
+@pytest.mark.full
 def test_the_demo_model_writes_the_same_text() -> None:
     from private_llm_cli.commands.models import demo_model
 
