@@ -51,7 +51,10 @@ class Rows:
 
     def numbers(self, device: torch.device) -> EntryNumbers:
         """Of rows and entries, on a device, where they stay as long as these rows live."""
-        return self._numbers.setdefault(device, EntryNumbers(self.lengths, device))
+        found = self._numbers.get(device)
+        if found is None:
+            found = self._numbers[device] = EntryNumbers(self.lengths, self.total, device)
+        return found
 
     @cached_property
     def _numbers(self) -> dict[torch.device, EntryNumbers]:
@@ -110,8 +113,8 @@ class Rows:
 class EntryNumbers:
     """Public numbers of rows and of their entries, int64. As many as entries, so they are made where they are used."""
 
-    def __init__(self, lengths: tuple[int, ...], device: torch.device) -> None:
-        self._lengths, self._total, self._device = lengths, sum(lengths), device
+    def __init__(self, lengths: tuple[int, ...], total: int, device: torch.device) -> None:
+        self._lengths, self._total, self._device = lengths, total, device
 
     @cached_property
     def lengths(self) -> Tensor:
