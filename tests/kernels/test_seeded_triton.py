@@ -55,14 +55,12 @@ def drawn_and_whole(ring: Ring, lines: int, width: int, turned: bool) -> list[tu
 @pytest.mark.parametrize("turned", [False, True], ids=("rows", "turned"))
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_products(size: tuple[int, int, int], turned: bool, ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:
-    matmul, planes = module("matmul"), module("planes")
-    rows, inner, columns = size
+    matmul, (rows, inner, columns) = module("matmul"), size
     draw = Draw(f"seeded {size}")
     x, z, y = draw.ring(ring, rows, inner), draw.ring(ring, rows, inner), draw.ring(ring, inner, columns)
     held = y.t().contiguous().t() if turned else y
     masks = drawn_and_whole(ring, *((columns, inner) if turned else (inner, columns)), turned)
     monkeypatch.setattr(SeededTensor, "made", lambda _: pytest.fail("made whole"))
-    monkeypatch.setattr(planes, "BYTES", ring.bytes * 256 * 64)  # columns one part after the other
     for (mask, whole), fused in zip(masks, (False, True), strict=True):
         wanted = reference.ring_matmul(x, whole) + z @ y
         made = matmul.pair(z, held, x, mask) if fused else matmul.product(x, mask, z @ y)
@@ -82,6 +80,18 @@ def test_every_tile_adds_up_the_same(
     draw = Draw("tiles")
     x, z = draw.ring(RING64, 2, 1, whole.shape[0]), draw.ring(RING64, 2, 1, whole.shape[0])
     assert torch.equal(matmul.pair(x, mask, z, other), reference.ring_matmul_pair(x, whole, z, beside))
+
+
+@pytest.mark.parametrize("ring", [RING64, RING32], ids=str)
+@pytest.mark.parametrize("turned", [False, True], ids=("rows", "turned"))
+@pytest.mark.parametrize("inner", [16, 21])
+def test_digits_of_some_columns(inner: int, turned: bool, ring: Ring) -> None:
+    """As of a matrix with more columns than planes are held of at a time; also across two slices."""
+    planes, seeded, columns = module("planes"), module("seeded_matmul"), 48
+    for mask, whole in drawn_and_whole(ring, *((columns, inner) if turned else (inner, columns)), turned):
+        for first, last in ((0, 16), (3, 40)):
+            wanted = planes.take_apart(whole[:, first:last].mT[None])
+            assert torch.equal(seeded.take_apart(mask, first, last), wanted)
 
 
 def test_what_kernels_do_not_make_is_made_whole() -> None:
