@@ -1,7 +1,7 @@
 """Where the parties of one process wait for each other, to do once what each would have to do for itself.
 
-All parties pass the same points in the same order. Who passes one without waiting says so; then nobody waits there, nor
-at any later point. As `threading.Barrier`, whose threads always wait.
+A point is a name and the number of times that a party came to it; all parties come to a name equally often. Who passes
+one without waiting says so; then nobody waits at this name any more. As `threading.Barrier`, whose threads always wait.
 """
 
 from __future__ import annotations
@@ -21,23 +21,28 @@ _POLL_S = 0.5
 """How often one that waits looks whether the session has ended."""
 
 
+Point = tuple[Hashable, ...]
+"""A name, the number of times that a party came to it, and what else tells points apart."""
+
+
 class Barrier:
-    """The points of one parallel session. closed: parties passed a point differently, so nobody waits any more."""
+    """The points of one parallel session. closed: names that parties passed differently, so that nobody waits there."""
 
     def __init__(self, parties: int) -> None:
-        self.parties, self.closed = parties, False
+        self.parties = parties
+        self.closed: set[Hashable] = set()
         self.changed = threading.Condition()
         self.arrived: dict[Hashable, dict[int, Any]] = {}
         self.acting: set[Hashable] = set()
         self.made: dict[Hashable, list[Any]] = {}
 
-    def close(self) -> None:
-        """From now on nobody waits, but at points that follow one at which all have met."""
+    def close(self, name: Hashable) -> None:
+        """From now on nobody waits at a name, but at points that follow one at which all have met."""
         with self.changed:
-            self.closed = True
+            self.closed.add(name)
             self.changed.notify_all()
 
-    def arrive(self, me: int, point: Hashable, given: object) -> bool:
+    def arrive(self, me: int, point: Point, given: object) -> bool:
         """Whether all who have been at this point so far wait there."""
         arrived = self.arrived.setdefault(point, {})
         arrived[me] = given
@@ -45,7 +50,7 @@ class Barrier:
         if len(arrived) == self.parties and skipped:
             del self.arrived[point]
         if 0 < skipped < len(arrived):
-            self.close()
+            self.close(point[0])
         return not skipped
 
 
@@ -59,14 +64,14 @@ class BarrierEnd:
     timeout: float
     aside: Callable[[], AbstractContextManager[None]]
 
-    def skip(self, point: Hashable) -> None:
+    def skip(self, point: Point) -> None:
         """Pass a point without waiting."""
         with self.barrier.changed:
-            if not self.barrier.closed:
+            if point[0] not in self.barrier.closed:
                 self.barrier.arrive(self.me, point, _SKIPPED)
 
     def wait(
-        self, point: Hashable, given: Given, action: Callable[[Sequence[Given]], Made], follows: bool = False
+        self, point: Point, given: Given, action: Callable[[Sequence[Given]], Made], follows: bool = False
     ) -> Made | None:  # fmt: skip
         """What `action` makes of what all parties gave, in their order; the last one to come calls its own. None if not
         all of them wait here.
@@ -76,7 +81,7 @@ class BarrierEnd:
         """
         barrier = self.barrier
         with barrier.changed:
-            if (barrier.closed and not follows) or not barrier.arrive(self.me, point, given):
+            if (point[0] in barrier.closed and not follows) or not barrier.arrive(self.me, point, given):
                 return None
             arrived = barrier.arrived[point]
             last = len(arrived) == barrier.parties
@@ -94,10 +99,10 @@ class BarrierEnd:
             barrier.changed.notify_all()
         return made
 
-    def _awaited(self, point: Hashable, follows: bool) -> Any:  # noqa: ANN401 - whatever the action makes
+    def _awaited(self, point: Point, follows: bool) -> Any:  # noqa: ANN401 - whatever the action makes
         barrier, left = self.barrier, self.timeout
         while point not in barrier.made:
-            if barrier.closed and not follows and point not in barrier.acting:
+            if point[0] in barrier.closed and not follows and point not in barrier.acting:
                 return None
             if (reason := self.failure()) is not None:
                 raise PartyFailed(reason)

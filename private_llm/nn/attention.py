@@ -7,17 +7,20 @@ their keys and values without a copy: [B, G*r, q, D] is seen as [B, G, r*q, D], 
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from private_llm.approx.chosen import softmax, softmax_ragged
 from private_llm.approx.softmax import EXP_BITS, inverse_bits, sum_bits, unscaled, unscaled_ragged
 from private_llm.approx.tanh import precise_tanh
+from private_llm.config import chunk_sizes
 from private_llm.errors import DomainError
 from private_llm.exact.comparisons import SHORTEST, comparing
 from private_llm.exact.ragged_rows import Rows
@@ -26,6 +29,7 @@ from private_llm.protocols.session import Session
 from private_llm.protocols.share import Share
 from private_llm.ranges import REACH
 from private_llm.replay.program_cache import repeat
+from private_llm.replay.regions import uses_cuda_graphs
 from private_llm.tensor.fixed import Fixed, read_frac, read_width
 from private_llm.tensor.range_check import watch_flat
 from private_llm.tensor.scale import dyadic, times_scalar
@@ -40,6 +44,9 @@ _FEW = 16
 _PATIENCE = 2
 """Calls at one length before one is recorded: to record and to check costs as much as ten calls that are repeated save,
 and all layers of up to 16 tokens have one length."""
+
+_MOST_ENTRIES = 1 << 21
+"""Scores of a chunk whose attention is repeated: its positions are constants of a program, some 32 bytes a score."""
 
 SCALE_BITS = 14
 """Bits of a score scale that is no power of two: relative error 2^-14; one truncation of q removes them."""
@@ -68,6 +75,8 @@ class Pattern:
     rows: Rows
     entries: tuple[int, ...] = ()
     seeing: Tensor | None = None
+    digest: bytes = b""
+    """Equal for equal masks."""
 
     @property
     def longest(self) -> int:
@@ -114,7 +123,8 @@ def _searched(allowed: Tensor, shape: tuple[int, int, int, int], device: torch.d
         select = allowed.expand(shape).reshape(-1).nonzero().view(-1).to(device)
     apart = lengths.view(batch, -1)
     rows = Rows.of(lengths, tuple((apart > 0).sum(-1).tolist()))
-    return Pattern(shape, select, rows, tuple(apart.sum(-1).tolist()), lengths.nonzero().view(-1).to(device))
+    digest = hashlib.sha256(np.packbits(allowed.numpy()).tobytes()).digest()
+    return Pattern(shape, select, rows, tuple(apart.sum(-1).tolist()), lengths.nonzero().view(-1).to(device), digest)
 
 
 def attend(
@@ -157,8 +167,11 @@ def attend_and_weigh(
     if pattern.select is not None and not pattern.rows.count:
         nobody = _nothing(query, (batch, groups, keys)) if counted else None
         return _nothing(query, (batch, heads, queries, value.shape[-1])), nobody
-    if queries <= _FEW and pattern.select is None and bias is None and sinks is None and not counted:
-        return _repeated(query, key, value, scale, softcap), None
+    if bias is None and sinks is None and not counted and among is None:
+        if queries <= _FEW and pattern.select is None:
+            return _repeated(query, key, value, scale, softcap), None
+        if _is_repeated_chunk(query.session, pattern):
+            return _repeated_chunk(query, key, value, pattern, scale, softcap), None
     return _attended(query, key, value, pattern, scale, softcap, bias, sinks, counted, among=among)
 
 
@@ -178,6 +191,24 @@ def _repeated(query: Fixed, key: Fixed, value: Fixed, scale: float, softcap: flo
 
     with alike(query.session) if decoding or first else nullcontext():
         return repeat(query.session, ("attention", scale, softcap), inputs, compute, _PATIENCE, in_place)[0]
+
+
+def _is_repeated_chunk(session: Session, pattern: Pattern) -> bool:
+    """Whether attention of a whole chunk of a prompt becomes a program: on GPUs, where Python would be most of it."""
+    chunks = chunk_sizes(session.config)
+    return pattern.shape[2] in chunks and sum(pattern.entries) <= _MOST_ENTRIES and uses_cuda_graphs(session)
+
+
+def _repeated_chunk(
+    query: Fixed, key: Fixed, value: Fixed, pattern: Pattern, scale: float, softcap: float | None
+) -> Fixed:
+    """Attention of a chunk, the same for all layers and prompts that see the same."""
+
+    def compute(x: Sequence[Fixed]) -> Sequence[Fixed]:
+        return (_attended(x[0], x[1], x[2], pattern, scale, softcap, None, None, 0)[0],)
+
+    what = ("attention of a chunk", scale, softcap, pattern.digest)
+    return repeat(query.session, what, [query, key, value], compute, _PATIENCE)[0]
 
 
 def _attended(

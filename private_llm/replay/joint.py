@@ -20,7 +20,7 @@ from torch import Tensor
 
 from private_llm.errors import DomainError, TransportError, UnsupportedOp
 from private_llm.kernels.devices import ALONE
-from private_llm.net.barrier import Barrier, BarrierEnd
+from private_llm.net.barrier import Barrier, BarrierEnd, Point
 from private_llm.replay.capture import captured
 from private_llm.replay.graphs import GraphProgram
 from private_llm.replay.nodes import Segment, Slot, compute_segment
@@ -138,20 +138,20 @@ class JointProgram:
 
 
 def run_together(
-    program: GraphProgram, transport: ProgramTransport, end: BarrierEnd, point: Hashable, graph_break: Inner | None
+    program: GraphProgram, transport: ProgramTransport, end: BarrierEnd, point: Point, graph_break: Inner | None
 ) -> list[Tensor]:
     """What a party's program makes of its inputs (`GraphProgram.ready` has copied them): together with all parties if
     they come to this point with programs, otherwise alone.
     """
     program.draw(transport, 0)
-    joint = end.wait(point, program, lambda programs: _started(end.barrier, programs))
+    joint = end.wait(point, program, functools.partial(_started, end.barrier, point[0]))
     if joint is None:
         return program.run_drawn(transport, graph_break)
     found = joint.found[end.me]
     for number in range(1, joint.count):
         program.resume(joint.break_before(end.me, number), found, graph_break)
         program.draw(transport, number)
-        end.wait((point, number), None, functools.partial(joint.launched, number), follows=True)
+        end.wait((*point, number), None, functools.partial(joint.launched, number), follows=True)
     return program.results(found)
 
 
@@ -159,7 +159,7 @@ _held: weakref.WeakKeyDictionary[GraphProgram, tuple[tuple[int, ...], JointProgr
 """By the first party's program: which programs belong to it, and what they are together."""
 
 
-def _started(barrier: Barrier, programs: Sequence[GraphProgram]) -> JointProgram | None:
+def _started(barrier: Barrier, name: Hashable, programs: Sequence[GraphProgram]) -> JointProgram | None:
     """The programs as one, whose first section is computed; None, now and later, where they cannot be one."""
     try:
         numbers = tuple(map(id, programs))
@@ -168,7 +168,7 @@ def _started(barrier: Barrier, programs: Sequence[GraphProgram]) -> JointProgram
             held = _held[programs[0]] = numbers, JointProgram(programs)
         held[1].launch(0)
     except (UnsupportedOp, TransportError, RuntimeError) as error:
-        barrier.close()
+        barrier.close(name)
         warnings.warn(f"parties on one GPU compute each for itself, which is slower: {error}", stacklevel=2)
         return None
     return held[1]

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from private_llm.errors import DomainError, UnsupportedOp
 from private_llm.kernels.trace_hook import this_thread, traced_by
+from private_llm.net.barrier import Point
 from private_llm.protocols.session import PendingRangeCheck, Session
 from private_llm.protocols.share import Share
 from private_llm.ranges import QUANTITIES
@@ -31,6 +32,7 @@ from private_llm.replay.graph_break import GraphBreak
 from private_llm.replay.graph_recorder import GraphRecorder
 from private_llm.replay.graphs import GraphProgram
 from private_llm.replay.joint import run_together
+from private_llm.replay.points import CallPoints, end_of
 from private_llm.replay.program import Arena, Inner
 from private_llm.replay.regions import (
     NO_WEIGHTS,
@@ -75,7 +77,7 @@ class ProgramCache:
         self._pools = (Pool(), Pool())
         self._inside = 0
         self._live_transport: LiveTransport | None = None
-        self._met: Counter[Hashable] = Counter()
+        self._points = CallPoints()
 
     def __len__(self) -> int:
         """Keys that were met, and are still known."""
@@ -94,7 +96,7 @@ class ProgramCache:
         one goes, for good.
         """
         region = RegionState()
-        point = self._point(session, inputs, binding)
+        point = self._points.next(session, self._inside > 0, inputs, binding)
         try:
             if in_place:
                 binding = WeightBinding(
@@ -110,12 +112,12 @@ class ProgramCache:
             if graph_break is not None:
                 graph_break.unhook()
             self._alone(session, point)
-            call = functools.partial(self._plain, region, inputs, None)
+            call = self._without(session, region, inputs, graph_break)
         return call(compute)
 
     def _call(
         self, session: Session, region: RegionState, inputs: Sequence[Fixed], binding: WeightBinding, warmup: int,
-        graph_break: GraphBreak | None, point: Hashable,
+        graph_break: GraphBreak | None, point: Point | None,
     ) -> Callable[[Compute], Result]:  # fmt: skip
         """How this call is computed, ready to begin."""
         refused = region.refused_all or binding.name in region.refused
@@ -123,18 +125,13 @@ class ProgramCache:
             return self._repeat(session, region.compiled, inputs, binding, graph_break, point)
         self._alone(session, point)
         self.uncompiled += not refused
-        if refused or region.calls <= warmup:
-            first = None if refused else graph_break
-            return functools.partial(self._plain, region, inputs, first)
+        if refused:
+            return self._without(session, region, inputs, graph_break)
+        if region.calls <= warmup:
+            return functools.partial(self._plain, region, inputs, graph_break)
         if region.compiled is None:
             return self._record(session, region, inputs, binding, graph_break)
         return self._check(session, region, region.compiled, inputs, binding, graph_break)
-
-    def _point(self, session: Session, inputs: Sequence[Fixed], binding: WeightBinding) -> Hashable:
-        """The name of this call, equal at all parties, for those that wait for each other."""
-        what = (binding.name, self._inside > 0, tuple([tuple(x.shape) for x in inputs]))
-        self._met[what] += 1
-        return what, self._met[what]
 
     def _links(self, session: Session) -> LiveTransport:
         protocol, held = session.protocol, self._live_transport
@@ -142,11 +139,21 @@ class ProgramCache:
             held = self._live_transport = LiveTransport(protocol.transport, protocol.mask_streams)
         return held
 
-    def _alone(self, session: Session, point: Hashable) -> None:
+    def _alone(self, session: Session, point: Point | None) -> None:
         """This call is not one that all parties repeat together."""
-        end = self._links(session).barrier_end if uses_cuda_graphs(session) else None
-        if end is not None:
+        if point is not None and (end := end_of(session, self._links(session).barrier_end)) is not None:
             end.skip(point)
+
+    def _without(
+        self, session: Session, region: RegionState, inputs: Sequence[Fixed], graph_break: GraphBreak | None
+    ) -> Callable[[Compute], Result]:
+        """As always, at a party that has no program, while others may have one."""
+
+        def hidden(compute: Compute) -> Result:
+            with self._points.hiding(graph_break, self._inside_break):
+                return self._plain(region, inputs, None, compute)
+
+        return hidden if uses_cuda_graphs(session) else functools.partial(self._plain, region, inputs, None)
 
     def _refuse(self, region: RegionState, binding: WeightBinding, error: Exception) -> None:
         """From now on Python computes: for this binding, where there is a program for others."""
@@ -369,7 +376,7 @@ class ProgramCache:
 
     def _repeat(
         self, session: Session, compiled: CompiledRegion, inputs: Sequence[Fixed], binding: WeightBinding,
-        graph_break: GraphBreak | None, point: Hashable,
+        graph_break: GraphBreak | None, point: Point | None,
     ) -> Callable[[Compute], Result]:  # fmt: skip
         protocol, transport = session.protocol, self._links(session)
         parts = [part for x in inputs for part in x.share.parts]
@@ -381,8 +388,8 @@ class ProgramCache:
                 *(encode_public(inputs[0], graph_break.publics[e[0]], e) for e in compiled.encodings),
             ]  # fmt: skip
             inner = functools.partial(self._inner, session, compiled.graph_break, graph_break, binding.name)
-        program, end = compiled.program, transport.barrier_end
-        if isinstance(program, GraphProgram) and end is not None and end.barrier.parties == session.config.parties:
+        program, end = compiled.program, end_of(session, transport.barrier_end)
+        if isinstance(program, GraphProgram) and end is not None and point is not None:
             program.take(parts)
             ready: Callable[[Inner | None], list[Tensor]] = functools.partial(
                 run_together, program, transport, end, point

@@ -178,7 +178,9 @@ def _binary(node: GraphNode, found: Mapping[Slot, Tensor]) -> list[Statement] | 
         return None
     if isinstance(right, int) and not -(1 << 8 * dtype.itemsize - 1) <= right < 1 << 8 * dtype.itemsize - 1:
         return None
-    return _made(operation, dtype, into, [right, left] if operation == "rsub" else [left, right], found)
+    if operation == "rsub":
+        return _made("sub", dtype, into, [right, left], found)
+    return _made(operation, dtype, into, [left, right], found)
 
 
 @_lowers(_aten.neg.default)

@@ -44,7 +44,9 @@ STEP_ITSELF = frozenset({
     # computes or sends for the step, calls what may fail where an error is caught, or says that there was one
     "programs_of", "uses_cuda_graphs", "ProgramCache.__init__", "Arena.__init__", "Pool.__init__", "ProgramCache.run",
     "ProgramCache._plain", "ProgramCache._plain_first", "ProgramCache._lacks_break", "ProgramCache._inside_break",
-    "ProgramCache._refuse", "ProgramCache._point", "ProgramCache._links", "ProgramCache._alone",
+    "ProgramCache._refuse", "ProgramCache._links", "ProgramCache._alone",
+    "ProgramCache._without", "ProgramCache._without.<locals>.hidden", "CallPoints.__init__", "CallPoints.next",
+    "CallPoints.hiding", "CallPoints.hiding.<locals>.shown", "end_of",
     "LiveTransport.__init__", "ProgramCache._plain_first.<locals>.outside",
     "ProgramCache._watch_break.<locals>.outside",
     "ProgramCache._record.<locals>.record", "ProgramCache._check.<locals>.check", "GraphBreak.run",

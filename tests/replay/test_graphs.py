@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,16 +15,19 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from private_llm.config import PrivateConfig
+from private_llm.errors import UnsupportedOp
 from private_llm.kernels import exponential, ops, waves
 from private_llm.kernels.seeded_tensor import SeededTensor
 from private_llm.kernels.trace_hook import this_thread, traced_by
 from private_llm.net.local import LocalMesh
 from private_llm.net.transport import PlacedTransport, Transport
+from private_llm.nn import attention
 from private_llm.protocols.session import Session
 from private_llm.protocols.share import Share
-from private_llm.replay import graph_recorder, graphs, modules, program_cache
+from private_llm.replay import graph_recorder, graphs, joint, modules, points, program_cache
 from private_llm.replay.program_cache import ProgramCache, programs_of
 from private_llm.replay.recording import tensors_of
+from private_llm.replay.regions import CompiledRegion
 from private_llm.replay.transports import LiveTransport
 from private_llm.ring import prg
 from private_llm.ring.prg import ChaCha, Prg
@@ -72,7 +76,7 @@ def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     )  # fmt: skip
     monkeypatch.setattr(waves, "widened", lambda *given: given[-1].sub_(waves.widened_by_operations(*given[:-1])))
 
-    for module in (program_cache, modules):
+    for module in (program_cache, modules, points, attention):
         monkeypatch.setattr(module, "uses_cuda_graphs", lambda session: True)
 
 
@@ -344,6 +348,31 @@ def test_chunks_of_a_prompt_are_repeated(held: int, met: list[ProgramCache], mon
     else:
         assert found[0] == found[1], "a second prompt has the same programs"
         assert (len(found[0][0]), found[0][1]) == (4, 0), "two layers, the norm behind them and the head"
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_parties_of_a_process_compute_layers_together(apart: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for those that one of them cannot repeat: what it calls there, the others never do."""
+    launched: Counter[int] = Counter()
+    launch, record = joint.JointProgram.launch, ProgramCache._compiled
+
+    def counted(self: joint.JointProgram, number: int) -> None:
+        launched[number] += 1
+        launch(self, number)
+
+    def recorded(self: ProgramCache, recorder: Any, *rest: Any) -> CompiledRegion:
+        if apart and recorder.me == 1 and rest[-1] is not None:  # the layers of party 1
+            raise UnsupportedOp("injected")
+        return record(self, recorder, *rest)
+
+    monkeypatch.setattr(joint.JointProgram, "launch", counted)
+    monkeypatch.setattr(ProgramCache, "_compiled", recorded)
+    model, ids = small_llama(), torch.arange(1, 7)[None]
+    how: dict[str, Any] = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    with patch(model, PrivateConfig(calibrate=False, timeout_s=20.0)) as private:
+        assert torch.equal(private.generate(ids, **how), model.generate(ids, **how))
+    assert launched[0] > 0
+    assert (launched[1] > 0) is not apart, "a second section lies behind a layer's attention"
 
 
 def test_programs_within_others_are_counted_apart(monkeypatch: pytest.MonkeyPatch) -> None:

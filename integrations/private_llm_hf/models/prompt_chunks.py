@@ -14,7 +14,8 @@ from private_llm_hf.transformers_versions import CACHE
 
 MOST_SCORES = 1 << 24
 """Scores of attention up to which a chunk is a long one. At its peak a party holds some 30 arrays as large as all
-scores of a call (measured, trio), so these take 4 GB."""
+scores of a call (measured, trio), so these take 4 GB; twice as many on a GPU, where short chunks cost more than memory.
+"""
 
 
 def why_whole(model_class: type[PreTrainedModel], config: PretrainedConfig, settings: PrivateConfig) -> str | None:
@@ -62,7 +63,8 @@ def chunk_of(
     if length <= shorter or why_whole(model_class, config, settings) is not None:
         return length
     heads = config.get_text_config(decoder=True).num_attention_heads
-    return longer if rows * heads * min(length, longer) * keys <= MOST_SCORES else shorter
+    most = 2 * MOST_SCORES if settings.device.startswith("cuda") else MOST_SCORES
+    return longer if rows * heads * min(length, longer) * keys <= most else shorter
 
 
 def depends_on_longest(settings: object) -> bool:

@@ -1,0 +1,88 @@
+"""Parties of one process that wait for each other at named points, or pass them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import pytest
+
+from private_llm.errors import PartyFailed
+from private_llm.net.barrier import Barrier, BarrierEnd
+
+
+def ends(parties: int, failure: Callable[[], str | None] = lambda: None, timeout: float = 20.0) -> list[BarrierEnd]:
+    barrier = Barrier(parties)
+    return [BarrierEnd(barrier, party, failure, timeout, nullcontext) for party in range(parties)]
+
+
+def each(run: Callable[[BarrierEnd], object], found: list[BarrierEnd]) -> list[object]:
+    """What `run` gives at every party, in threads."""
+    made: dict[int, object] = {}
+
+    def party(end: BarrierEnd) -> None:
+        try:
+            made[end.me] = run(end)
+        except Exception as error:
+            made[end.me] = error
+
+    threads = [threading.Thread(target=party, args=(end,)) for end in found]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return [made[party] for party in range(len(found))]
+
+
+def test_all_have_what_one_made_of_what_all_gave() -> None:
+    calls: list[int] = []
+
+    def run(end: BarrierEnd) -> list[object]:
+        def action(given: object) -> object:
+            calls.append(end.me)
+            return given
+
+        return [end.wait(("a", number), (end.me, number), action) for number in range(50)]
+
+    made = each(run, ends(3))
+    assert made == [[[(party, number) for party in range(3)] for number in range(50)]] * 3
+    assert len(calls) == 50
+
+
+def test_where_one_passes_nobody_waits_at_that_name_any_more() -> None:
+    def run(end: BarrierEnd) -> list[object]:
+        if end.me == 1:
+            end.skip(("a", 1))
+            first = None
+        else:
+            first = end.wait(("a", 1), end.me, list)
+        return [first, end.wait(("a", 2), end.me, list), end.wait(("b", 1), end.me, list)]
+
+    for _ in range(20):
+        assert each(run, ends(3)) == [[None, None, [0, 1, 2]]] * 3
+
+
+def test_what_all_pass_is_no_difference() -> None:
+    def run(end: BarrierEnd) -> object:
+        end.skip(("a", 1))
+        return end.wait(("a", 2), end.me, list)
+
+    assert each(run, ends(3)) == [[0, 1, 2]] * 3
+
+
+def test_points_that_follow_are_kept_when_the_name_closes() -> None:
+    def run(end: BarrierEnd) -> object:
+        end.wait(("a", 1), end.me, list)
+        end.barrier.close("a")
+        return end.wait(("a", 1, 1), end.me, list, follows=True)
+
+    assert each(run, ends(3)) == [[0, 1, 2]] * 3
+
+
+def test_the_end_of_a_session_and_silence_are_errors() -> None:
+    alone = ends(2, lambda: "party 1 stopped")[0]
+    with pytest.raises(PartyFailed, match="party 1 stopped"):
+        alone.wait(("a", 1), 0, list)
+    with pytest.raises(PartyFailed, match=r"did not come for 0\.2 s"):
+        ends(2, timeout=0.2)[0].wait(("a", 1), 0, list)
