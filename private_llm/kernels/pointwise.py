@@ -96,6 +96,13 @@ def launch(batch: Batch, *operands: Tensor) -> None:
             out.copy_(values[number].view(out.shape))
 
 
+def compile_all(calls: Sequence[tuple[Batch, Sequence[Tensor]]]) -> None:
+    """Compile the kernels of these launches side by side, where a GPU needs any."""
+    on_gpus = [(batch, operands) for batch, operands in calls if operands[0].is_cuda]
+    if on_gpus:
+        ops.on_gpu("pointwise", "compile_all", on_gpus[0][1][0], on_gpus)
+
+
 def _keeps(name: str, number: int) -> bool:
     """Whether an argument keeps its type: the condition of `where`."""
     return name == "where" and number == 0

@@ -69,6 +69,15 @@ def fused(nodes: Sequence[GraphNode], found: Mapping[Slot, Tensor], needed: Coll
     return _Emission(nodes, found, needed).of(_scheduled(units))
 
 
+def compile_launches(nodes: Sequence[GraphNode], found: Mapping[Slot, Tensor]) -> None:
+    """Compile the kernels of all launches among these nodes."""
+    pointwise.compile_all([
+        (node.function.args[0], [found[x] if isinstance(x, Slot) else x for x in node.arguments])
+        for node in nodes
+        if isinstance(node.function, partial) and node.function.func is launch
+    ])  # fmt: skip
+
+
 def _units(nodes: Sequence[GraphNode], found: Mapping[Slot, Tensor]) -> list[_Unit]:
     units: list[_Unit] = []
     for node in nodes:

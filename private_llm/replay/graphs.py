@@ -19,7 +19,7 @@ from torch import Tensor
 from private_llm.errors import DomainError, UnsupportedOp
 from private_llm.kernels.devices import ALONE
 from private_llm.replay.capture import Pool, captured
-from private_llm.replay.fusion import fused
+from private_llm.replay.fusion import compile_launches, fused
 from private_llm.replay.masks import MaskDraw
 from private_llm.replay.nodes import Event, Segment, Slot, compute, compute_segment, segments_of, slots_of
 from private_llm.replay.program import Arena, BreakEvent, Inner, ProgramTransport, Receive, Send
@@ -183,6 +183,7 @@ def _few_launches(
         mine = {slot for node in segment.nodes for slot in node.made}
         made.append(Segment(tuple(fused(segment.nodes, found, later & mine)), segment.stop))
         later |= {slot for node in segment.nodes for slot in slots_of([node.arguments, node.named])}
+    compile_launches([node for each in made for node in each.nodes], found)
     return _letting_go(made[::-1], {*fixed, *(x for x in outputs if isinstance(x, Slot))})
 
 

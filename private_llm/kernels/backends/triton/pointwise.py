@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import linecache
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
 
@@ -22,6 +23,8 @@ from private_llm.kernels.pointwise import Batch, Group, Operation, Place
 
 BLOCK = 256
 """Elements of a program."""
+_COMPILING = 8
+"""Kernels that are compiled at a time."""
 _TYPES = {torch.int64: "tl.int64", torch.int32: "tl.int32", torch.uint8: "tl.uint8", torch.bool: "tl.int1"}
 _SIGNS = {
     "add": "+", "sub": "-", "mul": "*", "xor": "^", "and": "&", "or": "|", "shr": ">>", "shl": "<<",
@@ -34,6 +37,19 @@ def launch(first: Tensor, operands: Sequence[Tensor], batch: Batch) -> None:
     made, numbers = kernel(batch)
     blocks = sum(triton.cdiv(group.count, BLOCK) for group in batch)
     made[(blocks,)](*operands, *numbers, BLOCK=BLOCK)
+
+
+def compile_all(first: Tensor, calls: Sequence[tuple[Batch, Sequence[Tensor]]]) -> None:
+    """See `kernels.pointwise.compile_all`: each kernel once, in threads, since most of it happens outside of Python."""
+    by_source = {id(kernel(batch)[0]): (batch, operands) for batch, operands in calls}
+
+    def compile_one(call: tuple[Batch, Sequence[Tensor]]) -> None:
+        made, numbers = kernel(call[0])
+        with torch.cuda.device(first.device):
+            made.warmup(*call[1], *numbers, BLOCK=BLOCK, grid=(1,))
+
+    with ThreadPoolExecutor(_COMPILING) as pool:
+        list(pool.map(compile_one, by_source.values()))
 
 
 @cache
