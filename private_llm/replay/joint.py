@@ -38,6 +38,7 @@ class JointProgram:
     def __init__(self, programs: Sequence[GraphProgram]) -> None:
         """Raises UnsupportedOp for programs that do not fit each other, or lie on several devices."""
         self._device, self._pool = programs[0].device, programs[0].pool
+        self._programs = [weakref.ref(each) for each in programs]  # no numbers: those of the dead are given again
         self._sections = [_sections(each.segments) for each in programs]
         self.found: list[dict[Slot, Tensor]] = [dict(each.fixed) for each in programs]
         self.count = len(self._sections[0])
@@ -46,6 +47,10 @@ class JointProgram:
         if any(len(each) != self.count for each in self._sections):
             raise UnsupportedOp("programs with different graph breaks")
         self._graphs = [self._captured(number) for number in range(self.count)] if self._device.type == "cuda" else []
+
+    def consists_of(self, programs: Sequence[GraphProgram]) -> bool:
+        """Whether these are the programs of all parties."""
+        return all(held() is each for held, each in zip(self._programs, programs, strict=True))
 
     def launch(self, number: int) -> None:
         """Compute a section for all parties. Raises TransportError where programs do not send what others wait for."""
@@ -98,6 +103,8 @@ class JointProgram:
                         moved |= going
             if not moved:
                 raise TransportError("programs of parties wait for each other (they disagree on the computation)")
+        if any(links.values()):  # of which a later section, or Python, would never know
+            raise TransportError("programs of parties send what no other one of them takes before its next graph break")
 
     def _steps(self, party: int, number: int, branch: Any, links: _Links) -> Iterator[bool]:  # noqa: ANN401 - a stream
         """The section of one party, up to messages that are not there: whether anything was computed since the last."""
@@ -155,23 +162,22 @@ def run_together(
     return program.results(found)
 
 
-_held: weakref.WeakKeyDictionary[GraphProgram, tuple[tuple[int, ...], JointProgram]] = weakref.WeakKeyDictionary()
-"""By the first party's program: which programs belong to it, and what they are together."""
+_held: weakref.WeakKeyDictionary[GraphProgram, JointProgram] = weakref.WeakKeyDictionary()
+"""By the first party's program: what it is together with those that came with it last."""
 
 
 def _started(barrier: Barrier, name: Hashable, programs: Sequence[GraphProgram]) -> JointProgram | None:
     """The programs as one, whose first section is computed; None, now and later, where they cannot be one."""
     try:
-        numbers = tuple(map(id, programs))
         held = _held.get(programs[0])
-        if held is None or held[0] != numbers:
-            held = _held[programs[0]] = numbers, JointProgram(programs)
-        held[1].launch(0)
+        if held is None or not held.consists_of(programs):
+            held = _held[programs[0]] = JointProgram(programs)
+        held.launch(0)
     except (UnsupportedOp, TransportError, RuntimeError) as error:
         barrier.close(name)
         warnings.warn(f"parties on one GPU compute each for itself, which is slower: {error}", stacklevel=2)
         return None
-    return held[1]
+    return held
 
 
 def _sections(segments: Sequence[Segment]) -> list[list[Segment]]:
