@@ -125,7 +125,7 @@ class ProgramCache:
             return self._repeat(session, region.compiled, inputs, binding, graph_break, point)
         self._alone(session, point)
         self.uncompiled += not refused
-        if refused:
+        if refused or (region.calls <= warmup and graph_break is None):  # others may have a program all the same
             return self._without(session, region, inputs, graph_break)
         if region.calls <= warmup:
             return functools.partial(self._plain, region, inputs, graph_break)

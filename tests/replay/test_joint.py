@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from torch import Tensor
 
+from private_llm.config import PrivateConfig
+from private_llm.kernels.trace_hook import this_thread
 from private_llm.net.barrier import Barrier
+from private_llm.net.transport import Transport
+from private_llm.protocols.session import Session
 from private_llm.replay import joint
 from private_llm.replay.capture import Pool
 from private_llm.replay.graphs import GraphProgram
 from private_llm.replay.nodes import Event, GraphNode, Slot
 from private_llm.replay.program import BreakEvent, Receive, Send
+from private_llm.replay.program_cache import ProgramCache
+from private_llm.replay.regions import Result, WeightBinding
+from private_llm.tensor.fixed import Fixed
+from tests.replay.test_graphs import _as_on_a_gpu  # noqa: F401 - a fixture
+from tests.replay.test_programs import FRAC
+from tests.session import run_session
 
 X, Y, Z = map(Slot, range(3))
 
@@ -60,3 +72,33 @@ def test_messages_that_are_taken_later_leave_programs_apart() -> None:
     with pytest.warns(UserWarning, match="send what no other one of them takes"):
         assert joint._started(barrier, "name", [sends, takes]) is None
     assert "name" in barrier.closed
+
+
+def test_a_party_that_lost_a_program_is_not_waited_for_within() -> None:
+    """There it calls what is within, and the others, which have the whole as a program, do not."""
+    counts: dict[int, int] = {}
+
+    def party(session: Session, transport: Transport) -> None:
+        x, programs = Fixed(session, session.protocol.receive_input((2, 8)), FRAC), ProgramCache()
+
+        def within(values: Sequence[Fixed]) -> Result:
+            return [values[0].view(lambda part: part + 1)], ()
+
+        def whole(values: Sequence[Fixed]) -> Result:
+            if this_thread.hook is not None:
+                return within(values)
+            return programs.run(session, "within", values, within)[0], ()
+
+        for call in range(9):
+            programs.run(session, "whole", [x], whole, WeightBinding("whole"))
+            if session.party == 1 and call > 1:  # its programs hold more than those of the others
+                programs._regions = type(programs._regions)(
+                    (key, each)
+                    for key, each in programs._regions.items()
+                    if key[0] != "whole"  # type: ignore[index]
+                )
+        counts[session.party] = programs.counts["repeated"]
+
+    run_session(PrivateConfig(), party, lambda end: end.share(torch.ones(2, 8, dtype=torch.int64)), timeout=6.0)
+    assert counts == {0: 6, 1: counts[1], 2: 6}
+    assert counts[1] > 0
