@@ -38,8 +38,8 @@ TIMES: tuple[tuple[str, str, dict[str, object], str, float, str], ...] = (
     ("of which the GPU is busy, 512", "prompt-work", {"model": LAYER, "prompt": 512}, "busy_ms", 1e-3, "s"),
     ("GPT-2 small, a token", "token", {"model": "gpt2", "parties_as": None}, "seconds_median", 1e3, "ms"),
     ("GPT-2 small, prompt of 128", "prompt", {"model": "gpt2", "parties_as": None}, "seconds", 1.0, "s"),
-    ("LLaMA-7B whole, a token", "whole-token", {}, "seconds_32_layers", 1.0, "s"),
-    ("LLaMA-7B whole, prompt of 512", "whole-prompt", {}, "seconds_32_layers", 1.0, "s"),
+    ("LLaMA-7B whole, a token, from 1 and 6 layers", "whole-token", {}, "seconds_32_layers", 1.0, "s"),
+    ("LLaMA-7B whole, prompt of 512, likewise", "whole-prompt", {}, "seconds_32_layers", 1.0, "s"),
     ("VGG-16, 16 images of 32 x 32, 32 bits", "images", {"parties_on": "cuda"}, "seconds", 1e3, "ms"),
     ("the same on 16 cores", "images", {"parties_on": "cpu"}, "seconds", 1e3, "ms"),
 )
