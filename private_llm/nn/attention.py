@@ -123,7 +123,7 @@ def _searched(allowed: Tensor, shape: tuple[int, int, int, int], device: torch.d
         select = allowed.expand(shape).reshape(-1).nonzero().view(-1).to(device)
     apart = lengths.view(batch, -1)
     rows = Rows.of(lengths, tuple((apart > 0).sum(-1).tolist()))
-    digest = hashlib.sha256(np.packbits(allowed.numpy()).tobytes()).digest()
+    digest = hashlib.sha256(repr(allowed.shape).encode() + np.packbits(allowed.numpy()).tobytes()).digest()
     return Pattern(shape, select, rows, tuple(apart.sum(-1).tolist()), lengths.nonzero().view(-1).to(device), digest)
 
 

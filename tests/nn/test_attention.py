@@ -195,6 +195,8 @@ def test_a_pattern_is_made_once_per_mask_and_skipped_where_everything_is_allowed
     assert pattern_of(mask, 1, 2, 4, 4) is pattern_of(mask, 1, 2, 4, 4)
     assert pattern_of(mask, 1, 2, 4, 4).select.numel() == 20
     assert pattern_of(torch.ones(1, 1, 4, 4, dtype=torch.bool), 1, 2, 4, 4).select is None
+    one = torch.tensor([[[[True, False, True]]]])  # for both heads, or nothing for the second one
+    assert pattern_of(one, 1, 2, 1, 3).digest != pattern_of(torch.cat([one, one & ~one], 1), 1, 2, 1, 3).digest
 
 
 def _sent(mask: Tensor | None) -> int:
