@@ -75,7 +75,7 @@ OPERATIONS: Mapping[str, Callable[..., Any]] = {
     "gt": lambda x, y: x > y,
     "ge": lambda x, y: x >= y,
     "where": torch.where,
-    "copy": lambda x: x,
+    "copy": lambda x: x.clone(),  # a store that comes before it may write to x
 }
 """Operations by name; shifts to the right keep the sign, and everything wraps around in the type of the result."""
 

@@ -172,8 +172,8 @@ def _binary(node: GraphNode, found: Mapping[Slot, Tensor]) -> list[Statement] | 
     operands = [_tensor(x, found) if isinstance(x, Slot | Tensor) else x for x in (left, right)]
     if operation in _COMPARING:
         dtype = torch.result_type(*operands)
-    elif dtype == torch.bool and operation not in ("xor", "and", "or"):
-        return None
+    elif dtype != torch.result_type(*operands) or (dtype == torch.bool and operation not in ("xor", "and", "or")):
+        return None  # among them what is computed in another type than that of memory that was given for it
     if operation in ("shr", "shl") and not (isinstance(right, int) and 0 <= right < 8 * dtype.itemsize):
         return None
     if isinstance(right, int) and not -(1 << 8 * dtype.itemsize - 1) <= right < 1 << 8 * dtype.itemsize - 1:

@@ -106,3 +106,11 @@ def test_numbers_and_sizes_are_no_part_of_a_kernel() -> None:
         return (Group(count, (Operation("mul", _WIDE, (place, factor), _WIDE),), ((out, 0),)),)
 
     assert triton_pointwise.kernel(batch(7, 3))[0] is triton_pointwise.kernel(batch(1000, 5))[0]
+
+
+def test_steps_of_gigabytes_are_counted_in_64_bits() -> None:
+    """Also where a view begins so far before its operand that it ends near it."""
+    far = Place(0, -7 << 30, ((8, 1 << 30),), _WIDE)
+    batch = (Group(8, (Operation("copy", _WIDE, (far,), _WIDE),), ((Place(1, 0, ((8, 1),), _WIDE), 0),)),)
+    text, numbers = triton_pointwise.source(batch)
+    assert f"n{numbers.index(1 << 30)}: tl.int64" in text

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from private_llm_hf import patch
 from torch import Tensor
@@ -71,11 +71,14 @@ STEPS: list[Callable[[Tensor, Tensor], Tensor]] = [
     lambda x, y: x.t().contiguous().t() | y, lambda x, y: x.repeat(2, 1)[1 : 1 + len(x)], lambda x, y: x << 2,
     lambda x, y: x.index_add_(0, INDEX, y[:2].clone()), lambda x, y: (x == y).to(torch.int64) - 1,
     lambda x, y: x.view(-1).view(3, -1).clone().view(x.shape), lambda x, y: 5 - x, lambda x, y: y.cumsum(0),
+    lambda x, y: torch.add(x.to(torch.int32), 2**31 - 1, out=torch.empty(x.shape, dtype=torch.int64)),
+    lambda x, y: (x.clone(), x.add_(1))[0].clone(),
 ]  # fmt: skip
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, len(STEPS) - 1), st.integers(0, 9), st.integers(0, 9)), max_size=14))
+@example([(20, 0, 1), (21, 0, 1)])  # computed in a narrower type than the result's; what was there before a change
 def test_the_same_values_in_no_more_launches(chosen: list[tuple[int, int, int]]) -> None:
     """Any operations, views and changes in place, one after the other."""
     outside = [elements(3), elements(3) * 5]

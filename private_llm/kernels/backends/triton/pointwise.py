@@ -158,4 +158,5 @@ class _Source:
 
 
 def _furthest(place: Place) -> int:
-    return place.offset + sum((size - 1) * stride for size, stride in place.dims)
+    """From its first element on, which is added in 64 bits and may lie far before the operand's."""
+    return sum((size - 1) * stride for size, stride in place.dims)
