@@ -67,8 +67,11 @@ class OfflineStore:
 
     @property
     def nbytes(self) -> int:
-        """Size of the file."""
-        return os.fstat(self._file.fileno()).st_size
+        """Size of the file; 0 once it is closed, which another thread may do while this one asks."""
+        try:
+            return os.fstat(self._file.fileno()).st_size
+        except ValueError:
+            return 0
 
     # -- writing ----------------------------------------------------------------------------------------------
     def append(self, tag: str, payload: Tensor) -> None:

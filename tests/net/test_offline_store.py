@@ -61,6 +61,7 @@ def test_messages_come_back(tmp_path: Path, piece: int, monkeypatch: pytest.Monk
     read_call(store)
     store.close()
     store.close()
+    assert store.nbytes == 0
 
 
 def test_a_tape_is_read_once(tmp_path: Path) -> None:
