@@ -70,7 +70,7 @@ STEPS: list[Callable[[Tensor, Tensor], Tensor]] = [
     lambda x, y: x.add_(y), lambda x, y: x[1:].mul_(3).new_zeros(x.shape) + x, lambda x, y: y.copy_(x) & 255,
     lambda x, y: x.t().contiguous().t() | y, lambda x, y: x.repeat(2, 1)[1 : 1 + len(x)], lambda x, y: x << 2,
     lambda x, y: x.index_add_(0, INDEX, y[:2].clone()), lambda x, y: (x == y).to(torch.int64) - 1,
-    lambda x, y: x.view(-1).view(3, -1).clone().view(x.shape), lambda x, y: 5 - x, lambda x, y: y.cumsum(0),
+    lambda x, y: x.reshape(-1).view(3, -1).clone().view(x.shape), lambda x, y: 5 - x, lambda x, y: y.cumsum(0),
     lambda x, y: torch.add(x.to(torch.int32), 2**31 - 1, out=torch.empty(x.shape, dtype=torch.int64)),
     lambda x, y: (x.clone(), x.add_(1))[0].clone(),
 ]  # fmt: skip
