@@ -47,8 +47,8 @@ class Barrier:
         arrived = self.arrived.setdefault(point, {})
         arrived[me] = given
         skipped = sum(each is _SKIPPED for each in arrived.values())
-        if len(arrived) == self.parties and skipped:
-            del self.arrived[point]
+        if skipped and (skipped < len(arrived) or len(arrived) == self.parties):
+            del self.arrived[point]  # and what was given: programs hold much memory
         if 0 < skipped < len(arrived):
             self.close(point[0])
         return not skipped
@@ -103,6 +103,7 @@ class BarrierEnd:
         barrier, left = self.barrier, self.timeout
         while point not in barrier.made:
             if point[0] in barrier.closed and not follows and point not in barrier.acting:
+                barrier.arrived.pop(point, None)
                 return None
             if (reason := self.failure()) is not None:
                 raise PartyFailed(reason)

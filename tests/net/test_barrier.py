@@ -60,7 +60,9 @@ def test_where_one_passes_nobody_waits_at_that_name_any_more() -> None:
         return [first, end.wait(("a", 2), end.me, list), end.wait(("b", 1), end.me, list)]
 
     for _ in range(20):
-        assert each(run, ends(3)) == [[None, None, [0, 1, 2]]] * 3
+        found = ends(3)
+        assert each(run, found) == [[None, None, [0, 1, 2]]] * 3
+        assert not found[0].barrier.arrived, "what was given is let go"
 
 
 def test_what_all_pass_is_no_difference() -> None:
