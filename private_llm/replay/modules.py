@@ -135,15 +135,18 @@ def _module_region(
 def _layout(
     parts: Sequence[Tensor], on_gpu: bool
 ) -> tuple[tuple[torch.UntypedStorage | StreamKey, ...], Hashable] | None:
-    """The memories of these tensors, each once, and how the tensors lie in them; None where no kernel makes a mask."""
+    """The memories of these tensors, each once, and how the tensors lie in them; None where no kernel makes a mask (on
+    GPUs the program is refused instead: other parties of this process may have one, and would wait for this one).
+    """
     memories: dict[int, torch.UntypedStorage | StreamKey] = {}
     layout: list[tuple[list[tuple[int, int, int]], Hashable]] = []
     for part in parts:
         if isinstance(part, SeededTensor):
-            if not (part.on_gpus if on_gpu else all(piece.key.rounds is not None for piece in part.slices)):
+            if not on_gpu and any(piece.key.rounds is None for piece in part.slices):
                 return None
-            memories |= {piece.key.place[0]: piece.key for piece in part.slices}
-            lines = [(piece.key.place[0], piece.start, piece.lines) for piece in part.slices]
+            places = [id(piece.key) if on_gpu else piece.key.place[0] for piece in part.slices]
+            memories |= {place: piece.key for place, piece in zip(places, part.slices, strict=True)}
+            lines = [(place, piece.start, piece.lines) for place, piece in zip(places, part.slices, strict=True)]
             layout.append((lines, (part.turned, tuple(part.shape))))
         else:
             storage = part.untyped_storage()

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from private_llm.errors import DomainError, UnsupportedOp
+from private_llm.kernels.seeded_tensor import StreamKey
 from private_llm.kernels.trace_hook import this_thread, traced_by
 from private_llm.net.barrier import Point
 from private_llm.protocols.session import PendingRangeCheck, Session
@@ -259,6 +260,8 @@ class ProgramCache:
         GraphBreak | None
     ) -> Callable[[Compute], Result]:  # fmt: skip
         protocol = session.protocol
+        if uses_cuda_graphs(session) and any(isinstance(x, StreamKey) and not x.on_gpus for x in binding.weights):
+            raise UnsupportedOp("masks of weights that are made in main memory")
         recorder: Any = (
             GraphRecorder(
                 protocol.transport, protocol.mask_streams, torch.device(session.device), self._pools[self._place]

@@ -13,14 +13,18 @@ from private_llm.kernels.trace_hook import this_thread
 from private_llm.net.barrier import Barrier
 from private_llm.net.transport import Transport
 from private_llm.protocols.session import Session
+from private_llm.protocols.share import Share
 from private_llm.replay import joint
 from private_llm.replay.capture import Pool
 from private_llm.replay.graphs import GraphProgram
+from private_llm.replay.modules import repeated
 from private_llm.replay.nodes import Event, GraphNode, Slot
 from private_llm.replay.program import BreakEvent, Receive, Send
-from private_llm.replay.program_cache import ProgramCache
+from private_llm.replay.program_cache import ProgramCache, programs_of
 from private_llm.replay.regions import Result, WeightBinding
+from private_llm.ring.prg import Seed
 from private_llm.tensor.fixed import Fixed
+from private_llm.tensor.secret import SecretTensor
 from tests.replay.test_graphs import _as_on_a_gpu  # noqa: F401 - a fixture
 from tests.replay.test_programs import FRAC
 from tests.session import run_session
@@ -102,3 +106,24 @@ def test_a_party_that_lost_a_program_is_not_waited_for_within() -> None:
     run_session(PrivateConfig(), party, lambda end: end.share(torch.ones(2, 8, dtype=torch.int64)), timeout=6.0)
     assert counts == {0: 6, 1: counts[1], 2: 6}
     assert counts[1] > 0
+
+
+def test_a_party_whose_masks_no_gpu_makes_is_not_waited_for() -> None:
+    """It keeps AES seeds of weights, because its memory is short; the others have the weights, and programs."""
+    refused: dict[int, list[str]] = {}
+
+    def party(session: Session, transport: Transport) -> None:
+        x = SecretTensor(Fixed(session, session.protocol.receive_input((2, 8)), FRAC))
+        seed, parts = Seed(bytes(32)), [torch.zeros(8, 8, dtype=torch.int64)] * 2
+        if session.party == 1:
+            parts = [seed.drawn(name, (8, 8), session.ring) for name in "ab"]
+        weight = SecretTensor(Fixed(session, Share(tuple(parts)), FRAC))
+        call = repeated(lambda x: x + x, "unit", session, "kind", [("weight", weight)])
+        for _ in range(6):
+            call(x)
+        programs = programs_of(session)
+        assert programs is not None
+        refused[session.party] = list(programs.refused)
+
+    run_session(PrivateConfig(), party, lambda end: end.share(torch.ones(2, 8, dtype=torch.int64)), timeout=6.0)
+    assert refused == {0: [], 1: ["masks of weights that are made in main memory"], 2: []}
