@@ -152,6 +152,8 @@ def test_what_layers_are_called_with() -> None:
     assert [x is y for x, y in zip(publics, [angle, angle, position], strict=True)] == [True] * 3
     assert mask is None
     assert facts != (layers._facts({**given, "use_cache": False, "position_ids": position}) or ((),))[0]
+    given["position_embeddings"] = (angle, angle.clone())  # a program of one tensor has one memory for both
+    assert facts != (layers._facts({**given, "position_ids": position}) or ((),))[0]
     some = torch.tensor([[False, True]])
     assert layers._facts({"attention_mask": some}) == ((("attention_mask", True),), [], some)
     for odd in (torch.ones(1, 1), torch.zeros(1, 1, dtype=torch.bool)):  # an addend; nobody sees anything

@@ -124,7 +124,8 @@ def _facts(kwargs: Mapping[str, Any]) -> tuple[Hashable, list[Tensor], Tensor | 
             if one is None or isinstance(one, bool):
                 facts.append((name, one))
             elif type(one) is Tensor and one.numel() and name != _MASK:
-                facts.append((name, tuple(one.shape), None if one.is_contiguous() else one.stride(), one.dtype))
+                known = next((n for n, x in enumerate(publics) if x is one), None)  # recorded as one, it stays one
+                facts.append((name, tuple(one.shape), None if one.is_contiguous() else one.stride(), one.dtype, known))
                 publics.append(one)
             else:
                 return None
