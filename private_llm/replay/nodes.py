@@ -18,7 +18,7 @@ class Slot:
     number: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)  # constants may be shares of weights
 class GraphNode:
     """An operation of PyTorch or a kernel; tensors that change are slots, others are constants. made: its results.
 
