@@ -13,12 +13,16 @@ from private_llm.exact.maximum import concatenated
 from private_llm.kv_policies.policy import Selection
 from private_llm.oblivious.topk import largest
 from private_llm.tensor.fixed import Fixed
+from private_llm.tensor.range_check import watch_flat
 
 RESOLUTION_BITS = 10
 """An extreme may be an entry up to 2^-10 short of it."""
 
 _LEAST = 2.0**-6
 """Added to squared norms: keys of padding may be zero."""
+
+_MOST = 24
+"""Squared norms are below 2^24. The root of a larger one would be garbage, so the check of ranges watches for it."""
 
 
 def representatives(keys: Fixed, selection: Selection, mass: Fixed | None) -> list[Fixed]:
@@ -28,7 +32,7 @@ def representatives(keys: Fixed, selection: Selection, mass: Fixed | None) -> li
     of a key: "extremes" 1.5 comparisons less 2 / s of 46 bytes, 4 or 5 rounds for each halving of s, and a truncation
     for each element of a cluster; "mean" that truncation alone; "unit" a square and a product, and for each cluster a
     reciprocal root; "heavy" a top-k for each cluster and a product. |keys| < 2^20; for "unit" the sum of a cluster has
-    a norm below 2^10. Raises DomainError as these.
+    a norm below 2^11, which the check of ranges watches. Raises DomainError as these.
     """
     sizes = [level.size for level in selection.levels]
     if selection.represent == "extremes":
@@ -100,7 +104,8 @@ def _both(a: Fixed, b: Fixed) -> tuple[Fixed, Fixed]:
 def _unit(keys: Fixed) -> Fixed:
     """Rows over their norms: only the direction matters to a ranking by cosine."""
     squares = keys.mul(keys).sum(-1, keepdim=True) + _LEAST
-    return keys.mul(rsqrt(squares, _LEAST, 2.0**20))
+    watch_flat(squares, _MOST - 1 + squares.frac)
+    return keys.mul(rsqrt(squares, _LEAST, 2.0**_MOST))
 
 
 def _heavy(keys: Fixed, mass: Fixed | None, size: int, count: int) -> Fixed:

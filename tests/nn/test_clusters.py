@@ -12,6 +12,7 @@ from private_llm.nn.clusters import representatives
 from private_llm.protocols.registry import protocol_names
 from private_llm.protocols.session import Session
 from private_llm.tensor.fixed import Fixed
+from private_llm.tensor.range_check import verdict
 from tests.harness import run_meta, run_parties
 from tests.nn import slow_choices
 from tests.tensor.secrets import noise
@@ -89,6 +90,21 @@ def test_the_direction_of_nothing_is_nothing() -> None:
     """Keys of padding may be zero."""
     (got,) = made("trio", Selection((Level(2, 0.5),), "unit"), torch.zeros(1, 1, 4, 3, dtype=torch.float64))
     assert got.abs().max() <= ROUNDING
+
+
+@pytest.mark.parametrize(("norm", "wrong"), [(1.0, 0), (1400.0, 0), (2900.0, 1), (8000.0, 1), (1e6, 1)])
+def test_a_norm_beyond_the_root_is_told(norm: float, wrong: int) -> None:
+    """Up to 2^11.4 on the average of some entries the direction is right; a larger norm ends the call."""
+    keys = torch.nn.functional.normalize(noise(1, 1, 4, 16, seed=3), dim=-1)
+    keys[:, :, 1] *= norm
+
+    def program(session: Session, k: Fixed) -> list[Fixed]:
+        (made,), found = representatives(k, Selection((Level(1, 0.5),), "unit"), None), verdict(session)
+        return [made, *([] if found is None else [found])]
+
+    got, told = run_parties(config("trio"), program, [keys]).values
+    assert int(told) == wrong
+    assert wrong or (got - torch.nn.functional.normalize(keys, dim=-1)).abs().max() <= UNIT + 0.02
 
 
 @every
