@@ -28,11 +28,11 @@ class Table:
     def __init__(self, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
         self.logits = 1.5 * torch.randn(WORDS, WORDS, generator=generator)
-        self.config, self.length, self.steps = PretrainedConfig(), 0, 0
+        self.config, self.length, self.read = PretrainedConfig(), 0, list[torch.Size]()
 
     def forward(self, input_ids: Tensor, past_key_values: object, use_cache: bool) -> SimpleNamespace:
         self.length += input_ids.shape[1]
-        self.steps += 1
+        self.read.append(input_ids.shape)
         return SimpleNamespace(logits=self.logits[input_ids])
 
     __call__ = forward
@@ -137,12 +137,12 @@ def test_a_look_up_takes_the_longest_and_latest_match() -> None:
 
 
 @pytest.mark.parametrize("paths", [1, 2])
-def test_the_draft_model_takes_as_many_steps_where_the_look_up_found_a_path(paths: int) -> None:
+def test_the_draft_model_reads_as_much_where_the_look_up_found_a_path(paths: int) -> None:
     """Parties could tell from the time of a pass that the last words occurred before."""
-    steps = []
+    read = []
     for text in ([1, 2, 3, 4], [1, 2, 1, 2]):
         small, tree = Table(2), Tree()
         Both(ModelDraft(small, LogitsProcessorList(), True)).add(tree, text, paths, 3)
-        steps.append(small.steps)
+        read.append(small.read)
         assert len(tree.leaves()) == paths
-    assert steps == [3, 3]
+    assert read == 2 * [[(1, 4), (paths, 1), (paths, 1)]]

@@ -61,15 +61,15 @@ class ModelDraft(Draft):
         self._cache, self._held = DynamicCache(), list[int]()
 
     @torch.no_grad()
-    def add(self, tree: Tree, ids: Sequence[int], paths: int, length: int) -> None:
-        """The same number of steps whatever the text is."""
+    def add(self, tree: Tree, ids: Sequence[int], paths: int, length: int, kept: int | None = None) -> None:
+        """The same number of steps whatever the text is. kept: how many of the paths are added; default, all."""
         text = list(ids)
         scores = self._read(text)
         taken = [tree.nodes[number].token for number in tree.children(-1)]
         if self._sample:
-            self._drawn(tree, text, scores, taken, paths, length)
+            self._drawn(tree, text, scores, taken, paths, length, kept)
         else:
-            self._likeliest(tree, text, scores, paths, length)
+            self._likeliest(tree, text, scores, paths, length, kept)
 
     def _read(self, text: list[int]) -> Tensor:
         """Chances of the next token [V], as logarithms; the cache then holds the text, and nothing else."""
@@ -93,7 +93,9 @@ class ModelDraft(Draft):
         copied.batch_repeat_interleave(rows)
         return copied
 
-    def _likeliest(self, tree: Tree, text: list[int], scores: Tensor, paths: int, length: int) -> None:
+    def _likeliest(
+        self, tree: Tree, text: list[int], scores: Tensor, paths: int, length: int, kept: int | None
+    ) -> None:  # fmt: skip
         """The greedy path, and by beam search the likeliest others."""
         sums, tokens = scores.topk(paths)
         made, cache = tokens[:, None], self._copied(paths)
@@ -105,10 +107,12 @@ class ModelDraft(Draft):
             origin, sums = places // following.shape[1], following.view(-1)[places]
             cache.reorder_cache(origin)
             made = torch.cat([made[origin], (places % following.shape[1])[:, None]], 1)
-        for row in made.tolist():
+        for row in made[:kept].tolist():
             tree.add(row)
 
-    def _drawn(self, tree: Tree, text: list[int], scores: Tensor, taken: list[int], paths: int, length: int) -> None:
+    def _drawn(
+        self, tree: Tree, text: list[int], scores: Tensor, taken: list[int], paths: int, length: int, kept: int | None
+    ) -> None:  # fmt: skip
         """One path for each first token; `taken`: first tokens that are in the tree."""
         first, given = list[int](), list[Tensor]()
         left = scores.exp()
@@ -127,7 +131,7 @@ class ModelDraft(Draft):
         for _ in range(length - 1):
             chances.append(self._chances(cache, made[:, -1:], _behind(text, made)).exp())
             made = torch.cat([made, torch.multinomial(chances[-1], 1)], 1)
-        for row, tokens in enumerate(made.tolist()):
+        for row, tokens in enumerate(made[:kept].tolist()):
             tree.add(tokens, [step[row] for step in chances])
 
 
@@ -143,12 +147,6 @@ class Both(Draft):
         self._look_up, self._model = LookUp(), model
 
     def add(self, tree: Tree, ids: Sequence[int], paths: int, length: int) -> None:
-        """The model takes the same steps whether a path was found or not, so that time does not tell."""
-        found, guessed = Tree(), Tree()
-        self._look_up.add(found, ids, 1, length)
-        if found.nodes:
-            tree.nodes += found.nodes
-        if paths > 1 or not found.nodes:
-            self._model.add(tree, ids, paths - bool(found.nodes), length)
-        else:
-            self._model.add(guessed, ids, paths, length)
+        """The model drafts as many paths whether one was found or not, so that time does not tell."""
+        self._look_up.add(tree, ids, 1, length)
+        self._model.add(tree, ids, paths, length, paths - bool(tree.nodes))
