@@ -9,9 +9,11 @@ import pytest
 import torch
 import transformers as tr
 from private_llm_hf import patch
+from private_llm_hf.wire.answers import GUARD
+from torch import Tensor
 from transformers import PreTrainedModel
 
-from private_llm.errors import ConfigError
+from private_llm.errors import ConfigError, DomainError
 from private_llm.net.transport import CLIENT
 from tests.hf import tiny
 from tests.hf.compare import BATCH, PADDED
@@ -68,6 +70,36 @@ def test_what_needs_more_is_refused(opt: Pair, how: dict[str, object], named: st
     with pytest.raises(ConfigError, match=f"opens only the most likely token, which .*{named}"):
         private.generate(**BATCH, **{"do_sample": False, "max_new_tokens": 4, **how})
     assert private.cost().bytes_total == 0
+
+
+def change(private: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, **answers: Tensor) -> None:
+    """From now on the parties answer every call with these values."""
+    forward = private.parties.forward
+
+    def changed(call: object, secrets: object) -> tuple[str, dict[str, Tensor]]:
+        kind, made = forward(call, secrets)
+        return kind, made | {name: value.expand_as(made[name]) for name, value in answers.items()}
+
+    monkeypatch.setattr(private.parties, "forward", changed)
+
+
+@pytest.mark.parametrize("token", [-1, 1 << 20])
+def test_a_token_that_no_model_has_is_told(opt: Pair, monkeypatch: pytest.MonkeyPatch, token: int) -> None:
+    change(opt[1], monkeypatch, token=torch.tensor(token))
+    with pytest.raises(DomainError, match="index out of range; their shares do not fit together"):
+        opt[1](PADDED)
+
+
+def test_a_cache_with_values_that_left_their_range_is_not_used_again(
+    opt: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = opt[1](PADDED, use_cache=True).past_key_values
+    with monkeypatch.context() as once:
+        change(opt[1], once, **{GUARD: torch.ones(1)})
+        with pytest.raises(DomainError, match="range"):
+            opt[1](PADDED[:, :1], past_key_values=cache)
+    with pytest.raises(DomainError, match="start again without it"):
+        opt[1](PADDED[:, :1], past_key_values=cache)
 
 
 def test_a_users_processor_is_refused(opt: Pair) -> None:
