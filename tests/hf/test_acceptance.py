@@ -11,10 +11,10 @@ import torch
 from private_llm_hf.client import acceptance
 from private_llm_hf.client.acceptance import ROOT, Tree, accept
 from private_llm_hf.client.drafts import Both, Draft, LookUp, ModelDraft
-from private_llm_hf.client.speculation import SpeculationConfig
-from private_llm_hf.client.speculative_loop import Passes, Text, _open_counts
+from private_llm_hf.client.speculation import FixedCounts, SpeculationConfig
+from private_llm_hf.client.speculative_loop import Passes, Text, _fixed_counts, _open_counts
 from torch import Tensor
-from transformers import LogitsProcessorList, PretrainedConfig, StoppingCriteriaList
+from transformers import GPT2Config, LogitsProcessorList, PretrainedConfig, StoppingCriteriaList
 from transformers.generation import MaxLengthCriteria, TemperatureLogitsWarper
 
 WORDS, DRAWS, START = 5, 1500, [1, 2, 1]
@@ -121,6 +121,26 @@ def test_chances_that_rounding_left_without_a_remainder_stay_as_they_are() -> No
     tree.add([1], [torch.eye(WORDS)[1]])
     kept, following = accept(tree, lambda _: torch.eye(WORDS)[1])
     assert ([tree.nodes[number].token for number in kept], following) == ([1], 1)
+
+
+def test_a_certain_token_that_is_refused_is_not_drawn() -> None:
+    torch.manual_seed(3)
+    tree = Tree()
+    tree.add([1])
+    ends = [accept(tree, lambda _: torch.full((WORDS,), 1 / WORDS)) for _ in range(100)]
+    assert {following for kept, following in ends if not kept} == {*range(WORDS)} - {1}
+
+
+def test_fixed_counts_do_not_tell_that_the_first_token_ended_the_text() -> None:
+    read = []
+    for length in (1, 6):
+        target, greedy = Table(1), LogitsProcessorList()
+        target.config = GPT2Config()
+        text = Text([*START], StoppingCriteriaList([MaxLengthCriteria(len(START) + length)]), None)
+        counts = FixedCounts(advance=1, window=4, reserve=1)
+        _fixed_counts(Passes(target, target, greedy, False, text), LookUp(), 1, counts, len(START) + 6)
+        read.append(target.read)
+    assert read[0] == read[1] == [(1, len(START)), *[(1, 4)] * counts.passes(6)]
 
 
 def test_a_look_up_takes_the_longest_and_latest_match() -> None:
