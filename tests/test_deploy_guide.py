@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import typer
 from private_llm_cli.app import app
-from private_llm_hosting.metrics import PartyMetrics
+from private_llm_hosting.observers import PartyMetrics
 
 from tests.deploy.files import DEPLOY, OPERATOR_PORT, PORT, ROOT, SETTINGS, parsed
 

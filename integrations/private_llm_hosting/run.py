@@ -15,14 +15,12 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Protocol
 
-from private_llm_hf.service.observer import Observer
-from private_llm_hf.service.settings import ServiceSettings
+from private_llm_hf.service.settings import Observer, ServiceSettings
 
 from private_llm.config import VERSION, PrivateConfig
-from private_llm_hosting.expiry import ExpiryWatch
+from private_llm_hosting.check import ExpiryWatch
 from private_llm_hosting.logs import LOGGER, configure_logs
-from private_llm_hosting.metrics import PartyMetrics
-from private_llm_hosting.observers import LogObserver, Observers
+from private_llm_hosting.observers import LogObserver, Observers, PartyMetrics
 from private_llm_hosting.operator_port import OperatorPort
 from private_llm_hosting.settings import HostingSettings
 

@@ -8,9 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from private_llm_hf.client import acceptance
-from private_llm_hf.client.acceptance import ROOT, Tree, accept
-from private_llm_hf.client.drafts import Both, Draft, LookUp, ModelDraft
+from private_llm_hf.client import drafts
+from private_llm_hf.client.drafts import ROOT, Both, Draft, LookUp, ModelDraft, Tree, accept
 from private_llm_hf.client.speculation import FixedCounts, SpeculationConfig
 from private_llm_hf.client.speculative_loop import Passes, Text, _fixed_counts, _open_counts
 from torch import Tensor
@@ -91,9 +90,9 @@ def test_temperature_changes_the_distribution_as_it_does_without_drafts() -> Non
 @pytest.mark.parametrize("wrong", ["keeps all", "forgets the remainder"])
 def test_a_wrong_rule_is_seen(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if wrong == "keeps all":
-        monkeypatch.setattr(acceptance, "_happens", lambda chance: chance > 0.0)
+        monkeypatch.setattr(drafts, "_happens", lambda chance: chance > 0.0)
     else:
-        monkeypatch.setattr(acceptance, "_without", lambda left, node: left)
+        monkeypatch.setattr(drafts, "_without", lambda left, node: left)
     assert chi_squared(sampled("model", 2)) > LIMIT
 
 

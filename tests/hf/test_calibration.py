@@ -18,7 +18,7 @@ from private_llm_hf.checkpoint.calibration import watching
 from private_llm_hf.checkpoint.calibration_runs import loaded_ranges
 from private_llm_hf.checkpoint.loaded import as_built
 from private_llm_hf.client.parties import Parties
-from private_llm_hf.client.remote_state import PrivateCache
+from private_llm_hf.client.session_client import PrivateCache
 from private_llm_hf.party.party import Party
 from private_llm_hf.tools.compare import compare
 from private_llm_hf.wire.commands import LoadModel

@@ -16,7 +16,7 @@ from private_llm_hf import (
     AutoPrivateModelForSequenceClassification,
     patch,
 )
-from private_llm_hf.client.remote_state import PrivateEncoderOutput
+from private_llm_hf.client.session_client import PrivateEncoderOutput
 from transformers import PreTrainedModel
 
 from private_llm.errors import DomainError

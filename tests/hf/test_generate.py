@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers as tr
 from private_llm_hf import patch
-from private_llm_hf.client.remote_state import PrivateCache
+from private_llm_hf.client.session_client import PrivateCache
 from transformers import PreTrainedModel
 
 from private_llm.errors import UnsupportedOp

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 from private_llm_hf import ForwardPlan, GeneratePlan, PrivateConfig, patch
-from private_llm_hf.client.session_rows import plan_parallel_sessions
+from private_llm_hf.client.parallel_sessions import plan_parallel_sessions
 from private_llm_hf.wire.commands import Call, SelectRows, Tokens
 
 from private_llm.errors import DomainError

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from private_llm_hf.client.remote_state import PrivateCache
+from private_llm_hf.client.session_client import PrivateCache
 from private_llm_hf.wire.commands import CropCache
 from torch import Tensor
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers as tr
 from private_llm_hf import FixedCounts, KeepAll, NoCache, PrivateConfig, SpeculationConfig, patch
-from private_llm_hf.client.remote_state import PrivateCache
+from private_llm_hf.client.session_client import PrivateCache
 from private_llm_hf.client.speculation import DEFAULT_COUNTS, DraftLength
 from private_llm_hf.client.speculative_loop import decoding
 from private_llm_hf.wire.commands import Call, CallOrEdit, CropCache, SelectRows

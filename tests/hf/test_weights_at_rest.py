@@ -18,7 +18,7 @@ from private_llm_hf import AutoPrivateModelForCausalLM, PrivateConfig, patch
 from private_llm_hf.api import share_checkpoint
 from private_llm_hf.checkpoint.share_files import ShareFile, share_path
 from private_llm_hf.client.launch import serve_party
-from private_llm_hf.party import at_rest
+from private_llm_hf.party import placement
 from torch import Tensor
 
 from private_llm.errors import ConfigError, ShareFileError
@@ -158,7 +158,7 @@ def test_share_files_say_which_cipher_makes_their_masks(tmp_path: Path, caplog: 
         (a, b), (x, c), (y, d) = (file.weight(name).parts for file in files)
         assert (y - a).equal(x - b) and c.equal(a) and d.equal(b)  # noqa: PT018
         caplog.clear()
-        at_rest.weights_of_file(session, files[0])
+        placement.weights_of_file(session, files[0])
         assert ("AES streams" in caplog.text) == warned
 
 
@@ -168,7 +168,7 @@ SHAPES = [(64, 64), (64,), (128, 64)]
 
 def planned(session_of: Any, **settings: Any) -> list[bool]:
     config = PrivateConfig(**settings)
-    return [at_rest.keeps_seeds(session_of(config, party), SHAPES) for party in range(config.parties)]
+    return [placement.keeps_seeds(session_of(config, party), SHAPES) for party in range(config.parties)]
 
 
 def test_auto_keeps_seeds_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,8 +176,8 @@ def test_auto_keeps_seeds_where_memory_is_short(monkeypatch: pytest.MonkeyPatch)
         return type("_", (), {"config": config, "party": party, "device": "cpu"})()  # type: ignore[no-any-return]
 
     needed = sum(bytes_at_rest(PrivateConfig(), 0, shape, False) for shape in SHAPES)
-    for free, wanted in ((int(needed / at_rest.FILLED) + 9, False), (needed, True)):
-        monkeypatch.setattr(at_rest, "get_max_memory", lambda limits, free=free: limits or {"cpu": free})
+    for free, wanted in ((int(needed / placement.FILLED) + 9, False), (needed, True)):
+        monkeypatch.setattr(placement, "get_max_memory", lambda limits, free=free: limits or {"cpu": free})
         assert planned(session, party_mode="remote", hosts=("a:1", "b:1", "c:1")) == [wanted] * 3
     assert planned(session) == [True] * 3  # parties of one machine share its memory
     assert planned(session, weights_at_rest="resident") == [False] * 3
@@ -201,10 +201,10 @@ def test_parties_that_share_a_gpu_have_a_part_of_it_each(
     settings: dict[str, Any], each: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two GPUs: of three parties two are on the first one, or all on the same, or on both."""
-    monkeypatch.setattr(at_rest, "get_max_memory", lambda limits: limits or {0: 600, 1: 600, "cpu": 1 << 40})
+    monkeypatch.setattr(placement, "get_max_memory", lambda limits: limits or {0: 600, 1: 600, "cpu": 1 << 40})
     if settings.get("party_mode") == "remote":
         settings = settings | {"allow_plain_loopback": True, "hosts": [f"127.0.0.1:{n}" for n in (1, 2, 3)]}
-    free = at_rest.free_memory(PrivateConfig.from_dict(settings))
+    free = placement.free_memory(PrivateConfig.from_dict(settings))
     assert (free[0], free[1]) == (each, each)
 
 
@@ -212,11 +212,11 @@ def test_auto_keeps_seeds_where_that_is_faster(monkeypatch: pytest.MonkeyPatch) 
     def session(config: PrivateConfig, party: int) -> Session:
         return type("_", (), {"config": config, "party": party, "device": "cpu"})()  # type: ignore[no-any-return]
 
-    monkeypatch.setattr(at_rest, "get_max_memory", lambda limits: limits or {"cpu": 1 << 40})
-    monkeypatch.setattr(at_rest, "memory_bytes", lambda: 1 << 40)
-    monkeypatch.setattr(at_rest, "makes_fast", lambda: True)
+    monkeypatch.setattr(placement, "get_max_memory", lambda limits: limits or {"cpu": 1 << 40})
+    monkeypatch.setattr(placement, "memory_bytes", lambda: 1 << 40)
+    monkeypatch.setattr(placement, "makes_fast", lambda: True)
     assert planned(session) == [False] * 3  # small: it stays in the caches
-    monkeypatch.setattr(at_rest, "LARGE", 16 * (64 * 64 + 64 + 128 * 64))
+    monkeypatch.setattr(placement, "LARGE", 16 * (64 * 64 + 64 + 128 * 64))
     assert planned(session) == planned(session, protocol="dealer") == [True] * 3
     assert planned(session, protocol="dealer", matmul="remask") == [False] * 3  # these make masks whole
     assert planned(session, protocol="quad") == [False] * 4
@@ -228,7 +228,7 @@ def test_auto_keeps_seeds_where_that_is_faster(monkeypatch: pytest.MonkeyPatch) 
     with monkeypatch.context() as other:
         other.setattr(sys.modules[__name__], "SHAPES", [*SHAPES, (64, 64, 3)])
         assert planned(session) == [False] * 3
-    monkeypatch.setattr(at_rest, "makes_fast", lambda: False)
+    monkeypatch.setattr(placement, "makes_fast", lambda: False)
     assert planned(session) == [False] * 3
 
 

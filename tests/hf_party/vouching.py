@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 import pytest
-from private_llm_hf.party.transcript import Told, Transcript
+from private_llm_hf.party.agreement import Told, Transcript
 from private_llm_hf.wire.commands import recv_message, send_message
 
 from private_llm.net.transport import Transport

@@ -7,7 +7,7 @@ import threading
 from importlib import resources
 from pathlib import Path
 
-from private_llm_hf.service.observer import Observer
+from private_llm_hf.service.settings import Observer
 from private_llm_hosting.settings import HostingSettings, read_settings
 
 MODEL = str(resources.files("private_llm_hf").joinpath("demo_model"))

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator
 
 import pytest
-from private_llm_hf.service.observer import BatchFacts, Observer
+from private_llm_hf.service.settings import BatchFacts, Observer
 from private_llm_hosting.logs import configure_logs
 from private_llm_hosting.observers import CLASSES, STARTING_S, LogObserver, Observers, Throttle, class_of
 

@@ -8,9 +8,8 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from private_llm_hf.service.observer import BatchFacts
-from private_llm_hosting.metrics import PartyMetrics
-from private_llm_hosting.observers import CLASSES
+from private_llm_hf.service.settings import BatchFacts
+from private_llm_hosting.observers import CLASSES, PartyMetrics
 from private_llm_hosting.operator_port import OperatorPort
 from private_llm_hosting.run import _State
 from prometheus_client.parser import text_string_to_metric_families

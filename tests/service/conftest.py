@@ -19,9 +19,8 @@ from private_llm_hf import (
 )
 from private_llm_hf.api import share_checkpoint
 from private_llm_hf.checkpoint.share_files import share_path
-from private_llm_hf.service.observer import BatchFacts, Observer
 from private_llm_hf.service.party_service import PartyService
-from private_llm_hf.service.settings import ServiceSettings
+from private_llm_hf.service.settings import BatchFacts, Observer, ServiceSettings
 
 from private_llm.config import TLSConfig
 from private_llm.kv_policies.fixed import KEEP_ALL

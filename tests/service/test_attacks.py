@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from private_llm_hf.party.agreement import Commit, Proposal, Vote
 from private_llm_hf.service import batch_executor, party_service
-from private_llm_hf.service.agreement import Commit, Proposal, Vote
-from private_llm_hf.service.batch_key import past_of
+from private_llm_hf.service.checks import past_of
 from private_llm_hf.service.client_session import ClientSession
 from private_llm_hf.service.limits import MOST_EDITS, MOST_HANDLES, ClientQuarantine, KVCacheQuota, Limits, elements_of
 from private_llm_hf.wire.commands import (

@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from private_llm_hf.party import transcript
-from private_llm_hf.party.transcript import Told
+from private_llm_hf.party import agreement
+from private_llm_hf.party.agreement import Ack, Commit, Proposal, RequestRef, Told, Vote
 from private_llm_hf.service import limits, party_service
-from private_llm_hf.service.agreement import Ack, Commit, Proposal, RequestRef, Vote
 from private_llm_hf.service.client_session import ClientSession
 from private_llm_hf.service.limits import Limits
 from private_llm_hf.service.scheduler import RequestSize
@@ -45,7 +44,7 @@ def given(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
 def lying(patch: pytest.MonkeyPatch, lie: Lie) -> None:
     """The next message between parties that `lie` alters is sent altered."""
     spent = threading.Event()
-    for module in (party_service, limits, transcript):
+    for module in (party_service, limits, agreement):
         send = module.send_message
 
         def altered(links: Any, to: int, message: Message, send: Any = send) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from private_llm_hf import AutoPrivateModelForCausalLM, ForwardPlan, GeneratePlan, PrivateConfig
-from private_llm_hf.service.preprocessing_plan import PreprocessingPlan
+from private_llm_hf.party.calls import PreprocessingPlan
 from private_llm_hf.service.preprocessing_store import PreprocessingStore
 from private_llm_hf.wire.commands import Call, CropCache, Preprocess, Tokens
 from transformers import AutoModelForCausalLM

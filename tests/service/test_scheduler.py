@@ -7,8 +7,7 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
-from private_llm_hf.party.transcript import agree, digest
-from private_llm_hf.service.agreement import tally
+from private_llm_hf.party.agreement import agree, digest, tally
 from private_llm_hf.service.scheduler import RequestSize, Scheduler
 from private_llm_hf.service.settings import ServiceSettings
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,10 +17,8 @@ from private_llm.errors import ConfigError, DomainError, UnsupportedOp
 from private_llm.kv_policies.fixed import NoCache
 from private_llm.tensor.range_check import require
 from private_llm_hf.client import inputs as check
-from private_llm_hf.client.chunks import chunks, joined
-from private_llm_hf.client.losses import Labels
-from private_llm_hf.client.remote_state import PrivateCache, PrivateEncoderOutput, check_cache
-from private_llm_hf.client.session_client import Secret, SessionClient
+from private_llm_hf.client.inputs import Labels
+from private_llm_hf.client.session_client import PrivateCache, PrivateEncoderOutput, Secret, SessionClient, check_cache
 from private_llm_hf.models.architectures import architecture, reads_first_token
 from private_llm_hf.models.prompt_chunks import chunk_of
 from private_llm_hf.models.readable import shifts_prompts
@@ -30,6 +28,7 @@ from private_llm_hf.wire.commands import OPENED, Call, Encoded, Fact, Tokens, Va
 
 if TYPE_CHECKING:
     from private_llm_hf.client.model import PrivateModel
+
 
 _REFUSED = {
     "output_attentions": "attention weights stay at the parties",
@@ -259,8 +258,8 @@ class ForwardCall:
         if cache is not None:
             values[CACHE] = cache
         made = _output_class(kind, self.model)
-        fields = {field.name for field in dataclasses.fields(made)}  # heads that do not generate hand no cache back
-        return made(**{name: value for name, value in values.items() if name in fields})
+        names = {field.name for field in fields(made)}  # heads that do not generate hand no cache back
+        return made(**{name: value for name, value in values.items() if name in names})
 
     def _run_chunks(self, asked: Call, cache: PrivateCache | None, length: int) -> tuple[str, dict[str, Tensor]]:
         """The output class and what is opened of a call, or of several that read a long prompt in chunks."""
@@ -271,7 +270,7 @@ class ForwardCall:
         steps: Iterable[tuple[Call, list[Secret], int]] = [(asked, self.secrets, length)]
         if length > size:
             cache = PrivateCache(self.parties, rows) if cache is None else cache
-            asked = dataclasses.replace(asked, cache=cache.handle, public={**asked.public, "use_cache": True})
+            asked = replace(asked, cache=cache.handle, public={**asked.public, "use_cache": True})
             steps = chunks(asked, self.secrets, past, size, by_token)
         opened, read = list[dict[str, Tensor]](), 0
         for call, secrets, new in steps:
@@ -338,6 +337,64 @@ def _output_class(name: str, model: PrivateModel) -> type[ModelOutput]:
     """The output class that the original forward returns."""
     home = sys.modules[model.original_class.__module__]
     found = getattr(modeling_outputs, name, None) or getattr(home, name, None)
-    if not (isinstance(found, type) and issubclass(found, ModelOutput) and dataclasses.is_dataclass(found)):
+    if not (isinstance(found, type) and issubclass(found, ModelOutput) and is_dataclass(found)):
         raise DomainError(f"the parties returned an unknown output class {name!r}")
     return found
+
+
+# -- a long prompt as calls of a chunk each, one after the other behind one KV cache -----------------------------------
+# The largest arrays of a call at a party are its scores, [heads, queries, keys]: in chunks they grow with the prompt,
+# not with its square. Chunks have one size, so that their programs are the same for all prompts; the rest comes first.
+def chunks(
+    call: Call, secrets: Sequence[Secret], past: int, size: int, by_token: bool
+) -> Iterator[tuple[Call, list[Secret], int]]:  # fmt: skip
+    """The calls of a prompt, with their secrets and numbers of tokens. size: tokens of each but the first.
+
+    past: positions that the cache holds before. by_token: whether outputs are of each token, not of the last one alone.
+    Only those are opened, and their logits made, that are wanted.
+    """
+    length = call.secret[0].shape[1]
+    kept = call.public.get("logits_to_keep", 0) or length
+    start = 0
+    while start < length:
+        stop = start + (((length - start) % size) or size)
+        wanted = min(stop - start, stop - length + int(kept)) if by_token else int(stop == length)
+        public = {name: _of_tokens(value, name, start, stop, past) for name, value in call.public.items()}
+        if "logits_to_keep" in public:
+            public["logits_to_keep"] = max(wanted, 1)
+        public = {name: value for name, value in public.items() if name != "attention_mask" or not _all(value)}
+        yield (
+            replace(
+                call, public=public, outputs=call.outputs if wanted > 0 else (), more=stop < length,
+                secret=tuple(replace(x, shape=(x.shape[0], stop - start, *x.shape[2:])) for x in call.secret),
+            ),
+            [_secret(secret, call.rows, start, stop) for secret in secrets],
+            stop - start,
+        )  # fmt: skip
+        start = stop
+
+
+def joined(opened: Sequence[dict[str, Tensor]], by_token: bool) -> dict[str, Tensor]:
+    """The outputs of all chunks as those of one call."""
+    last = opened[-1]
+    if not by_token:
+        return last
+    return {name: torch.cat([each[name] for each in opened if name in each], dim=1) for name in last}
+
+
+def _of_tokens(value: Tensor | bool | int, name: str, start: int, stop: int, past: int) -> Tensor | bool | int:
+    """What of a public argument belongs to a chunk: a mask is of all positions so far, others are of new ones."""
+    if not isinstance(value, Tensor):
+        return value
+    return value[:, : past + stop] if name == "attention_mask" else value[:, start:stop]
+
+
+def _all(mask: object) -> bool:
+    return isinstance(mask, Tensor) and bool(mask.all())
+
+
+def _secret(secret: Secret, rows: int, start: int, stop: int) -> Secret:
+    if isinstance(secret, Tensor):
+        return secret[:, start:stop]
+    ids, vocabulary = secret
+    return ids.view(rows, -1)[:, start:stop].reshape(-1), vocabulary

@@ -18,11 +18,13 @@ from typing import Any, NoReturn
 import torch
 from rich.console import Console
 from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
 from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList, PretrainedConfig, PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.modeling_outputs import ModelOutput
+from transformers.models.auto import modeling_auto
 
-from private_llm.errors import ConfigError, PlaintextLeak, UnsupportedOp
+from private_llm.errors import ConfigError, PlaintextLeak, PrivateLLMError, UnsupportedOp
 from private_llm.kernels.compile_note import Streamed
 from private_llm.kv_policies.fixed import NoCache
 from private_llm_hf.checkpoint.sample_inputs import output_shape
@@ -38,10 +40,8 @@ from private_llm_hf.client.generation_settings import (
     given_to_generate,
 )
 from private_llm_hf.client.inputs import check_generated
-from private_llm_hf.client.libraries import known_to_pipelines, refuse_swallowed
 from private_llm_hf.client.preprocess import CallPlan, Preprocessed, dry_run
-from private_llm_hf.client.remote_state import PrivateCache, check_cache
-from private_llm_hf.client.session_client import SessionClient
+from private_llm_hf.client.session_client import PrivateCache, SessionClient, check_cache
 from private_llm_hf.client.speculation import SpeculationConfig, check_drafts
 from private_llm_hf.client.speculative_loop import decoding
 from private_llm_hf.models.architectures import architecture
@@ -60,6 +60,16 @@ _NOT_GENERATED = {
     "is_assistant": "a private model drafts for no other; give the smaller model as assistant_model",
 }
 """Settings of generate() that reach into the model."""
+
+
+def _refused(error: type[PrivateLLMError], reason: str) -> Callable[..., NoReturn]:
+    """A method that a model without weights does not have."""
+
+    def refuse(*_: object, **__: object) -> NoReturn:
+        raise error(reason)
+
+    refuse.__doc__ = f"Raises {error.__name__}: {reason}."
+    return refuse
 
 
 class PrivateModel:
@@ -282,33 +292,15 @@ class PrivateModel:
         return processors
 
     # -- what a model without weights here cannot do --------------------------------------------------------------
-    def save_pretrained(self, *_: object, **__: object) -> None:
-        """Raises PlaintextLeak: the weights are not here."""
-        raise PlaintextLeak(_ELSEWHERE)
-
-    def state_dict(self, *_: object, **__: object) -> NoReturn:
-        """Raises PlaintextLeak: the weights are not here."""
-        raise PlaintextLeak(_ELSEWHERE)
-
-    def __reduce_ex__(self, protocol: object) -> NoReturn:
-        """Raises PlaintextLeak: neither pickle nor torch.save nor a copy would have the weights, or the session."""
-        raise PlaintextLeak(_ELSEWHERE)
-
-    def push_to_hub(self, *_: object, **__: object) -> None:
-        """Raises PlaintextLeak: the weights are not here."""
-        raise PlaintextLeak("the weights are with the parties, secret ones only as shares; there is nothing to upload")
-
-    def resize_token_embeddings(self, *_: object, **__: object) -> nn.Embedding:
-        """Raises UnsupportedOp: resize those of the plaintext model."""
-        raise UnsupportedOp("resize the embeddings of the plaintext model, then patch() it again")
-
-    def get_input_embeddings(self) -> nn.Module:
-        """Raises UnsupportedOp: they are with the parties."""
-        raise UnsupportedOp("the embeddings are with the parties, secret ones only as shares")
-
-    def get_output_embeddings(self) -> nn.Module:
-        """Raises UnsupportedOp: they are with the parties."""
-        raise UnsupportedOp("the output head is with the parties, a secret one only as shares")
+    save_pretrained = state_dict = __reduce_ex__ = _refused(PlaintextLeak, _ELSEWHERE)  # so neither pickle nor a copy
+    push_to_hub = _refused(
+        PlaintextLeak, "the weights are with the parties, secret ones only as shares; there is nothing to upload"
+    )
+    resize_token_embeddings = _refused(
+        UnsupportedOp, "resize the embeddings of the plaintext model, then patch() it again"
+    )
+    get_input_embeddings = _refused(UnsupportedOp, "the embeddings are with the parties, secret ones only as shares")
+    get_output_embeddings = _refused(UnsupportedOp, "the output head is with the parties, a secret one only as shares")
 
     def tie_weights(self, *_: object, **__: object) -> None:
         """Nothing to do: tied weights were shared once, and are one at the parties."""
@@ -394,6 +386,39 @@ def _with_drafts(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, *args, **with_cache_named(kwargs))
 
     return generate
+
+
+# -- classes, and what other libraries look at before they use one -----------------------------------------------------
+# transformers' pipelines warn with a list of all classes unless a model's class is in their tables of names. And torch
+# accepts a module under any attribute name, also one that the owner's class computes: sentence-transformers has a
+# property `auto_model`, so assigning to it would change nothing, and texts would go through the plaintext model.
+def known_to_pipelines(private: type[PreTrainedModel], original: type[PreTrainedModel]) -> None:
+    """Put a private class into every table of class names that has its original; no model type leads to it."""
+    for title, table in vars(modeling_auto).items():
+        if title.endswith("_MAPPING_NAMES") and original.__name__ in _names(table.values()):
+            table[private.__name__] = private.__name__
+
+
+def _names(values: object) -> set[str]:
+    found: set[str] = set()
+    for value in values:  # type: ignore[attr-defined] # an ordered dictionary's values
+        found.update(value if isinstance(value, tuple) else (value,))
+    return found
+
+
+def refuse_swallowed(kind: type) -> None:
+    """From now on, assigning a module of this class where the owner has a property raises ConfigError."""
+
+    def check(owner: nn.Module, name: str, module: nn.Module | None) -> None:
+        if isinstance(module, kind) and isinstance(getattr(type(owner), name, None), property):
+            others = [n for n, held in owner.named_children() if isinstance(held, PreTrainedModel)]
+            hint = f"; assign to '{others[0]}', which holds the model" if others else ""
+            raise ConfigError(
+                f"{type(owner).__name__}.{name} is a property, so what is assigned to it is never used and the "
+                f"plaintext model would go on answering{hint}"
+            )
+
+    register_module_module_registration_hook(check)
 
 
 _CLASSES: dict[type[PreTrainedModel], type[PreTrainedModel]] = {}

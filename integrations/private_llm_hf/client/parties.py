@@ -36,7 +36,7 @@ from private_llm.ranges import UNKNOWN, Ranges
 from private_llm.ring.ring import Ring
 from private_llm_hf.checkpoint.weights import Sink, encode_weight
 from private_llm_hf.client.costs import Costs, rows_of
-from private_llm_hf.client.schedule import Schedule, handles_of
+from private_llm_hf.client.preprocess import Schedule, handles_of
 from private_llm_hf.client.session_client import Secret, SessionClient
 from private_llm_hf.wire.answers import Alive, CostRows, Loaded, Outputs, Prepared, StoredFile
 from private_llm_hf.wire.codec import M, Message

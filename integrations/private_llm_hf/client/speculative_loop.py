@@ -26,8 +26,7 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from private_llm.errors import ConfigError, DomainError, UnsupportedOp
-from private_llm_hf.client.acceptance import ROOT, Tree, accept
-from private_llm_hf.client.drafts import Draft
+from private_llm_hf.client.drafts import ROOT, Draft, Tree, accept
 from private_llm_hf.client.inputs import check_generated
 from private_llm_hf.client.speculation import DraftLength, FixedCounts, SpeculationConfig, check_drafts
 from private_llm_hf.transformers_versions import CACHE

@@ -36,7 +36,7 @@ from private_llm_hf.checkpoint.node_checkpoint import NodeCheckpoint
 from private_llm_hf.checkpoint.offload import Offloaded, OffloadFile
 from private_llm_hf.checkpoint.share_files import ShareFile
 from private_llm_hf.client.costs import rows_of
-from private_llm_hf.party.at_rest import Weights, keeps_seeds, warn_of_copies, weights_of_file, weights_of_model
+from private_llm_hf.party.agreement import Transcript
 from private_llm_hf.party.calls import CallResult, answer, arguments, refuse_unknown, run_alone, table_of
 from private_llm_hf.party.command_loop import Heartbeat, reported, serve_commands
 from private_llm_hf.party.model import build_party_model, release
@@ -46,8 +46,8 @@ from private_llm_hf.party.model_description import (
     validate_input_shape,
     validate_model_description,
 )
+from private_llm_hf.party.placement import Weights, keeps_seeds, warn_of_copies, weights_of_file, weights_of_model
 from private_llm_hf.party.session_state import SessionState
-from private_llm_hf.party.transcript import Transcript
 from private_llm_hf.token_sharding.cut import states_before_cut, stop_behind
 from private_llm_hf.token_sharding.node import Node
 from private_llm_hf.wire import commands

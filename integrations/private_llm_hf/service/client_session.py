@@ -29,11 +29,11 @@ from private_llm.protocols.session import meet_client, receiving_end
 from private_llm.ring.dpf import key_words
 from private_llm.ring.prg import Prg, Seed
 from private_llm_hf.client.costs import rows_of
+from private_llm_hf.party.agreement import digest
+from private_llm_hf.party.calls import PlannedCall, PreprocessingPlan
 from private_llm_hf.party.model_description import validate_input_shape
-from private_llm_hf.party.transcript import digest
 from private_llm_hf.service.limits import Limits, SessionCosts
 from private_llm_hf.service.links import ClientInputRecorder, ReceivedTensor
-from private_llm_hf.service.preprocessing_plan import PlannedCall, PreprocessingPlan
 from private_llm_hf.service.served_model import ServedModel
 from private_llm_hf.wire import commands
 from private_llm_hf.wire.answers import Alive, Loaded, Outputs, Prepared

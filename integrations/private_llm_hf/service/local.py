@@ -23,9 +23,8 @@ from private_llm.net.certificates import make_certificates, user_folder
 from private_llm.net.children import start_servers
 from private_llm.net.transport import CLIENT
 from private_llm_hf.checkpoint.share_files import share_path
-from private_llm_hf.service.observer import Observer
 from private_llm_hf.service.party_service import PartyService
-from private_llm_hf.service.settings import ServiceSettings
+from private_llm_hf.service.settings import Observer, ServiceSettings
 
 _LOOK_S = 0.05
 

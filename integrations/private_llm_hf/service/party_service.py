@@ -31,17 +31,15 @@ from private_llm.net.sockets import SocketTransport
 from private_llm.net.transport import DelayedTransport
 from private_llm.protocols.session import join_parties
 from private_llm_hf.models.sparse_blocks import adopted
-from private_llm_hf.party.transcript import Transcript, joined
-from private_llm_hf.service.agreement import Ack, Commit, Proposal, RequestRef, Vote, tally
+from private_llm_hf.party.agreement import Ack, Commit, Proposal, RequestRef, Transcript, Vote, joined, tally
 from private_llm_hf.service.batch_executor import run_requests
 from private_llm_hf.service.client_session import ClientSession, Request
 from private_llm_hf.service.limits import ClientQuarantine, KVCacheQuota, Limits, elements_of, meet
 from private_llm_hf.service.links import ServiceLinks
-from private_llm_hf.service.observer import BatchFacts, Observer
 from private_llm_hf.service.preprocessing_store import PreprocessingStore
 from private_llm_hf.service.scheduler import RequestSize, Scheduler
 from private_llm_hf.service.served_model import ServedModel
-from private_llm_hf.service.settings import ServiceSettings
+from private_llm_hf.service.settings import BatchFacts, Observer, ServiceSettings
 from private_llm_hf.wire.commands import recv_message, send_message
 
 _LOG = logging.getLogger("private_llm")

@@ -16,12 +16,11 @@ from private_llm.net.offline_store import OfflineStore, OfflineStoreTransport, O
 from private_llm.net.transport import CLIENT, Transport
 from private_llm.protocols.offline_phase import section_label
 from private_llm.protocols.session import Session
-from private_llm_hf.party.calls import CallResult, run_alone
+from private_llm_hf.party.calls import CallResult, PlannedCall, run_alone
 from private_llm_hf.service.batch_executor import change, check_fits, inputs_received, outputs_message, refusal
 from private_llm_hf.service.client_session import Request
 from private_llm_hf.service.limits import KVCacheQuota
 from private_llm_hf.service.links import ServiceLinks
-from private_llm_hf.service.preprocessing_plan import PlannedCall
 from private_llm_hf.service.served_model import ServedModel
 
 

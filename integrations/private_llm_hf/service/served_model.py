@@ -15,11 +15,11 @@ from private_llm.ranges import Ranges
 from private_llm_hf.checkpoint.offload import Offloaded
 from private_llm_hf.checkpoint.share_files import ShareFile
 from private_llm_hf.models.sparse_blocks import adopted
-from private_llm_hf.party.at_rest import keeps_seeds, weights_of_file, weights_of_model
 from private_llm_hf.party.model import build_party_model, empty_model, release
+from private_llm_hf.party.placement import keeps_seeds, weights_of_file, weights_of_model
 from private_llm_hf.patch_plan import check_ring, make_patch_plan
 from private_llm_hf.service.batch import SessionState
-from private_llm_hf.service.batch_key import batch_key, past_of
+from private_llm_hf.service.checks import batch_key, past_of
 from private_llm_hf.wire.answers import StoredFile
 from private_llm_hf.wire.commands import CacheEdit, Call
 

@@ -1,6 +1,7 @@
-"""What parties that notice lies (quad) were told to run, compared among all of them before they run it.
+"""What parties tell each other before they run a call: which requests of a service run now, and under protocols that
+notice lies (quad) what each of them was told.
 
-What a party runs is said to it alone: by its client, and in a service by party 0 (`service/agreement.py`). Told
+What a party runs is said to it alone: by its client, and in a service by party 0 (the messages below). Told
 different things, parties would run different calls under the same masks and open one user's output to another; their
 records would then differ, but party 0 alone is the judge of records, and may be the one that lied. So each party keeps
 a digest of all that it was told, in order, sends it to all others before a call, and runs the call when everybody has
@@ -14,11 +15,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 from private_llm.errors import ProtocolAbort
 from private_llm.net.transport import Transport
 from private_llm.protocols.session import Session
-from private_llm_hf.wire.codec import Message, text_of
+from private_llm_hf.wire.codec import Between, Message, text_of
 from private_llm_hf.wire.commands import recv_message, send_message
 
 
@@ -80,3 +82,70 @@ def joined(facts: Sequence[Mapping[str, str]]) -> dict[str, str]:
     """Of the facts of several requests one digest a name."""
     names = {name for each in facts for name in each}
     return {name: digest(*(each.get(name, "").encode() for each in facts)) for name in names}
+
+
+# -- what the parties of a service say to each other before a batch ----------------------------------------------------
+# Each step has three messages: party 0 proposes requests, the others say which of them they have, and party 0 says
+# which run; and a fourth when a batch is over. They carry numbers and digests of public facts, and are booked to no
+# request. What follows from them is done in the same order at all parties, so that all hold the same caches. Party 0
+# alone proposes, compares the votes and says what runs. Under quad, where it may lie, all parties then compare
+# what they were told and what they got from the clients, before anything is opened.
+StepNumber = Annotated[int, Between(0, 1 << 62)]
+"""The number of a step, from 1 since the parties connected."""
+
+
+@dataclass(frozen=True)
+class RequestRef(Message):
+    """A request: the session that it belongs to, and its number there, from 1."""
+
+    session: str
+    number: StepNumber
+
+
+@dataclass(frozen=True)
+class Proposal(Message):
+    """From party 0: have you got these? live: the sessions that party 0 serves, now and then (None: not said)."""
+
+    step: StepNumber
+    requests: tuple[RequestRef, ...]
+    live: tuple[str, ...] | None
+
+
+@dataclass(frozen=True)
+class Vote(Message):
+    """To party 0: for each request of the proposal what this party holds of it, or None if it is not there (yet).
+
+    facts: digests by name; those of one name must be equal at all parties that state it. ended: sessions that are over
+    at this party. leaving: it wants to stop.
+    """
+
+    step: StepNumber
+    facts: tuple[dict[str, str] | None, ...]
+    ended: tuple[str, ...]
+    leaving: bool
+
+
+@dataclass(frozen=True)
+class Commit(Message):
+    """From party 0: the requests at these places of its proposal run next. ended: sessions to forget first."""
+
+    step: StepNumber
+    places: tuple[StepNumber, ...]
+    ended: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Ack(Message):
+    """To party 0: the batch is over here. A helping party is through with its own part long before the others."""
+
+    step: StepNumber
+
+
+def tally(votes: Iterable[Sequence[Mapping[str, str] | None]], own: Sequence[Mapping[str, str]]) -> list[bool | None]:
+    """Of each proposed request: True if all parties have it and agree, None if one lacks it, False if they disagree."""
+    verdicts: list[bool | None] = []
+    for place, mine in enumerate(own):
+        theirs = [vote[place] for vote in votes]
+        present = [each for each in theirs if each is not None]
+        verdicts.append(None if len(present) < len(theirs) else agree([mine, *present]))
+    return verdicts
