@@ -22,12 +22,12 @@ from private_llm.net.local import LocalMesh
 from private_llm.protocol_facts import CASCADE
 from private_llm.ranges import UNKNOWN, Ranges
 from private_llm_hf.checkpoint.calibration_runs import check_ranges, checkpoint_ranges, loaded_ranges
-from private_llm_hf.checkpoint.checkpoint import Checkpoint
-from private_llm_hf.checkpoint.client_folder import generation_config, made_or_removed, write_client_folder
+from private_llm_hf.checkpoint.checkpoint import Checkpoint, generation_config, made_or_removed, write_client_folder
 from private_llm_hf.checkpoint.dense import dense_model, unwrapped, without_quantisation
 from private_llm_hf.checkpoint.loaded import as_built
 from private_llm_hf.checkpoint.model_spec import ModelSpec, describe, folds_norms
 from private_llm_hf.checkpoint.node_checkpoint import WeightsDigest
+from private_llm_hf.checkpoint.own_code import patched_code, patched_methods
 from private_llm_hf.checkpoint.sample_inputs import check_images
 from private_llm_hf.checkpoint.share_files import ShareWriter, refuse_taken
 from private_llm_hf.checkpoint.weights import Sink, WeightList, stream_loaded
@@ -35,10 +35,8 @@ from private_llm_hf.client.launch import choose_mode, start_parties
 from private_llm_hf.client.model import PrivateModel, private_class
 from private_llm_hf.client.parties import Parties
 from private_llm_hf.handlers import handler_of
-from private_llm_hf.models.architectures import architecture
+from private_llm_hf.models.architectures import architecture, require_inputs
 from private_llm_hf.models.emulation import warn_of_functions
-from private_llm_hf.models.patched_code import patched_code, patched_methods
-from private_llm_hf.models.readable import require_inputs
 from private_llm_hf.models.sparse_blocks import adopted, check_sparsity
 from private_llm_hf.patch_plan import check_ring, make_patch_plan
 from private_llm_hf.sparsity.sharing import SharedPredictors, shared_predictors

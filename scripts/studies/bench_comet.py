@@ -62,7 +62,7 @@ class Case:
 
     def run(self, repeat: int, progress: Callable[[], None] = lambda: None) -> dict[str, Any]:
         """The row of the sparse step with figures of the dense one; `ratio`: of the medians, sparse by dense."""
-        from private_llm_hf.sparsity.planned import PlannedSparsity
+        from private_llm_hf.sparsity.price import PlannedSparsity
 
         options = WAYS[self.way]
         dense = PrivateConfig(calibrate=False, party_mode="threads", **SETTINGS[self.label])

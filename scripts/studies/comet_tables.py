@@ -24,7 +24,7 @@ import transformers
 from private_llm_cli.commands.output import progress_bar
 from private_llm_cli.commands.plot import load_pyplot
 from private_llm_hf.client.costs import Costs
-from private_llm_hf.sparsity.planned import PlannedSparsity
+from private_llm_hf.sparsity.price import PlannedSparsity
 from private_llm_hf.sparsity.relufy import with_relu
 from private_llm_hf.tools.estimate import Estimate, LayerCost, estimate, named_shape
 from transformers import PretrainedConfig, PreTrainedModel

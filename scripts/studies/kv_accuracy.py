@@ -33,11 +33,10 @@ from likeness import commonality, coverage
 from long_tasks import TASKS, make_prompts
 from private_llm_cli.bench.rows import commit
 from private_llm_cli.commands.output import progress_bar
-from private_llm_hf.long_context.budget import Forced, forced
-from private_llm_hf.long_context.perplexity import text_windows, token_ids
+from private_llm_hf.long_context.budget import Forced, Prefill, forced, record
 from private_llm_hf.long_context.plain_attention import policy_attention
-from private_llm_hf.long_context.recording import Prefill, record
 from private_llm_hf.models import smollm2
+from private_llm_hf.tools.texts import text_windows, token_ids
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from private_llm_hf.models.sparse_blocks import SparseBlock
-    from private_llm_hf.sparsity.planned import PlannedSparsity
+    from private_llm_hf.sparsity.price import PlannedSparsity
 
 
 def sparse_decode(shape: Shape, planned: PlannedSparsity) -> Work:

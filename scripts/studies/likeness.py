@@ -8,9 +8,8 @@ from __future__ import annotations
 import math
 
 import torch
-from private_llm_hf.long_context.choices import largest, representatives
-from private_llm_hf.long_context.plain_attention import probabilities
-from private_llm_hf.long_context.recording import Prefill, RecordedAttention
+from private_llm_hf.long_context.budget import Prefill, RecordedAttention
+from private_llm_hf.long_context.plain_attention import largest, probabilities, representatives
 from torch import Tensor
 
 from private_llm.kv_policies.policy import Selection

@@ -15,7 +15,7 @@ from random import Random
 from typing import Any
 
 from common_words import WORDS
-from private_llm_hf.long_context.perplexity import PromptFrame, bundled_text, frame_of, token_ids
+from private_llm_hf.tools.texts import bundled_text, start_tokens, token_ids
 from text_metrics import begins_with, words_in_place
 
 from private_llm.errors import ConfigError
@@ -211,3 +211,35 @@ TASKS: dict[str, Task] = {
     "copy": Task(_copy, words_in_place, chat=False),
 }
 """By name."""
+
+
+# -- Tokens around a user's text: what the tokenizer puts in front, or the turns of its chat template -----------------
+_TEXT = "the text of the user"
+"""Stands for the user's text while a chat template is laid out."""
+
+
+@dataclass(frozen=True)
+class PromptFrame:
+    """Tokens before and after a text."""
+
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.before) + len(self.after)
+
+
+def frame_of(tokenizer: Any, chat: bool) -> PromptFrame:  # noqa: ANN401 - transformers is not typed
+    """A user's turn and the opening of the answer if `chat` and there is a chat template, else the start token alone.
+
+    A tokenizer that starts no text with a token gives an empty frame; what it would end a text with is left out.
+    Raises ConfigError if the chat template leaves out what the user says.
+    """
+    if chat and tokenizer.chat_template is not None:
+        turns = [{"role": "user", "content": _TEXT}]
+        laid_out = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        before, found, after = laid_out.partition(_TEXT)
+        if not found:
+            raise ConfigError("the tokenizer's chat template leaves out what the user says; ask with chat=False")
+        return PromptFrame(token_ids(tokenizer, before), token_ids(tokenizer, after))
+    return PromptFrame(start_tokens(tokenizer), ())

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from private_llm_hf.long_context.perplexity import frame_of, token_ids
+from long_tasks import frame_of
+from private_llm_hf.tools.texts import token_ids
 from text_metrics import classification, retrieval, rouge_l, token_f1
 
 from private_llm.errors import ConfigError

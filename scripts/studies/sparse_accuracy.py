@@ -28,12 +28,11 @@ import torch
 from compare_approximations import PAD, Sentences, Sizes, classifier, into_page, made_up, read, train
 from private_llm_cli.commands.plot import load_pyplot
 from private_llm_hf import patch
-from private_llm_hf.sparsity.predictor_run import load_model, predicted_only
+from private_llm_hf.sparsity.predictor_run import load_model, predicted_only, train_set
 from private_llm_hf.sparsity.predictor_set import PredictorSet
 from private_llm_hf.sparsity.recordings import record
 from private_llm_hf.sparsity.settings import PredictorConfig, TrainingConfig
 from private_llm_hf.sparsity.sites import find_sites
-from private_llm_hf.sparsity.train_set import train_set
 from private_llm_hf.tools.texts import encode, first_token, windows
 from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedModel

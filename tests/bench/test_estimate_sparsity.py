@@ -13,10 +13,9 @@ from private_llm_cli.app import app
 from private_llm_hf import PrivateConfig, patch
 from private_llm_hf.client.costs import Costs
 from private_llm_hf.models.sparse_blocks import sparse_blocks
-from private_llm_hf.sparsity.planned import PlannedSparsity
 from private_llm_hf.sparsity.predictor import Predictor
 from private_llm_hf.sparsity.predictor_set import PredictorSet, SitePredictor, fingerprint
-from private_llm_hf.sparsity.price import sparsity_price
+from private_llm_hf.sparsity.price import PlannedSparsity, sparsity_price
 from private_llm_hf.sparsity.settings import PredictorConfig
 from private_llm_hf.sparsity.sites import Site, find_sites
 from private_llm_hf.tools.estimate import Estimate, estimate

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from private_llm_hf import PrivateConfig, patch
-from private_llm_hf.token_sharding.answers import Due, check_equal, in_order, read_answer
-from private_llm_hf.token_sharding.comp_node import CompNode
+from private_llm_hf.token_sharding.client import Due, check_equal, in_order, read_answer
+from private_llm_hf.token_sharding.node import CompNode
 from private_llm_hf.wire.answers import NodeOutput, NodeOutputs
 from private_llm_hf.wire.codec import Message, message_of
 

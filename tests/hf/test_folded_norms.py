@@ -18,7 +18,7 @@ from private_llm_hf.checkpoint.norm_readers import norm_readers
 from private_llm_hf.checkpoint.share_files import ShareFile, share_path
 from private_llm_hf.checkpoint.weights import stream_loaded
 from private_llm_hf.handlers import register_handler, unregister_handler
-from private_llm_hf.models.folded_norms import NormFolder, fold_norms
+from private_llm_hf.models.folds import Folder, fold_norms
 from private_llm_hf.models.norms import FoldedNorm
 from private_llm_hf.party.model_description import validate_model_description
 from private_llm_hf.tools.compare import compare
@@ -185,7 +185,7 @@ def test_only_what_waits_for_its_norm_is_held() -> None:
     model = build("llama")
     spec = ModelSpec.of(type(model), model.config, fold_norms_too=True)
     passed: list[str] = []
-    sink = NormFolder(spec.norm_folds, set(spec.source.shapes), lambda name, _: passed.append(name))
+    sink = Folder(spec.norm_folds, set(spec.source.shapes), lambda name, _: passed.append(name))
     values = model.state_dict()
     for name in ("lm_head.weight", "model.layers.0.input_layernorm.weight", "model.layers.0.self_attn.q_proj.weight"):
         sink(name, values[name])
@@ -310,7 +310,7 @@ def test_layers_of_gpt2_and_of_pytorch_take_up_the_same() -> None:
         want, values = layer(norm(x)), {name: value.clone() for name, value in tree.state_dict().items()}
         folds = fold_norms(tree, {"norm": ("layer",)})
         made: dict[str, torch.Tensor] = {}
-        sink = NormFolder(folds, set(values), made.__setitem__)
+        sink = Folder(folds, set(values), made.__setitem__)
         for name, value in values.items():
             sink(name, value)
         tree.load_state_dict(made, strict=True, assign=True)

@@ -15,7 +15,7 @@ import transformers as tr
 from private_llm_hf import PrivateConfig, patch
 from private_llm_hf.checkpoint.dense import dense_model
 from private_llm_hf.checkpoint.loaded import as_built
-from private_llm_hf.models.patched_code import patched_code
+from private_llm_hf.checkpoint.own_code import patched_code
 from torch import nn
 from torch.nn.utils import parametrizations, prune
 from transformers import modeling_rope_utils

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from private_llm_hf.tools.quick_shapes import QuickShapes
+from private_llm_hf.tools.priced_once import QuickShapes
 
 INT, REAL = torch.int64, torch.float64
 

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from private_llm_hf.checkpoint.checkpoint import Checkpoint
-from private_llm_hf.checkpoint.client_folder import write_client_folder
+from private_llm_hf.checkpoint.checkpoint import Checkpoint, write_client_folder
 from private_llm_hf.checkpoint.sentence_vectors import SentenceVectors, sentence_vectors
 from transformers import AutoModel, BertModel
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from private_llm_hf.api import AutoPrivateModel, AutoPrivateModelForCausalLM, share_checkpoint
 from private_llm_hf.checkpoint.model_spec import ModelSpec
-from private_llm_hf.checkpoint.opened_file import OpenedFile
+from private_llm_hf.checkpoint.offload import OpenedFile
 from private_llm_hf.checkpoint.share_files import ShareFile, _digest, share_path
 from private_llm_hf.checkpoint.weights import stream_loaded
 from safetensors import safe_open
@@ -214,7 +214,7 @@ def test_a_failure_leaves_nothing(
     def failing(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr("private_llm_hf.checkpoint.client_folder.generation_config", failing)  # behind the last weight
+    monkeypatch.setattr("private_llm_hf.checkpoint.checkpoint.generation_config", failing)  # behind the last weight
     with pytest.raises(type(error)):
         share_checkpoint(str(checkpoint), tmp_path, TRIO)
     assert snapshot(tmp_path) == {}

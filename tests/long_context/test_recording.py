@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from private_llm_hf.long_context import plain_attention
+from private_llm_hf.long_context.budget import record
 from private_llm_hf.long_context.plain_attention import policy_attention
 from private_llm_hf.long_context.plain_cache import PolicyCache
-from private_llm_hf.long_context.recording import record
 from transformers import PreTrainedModel
 
 from private_llm.errors import ConfigError, UnsupportedOp

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from private_llm_hf import patch
-from private_llm_hf.sparsity.measures import Counter
-from private_llm_hf.sparsity.predictor import Predictor, block_counts
+from private_llm_hf.sparsity.predictor import Counter, Predictor, block_counts
 from private_llm_hf.sparsity.predictor_run import predicted_only
 from private_llm_hf.sparsity.predictor_set import PredictorSet, SitePredictor, fingerprint
 from private_llm_hf.sparsity.settings import PredictorConfig, TrainingConfig

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from private_llm_hf.sparsity.measures import Counter, Measures, threshold_for
+from private_llm_hf.sparsity.predictor import Counter, Measures, threshold_for
 from torch import Tensor
 
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from private_llm_hf.sparsity.predictor_run import train_set
 from private_llm_hf.sparsity.predictor_set import PredictorSet, SitePredictor, fingerprint
 from private_llm_hf.sparsity.recordings import record
 from private_llm_hf.sparsity.settings import PredictorConfig, TrainingConfig
 from private_llm_hf.sparsity.sites import find_sites
-from private_llm_hf.sparsity.train_set import train_set
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 from transformers import OPTConfig, OPTModel

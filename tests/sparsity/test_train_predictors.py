@@ -13,7 +13,7 @@ import pytest
 import torch
 from PIL import Image
 from private_llm_cli.app import app
-from private_llm_hf.sparsity import predictor_run, train_set
+from private_llm_hf.sparsity import predictor_run
 from private_llm_hf.sparsity.predictor_run import load_model
 from private_llm_hf.sparsity.predictor_set import PredictorSet
 from transformers import AutoTokenizer, ViTImageProcessor
@@ -73,7 +73,7 @@ def test_an_interrupted_run_goes_on_and_ends_with_the_same_files(
     assert len(set(row["perplexity"].values())) == 3
     assert (row["ffn"]["rank"], row["heads"]["rank"], row["ffn"]["block"]) == (5, 2, 4)
     assert picture.read_bytes().startswith(b"\x89PNG")
-    usual, calls = train_set.train_predictor, []
+    usual, calls = predictor_run.train_predictor, []
 
     def stop_at_the_third(*args: Any) -> Any:
         calls.append(args[0].site.name)
@@ -81,7 +81,7 @@ def test_an_interrupted_run_goes_on_and_ends_with_the_same_files(
             raise Interrupted
         return usual(*args)
 
-    monkeypatch.setattr(train_set, "train_predictor", stop_at_the_third)
+    monkeypatch.setattr(predictor_run, "train_predictor", stop_at_the_third)
     words = quick(models / "opt", tmp_path / "parts", "--block", "4")
     with pytest.raises(Interrupted):
         rows(*words)

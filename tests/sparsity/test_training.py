@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 from private_llm_hf.sparsity.predictor import Predictor
+from private_llm_hf.sparsity.predictor_run import fit_budget
 from private_llm_hf.sparsity.recordings import Recording
 from private_llm_hf.sparsity.settings import PredictorConfig, TrainingConfig
-from private_llm_hf.sparsity.train_set import fit_budget
 from private_llm_hf.sparsity.training import (
     balance,
     measure,

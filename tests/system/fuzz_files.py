@@ -13,7 +13,7 @@ import torch
 from fuzz_mutators import changed, edited, edits, encoded
 from fuzz_wire import fit_to_print
 from private_llm_hf.checkpoint.model_spec import describe
-from private_llm_hf.checkpoint.opened_file import OpenedFile
+from private_llm_hf.checkpoint.offload import OpenedFile
 from private_llm_hf.checkpoint.share_files import ShareFile, ShareWriter, _digest, share_path
 from private_llm_hf.checkpoint.weights import WeightList
 from transformers import OPTConfig, OPTForCausalLM

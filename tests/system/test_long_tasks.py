@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from long_tasks import TASKS, LongPrompt, answer_tokens, make_prompts, score
-from private_llm_hf.long_context.perplexity import PromptFrame, bundled_text, frame_of, token_ids
+from long_tasks import TASKS, LongPrompt, PromptFrame, answer_tokens, frame_of, make_prompts, score
+from private_llm_hf.tools.texts import bundled_text, token_ids
 
 from private_llm.errors import ConfigError
 from tests.long_context.tokenizers_of_kinds import KINDS, TEMPLATE, bare, closed, demo

@@ -10,7 +10,7 @@ from typing import Any
 import datasets
 import pytest
 from longbench import DATASETS, BenchPrompt, load_longbench, score, without_middle
-from private_llm_hf.long_context.perplexity import token_ids
+from private_llm_hf.tools.texts import token_ids
 
 from private_llm.errors import ConfigError
 from tests.long_context.tokenizers_of_kinds import TEMPLATE, bare, demo

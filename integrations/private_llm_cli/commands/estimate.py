@@ -39,7 +39,7 @@ def estimate(
     sparsity: as `PlannedSparsity.parse` reads it. ranges: a file of `calibrate`; without it every module has one size.
     """
     from private_llm_hf.models.architectures import architecture
-    from private_llm_hf.sparsity.planned import PlannedSparsity
+    from private_llm_hf.sparsity.price import PlannedSparsity
     from private_llm_hf.tools.estimate import estimate as run
 
     known = ranges_from(ranges) or UNKNOWN

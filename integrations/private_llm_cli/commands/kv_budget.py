@@ -24,7 +24,7 @@ def kv_budget(
     """
     from private_llm_hf.client.inputs import max_positions
     from private_llm_hf.long_context.budget import smallest_budget
-    from private_llm_hf.long_context.perplexity import text_windows
+    from private_llm_hf.tools.texts import text_windows
 
     quiet()
     try:

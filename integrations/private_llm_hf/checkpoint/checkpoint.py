@@ -7,9 +7,11 @@ be made plain is refused in one sentence, before anything is sent.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import os
+import shutil
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -19,14 +21,23 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
-from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoImageProcessor,
+    AutoTokenizer,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.utils import find_adapter_config_file
 
 from private_llm.errors import ConfigError, PatchMismatch, PrivateLLMError
 from private_llm_hf.checkpoint.dense import FOREIGN, TIED, dense_model, first_line, quantisation, without_quantisation
 from private_llm_hf.checkpoint.loaded import as_built
+from private_llm_hf.checkpoint.sentence_vectors import copy_sentence_files
 from private_llm_hf.checkpoint.source import check_attention, check_options, readable_files, want_config
 from private_llm_hf.checkpoint.weights import LOADING, Sink, WeightList, stream_checkpoint, stream_loaded
+from private_llm_hf.models.architectures import architecture
 
 
 class Checkpoint:
@@ -278,3 +289,54 @@ def _unpacking(quantised: Any) -> Any:  # noqa: ANN401 - a dictionary, or one of
     elif hasattr(settings, "dequantize"):
         settings.dequantize = True
     return settings
+
+
+# -- what the user of share files gets: configuration, generation settings, tokenizer, no weights ---------------------
+@contextlib.contextmanager
+def made_or_removed(folder: Path) -> Iterator[None]:
+    """A folder that is made inside does not stay behind an error; one that was there stays as it is."""
+    there = folder.exists()
+    try:
+        yield
+    except BaseException:
+        if not there:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def write_client_folder(
+    checkpoint: Checkpoint, folder: Path, config: PretrainedConfig, model_class: type[PreTrainedModel],
+    download: dict[str, Any],
+) -> None:  # fmt: skip
+    """Configuration, generation settings and tokenizer for the user of share files, and how vectors are made."""
+    source = checkpoint.source
+    config.architectures = [model_class.__name__]
+    config.save_pretrained(folder)
+    generation = generation_config(model_class, source, config, download)
+    if generation is not None:
+        generation.save_pretrained(folder)
+    if architecture(config).kind == "vision":
+        with contextlib.suppress(OSError, ValueError):  # plain networks and tests have none
+            AutoImageProcessor.from_pretrained(source, **download).save_pretrained(folder)
+        return
+    copy_sentence_files(source, folder, **download)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            checkpoint.tokenizer_source, **checkpoint.tokenizer_options, **download
+        )
+    except (OSError, ValueError):
+        return  # a checkpoint without tokenizer
+    if tokenizer.vocab_size > 0:  # for some families transformers makes up an empty one
+        tokenizer.save_pretrained(folder)
+
+
+def generation_config(
+    model_class: type[PreTrainedModel], source: str, config: PretrainedConfig, download: dict[str, Any]
+) -> GenerationConfig | None:
+    """The checkpoint's generation settings, as from_pretrained finds them."""
+    if not model_class.can_generate():
+        return None
+    try:
+        return GenerationConfig.from_pretrained(source, **download)
+    except OSError:
+        return GenerationConfig.from_model_config(config)

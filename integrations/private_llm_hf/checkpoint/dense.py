@@ -18,8 +18,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from private_llm.errors import PatchMismatch
 from private_llm_hf.checkpoint.given_parts import strange_modules, uncompiled
 from private_llm_hf.checkpoint.own_code import refuse_own_code
-from private_llm_hf.checkpoint.same_outputs import difference, first_difference, outputs, recorded
-from private_llm_hf.checkpoint.sample_inputs import sample_inputs
+from private_llm_hf.checkpoint.sample_inputs import difference, first_difference, outputs, recorded, sample_inputs
 from private_llm_hf.checkpoint.weights import skeleton
 from private_llm_hf.vision.network import Network
 

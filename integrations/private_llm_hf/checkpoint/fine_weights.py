@@ -21,7 +21,7 @@ from private_llm.ring.ring import Ring
 from private_llm_hf.checkpoint.model_spec import folds_norms
 from private_llm_hf.checkpoint.norm_readers import norm_readers
 from private_llm_hf.checkpoint.weights import skeleton
-from private_llm_hf.models.folded_norms import fold_norms
+from private_llm_hf.models.folds import fold_norms
 
 WEIGHT_BITS = 11
 """A layer's weights have a root mean square of 2^WEIGHT_BITS units: rounding is then 1e-4 of them."""

@@ -6,11 +6,21 @@ parametrisations and pruning compute a weight when it is read.
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+import inspect
+import types
+from collections.abc import Iterator, Mapping
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import parametrize
+from transformers import PretrainedConfig, PreTrainedModel
+
+from private_llm.errors import PatchMismatch
+from private_llm_hf.checkpoint.model_spec import sent_values
+from private_llm_hf.models.architectures import architecture
 
 _ACTIVATIONS = ("torch.nn.modules.activation", "transformers.activations")
 """Where activations are from of which another one may stand in a module, if it computes the same."""
@@ -114,3 +124,178 @@ def _offloaded(model: nn.Module, name: str) -> Tensor | None:
             if isinstance(found, Tensor):
                 return found
     return None
+
+
+# -- what modules hold beside weights: buffers, settings and configurations -------------------------------------------
+# A short text does not show a window, numbers of positions beyond it, or the index of a cache, so these are compared as
+# they stand.
+_OF_TRAINING = (
+    "training", "gradient_checkpointing", "activation_checkpointing", "name_or_path", "warnings_issued",
+    "all_tied_weights_keys",
+)  # fmt: skip
+"""Attributes of modules that change nothing in evaluation."""
+
+_SIZES = (
+    "vocab_size", "vocab_size_per_layer_input", "num_embeddings", "padding_idx", "in_features", "out_features", "nf",
+    "nx",
+)  # fmt: skip
+"""Attributes that say what shapes of weights say, or only which gradients are whose."""
+
+_OF_THE_WHOLE = (
+    "vocab_size", "tie_word_embeddings", "pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id",
+    "forced_bos_token_id", "forced_eos_token_id", "use_cache", "return_dict", "output_hidden_states",
+    "output_attentions", "id2label", "label2id", "problem_type", "quantization_config",
+)  # fmt: skip
+"""Settings that few modules read: a copy that a module holds may be older where its class does not name them."""
+
+ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention")
+"""Ways of transformers to compute the same attention."""
+
+_PLAIN = (int, float, complex, str, types.NoneType, torch.dtype, torch.device)
+_MISSING = object()
+
+
+# -- buffers ----------------------------------------------------------------------------------------------------------
+def check_buffers(model: PreTrainedModel, built: PreTrainedModel) -> None:
+    """Raise PatchMismatch for buffers other than those of the configuration; `built` gets the model's own precision."""
+    device = next(built.parameters()).device
+    for path, module in built.named_modules(remove_duplicate=False):
+        if isinstance(module, _BatchNorm):
+            continue
+        for own, wanted in module._buffers.items():
+            name = _joined(path, own)
+            found = value(model, name)
+            if wanted is None and found is None:
+                continue
+            if wanted is None or found is None or not _same_buffer(found, wanted):
+                raise PatchMismatch(
+                    f"patch: buffer '{name}' is not what the model's configuration makes it, from which the parties "
+                    "build it; undo the change, or change the configuration and load the model again"
+                )
+            module._buffers[own] = found.to(device)
+
+
+def _same_buffer(found: Tensor, wanted: Tensor) -> bool:
+    """Whether a buffer is the other, or what `half()` or `bfloat16()` left of it."""
+    found = found.cpu()
+    if found.shape != wanted.shape:
+        return False
+    if not wanted.is_floating_point():
+        return torch.equal(found, wanted.to(found.dtype))
+    rounded = [wanted.to(dtype).float() for dtype in (torch.float32, torch.float16, torch.bfloat16)]
+    return any(torch.allclose(found.float(), each, rtol=1e-6, atol=0.0, equal_nan=True) for each in rounded)
+
+
+# -- settings: eps, scaling, windows, functions -----------------------------------------------------------------------
+def check_settings(model: PreTrainedModel, built: PreTrainedModel) -> None:
+    """Raise PatchMismatch for settings of modules (eps, scaling, windows), functions and configurations that differ.
+
+    Some modules change theirs in a call, so both should have computed the same inputs before.
+    """
+    ignored = {*_OF_TRAINING, *_SIZES} | (set() if architecture(model.config).caches else {"layer_idx"})
+    for path, (mine, module) in pairs(model, built).items():
+        if isinstance(module, nn.Dropout):
+            continue
+        for own, wanted in vars(module).items():
+            if own.startswith("_") or "drop" in own or own in ignored:
+                continue
+            found = getattr(mine, own, _MISSING)
+            if not _same(found, wanted):
+                _differs(_joined(path, own), found, wanted)
+    _check_configurations(model, built)
+
+
+def _same(found: Any, wanted: Any) -> bool:  # noqa: ANN401 - anything that a module may hold
+    """Whether a setting is the class's; True for what is none (caches, modules, what is compared elsewhere)."""
+    if isinstance(wanted, tuple | list):
+        alike = isinstance(found, tuple | list) and len(found) == len(wanted)
+        return alike and all(map(_same, found, wanted))
+    if isinstance(wanted, dict) and isinstance(found, dict):
+        if any(isinstance(item, Tensor) for item in found.values()):  # what was computed once
+            return True
+        return set(found) == set(wanted) and all(_same(found[k], wanted[k]) for k in wanted)
+    if isinstance(wanted, functools.partial):
+        parts = ("func", "args", "keywords")
+        return isinstance(found, functools.partial) and all(_same(getattr(found, p), getattr(wanted, p)) for p in parts)
+    if isinstance(wanted, types.FunctionType):
+        return isinstance(found, types.FunctionType) and _same_function(found, wanted)
+    if isinstance(wanted, types.BuiltinFunctionType | type):
+        return found is wanted
+    if isinstance(wanted, types.MethodType):
+        return isinstance(found, types.MethodType) and found.__func__ is wanted.__func__
+    if isinstance(found, Tensor) and (wanted is None or isinstance(wanted, Tensor)):
+        cached = wanted is None and found.numel() != 1  # a table that was made in a call
+        return cached or (wanted is not None and not wanted.is_meta and _same_buffer(found, wanted))
+    if isinstance(wanted, _PLAIN):
+        return found is not _MISSING and bool(found == wanted) and isinstance(found, str) == isinstance(wanted, str)
+    return found is not _MISSING
+
+
+def _same_function(found: types.FunctionType, wanted: types.FunctionType) -> bool:
+    """The same code, with the same values around it."""
+    cells = [[cell.cell_contents for cell in each.__closure__ or ()] for each in (found, wanted)]
+    defaults = [(each.__defaults__ or (), each.__kwdefaults__ or {}) for each in (found, wanted)]
+    return found.__code__ is wanted.__code__ and _same(cells[0], cells[1]) and _same(defaults[0], defaults[1])
+
+
+# -- configurations ---------------------------------------------------------------------------------------------------
+def _check_configurations(model: PreTrainedModel, built: PreTrainedModel) -> None:
+    """Raise for copies of the configuration in modules that say something else than the one that is built from."""
+    whole, read = sent_values(model.config), sent_values(built.config)
+    corrected = {key: each for key, each in whole.items() if each != read.get(key)}
+    seen = set()
+    for path, (mine, module) in pairs(model, built).items():
+        for own, wanted in vars(module).items():
+            found = getattr(mine, own, None)
+            if not isinstance(wanted, PretrainedConfig) or found is model.config:
+                continue
+            if not isinstance(found, PretrainedConfig):
+                _differs(_joined(path, own), found, wanted)
+            if (id(found), id(wanted), type(mine)) in seen:
+                continue
+            seen.add((id(found), id(wanted), type(mine)))
+            name = _joined(path, own)
+            for key, here, there in _differences(sent_values(found), sent_values(wanted)):
+                old = key in _OF_THE_WHOLE and not _reads(type(mine), key)
+                if not old and (key not in corrected or corrected[key] != here):
+                    _differs(f"{name}.{key}", here, there)
+            way = found._attn_implementation
+            if way not in (None, *ATTENTION, model.config._attn_implementation):
+                _differs(f"{name}._attn_implementation", way, wanted._attn_implementation)
+
+
+def _differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> Iterator[tuple[str, object, object]]:
+    for key in sorted({*found, *wanted}):
+        here, there = found.get(key, _MISSING), wanted.get(key, _MISSING)
+        if here != there:
+            yield key, here, there
+
+
+def _reads(kind: type, key: str) -> bool:
+    """Whether methods of a class, or of one of transformers' models that it extends, name a setting."""
+    homes = [base for base in kind.__mro__ if base.__module__.startswith("transformers.models.")]
+    methods = [
+        inspect.unwrap(found).__code__
+        for base in homes
+        if not base.__name__.endswith("PreTrainedModel")
+        for own, found in vars(base).items()
+        if isinstance(found, types.FunctionType) and own != "__init__"
+    ]
+    return any(key in code.co_names or key in code.co_consts for code in methods)
+
+
+def _differs(name: str, found: object, wanted: object) -> NoReturn:
+    raise PatchMismatch(
+        f"patch: '{name}' is {_short(found)} here, and {_short(wanted)} by the model's configuration, from which the "
+        "parties build it; set it back, or change the configuration of the whole model and load it again"
+    )
+
+
+def _short(found: object) -> str:
+    if found is _MISSING:
+        return "missing"
+    return f"{found:g}" if type(found) is float else getattr(found, "__name__", None) or str(found)[:80]
+
+
+def _joined(path: str, own: str) -> str:
+    return f"{path}.{own}" if path else own

@@ -22,20 +22,28 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from private_llm.errors import PatchMismatch
 from private_llm_hf.checkpoint.dense import first_line
-from private_llm_hf.checkpoint.given_parts import pairs, part, strange_modules, value
-from private_llm_hf.checkpoint.held_values import ATTENTION, check_buffers, check_settings
+from private_llm_hf.checkpoint.given_parts import (
+    ATTENTION,
+    check_buffers,
+    check_settings,
+    pairs,
+    part,
+    strange_modules,
+    value,
+)
 from private_llm_hf.checkpoint.model_spec import sent_values
 from private_llm_hf.checkpoint.own_code import of_user, replaced_forwards
-from private_llm_hf.checkpoint.same_outputs import (
+from private_llm_hf.checkpoint.sample_inputs import (
     EQUAL,
     difference,
     evaluating,
     first_difference,
     generated,
+    longer_inputs,
     outputs,
     recorded,
+    sample_inputs,
 )
-from private_llm_hf.checkpoint.sample_inputs import longer_inputs, sample_inputs
 from private_llm_hf.checkpoint.weights import (
     AS_GIVEN,
     POOLER,

@@ -17,8 +17,7 @@ from private_llm.ranges import UNKNOWN, Ranges
 from private_llm_hf.checkpoint.norm_readers import norm_readers
 from private_llm_hf.checkpoint.weights import Sink, WeightList, skeleton
 from private_llm_hf.models.architectures import architecture_of, classes_of, refuse_loading
-from private_llm_hf.models.batch_norm import Fold, Folder, fold_batch_norms
-from private_llm_hf.models.folded_norms import NONE_FOLDED, Folded, NormFold, NormFolder, fold_norms
+from private_llm_hf.models.folds import NONE_FOLDED, Fold, Folded, Folder, NormFold, fold_batch_norms, fold_norms
 from private_llm_hf.models.sparse_blocks import attach_predictors, sparse_blocks
 from private_llm_hf.vision.network import Network
 from private_llm_hf.wire.commands import Description
@@ -120,4 +119,4 @@ class ModelSpec:
     def folding(self, sink: Sink) -> Sink:
         """A sink for the tensors of a checkpoint that passes on what the parties get."""
         known = set(self.source.shapes)
-        return Folder(self.folds, known, NormFolder(self.norm_folds, known, sink))
+        return Folder(self.folds, known, Folder(self.norm_folds, known, sink))

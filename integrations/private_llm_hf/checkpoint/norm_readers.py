@@ -1,6 +1,6 @@
 """Norms whose output linear layers alone read: found by following it through a forward on the meta device.
 
-A norm's weight can then be part of those layers (models/folded_norms.py). A norm is none of them if its output goes
+A norm's weight can then be part of those layers (models/folds.py). A norm is none of them if its output goes
 anywhere else: into a sum, a product, an expert, an output of the model; if a layer that reads it reads something else,
 too, or has a weight that another module uses; if somebody looks at its weight; and if a module around it is replaced
 at the parties, where it may do anything else. Where the forward does not run without values, no norm is.
@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,7 @@ from private_llm.config import PrivateConfig
 from private_llm.ranges import Ranges
 from private_llm.tensor.dispatch import TorchArg
 from private_llm.tensor.fixed import READ_BITS
+from private_llm_hf.checkpoint.sample_inputs import tensors_in
 from private_llm_hf.checkpoint.weights import skeleton
 from private_llm_hf.handlers import handler_of, match
 from private_llm_hf.models.architectures import architecture
@@ -221,17 +222,6 @@ def _same_rows(func: TorchArg, args: Sequence[TorchArg], out: TorchArg) -> bool:
         index = args[1] if isinstance(args[1], tuple) else (args[1],)
         return all(part is Ellipsis or isinstance(part, int | slice) for part in index)
     return func in _SAME or func in _SHAPED
-
-
-def tensors_in(value: object) -> Iterator[Tensor]:
-    """Every tensor in tuples, lists and dictionaries."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from tensors_in(tuple(value.values()))
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from tensors_in(item)
 
 
 # -- who reads the results of products: where products alone do, fewer of their bits are needed -----------------------

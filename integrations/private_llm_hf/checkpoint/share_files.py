@@ -35,7 +35,7 @@ from private_llm.protocols.weight_sharing import Dealer, assemble, keys_held, ma
 from private_llm.ranges import Ranges
 from private_llm.ring.prg import Seed
 from private_llm.ring.ring import Ring
-from private_llm_hf.checkpoint.opened_file import OpenedFile
+from private_llm_hf.checkpoint.offload import OpenedFile
 from private_llm_hf.checkpoint.weights import WeightList, encode_weight
 from private_llm_hf.wire.codec import shown
 from private_llm_hf.wire.commands import Description

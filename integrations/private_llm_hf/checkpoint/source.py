@@ -16,7 +16,7 @@ from transformers import PretrainedConfig
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError, PrivateLLMError
-from private_llm_hf.checkpoint.held_values import ATTENTION
+from private_llm_hf.checkpoint.given_parts import ATTENTION
 
 _CHANGES_NOTHING = ("low_cpu_mem_usage", "weights_only", "resume_download", "_fast_init", "use_kernels")
 """Arguments of transformers' from_pretrained about how it loads: here weights are read one by one."""

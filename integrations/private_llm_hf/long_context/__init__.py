@@ -1,4 +1,4 @@
-"""What a budget of the KV cache costs a plaintext model: policies in plaintext, next tokens that stay, perplexity.
+"""What a budget of the KV cache costs a plaintext model: policies in plaintext, next tokens that stay.
 
 `budget.smallest_budget` is what `private-llm kv-budget` runs; `plain_attention.policy_attention` and
 `plain_cache.PolicyCache` run `generate` of a plaintext model under any policy.

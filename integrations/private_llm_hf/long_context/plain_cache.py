@@ -24,8 +24,13 @@ from private_llm.kv_policies.fixed import NoCache
 from private_llm.kv_policies.padding import Arranged, arranged, queries_that_count
 from private_llm.kv_policies.policy import CacheFacts, CachePolicy, ClusterShape, Selection
 from private_llm.nn.kv_cache import columns_at
-from private_llm_hf.long_context.choices import chosen_entries, entries_that_stay, representatives
-from private_llm_hf.long_context.plain_attention import PlainKeys, Scoring
+from private_llm_hf.long_context.plain_attention import (
+    PlainKeys,
+    Scoring,
+    chosen_entries,
+    entries_that_stay,
+    representatives,
+)
 from private_llm_hf.models.cache_policies import BOUNDED, FULL, layer_kinds, windowed_layers
 
 

@@ -31,13 +31,11 @@ from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.secret import SecretTensor
 from private_llm_hf.checkpoint.model_spec import accepted_class
 from private_llm_hf.checkpoint.weights import without_weights
-from private_llm_hf.handlers import handler_of, match
+from private_llm_hf.handlers import embedding_first, handler_of, is_esm, match
 from private_llm_hf.models.architectures import attention_of, table
 from private_llm_hf.models.attention_interface import register
-from private_llm_hf.models.batch_norm import fold_batch_norms
 from private_llm_hf.models.cache_policies import expanded, expands_latents, windowed_layers
-from private_llm_hf.models.esm import embedding_first, is_esm
-from private_llm_hf.models.folded_norms import NONE_FOLDED, Folded, fold_norms
+from private_llm_hf.models.folds import NONE_FOLDED, Folded, fold_batch_norms, fold_norms
 from private_llm_hf.models.sparse_blocks import attach_predictors, make_sparse
 from private_llm_hf.party.cache import SecretCache, SecretEncoderDecoderCache
 from private_llm_hf.party.layers import RepeatedLayer, are_layers

@@ -22,9 +22,8 @@ from private_llm.errors import DomainError, TransportError, UnsupportedOp
 from private_llm.kv_policies.fixed import KEEP_ALL, NoCache
 from private_llm_hf.client import inputs as check
 from private_llm_hf.models.architectures import Architecture, architecture, batch_first
-from private_llm_hf.models.cache_policies import BOUNDED, layer_kinds
+from private_llm_hf.models.cache_policies import BOUNDED, depends_on_longest, layer_kinds
 from private_llm_hf.models.miniature import miniature
-from private_llm_hf.models.prompt_chunks import depends_on_longest
 from private_llm_hf.party.calls import refuse_unknown, table_of
 from private_llm_hf.party.model_description import validate_input_shape
 from private_llm_hf.party.session_state import SessionState

@@ -36,8 +36,7 @@ from private_llm.errors import ConfigError, refuse_unknown
 from private_llm_hf.checkpoint.model_spec import describe, model_class
 from private_llm_hf.checkpoint.node_checkpoint import WeightsDigest
 from private_llm_hf.checkpoint.weights import WeightList, skeleton, stream_loaded
-from private_llm_hf.sparsity.measures import Measures
-from private_llm_hf.sparsity.predictor import Predictor
+from private_llm_hf.sparsity.predictor import Measures, Predictor
 from private_llm_hf.sparsity.settings import PredictorConfig
 from private_llm_hf.sparsity.sites import Site
 

@@ -21,8 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from private_llm.errors import ConfigError
-from private_llm_hf.sparsity.measures import Counter, Measures, Scored, threshold_for
-from private_llm_hf.sparsity.predictor import Predictor
+from private_llm_hf.sparsity.predictor import Counter, Measures, Predictor, Scored, threshold_for
 from private_llm_hf.sparsity.recordings import Recording
 from private_llm_hf.sparsity.settings import PredictorConfig, TrainingConfig
 

@@ -27,13 +27,11 @@ from private_llm.token_sharding import HELD, AttentionCall, Exchange, Sent, Stag
 from private_llm_hf.checkpoint.model_spec import describe
 from private_llm_hf.checkpoint.weights import WeightList, skeleton
 from private_llm_hf.client.costs import Costs, layer_of, rows_of
-from private_llm_hf.token_sharding.answers import Due
 from private_llm_hf.token_sharding.attention_calls import attention_calls
-from private_llm_hf.token_sharding.client import Nodes, NodeStep
+from private_llm_hf.token_sharding.client import Due, Nodes, NodeStep
 from private_llm_hf.token_sharding.commands import LoadNode
-from private_llm_hf.token_sharding.comp_node import CompNode, reads_last_token
 from private_llm_hf.token_sharding.cut import Cut
-from private_llm_hf.token_sharding.node import plan_of
+from private_llm_hf.token_sharding.node import CompNode, plan_of, reads_last_token
 
 AROUND = "input, head and output"
 """What belongs to no layer."""

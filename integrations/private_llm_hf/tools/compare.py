@@ -1,35 +1,39 @@
 """Module by module against plaintext: the same input through the private arithmetic (`plain`) and through float64.
 
-Finds which module an error comes from, and names the module and operation whose values leave the ring, local steps
-included (protocols/plain/checked.py). It runs where the
-plaintext is known anyway, at the model owner; the arithmetic is that of the real protocols up to one unit a truncation.
+`compare` finds which module an error comes from, and names the module and operation whose values leave the ring, local
+steps included (protocols/plain/checked.py). It runs where the plaintext is known anyway, at the model owner; the
+arithmetic is that of the real protocols up to one unit a truncation. `survey` finds all operations without a rule.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from private_llm.config import PrivateConfig
-from private_llm.errors import DomainError
+from private_llm.errors import DomainError, PrivateLLMError
 from private_llm.net.local import LocalMesh
 from private_llm.protocols.plain.checked import CheckedPlain
+from private_llm.protocols.plain.party import Plain
 from private_llm.protocols.session import Session
 from private_llm.protocols.share import cleartext
 from private_llm.ranges import UNKNOWN, Ranges
 from private_llm.ring.ring import Ring
+from private_llm.tensor.dispatch import TorchArg, op_name
 from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.secret import SecretTensor
 from private_llm_hf.checkpoint.model_spec import ModelSpec, describe, folds_norms
+from private_llm_hf.checkpoint.sample_inputs import tensors_in
 from private_llm_hf.checkpoint.weights import encode_weight, stream_loaded
 from private_llm_hf.models.architectures import architecture
 from private_llm_hf.models.emulation import emulated
-from private_llm_hf.models.folded_norms import fold_norms
+from private_llm_hf.models.folds import fold_norms
 from private_llm_hf.party.model import build_party_model
 
 
@@ -68,23 +72,20 @@ def compare(
     config = replace(config, protocol="plain", insecure=True, debug_ranges=True, party_mode="auto", hosts=())
     spec = ModelSpec.of(type(model), model.config, folds_norms(config))
     truth = _truth(model, spec)
-    session = _session(config, ranges)
-    weights = dict(_weights(model, spec, session))
-    facts = describe(type(model), model.config)
-    private = build_party_model(facts.config, facts.class_, weights, session, folded=spec.folded)
+    private, session = _under_plain(model, spec, config, ranges, CheckedPlain)
     expected, found = _Outputs(truth), _Outputs(private)
     stopped = None
     with torch.no_grad():
         if architecture(model.config).kind == "vision":
             with emulated(truth, config.approximations):
                 truth(given.double())
-            inputs = {"pixel_values": SecretTensor(_fixed(session, given))}
+            inputs = {"pixel_values": _secret(session, given)}
         else:
             tokens = _tokens(truth, given)
             with emulated(truth, config.approximations):
                 truth(**tokens, use_cache=False)
             inputs = {
-                name.replace("input_ids", "inputs_embeds"): SecretTensor(_fixed(session, _embedding(truth, name)(ids)))
+                name.replace("input_ids", "inputs_embeds"): _secret(session, _embedding(truth, name)(ids))
                 for name, ids in tokens.items()
             }
         try:
@@ -156,22 +157,11 @@ class _Outputs:
     def _hook(self, name: str) -> Callable[[nn.Module, object, object], None]:
         def keep(module: nn.Module, inputs: object, output: object) -> None:
             self._running.pop()
-            value = _first(output)
+            value = next(tensors_in(output), None)
             if value is not None:
                 self.values[name] = _decoded(value)
 
         return keep
-
-
-def _first(output: object) -> Tensor | None:
-    if isinstance(output, Tensor):
-        return output
-    parts: Iterable[object] = ()
-    if isinstance(output, dict):
-        parts = output.values()
-    elif isinstance(output, tuple | list):
-        parts = output
-    return next((part for part in parts if isinstance(part, Tensor)), None)
 
 
 def _decoded(value: Tensor) -> Tensor:
@@ -181,24 +171,107 @@ def _decoded(value: Tensor) -> Tensor:
     return value.to(torch.float64, copy=True)  # the model may go on in place
 
 
-def _session(config: PrivateConfig, ranges: Ranges) -> Session:
-    transport = LocalMesh(1).transport(0)
-    session = Session(config, CheckedPlain(0, transport, Ring(config.ring)))
+def _under_plain(
+    model: PreTrainedModel, spec: ModelSpec, config: PrivateConfig, ranges: Ranges, protocol: type[Plain]
+) -> tuple[PreTrainedModel, Session]:
+    """The model as the one party of `plain` runs it, and its session."""
+    session = Session(config, protocol(0, LocalMesh(1).transport(0), Ring(config.ring)))
     session.numerics.ranges = ranges
-    return session
-
-
-def _weights(model: PreTrainedModel, spec: ModelSpec, session: Session) -> list[tuple[str, Fixed]]:
-    made: list[tuple[str, Fixed]] = []
+    weights: dict[str, Fixed] = {}
 
     def take(name: str, value: Tensor) -> None:
-        frac = session.numerics.ranges.frac_of_weight(name, session.frac)
-        elements = encode_weight(name, value, session.ring, frac)
-        made.append((name, Fixed(session, cleartext(elements, watched=True), frac)))
+        frac = ranges.frac_of_weight(name, session.frac)
+        weights[name] = _fixed(session, encode_weight(name, value, session.ring, frac), frac)
 
     stream_loaded(model, spec.source, spec.folding(take))
-    return made
+    facts = describe(type(model), model.config)
+    return build_party_model(facts.config, facts.class_, weights, session, folded=spec.folded), session
 
 
-def _fixed(session: Session, value: Tensor) -> Fixed:
-    return Fixed(session, cleartext(session.ring.encode(value, session.frac), watched=True), session.frac)
+def _fixed(session: Session, elements: Tensor, frac: int) -> Fixed:
+    return Fixed(session, cleartext(elements, watched=isinstance(session.protocol, CheckedPlain)), frac)
+
+
+def _secret(session: Session, value: Tensor) -> SecretTensor:
+    """A tensor of numbers as a secret of this session."""
+    return SecretTensor(_fixed(session, session.ring.encode(value, session.frac), session.frac))
+
+
+# -- which operations have no rule: all of them, not the first, found on a small model with random weights -------------
+# Where one is refused, its result is computed from the decoded numbers, which are nobody's, so that the run goes on.
+def survey(model: PreTrainedModel, run: Callable[[nn.Module, Callable[[Tensor], SecretTensor]], object]) -> list[str]:
+    """Run a model of random weights; every refusal as "module (class): what was refused", in order, each once.
+
+    run: calls the private model, given what makes a secret of a tensor of numbers.
+    """
+    config = PrivateConfig(protocol="plain", insecure=True, guard=False)
+    spec = ModelSpec.of(type(model), model.config, folds_norms(config))
+    private, session = _under_plain(model, spec, config, UNKNOWN, Plain)
+    mode = _Noting(private, session)
+    try:
+        with torch.no_grad(), mode:
+            run(private, mode.secret)
+    except Exception as error:  # noqa: BLE001 - whatever stops a foreign forward is what the survey is to find
+        mode.note(f"{type(error).__name__}: {error}" if not isinstance(error, PrivateLLMError) else str(error))
+    return list(dict.fromkeys(mode.refusals))
+
+
+class _Noting(TorchFunctionMode):
+    """Notes each refused operation with the module that called it, and goes on with its result in the clear."""
+
+    def __init__(self, model: nn.Module, session: Session) -> None:
+        super().__init__()
+        self._session = session
+        self._running: list[str] = []
+        self.refusals: list[str] = []
+        for name, module in model.named_modules():
+            called = f"{name or '(model)'} ({type(module).__name__})"
+            module.register_forward_pre_hook(lambda *_, called=called: self._running.append(called))
+            module.register_forward_hook(lambda *_: self._leave())
+
+    def _leave(self) -> None:
+        self._running.pop()
+
+    def note(self, refusal: str) -> None:
+        """One refusal, with the innermost module that runs."""
+        self.refusals.append(f"{self._running[-1] if self._running else '(model)'}: {refusal}")
+
+    def secret(self, value: Tensor) -> SecretTensor:
+        """A tensor of numbers as a secret of this session."""
+        return _secret(self._session, value.float())
+
+    def __torch_function__(
+        self, func: TorchArg, types: Sequence[type], args: Sequence[TorchArg] = (), kwargs: TorchArg = None
+    ) -> TorchArg:
+        """One operation of the model's forward."""
+        kwargs = kwargs or {}
+        try:
+            return func(*args, **kwargs)
+        except PrivateLLMError:
+            self.note(op_name(func))
+        result = func(*_each(args, self._open), **_each(kwargs, self._open))
+        made, name = _each(result, self._close), op_name(func)
+        in_place = name.endswith("_") and not name.endswith("__")
+        if in_place and args and isinstance(args[0], SecretTensor) and isinstance(made, SecretTensor):
+            return args[0].rebind(made)
+        return made
+
+    def _open(self, value: TorchArg) -> TorchArg:
+        if not isinstance(value, SecretTensor):
+            return value
+        held = value.shown().value(full=True)
+        shown = self._session.ring.decode(held.share.parts[0], held.frac).float()
+        return shown if value.hidden is None else shown.masked_fill(value.hidden, float("-inf"))
+
+    def _close(self, value: TorchArg) -> TorchArg:
+        floating = isinstance(value, Tensor) and not isinstance(value, SecretTensor) and value.is_floating_point()
+        return self.secret(value.nan_to_num(0.0).clamp(-1e4, 1e4)) if floating else value
+
+
+def _each(values: TorchArg, change: Callable[[TorchArg], TorchArg]) -> TorchArg:
+    """Change what is in tuples, lists and dictionaries."""
+    if isinstance(values, dict):
+        return {name: _each(value, change) for name, value in values.items()}
+    if type(values) in (tuple, list):
+        return type(values)(_each(value, change) for value in values)
+    return change(values)

@@ -47,8 +47,7 @@ from private_llm_hf.token_sharding.client import check_sharding
 from private_llm_hf.token_sharding.cut import Cut, stop_behind
 from private_llm_hf.token_sharding.estimate import MetaNodes, Sharded
 from private_llm_hf.token_sharding.split import split_forward
-from private_llm_hf.tools.priced_once import price_once
-from private_llm_hf.tools.quick_shapes import QuickShapes
+from private_llm_hf.tools.priced_once import QuickShapes, price_once
 from private_llm_hf.vision.network import Network, image_shape
 from private_llm_hf.vision.networks import BUILDERS
 from private_llm_hf.wire.answers import Outputs

@@ -91,7 +91,7 @@ class NodeOutput(Message):
 
 @dataclass(frozen=True)
 class NodeOutputs(Message):
-    """A CompNode's part of a forward is done; token_sharding/answers.py checks it. class_: of the model's output."""
+    """A CompNode's part of a forward is done; token_sharding/client.py checks it. class_: of the model's output."""
 
     class_: str
     outputs: tuple[NodeOutput, ...]
