@@ -126,7 +126,7 @@ class PrivateConfig:
     bandwidth). What keys may read keeps all its bits, so in calls of many tokens, which take no keys, "auto" can cost a
     few percent more than "prefix": compare both with `private-llm estimate`.
     bandwidth_mbit: Mbit/s of a party's connection, for adder="auto" alone. latency_ms: one way between parties. All
-    endpoints agree on the three (docs/hosts.md, "Parties that are far apart").
+    endpoints agree on the three (docs/deploy.md, "Parties that are far apart").
     relu_bits: key bits of ReLU: its inputs stay below 2^(relu_bits-1-frac_bits) in magnitude (None: 2^20, or the
     whole ring). relu_low: lowest bits that ReLU ignores: inputs from 0 to 2^(relu_low-frac_bits) may become 0.
     truncation: "unit" (at most one unit in the last place too high) or "exact" (floor, by one more comparison).

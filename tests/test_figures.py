@@ -276,13 +276,13 @@ def test_a_row_of_each_table_is_that_of_this_code(command: str) -> None:
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("adder", ["default", "keys", "auto"])
 def test_the_table_of_parties_that_are_far_apart_is_that_of_the_estimator(adder: str) -> None:
-    """Rounds and MB of the bundled model in docs/hosts.md."""
+    """Rounds and MB of the bundled model in docs/deploy.md."""
     far = {} if adder == "default" else {"adder": adder, "bandwidth_mbit": 1000.0, "latency_ms": 20.0}
     model, config = wan_model("demo"), PrivateConfig.from_dict(far)
     whole = estimate(*model.shape(), config, 112, 2, ranges=model.ranges(config))
     assert whole.prompt is not None
     first, both = whole.prompt.costs, whole.costs
-    (row,) = re.findall(rf"^\| `?(?:adder=\")?{adder}.*$", (DOCS / "hosts.md").read_text("utf-8"), re.MULTILINE)
+    (row,) = re.findall(rf"^\| `?(?:adder=\")?{adder}.*$", (DOCS / "deploy.md").read_text("utf-8"), re.MULTILINE)
     prompt, token = (re.findall(r"[\d.]+", cell) for cell in row.split("|")[2:4])
     assert [int(prompt[0]), int(token[0])] == [first.rounds, both.rounds - first.rounds]
     shown, sent = (float(prompt[1]), float(token[1])), (first.bytes_total, both.bytes_total - first.bytes_total)

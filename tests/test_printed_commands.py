@@ -25,7 +25,7 @@ MODEL = str(resources.files("private_llm_hf").joinpath("demo_model"))
 HOSTS = "a:7000,b:7000,c:7000"
 TEXTS = ("notes.txt", "a.txt", "b.txt", "unseen.txt")
 ELSEWHERE = {
-    "deploy.md": "tests/system/walk_deploy.py runs the operators' guide",
+    "# at ": "tests/system/walk_deploy.py runs the operators' guide, whose blocks begin so",
     "gpu.md": "needs GPUs",
     "private-llm party --index": "started below, whatever the page's index, where a page has `share` before it",
     "private-llm certs --out certs --protocol cascade": "tests/test_cli_nodes.py starts nodes",
@@ -34,12 +34,13 @@ ELSEWHERE = {
     "private-llm classify microsoft/resnet-18": "weights that no package carries",
     "private-llm generate folder --gguf-file": "tests/test_cli_checkpoints.py makes such a file",
 }  # fmt: skip
-"""Pages and beginnings of commands that something else runs, and what."""
+"""Pages, and beginnings of blocks and of commands, that something else runs, and what."""
 
 
 def printed(page: Path) -> list[str]:
     """`private-llm` commands of a page that run here."""
-    lines = [line.split(" #")[0].strip() for block in blocks(page, "bash") for line in block.splitlines()]
+    here = [block for block in blocks(page, "bash") if not block.startswith("# at ")]
+    lines = [line.split(" #")[0].strip() for block in here for line in block.splitlines()]
     found = [line for line in lines if line.startswith("private-llm ")]
     return [line for line in dict.fromkeys(found) if not any(line.startswith(start) for start in ELSEWHERE)]
 
