@@ -12,7 +12,7 @@ from torch import Tensor
 from private_llm.config import PrivateConfig
 from private_llm.net.ledger import Cost, Ledger, merge
 from private_llm.net.transport import Transport
-from private_llm.protocols.client_end import ClientEnd
+from private_llm.protocols.ends import ClientEnd
 from private_llm.protocols.session import Session, meta_session
 from private_llm.protocols.share import Share
 from private_llm.ring.ring import Ring

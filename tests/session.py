@@ -9,7 +9,7 @@ from typing import TypeVar
 from private_llm.config import PrivateConfig
 from private_llm.net.local import LocalMesh
 from private_llm.net.transport import CLIENT, Transport
-from private_llm.protocols.client_end import ClientEnd
+from private_llm.protocols.ends import ClientEnd
 from private_llm.protocols.session import Session, join, join_as_client
 
 Result = TypeVar("Result")

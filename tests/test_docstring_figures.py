@@ -25,14 +25,13 @@ from private_llm.exact.topk import among_largest
 from private_llm.net.ledger import Cost
 from private_llm.net.transport import CLIENT
 from private_llm.protocols.arithmetic import Arithmetic
-from private_llm.protocols.boolean import Boolean
-from private_llm.protocols.dealer import cost as dealer
+from private_llm.protocols.dealer.party import dealer_prices as dealer
 from private_llm.protocols.exact import ExactTruncation
 from private_llm.protocols.prices import Prices
-from private_llm.protocols.protocol import Oblivious, Protocol
-from private_llm.protocols.quad import cost as quad_cost
+from private_llm.protocols.prices import trio_prices as trio
+from private_llm.protocols.protocol import Protocol
+from private_llm.protocols.quad.cost import quad_prices as quad_cost
 from private_llm.protocols.share import BitShare
-from private_llm.protocols.trio import cost as trio
 from private_llm.ring.ring import Ring
 from private_llm.tensor.fixed import Fixed, arithmetic
 from tests.harness import TRIO, run_meta
@@ -59,13 +58,13 @@ FORMULAS: list[tuple[Callable[..., object], list[Cost]]] = [
     (Arithmetic.truncate, [trio.truncate(R, N, F), quad_cost.truncate(R, N, F)]),
     (Arithmetic.mul, [p.product(R, N, s) for p in (trio, dealer, quad_cost) for s in (F, 0)]),
     (Arithmetic.poly, [p.poly(R, N, degree, F) for p in (trio, quad_cost) for degree in (2, 3)]),
-    (Boolean.msb, [p.msb(N, bits) for p in (trio, quad_cost) for bits in (64, 39)] + [trio.msb_ripple(N, 64)]),
-    (Boolean.inject, [p.inject(R, N, 1, weighted, 0) for p in (trio, quad_cost) for weighted in (1, 0)]),
-    (Boolean.a2b, [trio.a2b(R, N), quad_cost.a2b(R, N)]),
-    (Oblivious.lookup, [p.lookup(R, N, 1, public) for p in (trio, quad_cost) for public in (False, True)]),
-    (Oblivious.permutation, [dealer.permutation(N)]),
+    (Protocol.msb, [p.msb(N, bits) for p in (trio, quad_cost) for bits in (64, 39)] + [trio.msb_ripple(N, 64)]),
+    (Protocol.inject, [p.inject(R, N, 1, weighted, 0) for p in (trio, quad_cost) for weighted in (1, 0)]),
+    (Protocol.a2b, [trio.a2b(R, N), quad_cost.a2b(R, N)]),
+    (Protocol.lookup, [p.lookup(R, N, 1, public) for p in (trio, quad_cost) for public in (False, True)]),
+    (Protocol.permutation, [dealer.permutation(N)]),
     (
-        Oblivious.shuffle,
+        Protocol.shuffle,
         [p.shuffle(R, N, hidden, undo) for p in (trio, dealer) for hidden in (False, True) for undo in (False, True)]
         + [p.shuffle(R, moved, left=left) for p in (trio, dealer) for moved, left in ((N, 0), (0, N))],
     ),
@@ -85,14 +84,14 @@ def test_interfaces_state_the_prices_of_their_formulas(method: Callable[..., obj
 def test_bits_of_a_gate_and_what_quad_adds_once() -> None:
     for protocol, bits in ((trio, 3), (quad_cost, 5)):
         assert protocol.gate(N).total * 8 / N == bits
-        assert states(docstring(Boolean.and_), bits)
+        assert states(docstring(Protocol.and_), bits)
     assert states(docstring(Protocol.verify), quad_cost.verify().total)
     shuffled = quad_cost.shuffle(R, N)
-    assert states(docstring(Oblivious.shuffle), shuffled.total // N)
-    assert states(docstring(Oblivious.shuffle), shuffled.total % N)
+    assert states(docstring(Protocol.shuffle), shuffled.total // N)
+    assert states(docstring(Protocol.shuffle), shuffled.total % N)
     opened = quad_cost.open_shuffled(N).total - quad_cost.verify().total
-    assert states(docstring(Oblivious.open_shuffled), opened * 8 // N)
-    assert states(docstring(Oblivious.open_shuffled), opened - 4 * N // 8)
+    assert states(docstring(Protocol.open_shuffled), opened * 8 // N)
+    assert states(docstring(Protocol.open_shuffled), opened - 4 * N // 8)
     revealed = quad_cost.reveal_to_client(R, N).total - quad_cost.verify().total
     assert states(docstring(Protocol.reveal), revealed - 16 * N)
 

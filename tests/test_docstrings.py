@@ -16,14 +16,13 @@ import pytest
 
 from private_llm import errors
 from private_llm.protocols.arithmetic import Arithmetic
-from private_llm.protocols.boolean import Boolean
-from private_llm.protocols.client_end import ClientEnd
-from private_llm.protocols.protocol import Oblivious, Protocol
+from private_llm.protocols.ends import ClientEnd
+from private_llm.protocols.protocol import Protocol
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = {"private_llm": ROOT, "private_llm_hf": ROOT / "integrations"}
 """Where they lie."""
-INTERFACES = (Arithmetic, Boolean, Oblivious, Protocol, ClientEnd)
+INTERFACES = (Arithmetic, Protocol, ClientEnd)
 ERRORS = {
     name for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, errors.PrivateLLMError)
 }
@@ -80,7 +79,7 @@ def states_cost(doc: str, seen: tuple[str, ...] = ()) -> bool:
 
 
 def test_the_interfaces_were_found() -> None:
-    assert {(Arithmetic, "mul"), (Boolean, "msb"), (Oblivious, "lookup")} <= {*interface_methods()}
+    assert {(Arithmetic, "mul"), (Protocol, "msb"), (Protocol, "lookup")} <= {*interface_methods()}
     assert len(interface_methods()) >= 30
 
 

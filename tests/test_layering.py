@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LAYERS = (
     "importing", "errors", "typed_settings", "forks", "ranges", "kv_policies", "sparsity_config",
     "token_sharding.plans", "protocol_facts", "config", "threat",
-    "kernels", "ring", "circuits", "net", "protocols", "tensor", "replay", "exact", "approx", "oblivious", "nn",
+    "kernels", "ring", "net", "protocols", "tensor", "replay", "exact", "approx", "oblivious", "nn",
     "token_sharding.nodes",
 )  # fmt: skip
 """From the lowest to the highest."""

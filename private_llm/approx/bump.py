@@ -22,10 +22,9 @@ from private_llm.approx.curves import evaluate as by_keys
 from private_llm.approx.wave_sums import WaveSum, angle_frac, waves_of
 from private_llm.exact.comparisons import coarse_bits, coarse_span
 from private_llm.net.ledger import Cost
+from private_llm.protocols.one_step import Waves
 from private_llm.protocols.prices import Prices
 from private_llm.protocols.share import BitShare
-from private_llm.protocols.trio.cost import relu_minus_waves
-from private_llm.protocols.waves import Waves
 from private_llm.ring.ring import Ring
 from private_llm.tensor.fixed import Fixed
 
@@ -94,7 +93,7 @@ def _price(
     compared = prices.msb(count, bits, 3, low)
     if plan is not None:
         turned = prices.inject(ring, count, 2, 2, 0, plan.angle_bits)
-        return compared + turned + relu_minus_waves(ring, count, plan)
+        return compared + turned + prices.relu_minus_waves(ring, count, plan)
     twice = prices.inject(ring, count, 1, 1, 0).times(2)
     return compared + twice + price(bump.chain, ring, count, prices)
 

@@ -16,7 +16,7 @@ from functools import lru_cache
 
 from private_llm.exact.comparisons import coarse_span
 from private_llm.net.ledger import Cost
-from private_llm.protocols.piecewise import Pieces, Polynomial
+from private_llm.protocols.one_step import Pieces, Polynomial
 from private_llm.tensor.fixed import Fixed
 
 LARGEST = 60
@@ -95,7 +95,7 @@ def _integers(piece: Piece, own: int, total: int) -> Polynomial:
 def evaluate(curve: Curve, x: Fixed, frac: int) -> Fixed:
     """The curve at x, of the shape of x, with `frac` fractional bits (those of x, if the curve is linear above).
 
-    2 rounds; bytes: `piecewise` in protocols/trio/cost.py. Error: the curve's and
+    2 rounds; bytes: `piecewise` in protocols/prices.py. Error: the curve's and
     the rounding of the result. Raises UnsupportedOp under a protocol without comparison keys.
     """
     made = x.proto.piecewise(x.restore_high_bits().share, pieces_of(curve, x, frac))

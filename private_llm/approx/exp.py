@@ -11,10 +11,9 @@ from private_llm.approx.curves import evaluate as by_keys
 from private_llm.approx.curves import takes_curve
 from private_llm.exact.comparisons import coarse_bits, coarse_span
 from private_llm.net.ledger import Cost
-from private_llm.protocols.exponential import SPAN, TOTAL_BITS, Exponential
-from private_llm.protocols.exponential import TOP as RANGE_TOP
+from private_llm.protocols.one_step import SPAN, TOTAL_BITS, Exponential
+from private_llm.protocols.one_step import TOP as RANGE_TOP
 from private_llm.protocols.prices import Prices
-from private_llm.protocols.trio.cost import exponential
 from private_llm.ring.ring import Ring
 from private_llm.tensor.fixed import Fixed
 
@@ -28,7 +27,7 @@ TOP = 0.25
 def exp(x: Fixed, frac: int = 24) -> Fixed:
     """e^x with `frac` fractional bits, for -2^21 + 2^10 < x <= 1/4, any shape; 64-bit ring only, else DomainError.
 
-    Under trio and dealer one coarse comparison, then the masks' own exponentials (protocols/exponential.py): error
+    Under trio and dealer one coarse comparison, then the masks' own exponentials (protocols/one_step.py): error
     3e-5, and 4e-6 below -8; zero below -15, maybe from -14 on. 78 bytes an element, 5 rounds. Else (quad, plain) clip
     at -14 (one coarse comparison, one injection), then a polynomial of degree 16 in four products (chain.py) whose
     error shrinks with e^(x/2): at most 5e-5, and 2e-6 below -8. 12 rounds. By comparison keys (curves.py) 2 rounds,
@@ -59,7 +58,7 @@ def _clip_span(x: Fixed) -> tuple[int, int]:
 def _price(prices: Prices, ring: Ring, count: int, frac: int, own: bool, bits: int, low: int) -> Cost:
     """Of the comparison and the exponential, if the protocol has its own; else of it, an injection and the chain."""
     if own:
-        return prices.msb(count, bits, 1, low) + exponential(ring, count, TOTAL_BITS - frac)
+        return prices.msb(count, bits, 1, low) + prices.exponential(ring, count, TOTAL_BITS - frac)
     return prices.msb(count, bits, 1, low) + prices.inject(ring, count, 1, 1, 0) + price(EXP, ring, count, prices)
 
 

@@ -18,7 +18,7 @@ from functools import lru_cache
 from typing import Protocol
 
 from private_llm.net.ledger import Cost
-from private_llm.protocols.piecewise import Pieces, PiecesShape
+from private_llm.protocols.one_step import Pieces, PiecesShape
 from private_llm.tensor.fixed import Fixed
 
 CELLS = {-1.0: 33, -0.5: 24}
@@ -113,7 +113,7 @@ def takes_lines(x: Fixed, count: int, lines: Table, other: Callable[..., Cost], 
 def power_by_lines(x: Fixed, lines: Lines) -> Fixed:
     """gain * x^exponent for low <= x <= high, of the shape of x, with `lines.frac` fractional bits.
 
-    2 rounds; bytes: `piecewise` in protocols/trio/cost.py. Relative error 7e-5 (1/x) or 5e-5, 2^-frac absolute,
+    2 rounds; bytes: `piecewise` in protocols/prices.py. Relative error 7e-5 (1/x) or 5e-5, 2^-frac absolute,
     half to all of the relative precision of x, and x 2^(own - total) / 180 absolute, by which slopes are rounded
     (2^-26 for 1/x at 2^16 with 24 bits, there a relative 7e-4). Below `low` the first line goes on, so that the result
     is too small, not garbage. Raises UnsupportedOp under a protocol without comparison keys.

@@ -15,7 +15,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from private_llm.protocols.waves import PUBLIC_BITS, Wave, Waves
+from private_llm.protocols.one_step import PUBLIC_BITS, Wave, Waves
 
 Array = np.ndarray[tuple[int], np.dtype[np.float64]]
 

@@ -15,7 +15,7 @@ from decimal import Decimal, localcontext
 from functools import lru_cache
 
 from private_llm.approx.power_lines import CELLS, DECIMAL, bits_above, bits_below, whole
-from private_llm.protocols.piecewise import Pieces, PiecesShape
+from private_llm.protocols.one_step import Pieces, PiecesShape
 from private_llm.tensor.fixed import Fixed
 
 MOST_APART = 22
@@ -70,7 +70,7 @@ class WideLines:
 def power_by_wide_lines(x: Fixed, lines: WideLines) -> Fixed:
     """gain * x^(-1/2) in the range of `lines`, of the shape of x, with `lines.frac` fractional bits.
 
-    3 rounds; bytes: a truncation, and `piecewise` for two elements each (protocols/trio/cost.py). Relative error 1e-4
+    3 rounds; bytes: a truncation, and `piecewise` for two elements each (protocols/prices.py). Relative error 1e-4
     and the precision of x; 2e-4 where the copies meet: the lines' and what a coarse comparison is off by. Below the
     range too small, not garbage. Raises UnsupportedOp under a protocol without comparison keys.
     """

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 from private_llm.errors import DomainError
 from private_llm.net.ledger import Cost
-from private_llm.protocols.piecewise import Pieces, PiecesShape
+from private_llm.protocols.one_step import Pieces, PiecesShape
 from private_llm.protocols.prices import Prices
 from private_llm.protocols.session import Session
 from private_llm.protocols.share import BitShare
@@ -107,7 +107,7 @@ def chosen_below(
     """sum over k of [x < threshold_k] (weights_k x + constants_k), in the shape of x; span: as `exact_span`.
 
     One comparison and one injection, 5 or 4 rounds, or comparison keys, 1 round, where those are the way to go
-    (`PrivateConfig.adder`). Bytes of both: protocols/trio/cost.py. Raises DomainError as `Fixed.less_than` and
+    (`PrivateConfig.adder`). Bytes of both: protocols/prices.py. Raises DomainError as `Fixed.less_than` and
     `Fixed.select`.
     """
     bits, low = span

@@ -26,7 +26,7 @@ from torch import Tensor
 from private_llm.exact.comparisons import chosen_below, coarse_span, exact_span, reach
 from private_llm.exact.ragged_rows import Rows
 from private_llm.exact.topk import losses
-from private_llm.protocols.piecewise import Pieces, PiecesShape
+from private_llm.protocols.one_step import Pieces, PiecesShape
 from private_llm.protocols.share import Share
 from private_llm.tensor.fixed import Fixed, narrows
 

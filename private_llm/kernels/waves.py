@@ -27,7 +27,7 @@ Integers = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
 
 class Plan(Protocol):
-    """What the kernels read of `protocols.waves.Waves`."""
+    """What the kernels read of `protocols.one_step.Waves`."""
 
     @property
     def table(self) -> Integers:

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 from private_llm.config import PrivateConfig
 from private_llm.net.ledger import Cost
-from private_llm.protocols.adder import Adder
-from private_llm.protocols.prices import Prices
+from private_llm.protocols.prices import Adder, Prices
 from private_llm.protocols.registry import protocol_spec
 from private_llm.ring.ring import Ring
 
@@ -32,7 +31,7 @@ class Pricing:
         prices = protocol_spec(config.protocol).cost or protocol_spec("trio").cost
         if prices is None:
             raise TypeError("trio states no prices")
-        return cls(prices, Ring(config.ring), Adder(config.adder, config.bandwidth_mbit, config.latency_ms))
+        return cls(prices, Ring(config.ring), Adder.of(config))
 
     def comparison(self, count: int, bits: int, thresholds: int = 1) -> Cost:
         """`msb` of `count` elements of `bits` bits, by the adder that it will choose."""

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError, DomainError
-from private_llm.protocols.dealer.cost import remask
+from private_llm.protocols.dealer.party import dealer_prices
 from private_llm.protocols.registry import protocol_spec
 from private_llm.ring.ring import Ring
 
@@ -79,6 +79,7 @@ class RefillCost:
         entry = prices.product(ring, many * 2 * size, config.frac_bits).total / many
         if config.matmul != "remask":
             return cls(0.0, 0.0, entry)
+        remask = dealer_prices.remask
         return cls(remask(ring, 2 * size * width).total, remask(ring, width).total, entry)
 
     def worth(self, missing: int, shared: int, listed: bool = False) -> bool:

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from private_llm.errors import DomainError, UnsupportedOp
 from private_llm.kernels.forms import Conv2d, Form, Matmul
-from private_llm.protocols.party_end import PartyEnd
+from private_llm.protocols.ends import PartyEnd
 from private_llm.protocols.share import Share
 from private_llm.ring.ring import Ring
 
@@ -72,7 +72,7 @@ class Arithmetic(PartyEnd):
     """Whether every division is the floor, never one unit more."""
 
     has_narrow = False
-    """Whether divisions make use of `narrow` (in a 64-bit ring), and `local_truncate` is there."""
+    """Whether divisions make use of `widths` (in a 64-bit ring): where `local_truncate` is there."""
 
     def may_wrap(self) -> AbstractContextManager[None]:
         """Around steps whose values may leave the ring, because what wrapped is multiplied by zero later on. Local.

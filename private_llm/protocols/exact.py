@@ -19,12 +19,9 @@ from torch import Tensor
 
 from private_llm.kernels.forms import Form
 from private_llm.protocols.arithmetic import BitWidths
-from private_llm.protocols.boolean import Weights, check_low
-from private_llm.protocols.exponential import Exponential
-from private_llm.protocols.piecewise import Pieces
-from private_llm.protocols.protocol import Protocol
+from private_llm.protocols.one_step import Exponential, Pieces
+from private_llm.protocols.protocol import Protocol, Weights, check_low
 from private_llm.protocols.share import BitShare, Share
-from private_llm.protocols.waves import Waves
 
 
 class ExactTruncation(Protocol):
@@ -34,8 +31,9 @@ class ExactTruncation(Protocol):
     """
 
     divides_exactly = True
-    has_waves = False
-    has_narrow = False
+    # rounding depends on masks in these
+    local_truncate = Protocol.local_truncate
+    relu_minus_waves = Protocol.relu_minus_waves
 
     def truncate(self, x: Share, shift: int, widths: BitWidths | None = None) -> Share:
         """floor(x / 2^shift) for |x| < 2^(ring bits - 2); the shape of x.
@@ -78,10 +76,6 @@ class ExactTruncation(Protocol):
     def exponential(self, x: Share, keep: BitShare, plan: Exponential) -> Share:
         """Exponentials, exactly divided: 1 round, then `truncate`."""
         return self.truncate(super().exponential(x, keep, dataclasses.replace(plan, shift=0)), plan.shift)
-
-    def relu_minus_waves(self, x: Share, negative: BitShare, angle: Share, plan: Waves) -> Share:
-        """Refused with UnsupportedOp: the rounding of its one division depends on masks."""
-        return Protocol.relu_minus_waves(self, x, negative, angle, plan)
 
     def piecewise(self, x: Share, pieces: Pieces) -> list[Share]:
         """Piecewise polynomials, exactly divided: 1 round, then `truncate` of all outputs, one after the other."""

@@ -168,6 +168,8 @@ def unpacked(words: Tensor, count: int) -> Tensor:
 def packed(bits: Tensor) -> Tensor:
     """0/1 bytes [rows, count] to words [rows, ceil(count / 64)]; lanes beyond `count` are 0. Local."""
     rows, count = bits.shape
+    if not count:
+        return bits.new_zeros((rows, 0), dtype=torch.int64)
     padded = torch.zeros((rows, 64 * words_for(count)), dtype=torch.uint8, device=bits.device)
     padded[:, :count] = bits
     weights = torch.ones(8, dtype=torch.uint8, device=bits.device) << torch.arange(8, device=bits.device)

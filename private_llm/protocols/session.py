@@ -16,10 +16,10 @@ from private_llm.errors import ConfigError
 from private_llm.kernels.devices import device_for
 from private_llm.net.roles import named
 from private_llm.net.transport import CLIENT, MetaTransport, PlacedTransport, Transport
-from private_llm.protocols.client_end import ClientEnd
+from private_llm.protocols.ends import ClientEnd, PartySetup
 from private_llm.protocols.plain.checked import CheckedPlain
 from private_llm.protocols.protocol import Protocol
-from private_llm.protocols.registry import PartySetup, protocol_spec
+from private_llm.protocols.registry import protocol_spec
 from private_llm.protocols.share import Share
 from private_llm.protocols.weight_sharing import keys_held
 from private_llm.ranges import Ranges

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from private_llm.net.ledger import Cost
-from private_llm.protocols.piecewise import Pieces, PiecesShape
+from private_llm.protocols.one_step import Pieces, PiecesShape
 from private_llm.protocols.prices import Prices
 from private_llm.ring.ring import Ring
 from private_llm.tensor.fixed import Fixed, arithmetic

@@ -74,7 +74,7 @@ TRUNCATION = Threat(
         "Li et al. (USENIX Security 2023) showed that truncation whose rounding bit is correlated with a party's view "
         "does not realise exact probabilistic truncation. Here the rounding bit is a function of the value and of "
         "the helping party's mask R alone; it is stated as part of the functionality. Derivation: header of "
-        "private_llm/protocols/trio/arithmetic.py."
+        "private_llm/protocols/trio/division.py."
     ),
     setting="truncation='unit' (default); truncation='exact' corrects the unit by one more comparison",
 )
@@ -101,8 +101,8 @@ COARSE = Threat(
         ),
     ),
     source=(
-        "private_llm/exact/comparisons.py; msb in private_llm/protocols/trio/party.py; private_llm/exact/maximum.py "
-        "and private_llm/protocols/trio/narrow.py"
+        "private_llm/exact/comparisons.py; msb in private_llm/protocols/trio/bits.py; private_llm/exact/maximum.py "
+        "and private_llm/protocols/trio/division.py"
     ),
     setting="always on",
 )
@@ -133,7 +133,7 @@ COMPARISON_KEYS = Threat(
     ),
     source=(
         "Boyle et al. (Eurocrypt 2021), figure 1 and section 3, with Trio's masks in place of the dealer's; "
-        "private_llm/ring/comparison_keys.py, private_llm/protocols/trio/piecewise.py. Tests look at what "
+        "private_llm/ring/comparison_keys.py, private_llm/protocols/trio/party.py. Tests look at what "
         "receivers see. A helper that sends false keys is beyond semi-honest protocols: quad has none therefore"
     ),
     setting="adder='keys', or adder='auto' with bandwidth_mbit, under protocol='trio' or 'dealer'",

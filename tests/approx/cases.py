@@ -14,8 +14,8 @@ from private_llm.approx import coefficients as tables
 from private_llm.approx.exp import exp
 from private_llm.approx.wave_sums import WaveSum, waves_of
 from private_llm.net.ledger import Cost
-from private_llm.protocols.exponential import TOTAL_BITS
-from private_llm.protocols.trio import cost
+from private_llm.protocols.one_step import TOTAL_BITS
+from private_llm.protocols.prices import trio_prices as cost
 from private_llm.ring.ring import Ring
 from private_llm.tensor.fixed import Fixed
 from tests.approx.tables import noise_units

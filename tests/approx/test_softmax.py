@@ -17,8 +17,8 @@ from private_llm.exact.maximum import levels
 from private_llm.exact.ragged_rows import Rows
 from private_llm.net.ledger import Cost
 from private_llm.protocols.arithmetic import BitWidths
-from private_llm.protocols.exponential import TOTAL_BITS
-from private_llm.protocols.trio import cost
+from private_llm.protocols.one_step import TOTAL_BITS
+from private_llm.protocols.prices import trio_prices as cost
 from private_llm.ring.ring import Ring
 from tests.harness import PLAIN, TRIO, run_meta, run_parties
 

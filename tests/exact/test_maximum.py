@@ -15,9 +15,9 @@ from private_llm.exact.comparisons import comparing
 from private_llm.exact.maximum import is_cut, levels, maximum, maximum_ragged, sizes
 from private_llm.exact.ragged_rows import Rows
 from private_llm.net.ledger import Cost
+from private_llm.protocols.prices import trio_prices as cost
 from private_llm.protocols.session import Session, meta_session
 from private_llm.protocols.share import Share
-from private_llm.protocols.trio import cost
 from private_llm.ranges import Ranges
 from private_llm.ring.ring import Ring
 from private_llm.tensor.fixed import Fixed

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from private_llm.circuits.carry import carry_plan
 from private_llm.kernels import ops, reference
+from private_llm.protocols.carry import carry_plan
 from private_llm.ring.prg import Seed
 from private_llm.ring.ring import RING32, RING64, Ring
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from private_llm.kernels import exponential
-from private_llm.protocols.exponential import TOTAL_BITS, Exponential
+from private_llm.protocols.one_step import TOTAL_BITS, Exponential
 
 EDGES = [0, 1, -1, 1 << 62, -(1 << 62), (1 << 63) - 1, -(1 << 63), 15 << 10, 16 << 10, (16 << 10) - 1, 31 << 10]
 

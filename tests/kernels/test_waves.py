@@ -10,7 +10,7 @@ from private_llm.approx.wave_sums import WaveSum, waves_of
 from private_llm.approx.wave_tables import GELU_ERF, SILU
 from private_llm.kernels import waves
 from private_llm.kernels.shapes import packed_words
-from private_llm.protocols.waves import Waves, turns
+from private_llm.protocols.one_step import Waves, turns
 from private_llm.ring.ring import RING64
 from tests.kernels.cases import Draw
 

@@ -16,7 +16,7 @@ from private_llm.net.device_messages import Ready, Staging, onto
 from private_llm.net.local import LocalMesh
 from private_llm.net.parallel_sessions import parallel_session_links
 from private_llm.net.transport import CLIENT, DelayedTransport, PlacedTransport, Transport
-from private_llm.protocols.quad.roles import Member, RoleTransport
+from private_llm.protocols.quad.records import Member, RoleTransport
 
 from .test_sockets import couple
 

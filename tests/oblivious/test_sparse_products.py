@@ -16,7 +16,7 @@ from private_llm.kernels import ops
 from private_llm.net.ledger import Cost
 from private_llm.oblivious.sparse_input import SparseInput, sparse_input_product, strips
 from private_llm.oblivious.sparse_output import SparseOutput, components, sparse_output_product
-from private_llm.protocols.dealer import cost as dealer_cost
+from private_llm.protocols.dealer.party import dealer_prices as dealer_cost
 from private_llm.protocols.registry import protocol_names
 from private_llm.protocols.session import Session
 from private_llm.ring.ring import RING64

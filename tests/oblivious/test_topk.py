@@ -20,7 +20,7 @@ from private_llm.oblivious.digit_search import Plan
 from private_llm.oblivious.pricing import Pricing
 from private_llm.oblivious.sort_network import Order
 from private_llm.oblivious.topk import Method, cost, largest, largest_bits, largest_values, method_for, values_cost
-from private_llm.protocols.client_end import ClientEnd
+from private_llm.protocols.ends import ClientEnd
 from private_llm.protocols.registry import protocol_names
 from private_llm.protocols.session import Session
 from private_llm.protocols.share import BitShare

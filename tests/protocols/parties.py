@@ -11,7 +11,7 @@ from torch import Tensor
 from private_llm.config import PrivateConfig
 from private_llm.net.ledger import Cost, Ledger, merge
 from private_llm.net.transport import Transport
-from private_llm.protocols.client_end import ClientEnd
+from private_llm.protocols.ends import ClientEnd
 from private_llm.protocols.session import Session
 from private_llm.protocols.share import Index, Share
 from tests.session import run_session

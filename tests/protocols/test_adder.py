@@ -8,8 +8,8 @@ import torch
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError
 from private_llm.net.ledger import Cost
-from private_llm.protocols.adder import Adder
-from private_llm.protocols.trio import cost
+from private_llm.protocols.prices import Adder
+from private_llm.protocols.prices import trio_prices as cost
 from private_llm.ring.ring import Ring
 from tests.protocols.parties import ring_values, run_ring
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from private_llm.config import PrivateConfig
 from private_llm.net.transport import PassingTransport, Transport
-from private_llm.protocols.client_end import ClientEnd
+from private_llm.protocols.ends import ClientEnd
 from private_llm.protocols.session import Session
 from private_llm.ring.dpf import expand, key_words
 from private_llm.ring.prg import Seed

@@ -15,7 +15,7 @@ from private_llm.config import PrivateConfig
 from private_llm.errors import ProtocolAbort, TransportError
 from private_llm.net.transport import CLIENT
 from private_llm.protocols.protocol import Protocol
-from private_llm.protocols.quad.transcript_mac import TranscriptMac
+from private_llm.protocols.quad.records import TranscriptMac
 from private_llm.protocols.share import Share
 from private_llm.ring.prg import Prg, Seed
 from tests.protocols.cheating import Outcome, play, replaced

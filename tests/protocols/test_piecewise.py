@@ -10,12 +10,12 @@ from torch import Tensor
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError, DomainError, UnsupportedOp
 from private_llm.net.ledger import Cost, merge
-from private_llm.protocols.adder import Adder
-from private_llm.protocols.piecewise import Pieces, PiecesShape
+from private_llm.protocols.one_step import Pieces, PiecesShape
+from private_llm.protocols.prices import Adder
+from private_llm.protocols.prices import trio_prices as cost
 from private_llm.protocols.protocol import Protocol
 from private_llm.protocols.session import meta_session
 from private_llm.protocols.share import Share
-from private_llm.protocols.trio import cost
 from private_llm.ring import comparison_keys
 from private_llm.ring.ring import RING64, Ring
 from tests.protocols.parties import ring_values, run_ring
@@ -87,7 +87,7 @@ def test_shapes_stay_and_nothing_is_made_of_nothing() -> None:
 
 
 def test_many_thresholds_are_evaluated_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("private_llm.protocols.trio.piecewise._POINTS", 64)
+    monkeypatch.setattr("private_llm.protocols.trio.party._POINTS", 64)
     x = ring_values(64, (50,), BITS - 1)
     run = run_ring(config(), [x], lambda p, a: stacked(p, a, pieces(2, (0,))), (1, 50))
     assert torch.equal(run.result, truth(x, pieces(2, (0,))))
@@ -96,7 +96,7 @@ def test_many_thresholds_are_evaluated_in_parts(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("protocol", ["trio", "dealer"])
 def test_keys_of_many_elements_come_in_parts(protocol: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """No message has more than so many keys, whatever the shape; bytes and rounds are the same."""
-    monkeypatch.setattr("private_llm.protocols.trio.piecewise._KEYS", 16)
+    monkeypatch.setattr("private_llm.protocols.trio.party._KEYS", 16)
     x, made, tap = ring_values(64, (5, 10), BITS - 1), pieces(2, (0, 7)), Tap()
     run = run_ring(config(protocol), [x], lambda p, a: stacked(p, a, made), (2, 5, 10), wrap=tap)
     off = run.result - truth(x, made)

@@ -12,8 +12,7 @@ from private_llm.config import PrivateConfig
 from private_llm.errors import TransportError
 from private_llm.net.local import LocalMesh
 from private_llm.net.transport import CLIENT, MetaTransport
-from private_llm.protocols.quad.roles import Member, RoleTransport
-from private_llm.protocols.quad.transcript_mac import TranscriptMac
+from private_llm.protocols.quad.records import Member, RoleTransport, TranscriptMac
 from private_llm.protocols.session import join, join_as_client, opened
 from private_llm.ring.prg import Seed
 from private_llm.token_sharding import ShardingPlan

@@ -14,7 +14,7 @@ from torch import Tensor
 from private_llm.errors import DomainError, ProtocolAbort, UnsupportedOp
 from private_llm.net.ledger import Cost
 from private_llm.net.transport import Transport
-from private_llm.protocols.client_end import ClientEnd
+from private_llm.protocols.ends import ClientEnd
 from private_llm.protocols.permutation import Permutation, ShuffledBits, drawn, inverse, known, packed, unpacked
 from private_llm.protocols.protocol import Protocol
 from private_llm.protocols.registry import protocol_names

@@ -16,7 +16,7 @@ from private_llm.net.local import LocalMesh
 from private_llm.net.transport import CLIENT, Transport
 from private_llm.protocols.quad.bits import Quad
 from private_llm.protocols.quad.client import QuadClient, digest
-from private_llm.protocols.quad.transcript_mac import GROUPS, TranscriptMac, as_tensor, meet_groups
+from private_llm.protocols.quad.records import GROUPS, TranscriptMac, as_tensor, meet_groups
 from private_llm.protocols.session import Session, join, join_as_client, meta_session
 from private_llm.protocols.weight_sharing import deal
 from private_llm.ring.prg import Seed

@@ -17,7 +17,7 @@ from private_llm.config import PrivateConfig
 from private_llm.net.local import LocalMesh
 from private_llm.net.transport import CLIENT, Transport
 from private_llm.protocols.arithmetic import BitWidths
-from private_llm.protocols.client_end import ClientEnd
+from private_llm.protocols.ends import ClientEnd
 from private_llm.protocols.protocol import Protocol
 from private_llm.protocols.session import Session, _meet
 from private_llm.protocols.share import Share

@@ -12,11 +12,11 @@ from private_llm.approx.wave_sums import WaveSum, angle_frac, waves_of
 from private_llm.approx.wave_tables import GELU_ERF, SILU
 from private_llm.config import PrivateConfig
 from private_llm.errors import DomainError, UnsupportedOp
+from private_llm.protocols.one_step import PUBLIC_BITS, TABLE_BITS, Wave, Waves, turns
+from private_llm.protocols.prices import trio_prices as cost
 from private_llm.protocols.protocol import Protocol
 from private_llm.protocols.session import meta_session
 from private_llm.protocols.share import Share
-from private_llm.protocols.trio import cost
-from private_llm.protocols.waves import PUBLIC_BITS, TABLE_BITS, Wave, Waves, turns
 from private_llm.ring.ring import RING64
 from tests.protocols.parties import run_ring
 from tests.protocols.test_uniform import CHI_SQUARE_255, Tap, chi_square

@@ -26,7 +26,7 @@ from private_llm.errors import ProtocolAbort
 from private_llm.kernels import parallel
 from private_llm.net.local import LocalMesh
 from private_llm.net.transport import PassingTransport, Transport
-from private_llm.protocols.client_end import ClientEnd
+from private_llm.protocols.ends import ClientEnd
 from private_llm.protocols.session import Session
 from private_llm.replay import cpu_recorder
 from private_llm.replay.modules import repeated, repeated_around

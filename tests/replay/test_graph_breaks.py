@@ -17,7 +17,7 @@ from torch import Tensor
 import private_llm.nn  # noqa: F401 - rules of functions
 from private_llm.config import PrivateConfig
 from private_llm.net.transport import Transport
-from private_llm.protocols.client_end import ClientEnd
+from private_llm.protocols.ends import ClientEnd
 from private_llm.protocols.session import Session
 from private_llm.replay.graph_break import GraphBreak, this_call
 from private_llm.replay.modules import repeated_around

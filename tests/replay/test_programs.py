@@ -18,7 +18,7 @@ from private_llm.kernels import parallel, teams
 from private_llm.kernels.backends.cpu import steps
 from private_llm.kernels.trace_hook import as_array
 from private_llm.net.transport import Transport
-from private_llm.protocols.client_end import ClientEnd
+from private_llm.protocols.ends import ClientEnd
 from private_llm.protocols.session import Session, meta_session
 from private_llm.protocols.share import Share
 from private_llm.replay import modules, program_cache

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from private_llm.config import PrivateConfig
 from private_llm.net.ledger import Cost, Ledger, merge
 from private_llm.net.transport import Transport
-from private_llm.protocols.client_end import ClientEnd
+from private_llm.protocols.ends import ClientEnd
 from private_llm.protocols.session import Session
 from private_llm.ring.ring import Ring
 from private_llm.tensor.fixed import Fixed

@@ -17,13 +17,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from private_llm.circuits.carry import carry_plan
 from private_llm.kernels import matmul, ops
 from private_llm.kernels.address import addresses, tune_allocator
 from private_llm.kernels.backends.cpu import amx as cpu_amx
 from private_llm.kernels.backends.cpu import matmul as cpu_matmul
 from private_llm.kernels.backends.cpu import steps
 from private_llm.kernels.parallel import split_range, usable_cores
+from private_llm.protocols.carry import carry_plan
 from private_llm.replay.program import Address, Arena, Memory, Operand, Parallel, Program, Step
 from private_llm.replay.transports import ReplayTransport, Trace
 from private_llm.ring.prg import Prg, Seed

@@ -27,7 +27,7 @@ from private_llm.net.local import LocalMesh
 from private_llm.net.parallel_sessions import parallel_session_links
 from private_llm.net.rendezvous import connect
 from private_llm.net.transport import CLIENT, Transport
-from private_llm.protocols.client_end import ClientEnd
+from private_llm.protocols.ends import ClientEnd
 from private_llm.protocols.session import Session, join, join_as_client
 from private_llm.protocols.share import Share
 from private_llm.protocols.weight_sharing import deal

@@ -29,7 +29,7 @@ from private_llm.net.ledger import Ledger
 from private_llm.net.roles import HEARSAY, WHO, named
 from private_llm.net.transport import Transport
 from private_llm.protocol_facts import names_where
-from private_llm.protocols.client_end import ClientEnd
+from private_llm.protocols.ends import ClientEnd
 from private_llm.protocols.offline_phase import section_label
 from private_llm.protocols.weight_sharing import Dealer, packed_key, pieces
 from private_llm.ranges import UNKNOWN, Ranges

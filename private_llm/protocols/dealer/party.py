@@ -38,22 +38,49 @@ some are.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from private_llm.kernels.forms import Form
-from private_llm.net.transport import Transport
-from private_llm.protocols.adder import DEFAULT_ADDER, Adder
+from private_llm.net.ledger import Cost
 from private_llm.protocols.arithmetic import BitWidths, taking_part
+from private_llm.protocols.ends import PartySetup
 from private_llm.protocols.exact import ExactTruncation
 from private_llm.protocols.permutation import Moved, Permutation, check_size, drawn, inverse, known
+from private_llm.protocols.prices import Prices
 from private_llm.protocols.share import Share
 from private_llm.protocols.trio.party import Trio
 from private_llm.protocols.trio.shuffle import Parts
-from private_llm.ring.prg import Seed
 from private_llm.ring.ring import Ring
+
+
+class DealerPrices(Prices):
+    """What `dealer` sends and waits for where it differs from Trio; links from 0 are the dealer's."""
+
+    def remask(self, ring: Ring, *operands: int) -> Cost:
+        """Fresh masks for operands of these many elements: all of them each way, 1 round; nothing from the dealer."""
+        count = sum(operands) * ring.bytes
+        return Cost({(1, 2): count, (2, 1): count}, 1)
+
+    def index_from_client(self, ring: Ring, count: int, domain: int) -> Cost:
+        """One-hot rows: `domain` elements an index (8 domain bytes in a 64-bit ring) to each computing party."""
+        return self.input_from_client(ring, count * domain)
+
+    def lookup(self, ring: Ring, count: int, width: int, public: bool = False) -> Cost:
+        """One-hot rows times a table: one finish; local for a public table."""
+        return Cost() if public else self.finish(ring, count * width, 0, helped=True)
+
+    def permutation(self, size: int) -> Cost:
+        """One of the sub-permutations, 4 bytes an element, to party 2."""
+        return Cost({(0, 2): 4 * size})
+
+    def moved(self, size: int, hidden: bool, undo: bool, left: int | None) -> Cost:
+        """Two elements before, one each way, 1 round; hidden: one each way more (undone: in a round)."""
+        online = size + (size if left is None else left) if hidden else size
+        return Cost({(0, 2): 2 * size, (1, 2): online, (2, 1): online}, 2 if hidden and undo else 1)
+
+
+dealer_prices = DealerPrices()
 
 
 class DealerShuffles(Trio):
@@ -120,20 +147,16 @@ class DealerShuffles(Trio):
 
 
 class TwoPartyDealer(DealerShuffles):
-    """One endpoint of `dealer`: the dealer itself (0) or a computing party (1, 2).
-
-    Costs are Trio's but for what is here.
-    """
+    """One endpoint of `dealer`: the dealer itself (0) or a computing party (1, 2)."""
 
     name = "dealer"
     one_hot = True
 
-    def __init__(
-        self, party: int, transport: Transport, ring: Ring, pair_seeds: dict[int, Seed], input_keys: Sequence[Seed],
-        adder: Adder = DEFAULT_ADDER, device: str = "cpu", comparing: Seed | None = None, remask: bool = False,
-    ) -> None:  # fmt: skip
-        super().__init__(party, transport, ring, pair_seeds, input_keys, adder, device, comparing)
-        self.remask = remask
+    prices = dealer_prices
+
+    def __init__(self, setup: PartySetup) -> None:
+        super().__init__(setup)
+        self.remask = setup.config.matmul == "remask"
 
     def mul(self, x: Share, y: Share, shift: int = 0, widths: BitWidths | None = None) -> Share:
         """As Trio's, with `remask` after one round of |x| + |y| elements each way (|x| for a square of one share).

@@ -24,8 +24,8 @@ from torch import Tensor
 from private_llm.errors import DomainError
 from private_llm.kernels.forms import Form
 from private_llm.protocols.arithmetic import BitWidths
-from private_llm.protocols.boolean import Weights
 from private_llm.protocols.plain.party import Plain
+from private_llm.protocols.protocol import Weights
 from private_llm.protocols.share import BitShare, Index, Share, cleartext
 
 

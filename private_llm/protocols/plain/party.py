@@ -18,8 +18,7 @@ from private_llm.errors import DomainError
 from private_llm.kernels.forms import Form
 from private_llm.net.transport import CLIENT, Transport
 from private_llm.protocols.arithmetic import BitWidths
-from private_llm.protocols.boolean import Weights, check_injected, check_low
-from private_llm.protocols.client_end import ClientEnd
+from private_llm.protocols.ends import ClientEnd
 from private_llm.protocols.permutation import (
     Permutation,
     ShuffledBits,
@@ -29,9 +28,10 @@ from private_llm.protocols.permutation import (
     known,
     moved_bits,
     moved_rows,
+    packed,
     unpacked,
 )
-from private_llm.protocols.protocol import Protocol
+from private_llm.protocols.protocol import Protocol, Weights, check_injected, check_low
 from private_llm.protocols.share import BitShare, Index, Share, words_for
 from private_llm.ring.prg import Seed
 from private_llm.ring.ring import Ring
@@ -86,8 +86,8 @@ class Plain(Protocol):
         """Sign bits by comparison, exact for every `low`."""
         flat = x.parts[0].reshape(-1)
         width = bits or self.ring.bits
-        rows = [_pack(((flat + c) >> (width - 1)) & 1) for c in offsets]
-        return BitShare((torch.stack(rows),), flat.numel())
+        rows = torch.stack([((flat + c) >> (width - 1)) & 1 for c in offsets])
+        return BitShare((packed(rows),), flat.numel())
 
     def inject(
         self, bits: BitShare, x: Share | None, weights: Weights, constants: Weights, shift: int = 0,
@@ -101,12 +101,9 @@ class Plain(Protocol):
     def _injected(bits: BitShare, x: Share | None, weights: Weights, constants: Weights, dtype: torch.dtype) -> Tensor:
         check_injected(bits, x, weights, constants)
         out = torch.zeros(bits.count, dtype=dtype, device=bits.parts[0].device)
-        for k in range(bits.rows):
-            bit = _unpack(bits.parts[0][k], bits.count).to(dtype)
-            term = (
-                _flat(constants[k]) if x is None else x.parts[0].reshape(-1) * _flat(weights[k]) + _flat(constants[k])
-            )
-            out = out + bit * term
+        for bit, weight, constant in zip(unpacked(bits.parts[0], bits.count), weights, constants, strict=True):
+            term = _flat(constant) if x is None else x.parts[0].reshape(-1) * _flat(weight) + _flat(constant)
+            out = out + bit.to(dtype) * term
         return out
 
     def xor(self, x: BitShare, y: BitShare) -> BitShare:
@@ -124,8 +121,8 @@ class Plain(Protocol):
     def a2b(self, x: Share, bits: int | None = None) -> BitShare:
         """Bits of two's complement: [bits rows, count], least significant first."""
         flat = x.parts[0].reshape(-1)
-        rows = [_pack((flat >> i) & 1) for i in range(bits or self.ring.bits)]
-        return BitShare((torch.stack(rows),), flat.numel())
+        rows = torch.stack([(flat >> i) & 1 for i in range(bits or self.ring.bits)])
+        return BitShare((packed(rows),), flat.numel())
 
     def receive_input(self, shape: tuple[int, ...]) -> Share:
         """The client's values in the clear, `shape`; 1 element each."""
@@ -158,15 +155,9 @@ class Plain(Protocol):
         kind, p = moved_rows(x, order, undo, places), known(order.parts[0])
         return x.map(lambda part: kind.move(part, inverse(p) if undo else kind.end(p)))
 
-    def shuffle_bits(self, x: BitShare, order: Permutation) -> ShuffledBits:
-        """Lanes in the order p."""
-        moved = moved_bits(x, order).move(x.parts[0], known(order.parts[0]))
-        return ShuffledBits(BitShare((moved,), x.count), order)
-
-    def unshuffle_bits(self, x: ShuffledBits) -> BitShare:
-        """Lanes back."""
-        moved = moved_bits(x.bits, x.order).move(x.bits.parts[0], inverse(known(x.order.parts[0])))
-        return BitShare((moved,), x.bits.count)
+    def _moved_bits(self, x: BitShare, order: Permutation, undo: bool) -> BitShare:
+        p = known(order.parts[0])
+        return BitShare((moved_bits(x, order).move(x.parts[0], inverse(p) if undo else p),), x.count)
 
     def open_shuffled(self, x: ShuffledBits) -> Tensor:
         """The bits."""
@@ -181,20 +172,6 @@ class Plain(Protocol):
 
 def _flat(c: int | Tensor) -> int | Tensor:
     return c.reshape(-1) if isinstance(c, Tensor) else c
-
-
-def _pack(bits: Tensor) -> Tensor:
-    """0/1 integers [n] to words [ceil(n/64)]."""
-    padded = torch.zeros(words_for(bits.numel()) * 64, dtype=torch.int64, device=bits.device)
-    padded[: bits.numel()] = bits
-    lanes = torch.arange(64, dtype=torch.int64, device=bits.device)
-    return (padded.view(-1, 64) << lanes).sum(1)
-
-
-def _unpack(words: Tensor, count: int) -> Tensor:
-    """Words to 0/1 int64 [count]."""
-    lanes = torch.arange(64, dtype=torch.int64, device=words.device)
-    return ((words[:, None] >> lanes) & 1).reshape(-1)[:count]
 
 
 class PlainClient(ClientEnd):

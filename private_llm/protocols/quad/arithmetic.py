@@ -44,9 +44,8 @@ from private_llm.kernels.forms import Form, Matmul
 from private_llm.kernels.shapes import broadcast
 from private_llm.net.transport import CLIENT
 from private_llm.protocols.arithmetic import BitWidths, taking_part
-from private_llm.protocols.quad.client import digest, unmask
+from private_llm.protocols.quad.client import as_tensor, digest, unmask
 from private_llm.protocols.quad.records import QuadRecords
-from private_llm.protocols.quad.transcript_mac import as_tensor
 from private_llm.protocols.share import Index, Share
 from private_llm.protocols.trio.arithmetic import powers
 from private_llm.ring.dpf import expand, key_words

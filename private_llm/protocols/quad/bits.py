@@ -30,25 +30,19 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from private_llm.circuits.carry import CarryPlan
 from private_llm.kernels import ops
-from private_llm.protocols.boolean import Weights, check_low
+from private_llm.protocols.carry import CarryPlan
 from private_llm.protocols.exact import ExactTruncation
-from private_llm.protocols.quad import cost
+from private_llm.protocols.protocol import Weights, check_low
 from private_llm.protocols.quad.shuffle import QuadShuffles
 from private_llm.protocols.share import BitShare, Share
-from private_llm.protocols.trio.party import plan_sizes
+from private_llm.protocols.trio.bits import plan_sizes
 
 
 class Quad(QuadShuffles):
     """One party of Quad: arithmetic, shuffles and bits, checked."""
 
     # -- sign bits ------------------------------------------------------------------------------------------
-    def _ripples(self, count: int, width: int, thresholds: int, low: int) -> bool:
-        return self.adder.ripples(
-            lambda: cost.msb(count, width, thresholds, low), lambda: cost.msb_ripple(count, width, thresholds, low)
-        )
-
     def _msb_prefix(self, x: Share, offsets: Sequence[int], width: int, low: int, plan: CarryPlan) -> BitShare:
         thresholds = len(offsets)
         if self.role == 0:

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 import torch
 from cryptography.hazmat.primitives.constant_time import bytes_eq
@@ -19,24 +18,28 @@ from torch import Tensor
 
 from private_llm.errors import ProtocolAbort
 from private_llm.net.transport import Transport
-from private_llm.protocols.quad.transcript_mac import MASK_GROUPS, as_bytes
 from private_llm.protocols.share import Share
-from private_llm.protocols.trio.client import TrioClient, one_hot
-from private_llm.ring.dpf import make_keys
+from private_llm.protocols.trio.client import TrioClient
 from private_llm.ring.ring import Ring
 
 DIGEST_BYTES = 32
+TAG_BYTES = 16
+
+MASK_GROUPS = ((0, 1, 3), (0, 2, 3), (1, 2, 3))
+"""Who shares the streams of masks a1, a2 and u."""
 
 
 class QuadClient(TrioClient):
     """The client's end: 32 bytes of key to each of the three holders of each mask at the start."""
 
     mask_holders = MASK_GROUPS
+    key_holders = (((0, 0), (1, 0), (3, 1), (5, 0)), ((0, 1), (2, 0), (4, 1), (5, 1)), ((1, 1), (2, 1), (4, 1), (5, 1)),
+                   ((0, 0), (1, 0), (3, 0), (4, 0)))  # fmt: skip
+    """Of the pairs for a1, a2, x (main run), a, u, V (mirror), see `QuadArithmetic.lookup`."""
 
-    def __init__(self, transport: Transport, ring: Ring, one_hot: bool = False) -> None:
-        super().__init__(transport, ring, one_hot)
+    def __init__(self, transport: Transport, ring: Ring) -> None:
+        super().__init__(transport, ring)
         self._digests: deque[bytes] = deque()
-        self._ahead = False
 
     def take_digests(self, digests: Sequence[str]) -> None:
         """Party 3's digests for what preprocessed calls will open, in order; older ones are forgotten.
@@ -48,16 +51,6 @@ class QuadClient(TrioClient):
         except ValueError:
             raise ProtocolAbort("party 3 sent a text that is no digest; end the session and find out why") from None
 
-    @contextmanager
-    def section(self, label: str) -> Iterator[None]:
-        """As Trio's; party 3 is silent, its digests are here already."""
-        with super().section(label):
-            self._ahead = True
-            try:
-                yield
-            finally:
-                self._ahead = False
-
     def share(self, elements: Tensor) -> None:
         """Share ring elements with the parties, who call `receive_input` with the same shape.
 
@@ -68,29 +61,9 @@ class QuadClient(TrioClient):
         for party in (0, 1, 2):
             self.transport.send(party, "input", value)
 
-    def share_index(self, indices: Tensor, domain: int) -> None:
-        """Share int64 indices [T] below `domain`; the parties call `receive_index(T, domain)`.
-
-        Six pairs of keys, one for each component of the main run and of its mirror (see `QuadArithmetic.lookup`); four
-        keys to each party. Raises DomainError for an index outside the domain.
-        """
-        if self._one_hot:
-            self.share(one_hot(indices, domain, self.ring))
-            return
-        pairs = torch.stack(make_keys(indices.repeat(6), domain, self._roots)).view(2, 6, indices.numel(), -1)
-        a1, a2, x, a, u, v = pairs.unbind(1)
-        held = (
-            (a1[0], a2[0], a[1], v[0]),
-            (a1[1], x[0], u[1], v[1]),
-            (a2[1], x[1], u[1], v[1]),
-            (a1[0], a2[0], a[0], u[0]),
-        )
-        for party, keys in enumerate(held):
-            self.transport.send(party, "index", torch.stack(keys))
-
     def open(self, shape: tuple[int, ...]) -> Tensor:
         """Ring elements of `shape` that the parties reveal right now. Raises ProtocolAbort if one of them lies."""
-        return open_quad(self.transport, self.ring, shape, self._kept_digest if self._ahead else None)
+        return open_quad(self.transport, self.ring, shape, self._kept_digest if self._apart else None)
 
     def _kept_digest(self) -> bytes:
         """Party 3's next digest, from when it ran ahead."""
@@ -120,6 +93,16 @@ def _digest_of(transport: Transport, party: int) -> bytes:
     """The digest of a party that opens nothing itself."""
     sent = transport.recv(party, "reveal digest", (DIGEST_BYTES,), torch.uint8)
     return bytes(DIGEST_BYTES) if sent.is_meta else as_bytes(sent)
+
+
+def as_bytes(payload: Tensor) -> bytes:
+    """The bytes of a uint8 tensor that came over a link."""
+    return payload.cpu().numpy().tobytes()
+
+
+def as_tensor(data: bytes) -> Tensor:
+    """Bytes to be sent, as uint8 [n]."""
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def digest(value: Tensor) -> bytes:

@@ -7,15 +7,14 @@ No round is added: nobody waits for party 0.
 
 from __future__ import annotations
 
-from private_llm.circuits.carry import carry_plan
 from private_llm.kernels.ops import packed_words
 from private_llm.net.ledger import Cost
 from private_llm.net.transport import CLIENT
 from private_llm.protocols.arithmetic import BitWidths
-from private_llm.protocols.quad.client import DIGEST_BYTES
-from private_llm.protocols.quad.transcript_mac import TAG_BYTES
+from private_llm.protocols.carry import carry_plan
+from private_llm.protocols.prices import Prices, trio_prices
+from private_llm.protocols.quad.client import DIGEST_BYTES, TAG_BYTES
 from private_llm.protocols.share import words_for
-from private_llm.protocols.trio import cost as trio
 from private_llm.ring.dpf import key_words
 from private_llm.ring.ring import Ring
 
@@ -25,126 +24,95 @@ def main_run(cost: Cost) -> Cost:
     return Cost({(3 if a == 0 else a, b): count for (a, b), count in cost.sent.items()}, cost.rounds)
 
 
-def finish(ring: Ring, count: int, shift: int, helped: bool) -> Cost:
-    """From additive pieces to a checked share of `count` outputs.
+class QuadPrices(Prices):
+    """Quad's prices: what differs from Trio's. Rounds as there but for shuffles and openings."""
 
-    In all 5 (e + f bits) each; without shift 5 e, or 3 e where the helper sends no piece (`helped` is False).
-    """
-    plain, packed = count * ring.bytes, 8 * packed_words(count, shift)
-    main = main_run(trio.finish(ring, count, shift, helped))
-    if shift:
-        return main + Cost({(2, 0): plain + packed, (3, 0): plain + packed})
-    return main + Cost({(2, 0): plain if helped else 0, (3, 0): plain})
+    def finish(self, ring: Ring, count: int, shift: int, helped: bool) -> Cost:
+        """From additive pieces to a checked share of `count` outputs.
 
+        In all 5 (e + f bits) each; without shift 5 e, or 3 e where the helper sends no piece (`helped` is False).
+        """
+        plain, packed = count * ring.bytes, 8 * packed_words(count, shift)
+        main = main_run(trio_prices.finish(ring, count, shift, helped))
+        if shift:
+            return main + Cost({(2, 0): plain + packed, (3, 0): plain + packed})
+        return main + Cost({(2, 0): plain if helped else 0, (3, 0): plain})
 
-def product(ring: Ring, count: int, shift: int, widths: BitWidths | None = None) -> Cost:
-    """`mul` and `bilinear` with `count` outputs, whatever the inner size."""
-    return finish(ring, count, shift, helped=True)
+    def product(self, ring: Ring, count: int, shift: int, widths: BitWidths | None = None) -> Cost:
+        """One finish, whatever the widths."""
+        return self.finish(ring, count, shift, helped=True)
 
+    def truncate(self, ring: Ring, count: int, shift: int, widths: BitWidths | None = None) -> Cost:
+        """e + f bits to each of parties 2 and 0, f bits each way and from party 3 to 0; 1 round."""
+        if shift == 0:
+            return Cost()
+        packed = 8 * packed_words(count, shift)
+        main = main_run(trio_prices.truncate(ring, count, shift))
+        return main + Cost({(2, 0): count * ring.bytes + packed, (3, 0): packed})
 
-def truncate(ring: Ring, count: int, shift: int) -> Cost:
-    """Truncation of a held value, 1 round.
+    def poly(self, ring: Ring, count: int, degree: int, shift: int) -> Cost:
+        """degree - 1 elements to each of parties 2 and 0, then one finish."""
+        return self._told((degree - 1) * count * ring.bytes) + self.finish(ring, count, shift, helped=False)
 
-    e + f bits to each of parties 2 and 0, f bits each way and from party 3 to 0.
-    """
-    if shift == 0:
-        return Cost()
-    packed = 8 * packed_words(count, shift)
-    return main_run(trio.truncate(ring, count, shift)) + Cost({(2, 0): count * ring.bytes + packed, (3, 0): packed})
+    def msb(self, count: int, bits: int, thresholds: int = 1, low: int = 0) -> Cost:
+        """The mirror shares the monomials for every threshold, not once."""
+        plan = carry_plan(bits - 1 - low)
+        lanes = 8 * words_for(count) * thresholds
+        told = (plan.monomial_rows + plan.products + 1) * lanes
+        return main_run(trio_prices.msb(count, bits, thresholds, low)) + Cost(
+            {(2, 0): told, (3, 0): plan.online_rows * lanes}
+        )
 
+    def gate(self, count: int, rows: int = 1) -> Cost:
+        """1 bit pre, 1 each way, and 2 to party 0; 1 round."""
+        word = 8 * words_for(count) * rows
+        return main_run(trio_prices.gate(count, rows)) + Cost({(2, 0): word, (3, 0): word})
 
-def poly(ring: Ring, count: int, degree: int, shift: int) -> Cost:
-    """One-step polynomial: degree - 1 elements to each of parties 2 and 0, then one finish."""
-    powers = (degree - 1) * count * ring.bytes
-    return Cost({(3, 2): powers, (2, 0): powers}) + finish(ring, count, shift, helped=False)
+    def msb_ripple(self, count: int, bits: int, thresholds: int = 1, low: int = 0) -> Cost:
+        """`bits` mask bits to party 2, as many bits of M per threshold to party 0, then the gates."""
+        row = 8 * words_for(count)
+        shared = Cost({(3, 2): row * bits, (2, 0): row * bits * thresholds})
+        return shared + self.gate(count, thresholds).times(bits - 1 - low)
 
+    def inject(self, ring: Ring, count: int, rows: int, weighted: int, shift: int, low: int | None = None) -> Cost:
+        """1 element per row and per weighted row to parties 2 and 0, then one finish; the same with `low`."""
+        return self._told((rows + weighted) * count * ring.bytes) + self.finish(ring, count, shift, helped=False)
 
-def msb(count: int, bits: int, thresholds: int = 1, low: int = 0) -> Cost:
-    """Sign bits (prefix adder): the mirror shares the monomials for every threshold, not once. Rounds as Trio's."""
-    plan = carry_plan(bits - 1 - low)
-    lanes = 8 * words_for(count) * thresholds
-    told = (plan.monomial_rows + plan.products + 1) * lanes
-    return main_run(trio.msb(count, bits, thresholds, low)) + Cost({(2, 0): told, (3, 0): plan.online_rows * lanes})
+    @staticmethod
+    def _told(size: int) -> Cost:
+        """Products of both sides, in bytes."""
+        return Cost({(3, 2): size, (2, 0): size})
 
+    def verify(self) -> Cost:
+        """Two tags of 16 bytes to party 0, one verdict of 1 byte to each other; 2 rounds, whatever was computed."""
+        return Cost({(1, 0): TAG_BYTES, (2, 0): TAG_BYTES, (0, 1): 1, (0, 2): 1, (0, 3): 1}, 2)
 
-def gate(count: int, rows: int = 1) -> Cost:
-    """One AND of `rows` bit vectors: 1 bit pre, 1 each way, and 2 to party 0; 1 round."""
-    word = 8 * words_for(count) * rows
-    return main_run(trio.gate(count, rows)) + Cost({(2, 0): word, (3, 0): word})
+    def input_from_client(self, ring: Ring, count: int) -> Cost:
+        """The client sends one element to each of parties 0, 1 and 2."""
+        return Cost({(CLIENT, party): count * ring.bytes for party in (0, 1, 2)})
 
+    def reveal_to_client(self, ring: Ring, count: int) -> Cost:
+        """`verify`, then one element each from parties 0 and 1 and a digest each from 2 and 3."""
+        size = count * ring.bytes
+        opened = {(0, CLIENT): size, (1, CLIENT): size, (2, CLIENT): DIGEST_BYTES, (3, CLIENT): DIGEST_BYTES}
+        return self.verify() + Cost(opened)
 
-def msb_ripple(count: int, bits: int, thresholds: int = 1, low: int = 0) -> Cost:
-    """The ripple adder: `bits` mask bits to party 2, as many bits of M per threshold to party 0, then the gates."""
-    row = 8 * words_for(count)
-    shared = Cost({(3, 2): row * bits, (2, 0): row * bits * thresholds})
-    return shared + gate(count, thresholds).times(bits - 1 - low)
+    def index_from_client(self, ring: Ring, count: int, domain: int) -> Cost:
+        """Four point-function keys for each of four parties, 8 key_words(domain) bytes each."""
+        return Cost({(CLIENT, party): 4 * 8 * count * key_words(domain) for party in range(4)})
 
+    def moved(self, size: int, hidden: bool, undo: bool, left: int | None) -> Cost:
+        """By four sub-permutations: 12 elements for each, and two digests; 3 rounds."""
+        between = 2 * size + DIGEST_BYTES
+        masks = dict.fromkeys([(3, 0), (3, 1), (3, 2), (2, 0)], 2 * size)
+        return Cost({**masks, (1, 2): between, (2, 1): between}, 3)
 
-def a2b(ring: Ring, count: int, bits: int | None = None) -> Cost:
-    """All bits, or the lowest: the ripple adder, bits - 1 rounds."""
-    return msb_ripple(count, bits or ring.bits)
-
-
-def inject(ring: Ring, count: int, rows: int, weighted: int, shift: int, low: int | None = None) -> Cost:
-    """sum of bit_k (w_k x + c_k): 1 element per row and per weighted row to parties 2 and 0, then one finish.
-
-    1 round, 2 with a shift; the same with `low`.
-    """
-    products = (rows + weighted) * count * ring.bytes
-    return Cost({(3, 2): products, (2, 0): products}) + finish(ring, count, shift, helped=False)
-
-
-def verify() -> Cost:
-    """Two tags of 16 bytes to party 0, one verdict of 1 byte to each other party; 2 rounds, whatever was computed."""
-    return Cost({(1, 0): TAG_BYTES, (2, 0): TAG_BYTES, (0, 1): 1, (0, 2): 1, (0, 3): 1}, 2)
-
-
-def input_from_client(ring: Ring, count: int) -> Cost:
-    """The client sends one element to each of parties 0, 1 and 2."""
-    return Cost({(CLIENT, party): count * ring.bytes for party in (0, 1, 2)})
-
-
-def reveal_to_client(ring: Ring, count: int) -> Cost:
-    """`verify`, then one element each from parties 0 and 1 and a digest each from 2 and 3."""
-    size = count * ring.bytes
-    opened = {(0, CLIENT): size, (1, CLIENT): size, (2, CLIENT): DIGEST_BYTES, (3, CLIENT): DIGEST_BYTES}
-    return verify() + Cost(opened)
-
-
-def index_from_client(ring: Ring, count: int, domain: int) -> Cost:
-    """Four point-function keys for each of four parties, 8 key_words(domain) bytes each."""
-    return Cost({(CLIENT, party): 4 * 8 * count * key_words(domain) for party in range(4)})
-
-
-def lookup(ring: Ring, count: int, width: int, public: bool = False) -> Cost:
-    """Rows of a table at secret indices: one finish (5 e an output, 3 e if public), however long the table is."""
-    return finish(ring, count * width, 0, helped=not public)
+    def open_shuffled(self, count: int, rows: int = 1, hidden: bool = True) -> Cost:
+        """`verify`, then to each party the component that it lacks and its digest; 3 rounds."""
+        size = 8 * words_for(count) * rows
+        told = dict.fromkeys([(2, 0), (2, 1), (1, 2), (1, 3)], size)
+        vouched = dict.fromkeys([(3, 0), (3, 1), (3, 2), (2, 3)], DIGEST_BYTES)
+        return self.verify() + Cost({**told, **vouched}, 1) + Cost({(3, 0): 1})
 
 
-def permutation(size: int) -> Cost:
-    """A secret permutation: from streams that the parties share; nothing is sent."""
-    return Cost()
-
-
-def shuffle(ring: Ring, count: int, hidden: bool = True, undo: bool = False, left: int | None = None) -> Cost:
-    """Moving `count` elements by four sub-permutations: 12 elements for each, and two digests; 3 rounds."""
-    return _moved(count * ring.bytes)
-
-
-def shuffle_bits(count: int, rows: int = 1, hidden: bool = True, undo: bool = False) -> Cost:
-    """Moving bit vectors of `count` bits, in words, or back with `undo`."""
-    return _moved(8 * words_for(count) * rows)
-
-
-def _moved(size: int) -> Cost:
-    between = 2 * size + DIGEST_BYTES
-    masks = dict.fromkeys([(3, 0), (3, 1), (3, 2), (2, 0)], 2 * size)
-    return Cost({**masks, (1, 2): between, (2, 1): between}, 3)
-
-
-def open_shuffled(count: int, rows: int = 1, hidden: bool = True) -> Cost:
-    """Opening shuffled bits: `verify`, then to each party the component that it lacks and its digest; 3 rounds."""
-    size = 8 * words_for(count) * rows
-    told = dict.fromkeys([(2, 0), (2, 1), (1, 2), (1, 3)], size)
-    vouched = dict.fromkeys([(3, 0), (3, 1), (3, 2), (2, 3)], DIGEST_BYTES)
-    return verify() + Cost({**told, **vouched}, 1) + Cost({(3, 0): 1})
+quad_prices = QuadPrices()

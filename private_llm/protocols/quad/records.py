@@ -1,76 +1,245 @@
-"""One party of Quad: its streams, what it tells party 0, what it records, and the verification of the records.
+"""One party of Quad: what it tells party 0, what it records, the links by role, and the verification of the records.
 
 Party 0 runs behind the others: it receives, recomputes and records, and sends nothing before `verify`.
+
+The links of Quad as Trio's code sees them: role 0 is played by parties 0 and 3, roles 1 and 2 by parties 1 and 2.
+
+What role 0 sends to role 2 is sent by party 3; party 0 computes the same bytes and absorbs them into its transcript
+with party 2, who absorbs what it received. A `Member` addresses a party itself. Plain numbers from 4 on are endpoints
+that have no role: nodes after a split, and the client.
+
+What two parties must agree upon, as one running tag; the keys of groups of three; the verdict.
+
+The transcript of (0, i), i = 1, 2, is all bytes that parties 0 and i must both hold, in order. Each absorbs its own
+copy into a GMAC tag (a polynomial over GF(2^128), NIST SP 800-38D) whose key is used once, drawn from a stream that
+only the two share. Different sequences of L bytes get equal tags with probability at most (L / 16 + 2) / 2^128, for
+whoever lacks the key.
+
+Verdict: parties 1 and 2 send their tags to party 0; party 0 compares and tells all others the one answer. What parties
+run, and on which inputs, must be compared before (`PartyEnd.compares`), not by party 0 alone. Why party 0 alone judges:
+in a run it sends nothing, so if it is the cheater there is nothing to find; and if another party is, its first
+lie makes one transcript of two honest parties differ for sure, whatever the secrets are (the argument is in
+`arithmetic` and `bits`), so the answer is "no" whatever the cheater claims about its own transcript. Were verdicts on
+single transcripts seen, a cheater could alter a message by d, which alters a value at party 0 by d times a secret mask,
+guess that product in its own transcript, and read from the verdict whether the guess was right. For the same reason the
+answer never says which transcript differed. A tag goes to the one other holder of its key only.
+
+Group keys. Each of three members sends the two others 32 fresh bytes; the key is the hash of the three in order. All
+three then compare a digest of the key (and of what else the group must hold alike): whoever sent different bytes to
+two members is found out.
 """
 
 from __future__ import annotations
 
+import hashlib
+import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property
 
 import torch
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+from cryptography.hazmat.primitives.constant_time import bytes_eq
 from torch import Tensor
 
-from private_llm.errors import ProtocolAbort, UnsupportedOp
-from private_llm.net.transport import Transport
-from private_llm.protocols.adder import DEFAULT_ADDER, Adder
-from private_llm.protocols.exponential import Exponential
-from private_llm.protocols.party_end import Links
-from private_llm.protocols.piecewise import Pieces
+from private_llm.errors import ProtocolAbort, TransportError, UnsupportedOp
+from private_llm.net.transport import CLIENT, Transport
+from private_llm.protocols.ends import Links, PartySetup
 from private_llm.protocols.protocol import Protocol
-from private_llm.protocols.quad.roles import Member, RoleTransport
-from private_llm.protocols.quad.transcript_mac import TAG_BYTES, TranscriptMac, as_bytes, as_tensor, same
-from private_llm.protocols.share import BitShare, Share
-from private_llm.protocols.trio.party import Trio
-from private_llm.protocols.waves import Waves
+from private_llm.protocols.quad.client import MASK_GROUPS, TAG_BYTES, as_bytes, as_tensor
+from private_llm.protocols.quad.cost import quad_prices
+from private_llm.protocols.trio.bits import TrioBits
 from private_llm.ring.prg import Prg, Seed
-from private_llm.ring.ring import Ring
+
+_AT_ONCE = 1 << 30
+"""Bytes that the cipher takes in one call."""
+
+GROUPS = (*MASK_GROUPS, (0, 1, 2))
+"""Who shares a key: those of masks, and last those of permutations that party 3 must not know."""
 
 _TRANSCRIPTS: dict[int, tuple[int, ...]] = {0: (1, 2), 1: (0,), 2: (0,), 3: ()}
 """With whom each party records what both must hold."""
 
+_PARTIES = 4
 
-class QuadRecords(Trio):
+
+class TranscriptMac:
+    """One end of the running tag of two parties: 16 bytes, whatever is absorbed. Sends nothing itself."""
+
+    def __init__(self, pair: Seed) -> None:
+        self._keys = pair.stream("view")
+        self._begin()
+
+    def _begin(self) -> None:
+        key = self._keys.words(2).numpy().tobytes()
+        self._tag = Cipher(algorithms.AES(key), modes.GCM(bytes(12))).encryptor()
+
+    def absorb(self, payload: Tensor) -> None:
+        """Add the bytes of an integer tensor, in the order of its elements. A meta tensor has none."""
+        if payload.is_meta or not payload.numel():
+            return
+        data = payload.cpu().contiguous().numpy().data.cast("B")
+        for start in range(0, len(data), _AT_ONCE):
+            self._tag.authenticate_additional_data(data[start : start + _AT_ONCE])
+
+    def close(self) -> bytes:
+        """The tag (16 bytes) of everything since the last close, and of its length; the next key begins."""
+        self._tag.finalize()
+        tag = self._tag.tag
+        self._begin()
+        return tag
+
+
+def same(theirs: Sequence[Tensor], mine: Sequence[bytes]) -> bool:
+    """Whether all received tags equal our own; meta tensors do."""
+    equal = [tag.is_meta or bytes_eq(as_bytes(tag), own) for tag, own in zip(theirs, mine, strict=True)]
+    return all(equal)
+
+
+def meet_groups(transport: Transport, party: int, held: Sequence[Seed]) -> list[Seed | None]:
+    """One fresh seed for each of `GROUPS` (None: this party is not in it).
+
+    held: what each of its first groups also holds, as many as there are. 96 bytes to each other member of each group.
+    Raises ProtocolAbort if members hold different keys.
+    """
+    mine = [group for group in GROUPS if party in group]
+    shares = [secrets.token_bytes(32) for _ in mine]
+    for group, share in zip(mine, shares, strict=True):
+        for other in _others(group, party):
+            transport.send(other, "group key", as_tensor(share))
+    made = {}
+    for group, share in zip(mine, shares, strict=True):
+        parts = [share if p == party else as_bytes(transport.recv(p, "group key", (32,), torch.uint8)) for p in group]
+        made[group] = Seed(hashlib.blake2b(b"".join(parts), digest_size=32, person=b"pllm-group").digest())
+    extras = [key.raw() for key in held] + [b""] * (len(mine) - len(held))
+    sums = [
+        hashlib.blake2b(made[group].raw() + extra, digest_size=64, person=b"pllm-group-sum").digest()
+        for group, extra in zip(mine, extras, strict=True)
+    ]
+    for group, checksum in zip(mine, sums, strict=True):
+        for other in _others(group, party):
+            transport.send(other, "group digest", as_tensor(checksum))
+    for group, checksum in zip(mine, sums, strict=True):
+        for other in _others(group, party):
+            if not bytes_eq(as_bytes(transport.recv(other, "group digest", (64,), torch.uint8)), checksum):
+                raise ProtocolAbort("parties hold different keys: one of them, or the client, breaks the rules")
+    return [made.get(group) for group in GROUPS]
+
+
+def _others(group: Sequence[int], party: int) -> list[int]:
+    return [p for p in group if p != party]
+
+
+def _group_seeds(setup: PartySetup) -> list[Seed | None]:
+    """The seeds of `GROUPS`, of the cipher of this session."""
+    if setup.counting:
+        zero = Seed(bytes(32))
+        return [zero if setup.party in group else None for group in GROUPS]
+    met = meet_groups(setup.transport, setup.party, setup.input_keys)
+    cipher = next(iter(setup.pair_seeds.values())).cipher
+    return [group and Seed(group.raw(), cipher) for group in met]
+
+
+class Member(int):
+    """The address of a party itself, where its bare number would mean a role.
+
+    A type of its own and no range of numbers: every number from 4 on may be a node's, who must never get what is
+    meant for a party, nor a party what is meant for a node.
+    """
+
+    def __new__(cls, party: int) -> Member:
+        """Raises TransportError for a number that is no party's."""
+        if not 0 <= party < _PARTIES:
+            raise TransportError(f"member: got {party}; want a party of quad, 0 to {_PARTIES - 1}")
+        return super().__new__(cls, party)
+
+
+class RoleTransport(Transport):
+    """`inner`, whose ledger it shares, addressed by role. `transcripts`: this party's ends, by the other party.
+
+    Every method raises TransportError for a number that is neither a role nor an endpoint without one.
+    """
+
+    def __init__(self, inner: Transport, party: int, transcripts: dict[int, TranscriptMac]) -> None:
+        super().__init__(inner.me)
+        self.ledger = inner.ledger
+        self._inner, self._party, self._transcripts = inner, party, transcripts
+
+    def send(self, to: int, tag: str, payload: Tensor) -> None:
+        """Send and book under the number of the receiving party; party 0 only absorbs what role 0 sends."""
+        if self._party == 0 and to == 2 and not isinstance(to, Member):
+            self._transcripts[2].absorb(payload)
+        else:
+            self._inner.send(self._at(to), tag, payload)
+
+    def _send(self, to: int, tag: str, payload: Tensor) -> None:
+        self._inner._send(self._at(to), tag, payload)
+
+    def _recv(self, frm: int, tag: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        payload = self._inner._recv(self._at(frm), tag, shape, dtype)
+        if frm == 0 and not isinstance(frm, Member):
+            self._transcripts[0].absorb(payload)
+        return payload
+
+    def _at(self, address: int) -> int:
+        """The endpoint behind an address: of role 0 it is party 3, the helper that speaks."""
+        if isinstance(address, Member):
+            return int(address)
+        if 0 <= address < 3:
+            return address or 3
+        if not _PARTIES <= address <= CLIENT:
+            raise TransportError(
+                f"address: got {address}; want a role (0 to 2), a member, or an endpoint from {_PARTIES} to {CLIENT}"
+            )
+        return address
+
+    def accept_device_tensors(self) -> None:
+        """As the inner transport; what is sent comes from main memory, because tags are computed there."""
+        self._inner.accept_device_tensors()
+
+    def wait(self, frm: int) -> None:
+        """As the inner transport."""
+        self._inner.wait(self._at(frm))
+
+    def name_of(self, endpoint: int) -> str:
+        """As the inner transport."""
+        return self._inner.name_of(self._at(endpoint))
+
+    def abort(self, reason: str) -> None:
+        """As the inner transport."""
+        self._inner.abort(reason)
+
+    def close(self) -> None:
+        """As the inner transport."""
+        self._inner.close()
+
+
+class QuadRecords(TrioBits):
     """Trio's code in its role, with records."""
 
     name = "quad"
-    has_exponentials = has_waves = has_narrow = can_repeat = False
+    can_repeat = False
     compares = True
+    prices = quad_prices
+    local_truncate = Protocol.local_truncate
 
-    def __init__(
-        self, party: int, transport: Transport, ring: Ring, pair_seeds: dict[int, Seed],
-        group_seeds: Sequence[Seed | None], input_keys: Sequence[Seed], adder: Adder = DEFAULT_ADDER,
-        device: str = "cpu",
-    ) -> None:  # fmt: skip
-        self._transcripts = {other: TranscriptMac(pair_seeds[other]) for other in _TRANSCRIPTS[party]}
+    def __init__(self, setup: PartySetup) -> None:
+        """The parties first agree on a seed for each three of them."""
+        party, self._links = setup.party, setup.transport
+        first, second, joint, data = _group_seeds(setup)
+        self._transcripts = {other: TranscriptMac(setup.pair_seeds[other]) for other in _TRANSCRIPTS[party]}
         self._deviation = False
         self._digests: list[str] = []
         self._received = ""
-        first, second, joint, data = group_seeds
         helper = {1: first, 2: second, 0: first if party == 1 else second}
         masks = {role: seed for role, seed in helper.items() if seed is not None}
-        self._links = transport
-        super().__init__(
-            party, RoleTransport(transport, party, self._transcripts), ring, masks, input_keys, adder, device
-        )
-        self.has_keys = False
+        links = RoleTransport(setup.transport, party, self._transcripts)
+        super().__init__(replace(setup, transport=links, pair_seeds=masks))
         self._order_stream = None if data is None else data.stream("quad permutations")
         if joint is not None:
             self._seeds.append(joint)
             self._streams.append(joint.stream("trio masks"))
-
-    def piecewise(self, x: Share, pieces: Pieces) -> list[Share]:
-        """Refused with UnsupportedOp, as by every protocol without comparison keys: nobody could check the helper's."""
-        return Protocol.piecewise(self, x, pieces)
-
-    def exponential(self, x: Share, keep: BitShare, plan: Exponential) -> Share:
-        """Refused with UnsupportedOp: quad takes products for exponentials, which it can check."""
-        return Protocol.exponential(self, x, keep, plan)
-
-    def relu_minus_waves(self, x: Share, negative: BitShare, angle: Share, plan: Waves) -> Share:
-        """Refused with UnsupportedOp: quad takes products for waves, which it can check."""
-        return Protocol.relu_minus_waves(self, x, negative, angle, plan)
 
     @property
     def mask_streams(self) -> Sequence[Prg]:

@@ -27,6 +27,7 @@ whom the others could open a result, tells party 0 whether its two agreed.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NoReturn
 
 import torch
@@ -46,10 +47,11 @@ from private_llm.protocols.permutation import (
     unpacked,
 )
 from private_llm.protocols.quad.arithmetic import QuadArithmetic
-from private_llm.protocols.quad.client import DIGEST_BYTES, digest
-from private_llm.protocols.quad.roles import Member
-from private_llm.protocols.quad.transcript_mac import as_bytes, as_tensor, same
+from private_llm.protocols.quad.client import DIGEST_BYTES, as_bytes, as_tensor, digest
+from private_llm.protocols.quad.records import Member, same
 from private_llm.protocols.share import BitShare, Share, words_for
+
+Step = Callable[[Tensor, Tensor], Tensor]
 
 _STEPS = (1, 2, 3, 0)
 """In each the party of that number does not know the sub-permutation."""
@@ -70,24 +72,21 @@ class QuadShuffles(QuadArithmetic):
         Raises DomainError for a size below 1 or unequal blocks.
         """
         check_size(size, blocks)
-        parts: list[Tensor | None] = [None] * 4
-        for lacking in range(3):
-            if lacking != self.party:
-                parts[lacking] = drawn(self._draw_words(size, self._stream_without(lacking)), blocks)
-        if self._order_stream is not None:
-            parts[_VALUE] = drawn(self._order_stream.words(size, self.device), blocks)
+        parts = (None if words is None else drawn(words, blocks) for words in self._drawn_components(size))
         return Permutation(size, tuple(parts), frozenset(), reuse)
 
     def random_bits(self, rows: int, count: int) -> BitShare:
         """Each of the four components from the stream of the three parties that know it, who need no record. Local."""
-        held: list[Tensor | None] = [None] * 4
-        size = rows * words_for(count)
-        for lacking in range(3):
-            if lacking != self.party:
-                held[lacking] = self._draw_words(size, self._stream_without(lacking)).view(rows, -1)
-        if self._order_stream is not None:
-            held[_VALUE] = self._order_stream.words(size, self.device).view(rows, -1)
-        return BitShare(self._bit_parts(held), count)
+        held = self._drawn_components(rows * words_for(count))
+        return self._as_bits([None if words is None else words.view(rows, -1) for words in held], count)
+
+    def _drawn_components(self, size: int) -> list[Tensor | None]:
+        """Uniform words that three parties know, for each party that lacks them."""
+        made: list[Tensor | None] = [
+            None if lacking == self.party else self._draw_words(size, self._stream_without(lacking))
+            for lacking in range(_VALUE)
+        ]
+        return [*made, None if self._order_stream is None else self._order_stream.words(size, self.device)]
 
     def _stream_without(self, lacking: int) -> int:
         """Which of this party's streams is that of all parties but one: of u, a2 or a1."""
@@ -103,59 +102,42 @@ class QuadShuffles(QuadArithmetic):
         Raises UnsupportedOp while party 3 runs ahead, DomainError for another number of rows than the permutation's.
         """
         kind = moved_rows(x, order, undo, places)
-        first, second, third = x.parts
-        held = self._components((first, second, third), kind)
-        moved = Share(self._parts(self._run("shuffle", held, order, kind, undo), kind))
+        held = self._run("shuffle", self._components(x.parts, kind.plus), order, kind, undo)
+        moved = Share(self._parts(held, kind.minus))
         return moved if places is None else moved.map(lambda part: part[places.to(part.device)])
 
-    def shuffle_bits(self, x: BitShare, order: Permutation) -> ShuffledBits:
-        """All bit vectors in the secret order: 12 words for each 64 bits of a vector, 3 rounds."""
-        return ShuffledBits(self._moved_bits(x, order, False), order)
-
-    def unshuffle_bits(self, x: ShuffledBits) -> BitShare:
-        """The vectors as they were ordered before `shuffle_bits`, for the same bytes and rounds."""
-        return self._moved_bits(x.bits, x.order, True)
-
     def _moved_bits(self, x: BitShare, order: Permutation, undo: bool) -> BitShare:
-        moved = self._run("shuffle", self._bit_components(x), order, moved_bits(x, order), undo)
-        return BitShare(self._bit_parts(moved), x.count)
+        return self._as_bits(self._run("shuffle", self._of_bits(x), order, moved_bits(x, order), undo), x.count)
 
-    def _components(self, parts: tuple[Tensor, Tensor, Tensor], kind: Moved) -> list[Tensor | None]:
+    def _components(self, parts: tuple[Tensor, ...], plus: Step) -> list[Tensor | None]:
         """(u, a2, a1, V), None for the one that this party lacks."""
         first, second, third = parts
         if self.party == 3:
             return [third, second, first, None]
-        value = kind.plus(kind.plus(first, second), third)
+        value = plus(plus(first, second), third)
         return {0: [None, second, first, value], 1: [third, None, second, value], 2: [third, second, None, value]}[
             self.party
         ]
 
-    def _parts(self, held: list[Tensor | None], kind: Moved) -> tuple[Tensor, ...]:
+    def _parts(self, held: list[Tensor | None], minus: Step) -> tuple[Tensor, ...]:
         """This party's share from its components."""
         u, a2, a1, value = held
         if self.party == 3:
             return known(a1), known(a2), known(u)
-        if self.party == 0:
-            return known(a1), known(a2), kind.minus(kind.minus(known(value), known(a1)), known(a2))
-        own = known(a1 if self.party == 1 else a2)
-        return kind.minus(kind.minus(known(value), own), known(u)), own, known(u)
+        first, second = {0: (a1, a2), 1: (a1, u), 2: (a2, u)}[self.party]
+        masks = known(first), known(second)
+        rest = minus(minus(known(value), masks[0]), masks[1])
+        return (rest, *masks) if self.role else (*masks, rest)
 
-    def _bit_components(self, x: BitShare) -> list[Tensor | None]:
-        """As `_components`; evaluators of bits hold b ^ l1 ^ l2."""
-        first, second, third = x.parts
-        if self.party == 3:
-            return [third, second, first, None]
-        if self.party == 0:
-            return [None, second, first, first ^ second ^ third]
-        return [third, None, second, first ^ third] if self.party == 1 else [third, second, None, first ^ third]
+    def _of_bits(self, x: BitShare) -> list[Tensor | None]:
+        return self._components(self._less_own(x.parts), torch.bitwise_xor)
 
-    def _bit_parts(self, held: list[Tensor | None]) -> tuple[Tensor, ...]:
-        u, a2, a1, value = held
-        if self.party == 3:
-            return known(a1), known(a2), known(u)
-        if self.party == 0:
-            return known(a1), known(a2), known(value) ^ known(a1) ^ known(a2)
-        return known(value) ^ known(u), known(a1 if self.party == 1 else a2), known(u)
+    def _as_bits(self, held: list[Tensor | None], count: int) -> BitShare:
+        return BitShare(self._less_own(self._parts(held, torch.bitwise_xor)), count)
+
+    def _less_own(self, parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Evaluators of bits hold b ^ l1 ^ l2; of numbers their own mask is not in the first part. Either way."""
+        return (parts[0] ^ parts[1], *parts[1:]) if self.role else parts
 
     def _run(
         self, tag: str, held: list[Tensor | None], order: Permutation, kind: Moved, undo: bool
@@ -274,7 +256,7 @@ class QuadShuffles(QuadArithmetic):
             )
         x.order.spend(x.bits.rows)
         self.verify()
-        held = [None if part is None else part.contiguous() for part in self._bit_components(x.bits)]
+        held = [None if part is None else part.contiguous() for part in self._of_bits(x.bits)]
         shape = tuple(x.bits.parts[0].shape)
         for lacking, teller, witness in ((0, 2, 3), (1, 2, 3), (2, 1, 3), (_VALUE, 1, 2)):
             mine = held[lacking]

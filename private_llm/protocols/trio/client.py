@@ -17,7 +17,7 @@ from torch import Tensor
 
 from private_llm.errors import DomainError
 from private_llm.net.transport import Transport
-from private_llm.protocols.client_end import ClientEnd
+from private_llm.protocols.ends import ClientEnd
 from private_llm.ring.dpf import make_keys
 from private_llm.ring.prg import Seed
 from private_llm.ring.ring import Ring
@@ -31,10 +31,14 @@ class TrioClient(ClientEnd):
 
     mask_holders: tuple[tuple[int, ...], ...] = ((0, 1), (0, 2))
     """Who knows the masks a1 and a2 of inputs."""
+    key_holders: tuple[tuple[tuple[int, int], ...], ...] = (((0, 0), (1, 0)), ((0, 1), (2, 0)), ((1, 1), (2, 1)))
+    """Which keys each party gets for an index: (pair, end), of pairs of parties (0, 1), (0, 2) and (1, 2), see
+    `TrioArithmetic.lookup`.
+    """
 
     def __init__(self, transport: Transport, ring: Ring, one_hot: bool = False) -> None:
         super().__init__(transport, ring)
-        self._one_hot = one_hot
+        self._one_hot, self._apart = one_hot, False
         self._keys = keys = [Seed.fresh() for _ in self.mask_holders]
         for key, parties in zip(keys, self.mask_holders, strict=True):
             for party in parties:
@@ -45,14 +49,14 @@ class TrioClient(ClientEnd):
 
     @contextmanager
     def section(self, label: str) -> Iterator[None]:
-        """As `TrioArithmetic.section`, which sees to it that no label is used twice."""
-        kept = self._masks, self._one_hot
+        """As `TrioDivision.section`, which sees to it that no label is used twice."""
+        kept = self._masks, self._one_hot, self._apart
         self._masks = [key.stream(f"client input/{label}") for key in self._keys]
-        self._one_hot = True
+        self._one_hot = self._apart = True
         try:
             yield
         finally:
-            self._masks, self._one_hot = kept
+            self._masks, self._one_hot, self._apart = kept
 
     def share(self, elements: Tensor) -> None:
         """Share ring elements with the parties, who call `receive_input` with the same shape.
@@ -66,18 +70,16 @@ class TrioClient(ClientEnd):
     def share_index(self, indices: Tensor, domain: int) -> None:
         """Share int64 indices [T] below `domain`; the parties call `receive_index(T, domain)`.
 
-        Three pairs of keys, one pair for each two parties (see `TrioArithmetic.lookup`), drawn from OS entropy: 2 of 24
-        + 16 ceil(log2 domain) bytes to each party; or one-hot rows [T, domain]. Raises DomainError for an index outside
-        the domain.
+        Pairs of keys of point functions, drawn from OS entropy: `key_holders` says who gets which, of 24 + 16
+        ceil(log2 domain) bytes; or one-hot rows [T, domain]. Raises DomainError for an index outside the domain.
         """
         if self._one_hot:
             self.share(one_hot(indices, domain, self.ring))
             return
-        # of (0, 1), (0, 2) and (1, 2)
-        one, other = (keys.view(3, indices.numel(), -1) for keys in make_keys(indices.repeat(3), domain, self._roots))
-        held = [(one[0], one[1]), (other[0], one[2]), (other[1], other[2])]
-        for party, keys in enumerate(held):
-            self.transport.send(party, "index", torch.stack(keys))
+        pairs = len({pair for held in self.key_holders for pair, _ in held})
+        made = torch.stack(make_keys(indices.repeat(pairs), domain, self._roots)).view(2, pairs, indices.numel(), -1)
+        for party, held in enumerate(self.key_holders):
+            self.transport.send(party, "index", torch.stack([made[end, pair] for pair, end in held]))
 
     def open(self, shape: tuple[int, ...]) -> Tensor:
         """Ring elements of `shape` that the parties reveal right now: 1 element from each evaluator."""

@@ -27,13 +27,11 @@ z2 is uniform to party 2, who lacks h. The same 3 elements (5 with pi0), 2 round
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from private_llm.errors import ProtocolAbort, UnsupportedOp
-from private_llm.net.transport import Transport
+from private_llm.protocols.ends import PartySetup
 from private_llm.protocols.permutation import (
     Moved,
     Permutation,
@@ -47,22 +45,18 @@ from private_llm.protocols.permutation import (
     unpacked,
 )
 from private_llm.protocols.share import BitShare, Share, words_for
-from private_llm.protocols.trio.narrow import TrioNarrow
-from private_llm.ring.prg import Prg, Seed
-from private_llm.ring.ring import Ring
+from private_llm.protocols.trio.bits import TrioBits
+from private_llm.ring.prg import Prg
 
 Parts = tuple[Tensor, Tensor]
 
 
-class TrioShuffles(TrioNarrow):
-    """One party's oblivious shuffles; costs: `trio/cost.py`."""
+class TrioShuffles(TrioBits):
+    """One party's bits and oblivious shuffles; costs: `prices.py`."""
 
-    def __init__(
-        self, party: int, transport: Transport, ring: Ring, pair_seeds: dict[int, Seed], input_keys: Sequence[Seed],
-        device: str = "cpu",
-    ) -> None:  # fmt: skip
-        super().__init__(party, transport, ring, pair_seeds, input_keys, device)
-        mutual = pair_seeds.get(3 - self.role) if self.role else None
+    def __init__(self, setup: PartySetup) -> None:
+        super().__init__(setup)
+        mutual = setup.pair_seeds.get(3 - self.role) if self.role else None
         self._mutual: Prg | None = None if mutual is None else mutual.stream("trio permutations")
 
     def permutation(self, size: int, *, hidden: bool = True, reuse: bool = False, blocks: int = 1) -> Permutation:
@@ -100,14 +94,6 @@ class TrioShuffles(TrioNarrow):
         """Rows x[p[i]] in the secret order, or back with `undo`; see the module header for the cost."""
         first, second = x.parts[:2]
         return Share(self._moved("shuffle", (first, second), order, moved_rows(x, order, undo, places), undo))
-
-    def shuffle_bits(self, x: BitShare, order: Permutation) -> ShuffledBits:
-        """All bit vectors in the secret order; the cost of one word for each 64 bits of a vector."""
-        return ShuffledBits(self._moved_bits(x, order, False), order)
-
-    def unshuffle_bits(self, x: ShuffledBits) -> BitShare:
-        """The vectors as they were ordered before `shuffle_bits`; its bytes, a round more if the order is hidden."""
-        return self._moved_bits(x.bits, x.order, True)
 
     def _moved_bits(self, x: BitShare, order: Permutation, undo: bool) -> BitShare:
         kind = moved_bits(x, order)

@@ -9,11 +9,11 @@ from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError, DomainError, ProtocolAbort
 from private_llm.net.ledger import Cost
 from private_llm.net.transport import CLIENT, Transport
-from private_llm.protocols.dealer import cost as dealer_cost
+from private_llm.protocols.dealer.party import dealer_prices as dealer_cost
+from private_llm.protocols.prices import trio_prices as cost
 from private_llm.protocols.protocol import Protocol
 from private_llm.protocols.session import client_end, meta_session
 from private_llm.protocols.share import Share
-from private_llm.protocols.trio import cost
 from private_llm.ring.ring import Ring
 from tests.protocols.parties import ring_values, run_ring
 from tests.protocols.test_uniform import CHI_SQUARE_255, N, Tap, chi_square, program

@@ -1,4 +1,4 @@
-"""The parties' local parts of an exponential (`protocols/trio/waves.py`), each in one pass (Numba, GIL-free).
+"""The parties' local parts of an exponential (`protocols/trio/party.py`), each in one pass (Numba, GIL-free).
 
 Operands are addresses of n 64-bit elements, of words of bits, and of four rows [4, n]. `digits` is what decides how a
 number is cut, `Digits`; tables have an entry for each upper or lower half. A call works on elements begin .. end - 1.

@@ -1,8 +1,8 @@
-"""The parties' local parts of a sum of waves (`protocols/trio/waves.py`), each in one pass (Numba, GIL-free).
+"""The parties' local parts of a sum of waves (`protocols/trio/party.py`), each in one pass (Numba, GIL-free).
 
 Operands are addresses of n 64-bit elements and of packed fields (`trunc`): those of a sum's secrets lie one row after
 the other, cosine and sine of each wave. `plan` is `Waves.table`, `sizes` is `Waves.sizes`, `turns` the four rows of
-`protocols.waves.turns`, one after the other. A call works on elements begin .. end - 1: whole blocks, or up to the
+`protocols.one_step.turns`, one after the other. A call works on elements begin .. end - 1: whole blocks, or up to the
 last.
 """
 

@@ -1,14 +1,17 @@
-"""One party's end of a session: who it is, its links, and when and where it draws masks."""
+"""Both ends of a session: a party's (who it is, its links, when and where it draws masks) and the client's."""
 
 from __future__ import annotations
 
-from abc import ABC
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Self
 
 import torch
+from torch import Tensor
 
+from private_llm.config import PrivateConfig
 from private_llm.errors import UnsupportedOp
 from private_llm.net.ledger import Ledger
 from private_llm.net.transport import Transport
@@ -20,8 +23,34 @@ Links = Callable[[Transport], Transport]
 """What puts something between a protocol and its links."""
 
 
+@dataclass(frozen=True)
+class PartySetup:
+    """What a party has when it joins a session.
+
+    pair_seeds: a fresh seed with each other endpoint. input_keys: of the masks of inputs that it holds, in order.
+    counting: costs are only counted; nothing may be sent, and all seeds and keys are zero.
+    """
+
+    config: PrivateConfig
+    party: int
+    transport: Transport
+    pair_seeds: dict[int, Seed]
+    input_keys: list[Seed]
+    counting: bool = False
+
+    @property
+    def ring(self) -> Ring:
+        """The ring of arithmetic shares, Z/2^64 or Z/2^32."""
+        return Ring(self.config.ring)
+
+    @property
+    def exact(self) -> bool:
+        """Whether every division must be the floor (`ExactTruncation`)."""
+        return self.config.truncation == "exact"
+
+
 class PartyEnd(ABC):
-    """What all interfaces of a protocol share. `party` is its number from 0, `ring` that of arithmetic shares.
+    """What all protocols share. `party` is its number from 0, `ring` that of arithmetic shares.
 
     Whatever waits for a message raises TransportError if it does not come, or has another tag, size or dtype.
     """
@@ -58,8 +87,7 @@ class PartyEnd(ABC):
         Raises UnsupportedOp for a protocol without separate preprocessing, ProtocolAbort for a label that was used
         before.
         """
-        wanted = names_where(lambda facts: facts.helper is not None)
-        raise UnsupportedOp(f"protocol '{self.name}' has no separate preprocessing; want {wanted}")
+        raise _not_ahead(f"protocol '{self.name}'")
 
     def input_masks(self, keys: Sequence[Seed], label: str = "") -> list[Prg]:
         """Streams of the masks of one client's inputs, from its keys that this party holds, in order. Local.
@@ -99,3 +127,58 @@ class PartyEnd(ABC):
     def ledger(self) -> Ledger:
         """Counts of what this party sent (bytes), waited for (rounds) and multiplied (products in the ring)."""
         return self.transport.ledger
+
+
+class ClientEnd(ABC):
+    """The client's end, over links to all parties: how ring elements enter and leave the sharing.
+
+    Calls come in the parties' order.
+    """
+
+    cipher: str | None = None
+    """Of the parties' streams, as they said when they met; None: they were not asked."""
+
+    def __init__(self, transport: Transport, ring: Ring) -> None:
+        self.transport, self.ring = transport, ring
+
+    @abstractmethod
+    def share(self, elements: Tensor) -> None:
+        """Share ring elements of any shape with the parties, who call `receive_input` with the same shape.
+
+        8 bytes each (4 in the 32-bit ring) to two parties (trio, dealer), three (quad) or one (plain). No round is
+        booked.
+        """
+
+    @abstractmethod
+    def share_index(self, indices: Tensor, domain: int) -> None:
+        """Share int64 indices [T] below `domain`; the parties call `receive_index(T, domain)`.
+
+        Bytes: as `receive_index`. No round is booked. Raises DomainError for an index outside the domain; the message
+        does not name the index.
+        """
+
+    @abstractmethod
+    def open(self, shape: tuple[int, ...]) -> Tensor:
+        """Ring elements of `shape` that the parties reveal right now. Raises ProtocolAbort if a lie is noticed (quad).
+
+        8 bytes an element (4 in the 32-bit ring) from two parties; quad adds 32 bytes from each of the other two; under
+        plain from the one party. No round is booked.
+        """
+
+    def section(self, label: str) -> AbstractContextManager[None]:
+        """Around a call that was preprocessed: masks are drawn apart, once for each `label`, as at the parties. Local.
+
+        Raises UnsupportedOp for a protocol without separate preprocessing.
+        """
+        raise _not_ahead("this protocol")
+
+    def take_digests(self, digests: Sequence[str]) -> None:  # noqa: B027 - semi-honest protocols need none
+        """What the party that ran ahead gave to check openings with (hexadecimal, in order).
+
+        From `PartyEnd.take_digests`. Local; replaces older ones. Quad raises ProtocolAbort for what is no digest.
+        """
+
+
+def _not_ahead(what: str) -> UnsupportedOp:
+    wanted = names_where(lambda facts: facts.helper is not None)
+    return UnsupportedOp(f"{what} has no separate preprocessing; want {wanted}")

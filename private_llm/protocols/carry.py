@@ -59,6 +59,10 @@ class CarryPlan:
         """Rows each evaluator sends, all levels together."""
         return sum(self.opened_rows)
 
+    def helped_rows(self, thresholds: int) -> int:
+        """Rows that the helper sends: monomials and the top bit once for all thresholds, products for each."""
+        return self.monomial_rows + 1 + self.products * thresholds
+
     @cached_property
     def rounds(self) -> int:
         """Exchanges."""

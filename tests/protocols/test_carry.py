@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from private_llm.circuits.carry import carry_plan
+from private_llm.protocols.carry import carry_plan
 
 Pair = tuple[int, int]
 

@@ -1,1 +1,0 @@
-"""Boolean circuits over words, without parties."""
