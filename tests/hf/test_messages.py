@@ -72,7 +72,7 @@ COMMANDS: tuple[Message, ...] = (
     Hello(), Stop(), EndOfWeights(), LoadFile(), LoadLike(2), LoadModel(MODEL, "model.layers.3"),
     LoadModel(MODEL, None), Weight("lm_head.weight", (128, 64)), Weight("scalar", ()),
     Forward(CALL, (1, 2), (3, 0), ((3, (0, 4)), (4, ()))), Forward(dataclasses.replace(CALL, encoded=None, cache=None)),
-    Forward(dataclasses.replace(CALL, encoded=Encoded(9, None), encode_to=5)), ManageCache(SELECT, (1, 2)),
+    Forward(dataclasses.replace(CALL, encoded=Encoded(9, None), encode_to=5)), ManageCache(SELECT),
     ManageCache(CropCache(7, 3)), ManageCache(ResetCache(7)), ManageCache(CopyCache(7, 8)),
     Preprocess(3, (CALL, SELECT, CopyCache(1, 2), ResetCache(1), CropCache(2, 1)), (9,)), TellCosts(True),
 )  # fmt: skip
@@ -235,8 +235,8 @@ NINE = {"__tensor__": ["int64", [1] * 9, [1]]}
         ),
         (ManageCache(ResetCache(1)), {"edit": {NAME: "ResetCache", "handle": 0}}, "ManageCache.edit.handle: got 0"),
         (ManageCache(ResetCache(1)), {"edit": {NAME: "Call"}}, "want SelectRows or CropCache or ResetCache"),
-        (ManageCache(ResetCache(1)), {"at": [1]}, "ManageCache.at: got .*; want nothing or a list of 2"),
-        (ManageCache(ResetCache(1)), {"at": [1, -1]}, "ManageCache.at.items: got -1"),
+        (Forward(CALL), {"at": [1]}, "Forward.at: got .*; want nothing or a list of 2"),
+        (Forward(CALL), {"at": [1, -1]}, "Forward.at.items: got -1"),
         (StoredFile(None, None), {"model": "a"}, "want both or neither"),
         (NodeModel(None, None, None), {"weights": "a"}, "want all of them or none"),
         (AttnForward(STEP, ()), {"step": {**facts_of(STEP), "new": 1 << 20}}, "want up to"),  # type: ignore[arg-type]

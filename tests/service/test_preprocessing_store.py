@@ -15,7 +15,7 @@ from private_llm_hf.service.preprocessing_store import PreprocessingStore
 from private_llm_hf.wire.commands import Call, CropCache, Preprocess, Tokens
 from transformers import AutoModelForCausalLM
 
-from private_llm.errors import ConfigError, DomainError, PrivateLLMError, ProtocolAbort, TransportError
+from private_llm.errors import ConfigError, PrivateLLMError, ProtocolAbort
 from tests.hf.compare import LOGIT_ERROR, worst
 from tests.service.conftest import Running, Start, eventually
 from tests.service.test_party_service import ids_of, same, text_of
@@ -196,6 +196,7 @@ def cheats(model: Any) -> dict[str, Any]:
         "an input that parties do not take": lambda: plan(
             Call({"head_mask": True}, call.secret, None, None, None, ("logits",))
         ),
+        "too many calls": lambda: plan(*[call] * 4097),
         "too many rows": lambda: plan(
             Call({}, (Tokens("input_ids", (40, 6), vocabulary),), None, None, None, ("logits",))
         ),
@@ -250,15 +251,13 @@ def test_a_plan_call_by_call() -> None:
     call = Call({}, (Tokens("input_ids", (1, 6), 9),), 1, None, None, ("logits",))
     plan = PreprocessingPlan(2, [call, CropCache(1, 1), CropCache(1, 2), call, CropCache(1, 1)], before=1)
     assert [(s.number, s.index, len(s.edits), s.last) for s in plan.calls] == [(0, 0, 0, False), (3, 1, 2, True)]
-    with pytest.raises(TransportError, match="not what comes next"):
+    with pytest.raises(ProtocolAbort, match="not what comes next"):
         plan.take((2, 3))
     assert plan.take((2, 0)).call == call
     assert not plan.finished
     assert plan.take((2, 3)).last
     assert plan.finished
-    with pytest.raises(TransportError):
+    with pytest.raises(ProtocolAbort):
         plan.take((2, 3))
     with pytest.raises(ProtocolAbort):
         PreprocessingPlan(2, [], before=2)
-    with pytest.raises(DomainError, match="this service takes 4096"):
-        PreprocessingPlan(3, [call] * 4097, before=2)

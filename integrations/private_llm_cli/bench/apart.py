@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,7 @@ from private_llm.net.ledger import CONTROL
 from private_llm.net.local import LocalMesh
 from private_llm.net.transport import CLIENT, Transport
 from private_llm.protocol_facts import names_where
-from private_llm.protocols.offline_phase import OfflinePhase
+from private_llm.protocols.offline_phase import OfflinePhase, section_label
 from private_llm.protocols.session import join, join_as_client
 from private_llm.replay.program_cache import uncompiled_calls
 from private_llm.ring.ring import Ring
@@ -141,21 +141,22 @@ def serve(work: Work, config: PrivateConfig, party: int, transport: Transport) -
     with torch.no_grad():
         run = work.prepare(session, dict(receive_weights(work, session, transport)))
         inputs = [Fixed(session, session.protocol.receive_input(shape), session.frac) for shape in work.inputs]
-        plan = 0
+        plan, ahead = 0, OfflinePhase(session, transport)
 
-        def compute(_: None = None) -> None:
+        def compute() -> None:
             made.append(run(session, inputs))
             session.protocol.verify()
 
-        with closing(OfflinePhase[None](session, transport, compute)) as ahead:
+        with ExitStack() as plans:
             while (order := int(transport.recv(CLIENT, _SIGNAL, (1,), torch.int64))) != _STOP:
                 if order == _AHEAD:
                     transport.ledger.reset()
-                    plan += 1
-                    ahead.prepare(plan, [None])
+                    plan, ahead = plan + 1, plans.enter_context(closing(OfflinePhase(session, transport)))
+                    ahead.prepare(section_label(plan, 0), compute)
                 elif party != config.helper:
-                    with ahead.following(plan, 0):
+                    with ahead.following(section_label(plan, 0)):
                         compute()
+                    ahead.close()
                 booked = transport.ledger.sent.items()
                 sent = sum(count for (_, op, to), count in booked if op != CONTROL and to != CLIENT)
                 told = [sent, transport.ledger.cost().rounds, uncompiled_calls(session)]

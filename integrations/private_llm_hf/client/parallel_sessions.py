@@ -204,9 +204,7 @@ class ParallelSessions(Parties):
                 for number, part in parts_of_command(edit, rows, picks):
                     parallel_session = self._parallel_sessions[number]
                     if planned:
-                        parallel_session.tell(
-                            ManageCache(part, parallel_session.place_of(part)), parallel_session.online
-                        )
+                        parallel_session.place_of(part)
                     else:
                         parallel_session.tell(ManageCache(part))
             self._kept.keep_command(edit)

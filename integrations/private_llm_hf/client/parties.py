@@ -15,7 +15,7 @@ import itertools
 import re
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
@@ -250,7 +250,7 @@ class Parties(SessionClient):
             self.ask(call, secrets)
             yield self.opened
             return
-        self.tell(Forward(call, at=place), self._asked)
+        self.tell(Forward(call, at=place), self.members if self._ask_all else self.online)
         with self._apart(place):
             self._share(secrets)
             yield functools.partial(self.opened, self.online)
@@ -279,9 +279,10 @@ class Parties(SessionClient):
     def command(self, edit: CacheEdit) -> None:
         """Change a cache, without an answer; an error surfaces at the next call."""
         with self.alone():
-            place = self.place_of(edit)
+            planned = self.place_of(edit) is not None
             with self._call():
-                self.tell(ManageCache(edit, place), None if place is None else self._asked)
+                if not planned:  # the parties have a plan's
+                    self.tell(ManageCache(edit))
 
     # -- preprocessing ------------------------------------------------------------------------------------------
     def preprocess(self, entries: list[CallOrEdit]) -> int:
@@ -346,11 +347,6 @@ class Parties(SessionClient):
     def online(self) -> list[int]:
         """Who computes when the helping party has run ahead."""
         return [party for party in self.members if party != self.config.helper]
-
-    @property
-    def _asked(self) -> Sequence[int]:
-        """Who hears of a request that was preprocessed."""
-        return self.members if self._ask_all else self.online
 
     def _apart(self, place: tuple[int, int]) -> AbstractContextManager[None]:
         """Masks of a preprocessed call."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import ModelOutput
 
-from private_llm.errors import DomainError, ProtocolAbort, TransportError, UnsupportedOp
+from private_llm.errors import ProtocolAbort, TransportError, UnsupportedOp
 from private_llm.exact.argmax import argmax
 from private_llm.protocols.session import Session
 from private_llm.protocols.share import Index, Share
@@ -24,7 +24,7 @@ from private_llm.tensor.secret_index import SecretIndex
 from private_llm_hf.party.cache import SecretCache
 from private_llm_hf.party.session_state import SessionState
 from private_llm_hf.transformers_versions import CACHE
-from private_llm_hf.wire.answers import GUARD
+from private_llm_hf.wire.answers import GUARD, Output, Outputs
 from private_llm_hf.wire.commands import OPENED, PUBLIC, CacheEdit, Call, CallOrEdit, Place, Tokens, Values
 
 
@@ -123,6 +123,11 @@ def run_model(model: nn.Module, session: Session, inputs: dict[str, Any]) -> Mod
     return result
 
 
+def outputs_message(result: CallResult) -> Outputs:
+    """What a client is told before the outputs are opened to it: names, shapes and fractional bits."""
+    return Outputs(result.class_, tuple(Output(name, tuple(f.shape), f.frac) for name, f in result.outputs))
+
+
 def answer(session: Session, result: ModelOutput, wanted: Iterable[str]) -> CallResult:
     """What `reveal` lets a client have of the outputs that it wants, and the verdict of the range check."""
     outputs: list[tuple[str, Fixed]] = []
@@ -144,10 +149,6 @@ def answer(session: Session, result: ModelOutput, wanted: Iterable[str]) -> Call
 
 
 # -- calls that a client has planned with `model.preprocess`, each with the changes of caches before it ----------------
-MOST_CALLS = 1 << 12
-"""Calls of one plan."""
-
-
 @dataclass(frozen=True)
 class PlannedCall:
     """A call of a plan. number: its own among the plan's requests. index: among its calls. last: whether it ends it.
@@ -167,16 +168,12 @@ class PlannedCall:
 class PreprocessingPlan:
     """The planned calls of one session, and which of them comes next."""
 
-    def __init__(self, number: int, requests: Sequence[CallOrEdit], before: int) -> None:
-        """before: the number of the session's last plan. Raises ProtocolAbort for a number that does not rise, and
-        DomainError for more calls than a service takes.
-        """
+    def __init__(self, number: int, requests: Sequence[CallOrEdit], before: int = -1) -> None:
+        """before: the number of the session's last plan. Raises ProtocolAbort for a number that does not rise."""
         if number <= before:
             raise ProtocolAbort(f"preprocessing plan {number} was prepared before; masks must never repeat")
         self.number = number
         self.calls = _planned_calls(number, requests)
-        if len(self.calls) > MOST_CALLS:
-            raise DomainError(f"preprocess: got {len(self.calls)} calls; this service takes {MOST_CALLS} in a plan")
         self._next = 0
 
     @property
@@ -185,10 +182,10 @@ class PreprocessingPlan:
         return self._next == len(self.calls)
 
     def take(self, at: Place) -> PlannedCall:
-        """The call at this place, which must be the next one. Raises TransportError for another."""
+        """The call at this place, which must be the next one. Raises ProtocolAbort for another."""
         planned = None if self.finished else self.calls[self._next]
         if planned is None or at != (self.number, planned.number):
-            raise TransportError(
+            raise ProtocolAbort(
                 f"request {at[1]} of preprocessing plan {at[0]} is not what comes next; what was prepared is used in "
                 "order and once, because masks must never repeat"
             )

@@ -9,8 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import assert_never, get_args
 
 import torch
@@ -23,7 +22,7 @@ from private_llm.errors import ShareFileError, TransportError
 from private_llm.kernels.address import trim_allocator, tune_allocator
 from private_llm.net.parallel_sessions import RoleAssignment, assignment, parallel_session_links
 from private_llm.net.transport import CLIENT, Transport
-from private_llm.protocols.offline_phase import OfflinePhase
+from private_llm.protocols.offline_phase import OfflinePhase, section_label
 from private_llm.protocols.session import Session, join
 from private_llm.protocols.share import Index, Share
 from private_llm.protocols.weight_sharing import KEY_BYTES, assemble, keys_held, pieces, sends_parts, unpacked_key
@@ -37,7 +36,17 @@ from private_llm_hf.checkpoint.offload import Offloaded, OffloadFile
 from private_llm_hf.checkpoint.share_files import ShareFile
 from private_llm_hf.client.costs import rows_of
 from private_llm_hf.party.agreement import Transcript
-from private_llm_hf.party.calls import CallResult, answer, arguments, refuse_unknown, run_alone, table_of
+from private_llm_hf.party.calls import (
+    CallResult,
+    PlannedCall,
+    PreprocessingPlan,
+    answer,
+    arguments,
+    outputs_message,
+    refuse_unknown,
+    run_alone,
+    table_of,
+)
 from private_llm_hf.party.command_loop import Heartbeat, reported, serve_commands
 from private_llm_hf.party.model import build_party_model, release
 from private_llm_hf.party.model_description import (
@@ -51,7 +60,7 @@ from private_llm_hf.party.session_state import SessionState
 from private_llm_hf.token_sharding.cut import states_before_cut, stop_behind
 from private_llm_hf.token_sharding.node import Node
 from private_llm_hf.wire import commands
-from private_llm_hf.wire.answers import Loaded, Output, Outputs, Prepared, StoredFile
+from private_llm_hf.wire.answers import Loaded, Prepared, StoredFile
 from private_llm_hf.wire.codec import Message
 from private_llm_hf.wire.commands import (
     CacheEdit,
@@ -87,20 +96,19 @@ class Party:
         self.loaded: LoadModel | None = None
         self.state: SessionState | None = None
         self._heartbeat = Heartbeat(links, config.timeout_s / 4)
-        self.ahead = OfflinePhase(self.session, links, self._run_ahead, self._heartbeat.beat)
-        self._silent = False
+        self.plan, self.ahead = PreprocessingPlan(0, ()), OfflinePhase(self.session, links)
         self._transcript = Transcript(self.session)
 
     def serve(self) -> None:
         """Answer commands until the client stops. Raises what ended the session otherwise."""
         try:
-            with closing(self.ahead):
-                serve_commands(self.transport, _COMMANDS, self._obey, self._heartbeat, self._following)
+            serve_commands(self.transport, _COMMANDS, self._obey, self._heartbeat)
         finally:
             self._forget()
 
     def _obey(self, command: PartyCommand) -> None:
-        self._transcript.add(command, "all" if _place(command) is None else "computing")
+        planned = isinstance(command, Forward) and command.at is not None
+        self._transcript.add(command, "computing" if planned else "all")
         match command:
             case commands.Hello():
                 file = self.share_file
@@ -122,28 +130,21 @@ class Party:
 
     def _forget(self) -> None:
         """Free what is large now: this object and its parts refer to each other, so Python would do it much later."""
+        self.ahead.close()
         model, self.model = self.model, None
         if model is not None:
             release(model)
         forget(self.session)
         self.offloaded.clear()
         self.state = None
-        del self.ahead  # which holds a method of this object
 
-    def _following(self, command: PartyCommand) -> AbstractContextManager[None]:
-        """With what was computed ahead for a planned request."""
-        at = _place(command)
-        return nullcontext() if at is None else self.ahead.following(*at)
-
-    def _compare(self, planned: bool = False) -> None:
+    def _compare(self, parties: Iterable[int]) -> None:
         """Before a call under quad: were all who compute it told the same? Raises ProtocolAbort if not."""
         values = self.session.protocol.take_inputs()
-        parties = [p for p in range(self.config.parties) if not (planned and p == self.config.helper)]
         self._transcript.compare(self.transport, parties, {"values": values} if values else {})
 
     def _answer(self, message: Message) -> None:
-        if not self._silent:
-            send_message(self.transport, CLIENT, message)
+        send_message(self.transport, CLIENT, message)
 
     # -- the model --------------------------------------------------------------------------------------------
     def _load(self, command: commands.Load) -> None:
@@ -245,21 +246,16 @@ class Party:
 
     # -- calls -----------------------------------------------------------------------------------------------
     def _preprocess(self, command: commands.Preprocess) -> None:
+        """A new plan; what is left of an older one is lost."""
         self._free(command.free)
-        self._compare()
-        stored = self.ahead.prepare(command.plan, command.calls)
-        self._answer(Prepared(stored, tuple(self.session.protocol.take_digests())))
-
-    def _run_ahead(self, request: commands.CallOrEdit) -> None:
-        """Compute a planned request without an answer: the client comes later."""
-        self._silent = True
-        try:
-            if isinstance(request, Call):
-                self.forward(Forward(request))
-            else:
-                self.manage_cache(request)
-        finally:
-            self._silent = False
+        self._compare(range(self.config.parties))
+        self.ahead.close()
+        self.plan = PreprocessingPlan(command.plan, command.calls, before=self.plan.number)
+        self.ahead = OfflinePhase(self.session, self.transport)
+        for planned in self.plan.calls:
+            run = functools.partial(self._run_planned, planned, ())
+            self.ahead.prepare(section_label(planned.plan, planned.number), run, self._heartbeat.beat)
+        self._answer(Prepared(self.ahead.nbytes, tuple(self.session.protocol.take_digests())))
 
     def _free(self, handles: Sequence[int]) -> None:
         if handles and self.state is not None:
@@ -269,23 +265,38 @@ class Party:
         """The command of the same name: run the model once.
 
         Raises UnsupportedOp for inputs or outputs that parties do not take or open, TransportError before a model is
-        loaded and for a vocabulary, shape or node that is not the model's.
+        loaded and for a vocabulary, shape or node that is not the model's, ProtocolAbort for another call than the next
+        one of a plan.
         """
         with self.transport.ledger.scope(""):  # the time of inputs and opening
             self._free(command.free)
-            self._run(self.ready(), command)
+            parties = range(self.config.parties)
+            if command.at is None:
+                self._run(command.call, parties, command.slices)
+                return
+            planned = self.plan.take(command.at)
+            with self.ahead.following(section_label(*command.at)):
+                self._run_planned(planned, [party for party in parties if party != self.config.helper])
+            if self.plan.finished:
+                self.ahead.close()
 
-    def _run(self, model: PreTrainedModel, command: Forward) -> None:
-        call = command.call
+    def _run_planned(self, planned: PlannedCall, parties: Iterable[int]) -> None:
+        for edit in planned.edits:
+            self.manage_cache(edit)
+        self._run(planned.call, parties)
+
+    def _run(self, call: Call, parties: Iterable[int], slices: Slices | None = None) -> None:
+        """parties: who computes for the client now; nobody, and the client hears nothing, if a helper runs ahead."""
         refuse_unknown(call)
-        state, secrets = self._state(), [self._receive(model, item) for item in call.secret]
-        if not self._silent:
-            self._compare(command.at is not None)
-        if command.slices is None:
-            self._reveal(run_alone(model, self.session, state, "", call, secrets))
-        else:
+        model, state = self.ready(), self._state()
+        secrets = [self._receive(model, item) for item in call.secret]
+        if parties:
+            self._compare(parties)
+        if slices is not None:
             inputs = arguments(model, self.session, state, "", call, secrets)
-            self._pass_on(states_before_cut(model, inputs), command.slices)
+            self._pass_on(states_before_cut(model, inputs), slices)
+            return
+        self._reveal(run_alone(model, self.session, state, "", call, secrets), bool(parties))
 
     def _receive(self, model: PreTrainedModel, item: commands.Tokens | commands.Values) -> Share | Index:
         """One secret input: shares of token ids, or of values as they are."""
@@ -295,11 +306,11 @@ class Party:
             return protocol.receive_input(shape)
         return protocol.receive_index(math.prod(shape), table_of(model, item).num_embeddings)
 
-    def _reveal(self, answer: CallResult) -> None:
-        """State names, shapes and fractional bits of the outputs, then open them towards the client."""
-        described = tuple(Output(name, tuple(fixed.shape), fixed.frac) for name, fixed in answer.outputs)
-        self._answer(Outputs(answer.class_, described))
-        for _, fixed in answer.outputs:
+    def _reveal(self, result: CallResult, heard: bool = True) -> None:
+        """Open the outputs towards the client, which hears first what comes."""
+        if heard:
+            self._answer(outputs_message(result))
+        for _, fixed in result.outputs:
             self.session.protocol.reveal_to_client(fixed.share)
 
     def _pass_on(self, states: SecretTensor, slices: Slices) -> None:
@@ -330,11 +341,6 @@ class Party:
     def manage_cache(self, edit: CacheEdit) -> None:
         """Crop, select, copy or forget entries. Raises TransportError and DomainError as `SessionState.edit`."""
         self._state().edit("", edit)
-
-
-def _place(command: PartyCommand) -> commands.Place | None:
-    """Where a planned request stands in its plan."""
-    return command.at if isinstance(command, (Forward, commands.ManageCache)) else None
 
 
 def _rows_of(rows: list[int], part: Tensor) -> Tensor:

@@ -17,13 +17,12 @@ from private_llm.net.transport import CLIENT
 from private_llm.protocols.session import Session
 from private_llm.protocols.share import Index, Share
 from private_llm.ring.prg import Prg
-from private_llm_hf.party.calls import CallResult
+from private_llm_hf.party.calls import outputs_message
 from private_llm_hf.service.batch import BatchedRequest, SessionState, check_call, run_batch
 from private_llm_hf.service.client_session import Request
 from private_llm_hf.service.limits import MOST_HANDLES, KVCacheQuota, Limits
 from private_llm_hf.service.links import ServiceLinks
 from private_llm_hf.service.served_model import ServedModel
-from private_llm_hf.wire.answers import Output, Outputs
 from private_llm_hf.wire.commands import CacheEdit, Call, SelectRows, Tokens
 
 _LOG = logging.getLogger("private_llm")
@@ -147,8 +146,3 @@ def inputs_received(session: Session, masks: list[Prg], call: Call) -> list[Shar
             else:
                 made.append(protocol.receive_input(item.shape))
     return made
-
-
-def outputs_message(answer: CallResult) -> Outputs:
-    """What a client is told before the outputs are opened to it."""
-    return Outputs(answer.class_, tuple(Output(name, tuple(f.shape), f.frac) for name, f in answer.outputs))

@@ -47,6 +47,8 @@ _READ_S = 0.01
 """How often it is looked whether a client has read its answers."""
 _EACH_S, _AT_ONCE = 0.02, 100
 """Seconds between two questions of a session, but for so many at once: who only asks would take the time of all."""
+MOST_CALLS = 1 << 12
+"""Calls of one plan."""
 _KEYS = 4
 """Keys of point functions for each index, at most (quad)."""
 
@@ -126,7 +128,7 @@ class ClientSession:
         self.masks: list[Prg] = []
         self.model: ServedModel | None = None
         self._edits: list[CacheEdit] = []
-        self._plan = PreprocessingPlan(0, (), -1)
+        self._plan = PreprocessingPlan(0, ())
         self._drop = False
         self._requests, self._earlier = 0, ""
         self._sending = threading.Lock()
@@ -213,8 +215,7 @@ class ClientSession:
             case Forward():
                 self._forward(command)
             case commands.ManageCache():
-                if command.at is None:  # a plan knows its own
-                    self._keep_edit(command.edit)
+                self._keep_edit(command.edit)
             case commands.TellCosts():
                 send_message(self.link, CLIENT, rows_of(self.costs.ledger))
                 if command.reset:
@@ -293,6 +294,8 @@ class ClientSession:
                 + (" with sparsity" if config.sparsity is not None else "")
             )
         plan = PreprocessingPlan(command.plan, command.calls, self._plan.number)
+        if len(plan.calls) > MOST_CALLS:
+            raise DomainError(f"preprocess: got {len(plan.calls)} calls; this service takes {MOST_CALLS} in a plan")
         for planned in plan.calls:
             self.host.limits.check_edits(0, len(planned.edits))
             self._check_inputs(planned.call, one_hot=True)

@@ -7,17 +7,17 @@ ends, and when the parties connect anew.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 
 from private_llm.errors import ConfigError, PrivateLLMError, ProtocolAbort, ShareFileError, TransportError
-from private_llm.net.offline_store import OfflineStore, OfflineStoreTransport, OfflineTransport, store_call_within
-from private_llm.net.transport import CLIENT, Transport
-from private_llm.protocols.offline_phase import section_label
+from private_llm.net.transport import CLIENT
+from private_llm.protocols.offline_phase import OfflinePhase, section_label
 from private_llm.protocols.session import Session
-from private_llm_hf.party.calls import CallResult, PlannedCall, run_alone
-from private_llm_hf.service.batch_executor import change, check_fits, inputs_received, outputs_message, refusal
+from private_llm_hf.party.calls import CallResult, PlannedCall, outputs_message, run_alone
+from private_llm_hf.service.batch_executor import change, check_fits, inputs_received, refusal
 from private_llm_hf.service.client_session import Request
 from private_llm_hf.service.limits import KVCacheQuota
 from private_llm_hf.service.links import ServiceLinks
@@ -31,17 +31,12 @@ class _PreparedPlan:
     model: ServedModel
     user: str
     plan: int
-    store: OfflineStore | None
+    phase: OfflinePhase
     labels: list[str] = field(default_factory=list)
 
     @property
     def nbytes(self) -> int:
-        return 0 if self.store is None else self.store.nbytes
-
-    def close(self) -> None:
-        if self.store is not None:
-            self.store.close()
-            self.store = None
+        return self.phase.nbytes
 
 
 class PreprocessingStore:
@@ -69,14 +64,14 @@ class PreprocessingStore:
         """Delete what is left of a session's plan, and its caches."""
         prepared = self._plans.pop(session, None)
         if prepared is not None:
-            prepared.close()
+            prepared.phase.close()
             prepared.model.state.forget(owner_of(session))
             self.quota.release(owner_of(session))
 
     def close(self) -> None:
         """Delete all."""
         for prepared in self._plans.values():
-            prepared.close()
+            prepared.phase.close()
         self._plans.clear()
 
     # -- before -------------------------------------------------------------------------------------------------
@@ -88,45 +83,29 @@ class PreprocessingStore:
         else. Raises TransportError for a request that no plan has.
         """
         session, planned = model.session, _planned(request)
-        helper, keepers = session.config.helper, session.config.offline_receivers
-        keeps = session.party in keepers
         if planned.index == 0:
             self.forget(request.session.id)
-            made = OfflineStore(session.config.offline_folder) if keeps else None
-            self._plans[request.session.id] = _PreparedPlan(model, request.session.user, planned.plan, made)
+            self._plans[request.session.id] = _PreparedPlan(
+                model, request.session.user, planned.plan, OfflinePhase(session, links)
+            )
             self._reserve(model, request, planned)
         prepared = self._plans[request.session.id]
         prepared.labels.append(label)
         before = prepared.nbytes
-        if session.party == helper:
-            self._send_ahead(model, links, request, label, keepers)
-        elif prepared.store is not None and helper is not None:
-            problem = store_call_within(links, helper, prepared.store, room)
-            if problem is not None:
-                prepared.close()
-                request.fail(ConfigError(f"preprocess: {problem}; plan fewer calls"))
+        links.serve((), ())
+
+        def send() -> None:
+            if self._fits(model, request):
+                _open(session, _computed(model, request))
+
+        problem = prepared.phase.prepare(label, lambda: _alone(model, request, send), room=room)
+        request.digests = tuple(session.protocol.take_digests())
+        if problem is not None:
+            prepared.phase.close()
+            request.fail(ConfigError(f"preprocess: {problem}; plan fewer calls"))
         request.stored = prepared.nbytes - before
-        if planned.last and prepared.store is not None:
-            prepared.store.rewind()
         request.session.costs.add(links.ledger, 1, 1)
         request.done.set()
-
-    def _send_ahead(
-        self, model: ServedModel, links: ServiceLinks, request: Request, label: str, keepers: tuple[int, ...]
-    ) -> None:
-        session = model.session
-        links.serve((), ())
-        try:
-            if self._fits(model, request):
-                with session.protocol.section(label, OfflineTransport):
-                    answer = _computed(model, request)
-                    session.protocol.reveal([(CLIENT, fixed.share) for _, fixed in answer.outputs])
-        except (TransportError, ProtocolAbort):
-            raise
-        except PrivateLLMError as error:
-            _give_up(model, request, error)
-        request.digests = tuple(session.protocol.take_digests())
-        OfflineTransport(links).end_call(keepers)  # also after a mistake: its receivers wait for it
 
     # -- when the data are there ----------------------------------------------------------------------------------
     def run_prepared(self, model: ServedModel, links: ServiceLinks, request: Request) -> None:
@@ -139,37 +118,26 @@ class PreprocessingStore:
         prepared = self._plans.get(request.session.id)
         if prepared is None or prepared.plan != planned.plan or planned.index >= len(prepared.labels):
             raise TransportError("a call was prepared at some parties only")
-        if session.party != (session.config.facts.helper if session.config.facts else None):
-            self._answer(model, links, request, prepared)
+        links.serve(request.frames, ())
+
+        def answer() -> None:
+            if not self._fits(model, request):
+                return
+            try:
+                with prepared.phase.following(prepared.labels[planned.index]):
+                    result = _computed(model, request)
+                    request.session.answer(outputs_message(result))
+                    links.serve((), [request.session.give for _ in result.outputs])
+                    _open(session, result)
+            except ShareFileError as error:
+                raise TransportError(str(error)) from None
+
+        if session.party != session.config.helper:
+            _alone(model, request, answer)
         request.session.costs.add(links.ledger, 1, 1)
         if planned.last:
             self.forget(request.session.id)
         request.done.set()
-
-    def _answer(self, model: ServedModel, links: ServiceLinks, request: Request, prepared: _PreparedPlan) -> None:
-        session, store = model.session, prepared.store
-        helper = session.config.helper
-
-        def reading(transport: Transport) -> Transport:
-            if store is None or helper is None:
-                return transport
-            return OfflineStoreTransport(transport, helper, store, lambda: session.protocol.device)
-
-        links.serve(request.frames, ())
-        if not self._fits(model, request):
-            return
-        try:
-            with session.protocol.section(prepared.labels[_planned(request).index], reading):
-                answer = _computed(model, request)
-                _open(session, links, request, answer)
-            if store is not None:
-                store.finish_call()
-        except ShareFileError as error:
-            raise TransportError(str(error)) from None
-        except (TransportError, ProtocolAbort):
-            raise
-        except PrivateLLMError as error:  # the same at all who compute: it follows from public facts
-            _give_up(model, request, error)
 
     # -- both -----------------------------------------------------------------------------------------------------
     def _reserve(self, model: ServedModel, request: Request, planned: PlannedCall) -> None:
@@ -217,8 +185,19 @@ def _computed(model: ServedModel, request: Request) -> CallResult:
         return run_alone(model.model, session, model.state, owner_of(request.session.id), planned.call, secrets)
 
 
-def _open(session: Session, links: ServiceLinks, request: Request, answer: CallResult) -> None:
-    request.session.answer(outputs_message(answer))
-    links.serve((), [request.session.give for _ in answer.outputs])
-    if answer.outputs:
-        session.protocol.reveal([(CLIENT, fixed.share) for _, fixed in answer.outputs])
+def _open(session: Session, result: CallResult) -> None:
+    if result.outputs:
+        session.protocol.reveal([(CLIENT, fixed.share) for _, fixed in result.outputs])
+
+
+def _alone(model: ServedModel, request: Request, run: Callable[[], None]) -> None:
+    """What goes wrong with a call ends its session: it follows from public facts, so it is the same at all who compute.
+
+    Raises TransportError and ProtocolAbort, which end all.
+    """
+    try:
+        run()
+    except (TransportError, ProtocolAbort):
+        raise
+    except PrivateLLMError as error:
+        _give_up(model, request, error)

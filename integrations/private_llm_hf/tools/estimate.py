@@ -155,7 +155,6 @@ class _MetaParty(Party):
         self.session = session
         session.numerics.ranges = Ranges(description.ranges)
         self.answer = Outputs("", ())
-        self._silent = True  # nobody to compare with what it was told, which costs control messages alone
         parameters = meta_parameters(empty, session)
         self.model = build_party_model(
             description.config, description.class_, parameters, session, folded=description.folded
@@ -164,6 +163,9 @@ class _MetaParty(Party):
         if not every_layer and not session.numerics.ranges.modules:  # with ranges, no two layers are equal
             price_once(self.model, self.transport.ledger)
         self.transport.ledger.reset()
+
+    def _compare(self, parties: Iterable[int]) -> None:
+        """Nobody is there, and it costs control messages alone."""
 
     def _answer(self, message: Message) -> None:
         if isinstance(message, Outputs):

@@ -223,10 +223,9 @@ class Forward(Message):
 
 @dataclass(frozen=True)
 class ManageCache(Message):
-    """Change a cache; no answer. at: the place of a request that was preprocessed."""
+    """Change a cache; no answer. Those of a plan are not sent: the parties know them."""
 
     edit: CacheEdit
-    at: Place | None = None
 
 
 @dataclass(frozen=True)
