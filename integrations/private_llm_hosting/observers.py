@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import threading
@@ -116,54 +117,16 @@ class Observers(Observer):
     """Tells each of several observers; none of them can keep the others, or the service, from going on."""
 
     def __init__(self, *others: Observer) -> None:
-        self._others = others
+        def tell(name: str, *arguments: object) -> None:
+            for other in others:
+                try:
+                    getattr(other, name)(*arguments)
+                except Exception:  # noqa: BLE001 - watching a service must not end it
+                    _LOG.exception("an observer failed at %s", name)
 
-    def _tell(self, name: str, *arguments: object) -> None:
-        for other in self._others:
-            try:
-                getattr(other, name)(*arguments)
-            except Exception:  # noqa: BLE001 - watching a service must not end it
-                _LOG.exception("an observer failed at %s", name)
-
-    def links_up(self) -> None:
-        """As `Observer`."""
-        self._tell("links_up")
-
-    def links_down(self, reason: str, orderly: bool = False) -> None:
-        """As `Observer`."""
-        self._tell("links_down", reason, orderly)
-
-    def links_awaited(self, who: str | None, reason: str, seconds: float) -> None:
-        """As `Observer`."""
-        self._tell("links_awaited", who, reason, seconds)
-
-    def session_began(self, session: str, user: str) -> None:
-        """As `Observer`."""
-        self._tell("session_began", session, user)
-
-    def session_ended(self, session: str, user: str, seconds: float, reason: str | None) -> None:
-        """As `Observer`."""
-        self._tell("session_ended", session, user, seconds, reason)
-
-    def refused(self, who: str, reason: str) -> None:
-        """As `Observer`."""
-        self._tell("refused", who, reason)
-
-    def busy(self, user: str) -> None:
-        """As `Observer`."""
-        self._tell("busy", user)
-
-    def batch_done(self, facts: BatchFacts) -> None:
-        """As `Observer`."""
-        self._tell("batch_done", facts)
-
-    def load(self, sessions: int, requests: int) -> None:
-        """As `Observer`."""
-        self._tell("load", sessions, requests)
-
-    def draining(self) -> None:
-        """As `Observer`."""
-        self._tell("draining")
+        for name in vars(Observer):
+            if name[0] != "_":
+                setattr(self, name, functools.partial(tell, name))
 
 
 # -- why callers were refused, in a few classes, and how often a log repeats itself ------------------------------------

@@ -13,7 +13,7 @@ import signal
 import threading
 from collections.abc import Callable
 from types import FrameType
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from private_llm_hf.service.settings import Observer, ServiceSettings
 
@@ -24,25 +24,14 @@ from private_llm_hosting.observers import LogObserver, Observers, PartyMetrics
 from private_llm_hosting.operator_port import OperatorPort
 from private_llm_hosting.settings import HostingSettings
 
+if TYPE_CHECKING:
+    from private_llm_hf.service.party_service import PartyService
+
 _LOG = logging.getLogger(LOGGER)
 _TICK_S = 0.5
 
 
-class Service(Protocol):
-    """What is run: `PartyService`."""
-
-    @property
-    def ready(self) -> bool:
-        """Whether sessions may begin."""
-
-    def run(self) -> None:
-        """Serve until it is drained."""
-
-    def drain(self) -> None:
-        """Begin no session any more, and end when those that run are over."""
-
-
-MakeService = Callable[[PrivateConfig, int, ServiceSettings, Observer], Service]
+MakeService = Callable[[PrivateConfig, int, ServiceSettings, Observer], "PartyService"]
 
 
 def run_party(settings: HostingSettings, make: MakeService) -> None:
@@ -81,7 +70,7 @@ class _State:
 
     def __init__(self, metrics: PartyMetrics) -> None:
         self._metrics = metrics
-        self.service: Service | None = None
+        self.service: PartyService | None = None
 
     def why_not_ready(self) -> str | None:
         """None when sessions may begin."""
@@ -96,7 +85,7 @@ class _Stops:
     """Handlers of the signals that stop a party, put back afterwards."""
 
     def __init__(self) -> None:
-        self.service: Service | None = None
+        self.service: PartyService | None = None
         self._asked = False
         self._before: dict[signal.Signals, signal._HANDLER] = {}
 
@@ -120,7 +109,7 @@ class _Stops:
         self.service.drain()
 
 
-def _serve(service: Service) -> None:
+def _serve(service: PartyService) -> None:
     """Run the service in a thread, so that this one, where signals arrive, holds none of its locks."""
     raised: list[BaseException] = []
 

@@ -17,11 +17,11 @@ import inspect
 import logging
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessorList, PretrainedConfig, StoppingCriteriaList
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
@@ -34,14 +34,6 @@ from private_llm_hf.transformers_versions import CACHE
 _LOG = logging.getLogger(__name__)
 
 
-class CausalModel(Protocol):
-    """A model with a cache: private or plaintext."""
-
-    config: PretrainedConfig
-    forward: Callable[..., Any]
-    __call__: Callable[..., Any]
-
-
 def decoding(config: SpeculationConfig, streamer: BaseStreamer | None) -> Callable[..., Any]:
     """The loop as generate(custom_generate=...) takes it.
 
@@ -50,7 +42,7 @@ def decoding(config: SpeculationConfig, streamer: BaseStreamer | None) -> Callab
     """
 
     def decode(
-        model: CausalModel, input_ids: Tensor, logits_processor: LogitsProcessorList,
+        model: PreTrainedModel, input_ids: Tensor, logits_processor: LogitsProcessorList,
         stopping_criteria: StoppingCriteriaList, generation_config: GenerationConfig, **facts: Any,  # noqa: ANN401
     ) -> GenerateDecoderOnlyOutput | Tensor:  # fmt: skip
         _refuse(model, input_ids, generation_config, facts, config)
@@ -70,7 +62,7 @@ def decoding(config: SpeculationConfig, streamer: BaseStreamer | None) -> Callab
 
 
 def _refuse(
-    model: CausalModel, ids: Tensor, generation: GenerationConfig, facts: dict[str, Any], config: SpeculationConfig
+    model: PreTrainedModel, ids: Tensor, generation: GenerationConfig, facts: dict[str, Any], config: SpeculationConfig
 ) -> None:
     """Raise for what the loop does not do, before anything is sent."""
     if len(ids) != 1 or (generation.num_beams or 1) > 1 or (generation.num_return_sequences or 1) > 1:
@@ -125,7 +117,7 @@ class Passes:
     """Passes of the model over drafted rows, and what of them becomes text."""
 
     def __init__(
-        self, model: CausalModel, cache: Any, processors: LogitsProcessorList, sample: bool, text: Text,  # noqa: ANN401
+        self, model: PreTrainedModel, cache: Any, processors: LogitsProcessorList, sample: bool, text: Text,  # noqa: ANN401
     ) -> None:  # fmt: skip
         self.cache, self.text, self.config = cache, text, model.config
         self._model, self._processors, self._sample = model, processors, sample

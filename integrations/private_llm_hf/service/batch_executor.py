@@ -20,7 +20,7 @@ from private_llm.ring.prg import Prg
 from private_llm_hf.party.calls import outputs_message
 from private_llm_hf.service.batch import BatchedRequest, SessionState, check_call, run_batch
 from private_llm_hf.service.client_session import Request
-from private_llm_hf.service.limits import MOST_HANDLES, KVCacheQuota, Limits
+from private_llm_hf.service.limits import MOST_HANDLES, KVCacheQuota, Limits, add_part
 from private_llm_hf.service.links import ServiceLinks
 from private_llm_hf.service.served_model import ServedModel
 from private_llm_hf.wire.commands import CacheEdit, Call, SelectRows, Tokens
@@ -64,7 +64,7 @@ def run_requests(
         model.session.protocol.reveal(opened)
     rows = sum(request.call.rows for request in accepted)
     for request in accepted:
-        request.session.costs.add(links.ledger, request.call.rows, rows)
+        add_part(request.session.costs, links.ledger, request.call.rows, rows)
         request.done.set()
     tokens = sum(math.prod(r.call.secret[0].shape[:2]) for r in accepted)
     return rows, tokens

@@ -13,15 +13,15 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Protocol, assert_never
+from typing import TYPE_CHECKING, assert_never, get_args
 
 from torch import Tensor
 
-from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError, DomainError, PartyFailed, PrivateLLMError, ShareFileError, TransportError
 from private_llm.kernels.address import trim_allocator
 from private_llm.net.admission import ClientLink
 from private_llm.net.incoming import Allowance
+from private_llm.net.ledger import Ledger
 from private_llm.net.roles import named
 from private_llm.net.transport import CLIENT
 from private_llm.protocols.registry import protocol_spec
@@ -32,13 +32,15 @@ from private_llm_hf.client.costs import rows_of
 from private_llm_hf.party.agreement import digest
 from private_llm_hf.party.calls import PlannedCall, PreprocessingPlan
 from private_llm_hf.party.model_description import validate_input_shape
-from private_llm_hf.service.limits import Limits, SessionCosts
 from private_llm_hf.service.links import ClientInputRecorder, ReceivedTensor
 from private_llm_hf.service.served_model import ServedModel
 from private_llm_hf.wire import commands
 from private_llm_hf.wire.answers import Alive, Loaded, Outputs, Prepared
 from private_llm_hf.wire.codec import Message, text_of
-from private_llm_hf.wire.commands import CacheEdit, Call, Forward, Stop, recv_message, send_message
+from private_llm_hf.wire.commands import CacheEdit, Call, Forward, PartyCommand, Stop, recv_message, send_message
+
+if TYPE_CHECKING:
+    from private_llm_hf.service.party_service import PartyService
 
 _LOG = logging.getLogger("private_llm")
 _TICK_S = 0.25
@@ -52,35 +54,8 @@ MOST_CALLS = 1 << 12
 _KEYS = 4
 """Keys of point functions for each index, at most (quad)."""
 
-_Commands = (
-    commands.Hello | commands.LoadFile | commands.LoadLike | commands.LoadModel | Forward | commands.ManageCache
-    | commands.Preprocess | commands.TellCosts | Stop
-)  # fmt: skip
-_KINDS: tuple[type[_Commands], ...] = (
-    commands.Hello, commands.LoadFile, commands.LoadLike, commands.LoadModel, Forward, commands.ManageCache,
-    commands.Preprocess, commands.TellCosts, Stop,
-)  # fmt: skip
-
-
-class Host(Protocol):
-    """What a session needs of the service."""
-
-    config: PrivateConfig
-    number: int
-    rows: int
-    limits: Limits
-
-    def model_of(self, digest: str | None) -> ServedModel:
-        """The model that a client names."""
-        ...
-
-    def submit(self, request: Request) -> None:
-        """A call waits for a batch."""
-        ...
-
-    def over(self, session: ClientSession, reason: str | None) -> None:
-        """A session has ended; its thread is about to."""
-        ...
+_Command = PartyCommand | Stop
+_COMMANDS: tuple[type[_Command], ...] = get_args(_Command)
 
 
 @dataclass(eq=False)
@@ -119,11 +94,11 @@ class Request:
 class ClientSession:
     """A client's session; `start` begins its thread. `masks` of its inputs are drawn during batches alone."""
 
-    def __init__(self, host: Host, link: ClientLink) -> None:
+    def __init__(self, host: PartyService, link: ClientLink) -> None:
         self.host, self.link = host, link
         self.id, self.user, self.short = link.number, link.user, link.number[:12]
         self.began = time.monotonic()
-        self.costs = SessionCosts(host.number)
+        self.costs = Ledger(host.number)
         self.keys: list[Seed] = []
         self.masks: list[Prg] = []
         self.model: ServedModel | None = None
@@ -201,7 +176,7 @@ class ClientSession:
         """Take the next command; False if it was the last."""
         self._await_reader()
         self.link.wait(CLIENT)
-        command: _Commands = recv_message(self.link, CLIENT, _KINDS, self.host.limits.message_bytes)
+        command: _Command = recv_message(self.link, CLIENT, _COMMANDS, self.host.limits.message_bytes)
         if not isinstance(command, Forward | commands.ManageCache | Stop):
             time.sleep(self._questions.lacks())
         match command:
@@ -217,9 +192,9 @@ class ClientSession:
             case commands.ManageCache():
                 self._keep_edit(command.edit)
             case commands.TellCosts():
-                send_message(self.link, CLIENT, rows_of(self.costs.ledger))
+                send_message(self.link, CLIENT, rows_of(self.costs))
                 if command.reset:
-                    self.costs.ledger.reset()
+                    self.costs.reset()
             case commands.LoadModel() | commands.LoadLike():
                 raise ShareFileError("this party serves the models of its share files only, none that clients send")
             case commands.Preprocess():

@@ -225,22 +225,16 @@ class ClientQuarantine:
         return 0.0 if found is None else max(0.0, found.barred_until - self._clock())
 
 
-# -- what a session's calls cost: its part of a batch's bytes by its rows, and all rounds ------------------------------
-class SessionCosts:
-    """The account of one session at one party, as a ledger."""
-
-    def __init__(self, party: int) -> None:
-        self.ledger = Ledger(party)
-
-    def add(self, of_pass: Ledger, rows: int, total: int) -> None:
-        """Book a batch in which this session had `rows` of `total` rows; bytes are rounded to whole ones."""
-        mine = self.ledger
-        for key, count in of_pass.sent.items():
-            if key[1] != CONTROL:
-                mine.sent[key] += round(count * rows / total)
-        for where, count in of_pass.rounds.items():
-            mine.rounds[where] += count
-        for scope, count in of_pass.macs.items():
-            mine.macs[scope] += round(count * rows / total)
-        for scope, seconds in of_pass.spent.items():
-            mine.spent[scope] += seconds
+def add_part(mine: Ledger, of_pass: Ledger, rows: int, total: int) -> None:
+    """Book a batch, of whose `total` rows a session had `rows`, in its ledger: so much of bytes (rounded to whole ones)
+    and multiply-adds, and all rounds and seconds.
+    """
+    for key, count in of_pass.sent.items():
+        if key[1] != CONTROL:
+            mine.sent[key] += round(count * rows / total)
+    for where, count in of_pass.rounds.items():
+        mine.rounds[where] += count
+    for scope, count in of_pass.macs.items():
+        mine.macs[scope] += round(count * rows / total)
+    for scope, seconds in of_pass.spent.items():
+        mine.spent[scope] += seconds

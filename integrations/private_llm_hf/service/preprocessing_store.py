@@ -19,7 +19,7 @@ from private_llm.protocols.session import Session
 from private_llm_hf.party.calls import CallResult, PlannedCall, outputs_message, run_alone
 from private_llm_hf.service.batch_executor import change, check_fits, inputs_received, refusal
 from private_llm_hf.service.client_session import Request
-from private_llm_hf.service.limits import KVCacheQuota
+from private_llm_hf.service.limits import KVCacheQuota, add_part
 from private_llm_hf.service.links import ServiceLinks
 from private_llm_hf.service.served_model import ServedModel
 
@@ -104,7 +104,7 @@ class PreprocessingStore:
             prepared.phase.close()
             request.fail(ConfigError(f"preprocess: {problem}; plan fewer calls"))
         request.stored = prepared.nbytes - before
-        request.session.costs.add(links.ledger, 1, 1)
+        add_part(request.session.costs, links.ledger, 1, 1)
         request.done.set()
 
     # -- when the data are there ----------------------------------------------------------------------------------
@@ -134,7 +134,7 @@ class PreprocessingStore:
 
         if session.party != session.config.helper:
             _alone(model, request, answer)
-        request.session.costs.add(links.ledger, 1, 1)
+        add_part(request.session.costs, links.ledger, 1, 1)
         if planned.last:
             self.forget(request.session.id)
         request.done.set()
