@@ -8,7 +8,7 @@ import functools
 import itertools
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import transformers
 from torch import Tensor, nn
@@ -38,7 +38,7 @@ from private_llm_hf.handlers import handler_of
 from private_llm_hf.models.architectures import architecture, require_inputs
 from private_llm_hf.models.emulation import warn_of_functions
 from private_llm_hf.models.sparse_blocks import adopted, check_sparsity
-from private_llm_hf.patch_plan import check_ring, make_patch_plan
+from private_llm_hf.patch_plan import PatchPlan, check_ring, make_patch_plan
 from private_llm_hf.sparsity.sharing import SharedPredictors, shared_predictors
 from private_llm_hf.token_sharding.client import check_sharding
 from private_llm_hf.tools.trial import AT_NODES, require_agreement, require_ring
@@ -50,12 +50,8 @@ Start = Callable[[PrivateConfig, LocalMesh | None], Parties]
 _LOADING = ("use_safetensors", "variant", "disable_mmap", "key_mapping")
 
 
-class Weights(Protocol):
-    """Where a model's weights come from."""
-
-    def __call__(self, wanted: WeightList, sink: Sink, local: bool = ...) -> None:
-        """Pass all to the sink. local: only if nothing need be downloaded; OSError without weights."""
-        ...
+Weights = Callable[[WeightList, Sink, bool], None]
+"""Passes a model's weights to the sink; if told True only if nothing need be downloaded: OSError without weights."""
 
 
 class _AutoPrivate:
@@ -68,12 +64,9 @@ class _AutoPrivate:
 
     @classmethod
     def from_pretrained(
-        cls,
-        source: str,
-        private_config: PrivateConfig | None = None,
-        ranges: Ranges | None = None,
+        cls, source: str, private_config: PrivateConfig | None = None, ranges: Ranges | None = None,
         **hf_kwargs: Any,  # noqa: ANN401 - as transformers
-    ) -> PreTrainedModel:
+    ) -> PreTrainedModel:  # fmt: skip
         """Share a checkpoint (hub id or folder) with the parties; returns the model to use like any other.
 
         private_config: how to run it (default: three parties, semi-honest, on this machine). ranges: those of
@@ -95,12 +88,11 @@ class _AutoPrivate:
             ours = [name for name in sorted(unused) if name in PrivateConfig.__dataclass_fields__]
             hint = f"; {', '.join(ours)} belongs in PrivateConfig(...), the second argument" if ours else ""
             raise ConfigError(f"unknown argument(s) {', '.join(sorted(unused))} for from_pretrained{hint}")
-        architecture(config)
         model_class = _model_class(cls.auto_class, config)
         require_inputs(model_class, config)
         config = checkpoint.settled(model_class, config, **download, **loading)
 
-        def weights(wanted: WeightList, sink: Sink, local: bool = False) -> None:
+        def weights(wanted: WeightList, sink: Sink, local: bool) -> None:
             where = {**download, "local_files_only": True} if local else download
             checkpoint.stream(model_class, config, wanted, sink, **where, **loading)
 
@@ -165,13 +157,12 @@ def patch(
 ) -> PreTrainedModel:  # fmt: skip
     """Share a model that is already loaded; the original stays as it is.
 
-    A module that is not a transformers model (an `nn.Sequential`, a network of one's own) becomes a `Network`: the
-    result is called with images and returns logits. mesh: see `start_parties`, for which `start` may stand in (with
-    links that measure, for instance). ranges: as for `from_pretrained`. images: a batch like those to come, on which a
-    network of images is calibrated (default: pictures of noise, if the model says what shape it takes).
-    Raises PatchMismatch for a transformers model class of somebody else's, modules without a rule, hooks and missing
-    weights; ConfigError for settings that this model cannot follow; DomainError as `from_pretrained`, and for images
-    that are not a floating-point batch of the model's shape.
+    A module that is not a transformers model (an `nn.Sequential`, a network of one's own) becomes a `Network`, which is
+    called with images and returns logits. mesh: see `start_parties`, for which `start` may stand in. ranges: as for
+    `from_pretrained`. images: a batch like those to come, on which a network of images is calibrated (default: pictures
+    of noise, if the model says what shape it takes).
+    Raises PatchMismatch for somebody else's class of a transformers model, modules without a rule, hooks and missing
+    weights; ConfigError for settings that it cannot follow; DomainError as `from_pretrained`, and for other images.
     """
     private_config = _checked(private_config, ranges)
     if not isinstance(mesh, LocalMesh | None) or not callable(start):
@@ -188,12 +179,9 @@ def patch(
     model = _loaded(model)
     if images is not None:
         images = check_images(type(model), model.config, images)
-
-    def weights(wanted: WeightList, sink: Sink, local: bool = True) -> None:
-        stream_loaded(model, wanted, sink)
-
     return _open(
-        type(model), copy.deepcopy(model.config), private_config, weights, generation,
+        type(model), copy.deepcopy(model.config), private_config,
+        lambda wanted, sink, local: stream_loaded(model, wanted, sink), generation,
         ranges or (lambda: loaded_ranges(model, private_config, images)), mesh, start,
     )  # fmt: skip
 
@@ -233,44 +221,32 @@ def _network(model: nn.Module) -> Network:
 
 
 def _open(
-    model_class: type[PreTrainedModel],
-    config: PretrainedConfig,
-    private_config: PrivateConfig,
-    weights: Weights,
-    generation: GenerationConfig | None,
-    ranges: Ranges | Callable[[], Ranges],
-    mesh: LocalMesh | None = None,
-    start: Start = start_parties,
-    tried: bool = False,
-) -> PreTrainedModel:
+    model_class: type[PreTrainedModel], config: PretrainedConfig, private_config: PrivateConfig, weights: Weights,
+    generation: GenerationConfig | None, ranges: Ranges | Callable[[], Ranges], mesh: LocalMesh | None = None,
+    start: Start = start_parties, tried: bool = False,
+) -> PreTrainedModel:  # fmt: skip
     """Try a class that no test compares, plan, start parties; calibrate and share the weights if they hold none."""
     plain, private_config = config, adopted(private_config, config)
-    sparse = shared_predictors(private_config.sparsity, model_class, config)
-    config = config if sparse is None else sparse.config
-    spec = ModelSpec.of(model_class, config, folds_norms(private_config))
-    check_sparsity(spec.model, private_config.sparsity)
+    config, sparse, spec = _specified(model_class, config, private_config)
     _check_code(spec.model, private_config)
 
     def mine() -> str | None:
         digest = WeightsDigest()
         try:
-            weights(spec.source, spec.folding(digest), local=True)
+            weights(spec.source, spec.folding(digest), True)
         except OSError:  # configuration and tokenizer only
             return None
         return digest.text()
 
-    if not tried:
-        warn_of_functions(model_class, private_config.approximations)
     if private_config.plan is not None:
         check_sharding(model_class, config, private_config.plan, private_config.split)
-    if not tried and private_config.protocol != CASCADE:
-        require_agreement(model_class, plain, _open_small)
-    if not tried and private_config.plan is not None:
-        require_agreement(model_class, plain, _open_small, AT_NODES)
-    patch_plan = make_patch_plan(spec.model, private_config)
-    check_ring(spec.model, private_config)
     if not tried:
-        require_ring(model_class, plain, _open_small, private_config)
+        warn_of_functions(model_class, private_config.approximations)
+        if private_config.protocol != CASCADE:
+            require_agreement(model_class, plain, _open_small)
+        if private_config.plan is not None:
+            require_agreement(model_class, plain, _open_small, AT_NODES)
+    patch_plan = _fitting(model_class, plain, spec, private_config, tried)
     check_reveal(spec.model, private_config)
     parties = start(private_config, mesh)
     try:
@@ -280,7 +256,7 @@ def _open(
             check_ranges(spec.model, known)
             description = dataclasses.replace(description, ranges=known.to_dict())
             with parties.loading(description) as sink:
-                _stream(functools.partial(weights, spec.source), spec, sparse, sink)
+                _stream(lambda into: weights(spec.source, into, False), spec, sparse, sink)
     except BaseException:
         parties.close()
         raise
@@ -288,6 +264,29 @@ def _open(
     made = private_class(model_class)(config, parties, patch_plan, generation)
     made.joins = functools.partial(_join_again, private_config, description, start)
     return made
+
+
+def _specified(
+    model_class: type[PreTrainedModel], config: PretrainedConfig, private_config: PrivateConfig
+) -> tuple[PretrainedConfig, SharedPredictors | None, ModelSpec]:
+    """The configuration that parties build, its predictors of activity, and its weights. Raises ConfigError."""
+    sparse = shared_predictors(private_config.sparsity, model_class, config)
+    config = config if sparse is None else sparse.config
+    spec = ModelSpec.of(model_class, config, folds_norms(private_config))
+    check_sparsity(spec.model, private_config.sparsity)
+    return config, sparse, spec
+
+
+def _fitting(
+    model_class: type[PreTrainedModel], plain: PretrainedConfig, spec: ModelSpec, private_config: PrivateConfig,
+    tried: bool = False,
+) -> PatchPlan:  # fmt: skip
+    """What runs in the place of each module, if all fits the ring. Raises PatchMismatch and ConfigError."""
+    patch_plan = make_patch_plan(spec.model, private_config)
+    check_ring(spec.model, private_config)
+    if not tried:
+        require_ring(model_class, plain, _open_small, private_config)
+    return patch_plan
 
 
 def _check_code(model: PreTrainedModel, private_config: PrivateConfig) -> None:
@@ -312,14 +311,12 @@ def _check_code(model: PreTrainedModel, private_config: PrivateConfig) -> None:
 
 
 def _join_again(private_config: PrivateConfig, description: Description, start: Start) -> Parties:
-    """Another session of parties that hold the model already.
-
-    Raises ConfigError for parties that do not outlive a session, ShareFileError if they hold another model than before.
-    """
-    if choose_mode(private_config) != "remote":
+    """Another session of parties that hold the model already. Raises ConfigError and ShareFileError if none can be."""
+    mode = choose_mode(private_config)
+    if mode != "remote":
         raise ConfigError(
-            f"sessions: the parties of party_mode={choose_mode(private_config)!r} end with their session; want parties "
-            "on hosts, or those of `private-llm gateway`, which hold share files"
+            f"sessions: the parties of party_mode={mode!r} end with their session; want parties on hosts, or those of "
+            "`private-llm gateway`, which hold share files"
         )
     parties = start(private_config, None)
     try:
@@ -341,12 +338,11 @@ def _stream(weights: Callable[[Sink], None], spec: ModelSpec, sparse: SharedPred
 
 def _open_small(model: PreTrainedModel, settings: PrivateConfig) -> PreTrainedModel:
     """Make a small model private for a trial."""
-
-    def weights(wanted: WeightList, sink: Sink, local: bool = True) -> None:
-        stream_loaded(model, wanted, sink)
-
     generation = getattr(model, "generation_config", None)
-    return _open(type(model), model.config, settings, weights, generation, UNKNOWN, tried=True)
+    return _open(
+        type(model), model.config, settings, lambda wanted, sink, local: stream_loaded(model, wanted, sink), generation,
+        UNKNOWN, tried=True,
+    )  # fmt: skip
 
 
 def ranges_of_checkpoint(
@@ -362,48 +358,36 @@ def ranges_of_checkpoint(
     """
     checkpoint = Checkpoint(source, hf_kwargs, hf_kwargs)
     config, _ = checkpoint.config(**hf_kwargs)
-    architecture(config)
     model_class = _model_class(auto.auto_class, config)
     config = checkpoint.settled(model_class, config, **hf_kwargs)
     return checkpoint_ranges(checkpoint, model_class, config, _checked(private_config), hf_kwargs, text, images)
 
 
 def share_checkpoint(
-    source: str,
-    folder: str | Path,
-    private_config: PrivateConfig | None = None,
-    auto: type[_AutoPrivate] = AutoPrivateModelForCausalLM,
-    progress: Callable[[str, int, int], None] | None = None,
-    ranges: Ranges | None = None,
-    overwrite: bool = False,
+    source: str, folder: str | Path, private_config: PrivateConfig | None = None,
+    auto: type[_AutoPrivate] = AutoPrivateModelForCausalLM, progress: Callable[[str, int, int], None] | None = None,
+    ranges: Ranges | None = None, overwrite: bool = False,
     **hf_kwargs: Any,  # noqa: ANN401 - as transformers
-) -> list[Path]:
-    """Split a checkpoint into one share file per party, reading and writing tensor by tensor.
+) -> list[Path]:  # fmt: skip
+    """Split a checkpoint into one share file per party, tensor by tensor.
 
-    Also writes `folder`/client with configuration and tokenizer: all a user needs. `progress` is told each weight's
-    name, how many are done and how many there are. ranges: as for `from_pretrained`, stored with the shares. Returns
-    the parties' files, in order; only their owner may open them. Raises ShareFileError for a folder that holds a
-    sharing already, unless `overwrite`, and else as `from_pretrained`: ConfigError (for weights="public", too),
-    PatchMismatch, DomainError; a failure leaves none.
+    Also writes `folder`/client with configuration and tokenizer: all a user needs. `progress` hears each weight's name,
+    how many are done and how many there are. ranges: as for `from_pretrained`, stored with the shares. Returns the
+    parties' files, in order; only their owner may open them. Raises ShareFileError for a folder that holds a sharing
+    already, unless `overwrite`, else as `from_pretrained`, and ConfigError for weights="public"; a failure leaves none.
     """
     private_config = _checked(private_config, ranges)
     if private_config.weights == "public":
         raise ConfigError("share files hold secret weights; with weights='public' parties get the checkpoint")
     checkpoint = Checkpoint(source, hf_kwargs, hf_kwargs)
     config, _ = checkpoint.config(**hf_kwargs)
-    architecture(config)
     model_class = _model_class(auto.auto_class, config)
     require_inputs(model_class, config)
     config = checkpoint.settled(model_class, config, **hf_kwargs)
     require_agreement(model_class, config, _open_small)
     source_config = config
-    sparse = shared_predictors(private_config.sparsity, model_class, config)
-    config = config if sparse is None else sparse.config
-    spec = ModelSpec.of(model_class, config, folds_norms(private_config))
-    check_sparsity(spec.model, private_config.sparsity)
-    make_patch_plan(spec.model, private_config)
-    check_ring(spec.model, private_config)
-    require_ring(model_class, source_config, _open_small, private_config)
+    config, sparse, spec = _specified(model_class, config, private_config)
+    _fitting(model_class, source_config, spec, private_config)
     wanted = spec.shared
     target = Path(folder)
     client = target / "client"
@@ -426,10 +410,10 @@ def share_checkpoint(
             if progress is not None:
                 progress(name, next(done), len(wanted.shapes))
 
-        def own(folded: Sink) -> None:
-            checkpoint.stream(model_class, source_config, spec.source, folded, **hf_kwargs)
-
-        _stream(own, spec, sparse, sink)
+        _stream(
+            lambda into: checkpoint.stream(model_class, source_config, spec.source, into, **hf_kwargs),
+            spec, sparse, sink,
+        )  # fmt: skip
         write_client_folder(checkpoint, client, config, model_class, dict(hf_kwargs))
     return writer.paths
 
@@ -455,16 +439,13 @@ def _checked(private_config: PrivateConfig | None, ranges: Ranges | None = None)
 
 
 def _model_class(auto_class: type[_BaseAutoModelClass], config: PretrainedConfig) -> type[PreTrainedModel]:
-    """The class that transformers would load."""
+    """The class that transformers would load. Raises PatchMismatch."""
+    architecture(config)
     mapping = auto_class._model_mapping
     if type(config) not in mapping:
         raise PatchMismatch(f"{auto_class.__name__} has no class for '{config.model_type}' models")
     found = mapping[type(config)]
-    classes = found if isinstance(found, tuple) else (found,)
-    model_class: type[PreTrainedModel] = classes[0]
+    classes: tuple[type[PreTrainedModel], ...] = found if isinstance(found, tuple) else (found,)
     named = {known.__name__: known for known in classes}
-    for name in getattr(config, "architectures", None) or []:
-        if name in named:
-            model_class = named[name]
-            break
-    return model_class
+    names = [name for name in getattr(config, "architectures", None) or [] if name in named]
+    return named[names[0]] if names else classes[0]

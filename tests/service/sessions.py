@@ -8,8 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from private_llm_hf.party.calls import CallResult
 from private_llm_hf.party.model import build_party_model
-from private_llm_hf.service.batch import BatchedRequest, CallResult, SessionState, batch_key, check_call, run_batch
+from private_llm_hf.party.session_state import SessionState
+from private_llm_hf.service.batch import BatchedRequest, run_batch
+from private_llm_hf.service.checks import batch_key, check_call
 from private_llm_hf.wire.commands import OPENED, CacheEdit, Call, Tokens, Values
 from torch import Tensor
 from transformers import PreTrainedModel

@@ -9,8 +9,7 @@ import pytest
 import torch
 import transformers as tr
 from private_llm_hf.party.model import empty_model
-from private_llm_hf.service.batch import batch_key
-from private_llm_hf.service.checks import WASTE, bucket, tolerates_left_padding
+from private_llm_hf.service.checks import WASTE, batch_key, bucket, tolerates_left_padding
 from private_llm_hf.wire.commands import OPENED, Call, Encoded, Tokens, Values
 from transformers import PreTrainedModel
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 from private_llm_hf.party.model import empty_model
 from private_llm_hf.party.session_state import SessionState
-from private_llm_hf.service.batch import BatchedRequest, check_call, run_batch
+from private_llm_hf.service.batch import BatchedRequest, run_batch
+from private_llm_hf.service.checks import check_call
 from private_llm_hf.wire.commands import Call, Encoded, Tokens, Values
 from transformers import PreTrainedModel
 

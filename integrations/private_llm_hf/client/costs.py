@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from private_llm.net.ledger import CONTROL, Cost, Ledger, merge, size
 from private_llm.net.transport import endpoint_name
@@ -105,65 +104,50 @@ class Costs:
 
     def by_module(self) -> dict[str, tuple[int, int]]:
         """(bytes, rounds) per module; "" holds what belongs to none (inputs, opening)."""
-        return self._by(0)
+        return self._sums(lambda scope, op: scope)
 
     def by_op(self) -> dict[str, tuple[int, int]]:
         """(bytes, rounds) per operation."""
-        return self._by(1)
+        return self._sums(lambda scope, op: op)
 
     def modules(self) -> dict[str, PartCost]:
         """Every module's bytes, rounds and seconds; "" holds what belongs to none (inputs, opening).
 
         After `model.preprocess` the helping party's seconds are those of the phase before.
         """
-        return self._parts(lambda name: name)
+        return self._parts(lambda scope, op: scope)
 
     def layer_kinds(self) -> dict[str, PartCost]:
         """The same for all modules of one class together, what took longest first."""
-        parts = self._parts(self._kind_of)
+        parts = self._parts(lambda scope, op: self._kind_of(scope))
         return dict(sorted(parts.items(), key=lambda part: part[1].seconds, reverse=True))
 
     def _kind_of(self, name: str) -> str:
         """The class of a module; siblings that are one product (`q_proj+k_proj`) are of one class."""
         return self.kinds.get(name.partition("+")[0], name or layer_of(name))
 
-    def _parts(self, group: Callable[[str], str]) -> dict[str, PartCost]:
-        sent, rounds, seconds = [], [], []
+    def _sums(self, group: Group) -> dict[str, tuple[int, int]]:
+        parts = self._parts(group, timed=False)
+        return {name: (part.bytes_total, part.rounds) for name, part in parts.items()}
+
+    def _parts(self, group: Group, timed: bool = True) -> dict[str, PartCost]:
+        """By the names that `group` gives scopes and operations. timed: with what took time alone, too."""
+        sent, rounds, seconds = [], [], []  # of each ledger by name
         for ledger in self.ledgers:
-            mine = Counter[str](), Counter[str](), dict[str, float]()
-            for (module, _, _), n in ledger.sent.items():
-                mine[0][group(module)] += n
-            for (module, _), n in ledger.rounds.items():
-                mine[1][group(module)] += n
-            for module, spent in ledger.spent.items():
-                mine[2][group(module)] = mine[2].get(group(module), 0.0) + spent
-            sent.append((ledger.party, mine[0]))
-            rounds.append(mine[1])
-            seconds.append(mine[2])
-        parties = {party for party, _ in sent}
-        names = sorted({name for _, each in sent for name in each}.union(*rounds, *seconds))
+            sent.append(_added((group(scope, op), n) for (scope, op, _), n in ledger.sent.items()))
+            rounds.append(_added((group(scope, op), n) for (scope, op), n in ledger.rounds.items()))
+            seconds.append(_added((group(scope, ""), s) for scope, s in ledger.spent.items()) if timed else {})
+        parties: dict[int, list[dict[str, int]]] = {}
+        for ledger, each in zip(self.ledgers, sent, strict=True):
+            parties.setdefault(ledger.party, []).append(each)
         return {
             name: PartCost(
-                sum(each[name] for _, each in sent),
-                max(sum(each[name] for party, each in sent if party == one) for one in parties),
-                max(each[name] for each in rounds), max(each.get(name, 0.0) for each in seconds),
+                sum(each.get(name, 0) for each in sent),
+                max(sum(each.get(name, 0) for each in own) for own in parties.values()),
+                max(each.get(name, 0) for each in rounds), max(each.get(name, 0.0) for each in seconds),
             )
-            for name in names
+            for name in sorted(set[str]().union(*sent, *rounds, *seconds))
         }  # fmt: skip
-
-    def _by(self, key: int) -> dict[str, tuple[int, int]]:
-        sent: dict[str, int] = {}
-        rounds: dict[str, int] = {}
-        for ledger in self.ledgers:
-            mine: dict[str, int] = {}
-            for where, n in ledger.sent.items():
-                name = str(where[key])
-                sent[name] = sent.get(name, 0) + n
-            for where2, n in ledger.rounds.items():
-                mine[where2[key]] = mine.get(where2[key], 0) + n
-            for name, n in mine.items():
-                rounds[name] = max(rounds.get(name, 0), n)
-        return {name: (sent.get(name, 0), rounds.get(name, 0)) for name in sorted({*sent, *rounds})}
 
     def __repr__(self) -> str:
         ahead = self.preprocessing.total
@@ -190,6 +174,19 @@ class Costs:
             "bytes_total": self.bytes_total, "bytes_preprocessing": self.preprocessing.total,
             "bytes_online": self.online.total, "bytes_per_party": per_party, "rounds": self.rounds,
         }  # fmt: skip
+
+
+Group = Callable[[str, str], str]
+"""A name for a scope and an operation."""
+
+Number = TypeVar("Number", int, float)
+
+
+def _added(pairs: Iterable[tuple[str, Number]]) -> dict[str, Number]:
+    found: dict[str, Number] = {}
+    for name, count in pairs:
+        found[name] = found.get(name, 0) + count
+    return found
 
 
 def layer_of(scope: str) -> str:

@@ -51,42 +51,39 @@ def join_parallel_sessions(config: PrivateConfig, transport: Transport, shutdown
         return join_nodes(config, transport, shutdown)
     if config.split is not None:
         return join_split(config, transport, shutdown)
-    parallel_sessions = []
-    for parallel_session in range(config.parallel_sessions):
-        links = parallel_session_links(transport, config.parties, parallel_session, config.rotate_roles)
-        parallel_sessions.append(Parties(config, links, join_as_client(config, links), shutdown))
-    return parallel_sessions[0] if config.parallel_sessions == 1 else ParallelSessions(config, parallel_sessions)
+    every = []
+    for number in range(config.parallel_sessions):
+        links = parallel_session_links(transport, config.parties, number, config.rotate_roles)
+        every.append(Parties(config, links, join_as_client(config, links), shutdown))
+    return every[0] if len(every) == 1 else ParallelSessions(config, every)
 
 
 class ParallelSessions(Parties):
     """What all parallel sessions do together. A parallel session's own lock guards its links; the end of the session is
     kept here."""
 
-    def __init__(self, config: PrivateConfig, parallel_sessions: Sequence[Parties]) -> None:
-        first = parallel_sessions[0]
-        super().__init__(config, first.transport, first.end, first.shutdown)
-        self._parallel_sessions = parallel_sessions
-        self._kept = SessionRows(len(parallel_sessions))
+    def __init__(self, config: PrivateConfig, every: Sequence[Parties]) -> None:
+        super().__init__(config, every[0].transport, every[0].end, every[0].shutdown)
+        self._every = every
+        self._kept = SessionRows(len(every))
         self._planned: list[Rows] = []
-        self._busy = [0] * len(parallel_sessions)
+        self._busy = [0] * len(every)
         self._choice = threading.Lock()
 
     @contextmanager
     def _using(self, rows: Rows) -> Iterator[None]:
         """Have the parallel sessions that hold rows for oneself."""
         with ExitStack() as stack:
-            for parallel_session, count in zip(
-                self._parallel_sessions, rows, strict=True
-            ):  # always in this order: nobody waits in a circle
+            for each, count in zip(self._every, rows, strict=True):  # in this order: nobody waits in a circle
                 if count:
-                    stack.enter_context(parallel_session.lock)
+                    stack.enter_context(each.lock)
             with self._guarded():
                 yield
 
     def tell(self, message: Message, parties: Iterable[int] | None = None) -> None:
         """As `Parties.tell`, in every parallel session."""
-        for parallel_session in self._parallel_sessions:
-            parallel_session.tell(message, parties)
+        for each in self._every:
+            each.tell(message, parties)
 
     # -- weights --------------------------------------------------------------------------------------------
     def use_stored(self, description: Description, mine: Callable[[], str | None]) -> bool:
@@ -95,16 +92,15 @@ class ParallelSessions(Parties):
         Raises ConfigError for share files with rotate_roles.
         """
         with self._call():
-            if self.config.rotate_roles and self._parallel_sessions[0].stored_model() is not None:
+            if self.config.rotate_roles and self._every[0].stored_model() is not None:
                 raise ConfigError(
                     "rotate_roles: a share file holds the share of one role, and parties that take turns need one for "
                     "each; start the parties without share files, so that the client deals the weights, or set "
                     "rotate_roles=False"
                 )
-            found = self._parallel_sessions[0].use_stored(description, mine)
+            found = self._every[0].use_stored(description, mine)
             if found:
-                self._load_like(dict.fromkeys(range(1, len(self._parallel_sessions)), 0))
-                self.ranges = self._parallel_sessions[0].ranges
+                self._load_like(dict.fromkeys(range(1, len(self._every)), 0))
             return found
 
     @contextmanager
@@ -112,36 +108,31 @@ class ParallelSessions(Parties):
         """One sharing, with masks of its own, for every assignment; parallel sessions of equal assignment use the same
         shares."""
         first: dict[RoleAssignment, int] = {}
-        like: dict[int, int] = {}
-        for parallel_session in range(len(self._parallel_sessions)):
-            cast = assignment(
-                self.config.parties, parallel_session, self.config.rotate_roles and self.config.weights == "secret"
-            )
-            like[parallel_session] = first.setdefault(cast, parallel_session)
+        rotate = self.config.rotate_roles and self.config.weights == "secret"
+        like = {
+            number: first.setdefault(assignment(self.config.parties, number, rotate), number)
+            for number in range(len(self._every))
+        }
         with self._call():
             with ExitStack() as stack:
-                sinks = [
-                    stack.enter_context(self._parallel_sessions[parallel_session].loading(description, stop_behind))
-                    for parallel_session in first.values()
-                ]
+                loading = (self._every[number].loading(description, stop_behind) for number in first.values())
+                sinks = [stack.enter_context(each) for each in loading]
 
                 def sink(name: str, tensor: Tensor) -> None:
                     for each in sinks:
                         each(name, tensor)
 
                 yield sink
-            self._load_like(
-                {parallel_session: other for parallel_session, other in like.items() if parallel_session != other}
-            )
-            self.ranges = self._parallel_sessions[0].ranges
+            self._load_like({number: other for number, other in like.items() if number != other})
 
     def _load_like(self, like: dict[int, int]) -> None:
-        """Parallel sessions build their model from the shares that another parallel session of the same party holds."""
-        for parallel_session, other in like.items():
-            self._parallel_sessions[parallel_session].tell(LoadLike(other))
-        for parallel_session in like:
-            self._parallel_sessions[parallel_session].answers(Loaded)
-            self._parallel_sessions[parallel_session].transport.ledger.reset()
+        """Parallel sessions build their model from the shares that another one of the same party holds."""
+        for number, other in like.items():
+            self._every[number].tell(LoadLike(other))
+        for number in like:
+            self._every[number].answers(Loaded)
+            self._every[number].transport.ledger.reset()
+        self.ranges = self._every[0].ranges
 
     # -- calls ------------------------------------------------------------------------------------------------
     def forward(self, call: Call, secrets: list[Secret]) -> tuple[str, dict[str, Tensor]]:
@@ -155,25 +146,19 @@ class ParallelSessions(Parties):
                 return self._run(call, secrets, self._planned[place[1]])
         return self._run(call, secrets, None)
 
-    def _run(
-        self, call: Call, secrets: list[Secret], planned: Rows | None
-    ) -> tuple[str, dict[str, Tensor]]:  # fmt: skip
+    def _run(self, call: Call, secrets: list[Secret], planned: Rows | None) -> tuple[str, dict[str, Tensor]]:
         """planned: the rows of a call that was preprocessed."""
-        total = call.rows
         held, picks = self._kept.of_call(call)
-        where = self._reserved(held or planned, total, self._kept.together(call))
+        where = self._reserved(held or planned, call.rows, self._kept.together(call))
         with where as rows, self._using(rows), ExitStack() as stack:
             waiting = []
             for number, part, mine in parts_of_call(call, rows, picks):
-                parallel_session = self._parallel_sessions[number]
-                place = None if planned is None else parallel_session.place_of(part)
-                waiting.append(
-                    stack.enter_context(parallel_session.asking(part, secrets_of(secrets, mine, total), place))
-                )
+                each = self._every[number]
+                place = None if planned is None else each.place_of(part)
+                waiting.append(stack.enter_context(each.asking(part, secrets_of(secrets, mine, call.rows), place)))
             answers = [answer() for answer in waiting]
         self._kept.keep_call(call, rows)
-        kinds = {(kind, *opened) for kind, opened in answers}
-        if len(kinds) != 1:
+        if len({(kind, *opened) for kind, opened in answers}) != 1:
             raise TransportError(
                 "the parallel sessions gave different answers: they do not run the same model or version"
             )
@@ -185,15 +170,12 @@ class ParallelSessions(Parties):
         it runs."""
         with self._choice:
             rows = spread(total, together, self._busy) if rows is None else rows
-            used = [parallel_session for parallel_session, count in enumerate(rows) if count]
-            for parallel_session in used:
-                self._busy[parallel_session] += 1
+            self._busy = [calls + bool(count) for calls, count in zip(self._busy, rows, strict=True)]
         try:
             yield rows
         finally:
             with self._choice:
-                for parallel_session in used:
-                    self._busy[parallel_session] -= 1
+                self._busy = [calls - bool(count) for calls, count in zip(self._busy, rows, strict=True)]
 
     def command(self, edit: CacheEdit) -> None:
         """Cache management in every parallel session that holds rows of the cache."""
@@ -202,11 +184,10 @@ class ParallelSessions(Parties):
             rows, picks = self._kept.of_command(edit)
             with self._using(rows):
                 for number, part in parts_of_command(edit, rows, picks):
-                    parallel_session = self._parallel_sessions[number]
                     if planned:
-                        parallel_session.place_of(part)
+                        self._every[number].place_of(part)
                     else:
-                        parallel_session.tell(ManageCache(part))
+                        self._every[number].tell(ManageCache(part))
             self._kept.keep_command(edit)
 
     # -- preprocessing ----------------------------------------------------------------------------------------
@@ -214,14 +195,11 @@ class ParallelSessions(Parties):
         """As `Parties.preprocess`, in every parallel session. Raises UnsupportedOp, before anything is sent, as
         `command` does."""
         self._check_helped()
-        planned, parts = plan_parallel_sessions(entries, len(self._parallel_sessions))
+        planned, parts = plan_parallel_sessions(entries, len(self._every))
         schedule = Schedule(next(self._plans), entries)
-        with self.alone(), self._using([1] * len(self._parallel_sessions)):
+        with self.alone(), self._using([1] * len(self._every)):
             self._drop_schedule()
-            waiting = [
-                parallel_session.prepare(part)
-                for parallel_session, part in zip(self._parallel_sessions, parts, strict=True)
-            ]
+            waiting = [each.prepare(part) for each, part in zip(self._every, parts, strict=True)]
             stored = sum(prepared() for prepared in waiting)
             self._planned, self._schedule = planned, schedule if entries else None
         return stored
@@ -240,16 +218,16 @@ class ParallelSessions(Parties):
         self._kept.release(handle)
         for filled in self._filled.values():
             filled.discard(handle)
-        for parallel_session in self._parallel_sessions:
-            parallel_session.release(handle)
+        for each in self._every:
+            each.release(handle)
 
     def costs(self, reset: bool = False) -> Costs:
         """All parallel sessions together: bytes add up, rounds are those of the parallel session that waited most."""
         with self._call():
-            each = [parallel_session.costs(reset) for parallel_session in self._parallel_sessions]
+            found = [each.costs(reset) for each in self._every]
         return Costs(
-            tuple(ledger for costs in each for ledger in costs.ledgers),
-            tuple(ledger for costs in each for ledger in costs.helpers),
+            tuple(ledger for costs in found for ledger in costs.ledgers),
+            tuple(ledger for costs in found for ledger in costs.helpers),
         )
 
 
@@ -261,10 +239,10 @@ Picks = list[Tensor | None]
 
 
 class SessionRows:
-    """The rows of caches and encoder outputs, by handle."""
+    """The rows of caches and encoder outputs, by handle, in a number of parallel sessions."""
 
-    def __init__(self, parallel_sessions: int) -> None:
-        self._parallel_sessions = parallel_sessions
+    def __init__(self, number: int) -> None:
+        self._number = number
         self._rows: dict[int, Rows] = {}
         self._groups: dict[int, int] = {}
 
@@ -274,7 +252,7 @@ class SessionRows:
         Raises UnsupportedOp as `of_command`.
         """
         found: Rows | None
-        picks: Picks = [None] * self._parallel_sessions
+        picks: Picks = [None] * self._number
         encoded = call.encoded
         if encoded is not None and encoded.rows is not None:
             found, picks = self._picked(encoded.handle, encoded.rows)
@@ -321,10 +299,9 @@ class SessionRows:
                 "parallel_sessions=1 for this call, or a number of prompts that the parallel sessions divide evenly"
             )
         starts = torch.cumsum(torch.tensor([0, *rows]), 0)
-        picks: Picks = [
-            index[owner == parallel_session] - starts[parallel_session] for parallel_session in range(len(rows))
-        ]
-        return [int((owner == parallel_session).sum()) for parallel_session in range(len(rows))], picks
+        numbers = range(len(rows))
+        picks: Picks = [index[owner == number] - starts[number] for number in numbers]
+        return [int((owner == number).sum()) for number in numbers], picks
 
     def keep_together(self, handle: int, rows: int) -> None:
         """Rows come in groups of so many, which stay in one parallel session."""
@@ -342,55 +319,50 @@ class SessionRows:
 
 
 def spread(total: int, together: int, busy: Sequence[int]) -> Rows:
-    """Groups of rows over the parallel sessions in order; few groups go to the parallel sessions with the fewest calls
-    (`busy`)."""
-    groups, parallel_sessions = total // together, len(busy)
-    chosen = sorted(sorted(range(parallel_sessions), key=lambda parallel_session: busy[parallel_session])[:groups])
-    rows = [0] * parallel_sessions
-    for place, parallel_session in enumerate(chosen):
-        rows[parallel_session] = (groups // len(chosen) + (place < groups % len(chosen))) * together
+    """Groups of rows over the parallel sessions in order; few groups go to those with the fewest calls (`busy`)."""
+    groups, numbers = total // together, range(len(busy))
+    chosen = sorted(sorted(numbers, key=lambda number: busy[number])[:groups])
+    rows = [0] * len(busy)
+    for place, number in enumerate(chosen):
+        rows[number] = (groups // len(chosen) + (place < groups % len(chosen))) * together
     return rows
 
 
 def parts_of_call(call: Call, rows: Rows, picks: Picks) -> Iterator[tuple[int, Call, slice]]:
-    """For each parallel session that takes part: its number, its part of the call, and which rows of the batch these
-    are."""
+    """Of each parallel session that takes part: number, part of the call, and which rows of the batch these are."""
     start = 0
-    for parallel_session, (count, index) in enumerate(zip(rows, picks, strict=True)):
+    for number, (count, index) in enumerate(zip(rows, picks, strict=True)):
         if count:
-            yield parallel_session, _part(call, slice(start, start + count), index), slice(start, start + count)
+            yield number, _part(call, slice(start, start + count), index), slice(start, start + count)
         start += count
 
 
 def parts_of_command(edit: CacheEdit, rows: Rows, picks: Picks) -> Iterator[tuple[int, CacheEdit]]:
     """For each parallel session that holds rows: its number and its part of a command about a cache."""
-    for parallel_session, (count, index) in enumerate(zip(rows, picks, strict=True)):
-        if count:
-            yield (
-                parallel_session,
-                edit if index is None or not isinstance(edit, SelectRows) else replace(edit, index=index),
-            )
+    for number, (count, index) in enumerate(zip(rows, picks, strict=True)):
+        if count and index is not None and isinstance(edit, SelectRows):
+            yield number, replace(edit, index=index)
+        elif count:
+            yield number, edit
 
 
-def plan_parallel_sessions(
-    entries: Sequence[CallOrEdit], parallel_sessions: int
-) -> tuple[list[Rows], list[list[CallOrEdit]]]:
+def plan_parallel_sessions(entries: Sequence[CallOrEdit], number: int) -> tuple[list[Rows], list[list[CallOrEdit]]]:
     """Of planned requests, one after the other in idle parallel sessions: the rows of each, and the requests of every
     parallel session."""
-    kept, every = SessionRows(parallel_sessions), list[Rows]()
-    parts: list[list[CallOrEdit]] = [[] for _ in range(parallel_sessions)]
+    kept, every = SessionRows(number), list[Rows]()
+    parts: list[list[CallOrEdit]] = [[] for _ in range(number)]
     for entry in entries:
         if isinstance(entry, Call):
             held, picks = kept.of_call(entry)
-            rows = spread(entry.rows, 1, [0] * parallel_sessions) if held is None else held
+            rows = spread(entry.rows, 1, [0] * number) if held is None else held
             kept.keep_call(entry, rows)
-            for parallel_session, part, _ in parts_of_call(entry, rows, picks):
-                parts[parallel_session].append(part)
+            for place, part, _ in parts_of_call(entry, rows, picks):
+                parts[place].append(part)
         else:
             rows, picks = kept.of_command(entry)
             kept.keep_command(entry)
-            for parallel_session, edit in parts_of_command(entry, rows, picks):
-                parts[parallel_session].append(edit)
+            for place, edit in parts_of_command(entry, rows, picks):
+                parts[place].append(edit)
         every.append(rows)
     return every, parts
 

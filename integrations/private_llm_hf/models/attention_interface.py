@@ -19,7 +19,7 @@ from private_llm.nn.predicted import SparseHeads
 from private_llm.replay.graph_break import this_call
 from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.secret import SecretTensor
-from private_llm_hf.party.cache import CacheUpdateBreak, HeldKeys
+from private_llm_hf.party.cache import AttentionBreak, HeldKeys
 
 NAME = "private_llm"
 """What `config._attn_implementation` is set to."""
@@ -72,7 +72,7 @@ def private_attention(
     if attention_mask is None and query.shape[2] > 1 and getattr(module, "is_causal", False):
         raise DomainError(f"{type(module).__name__} is causal but got no mask; the mask function is not registered")
     graph_break = this_call.graph_break
-    if isinstance(graph_break, CacheUpdateBreak) and not graph_break.reached:
+    if isinstance(graph_break, AttentionBreak) and not graph_break.reached:
         alone = position_bias is None and s_aux is None and not hasattr(module, SPARSE)
 
         def attend_again(

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import copy
 import functools
-from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -24,6 +24,9 @@ from private_llm.nn.kv_cache import KVBuffer, Piece
 from private_llm.replay.graph_break import GraphBreak, this_call
 from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.secret import SecretTensor
+
+if TYPE_CHECKING:
+    from private_llm_hf.party.layers import RepeatedLayer
 
 
 def _looked_at() -> None:
@@ -193,21 +196,53 @@ Attention = Callable[[SecretTensor, SecretTensor, SecretTensor, Tensor | None], 
 """Of a query, keys, values and a mask."""
 
 
-class CacheUpdateBreak(GraphBreak):
-    """A graph break that begins with the update of a cache."""
+class AttentionBreak(GraphBreak):
+    """Of one call of a layer: the cache takes a key and a value, and attention a query."""
 
-    @abstractmethod
+    def __init__(
+        self, layer: RepeatedLayer, cache: SecretCache, publics: Sequence[Tensor], mask: Tensor | None
+    ) -> None:  # fmt: skip
+        super().__init__(publics)
+        self._layer, self._cache, self._mask = layer, cache, mask
+        self._taken: tuple[Fixed, Fixed] | None = None
+        self._held: tuple[Tensor, Tensor] | None = None
+
     def updated(
         self, cache: SecretCache, key: SecretTensor, value: SecretTensor, number: int,
         update: Callable[[], tuple[Tensor, Tensor]],
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """What `update` of layer `number` gives."""
+        """The cache is updated."""
+        self._layer.number = number
+        if cache is not self._cache or self._taken is not None or not cache.holds(number):
+            self.refuse("another update of a cache")
+        if self.reason is not None:
+            return update()
+        self._taken = key.to_fixed(), value.to_fixed()
+        with self.outside():
+            self._held = update()
+        return self._held
 
-    @abstractmethod
     def attended(
         self, query: SecretTensor, key: Tensor, value: Tensor, mask: Tensor | None, alone: bool, attend: Attention
     ) -> SecretTensor:  # fmt: skip
-        """What `attend` gives of them. alone: it knows nothing else that may change."""
+        """Attention is called. alone: with nothing else but what `attend` knows, which is the same at every call."""
+        if self._taken is None or self._held is None or not alone or mask is not self._mask:
+            self.refuse("attention that is not a cache's alone")
+        elif key is not self._held[0] or value is not self._held[1]:
+            self.refuse("attention to something else than what a cache holds")
+        held, taken = self._held, self._taken
+        self._held = self._taken = None
+        if self.reason is not None or held is None or taken is None:
+            return attend(query, key, value, mask)  # type: ignore[arg-type]
+        self._layer.attend = attend
+        given = SecretTensor(query.value(full=True))
+        return SecretTensor(self.run((query.value(full=True), *taken), lambda: attend(given, *held, mask).value()))  # type: ignore[arg-type]
+
+    def recompute(self, values: Sequence[Fixed]) -> Fixed:
+        """The update and attention, of what the program has made for them."""
+        query, key, value = map(SecretTensor, values)
+        keys, held = self._cache.update(key, value, self._layer.number)
+        return self._layer.attend(query, keys, held, self._mask).value()  # type: ignore[arg-type]
 
 
 class SecretCache(Cache):  # type: ignore[misc]
@@ -227,7 +262,7 @@ class SecretCache(Cache):  # type: ignore[misc]
         """As the layer's, which is made when it is first needed."""
         graph_break = this_call.graph_break
         if (
-            isinstance(graph_break, CacheUpdateBreak)
+            isinstance(graph_break, AttentionBreak)
             and isinstance(key_states, SecretTensor)
             and isinstance(value_states, SecretTensor)
         ):

@@ -16,61 +16,10 @@ from private_llm.kv_policies.fixed import KEEP_ALL
 from private_llm.protocols.session import Session
 from private_llm.replay.graph_break import this_call
 from private_llm.replay.modules import repeated_around
-from private_llm.tensor.fixed import Fixed
-from private_llm.tensor.secret import SecretTensor
-from private_llm_hf.party.cache import Attention, CacheUpdateBreak, SecretCache
+from private_llm_hf.party.cache import Attention, AttentionBreak, SecretCache
 from private_llm_hf.transformers_versions import CACHE
 
 _MASK = "attention_mask"
-
-
-class AttentionBreak(CacheUpdateBreak):
-    """Of one call of a layer: the cache takes a key and a value, and attention a query."""
-
-    def __init__(
-        self, layer: RepeatedLayer, cache: SecretCache, publics: Sequence[Tensor], mask: Tensor | None
-    ) -> None:  # fmt: skip
-        super().__init__(publics)
-        self._layer, self._cache, self._mask = layer, cache, mask
-        self._taken: tuple[Fixed, Fixed] | None = None
-        self._held: tuple[Tensor, Tensor] | None = None
-
-    def updated(
-        self, cache: SecretCache, key: SecretTensor, value: SecretTensor, number: int,
-        update: Callable[[], tuple[Tensor, Tensor]],
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """The cache is updated."""
-        self._layer.number = number
-        if cache is not self._cache or self._taken is not None or not cache.holds(number):
-            self.refuse("another update of a cache")
-        if self.reason is not None:
-            return update()
-        self._taken = key.to_fixed(), value.to_fixed()
-        with self.outside():
-            self._held = update()
-        return self._held
-
-    def attended(
-        self, query: SecretTensor, key: Tensor, value: Tensor, mask: Tensor | None, alone: bool, attend: Attention
-    ) -> SecretTensor:  # fmt: skip
-        """Attention is called. alone: with nothing else but what `attend` knows, which is the same at every call."""
-        if self._taken is None or self._held is None or not alone or mask is not self._mask:
-            self.refuse("attention that is not a cache's alone")
-        elif key is not self._held[0] or value is not self._held[1]:
-            self.refuse("attention to something else than what a cache holds")
-        held, taken = self._held, self._taken
-        self._held = self._taken = None
-        if self.reason is not None or held is None or taken is None:
-            return attend(query, key, value, mask)  # type: ignore[arg-type]
-        self._layer.attend = attend
-        given = SecretTensor(query.value(full=True))
-        return SecretTensor(self.run((query.value(full=True), *taken), lambda: attend(given, *held, mask).value()))  # type: ignore[arg-type]
-
-    def recompute(self, values: Sequence[Fixed]) -> Fixed:
-        """The update and attention, of what the program has made for them."""
-        query, key, value = map(SecretTensor, values)
-        keys, held = self._cache.update(key, value, self._layer.number)
-        return self._layer.attend(query, keys, held, self._mask).value()  # type: ignore[arg-type]
 
 
 class RepeatedLayer:

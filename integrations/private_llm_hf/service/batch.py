@@ -28,12 +28,10 @@ from private_llm.tensor.secret import SecretTensor
 from private_llm_hf.models.architectures import architecture, positions_by_mask
 from private_llm_hf.party.calls import CallResult, answer, model_name, run_alone, run_model, taken
 from private_llm_hf.party.session_state import SessionState
-from private_llm_hf.service.checks import batch_key, check_call, kept_positions
+from private_llm_hf.service.checks import kept_positions
 from private_llm_hf.transformers_versions import CACHE
 from private_llm_hf.wire.answers import GUARD
 from private_llm_hf.wire.commands import Call
-
-__all__ = ["BatchedRequest", "CallResult", "SessionState", "batch_key", "check_call", "run_batch"]
 
 
 @dataclass(frozen=True)

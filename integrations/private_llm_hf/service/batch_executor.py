@@ -18,7 +18,9 @@ from private_llm.protocols.session import Session
 from private_llm.protocols.share import Index, Share
 from private_llm.ring.prg import Prg
 from private_llm_hf.party.calls import outputs_message
-from private_llm_hf.service.batch import BatchedRequest, SessionState, check_call, run_batch
+from private_llm_hf.party.session_state import SessionState
+from private_llm_hf.service.batch import BatchedRequest, run_batch
+from private_llm_hf.service.checks import check_call
 from private_llm_hf.service.client_session import Request
 from private_llm_hf.service.limits import MOST_HANDLES, KVCacheQuota, Limits, add_part
 from private_llm_hf.service.links import ServiceLinks

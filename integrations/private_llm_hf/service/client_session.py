@@ -30,7 +30,7 @@ from private_llm.ring.dpf import key_words
 from private_llm.ring.prg import Prg, Seed
 from private_llm_hf.client.costs import rows_of
 from private_llm_hf.party.agreement import digest
-from private_llm_hf.party.calls import PlannedCall, PreprocessingPlan
+from private_llm_hf.party.calls import PlannedCall, PreprocessingPlan, table_of
 from private_llm_hf.party.model_description import validate_input_shape
 from private_llm_hf.service.links import ClientInputRecorder, ReceivedTensor
 from private_llm_hf.service.served_model import ServedModel
@@ -296,7 +296,7 @@ class ClientSession:
                 raise DomainError(f"{item.name}: got {shape[0]} rows; this service takes {self.host.rows} at a time")
             count = math.prod(shape)
             if isinstance(item, commands.Tokens):
-                model.check_vocabulary(item.name, item.vocabulary)
+                table_of(model.model, item)  # refuses another vocabulary: the size of what is sent follows from it
                 count *= item.vocabulary if one_hot else _KEYS * key_words(item.vocabulary)
             most = self.host.limits.elements
             if count > most:

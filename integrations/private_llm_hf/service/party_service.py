@@ -9,6 +9,7 @@ connect again, with the shares that they hold, as soon as it is back.
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import re
@@ -33,6 +34,7 @@ from private_llm.protocols.session import join_parties
 from private_llm_hf.models.sparse_blocks import adopted
 from private_llm_hf.party.agreement import Ack, Commit, Proposal, RequestRef, Transcript, Vote, joined, tally
 from private_llm_hf.service.batch_executor import run_requests
+from private_llm_hf.service.checks import batch_key, past_of
 from private_llm_hf.service.client_session import ClientSession, Request
 from private_llm_hf.service.limits import ClientQuarantine, KVCacheQuota, Limits, elements_of, meet
 from private_llm_hf.service.links import ServiceLinks
@@ -298,9 +300,10 @@ class PartyService:
 
     def _measure(self, request: Request) -> RequestSize:
         model = self._model(request)
-        past = model.past(request.session.id, request.call, request.edits, request.free)
+        held = functools.partial(model.state.past, request.session.id)
+        past = past_of(held, request.call, request.edits, request.free)
         alone = self._quarantine.runs_alone(request.session.user)
-        key = None if alone else model.batch_key(request.call, past)
+        key = None if alone else batch_key(model.model, model.session.config, request.call, past)
         return RequestSize(key, elements_of(model.model.config, request.call, past))
 
     def _lost(self, votes: Sequence[Vote]) -> set[str]:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
 from transformers import PreTrainedModel
 
 from private_llm.config import PrivateConfig
-from private_llm.errors import TransportError
 from private_llm.protocols.session import NumericContext, Session
 from private_llm.ranges import Ranges
 from private_llm_hf.checkpoint.offload import Offloaded
@@ -17,11 +15,9 @@ from private_llm_hf.checkpoint.share_files import ShareFile
 from private_llm_hf.models.sparse_blocks import adopted
 from private_llm_hf.party.model import build_party_model, empty_model, release
 from private_llm_hf.party.placement import keeps_seeds, weights_of_file, weights_of_model
+from private_llm_hf.party.session_state import SessionState
 from private_llm_hf.patch_plan import check_ring, make_patch_plan
-from private_llm_hf.service.batch import SessionState
-from private_llm_hf.service.checks import batch_key, past_of
 from private_llm_hf.wire.answers import StoredFile
-from private_llm_hf.wire.commands import CacheEdit, Call
 
 
 class ServedModel:
@@ -52,20 +48,6 @@ class ServedModel:
     def ranges(self) -> Ranges:
         """With which it was shared."""
         return Ranges(self.file.description.ranges)
-
-    def batch_key(self, call: Call, past: int) -> Hashable | None:
-        """Which calls may share a batch with this one (those of equal keys); None: it runs alone."""
-        return batch_key(self.model, self.session.config, call, past)
-
-    def past(self, owner: str, call: Call, edits: Iterable[CacheEdit], free: Iterable[int]) -> int:
-        """Positions that a call's cache will hold when it runs, behind the changes that come before it."""
-        return past_of(lambda handle: self.state.past(owner, handle), call, edits, free)
-
-    def check_vocabulary(self, name: str, vocabulary: int) -> None:
-        """Raise TransportError unless a vocabulary is the model's: the size of what is sent follows from it."""
-        table = (self.model.get_decoder() if name.startswith("decoder_") else self.model).get_input_embeddings()
-        if vocabulary != table.num_embeddings:
-            raise TransportError(f"vocabulary: got {vocabulary}; the model has {table.num_embeddings} tokens")
 
     def begin(self, session: Session) -> None:
         """Build the model for the parties' new session; no cache is left of the one before. Local.
