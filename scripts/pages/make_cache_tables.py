@@ -68,15 +68,24 @@ def times(row: Row) -> tuple[str, str, str, str]:
     return links, full, kept, f"{row['ratio_seconds']:.2f}x"
 
 
+TIMES = ("links", "ms full", "ms kept", "")
+"""Columns of `times`."""
+
+
+def timed(rows: Rows, cells: Sequence[str]) -> str:
+    """The end of a line: these cells, unless no row of the table has seconds."""
+    return f" {' | '.join(cells)} |" if any("seconds" in row for row in rows) else ""
+
+
 def steps_table(rows: Rows) -> str:
     """The attention part of a token, beside a full cache."""
     lines = [
         f"| {MODEL_WORDS[row['model']]}, {row['tokens']}, {row['protocol']} | {WORDS[row['label']]} "
         f"| {mb(row['full_bytes'])}, {mb(row['bytes'])} | {row['ratio_bytes']:.2f}x "
-        f"| {row['full_rounds']:.0f}, {row['rounds']:.0f} | {' | '.join(times(row))} |"
+        f"| {row['full_rounds']:.0f}, {row['rounds']:.0f} |{timed(rows, times(row))}"
         for row in rows
     ]
-    return text("| setting | policy | MB full, kept |  | rounds | links | ms full | ms kept |  |", lines, rows)
+    return text(f"| setting | policy | MB full, kept |  | rounds |{timed(rows, TIMES)}", lines, rows)
 
 
 def layers_table(rows: Rows) -> str:
@@ -104,10 +113,10 @@ def memory_table(rows: Rows) -> str:
 def ablation_table(rows: Rows) -> str:
     """From a full cache to MPCache."""
     lines = [
-        f"| full cache | {mb(rows[0]['full_bytes'])} | {rows[0]['full_rounds']:.0f} |  |  |  |  |",
-        *(f"| {row['label']} | {mb(row['bytes'])} | {row['rounds']:.0f} | {' | '.join(times(row))} |" for row in rows),
+        f"| full cache | {mb(rows[0]['full_bytes'])} | {rows[0]['full_rounds']:.0f} |{timed(rows, ('',) * 4)}",
+        *(f"| {row['label']} | {mb(row['bytes'])} | {row['rounds']:.0f} |{timed(rows, times(row))}" for row in rows),
     ]
-    return text("|  | MB | rounds | links | ms full | ms kept |  |", lines, rows)
+    return text(f"|  | MB | rounds |{timed(rows, TIMES)}", lines, rows)
 
 
 def levels_table(rows: Rows) -> str:

@@ -197,42 +197,64 @@ def levels_table(rows: Sequence[Row]) -> str:
     )  # fmt: skip
 
 
+def side_by_side(
+    title: str, heads: Sequence[str], rows: Iterable[Row], line: Callable[[Row], tuple[object, ...]],
+    cells: Callable[[Row], dict[str, str]],
+) -> str:  # fmt: skip
+    """A table with a line for each `line` of the rows, and a column for each name that `cells` gives."""
+    made: dict[tuple[object, ...], dict[str, str]] = {}
+    for row in rows:
+        made.setdefault(line(row), {}).update(cells(row))
+    columns = list(dict.fromkeys(name for found in made.values() for name in found))
+    lines = ([*key, *(found.get(name, "") for name in columns)] for key, found in made.items())
+    return markdown(title, [*heads, *columns], lines)
+
+
+def answers(row: Row) -> dict[str, str]:
+    """Of a question, its tokens that are right and the nats."""
+    return {f"{row['task']}, {row['length']} tokens": f"{value(row):.0f}, {row['loss']}"}
+
+
 def sharing_table(rows: Sequence[Row]) -> str:
     """Figure 12, and whether followers share."""
-    return markdown(
-        "Neighbouring layers that share (1: each chooses for itself), at a budget of 20 %",
-        ["what is shared", "task", "tokens", "layers", "right, %", "nats a token"],
-        ([row["policy"], row["task"], row["length"], row["layers"], f"{value(row):.0f}", row["loss"]] for row in rows),
-    )
+    return side_by_side(
+        "Neighbouring layers that share (1: each chooses for itself), at a budget of 20 %: % right, nats a token",
+        ["what is shared", "layers"], rows, lambda row: (row["policy"], row["layers"]), answers,
+    )  # fmt: skip
 
 
 def observed_table(rows: Sequence[Row]) -> str:
     """Which queries decide."""
-    return markdown(
-        "Queries whose attention decides which 30 % stay, nothing else",
-        ["last queries, % of the prompt", "task", "tokens", "smoothed over", "right, %", "nats a token"],
-        ([f"{100 * row['observed']:g}", row["task"], row["length"], row["pool"], f"{value(row):.0f}", row["loss"]]
-         for row in rows),
+    return side_by_side(
+        "Queries whose attention decides which 30 % stay, nothing else: % right, nats a token",
+        ["last queries, % of the prompt", "smoothed over"], rows,
+        lambda row: (f"{100 * row['observed']:g}", row["pool"]), answers,
     )  # fmt: skip
 
 
 def likeness_table(rows: Sequence[Row]) -> str:
     """Figure 7."""
-    return markdown(
-        "Attention in the chosen clusters, by what ranks them, % (mean over layers; lowest layer)",
-        ["similarity", "task", "tokens", "cluster", "chosen, %", "mean", "lowest"],
-        ([row["similarity"], row["task"], row["length"], row["size"], f"{100 * row['kept']:g}",
-          f"{100 * mean(row['coverage']):.1f}", f"{100 * min(row['coverage']):.1f}"] for row in rows),
+
+    def cells(row: Row) -> dict[str, str]:
+        found = f"{100 * mean(row['coverage']):.1f}, {100 * min(row['coverage']):.1f}"
+        where = f"{row['task']}, {row['length']} tokens, {100 * row['kept']:g} % of clusters of {row['size']}"
+        return {where: found}
+
+    return side_by_side(
+        "Attention in the chosen clusters, by what ranks them, % (mean over layers, lowest layer)",
+        ["similarity"], rows, lambda row: (row["similarity"],), cells,
     )  # fmt: skip
 
 
 def commonality_table(rows: Sequence[Row]) -> str:
     """Figure 3c, and the first layers of Figure 8."""
-    return markdown(
+    heads = ("all", "first two layers", "the others")
+    return side_by_side(
         "Top keys that neighbouring layers have in common (equation 1), %",
-        ["layers", "task", "tokens", "all", "first two layers", "the others", "by chance"],
-        ([row["neighbours"] + 1, row["task"], row["length"], *_common(row["by_layer_and_head"]),
-          f"{100 * row['kept'] ** row['neighbours']:.1f}"] for row in rows),
+        ["layers", "by chance"], rows,
+        lambda row: (row["neighbours"] + 1, f"{100 * row['kept'] ** row['neighbours']:.1f}"),
+        lambda row: {f"{row['task']}, {row['length']} tokens: {', '.join(heads)}":
+                     ", ".join(filter(None, _common(row["by_layer_and_head"])))},
     )  # fmt: skip
 
 
