@@ -70,7 +70,8 @@ def times_table(before: Rows, now: Rows) -> str:
     for words, name, has, column, factor, unit in TIMES:
         cells = [value(rows, name, has, column) for rows in (before, now)]
         shown = [NONE if cell is None else f"{number(factor * cell)} {unit}".strip() for cell in cells]
-        lines.append(f"| {words} | {' | '.join(shown)} |")
+        if any(cell is not None for cell in cells):
+            lines.append(f"| {words} | {' | '.join(shown)} |")
     names = {name for _, name, *_ in TIMES}
     new = [row for row in now if row["name"] in names]
     return "\n".join([*lines, f"\nBefore: {source(before)}. Now: {source(new)}."])

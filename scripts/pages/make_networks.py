@@ -109,20 +109,21 @@ def modelled_table(rows: Rows) -> str:
 
 
 def published_table(published: Rows, rows: Rows) -> str:
-    """Other systems, with ours at 1 Gbit/s beside, and what they differ in."""
+    """Other systems, which of our models to compare with, and what they differ in; below it ours at 1 Gbit/s."""
     delays = " / ".join(f"{latency:g}" for latency in LATENCIES)
     lines = [
-        "| system | model, what | figure | setting | machine | network | source "
-        f"| ours at {delays} ms: first token; a token, s | differs in |",
+        "| system | model, what | figure | setting | machine | network | source | ours | differs in |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in published:
         prompt = f", prompt of {row['prompt']}" if row["prompt"] else ""
         lines.append(
             f"| {row['system']}, {row['year']} | {row['model']}: {row['what']}{prompt} | {row['said']} "
-            f"| {row['setting']} | {row['machine']} | {row['network']} | {row['source']} | {ours(row['beside'], rows)} "
+            f"| {row['setting']} | {row['machine']} | {row['network']} | {row['source']} | {row['beside'] or '-'} "
             f"| {row['differs']} |"
         )
+    lines += ["", f"Ours at {delays} ms, seconds for the first token; for a further one:", ""]
+    lines += [f"- {ours(model, rows)}" for model in dict.fromkeys(row["beside"] for row in published) if model]
     return "\n".join(lines)
 
 
