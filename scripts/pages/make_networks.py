@@ -85,14 +85,14 @@ def _measured_table(rows: Rows) -> str:
 def modelled_table(rows: Rows) -> str:
     """What the formula says, and what of it is computing, waiting and sending."""
     lines = [
-        "| model | network | first token, s | of it computing + waiting + sending | its MB | rounds "
-        "| a token, s | of it computing + waiting + sending | MB | rounds |",
+        "| model | network | first token, s | of it computing, waiting, sending | its MB | rounds "
+        "| a token, s | of it computing, waiting, sending | MB | rounds |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     chosen = [row for row in rows if row["how"] == "modelled"]
     for row in chosen:
         parts = [
-            " + ".join(seconds(row[name][part]) for part in ("compute", "latency", "wire"))
+            ", ".join(seconds(row[name][part]) for part in ("compute", "latency", "wire"))
             for name in ("parts_first_token", "parts")
         ]
         lines.append(

@@ -210,6 +210,11 @@ def table(headings: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+def price(found: Estimate) -> str:
+    """Gigabytes and minutes."""
+    return f"{gigabytes(found.costs.bytes_total)}, {seconds(found) / 60:.1f}"
+
+
 # -- tables ----------------------------------------------------------------------------------------------------------
 def overall(count: Counter) -> str:
     """Every model under every protocol."""
@@ -222,9 +227,9 @@ def overall(count: Counter) -> str:
                 found = count.run(label, setting, plan)
                 share, faster = dense.costs.bytes_total / found.costs.bytes_total, seconds(dense) / seconds(found)
                 more = "" if way == "dense" else f" ({share:.2f}x, {faster:.2f}x)"
-                cells.append(f"{gigabytes(found.costs.bytes_total)} GB, {seconds(found) / 60:.1f} min{more}")
+                cells.append(f"{price(found)}{more}")
             rows.append(cells)
-    return table(["model", "protocol", *ways(count.size.main, count.size)], rows)
+    return table(["model", "protocol", *(f"{way}: GB, min" for way in ways(count.size.main, count.size))], rows)
 
 
 def rows_table(count: Counter, setting: str) -> str:
@@ -331,11 +336,8 @@ def ablation(count: Counter) -> dict[str, dict[str, Estimate]]:
 
 def ablation_table(count: Counter) -> str:
     """In numbers."""
-    rows = [
-        [name, *(f"{gigabytes(e.costs.bytes_total)} GB, {seconds(e) / 60:.1f} min" for e in by_setting.values())]
-        for name, by_setting in ablation(count).items()
-    ]
-    return table([count.size.main, *TWO], rows)
+    rows = [[name, *map(price, by_setting.values())] for name, by_setting in ablation(count).items()]
+    return table([f"{count.size.main}: GB, min", *TWO], rows)
 
 
 def blocks_table(count: Counter) -> str:
@@ -352,11 +354,11 @@ def blocks_table(count: Counter) -> str:
                     continue
                 way = planned(label, size, block=block, neurons=max(0.0, 1 - share), levels=levels)
                 found = count.run(label, "trio", way)
-                cells.append(f"{gigabytes(found.costs.bytes_total)} GB, {seconds(found) / 60:.1f} min")
+                cells.append(price(found))
         rows.append(cells)
     shares = [f"{share * active:.0%}" for share in (1, 2, 3)]
     return table(
-        ["neurons a block", *(f"{levels}, {share}" for levels in ("open", "budget") for share in shares)], rows
+        ["neurons a block: GB, min", *(f"{levels}, {share}" for levels in ("open", "budget") for share in shares)], rows
     )
 
 
@@ -369,8 +371,8 @@ def functions_table(count: Counter) -> str:
             continue
         found = [count.run(label, "trio", None, functions=name) for name in FUNCTIONS.values()]
         found += [count.run(label, "trio", ways(label, count.size)[name]) for name in sparse]
-        rows.append([label, *(f"{gigabytes(e.costs.bytes_total)} GB, {seconds(e) / 60:.1f} min" for e in found)])
-    return table(["trio", *FUNCTIONS, *sparse], rows)
+        rows.append([label, *map(price, found)])
+    return table(["trio: GB, min", *FUNCTIONS, *sparse], rows)
 
 
 def summary(count: Counter) -> str:

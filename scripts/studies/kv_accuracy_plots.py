@@ -167,24 +167,23 @@ def markdown(title: str, heads: Sequence[str], lines: Iterable[Sequence[object]]
 
 def scores_table(rows: Sequence[Row]) -> str:
     """Figure 9 and Table 4."""
-    made = []
+    budgets = [one for one in distinct(rows, "budget") if one < 1]
+    made: dict[str, dict[str, str]] = {}
+    names = distinct(rows, "policy")
     for task, length in dict.fromkeys((row["task"], row["length"]) for row in rows):
         own = [row for row in rows if (row["task"], row["length"]) == (task, length)]
-        budgets = [one for one in distinct(own, "budget") if one < 1]
-        full = next(row for row in own if row["policy"] == "full")
-        what = (
-            "tokens as with the full cache" if task == "text" else f"answer tokens right; full cache {value(full):.0f}"
-        )
-        names = [name for name in distinct(own, "policy") if name != "full"]
         cells = {(row["policy"], row["budget"]): f"{value(row):.0f}" for row in own}
-        made.append(
-            markdown(
-                f"{task}, {length} tokens, {full['prompts']} prompts: % of {what}",
-                ["policy", *(f"{one:.0%}" for one in budgets)],
-                ([name, *(cells.get((name, one), "") for one in budgets)] for name in names),
-            )
-        )
-    return "\n".join(made)
+        full = next(row for row in own if row["policy"] == "full")
+        column = made[f"{task}, {length} tokens, {full['prompts']} prompts"] = {}
+        for name in distinct(own, "policy"):
+            found = [cells.get((name, one), "-") for one in (budgets if name != "full" else (1.0,))]
+            column[name] = ", ".join(found)
+    of_text = "text: % of tokens as with the full cache"
+    return markdown(
+        f"% of answer tokens right ({of_text}) at budgets of {', '.join(f'{one:.0%}' for one in budgets)}",
+        ["policy", *made],
+        ([name, *(column.get(name, "") for column in made.values())] for name in names),
+    )
 
 
 def levels_table(rows: Sequence[Row]) -> str:
