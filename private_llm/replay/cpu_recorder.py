@@ -23,28 +23,16 @@ from private_llm.kernels.backends.cpu import steps
 from private_llm.kernels.compiling import CompiledStep
 from private_llm.net.transport import Transport
 from private_llm.replay import loops
-from private_llm.replay.program import (
-    Address,
-    BreakEvent,
-    Event,
-    MaskDraws,
-    Memory,
-    Operand,
-    Parallel,
-    Program,
-    Receive,
-    Send,
-    Step,
-    TorchCall,
-    WeightAddress,
-    Word,
-)
-from private_llm.replay.recording import UNFORESEEN, Held, StepRecorder, tensors_of, written_by
-from private_llm.replay.transports import noted, whole_blocks
+from private_llm.replay.events import TorchCall, mapped, tensors_of
+from private_llm.replay.program import Address, Event, Memory, Operand, Parallel, Program, Step, WeightAddress, Word
+from private_llm.replay.recording import UNFORESEEN, StepRecorder, all_written_by
+from private_llm.replay.transports import noted
 from private_llm.ring.prg import Prg
 
 MOST_RECORDED = 256 << 20
 """Bytes of all that changes in a step that is recorded: all of it is held until the step is over."""
+MOST_BYTES = 64 << 20
+"""Largest memory of a program."""
 
 
 class CpuRecorder(StepRecorder[Operand]):
@@ -54,13 +42,10 @@ class CpuRecorder(StepRecorder[Operand]):
         self, transport: Transport, streams: Sequence[Prg], weights: Sequence[tuple[int, int]] = ()
     ) -> None:  # fmt: skip
         """weights: memories of the module that is recorded, addresses and bytes; other ones in modules like it."""
-        super().__init__(transport, streams)
+        super().__init__(transport, streams, torch.device("cpu"))
         self._weights = list(weights)
         self._weights_begin = {start for start, _ in weights}
-        self._events: list[Event] = []
-        self._into = self._events  # where steps are written: there, or to the piece that is computed now
-        self._draws: dict[tuple[int, int], list[Memory]] = {}
-        self._after_break = -1  # the break after which masks are drawn
+        self._into: list[Event] = self._events  # where steps are written: there, or to the piece that is computed now
         self._starts: list[int] = []
         self._memories: dict[int, tuple[Memory, int, object]] = {}  # by address: bytes, and what owns them
         self._made: dict[int, tuple[torch.dtype, torch.UntypedStorage]] = {}
@@ -99,10 +84,6 @@ class CpuRecorder(StepRecorder[Operand]):
         """Ring elements of public values that do not change."""
         self._keep.append(x)
 
-    def place(self, x: Tensor) -> Operand:
-        """As `operand`."""
-        return self.operand(x)
-
     def _varies(self, x: Tensor) -> bool:
         """Whether x changes from run to run, or is a weight, which is another one in a module that is alike."""
         if not x.numel():
@@ -110,48 +91,29 @@ class CpuRecorder(StepRecorder[Operand]):
         start = x.untyped_storage().data_ptr()
         return start in self._memories or start in self._weights_begin
 
-    def _is_weight(self, x: Tensor) -> bool:
-        """Whether x lies in the memory of a weight."""
-        return bool(x.numel()) and x.untyped_storage().data_ptr() in self._weights_begin
-
-    def operand(self, x: Tensor) -> Operand:
-        """A tensor that changes, as a program sees it. Raises UnsupportedOp for others and for other elements."""
+    def place(self, x: Tensor) -> Operand:
+        """As the interface says. Raises UnsupportedOp for other elements than int64, too."""
         if x.dtype != torch.int64:
             raise UnsupportedOp(f"{x.dtype} where ring elements are wanted")
+        return self._operand(x)
+
+    def _operand(self, x: Tensor) -> Operand:
         found = self._view(x)
         if not isinstance(found, Operand):
-            raise UnsupportedOp("a constant where a value that changes is wanted")
+            raise UnsupportedOp(self.reason or "a constant where a value that changes is wanted")
         return found
 
     def given(self, x: Tensor) -> Operand:
-        """A tensor of ring elements that come from outside. Raises UnsupportedOp as `operand`, and for a large one."""
-        self.changing(x).first = -1
-        if self.reason is not None:
-            raise UnsupportedOp(self.reason)
-        return self.operand(x)
-
-    def public(self, x: Tensor) -> Operand:
-        """A public tensor that changes; its ring elements come from outside, too, where they are made of views of it.
-
-        Raises UnsupportedOp for an empty one.
-        """
-        memory = self.memory_of(x) or self.changing(x)
-        memory.first = -1
-        self.publics.tensors.append(x)
-        found = self._view(x)
-        if not isinstance(found, Operand):
-            raise UnsupportedOp("a public tensor without elements")
+        """As the interface says."""
+        found = self.arrives(x)
+        found.memory.first = -1
         return found
 
-    @noted
-    def _break(self, given: Sequence[Tensor], made: Sequence[Tensor]) -> list[Tensor]:
-        results = [x.contiguous().clone() for x in made]
-        inputs = tuple([self.operand(x) for x in given])
-        for x in results:
+    def arrives(self, x: Tensor) -> Operand:
+        """As the interface says."""
+        if self.memory_of(x) is None:
             self.changing(x)
-        self._events.append(BreakEvent(inputs, tuple([self.operand(x) for x in results])))
-        self._after_break = len(self._events) - 1
-        return results
+        return self._operand(x)
 
     def _view(self, x: Tensor) -> Operand | Tensor:
         """A tensor as an operation meets it when it is repeated: a constant as it is."""
@@ -163,13 +125,13 @@ class CpuRecorder(StepRecorder[Operand]):
 
     def _views(self, arguments: Any) -> Any:  # noqa: ANN401 - whatever PyTorch takes
         """Arguments of an operation that is called again."""
-        if isinstance(arguments, Tensor):
-            if self._is_weight(arguments):
+
+        def view(x: Tensor) -> Operand | Tensor:
+            if x.numel() and x.untyped_storage().data_ptr() in self._weights_begin:
                 raise UnsupportedOp("an operation on weights")
-            return self._view(arguments)
-        if isinstance(arguments, list | tuple):
-            return type(arguments)(self._views(each) for each in arguments)
-        return arguments
+            return self._view(x)
+
+        return mapped(arguments, Tensor, view)
 
     def _address(self, place: int) -> Word:
         """A place in a memory that changes, or the address as it is."""
@@ -212,12 +174,6 @@ class CpuRecorder(StepRecorder[Operand]):
             else:
                 words.append(each)
         self._into.append(Step(code, tuple(words)))
-
-    def _held(self) -> Sequence[Held]:
-        return (
-            self._events, self._draws, self._starts, self._memories, self._made, self._keep, self._untouched,
-            self._seen, self.publics,
-        )  # fmt: skip
 
     # -- Watcher ---------------------------------------------------------------------------------------------
     @noted
@@ -279,38 +235,11 @@ class CpuRecorder(StepRecorder[Operand]):
             self._events.append(Parallel(tuple(found)))
 
     @noted
-    def masks_drawn(self, stream: object, out: Tensor) -> None:
-        """Masks, of one of the session's streams."""
-        number = self.number_of(stream)
-        if number is None:
-            raise UnsupportedOp("masks of another stream")
-        if not out.numel():
-            return
-        memory = self.memory_of(out) or self.changing(out)
-        memory.size = whole_blocks(self._streams[number], memory.size)
-        memory.first = self._after_break
-        self._draws.setdefault((number, self._after_break), []).append(memory)
-
-    @noted
-    def escaped(self, x: Tensor) -> None:
-        """Values leave PyTorch, so what becomes of them is not seen."""
-        if self.memory_of(x) is not None:
-            self.stop("values that leave PyTorch")
-
-    # -- RecordingTransport
-    # -------------------------------------------------------------------------------------------------
-    @noted
-    def record_send(self, to: int, tag: str, payload: Tensor) -> None:
-        """A message leaves: what it contains must change from run to run."""
-        self._events.append(Send(to, tag, self.operand(payload)))
-
-    @noted
     def record_receive(self, frm: int, tag: str, payload: Tensor) -> None:
-        """A message has come."""
+        """As the interface says; of other elements no program makes steps."""
         if payload.dtype != torch.int64 or not payload.numel():
             raise UnsupportedOp(f"{payload.numel()} x {payload.dtype}")
-        self.changing(payload)
-        self._events.append(Receive(frm, tag, self.operand(payload)))
+        super().record_receive(frm, tag, payload)
 
     # -- the modes' ends -------------------------------------------------------------------------------------
     def operated(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:  # noqa: ANN401 - PyTorch's
@@ -325,9 +254,9 @@ class CpuRecorder(StepRecorder[Operand]):
         self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]  # noqa: ANN401 - PyTorch's
     ) -> tuple[list[Tensor], bool, Tensor | None]:  # fmt: skip
         """Tensors among the arguments, whether one varies, and that which is written to."""
-        tensors = list(tensors_of([*args, *kwargs.values()]))
+        tensors = list(tensors_of((args, kwargs)))
         changes = any(map(self._varies, tensors))
-        written = written_by(func, args, kwargs)
+        written = next(iter(all_written_by(func, args, kwargs)), None)
         if changes and written is not None:
             self._written(written.data_ptr())
         return tensors, changes, written
@@ -379,20 +308,18 @@ class CpuRecorder(StepRecorder[Operand]):
         numbers = func in loops.MOVES and all(index.dtype == torch.int64 for index in tensors_of(args[1:]))
         if (UNFORESEEN & set(func.tags) and not numbers) or (made is not None and len(func._schema.returns) != 1):
             raise UnsupportedOp("a result that depends on values or chance")
-        result = None if made is None else self._view(made)
-        if isinstance(result, Tensor):
-            raise UnsupportedOp("a result that is a constant")
-        named = {key: self._views(each) for key, each in kwargs.items()}
-        self._into.append(TorchCall(func, tuple(self._views(list(args))), named, result))
+        result = () if made is None else (self._operand(made),)
+        arguments, named = self._views((tuple(args), kwargs))
+        self._into.append(TorchCall(func, arguments, named, result))
 
     # -- the end ---------------------------------------------------------------------------------------------
     def program(self, inputs: Sequence[Operand], outputs: Sequence[Tensor]) -> Program:
-        """What was written down. Raises UnsupportedOp where that is not all."""
+        """As the interface says."""
         if self.reason is not None:
             raise UnsupportedOp(self.reason)
         if self._untouched:
             raise UnsupportedOp("addresses that no kernel was called with")
-        found = [self.operand(x) if self.memory_of(x) is not None else x for x in outputs]
+        found = [self.place(x) if self.changes(x) else x for x in outputs]
         for each in found:
             if isinstance(each, Operand):
                 each.memory.last = len(self._events)
@@ -400,5 +327,7 @@ class CpuRecorder(StepRecorder[Operand]):
         left = (each() for each in self._seen)
         if any(x is not None and x.untyped_storage().data_ptr() not in returned for x in left):
             raise UnsupportedOp("a value that outlives the step")
-        draws = [MaskDraws(stream, tuple(each), after_break) for (stream, after_break), each in self._draws.items()]
-        return Program(self._events, inputs, found, draws, self._keep)
+        program = Program(self._events, inputs, found, self.masks(), self._keep)
+        if program.size > MOST_BYTES:
+            raise UnsupportedOp(f"a program of more than {MOST_BYTES >> 20} MiB")
+        return program

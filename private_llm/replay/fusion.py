@@ -21,8 +21,8 @@ from torch import Tensor
 from private_llm.kernels import pointwise
 from private_llm.kernels.pointwise import Operation, Place, Value, launch
 from private_llm.kernels.seeded_tensor import SeededTensor
-from private_llm.replay.nodes import GraphNode, Slot, slots_of
-from private_llm.replay.statements import Name, Statement, View, names_of, statements_of
+from private_llm.replay.events import GraphNode, Slot, TorchCall, leaves, slots_of
+from private_llm.replay.statements import Name, Statement, View, statements_of
 
 
 @dataclass(eq=False)
@@ -123,7 +123,9 @@ def _touched(unit: _Unit, found: Mapping[Slot, Tensor]) -> tuple[list[_Touch], l
         reads = [_touch_of(unit.order, view, found, made.count) for view in made.views]
         return reads, [_touch_of(unit.order, made.out, found, made.count)]
     node = unit.node
-    given = [found[name] if isinstance(name, Slot) else name for name in names_of((node.arguments, node.named))]
+    given = [
+        found[name] if isinstance(name, Slot) else name for name in leaves((node.arguments, node.named), Slot, Tensor)
+    ]
     whole = [_whole(unit.order, x) for x in given if not isinstance(x, SeededTensor)]
     written = [_whole(unit.order, found[slot]) for slot in (*node.made, *node.written)]
     return whole, written
@@ -209,7 +211,7 @@ class _Emission:
         self._found, self._needed = found, needed
         self._source: dict[Slot, GraphNode] = {}
         for node in nodes:
-            inside = set(slots_of([node.arguments, node.named]))
+            inside = set(slots_of((node.arguments, node.named)))
             for slot in node.made:
                 if slot not in inside:
                     self._source.setdefault(slot, node)
@@ -218,12 +220,12 @@ class _Emission:
 
     def of(self, steps: Sequence[GraphNode | list[Group]]) -> list[GraphNode]:
         """All nodes."""
-        drafts = [step if isinstance(step, GraphNode) else [_Draft(g, self._found) for g in step] for step in steps]
+        drafts = [step if isinstance(step, TorchCall) else [_Draft(g, self._found) for g in step] for step in steps]
         kept = self._kept(drafts)
         for step in drafts:
-            node = step if isinstance(step, GraphNode) else _launched(step, kept, self._found)
+            node = step if isinstance(step, TorchCall) else _launched(step, kept, self._found)
             if node is not None:
-                self._demand(slots_of([node.arguments, node.named]))
+                self._demand(slots_of((node.arguments, node.named)))
                 self._there.update(node.made)
                 self._made.append(node)
         self._demand(self._needed)
@@ -233,11 +235,11 @@ class _Emission:
         """Storages that others than the group which writes them read."""
         names = [*self._needed, *(slot for slot in self._found if slot not in self._source)]
         for step in drafts:
-            if isinstance(step, GraphNode):
-                names += [*slots_of([step.arguments, step.named]), *step.made]
+            if isinstance(step, TorchCall):
+                names += [*slots_of((step.arguments, step.named)), *step.made]
         kept = {_storage(self._found[slot]) for slot in names}
         for step in drafts:
-            if not isinstance(step, GraphNode):
+            if not isinstance(step, TorchCall):
                 kept |= {_storage(x) for draft in step for x in draft.read}
         return kept
 
@@ -248,7 +250,7 @@ class _Emission:
             if node is None or slot in self._there:
                 continue
             if not node.computes:
-                self._demand(slots_of([node.arguments, node.named]))
+                self._demand(slots_of((node.arguments, node.named)))
                 self._there.update(node.made)
                 self._made.append(node)
             elif statements_of(node, self._found):
@@ -260,7 +262,7 @@ class _Emission:
     def _memory(self, slot: Slot, node: GraphNode) -> GraphNode:
         """Where a batch stores what a node made: memory of its own, or that of an argument."""
         x = self._found[slot]
-        for each in slots_of([node.arguments, node.named]):
+        for each in slots_of((node.arguments, node.named)):
             if _storage(self._found[each]) == _storage(x):
                 return GraphNode(
                     torch.Tensor.as_strided, (each, x.shape, x.stride(), x.storage_offset()), {}, (slot,), False

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from torch import Tensor
 
@@ -76,3 +76,13 @@ class _Thread(threading.local):
 
 this_call = _Thread()
 """Its `graph_break` is that of the region which this thread computes in Python, or None."""
+
+
+@contextmanager
+def with_break(graph_break: GraphBreak | None) -> Iterator[None]:
+    """Inside, what is called may meet this graph break."""
+    before, this_call.graph_break = this_call.graph_break, graph_break
+    try:
+        yield
+    finally:
+        this_call.graph_break = before

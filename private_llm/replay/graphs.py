@@ -2,27 +2,43 @@
 
 Operations and kernels are repeated as they were called, on the same memory. Programs of which none runs within another
 share a pool: what one leaves there another may overwrite, but for what it sends, gives to Python or returns. Masks are
-drawn at the beginning and after each graph break (`masks`), from the same streams as the operations would draw them;
+drawn at the beginning and after each graph break (`MaskDraw`), from the same streams as the operations would draw them;
 messages go as `net/transport.py` says.
 """
 
 from __future__ import annotations
 
 import functools
+import threading
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from private_llm.errors import DomainError, UnsupportedOp
 from private_llm.kernels.devices import ALONE
-from private_llm.replay.capture import Pool, captured
+from private_llm.replay.events import (
+    NO_BREAK,
+    BreakEvent,
+    GraphNode,
+    Inner,
+    Masks,
+    Receive,
+    Send,
+    Slot,
+    TorchCall,
+    mapped,
+    slots_of,
+    whole_blocks,
+)
 from private_llm.replay.fusion import compile_launches, fused
-from private_llm.replay.masks import MaskDraw
-from private_llm.replay.nodes import Event, Segment, Slot, compute, compute_segment, segments_of, slots_of
-from private_llm.replay.program import Arena, BreakEvent, Inner, ProgramTransport, Receive, Send
+from private_llm.replay.program import Arena
+from private_llm.replay.transports import ProgramTransport
+from private_llm.ring.prg import ChaCha
 
 MOST_BYTES = 1 << 30
 """Largest memory of what comes in of a program: attention takes keys and values of all tokens."""
@@ -31,14 +47,156 @@ MOST_HELD = 2 << 30
 counted apart from these, of which each layer has its own."""
 
 
-@dataclass(frozen=True)
-class Masks:
-    """Elements of a stream, each slot in whole blocks of `block` bytes; behind: the number of graph breaks before."""
+_FAILED = threading.Event()
+"""A capture failed in this process: PyTorch's allocator may believe that it still goes on, so there is no other one."""
 
-    stream: int
-    after_break: int
-    slots: tuple[Slot, ...]
-    block: int
+
+class Pool:
+    """The memory that graphs of several programs share."""
+
+    def __init__(self) -> None:
+        self._handle: Any = None
+
+    def handle(self) -> Any:  # noqa: ANN401 - PyTorch's
+        """As a capture takes it."""
+        if self._handle is None:
+            self._handle = torch.cuda.graph_pool_handle()
+        return self._handle
+
+
+def captured(pool: Pool, launches: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    """A graph of what `launches` starts on the current stream, which is not the default one; nothing is computed.
+
+    The caller holds `ALONE`. Raises what `launches` raises, and UnsupportedOp once a capture failed in this process.
+    """
+    if _FAILED.is_set():
+        raise UnsupportedOp("no graphs: a capture failed in this process")
+    graph = torch.cuda.CUDAGraph()
+    graph.capture_begin(pool=pool.handle(), capture_error_mode="thread_local")
+    try:
+        launches()
+    except Exception:
+        _FAILED.set()
+        with suppress(RuntimeError):  # which would hide why
+            graph.capture_end()
+        raise
+    graph.capture_end()
+    return graph
+
+
+class MaskDraw:
+    """What a program draws at once: at its beginning, or after a graph break.
+
+    A ChaCha20 stream is made on the GPU, any other in main memory and copied. A captured draw reads the number of its
+    first block from a counter on the GPU and moves it on, so each replay makes the next masks. Python counts along
+    (`ChaCha.advance`) and sets the counter where something else was drawn in between. The launches are a graph of their
+    own, not part of the segment that needs the masks: a program that is checked takes masks that were written down, and
+    one call costs a tenth of what two launches a stream cost from Python.
+    """
+
+    def __init__(self, device: torch.device, pool: Pool) -> None:
+        self._device, self._pool = device, pool
+        self._rooms: dict[int, Tensor] = {}  # by stream
+        self._streams: list[ChaCha] = []  # whose keys and counters the launches read
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def add(self, stream: int, block: int, like: Sequence[Tensor]) -> Iterator[Tensor]:
+        """Room for masks of a stream, in whole blocks of `block` bytes each: views of one tensor, shaped as given."""
+        starts = [0]
+        for x in like:
+            starts.append(starts[-1] + whole_blocks(block, x.nbytes))
+        self._rooms[stream] = room = torch.zeros(starts[-1], dtype=torch.uint8, device=self._device)
+        for start, x in zip(starts, like, strict=False):
+            yield room[start : start + x.nbytes].view(x.dtype).view(x.shape)
+
+    def draw(self, transport: ProgramTransport) -> None:
+        """The next masks of each stream: bytes as Python would draw them."""
+        streams = [transport.stream(number) for number in self._rooms]
+        here = [each for each in streams if isinstance(each, ChaCha)]
+        if len(here) < len(streams):
+            self._copy(transport)
+            return
+        for stream, room in zip(here, self._rooms.values(), strict=True):
+            stream.advance(room.numel(), room.device)
+        if self._graph is not None and here == self._streams:
+            self._graph.replay()
+            return
+        self._streams, self._graph = here, None
+        self.launch()  # compiled and loaded before it is captured
+        if self._device.type == "cuda":
+            self._capture()
+
+    def launch(self) -> None:
+        """Start what makes the masks from the counters on: two launches a stream, which may be captured."""
+        for stream, room in zip(self._streams, self._rooms.values(), strict=True):
+            stream.write_next(room.view(torch.int32))
+
+    def _capture(self) -> None:
+        with ALONE, torch.cuda.stream(torch.cuda.Stream(self._device)), suppress(UnsupportedOp, RuntimeError):
+            self._graph = captured(self._pool, self.launch)  # without a graph, Python goes on with the launches
+
+    def _copy(self, transport: ProgramTransport) -> None:
+        for number, room in self._rooms.items():
+            here = torch.empty(room.numel(), dtype=torch.uint8, pin_memory=room.is_cuda)
+            transport.fill(number, here.numpy())
+            room.copy_(here, non_blocking=True)  # PyTorch keeps pinned memory until it is copied
+
+
+Stop = Send[Slot] | Receive[Slot] | BreakEvent[Slot]
+Event = GraphNode | Stop
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Nodes, and what comes then; None: the end. dropped: slots that nobody needs after a node."""
+
+    nodes: tuple[GraphNode, ...]
+    stop: Stop | None
+    dropped: tuple[tuple[Slot, ...], ...] = ()
+
+    def stopped(self) -> tuple[Slot, ...]:
+        """Slots that what comes then reads or writes."""
+        match self.stop:
+            case Send(_, _, payload) | Receive(_, _, payload):
+                return (payload,)
+            case BreakEvent(inputs, results):
+                return *inputs, *results
+        return ()
+
+    @property
+    def computes(self) -> bool:
+        """Whether a GPU has something to do: a graph of nothing is refused."""
+        return any(node.computes for node in self.nodes)
+
+
+def segments_of(events: Sequence[Event]) -> list[Segment]:
+    """Nodes up to each message or graph break, and the rest."""
+    found: list[Segment] = []
+    nodes: list[GraphNode] = []
+    for event in events:
+        if isinstance(event, TorchCall):
+            nodes.append(event)
+        else:
+            found.append(Segment(tuple(nodes), event))
+            nodes = []
+    return [*found, Segment(tuple(nodes), None)]
+
+
+def compute(node: GraphNode, found: dict[Slot, Tensor]) -> None:
+    """Run a node, and note what it makes."""
+    arguments, named = mapped((node.arguments, node.named), Slot, found.__getitem__)
+    made = node.function(*arguments, **named)
+    results = made if isinstance(made, list | tuple) else (made,)
+    for slot, x in zip(node.made, results if node.made else (), strict=True):
+        found[slot] = x
+
+
+def compute_segment(segment: Segment, found: dict[Slot, Tensor]) -> None:
+    """Run the nodes of a segment, and let go of what no later one needs."""
+    for node, dropped in zip(segment.nodes, segment.dropped, strict=True):
+        compute(node, found)
+        for slot in dropped:
+            found.pop(slot, None)
 
 
 class GraphProgram:
@@ -46,10 +204,10 @@ class GraphProgram:
 
     def __init__(
         self, events: Sequence[Event], inputs: Sequence[Slot], outputs: Sequence[Slot | Tensor],
-        masks: Sequence[Masks], fixed: Mapping[Slot, Tensor], device: torch.device, pool: Pool,
+        masks: Sequence[Masks[Slot]], fixed: Mapping[Slot, Tensor], device: torch.device, pool: Pool,
     ) -> None:  # fmt: skip
         """fixed: memory of what comes in from outside. Raises UnsupportedOp or an error of CUDA for no graph."""
-        self.size = self.held = sum(x.numel() * x.element_size() for x in fixed.values())
+        self.size = self.held = sum(x.nbytes for x in fixed.values())
         if self.size > MOST_BYTES:
             raise UnsupportedOp(f"a graph that takes in more than {MOST_BYTES >> 20} MiB")
         self._inputs, self._outputs, self.device, self.pool = list(inputs), list(outputs), device, pool
@@ -57,8 +215,8 @@ class GraphProgram:
         self._masks: dict[int, MaskDraw] = {}
         for each in masks:
             draw = self._masks.setdefault(each.after_break, MaskDraw(device, pool))
-            rooms = draw.add(each.stream, each.block, [fixed[slot] for slot in each.slots])
-            self.fixed.update(zip(each.slots, rooms, strict=True))
+            rooms = draw.add(each.stream, each.block, [fixed[slot] for slot in each.places])
+            self.fixed.update(zip(each.places, rooms, strict=True))
         self.segments = _few_launches(segments_of(events), self.fixed, outputs)
         self._graphs: list[torch.cuda.CUDAGraph | None] | None = None
         self._kept: dict[Slot, Tensor] = {}
@@ -125,7 +283,7 @@ class GraphProgram:
     def resume(self, event: BreakEvent[Slot], found: Mapping[Slot, Tensor], graph_break: Inner | None) -> None:
         """Let Python compute a graph break. Raises DomainError for none."""
         if graph_break is None:
-            raise DomainError("a program with a graph break was run without one")
+            raise DomainError(NO_BREAK)
         made = graph_break(_copies([found[slot] for slot in event.inputs]))
         _copy_all([self.fixed[slot] for slot in event.outputs], made)
 
@@ -182,7 +340,7 @@ def _few_launches(
         later |= set(segment.stopped())
         mine = {slot for node in segment.nodes for slot in node.made}
         made.append(Segment(tuple(fused(segment.nodes, found, later & mine)), segment.stop))
-        later |= {slot for node in segment.nodes for slot in slots_of([node.arguments, node.named])}
+        later |= {slot for node in segment.nodes for slot in slots_of((node.arguments, node.named))}
     compile_launches([node for each in made for node in each.nodes], found)
     return _letting_go(made[::-1], {*fixed, *(x for x in outputs if isinstance(x, Slot))})
 
@@ -197,7 +355,7 @@ def _letting_go(segments: Sequence[Segment], kept: set[Slot]) -> list[Segment]:
         if not segment.computes:
             kept |= {slot for node in segment.nodes for slot in node.made}
         for place, node in enumerate(segment.nodes):
-            for slot in (*slots_of(node.arguments), *slots_of(node.named), *node.made):
+            for slot in (*slots_of((node.arguments, node.named)), *node.made):
                 last[slot] = number, place
         kept |= set(segment.stopped())
     found: dict[tuple[int, int], list[Slot]] = {}

@@ -3,6 +3,9 @@
 Each party's launches are a branch of it, so that they run side by side; a message is a copy on the device, for which
 the receiver's branch waits. Bytes and rounds are booked as if it were sent. Parties of one process protect nobody from
 its owner, with or without this.
+
+A party decides alone whether it has a program. Where one has none, Python computes what is within, too, which the
+others never call: such calls have no points at which parties wait for each other.
 """
 
 from __future__ import annotations
@@ -10,9 +13,9 @@ from __future__ import annotations
 import functools
 import warnings
 import weakref
-from collections import defaultdict, deque
-from collections.abc import Hashable, Iterator, Sequence
-from contextlib import nullcontext
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -21,10 +24,13 @@ from torch import Tensor
 from private_llm.errors import DomainError, TransportError, UnsupportedOp
 from private_llm.kernels.devices import ALONE
 from private_llm.net.barrier import Barrier, BarrierEnd, Point
-from private_llm.replay.capture import captured
-from private_llm.replay.graphs import GraphProgram
-from private_llm.replay.nodes import Segment, Slot, compute_segment
-from private_llm.replay.program import BreakEvent, Inner, ProgramTransport, Receive, Send
+from private_llm.protocols.session import Session
+from private_llm.replay.events import BreakEvent, Inner, Receive, Send, Slot
+from private_llm.replay.graph_break import GraphBreak, with_break
+from private_llm.replay.graphs import GraphProgram, Segment, captured, compute_segment
+from private_llm.replay.regions import WeightBinding, uses_cuda_graphs
+from private_llm.replay.transports import ProgramTransport
+from private_llm.tensor.fixed import Fixed
 
 _Links = defaultdict[tuple[int, int], deque[tuple[str, Tensor, Any]]]
 
@@ -187,3 +193,48 @@ def _sections(segments: Sequence[Segment]) -> list[list[Segment]]:
         if isinstance(segment.stop, BreakEvent):
             found.append([])
     return found
+
+
+class CallPoints:
+    """Which calls of one party are which of the others, in one session."""
+
+    def __init__(self) -> None:
+        self._met: Counter[Hashable] = Counter()
+        self._hidden = False
+
+    def next(self, session: Session, within: bool, inputs: Sequence[Fixed], binding: WeightBinding) -> Point | None:
+        """What a call is called at all parties; None for one that only this party makes, or that is no graph. within:
+        whether it lies in a graph break.
+        """
+        if self._hidden or not uses_cuda_graphs(session):
+            return None
+        what = (binding.name, within, tuple([tuple(x.shape) for x in inputs]))
+        self._met[what] += 1
+        return what, self._met[what]
+
+    @contextmanager
+    def hiding(
+        self, graph_break: GraphBreak | None, inside_break: Callable[[], AbstractContextManager[None]]
+    ) -> Iterator[None]:
+        """Inside, Python computes what others may repeat: calls have no points but in the graph break."""
+
+        @contextmanager
+        def shown() -> Iterator[None]:
+            self._hidden = before
+            with inside_break():
+                yield
+            self._hidden = True
+
+        before, self._hidden = self._hidden, True
+        if graph_break is not None:
+            graph_break.outside = shown
+        try:
+            with with_break(graph_break):
+                yield
+        finally:
+            self._hidden = before
+
+
+def end_of(session: Session, end: BarrierEnd | None) -> BarrierEnd | None:
+    """The barrier's end, unless threads of this process are nodes that are no parties."""
+    return None if end is None or end.barrier.parties != session.config.parties else end

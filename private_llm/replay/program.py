@@ -10,23 +10,33 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from private_llm.errors import DomainError
 from private_llm.kernels import teams
 from private_llm.kernels.backends.cpu import steps
 from private_llm.kernels.compiling import CompiledStep
 from private_llm.net.direct import MOST, Direct
 from private_llm.net.wire import tag_bytes
-from private_llm.ring.prg import Prg
-
-Place = TypeVar("Place")
-"""How a program names a tensor that changes from run to run."""
+from private_llm.replay.events import (
+    NO_BREAK,
+    BreakEvent,
+    Inner,
+    Masks,
+    Receive,
+    Send,
+    TorchCall,
+    leaves,
+    mapped,
+    whole_blocks,
+)
+from private_llm.replay.transports import ProgramTransport
 
 WORD = 8
 """Bytes of all elements."""
@@ -95,84 +105,7 @@ class Parallel:
     pieces: tuple[tuple[Step, ...], ...]
 
 
-@dataclass(frozen=True)
-class Send(Generic[Place]):
-    """A message."""
-
-    to: int
-    tag: str
-    payload: Place
-
-
-@dataclass(frozen=True)
-class Receive(Generic[Place]):
-    """A message that is awaited."""
-
-    frm: int
-    tag: str
-    payload: Place
-
-
-@dataclass(frozen=True)
-class TorchCall:
-    """An operation of PyTorch that no step computes: its result goes to `result`, unless it writes to an operand."""
-
-    function: Callable[..., Tensor]
-    arguments: tuple[Any, ...]
-    named: Mapping[str, Any]
-    result: Operand | None
-
-
-@dataclass(frozen=True)
-class BreakEvent(Generic[Place]):
-    """What Python computes in the midst (`private_llm.replay.graph_break`), of `inputs`: `outputs`."""
-
-    inputs: tuple[Place, ...]
-    outputs: tuple[Place, ...]
-
-
-Event = Step | Parallel | Send[Operand] | Receive[Operand] | TorchCall | BreakEvent[Operand]
-
-Inner = Callable[[Sequence[Tensor]], Sequence[Tensor]]
-"""Computes a program's graph break."""
-
-
-@dataclass(frozen=True)
-class MaskDraws:
-    """All masks of one stream, one after the other: their memories, in whole blocks of the cipher.
-
-    after_break: the break after which they are drawn, -1 at the beginning; what is drawn in a graph break comes
-    between.
-    """
-
-    stream: int
-    memories: tuple[Memory, ...]
-    after_break: int = -1
-
-    def together(self) -> Memory:
-        """All of them."""
-        return Memory(
-            sum(each.size for each in self.memories), self.after_break, max(each.last for each in self.memories)
-        )
-
-
-class ProgramTransport(Protocol):
-    """What a program meets when it runs: streams and links, or what was written down of them."""
-
-    def direct(self) -> Direct:
-        """The connections that a program may use itself."""
-
-    def fill(self, stream: int, out: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> None:
-        """The next bytes of a stream."""
-
-    def stream(self, number: int) -> Prg | None:
-        """The stream itself, which a device may go on with; None where masks are what another run drew."""
-
-    def send(self, to: int, tag: str, payload: Tensor) -> None:
-        """As `Transport.send`, without the ledger."""
-
-    def receive(self, frm: int, tag: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """As `Transport.recv`."""
+Event = Step | Parallel | Send[Operand] | Receive[Operand] | TorchCall[Operand] | BreakEvent[Operand]
 
 
 class Arena:
@@ -196,20 +129,21 @@ class Arena:
 
 
 Table = np.ndarray[tuple[int], np.dtype[np.int64]]
+Draws = list[tuple[int, np.ndarray[tuple[int], np.dtype[np.uint8]]]]
+"""Streams, and memory for their next bytes."""
 
 
 @dataclass
 class _BoundProgram:
     """A program in an arena: where it was, its rows with addresses by what its weights are (and where these rows are),
-    and what Python does for events that are no steps."""
+    the masks to draw first, and what Python does for events that are no steps."""
 
     words: Tensor
     tables: dict[tuple[int, ...], tuple[Table, int]]
     inputs: list[Tensor]
     outputs: list[Tensor]
-    draws: dict[int, list[tuple[int, np.ndarray[tuple[int], np.dtype[np.uint8]]]]]
-    events: dict[int, Callable[[ProgramTransport], None]]
-    graph_breaks: dict[int, tuple[list[Tensor], list[Tensor]]]
+    draws: Draws
+    events: dict[int, Callable[[ProgramTransport, Inner | None], None]]
 
 
 @dataclass
@@ -219,7 +153,7 @@ class Program:
     events: Sequence[Event]
     inputs: Sequence[Operand]
     outputs: Sequence[Operand | Tensor]
-    draws: Sequence[MaskDraws]
+    masks: Sequence[Masks[Operand]]
     keep: Sequence[object]
     size: int = field(init=False)
 
@@ -249,23 +183,17 @@ class Program:
         if held is not None and held.words is arena.words:
             return held
         octets = arena.words.numpy().view(np.uint8)
-        draws: dict[int, list[tuple[int, np.ndarray[tuple[int], np.dtype[np.uint8]]]]] = {-1: []}
-        for drawn in self.draws:
-            place = drawn.memories[0].place
-            taken = octets[place : place + sum(memory.size for memory in drawn.memories)]
-            draws.setdefault(drawn.after_break, []).append((drawn.stream, taken))
-        left = [(at, each) for at, each in enumerate(self.events) if not isinstance(each, Step | Parallel)]
-        events = {at: _doing(each, arena) for at, each in left if not isinstance(each, BreakEvent)}
-        graph_breaks = {
-            at: ([arena.view(x) for x in each.inputs], [arena.view(x) for x in each.outputs])
-            for at, each in left
-            if isinstance(each, BreakEvent)
-        }
-        self._bound = _BoundProgram(
-            arena.words, {}, [arena.view(each) for each in self.inputs],
-            [arena.view(each) if isinstance(each, Operand) else each for each in self.outputs], draws, events,
-            graph_breaks,
-        )  # fmt: skip
+        draws: defaultdict[int, Draws] = defaultdict(list)
+        for each in self.masks:
+            place, size = each.places[0].memory.place, sum(mask.memory.size for mask in each.places)
+            draws[each.after_break].append((each.stream, octets[place : place + size]))
+        events, passed = {}, 0
+        for at, event in enumerate(self.events):
+            if not isinstance(event, Step | Parallel):
+                passed += isinstance(event, BreakEvent)
+                events[at] = _doing(event, arena, draws[passed])
+        inputs, outputs = mapped((list(self.inputs), list(self.outputs)), Operand, arena.view)
+        self._bound = _BoundProgram(arena.words, {}, inputs, outputs, draws[0], events)
         return self._bound
 
     def _addressed(self, bound: _BoundProgram, weights: tuple[int, ...]) -> int:
@@ -307,44 +235,54 @@ class Program:
     def _run(
         self, transport: ProgramTransport, direct: Direct, bound: _BoundProgram, table: int, inner: Inner | None
     ) -> list[Tensor]:  # fmt: skip
-        for stream, octets in bound.draws[-1]:
+        for stream, octets in bound.draws:
             transport.fill(stream, octets)
         last, at = len(self.events), 0
         while at < last:
             with direct:
                 at = self._run_to_stop(table, at, direct.address)
-            if at in bound.graph_breaks and inner is not None:
-                taken, results = bound.graph_breaks[at]
-                for result, made in zip(results, inner(taken), strict=True):
-                    result.copy_(made)
-                for stream, octets in bound.draws.get(at, ()):
-                    transport.fill(stream, octets)
-                at += 1
-            elif at < last:
-                bound.events[at](transport)
+            if at < last:
+                bound.events[at](transport, inner)
                 at += 1
         return [place.clone() for place in bound.outputs]
 
 
-def _doing(event: Send[Operand] | Receive[Operand] | TorchCall, arena: Arena) -> Callable[[ProgramTransport], None]:
-    """What Python does for an event that the compiled program leaves to it."""
-    if isinstance(event, TorchCall):
-        made = functools.partial(event.function, *_seen(event.arguments, arena), **_seen(event.named, arena))
-        result = None if event.result is None else arena.view(event.result)
+def _doing(
+    event: Send[Operand] | Receive[Operand] | TorchCall[Operand] | BreakEvent[Operand], arena: Arena, draws: Draws
+) -> Callable[[ProgramTransport, Inner | None], None]:  # fmt: skip
+    """What Python does for an event that the compiled program leaves to it. draws: of the masks behind a graph break.
 
-        def call(_: ProgramTransport) -> None:
-            found = made()
-            if result is not None:
+    A graph break raises DomainError without an `Inner`.
+    """
+    if isinstance(event, TorchCall):
+        arguments, named = mapped((event.arguments, event.named), Operand, arena.view)
+        results = [arena.view(each) for each in event.made]
+
+        def call(transport: ProgramTransport, inner: Inner | None) -> None:
+            found = event.function(*arguments, **named)
+            for result in results:
                 result.copy_(found)
 
         return call
+    if isinstance(event, BreakEvent):
+        taken, given = [[arena.view(x) for x in places] for places in (event.inputs, event.outputs)]
+
+        def resume(transport: ProgramTransport, inner: Inner | None) -> None:
+            if inner is None:
+                raise DomainError(NO_BREAK)
+            for result, made in zip(given, inner(taken), strict=True):
+                result.copy_(made)
+            for stream, octets in draws:
+                transport.fill(stream, octets)
+
+        return resume
     place, tag = arena.view(event.payload).numpy(), event.tag
     if isinstance(event, Send):
         to = event.to
-        return lambda transport: transport.send(to, tag, torch.from_numpy(place.copy()))
+        return lambda transport, inner: transport.send(to, tag, torch.from_numpy(place.copy()))
     frm = event.frm
 
-    def receive(transport: ProgramTransport) -> None:
+    def receive(transport: ProgramTransport, inner: Inner | None) -> None:
         place[...] = transport.receive(frm, tag, place.shape, torch.int64).numpy()
 
     return receive
@@ -398,48 +336,35 @@ def _rows(events: Sequence[Event]) -> tuple[Table, Table, Table]:
     return np.array(starts, np.int64), np.array(words, np.int64), np.array(kinds, np.int64)
 
 
-def _seen(arguments: Any, arena: Arena) -> Any:  # noqa: ANN401 - whatever PyTorch takes
-    """Arguments with tensors for operands."""
-    if isinstance(arguments, Operand):
-        return arena.view(arguments)
-    if isinstance(arguments, Mapping):
-        return {key: _seen(each, arena) for key, each in arguments.items()}
-    if isinstance(arguments, list | tuple):
-        return type(arguments)(_seen(each, arena) for each in arguments)
-    return arguments
-
-
-def _operands(arguments: Any) -> Iterator[Operand]:  # noqa: ANN401 - whatever PyTorch takes
-    """The operands among arguments."""
-    if isinstance(arguments, Operand):
-        yield arguments
-    elif isinstance(arguments, list | tuple):
-        for each in arguments:
-            yield from _operands(each)
+def _memories(program: Program) -> Iterator[Memory]:
+    """All that a program's inputs, outputs and events use, some of them several times."""
+    for each in (*program.inputs, *leaves(program.outputs, Operand)):
+        yield each.memory
+    for event in program.events:
+        match event:
+            case Step() | Parallel():
+                pieces = event.pieces if isinstance(event, Parallel) else ((event,),)
+                yield from (word.memory for piece in pieces for step in piece for word in leaves(step.row, Address))
+            case TorchCall(_, arguments, named, made):
+                yield from (each.memory for each in leaves((arguments, named, made), Operand))
+            case BreakEvent(inputs, outputs):
+                yield from (each.memory for each in (*inputs, *outputs))
+            case _:
+                yield event.payload.memory
 
 
 def _placed(program: Program) -> int:
     """Give every memory its place: one after the other, but where another is not used any more. Returns bytes."""
-    memories: dict[int, Memory] = {}
-    found = [each.memory for each in (*program.inputs, *_operands(list(program.outputs)))]
-    for each in program.events:
-        if isinstance(each, Step | Parallel):
-            together = each.pieces if isinstance(each, Parallel) else ((each,),)
-            rows = (step.row for piece in together for step in piece)
-            found += [word.memory for row in rows for word in row if isinstance(word, Address)]
-        elif isinstance(each, TorchCall):
-            held = [*each.arguments, *each.named.values(), each.result]
-            found += [operand.memory for operand in _operands(held)]
-        elif isinstance(each, BreakEvent):
-            found += [operand.memory for operand in (*each.inputs, *each.outputs)]
-        else:
-            found.append(each.payload.memory)
-    for memory in found:
-        memories[id(memory)] = memory
-    blocks = [(each.together(), each.memories) for each in program.draws]
-    for _, parts in blocks:
+    breaks = [-1, *(at for at, event in enumerate(program.events) if isinstance(event, BreakEvent))]
+    memories = {id(each): each for each in _memories(program)}
+    blocks: list[tuple[Memory, list[Memory]]] = []
+    for masks in program.masks:
+        parts = [mask.memory for mask in masks.places]
         for memory in parts:
+            memory.size = whole_blocks(masks.block, memory.size)
             memories.pop(id(memory), None)
+        last = max(memory.last for memory in parts)
+        blocks.append((Memory(sum(memory.size for memory in parts), breaks[masks.after_break], last), parts))
     top = 0
     taken: list[tuple[int, int, int]] = []  # place, end, last event
     for memory in sorted([*memories.values(), *(block for block, _ in blocks)], key=lambda each: each.first):

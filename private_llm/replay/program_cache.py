@@ -12,45 +12,45 @@ from __future__ import annotations
 import functools
 import weakref
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from private_llm.errors import DomainError, UnsupportedOp
+from private_llm.errors import UnsupportedOp
 from private_llm.kernels.seeded_tensor import StreamKey
 from private_llm.kernels.trace_hook import this_thread, traced_by
 from private_llm.net.barrier import Point
-from private_llm.protocols.session import PendingRangeCheck, Session
+from private_llm.protocols.session import Session
 from private_llm.protocols.share import Share
 from private_llm.ranges import QUANTITIES
 from private_llm.replay import graphs
-from private_llm.replay.capture import Pool
 from private_llm.replay.cpu_recorder import CpuRecorder
-from private_llm.replay.graph_break import GraphBreak
+from private_llm.replay.events import Inner
+from private_llm.replay.graph_break import GraphBreak, with_break
 from private_llm.replay.graph_recorder import GraphRecorder
-from private_llm.replay.graphs import GraphProgram
-from private_llm.replay.joint import run_together
-from private_llm.replay.points import CallPoints, end_of
-from private_llm.replay.program import Arena, Inner
+from private_llm.replay.graphs import GraphProgram, Pool
+from private_llm.replay.joint import CallPoints, end_of, run_together
+from private_llm.replay.program import Arena
+from private_llm.replay.recording import Encoding, StepRecorder
 from private_llm.replay.regions import (
     NO_WEIGHTS,
+    BreakCheck,
+    BreakRecord,
     CompiledRegion,
     Compute,
     RegionState,
     Result,
+    SideEffects,
     WeightBinding,
-    compiled_region,
     layout_of,
-    parts_of,
     uses_cuda_graphs,
-    with_break,
     with_parts,
 )
-from private_llm.replay.side_effects import BreakCheck, BreakRecord, SideEffects
-from private_llm.replay.transports import LiveTransport, RecordingTransport, ReplayTransport, TraceLog, recorded_by
+from private_llm.replay.transports import LiveTransport, ReplayTransport, TraceLog, recorded_by
 from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.scale import encode_public
 
@@ -58,6 +58,28 @@ MOST_PROGRAMS = 1024
 """Programs that a session keeps; the one that was used longest ago goes first."""
 MOST_HELD = 256 << 20
 """Bytes of constants and tables of all programs of a session; again the one that was used longest ago goes first."""
+
+
+@dataclass
+class _Call:
+    """One call of a region. point: which of the other parties' calls it is (`replay.joint`)."""
+
+    session: Session
+    inputs: Sequence[Fixed]
+    binding: WeightBinding
+    graph_break: GraphBreak | None
+    point: Point | None
+    region: RegionState = field(default_factory=RegionState)
+
+    def parts(self) -> list[Tensor]:
+        """Those of the inputs."""
+        return [part for x in self.inputs for part in x.share.parts]
+
+    def encoded(self, encodings: Iterable[Encoding]) -> Iterator[Tensor]:
+        """Ring elements of this call's public tensors."""
+        if self.graph_break is not None:
+            for each in encodings:
+                yield encode_public(self.inputs[0], self.graph_break.publics[each[0]], each)
 
 
 class ProgramCache:
@@ -70,10 +92,8 @@ class ProgramCache:
         self.counts: Counter[str] = Counter()
         self.refused: Counter[str] = Counter()
         self._regions: OrderedDict[Hashable, RegionState] = OrderedDict()
-        self.uncompiled = 0
-        """Calls that Python computed because their program was not ready yet."""
-        self.paused = False
-        """Whether a larger region is computed for the first time, within which nothing is recorded."""
+        self.uncompiled = 0  # calls that Python computed because their program was not ready yet
+        self.paused = False  # while a larger region is computed for the first time, nothing within is recorded
         self._arenas = (Arena(), Arena())  # the second one is for what is computed in a graph break
         self._pools = (Pool(), Pool())
         self._inside = 0
@@ -96,43 +116,38 @@ class ProgramCache:
         which programs read where they lie; such a call has no binding. gives_way: where programs hold too much, this
         one goes, for good.
         """
-        region = RegionState()
         point = self._points.next(session, self._inside > 0, inputs, binding)
+        call = _Call(session, inputs, binding, graph_break, point)
         try:
             if in_place:
-                binding = WeightBinding(
-                    weights=tuple([part.untyped_storage() for x in in_place for part in x.share.parts])
-                )
-                key = (key, layout_of(in_place, binding.addresses))
-            region = self._region(session, key, inputs, binding)
-            region.calls += 1
-            region.gives_way = gives_way
-            call = self._call(session, region, inputs, binding, warmup, graph_break, point)
+                memories = tuple([part.untyped_storage() for x in in_place for part in x.share.parts])
+                call.binding = WeightBinding(weights=memories)
+                key = (key, layout_of(in_place, call.binding.addresses))
+            call.region = self._region(call, key)
+            call.region.calls += 1
+            call.region.gives_way = gives_way
+            started = self._started(call, warmup)
         except Exception as error:  # noqa: BLE001 - nothing is computed yet, so Python computes as always
-            self._refuse(region, binding, error)
+            self._refuse(call, error)
             if graph_break is not None:
                 graph_break.unhook()
-            self._alone(session, point)
-            call = self._without(session, region, inputs, graph_break)
-        return call(compute)
+            self._alone(call)
+            started = self._without(call)
+        return started(compute)
 
-    def _call(
-        self, session: Session, region: RegionState, inputs: Sequence[Fixed], binding: WeightBinding, warmup: int,
-        graph_break: GraphBreak | None, point: Point | None,
-    ) -> Callable[[Compute], Result]:  # fmt: skip
+    def _started(self, call: _Call, warmup: int) -> Callable[[Compute], Result]:
         """How this call is computed, ready to begin."""
-        refused = region.refused_all or binding.name in region.refused
-        if binding.name in region.checked and region.compiled is not None:
-            return self._repeat(session, region.compiled, inputs, binding, graph_break, point)
-        self._alone(session, point)
+        region, name = call.region, call.binding.name
+        refused = region.refused_all or name in region.refused
+        if name in region.checked and region.compiled is not None:
+            return self._repeat(call, region.compiled)
+        self._alone(call)
         self.uncompiled += not refused
-        if refused or (region.calls <= warmup and graph_break is None):  # others may have a program all the same
-            return self._without(session, region, inputs, graph_break)
+        if refused or (region.calls <= warmup and call.graph_break is None):  # others may have a program all the same
+            return self._without(call)
         if region.calls <= warmup:
-            return functools.partial(self._plain, region, inputs, graph_break)
-        if region.compiled is None:
-            return self._record(session, region, inputs, binding, graph_break)
-        return self._check(session, region, region.compiled, inputs, binding, graph_break)
+            return functools.partial(self._plain, call)
+        return self._record(call) if region.compiled is None else self._check(call, region.compiled)
 
     def _links(self, session: Session) -> LiveTransport:
         protocol, held = session.protocol, self._live_transport
@@ -140,45 +155,36 @@ class ProgramCache:
             held = self._live_transport = LiveTransport(protocol.transport, protocol.mask_streams)
         return held
 
-    def _alone(self, session: Session, point: Point | None) -> None:
+    def _alone(self, call: _Call) -> None:
         """This call is not one that all parties repeat together."""
-        if point is not None and (end := end_of(session, self._links(session).barrier_end)) is not None:
-            end.skip(point)
+        if call.point is not None and (end := end_of(call.session, self._links(call.session).barrier_end)) is not None:
+            end.skip(call.point)
 
-    def _without(
-        self, session: Session, region: RegionState, inputs: Sequence[Fixed], graph_break: GraphBreak | None
-    ) -> Callable[[Compute], Result]:
+    def _without(self, call: _Call) -> Callable[[Compute], Result]:
         """As always, at a party that has no program, while others may have one."""
 
         def hidden(compute: Compute) -> Result:
-            with self._points.hiding(graph_break, self._inside_break):
-                return self._plain(region, inputs, None, compute)
+            with self._points.hiding(call.graph_break, self._inside_break):
+                return self._computed(call, compute)
 
-        return hidden if uses_cuda_graphs(session) else functools.partial(self._plain, region, inputs, None)
+        return hidden if uses_cuda_graphs(call.session) else functools.partial(self._computed, call)
 
-    def _refuse(self, region: RegionState, binding: WeightBinding, error: Exception) -> None:
+    def _refuse(self, call: _Call, error: Exception) -> None:
         """From now on Python computes: for this binding, where there is a program for others."""
+        region, name = call.region, call.binding.name
         self.refused[str(error) or type(error).__name__] += 1
-        region.checked.discard(binding.name)
-        region.refused.add(binding.name)
+        region.checked.discard(name)
+        region.refused.add(name)
         region.refused_all |= region.compiled is None
 
-    def _plain(
-        self, region: RegionState, inputs: Sequence[Fixed], graph_break: GraphBreak | None, compute: Compute
-    ) -> Result:
+    def _computed(self, call: _Call, compute: Compute) -> Result:
         """As always."""
         self.counts["plain"] += 1
-        if graph_break is None:
-            made, facts = compute(inputs)
-        else:
-            made, facts = self._plain_first(inputs, compute, graph_break)
-            region.refused_all |= self._lacks_break(graph_break)
-        region.refused_all |= facts is None
+        made, facts = compute(call.inputs)
+        call.region.refused_all |= facts is None
         return made, facts
 
-    def _plain_first(
-        self, inputs: Sequence[Fixed], compute: Compute, graph_break: GraphBreak
-    ) -> Result:  # fmt: skip
+    def _plain(self, call: _Call, compute: Compute) -> Result:
         """As always, but what is within is not recorded by itself, and the graph break is watched."""
 
         @contextmanager
@@ -188,12 +194,16 @@ class ProgramCache:
                 yield
             self.paused = True
 
-        graph_break.outside, self.paused = outside, True
+        if call.graph_break is None:
+            return self._computed(call, compute)
+        call.graph_break.outside, self.paused = outside, True
         try:
-            with with_break(graph_break):
-                return compute(inputs)
+            with with_break(call.graph_break):
+                made = self._computed(call, compute)
         finally:
             self.paused = False
+        call.region.refused_all |= self._lacks_break(call.graph_break)
+        return made
 
     def _lacks_break(self, graph_break: GraphBreak) -> bool:
         """Whether a region has not the graph break that it should have."""
@@ -217,17 +227,13 @@ class ProgramCache:
         """1 within a graph break, whose programs run in memory of their own, else 0."""
         return min(self._inside, 1)
 
-    @property
-    def _arena(self) -> Arena:
-        return self._arenas[self._place]
-
-    def _region(self, session: Session, key: Hashable, inputs: Sequence[Fixed], binding: WeightBinding) -> RegionState:
+    def _region(self, call: _Call, key: Hashable) -> RegionState:
         # a graph reads the memories with which it was captured, in the pool of its place
-        alone = (binding.name, self._place) if uses_cuda_graphs(session) else ()
-        key, place = (key, alone, tuple([(tuple(x.shape), x.form, len(x.share.parts)) for x in inputs])), alone[1:]
+        alone = (call.binding.name, self._place) if uses_cuda_graphs(call.session) else ()
+        key = (key, alone, tuple([(tuple(x.shape), x.form, len(x.share.parts)) for x in call.inputs]))
         found = self._regions.get(key)
         if found is None:
-            found = self._regions[key] = RegionState(place)
+            found = self._regions[key] = RegionState(alone[1:])
             if len(self._regions) > MOST_PROGRAMS:
                 self._regions.popitem(last=False)
         else:
@@ -255,191 +261,140 @@ class ProgramCache:
             total -= size
             del self._regions[key]
 
-    def _record(
-        self, session: Session, region: RegionState, inputs: Sequence[Fixed], binding: WeightBinding, graph_break:
-        GraphBreak | None
-    ) -> Callable[[Compute], Result]:  # fmt: skip
-        protocol = session.protocol
-        if uses_cuda_graphs(session) and any(isinstance(x, StreamKey) and not x.on_gpus for x in binding.weights):
-            raise UnsupportedOp("masks of weights that are made in main memory")
-        recorder: Any = (
-            GraphRecorder(
-                protocol.transport, protocol.mask_streams, torch.device(session.device), self._pools[self._place]
-            )
-            if uses_cuda_graphs(session)
-            else CpuRecorder(protocol.transport, protocol.mask_streams, binding.places)
-        )
+    def _record(self, call: _Call) -> Callable[[Compute], Result]:
+        protocol, binding, graph_break = call.session.protocol, call.binding, call.graph_break
+        recorder: StepRecorder[Any]
+        if uses_cuda_graphs(call.session):
+            if any(isinstance(x, StreamKey) and not x.on_gpus for x in binding.weights):
+                raise UnsupportedOp("masks of weights that are made in main memory")
+            device, pool = torch.device(call.session.device), self._pools[self._place]
+            recorder = GraphRecorder(protocol.transport, protocol.mask_streams, device, pool)
+        else:
+            recorder = CpuRecorder(protocol.transport, protocol.mask_streams, binding.places)
         parts: list[Tensor] = []
         operands = []
-        for part in [part for x in inputs for part in x.share.parts]:
+        for part in call.parts():
             parts.append(part.contiguous().clone())
             operands.append(recorder.given(parts[-1]))
-        effects = SideEffects(session, binding.name)
         if graph_break is not None:
             operands += [recorder.public(x) for x in graph_break.publics]
-            self._watch_break(graph_break, effects, recorder, recorder.outside)
-            graph_break.exit = effects.exit_hook(recorder.graph_break)
-        given = with_parts(inputs, parts)
+        given = with_parts(call.inputs, parts)
         parts.clear()
-        self.counts["recorded"] += 1
 
-        def record(compute: Compute) -> Result:
-            with recorder.operations(), traced_by(recorder), recorded_by(protocol, recorder), with_break(graph_break):
-                made, facts = compute(given)
+        def finish(effects: SideEffects, made: Sequence[Fixed], facts: Hashable) -> None:
             given.clear()  # nothing that changes may outlive the step
-            try:
-                region.compiled = self._compiled(recorder, operands, effects, made, facts, graph_break)
-                self._evict(region)
-            except Exception as error:  # noqa: BLE001 - the step is done; only its program is not
-                self._refuse(region, binding, error)
-            return made, facts
+            call.region.compiled = self._compiled(recorder, operands, effects, made, facts, graph_break)
+            self._evict(call.region)
 
-        return record
+        return self._watched(call, "recorded", recorder, recorder.graph_break, given, finish)
 
     def _compiled(
-        self, recorder: Any, operands: Sequence[Any], effects: SideEffects, made: Sequence[Fixed], facts: Hashable,  # noqa: ANN401
-        graph_break: GraphBreak | None,
+        self, recorder: StepRecorder[Any], operands: Sequence[Any], effects: SideEffects, made: Sequence[Fixed],
+        facts: Hashable, graph_break: GraphBreak | None,
     ) -> CompiledRegion:  # fmt: skip
         """The program of a step that was recorded. Raises UnsupportedOp where there is none."""
-        new = effects.end()
+        outcome, parts = effects.end(made, facts)
         if facts is None:
             raise UnsupportedOp("results that are no secret tensors")
         if graph_break is not None and self._lacks_break(graph_break):
             raise UnsupportedOp(f"its graph break: {graph_break.reason}")
-        return compiled_region(recorder, operands, effects, made, facts, new)
+        encodings = recorder.encodings()
+        return CompiledRegion(
+            recorder.program([*operands, *encodings.values()], parts), outcome, tuple(encodings)
+        )  # fmt: skip
 
-    def _watch_break(
-        self, graph_break: GraphBreak, effects: SideEffects, transport: RecordingTransport, unseen: Callable[[],
-        AbstractContextManager[None]] = nullcontext
-    ) -> None:  # fmt: skip
-        """Let `effects` and `transport` see nothing of a graph break."""
+    def _watched(
+        self, call: _Call, what: str, watcher: TraceLog | StepRecorder[Any], leaves: Callable[[Sequence[Tensor],
+        Sequence[Tensor]], Sequence[Tensor]], given: Sequence[Fixed], finish: Callable[[SideEffects, Sequence[Fixed],
+        Hashable], None]
+    ) -> Callable[[Compute], Result]:  # fmt: skip
+        """As always, of `given`, while `watcher` writes down all but the graph break, of which `leaves` is told; then
+        `finish`, whose errors refuse the program.
+        """
+        session, graph_break = call.session, call.graph_break
+        protocol, effects = session.protocol, SideEffects(session, call.binding.name)
 
         @contextmanager
         def outside() -> Iterator[None]:
-            with (
-                unseen(),
-                traced_by(None),
-                recorded_by(effects.session.protocol, transport.inner),
-                self._inside_break(),
-            ):
+            with watcher.outside(), traced_by(None), recorded_by(protocol, watcher.inner), self._inside_break():
                 yield
 
         def enter() -> str | None:
             effects.pause()
-            deferred = effects.session.numerics.deferred_check is not None
+            deferred = session.numerics.deferred_check is not None
             return "a check that was put off until the graph break" if deferred else None
 
-        graph_break.outside, graph_break.enter = outside, enter
-
-    def _check(
-        self, session: Session, region: RegionState, compiled: CompiledRegion, inputs: Sequence[Fixed],
-        binding: WeightBinding, graph_break: GraphBreak | None,
-    ) -> Callable[[Compute], Result]:  # fmt: skip
-        protocol = session.protocol
-        trace_log = TraceLog(protocol.transport, protocol.mask_streams)
-        given = [part.contiguous().clone() for x in inputs for part in x.share.parts]
-        effects, break_check = SideEffects(session, binding.name), BreakCheck()
         if graph_break is not None:
-            given += [x.clone() for x in graph_break.publics]
-            self._watch_break(graph_break, effects, trace_log)
-            graph_break.exit = effects.exit_hook(break_check.record)
-        self.counts["checked"] += 1
+            graph_break.outside, graph_break.enter, graph_break.exit = outside, enter, effects.exit_hook(leaves)
+        self.counts[what] += 1
 
-        def right(made: Sequence[Fixed], facts: Hashable) -> bool:
-            new, replayed = effects.end(), ReplayTransport(trace_log.trace)
-            if trace_log.reason is not None or (graph_break is not None and graph_break.reason is not None):
-                raise UnsupportedOp(f"its check: {trace_log.reason or (graph_break and graph_break.reason)}")
-            if graph_break is not None:
-                given.extend(
-                    encode_public(inputs[0], graph_break.publics[each[0]], each) for each in compiled.encodings
-                )
-            again, outputs = (
-                compiled.program.run(replayed, self._arena, given, binding.addresses, break_check.replay),
-                parts_of(made, new),
-            )
-            said = tuple([x.form for x in made]), tuple([bits for _, bits, _ in new]), facts
-            return (
-                (compiled.forms, compiled.owed, compiled.facts) == said and replayed.agrees(trace_log.trace)
-                and (compiled.delta, compiled.graph_break) == (effects.delta, effects.break_record) and break_check.same
-                and len(again) == len(outputs) and all(map(torch.equal, again, outputs))
-            )  # fmt: skip
-
-        def check(compute: Compute) -> Result:
-            with traced_by(trace_log), recorded_by(protocol, trace_log), with_break(graph_break):
-                made, facts = compute(inputs)
+        def run(compute: Compute) -> Result:
+            with watcher.operations(), traced_by(watcher), recorded_by(protocol, watcher), with_break(graph_break):
+                made, facts = compute(given)
             try:
-                if not right(made, facts):
-                    raise UnsupportedOp("a recorded program that gives something else")
-                region.checked.add(binding.name)
-            except Exception as error:  # noqa: BLE001 - as above
-                self._refuse(region, binding, error)
+                finish(effects, made, facts)
+            except Exception as error:  # noqa: BLE001 - the step is done; only its program is not
+                self._refuse(call, error)
             return made, facts
 
-        return check
+        return run
 
-    def _repeat(
-        self, session: Session, compiled: CompiledRegion, inputs: Sequence[Fixed], binding: WeightBinding,
-        graph_break: GraphBreak | None, point: Point | None,
-    ) -> Callable[[Compute], Result]:  # fmt: skip
-        protocol, transport = session.protocol, self._links(session)
-        parts = [part for x in inputs for part in x.share.parts]
-        each = len(parts) // len(inputs)
+    def _check(self, call: _Call, compiled: CompiledRegion) -> Callable[[Compute], Result]:
+        protocol, graph_break = call.session.protocol, call.graph_break
+        trace_log, break_check = TraceLog(protocol.transport, protocol.mask_streams), BreakCheck()
+        given = [part.contiguous().clone() for part in call.parts()]
+        if graph_break is not None:
+            given += [x.clone() for x in graph_break.publics]
+
+        def finish(effects: SideEffects, made: Sequence[Fixed], facts: Hashable) -> None:
+            outcome, outputs = effects.end(made, facts)
+            reason = trace_log.reason or (graph_break and graph_break.reason)
+            if reason:
+                raise UnsupportedOp(f"its check: {reason}")
+            given.extend(call.encoded(compiled.encodings))
+            replayed = ReplayTransport(trace_log.trace)
+            again = compiled.program.run(
+                replayed, self._arenas[self._place], given, call.binding.addresses, break_check.replay
+            )
+            same = len(again) == len(outputs) and all(map(torch.equal, again, outputs))
+            agrees = compiled.outcome == outcome and replayed.agrees(trace_log.trace)
+            if not (same and agrees and break_check.same):
+                raise UnsupportedOp("a recorded program that gives something else")
+            call.region.checked.add(call.binding.name)
+
+        return self._watched(call, "checked", trace_log, break_check.record, call.inputs, finish)
+
+    def _repeat(self, call: _Call, compiled: CompiledRegion) -> Callable[[Compute], Result]:
+        session, point, program, outcome = call.session, call.point, compiled.program, compiled.outcome
+        transport, parts = self._links(session), call.parts()
+        each = len(parts) // len(call.inputs)
         inner: Inner | None = None
-        if graph_break is not None and compiled.graph_break is not None:
-            parts += [
-                *graph_break.publics,
-                *(encode_public(inputs[0], graph_break.publics[e[0]], e) for e in compiled.encodings),
-            ]  # fmt: skip
-            inner = functools.partial(self._inner, session, compiled.graph_break, graph_break, binding.name)
-        program, end = compiled.program, end_of(session, transport.barrier_end)
+        if call.graph_break is not None and outcome.graph_break is not None:
+            parts += [*call.graph_break.publics, *call.encoded(compiled.encodings)]
+            inner = functools.partial(self._inner, call, outcome.graph_break, call.graph_break)
+        end = end_of(session, transport.barrier_end)
+        ready: Callable[[Inner | None], list[Tensor]]
         if isinstance(program, GraphProgram) and end is not None and point is not None:
             program.take(parts)
-            ready: Callable[[Inner | None], list[Tensor]] = functools.partial(
-                run_together, program, transport, end, point
-            )
+            ready = functools.partial(run_together, program, transport, end, point)
         else:
-            self._alone(session, point)
-            ready = program.ready(transport, self._arena, parts, binding.addresses)
+            self._alone(call)
+            ready = program.ready(transport, self._arenas[self._place], parts, call.binding.addresses)
         self.counts["repeated"] += 1
 
         def repeat(_: Compute) -> Result:
-            known = session.numerics
-            before = len(known.pending_range_checks)
+            before = len(session.numerics.pending_range_checks)
             made = ready(inner)
-            protocol.ledger.add_again(compiled.delta, binding.name)
             shares = [Share(tuple(made[at : at + each])) for at in range(0, len(made), each)]
-            values = [Fixed(session, share, *form) for share, form in zip(shares, compiled.forms, strict=False)]
-            sums: list[PendingRangeCheck] = [
-                (share, bits, None) for share, bits in zip(shares[len(values) :], compiled.owed, strict=True)
-            ]  # fmt: skip
-            first = len(sums) if compiled.graph_break is None else compiled.graph_break.owed
-            known.pending_range_checks[before:before] = sums[:first]
-            known.pending_range_checks += sums[first:]
-            return values, compiled.facts
+            return outcome.settle(session, call.binding.name, shares, before)
 
         return repeat
 
     def _inner(
-        self, session: Session, break_record: BreakRecord, graph_break: GraphBreak, owner: str, parts: Sequence[Tensor]
+        self, call: _Call, record: BreakRecord, graph_break: GraphBreak, parts: Sequence[Tensor]
     ) -> Sequence[Tensor]:  # fmt: skip
-        """The graph break of a program that is repeated."""
-        ledger = session.protocol.ledger
-        count = len(parts) // len(break_record.forms)
-        values = [
-            Fixed(session, Share(tuple(parts[at * count : (at + 1) * count])), *form)
-            for at, form in enumerate(break_record.forms)
-        ]
-        outer = ledger.enter(break_record.module(ledger, owner))
-        try:
-            with self._inside_break():
-                made = graph_break.recompute(values)
-                if made.form != break_record.form:
-                    raise DomainError(
-                        f"a repeated layer: its attention gives {made.form} bits, recorded {break_record.form}"
-                    )
-                return made.share.parts
-        finally:
-            ledger.leave(outer)
+        with self._inside_break():
+            return record.compute(call.session, graph_break, call.binding.name, parts)
 
 
 _held: weakref.WeakKeyDictionary[Session, ProgramCache] = weakref.WeakKeyDictionary()

@@ -6,18 +6,19 @@ Public tensors that change from call to call are, for example, rotary angles; ri
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, MutableSequence, MutableSet, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Generic
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from private_llm.errors import UnsupportedOp
 from private_llm.kernels.trace_hook import TraceHook
 from private_llm.net.transport import Transport
-from private_llm.replay.program import Place
-from private_llm.replay.transports import RecordingTransport, noted, unrecorded
+from private_llm.replay.events import BreakEvent, Masks, Place, Receive, Send, tensors_of
+from private_llm.replay.transports import TracedTransport, noted, unrecorded
 from private_llm.ring.prg import Prg
 from private_llm.tensor.dispatch import TorchArg
 
@@ -51,18 +52,19 @@ class PublicTensors:
         self.made.clear()
 
 
-Held = MutableSequence[Any] | MutableMapping[Any, Any] | MutableSet[Any] | PublicTensors
-
-
-class StepRecorder(TraceHook, RecordingTransport, Generic[Place]):
+class StepRecorder(TraceHook, TracedTransport, Generic[Place]):
     """Records while `operations` is the mode of PyTorch, it watches the thread, and is the party's links."""
 
-    def __init__(self, transport: Transport, streams: Sequence[Prg]) -> None:
-        RecordingTransport.__init__(self, transport)
+    def __init__(self, transport: Transport, streams: Sequence[Prg], device: torch.device) -> None:
+        """device: where the party computes."""
+        TracedTransport.__init__(self, transport)
         self.publics = PublicTensors()
-        self._streams = list(streams)
+        self._streams, self._device = list(streams), device
+        self._events: list[Any] = []
+        self._drawn: dict[tuple[int, int], list[Place]] = {}  # by stream and number of graph breaks before
+        self._breaks = 0
 
-    def operations(self) -> TorchDispatchMode:
+    def operations(self) -> AbstractContextManager[object]:
         """The mode of PyTorch that tells this recorder of operations."""
         return _Operations(self)
 
@@ -72,28 +74,43 @@ class StepRecorder(TraceHook, RecordingTransport, Generic[Place]):
 
     @abstractmethod
     def given(self, x: Tensor) -> Place:
-        """A tensor whose values come from outside."""
+        """A tensor whose values come from outside, before the step. Raises UnsupportedOp if it is too large."""
+
+    @abstractmethod
+    def arrives(self, x: Tensor) -> Place:
+        """As `given`, in the midst of the step."""
 
     @abstractmethod
     def place(self, x: Tensor) -> Place:
-        """A tensor that changes and was met before."""
+        """A tensor that changes from run to run and was met before. Raises UnsupportedOp for a constant."""
 
     @abstractmethod
     def changes(self, x: Tensor) -> bool:
         """Whether the values of x change from run to run."""
 
+    @abstractmethod
+    def program(self, inputs: Sequence[Place], outputs: Sequence[Tensor]) -> Any:  # noqa: ANN401 - as programs are
+        """What was written down. Raises UnsupportedOp where that is not all."""
+
     def constant(self, x: Tensor) -> None:
         """Ring elements of public values that do not change."""
-
-    @abstractmethod
-    def _held(self) -> Sequence[Held]:
-        """All that is held of the step."""
 
     def stop(self, reason: str) -> None:
         """This step cannot be repeated as a program; what was held for it is let go."""
         super().stop(reason)
-        for held in self._held():
-            held.clear()
+        for held in vars(self).values():
+            if isinstance(held, list | dict | set | PublicTensors):
+                held.clear()
+
+    def public(self, x: Tensor) -> Place:
+        """A public tensor that changes; its ring elements come from outside, too, where they are made of views of it.
+
+        Raises UnsupportedOp for an empty one.
+        """
+        if not x.numel():
+            raise UnsupportedOp("a public tensor without elements")
+        self.publics.tensors.append(x)
+        return self.given(x)
 
     def encoded(self, values: Tensor, bits: int, make: Callable[[], Tensor]) -> Tensor:
         """Ring elements of public values."""
@@ -122,9 +139,44 @@ class StepRecorder(TraceHook, RecordingTransport, Generic[Place]):
         results = self._break(given, made)
         return made if results is None else results
 
-    @abstractmethod
-    def _break(self, given: Sequence[Tensor], made: Sequence[Tensor]) -> Sequence[Tensor] | None:
+    @noted
+    def _break(self, given: Sequence[Tensor], made: Sequence[Tensor]) -> Sequence[Tensor]:
         """Write a graph break down; copies of what it made."""
+        results = [x.contiguous().clone() for x in made]
+        inputs = tuple([self.place(x) for x in given])
+        self._events.append(BreakEvent(inputs, tuple([self.arrives(x) for x in results])))
+        self._breaks += 1
+        return results
+
+    @noted
+    def masks_drawn(self, stream: object, out: Tensor) -> None:
+        """Masks, of one of the session's streams."""
+        number = next((n for n, each in enumerate(self._streams) if each is stream), None)
+        if number is None or out.device != self._device:
+            raise UnsupportedOp("masks of another stream, or on another device")
+        if out.numel():
+            self._drawn.setdefault((number, self._breaks), []).append(self.arrives(out))
+
+    def masks(self) -> list[Masks[Place]]:
+        """All that were drawn."""
+        drawn = self._drawn.items()
+        return [Masks(n, self._streams[n].block, after_break, tuple(each)) for (n, after_break), each in drawn]
+
+    @noted
+    def escaped(self, x: Tensor) -> None:
+        """Values leave PyTorch, so what becomes of them is not seen."""
+        if self.changes(x):
+            self.stop("values that leave PyTorch")
+
+    @noted
+    def record_send(self, to: int, tag: str, payload: Tensor) -> None:
+        """A message leaves: what it contains must change from run to run."""
+        self._events.append(Send(to, tag, self.place(payload)))
+
+    @noted
+    def record_receive(self, frm: int, tag: str, payload: Tensor) -> None:
+        """A message has come."""
+        self._events.append(Receive(frm, tag, self.arrives(payload)))
 
     def computing(self, call: Callable[[], Any], writes: bool) -> Any:  # noqa: ANN401 - whatever it makes
         """What a part of the step makes. Where memory runs out that this recording holds, that is let go, and the part
@@ -142,15 +194,9 @@ class StepRecorder(TraceHook, RecordingTransport, Generic[Place]):
         """Ring elements of public tensors, which whoever repeats the program makes anew."""
         return {key: self.place(held) for key, held in self.publics.made.items()}
 
-    @contextmanager
-    def outside(self) -> Iterator[None]:
+    def outside(self) -> AbstractContextManager[None]:
         """Inside, nothing is part of the step."""
-        with unrecorded():
-            yield
-
-    def number_of(self, stream: object) -> int | None:
-        """A stream's number among the session's; None for another one."""
-        return next((n for n, each in enumerate(self._streams) if each is stream), None)
+        return unrecorded()
 
     def send(self, to: int, tag: str, payload: Tensor) -> None:
         """As a recorder; the copy is no part of the step."""
@@ -186,15 +232,6 @@ class _Operations(TorchDispatchMode):
         return self._recorder.operated(func, args, kwargs or {})
 
 
-def tensors_of(arguments: Sequence[Any]) -> Iterator[Tensor]:
-    """The tensors among an operation's arguments, which may be lists of them."""
-    for each in arguments:
-        if isinstance(each, Tensor):
-            yield each
-        elif isinstance(each, list | tuple):
-            yield from tensors_of(each)
-
-
 UNFORESEEN = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output, torch.Tag.nondeterministic_seeded}
 """Marks of operations whose result has another shape, or is drawn anew, each time."""
 
@@ -206,8 +243,3 @@ def all_written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
         if argument.alias_info is not None and argument.alias_info.is_write:
             found.append(kwargs.get(argument.name) if argument.kwarg_only else args[number])
     return list(tensors_of(found))
-
-
-def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:  # noqa: ANN401
-    """The tensor that an operation writes to; None if its result is a new one."""
-    return next(iter(all_written_by(func, args, kwargs)), None)

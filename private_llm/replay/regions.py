@@ -1,29 +1,28 @@
-"""A recorded part of a step: its program, the weights that a call binds to it, and how results become values."""
+"""A recorded part of a step: its program, the weights that a call binds to it, and what a call does to its session
+besides its results, but for its graph break (`replay.graph_break`): bookings, and checks of ranges.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from private_llm.errors import UnsupportedOp
+from private_llm.errors import DomainError, UnsupportedOp
 from private_llm.kernels.seeded_tensor import StreamKey
+from private_llm.net.ledger import Ledger
+from private_llm.net.transport import CLIENT
 from private_llm.protocols.session import PendingRangeCheck, Session
 from private_llm.protocols.share import Share
-from private_llm.replay.graph_break import GraphBreak, this_call
+from private_llm.replay.graph_break import GraphBreak
 from private_llm.replay.graphs import GraphProgram
 from private_llm.replay.program import Program
 from private_llm.replay.recording import Encoding
-from private_llm.replay.side_effects import BreakRecord, LedgerDelta, SideEffects
 from private_llm.tensor.fixed import Fixed
-
-MOST_BYTES = 64 << 20
-"""Largest memory of a program that is compiled."""
 
 Result = tuple[Sequence[Fixed], Hashable]
 Compute = Callable[[Sequence[Fixed]], Result]
@@ -31,16 +30,183 @@ Compute = Callable[[Sequence[Fixed]], Result]
 if a program could not make that."""
 
 
-@dataclass(frozen=True)
-class CompiledRegion:
-    """A program, and how its outputs become values: fractional bits, facts, and the sums owed to the range check."""
+_HERE, _OWNER, _AS_IT_IS = range(3)
+Scope = tuple[int, str]
+"""A module in the ledger: the one in which the region was called, one within its owner, or any other."""
 
-    program: Program | GraphProgram
+
+@dataclass(frozen=True)
+class LedgerDelta:
+    """What a run adds to the ledger."""
+
+    sent: tuple[tuple[Scope, str, int, int], ...]
+    rounds: tuple[tuple[Scope, str, int], ...]
+    macs: tuple[tuple[Scope, int], ...]
+
+    def plus(self, other: LedgerDelta) -> LedgerDelta:
+        """Both."""
+        return LedgerDelta(self.sent + other.sent, self.rounds + other.rounds, self.macs + other.macs)
+
+    def apply(self, ledger: Ledger, scope: str, op: str, owner: str, times: int) -> None:
+        """Add it `times` times, for an owner of this name; scope, op: what was computed."""
+        starts, sent, rounds, macs = (scope, owner, ""), ledger.sent, ledger.rounds, ledger.macs
+        for (kind, name), tag, to, count in self.sent:
+            sent[(starts[kind] + name, op or tag, to)] += count * times
+        for (kind, name), tag, count in self.rounds:
+            rounds[(starts[kind] + name, op or tag)] += count * times
+        for (kind, name), count in self.macs:
+            macs[starts[kind] + name] += count * times
+
+
+@dataclass(frozen=True)
+class BreakRecord:
+    """A graph break: `Fixed.form` of what it takes and gives, its module, and how many checks of ranges came before."""
+
+    forms: tuple[tuple[int, int | None], ...]
+    form: tuple[int, int | None]
+    scope: Scope
+    owed: int
+
+    def compute(
+        self, session: Session, graph_break: GraphBreak, owner: str, parts: Sequence[Tensor]
+    ) -> Sequence[Tensor]:  # fmt: skip
+        """That of a program that is repeated, for an owner of this name. Raises DomainError for another form."""
+        ledger, count = session.protocol.ledger, len(parts) // len(self.forms)
+        shares = [Share(tuple(parts[at : at + count])) for at in range(0, len(parts), count)]
+        values = [Fixed(session, share, *form) for share, form in zip(shares, self.forms, strict=True)]
+        kind, name = self.scope
+        with ledger.scope((ledger.scope_name, owner, "")[kind] + name):
+            made = graph_break.recompute(values)
+        if made.form != self.form:
+            raise DomainError(f"a repeated layer: its attention gives {made.form} bits, recorded {self.form}")
+        return made.share.parts
+
+
+class _Ledgers:
+    """What a ledger said at one time."""
+
+    def __init__(self, ledger: Ledger, owner: str) -> None:
+        self._here, self._owner = ledger.scope_name, owner
+        self._held = Counter(ledger.sent), Counter(ledger.rounds), Counter(ledger.macs)
+
+    def scope(self, name: str) -> Scope:
+        """A module's place."""
+        if self._owner and (name == self._owner or name.startswith(f"{self._owner}.")):
+            return _OWNER, name[len(self._owner) :]
+        return (_HERE, "") if name == self._here else (_AS_IT_IS, name)
+
+    def delta(self, ledger: Ledger) -> LedgerDelta:
+        """What it says more now."""
+        sent, rounds, macs = self._held
+        more_sent, more_rounds = Counter(ledger.sent) - sent, Counter(ledger.rounds) - rounds
+        for key in [key for key in more_sent if key[2] == CLIENT]:  # "still computing", which comes when it comes
+            del more_sent[key]
+        more_macs = Counter(ledger.macs) - macs
+        return LedgerDelta(
+            tuple([(self.scope(scope), op, to, count) for (scope, op, to), count in more_sent.items()]),
+            tuple([(self.scope(scope), op, count) for (scope, op), count in more_rounds.items()]),
+            tuple([(self.scope(scope), count) for scope, count in more_macs.items()]),
+        )
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a call gave and did, but for values; owed: bits of the sums that it owes to the range check."""
+
     forms: tuple[tuple[int, int | None], ...]
     owed: tuple[int, ...]
     facts: Hashable
     delta: LedgerDelta
-    graph_break: BreakRecord | None = None
+    graph_break: BreakRecord | None
+
+    def settle(self, session: Session, owner: str, shares: Sequence[Share], before: int) -> Result:
+        """Book it, and owe what it owes; the values of a program's outputs. before: checks that were owed already."""
+        session.protocol.ledger.add_again(self.delta, owner)
+        values = [Fixed(session, share, *form) for share, form in zip(shares, self.forms, strict=False)]
+        sums: list[PendingRangeCheck] = [
+            (share, bits, None) for share, bits in zip(shares[len(values) :], self.owed, strict=True)
+        ]  # fmt: skip
+        pending = session.numerics.pending_range_checks
+        first = len(sums) if self.graph_break is None else self.graph_break.owed
+        pending[before:before] = sums[:first]
+        pending += sums[first:]
+        return values, self.facts
+
+
+class BreakCheck:
+    """The graph break of a call that is checked: what it took and made."""
+
+    def __init__(self) -> None:
+        self.same = True
+        self._given: list[Tensor] = []
+        self._made: list[Tensor] = []
+
+    def record(self, given: Sequence[Tensor], made: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Of the call."""
+        self._given, self._made = [x.clone() for x in given], [x.clone() for x in made]
+        return made
+
+    def replay(self, given: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Of the program."""
+        self.same &= len(given) == len(self._given) and all(map(torch.equal, given, self._given))
+        return self._made
+
+
+class SideEffects:
+    """What a call adds to its session, but for its graph_break: bookings, and checks of ranges."""
+
+    def __init__(self, session: Session, owner: str) -> None:
+        self._session, self._owner = session, owner
+        self._delta = LedgerDelta((), (), ())
+        self._break: BreakRecord | None = None
+        self._new: list[PendingRangeCheck] = []
+        self._start()
+
+    def _start(self) -> None:
+        self._before = _Ledgers(self._session.protocol.ledger, self._owner)
+        self._owed = len(self._session.numerics.pending_range_checks)
+
+    def pause(self) -> None:
+        """What comes is of the graph break."""
+        self._delta = self._delta.plus(self._before.delta(self._session.protocol.ledger))
+        self._new += self._session.numerics.pending_range_checks[self._owed :]
+
+    def exit_hook(
+        self, record: Callable[[Sequence[Tensor], Sequence[Tensor]], Sequence[Tensor]]
+    ) -> Callable[[Sequence[Fixed], Fixed], Fixed]:  # fmt: skip
+        """A graph break's `exit`, which lets `record` know."""
+
+        def exit_(values: Sequence[Fixed], made: Fixed) -> Fixed:
+            given = [part for x in values for part in x.share.parts]
+            parts = record(given, made.share.parts)
+            scope = self._before.scope(self._session.protocol.ledger.scope_name)
+            self._break = BreakRecord(tuple(x.form for x in values), made.form, scope, len(self._new))
+            self._start()
+            return made.with_share(Share(tuple(parts)))
+
+        return exit_
+
+    def end(self, made: Sequence[Fixed], facts: Hashable) -> tuple[Outcome, list[Tensor]]:
+        """All of a call that made these values: also their parts, and those of the sums that it owes.
+
+        Raises UnsupportedOp for what no program books.
+        """
+        self.pause()
+        if any(rows is not None for _, _, rows in self._new):
+            raise UnsupportedOp("a verdict for each row of a batch")
+        parts = [part for x in made for part in x.share.parts] + [
+            part for sums, _, _ in self._new for part in sums.parts
+        ]
+        forms, owed = tuple([x.form for x in made]), tuple([bits for _, bits, _ in self._new])
+        return Outcome(forms, owed, facts, self._delta, self._break), parts
+
+
+@dataclass(frozen=True)
+class CompiledRegion:
+    """A program, what becomes of its outputs, and the ring elements that it takes of public tensors."""
+
+    program: Program | GraphProgram
+    outcome: Outcome
     encodings: tuple[Encoding, ...] = ()
 
 
@@ -90,42 +256,10 @@ def layout_of(in_place: Sequence[Fixed], places: tuple[int, ...]) -> Hashable:
     return tuple([x.form for x in in_place]), tuple(views), tuple(map(places.index, places))
 
 
-@contextmanager
-def with_break(graph_break: GraphBreak | None) -> Iterator[None]:
-    """Inside, what is called may meet this graph break."""
-    before, this_call.graph_break = this_call.graph_break, graph_break
-    try:
-        yield
-    finally:
-        this_call.graph_break = before
-
-
-def parts_of(made: Sequence[Fixed], owed: Sequence[PendingRangeCheck]) -> list[Tensor]:
-    """Parts of what a call made, and of the sums that it owes to the range check."""
-    return [part for x in made for part in x.share.parts] + [part for sums, _, _ in owed for part in sums.parts]
-
-
 def with_parts(inputs: Sequence[Fixed], parts: Sequence[Tensor]) -> list[Fixed]:
     """The inputs with these parts."""
     left = iter(parts)
     return [x.with_share(Share(tuple(next(left) for _ in x.share.parts))) for x in inputs]
-
-
-def compiled_region(
-    recorder: Any, operands: Sequence[Any], effects: SideEffects, made: Sequence[Fixed], facts: Hashable,  # noqa: ANN401
-    new: Sequence[PendingRangeCheck],
-) -> CompiledRegion:  # fmt: skip
-    """What was recorded of a step, which made values, facts and new checks. Raises UnsupportedOp for no program."""
-    if any(rows is not None for _, _, rows in new):
-        raise UnsupportedOp("a verdict for each row of a batch")
-    encodings = recorder.encodings()
-    program = recorder.program([*operands, *encodings.values()], parts_of(made, new))
-    if isinstance(program, Program) and program.size > MOST_BYTES:
-        raise UnsupportedOp(f"a program of more than {MOST_BYTES >> 20} MiB")
-    return CompiledRegion(
-        program, tuple([x.form for x in made]), tuple([bits for _, bits, _ in new]), facts, effects.delta,
-        effects.break_record, tuple(encodings),
-    )  # fmt: skip
 
 
 def uses_cuda_graphs(session: Session) -> bool:

@@ -6,14 +6,14 @@ operation that puts pieces together (`cat`, `stack`, padding, `repeat`) is a sta
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from private_llm.replay.nodes import GraphNode, Slot
+from private_llm.replay.events import GraphNode, Slot
 
 Name = Slot | Tensor
 """A tensor that changes from run to run, or a constant."""
@@ -55,17 +55,6 @@ def statements_of(node: GraphNode, found: Mapping[Slot, Tensor]) -> list[Stateme
     if lower is None:
         return []
     return lower(node, found) or []
-
-
-def names_of(arguments: Any) -> Iterator[Name]:  # noqa: ANN401 - whatever PyTorch takes
-    """The tensors among an operation's arguments, and the slots of those that change."""
-    if isinstance(arguments, Slot | Tensor):
-        yield arguments
-    elif isinstance(arguments, list | tuple):
-        for each in arguments:
-            yield from names_of(each)
-    elif isinstance(arguments, Mapping):
-        yield from names_of(list(arguments.values()))
 
 
 Lowering = Callable[[GraphNode, Mapping[Slot, Tensor]], "list[Statement] | None"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import numpy as np
@@ -16,6 +16,7 @@ from private_llm.kernels.trace_hook import TraceHook
 from private_llm.net.direct import Direct
 from private_llm.net.transport import PassingTransport, Transport
 from private_llm.protocols.protocol import Protocol
+from private_llm.replay.events import whole_blocks
 from private_llm.ring.prg import Prg
 
 
@@ -46,7 +47,7 @@ def noted(note: Callable[..., Made]) -> Callable[..., Made | None]:
     """
 
     @functools.wraps(note)
-    def guarded(self: RecordingTransport, *about: Any) -> Made | None:  # noqa: ANN401 - what the method takes
+    def guarded(self: TracedTransport, *about: Any) -> Made | None:  # noqa: ANN401 - what the method takes
         if self.reason is not None:
             return None
         try:
@@ -60,7 +61,7 @@ def noted(note: Callable[..., Made]) -> Callable[..., Made | None]:
     return guarded
 
 
-class RecordingTransport(PassingTransport):
+class TracedTransport(PassingTransport):
     """Links that tell of every message; who receives or sends has a copy of its own, while all is written down."""
 
     def __init__(self, inner: Transport) -> None:
@@ -72,6 +73,14 @@ class RecordingTransport(PassingTransport):
     def stop(self, reason: str) -> None:
         """From now on nothing is written down."""
         self.reason = self.reason or reason
+
+    def operations(self) -> AbstractContextManager[object]:
+        """Inside, PyTorch tells of operations, if they are written down."""
+        return nullcontext()
+
+    def outside(self) -> AbstractContextManager[None]:
+        """Inside, nothing is part of the step."""
+        return nullcontext()
 
     def send(self, to: int, tag: str, payload: Tensor) -> None:
         """Tell, and let the inner transport send a copy and book it: under its own numbers, where it has others."""
@@ -113,11 +122,11 @@ class RecordingTransport(PassingTransport):
         """A message came whose size is not known before."""
 
 
-class TraceLog(TraceHook, RecordingTransport):
+class TraceLog(TraceHook, TracedTransport):
     """Writes down what a run meets outside, and nothing of what it computes."""
 
     def __init__(self, transport: Transport, streams: Sequence[Prg]) -> None:
-        RecordingTransport.__init__(self, transport)
+        TracedTransport.__init__(self, transport)
         self._streams = list(streams)
 
     @noted
@@ -126,7 +135,7 @@ class TraceLog(TraceHook, RecordingTransport):
         for number, each in enumerate(self._streams):
             if each is stream:
                 octets = out.cpu().view(torch.uint8)
-                whole = torch.zeros(whole_blocks(each, len(octets)), dtype=torch.uint8)
+                whole = torch.zeros(whole_blocks(each.block, len(octets)), dtype=torch.uint8)
                 whole[: len(octets)] = octets
                 self.trace.drawn.setdefault(number, []).append(whole)
 
@@ -148,11 +157,6 @@ def recorded_by(protocol: Protocol, recorder: Transport) -> Iterator[None]:
         yield
     finally:
         protocol.transport = kept
-
-
-def whole_blocks(stream: Prg, size: int) -> int:
-    """Bytes that a draw of `size` takes of a stream."""
-    return -(-size // stream.block) * stream.block
 
 
 class ReplayTransport:
@@ -219,3 +223,7 @@ class LiveTransport:
     def stream(self, number: int) -> Prg:
         """The party's."""
         return self._streams[number]
+
+
+ProgramTransport = LiveTransport | ReplayTransport
+"""What a program meets when it runs: streams and links, or what was written down of them."""

@@ -20,7 +20,8 @@ from private_llm.net.direct import Direct, Row
 from private_llm.net.incoming import Incoming
 from private_llm.net.parallel_sessions import RoleTransport
 from private_llm.net.sockets import Pair, SocketTransport
-from private_llm.replay.program import Arena, Event, Memory, Operand, Program, Receive, Send
+from private_llm.replay.events import Receive, Send
+from private_llm.replay.program import Arena, Event, Memory, Operand, Program
 from private_llm.replay.transports import LiveTransport
 
 SESSION = b"sessionx"

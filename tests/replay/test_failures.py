@@ -43,19 +43,19 @@ _CALLS = ("plain", "recorded", "checked", "repeated")
 STEP_ITSELF = frozenset({
     # computes or sends for the step, calls what may fail where an error is caught, or says that there was one
     "programs_of", "uses_cuda_graphs", "ProgramCache.__init__", "Arena.__init__", "Pool.__init__", "ProgramCache.run",
-    "ProgramCache._plain", "ProgramCache._plain_first", "ProgramCache._lacks_break", "ProgramCache._inside_break",
+    "ProgramCache._computed", "ProgramCache._plain", "ProgramCache._lacks_break", "ProgramCache._inside_break",
     "ProgramCache._refuse", "ProgramCache._links", "ProgramCache._alone",
     "ProgramCache._without", "ProgramCache._without.<locals>.hidden", "CallPoints.__init__", "CallPoints.next",
     "CallPoints.hiding", "CallPoints.hiding.<locals>.shown", "end_of",
-    "LiveTransport.__init__", "ProgramCache._plain_first.<locals>.outside",
-    "ProgramCache._watch_break.<locals>.outside",
-    "ProgramCache._record.<locals>.record", "ProgramCache._check.<locals>.check", "GraphBreak.run",
+    "LiveTransport.__init__", "ProgramCache._plain.<locals>.outside", "ProgramCache._watched.<locals>.outside",
+    "ProgramCache._watched.<locals>.run", "GraphBreak.run",
     "GraphBreak.refuse", "GraphBreak.unhook", "with_break", "recorded_by", "unrecorded", "noted.<locals>.guarded",
-    "RecordingTransport.send", "RecordingTransport._recv", "RecordingTransport.stop", "StepRecorder.stop",
+    "TracedTransport.send", "TracedTransport._recv", "TracedTransport.stop", "TracedTransport.operations",
+    "TracedTransport.outside", "StepRecorder.stop",
     "StepRecorder.operations", "_Operations.__init__", "_Operations.__torch_dispatch__", "StepRecorder.outside",
     "StepRecorder.send", "StepRecorder._recv", "StepRecorder.encoded", "StepRecorder.graph_break",
-    "StepRecorder.computing", "CpuRecorder.operated", "CpuRecorder.parallel_region", "CpuRecorder._held",
-    "GraphRecorder.operated", "GraphRecorder.computed", "GraphRecorder._held", "PublicTensors.clear",
+    "StepRecorder.computing", "CpuRecorder.operated", "CpuRecorder.parallel_region",
+    "GraphRecorder.operated", "GraphRecorder.computed", "PublicTensors.clear",
     "TraceLog.addressed", "TraceLog.launched", "TraceLog.escaped",
     # part of the ledger, which books repeated calls when somebody reads it
     "LedgerDelta.apply",
@@ -65,8 +65,9 @@ BEGUN = frozenset({
     "ProgramCache._repeat.<locals>.repeat", "ProgramCache._inner", "Program._run", "Program._run_to_stop",
     "LiveTransport.fill", "LiveTransport.stream", "MaskDraw.draw", "MaskDraw.launch", "MaskDraw._copy",
     "GraphProgram._run", "GraphProgram._draw_and_run", "GraphProgram.run_drawn", "GraphProgram.draw",
-    "GraphProgram.resume", "GraphProgram.results", "compute", "compute_segment", "filled", "_copies", "_copy_all",
-    "_doing.<locals>.<lambda>", "_doing.<locals>.call", "_doing.<locals>.receive", "BreakRecord.module",
+    "GraphProgram.resume", "GraphProgram.results", "compute", "compute_segment", "mapped", "_copies", "_copy_all",
+    "_doing.<locals>.<lambda>", "_doing.<locals>.call", "_doing.<locals>.receive", "_doing.<locals>.resume",
+    "BreakRecord.compute", "Outcome.settle",
 })  # fmt: skip
 
 Place = tuple[str, str]
@@ -223,7 +224,7 @@ def test_memory_that_a_recording_holds_is_let_go_when_it_runs_out() -> None:
         held.computing(large, writes=True)
     assert held.computing(large, writes=False) == 3
     assert "memory" in str(held.reason)
-    assert not any(map(len, held._held()[:-1])), "all but public tensors, of which there was none"
+    assert not any(each for each in vars(held).values() if isinstance(each, list | dict | set))
     with pytest.raises(ValueError, match="its own"):
         held.computing(lambda: int("its own"), writes=False)
 

@@ -14,10 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from private_llm.config import PrivateConfig
 from private_llm.kernels import pointwise
+from private_llm.replay.events import GraphNode, Slot, tensors_of
 from private_llm.replay.fusion import fused
-from private_llm.replay.nodes import GraphNode, Slot, compute
+from private_llm.replay.graphs import compute
 from private_llm.replay.program_cache import ProgramCache
-from private_llm.replay.recording import all_written_by, tensors_of
+from private_llm.replay.recording import all_written_by
 from private_llm.ring.prg import Seed
 from tests.replay.test_graphs import _as_on_a_gpu, met, small_llama  # noqa: F401 - fixtures
 

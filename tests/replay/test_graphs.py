@@ -24,9 +24,9 @@ from private_llm.net.transport import PlacedTransport, Transport
 from private_llm.nn import attention
 from private_llm.protocols.session import Session
 from private_llm.protocols.share import Share
-from private_llm.replay import graph_recorder, graphs, joint, modules, points, program_cache
+from private_llm.replay import graph_recorder, graphs, joint, modules, program_cache
+from private_llm.replay.events import tensors_of
 from private_llm.replay.program_cache import ProgramCache, programs_of
-from private_llm.replay.recording import tensors_of
 from private_llm.replay.regions import CompiledRegion
 from private_llm.replay.transports import LiveTransport
 from private_llm.ring import prg
@@ -76,7 +76,7 @@ def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     )  # fmt: skip
     monkeypatch.setattr(waves, "widened", lambda *given: given[-1].sub_(waves.widened_by_operations(*given[:-1])))
 
-    for module in (program_cache, modules, points, attention):
+    for module in (program_cache, modules, joint, attention):
         monkeypatch.setattr(module, "uses_cuda_graphs", lambda session: True)
 
 
@@ -318,7 +318,7 @@ def constants(programs: ProgramCache) -> list[Tensor]:
     """Tensors that graphs take as they are."""
     found = [region.compiled.program for region in programs._regions.values() if region.compiled is not None]
     nodes = [node for program in found for segment in program.segments for node in segment.nodes]  # type: ignore[union-attr]
-    return [x for node in nodes for x in tensors_of([node.arguments, *node.named.values()])]
+    return [x for node in nodes for x in tensors_of((node.arguments, node.named))]
 
 
 def made_masks(programs: ProgramCache) -> int:

@@ -15,11 +15,9 @@ from private_llm.net.transport import Transport
 from private_llm.protocols.session import Session
 from private_llm.protocols.share import Share
 from private_llm.replay import joint
-from private_llm.replay.capture import Pool
-from private_llm.replay.graphs import GraphProgram
+from private_llm.replay.events import BreakEvent, GraphNode, Receive, Send, Slot
+from private_llm.replay.graphs import Event, GraphProgram, Pool
 from private_llm.replay.modules import repeated
-from private_llm.replay.nodes import Event, GraphNode, Slot
-from private_llm.replay.program import BreakEvent, Receive, Send
 from private_llm.replay.program_cache import ProgramCache, programs_of
 from private_llm.replay.regions import Result, WeightBinding
 from private_llm.ring.prg import Seed

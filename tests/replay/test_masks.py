@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from private_llm.net.local import LocalMesh
-from private_llm.replay.capture import Pool
-from private_llm.replay.masks import MaskDraw
+from private_llm.replay.graphs import MaskDraw, Pool
 from private_llm.replay.transports import LiveTransport
 from private_llm.ring.prg import ChaCha, Prg
 
