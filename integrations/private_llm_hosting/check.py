@@ -21,7 +21,8 @@ from private_llm.kernels.devices import device_for
 from private_llm.net.addresses import addresses_of, listen, parse_address
 from private_llm.net.authority import CertificateFacts, certificate_facts, check_signed
 from private_llm.net.ledger import size
-from private_llm.net.tls import Credentials, common_name
+from private_llm.net.tls import Credentials
+from private_llm.net.users import common_name
 from private_llm_hosting.logs import LOGGER
 from private_llm_hosting.observers import PartyMetrics
 from private_llm_hosting.settings import HostingSettings

@@ -217,11 +217,6 @@ class Admission:
         with self._lock:
             self.open = True
 
-    @property
-    def in_line(self) -> int:
-        """Clients that wait for a session."""
-        return len(self._line)
-
     def _drop_late(self) -> None:
         """Forget callers that have made one of their connections, or none, and left it at that."""
         now = time.monotonic()

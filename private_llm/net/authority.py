@@ -7,7 +7,8 @@
 
 Only the name and the public key of a request are taken over; what it asks for besides is ignored.
 
-What stands in a certificate file: name, dates, fingerprint. Nothing of it is secret.
+`make_certificates` makes a whole set at once, to try things out on one machine and for tests: the key of its CA signs
+this set and is never written.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import datetime
 import os
 import re
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,7 +29,8 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from private_llm.config import TLSConfig
 from private_llm.errors import ConfigError
-from private_llm.net.users import is_client
+from private_llm.net.transport import CLIENT
+from private_llm.net.users import check_user, client_name, common_name, is_client
 
 
 @dataclass(frozen=True)
@@ -347,3 +350,45 @@ def _read(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror or type(error).__name__}") from None
+
+
+def user_folder(folder: str | Path, user: str) -> Path:
+    """Where `make_certificates` puts what one user gets. Raises ConfigError for a name that no user may have."""
+    return Path(folder) / f"client-{check_user(user)}"
+
+
+def make_certificates(
+    folder: str | Path,
+    parties: int,
+    days: float = 365,
+    start: datetime.datetime | None = None,
+    users: Sequence[str] = (),
+) -> dict[int, TLSConfig]:
+    """Write `ca.pem`, and `<name>.pem` with `<name>.key` (mode 600) for each party and the client, into `folder`.
+
+    users: names of users who get a certificate each, instead of a common one for all clients: `client.pem`,
+    `client.key` and `ca.pem` in a folder of their own (`user_folder`).
+    Returns the TLSConfig of each endpoint whose files lie in `folder` itself. Certificates are valid for `days` from
+    `start` (default: now). Raises ConfigError when one of the files is there already, or for a name that is none.
+    """
+    folder = Path(folder)
+    places = {user: user_folder(folder, user) for user in users}
+    folder.mkdir(parents=True, exist_ok=True)
+    start, span = start or datetime.datetime.now(datetime.UTC), datetime.timedelta(days=days)
+    authority = Authority.new(authority_name(), start, span)  # named so that two sets never look like one
+
+    def issue(name: str, place: Path, file: str) -> TLSConfig:
+        key = ec.generate_private_key(ec.SECP256R1())
+        certificate = authority.issue(name, key.public_key(), start, span)
+        paths = (place / f"{file}.pem", place / f"{file}.key")
+        write_key(paths[1], key)
+        write_certificate(paths[0], certificate)
+        return TLSConfig(certificate=str(paths[0]), key=str(paths[1]), ca=str(place / "ca.pem"))
+
+    for place in (folder, *places.values()):
+        place.mkdir(exist_ok=True)
+        write_certificate(place / "ca.pem", authority.certificate)
+    for user, place in places.items():
+        issue(client_name(user), place, client_name(None))
+    endpoints = [*range(parties), *([] if users else [CLIENT])]
+    return {endpoint: issue(common_name(endpoint), folder, common_name(endpoint)) for endpoint in endpoints}

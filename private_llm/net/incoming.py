@@ -23,10 +23,9 @@ from torch import Tensor
 from private_llm.errors import PartyFailed, TransportError
 from private_llm.kernels.backends.cpu import connection
 from private_llm.net import wire
-from private_llm.net.device_messages import room
 from private_llm.net.direct import Row
 from private_llm.net.roles import PASSES_ON, attributed
-from private_llm.net.transport import endpoint_name
+from private_llm.net.transport import endpoint_name, room
 from private_llm.net.wire import BLOCKED, HEADER_BYTES, Kind, cause
 
 _PROGRAM_S = 30.0

@@ -19,10 +19,9 @@ from torch import Tensor
 from private_llm.errors import PartyFailed, TransportError
 from private_llm.forks import Origin, forked, process
 from private_llm.net.barrier import Barrier, BarrierEnd
-from private_llm.net.device_messages import Ready
 from private_llm.net.direct import End
 from private_llm.net.memory_link import Item, MemoryLink, Reader, Writer, new_link
-from private_llm.net.transport import CLIENT, Transport, endpoint_name
+from private_llm.net.transport import CLIENT, Ready, Transport, endpoint_name
 
 _MAX_AHEAD = 256 << 20
 """Bytes a sender may run ahead of its receiver before it waits (bounds memory of the preprocessing)."""

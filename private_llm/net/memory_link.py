@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from private_llm.kernels.backends.cpu import connection as word
-from private_llm.net.device_messages import Ready
 from private_llm.net.direct import Row
+from private_llm.net.transport import Ready
 
 Item = tuple[str, Tensor, bool, Ready | None]
 """A tag, a payload, whether the writer counts its bytes until they are read, and when a payload on a GPU is there."""

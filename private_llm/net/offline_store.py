@@ -31,7 +31,7 @@ from private_llm.errors import ConfigError, ProtocolAbort, ShareFileError, Trans
 from private_llm.forks import Origin
 from private_llm.net import wire
 from private_llm.net.ledger import CONTROL
-from private_llm.net.transport import Transport
+from private_llm.net.transport import PassingTransport, Transport
 from private_llm.net.wire import HEADER_BYTES, Frame, Kind
 
 ANNOUNCED = "store frame"
@@ -190,34 +190,27 @@ def pieces_of(payload: Tensor) -> Iterator[Tensor]:
         yield flat[start : start + step]
 
 
-class OfflineTransport(Transport):
+class OfflineTransport(PassingTransport):
     """The helping party's links while it runs ahead: every message is announced to its receiver, and goes in pieces.
 
     So the receiver, who cannot know what is right, never has more of a message in memory than one piece.
     """
 
-    def __init__(self, inner: Transport) -> None:
-        super().__init__(inner.me)
-        self.ledger = inner.ledger
-        self._inner = inner
-
     def send(self, to: int, tag: str, payload: Tensor) -> None:
         """Announce and send."""
-        self._announce(to, wire.encode(Kind.DATA, self.me, bytes(8), 0, tag, payload.dtype, payload.numel()))
+        self._announce(to, Kind.DATA, tag, payload.dtype, payload.numel())
         for piece in pieces_of(payload):
             self._inner.send(to, tag, piece)
 
     def end_call(self, keepers: Iterable[int]) -> None:
         """Tell those who store that this call has no more messages."""
         for keeper in keepers:
-            self._announce(keeper, wire.encode(Kind.BYE, self.me, bytes(8), 0, "", torch.uint8, 0))
+            self._announce(keeper, Kind.BYE, "", torch.uint8, 0)
 
-    def _announce(self, to: int, header: bytes) -> None:
+    def _announce(self, to: int, kind: Kind, tag: str, dtype: torch.dtype, count: int) -> None:
+        header = wire.encode(kind, self.me, bytes(8), 0, tag, dtype, count)
         self.ledger.sent[("", CONTROL, to)] += len(header)
         self._inner._send(to, ANNOUNCED, torch.frombuffer(bytearray(header), dtype=torch.uint8))
-
-    def _send(self, to: int, tag: str, payload: Tensor) -> None:
-        self._inner._send(to, tag, payload)
 
     def _recv(self, frm: int, tag: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         raise TransportError(f"'{tag}' was awaited while preprocessing, when there is nothing to receive")
@@ -227,55 +220,36 @@ class OfflineTransport(Transport):
         raise TransportError("preprocessing waits for nobody")
 
 
-class OfflineStoreTransport(Transport):
+class OfflineStoreTransport(PassingTransport):
     """A party's links while it works from a store: the messages of `helper` come from there."""
 
     def __init__(
         self, inner: Transport, helper: int, store: OfflineStore, where: Callable[[], torch.device | str]
     ) -> None:
-        super().__init__(inner.me)
-        self.ledger = inner.ledger
-        self._inner, self._helper, self._store, self._where = inner, helper, store, where
+        super().__init__(inner)
+        self._helper, self._store, self._where = helper, store, where
 
     def send(self, to: int, tag: str, payload: Tensor) -> None:
         """As the inner transport."""
         self._inner.send(to, tag, payload)
-
-    def _send(self, to: int, tag: str, payload: Tensor) -> None:
-        self._inner._send(to, tag, payload)
 
     def _recv(self, frm: int, tag: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         if frm == self._helper:
             return self._store.next(tag, shape, dtype).to(self._where())
         return self._inner._recv(frm, tag, shape, dtype)
 
-    def wait(self, frm: int) -> None:
-        """As the inner transport."""
-        self._inner.wait(frm)
 
-
-def store_call(transport: Transport, helper: int, store: OfflineStore, beat: Callable[[], None] = lambda: None) -> None:
+def store_call(
+    transport: Transport, helper: int, store: OfflineStore, beat: Callable[[], None] = lambda: None,
+    room: int | None = None,
+) -> str | None:  # fmt: skip
     """Write the messages of one call of `helper` to the store as they come; `beat` is called for each.
 
     Raises TransportError for an announcement that is malformed, ShareFileError for one that the disk has no room for.
+    room: bytes that the call may take. Then what takes more, or goes wrong with the disk, is received and dropped, so
+    that the links go on, and the reason is returned.
     """
-    while True:
-        raw = transport.recv(helper, ANNOUNCED, (HEADER_BYTES,), torch.uint8)
-        frame = wire.decode(raw.cpu().numpy().tobytes())
-        if frame.kind is Kind.BYE:
-            store.end_call()
-            return
-        store.append_pieces(frame.tag, frame.dtype, frame.count, _coming(transport, helper, frame))
-        beat()
-
-
-def store_call_within(transport: Transport, helper: int, store: OfflineStore, room: int) -> str | None:
-    """As `store_call`, but what goes wrong with the disk, or takes more than `room` bytes, is received and dropped.
-
-    Returns why, or None; the links go on either way. Raises TransportError for an announcement that is malformed.
-    """
-    problem: str | None = None
-    start = store.nbytes
+    problem, start = None, store.nbytes
     while True:
         raw = transport.recv(helper, ANNOUNCED, (HEADER_BYTES,), torch.uint8)
         frame = wire.decode(raw.cpu().numpy().tobytes())
@@ -284,15 +258,18 @@ def store_call_within(transport: Transport, helper: int, store: OfflineStore, ro
                 store.end_call()
             return problem
         coming = _coming(transport, helper, frame)
-        if problem is None and store.nbytes - start + frame.count * frame.dtype.itemsize > room:
+        if problem is None and room is not None and store.nbytes - start + frame.nbytes > room:
             problem = f"what is prepared takes more than the {room} bytes that are left for it on disk"
         if problem is None:
             try:
                 store.append_pieces(frame.tag, frame.dtype, frame.count, coming)
             except (ShareFileError, OSError) as error:
+                if room is None:
+                    raise
                 problem = str(error)
         for _ in coming:
             pass
+        beat()
 
 
 def _coming(transport: Transport, helper: int, frame: Frame) -> Iterator[Tensor]:

@@ -18,12 +18,9 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-import torch
-from torch import Tensor
-
 from private_llm.net.barrier import BarrierEnd
 from private_llm.net.direct import End
-from private_llm.net.transport import CLIENT, PassingTransport, Transport
+from private_llm.net.transport import CLIENT, AddressedTransport, Transport
 
 RoleAssignment = tuple[int, ...]
 """The role of each party, by its number."""
@@ -46,30 +43,13 @@ def assignment(parties: int, parallel_session: int, rotate_roles: bool) -> RoleA
     return every[parallel_session % len(every)] if rotate_roles else tuple(range(parties))
 
 
-class RoleTransport(PassingTransport):
+class RoleTransport(AddressedTransport):
     """Links addressed by role (`cast`: each endpoint's but the client's); `inner` has the numbers and the ledger."""
 
     def __init__(self, inner: Transport, cast: Mapping[int, int]) -> None:
         roles = {**cast, CLIENT: CLIENT}
-        super().__init__(inner, roles[inner.me])
         self._party = {role: party for party, role in roles.items()}
-
-    def send(self, to: int, tag: str, payload: Tensor) -> None:
-        """Send to the party that plays the role `to`; booked under the parties' own numbers."""
-        self._inner.send(self._party[to], tag, payload)
-
-    def _send(self, to: int, tag: str, payload: Tensor) -> None:
-        self._inner._send(self._party[to], tag, payload)
-
-    def _recv(self, frm: int, tag: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return self._inner._recv(self._party[frm], tag, shape, dtype)
-
-    def _recv_bytes(self, frm: int, tag: str, most: int) -> bytes:
-        return self._inner._recv_bytes(self._party[frm], tag, most)
-
-    def wait(self, frm: int) -> None:
-        """Block until a frame from that role's party is there."""
-        self._inner.wait(self._party[frm])
+        super().__init__(inner, self._party.__getitem__, roles[inner.me])
 
     def ends(self, endpoint: int) -> Sequence[End]:
         """Those of the party that plays this role."""
@@ -83,10 +63,6 @@ class RoleTransport(PassingTransport):
     def carries_device_tensors(self, to: int) -> bool:
         """Whether the party that plays this role takes them."""
         return self._inner.carries_device_tensors(self._party[to])
-
-    def name_of(self, endpoint: int) -> str:
-        """The party that plays this role."""
-        return self._inner.name_of(self._party[endpoint])
 
 
 def parallel_session_links(transport: Transport, parties: int, parallel_session: int, rotate_roles: bool) -> Transport:

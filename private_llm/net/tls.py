@@ -22,7 +22,7 @@ from private_llm.config import TLSConfig
 from private_llm.errors import ConfigError, TransportError
 from private_llm.net.authority import certificate_facts, check_signed
 from private_llm.net.transport import CLIENT, endpoint_name
-from private_llm.net.users import Users, client_name, is_client
+from private_llm.net.users import Users, common_name, is_client
 
 _LOG = logging.getLogger("private_llm")
 
@@ -48,11 +48,6 @@ _VERIFY_REMEDIES = {
     7: _REMEDIES["DECRYPT_ERROR"],
     26: _REMEDIES["UNSUPPORTED_CERTIFICATE"],
 }
-
-
-def common_name(endpoint: int) -> str:
-    """The common name in an endpoint's certificate (of clients: the one without a user's name)."""
-    return client_name(None) if endpoint == CLIENT else f"party{endpoint}"
 
 
 class Credentials:

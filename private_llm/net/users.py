@@ -11,6 +11,7 @@ import re
 from pathlib import Path
 
 from private_llm.errors import ConfigError, TransportError
+from private_llm.net.transport import CLIENT
 
 _CLIENT = "client"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,56}")
@@ -33,6 +34,11 @@ def is_client(common_name: str) -> bool:
     """Whether a common name belongs to a client."""
     word, colon, user = common_name.partition(":")
     return word == _CLIENT and (not colon or _NAME.fullmatch(user) is not None)
+
+
+def common_name(endpoint: int) -> str:
+    """The common name in an endpoint's certificate (of clients: the one without a user's name)."""
+    return client_name(None) if endpoint == CLIENT else f"party{endpoint}"
 
 
 class Users:

@@ -6,13 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from private_llm.net.offline_store import (
-    OfflineStore,
-    OfflineStoreTransport,
-    OfflineTransport,
-    store_call,
-    store_call_within,
-)
+from private_llm.net.offline_store import OfflineStore, OfflineStoreTransport, OfflineTransport, store_call
 from private_llm.net.transport import Transport
 from private_llm.protocols.session import Session
 
@@ -50,9 +44,7 @@ class OfflinePhase:
             OfflineTransport(self._links).end_call(keepers)
         elif helper is not None and session.party in keepers:
             self._store = self._store or OfflineStore(session.config.offline_folder)
-            if room is not None:
-                return store_call_within(self._links, helper, self._store, room)
-            store_call(self._links, helper, self._store, beat)
+            return store_call(self._links, helper, self._store, beat, room)
         return None
 
     @contextmanager

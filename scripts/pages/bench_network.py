@@ -148,7 +148,7 @@ def run_case(case: Case) -> dict[str, Any]:
     if case.topology == "loopback":
         return _figures(loopback_command(case, [*command, "--endpoint", "all"]), environment)
     from private_llm.config import PrivateConfig
-    from private_llm.net.certificates import make_certificates
+    from private_llm.net.authority import make_certificates
 
     count = PrivateConfig.from_dict(case.config()).parties
     with tempfile.TemporaryDirectory() as folder, switch(count, case.rate) as names, ExitStack() as stack:

@@ -183,7 +183,7 @@ def _simulated(
 def _in_namespaces(
     folder: str, config: PrivateConfig, network: LinkSpeed, ids: Tensor, new: int, drafts: int, netem: bool
 ) -> Passes:  # fmt: skip
-    from private_llm.net.certificates import make_certificates
+    from private_llm.net.authority import make_certificates
     from private_llm.net.transport import CLIENT
 
     parties = config.parties

@@ -19,7 +19,7 @@ from private_llm_hf.service.local import LocalParties
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import PartiesBusy, PartyFailed, TransportError
-from private_llm.net.certificates import make_certificates
+from private_llm.net.authority import make_certificates
 from private_llm.net.rendezvous import Unreached
 from tests.gateway.small_gateway import TOKEN
 

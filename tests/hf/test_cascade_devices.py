@@ -20,8 +20,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from private_llm.errors import PrivateLLMError
-from private_llm.net.device_messages import Staging
-from private_llm.net.transport import PlacedTransport, Transport
+from private_llm.net.transport import PlacedTransport, Staging, Transport
 from private_llm.token_sharding import AttnNode, Exchange, ShardingPlan, Step
 from private_llm.token_sharding.nodes import attn_node
 from private_llm.token_sharding.nodes.floats import ZeroShares

@@ -22,7 +22,7 @@ from private_llm_hf.wire.commands import Call, Description, Forward, LoadModel, 
 from transformers import PreTrainedModel
 
 from private_llm.errors import ConfigError, PartyFailed, PrivateLLMError, ShareFileError
-from private_llm.net.certificates import make_certificates
+from private_llm.net.authority import make_certificates
 from private_llm.net.transport import CLIENT
 from tests.hf import tiny
 from tests.hf.compare import BATCH

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError
-from private_llm.net.certificates import make_certificates
+from private_llm.net.authority import make_certificates
 
 from .party import settings, write_settings
 

@@ -19,7 +19,7 @@ from private_llm_hosting.settings import EXAMPLE, read_settings
 from typer.testing import CliRunner
 
 from private_llm.errors import ConfigError, TransportError
-from private_llm.net.certificates import make_certificates
+from private_llm.net.authority import make_certificates
 
 from .party import FakeService, settings, write_settings
 

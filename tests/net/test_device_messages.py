@@ -11,12 +11,12 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from private_llm.errors import TransportError
-from private_llm.net import device_messages, incoming
-from private_llm.net.device_messages import Ready, Staging, onto
+from private_llm.net import incoming
+from private_llm.net import transport as transports
 from private_llm.net.local import LocalMesh
 from private_llm.net.parallel_sessions import parallel_session_links
-from private_llm.net.transport import CLIENT, DelayedTransport, PlacedTransport, Transport
-from private_llm.protocols.quad.records import Member, RoleTransport
+from private_llm.net.transport import CLIENT, DelayedTransport, PlacedTransport, Ready, Staging, Transport, onto
+from private_llm.protocols.quad.records import Member, MemberTransport
 
 from .test_sockets import couple
 
@@ -153,9 +153,9 @@ def test_what_leaves_a_gpu_is_copied_on_a_stream_of_its_own(
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: side)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
     monkeypatch.setattr(torch.cuda, "stream", on_stream)
-    monkeypatch.setattr(device_messages, "room", lambda shape, dtype: Pinned())
-    monkeypatch.setattr(device_messages, "_SPIN_S", spin)
-    monkeypatch.setattr(device_messages.time, "sleep", lambda seconds: said.append("nap"))
+    monkeypatch.setattr(transports, "room", lambda shape, dtype: Pinned())
+    monkeypatch.setattr(transports, "_SPIN_S", spin)
+    monkeypatch.setattr(transports.time, "sleep", lambda seconds: said.append("nap"))
     made.append(Staging(GPU).out(torch.arange(3)))
     assert isinstance(made[0], Pinned)
     assert said == ["side waits for current", "on side", "copy", "side records", *["nap"] * naps]
@@ -185,7 +185,7 @@ def test_what_comes_goes_to_a_gpu_from_pinned_memory(monkeypatch: pytest.MonkeyP
     assert said == [*([] if pinned else ["pinned"]), (GPU, True), (torch.device("cpu"), False)]
 
 
-@pytest.mark.parametrize("between", [lambda inner: inner, lambda inner: RoleTransport(inner, 1, {})])
+@pytest.mark.parametrize("between", [lambda inner: inner, lambda inner: MemberTransport(inner, 1, {})])
 @pytest.mark.parametrize("gpu", [False, True])
 def test_what_comes_from_a_socket_lands_in_pinned_memory(
     monkeypatch: pytest.MonkeyPatch, gpu: bool, between: Callable[[Transport], Transport]

@@ -19,7 +19,6 @@ from private_llm.net.offline_store import (
     OfflineStoreTransport,
     OfflineTransport,
     store_call,
-    store_call_within,
 )
 from private_llm.net.transport import MetaTransport
 
@@ -224,7 +223,7 @@ def test_what_does_not_fit_is_dropped_and_the_links_go_on(
         room = os.statvfs_result((4096, 4096, 0, 0, 0, 0, 0, 0, 0, 255))
         monkeypatch.setattr(module.os, "fstatvfs", lambda _: room)
     keeper = mesh.transport(2)
-    problem = store_call_within(keeper, 0, store, 8 if trouble == "room" else 1 << 20)
+    problem = store_call(keeper, 0, store, room=8 if trouble == "room" else 1 << 20)
     wanted = {"": "None", "room": "more than the 8 bytes", "disk": "the disk of the store has room for 0"}
     assert wanted[trouble] in str(problem)
     keeper.recv(0, "next", (1,), torch.int64)

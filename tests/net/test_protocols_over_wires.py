@@ -7,7 +7,7 @@ import torch
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import PartyFailed, PrivateLLMError, ProtocolAbort
-from private_llm.net.certificates import make_certificates
+from private_llm.net.authority import make_certificates
 from private_llm.net.local import LocalMesh
 from private_llm.net.transport import CLIENT
 from private_llm.protocols.session import join, join_as_client

@@ -14,8 +14,7 @@ import pytest
 
 from private_llm.config import TLSConfig
 from private_llm.errors import ConfigError
-from private_llm.net.authority import certificate_facts, make_authority, make_request, sign_request
-from private_llm.net.certificates import make_certificates
+from private_llm.net.authority import certificate_facts, make_authority, make_certificates, make_request, sign_request
 from private_llm.net.tls import Credentials
 
 

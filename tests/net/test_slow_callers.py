@@ -15,7 +15,7 @@ from private_llm.config import PrivateConfig, TLSConfig
 from private_llm.net import acceptor as acceptors
 from private_llm.net import wire
 from private_llm.net.addresses import hosts_of, open_listeners
-from private_llm.net.certificates import make_certificates
+from private_llm.net.authority import make_certificates
 from private_llm.net.rendezvous import connect
 from private_llm.net.transport import CLIENT
 

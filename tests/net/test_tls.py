@@ -14,7 +14,7 @@ import torch
 from private_llm.config import PrivateConfig, TLSConfig
 from private_llm.errors import ConfigError, TransportError
 from private_llm.net.addresses import hosts_of, open_listeners
-from private_llm.net.certificates import make_certificates
+from private_llm.net.authority import make_certificates
 from private_llm.net.rendezvous import connect
 from private_llm.net.tls import check_name
 from private_llm.net.transport import CLIENT

@@ -12,7 +12,7 @@ from private_llm.config import PrivateConfig
 from private_llm.errors import TransportError
 from private_llm.net.local import LocalMesh
 from private_llm.net.transport import CLIENT, MetaTransport
-from private_llm.protocols.quad.records import Member, RoleTransport, TranscriptMac
+from private_llm.protocols.quad.records import Member, MemberTransport, TranscriptMac
 from private_llm.protocols.session import join, join_as_client, opened
 from private_llm.ring.prg import Seed
 from private_llm.token_sharding import ShardingPlan
@@ -36,10 +36,10 @@ class Noting(MetaTransport):
         return torch.zeros(shape, dtype=dtype)
 
 
-def links(party: int = 1) -> tuple[RoleTransport, Noting]:
+def links(party: int = 1) -> tuple[MemberTransport, Noting]:
     inner = Noting()
     seed = Seed(bytes(32))
-    return RoleTransport(inner, party, {other: TranscriptMac(seed) for other in range(3) if other != party}), inner
+    return MemberTransport(inner, party, {other: TranscriptMac(seed) for other in range(3) if other != party}), inner
 
 
 @pytest.mark.parametrize("endpoint", [4, 5, 15, 16, 17, 18, 19, 20, 103, CLIENT])

@@ -26,7 +26,7 @@ from private_llm.config import TLSConfig
 from private_llm.kv_policies.fixed import KEEP_ALL
 from private_llm.kv_policies.policy import CachePolicy
 from private_llm.net.addresses import hosts_of, open_listeners
-from private_llm.net.certificates import make_certificates
+from private_llm.net.authority import make_certificates
 from private_llm.net.transport import CLIENT
 from tests.hf import tiny
 

@@ -13,11 +13,12 @@ from private_llm.net.authority import (
     certificate_facts,
     check_days,
     make_authority,
+    make_certificates,
     make_request,
     read_request,
     sign_request,
+    user_folder,
 )
-from private_llm.net.certificates import make_certificates, user_folder
 from private_llm.net.roles import named
 from private_llm.net.transport import endpoint_name
 from private_llm.net.wire import legible

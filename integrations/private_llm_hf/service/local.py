@@ -19,7 +19,7 @@ from private_llm.config import PrivateConfig, TLSConfig
 from private_llm.errors import PartyFailed, PrivateLLMError
 from private_llm.forks import Origin
 from private_llm.net.addresses import hosts_of, open_listeners
-from private_llm.net.certificates import make_certificates, user_folder
+from private_llm.net.authority import make_certificates, user_folder
 from private_llm.net.children import start_servers
 from private_llm.net.transport import CLIENT
 from private_llm_hf.checkpoint.share_files import share_path

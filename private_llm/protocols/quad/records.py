@@ -44,7 +44,7 @@ from cryptography.hazmat.primitives.constant_time import bytes_eq
 from torch import Tensor
 
 from private_llm.errors import ProtocolAbort, TransportError, UnsupportedOp
-from private_llm.net.transport import CLIENT, Transport
+from private_llm.net.transport import CLIENT, AddressedTransport, Transport
 from private_llm.protocols.ends import Links, PartySetup
 from private_llm.protocols.protocol import Protocol
 from private_llm.protocols.quad.client import MASK_GROUPS, TAG_BYTES, as_bytes, as_tensor
@@ -155,64 +155,42 @@ class Member(int):
         return super().__new__(cls, party)
 
 
-class RoleTransport(Transport):
+def _at(address: int) -> int:
+    """The endpoint behind an address: of role 0 it is party 3, the helper that speaks."""
+    if isinstance(address, Member):
+        return int(address)
+    if 0 <= address < 3:
+        return address or 3
+    if not _PARTIES <= address <= CLIENT:
+        raise TransportError(
+            f"address: got {address}; want a role (0 to 2), a member, or an endpoint from {_PARTIES} to {CLIENT}"
+        )
+    return address
+
+
+class MemberTransport(AddressedTransport):
     """`inner`, whose ledger it shares, addressed by role. `transcripts`: this party's ends, by the other party.
 
-    Every method raises TransportError for a number that is neither a role nor an endpoint without one.
+    What is sent comes from main memory, because tags are computed there. Every method raises TransportError for a
+    number that is neither a role nor an endpoint without one.
     """
 
     def __init__(self, inner: Transport, party: int, transcripts: dict[int, TranscriptMac]) -> None:
-        super().__init__(inner.me)
-        self.ledger = inner.ledger
-        self._inner, self._party, self._transcripts = inner, party, transcripts
+        super().__init__(inner, _at)
+        self._party, self._transcripts = party, transcripts
 
     def send(self, to: int, tag: str, payload: Tensor) -> None:
         """Send and book under the number of the receiving party; party 0 only absorbs what role 0 sends."""
         if self._party == 0 and to == 2 and not isinstance(to, Member):
             self._transcripts[2].absorb(payload)
         else:
-            self._inner.send(self._at(to), tag, payload)
-
-    def _send(self, to: int, tag: str, payload: Tensor) -> None:
-        self._inner._send(self._at(to), tag, payload)
+            self._inner.send(_at(to), tag, payload)
 
     def _recv(self, frm: int, tag: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        payload = self._inner._recv(self._at(frm), tag, shape, dtype)
+        payload = self._inner._recv(_at(frm), tag, shape, dtype)
         if frm == 0 and not isinstance(frm, Member):
             self._transcripts[0].absorb(payload)
         return payload
-
-    def _at(self, address: int) -> int:
-        """The endpoint behind an address: of role 0 it is party 3, the helper that speaks."""
-        if isinstance(address, Member):
-            return int(address)
-        if 0 <= address < 3:
-            return address or 3
-        if not _PARTIES <= address <= CLIENT:
-            raise TransportError(
-                f"address: got {address}; want a role (0 to 2), a member, or an endpoint from {_PARTIES} to {CLIENT}"
-            )
-        return address
-
-    def accept_device_tensors(self) -> None:
-        """As the inner transport; what is sent comes from main memory, because tags are computed there."""
-        self._inner.accept_device_tensors()
-
-    def wait(self, frm: int) -> None:
-        """As the inner transport."""
-        self._inner.wait(self._at(frm))
-
-    def name_of(self, endpoint: int) -> str:
-        """As the inner transport."""
-        return self._inner.name_of(self._at(endpoint))
-
-    def abort(self, reason: str) -> None:
-        """As the inner transport."""
-        self._inner.abort(reason)
-
-    def close(self) -> None:
-        """As the inner transport."""
-        self._inner.close()
 
 
 class QuadRecords(TrioBits):
@@ -234,7 +212,7 @@ class QuadRecords(TrioBits):
         self._received = ""
         helper = {1: first, 2: second, 0: first if party == 1 else second}
         masks = {role: seed for role, seed in helper.items() if seed is not None}
-        links = RoleTransport(setup.transport, party, self._transcripts)
+        links = MemberTransport(setup.transport, party, self._transcripts)
         super().__init__(replace(setup, transport=links, pair_seeds=masks))
         self._order_stream = None if data is None else data.stream("quad permutations")
         if joint is not None:
@@ -257,9 +235,9 @@ class QuadRecords(TrioBits):
 
         Raises UnsupportedOp for parties that compute on other devices, ProtocolAbort for a label that was used before.
         """
-        if not isinstance(self.transport, RoleTransport):
+        if not isinstance(self.transport, MemberTransport):
             raise UnsupportedOp("preprocess under quad computes on the CPU; leave out device and device_map")
-        with super().section(label, lambda _: RoleTransport(links(self._links), self.party, self._transcripts)):
+        with super().section(label, lambda _: MemberTransport(links(self._links), self.party, self._transcripts)):
             yield
 
     def take_digests(self) -> list[str]:
