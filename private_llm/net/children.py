@@ -59,30 +59,17 @@ def start_children(
     extra must be JSON. Raises PartyFailed if they do not start.
     """
     listeners = open_named_listeners(config.endpoints)
-    hosts = hosts_of(listeners)
-    token = secrets.token_bytes(32)
-    child, origin = _spawn(config, listeners), Origin()
+    hosts, token = hosts_of(listeners), secrets.token_bytes(32)
+    end = _start(config, entry, extra, listeners, hosts, token.hex())
     try:
-        order = {
-            "config": config.to_dict(),
-            "hosts": hosts,
-            "token": token.hex(),
-            "entry": entry,
-            "extra": dict(extra),
-            "listeners": [listener.fileno() for listener in listeners],
-        }
-        _hand_over(child, order, len(listeners))
-        for listener in listeners:
-            listener.close()
         transport = connect(config, CLIENT, hosts=hosts, token=token)
     except BaseException:
-        _end(child)
+        end()
         raise
 
     def stop() -> None:
-        if origin.here:
-            _end(child)
-            transport.close()
+        end()
+        transport.close()  # nothing in a fork, either
 
     return transport, stop
 
@@ -97,15 +84,23 @@ def start_servers(
     What is named runs as function(config, party, listener, **extra), where extra must be JSON. The listeners are
     closed here. Raises PartyFailed if the parties do not start.
     """
-    child, origin = _spawn(config, listeners), Origin()
+    return _start(config, entry, extra, listeners)
+
+
+def _start(
+    config: PrivateConfig, entry: str, extra: Mapping[str, Any], listeners: Sequence[socket.socket],
+    hosts: Sequence[str] = (), token: str | None = None,
+) -> Callable[[], None]:  # fmt: skip
+    """Start all parties, and wait until each has started; a function that ends them. token: None for servers."""
     order = {
         "config": config.to_dict(),
-        "hosts": (),
-        "token": None,
+        "hosts": hosts,
+        "token": token,
         "entry": entry,
         "extra": dict(extra),
         "listeners": [listener.fileno() for listener in listeners],
     }
+    child, origin = _spawn(config, listeners), Origin()
     try:
         _hand_over(child, order, len(listeners))
     except BaseException:

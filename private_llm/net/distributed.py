@@ -24,6 +24,7 @@ import socket
 import time
 import uuid
 from collections import deque
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -156,56 +157,57 @@ class DistTransport(Transport):
 
     def _recv(self, frm: int, tag: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         if self._is_here(frm):
-            try:
+            with self._neighbours():
                 return self._neighbour._recv(frm, tag, shape, dtype)
-            except TransportError as error:
-                self.abort(str(error))
-                raise
-        self._check()
         out = torch.empty(shape, dtype=dtype, device=self._mesh.device)
-        size = out.numel() * out.element_size()
-        try:
+        with self._awaiting(frm, f"'{tag}' of {endpoint_name(frm)} was awaited"):
             block = self._next_block(frm)
-            self._check_header(frm, block, self._due(frm, tag, dtype, out.numel()))
-            if size > _INLINE:
+            self._check_header(frm, block, tag, dtype, out.numel())
+            if out.nbytes > _INLINE:
                 self._get(frm, out.view(-1), self._bulk(frm, self.me, out))
-            elif size:
-                out.view(-1).view(torch.uint8).copy_(block[HEADER_BYTES : HEADER_BYTES + size])
-        except (RuntimeError, TransportError) as error:
-            raise self._fail(error, frm, f"while '{tag}' of {endpoint_name(frm)} was awaited") from None
+            elif out.numel():
+                out.view(-1).view(torch.uint8).copy_(block[HEADER_BYTES : HEADER_BYTES + out.nbytes])
         return out
 
     def _recv_bytes(self, frm: int, tag: str, most: int) -> bytes:
         if self._is_here(frm):
-            try:
+            with self._neighbours():
                 return self._neighbour._recv_bytes(frm, tag, most)
-            except TransportError as error:
-                self.abort(str(error))
-                raise
-        self._check()
-        try:
+        with self._awaiting(frm, f"'{tag}' of {endpoint_name(frm)} was awaited"):
             block = self._next_block(frm)
             count = min(wire.decode(_head(block)).count, most)  # more than `most` is no frame that is due
-            self._check_header(frm, block, self._due(frm, tag, torch.uint8, count))
-            if count <= _INLINE:
-                return bytes(block[HEADER_BYTES : HEADER_BYTES + count].numpy().data)
-            out = torch.empty(count, dtype=torch.uint8)
-            self._get(frm, out, self._mesh.gloo)
-        except (RuntimeError, TransportError) as error:
-            raise self._fail(error, frm, f"while '{tag}' of {endpoint_name(frm)} was awaited") from None
+            self._check_header(frm, block, tag, torch.uint8, count)
+            out = block[HEADER_BYTES : HEADER_BYTES + count]
+            if count > _INLINE:
+                out = torch.empty(count, dtype=torch.uint8)
+                self._get(frm, out)
         return bytes(out.numpy().data)
+
+    @contextlib.contextmanager
+    def _neighbours(self) -> Iterator[None]:
+        """Around what is received in this process: its failure is the whole session's."""
+        try:
+            yield
+        except TransportError as error:
+            self.abort(str(error))
+            raise
+
+    @contextlib.contextmanager
+    def _awaiting(self, frm: int, what: str) -> Iterator[None]:
+        """Around what waits for an endpoint, whose failure stops the session."""
+        self._check()
+        try:
+            yield
+        except (RuntimeError, TransportError) as error:
+            raise self._fail(error, frm, f"while {what}") from None
 
     def wait(self, frm: int) -> None:
         """Block, however long, until a frame from `frm` is there; PartyFailed if its connection ends."""
         if self._is_here(frm):
             self._neighbour.wait(frm)
         elif frm not in self._peeked:
-            self._check()
-            try:
+            with self._awaiting(frm, f"the next request of {endpoint_name(frm)} was awaited"):
                 self._peeked[frm] = self._block(frm, _FOREVER)
-            except RuntimeError as error:
-                what = f"while the next request of {endpoint_name(frm)} was awaited"
-                raise self._fail(error, frm, what) from None
 
     def abort(self, reason: str) -> None:
         """Leave the reason in the store and hang up, so that all peers stop; nothing in a fork."""
@@ -217,7 +219,8 @@ class DistTransport(Transport):
             # gloo has no other way to close its connections than a receive that times out
             peer = next(rank for rank in range(dist.get_world_size()) if rank != self._mesh.rank)
             with contextlib.suppress(RuntimeError):
-                self._get_tagged(peer, torch.empty(1, dtype=torch.uint8), _NO_TAG, datetime.timedelta(milliseconds=1))
+                nothing, soon = torch.empty(1, dtype=torch.uint8), datetime.timedelta(milliseconds=1)
+                _received(nothing, peer, self._mesh.gloo, _NO_TAG, soon)
 
     def close(self) -> None:
         """Wait until the receivers have taken what was sent; nothing in a fork."""
@@ -262,36 +265,23 @@ class DistTransport(Transport):
     def _next_block(self, frm: int) -> Tensor:
         """The first part of the next message from `frm`."""
         block = self._peeked.pop(frm, None)
-        return self._block(frm, datetime.timedelta(seconds=self._mesh.timeout)) if block is None else block
+        return self._block(frm) if block is None else block
 
-    def _due(self, frm: int, tag: str, dtype: torch.dtype, count: int) -> wire.Frame:
-        """The header that the next message from `frm` must have."""
-        return wire.Frame(Kind.DATA, frm, _SESSION, self._count(frm, self.me), tag, dtype, count)
-
-    def _block(self, frm: int, span: datetime.timedelta) -> Tensor:
+    def _block(self, frm: int, span: datetime.timedelta | None = None) -> Tensor:
         block = torch.empty(_BLOCK, dtype=torch.uint8)
-        self._get_tagged(self._mesh.rank_of(frm), block, frm * 256 + self.me, span)
+        self._get(frm, block, span=span)
         return block
 
-    def _get(self, frm: int, out: Tensor, group: dist.ProcessGroup) -> None:
-        span = datetime.timedelta(seconds=self._mesh.timeout)
-        self._get_tagged(self._mesh.rank_of(frm), out, frm * 256 + self.me, span, group)
-
-    def _get_tagged(
-        self,
-        rank: int,
-        out: Tensor,
-        tag: int,
-        span: datetime.timedelta,
-        group: dist.ProcessGroup | None = None,
+    def _get(
+        self, frm: int, out: Tensor, group: dist.ProcessGroup | None = None, span: datetime.timedelta | None = None
     ) -> None:
-        work = dist.irecv(out, rank, group=group or self._mesh.gloo, tag=tag)
-        if work is None:
-            raise TransportError("torch.distributed: this rank is not in the group")
-        work.wait(span)
+        """Fill `out`, over gloo and within the timeout unless another group and time are named."""
+        span = span or datetime.timedelta(seconds=self._mesh.timeout)
+        _received(out, self._mesh.rank_of(frm), group or self._mesh.gloo, frm * 256 + self.me, span)
 
-    def _check_header(self, frm: int, block: Tensor, want: wire.Frame) -> None:
-        """Raise TransportError unless the block starts with the header of `want`."""
+    def _check_header(self, frm: int, block: Tensor, tag: str, dtype: torch.dtype, count: int) -> None:
+        """Raise TransportError unless the block starts with the header that the next message from `frm` must have."""
+        want = wire.Frame(Kind.DATA, frm, _SESSION, self._count(frm, self.me), tag, dtype, count)
         got = wire.decode(_head(block))
         if got != want:
             raise TransportError(
@@ -343,6 +333,13 @@ class DistTransport(Transport):
 
 def _head(block: Tensor) -> bytes:
     return block[:HEADER_BYTES].numpy().tobytes()
+
+
+def _received(out: Tensor, rank: int, group: dist.ProcessGroup, tag: int, span: datetime.timedelta) -> None:
+    work = dist.irecv(out, rank, group=group, tag=tag)
+    if work is None:
+        raise TransportError("torch.distributed: this rank is not in the group")
+    work.wait(span)
 
 
 def _initialise(timeout: float) -> None:

@@ -12,6 +12,7 @@ import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,33 +53,17 @@ class _ParallelSessions:
         self.failure: str | None = None
 
 
-class Turns:
-    """So many threads compute at a time; one that waits for a message lets another one compute meanwhile.
-
-    Without this, many threads fight for Python's lock and for cores. Each must be inside `taken` when it comes to
-    `given_up`, and nothing but messages may make it wait for another.
-    """
-
-    def __init__(self, at_once: int) -> None:
-        self._free = threading.Semaphore(at_once)
-
-    @contextmanager
-    def taken(self) -> Iterator[None]:
-        """Wait for a turn and have it."""
-        with self._free:
-            yield
-
-    @contextmanager
-    def given_up(self) -> Iterator[None]:
-        """Let another compute, and wait for a turn again."""
-        self._free.release()
-        try:
-            yield
-        finally:
-            self._free.acquire()
+@contextmanager
+def _given_up(turns: threading.Semaphore) -> Iterator[None]:
+    """Inside, another thread may compute; then wait for a turn again."""
+    turns.release()
+    try:
+        yield
+    finally:
+        turns.acquire()
 
 
-_NO_TURNS: AbstractContextManager[None] = nullcontext()
+_NO_TURNS: AbstractContextManager[Any] = nullcontext()
 
 
 class LocalMesh:
@@ -87,10 +72,14 @@ class LocalMesh:
     lends = True
 
     def __init__(self, parties: int, timeout: float = 60.0, at_once: int | None = None) -> None:
-        """at_once: how many parties compute at a time, each inside `turn` and in one thread (None: all may)."""
+        """at_once: how many parties compute at a time, each inside `turn` and in one thread (None: all may).
+
+        One that waits for a message lets another one compute meanwhile. Without this, many threads fight for Python's
+        lock and for cores. Nothing but messages may make one wait for another.
+        """
         self.endpoints = [*range(parties), CLIENT]
         self.timeout = timeout
-        self.turns = None if at_once is None else Turns(at_once)
+        self.turns = None if at_once is None else threading.Semaphore(at_once)
         self.number, self.origin = 0, Origin()
         self.parallel_sessions = _ParallelSessions()
         self.parallel_sessions.meshes[0] = self
@@ -111,9 +100,9 @@ class LocalMesh:
         """Why the session ended, in whichever parallel session."""
         return self.parallel_sessions.failure
 
-    def turn(self) -> AbstractContextManager[None]:
+    def turn(self) -> AbstractContextManager[Any]:
         """Around all that a party does."""
-        return _NO_TURNS if self.turns is None else self.turns.taken()
+        return self.turns or _NO_TURNS
 
     def parallel_session(self, number: int) -> LocalMesh:
         """The mesh of another parallel session of the same session."""
@@ -188,7 +177,7 @@ class LocalTransport(Transport):
     def aside(self) -> AbstractContextManager[None]:
         """While this endpoint waits: another may compute. The client has no turns."""
         turns = self._mesh.turns
-        return _NO_TURNS if turns is None or self.me == CLIENT else turns.given_up()
+        return _NO_TURNS if turns is None or self.me == CLIENT else _given_up(turns)
 
     def _send(self, to: int, tag: str, payload: Tensor) -> None:
         if self._origin.forks != process.forks:  # as `demand` does; a call less for each message

@@ -17,7 +17,6 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -36,27 +35,8 @@ _LONGEST_MS = 2**31 - 1
 """That the operating system can wait; some 25 days."""
 
 
-class Link(Protocol):
-    """A queue of tensors with one reader and one writer; anybody may call `wake`."""
-
-    def put(self, item: Item) -> None:
-        """Add one."""
-
-    def get(self, timeout: float | None = None) -> Item | None:
-        """The next one; None after `wake`. Raises queue.Empty if there is none in time."""
-
-    def wait(self) -> None:
-        """Until there is one."""
-
-    def empty(self) -> bool:
-        """Whether `get` would wait."""
-
-    def wake(self) -> None:
-        """Let the reader's `get` or `wait` return."""
-
-
 class ObjectLink:
-    """A `Link` of objects only."""
+    """A queue of tensors with one reader and one writer; anybody may call `wake`."""
 
     def __init__(self) -> None:
         self._items: queue.SimpleQueue[Item | None] = queue.SimpleQueue()
@@ -64,20 +44,20 @@ class ObjectLink:
         self.put = self._items.put
 
     def get(self, timeout: float | None = None) -> Item | None:
-        """As `Link`."""
+        """The next one; None after `wake`. Raises queue.Empty if there is none in time."""
         return self._first.popleft() if self._first else self._items.get(timeout=timeout)
 
     def wait(self) -> None:
-        """As `Link`."""
+        """Until there is one."""
         if not self._first:
             self._first.append(self._items.get())
 
     def empty(self) -> bool:
-        """As `Link`."""
+        """Whether `get` would wait."""
         return not self._first and self._items.empty()
 
     def wake(self) -> None:
-        """As `Link`."""
+        """Let the reader's `get` or `wait` return."""
         self._items.put(None)
 
 
@@ -91,7 +71,7 @@ def _calls() -> ctypes.PyDLL:
 
 
 class MemoryLink:
-    """A `Link` whose two ends can be lent to programs (`Writer`, `Reader`), but not once it was woken.
+    """As `ObjectLink`, but its two ends can be lent to programs (`Writer`, `Reader`), but not once it was woken.
 
     counter: of messages, at the operating system. written, read: messages so far; the writer's and the reader's alone.
     counted: whether the next one is subtracted from the counter already. ended: it was woken.
@@ -115,28 +95,28 @@ class MemoryLink:
         self._take: Callable[[], int] = functools.partial(_calls().eventfd_read, self.counter, taken)  # 0 if it could
 
     def put(self, item: Item) -> None:
-        """As `Link`."""
+        """As `ObjectLink`."""
         self._objects.append(item)
         self.written += 1
         self._add()
 
     def wake(self) -> None:
-        """As `Link`; from now on no end is lent."""
+        """As `ObjectLink`; from now on no end is lent."""
         self.ended = True
         self._add()
 
     def empty(self) -> bool:
-        """As `Link`."""
+        """As `ObjectLink`."""
         self.counted = self.counted or not self._take()
         return not self.counted
 
     def wait(self) -> None:
-        """As `Link`."""
+        """As `ObjectLink`."""
         while self.empty():
             self._poll.poll()
 
     def get(self, timeout: float | None = None) -> Item | None:
-        """As `Link`."""
+        """As `ObjectLink`."""
         if not self.counted and self._take():
             self._poll.poll(None if timeout is None else min(timeout * 1000, _LONGEST_MS))
             if self._take():
@@ -216,7 +196,7 @@ class Reader:
             row[word.IN] = -1
 
 
-def new_link(*, lent: bool) -> Link:
+def new_link(*, lent: bool) -> ObjectLink | MemoryLink:
     """A link; lent: whether programs at both ends may want to use it."""
     if lent and word.IN_MEMORY:
         with contextlib.suppress(OSError):  # no counter is free

@@ -25,7 +25,7 @@ _MOST = steps.DIMS
 _SIGN = {steps.ADD: 1, steps.SUB: -1}
 
 
-def _collapsed(shape: Sequence[int], strides: Sequence[Sequence[int]]) -> tuple[list[int], list[list[int]]]:
+def collapsed(shape: Sequence[int], strides: Sequence[Sequence[int]]) -> tuple[list[int], list[list[int]]]:
     """The fewest dimensions over which tensors of these strides are walked in the same order."""
     sizes: list[int] = []
     walks: list[list[int]] = [[] for _ in strides]
@@ -57,7 +57,7 @@ _Layout = tuple[tuple[int, ...], tuple[int, ...]]
 def _walked(shape: tuple[int, ...], layouts: tuple[_Layout, ...]) -> tuple[list[int], list[list[int]]]:
     """Sizes and strides of a loop over tensors of these sizes and strides, expanded to a shape."""
     wide = [torch.empty_strided(*layout, device="meta").expand(shape) for layout in layouts]
-    sizes, walks = _collapsed(shape, [each.stride() for each in wide])
+    sizes, walks = collapsed(shape, [each.stride() for each in wide])
     return _padded(sizes, 1), [_padded(walk, 0) for walk in walks]
 
 
@@ -93,12 +93,12 @@ def _sum(emit: Emit, out: Tensor, x: Tensor, dims: Sequence[int] | None, keep: b
     if x.dtype != torch.int64:
         raise UnsupportedOp(f"a sum of {x.dtype}")
     over = sorted(dim % x.dim() for dim in (dims or range(x.dim())))
-    sizes, (walk,) = _collapsed([x.shape[dim] for dim in over], [[x.stride(dim) for dim in over]])
+    sizes, (walk,) = collapsed([x.shape[dim] for dim in over], [[x.stride(dim) for dim in over]])
     if len(sizes) > 1:
         raise UnsupportedOp("a sum over dimensions that lie apart")
     rest = [dim for dim in range(x.dim()) if dim not in over]
     result = out.squeeze(over) if keep else out
-    kept, walks = _collapsed([x.shape[dim] for dim in rest], [result.stride(), [x.stride(dim) for dim in rest]])
+    kept, walks = collapsed([x.shape[dim] for dim in rest], [result.stride(), [x.stride(dim) for dim in rest]])
     if len(kept) >= _MOST:
         raise UnsupportedOp(f"a sum over one of {len(kept) + 1} dimensions")
     row: list[Word | Tensor] = [*_padded([*kept, *(sizes or [1])], 1), out, *_padded([*walks[0], 0], 0), x]

@@ -30,12 +30,9 @@ GPU chunks of them are repeated as well (`PrivateConfig.prompt_chunk`): there it
 chunk of 128 rows takes as long as Python's (measured, LLaMA of width 512).
 """
 
-PYTHON_S = 1e-3
-"""What Python costs a module, about. Where there are no teams, a program runs on one thread, Python's products on all
-that they may use."""
-
-AROUND_S = 3e-3
-"""The same of a whole decoder layer."""
+PYTHON_S, AROUND_S = 1e-3, 3e-3
+"""What Python costs a module, and a whole decoder layer, about. Where there are no teams, a program runs on one thread,
+Python's products on all that they may use."""
 
 _UNTOUCHED = -1
 
@@ -48,22 +45,19 @@ def repeated(
     kind: what the module is, equal for modules that compute the same. weights: its own, by names relative to it; unless
     all of them are shares, `forward` stays as it is.
     """
-    region = _module_region(name, session, kind, weights)
-    if region is None:
+    module = _module(name, session, kind, weights)
+    if module is None:
         return forward
 
     def run(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - a module's own signature
-        small = bool(args) and not kwargs and all(_small(session, x) for x in args)
-        if not small or _saved_by_threads(session, region.seconds) > PYTHON_S:
-            return forward(*args, **kwargs)
-        programs = programs_of(session)
+        programs = module.programs(args, PYTHON_S) if args and not kwargs else None
         if programs is None:
-            return forward(*args)
+            return forward(*args, **kwargs)
         pending = session.numerics.deferred_check
         held = None if pending is None else next((n for n, x in enumerate(args) if x is pending[0]), _UNTOUCHED)
         if held == _UNTOUCHED:  # a check of something else was put off, which may happen inside
             return forward(*args)
-        return _ModuleCall(forward, region.binding, region.alike(session), session, args).made(programs, held)
+        return _ModuleCall(forward, module, module.alike(), args).made(programs, held)
 
     return run
 
@@ -77,44 +71,54 @@ def repeated_around(
     forward: Callable[..., Any], name: str, session: Session, kind: Hashable, weights: Sequence[tuple[str, object]]
 ) -> Around | None:  # fmt: skip
     """As `repeated`, for a module with a graph break (`replay.graph_break`); None where it stays as it is."""
-    region = _module_region(name, session, kind, weights)
-    if region is None:
+    module = _module(name, session, kind, weights)
+    if module is None:
         return None
 
     def run(x: Any, named: Mapping[str, Any], facts: Hashable, graph_break: GraphBreak) -> Any:  # noqa: ANN401 - as above
         deferred = session.numerics.deferred_check is not None
-        if deferred or not _small(session, x) or _saved_by_threads(session, region.seconds) > AROUND_S:
-            return forward(x, **named)
-        programs = programs_of(session)
+        programs = None if deferred else module.programs((x,), AROUND_S)
         if programs is None:
             return forward(x, **named)
         called = functools.partial(forward, **named)
-        return _ModuleCall(called, region.binding, (region.alike(session), facts), session, (x,)).made(
-            programs, None, graph_break
-        )
+        return _ModuleCall(called, module, (module.alike(), facts), (x,)).made(programs, None, graph_break)
 
     return run
 
 
 @dataclass
-class _ModuleRegion:
-    """A module that is repeated. kind: what it is. seconds: of reading its weights."""
+class _Module:
+    """A module that is repeated. kind: what it is. seconds: of reading its weights on one thread."""
 
+    session: Session
     binding: WeightBinding
     kind: Hashable
     seconds: float
     ranges: tuple[object, Hashable] = (None, ())
 
-    def alike(self, session: Session) -> Hashable:
+    def alike(self) -> Hashable:
         """Equal for modules that compute the same but for their weights."""
-        if self.ranges[0] is not session.numerics.ranges:
-            self.ranges = session.numerics.ranges, _ranges(session, self.binding.name)
+        known = self.session.numerics.ranges
+        if self.ranges[0] is not known:
+            self.ranges = known, _ranges(self.session, self.binding.name)
         return self.kind, self.ranges[1]
 
+    def programs(self, args: Sequence[object], python_s: float) -> ProgramCache | None:
+        """Those of the session, where a call with these arguments is repeated: a program saves `python_s`, and
+        threads, where there are no teams, may save Python more of the time in which weights are read.
+        """
+        session, seconds = self.session, self.seconds
+        if not all(_small(session, x) for x in args):
+            return None
+        alone = session.device == "cpu" and not teams.HERE
+        if alone and seconds * (1.0 - 1.0 / parallel.threads(seconds)) > python_s:
+            return None
+        return programs_of(session)
 
-def _module_region(
+
+def _module(
     name: str, session: Session, kind: Hashable, weights: Sequence[tuple[str, object]]
-) -> _ModuleRegion | None:
+) -> _Module | None:  # fmt: skip
     """None for a module that cannot be repeated."""
     if not session.config.replay:
         return None
@@ -127,9 +131,8 @@ def _module_region(
         return None
     memories, layout = found
     seconds = sum(part.numel() * part.itemsize for part in parts) / BYTES
-    return _ModuleRegion(
-        WeightBinding(name, memories), (kind, tuple([(own, fixed.form) for own, fixed in shares]), layout), seconds
-    )
+    forms = tuple([(own, fixed.form) for own, fixed in shares])
+    return _Module(session, WeightBinding(name, memories), (kind, forms, layout), seconds)
 
 
 def _layout(
@@ -157,13 +160,6 @@ def _layout(
     return tuple(memories.values()), tuple([
         (tuple([(numbers[place], start, count) for place, start, count in lines]), shape) for lines, shape in layout
     ])  # fmt: skip
-
-
-def _saved_by_threads(session: Session, seconds: float) -> float:
-    """Of so many seconds of reading weights on one thread, those that threads save in Python but not in a program."""
-    if session.device != "cpu" or teams.HERE:
-        return 0.0
-    return seconds * (1.0 - 1.0 / parallel.threads(seconds))
 
 
 def _ranges(session: Session, name: str) -> Hashable:
@@ -208,11 +204,10 @@ class _ModuleCall:
     """One call of a module with secret tensors."""
 
     def __init__(
-        self, forward: Callable[..., Any], binding: WeightBinding, alike: Hashable, session: Session, args:
-        Sequence[SecretTensor]
+        self, forward: Callable[..., Any], module: _Module, alike: Hashable, args: Sequence[SecretTensor]
     ) -> None:  # fmt: skip
-        self._forward, self._binding, self._alike = forward, binding, alike
-        self._session, self._args = session, args
+        self._forward, self._binding, self._alike = forward, module.binding, alike
+        self._session, self._args = module.session, args
         self._odd: Any = None
 
     def made(self, programs: ProgramCache, held: int | None, graph_break: GraphBreak | None = None) -> Any:  # noqa: ANN401 - what the module returns

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from private_llm.replay.events import GraphNode, Slot
+from private_llm.replay.loops import collapsed
 
 Name = Slot | Tensor
 """A tensor that changes from run to run, or a constant."""
@@ -71,15 +72,8 @@ def _lowers(*operations: Any) -> Callable[[Lowering], Lowering]:  # noqa: ANN401
 
 
 def _view(name: Name, offset: int, shape: Sequence[int], strides: Sequence[int]) -> View:
-    dims: list[tuple[int, int]] = []
-    for size, stride in zip(shape, strides, strict=True):
-        if size == 1:
-            continue
-        if dims and dims[-1][1] == stride * size:
-            dims[-1] = dims[-1][0] * size, stride
-        else:
-            dims.append((size, stride))
-    return View(name, offset, tuple(dims))
+    sizes, (walk,) = collapsed(shape, [strides])
+    return View(name, offset, tuple(zip(sizes, walk, strict=True)))
 
 
 def _tensor(name: Name, found: Mapping[Slot, Tensor]) -> Tensor:

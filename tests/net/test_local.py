@@ -156,4 +156,4 @@ def test_the_client_waits_without_a_turn() -> None:
     with mesh.turn():
         mesh.transport(0).send(CLIENT, "x", torch.tensor([7]))
         assert int(mesh.transport(CLIENT).recv(0, "x", (1,), torch.int64)) == 7
-        assert not mesh.turns._free.acquire(blocking=False)  # type: ignore[union-attr]
+        assert not mesh.turns.acquire(blocking=False)  # type: ignore[union-attr]
