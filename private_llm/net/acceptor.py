@@ -31,7 +31,7 @@ _PER_SOURCE = 16
 _TICK_S = 0.25
 """How often late callers are looked for while nobody calls."""
 
-Receive = Callable[[socket.socket, Callable[[], None]], None]
+Handshake = Callable[[socket.socket, Callable[[], None]], None]
 """Makes the handshake on a connection, and calls the function as soon as the caller has proved who it is."""
 
 
@@ -53,11 +53,11 @@ class Acceptor:
         self._most, self._most_of_source = _CALLERS + expected, _PER_SOURCE + expected
         self._callers: list[_Caller] = []
         self._lock = threading.Lock()
-        self._receive: Receive | None = None
+        self._receive: Handshake | None = None
         self._closed = False
         self._acceptor = threading.Thread(target=self._accept, name="accept", daemon=True)
 
-    def lead_to(self, receive: Receive) -> None:
+    def lead_to(self, receive: Handshake) -> None:
         """Hand callers to `receive` from now on; each call runs in a thread of its own and must not raise."""
         self._receive = receive
         if not self._acceptor.is_alive() and not self._closed:

@@ -63,7 +63,7 @@ class ClientLink(SocketTransport):
 
 
 @dataclass
-class _Caller:
+class _Admitted:
     """A client that was let in, and those of its two connections that are there: True for the one that sends.
 
     known: party 0 has it, too.
@@ -93,7 +93,7 @@ class Admission:
         self._me, self._timeout, self._idle = me, timeout, idle_s
         self._sessions, self._per_user, self._waiting = sessions, per_user, waiting
         self._arrived = arrived
-        self._callers: dict[bytes, _Caller] = {}
+        self._callers: dict[bytes, _Admitted] = {}
         self._line: dict[bytes, tuple[str, float]] = {}
         self._lock = threading.Lock()
         self.open, self.closed_because = False, "the parties connect with each other"
@@ -123,7 +123,7 @@ class Admission:
                 self._take_turn(caller.caller, user)
             else:
                 self._make_room(user)
-            self._callers[caller.caller] = _Caller(user, time.monotonic())
+            self._callers[caller.caller] = _Admitted(user, time.monotonic())
 
     def confirm(self, served: Collection[str]) -> None:
         """Party 0 serves these sessions."""

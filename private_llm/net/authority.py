@@ -131,7 +131,7 @@ _STRONG_RSA = 2048
 
 
 @dataclass(frozen=True)
-class Request:
+class SigningRequest:
     """A key that waits for its certificate. fingerprint: SHA-256 of its public key, to compare by phone."""
 
     name: str
@@ -216,7 +216,7 @@ def make_authority(folder: Path, days: float) -> CertificateFacts:
     return facts_of(made.certificate)
 
 
-def make_request(folder: Path, name: str) -> Request:
+def make_request(folder: Path, name: str) -> SigningRequest:
     """Write a new key and a request to sign it: `party1.key` (mode 600) and `party1.csr`, of users `client.*`.
 
     Raises ConfigError for a name that no endpoint has, and if one of the files exists.
@@ -229,13 +229,13 @@ def make_request(folder: Path, name: str) -> Request:
     folder.mkdir(parents=True, exist_ok=True)
     write_key(key_path, key)
     write_new(path, request.public_bytes(serialization.Encoding.PEM), 0o644)
-    return Request(name, _key_fingerprint(key.public_key()), path)
+    return SigningRequest(name, _key_fingerprint(key.public_key()), path)
 
 
-def read_request(path: Path) -> Request:
+def read_request(path: Path) -> SigningRequest:
     """What a request asks for. Raises ConfigError as `sign_request`."""
     request = _load_request(path)
-    return Request(common_name_of(request.subject), _key_fingerprint(_usable(request, path)), path)
+    return SigningRequest(common_name_of(request.subject), _key_fingerprint(_usable(request, path)), path)
 
 
 def sign_request(ca: Path, path: Path, out: Path | None, days: float) -> tuple[Path, CertificateFacts]:

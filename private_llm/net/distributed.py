@@ -35,7 +35,7 @@ from private_llm.errors import ConfigError, PartyFailed, TransportError
 from private_llm.net import wire
 from private_llm.net.local import LocalMesh
 from private_llm.net.outgoing import MAX_AHEAD
-from private_llm.net.transport import CLIENT, Transport, endpoint_name
+from private_llm.net.transport import CLIENT, Transport, disagreement, endpoint_name
 from private_llm.net.wire import HEADER_BYTES, Kind
 
 _BLOCK = 4096
@@ -284,10 +284,7 @@ class DistTransport(Transport):
         want = wire.Frame(Kind.DATA, frm, _SESSION, self._count(frm, self.me), tag, dtype, count)
         got = wire.decode(_head(block))
         if got != want:
-            raise TransportError(
-                f"from {endpoint_name(frm)}: got {got.what}, number {got.sequence}; want {want.what}, number "
-                f"{want.sequence} (parties disagree on the computation)"
-            )
+            raise disagreement(frm, f"{got.what}, number {got.sequence}", f"{want.what}, number {want.sequence}")
 
     # -- failures -------------------------------------------------------------------------------------
     def _check(self) -> None:

@@ -25,7 +25,7 @@ from private_llm.kernels.backends.cpu import connection
 from private_llm.net import wire
 from private_llm.net.direct import Row
 from private_llm.net.roles import PASSES_ON, attributed
-from private_llm.net.transport import endpoint_name, room
+from private_llm.net.transport import disagreement, endpoint_name, room
 from private_llm.net.wire import BLOCKED, HEADER_BYTES, Kind, cause
 
 _PROGRAM_S = 30.0
@@ -94,7 +94,8 @@ class Incoming:
             head = self._data_header(idle, time.monotonic() + self._patience)
             want = wire.encode(Kind.DATA, self.peer, self._session, self._sequence, tag, dtype, out.numel())
             if head != want:
-                self._explain(head, tag, dtype, out.numel())
+                due = wire.Frame(Kind.DATA, self.peer, self._session, self._sequence, tag, dtype, out.numel())
+                raise disagreement(self.peer, self._checked(head).what, due.what)
             self._accept()
         if out.numel():
             view, done = out.view(-1).numpy().data.cast("B"), len(begun or b"")
@@ -140,10 +141,7 @@ class Incoming:
         """The next payload, which must be bytes with this tag; how many, its header says, and not above `most`."""
         got = self._checked(self._data_header(idle, time.monotonic() + self._patience))
         if got.tag != tag or got.dtype is not torch.uint8 or got.count > most:
-            raise TransportError(
-                f"from {endpoint_name(self.peer)}: got {got.what}; want '{tag}' with at most {most} x uint8 (parties "
-                "disagree on the computation)"
-            )
+            raise disagreement(self.peer, got.what, f"'{tag}' with at most {most} x uint8")
         self._accept()
         whole = bytearray(got.count)
         self._fill(memoryview(whole), idle)
@@ -225,14 +223,6 @@ class Incoming:
         if frame.sequence != self._sequence:
             raise TransportError(f"from {name}: got frame {frame.sequence}; want {self._sequence} (lost or repeated)")
         return frame
-
-    def _explain(self, head: memoryview, tag: str, dtype: torch.dtype, count: int) -> None:
-        """Raise the reason why a header is not the expected one."""
-        got = self._checked(head)
-        want = wire.Frame(Kind.DATA, self.peer, self._session, self._sequence, tag, dtype, count)
-        raise TransportError(
-            f"from {endpoint_name(self.peer)}: got {got.what}; want {want.what} (parties disagree on the computation)"
-        )
 
     def _front_is_data(self) -> bool:
         return self._end - self._start >= HEADER_BYTES and self._buffer[self._start + 5] == Kind.DATA

@@ -7,7 +7,6 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Protocol
 
 CONTROL = "control"
 """Name under which messages are booked that carry no part of the protocol: commands, announcements."""
@@ -41,11 +40,32 @@ _MOST_AGAIN = 1024
 _UNTIMED: AbstractContextManager[None] = nullcontext()
 
 
-class Entry(Protocol):
-    """What is booked together, and often."""
+HERE, OWNER, AS_IT_IS = range(3)
+Scope = tuple[int, str]
+"""A module: the one that was computed before, one within an owner (by its name there), or any other."""
+
+
+@dataclass(frozen=True)
+class LedgerDelta:
+    """What something adds to a ledger, to be added again."""
+
+    sent: tuple[tuple[Scope, str, int, int], ...]
+    rounds: tuple[tuple[Scope, str, int], ...]
+    macs: tuple[tuple[Scope, int], ...]
+
+    def plus(self, other: LedgerDelta) -> LedgerDelta:
+        """Both."""
+        return LedgerDelta(self.sent + other.sent, self.rounds + other.rounds, self.macs + other.macs)
 
     def apply(self, ledger: Ledger, scope: str, op: str, owner: str, times: int) -> None:
-        """Add it `times` times, as of the module and operation that were computed when it was booked."""
+        """Add it `times` times, for an owner of this name; scope, op: what was computed."""
+        starts, sent, rounds, macs = (scope, owner, ""), ledger.sent, ledger.rounds, ledger.macs
+        for (kind, name), tag, to, count in self.sent:
+            sent[(starts[kind] + name, op or tag, to)] += count * times
+        for (kind, name), tag, count in self.rounds:
+            rounds[(starts[kind] + name, op or tag)] += count * times
+        for (kind, name), count in self.macs:
+            macs[starts[kind] + name] += count * times
 
 
 class Ledger:
@@ -65,7 +85,7 @@ class Ledger:
         self._sent: dict[tuple[str, str, int], int] = defaultdict(int)
         self._rounds: dict[tuple[str, str], int] = defaultdict(int)
         self._macs: dict[str, int] = defaultdict(int)
-        self._again: dict[tuple[int, str, str, str], tuple[Entry, int]] = {}
+        self._again: dict[tuple[int, str, str, str], tuple[LedgerDelta, int]] = {}
         self.spent: dict[str, float] = defaultdict(float)
         self.seconds: dict[str, float] = defaultdict(float)
         self._since = 0.0
@@ -97,7 +117,7 @@ class Ledger:
         self._sent, self._rounds, self._macs = sent, rounds, macs
         return before
 
-    def add_again(self, entry: Entry, owner: str) -> None:
+    def add_again(self, entry: LedgerDelta, owner: str) -> None:
         """Book what was booked before, for an owner of this name: it is only counted until somebody reads."""
         key = (id(entry), self.scope_name, self.op_name, owner)
         found = self._again.get(key)

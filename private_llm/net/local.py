@@ -22,7 +22,7 @@ from private_llm.forks import Origin, forked, process
 from private_llm.net.barrier import Barrier, BarrierEnd
 from private_llm.net.direct import End
 from private_llm.net.memory_link import Item, MemoryLink, Reader, Writer, new_link
-from private_llm.net.transport import CLIENT, Ready, Transport, endpoint_name
+from private_llm.net.transport import CLIENT, Ready, Transport, disagreement, endpoint_name
 
 _MAX_AHEAD = 256 << 20
 """Bytes a sender may run ahead of its receiver before it waits (bounds memory of the preprocessing)."""
@@ -217,12 +217,7 @@ class LocalTransport(Transport):
 
     def _other(self, frm: int, tag: str, payload: Tensor, want: str) -> TransportError:
         """The end of the session because another message came than `want`."""
-        return self._fail(
-            TransportError(
-                f"from {endpoint_name(frm)}: got '{tag}' with {payload.numel()} x {payload.dtype}; want {want} "
-                "(parties disagree on the computation)"
-            )
-        )
+        return self._fail(disagreement(frm, f"'{tag}' with {payload.numel()} x {payload.dtype}", want))
 
     def wait(self, frm: int) -> None:
         """Block until a frame from `frm` is there, however long it takes."""

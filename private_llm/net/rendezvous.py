@@ -20,7 +20,6 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import PartiesBusy, TransportError
@@ -111,14 +110,6 @@ def open_acceptor(config: PrivateConfig, me: int) -> Acceptor:
     return Acceptor(listen(addresses[me], anywhere=config.tls is not None), config.endpoints)
 
 
-@dataclass(frozen=True)
-class _Place:
-    """Who calls under one endpoint's number, and since when (see `Greeted.caller`)."""
-
-    caller: bytes
-    since: float
-
-
 class _Mesh:
     """The connections made so far."""
 
@@ -140,7 +131,7 @@ class _Mesh:
         self._turn_by: float | None = None
         self._began = time.monotonic()
         self._tell_at = self._began + _TELL_FIRST_S
-        self._places: dict[int, _Place] = {}
+        self._places: dict[int, tuple[bytes, float]] = {}  # who calls under a number (`Greeted.caller`), since when
         self._arriving: dict[int, bytes] = {}  # callers let in whose handshake is being finished, by thread
         self._refused = ""
         self._changed = threading.Condition()
@@ -208,7 +199,7 @@ class _Mesh:
         """Keep a connection; a newer one of the same kind replaces an older one (its end has tried again)."""
         with self._changed:
             place = self._places.get(greeted.peer)
-            if self._done or (place is not None and place.caller != greeted.caller):
+            if self._done or (place is not None and place[0] != greeted.caller):
                 sock.close()
                 return
             key = (greeted.peer, sends, greeted.parallel_session)
@@ -349,20 +340,20 @@ class _Mesh:
             )
         with self._changed:
             place = self._places.get(peer)
-            if self._done or (peer == CLIENT and place is not None and self._taken(place, caller.caller)):
+            if self._done or (peer == CLIENT and place is not None and self._taken(*place, caller.caller)):
                 raise PartiesBusy("it serves another client")
-            if place is None or place.caller != caller.caller:
+            if place is None or place[0] != caller.caller:
                 for key in [key for key in self._made if key[0] == peer]:
                     self._made.pop(key)[0].close()
-                self._places[peer] = _Place(caller.caller, time.monotonic())
+                self._places[peer] = caller.caller, time.monotonic()
             self._arriving[threading.get_ident()] = caller.caller
 
-    def _taken(self, place: _Place, caller: bytes) -> bool:
+    def _taken(self, holder: bytes, since: float, caller: bytes) -> bool:
         """Whether the client's place is another's than this caller's."""
-        if place.caller == caller or time.monotonic() - place.since > self._timeout:
+        if holder == caller or time.monotonic() - since > self._timeout:
             return False
         held = [sock for (peer, _, _), (sock, _) in self._made.items() if peer == CLIENT]
-        return place.caller in self._arriving.values() or not all(map(_ended, held))
+        return holder in self._arriving.values() or not all(map(_ended, held))
 
 
 def _ended(sock: socket.socket) -> bool:

@@ -45,6 +45,13 @@ def endpoint_name(endpoint: int) -> str:
     return "the client" if endpoint == CLIENT else f"party {endpoint}"
 
 
+def disagreement(endpoint: int, got: str, want: str) -> TransportError:
+    """The error where an endpoint sent another message than is wanted."""
+    return TransportError(
+        f"from {endpoint_name(endpoint)}: got {got}; want {want} (parties disagree on the computation)"
+    )
+
+
 class Transport(ABC):
     """One endpoint's links to all others."""
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import bisect
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -24,7 +25,17 @@ from private_llm.kernels.compiling import CompiledStep
 from private_llm.net.transport import Transport
 from private_llm.replay import loops
 from private_llm.replay.events import TorchCall, mapped, tensors_of
-from private_llm.replay.program import Address, Event, Memory, Operand, Parallel, Program, Step, WeightAddress, Word
+from private_llm.replay.program import (
+    ArenaAddress,
+    Event,
+    Memory,
+    Operand,
+    Parallel,
+    Program,
+    Step,
+    WeightAddress,
+    Word,
+)
 from private_llm.replay.recording import UNFORESEEN, StepRecorder, all_written_by
 from private_llm.replay.transports import noted
 from private_llm.ring.prg import Prg
@@ -33,6 +44,18 @@ MOST_RECORDED = 256 << 20
 """Bytes of all that changes in a step that is recorded: all of it is held until the step is over."""
 MOST_BYTES = 64 << 20
 """Largest memory of a program."""
+
+
+@dataclass(frozen=True)
+class _Operation:
+    """One of PyTorch: the tensors among its arguments, whether one varies, and that which is written to."""
+
+    func: Any
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    tensors: Sequence[Tensor]
+    changes: bool
+    written: Tensor | None
 
 
 class CpuRecorder(StepRecorder[Operand]):
@@ -141,7 +164,7 @@ class CpuRecorder(StepRecorder[Operand]):
             memory, size, _ = self._memories[start]
             if place < start + size:
                 memory.used(len(self._events))
-                return Address(memory, place - start)
+                return ArenaAddress(memory, place - start)
         for number, (start, size) in enumerate(self._weights):
             if start <= place < start + size:
                 return WeightAddress(number, place - start)
@@ -149,7 +172,7 @@ class CpuRecorder(StepRecorder[Operand]):
 
     def _written(self, place: int) -> None:
         """Before a step writes at an address: what was constant so far begins as a copy of what it is now."""
-        if isinstance(self._address(place), Address):
+        if isinstance(self._address(place), ArenaAddress):
             return
         for start, (dtype, storage) in self._made.items():
             if start <= place < start + storage.nbytes() and dtype == torch.int64:
@@ -230,7 +253,7 @@ class CpuRecorder(StepRecorder[Operand]):
         if any(found):
             for step in chain.from_iterable(found):
                 for word in step.row:
-                    if isinstance(word, Address):
+                    if isinstance(word, ArenaAddress):
                         word.memory.used(len(self._events))
             self._events.append(Parallel(tuple(found)))
 
@@ -241,75 +264,66 @@ class CpuRecorder(StepRecorder[Operand]):
             raise UnsupportedOp(f"{payload.numel()} x {payload.dtype}")
         super().record_receive(frm, tag, payload)
 
-    # -- the modes' ends -------------------------------------------------------------------------------------
+    # -- operations of PyTorch -------------------------------------------------------------------------------
     def operated(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:  # noqa: ANN401 - PyTorch's
         """Run an operation of PyTorch and write it down."""
-        before = self._before(func, args, kwargs)
+        operation = self._begun(func, args, kwargs)
         made = self.computing(partial(func, *args, **kwargs), func._schema.is_mutable)
-        self._after(func, made, before, args, kwargs)
+        self._ended(operation, made)
         return made
 
     @noted
-    def _before(
-        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]  # noqa: ANN401 - PyTorch's
-    ) -> tuple[list[Tensor], bool, Tensor | None]:  # fmt: skip
-        """Tensors among the arguments, whether one varies, and that which is written to."""
+    def _begun(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Operation:  # noqa: ANN401 - as above
         tensors = list(tensors_of((args, kwargs)))
-        changes = any(map(self._varies, tensors))
-        written = next(iter(all_written_by(func, args, kwargs)), None)
-        if changes and written is not None:
-            self._written(written.data_ptr())
-        return tensors, changes, written
+        operation = _Operation(
+            func, args, kwargs, tensors, any(map(self._varies, tensors)),
+            next(iter(all_written_by(func, args, kwargs)), None),
+        )  # fmt: skip
+        if operation.changes and operation.written is not None:
+            self._written(operation.written.data_ptr())
+        return operation
 
     @noted
-    def _after(
-        self, func: Any, made: Any, before: tuple[list[Tensor], bool, Tensor | None], args: Sequence[Any],  # noqa: ANN401
-        kwargs: Mapping[str, Any],
-    ) -> None:  # fmt: skip
-        tensors, changes, written = before
+    def _ended(self, operation: _Operation, made: Any) -> None:  # noqa: ANN401 - as above
         for x in made if isinstance(made, list | tuple) else (made,):
             if isinstance(x, Tensor):
-                self._follow(func, x, tensors, changes, written, args, kwargs)
-            elif changes:
+                self._follow(operation, x)
+            elif operation.changes:
                 raise UnsupportedOp(f"gives {type(x).__name__} of a value that changes")
 
-    def _follow(
-        self, func: Any, x: Tensor, tensors: Sequence[Tensor], changes: bool, written: Tensor | None,  # noqa: ANN401
-        args: Sequence[Any], kwargs: Mapping[str, Any],
-    ) -> None:  # fmt: skip
+    def _follow(self, operation: _Operation, x: Tensor) -> None:
         """Of the result x of an operation."""
         if not x.numel() or self.reason is not None:
             return
-        start = x.untyped_storage().data_ptr()
+        func, written, start = operation.func, operation.written, x.untyped_storage().data_ptr()
         if func in loops.STARTED:
             self.changing(x)
-        elif written is None and any(start == t.untyped_storage().data_ptr() for t in tensors if t.numel()):
+        elif written is None and any(start == t.untyped_storage().data_ptr() for t in operation.tensors if t.numel()):
             if start in self._memories:
                 self._seen.append(weakref.ref(x))  # a view
-        elif not changes or func in loops.CONSTANT:
+        elif not operation.changes or func in loops.CONSTANT:
             self._made.setdefault(start, (x.dtype, x.untyped_storage()))
         else:
             if written is None:
                 self.changing(x)
             before = len(self._into)
             try:
-                more = {key: value for key, value in kwargs.items() if key != "out"}
-                if func in loops.MOVES and any(self._varies(index) for index in tensors_of(args[1:])):
+                more = {key: value for key, value in operation.kwargs.items() if key != "out"}
+                if func in loops.MOVES and any(self._varies(index) for index in tensors_of(operation.args[1:])):
                     raise UnsupportedOp("a move to places that change")
-                loops.LOWERED[func](self.emit, x, *args, **more)
+                loops.LOWERED[func](self.emit, x, *operation.args, **more)
             except Exception:  # noqa: BLE001 - a rule for other arguments than these
                 del self._into[before:]
-                self._called(func, args, kwargs, None if written is not None else x)
+                self._called(operation, None if written is not None else x)
 
-    def _called(
-        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made: Tensor | None  # noqa: ANN401
-    ) -> None:  # fmt: skip
+    def _called(self, operation: _Operation, made: Tensor | None) -> None:
         """An operation that no step computes is called again, if its result has the same shape every time."""
+        func, args = operation.func, operation.args
         numbers = func in loops.MOVES and all(index.dtype == torch.int64 for index in tensors_of(args[1:]))
         if (UNFORESEEN & set(func.tags) and not numbers) or (made is not None and len(func._schema.returns) != 1):
             raise UnsupportedOp("a result that depends on values or chance")
         result = () if made is None else (self._operand(made),)
-        arguments, named = self._views((tuple(args), kwargs))
+        arguments, named = self._views((tuple(args), operation.kwargs))
         self._into.append(TorchCall(func, arguments, named, result))
 
     # -- the end ---------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from private_llm.kernels.seeded_tensor import SeededTensor
 from private_llm.kernels.trace_hook import traced_by
 from private_llm.net.transport import Transport
 from private_llm.replay.events import GraphNode, Slot, TorchCall, mapped, slots_of, tensors_of
-from private_llm.replay.graphs import Event, GraphProgram, Pool
+from private_llm.replay.graphs import GraphEvent, GraphProgram, Pool
 from private_llm.replay.loops import MOVES, STARTED
 from private_llm.replay.recording import UNFORESEEN, StepRecorder, all_written_by
 from private_llm.replay.transports import noted, unrecorded
@@ -203,9 +203,9 @@ class GraphRecorder(StepRecorder[Slot]):
         """Whether an operation would have to move x; single numbers are read when it is called."""
         return x.device != self._device and x.dim() > 0
 
-    def _needed(self) -> tuple[list[Event], set[Slot]]:
+    def _needed(self) -> tuple[list[GraphEvent], set[Slot]]:
         """Events but for nodes whose results are the same every time, and the slots of these results."""
-        events: list[Event] = []
+        events: list[GraphEvent] = []
         dropped: set[Slot] = set()
         for event in self._events:
             if not isinstance(event, _RecordedNode):
@@ -221,7 +221,7 @@ class GraphRecorder(StepRecorder[Slot]):
         return events, dropped
 
 
-def _with(event: Event, constants: Mapping[Slot, Tensor]) -> Event:
+def _with(event: GraphEvent, constants: Mapping[Slot, Tensor]) -> GraphEvent:
     """A node with the constants among its arguments."""
     if not isinstance(event, TorchCall) or constants.keys().isdisjoint(slots_of((event.arguments, event.named))):
         return event

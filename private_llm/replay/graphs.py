@@ -143,7 +143,7 @@ class MaskDraw:
 
 
 Stop = Send[Slot] | Receive[Slot] | BreakEvent[Slot]
-Event = GraphNode | Stop
+GraphEvent = GraphNode | Stop
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ class Segment:
         return any(node.computes for node in self.nodes)
 
 
-def segments_of(events: Sequence[Event]) -> list[Segment]:
+def segments_of(events: Sequence[GraphEvent]) -> list[Segment]:
     """Nodes up to each message or graph break, and the rest."""
     found: list[Segment] = []
     nodes: list[GraphNode] = []
@@ -203,7 +203,7 @@ class GraphProgram:
     """The same step again. held, size: bytes of its own memory for what comes in."""
 
     def __init__(
-        self, events: Sequence[Event], inputs: Sequence[Slot], outputs: Sequence[Slot | Tensor],
+        self, events: Sequence[GraphEvent], inputs: Sequence[Slot], outputs: Sequence[Slot | Tensor],
         masks: Sequence[Masks[Slot]], fixed: Mapping[Slot, Tensor], device: torch.device, pool: Pool,
     ) -> None:  # fmt: skip
         """fixed: memory of what comes in from outside. Raises UnsupportedOp or an error of CUDA for no graph."""

@@ -72,7 +72,7 @@ class Operand:
 
 
 @dataclass(frozen=True)
-class Address:
+class ArenaAddress:
     """A place in a memory, in bytes."""
 
     memory: Memory
@@ -87,7 +87,7 @@ class WeightAddress:
     offset: int
 
 
-Word = int | Address | WeightAddress
+Word = int | ArenaAddress | WeightAddress
 
 
 @dataclass(frozen=True)
@@ -301,7 +301,7 @@ def _words(event: Event) -> Sequence[Word]:
     if endpoint >= MOST or not torch.empty_strided(payload.shape, payload.stride, device="meta").is_contiguous():
         return (steps.STOP,)
     tag = np.frombuffer(tag_bytes(event.tag), np.int64).tolist()
-    return code, endpoint, Address(payload.memory, payload.offset), count, *tag
+    return code, endpoint, ArenaAddress(payload.memory, payload.offset), count, *tag
 
 
 def _words_of_pieces(event: Parallel) -> Sequence[Word]:
@@ -324,7 +324,7 @@ def _rows(events: Sequence[Event]) -> tuple[Table, Table, Table]:
     for each in events:
         starts.append(len(words))
         for word in _words(each):
-            if isinstance(word, Address):
+            if isinstance(word, ArenaAddress):
                 words.append(word.memory.place + word.offset)
                 kinds.append(1)
             elif isinstance(word, WeightAddress):
@@ -344,7 +344,9 @@ def _memories(program: Program) -> Iterator[Memory]:
         match event:
             case Step() | Parallel():
                 pieces = event.pieces if isinstance(event, Parallel) else ((event,),)
-                yield from (word.memory for piece in pieces for step in piece for word in leaves(step.row, Address))
+                yield from (
+                    word.memory for piece in pieces for step in piece for word in leaves(step.row, ArenaAddress)
+                )
             case TorchCall(_, arguments, named, made):
                 yield from (each.memory for each in leaves((arguments, named, made), Operand))
             case BreakEvent(inputs, outputs):

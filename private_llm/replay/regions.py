@@ -14,7 +14,7 @@ from torch import Tensor
 
 from private_llm.errors import DomainError, UnsupportedOp
 from private_llm.kernels.seeded_tensor import StreamKey
-from private_llm.net.ledger import Ledger
+from private_llm.net.ledger import AS_IT_IS, HERE, OWNER, Ledger, LedgerDelta, Scope
 from private_llm.net.transport import CLIENT
 from private_llm.protocols.session import PendingRangeCheck, Session
 from private_llm.protocols.share import Share
@@ -28,34 +28,6 @@ Result = tuple[Sequence[Fixed], Hashable]
 Compute = Callable[[Sequence[Fixed]], Result]
 """A function of shared values: what it makes, and public facts about that, equal in every call of a key; None as facts
 if a program could not make that."""
-
-
-_HERE, _OWNER, _AS_IT_IS = range(3)
-Scope = tuple[int, str]
-"""A module in the ledger: the one in which the region was called, one within its owner, or any other."""
-
-
-@dataclass(frozen=True)
-class LedgerDelta:
-    """What a run adds to the ledger."""
-
-    sent: tuple[tuple[Scope, str, int, int], ...]
-    rounds: tuple[tuple[Scope, str, int], ...]
-    macs: tuple[tuple[Scope, int], ...]
-
-    def plus(self, other: LedgerDelta) -> LedgerDelta:
-        """Both."""
-        return LedgerDelta(self.sent + other.sent, self.rounds + other.rounds, self.macs + other.macs)
-
-    def apply(self, ledger: Ledger, scope: str, op: str, owner: str, times: int) -> None:
-        """Add it `times` times, for an owner of this name; scope, op: what was computed."""
-        starts, sent, rounds, macs = (scope, owner, ""), ledger.sent, ledger.rounds, ledger.macs
-        for (kind, name), tag, to, count in self.sent:
-            sent[(starts[kind] + name, op or tag, to)] += count * times
-        for (kind, name), tag, count in self.rounds:
-            rounds[(starts[kind] + name, op or tag)] += count * times
-        for (kind, name), count in self.macs:
-            macs[starts[kind] + name] += count * times
 
 
 @dataclass(frozen=True)
@@ -92,8 +64,8 @@ class _Ledgers:
     def scope(self, name: str) -> Scope:
         """A module's place."""
         if self._owner and (name == self._owner or name.startswith(f"{self._owner}.")):
-            return _OWNER, name[len(self._owner) :]
-        return (_HERE, "") if name == self._here else (_AS_IT_IS, name)
+            return OWNER, name[len(self._owner) :]
+        return (HERE, "") if name == self._here else (AS_IT_IS, name)
 
     def delta(self, ledger: Ledger) -> LedgerDelta:
         """What it says more now."""

@@ -57,8 +57,6 @@ STEP_ITSELF = frozenset({
     "StepRecorder.computing", "CpuRecorder.operated", "CpuRecorder.parallel_region",
     "GraphRecorder.operated", "GraphRecorder.computed", "PublicTensors.clear",
     "TraceLog.addressed", "TraceLog.launched", "TraceLog.escaped",
-    # part of the ledger, which books repeated calls when somebody reads it
-    "LedgerDelta.apply",
 })  # fmt: skip
 BEGUN = frozenset({
     # of a program that is repeated: masks are drawn and messages are on their way

@@ -16,7 +16,7 @@ from private_llm.protocols.session import Session
 from private_llm.protocols.share import Share
 from private_llm.replay import joint
 from private_llm.replay.events import BreakEvent, GraphNode, Receive, Send, Slot
-from private_llm.replay.graphs import Event, GraphProgram, Pool
+from private_llm.replay.graphs import GraphEvent, GraphProgram, Pool
 from private_llm.replay.modules import repeated
 from private_llm.replay.program_cache import ProgramCache, programs_of
 from private_llm.replay.regions import Result, WeightBinding
@@ -34,7 +34,7 @@ def words(number: int) -> Tensor:
     return torch.full((2,), number)
 
 
-def begin(program: GraphProgram, events: list[Event], fixed: list[Slot], output: Slot) -> GraphProgram:
+def begin(program: GraphProgram, events: list[GraphEvent], fixed: list[Slot], output: Slot) -> GraphProgram:
     program.__init__(events, [X], [output], [], {slot: words(0) for slot in fixed}, torch.device("cpu"), Pool())  # type: ignore[misc]
     return program
 

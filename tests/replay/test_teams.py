@@ -14,7 +14,7 @@ from torch import Tensor
 from private_llm.kernels import teams
 from private_llm.kernels.backends.cpu import steps
 from private_llm.net.direct import Direct
-from private_llm.replay.program import Address, Arena, Memory, Operand, Parallel, Program, Step
+from private_llm.replay.program import Arena, ArenaAddress, Memory, Operand, Parallel, Program, Step
 from private_llm.replay.transports import ReplayTransport, Trace
 
 pytestmark = pytest.mark.skipif(not teams.HERE, reason="no teams on this system")
@@ -39,7 +39,7 @@ def counted(lengths: Sequence[Sequence[int]]) -> tuple[Program, Tensor]:
     for each in lengths:
         at, pieces = 0, []
         for length in each:
-            place = Address(memory, 8 * at)
+            place = ArenaAddress(memory, 8 * at)
             row = (1, 1, 1, length, place, 0, 0, 0, 1, place, 0, 0, 0, 1, one.data_ptr(), 0, 0, 0, 0, steps.ADD, 1)
             pieces.append((Step(steps.combine, row),))
             want[at : at + length] += 1

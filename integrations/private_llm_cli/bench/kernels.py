@@ -24,7 +24,7 @@ from private_llm.kernels.backends.cpu import matmul as cpu_matmul
 from private_llm.kernels.backends.cpu import steps
 from private_llm.kernels.parallel import split_range, usable_cores
 from private_llm.protocols.carry import carry_plan
-from private_llm.replay.program import Address, Arena, Memory, Operand, Parallel, Program, Step
+from private_llm.replay.program import Arena, ArenaAddress, Memory, Operand, Parallel, Program, Step
 from private_llm.replay.transports import ReplayTransport, Trace
 from private_llm.ring.prg import Prg, Seed
 from private_llm.ring.ring import RING32, RING64, Ring
@@ -233,7 +233,7 @@ def _team(shape: tuple[int, int], stream: Prg) -> _Job:
     def program(pieces: int) -> Program:
         made = []
         for first, last in split_range(columns, pieces, 8):
-            weight, place = w.data_ptr() + 8 * first * inner, Address(memory, 8 * first)
+            weight, place = w.data_ptr() + 8 * first * inner, ArenaAddress(memory, 8 * first)
             row = (x.data_ptr(), weight, place, 1, 1, inner, last - first, 0)
             made.append((Step(steps.dot_product, row),))
         return Program([Parallel(tuple(made))], [whole], [whole], [], [x, w])
