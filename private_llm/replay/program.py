@@ -177,7 +177,7 @@ class Program:
         return self._constants + 2 * tables * self._table.nbytes
 
     def bind(self, arena: Arena) -> _BoundProgram:
-        """This program in an arena; anew where the arena has moved."""
+        """This program in an arena; anew where that has moved. A graph break raises DomainError without `Inner`."""
         arena.reserve(self.size)
         held = self._bound
         if held is not None and held.words is arena.words:
@@ -250,10 +250,7 @@ class Program:
 def _doing(
     event: Send[Operand] | Receive[Operand] | TorchCall[Operand] | BreakEvent[Operand], arena: Arena, draws: Draws
 ) -> Callable[[ProgramTransport, Inner | None], None]:  # fmt: skip
-    """What Python does for an event that the compiled program leaves to it. draws: of the masks behind a graph break.
-
-    A graph break raises DomainError without an `Inner`.
-    """
+    """What Python does for an event that is left to it. draws: of the masks behind a graph break."""
     if isinstance(event, TorchCall):
         arguments, named = mapped((event.arguments, event.named), Operand, arena.view)
         results = [arena.view(each) for each in event.made]
