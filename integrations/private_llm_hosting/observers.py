@@ -192,8 +192,8 @@ class Throttle:
             del self._windows[key]
 
 
-_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
-_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, math.inf)
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, math.inf)
 _NAME = "private_llm_party"
 
 
@@ -206,14 +206,9 @@ class PartyMetrics(Observer):
         self.awaits: str | None = None
         ProcessCollector(registry=registry)
 
-        def gauge(name: str, text: str, labels: Iterable[str] = ()) -> Gauge:
-            return Gauge(f"{_NAME}_{name}", text, tuple(labels), registry=registry)
-
-        def counter(name: str, text: str, labels: Iterable[str] = ()) -> Counter:
-            return Counter(f"{_NAME}_{name}", text, tuple(labels), registry=registry)
-
-        def histogram(name: str, text: str, buckets: Iterable[float]) -> Histogram:
-            return Histogram(f"{_NAME}_{name}", text, ("model",), buckets=(*buckets, math.inf), registry=registry)
+        gauge = functools.partial(Gauge, namespace=_NAME, registry=registry)
+        counter = functools.partial(Counter, namespace=_NAME, registry=registry)
+        histogram = functools.partial(Histogram, labelnames=("model",), namespace=_NAME, registry=registry)
 
         gauge("info", "Version, party and protocol; always 1.", ("version", "party", "protocol")).labels(
             VERSION, str(party), protocol
@@ -231,9 +226,9 @@ class PartyMetrics(Observer):
         self._tokens = counter("tokens", "Positions computed, over all rows.", ("model",))
         self._sent = counter("sent_bytes", "Bytes that this party sent in passes.", ("model",))
         self._rounds = counter("rounds", "Rounds of communication in passes.", ("model",))
-        self._rows = histogram("pass_rows", "Rows of a pass.", _SIZES)
-        self._requests = histogram("pass_requests", "Requests that a pass serves.", _SIZES)
-        self._seconds = histogram("pass_seconds", "Seconds of a pass.", _SECONDS)
+        self._rows = histogram("pass_rows", "Rows of a pass.", buckets=_SIZES)
+        self._requests = histogram("pass_requests", "Requests that a pass serves.", buckets=_SIZES)
+        self._seconds = histogram("pass_seconds", "Seconds of a pass.", buckets=_SECONDS)
         self._expiry = gauge("certificate_days_left", "Days until a certificate expires.", ("file", "subject"))
         self._models = frozenset(models)
         for reason in CLASSES:

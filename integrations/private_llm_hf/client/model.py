@@ -135,11 +135,10 @@ class PrivateModel:
             model.generate(**inputs, max_new_tokens=32)       # 12 tokens of prompt
 
         Online it is then silent. Its receivers store what it sends, encrypted, in `PrivateConfig.offline_folder`, until
-        it is used (once) or the session ends. Then the planned calls must come in their order; any other raises
-        DomainError. When all were made the session is as before. A new plan, or none, throws away what is left. A party
-        service does this while nobody else waits, up to its `offline_bytes`; planned calls then run alone there. Raises
-        ConfigError for a protocol without a helping party, where the disk has no room, and, before anything runs, for
-        sparsity and for calls after which the KV cache evicts entries by secrets.
+        it is used (once) or the session ends. Planned calls must come in their order (else DomainError); after the last
+        the session is as before. A new plan, or none, throws away what is left. A party service does this while nobody
+        else waits, up to its `offline_bytes`, and runs planned calls alone. Raises ConfigError for a protocol without a
+        helping party, a full disk, and, before anything runs, sparsity and calls that evict entries by secrets.
         """
         if self.parties.config.sparsity is not None:
             raise ConfigError(
@@ -165,9 +164,8 @@ class PrivateModel:
     def open_session(self) -> PrivateModel:
         """Another model object, on a session of its own of the same parties: its calls run beside this one's.
 
-        For parties that outlive a session. A party service merges what its sessions ask at the same time. Close it when
-        it is not needed any more. Raises ConfigError for parties that end with their session, PartiesBusy and
-        TransportError as `from_pretrained`.
+        A party service merges what its sessions ask at the same time. Close it when it is not needed any more. Raises
+        ConfigError for parties that end with their session, PartiesBusy and TransportError as `from_pretrained`.
         """
         made = type(self)(self.config, self._joined(), self.patch_plan, self.generation_config)
         made.joins = self.joins
@@ -202,10 +200,9 @@ class PrivateModel:
     def embedding_width(self) -> int | None:
         """Numbers of an embedded token, if the model has a table of tokens."""
         try:
-            table: nn.Module = skeleton(self.original_class, self.config).get_input_embeddings()
+            return getattr(skeleton(self.original_class, self.config).get_input_embeddings(), "embedding_dim", None)
         except NotImplementedError:
             return None
-        return getattr(table, "embedding_dim", None)
 
     @property
     def device(self) -> torch.device:
@@ -222,10 +219,7 @@ class PrivateModel:
         return 0 if only_trainable else self.patch_plan.parameters(exclude_embeddings)
 
     def get_encoder(self, *_: object, **__: object) -> nn.Module:
-        """The encoder of an encoder-decoder model: its call runs at the parties and returns a handle.
-
-        Raises UnsupportedOp for other models.
-        """
+        """The encoder: its call runs at the parties and returns a handle. Raises UnsupportedOp where there is none."""
         if not self.config.is_encoder_decoder:
             raise UnsupportedOp(f"{type(self).__name__} has no encoder of its own")
         return _Encoder(self)
@@ -237,18 +231,17 @@ class PrivateModel:
         """
         prepare = getattr(self, "prepare_decoder_input_ids_from_labels", None)
         shift = getattr(sys.modules[self.original_class.__module__], "shift_tokens_right", None)
-        made: torch.Tensor
+        made, reason = None, "its class does not say what its decoder reads for them"
         try:
             if prepare is not None:
                 made = prepare(labels)
-                return made
-            if shift is not None:
+            elif shift is not None:
                 settings = self.config.pad_token_id, self.config.decoder_start_token_id
                 made = shift(labels, *settings[: len(inspect.signature(shift).parameters) - 1])
-                return made
-            reason = "its class does not say what its decoder reads for them"
         except ValueError as error:  # a token that the configuration does not name
             reason = str(error)
+        if isinstance(made, torch.Tensor):
+            return made
         raise UnsupportedOp(f"labels: {self.original_class.__name__}: {reason}; give decoder_input_ids as well")
 
     def _prepare_cache_for_generation(
@@ -303,16 +296,14 @@ class PrivateModel:
     get_output_embeddings = _refused(UnsupportedOp, "the output head is with the parties, a secret one only as shares")
 
     def tie_weights(self, *_: object, **__: object) -> None:
-        """Nothing to do: tied weights were shared once, and are one at the parties."""
+        """Nothing to do: tied weights are one at the parties, and the client computes nothing worth compiling."""
 
-    def compile(self, *_: object, **__: object) -> None:
-        """Nothing to do, as for `torch.compile(model)`: the client computes nothing that compiling would speed up."""
+    compile = tie_weights
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> PrivateModel:
-        """What to(), cuda(), half() and others do to weights, here and inside a module that holds this one: nothing, as
-        long as that leaves float32 on the CPU.
+        """What to(), cuda(), half() and others do to weights, here and in a module that holds this one: nothing.
 
-        Raises ConfigError for another device, UnsupportedOp for another dtype.
+        Raises ConfigError for another device than the CPU, UnsupportedOp for another dtype than float32.
         """
         try:
             made = fn(torch.zeros(1))
@@ -323,17 +314,14 @@ class PrivateModel:
                 "a private model has no weights to move: it takes inputs and gives outputs on the CPU (pipelines: "
                 "device='cpu'); the parties compute on a GPU with PrivateConfig(device='cuda')"
             )
-        if made.dtype != torch.float32:
-            self._refuse_dtype(made.dtype)
-        return self
-
-    def _refuse_dtype(self, dtype: torch.dtype) -> None:
         config = self.parties.config
-        raise UnsupportedOp(
-            f"{dtype}: a private model has no dtype to change: it computes in fixed point ({config.ring} bits, "
-            f"{config.frac_bits} of them fractional) and gives float32; for another precision load it with another "
-            "PrivateConfig.ring and frac_bits, and convert the outputs"
-        )
+        if made.dtype != torch.float32:
+            raise UnsupportedOp(
+                f"{made.dtype}: a private model has no dtype to change: it computes in fixed point ({config.ring} "
+                f"bits, {config.frac_bits} of them fractional) and gives float32; for another precision load it with "
+                "another PrivateConfig.ring and frac_bits, and convert the outputs"
+            )
+        return self
 
     def train(self, mode: bool = True) -> PrivateModel:
         """The model as it is for mode=False (evaluation). Raises UnsupportedOp for True."""
@@ -368,9 +356,8 @@ def _with_drafts(original: Callable[..., Any]) -> Callable[..., Any]:
         """As transformers' own, which runs at the client; with `speculation` drafts propose tokens, and passes of the
         private model check several at once (docs/speculation.md). The text is the same, when sampled in distribution.
 
-        Raises ConfigError for arguments that generate() cannot use, before anything is sent; ConfigError, DomainError
-        and UnsupportedOp for what speculation does not do: beams, several prompts, no cache, encoder-decoders, a draft
-        of another vocabulary, another way of drafting beside it.
+        Raises, before anything is sent, ConfigError for arguments that generate() cannot use, and ConfigError,
+        DomainError and UnsupportedOp for what speculation does not do (`decoding`).
         """
         given = given_to_generate(args, kwargs)
         check_inputs(given)

@@ -14,6 +14,7 @@ from transformers.modeling_outputs import ModelOutput
 
 from private_llm.errors import ProtocolAbort, TransportError, UnsupportedOp
 from private_llm.exact.argmax import argmax
+from private_llm.protocols.protocol import Protocol
 from private_llm.protocols.session import Session
 from private_llm.protocols.share import Index, Share
 from private_llm.replay.program_cache import repeat
@@ -22,6 +23,7 @@ from private_llm.tensor.range_check import verdict
 from private_llm.tensor.secret import SecretTensor
 from private_llm.tensor.secret_index import SecretIndex
 from private_llm_hf.party.cache import SecretCache
+from private_llm_hf.party.model_description import validate_input_shape
 from private_llm_hf.party.session_state import SessionState
 from private_llm_hf.transformers_versions import CACHE
 from private_llm_hf.wire.answers import GUARD, Output, Outputs
@@ -55,6 +57,21 @@ def table_of(model: PreTrainedModel, item: Tokens) -> nn.Embedding:
     if item.vocabulary != table.num_embeddings:  # the work of a lookup follows from this number
         raise TransportError(f"vocabulary: got {item.vocabulary}; the model has {table.num_embeddings} tokens")
     return table
+
+
+def receive_inputs(protocol: Protocol, model: PreTrainedModel, call: Call) -> list[Share | Index]:
+    """Shares of a call's secret inputs, as they come from the client: of token ids, or of values as they are.
+
+    Raises TransportError for a shape that no input has, and as `table_of`.
+    """
+    made: list[Share | Index] = []
+    for item in call.secret:
+        shape = validate_input_shape(item.shape)
+        if isinstance(item, Tokens):
+            made.append(protocol.receive_index(math.prod(shape), table_of(model, item).num_embeddings))
+        else:
+            made.append(protocol.receive_input(shape))
+    return made
 
 
 def taken(

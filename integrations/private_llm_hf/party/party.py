@@ -7,7 +7,6 @@ and text (never a value) go to all endpoints, who stop as well.
 from __future__ import annotations
 
 import functools
-import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import assert_never, get_args
@@ -24,7 +23,6 @@ from private_llm.net.parallel_sessions import RoleAssignment, assignment, parall
 from private_llm.net.transport import CLIENT, Transport
 from private_llm.protocols.offline_phase import OfflinePhase, section_label
 from private_llm.protocols.session import Session, join
-from private_llm.protocols.share import Index, Share
 from private_llm.protocols.weight_sharing import KEY_BYTES, assemble, keys_held, pieces, sends_parts, unpacked_key
 from private_llm.ranges import Ranges
 from private_llm.replay.program_cache import forget
@@ -43,16 +41,15 @@ from private_llm_hf.party.calls import (
     answer,
     arguments,
     outputs_message,
+    receive_inputs,
     refuse_unknown,
     run_alone,
-    table_of,
 )
 from private_llm_hf.party.command_loop import Heartbeat, reported, serve_commands
 from private_llm_hf.party.model import build_party_model, release
 from private_llm_hf.party.model_description import (
     Shapes,
     take_described,
-    validate_input_shape,
     validate_model_description,
 )
 from private_llm_hf.party.placement import Weights, keeps_seeds, warn_of_copies, weights_of_file, weights_of_model
@@ -155,9 +152,6 @@ class Party:
                 raise ShareFileError("the client wants a model that this party holds no share file of")
             self._check_assignment(tuple(range(self.config.parties)), "a share file")
             loaded = LoadModel(self.share_file.description, None)
-            self.session.numerics.lazy_masks = keeps_seeds(
-                self.session, self.share_file.shapes.values(), self.share_file.cipher
-            )
             weights = weights_of_file(self.session, self.share_file)
         elif isinstance(command, commands.LoadLike):
             other = self.parallel_sessions.get(command.parallel_session)
@@ -289,7 +283,7 @@ class Party:
         """parties: who computes for the client now; nobody, and the client hears nothing, if a helper runs ahead."""
         refuse_unknown(call)
         model, state = self.ready(), self._state()
-        secrets = [self._receive(model, item) for item in call.secret]
+        secrets = receive_inputs(self.session.protocol.on(torch.device(self.session.device)), model, call)
         if parties:
             self._compare(parties)
         if slices is not None:
@@ -297,14 +291,6 @@ class Party:
             self._pass_on(states_before_cut(model, inputs), slices)
             return
         self._reveal(run_alone(model, self.session, state, "", call, secrets), bool(parties))
-
-    def _receive(self, model: PreTrainedModel, item: commands.Tokens | commands.Values) -> Share | Index:
-        """One secret input: shares of token ids, or of values as they are."""
-        shape = validate_input_shape(item.shape)
-        protocol = self.session.protocol.on(torch.device(self.session.device))
-        if isinstance(item, commands.Values):
-            return protocol.receive_input(shape)
-        return protocol.receive_index(math.prod(shape), table_of(model, item).num_embeddings)
 
     def _reveal(self, result: CallResult, heard: bool = True) -> None:
         """Open the outputs towards the client, which hears first what comes."""

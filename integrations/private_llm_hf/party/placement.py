@@ -123,7 +123,8 @@ Weights = dict[str, Fixed | Tensor | Offloaded]
 
 
 def weights_of_file(session: Session, share_file: ShareFile) -> Weights:
-    """The weights of a share file for a session; each is read when it is needed. Local."""
+    """The weights of a share file, each read when it is needed; the session learns whether masks stay seeds. Local."""
+    session.numerics.lazy_masks = keeps_seeds(session, share_file.shapes.values(), share_file.cipher)
     warn_of_copies(session, share_file.keys)
     ranges = Ranges(share_file.description.ranges)
     return {

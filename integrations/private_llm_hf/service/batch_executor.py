@@ -14,10 +14,9 @@ import torch
 
 from private_llm.errors import DomainError, PrivateLLMError, ProtocolAbort, TransportError
 from private_llm.net.transport import CLIENT
-from private_llm.protocols.session import Session
 from private_llm.protocols.share import Index, Share
 from private_llm.ring.prg import Prg
-from private_llm_hf.party.calls import outputs_message
+from private_llm_hf.party.calls import outputs_message, receive_inputs
 from private_llm_hf.party.session_state import SessionState
 from private_llm_hf.service.batch import BatchedRequest, run_batch
 from private_llm_hf.service.checks import check_call
@@ -25,7 +24,7 @@ from private_llm_hf.service.client_session import Request
 from private_llm_hf.service.limits import MOST_HANDLES, KVCacheQuota, Limits, add_part
 from private_llm_hf.service.links import ServiceLinks
 from private_llm_hf.service.served_model import ServedModel
-from private_llm_hf.wire.commands import CacheEdit, Call, SelectRows, Tokens
+from private_llm_hf.wire.commands import CacheEdit, Call, SelectRows
 
 _LOG = logging.getLogger("private_llm")
 OF_THE_MACHINE = (MemoryError, OSError)
@@ -134,17 +133,11 @@ def _received(model: ServedModel, links: ServiceLinks, request: Request) -> list
     if not request.session.masks:
         request.session.masks = session.protocol.input_masks(request.session.keys)
     links.serve(request.frames, ())
-    return inputs_received(session, request.session.masks, request.call)
+    return inputs_received(model, request.session.masks, request.call)
 
 
-def inputs_received(session: Session, masks: list[Prg], call: Call) -> list[Share | Index]:
+def inputs_received(model: ServedModel, masks: list[Prg], call: Call) -> list[Share | Index]:
     """A call's secret inputs, masked by these streams of its client. Local: they came before."""
-    protocol = session.protocol.on(torch.device(session.device))
-    made: list[Share | Index] = []
+    protocol = model.session.protocol.on(torch.device(model.session.device))
     with protocol.inputs_of(masks):
-        for item in call.secret:
-            if isinstance(item, Tokens):
-                made.append(protocol.receive_index(math.prod(item.shape), item.vocabulary))
-            else:
-                made.append(protocol.receive_input(item.shape))
-    return made
+        return receive_inputs(protocol, model.model, call)

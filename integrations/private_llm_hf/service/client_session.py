@@ -30,7 +30,7 @@ from private_llm.ring.dpf import key_words
 from private_llm.ring.prg import Prg, Seed
 from private_llm_hf.client.costs import rows_of
 from private_llm_hf.party.agreement import digest
-from private_llm_hf.party.calls import PlannedCall, PreprocessingPlan, table_of
+from private_llm_hf.party.calls import PlannedCall, PreprocessingPlan, receive_inputs, table_of
 from private_llm_hf.party.model_description import validate_input_shape
 from private_llm_hf.service.links import ClientInputRecorder, ReceivedTensor
 from private_llm_hf.service.served_model import ServedModel
@@ -308,11 +308,7 @@ class ClientSession:
         end = receiving_end(self.host.config, self.host.number, recorder)
         with end.section("planned") if planned else nullcontext():
             self._check_inputs(call, getattr(end, "one_hot", False))
-            for item in call.secret:
-                if isinstance(item, commands.Tokens):
-                    end.receive_index(math.prod(item.shape), item.vocabulary)
-                else:
-                    end.receive_input(item.shape)
+            receive_inputs(end, self._served().model, call)
         return recorder.frames
 
     def _facts(self, command: Message, edits: Sequence[CacheEdit], frames: Sequence[ReceivedTensor]) -> dict[str, str]:

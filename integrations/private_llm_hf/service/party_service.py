@@ -18,11 +18,12 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import closing
+from typing import TypeVar
 
 import torch
 
 from private_llm.config import PrivateConfig
-from private_llm.errors import ConfigError, PrivateLLMError, ProtocolAbort, ShareFileError, TransportError
+from private_llm.errors import ConfigError, PrivateLLMError, ProtocolAbort, TransportError
 from private_llm.kernels.address import tune_allocator
 from private_llm.net.acceptor import Acceptor
 from private_llm.net.admission import Admission, ClientLink
@@ -31,7 +32,6 @@ from private_llm.net.roles import HEARSAY, WHO, called, named, named_errors
 from private_llm.net.sockets import SocketTransport
 from private_llm.net.transport import DelayedTransport
 from private_llm.protocols.session import join_parties
-from private_llm_hf.models.sparse_blocks import adopted
 from private_llm_hf.party.agreement import Ack, Commit, Proposal, RequestRef, Transcript, Vote, joined, tally
 from private_llm_hf.service.batch_executor import run_requests
 from private_llm_hf.service.checks import batch_key, past_of
@@ -40,7 +40,7 @@ from private_llm_hf.service.limits import ClientQuarantine, KVCacheQuota, Limits
 from private_llm_hf.service.links import ServiceLinks
 from private_llm_hf.service.preprocessing_store import PreprocessingStore
 from private_llm_hf.service.scheduler import RequestSize, Scheduler
-from private_llm_hf.service.served_model import ServedModel
+from private_llm_hf.service.served_model import ServedModel, open_models
 from private_llm_hf.service.settings import BatchFacts, Observer, ServiceSettings
 from private_llm_hf.wire.commands import recv_message, send_message
 
@@ -53,6 +53,7 @@ _TICK_S = 0.25
 _STOPPED = "has stopped"
 """What a party that was drained says at the end, behind its name."""
 _APART = "the parties disagree on the step that they are at"
+StepMessage = TypeVar("StepMessage", Proposal, Vote, Commit, Ack)
 _GRACE_S = 0.02
 """Seconds that a party waits for a request that party 0 has got already."""
 
@@ -75,9 +76,9 @@ class PartyService:
         latency_ms: what is sent to other parties leaves so much later, for measurements.
         """
         self._latency = latency_ms / 1e3
-        self.config, self.number = _checked(config, number), number
         self.settings, self.observer, self.rows = settings, observer or Observer(), settings.rows
-        self._models = self._open_models()
+        self._models, self.config = open_models(settings.models, _checked(config, number), number)
+        self.number = number
         self._listener = listener
         self._scheduler, self._preprocessing = Scheduler(settings), PreprocessingStore()
         self._sessions: dict[str, ClientSession] = {}
@@ -96,19 +97,6 @@ class PartyService:
         )  # fmt: skip
         self._quarantine = ClientQuarantine()
         self.admission.out_for = self._quarantine.seconds_barred
-
-    def _open_models(self) -> dict[str, ServedModel]:
-        found: dict[str, ServedModel] = {}
-        for name, path in self.settings.models.items():
-            model = ServedModel(name, path, self.config, self.number)
-            if model.digest in found:
-                raise ShareFileError(f"models: {name} and {found[model.digest].name} are the same model; want it once")
-            found[model.digest] = model
-            own = adopted(self.config, model.file.description.config)
-            if own != self.config and len(self.settings.models) > 1:
-                raise ConfigError(f"models: {name} was shared with predictors; want it alone in a service")
-            self.config = own
-        return found
 
     @property
     def ready(self) -> bool:
@@ -259,13 +247,10 @@ class PartyService:
             self.observer.load(len(live), len(self._scheduler))
         self._step += 1
         proposal = Proposal(self._step, tuple(RequestRef(r.session.id, r.number) for r in requests), live)
-        others = [party for party in range(self.config.parties) if party != 0]
-        for party in others:
-            send_message(links, party, proposal)
-        votes: list[Vote] = [recv_message(links, party, (Vote,)) for party in others]
-        for vote in votes:
-            if vote.step != self._step or len(vote.facts) != len(requests):
-                raise ProtocolAbort(_APART)
+        self._tell_others(links, proposal)
+        votes = [self._hear(links, party, Vote) for party in range(1, self.config.parties)]
+        if any(len(vote.facts) != len(requests) for vote in votes):
+            raise ProtocolAbort(_APART)
         over = self._lost(votes)
         runs: list[Request] = []
         places = []
@@ -281,9 +266,19 @@ class PartyService:
             else:
                 request.session.cut("the client told the parties different things")
         commit = Commit(self._step, tuple(places), (*ended, *sorted(over)))
-        for party in others:
-            send_message(links, party, commit)
+        self._tell_others(links, commit)
         self._carry_out(links, runs, proposal, commit)
+
+    def _tell_others(self, links: ServiceLinks, message: Proposal | Commit) -> None:
+        for party in range(1, self.config.parties):
+            send_message(links, party, message)
+
+    def _hear(self, links: ServiceLinks, party: int, kind: type[StepMessage]) -> StepMessage:
+        """What a party says in this step. Raises ProtocolAbort for a message of another one."""
+        message = recv_message(links, party, (kind,))
+        if message.step != self._step:
+            raise ProtocolAbort(_APART)
+        return message
 
     def _size_of(self, request: Request) -> RequestSize:
         """Which requests may share a batch with this one, and how large its part is.
@@ -325,17 +320,13 @@ class PartyService:
     def _follow(self, mesh: SocketTransport, links: ServiceLinks) -> None:
         """One step of another party: say what is here, then run what party 0 says."""
         links.wait(0)
-        proposal: Proposal = recv_message(links, 0, (Proposal,))
         self._step += 1
-        if proposal.step != self._step:
-            raise ProtocolAbort(_APART)
+        proposal = self._hear(links, 0, Proposal)
         wanted = [(request.session, request.number) for request in proposal.requests]
         held = self._scheduler.find_requests(wanted, _GRACE_S)
         facts = tuple(None if request is None else request.facts for request in held)
         send_message(links, 0, Vote(self._step, facts, self._take_ended(), self._leave_at is not None))
-        commit: Commit = recv_message(links, 0, (Commit,))
-        if commit.step != self._step:
-            raise ProtocolAbort(_APART)
+        commit = self._hear(links, 0, Commit)
         runs = []
         for place in commit.places:
             request = held[place] if place < len(held) else None
@@ -381,10 +372,11 @@ class PartyService:
         self._transcript.add(
             [type(r.error).__name__ for r in requests if r.planned is None]
         )  # a disk is one party's own
-        if self.number == 0:
-            self._await_all(links)
-        else:
+        if self.number != 0:
             send_message(links, 0, Ack(self._step))
+        else:  # wait until the others are through: only then is it known which of its sessions go on
+            for party in range(1, self.config.parties):
+                self._hear(links, party, Ack)
         seconds = time.perf_counter() - began
         self._scheduler.update_from_batch(requests, seconds)
         self.observer.batch_done(
@@ -434,13 +426,6 @@ class PartyService:
         else:
             self._preprocessing.run_prepared(model, links, first)
         return first.call.rows, math.prod(first.call.secret[0].shape[:2])
-
-    def _await_all(self, links: ServiceLinks) -> None:
-        """Wait until the others are through with a batch: only then is it known which of its sessions go on."""
-        for party in range(1, self.config.parties):
-            ack: Ack = recv_message(links, party, (Ack,))
-            if ack.step != self._step:
-                raise ProtocolAbort(_APART)
 
     def _model(self, request: Request) -> ServedModel:
         return request.session.model or self.model_of(None)

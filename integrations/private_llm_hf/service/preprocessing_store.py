@@ -181,7 +181,7 @@ def _computed(model: ServedModel, request: Request) -> CallResult:
     session, planned = model.session, _planned(request)
     masks = session.protocol.input_masks(request.session.keys, section_label(planned.plan, planned.number))
     with torch.no_grad(), session.protocol.ledger.scope(""):
-        secrets = inputs_received(session, masks, planned.call)
+        secrets = inputs_received(model, masks, planned.call)
         return run_alone(model.model, session, model.state, owner_of(request.session.id), planned.call, secrets)
 
 

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from transformers import PreTrainedModel
 
 from private_llm.config import PrivateConfig
+from private_llm.errors import ConfigError, ShareFileError
 from private_llm.protocols.session import NumericContext, Session
 from private_llm.ranges import Ranges
 from private_llm_hf.checkpoint.offload import Offloaded
 from private_llm_hf.checkpoint.share_files import ShareFile
 from private_llm_hf.models.sparse_blocks import adopted
 from private_llm_hf.party.model import build_party_model, empty_model, release
-from private_llm_hf.party.placement import keeps_seeds, weights_of_file, weights_of_model
+from private_llm_hf.party.placement import weights_of_file, weights_of_model
 from private_llm_hf.party.session_state import SessionState
 from private_llm_hf.patch_plan import check_ring, make_patch_plan
 from private_llm_hf.wire.answers import StoredFile
@@ -58,9 +60,8 @@ class ServedModel:
         self.session.numerics.ranges, self.session.numerics.lazy_masks = self.ranges, self._seeds
         before = self._built
         if before is None:
-            kept = keeps_seeds(self.session, self.file.shapes.values(), self.file.cipher)
-            self._seeds = self.session.numerics.lazy_masks = kept
             weights = weights_of_file(self.session, self.file)
+            self._seeds = self.session.numerics.lazy_masks
             self._offloaded = {name: value for name, value in weights.items() if isinstance(value, Offloaded)}
         else:
             weights = weights_of_model(self.session, before, self._offloaded)
@@ -85,3 +86,23 @@ def open_model(path: Path, config: PrivateConfig, number: int) -> ShareFile:
     make_patch_plan(model, own)
     check_ring(model, own)
     return file
+
+
+def open_models(
+    paths: Mapping[str, Path], config: PrivateConfig, number: int
+) -> tuple[dict[str, ServedModel], PrivateConfig]:
+    """A party's models by digest, and the configuration with which they run.
+
+    Raises as `open_model`, and for a model that is there twice, or is not alone and has predictors.
+    """
+    found: dict[str, ServedModel] = {}
+    for name, path in paths.items():
+        model = ServedModel(name, path, config, number)
+        if model.digest in found:
+            raise ShareFileError(f"models: {name} and {found[model.digest].name} are the same model; want it once")
+        found[model.digest] = model
+        own = adopted(config, model.file.description.config)
+        if own != config and len(paths) > 1:
+            raise ConfigError(f"models: {name} was shared with predictors; want it alone in a service")
+        config = own
+    return found, config
