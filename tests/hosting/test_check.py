@@ -13,8 +13,8 @@ import pytest
 from private_llm_cli.app import app
 from private_llm_hf.api import share_checkpoint
 from private_llm_hf.service.party_service import PartyService
-from private_llm_hosting.check import ExpiryWatch, check_party
-from private_llm_hosting.observers import PartyMetrics
+from private_llm_hosting.check import check_party
+from private_llm_hosting.observers import ExpiryWatch, PartyMetrics
 from private_llm_hosting.settings import read_settings
 from transformers import OPTConfig, OPTForCausalLM
 from typer.testing import CliRunner

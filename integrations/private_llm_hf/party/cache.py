@@ -26,7 +26,7 @@ from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.secret import SecretTensor
 
 if TYPE_CHECKING:
-    from private_llm_hf.party.layers import RepeatedLayer
+    from private_llm_hf.party.model import RepeatedLayer
 
 
 def _looked_at() -> None:

@@ -1,34 +1,74 @@
 """Run the requests that the parties have agreed upon as one batch, and answer each to its own client.
 
 What is done here depends on public facts alone and is the same at all parties: a request that is refused is refused
-everywhere, and the others go on.
+everywhere, and the others go on. What a client sends for an input was received by the thread of its session, so that no
+client can make a batch wait: the protocol receives from what was recorded, and what it opens goes to the client whose
+turn it is (`ServiceLinks`).
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
 
 import torch
+from torch import Tensor
 
 from private_llm.errors import DomainError, PrivateLLMError, ProtocolAbort, TransportError
-from private_llm.net.transport import CLIENT
+from private_llm.net.direct import End
+from private_llm.net.transport import CLIENT, PassingTransport, Transport
 from private_llm.protocols.share import Index, Share
 from private_llm.ring.prg import Prg
 from private_llm_hf.party.calls import outputs_message, receive_inputs
 from private_llm_hf.party.session_state import SessionState
 from private_llm_hf.service.batch import BatchedRequest, run_batch
 from private_llm_hf.service.checks import check_call
-from private_llm_hf.service.client_session import Request
+from private_llm_hf.service.client_session import ReceivedTensor, Request
 from private_llm_hf.service.limits import MOST_HANDLES, KVCacheQuota, Limits, add_part
-from private_llm_hf.service.links import ServiceLinks
 from private_llm_hf.service.served_model import ServedModel
 from private_llm_hf.wire.commands import CacheEdit, Call, SelectRows
 
 _LOG = logging.getLogger("private_llm")
 OF_THE_MACHINE = (MemoryError, OSError)
 """What one party may meet and the others not."""
+
+
+class ServiceLinks(PassingTransport):
+    """The links between the parties, with a client's number for whichever clients a batch serves.
+
+    inputs: what is received next from "the client". receivers: who gets what is sent to "the client", in order.
+    """
+
+    def __init__(self, inner: Transport) -> None:
+        super().__init__(inner)
+        self.inputs: deque[ReceivedTensor] = deque()
+        self.receivers: deque[Callable[[str, Tensor], None]] = deque()
+
+    def ends(self, endpoint: int) -> Sequence[End]:
+        """Those of the parties."""
+        return () if endpoint == CLIENT else self._inner.ends(endpoint)
+
+    def serve(self, frames: Sequence[ReceivedTensor], receivers: Sequence[Callable[[str, Tensor], None]]) -> None:
+        """From now on these inputs and receivers; what is left of others is forgotten."""
+        self.inputs, self.receivers = deque(frames), deque(receivers)
+
+    def _send(self, to: int, tag: str, payload: Tensor) -> None:
+        if to != CLIENT:
+            super()._send(to, tag, payload)
+        elif self.receivers:
+            self.receivers.popleft()(tag, payload)
+        else:
+            raise TransportError(f"'{tag}': there is no client that this batch opens something to")
+
+    def _recv(self, frm: int, tag: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        if frm != CLIENT:
+            return super()._recv(frm, tag, shape, dtype)
+        frame = self.inputs.popleft() if self.inputs else None
+        if frame is None or (frame.tag, frame.payload.dtype) != (tag, dtype) or frame.payload.shape != shape:
+            raise TransportError(f"'{tag}': the inputs that were recorded are others than this batch takes")
+        return frame.payload
 
 
 def run_requests(

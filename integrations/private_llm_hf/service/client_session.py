@@ -15,6 +15,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, assert_never, get_args
 
+import torch
 from torch import Tensor
 
 from private_llm.errors import ConfigError, DomainError, PartyFailed, PrivateLLMError, ShareFileError, TransportError
@@ -23,7 +24,7 @@ from private_llm.net.admission import ClientLink
 from private_llm.net.incoming import Allowance
 from private_llm.net.ledger import Ledger
 from private_llm.net.roles import named
-from private_llm.net.transport import CLIENT
+from private_llm.net.transport import CLIENT, Transport
 from private_llm.protocols.registry import protocol_spec
 from private_llm.protocols.session import meet_client, receiving_end
 from private_llm.ring.dpf import key_words
@@ -32,7 +33,6 @@ from private_llm_hf.client.costs import rows_of
 from private_llm_hf.party.agreement import digest
 from private_llm_hf.party.calls import PlannedCall, PreprocessingPlan, receive_inputs, table_of
 from private_llm_hf.party.model_description import validate_input_shape
-from private_llm_hf.service.links import ClientInputRecorder, ReceivedTensor
 from private_llm_hf.service.served_model import ServedModel
 from private_llm_hf.wire import commands
 from private_llm_hf.wire.answers import Alive, Loaded, Outputs, Prepared
@@ -56,6 +56,38 @@ _KEYS = 4
 
 _Command = PartyCommand | Stop
 _COMMANDS: tuple[type[_Command], ...] = get_args(_Command)
+
+
+@dataclass(frozen=True)
+class ReceivedTensor:
+    """One tensor that a client has sent."""
+
+    tag: str
+    payload: Tensor
+
+    def __repr__(self) -> str:
+        return f"Frame({self.tag!r}, shape={tuple(self.payload.shape)})"
+
+
+class ClientInputRecorder(Transport):
+    """A client's link that remembers what is received over it; nothing can be sent."""
+
+    def __init__(self, link: Transport) -> None:
+        super().__init__(link.me)
+        self.frames: list[ReceivedTensor] = []
+        self._link = link
+
+    def _send(self, to: int, tag: str, payload: Tensor) -> None:
+        raise TransportError(f"'{tag}': nothing is sent while a client's inputs are received")
+
+    def _recv(self, frm: int, tag: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        payload = self._link.recv(frm, tag, shape, dtype)
+        self.frames.append(ReceivedTensor(tag, payload))
+        return payload
+
+    def wait(self, frm: int) -> None:
+        """As the client's link."""
+        self._link.wait(frm)
 
 
 @dataclass(eq=False)

@@ -33,11 +33,10 @@ from private_llm.net.sockets import SocketTransport
 from private_llm.net.transport import DelayedTransport
 from private_llm.protocols.session import join_parties
 from private_llm_hf.party.agreement import Ack, Commit, Proposal, RequestRef, Transcript, Vote, joined, tally
-from private_llm_hf.service.batch_executor import run_requests
+from private_llm_hf.service.batch_executor import ServiceLinks, run_requests
 from private_llm_hf.service.checks import batch_key, past_of
 from private_llm_hf.service.client_session import ClientSession, Request
 from private_llm_hf.service.limits import ClientQuarantine, KVCacheQuota, Limits, elements_of, meet
-from private_llm_hf.service.links import ServiceLinks
 from private_llm_hf.service.preprocessing_store import PreprocessingStore
 from private_llm_hf.service.scheduler import RequestSize, Scheduler
 from private_llm_hf.service.served_model import ServedModel, open_models

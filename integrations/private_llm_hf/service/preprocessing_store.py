@@ -17,10 +17,9 @@ from private_llm.net.transport import CLIENT
 from private_llm.protocols.offline_phase import OfflinePhase, section_label
 from private_llm.protocols.session import Session
 from private_llm_hf.party.calls import CallResult, PlannedCall, outputs_message, run_alone
-from private_llm_hf.service.batch_executor import change, check_fits, inputs_received, refusal
+from private_llm_hf.service.batch_executor import ServiceLinks, change, check_fits, inputs_received, refusal
 from private_llm_hf.service.client_session import Request
 from private_llm_hf.service.limits import KVCacheQuota, add_part
-from private_llm_hf.service.links import ServiceLinks
 from private_llm_hf.service.served_model import ServedModel
 
 
