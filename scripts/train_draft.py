@@ -107,7 +107,7 @@ class Clock:
 
 # -- 1: texts --------------------------------------------------------------------------------------------------
 def chat_ends(tokenizer: Any) -> tuple[str, str]:  # noqa: ANN401 - transformers' own types
-    """What the chat template puts before and behind a user's turn."""
+    """What the chat template puts before and after a user's turn."""
     turn = [{"role": "user", "content": _MARK}]
     before, after = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True).split(_MARK)
     return before, after

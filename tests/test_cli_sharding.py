@@ -153,7 +153,7 @@ def test_a_picture_of_many_nodes_shows_those_that_send_most_and_says_so() -> Non
     shown, title = chosen(PrivateConfig(plan=ShardingPlan(3, 4, 1), split=2), {})
     assert shown == list(range(3 + 9))
     assert title.startswith("split=2")
-    assert title.endswith("behind 3 parties")
+    assert title.endswith("after 3 parties")
 
 
 def test_who_worked_is_who_sent_between_two_tokens() -> None:

@@ -250,7 +250,7 @@ def trial(
     if context.invoked_subcommand is not None:
         if out:
             raise ConfigError(
-                f"--out: it stands before {context.invoked_subcommand!r}, which has its own; want it behind"
+                f"--out: it stands before {context.invoked_subcommand!r}, which has its own; want it after"
             )
         return
     if not out:

@@ -150,7 +150,7 @@ class Completion:
         self._stopped(before)
 
     def _stopped(self, before: int) -> bool:
-        """Cut the text before the first stop text that ends behind `before`, if there is one."""
+        """Cut the text before the first stop text that ends after `before`, if there is one."""
         longest = max((len(stop) for stop in self.params.stop), default=0)
         begin = max(0, before - longest + 1)
         found = [at for stop in self.params.stop if (at := self.text.find(stop, begin)) >= 0]

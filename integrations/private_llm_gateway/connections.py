@@ -1,8 +1,8 @@
 """Connections that do not get on with their request: they are closed, so that they keep nobody out.
 
-uvicorn closes connections that are idle behind an answer, but waits for ever for the first request of one, and for the
+uvicorn closes connections that are idle after an answer, but waits for ever for the first request of one, and for the
 rest of a request line or headers. Here that takes `HEAD_S` at most; and when more than half of all connections allowed
-wait so, or behind an answer, the one that waits longest makes room: anybody on the machine may open connections. A
+wait so, or after an answer, the one that waits longest makes room: anybody on the machine may open connections. A
 body's time is limited in `guard.py`, and some of it is read at a time, since taking small chunks apart takes long.
 Whoever does not read its answer has `READ_S`: otherwise the rest of the answer, the request and the connection would
 stay for ever.
@@ -16,7 +16,7 @@ import time
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 HEAD_S = 10.0
-"""Seconds from a connection, or from the first byte behind an answer, to the end of a request's headers."""
+"""Seconds from a connection, or from the first byte after an answer, to the end of a request's headers."""
 READ_S = 60.0
 """Seconds in which a client that has fallen behind must catch up (to 16 KiB here), or take the end of an answer."""
 _AT_ONCE = 4096

@@ -134,7 +134,7 @@ class Stack:
         self.size: int = 0 if rest is None or top is None else rest.size + top.size - at
 
     def with_(self, top: GrammarNode, at: int = 0) -> Stack:
-        """The same nodes behind another one."""
+        """The same nodes after another one."""
         key = (self, top, at)
         found = _STACKS.get(key)
         if found is None:

@@ -89,7 +89,7 @@ class Served:
 
     @property
     def pad(self) -> int:
-        """What stands behind a text that ended while others go on."""
+        """What stands after a text that ended while others go on."""
         found = self.tokenizer.pad_token_id
         return int(found) if found is not None else (self.ends or (0,))[0]
 

@@ -28,7 +28,7 @@ RoleAssignment = tuple[int, ...]
 
 @functools.cache
 def assignments(parties: int) -> tuple[RoleAssignment, ...]:
-    """All assignments: for each order of the roles 1.. behind role 0, its rotations."""
+    """All assignments: for each order of the roles 1.. after role 0, its rotations."""
     found = []
     for rest in itertools.permutations(range(1, parties)):
         order = (0, *rest)
@@ -73,5 +73,5 @@ def parallel_session_links(transport: Transport, parties: int, parallel_session:
 
 
 def node_links(transport: Transport, parties: int, nodes: int) -> Transport:
-    """The links among nodes that are numbered behind `parties` parties, addressed by their own numbers from 0."""
+    """The links among nodes that are numbered after `parties` parties, addressed by their own numbers from 0."""
     return RoleTransport(transport, {parties + node: node for node in range(nodes)}) if parties else transport

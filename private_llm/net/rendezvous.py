@@ -358,7 +358,7 @@ class _Mesh:
 
 def _ended(sock: socket.socket) -> bool:
     """Whether the other end has closed a connection that nobody has read from."""
-    poll, hung_up = select.poll(), getattr(select, "POLLRDHUP", 0)  # where the system tells: also behind unread bytes
+    poll, hung_up = select.poll(), getattr(select, "POLLRDHUP", 0)  # where the system tells: also after unread bytes
     poll.register(sock, select.POLLIN | hung_up)
     found = dict(poll.poll(0))
     if not found or found[sock.fileno()] & hung_up:

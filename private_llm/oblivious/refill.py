@@ -123,7 +123,7 @@ class RefillStep:
         return torch.where(self.listed, self.start, self.end()[:, None]).amin(1)
 
     def end(self) -> Tensor:
-        """int64 [B]: one behind the last position that takes part."""
+        """int64 [B]: one after the last position that takes part."""
         return self.stop.amax(1)
 
     @property

@@ -250,7 +250,7 @@ class Program:
 def _doing(
     event: Send[Operand] | Receive[Operand] | TorchCall[Operand] | BreakEvent[Operand], arena: Arena, draws: Draws
 ) -> Callable[[ProgramTransport, Inner | None], None]:  # fmt: skip
-    """What Python does for an event that is left to it. draws: of the masks behind a graph break."""
+    """What Python does for an event that is left to it. draws: of the masks after a graph break."""
     if isinstance(event, TorchCall):
         arguments, named = mapped((event.arguments, event.named), Operand, arena.view)
         results = [arena.view(each) for each in event.made]
@@ -302,7 +302,7 @@ def _words(event: Event) -> Sequence[Word]:
 
 
 def _words_of_pieces(event: Parallel) -> Sequence[Word]:
-    """As `team.piece` reads them, behind the code that tells what they are."""
+    """As `team.piece` reads them, after the code that tells what they are."""
     begins: list[Word] = []
     words: list[Word] = []
     for piece in event.pieces:

@@ -5,7 +5,7 @@ for a truncation. So
 
 1. an operand with surplus bits that leave too little room is truncated first;
 2. more than 2^f entries are added in two steps, with a division by a power of two between them;
-3. 1 / count has at most f bits behind the point. Where that is too coarse, the sum is divided by a power of two first
+3. 1 / count has at most f bits after the point. Where that is too coarse, the sum is divided by a power of two first
    (one truncation of the results), so that a factor near 1 remains.
 
 A power of two moves into the fractional bits and costs nothing. Error of 1 / count, relative: 2^-14 in a 64-bit ring

@@ -27,7 +27,7 @@ def pair(value: TorchArg) -> Pair:
 
 
 def _same(kernel: Pair, dilation: Pair) -> tuple[Pair, Pair]:
-    """Zeros before and behind each dimension for padding="same": where they differ, PyTorch puts more behind."""
+    """Zeros before and after each dimension for padding="same": where they differ, PyTorch puts more after."""
     total = [gap * (size - 1) for gap, size in zip(dilation, kernel, strict=True)]
     return (total[0] // 2, total[1] // 2), (total[0] - total[0] // 2, total[1] - total[1] // 2)
 

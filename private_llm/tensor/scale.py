@@ -29,7 +29,7 @@ _CACHED = 16
 
 
 def constant_bits(session: Session) -> int:
-    """Bits a public tensor's entries have behind the point: 16, in a small ring as many as a weight."""
+    """Bits a public tensor's entries have after the point: 16, in a small ring as many as a weight."""
     return CONSTANT_BITS if session.ring.bits == 64 else session.frac
 
 
@@ -48,7 +48,7 @@ def dyadic(factor: float, bits: int) -> tuple[int, int]:
 
 
 def _scalar(session: Session, factor: float) -> tuple[int, int]:
-    """(n, e) with factor ~ n * 2^e; in a small ring n has no more bits behind the point than a weight."""
+    """(n, e) with factor ~ n * 2^e; in a small ring n has no more bits after the point than a weight."""
     _, exponent = math.frexp(factor) if math.isfinite(factor) else (0.0, 0)
     n, e = dyadic(factor, CONSTANT_BITS)
     if session.ring.bits == 32 and abs(n) != 1:
@@ -76,7 +76,7 @@ def times_scalar(x: SecretTensor, factor: float) -> Fixed:
 def times_public(x: SecretTensor, factor: Tensor) -> Fixed:
     """x * public tensor (rope tables, masks), broadcasting; integers and booleans are exact.
 
-    Real numbers have 16 bits behind the point (error 2^-17), which the result carries on top of those of x: local, but
+    Real numbers have 16 bits after the point (error 2^-17), which the result carries on top of those of x: local, but
     for what an earlier product left over. In a 32-bit ring they have the session's, and the result is truncated (1
     round).
     """

@@ -106,7 +106,7 @@ def shares(models: dict[int, RowsAt], ids: Tensor, budget: int) -> Iterator[Row]
 
 
 def noise(models: dict[int, RowsAt], ids: Tensor, count: int) -> Iterator[Row]:
-    """Tokens that vocab-matching finds in rounded rows, each behind the true text."""
+    """Tokens that vocab-matching finds in rounded rows, each after the true text."""
     everything = torch.arange(4096)
     for layer in (1, 3, 5):
         rows = flat(models[layer].of(ids))

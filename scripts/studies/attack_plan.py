@@ -15,7 +15,7 @@ Any causal model and text; by default the bundled model, whose every token takes
 
 Prints what each attack costs at most before it starts. `--prior K` tries the K tokens that the model itself expects
 most; `--known-prefix N` gives the attacker the first N tokens. `likelihood` prints where the true token stands among
-all candidates, of a causal model behind the true text so far; its texts are `--corpus`, by default the bundled one.
+all candidates, of a causal model after the true text so far; its texts are `--corpus`, by default the bundled one.
 `--encoder --tiny` attacks a small encoder with random weights on random tokens.
 """
 
@@ -88,7 +88,7 @@ def numbers(text: str) -> list[int]:
 
 
 def rate(model: RowsAt, vocabulary: Tensor, known: int) -> float:
-    """Candidates a second of vocab-matching: one measured call behind `known` tokens."""
+    """Candidates a second of vocab-matching: one measured call after `known` tokens."""
     tails = vocabulary[:CHUNK].unsqueeze(1)
     model.rows([0] * known, tails[:8])
     start = time.perf_counter()
@@ -134,7 +134,7 @@ def random_encoder() -> Any:  # noqa: ANN401 - a transformers model
 
 
 def likelihood(args: argparse.Namespace) -> None:
-    """Rank the true token of some positions that a CompNode does not hold, behind `--split` layers."""
+    """Rank the true token of some positions that a CompNode does not hold, after `--split` layers."""
     plan = ShardingPlan(*numbers(args.plan), accept_weak_plan=True, wire=args.wire)
     nodes, length = numbers(args.nodes), 16 if args.tiny else args.tokens
     if max(nodes) >= plan.alpha or args.partials != "masked":

@@ -9,7 +9,7 @@ One JSON row for each latency (milliseconds one way between parties; the client 
 adder="prefix", "keys" is adder="auto" with the stated network, "drafts" is that with prompt_lookup_num_tokens,
 "trained" (with --draft, a folder that scripts/train_draft.py made) that with speculation by this model and look-ups, in
 `--paths` paths of `--length`. Every way continues the same prompt, greedily; its text is compared with the plaintext
-model's. Tokens a second count those that came behind the prompt's pass, which with drafts may give several; `first_s`
+model's. Tokens a second count those that came after the prompt's pass, which with drafts may give several; `first_s`
 is the time to the first. `ratio` is to the first way at the same latency; `rounds_per_token` counts what the whole text
 took more than its first token alone, over all other tokens.
 """
@@ -68,7 +68,7 @@ class Clock(BaseStreamer):
         """Nothing to do."""
 
     def speed(self) -> float:
-        """Tokens a second behind those of the prompt's pass, which come within milliseconds of the first."""
+        """Tokens a second after those of the prompt's pass, which come within milliseconds of the first."""
         later = [at for at in self.times[1:] if at > self.times[1] + 0.02]
         return len(later) / (later[-1] - self.times[1]) if later else float("inf")
 

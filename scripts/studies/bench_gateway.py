@@ -49,7 +49,7 @@ class Answer:
 
     @property
     def each_s(self) -> float:
-        """Seconds for each token behind the first."""
+        """Seconds for each token after the first."""
         return (self.seconds - self.first_s) / max(1, self.tokens - 1)
 
 

@@ -179,7 +179,7 @@ def _whole_layer(case: Case) -> dict[str, Any]:
 
 
 def _of_pair(found: Estimate) -> Figures:
-    """Bytes and rounds of one of the two layers behind the first two, on average."""
+    """Bytes and rounds of one of the two layers after the first two, on average."""
     pair = [layer for layer in found.layers() if layer.name.endswith((".2", ".3"))]
     return sum(layer.bytes_total for layer in pair) / 2, sum(layer.rounds for layer in pair) / 2
 

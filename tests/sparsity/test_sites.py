@@ -76,7 +76,7 @@ def test_a_model_without_zeros_is_refused(name: str) -> None:
 
 
 def test_a_fused_gate_is_refused_not_mistaken() -> None:
-    with pytest.raises(PatchMismatch, match="no activation behind a linear layer"):
+    with pytest.raises(PatchMismatch, match="no activation after a linear layer"):
         find_sites(build("phi3", hidden_act="relu"), batch("phi3"), ("ffn",))
 
 

@@ -66,7 +66,7 @@ def chosen(config: PrivateConfig, sent: dict[int, int]) -> tuple[list[int], str]
     before = config.endpoints - plan.nodes
     title = f"alpha={plan.alpha}, c={plan.c}, m={plan.m}: {plan.alpha} CompNodes and {plan.attn_nodes} AttnNodes"
     if before:
-        title = f"split={config.split}, {title} behind {before} parties"
+        title = f"split={config.split}, {title} after {before} parties"
     first = before + plan.alpha
     attn = range(first, config.endpoints)
     room = max(MOST_ROWS - first, 4)

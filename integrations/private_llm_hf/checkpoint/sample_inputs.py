@@ -177,7 +177,7 @@ def outputs(model: nn.Module, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def generated(model: PreTrainedModel, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """As `outputs`, of the two tokens that the model says after a text: the second is a step behind the cache."""
+    """As `outputs`, of the two tokens that the model says after a text: the second is a step with a cache."""
     device = next((value.device for value in model.parameters() if not value.is_meta), torch.device("cpu"))
     settings = GenerationConfig(
         max_new_tokens=2, min_new_tokens=2, do_sample=False, pad_token_id=0, output_logits=True,

@@ -5,7 +5,7 @@
     config_sentence_transformers.json  a prompt that stands before every text, entries that are kept of a vector
     sentence_bert_config.json          the longest text, lower case
 
-What is not computed here is refused: layers of their own behind the pooling (Dense has weights that are the owner's),
+What is not computed here is refused: layers of their own after the pooling (Dense has weights that are the owner's),
 words that are left out of the pooling, settings that are not known.
 """
 

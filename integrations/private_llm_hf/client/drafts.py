@@ -1,7 +1,7 @@
 """Drafts: guesses at the client of what the private model will say next, from the text itself or by a small model; and
 which of a tree of them are kept, so that the text keeps the distribution of the private model exactly.
 
-A tree holds what may follow the text: each node is a token behind its parent. From the text on:
+A tree holds what may follow the text: each node is a token after its parent. From the text on:
 
 1. p is what the model gives the next token here, after all logits processors (greedy: 1 for the likeliest).
 2. The drafted tokens x that follow here are tried in their order. One drawn from q is kept with the probability
@@ -85,11 +85,11 @@ class Tree:
 
 
 Chances = Callable[[int], Tensor]
-"""What the model gives the token behind a node (or ROOT): float [V], sum 1. Asked once each, from the text on."""
+"""What the model gives the token after a node (or ROOT): float [V], sum 1. Asked once each, from the text on."""
 
 
 def accept(tree: Tree, chances: Chances) -> tuple[list[int], int]:
-    """The nodes that are kept, a path from the text, and the token behind them.
+    """The nodes that are kept, a path from the text, and the token after them.
 
     Draws from torch's generator, as generate() does. Local to the client.
     """
@@ -195,7 +195,7 @@ class ModelDraft(Draft):
         return self._chances(self._cache, torch.tensor([text[same:]]), torch.tensor([text]))[0]
 
     def _chances(self, cache: DynamicCache, fed: Tensor, text: Tensor) -> Tensor:
-        """Logarithms of the chances [R, V] behind rows of text [R, n], whose last tokens `fed` are new to the cache."""
+        """Logarithms of the chances [R, V] after rows of text [R, n], whose last tokens `fed` are new to the cache."""
         logits = self._model(input_ids=fed, **{CACHE: cache}, use_cache=True).logits[:, -1].float()
         scores: Tensor = self._processors(text, logits)
         return scores.log_softmax(-1)
@@ -250,7 +250,7 @@ class ModelDraft(Draft):
 
 
 def _behind(text: list[int], made: Tensor) -> Tensor:
-    """Paths [R, n] behind the text, as rows of whole texts."""
+    """Paths [R, n] after the text, as rows of whole texts."""
     return torch.cat([torch.tensor([text]).expand(len(made), -1), made], 1)
 
 

@@ -139,7 +139,7 @@ class ForwardCall:
             self.given["decoder_input_ids"] = self.model.shifted(ids)
 
     def _start_with(self, labels: Labels) -> None:
-        """A decoder without inputs of its own reads the labels, shifted behind its start token."""
+        """A decoder without inputs of its own reads the labels, shifted after its start token."""
         names = ("decoder_input_ids", "decoder_inputs_embeds")
         if labels.of_tokens and not any(name in self.given for name in names):
             self.given[names[0]] = self.model.shifted(labels.labels)
@@ -341,7 +341,7 @@ def _output_class(name: str, model: PrivateModel) -> type[ModelOutput]:
     return found
 
 
-# -- a long prompt as calls of a chunk each, one after the other behind one KV cache -----------------------------------
+# -- a long prompt as calls of a chunk each on one KV cache ----------------------------------------------------------
 # The largest arrays of a call at a party are its scores, [heads, queries, keys]: in chunks they grow with the prompt,
 # not with its square. Chunks have one size, so that their programs are the same for all prompts; the rest comes first.
 def chunks(

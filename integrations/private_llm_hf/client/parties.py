@@ -192,7 +192,7 @@ class Parties(SessionClient):
     def loading(self, description: Description, stop_behind: str | None = None) -> Iterator[Sink]:
         """Share a model with the parties: pass every weight to the yielded sink, then they build the model.
 
-        stop_behind: the module behind which it ends, if it is split.
+        stop_behind: the module after which it ends, if it is split.
         """
         with self._call():
             self.tell(LoadModel(description, stop_behind))

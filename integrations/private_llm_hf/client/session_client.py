@@ -1,6 +1,6 @@
 """What a private model needs of those who compute for it, and the client's handles of what they keep: no values.
 
-Those are parties of secret sharing, parallel sessions of them, nodes of token sharding, both behind each other, and
+Those are parties of secret sharing, parallel sessions of them, nodes of token sharding, one after the other, and
 stand-ins that record a dry run or count what it would cost. Dropping a handle frees what it stands for with the next
 call.
 """

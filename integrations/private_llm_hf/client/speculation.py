@@ -50,7 +50,7 @@ class FixedCounts:
             )
 
     def passes(self, new: int) -> int:
-        """Passes behind the prompt's for at most `new` tokens, public as that limit is."""
+        """Passes after the prompt's for at most `new` tokens, public as that limit is."""
         return -(-(new - 1) // self.advance)
 
 
@@ -140,7 +140,7 @@ def _loaded(source: str) -> PreTrainedModel:
 class DraftLength:
     """Chooses how many tokens to draft, so that most tokens a second are expected.
 
-    With chance a that a drafted token is accepted behind accepted ones, a pass that drafts k gives (1 - a^(k+1)) /
+    With chance a that a drafted token is accepted after accepted ones, a pass that drafts k gives (1 - a^(k+1)) /
     (1 - a) tokens and takes base + slope * (tokens read) seconds. a is the share of tries that succeeded so far, with
     as much weight on a first guess of 1/2 as two tries have; base and slope fit the fastest pass of each size. The
     choice is a function of public sizes, of times that the parties see, and of accepted counts, which they see too.

@@ -1,8 +1,8 @@
 """The loop of speculative decoding at the client, in the place of generate()'s own.
 
-1. The draft proposes a tree of tokens behind the text; its paths become rows of a batch.
-2. One pass of the private model reads the last token and the drafted ones of every row, behind one shared cache.
-3. `acceptance.accept` keeps a path and draws the token behind it. The cache goes on with the row of that path, cut back
+1. The draft proposes a tree of tokens after the text; its paths become rows of a batch.
+2. One pass of the private model reads the last token and the drafted ones of every row, on one shared cache.
+3. `acceptance.accept` keeps a path and draws the token after it. The cache goes on with the row of that path, cut back
    to what was kept. What the parties see: the number of rows and tokens of a pass, which row went on, and how far it
    was cut back. Under fixed counts (the default) they see the same numbers in every pass: window, advance, row 0; if
    the text is to stay exact, also which passes went on by nothing. Why that matters: arXiv 2411.01076 (When Speculation
@@ -129,7 +129,7 @@ class Passes:
         return int(self.cache.get_seq_length())
 
     def read(self, rows: list[list[int]], keep: int) -> Tensor:
-        """One pass over rows of equal length behind the cache of one row: logits [R, keep, V] of the last `keep`."""
+        """One pass over rows of equal length on the cache of one row: logits [R, keep, V] of the last `keep`."""
         if len(rows) > 1:
             self.cache.batch_repeat_interleave(len(rows))
         more = {"logits_to_keep": keep} if self._short else {}
@@ -145,9 +145,9 @@ class Passes:
             self.cache.crop(-forget)
 
     def take(self, tree: Tree, rows: DraftRows, logits: Tensor) -> list[int]:
-        """Accept drafted tokens and the one behind them into the text; the accepted nodes.
+        """Accept drafted tokens and the one after them into the text; the accepted nodes.
 
-        logits: [R, 1 + length, V], the first behind the last known token.
+        logits: [R, 1 + length, V], the first after the last known token.
         """
         met: list[tuple[Tensor, Tensor]] = []
         prefix = list(self.text.ids)
@@ -182,7 +182,7 @@ class DraftRows:
         self._tree = tree
 
     def place(self, number: int) -> tuple[int, int]:
-        """Row and column of the logits behind a node."""
+        """Row and column of the logits after a node."""
         return self._places[number]
 
     def row_of(self, kept: list[int]) -> int:
@@ -214,7 +214,7 @@ def _open_counts(passes: Passes, draft: Draft, config: SpeculationConfig, limit:
 def _fixed_counts(passes: Passes, draft: Draft, paths: int, counts: FixedCounts, limit: int) -> None:
     """The prompt, then passes of one shape, as many as `limit` says; what they bring is known to the client alone.
 
-    Every pass reads the window behind the cache: tokens that are known, then drafted ones. Row 0 goes on with the first
+    Every pass reads the window after the cache: tokens that are known, then drafted ones. Row 0 goes on with the first
     `advance` of them. They must be the text's. If it knows fewer, it ends there, and passes go on over anything; in the
     end the cache is cut back to where they began, whose entries are the prompt's. With exact counts the pass goes on by
     nothing instead, the last windows end where the text must, and there are no more passes than the text needs.
@@ -248,7 +248,7 @@ def _fixed_counts(passes: Passes, draft: Draft, paths: int, counts: FixedCounts,
 
 
 def _pass(passes: Passes, draft: Draft, paths: int, counts: FixedCounts, window: int) -> bool:
-    """Read the window behind the cache, and accept what it proposed; whether row 0 begins with `advance` tokens of the
+    """Read the window after the cache, and accept what it proposed; whether row 0 begins with `advance` tokens of the
     text."""
     text, start, drafted = passes.text, passes.cached, Tree()
     known = text.ids[start : start + window]

@@ -107,7 +107,7 @@ def expanded(module: nn.Module, latent: Tensor, turned: Tensor) -> tuple[Tensor,
     return torch.cat((key, turned.expand(-1, key.shape[1], -1, -1)), dim=-1), values
 
 
-# -- prompts in chunks behind one KV cache: which models get the same result ------------------------------------------
+# -- prompts in chunks on one KV cache: which models get the same result ---------------------------------------------
 MOST_SCORES = 1 << 24
 """Scores of attention up to which a chunk is a long one. At its peak a party holds some 30 arrays as large as all
 scores of a call (measured, trio), so these take 4 GB; twice as many on a GPU, where short chunks cost more than memory.

@@ -131,7 +131,7 @@ def run_alone(
 
 
 def run_model(model: nn.Module, session: Session, inputs: dict[str, Any]) -> ModelOutput:
-    """The model's output; behind it the cache's policy decides what stays."""
+    """The model's output; after it the cache's policy decides what stays."""
     result: ModelOutput = model(**inputs, return_dict=True)
     cache = inputs.get(CACHE)
     if isinstance(cache, SecretCache):

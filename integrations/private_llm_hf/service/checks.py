@@ -212,7 +212,7 @@ def batch_key(model: PreTrainedModel, config: PrivateConfig, call: Call, past: i
 
 
 def past_of(held: Callable[[int], int], call: Call, edits: Iterable[CacheEdit], free: Iterable[int]) -> int:
-    """Positions that a call's cache will hold behind these changes, of what each cache holds now (by handle)."""
+    """Positions that a call's cache will hold after these changes, of what each cache holds now (by handle)."""
     if call.cache is None or call.cache in free:
         return 0
     found: dict[int, int] = {}
@@ -280,7 +280,7 @@ def tolerates_left_padding(model_class: type[PreTrainedModel], config: Pretraine
 
 
 def _agrees(model: PreTrainedModel) -> bool:
-    """Whether a text says the same alone and behind padding, beside a longer one: its last tokens and the next one."""
+    """Whether a text says the same alone and after padding, beside a longer one: its last tokens and the next one."""
     texts = torch.arange(2 * (_LENGTH + _PADDING + 1)).view(2, -1) * 37 % 97 + 3
     texts[1, : _PADDING + 1] = texts[1, _PADDING]
     rows, last = texts[:, :-1], texts[:, -1:]
@@ -297,7 +297,7 @@ def _agrees(model: PreTrainedModel) -> bool:
 def _logits(
     model: PreTrainedModel, prompt: Tensor, following: Tensor, mask: Tensor | None, positions: Tensor | None
 ) -> Tensor:
-    """Of a prompt and one step behind it, [rows, length + 1, vocabulary]."""
+    """Of a prompt and one step after it, [rows, length + 1, vocabulary]."""
     length = prompt.shape[1]
     cut = {} if mask is None or positions is None else {"attention_mask": mask[:, :length],
                                                         "position_ids": positions[:, :length]}  # fmt: skip

@@ -50,7 +50,7 @@ _PAUSE_S = 0.2
 _TICK_S = 0.25
 """How often an idle party looks after its links."""
 _STOPPED = "has stopped"
-"""What a party that was drained says at the end, behind its name."""
+"""What a party that was drained says at the end, after its name."""
 _APART = "the parties disagree on the step that they are at"
 StepMessage = TypeVar("StepMessage", Proposal, Vote, Commit, Ack)
 _GRACE_S = 0.02

@@ -134,7 +134,7 @@ def _feed_forward(model: PreTrainedModel, calls: list[_ModuleCall]) -> list[Site
         names = sorted({type(model.get_submodule(str(site.activation))).__name__ for site in blocks})
         raise PatchMismatch(
             f"{type(model).__name__}: no feed-forward block whose activation makes exact zeros (found: "
-            f"{', '.join(names) or 'no activation behind a linear layer'}); want ReLU or one of its relatives: "
+            f"{', '.join(names) or 'no activation after a linear layer'}); want ReLU or one of its relatives: "
             "private_llm_hf.sparsity.relufy.relufy swaps GELU and SiLU for one and tunes the model"
         )
     return sparse
@@ -247,7 +247,7 @@ class ShiftedReLU(nn.Module):
 
 
 class ReLULinear(nn.Linear):
-    """A linear layer with a ReLU behind it: the up projection of dReLU, relu(gate(x)) * relu(up(x)).
+    """A linear layer with a ReLU after it: the up projection of dReLU, relu(gate(x)) * relu(up(x)).
 
     It holds the weights under the names of the layer that it replaces.
     """

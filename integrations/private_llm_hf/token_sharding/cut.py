@@ -1,4 +1,4 @@
-"""Where a model is cut: a party stops behind the last layer before the cut, a CompNode goes on behind it.
+"""Where a model is cut: a party stops after the last layer before the cut, a CompNode goes on after it.
 
 Both run the model's own forward. At the party a hook ends it; at the CompNode the layers before the cut are empty and
 give out the hidden states that came from the parties.
@@ -36,7 +36,7 @@ class Cut:
     def of(cls, kind: type[PreTrainedModel], config: PretrainedConfig, count: int) -> Cut:
         """Where `count` layers of a model end.
 
-        Raises ConfigError if it has no layer behind them, PatchMismatch unless it has exactly one list of layers,
+        Raises ConfigError if it has no layer after them, PatchMismatch unless it has exactly one list of layers,
         DomainError if its forward does not come to them.
         """
         layers = config.num_hidden_layers

@@ -36,7 +36,7 @@ def join_split(config: PrivateConfig, transport: Transport, shutdown: Callable[[
 
 
 class SplitParties(Parties):
-    """The parties of the first layers, with the nodes of the rest behind them."""
+    """The parties of the first layers, with the nodes of the rest after them."""
 
     def __init__(self, config: PrivateConfig, transport: Transport, nodes: Nodes, shutdown: Callable[[], None]) -> None:
         super().__init__(config, transport, join_as_client(config, transport), shutdown)
@@ -103,6 +103,6 @@ class SplitParties(Parties):
 
 
 def split_forward(call: Call, step: NodeStep, parties: int) -> Forward:
-    """What the parties before a split are asked: each CompNode behind them gets its rows, and nothing is opened."""
+    """What the parties before a split are asked: each CompNode after them gets its rows, and nothing is opened."""
     slices = tuple((parties + node, tuple(rows)) for node, rows in step.rows.items())
     return Forward(replace(call, outputs=()), slices=slices)

@@ -101,7 +101,7 @@ class Estimate:
     seeds_bytes: tuple[int, ...] = ()
 
     def layers(self) -> list[LayerCost]:
-        """See `by_layer`; those of nodes behind the others."""
+        """See `by_layer`; those of nodes after the others."""
         behind = by_stages(self.sharded.forwards) if self.sharded else []
         names = {layer.name for layer in behind}
         return [*(layer for layer in by_layer(self.costs) if layer.name not in names), *behind]
@@ -278,7 +278,7 @@ class _ShardedOnly(MetaNodes):
 
 
 class _MetaSplit(_MetaParties):
-    """Parties that count up to the cut, nodes that are formulas behind it (see `SplitParties`)."""
+    """Parties that count up to the cut, nodes that are formulas after it (see `SplitParties`)."""
 
     def __init__(
         self, config: PrivateConfig, model_class: type[PreTrainedModel], settings: PretrainedConfig,

@@ -128,7 +128,7 @@ class Bottleneck(nn.Module):
 
 
 def resnet50(classes: int = 1000, width: int = 64, pool: type[nn.Module] = nn.AvgPool2d) -> nn.Sequential:
-    """Images [B, 3, H, W], H and W multiples of 32; with an average pool behind the stem."""
+    """Images [B, 3, H, W], H and W multiples of 32; with an average pool after the stem."""
     layers: list[nn.Module] = [
         nn.Conv2d(3, width, 7, 2, 3, bias=False), nn.BatchNorm2d(width), nn.ReLU(),
         pool(kernel_size=3, stride=2, padding=1),

@@ -185,9 +185,9 @@ class LoadLike(Message):
 
 @dataclass(frozen=True)
 class LoadModel(Message):
-    """Build this model from the weights that follow, each behind a `Weight`, up to `EndOfWeights`.
+    """Build this model from the weights that follow, each after a `Weight`, up to `EndOfWeights`.
 
-    stop_behind: the module behind which every forward ends (a split), None to run it whole.
+    stop_behind: the module after which every forward ends (a split), None to run it whole.
     """
 
     description: Description

@@ -142,11 +142,11 @@ class ShardingPlan:
         return self.front or 0
 
     def _counted(self, position: int) -> int:
-        """A position's number in the repeated pattern, which begins behind the front."""
+        """A position's number in the repeated pattern, which begins after the front."""
         return max(position - self._front, 0)
 
     def _repeated(self, first: int, width: int, start: int, stop: int) -> list[int]:
-        """`width` neighbours from `first` on, again every delta, all behind the front, within start .. stop - 1."""
+        """`width` neighbours from `first` on, again every delta, all after the front, within start .. stop - 1."""
         early = list(range(start, min(stop, self._front))) if first == 0 else []
         low, high = self._counted(start), self._counted(stop)
         begin = first + max(0, (low - first) // self.delta) * self.delta

@@ -57,7 +57,7 @@ class RowsAt:
         self._start = 0
 
     def rows(self, known: Sequence[int], tails: Tensor) -> Rows:
-        """Rows at the last position of each tail [K, g] behind `known`."""
+        """Rows at the last position of each tail [K, g] after `known`."""
         with torch.inference_mode():
             if self.layer:
                 self._extend(list(known))

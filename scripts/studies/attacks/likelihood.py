@@ -2,7 +2,7 @@
 encoder's at any position.
 
 Behind a split there is no list of what an unknown token may add to a row's attention, because its rows depend on all
-tokens before it. But for the first unknown position of a text there is one, V candidates, and of the positions behind
+tokens before it. But for the first unknown position of a text there is one, V candidates, and of the positions after
 it an attacker knows how they vary: it runs the public model over texts of its own. So, for each candidate, what is left
 of the rows' attention without it is compared with that (a normal distribution of the same mean and covariance; the
 matched filter of `sparse_totals`, with other texts in place of the vocabulary). Masked results are enough.
@@ -96,7 +96,7 @@ def rank_anywhere(
 def _others(
     view: View, model: Attacked, rows: Sequence[int], later: Sequence[int], texts: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Mean [M] and covariance [M, M] of what the unknown positions behind add together, in other texts."""
+    """Mean [M] and covariance [M, M] of what the unknown positions after it add together, in other texts."""
     count = len(rows) * view.call.heads * (view.call.value_dim + 1)
     mean, spread = torch.zeros(count, dtype=torch.float64), torch.zeros(count, count, dtype=torch.float64)
     if not later:

@@ -137,7 +137,7 @@ _one = _encrypt(1)
 
 @compiled
 def write_blocks(keys: int, first: int, to: int, blocks: int) -> None:
-    """Blocks first .. first + blocks - 1 to memory, and up to LANES - 1 more behind them."""
+    """Blocks first .. first + blocks - 1 to memory, and up to LANES - 1 more after them."""
     done = 0
     while blocks - done >= _UNDER_WAY * LANES:
         _many(keys, first + done, to + BLOCK * done)
@@ -171,8 +171,8 @@ def write_bytes(keys: int, start: int, to: int, count: int) -> None:
 def write_lines(keys: int, start: int, step: int, lines: int, length: int, to: int, pitch: int) -> None:
     """Line i, `length` bytes of the stream from byte start + i step on, to memory at to + i pitch.
 
-    Up to BLOCK - 1 bytes before each line are overwritten, and fewer than `SPILL` behind it: lines need at least BLOCK
-    bytes between them, and the last one SPILL behind it.
+    Up to BLOCK - 1 bytes before each line are overwritten, and fewer than `SPILL` after it: lines need at least BLOCK
+    bytes between them, and the last one SPILL after it.
     """
     for i in range(lines):
         first = start + i * step

@@ -226,7 +226,7 @@ def follow(
             root_line[2:6] = np.uint64(0)
             root_line[6] = np.uint64(0) - np.uint64(holder)
             node_of[e] = 0
-            for level in range(levels):  # well before they are read: a line is not read fast just behind its words
+            for level in range(levels):  # well before they are read: a line is not read fast just after its words
                 bits = key[begin + e, controls + (level >> 5)] >> np.uint64(2 * (level & 31))
                 for side in range(2):
                     line = lines[fix + 2 * (e * levels + level) + side]
@@ -268,7 +268,7 @@ def follow(
             for point in range(points):
                 for word in range(words):
                     total[point, n, word] = leaves[node_of[e, point], 2 + word]
-    room[:] = np.uint64(0)  # `lines` does not own its memory: without a use behind the loops Numba frees it before them
+    room[:] = np.uint64(0)  # `lines` does not own its memory: without a use after the loops Numba frees it before them
 
 
 @compiled

@@ -83,8 +83,8 @@ def send(link: int, payload: int, count: int, tag: Array) -> bool:
 
 @compiled
 def _written(row: Array, link: int, payload: int, size: int, done: int) -> int:
-    """Bytes of a frame, its header first, that the operating system took behind the first `done`; -1 for none."""
-    # struct msghdr: no name, two pieces, no control data; behind it the pieces
+    """Bytes of a frame, its header first, that the operating system took after the first `done`; -1 for none."""
+    # struct msghdr: no name, two pieces, no control data; after it the pieces
     for n in range(7):
         row[word.SYSTEM + n] = 0
     row[word.SYSTEM + 2], row[word.SYSTEM + 3] = link + 8 * (word.SYSTEM + 7), 2

@@ -36,7 +36,7 @@ DIMS = 4
 
 Array = np.ndarray[Any, Any]
 Row = Any
-"""The words of a step behind its function's address."""
+"""The words of a step after its function's address."""
 
 _SIGNED = np.int64(0)
 _FLAG = np.uint8(0)

@@ -135,7 +135,7 @@ def _sleep(counter: int, scratch: int) -> None:
 
 @compiled
 def piece(row: int, number: int) -> None:
-    """Compute a piece of the row at an address: pieces, where each begins (in words), and behind it their steps, how
+    """Compute a piece of the row at an address: pieces, where each begins (in words), and after it their steps, how
     many, and for each how many words, its function and what it takes.
     """
     words = flat(row, 1 << 40, _SIGNED)
