@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
+from private_llm.approximations import OURS, approximations_of
 from private_llm.errors import ConfigError, refuse_unknown
 from private_llm.kv_policies.fixed import KEEP_ALL
 from private_llm.kv_policies.policy import CachePolicy
@@ -40,10 +41,6 @@ _AGREED = (
 
 _TYPED_BELOW = ("plugins", "kv_cache", "sparsity", "plan", "split", "device", "device_map", "max_memory")
 """Settings whose own checks say more than their types."""
-
-SQUARED_SOFTMAX = ("mpcformer", "secformer")
-"""Approximations whose softmax squares scores, so a score far below all others weighs most."""
-
 
 _Config = TypeVar("_Config")
 
@@ -130,8 +127,8 @@ class PrivateConfig:
     relu_bits: key bits of ReLU: its inputs stay below 2^(relu_bits-1-frac_bits) in magnitude (None: 2^20, or the
     whole ring). relu_low: lowest bits that ReLU ignores: inputs from 0 to 2^(relu_low-frac_bits) may become 0.
     truncation: "unit" (at most one unit in the last place too high) or "exact" (floor, by one more comparison).
-    approximations: whose GELU and softmax are computed: "ours", or for comparisons those of "mpcformer", "secformer" or
-    "puma" (docs/approximations.md). Models need distillation for mpcformer and secformer.
+    approximations: whose GELU and softmax are computed: "ours", or a name that a plug-in registers, as of other systems
+    for comparisons (docs/approximations.md).
     matmul: "masked" (output-sized traffic), or for "dealer" also "remask" (both operands masked anew each time, the
     classical way).
     kv_cache: which entries of the KV cache stay after each call, and which a token attends to: KeepAll(),
@@ -197,7 +194,7 @@ class PrivateConfig:
     relu_bits: int | None = None
     relu_low: int = 0
     truncation: Literal["unit", "exact"] = "unit"
-    approximations: Literal["ours", "mpcformer", "secformer", "puma"] = "ours"
+    approximations: str = OURS
     matmul: Literal["masked", "remask"] = "masked"
     kv_cache: CachePolicy = KEEP_ALL
     prompt_chunk: int | Literal["auto"] | None = "auto"
@@ -356,7 +353,7 @@ class PrivateConfig:
         object.__setattr__(self, "plan", self.plan or ShardingPlan())
 
     def _check_approximations(self) -> None:
-        if self.approximations == "ours":
+        if approximations_of(self.approximations) is None:
             return
         if self.plan is not None:
             raise ConfigError(
@@ -374,8 +371,8 @@ class PrivateConfig:
             raise ConfigError(f"kv_cache: got {self.kv_cache!r}; want a policy, such as MPCacheConfig(), or KeepAll()")
         if self.plan is not None and self.kv_cache != KEEP_ALL:
             raise ConfigError("kv_cache: nodes of a sharding plan keep all entries; leave it out")
-        eviction = self.kv_cache.eviction
-        if eviction is not None and not eviction.drop and self.approximations in SQUARED_SOFTMAX:
+        eviction, other = self.kv_cache.eviction, approximations_of(self.approximations)
+        if eviction is not None and not eviction.drop and other is not None and other.squares:
             raise ConfigError(
                 f"kv_cache: got drop=False with approximations={self.approximations!r}, whose softmax squares scores: "
                 "entries under a mask, far below all others, would weigh most; want drop=True"

@@ -447,7 +447,18 @@ def test_diff_shows_small_errors(run: Run, checkpoint: Path) -> None:
 def test_diff_compares_other_functions_with_themselves(run: Run, checkpoint: Path) -> None:
     """Softmax of MPCFormer is no softmax; what is shown is how far its private form is from its plain one."""
     ours = rows(run, "diff", str(checkpoint), "--prompt", "a b c", "--all")
-    theirs = rows(run, "diff", str(checkpoint), "--prompt", "a b c", "--all", "--approximations", "mpcformer")
+    theirs = rows(
+        run,
+        "--plugin",
+        "rivals",
+        "diff",
+        str(checkpoint),
+        "--prompt",
+        "a b c",
+        "--all",
+        "--approximations",
+        "mpcformer",
+    )
     assert [row["module"] for row in theirs[:-1]] == [row["module"] for row in ours[:-1]]
     assert max(float(str(row["error_max"])) for row in theirs[:-1]) < 1e-3
     assert [row["largest"] for row in theirs[:-1]] != [row["largest"] for row in ours[:-1]]
@@ -537,7 +548,7 @@ def test_demo_by_token_sharding(run: Run) -> None:
 
 def test_bench_computes_whose_functions_it_is_told(run: Run) -> None:
     """Each against its own formula, so that errors stay small; costs differ."""
-    how = ("bench", "gelu", "bert-layer", "--tiny", "--repeat", "1")
+    how = ("--plugin", "rivals", "bench", "gelu", "bert-layer", "--tiny", "--repeat", "1")
     made = {name: rows(run, *how, "--approximations", name) for name in ("ours", "mpcformer", "secformer", "puma")}
     for name, both in made.items():
         assert [row["approximations"] for row in both] == [name, name]

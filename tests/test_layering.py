@@ -15,7 +15,7 @@ from private_llm import token_sharding
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = (
     "importing", "errors", "typed_settings", "forks", "ranges", "kv_policies", "sparsity_config",
-    "token_sharding.plans", "protocol_facts", "config", "threat",
+    "token_sharding.plans", "protocol_facts", "approximations", "config", "threat",
     "kernels", "ring", "net", "protocols", "tensor", "replay", "exact", "approx", "oblivious", "nn",
     "token_sharding.nodes",
 )  # fmt: skip

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from private_llm.approximations import OURS
 from private_llm.errors import ConfigError
 from private_llm.protocol_facts import CASCADE
 from private_llm.token_sharding import ShardingPlan
@@ -18,7 +19,6 @@ from private_llm_cli.options import (
     PROTOCOLS,
     SHAPES,
     AdderOption,
-    Approximations,
     ApproximationsOption,
     Json,
     MatmulOption,
@@ -138,14 +138,14 @@ def diff(
     as_json: Json = False,
     image: Annotated[Path | None, typer.Option(help="For a classifier of images: the image file.")] = None,
     ranges: RangesOption = None,
-    approximations: ApproximationsOption = Approximations.OURS,
+    approximations: ApproximationsOption = OURS,
 ) -> None:
     """Layer by layer against plaintext (with the same functions): errors, and values that leave the ring."""
     from private_llm_cli.commands.calibrate import diff as run
     from private_llm_cli.commands.models import DEMO_PROMPT, demo_model
 
     more: dict[str, Any] = {} if frac_bits is None else {"frac_bits": frac_bits}
-    config = config_of("plain", ring, approximations=approximations.value, **more)
+    config = config_of("plain", ring, approximations=approximations, **more)
     run(model or demo_model(), prompt or DEMO_PROMPT, config, everything, as_json, image, ranges)
 
 
@@ -183,7 +183,7 @@ def bench(
     adder: AdderOption = None,
     relu_bits: ReluBitsOption = None,
     relu_low: ReluLowOption = 0,
-    approximations: ApproximationsOption = Approximations.OURS,
+    approximations: ApproximationsOption = OURS,
     imagenet: Annotated[bool, typer.Option("--imagenet", hidden=True)] = False,
 ) -> None:
     """Measure operations, layers and models: time, bytes, rounds and error against float64."""
@@ -194,12 +194,12 @@ def bench(
     from private_llm_cli.commands.bench import bench as run
 
     circuit: dict[str, Any] = {
-        "relu_bits": relu_bits, "relu_low": relu_low, "approximations": approximations.value,
+        "relu_bits": relu_bits, "relu_low": relu_low, "approximations": approximations,
     }  # fmt: skip
     if adder is not None:
         circuit |= {"adder": adder.value, "bandwidth_mbit": bandwidth, "latency_ms": latency or 0.0}
     circuit_given = adder is not None or relu_bits is not None or relu_low != 0
-    circuit_given = circuit_given or approximations is not Approximations.OURS
+    circuit_given = circuit_given or approximations != OURS
     config = config_of(
         protocol or "trio",
         ring,

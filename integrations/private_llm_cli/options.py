@@ -48,15 +48,6 @@ class Adder(StrEnum):
     KEYS = "keys"
 
 
-class Approximations(StrEnum):
-    """Whose GELU and softmax."""
-
-    OURS = "ours"
-    MPCFORMER = "mpcformer"
-    SECFORMER = "secformer"
-    PUMA = "puma"
-
-
 class Orders(StrEnum):
     """In which order it is opened what a sparse run computes."""
 
@@ -129,10 +120,10 @@ ReluLowOption = Annotated[
     int, typer.Option("--relu-low", help="How many of them, the lowest, ReLU leaves out.", rich_help_panel=PROTOCOL)
 ]
 ApproximationsOption = Annotated[
-    Approximations,
+    str,
     typer.Option(
         "--approximations",
-        help="Whose GELU and softmax; mpcformer and secformer want models that were distilled with theirs.",
+        help="Whose GELU and softmax: 'ours', or a name that a --plugin registers.",
         rich_help_panel=PROTOCOL,
     ),
 ]

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
+from private_llm.approximations import warn_of_functions
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError, PatchMismatch, ShareFileError
 from private_llm.kernels.ahead import compile_ahead
@@ -36,7 +37,6 @@ from private_llm_hf.client.model import PrivateModel, private_class
 from private_llm_hf.client.parties import Parties
 from private_llm_hf.handlers import handler_of
 from private_llm_hf.models.architectures import architecture, require_inputs
-from private_llm_hf.models.emulation import warn_of_functions
 from private_llm_hf.models.sparse_blocks import adopted, check_sparsity
 from private_llm_hf.patch_plan import PatchPlan, check_ring, make_patch_plan
 from private_llm_hf.sparsity.sharing import SharedPredictors, shared_predictors
@@ -241,7 +241,7 @@ def _open(
     if private_config.plan is not None:
         check_sharding(model_class, config, private_config.plan, private_config.split)
     if not tried:
-        warn_of_functions(model_class, private_config.approximations)
+        warn_of_functions(model_class.__name__, private_config.approximations)
         if private_config.protocol != CASCADE:
             require_agreement(model_class, plain, _open_small)
         if private_config.plan is not None:

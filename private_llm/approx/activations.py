@@ -1,10 +1,122 @@
-"""The pointwise functions under one name; each is documented in its own file."""
+"""The pointwise smooth functions: GELU, SiLU, softplus, the logistic function and tanh. Tables: tables.py.
 
-from private_llm.approx.gelu import gelu
-from private_llm.approx.sigmoid import sigmoid
-from private_llm.approx.silu import silu
-from private_llm.approx.softplus import softplus
-from private_llm.approx.tanh import tanh
-from private_llm.exact.comparisons import absolute, clamp, hardtanh, relu
+Tanh is Lambert's continued fraction u / (1 + u^2 / (3 + u^2 / (5 + ...))), cut at 13, a quotient of odd
+over even powers,
 
-__all__ = ["absolute", "clamp", "gelu", "hardtanh", "relu", "sigmoid", "silu", "softplus", "tanh"]
+    tanh u ~ u (135135 + 17325 u^2 + 378 u^4 + u^6) / (135135 + 62370 u^2 + 3150 u^4 + 28 u^6),
+
+so the error is relative: small scores stay as exact as if there were no soft cap (Gemma's, which multiply it by 30 or
+50). Written in z = u^2 / 32 its coefficients are numbers up to 24.
+"""
+
+from __future__ import annotations
+
+from private_llm.approx import tables
+from private_llm.approx.bump import folded, rectified_minus
+from private_llm.approx.chain import evaluate, need_wide_ring, price
+from private_llm.approx.curves import evaluate as by_keys
+from private_llm.approx.curves import takes_curve
+from private_llm.approx.normalise import reciprocal
+from private_llm.approximations import approximations_of
+from private_llm.errors import UnsupportedOp
+from private_llm.exact.comparisons import coarse_bits, coarse_span
+from private_llm.net.ledger import Cost
+from private_llm.protocols.prices import Prices
+from private_llm.ring.ring import Ring
+from private_llm.tensor.fixed import Fixed
+
+
+def gelu(x: Fixed, approximate: str = "none") -> Fixed:
+    """GELU of x (any shape) by erf or "tanh" (Hendrycks and Gimpel 2016), for |x| < 2^20 - 2^10.
+
+    64-bit ring only, else DomainError.
+    relu(x) - g(|x|), g five waves (bump.py): absolute error at most 2e-4, both spellings, 130.3 bytes an element, 6
+    rounds (18 fractional bits). Without waves (quad, plain, exact divisions) a polynomial of degree 8 in three
+    products: error 2e-4, exactly x or 0 beyond 4.02, 11 rounds. By comparison keys 2 rounds, error 2e-4. Where
+    `PrivateConfig.approximations` names another system's GELU, that one, which has one formula for both spellings.
+    Raises UnsupportedOp for another spelling.
+    """
+    other = approximations_of(x.session.config.approximations)
+    if other is not None:
+        theirs: Fixed = other.gelu(x)
+        return theirs
+    if approximate not in ("none", "tanh"):
+        raise UnsupportedOp(f"gelu: got approximate={approximate!r}; want 'none' or 'tanh'")
+    return rectified_minus(x, tables.GELU_ERF if approximate == "none" else tables.GELU_TANH)
+
+
+def silu(x: Fixed) -> Fixed:
+    """SiLU (swish), x / (1 + e^-x), of x (any shape), for |x| < 2^20 - 2^10; 64-bit ring only, else DomainError.
+
+    relu(x) - g(|x|) with g(t) = t / (1 + e^t), six waves (bump.py): absolute error at most 2e-4, 143.8 bytes an
+    element, 6 rounds (18 fractional bits). Without waves (quad, plain, exact divisions) a polynomial of degree 20 in
+    five products: exactly x or 0 beyond 14.02, 15 rounds. By comparison keys 2 rounds. Both with an error of 5e-5.
+    """
+    return rectified_minus(x, tables.SILU)
+
+
+def softplus(x: Fixed) -> Fixed:
+    """Softplus, log(1 + e^x), of x (any shape), for |x| < 2^20 - 2^10; 64-bit ring only, else DomainError.
+
+    relu(x) - g(|x|) with g(t) = -log(1 + e^-t), a polynomial of degree 12 in four products (bump.py). Absolute error at
+    most 1e-4; exactly x or 0 beyond 10.02. 243 bytes an element, 13 rounds (18 fractional bits); by
+    comparison keys 2 rounds.
+    """
+    return rectified_minus(x, tables.SOFTPLUS)
+
+
+def sigmoid(x: Fixed) -> Fixed:
+    """The logistic function 1 / (1 + e^-x) of x (any shape), for |x| < 2^20 - 2^10; 64-bit ring only, else DomainError.
+
+    s(t) = 1 / (1 + e^t) at t = min(|x|, 10) by a polynomial of degree 12 in four products; s itself where x < 0, else
+    1 - s. The fold to t takes one comparison of three rows and one injection; choosing the side another. Absolute error
+    at most 1e-4; exactly 0 or 1 beyond 10.02. 275 bytes an element, 13 rounds (18 fractional bits). By comparison keys
+    2 rounds, error 5e-5.
+    """
+    made = tables.LOGISTIC
+    if takes_curve(made.curve, x, x.frac, _price, x.session.ring, x.numel(), *coarse_span(x)):
+        return by_keys(made.curve, x, x.frac)
+    rows = coarse_bits(x, [0.0, -made.top, made.top])
+    z = folded(x, rows, [-2, 1, 1], [0.0, made.top, -made.top], made)
+    tail = evaluate(made.chain, z, frac=x.frac)
+    return tail + tail.select(x.proto.invert(rows.row(0)), [-2], [1.0])
+
+
+def _price(prices: Prices, ring: Ring, count: int, bits: int, low: int) -> Cost:
+    """Of the comparison, two injections and the chain."""
+    fold = prices.msb(count, bits, 3, low) + prices.inject(ring, count, 3, 3, 0)
+    return fold + price(tables.LOGISTIC.chain, ring, count, prices) + prices.inject(ring, count, 1, 1, 0)
+
+
+_TOP = 4.97
+"""Where the quotient reaches 1; beyond it the argument is clipped."""
+
+_ABOVE = tuple(c * 32.0**k / 135135 for k, c in enumerate((135135, 17325, 378, 1)))
+_BELOW = tuple(c * 32.0**k / 135135 for k, c in enumerate((135135, 62370, 3150, 28)))
+_BITS = 16
+_FRAC = 24
+
+
+def precise_tanh(x: Fixed) -> Fixed:
+    """Tanh of x (any shape), for |x| < 2^19; 64-bit ring only, else DomainError.
+
+    Error at most 4e-5 |tanh x| + 2^-18 for |x| < 3.5 (the reciprocal's 2e-5, the coefficients' 2^-17), 1.1e-4 beyond
+    (the quotient's own). 972 bytes an element, 23 rounds: a coarse comparison, an injection, five products, two
+    truncations at once, a reciprocal.
+    """
+    need_wide_ring(x, "tanh")
+    u = x.select(coarse_bits(x, [_TOP, -_TOP]), [1, -1], [-_TOP, -_TOP]) + _TOP
+    square = u.mul(u, frac=_FRAC - 5)
+    z = square.with_share(square.share, _FRAC)
+    z2 = z.mul(z, frac=_FRAC)
+    powers = (z, z2, z2.mul(z, frac=_FRAC))
+    both = _polynomial(powers, _ABOVE).stack(_polynomial(powers, _BELOW)).rescale(_FRAC)
+    above, below = both.view(lambda part: part[0]), both.view(lambda part: part[1])
+    return u.mul(above, frac=_FRAC).mul(reciprocal(below, 0.99, 31.0), frac=x.frac)
+
+
+def _polynomial(powers: tuple[Fixed, Fixed, Fixed], coefficients: tuple[float, ...]) -> Fixed:
+    """1 + c1 z + c2 z^2 + c3 z^3 with `_BITS` more fractional bits. Local."""
+    terms = [power.scale_int(round(c * (1 << _BITS))) for power, c in zip(powers, coefficients[1:], strict=True)]
+    total = terms[0] + terms[1] + terms[2]
+    return Fixed(total.session, total.share, _FRAC + _BITS) + coefficients[0]

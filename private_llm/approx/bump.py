@@ -1,9 +1,10 @@
-"""Functions of the form relu(x) - g(|x|) with a bump g that has died out at |x| = top.
+"""Functions of the form relu(x) - g(|x|) with a bump g that has died out at |x| = top; the record of a fitted function.
 
 1. Rows [x < 0], [x < -top], [x < top] from one coarse comparison.
-By waves, where the protocol has them (trio, dealer):
+By waves, where the protocol has them (trio, dealer), as a sum that is computed without a round:
+    g(t) = constant + sum over k of c_k cos(k a) + s_k sin(k a),  a = 2 pi t / period,  0 <= t <= top
 2. t = min(|x|, top) times a public number, modulo a turn: one narrow injection of two rows, the intervals below and
-   above 0, which are exclusive ors of rows.
+   above 0, which are exclusive ors of rows. The number makes the period a power of two, which divides the ring.
 3. relu(x) - g(t) by `relu_minus_waves`.
 By a chain elsewhere (quad, plain, exact divisions):
 2. x_minus = [x < 0] x; relu = x - x_minus, |x| = x - 2 x_minus.
@@ -14,33 +15,94 @@ A wrong bit a little above a threshold changes nothing: both branches are the sa
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
 
 from private_llm.approx.chain import Chain, evaluate, need_wide_ring, price
 from private_llm.approx.curves import Curve, takes_curve
 from private_llm.approx.curves import evaluate as by_keys
-from private_llm.approx.wave_sums import WaveSum, angle_frac, waves_of
 from private_llm.exact.comparisons import coarse_bits, coarse_span
 from private_llm.net.ledger import Cost
-from private_llm.protocols.one_step import Waves
+from private_llm.protocols.one_step import PUBLIC_BITS, Wave, Waves
 from private_llm.protocols.prices import Prices
 from private_llm.protocols.share import BitShare
 from private_llm.ring.ring import Ring
 from private_llm.tensor.fixed import Fixed
 
+Array = np.ndarray[tuple[int], np.dtype[np.float64]]
+
+SECRET_BITS = 17
+"""Fractional bits of a wave's secret numbers, less those by which its coefficients are below 1."""
+
+ANGLE_BITS = 15
+"""Fractional bits of arguments that angles keep: cut from them they are less than 2^-14 off, sums half of that."""
+
+
+@dataclass(frozen=True)
+class WaveSum:
+    """A fitted sum; waves are the pairs (c_k, s_k).
+
+    |g| stays below 1/2. Comparisons of arguments may be wrong up to 2^-resolution above a threshold. `error` bounds the
+    sum's distance from its function, and at `top` from zero and from what the function is 2^-resolution below it.
+    """
+
+    top: float
+    factor: int
+    factor_bits: int
+    period_log2: int
+    resolution: int
+    constant: float
+    waves: tuple[tuple[float, float], ...]
+    error: float
+
+    def value(self, t: Array) -> Array:
+        """The sum in float64."""
+        angle = t * (2 * np.pi * self.factor / 2 ** (self.factor_bits + self.period_log2))
+        total = np.full_like(t, self.constant)
+        for k, (c, s) in enumerate(self.waves, 1):
+            total += c * np.cos(k * angle) + s * np.sin(k * angle)
+        return total
+
+
+def angle_frac(frac: int) -> int:
+    """How many of an argument's fractional bits its angle keeps."""
+    return min(frac, ANGLE_BITS)
+
+
+@lru_cache(maxsize=64)
+def waves_of(made: WaveSum, frac: int, bits: int = 64) -> Waves:
+    """The public side for results with `frac` fractional bits; arguments with `angle_frac` bits come multiplied.
+
+    bits: how many of the lowest bits of results are read.
+    """
+    whole = 1 << PUBLIC_BITS
+    waves = tuple(Wave(round(c * whole), round(s * whole), _secret_bits(abs(c) + abs(s))) for c, s in made.waves)
+    return Waves(frac, angle_frac(frac) + made.factor_bits + made.period_log2, made.constant, waves, bits)
+
+
+def _secret_bits(size: float) -> int:
+    return max(1, SECRET_BITS - 1 + math.frexp(size)[1])
+
 
 @dataclass(frozen=True, eq=False)
-class Bump:
-    """g as waves, if it has them, and as a chain of z = min(|x|, top) / 2^log2_scale - 1; and the whole as a curve."""
+class Fitted:
+    """One function's tables (tables.py): a curve of x, and a chain of z.
 
-    waves: WaveSum | None
-    chain: Chain
+    Of activations z = t / 2^log2_scale - 1, t = min(|x|, top), and the chain is g, or for the logistic function its
+    tail 1 / (1 + e^t); waves: g as waves, if it has them.
+    """
+
     top: float
     log2_scale: int
+    chain: Chain
     curve: Curve
+    waves: WaveSum | None = None
 
 
-def rectified_minus(x: Fixed, bump: Bump) -> Fixed:
+def rectified_minus(x: Fixed, bump: Fitted) -> Fixed:
     """relu(x) - g(|x|), for |x| < 2^20 - 2^10; shape and bits of x, right in as many of them as x by waves.
 
     By waves some 140 bytes an element and 6 rounds in all; error: the sum's and 2^-14. Else 33 for the comparison, and
@@ -58,13 +120,11 @@ def rectified_minus(x: Fixed, bump: Bump) -> Fixed:
     if waves is not None and plan is not None:
         return _by_waves(x, waves, plan)
     x = x.restore_high_bits()
-    chain, top, log2_scale = bump.chain, bump.top, bump.log2_scale
-    rows = coarse_bits(x, [0.0, -top, top])
+    rows = coarse_bits(x, [0.0, -bump.top, bump.top])
     inside = x.proto.xor(rows.row(1), rows.row(2))
     minus = x.select(rows.row(0), [1], [0.0])
     relu = x - minus
-    z = folded(relu - minus, inside, [1], [-top], chain, top, log2_scale)
-    return relu - evaluate(chain, z, frac=x.frac)
+    return relu - evaluate(bump.chain, folded(relu - minus, inside, [1], [-bump.top], bump), frac=x.frac)
 
 
 def _by_waves(x: Fixed, made: WaveSum, plan: Waves) -> Fixed:
@@ -87,7 +147,7 @@ def _read(made: WaveSum, frac: int) -> int:
 
 
 def _price(
-    prices: Prices, ring: Ring, count: int, bump: Bump, plan: Waves | None, bits: int, low: int
+    prices: Prices, ring: Ring, count: int, bump: Fitted, plan: Waves | None, bits: int, low: int
 ) -> Cost:  # fmt: skip
     """Of the comparison, and of the waves and their narrow injection; or of two injections and the chain."""
     compared = prices.msb(count, bits, 3, low)
@@ -98,13 +158,11 @@ def _price(
     return compared + twice + price(bump.chain, ring, count, prices)
 
 
-def folded(
-    x: Fixed, rows: BitShare, weights: list[int], constants: list[float], chain: Chain, top: float, log2_scale: int
-) -> Fixed:
+def folded(x: Fixed, rows: BitShare, weights: list[int], constants: list[float], made: Fitted) -> Fixed:
     """The chain's argument (top + sum_k row_k (weights_k x + constants_k)) / 2^log2_scale - 1, in the shape of x.
 
     It has the chain's fractional bits; one injection (1 round), and a truncation if that drops bits.
     """
     away = x.select(rows, weights, constants)
-    z = away.with_share(away.share, away.frac + log2_scale) + (top / 2.0**log2_scale - 1)
-    return z.rescale(chain.argument)
+    z = away.with_share(away.share, away.frac + made.log2_scale) + (made.top / 2.0**made.log2_scale - 1)
+    return z.rescale(made.chain.argument)

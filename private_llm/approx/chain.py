@@ -2,7 +2,7 @@
 
 A polynomial of degree 8 takes three protocol products, one of degree 16 four, each with its truncation, instead of
 one product per degree (Paterson and Stockmeyer 1973; Knuth, TAOCP 4.6.4 "adaptation of coefficients"). The forms
-have public integer weights, so they are local; `scripts/fitting/fit_coefficients.py` finds weights for which the
+have public integer weights, so they are local; `scripts/fitting/fit_tables.py` finds weights for which the
 whole chain is close to a function, and rounds them one form after the other, refitting the rest.
 
     v0 = z,  v_i = (a + sum_j<i a_j v_j)(b + sum_j<i b_j v_j),  result v_k
@@ -61,6 +61,17 @@ class Chain:
     argument: int
     error: float
     steps: tuple[Step, ...]
+
+
+@dataclass(frozen=True)
+class Cubic:
+    """sum_k coefficients[k] (y - centre)^k ~ y^power, for y in [1, top] and `slack` beyond, with relative `error`."""
+
+    power: float
+    centre: float
+    slack: float
+    error: float
+    coefficients: tuple[float, float, float, float]
 
 
 def evaluate(chain: Chain, z: Fixed, frac: int | None = None) -> Fixed:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 
 from private_llm.approx.chain import evaluate, need_wide_ring, price
-from private_llm.approx.coefficients import EXP
-from private_llm.approx.curve_tables import EXP as CURVE
 from private_llm.approx.curves import evaluate as by_keys
 from private_llm.approx.curves import takes_curve
+from private_llm.approx.tables import EXP
 from private_llm.exact.comparisons import coarse_bits, coarse_span
 from private_llm.net.ledger import Cost
 from private_llm.protocols.one_step import SPAN, TOTAL_BITS, Exponential
@@ -19,9 +18,6 @@ from private_llm.tensor.fixed import Fixed
 
 BOTTOM = 14.0
 """Arguments below -14 count as -14: e^-14 = 8e-7."""
-
-TOP = 0.25
-"""Largest argument that the fit covers."""
 
 
 def exp(x: Fixed, frac: int = 24) -> Fixed:
@@ -35,8 +31,8 @@ def exp(x: Fixed, frac: int = 24) -> Fixed:
     """
     own = x.session.protocol.has_exponentials
     span = _clip_span(x) if own else coarse_span(x, extra=1, resolution=2)
-    if takes_curve(CURVE, x, frac, _price, x.session.ring, x.numel(), frac, own, *span):
-        return by_keys(CURVE, x, frac)
+    if takes_curve(EXP.curve, x, frac, _price, x.session.ring, x.numel(), frac, own, *span):
+        return by_keys(EXP.curve, x, frac)
     need_wide_ring(x, "exp")
     if x.session.protocol.has_exponentials:
         bits, low = _clip_span(x)
@@ -47,7 +43,7 @@ def exp(x: Fixed, frac: int = 24) -> Fixed:
     keep = x.proto.invert(coarse_bits(x, [-BOTTOM], extra=1, resolution=2))
     above = x.select(keep, [1], [BOTTOM])
     z = above.with_share(above.share, above.frac + 3) + (1 - BOTTOM / 8)
-    return evaluate(EXP, z.rescale(EXP.argument), frac=frac)
+    return evaluate(EXP.chain, z.rescale(EXP.chain.argument), frac=frac)
 
 
 def _clip_span(x: Fixed) -> tuple[int, int]:
@@ -59,7 +55,7 @@ def _price(prices: Prices, ring: Ring, count: int, frac: int, own: bool, bits: i
     """Of the comparison and the exponential, if the protocol has its own; else of it, an injection and the chain."""
     if own:
         return prices.msb(count, bits, 1, low) + prices.exponential(ring, count, TOTAL_BITS - frac)
-    return prices.msb(count, bits, 1, low) + prices.inject(ring, count, 1, 1, 0) + price(EXP, ring, count, prices)
+    return prices.msb(count, bits, 1, low) + prices.inject(ring, count, 1, 1, 0) + price(EXP.chain, ring, count, prices)
 
 
 WIDE_TOP = 12.0

@@ -2,16 +2,12 @@
 
 1. Compare x with a public geometric grid (one comparison call, all thresholds at once).
 2. The bits select a weight w with y = x w in a narrow interval above 1: one injection of the bits on x itself.
-3. p(y) ~ y^q by a cubic in one protocol step (coefficients.py), |relative error| at most the cubic's.
+3. p(y) ~ y^q by a cubic in one protocol step (tables.py), |relative error| at most the cubic's.
 4. x^q = y^q w^(-q): the same bits select w^(-q), by an injection on p(y).
 
 These functions run on rows, not on elements: rounds count, bytes hardly. Per element and threshold: 4 bytes (1/x of 1
 to 64 with 18 fractional bits) to 14 (norms) of comparison, 16 for an injection, less for the first where the protocol
 sends no more bits than it needs. Garbage outside [low, high].
-
-1/x on a public range of positive numbers.
-
-x^(-1/2) on a public range of positive numbers.
 """
 
 from __future__ import annotations
@@ -22,10 +18,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from private_llm.approx.chain import need_wide_ring
-from private_llm.approx.coefficients import RECIPROCAL, RSQRT
-from private_llm.approx.cubic import Cubic
-from private_llm.approx.power_lines import Lines, power_by_lines, takes_lines
+from private_llm.approx.chain import Cubic, need_wide_ring
+from private_llm.approx.lines import Lines, power_by_lines, takes_lines
+from private_llm.approx.tables import RECIPROCAL, RSQRT
 from private_llm.errors import DomainError
 from private_llm.net.ledger import Cost
 from private_llm.protocols.arithmetic import BitWidths
@@ -86,7 +81,7 @@ def power(
 
     The shape of x. Relative error: the cubic's, and the rounding of y and of the result. Rounds: the comparison's (3 or
     4), 2 for y, 2 for the cubic, 1 for step 4 and 1 more if `frac` makes it truncate; 2 by comparison keys
-    (power_lines.py), with a relative error of 6e-5.
+    (lines.py), with a relative error of 6e-5.
 
     Raises DomainError for an empty range, one too wide for the ring at x's fractional bits, or a 32-bit ring.
     """

@@ -31,10 +31,9 @@ import torch
 from torch import Tensor
 
 from private_llm.approx.chain import need_wide_ring
-from private_llm.approx.coefficients import RSQRT
+from private_llm.approx.lines import REACH, Lines, WideLines, bits_below, octaves_apart, power_by_lines, takes_lines
 from private_llm.approx.normalise import THIRDS, power, powers, price
-from private_llm.approx.power_lines import REACH, Lines, bits_below, power_by_lines, takes_lines
-from private_llm.approx.wide_lines import WideLines, octaves_apart, power_by_wide_lines
+from private_llm.approx.tables import RSQRT
 from private_llm.errors import DomainError
 from private_llm.kernels.forms import InnerAndScaled
 from private_llm.protocols.share import Share
@@ -212,7 +211,7 @@ def deviation_bits(frac: int, width: int, square: int) -> int:
 
 
 def line_bits(frac: int, width: int, square: int) -> int:
-    """Fractional bits of rows that are squared for lines (power_lines.py): up to 6 more, as one sum has room for.
+    """Fractional bits of rows that are squared for lines (lines.py): up to 6 more, as one sum has room for.
 
     The smallest sums then have enough of them. Those of `frac` where there is no room.
     """
@@ -340,8 +339,6 @@ def _squares(d: Fixed, frac: int) -> Fixed:
 def _inverse_root(square: Fixed, d: Fixed, eps: float, lines: Lines | WideLines | None) -> Fixed:
     """1 / sqrt(mean(d^2) + eps) of rows whose squares fit, from their sums: [.., 1]."""
     width, widest = d.shape[-1], _WRAP_FREE - 2 * d.frac
-    if isinstance(lines, WideLines):
-        return power_by_wide_lines(square + width * eps, lines)
     if lines is not None:
         return power_by_lines(square + width * eps, lines)
     low = max(0.98 * width * eps, 2.0 ** (10 - square.frac))

@@ -17,9 +17,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from private_llm.approx.chosen import softmax, softmax_ragged
-from private_llm.approx.softmax import EXP_BITS, inverse_bits, sum_bits, unscaled, unscaled_ragged
-from private_llm.approx.tanh import precise_tanh
+from private_llm.approx.activations import precise_tanh
+from private_llm.approx.softmax import (
+    EXP_BITS,
+    inverse_bits,
+    softmax,
+    softmax_ragged,
+    sum_bits,
+    unscaled,
+    unscaled_ragged,
+)
 from private_llm.config import chunk_sizes
 from private_llm.errors import DomainError
 from private_llm.exact.comparisons import SHORTEST, comparing
@@ -376,7 +383,7 @@ def soften(scores: Fixed, pattern: Pattern, sinks: Fixed | None = None, present:
     """
     if pattern.select is None:
         shaped = None if sinks is None else sinks.view(lambda part: part.view(*pattern.shape[:-1], 1))
-        return softmax(scores, shaped, present)
+        return softmax(scores, shaped, present=present)
     if not pattern.rows.count:
         return _nothing(scores, pattern.shape)
     return scatter(softmax_ragged(scores, pattern.rows, sinks), pattern.select, pattern.shape)

@@ -8,12 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from private_llm.approx.activations import clamp, relu, sigmoid, silu, softplus
-from private_llm.approx.chosen import gelu
+from private_llm.approx.activations import gelu, precise_tanh, sigmoid, silu, softplus
 from private_llm.approx.exp import WIDE_TOP, wide_exp
-from private_llm.approx.tanh import precise_tanh
+from private_llm.approximations import approximations_of
 from private_llm.errors import UnsupportedOp
-from private_llm.exact.comparisons import SHORTEST
+from private_llm.exact.comparisons import SHORTEST, clamp, relu
 from private_llm.ranges import REACH
 from private_llm.tensor.dispatch import implements
 from private_llm.tensor.fixed import Fixed
@@ -27,9 +26,6 @@ _KEY_ROOM = 7
 _NARROW = {"relu", "silu", "gelu"}
 """What makes of values that are right in their lowest bits results that are right in as many."""
 
-_SQUARED = 12
-"""Bits of magnitude of what MPCFormer's GELU squares."""
-
 
 def _settled(x: Tensor, name: str) -> Fixed:
     if not isinstance(x, SecretTensor):
@@ -38,8 +34,9 @@ def _settled(x: Tensor, name: str) -> Fixed:
     most = REACH if known is None else max(known, SHORTEST)
     if name == "relu" and config.relu_bits is not None:  # calibration has made sure that single entries fit
         most = min(most, config.relu_bits - 1 - config.frac_bits + _KEY_ROOM)
-    if name == "gelu" and config.approximations == "mpcformer":  # a square
-        most = min(most, _SQUARED)
+    other = approximations_of(config.approximations)
+    if name == "gelu" and other is not None and other.gelu_bits is not None:
+        most = min(most, other.gelu_bits)
     watch_compared(x, x.session.frac + most, rows=known is not None)
     return x.to_activation_operand() if name in _NARROW else x.to_fixed()
 
@@ -130,7 +127,7 @@ def _ramp(x: Fixed) -> Fixed:
 
 @implements(F.gelu)
 def gelu_rule(x: Tensor, approximate: str = "none") -> SecretTensor:
-    """GELU in the erf ("none") or tanh spelling: `approx.gelu`, or what `PrivateConfig.approximations` names.
+    """GELU in the erf ("none") or tanh spelling: `approx.activations.gelu`.
 
     Raises UnsupportedOp for a plain x or another spelling.
     """

@@ -20,7 +20,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from private_llm.approx.tanh import precise_tanh
+from private_llm.approx.activations import precise_tanh
 from private_llm.exact.maximum import concatenated
 from private_llm.kv_policies.padding import Arranged
 from private_llm.kv_policies.policy import ClusterShape

@@ -26,7 +26,6 @@ class ChainSpec:
     """
 
     name: str
-    about: str
     function: Callable[[Array], Array]
     weight: Callable[[Array], Array]
     low: float

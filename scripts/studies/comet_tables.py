@@ -141,7 +141,7 @@ class Counter:
         key = (label, setting, way, new or self.size.new, whole_fc2, functions)
         if key not in self._made:
             cls, config = self.size.models[label]
-            more = {} if functions is None else {"approximations": functions}
+            more = {} if functions is None else {"approximations": functions, "plugins": ("rivals",)}
             if functions is not None:
                 cls, config = self.size.given.get(label, (cls, config))
             private = PrivateConfig(**SETTINGS[setting], **more, sparsity=None if way is None else way.settings)

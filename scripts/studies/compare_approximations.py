@@ -29,10 +29,10 @@ from private_llm_cli.bench.catalogue import make
 from private_llm_cli.bench.measure import measure
 from private_llm_cli.bench.rows import Row, machine
 from private_llm_hf import patch
-from private_llm_hf.models.emulation import emulated
 from torch import Tensor
 from transformers import BertConfig, BertForSequenceClassification
 
+from private_llm.approximations import emulated
 from private_llm.config import PrivateConfig
 from private_llm.errors import NeedsDistillation
 
@@ -165,7 +165,7 @@ def distilled(
                 given = {"input_ids": ids, "attention_mask": (ids != PAD).long(), "output_hidden_states": True}
                 with torch.no_grad():
                     aim = teacher(**given)
-                with emulated(student, name):
+                with emulated(name, student):
                     made = student(**given)
                 seen = ids != PAD
                 if logits:
@@ -183,7 +183,7 @@ def distilled(
 def answers(model: BertForSequenceClassification, name: str, data: Sentences) -> Tensor:
     """The class of every sentence with the functions of `name`."""
     model.eval()
-    with torch.no_grad(), emulated(model, name):
+    with torch.no_grad(), emulated(name, model):
         made = [model(input_ids=ids, attention_mask=(ids != PAD).long()).logits for ids, _ in data.batches(128)]
     return torch.cat(made).argmax(-1)
 
@@ -197,8 +197,8 @@ def private_error(model: BertForSequenceClassification, name: str, data: Sentenc
     """Largest difference of logits between a private run and the emulation, over `count` sentences."""
     ids = data.ids[:count]
     mask = (ids != PAD).long()
-    config = PrivateConfig(protocol=protocol, approximations=name, party_mode="threads")
-    with torch.no_grad(), emulated(model, name):
+    config = PrivateConfig(protocol=protocol, approximations=name, party_mode="threads", plugins=("rivals",))
+    with torch.no_grad(), emulated(name, model):
         wanted = model(input_ids=ids, attention_mask=mask).logits
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", NeedsDistillation)
@@ -240,7 +240,7 @@ def compare_accuracy(files: Sequence[Path], sizes: Sizes, protocol: str) -> str:
 
 def compare_costs(protocol: str, repeat: int, tiny: bool) -> str:
     """Measure every work under every name; the table."""
-    config = PrivateConfig(protocol=protocol)
+    config = PrivateConfig(protocol=protocol, plugins=("rivals",))
     cells: dict[str, list[Row]] = {}
     for work in WORKS:
         for name in NAMES:

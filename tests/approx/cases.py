@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from private_llm.approx import activations, wave_tables
-from private_llm.approx import coefficients as tables
+from private_llm.approx import activations, tables
+from private_llm.approx.bump import Fitted, waves_of
 from private_llm.approx.exp import exp
-from private_llm.approx.wave_sums import WaveSum, waves_of
+from private_llm.exact import comparisons
 from private_llm.net.ledger import Cost
 from private_llm.protocols.one_step import TOTAL_BITS
 from private_llm.protocols.prices import trio_prices as cost
@@ -45,7 +45,6 @@ class Case:
 
 WIDE = (-(2.0**20) + 2**10, 2.0**20 - 2**10)
 FULL = torch.linspace(-1.008, 1.032, 4001, dtype=torch.float64)
-HALF = (-(2.0**19) + 2**9, 2.0**19 - 2**9)
 
 
 def products(n: int, *shifts: int) -> Cost:
@@ -62,16 +61,18 @@ def _bump(n: int, *shifts: int) -> Cost:
     return fold + products(n, *shifts)
 
 
-def _waves(n: int, made: WaveSum) -> Cost:
+def _waves(n: int, fitted: Fitted) -> Cost:
     """Three coarse thresholds, as coarse as the fit allows, a narrow injection of two weighted rows, the waves."""
+    made = fitted.waves
+    assert made is not None
     plan = waves_of(made, 18)
     fold = cost.msb(n, 39, 3, low=18 - made.resolution) + cost.inject(R, n, 2, 2, 0, low=plan.angle_bits)
     return fold + cost.relu_minus_waves(R, n, plan)
 
 
-def _logistic(n: int, bits: int, low: int) -> Cost:
-    fold = cost.msb(n, bits, 3, low=low) + cost.inject(R, n, 3, 3, 0)
-    return fold + products(n, 22, 28, 40, 41 if low == 11 else 42) + cost.inject(R, n, 1, 1, 0)
+def _logistic(n: int) -> Cost:
+    fold = cost.msb(n, 39, 3, low=12) + cost.inject(R, n, 3, 3, 0)
+    return fold + products(n, 22, 28, 40, 42) + cost.inject(R, n, 1, 1, 0)
 
 
 def _exact(n: int, thresholds: int = 1) -> Cost:
@@ -79,32 +80,30 @@ def _exact(n: int, thresholds: int = 1) -> Cost:
 
 
 PIECEWISE = [
-    Case("relu", activations.relu, torch.relu, 0.0, WIDE, (), _exact),
-    Case("absolute", activations.absolute, torch.abs, 0.0, WIDE, (), _exact),
-    Case("hardtanh", activations.hardtanh, F.hardtanh, 0.0, WIDE, (), lambda n: _exact(n, 2)),
+    Case("relu", comparisons.relu, torch.relu, 0.0, WIDE, (), _exact),
+    Case("absolute", comparisons.absolute, torch.abs, 0.0, WIDE, (), _exact),
+    Case("hardtanh", comparisons.hardtanh, F.hardtanh, 0.0, WIDE, (), lambda n: _exact(n, 2)),
 ]
 """Piecewise linear functions: they also run in the 32-bit ring."""
 
 FITTED = [
     Case("gelu", activations.gelu, F.gelu, 2e-4, WIDE, (0.0, -4.0, 4.0),
-         lambda n: _waves(n, wave_tables.GELU_ERF)),
+         lambda n: _waves(n, tables.GELU_ERF)),
     Case(
         "gelu_tanh", lambda x: activations.gelu(x, "tanh"), lambda x: F.gelu(x, approximate="tanh"), 2e-4, WIDE,
-        (0.0, -4.0, 4.0), lambda n: _waves(n, wave_tables.GELU_TANH),
+        (0.0, -4.0, 4.0), lambda n: _waves(n, tables.GELU_TANH),
     ),
-    Case("silu", activations.silu, F.silu, 2e-4, WIDE, (0.0, -14.0, 14.0), lambda n: _waves(n, wave_tables.SILU)),
+    Case("silu", activations.silu, F.silu, 2e-4, WIDE, (0.0, -14.0, 14.0), lambda n: _waves(n, tables.SILU)),
     Case(
         "sigmoid", activations.sigmoid, torch.sigmoid, 1e-4, WIDE, (0.0, -10.0, 10.0),
-        lambda n: _logistic(n, 39, 12), 2 * noise_units(tables.LOGISTIC, FULL[FULL <= 0.26]),
+        _logistic, 2 * noise_units(tables.LOGISTIC.chain, FULL[FULL <= 0.26]),
     ),
     Case("softplus", activations.softplus, F.softplus, 1e-4, WIDE, (0.0, -10.0, 10.0),
-         lambda n: _bump(n, 22, 28, 40, 42), noise_units(tables.SOFTPLUS, FULL[FULL <= 0.26])),
-    Case("tanh", activations.tanh, torch.tanh, 2e-4, HALF, (0.0, -5.0, 5.0), lambda n: _logistic(n, 38, 11),
-         4 * noise_units(tables.LOGISTIC, FULL[FULL <= 0.26])),
+         lambda n: _bump(n, 22, 28, 40, 42), noise_units(tables.SOFTPLUS.chain, FULL[FULL <= 0.26])),
     Case(
         "exp", exp, torch.exp, 6e-5, (-(2.0**21) + 2**10, 0.25), (-14.0,),
         lambda n: cost.msb(n, 40, 1, low=18) + cost.exponential(R, n, TOTAL_BITS - 24),
-        (2.1e-5 + tables.EXP.error) * 2**18 + noise_units(tables.EXP, FULL[FULL >= -0.75]),
+        (2.1e-5 + tables.EXP.chain.error) * 2**18 + noise_units(tables.EXP.chain, FULL[FULL >= -0.75]),
     ),
 ]  # fmt: skip
 """Functions of polynomials, which need the 64-bit ring."""

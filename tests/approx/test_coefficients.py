@@ -12,13 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from private_llm.approx import coefficients
-from private_llm.approx.chain import Chain
-from private_llm.approx.cubic import Cubic
+from private_llm.approx import tables
+from private_llm.approx.chain import Chain, Cubic
 from private_llm.approx.normalise import QUARTERS, THIRDS, Cells
 from tests.approx.tables import run_table
 
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "fitting" / "fit_coefficients.py"
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "fitting" / "fit_tables.py"
 
 
 def _gelu_tail(t: Tensor, approximate: str) -> Tensor:
@@ -26,12 +25,12 @@ def _gelu_tail(t: Tensor, approximate: str) -> Tensor:
 
 
 TABLES = [
-    (coefficients.GELU_ERF, lambda z: _gelu_tail(2 * (z + 1), "none"), -1.0, 1.0, 1.0),
-    (coefficients.GELU_TANH, lambda z: _gelu_tail(2 * (z + 1), "tanh"), -1.0, 1.0, 1.0),
-    (coefficients.SILU, lambda z: 8 * (z + 1) * torch.sigmoid(-8 * (z + 1)), -1.0, 0.75, 0.75),
-    (coefficients.LOGISTIC, lambda z: torch.sigmoid(-8 * (z + 1)), -1.0, 0.25, 0.25),
-    (coefficients.SOFTPLUS, lambda z: -torch.log1p(torch.exp(-8 * (z + 1))), -1.0, 0.25, 0.25),
-    (coefficients.EXP, lambda z: torch.exp(8 * (z - 1)), -0.75, 1.03125, None),
+    (tables.GELU_ERF.chain, lambda z: _gelu_tail(2 * (z + 1), "none"), -1.0, 1.0, 1.0),
+    (tables.GELU_TANH.chain, lambda z: _gelu_tail(2 * (z + 1), "tanh"), -1.0, 1.0, 1.0),
+    (tables.SILU.chain, lambda z: 8 * (z + 1) * torch.sigmoid(-8 * (z + 1)), -1.0, 0.75, 0.75),
+    (tables.LOGISTIC.chain, lambda z: torch.sigmoid(-8 * (z + 1)), -1.0, 0.25, 0.25),
+    (tables.SOFTPLUS.chain, lambda z: -torch.log1p(torch.exp(-8 * (z + 1))), -1.0, 0.25, 0.25),
+    (tables.EXP.chain, lambda z: torch.exp(8 * (z - 1)), -0.75, 1.03125, None),
 ]
 each = pytest.mark.parametrize(
     ("chain", "truth", "low", "high", "zero"),
@@ -74,7 +73,7 @@ def test_vanishes_exactly(chain: Chain, truth: object, low: float, high: float, 
 
 
 @pytest.mark.parametrize(
-    ("cubic", "cells", "top"), [(coefficients.RECIPROCAL, QUARTERS, 1.203125), (coefficients.RSQRT, THIRDS, 1.3)]
+    ("cubic", "cells", "top"), [(tables.RECIPROCAL, QUARTERS, 1.203125), (tables.RSQRT, THIRDS, 1.3)]
 )
 def test_cubics_and_their_cells(cubic: Cubic, cells: Cells, top: float) -> None:
     """The cubic is as good as stated over the cell with its slack, and every cell of an octave maps into it."""

@@ -97,15 +97,15 @@ def test_ragged_rows(config: PrivateConfig, rows: Rows) -> None:
     run = run_parties(config, lambda _, a: softmax_ragged(a, rows), [x])
     assert float((run.value - ragged_truth(x, rows)).abs().max()) <= 1e-4
     lengths = torch.tensor(rows.lengths)
-    again = run_parties(PLAIN, lambda _, a: softmax_ragged(a, lengths), [x])
+    again = run_parties(PLAIN, lambda _, a: softmax_ragged(a, Rows.of(lengths)), [x])
     assert float((again.value - run.value).abs().max()) <= 1e-4
     assert run_meta(config, lambda _, a: softmax_ragged(a, rows), [(rows.total,)]) == run.cost
 
 
 def test_empty_rows_count_for_nothing() -> None:
     x = scores(5)
-    run = run_parties(TRIO, lambda _, a: softmax_ragged(a, torch.tensor([0, 3, 0, 2, 0])), [x])
-    other = run_parties(TRIO, lambda _, a: softmax_ragged(a, torch.tensor([3, 2])), [x])
+    run = run_parties(TRIO, lambda _, a: softmax_ragged(a, Rows((0, 3, 0, 2, 0))), [x])
+    other = run_parties(TRIO, lambda _, a: softmax_ragged(a, Rows((3, 2))), [x])
     assert run.cost == other.cost
     assert float((run.value - ragged_truth(x, Rows((3, 2)))).abs().max()) <= 1e-4
 

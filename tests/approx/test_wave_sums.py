@@ -13,14 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from private_llm.approx import wave_tables
-from private_llm.approx.wave_sums import WaveSum, angle_frac, waves_of
+from private_llm.approx.bump import WaveSum, angle_frac, waves_of
+from private_llm.approx.tables import GELU_ERF, GELU_TANH, SILU
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "fitting" / "fit_waves.py"
 TABLES = [
-    (wave_tables.SILU, lambda t: t * torch.sigmoid(-t)),
-    (wave_tables.GELU_ERF, lambda t: -F.gelu(-t)),
-    (wave_tables.GELU_TANH, lambda t: -F.gelu(-t, approximate="tanh")),
+    (SILU.waves, lambda t: t * torch.sigmoid(-t)),
+    (GELU_ERF.waves, lambda t: -F.gelu(-t)),
+    (GELU_TANH.waves, lambda t: -F.gelu(-t, approximate="tanh")),
 ]
 each = pytest.mark.parametrize(("made", "truth"), TABLES, ids=["silu", "gelu_erf", "gelu_tanh"])
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from private_llm.approx.lines import WideLines, octaves_apart, power_by_lines
 from private_llm.approx.norms import layer_norm, rms_norm
-from private_llm.approx.wide_lines import WideLines, octaves_apart, power_by_wide_lines
 from private_llm.config import PrivateConfig
 from private_llm.protocols.prices import trio_prices as cost
 from private_llm.protocols.session import Session
@@ -32,7 +32,7 @@ def test_relative_errors_and_price(protocol: str, lines: WideLines) -> None:
     x = 2.0 ** torch.linspace(low, lines.log2_high, 3000, dtype=torch.float64)
     x = torch.round(x * 2.0**lines.own) / 2.0**lines.own
     config = PrivateConfig(adder="keys", protocol=protocol)  # type: ignore[arg-type]
-    got = run_parties(config, lambda _, a: power_by_wide_lines(a, lines), [x], fracs=[lines.own])
+    got = run_parties(config, lambda _, a: power_by_lines(a, lines), [x], fracs=[lines.own])
     want = lines.gain * x**-0.5
     assert float(((got.value - want).abs() / want).max()) <= 1.5e-4
     price = cost.truncate(Ring(64), 3000, lines.apart) + cost.piecewise(Ring(64), 6000, lines.shape)
@@ -45,12 +45,12 @@ def test_where_the_copies_meet_and_below_the_range() -> None:
         [LINES.log2_low + 1.0, LINES.log2_low + LINES.apart, LINES.log2_low + LINES.apart + 1], dtype=torch.float64
     )
     x = (2.0 ** ends[:, None] * (1 + torch.linspace(-0.002, 0.002, 41, dtype=torch.float64))).reshape(-1)
-    got = run_parties(KEYS, lambda _, a: power_by_wide_lines(a, LINES), [x], fracs=[21]).value
+    got = run_parties(KEYS, lambda _, a: power_by_lines(a, LINES), [x], fracs=[21]).value
     assert float((got * x**0.5 / 24 - 1).abs().max()) <= 5e-3  # 0.2 % below the range, where the rise is twice as steep
     # 2^-13 of a comparison, and the lines' own
     assert float((got * x**0.5 / 24 - 1).abs()[41:].max()) <= 2e-4
     below = 2.0 ** torch.linspace(LINES.log2_low - 3, LINES.log2_low + 1, 50, dtype=torch.float64)
-    small = run_parties(KEYS, lambda _, a: power_by_wide_lines(a, LINES), [below], fracs=[21]).value
+    small = run_parties(KEYS, lambda _, a: power_by_lines(a, LINES), [below], fracs=[21]).value
     assert bool((small >= -1e-3).all())
     assert bool((small <= 24 * below**-0.5 * 1.01).all())
 

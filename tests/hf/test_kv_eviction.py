@@ -199,7 +199,7 @@ def test_a_copied_cache_goes_on_for_itself() -> None:
 @pytest.mark.parametrize("approximations", ["mpcformer", "secformer"])
 def test_a_softmax_of_squares_meets_no_score_far_below_others(approximations: str) -> None:
     """It would give nearly all weight to padding in a chosen cluster, and to hidden entries."""
-    config = replace(PLAIN, approximations=approximations)  # type: ignore[arg-type]
+    config = replace(PLAIN, approximations=approximations, plugins=("rivals",))
     with pytest.raises(ConfigError, match="drop=False with approximations="):
         replace(config, kv_cache=POLICIES["hidden"])
     asked = prompt()

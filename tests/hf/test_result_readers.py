@@ -96,7 +96,7 @@ def test_a_hint_that_is_too_small_costs_rounds_and_no_answer() -> None:
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("config", [
     PrivateConfig(protocol="quad"), PrivateConfig(truncation="exact"), PrivateConfig(adder="keys"),
-    PrivateConfig(approximations="puma"),
+    PrivateConfig(approximations="puma", plugins=("rivals",)),
 ])  # fmt: skip
 def test_where_nothing_is_narrow_the_hint_changes_nothing(config: PrivateConfig) -> None:
     model = tiny.build("llama")

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from private_llm.approx.wave_sums import WaveSum, waves_of
-from private_llm.approx.wave_tables import GELU_ERF, SILU
+from private_llm.approx.bump import WaveSum, waves_of
+from private_llm.approx.tables import GELU_ERF, SILU
 from private_llm.kernels import waves
 from private_llm.kernels.shapes import packed_words
 from private_llm.protocols.one_step import Waves, turns
@@ -24,7 +24,7 @@ def operands(count: int, plan: Waves) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return draw.ring(RING64, count), draw.ring(RING64, count), draw.words(plan.words(count)), draw.words(2 * words)
 
 
-@pytest.mark.parametrize("made", [SILU, GELU_ERF], ids=["silu", "gelu"])
+@pytest.mark.parametrize("made", [SILU.waves, GELU_ERF.waves], ids=["silu", "gelu"])
 @pytest.mark.parametrize("frac", [10, 18, 20])
 @pytest.mark.parametrize("count", SIZES)
 @pytest.mark.parametrize("threads", [1, 3])
@@ -49,7 +49,7 @@ def test_kernels_and_operations_agree(
 
 
 def test_nothing() -> None:
-    plan = waves_of(SILU, 18)
+    plan = waves_of(SILU.waves, 18)
     none = torch.empty(0, dtype=torch.int64)
     assert waves.hidden(none, none, plan, turns()).shape == (0,)
     assert waves.summed(none, none, plan, turns(), True).shape == (0,)
@@ -57,7 +57,7 @@ def test_nothing() -> None:
 
 
 def test_meta_tensors_get_shapes() -> None:
-    plan = waves_of(SILU, 18)
+    plan = waves_of(SILU.waves, 18)
     x, y, secrets, rest = (each.to("meta") for each in operands(100, plan))
     assert waves.hidden(x, secrets, plan, turns()).shape == secrets.shape
     assert waves.summed(x, secrets, plan, turns(), True).shape == x.shape

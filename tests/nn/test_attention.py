@@ -309,7 +309,7 @@ def test_what_known_ranges_save() -> None:
     assert _known_cost(128, PrivateConfig(), value=14).total < before.total, "the least that is mixed: 14 bits"
     assert _known_cost(128, PrivateConfig(), value=15) == before, "no room in the ring"
     assert _known_cost(128, PrivateConfig(), value=30) == before
-    puma = PrivateConfig(approximations="puma")
+    puma = PrivateConfig(approximations="puma", plugins=("rivals",))
     assert _known_cost(128, puma, value=5) == _known_cost(128, puma)
 
 
@@ -368,7 +368,7 @@ def test_padded_lengths() -> None:
     assert [repeats(meta_session(PrivateConfig(protocol=name), 1)) for name in names] == [
         True, True, False,
     ]  # fmt: skip
-    assert not repeats(meta_session(PrivateConfig(approximations="puma"), 1))
+    assert not repeats(meta_session(PrivateConfig(approximations="puma", plugins=("rivals",)), 1))
 
 
 def test_the_check_of_ranges_sees_scores_and_mixes_beyond_theirs() -> None:
@@ -419,7 +419,8 @@ def test_scores_are_narrow_products_where_softmax_reads_their_lowest_bits() -> N
     whole = 2 + 2
     assert _matmul_rounds(PrivateConfig()) == _matmul_rounds(PrivateConfig(protocol="dealer")) == whole - 1
     others = [
-        PrivateConfig(adder="keys"), PrivateConfig(approximations="puma"), PrivateConfig(approximations="mpcformer"),
+        PrivateConfig(adder="keys"),
+        *(PrivateConfig(approximations=name, plugins=("rivals",)) for name in ("puma", "mpcformer")),
     ]  # fmt: skip
     assert [_matmul_rounds(each) for each in others] == [whole] * len(others)
     assert _matmul_rounds(PrivateConfig(), softcap=30.0) == whole

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from private_llm.approx.wave_sums import WaveSum, angle_frac, waves_of
-from private_llm.approx.wave_tables import GELU_ERF, SILU
+from private_llm.approx.bump import WaveSum, angle_frac, waves_of
+from private_llm.approx.tables import GELU_ERF, SILU
 from private_llm.config import PrivateConfig
 from private_llm.errors import DomainError, UnsupportedOp
 from private_llm.protocols.one_step import PUBLIC_BITS, TABLE_BITS, Wave, Waves, turns
@@ -22,7 +22,7 @@ from tests.protocols.parties import run_ring
 from tests.protocols.test_uniform import CHI_SQUARE_255, Tap, chi_square
 
 FRAC = 18
-PLAN = waves_of(SILU, FRAC)
+PLAN = waves_of(SILU.waves, FRAC)
 
 
 def config(protocol: str = "trio", **more: object) -> PrivateConfig:
@@ -46,9 +46,9 @@ def truth(plan: Waves, angle: Tensor) -> Tensor:
 @pytest.mark.parametrize("frac", [8, 14, 18, 20])
 def test_values(protocol: str, frac: int) -> None:
     """Whole turns, upper bits of angles that mean nothing, and x of all sizes."""
-    plan = waves_of(SILU, frac)
+    plan = waves_of(SILU.waves, frac)
     n = 5000
-    top = SILU.top * SILU.factor * 2.0 ** angle_frac(frac)
+    top = SILU.waves.top * SILU.waves.factor * 2.0 ** angle_frac(frac)
     inside = (torch.linspace(0, 0.98, n, dtype=torch.float64) * top).long() // 16
     angle = (inside << 4) + (torch.arange(n) << plan.angle_bits)
     x = torch.arange(n) * 987654321 % (1 << 40) - (1 << 39)
@@ -62,7 +62,7 @@ def test_values(protocol: str, frac: int) -> None:
 def test_as_many_low_bits_are_right_as_its_reader_reads(protocol: str) -> None:
     n, bits = 2000, 30
     x, angle = torch.arange(n) * 987654321 % (1 << 28) - (1 << 27), torch.arange(n) << 10
-    whole, short = (waves_of(SILU, FRAC, read) for read in (64, bits))
+    whole, short = (waves_of(SILU.waves, FRAC, read) for read in (64, bits))
     want, made = (
         run_ring(config(protocol), [x, angle], lambda p, a, b, plan=plan: rectified(p, a, b, plan), x.shape).result
         for plan in (whole, short)
@@ -113,7 +113,7 @@ def test_tables_are_cosines_and_sines() -> None:
 
 
 @pytest.mark.parametrize("frac", [8, 18, 20])
-@pytest.mark.parametrize("made", [SILU, GELU_ERF], ids=["silu", "gelu"])
+@pytest.mark.parametrize("made", [SILU.waves, GELU_ERF.waves], ids=["silu", "gelu"])
 def test_sums_and_shares_fit(made: WaveSum, frac: int) -> None:
     plan = waves_of(made, frac)
     beyond, unit = 2.0**-made.resolution, made.factor * 2.0 ** angle_frac(frac)

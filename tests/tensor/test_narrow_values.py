@@ -7,9 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from private_llm.approx.gelu import gelu
-from private_llm.approx.silu import silu
-from private_llm.approx.tanh import precise_tanh
+from private_llm.approx.activations import gelu, precise_tanh, silu
 from private_llm.config import PrivateConfig
 from private_llm.errors import DomainError
 from private_llm.exact.comparisons import coarse_bits, relu
@@ -201,7 +199,7 @@ def test_what_attention_gives_has_the_same_bits_in_all_layers_of_a_decode_step()
 @pytest.mark.parametrize(("config", "bits"), [
     (PrivateConfig(), READ_BITS), (PrivateConfig(protocol="dealer"), READ_BITS), (PrivateConfig(frac_bits=14), 14),
     (PrivateConfig(protocol="quad"), 18), (PrivateConfig(adder="keys"), 18), (PrivateConfig(truncation="exact"), 18),
-    (PrivateConfig(approximations="puma"), 18),
+    (PrivateConfig(approximations="puma", plugins=("rivals",)), 18),
 ])  # fmt: skip
 def test_results_that_products_alone_read_have_fewer_fractional_bits(config: PrivateConfig, bits: int) -> None:
     session = meta_session(config, 1)

@@ -8,9 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from private_llm.approx.mpcformer import two_quad_ragged
 from private_llm.config import PrivateConfig
-from private_llm.exact.ragged_rows import Rows
 from private_llm.protocols.session import Session
 from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.ops_matmul import linear_by
@@ -207,18 +205,3 @@ def test_each_row_of_a_batch_has_its_own_verdict(protocol: str) -> None:
             assert verdicts(bad, how) == [float(row == bad) for row in range(3)], how
     assert verdicts(None, "flat") == [0.0] * 3
     assert verdicts(1, "all") == [1.0] * 3
-
-
-def test_rows_of_a_squared_softmax_are_told_apart() -> None:
-    """2Quad of rows of different lengths, of three rows of a batch: a mean beyond its range is of one of them."""
-    values = torch.randn(12, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    values[6] = 300.0
-
-    def check(session: Session, secret: Fixed) -> Fixed:
-        session.numerics.batch = 3
-        two_quad_ragged(secret, Rows.of([2, 3, 4, 0, 1, 2], (2, 1, 2)))
-        found = verdict(session)
-        assert found is not None
-        return found
-
-    assert run_parties(config("plain"), check, [values]).value.tolist() == [0.0, 1.0, 0.0]

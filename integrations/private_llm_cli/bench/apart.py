@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from private_llm.approx.emulation import Emulated
+from private_llm.approximations import emulated
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError, PrivateLLMError
 from private_llm.kernels.address import tune_allocator
@@ -123,9 +123,7 @@ def _whole(
             run()
             progress()
         costs = private.cost()
-    from private_llm_hf.models.emulation import emulated
-
-    with torch.no_grad(), emulated(model, config.approximations):
+    with torch.no_grad(), emulated(config.approximations, model):
         error = float((logits - work.truth(model.double(), asked)).abs().max())
     sent = costs.to_dict()["bytes_per_party"]
     return _Measured(first, before, online, costs.preprocessing.total, sent, costs.rounds, error)
@@ -236,7 +234,7 @@ def _ask(
     length = int(transport.recv(1, _SIGNAL, (1,), torch.int64))
     frac, *shape = transport.recv(1, _SIGNAL, (length,), torch.int64).tolist()
     result = ring.decode(end.open(tuple(shape)), frac)
-    with torch.no_grad(), Emulated(config.approximations):
+    with torch.no_grad(), emulated(config.approximations):
         error = float((result - work.truth(values, weights)).abs().max())
     sent = {str(party): int(reports[party, 0]) for party in range(config.parties)}
     return _Measured(first, before, online, sent[str(config.helper)], sent, int(reports[:, 1].max()), error)

@@ -9,9 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from private_llm.approx import activations, chosen, norms
+from private_llm.approx import activations, norms
+from private_llm.approx import softmax as softmaxes
 from private_llm.errors import ConfigError, meant
 from private_llm.exact.argmax import argmax as fixed_argmax
+from private_llm.exact.comparisons import relu as fixed_relu
 from private_llm.protocols.session import Session
 from private_llm.tensor.fixed import Fixed
 from private_llm_cli.bench import layers, whole
@@ -48,12 +50,12 @@ def matmuls(shape: Shape) -> Work:
 
 def relu(shape: Shape) -> Work:
     """max(x, 0) for x ~ N(0, 4)."""
-    return _work("relu", shape, (shape,), lambda x: activations.relu(x[0]), lambda v: torch.relu(v[0]), (4.0,))
+    return _work("relu", shape, (shape,), lambda x: fixed_relu(x[0]), lambda v: torch.relu(v[0]), (4.0,))
 
 
 def gelu(shape: Shape) -> Work:
     """GELU (erf) on [-8, 8]."""
-    return _wide("gelu", shape, lambda x: chosen.gelu(x, "none"), F.gelu)
+    return _wide("gelu", shape, activations.gelu, F.gelu)
 
 
 def silu(shape: Shape) -> Work:
@@ -63,7 +65,7 @@ def silu(shape: Shape) -> Work:
 
 def softmax(shape: Shape) -> Work:
     """Softmax over the last dimension of scores ~ N(0, 3)."""
-    return _work("softmax", shape, (shape,), lambda x: chosen.softmax(x[0]), lambda v: v[0].softmax(-1), (3.0,))
+    return _work("softmax", shape, (shape,), lambda x: softmaxes.softmax(x[0]), lambda v: v[0].softmax(-1), (3.0,))
 
 
 def layernorm(shape: Shape) -> Work:

@@ -17,7 +17,7 @@ from contextlib import ExitStack
 import torch
 from torch import Tensor
 
-from private_llm.approx.emulation import Emulated
+from private_llm.approximations import emulated
 from private_llm.config import PrivateConfig
 from private_llm.errors import DomainError, PartyFailed, PrivateLLMError
 from private_llm.kernels.address import tune_allocator
@@ -229,7 +229,7 @@ class _Running:
         """Open the last result, compare it, and end."""
         work, config, reports = self._work, self._config, self._reports
         result = _open(self._transport, self._ends, self._ring, config.parties)
-        with torch.no_grad(), Emulated(config.approximations):
+        with torch.no_grad(), emulated(config.approximations):
             truth = work.truth(self._values, self._weights)
         sent = {str(party): int(reports[party, :-3].sum()) for party in range(config.parties)}
         return Row(

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from private_llm.approximations import emulated
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError
 from private_llm.net.local import LocalMesh
@@ -179,9 +180,7 @@ def measure_whole(
         sent = {key: costs[key] for key in ("bytes_total", "bytes_preprocessing", "bytes_per_party", "rounds")}
     finally:
         private.close()
-    from private_llm_hf.models.emulation import emulated
-
-    with torch.no_grad(), emulated(model, config.approximations):
+    with torch.no_grad(), emulated(config.approximations, model):
         truth = work.truth(model.double(), ids)
     return Row(
         **settings(config, speed), name=work.name, shape=work.shape, repeat=repeat,

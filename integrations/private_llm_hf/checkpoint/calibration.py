@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from private_llm.approx.lines import bits_above
 from private_llm.approx.norms import fitting_bits
-from private_llm.approx.power_lines import bits_above
 from private_llm.config import PrivateConfig
 from private_llm.errors import DomainError, LowPrecision, TightRange
 from private_llm.ranges import LARGEST_EXPONENT, LEAST_BITS, REACH, SQUARE_HEAD_ROOM, UNKNOWN, Ranges, exponent

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from private_llm.approximations import emulated
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError, TightRange
 from private_llm.ranges import UNKNOWN, Ranges
@@ -22,7 +23,6 @@ from private_llm_hf.checkpoint.sample_inputs import check_images, fitting_inputs
 from private_llm_hf.checkpoint.weights import AS_GIVEN
 from private_llm_hf.client.inputs import max_positions
 from private_llm_hf.models.architectures import architecture
-from private_llm_hf.models.emulation import emulated
 from private_llm_hf.vision.network import Network
 
 LENGTH = 128
@@ -59,7 +59,7 @@ def checkpoint_ranges(
     if images is not None:
         images = check_images(model_class, config, images)
     model = checkpoint.load(model_class, config, **hf)
-    with emulated(model, private_config.approximations):
+    with emulated(private_config.approximations, model):
         if architecture(config).kind == "vision":
             return _seen(model, private_config, images)
         return calibrate(model, private_config, batches(model, _tokenizer(checkpoint, hf), text))
@@ -85,7 +85,7 @@ def loaded_ranges(model: nn.Module, private_config: PrivateConfig, images: Tenso
     with AS_GIVEN:
         training = model.training
         try:
-            with emulated(model, private_config.approximations):
+            with emulated(private_config.approximations, model):
                 if architecture(model.config).kind == "vision":
                     return _seen(model.eval(), private_config, images)
                 return calibrate(model.eval(), private_config, batches(model, _tokenizer_beside(model)))

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PretrainedConfig, modeling_outputs
 from transformers.modeling_outputs import ModelOutput
 
-from private_llm.config import SQUARED_SOFTMAX
+from private_llm.approximations import approximations_of
 from private_llm.errors import ConfigError, DomainError, UnsupportedOp
 from private_llm.kv_policies.fixed import NoCache
 from private_llm.tensor.range_check import require
@@ -198,7 +198,8 @@ class ForwardCall:
 
     def _check_padding(self) -> None:
         config = self.parties.config
-        if config.kv_cache.selection is not None and config.approximations in SQUARED_SOFTMAX:
+        other = approximations_of(config.approximations)
+        if config.kv_cache.selection is not None and other is not None and other.squares:
             raise UnsupportedOp(
                 f"attention_mask: got padding under kv_cache {config.kv_cache.name!r}, which chooses clusters, with "
                 f"approximations={config.approximations!r}, whose softmax squares scores: padding in a chosen cluster, "

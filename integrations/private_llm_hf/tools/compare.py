@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
+from private_llm.approximations import emulated
 from private_llm.config import PrivateConfig
 from private_llm.errors import DomainError, PrivateLLMError
 from private_llm.net.local import LocalMesh
@@ -32,7 +33,6 @@ from private_llm_hf.checkpoint.model_spec import ModelSpec, describe, folds_norm
 from private_llm_hf.checkpoint.sample_inputs import tensors_in
 from private_llm_hf.checkpoint.weights import encode_weight, stream_loaded
 from private_llm_hf.models.architectures import architecture
-from private_llm_hf.models.emulation import emulated
 from private_llm_hf.models.folds import fold_norms
 from private_llm_hf.party.model import build_party_model
 
@@ -77,12 +77,12 @@ def compare(
     stopped = None
     with torch.no_grad():
         if architecture(model.config).kind == "vision":
-            with emulated(truth, config.approximations):
+            with emulated(config.approximations, truth):
                 truth(given.double())
             inputs = {"pixel_values": _secret(session, given)}
         else:
             tokens = _tokens(truth, given)
-            with emulated(truth, config.approximations):
+            with emulated(config.approximations, truth):
                 truth(**tokens, use_cache=False)
             inputs = {
                 name.replace("input_ids", "inputs_embeds"): _secret(session, _embedding(truth, name)(ids))

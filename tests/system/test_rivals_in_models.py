@@ -11,12 +11,11 @@ import torch
 import torch.nn.functional as F
 import transformers
 from private_llm_hf import patch
-from private_llm_hf.models.emulation import emulated
 from private_llm_hf.tools.compare import compare
+from rivals import formulas
 from torch import Tensor, nn
 
-from private_llm.approx import formulas
-from private_llm.approx.emulation import Emulated
+from private_llm.approximations import emulated
 from private_llm.config import PrivateConfig
 from private_llm.errors import DomainError, NeedsDistillation
 
@@ -60,10 +59,10 @@ def logits(model: nn.Module, mask: Tensor = MASK) -> Tensor:
 @pytest.mark.filterwarnings("ignore::private_llm.errors.NeedsDistillation")
 def test_private_is_plaintext_with_the_same_functions(name: str, make: Make, config: PrivateConfig) -> None:
     model = make()
-    with emulated(model, name):
+    with emulated(name, model):
         wanted = logits(model)
     own = logits(model)
-    with patch(model, replace(config, approximations=name)) as private:
+    with patch(model, replace(config, approximations=name, plugins=("rivals",))) as private:
         found = logits(private)
     spread = float(own.std())
     assert float((found - wanted).abs().max()) <= 5e-3 * spread
@@ -76,7 +75,7 @@ def test_private_is_plaintext_with_the_same_functions(name: str, make: Make, con
 def test_what_a_user_is_told(name: str) -> None:
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        with patch(bert(), replace(PLAIN, approximations=name)):
+        with patch(bert(), replace(PLAIN, approximations=name, plugins=("rivals",))):
             pass
     about = [str(w.message) for w in told if w.category is NeedsDistillation]
     if name == "puma":
@@ -96,7 +95,7 @@ def test_own_functions_say_nothing() -> None:
 
 @named
 def test_every_module_agrees(name: str) -> None:
-    rows = compare(bert(), IDS, replace(PLAIN, approximations=name)).modules
+    rows = compare(bert(), IDS, replace(PLAIN, approximations=name, plugins=("rivals",))).modules
     assert len(rows) > 20
     assert all(row.error_max <= 2e-3 * max(row.largest, 1.0) for row in rows)
 
@@ -108,7 +107,7 @@ def test_emulation_of_operations(name: str) -> None:
     seen = torch.ones(5, 5, dtype=torch.bool).tril()
     scores = (x @ x[:, :2].repeat_interleave(2, 1).mT / 6**0.5).masked_fill(~seen, -torch.inf)
     mixed = softmax(scores) @ x[:, :2].repeat_interleave(2, 1)
-    with Emulated(name):
+    with emulated(name):
         assert torch.equal(F.gelu(x, approximate="tanh"), gelu(x))
         assert torch.equal(x.softmax(-1), softmax(x))
         assert torch.equal(torch.softmax(x, 1), softmax(x.movedim(1, -1)).movedim(-1, 1))
@@ -122,10 +121,10 @@ def test_emulation_of_operations(name: str) -> None:
 def test_the_emulation_ends_and_leaves_nothing_behind() -> None:
     model = gpt2()
     before = logits(model)
-    with pytest.raises(ZeroDivisionError), emulated(model, "mpcformer"):
+    with pytest.raises(ZeroDivisionError), emulated("mpcformer", model):
         _ = 1 // 0
     assert torch.equal(logits(model), before)
-    with emulated(model, "ours"):
+    with emulated("ours", model):
         assert torch.equal(logits(model), before)
 
 
@@ -139,7 +138,7 @@ def test_rows_that_do_not_sum_to_one_are_withheld(name: str, padded: bool) -> No
         for layer in model.bert.encoder.layer:
             layer.attention.self.query.weight *= 30
     with (
-        patch(model, replace(PLAIN, approximations=name)) as private,
+        patch(model, replace(PLAIN, approximations=name, plugins=("rivals",))) as private,
         pytest.raises(DomainError, match="left its range"),
     ):
         logits(private, MASK if padded else torch.ones_like(MASK))

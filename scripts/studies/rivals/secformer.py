@@ -18,9 +18,9 @@ takes 15 to 17 rounds in all and is used instead. Its SiLU: none is given, so th
 from __future__ import annotations
 
 from private_llm.approx.chain import Chain, Form, Step, evaluate
-from private_llm.approx.formulas import FOURIER_END
 from private_llm.exact.comparisons import coarse_bits
 from private_llm.tensor.fixed import Fixed
+from rivals.formulas import FOURIER_END
 
 FACTORS = (-4.191255881, -0.04020302, -0.054099898, -0.377829375)
 """root, b, c, d: least squares at 2000 Chebyshev nodes of [0, 2.42], factored at the real root (tests refit it)."""

@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 QUAD = (0.5, 0.25, 0.125)
@@ -40,16 +39,13 @@ PUMA_BOTTOM = -14.0
 
 
 def gelu(name: str) -> Callable[[Tensor], Tensor]:
-    """GELU as the system `name` computes it; "ours": the erf form itself. KeyError for another name than these four."""
-    functions: dict[str, Callable[[Tensor], Tensor]] = {
-        "ours": F.gelu, "mpcformer": quad, "secformer": fourier_gelu, "puma": puma_gelu,
-    }  # fmt: skip
-    return functions[name]
+    """GELU as the system `name` computes it. KeyError for another name than these three."""
+    return {"mpcformer": quad, "secformer": fourier_gelu, "puma": puma_gelu}[name]
 
 
 def softmax(name: str) -> Callable[[Tensor], Tensor]:
     """Softmax over the last dimension as `name` computes it; entries of minus infinity get 0. Names as `gelu`."""
-    return {"ours": _softmax, "mpcformer": two_quad, "secformer": two_quad, "puma": puma_softmax}[name]
+    return {"mpcformer": two_quad, "secformer": two_quad, "puma": puma_softmax}[name]
 
 
 def quad(x: Tensor) -> Tensor:
@@ -90,10 +86,6 @@ def puma_softmax(x: Tensor) -> Tensor:
     e = (1 + d / 2**PUMA_SQUARES) ** (2**PUMA_SQUARES)
     e = torch.where(d > PUMA_BOTTOM, e, torch.zeros_like(e))
     return e / e.sum(-1, keepdim=True)
-
-
-def _softmax(x: Tensor) -> Tensor:
-    return x.softmax(-1)
 
 
 def _seen(x: Tensor) -> Tensor:

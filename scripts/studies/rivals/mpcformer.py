@@ -17,13 +17,13 @@ from collections.abc import Callable, Sequence
 import torch
 
 from private_llm.approx.chain import need_wide_ring
-from private_llm.approx.formulas import SHIFT
 from private_llm.approx.normalise import fitting, reciprocal
 from private_llm.approx.softmax import check_width
 from private_llm.exact.maximum import concatenated
 from private_llm.exact.ragged_rows import Rows
 from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.range_check import watch_flat
+from rivals.formulas import SHIFT
 
 SMALLEST, LARGEST = 0.2, 256.0
 """Range of the means whose reciprocal is taken; the divisor is up to twice the length of a row."""

@@ -1,41 +1,57 @@
-"""Plaintext models with another system's functions: GELU, softmax and fused attention give way to their formulas."""
+"""Plaintext models with another system's functions: GELU, softmax and fused attention give way to their formulas.
+
+For calibration, comparison and distillation: gradients flow through the formulas.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from private_llm_hf.handlers import match
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from private_llm.approx import formulas
 from private_llm.tensor.dispatch import TorchArg
+from rivals import formulas
 
 Function = Callable[[Tensor], Tensor]
 _SOFTMAX = (F.softmax, torch.softmax, Tensor.softmax)
 
 
-class Emulated(TorchFunctionMode):
-    """While it is on, operations of PyTorch compute `formulas.gelu` and `formulas.softmax` of a name.
+@contextmanager
+def emulated(name: str, model: nn.Module | None) -> Iterator[None]:
+    """Inside, operations of PyTorch compute GELU and softmax of `name`, and `model` those GELUs that it spells by hand.
 
-    Gradients flow through the formulas. GELUs that a model spells out itself are not seen (`emulated` of
-    private_llm_hf.models.emulation finds those of transformers).
+    Other models compute with the operations meanwhile, too. SiLU, x sigmoid(1.702 x) and norms stay.
     """
+    gelu, modules = formulas.gelu(name), () if model is None else model.modules()
+    spelled = [module for module in modules if match("gelus", module) in ("tanh", "none")]
+    for module in spelled:
+        module.__dict__["forward"] = gelu
+    try:
+        with _Emulated(gelu, formulas.softmax(name)):
+            yield
+    finally:
+        for module in spelled:
+            del module.__dict__["forward"]
 
-    def __init__(self, name: str) -> None:
+
+class _Emulated(TorchFunctionMode):
+    """While it is on, operations of PyTorch compute these functions. GELUs that a model spells out are not seen."""
+
+    def __init__(self, gelu: Function, softmax: Function) -> None:
         super().__init__()
-        self._gelu, self._softmax = formulas.gelu(name), formulas.softmax(name)
-        self._ours = name == "ours"
+        self._gelu, self._softmax = gelu, softmax
 
     def __torch_function__(
         self, func: TorchArg, types: Sequence[type], args: Sequence[TorchArg] = (), kwargs: TorchArg = None
     ) -> TorchArg:
         """Run the operation, or what stands for it."""
         given = kwargs or {}
-        if self._ours:
-            return func(*args, **given)
         if func is F.gelu:
             return self._gelu(args[0])
         if func in _SOFTMAX:

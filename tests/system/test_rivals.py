@@ -10,13 +10,15 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from rivals import formulas, secformer
+from rivals.mpcformer import inverse, quad, two_quad, two_quad_ragged
+from rivals.puma import puma_exp, puma_gelu
+from rivals.secformer import fourier_gelu, goldschmidt
 from torch import Tensor
 
-from private_llm.approx import chosen, formulas, secformer
+from private_llm.approx.activations import gelu
 from private_llm.approx.chain import Chain
-from private_llm.approx.mpcformer import inverse, quad, two_quad
-from private_llm.approx.puma import puma_exp, puma_gelu
-from private_llm.approx.secformer import fourier_gelu, goldschmidt
+from private_llm.approx.softmax import softmax, softmax_ragged
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError, DomainError
 from private_llm.exact.ragged_rows import Rows
@@ -26,6 +28,7 @@ from private_llm.tensor.range_check import verdict
 from private_llm.token_sharding import ShardingPlan
 from tests.approx.tables import run_table
 from tests.harness import PLAIN, TRIO, run_meta, run_parties
+from tests.test_docstring_figures import docstring, states
 
 QUAD = PrivateConfig(protocol="quad")
 CONFIGS = [PLAIN, TRIO, QUAD]
@@ -57,7 +60,7 @@ gelus = pytest.mark.parametrize("case", GELUS, ids=repr)
 
 
 def chosen_as(config: PrivateConfig, name: str) -> PrivateConfig:
-    return dataclasses.replace(config, approximations=name)
+    return dataclasses.replace(config, approximations=name, plugins=("rivals",))
 
 
 def grid() -> Tensor:
@@ -69,7 +72,7 @@ def grid() -> Tensor:
 @under
 def test_gelu_is_its_formula(case: Case, config: PrivateConfig) -> None:
     x = grid()
-    value = run_parties(chosen_as(config, case.name), lambda _, a: chosen.gelu(a, "tanh"), [x]).value
+    value = run_parties(chosen_as(config, case.name), lambda _, a: gelu(a, "tanh"), [x]).value
     error = (value - formulas.gelu(case.name)(x)).abs()
     near = torch.zeros_like(x, dtype=torch.bool)
     for at in case.breaks:  # either side, up to 2^-6 above
@@ -164,7 +167,7 @@ def test_softmax_is_its_formula(name: str, config: PrivateConfig, shape: tuple[i
     x = torch.randn(*shape, generator=torch.Generator().manual_seed(4), dtype=torch.float64) * (
         3 if shape[-1] > 1 else 1
     )
-    value = run_parties(chosen_as(config, name), lambda _, a: chosen.softmax(a), [x]).value
+    value = run_parties(chosen_as(config, name), lambda _, a: softmax(a), [x]).value
     assert float((value - formulas.softmax(name)(x)).abs().max()) <= 1e-4
     assert float((value.sum(-1) - 1).abs().max()) <= 3e-5 + shape[-1] * 2.0**-18
 
@@ -174,7 +177,7 @@ def test_softmax_is_its_formula(name: str, config: PrivateConfig, shape: tuple[i
 def test_rows_of_different_lengths(name: str, config: PrivateConfig) -> None:
     rows = Rows((1, 3, 64, 65, 2, 128))
     x = torch.randn(rows.total, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
-    value = run_parties(chosen_as(config, name), lambda _, a: chosen.softmax_ragged(a, rows), [x]).value
+    value = run_parties(chosen_as(config, name), lambda _, a: softmax_ragged(a, rows), [x]).value
     truth = torch.cat([formulas.softmax(name)(part) for part in x.split(list(rows.lengths))])
     assert float((value - truth).abs().max()) <= 1e-4
 
@@ -184,9 +187,9 @@ def test_sinks(name: str) -> None:
     x = torch.randn(4, 9, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
     config, sink = chosen_as(PLAIN, name), x[:, :1] / 2
     truth = formulas.softmax(name)(torch.cat([x, sink], -1))[:, :-1]
-    whole = run_parties(config, lambda _, a, s: chosen.softmax(a, s), [x, sink]).value
+    whole = run_parties(config, lambda _, a, s: softmax(a, s), [x, sink]).value
     flat = [x.reshape(-1), sink.reshape(-1)]
-    ragged = run_parties(config, lambda _, a, s: chosen.softmax_ragged(a, Rows((9,) * 4), s), flat).value
+    ragged = run_parties(config, lambda _, a, s: softmax_ragged(a, Rows((9,) * 4), s), flat).value
     assert float((whole - truth).abs().max()) <= 1e-4
     assert float((ragged.view(4, 9) - truth).abs().max()) <= 1e-4
 
@@ -194,10 +197,10 @@ def test_sinks(name: str) -> None:
 @named
 def test_documented_prices_of_softmax(name: str) -> None:
     config = chosen_as(TRIO, name)
-    price = run_meta(config, lambda _, a: chosen.softmax(a), [(12, 128, 128)])
+    price = run_meta(config, lambda _, a: softmax(a), [(12, 128, 128)])
     assert (price.total / 12 / 128**2, price.rounds) == SOFTMAX_PRICES[name]
-    run = run_parties(config, lambda _, a: chosen.softmax(a), [torch.ones(3, 64)])
-    assert run.cost == run_meta(config, lambda _, a: chosen.softmax(a), [(3, 64)])
+    run = run_parties(config, lambda _, a: softmax(a), [torch.ones(3, 64)])
+    assert run.cost == run_meta(config, lambda _, a: softmax(a), [(3, 64)])
 
 
 @pytest.mark.parametrize(("way", "price"), [(inverse, 1391.5), (goldschmidt, 800.375)], ids=["own", "goldschmidt"])
@@ -225,19 +228,14 @@ def test_hidden_entries_count_as_zero() -> None:
 @named
 def test_refusals(name: str) -> None:
     with pytest.raises(ConfigError, match="32-bit ring"):
-        PrivateConfig(ring=32, frac_bits=12, approximations=name)
+        PrivateConfig(ring=32, frac_bits=12, approximations=name, plugins=("rivals",))
     with pytest.raises(ConfigError, match="in the clear"):
-        PrivateConfig(protocol="cascade", approximations=name)
+        PrivateConfig(protocol="cascade", approximations=name, plugins=("rivals",))
     with pytest.raises(ConfigError, match="in the clear"):
-        PrivateConfig(split=1, plan=ShardingPlan(8, 8, 2), weights="public", approximations=name)
+        PrivateConfig(split=1, plan=ShardingPlan(8, 8, 2), weights="public", approximations=name, plugins=("rivals",))
     with pytest.raises(DomainError, match="rows of 0"):
-        run_meta(chosen_as(TRIO, name), lambda _, a: chosen.softmax(a), [(3, 0)])
-    assert PrivateConfig(approximations=name).agreement() != PrivateConfig().agreement()
-
-
-def test_unknown_name() -> None:
-    with pytest.raises(ConfigError, match="approximations: got 'bolt'"):
-        PrivateConfig(approximations="bolt")  # type: ignore[arg-type]
+        run_meta(chosen_as(TRIO, name), lambda _, a: softmax(a), [(3, 0)])
+    assert PrivateConfig(approximations=name, plugins=("rivals",)).agreement() != PrivateConfig().agreement()
 
 
 @pytest.mark.parametrize("name", ["mpcformer", "secformer"])
@@ -248,9 +246,9 @@ def test_rows_out_of_range_owe_an_alarm(name: str, ragged: bool, config: Private
 
     def told(session: Session, x: Fixed) -> Fixed:
         if ragged:
-            chosen.softmax_ragged(x.view(lambda part: part.reshape(-1)), Rows((8,) * 4))
+            softmax_ragged(x.view(lambda part: part.reshape(-1)), Rows((8,) * 4))
         else:
-            chosen.softmax(x)
+            softmax(x)
         found = verdict(session)
         assert found is not None
         return found
@@ -261,3 +259,30 @@ def test_rows_out_of_range_owe_an_alarm(name: str, ragged: bool, config: Private
         if wrong:
             x[2] = odd
         assert float(run_parties(chosen_as(config, name), told, [x]).value) == wrong
+
+
+def test_rows_of_a_squared_softmax_are_told_apart() -> None:
+    """2Quad of rows of different lengths, of three rows of a batch: a mean beyond its range is of one of them."""
+    values = torch.randn(12, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    values[6] = 300.0
+
+    def check(session: Session, secret: Fixed) -> Fixed:
+        session.numerics.batch = 3
+        two_quad_ragged(secret, Rows.of([2, 3, 4, 0, 1, 2], (2, 1, 2)))
+        found = verdict(session)
+        assert found is not None
+        return found
+
+    assert run_parties(PLAIN, check, [values]).value.tolist() == [0.0, 1.0, 0.0]
+
+
+@pytest.mark.parametrize("function", [quad, puma_gelu, puma_exp, fourier_gelu, goldschmidt])
+def test_docstrings_state_what_an_element_costs(function: Callable[[Fixed], Fixed]) -> None:
+    cost = run_meta(TRIO, lambda _, x: function(x), [(64_000,)])
+    assert states(docstring(function), cost.total / 64_000)
+    assert states(docstring(function), cost.rounds)
+
+
+def test_the_docstring_of_two_quad_states_what_an_entry_costs() -> None:
+    cost = run_meta(TRIO, lambda _, x: two_quad(x), [(500, 128)])
+    assert states(docstring(two_quad), cost.total / (500 * 128))

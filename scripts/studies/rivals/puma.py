@@ -13,9 +13,13 @@ PUMA gives nothing for SiLU; this library's own is used. With u = x / 4 and v = 
 from __future__ import annotations
 
 from private_llm.approx.chain import need_wide_ring
-from private_llm.approx.formulas import PUMA_BOTTOM, PUMA_BREAKS, PUMA_SEXTIC, PUMA_SQUARES
+from private_llm.approx.normalise import fitting
+from private_llm.approx.softmax import check_width, inverse_sum
 from private_llm.exact.comparisons import coarse_bits
+from private_llm.exact.maximum import concatenated, maximum, maximum_ragged
+from private_llm.exact.ragged_rows import Rows
 from private_llm.tensor.fixed import Fixed
+from rivals.formulas import PUMA_BOTTOM, PUMA_BREAKS, PUMA_SEXTIC, PUMA_SQUARES
 
 _ROOT, _P0, _P1, _P2 = -0.9734325009934914, -0.5191968826343889, -1.201795052303054, -0.7061845779594066
 """PUMA's cubic in u = x / 4 by its real root: (u - root)(p2 u^2 + p1 u + p0)."""
@@ -62,6 +66,27 @@ def puma_exp(x: Fixed, frac: int = 24) -> Fixed:
     for _ in range(PUMA_SQUARES - 1):
         y = y.mul(y, frac=28)
     return y.mul(y, frac=frac)
+
+
+def puma_softmax(x: Fixed, sink: Fixed | None = None) -> Fixed:
+    """e^(x - max x) over its sum by `puma_exp`, as `approx.softmax.softmax`; the maximum is exact."""
+    entries = x if sink is None else concatenated([x, sink], -1)
+    check_width(entries.shape[-1])
+    e = puma_exp(entries - maximum(entries, coarse=False))
+    own = e if sink is None else e.view(lambda part: part[..., :-1])
+    return own.mul(fitting(inverse_sum(e.sum(-1, keepdim=True), entries.shape[-1]), own.frac))
+
+
+def puma_softmax_ragged(x: Fixed, rows: Rows, sink: Fixed | None = None) -> Fixed:
+    """The same of each row of the flat x [n], as `approx.softmax.softmax_ragged`."""
+    rows.check(x)
+    every = rows
+    if sink is not None:
+        every, x = rows.longer, rows.append(x, sink)
+    check_width(every.longest)
+    e = puma_exp(x - every.spread(maximum_ragged(x, every, coarse=False)))
+    own = e if sink is None else rows.without_last(e)
+    return own.mul(rows.spread(fitting(inverse_sum(every.sum(e), every.longest), own.frac)))
 
 
 def _sum(constant: float, *terms: tuple[float, Fixed]) -> Fixed:
