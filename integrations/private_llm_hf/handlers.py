@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from private_llm.errors import ConfigError
-from private_llm.nn.activation import PrivateGELU, PrivateQuickGELU
+from private_llm.nn.modules import PrivateGELU, PrivateQuickGELU
 from private_llm_hf.models.architectures import module_rules, table
 from private_llm_hf.models.norms import FoldedNorm, norm_of
 from private_llm_hf.models.routers import (

@@ -25,6 +25,7 @@ from private_llm.approx.lines import bits_above
 from private_llm.approx.norms import fitting_bits
 from private_llm.config import PrivateConfig
 from private_llm.errors import DomainError, LowPrecision, TightRange
+from private_llm.nn.activations import ACTIVATIONS
 from private_llm.ranges import LARGEST_EXPONENT, LEAST_BITS, REACH, SQUARE_HEAD_ROOM, UNKNOWN, Ranges, exponent
 from private_llm.ring.ring import Ring
 from private_llm.tensor.dispatch import TorchArg
@@ -36,10 +37,9 @@ from private_llm_hf.models.norms import norm_of
 
 _LAYERS = {F.linear, torch.addmm}
 _CONVOLUTIONS = {F.conv2d, F.conv1d}
-_RELUS = {F.relu, torch.relu, Tensor.relu}
 _PRODUCTS = {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm, torch.baddbmm, Tensor.baddbmm}
 _TIMES = {torch.mul, torch.multiply, Tensor.mul, Tensor.__mul__, Tensor.__rmul__, Tensor.multiply, Tensor.mul_}
-_COMPARED = {*_RELUS, F.gelu, F.silu, F.relu6, F.hardtanh}
+_COMPARED = {op: made.name for made in ACTIVATIONS if made.compared for op in made.ops}
 _SUMS = {torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__, Tensor.add_, Tensor.__iadd__}
 _SAME = {F.dropout, torch.dropout, Tensor.to, Tensor.float, Tensor.contiguous, Tensor.view, Tensor.reshape}
 
@@ -133,7 +133,7 @@ class Largest(TorchFunctionMode):
             self._note_attention(*args[:3], **(kwargs or {}))
         elif func in _COMPARED:
             self._note_compared(args[0])
-            if func in _RELUS:
+            if _COMPARED[func] == "relu":
                 self._note_largest("relu", args[0])
         elif func in (F.layer_norm, torch.layer_norm):
             self.note_rows(args[0], centred=True)

@@ -21,6 +21,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from private_llm.config import PrivateConfig
+from private_llm.nn.activations import ACTIVATIONS
 from private_llm.ranges import Ranges
 from private_llm.tensor.dispatch import TorchArg
 from private_llm.tensor.fixed import READ_BITS
@@ -231,7 +232,7 @@ def _same_rows(func: TorchArg, args: Sequence[TorchArg], out: TorchArg) -> bool:
 # hint: a product at the parties that needs more bits than it gets makes them right first. Products of two such results
 # (gate and up) meet factors with READ_BITS fractional bits, others with as many as weights or the configuration have.
 _KEEP = {
-    F.relu, torch.relu, Tensor.relu, F.gelu, F.silu,
+    *(op for made in ACTIVATIONS if made.keeps_size for op in made.ops),
     F.dropout, torch.dropout, Tensor.to, Tensor.float, Tensor.contiguous, Tensor.detach, Tensor.view, Tensor.reshape,
     torch.reshape, Tensor.flatten, torch.flatten, Tensor.transpose, torch.transpose, Tensor.permute, torch.permute,
     Tensor.unsqueeze, Tensor.squeeze, Tensor.chunk, torch.chunk, Tensor.split, torch.split, torch.functional.split,

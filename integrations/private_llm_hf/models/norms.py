@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from private_llm.nn.norm import PrivateLayerNorm, PrivateRMSNorm
+from private_llm.nn.modules import PrivateLayerNorm, PrivateRMSNorm
 
 _WIDTH = 16
 """Entries of the rows that a norm without weights is tried on."""

@@ -21,6 +21,7 @@ from transformers import AutoConfig, AutoModelForImageClassification, Pretrained
 from transformers.modeling_outputs import ImageClassifierOutputWithNoAttention
 
 from private_llm.errors import ConfigError, DomainError, PatchMismatch
+from private_llm.nn.activations import ACTIVATIONS
 from private_llm_hf.handlers import kinds_of_users
 
 NetworkDescription = dict[str, Any]
@@ -100,12 +101,10 @@ KINDS: dict[str, Kind] = {
         {"kernel_size": _size, "stride": _size, "padding": _pad, "dilation": _size, "ceil_mode": _flag},
     ),
     "AdaptiveAvgPool2d": Kind(nn.AdaptiveAvgPool2d, {"output_size": _output}),
-    "ReLU": Kind(nn.ReLU, {}),
-    "ReLU6": Kind(nn.ReLU6, {}),
-    "GELU": Kind(nn.GELU, {"approximate": lambda value: value in ("none", "tanh")}),
-    "SiLU": Kind(nn.SiLU, {}),
-    "Sigmoid": Kind(nn.Sigmoid, {}),
-    "Tanh": Kind(nn.Tanh, {}),
+    **{
+        made.module.__name__: Kind(made.module, {name: allowed.__contains__ for name, allowed in made.settings.items()})
+        for made in ACTIVATIONS if made.module is not None
+    },
     "Flatten": Kind(nn.Flatten, {"start_dim": _dim, "end_dim": _dim}),
     "Dropout": Kind(nn.Dropout, {}),
     "Dropout2d": Kind(nn.Dropout2d, {}),

@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from private_llm.errors import PatchMismatch
+from private_llm.nn.activations import ACTIVATIONS
 from private_llm_hf.vision.network import (
     HEADS,
     KINDS,
@@ -26,17 +27,20 @@ from private_llm_hf.vision.network import (
     references,
 )
 
+
+def _called(op: object) -> object:
+    """How a trace names a callable of PyTorch: methods of tensors by name."""
+    name = getattr(op, "__name__", "")
+    return name if op is getattr(Tensor, name, None) else op
+
+
 _AS_MODULE: dict[object, tuple[str, tuple[str, ...]]] = {
-    F.relu: ("ReLU", ("inplace",)),
-    torch.relu: ("ReLU", ()),
-    "relu": ("ReLU", ()),
-    F.relu6: ("ReLU6", ("inplace",)),
-    F.silu: ("SiLU", ("inplace",)),
-    F.gelu: ("GELU", ("approximate",)),
-    torch.sigmoid: ("Sigmoid", ()),
-    "sigmoid": ("Sigmoid", ()),
-    torch.tanh: ("Tanh", ()),
-    "tanh": ("Tanh", ()),
+    **{
+        _called(op): (made.module.__name__, tuple(made.settings) or ("inplace",))
+        for made in ACTIVATIONS
+        if made.module is not None
+        for op in made.ops
+    },
     F.max_pool2d: ("MaxPool2d", ("kernel_size", "stride", "padding", "dilation", "ceil_mode", "return_indices")),
     F.avg_pool2d: ("AvgPool2d", ("kernel_size", "stride", "padding", "ceil_mode", "count_include_pad")),
     F.adaptive_avg_pool2d: ("AdaptiveAvgPool2d", ("output_size",)),
