@@ -32,6 +32,13 @@ class Threat:
     setting: str
 
 
+def shortcut(
+    name: str, *, learns: tuple[tuple[str, str], ...], source: str, setting: str, corrupt: str = "as the protocol"
+) -> Threat:  # fmt: skip
+    """The entry of something that protocols have in common."""
+    return Threat(name, "shortcut", corrupt, learns, source, setting)
+
+
 @dataclass(frozen=True)
 class ProtocolFacts:
     """One protocol as its users choose it. Raises ConfigError for facts that contradict each other.

@@ -36,8 +36,8 @@ class Activation:
     ops: PyTorch's callables for it. module: its class, for networks that are made of modules. settings: constructor
     arguments of the module, with the values that they may have. compared: its arguments are compared, so that
     calibration notes how large they get; where it is not said they cover 2^20. keeps_size: results are no larger than
-    arguments, so that who reads these is who reads the results. narrow: it makes of values that are right in their lowest bits
-    results that are right in as many.
+    arguments, so that who reads these is who reads the results. narrow: it makes of values that are right in their
+    lowest bits results that are right in as many.
     """
 
     name: str

@@ -8,63 +8,20 @@ compares them.
 from __future__ import annotations
 
 from private_llm.protocol_facts import Threat, protocol_facts, protocol_names
-from private_llm.threat.computing import (
-    COARSE,
-    COMPARISON_KEYS,
-    LOOKUP,
-    PARALLEL_SESSIONS,
-    PREPROCESSED,
-    PRODUCT_MASKS,
-    RANGES,
-    TRUNCATION,
-)
-from private_llm.threat.orders import FRESH_ORDERS, KNOWN_ORDERS, NOISY_LEVELS, REUSED_ORDERS
-from private_llm.threat.running import (
-    ADMISSION,
-    CACHE_POLICY,
-    DRAFTS,
-    ONE_MACHINE,
-    PUBLIC_WEIGHTS,
-    REVEAL_LOGITS,
-    REVEAL_TOKEN,
-    SERVICE,
-    SHAPES,
-    SHARE_FILES,
-    STOP_TIME,
-)
-from private_llm.threat.token_sharding import CASCADE, SPLIT
+from private_llm.threat import computing, orders, running, token_sharding
 
 _SHORTCUTS: tuple[Threat, ...] = (
-    TRUNCATION,
-    COARSE,
-    COMPARISON_KEYS,
-    RANGES,
-    PRODUCT_MASKS,
-    PREPROCESSED,
-    LOOKUP,
-    FRESH_ORDERS,
-    NOISY_LEVELS,
-    REUSED_ORDERS,
-    KNOWN_ORDERS,
-    SHAPES,
-    CACHE_POLICY,
-    STOP_TIME,
-    DRAFTS,
-    REVEAL_LOGITS,
-    REVEAL_TOKEN,
-    PUBLIC_WEIGHTS,
-    SHARE_FILES,
-    SPLIT,
-    PARALLEL_SESSIONS,
-    ONE_MACHINE,
-    ADMISSION,
-    SERVICE,
-)
+    computing.TRUNCATION, computing.COARSE, computing.COMPARISON_KEYS, computing.RANGES, computing.PRODUCT_MASKS,
+    computing.PREPROCESSED, computing.LOOKUP, orders.FRESH_ORDERS, orders.NOISY_LEVELS, orders.REUSED_ORDERS,
+    orders.KNOWN_ORDERS, running.SHAPES, running.CACHE_POLICY, running.STOP_TIME, running.DRAFTS, running.REVEAL_LOGITS,
+    running.REVEAL_TOKEN, running.PUBLIC_WEIGHTS, running.SHARE_FILES, token_sharding.SPLIT,
+    computing.PARALLEL_SESSIONS, running.ONE_MACHINE, running.ADMISSION, running.SERVICE,
+)  # fmt: skip
 
 
 def entries() -> tuple[Threat, ...]:
     """All entries, protocols first: those of the registered protocols, then token sharding."""
-    return (*(protocol_facts(name).threat for name in protocol_names()), CASCADE, *_SHORTCUTS)
+    return (*(protocol_facts(name).threat for name in protocol_names()), token_sharding.CASCADE, *_SHORTCUTS)
 
 
 def markdown() -> str:

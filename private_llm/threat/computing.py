@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from private_llm.protocol_facts import Threat
+from private_llm.protocol_facts import shortcut
 
-PRODUCT_MASKS = Threat(
-    name="masks of products",
-    kind="shortcut",
-    corrupt="as the protocol",
+PRODUCT_MASKS = shortcut(
+    "masks of products",
     learns=(
         ("nobody", "nothing more, either way"),
         (
@@ -29,10 +27,8 @@ PRODUCT_MASKS = Threat(
     setting="matmul='masked' (default), or matmul='remask' with protocol='dealer'",
 )
 
-PREPROCESSED = Threat(
-    name="preprocessing to disk",
-    kind="shortcut",
-    corrupt="as the protocol",
+PREPROCESSED = shortcut(
+    "preprocessing to disk",
     learns=(
         (
             "who runs ahead (party 0, the dealer, in quad party 3)",
@@ -57,10 +53,8 @@ PREPROCESSED = Threat(
     setting="model.preprocess(...), with protocol='trio', 'quad' or 'dealer'",
 )
 
-TRUNCATION = Threat(
-    name="truncation by one unit",
-    kind="shortcut",
-    corrupt="as the protocol",
+TRUNCATION = shortcut(
+    "truncation by one unit",
     learns=(
         ("nobody", "nothing more"),
         (
@@ -79,10 +73,8 @@ TRUNCATION = Threat(
     setting="truncation='unit' (default); truncation='exact' corrects the unit by one more comparison",
 )
 
-COARSE = Threat(
-    name="coarse comparisons",
-    kind="shortcut",
-    corrupt="as the protocol",
+COARSE = shortcut(
+    "coarse comparisons",
     learns=(
         ("nobody", "nothing more: the messages are those of a shorter adder"),
         (
@@ -107,10 +99,8 @@ COARSE = Threat(
     setting="always on",
 )
 
-COMPARISON_KEYS = Threat(
-    name="comparison keys",
-    kind="shortcut",
-    corrupt="as the protocol",
+COMPARISON_KEYS = shortcut(
+    "comparison keys",
     learns=(
         (
             "party 1 or party 2",
@@ -139,10 +129,8 @@ COMPARISON_KEYS = Threat(
     setting="adder='keys', or adder='auto' with bandwidth_mbit, under protocol='trio' or 'dealer'",
 )
 
-RANGES = Threat(
-    name="ranges of modules, and their check",
-    kind="shortcut",
-    corrupt="as the protocol",
+RANGES = shortcut(
+    "ranges of modules, and their check",
     learns=(
         (
             "every party",
@@ -174,9 +162,8 @@ RANGES = Threat(
     setting="calibrate=True, guard=True (both default); text in the 64-bit ring, images in both",
 )
 
-LOOKUP = Threat(
-    name="token lookup by point functions",
-    kind="shortcut",
+LOOKUP = shortcut(
+    "token lookup by point functions",
     corrupt="as the protocol; security of a single key rests on AES being a good pseudorandom generator",
     learns=(
         (
@@ -193,9 +180,8 @@ LOOKUP = Threat(
     setting="always on for token ids under trio and quad; dealer and preprocessed calls share one-hot rows instead",
 )
 
-PARALLEL_SESSIONS = Threat(
-    name="parallel sessions with rotating roles",
-    kind="shortcut",
+PARALLEL_SESSIONS = shortcut(
+    "parallel sessions with rotating roles",
     corrupt="as the protocol; which party is corrupt does not depend on the parallel session",
     learns=(
         ("every party", "nothing more: each of them is a session with keys and masks of its own, and weights are "

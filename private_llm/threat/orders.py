@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from private_llm.protocol_facts import Threat
+from private_llm.protocol_facts import shortcut
 
 _TOGETHER = (
     "which bits are set. Trio: any two parties (party 0 with an evaluator, or both evaluators) hold all "
@@ -10,10 +10,8 @@ _TOGETHER = (
     "computing parties. These pairs open all values anyway"
 )
 
-FRESH_ORDERS = Threat(
-    name="bits opened in a fresh secret order",
-    kind="shortcut",
-    corrupt="as the protocol",
+FRESH_ORDERS = shortcut(
+    "bits opened in a fresh secret order",
     learns=(
         ("every party (the dealer too)", "how many of the bits are set, for instance how many neurons of a layer are "
          "active at one position of the text, and which positions of the order these are, which is as good as drawn at "
@@ -34,9 +32,8 @@ FRESH_ORDERS = Threat(
     "Protocol.open_shuffled in an order of Protocol.permutation(size)",
 )  # fmt: skip
 
-NOISY_LEVELS = Threat(
-    name="numbers of active elements under noise",
-    kind="shortcut",
+NOISY_LEVELS = shortcut(
+    "numbers of active elements under noise",
     corrupt="as the protocol; the noise is made of bits that no party knows, and under quad no party can bias it",
     learns=(
         ("every party (the dealer too)", "how many elements are active plus a secret number of dummies, and a uniform "
@@ -60,9 +57,8 @@ NOISY_LEVELS = Threat(
     "oblivious.level_noise.noisy_choose(session, active, LevelNoise(epsilon, delta, sensitivity))",
 )  # fmt: skip
 
-REUSED_ORDERS = Threat(
-    name="several openings in one secret order",
-    kind="shortcut",
+REUSED_ORDERS = shortcut(
+    "several openings in one secret order",
     corrupt="as the protocol; and a user who is a party's accomplice, or whose inputs a party can guess",
     learns=(
         ("every party (the dealer too)", "what a fresh order tells, and which set bits of two openings are the same "
@@ -98,10 +94,8 @@ REUSED_ORDERS = Threat(
     "permutation(size, reuse=True). Without either a second opening is refused",
 )  # fmt: skip
 
-KNOWN_ORDERS = Threat(
-    name="an order that the helping party knows",
-    kind="shortcut",
-    corrupt="as the protocol",
+KNOWN_ORDERS = shortcut(
+    "an order that the helping party knows",
     learns=(
         ("party 0 of trio, the dealer", "the whole order, by design. It must see nothing that stands in this order: "
          "open_shuffled sends it nothing, and neither may anything that is computed from opened bits, such as which "

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from private_llm.protocol_facts import Threat
+from private_llm.protocol_facts import shortcut
 
-SHAPES = Threat(
-    name="public shapes",
-    kind="shortcut",
-    corrupt="as the protocol",
+SHAPES = shortcut(
+    "public shapes",
     learns=(
         ("every party, and whoever sees the traffic", "the architecture and its configuration (of a plain network: "
          "its layers, their sizes and names), batch size, size of images, prompt length, attention mask and "
@@ -23,10 +21,8 @@ SHAPES = Threat(
     setting="always on",
 )  # fmt: skip
 
-CACHE_POLICY = Threat(
-    name="entries that a cache policy evicts or leaves out",
-    kind="shortcut",
-    corrupt="as the protocol",
+CACHE_POLICY = shortcut(
+    "entries that a cache policy evicts or leaves out",
     learns=(
         ("every party, and whoever sees the traffic", "the policy and its numbers, which are settings that all "
          "endpoints agree upon: how many entries stay of a text of a given length (gamma, least, most, every), sizes "
@@ -56,10 +52,8 @@ CACHE_POLICY = Threat(
     setting="kv_cache=MPCacheConfig(...), or another policy of private_llm/kv_policies/; KeepAll() is the default",
 )  # fmt: skip
 
-STOP_TIME = Threat(
-    name="token count and stop time",
-    kind="shortcut",
-    corrupt="as the protocol",
+STOP_TIME = shortcut(
+    "token count and stop time",
     learns=(
         ("every party, and whoever sees the traffic", "how many tokens were generated and when generation stopped, "
          "hence whether an end-of-text token came before max_new_tokens"),
@@ -69,10 +63,8 @@ STOP_TIME = Threat(
     setting="always on; avoidable as described",
 )  # fmt: skip
 
-DRAFTS = Threat(
-    name="speculative decoding",
-    kind="shortcut",
-    corrupt="as the protocol",
+DRAFTS = shortcut(
+    "speculative decoding",
     learns=(
         ("by default: every party (the dealer too), and whoever sees the traffic", "how many passes a text took, and "
          "which of them went on by nothing because fewer than two tokens were known: something of how well the draft "
@@ -102,10 +94,8 @@ DRAFTS = Threat(
     "prompt_lookup_num_tokens, under every protocol; fixed_counts=FixedCounts(...) hides the counts altogether",
 )  # fmt: skip
 
-SHARE_FILES = Threat(
-    name="share files",
-    kind="shortcut",
-    corrupt="as the protocol",
+SHARE_FILES = shortcut(
+    "share files",
     learns=(
         ("who reads one party's file", "what that party knows: the model's configuration, names and shapes of its "
          "weights, seeds of masks, uniformly random ring elements. The file is as secret as the party: it is not "
@@ -118,9 +108,8 @@ SHARE_FILES = Threat(
     setting="private-llm share",
 )  # fmt: skip
 
-REVEAL_LOGITS = Threat(
-    name="logits at the client",
-    kind="shortcut",
+REVEAL_LOGITS = shortcut(
+    "logits at the client",
     corrupt="as the protocol; the client is entitled to the output",
     learns=(
         ("the client", "all logits of every step; many queries allow model extraction, as with any API that "
@@ -131,10 +120,8 @@ REVEAL_LOGITS = Threat(
     setting="reveal='logits' (default)",
 )  # fmt: skip
 
-REVEAL_TOKEN = Threat(
-    name="only tokens or classes at the client",
-    kind="shortcut",
-    corrupt="as the protocol",
+REVEAL_TOKEN = shortcut(
+    "only tokens or classes at the client",
     learns=(
         ("the client", "the arg max of each step, or of each image, and nothing else of the logits; sampling is then "
          "not possible"),
@@ -144,27 +131,24 @@ REVEAL_TOKEN = Threat(
     setting="reveal='token' for models that generate, reveal='class' for classifiers",
 )  # fmt: skip
 
-PUBLIC_WEIGHTS = Threat(
-    name="public weights",
-    kind="shortcut",
+PUBLIC_WEIGHTS = shortcut(
+    "public weights",
     corrupt="as the protocol, for the prompt and the output",
     learns=(("every party", "all weights"),),
     source="meant for open-weight models: products with public weights need no communication before truncation",
     setting="weights='public'; refused unless chosen",
 )
 
-ONE_MACHINE = Threat(
-    name="all parties on one machine",
-    kind="shortcut",
+ONE_MACHINE = shortcut(
+    "all parties on one machine",
     corrupt="nobody: who owns the machine owns all shares",
     learns=(("the machine's owner", "everything"),),
     source="for trying out, tests and measurements; real use needs one host per party, run by those who do not collude",
     setting="party_mode='threads' or 'processes'; party_mode='remote' is the real thing",
 )
 
-ADMISSION = Threat(
-    name="who may be the client of remote parties",
-    kind="shortcut",
+ADMISSION = shortcut(
+    "who may be the client of remote parties",
     corrupt="whoever reaches a party's port; a user whose certificate is no longer wanted",
     learns=(
         ("a caller without a certificate", "that a party listens there. It keeps a connection for 10 s at most, less "
@@ -180,9 +164,8 @@ ADMISSION = Threat(
     setting="party_mode='remote'; TLSConfig(allow=...) or `private-llm party --allow` for users by name",
 )  # fmt: skip
 
-SERVICE = Threat(
-    name="passes that serve several clients",
-    kind="shortcut",
+SERVICE = shortcut(
+    "passes that serve several clients",
     corrupt="as the protocol; and any number of clients, whatever they do",
     learns=(
         ("every party", "when each user's sessions ask for what (shapes as above), and which requests run together"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from private_llm.protocol_facts import Threat
+from private_llm.protocol_facts import Threat, shortcut
 
 CASCADE = Threat(
     name="cascade",
@@ -54,9 +54,8 @@ CASCADE = Threat(
     setting="protocol='cascade' (weights are public; choose another where every token must stay hidden)",
 )
 
-SPLIT = Threat(
-    name="split of layers",
-    kind="shortcut",
+SPLIT = shortcut(
+    "split of layers",
     corrupt=(
         "for the first layers as the protocol; after them any one node that follows the protocol and does not attack"
         " what it sees. Statistical, not cryptographic"
