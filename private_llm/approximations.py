@@ -64,6 +64,19 @@ def approximations_of(name: str) -> Approximations | None:
     return _TABLE.get(name)
 
 
+def check_approximations(name: str, ring: int, sharded: bool) -> None:
+    """Raise ConfigError for a name that is not registered, and where only this library's functions run."""
+    if approximations_of(name) is None:
+        return
+    if sharded:
+        raise ConfigError(
+            f"approximations: got {name!r}; nodes of a sharding plan compute the functions themselves in the clear, so "
+            "want 'ours'"
+        )
+    if ring == 32:
+        raise ConfigError(f"approximations: got {name!r} in a 32-bit ring, which has no GELU and softmax; want ring=64")
+
+
 def emulated(name: str, model: nn.Module | None = None) -> AbstractContextManager[None]:
     """Inside, plaintext operations compute GELU and softmax of that name, and `model`, a model of transformers, those
     that it spells by hand.

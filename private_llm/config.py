@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
 import importlib
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
-from private_llm.approximations import OURS, approximations_of
+from private_llm.approximations import OURS, approximations_of, check_approximations
 from private_llm.errors import ConfigError, refuse_unknown
 from private_llm.kv_policies.fixed import KEEP_ALL
 from private_llm.kv_policies.policy import CachePolicy
@@ -20,7 +19,7 @@ from private_llm.kv_policies.registry import policy_of
 from private_llm.protocol_facts import CASCADE, ProtocolFacts, may_take_keys, names_where, protocol_facts
 from private_llm.sparsity_config import CometConfig
 from private_llm.token_sharding import ShardingPlan
-from private_llm.typed_settings import check_types
+from private_llm.typed_settings import check_types, refuses_unknown, settings_of
 
 VERSION = "0.1.0"
 """Version of the library; parties with different versions refuse each other."""
@@ -38,30 +37,8 @@ _AGREED = (
 )  # fmt: skip
 """What all parties must agree upon: these settings change the order or the meaning of messages."""
 
-
 _TYPED_BELOW = ("plugins", "kv_cache", "sparsity", "plan", "split", "device", "device_map", "max_memory")
 """Settings whose own checks say more than their types."""
-
-_Config = TypeVar("_Config")
-
-
-def _settings(cls: Any) -> list[str]:  # noqa: ANN401 - a class of settings
-    """What its constructor takes."""
-    return [f.name for f in dataclasses.fields(cls)]
-
-
-def _refuses_unknown(cls: type[_Config]) -> type[_Config]:
-    """Settings that do not exist are a ConfigError of the constructor, too, and not Python's TypeError."""
-    construct = cls.__init__
-
-    @functools.wraps(construct)
-    def checked(self: _Config, *args: Any, **settings: Any) -> None:  # noqa: ANN401 - whatever the settings are
-        refuse_unknown(settings, _settings(cls))
-        construct(self, *args, **settings)
-
-    cls.__init__ = checked  # type: ignore[assignment, method-assign]
-    return cls
-
 
 PLANNED = ("auto", "balanced", "balanced_low_0", "sequential")
 """Device maps that Accelerate makes from the memory there is."""
@@ -104,7 +81,7 @@ def import_plugins(names: Iterable[str]) -> None:
             ) from None
 
 
-@_refuses_unknown
+@refuses_unknown
 @dataclass(frozen=True)
 class PrivateConfig:
     """How a model is run privately. Raises ConfigError for settings that are unknown, out of range or contradictory.
@@ -119,9 +96,8 @@ class PrivateConfig:
     classifiers.
     adder: how comparisons are made: by a circuit, "prefix" (few rounds) or "ripple" (fewest bytes); by comparison keys,
     "keys" (trio and dealer: one round for a comparison or a whole function, one to two kilobytes an element); or "auto"
-    (for each the one that is fastest on a network of `bandwidth_mbit` per party and `latency_ms`; "prefix" without a
-    bandwidth). What keys may read keeps all its bits, so in calls of many tokens, which take no keys, "auto" can cost a
-    few percent more than "prefix": compare both with `private-llm estimate`.
+    (for each the fastest at `bandwidth_mbit` per party and `latency_ms`; "prefix" without a bandwidth). In calls of
+    many tokens "auto" can cost a few percent more than "prefix": compare both with `private-llm estimate`.
     bandwidth_mbit: Mbit/s of a party's connection, for adder="auto" alone. latency_ms: one way between parties. All
     endpoints agree on the three (docs/deploy.md, "Parties that are far apart").
     relu_bits: key bits of ReLU: its inputs stay below 2^(relu_bits-1-frac_bits) in magnitude (None: 2^20, or the
@@ -232,7 +208,7 @@ class PrivateConfig:
         check_types(self, but=_TYPED_BELOW)
         self._check_protocol()
         self._check_plan()
-        self._check_approximations()
+        check_approximations(self.approximations, self.ring, sharded=self.plan is not None)
         self._check_kv_cache()
         self._check_sparsity()
         top = 20 if self.ring == 64 else 13
@@ -286,7 +262,6 @@ class PrivateConfig:
         if self.matmul == "remask" and (facts is None or not facts.remasks):
             ways = names_where(lambda facts: facts.remasks)
             raise ConfigError(f"matmul='remask' is a way of protocol={ways}; the others mask each operand once")
-
         if self.adder == "keys" and (facts is None or not facts.key_receivers):
             ways = names_where(lambda facts: bool(facts.key_receivers))
             raise ConfigError(
@@ -324,7 +299,7 @@ class PrivateConfig:
     def _import_plugins(self) -> None:
         if isinstance(self.plugins, str):
             raise ConfigError(f"plugins: got the text {self.plugins!r}; want a list, [{self.plugins!r}]")
-        check_types(self, but=[name for name in _settings(type(self)) if name != "plugins"])
+        check_types(self, but=[name for name in settings_of(type(self)) if name != "plugins"])
         object.__setattr__(self, "plugins", tuple(self.plugins))
         import_plugins(self.plugins)
 
@@ -351,20 +326,6 @@ class PrivateConfig:
         # Its nodes hold the model in the clear: nobody may read "secret" off the configuration.
         object.__setattr__(self, "weights", "public")
         object.__setattr__(self, "plan", self.plan or ShardingPlan())
-
-    def _check_approximations(self) -> None:
-        if approximations_of(self.approximations) is None:
-            return
-        if self.plan is not None:
-            raise ConfigError(
-                f"approximations: got {self.approximations!r}; nodes of a sharding plan compute the functions "
-                "themselves in the clear, so want 'ours'"
-            )
-        if self.ring == 32:
-            raise ConfigError(
-                f"approximations: got {self.approximations!r} in a 32-bit ring, which has no GELU and softmax; want "
-                "ring=64"
-            )
 
     def _check_kv_cache(self) -> None:
         if not isinstance(self.kv_cache, CachePolicy):
@@ -431,17 +392,11 @@ class PrivateConfig:
         """Build from a mapping (for instance JSON); unknown keys raise ConfigError."""
         if not isinstance(values, Mapping):
             raise ConfigError(f"settings: got {type(values).__name__}; want a mapping from settings to values")
-        refuse_unknown(values, _settings(cls))
+        refuse_unknown(values, settings_of(cls))
         values = dict(values)
-        if isinstance(values.get("tls"), dict):
-            refuse_unknown(values["tls"], [f.name for f in dataclasses.fields(TLSConfig)], "tls: ")
-            values["tls"] = TLSConfig(**values["tls"])
-        if isinstance(values.get("plan"), dict):
-            values["plan"] = ShardingPlan.from_dict(values["plan"])
-        if isinstance(values.get("sparsity"), dict):
-            values["sparsity"] = CometConfig.from_dict(values["sparsity"])
-        if isinstance(values.get("kv_cache"), dict):
-            values["kv_cache"] = policy_of(values["kv_cache"])
+        for key, read in _FROM_DICT.items():
+            if isinstance(values.get(key), dict):
+                values[key] = read(values[key])
         if not isinstance(values.get("hosts", ""), str):
             values["hosts"] = tuple(values["hosts"])
         return cls(**values)
@@ -460,6 +415,17 @@ class PrivateConfig:
         if shared["plan"] is not None:  # what a client accepts is its own business
             shared["plan"] = {k: v for k, v in shared["plan"].items() if k not in ("rho", "accept_weak_plan")}
         return hashlib.sha256(json.dumps([VERSION, shared], sort_keys=True).encode()).digest()
+
+
+def _tls_of(values: dict[str, Any]) -> TLSConfig:
+    refuse_unknown(values, settings_of(TLSConfig), "tls: ")
+    return TLSConfig(**values)
+
+
+_FROM_DICT: dict[str, Callable[[dict[str, Any]], object]] = {
+    "tls": _tls_of, "plan": ShardingPlan.from_dict, "sparsity": CometConfig.from_dict, "kv_cache": policy_of,
+}  # fmt: skip
+"""Settings that are objects, from what `to_dict` makes of them."""
 
 
 def chunk_sizes(config: PrivateConfig) -> tuple[int, ...]:

@@ -2,16 +2,38 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import types
 import typing
 from collections.abc import Collection, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
-from private_llm.errors import ConfigError
+from private_llm.errors import ConfigError, refuse_unknown
 
 _WORDS = {bool: "True or False", int: "a whole number", float: "a finite number", str: "a text", type(None): "None"}
+
+
+_Config = TypeVar("_Config")
+
+
+def settings_of(cls: Any) -> list[str]:  # noqa: ANN401 - a class of settings
+    """What its constructor takes."""
+    return [f.name for f in dataclasses.fields(cls)]
+
+
+def refuses_unknown(cls: type[_Config]) -> type[_Config]:
+    """Settings that do not exist are a ConfigError of the constructor, too, and not Python's TypeError."""
+    construct = cls.__init__
+
+    @functools.wraps(construct)
+    def checked(self: _Config, *args: Any, **settings: Any) -> None:  # noqa: ANN401 - whatever the settings are
+        refuse_unknown(settings, settings_of(cls))
+        construct(self, *args, **settings)
+
+    cls.__init__ = checked  # type: ignore[assignment, method-assign]
+    return cls
 
 
 def check_types(settings: object, where: str = "", but: Collection[str] = ()) -> None:
