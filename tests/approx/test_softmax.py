@@ -104,7 +104,7 @@ def test_ragged_rows(config: PrivateConfig, rows: Rows) -> None:
 
 def test_empty_rows_count_for_nothing() -> None:
     x = scores(5)
-    run = run_parties(TRIO, lambda _, a: softmax_ragged(a, Rows((0, 3, 0, 2, 0))), [x])
+    run = run_parties(TRIO, lambda _, a: softmax_ragged(a, Rows.of([0, 3, 0, 2, 0])), [x])
     other = run_parties(TRIO, lambda _, a: softmax_ragged(a, Rows((3, 2))), [x])
     assert run.cost == other.cost
     assert float((run.value - ragged_truth(x, Rows((3, 2)))).abs().max()) <= 1e-4
