@@ -65,42 +65,36 @@ def stride(x: SecretTensor, dim: int | None = None) -> TorchArg:
     return strides if dim is None else strides[dim]
 
 
-@implements(Tensor.storage_offset)
-def storage_offset(x: SecretTensor) -> int:
-    """Always zero."""
-    return 0
-
-
 @implements(Tensor.data_ptr)
 def data_ptr(x: SecretTensor) -> int:
     """A number that is unique among live secrets (tools that look for tied weights compare it); no values lie there."""
     return id(x.value(masked=True).share)
 
 
-@implements(Tensor.is_floating_point, torch.is_floating_point, Tensor.is_contiguous, Tensor.is_same_size)
-def always(x: SecretTensor, *_: object, **__: object) -> bool:
-    """Outwardly a contiguous float tensor."""
-    return True
+def _constant(value: object, *ops: object) -> None:
+    """What all secrets answer alike."""
+
+    def rule(x: SecretTensor, *_: object, **__: object) -> object:
+        return value
+
+    implements(*ops)(rule)
 
 
-@implements(
-    Tensor.is_complex,
-    torch.is_complex,
-    Tensor.is_conj,
-    torch.is_conj,
-    Tensor.is_neg,
-    Tensor.is_inference,
-    torch.is_inference,
-    Tensor.is_pinned,
-    Tensor.is_shared,
+# Outwardly a contiguous float tensor, and a leaf: there is no graph, no gradient, and shares are never written to.
+_constant(True, Tensor.is_floating_point, torch.is_floating_point, Tensor.is_contiguous, Tensor.is_same_size)
+_constant(True, _getter("is_leaf"))
+_constant(torch.strided, _getter("layout"))
+_constant(None, _getter("grad"), _getter("grad_fn"))
+_constant(0, Tensor.storage_offset, _getter("_version"))
+# None of these kinds of tensor; a module that moves its parameters makes new ones.
+_constant(
+    False,
+    Tensor.is_complex, torch.is_complex, Tensor.is_conj, torch.is_conj, Tensor.is_neg, Tensor.is_inference,
+    torch.is_inference, Tensor.is_pinned, Tensor.is_shared, torch._has_compatible_shallow_copy_type,
     *(_getter(n) for n in ("is_sparse", "is_quantized", "is_nested", "is_meta", "is_mkldnn", "is_vulkan")),
     *(_getter(n) for n in ("is_sparse_csr", "is_mps", "is_xpu", "is_xla", "is_ipu", "is_maia", "is_mtia")),
     _getter("retains_grad"),
-    torch._has_compatible_shallow_copy_type,
-)
-def never(x: SecretTensor, *_: object) -> bool:
-    """None of these kinds of tensor; a module that moves its parameters makes new ones."""
-    return False
+)  # fmt: skip
 
 
 @implements(_getter("is_cuda"))
@@ -115,34 +109,10 @@ def is_cpu(x: SecretTensor, *_: object) -> bool:
     return bool(x.device.type == "cpu")
 
 
-@implements(_getter("is_leaf"))
-def is_leaf(x: SecretTensor, *_: object) -> bool:
-    """True: no graph."""
-    return True
-
-
-@implements(_getter("layout"))
-def layout(x: SecretTensor, *_: object) -> torch.layout:
-    """Strided."""
-    return torch.strided
-
-
 @implements(Tensor.get_device)
 def get_device(x: SecretTensor) -> int:
     """Index of the GPU, -1 on the CPU."""
     return -1 if x.device.index is None else x.device.index
-
-
-@implements(_getter("grad"), _getter("grad_fn"))
-def no_grad(x: SecretTensor, *_: object) -> None:
-    """No gradient, no graph."""
-    return None
-
-
-@implements(_getter("_version"))
-def version(x: SecretTensor, *_: object) -> int:
-    """Shares are never written to."""
-    return 0
 
 
 @implements(Tensor.__hash__)
@@ -168,27 +138,11 @@ def deepcopy(x: SecretTensor, memo: dict[int, object]) -> SecretTensor:
 
 
 @implements(
-    Tensor.item,
-    Tensor.tolist,
-    Tensor.numpy,
-    Tensor.__bool__,
-    Tensor.__float__,
-    Tensor.__int__,
-    Tensor.__index__,
-    Tensor.__complex__,
-    Tensor.__contains__,
-    Tensor.is_nonzero,
-    torch.is_nonzero,
-    torch.equal,
-    Tensor.equal,
-    torch.allclose,
-    Tensor.allclose,
-    Tensor.storage,
-    Tensor.untyped_storage,
-    Tensor.share_memory_,
-    Tensor.nonzero,
+    Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__bool__, Tensor.__float__, Tensor.__int__, Tensor.__index__,
+    Tensor.__complex__, Tensor.__contains__, Tensor.is_nonzero, torch.is_nonzero, torch.equal, Tensor.equal,
+    torch.allclose, Tensor.allclose, Tensor.storage, Tensor.untyped_storage, Tensor.share_memory_, Tensor.nonzero,
     torch.nonzero,
-)
+)  # fmt: skip
 def refuse_values(*args: object, **kwargs: object) -> NoReturn:
     """Everything that hands values, or decisions on values, to ordinary code: raises PlaintextLeak."""
     raise PlaintextLeak(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NoReturn
 
 import torch
@@ -166,35 +167,19 @@ def power(x: Operand, exponent: Operand) -> SecretTensor:
     raise UnsupportedOp(f"pow with exponent {exponent!r} has no private rule; want a secret to the power 1, 2 or 3")
 
 
-@implements(Tensor.add_, Tensor.__iadd__)
-def add_(x: Tensor, y: Operand, *, alpha: float = 1) -> SecretTensor:
-    """In-place sum: rebinds.
+def _in_place(rule: Callable[..., SecretTensor], *ops: object) -> None:
+    """A rule that rebinds. Raises PlaintextLeak for a plain x, UnsupportedOp where x has views or changes its shape."""
 
-    Raises PlaintextLeak for a plain x, UnsupportedOp where x has views or changes its shape.
-    """
-    secret = _secret(x, "add_")
-    return secret.rebind(add(secret, y, alpha=alpha))
+    def write(x: Tensor, *args: TorchArg, **settings: TorchArg) -> SecretTensor:
+        return _secret(x, f"{rule.__name__}_").rebind(rule(x, *args, **settings))
 
-
-@implements(Tensor.sub_, Tensor.__isub__)
-def sub_(x: Tensor, y: Operand, *, alpha: float = 1) -> SecretTensor:
-    """In-place difference: rebinds. Errors as `add_`."""
-    secret = _secret(x, "sub_")
-    return secret.rebind(sub(secret, y, alpha=alpha))
+    implements(*ops)(write)
 
 
-@implements(Tensor.mul_, Tensor.__imul__)
-def mul_(x: Tensor, y: Operand) -> SecretTensor:
-    """In-place product: rebinds. Errors as `add_`."""
-    secret = _secret(x, "mul_")
-    return secret.rebind(mul(secret, y))
-
-
-@implements(Tensor.div_, Tensor.__itruediv__)
-def div_(x: Tensor, y: Operand) -> SecretTensor:
-    """In-place quotient by public values: rebinds. Errors as `add_` and `div`."""
-    secret = _secret(x, "div_")
-    return secret.rebind(div(secret, y))
+_in_place(add, Tensor.add_, Tensor.__iadd__)
+_in_place(sub, Tensor.sub_, Tensor.__isub__)
+_in_place(mul, Tensor.mul_, Tensor.__imul__)
+_in_place(div, Tensor.div_, Tensor.__itruediv__)
 
 
 # -- masks --------------------------------------------------------------------------------------------------
