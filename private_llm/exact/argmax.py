@@ -21,8 +21,7 @@ from private_llm.errors import DomainError
 from private_llm.exact.comparisons import reach, sign_bits
 from private_llm.exact.maximum import concatenated, maximum
 from private_llm.protocols.share import BitShare
-from private_llm.tensor.fixed import Fixed
-from private_llm.tensor.sign import negative
+from private_llm.tensor.fixed import Fixed, negative
 
 
 def whole_words(x: Fixed) -> Fixed:

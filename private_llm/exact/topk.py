@@ -15,8 +15,7 @@ from torch import Tensor
 
 from private_llm.errors import DomainError
 from private_llm.exact.comparisons import exact_span
-from private_llm.tensor.fixed import Fixed
-from private_llm.tensor.sign import negative
+from private_llm.tensor.fixed import Fixed, negative
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,7 @@ def among_largest_of_groups(x: Fixed, k: int, groups: Groups) -> Fixed:
 def losses(x: Fixed, groups: int) -> Fixed:
     """How many entries of each group come before an entry: [..., n] to [..., n, groups], whole numbers.
 
-    Larger ones do, and equal ones that stand before it. n (n - 1) / 2 comparisons (`tensor.sign.negative`).
+    Larger ones do, and equal ones that stand before it. n (n - 1) / 2 comparisons (`tensor.fixed.negative`).
     """
     width = x.shape[-1]
     size = width // groups

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from private_llm.errors import ConfigError, refuse_unknown
-from private_llm.kv_policies.budgets import BudgetedPolicy
-from private_llm.kv_policies.policy import Eviction, LayerSharing, Level, Selection, check_pool, whole
+from private_llm.kv_policies.policy import BudgetedPolicy, Eviction, LayerSharing, Level, Selection, check_pool, whole
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from private_llm.errors import ConfigError
-from private_llm.kv_policies.budgets import BudgetedPolicy
-from private_llm.kv_policies.policy import CachePolicy, Eviction, Level, Selection, check_pool, share, whole
+from private_llm.kv_policies.policy import (
+    BudgetedPolicy,
+    CachePolicy,
+    Eviction,
+    Level,
+    Selection,
+    check_pool,
+    share,
+    whole,
+)
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from private_llm.config import chunk_sizes
 from private_llm.errors import DomainError
 from private_llm.exact.comparisons import SHORTEST, comparing
 from private_llm.exact.ragged_rows import Rows
-from private_llm.nn.padded_keys import alike, padded, presence, repeats
+from private_llm.nn.kv_cache import alike, padded, presence, repeats
 from private_llm.protocols.session import Session
 from private_llm.protocols.share import Share
 from private_llm.ranges import REACH
@@ -46,7 +46,7 @@ _CPU = torch.device("cpu")
 _ALL = Rows(())
 
 _FEW = 16
-"""Queries of a step that is worth a program of its own for each length of the cache (see `padded_keys`)."""
+"""Queries of a step that is worth a program of its own for each length of the cache (see `kv_cache`)."""
 
 _PATIENCE = 2
 """Calls at one length before one is recorded: to record and to check costs as much as ten calls that are repeated save,
@@ -223,7 +223,7 @@ def _attended(
     bias: Fixed | Tensor | None, sinks: Fixed | None, counted: int, present: Tensor | None = None,
     among: Tensor | None = None,
 ) -> tuple[Fixed, Fixed | None]:  # fmt: skip
-    """`attend_and_weigh` where some query sees something. present: see `padded_keys`; with all keys alone."""
+    """`attend_and_weigh` where some query sees something. present: see `kv_cache`; with all keys alone."""
     (batch, heads, queries, keys), groups, depth = pattern.shape, key.shape[1], query.shape[3]
     grouped = (batch, groups, heads // groups * queries)
     query = query.view(lambda part: part.reshape(*grouped, depth))
@@ -379,7 +379,7 @@ def soften(scores: Fixed, pattern: Pattern, sinks: Fixed | None = None, present:
     """Softmax over the last dimension, [B, H, q, k], the session's fractional bits; zeros where no score exists.
 
     `scores`: flat at the pattern's positions, or whole. sinks: one for each row that is not empty. present: for whole
-    rows, see `padded_keys`. Cost and errors as `softmax`; local if no position exists.
+    rows, see `kv_cache`. Cost and errors as `softmax`; local if no position exists.
     """
     if pattern.select is None:
         shaped = None if sinks is None else sinks.view(lambda part: part.view(*pattern.shape[:-1], 1))

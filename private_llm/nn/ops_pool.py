@@ -9,7 +9,7 @@ from private_llm.errors import DomainError, UnsupportedOp
 from private_llm.exact.pool import Pair, Span, adaptive_spans, max_pool2d, spans, window_sums
 from private_llm.ranges import REACH
 from private_llm.tensor.dispatch import TorchArg, implements
-from private_llm.tensor.means import mean_of
+from private_llm.tensor.ops_view import mean_of
 from private_llm.tensor.range_check import watch_compared
 from private_llm.tensor.secret import SecretTensor
 
@@ -50,7 +50,7 @@ def avg_pool2d_rule(
     x: SecretTensor, kernel_size: TorchArg, stride: TorchArg = None, padding: TorchArg = 0, ceil_mode: bool = False,
     count_include_pad: bool = True, divisor_override: int | None = None,
 ) -> SecretTensor:  # fmt: skip
-    """Means over windows of [B, C, H, W] or [C, H, W], in range wherever the mean is (tensor/means.py).
+    """Means over windows of [B, C, H, W] or [C, H, W], in range wherever the mean is (tensor/ops_view.py).
 
     Local where windows count fewer than 16 entries, or all the same power of two (18 fractional bits, 64-bit ring);
     else 1 truncation of the outputs, 1 round. Windows of more than 2^f entries truncate their sums. Raises DomainError

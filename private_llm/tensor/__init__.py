@@ -1,6 +1,6 @@
 """Secret tensors: fixed point on shares, the tensor class, its closed table of linear and local operations."""
 
-from private_llm.tensor import ops_complex, ops_conv, ops_index, ops_matmul, ops_meta, ops_pointwise, ops_view
+from private_llm.tensor import ops_conv, ops_index, ops_matmul, ops_meta, ops_pointwise, ops_view
 from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.secret import SecretTensor
 from private_llm.tensor.secret_index import SecretIndex
@@ -9,7 +9,6 @@ __all__ = [
     "Fixed",
     "SecretIndex",
     "SecretTensor",
-    "ops_complex",
     "ops_conv",
     "ops_index",
     "ops_matmul",

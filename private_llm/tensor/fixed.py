@@ -15,7 +15,10 @@ import torch
 from torch import Tensor
 
 from private_llm.errors import DomainError
+from private_llm.net.ledger import Cost
 from private_llm.protocols.arithmetic import BitWidths
+from private_llm.protocols.one_step import Pieces, PiecesShape
+from private_llm.protocols.prices import Prices
 from private_llm.protocols.protocol import Protocol
 from private_llm.protocols.session import Session
 from private_llm.protocols.share import BitShare, Share
@@ -370,6 +373,26 @@ def arithmetic(session: Session, bits: BitShare, constants: Sequence[float], fra
     """
     encoded = [session.ring.constant(round(c * (1 << frac))) for c in constants]
     return Fixed(session, session.protocol.inject(bits, None, encoded, encoded), frac)
+
+
+def negative(x: Fixed, bits: int | None = None) -> Fixed:
+    """The sign as a number, 1 where x < 0, else 0: x of any shape to [x.numel()], no fractional bits. Exact.
+
+    bits: -2^(bits-1) <= ring element < 2^(bits-1), default the whole ring, in which nothing is out of range. 65 bytes
+    an element and 5 rounds for 64 bits (trio); by comparison keys, where those are the way to go, 4 kB and 1 round.
+    Raises DomainError unless 2 <= bits <= ring bits.
+    """
+    ring, x = x.session.ring, x.restore_high_bits()
+    bits, count = ring.bits if bits is None else bits, x.numel()
+    if not x.proto.takes_keys(count, PiecesShape(1, 1, bits), _price, ring, count, bits):
+        return arithmetic(x.session, x.less_than([0.0], bits=bits), [1.0], 0)
+    (made,) = x.proto.piecewise(x.share.map(lambda part: part.reshape(-1)), Pieces((0,), (((1, 0),),), ((0, 0),), bits))
+    return x.with_share(made, 0)
+
+
+def _price(prices: Prices, ring: Ring, count: int, bits: int) -> Cost:
+    """Of a comparison and an injection."""
+    return prices.msb(count, bits) + prices.inject(ring, count, 1, 0, 0)
 
 
 @lru_cache(maxsize=1024)

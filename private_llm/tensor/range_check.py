@@ -46,9 +46,8 @@ from private_llm.kernels.ops import ring_matmul
 from private_llm.protocols.session import PendingRangeCheck, Session
 from private_llm.protocols.share import Share
 from private_llm.ranges import REACH
-from private_llm.tensor.fixed import Fixed
+from private_llm.tensor.fixed import Fixed, negative
 from private_llm.tensor.secret import SecretTensor
-from private_llm.tensor.sign import negative
 
 SKETCHES = 4
 """Patterns of signs per row."""

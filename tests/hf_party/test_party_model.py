@@ -16,8 +16,7 @@ from transformers import PreTrainedModel
 import tests.hf.tiny as tiny
 from private_llm.config import PrivateConfig
 from private_llm.errors import DomainError, PatchMismatch, PlaintextLeak, PrivateLLMError, UnsupportedOp
-from private_llm.nn.activation import PrivateGELU
-from private_llm.nn.norm import PrivateRMSNorm
+from private_llm.nn.modules import PrivateGELU, PrivateRMSNorm
 from private_llm.protocols.session import Session, meta_session
 from private_llm.tensor.secret import SecretTensor
 from private_llm.tensor.secret_index import SecretIndex

@@ -18,8 +18,7 @@ import private_llm.nn  # noqa: F401 - registers the rules
 from private_llm.approx.norms import line_bits
 from private_llm.config import PrivateConfig
 from private_llm.errors import PlaintextLeak, UnsupportedOp
-from private_llm.nn.activation import PrivateGELU, PrivateQuickGELU
-from private_llm.nn.norm import PrivateRMSNorm
+from private_llm.nn.modules import PrivateGELU, PrivateQuickGELU, PrivateRMSNorm
 from private_llm.protocols.session import meta_session
 from private_llm.ranges import Ranges
 from private_llm.tensor.secret import SecretTensor
