@@ -40,11 +40,6 @@ def implements(*ops: object) -> Callable[[R], R]:
     return register
 
 
-def supported_ops() -> list[str]:
-    """Names of all operations that have a private rule, sorted."""
-    return sorted({op_name(op) for op in _RULES})
-
-
 def op_name(op: object) -> str:
     """How an operation is called in messages."""
     name = torch.overrides.resolve_name(op) if callable(op) else None

@@ -19,12 +19,13 @@ from private_llm.kv_policies.rivals import H2O, TOVA, InfLLM, LongCache, SnapKV
 from private_llm.net.ledger import Cost
 from private_llm.nn.attention import attend
 from private_llm.nn.evicting import Call, EvictingLayer
-from private_llm.nn.selection_costs import GATHERS, eviction_cost
+from private_llm.nn.selection_costs import GATHERS
 from private_llm.oblivious.pricing import Pricing
 from private_llm.protocols.registry import protocol_names
 from private_llm.protocols.session import Session
 from private_llm.tensor.fixed import Fixed
 from tests.harness import run_meta, run_parties
+from tests.nn.selection_prices import eviction_cost
 from tests.nn.slow_layer import SlowLayer
 from tests.tensor.secrets import fixed, noise, opened, plain_session
 

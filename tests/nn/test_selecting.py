@@ -22,9 +22,7 @@ from private_llm.nn.selection_costs import (
     composes,
     gather_cost,
     moving_cost,
-    ranking_cost,
     rows_cost,
-    step_cost,
 )
 from private_llm.oblivious.pricing import Pricing
 from private_llm.protocols.registry import protocol_names
@@ -33,6 +31,7 @@ from private_llm.tensor.fixed import Fixed, narrows
 from private_llm.tensor.range_check import verdict
 from tests.harness import run_meta, run_parties
 from tests.nn import slow_choices
+from tests.nn.selection_prices import ranking_cost, step_cost
 from tests.tensor.secrets import fixed, noise, opened, plain_session
 
 BOUND = 1e-3

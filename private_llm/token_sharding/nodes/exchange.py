@@ -14,7 +14,7 @@ from torch import Tensor
 from private_llm.errors import DomainError
 from private_llm.net.transport import Transport
 from private_llm.token_sharding.nodes.facts import AttentionCall, Step
-from private_llm.token_sharding.nodes.floats import decode, number_type, partial_bytes, recv_floats, send_floats
+from private_llm.token_sharding.nodes.floats import decode, number_type, recv_floats, send_floats
 from private_llm.token_sharding.nodes.partial_attention import combine
 from private_llm.token_sharding.plans import ShardingPlan
 
@@ -97,17 +97,3 @@ class Exchange:
 
 def _rows(tensor: Tensor, index: Tensor) -> Tensor:
     return tensor.index_select(2, index.to(tensor.device))
-
-
-def layer_bytes(plan: ShardingPlan, calls: Sequence[AttentionCall], batch: int, length: int) -> int:
-    """Bytes of one forward over `length` tokens between the nodes, all layers.
-
-    beta N (F row + 8 (value_dim + 1) heads) a layer, F = 4 or 2 bytes a number; with open partial results
-    beta N (F row + (F value_dim + 4) heads). The paper's equation (1) is beta F N (row + (value_dim + 2) heads): a
-    maximum and a sum where an open log-sum-exp of 32 bits goes here, so for F = 2 both are equal. Shards without
-    tokens, in a text shorter than delta, send nothing back if partial results are open.
-    """
-    filled = sum(1 for shard in range(plan.beta) if plan.first_of_shard(shard) < length)
-    answers = plan.beta if plan.masked else filled
-    row = plan.beta * number_type(plan).itemsize
-    return sum(batch * length * (row * call.row + answers * partial_bytes(plan, call)) for call in calls)

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from private_llm.errors import DomainError, TransportError
 from private_llm.net.local import LocalMesh
-from private_llm.token_sharding.nodes.exchange import layer_bytes
 from private_llm.token_sharding.nodes.facts import AttentionCall, Step
 from private_llm.token_sharding.nodes.floats import FRAC, ZeroShares, decode, encode, own_scores
 from private_llm.token_sharding.plans import ShardingPlan
+from tests.token_sharding.nodes.prices import layer_bytes
 from tests.token_sharding.nodes.test_nodes import CAUSAL, FULL, WINDOW, Session
 
 PLAN = ShardingPlan(3, 2, 1)

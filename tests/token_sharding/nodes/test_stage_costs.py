@@ -6,7 +6,6 @@ import dataclasses
 
 import pytest
 
-from private_llm.token_sharding.nodes.exchange import layer_bytes
 from private_llm.token_sharding.nodes.facts import AttentionCall, Step
 from private_llm.token_sharding.nodes.stage_costs import (
     Card,
@@ -20,6 +19,7 @@ from private_llm.token_sharding.nodes.stage_costs import (
     shard_sizes,
 )
 from private_llm.token_sharding.plans import ShardingPlan
+from tests.token_sharding.nodes.prices import layer_bytes
 from tests.token_sharding.nodes.test_nodes import CAUSAL, FULL, WINDOW, Session
 
 PLANS = [
