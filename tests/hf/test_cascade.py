@@ -15,8 +15,8 @@ from private_llm.errors import ConfigError, DomainError, PartyFailed, PatchMisma
 from private_llm.kernels import parallel
 from private_llm.net.local import LocalMesh
 from private_llm.token_sharding import ShardingPlan
-from private_llm.token_sharding.nodes.exchange import layer_bytes
 from tests.hf import tiny
+from tests.token_sharding.nodes.prices import layer_bytes
 
 DECODERS = ["opt", "gpt2", "gpt_neox", "llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3"]
 ENCODERS = ["bert", "distilbert", "modernbert"]

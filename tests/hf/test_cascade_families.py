@@ -16,9 +16,9 @@ from transformers.models.bloom import modeling_bloom
 from transformers.models.falcon import modeling_falcon
 
 from private_llm.token_sharding import ShardingPlan, Step, key_bias
-from private_llm.token_sharding.nodes.exchange import layer_bytes
 from tests.hf import tiny
 from tests.hf.test_cascade import ERROR, PLAN, same, settings, text
+from tests.token_sharding.nodes.prices import layer_bytes
 
 SPLIT = ShardingPlan(2, 4, 2, accept_weak_plan=True)
 FAMILIES: dict[str, tuple[str, dict[str, object]]] = {

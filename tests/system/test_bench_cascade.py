@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from private_llm.net.local import LocalMesh
 from private_llm.net.transport import CLIENT, Transport
 from private_llm.token_sharding import ShardingPlan
-from private_llm.token_sharding.nodes.exchange import layer_bytes
+from tests.token_sharding.nodes.prices import layer_bytes
 
 
 def case_of(part: str, model: str = "bert-base") -> Case:

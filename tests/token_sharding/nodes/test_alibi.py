@@ -10,9 +10,9 @@ from torch import Tensor
 
 from private_llm.errors import DomainError
 from private_llm.token_sharding.nodes import partial_attention
-from private_llm.token_sharding.nodes.exchange import layer_bytes
 from private_llm.token_sharding.nodes.facts import AttentionCall, Step, key_bias
 from private_llm.token_sharding.plans import ShardingPlan
+from tests.token_sharding.nodes.prices import layer_bytes
 from tests.token_sharding.nodes.test_nodes import CAUSAL, Session
 
 FINE = AttentionCall(4, 2, 8, 8, 0.3, ahead=0, slopes=(0.7, 0.35, 0.1, 0.003))
