@@ -129,56 +129,42 @@ def lines_of(x: Fixed, eps: float, square: int, centred: bool = False) -> Lines 
     """
     if not x.session.protocol.has_keys or not x.numel():
         return None
-    width, ring = x.shape[-1], x.session.ring
-    rows, found = x.numel() // width, _lines(x.frac, width, eps, square, centred)
-    if isinstance(found, Lines):
-        facts = found.own, rows, THIRDS, found.low, found.high
-        return found if takes_lines(x, rows, found, price, ring, *facts) else None
-    wide = _wide_lines(x.frac, width, eps, square, centred)
-    if wide is None:
+    rows, found = x.numel() // x.shape[-1], _lines(x.frac, x.shape[-1], eps, square, centred)
+    if found is None:
         return None
-    facts = wide.own, rows, THIRDS, 2.0 ** (wide.log2_low + 1), 2.0**wide.log2_high
-    return wide if takes_lines(x, 2 * rows, wide, price, ring, *facts) else None
+    if isinstance(found, WideLines):
+        count, low, high = 2 * rows, 2.0 ** (found.log2_low + 1), 2.0**found.log2_high
+    else:
+        count, low, high = rows, found.low, found.high
+    facts = found.own, rows, THIRDS, low, high
+    return found if takes_lines(x, count, found, price, x.session.ring, *facts) else None
 
 
 @lru_cache(maxsize=256)
-def _lines(frac: int, width: int, eps: float, square: int, centred: bool) -> Lines | None:
-    """Lines for rows with `frac` fractional bits, if there are."""
+def _lines(frac: int, width: int, eps: float, square: int, centred: bool) -> Lines | WideLines | None:
+    """Lines for rows with `frac` fractional bits; where their range is too wide, two copies of one table, if these
+    reach all of it.
+    """
     fine = line_bits(frac, width, square)
     smaller = _ratio_squared(width) if centred else 1.0
-    eps = eps * smaller
     if not one_sum(fine, width, square) or not eps > 0:
         return None
-    widest = _WRAP_FREE - 2 * fine
-    least = 0.98 * width * eps
+    widest, usual = _WRAP_FREE - 2 * fine, width * smaller * _SMALLEST
+    bits, gain = _inverse_bits(widest - _log2(width)), math.sqrt(width)
+    least = 0.98 * width * (eps * smaller)
     low = max(least, math.ldexp(_REACH_DOWN, widest))
-    if low > max(least, width * smaller * _SMALLEST) or 2 * low > 2.0**widest:
-        return None
-    own, bits = max(0, _SUM_BITS - bits_below(low)), _inverse_bits(widest - _log2(width))
-    return Lines(RSQRT.power, own, low, 2.0**widest, bits, math.sqrt(width))
-
-
-@lru_cache(maxsize=256)
-def _wide_lines(frac: int, width: int, eps: float, square: int, centred: bool) -> WideLines | None:
-    """Lines for rows whose range is too wide for `_lines`, if two copies of one table reach all of it."""
-    fine = line_bits(frac, width, square)
-    smaller = _ratio_squared(width) if centred else 1.0
-    if not one_sum(fine, width, square) or not eps > 0:
-        return None
+    if low <= max(least, usual) and 2 * low <= 2.0**widest:
+        return Lines(RSQRT.power, max(0, _SUM_BITS - bits_below(low)), low, 2.0**widest, bits, gain)
     least = 0.98 * width * eps * smaller
-    found = (_wide_lines_from(each, fine, width) for each in (least, max(least, width * smaller * _SMALLEST)))
-    return next((lines for lines in found if lines is not None), None)
-
-
-def _wide_lines_from(least: float, fine: int, width: int) -> WideLines | None:
-    """Those for sums of squares from `least` on, of rows with `fine` fractional bits, if the ring has room."""
-    widest = _WRAP_FREE - 2 * fine
-    apart = octaves_apart(least, widest)
-    if apart is None or 2 * least > 2.0**widest:
-        return None
-    own = max(0, _SUM_BITS - 1 - bits_below(least), _SUM_BITS - 2 - (widest - 2 * apart))
-    found = WideLines(own, widest, _inverse_bits(widest - _log2(width)), math.sqrt(width), apart)
-    return found if own <= 2 * fine and found.fit else None
+    for start in (least, max(least, usual)):
+        apart = octaves_apart(start, widest)
+        if apart is None or 2 * start > 2.0**widest:
+            continue
+        own = max(0, _SUM_BITS - 1 - bits_below(start), _SUM_BITS - 2 - (widest - 2 * apart))
+        found = WideLines(own, widest, bits, gain, apart)
+        if own <= 2 * fine and found.fit:
+            return found
+    return None
 
 
 def _ratio_squared(width: int) -> float:

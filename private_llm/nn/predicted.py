@@ -89,51 +89,67 @@ class ActivityPredictor(nn.Module):
             return opened_units(x.session, bits, positions, budget, self.expected)
 
 
-class SparseFeedForward:
+class _SparseBlock:
+    """Layers of one input of which outputs are computed where a predictor says so; their forward functions become
+    `read`, that of the layer after them `write`.
+    """
+
+    def __init__(
+        self, predictor: ActivityPredictor, readers: Sequence[nn.Module], writer: nn.Module, budget: int | None,
+        name: str, ledger: Ledger,
+    ) -> None:  # fmt: skip
+        """budget: units that a position opens, None for as many as are active. name: under which the ledger books the
+        readers' product.
+        """
+        self._predictor, self._readers, self._writer = predictor, list(readers), writer
+        self._budget, self._name, self._ledger = budget, name, ledger
+        self._write: Callable[[Tensor], Tensor] = writer.forward
+        self._pieces = Pieces()
+
+    def read(self, index: int, x: Tensor) -> Tensor:
+        """The outputs of reader `index` for x [.., K].
+
+        The first call for an input asks the predictor, opens the pattern and computes all readers as one product:
+        31 bytes an output in trio. Raises UnsupportedOp for a public input or public weights.
+        """
+        return self._pieces.take(index, x, self._computed)
+
+    def _computed(self, x: Tensor) -> Sequence[Tensor]:
+        if not isinstance(x, SecretTensor):
+            raise UnsupportedOp("a block at predicted units needs a secret input")
+        lead = tuple(x.shape[:-1])
+        units = self._predictor.opened(x, torch.Size(lead).numel(), self._budget)
+        with self._ledger.scope(self._name):
+            return self._chosen(x, units, lead)
+
+    def _chosen(self, x: SecretTensor, units: Tensor, lead: tuple[int, ...]) -> Sequence[Tensor]:
+        """All readers' outputs at the opened units, bool [positions, units]."""
+        raise NotImplementedError
+
+
+class SparseFeedForward(_SparseBlock):
     """FC1 (gate, up) and FC2 (down) of one block at the predicted neurons, whose units lie in the owner's order.
 
-    block: neurons of a unit. budget: units that a position opens, None for as many as are active. The modules' forward
-    functions become `read` and `write`.
+    block: neurons of a unit. `read` gives the chosen neurons of all positions, 1-D in row-major order.
     """
 
     def __init__(
         self, predictor: ActivityPredictor, readers: Sequence[nn.Module], writer: nn.Module, block: int,
         budget: int | None, name: str, ledger: Ledger,
     ) -> None:  # fmt: skip
-        """name: under which the ledger books the readers' product. Layers are linear, or Conv1D of transformers."""
-        self._predictor, self._readers, self._writer = predictor, list(readers), writer
-        self._block, self._budget, self._name, self._ledger = block, budget, name, ledger
-        self._dense: Callable[[Tensor], Tensor] = writer.forward
-        self._pieces = Pieces()
-        self._wanted = _NOTHING
+        """Layers are linear, or Conv1D of transformers."""
+        super().__init__(predictor, readers, writer, budget, name, ledger)
+        self._block, self._wanted = block, _NOTHING
         self._lead: tuple[int, ...] = ()
         if isinstance(writer.weight, SecretTensor):  # the weights of a neuron side by side, where they are read alone
             writer.weight = nn.Parameter(writer.weight.viewed(_by_neuron(writer)), requires_grad=False)
 
-    def read(self, index: int, x: Tensor) -> Tensor:
-        """The chosen neurons of all positions, 1-D in row-major order, of reader `index` for x [.., K].
-
-        The first call for an input asks the predictor, opens the pattern and computes all readers as one product:
-        31 bytes a chosen neuron and reader in trio. Raises UnsupportedOp for a public input or public weights.
-        """
-        return self._pieces.take(index, x, self._computed)
-
-    def _computed(self, x: Tensor) -> list[Tensor]:
-        if not isinstance(x, SecretTensor):
-            raise UnsupportedOp("a sparse feed-forward block needs a secret input")
-        self._lead = tuple(x.shape[:-1])
-        positions = torch.Size(self._lead).numel()
-        units = self._predictor.opened(x, positions, self._budget)
-        self._wanted = units.repeat_interleave(self._block, dim=1)
-        with self._ledger.scope(self._name):
-            return self._chosen(x)
-
-    def _chosen(self, x: SecretTensor) -> list[Tensor]:
+    def _chosen(self, x: SecretTensor, units: Tensor, lead: tuple[int, ...]) -> Sequence[Tensor]:
+        self._lead, self._wanted = lead, units.repeat_interleave(self._block, dim=1)
         pieces: list[Tensor] = []
-        equal = self._budget is not None
         for layers in _as_products(self._readers):
             many = len(layers)
-            out, columns = _at_wanted(x, layers, self._wanted.repeat(1, many), equal)
+            out, columns = _at_wanted(x, layers, self._wanted.repeat(1, many), self._budget is not None)
             owner = columns // self._wanted.shape[1]
             pieces += [out] if many == 1 else [_picked(out, (owner == index).nonzero()[:, 0]) for index in range(many)]
         return pieces
@@ -152,7 +168,7 @@ class SparseFeedForward:
         self._wanted = _NOTHING  # a pattern of many positions is as large as their neurons
         weight, bias = self._writer.weight, self._writer.bias
         if len(wanted) > FEW_ROWS or not isinstance(weight, SecretTensor):
-            return self._dense(h.viewed(lambda part: _spread(part, wanted, lead)))
+            return self._write(h.viewed(lambda part: _spread(part, wanted, lead)))
         held, turned = weight.value(full=True), _is_turned(self._writer)
         there = held.view(lambda part: part if turned else part.t())
 
@@ -209,54 +225,35 @@ class FreshActivation:
         return SecretTensor(back.view(lambda part: part.reshape(h.shape)))
 
 
-class SparseHeads:
+class SparseHeads(_SparseBlock):
     """Predicted attention heads of one block, whose heads lie in the owner's order.
 
     Queries of other heads are not computed, and `allowed` takes them out of the attention mask, so they have no scores,
-    no softmax and no output. Keys and values are those of all heads, which later queries may need. The modules' forward
-    functions become `read` and `write`.
+    no softmax and no output. Keys and values are those of all heads, which later queries may need. `read` gives
+    [B, length, N]; queries of heads left out are zero.
     """
 
     def __init__(
         self, predictor: ActivityPredictor, readers: Sequence[nn.Module], writer: nn.Module, heads: int,
         budget: int | None, name: str, ledger: Ledger,
     ) -> None:  # fmt: skip
-        """readers: the layer of the queries first. budget: heads that a position opens, None for those that are active.
-
-        name: under which the ledger books the readers' product.
-        """
-        self._write: Callable[[Tensor], Tensor] = writer.forward
-        self._predictor, self._readers, self._heads, self._budget = predictor, list(readers), heads, budget
-        self._name, self._ledger = name, ledger
+        """readers: the layer of the queries first."""
+        super().__init__(predictor, readers, writer, budget, name, ledger)
+        self._heads = heads
         self._active: Tensor | None = None
-        self._pieces = Pieces()
 
-    def read(self, index: int, x: Tensor) -> Tensor:
-        """The output [B, length, N] of reader `index` for x [B, length, K]; queries of heads left out are zero.
-
-        The first call for an input asks the predictor, opens the pattern and computes all readers. Raises UnsupportedOp
-        for a public input or public weights.
-        """
-        return self._pieces.take(index, x, self._computed)
-
-    def _computed(self, x: Tensor) -> list[Tensor]:
-        if not isinstance(x, SecretTensor):
-            raise UnsupportedOp("sparse attention needs a secret input")
-        lead = tuple(x.shape[:-1])
-        positions = torch.Size(lead).numel()
-        active = self._predictor.opened(x, positions, self._budget)
-        self._active = active.view(*lead, self._heads)
-        with self._ledger.scope(self._name):
-            made: list[Tensor] = []
-            for layers in _as_products(self._readers):
-                sizes = [_outputs(layer) for layer in layers]
-                wanted = [torch.ones(positions, size, dtype=torch.bool) for size in sizes]
-                if not made:
-                    wanted[0] = active.cpu().repeat_interleave(sizes[0] // self._heads, dim=1)
-                places = torch.cat(wanted, dim=1)
-                flat, _ = _at_wanted(x, layers, places, self._budget is not None)
-                whole = flat.viewed(functools.partial(_spread, wanted=places, lead=lead))
-                made += torch.split(whole, sizes, dim=-1)
+    def _chosen(self, x: SecretTensor, units: Tensor, lead: tuple[int, ...]) -> Sequence[Tensor]:
+        self._active = units.view(*lead, self._heads)
+        made: list[Tensor] = []
+        for layers in _as_products(self._readers):
+            sizes = [_outputs(layer) for layer in layers]
+            wanted = [torch.ones(len(units), size, dtype=torch.bool) for size in sizes]
+            if not made:
+                wanted[0] = units.cpu().repeat_interleave(sizes[0] // self._heads, dim=1)
+            places = torch.cat(wanted, dim=1)
+            flat, _ = _at_wanted(x, layers, places, self._budget is not None)
+            whole = flat.viewed(functools.partial(_spread, wanted=places, lead=lead))
+            made += torch.split(whole, sizes, dim=-1)
         return made
 
     def allowed(self, mask: Tensor | None, heads: int, keys: int) -> Tensor:

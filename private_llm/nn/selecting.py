@@ -177,16 +177,10 @@ def attend_to_chosen(
     """
     if chosen.gather == "keys":
         return _attend_to_gathered(query, key, value, mask, scale, softcap, sinks, chosen, addend, weigh)
-    batch, heads, _, depth = query.shape
+    batch, heads = query.shape[:2]
     groups, entries, shape = key.shape[1], key.shape[2], chosen.shape
-    shared = heads // groups
-    grouped = scaled(query.view(lambda part: part.reshape(batch, groups, shared, depth)), _inner(scale, softcap))
-    grouped = grouped.rescale(query.session.frac) if grouped.frac > query.session.frac + SLACK else grouped
-    turned = key.view(lambda part: part.transpose(-1, -2))
-    seen = _seen(mask, batch)
-    scores = _scores(grouped, turned, softcap, seen is None and addend is None, len(chosen.levels))  # [B, G, shared, n]
-    scores = scores if seen is None else scores.scale_int(seen[:, None].to(scores.share.parts[0]))
-    watch_flat(scores, REACH - 1 + scores.frac)
+    shared, seen, takes = heads // groups, _seen(mask, batch), len(chosen.levels)
+    scores = _scores(query, key, scale, softcap, seen is None and addend is None, takes, seen)
     scores = chosen.in_order(scores)
     addend = None if addend is None else chosen.in_order(addend)
     slots = scores.shape[3]
@@ -233,11 +227,7 @@ def _attend_to_gathered(
     pieces = [taken, *(both.view(lambda part, s=s: part[:, :, s]) for s in _outside(shape, both.shape[2]))]  # type: ignore[misc]
     held = concatenated(pieces, 2)
     near = held.view(lambda part: part[..., :depth])
-    grouped = scaled(query.view(lambda part: part.reshape(batch, groups, shared, depth)), _inner(scale, softcap))
-    grouped = grouped.rescale(query.session.frac) if grouped.frac > query.session.frac + SLACK else grouped
-    turned = near.view(lambda part: part.transpose(-1, -2))
-    scores = _scores(grouped, turned, softcap, seen is None and addend is None, 0)
-    watch_flat(scores, REACH - 1 + scores.frac)
+    scores = _scores(query, near, scale, softcap, seen is None and addend is None, 0)
     penalty = None if penalty is None else _column(held.view(lambda part: part[..., -1:]))
     weights = _weights(scores, mask, softcap, sinks, heads, penalty)
     weights = weights.view(lambda part: part.reshape(batch, groups, shared, -1))
@@ -254,16 +244,27 @@ def _attend_to_gathered(
     return out, chosen.in_place(mass, entries, 2)
 
 
-def _scores(query: Fixed, turned: Fixed, softcap: float | None, alone: bool, takes: int) -> Fixed:
-    """Scores, with the fractional bits and in the lowest bits that softmax reads after `takes` choices of rows.
+def _scores(
+    query: Fixed, key: Fixed, scale: float, softcap: float | None, alone: bool, takes: int, seen: Tensor | None = None
+) -> Fixed:
+    """Scores [B, G, H / G, n], with the fractional bits and in the lowest bits that softmax reads after `takes` choices
+    of rows; zeros where `seen` [B, 1, n] says so. Watched.
 
     Where nothing is narrow they keep all fractional bits, truncated when few are left. alone: nothing is added.
     """
-    session = query.session
+    session, groups = query.session, key.shape[1]
+    grouped = query.view(lambda part: part.reshape(len(part), groups, -1, part.shape[-1]))
+    grouped = scaled(grouped, scale if softcap is None else scale / softcap)
+    grouped = grouped.rescale(session.frac) if grouped.frac > session.frac + SLACK else grouped
+    turned = key.view(lambda part: part.transpose(-1, -2))
     width = score_width(session, alone) if softcap is None and narrows(session) else None
     if width is None:
-        return query.matmul(turned, frac=query.frac + turned.frac)
-    return query.matmul(turned, frac=session.frac, width=width + takes)
+        scores = grouped.matmul(turned, frac=grouped.frac + turned.frac)
+    else:
+        scores = grouped.matmul(turned, frac=session.frac, width=width + takes)
+    scores = scores if seen is None else scores.scale_int(seen[:, None].to(scores.share.parts[0]))
+    watch_flat(scores, REACH - 1 + scores.frac)
+    return scores
 
 
 def _column(x: Fixed) -> Fixed:
@@ -273,10 +274,6 @@ def _column(x: Fixed) -> Fixed:
 def _zeros(like: Fixed, shape: tuple[int, ...]) -> Tensor:
     part = like.share.parts[0]
     return torch.zeros(shape, dtype=part.dtype, device=part.device)
-
-
-def _inner(scale: float, softcap: float | None) -> float:
-    return scale if softcap is None else scale / softcap
 
 
 def _outside(shape: ClusterShape, entries: int) -> tuple[slice, slice]:
