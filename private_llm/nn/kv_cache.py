@@ -173,6 +173,20 @@ def columns_at(table: Tensor, positions: Tensor, heads: int) -> Tensor:
     return table.expand(*outer, -1, -1).gather(-1, wide.to(table.device))
 
 
+def checked_index(index: Tensor, batch: int, heads: int, length: int) -> Tensor:
+    """Indices of entries that stay, int64 [kept] or [B or 1, G or 1, kept], as [B or 1, G or 1, kept].
+
+    Raises DomainError for another shape, for indices that do not ascend or are not below `length`, and for none.
+    """
+    index = index.view(1, 1, -1) if index.ndim == 1 else index
+    if index.ndim != 3 or index.shape[0] not in (1, batch) or index.shape[1] not in (1, heads):
+        rows = [f"{size} or 1" if size > 1 else "1" for size in (batch, heads)]
+        raise DomainError(f"keep: got indices of shape {tuple(index.shape)}; want [kept] or [{', '.join(rows)}, kept]")
+    if not index.numel() or bool((index < 0).any() | (index >= length).any() | (index.diff() <= 0).any()):
+        raise DomainError(f"keep: want one or more indices, ascending, from 0 to {length - 1}")
+    return index
+
+
 class KVBuffer:
     """Keys [B, G, length, D] and values [B, G, length, Dv] of one layer.
 
@@ -242,14 +256,8 @@ class KVBuffer:
         """
         if self._rows is None:
             raise DomainError("keep: this cache holds nothing yet")
-        index = index.view(1, 1, -1) if index.ndim == 1 else index
         batch, heads = self._rows[0].parts[0].shape[:2]
-        if index.ndim != 3 or index.shape[0] not in (1, batch) or index.shape[1] not in (1, heads):
-            raise DomainError(
-                f"keep: got indices of shape {tuple(index.shape)}; want [kept] or [{batch} or 1, {heads} or 1, kept]"
-            )
-        if not index.numel() or bool((index < 0).any() | (index >= self.length).any() | (index.diff() <= 0).any()):
-            raise DomainError(f"keep: want one or more indices, ascending, from 0 to {self.length - 1}")
+        index = checked_index(index, batch, heads, self.length)
         if index.shape[-1] == self.length:
             return
         held = self.positions_held()

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from private_llm.errors import DomainError
-from private_llm.nn.kv_cache import GrowingRows, columns_at
+from private_llm.nn.kv_cache import GrowingRows, checked_index, columns_at
 from private_llm.oblivious.refill import RefillCost, RefillManager, RefillStep, Strategy
 from private_llm.oblivious.sparse_output import Block, SparseOutput
 from private_llm.protocols.share import Share
@@ -282,13 +282,8 @@ class RefillingCache:
         """
         if self._manager is None or self._rows is None:
             raise DomainError("keep: this cache holds nothing yet")
-        batch, index = len(self._manager.filled), index.view(1, 1, -1) if index.ndim == 1 else index
-        if index.ndim != 3 or index.shape[0] not in (1, batch) or index.shape[1] != 1:
-            raise DomainError(
-                f"keep: got indices of shape {tuple(index.shape)}; want [kept] or [{batch} or 1, 1, kept]"
-            )
-        if not index.numel() or bool((index < 0).any() | (index >= self.length).any() | (index.diff() <= 0).any()):
-            raise DomainError(f"keep: want one or more indices, ascending, from 0 to {self.length - 1}")
+        batch = len(self._manager.filled)
+        index = checked_index(index, batch, 1, self.length)
         self.positions = self.positions_held().expand(batch, 1, -1).gather(2, index.expand(batch, 1, -1))
         self._manager.keep(index[:, 0])
         for rows in self._rows:
