@@ -17,14 +17,6 @@ class KeepAll(CachePolicy):
 
     name = "keep-all"
 
-    def entries(self, held: int, position: int, queries: int) -> int:
-        """All."""
-        return held
-
-    @property
-    def newest(self) -> None:
-        """All."""
-
 
 KEEP_ALL = KeepAll()
 """The default."""

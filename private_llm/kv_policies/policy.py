@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -166,23 +165,27 @@ ALONE = LayerSharing()
 
 
 @dataclass(frozen=True)
-class CachePolicy(ABC):
+class CachePolicy:
     """Decides how many entries stay after a call; see the module's header for what else it may declare."""
 
     name: ClassVar[str]
     """What it is called in JSON and on the command line."""
 
-    @abstractmethod
     def entries(self, held: int, position: int, queries: int) -> int:
         """How many of `held` entries stay after a call of `queries` new tokens, which `held` and `position` include.
 
         position: the number of the next position. The first call fills an empty cache: then position == queries.
+        Default: all.
         """
+        return held
 
     @property
-    @abstractmethod
     def newest(self) -> int | None:
-        """So many of the newest entries always stay, and may be cropped away again (drafts do); None: all of them."""
+        """So many of the newest entries always stay, and may be cropped away again (drafts do); None, the default: all.
+
+        A policy that evicts says how many.
+        """
+        return None
 
     def ranked(self, held: int, position: int, queries: int) -> int:
         """As `entries`: how many are not evicted, which may still be held under a secret mask (`Eviction.drop`)."""

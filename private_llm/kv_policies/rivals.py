@@ -111,14 +111,6 @@ class _SelectingPolicy(CachePolicy):
         share(self, "kept")
         whole(self, first=0, recent=0)
 
-    def entries(self, held: int, position: int, queries: int) -> int:
-        """All."""
-        return held
-
-    @property
-    def newest(self) -> None:
-        """All."""
-
 
 @dataclass(frozen=True)
 class InfLLM(_SelectingPolicy):
@@ -174,14 +166,6 @@ class HeadMerging(CachePolicy):
 
     def __post_init__(self) -> None:
         whole(self, merged=1)
-
-    def entries(self, held: int, position: int, queries: int) -> int:
-        """All."""
-        return held
-
-    @property
-    def newest(self) -> None:
-        """All."""
 
     @property
     def merged_heads(self) -> int:

@@ -9,13 +9,10 @@ from private_llm.errors import DomainError, UnsupportedOp
 from private_llm.exact.pool import Pair, Span, adaptive_spans, max_pool2d, spans, window_sums
 from private_llm.ranges import REACH
 from private_llm.tensor.dispatch import TorchArg, implements
+from private_llm.tensor.ops_conv import pair
 from private_llm.tensor.ops_view import mean_of
 from private_llm.tensor.range_check import watch_compared
 from private_llm.tensor.secret import SecretTensor
-
-
-def _pair(value: TorchArg) -> Pair:
-    return (value, value) if isinstance(value, int) else (value[0], value[-1])
 
 
 def _check(name: str, x: SecretTensor, kernel: Pair, padding: Pair) -> None:
@@ -38,11 +35,11 @@ def max_pool2d_rule(
     """
     if return_indices:
         raise UnsupportedOp("max_pool2d with return_indices: where a maximum was stays secret")
-    kernel = _pair(kernel_size)
-    _check("max_pool2d", x, kernel, _pair(padding))
-    step = kernel if stride is None or stride == [] else _pair(stride)
+    kernel = pair(kernel_size)
+    _check("max_pool2d", x, kernel, pair(padding))
+    step = kernel if stride is None or stride == [] else pair(stride)
     watch_compared(x, x.session.frac + REACH)
-    return SecretTensor(max_pool2d(x.to_fixed(), kernel, step, _pair(padding), _pair(dilation), ceil_mode))
+    return SecretTensor(max_pool2d(x.to_fixed(), kernel, step, pair(padding), pair(dilation), ceil_mode))
 
 
 @implements(F.avg_pool2d)
@@ -56,9 +53,9 @@ def avg_pool2d_rule(
     else 1 truncation of the outputs, 1 round. Windows of more than 2^f entries truncate their sums. Raises DomainError
     for other shapes, a padding above half the window, or no window.
     """
-    kernel, pads = _pair(kernel_size), _pair(padding)
+    kernel, pads = pair(kernel_size), pair(padding)
     _check("avg_pool2d", x, kernel, pads)
-    step = kernel if stride is None or stride == [] else _pair(stride)
+    step = kernel if stride is None or stride == [] else pair(stride)
     rows, columns = (spans(x.shape[dim], kernel[dim], step[dim], pads[dim], ceil_mode) for dim in (-2, -1))
     outside = pads if count_include_pad else (0, 0)
     sizes = _lengths(rows, x.shape[-2], outside[0]), _lengths(columns, x.shape[-1], outside[1])
