@@ -15,15 +15,15 @@ if TYPE_CHECKING:
     from private_llm.token_sharding.nodes.exchange import Exchange as Exchange
     from private_llm.token_sharding.nodes.facts import MOST_TOKENS as MOST_TOKENS
     from private_llm.token_sharding.nodes.facts import AttentionCall as AttentionCall
+    from private_llm.token_sharding.nodes.facts import Piece as Piece
     from private_llm.token_sharding.nodes.facts import Step as Step
     from private_llm.token_sharding.nodes.facts import allowed as allowed
+    from private_llm.token_sharding.nodes.facts import attend as attend
+    from private_llm.token_sharding.nodes.facts import combine as combine
     from private_llm.token_sharding.nodes.facts import key_bias as key_bias
     from private_llm.token_sharding.nodes.floats import number_type as number_type
     from private_llm.token_sharding.nodes.floats import recv_floats as recv_floats
     from private_llm.token_sharding.nodes.floats import send_floats as send_floats
-    from private_llm.token_sharding.nodes.partial_attention import Piece as Piece
-    from private_llm.token_sharding.nodes.partial_attention import attend as attend
-    from private_llm.token_sharding.nodes.partial_attention import combine as combine
     from private_llm.token_sharding.nodes.stage_costs import HELD as HELD
     from private_llm.token_sharding.nodes.stage_costs import Card as Card
     from private_llm.token_sharding.nodes.stage_costs import Sent as Sent
@@ -48,12 +48,12 @@ else:
         {
             "private_llm.token_sharding.plans": "ShardingPlan",
             "private_llm.token_sharding.plans.audit": "Setting audit fewest refuse_weak warn_weak",
-            "private_llm.token_sharding.nodes.partial_attention": "Piece attend combine",
             "private_llm.token_sharding.nodes.attn_node": "AttnNode",
             "private_llm.token_sharding.nodes.stage_costs": "HELD Card Sent Stage attention_stages cache_bytes "
             "cards comp_sizes paper_bytes paper_seconds seconds_of shard_sizes",
             "private_llm.token_sharding.nodes.exchange": "Exchange",
-            "private_llm.token_sharding.nodes.facts": "MOST_TOKENS AttentionCall Step allowed key_bias",
+            "private_llm.token_sharding.nodes.facts": "MOST_TOKENS AttentionCall Piece Step allowed attend combine "
+            "key_bias",
             "private_llm.token_sharding.nodes.floats": "number_type recv_floats send_floats",
         },
     )

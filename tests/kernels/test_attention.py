@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from private_llm.token_sharding.nodes import partial_attention
+from private_llm.token_sharding.nodes import facts
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -29,7 +29,7 @@ def check(
 ) -> None:
     from private_llm.kernels.backends.triton.attention import attend
 
-    expected = partial_attention.attend(q, k, v, allowed, 0.3, softcap)
+    expected = facts.attend(q, k, v, allowed, 0.3, softcap)
     mask = None if allowed is None else allowed.to(DEVICE)
     found = attend(q.to(DEVICE), k.to(DEVICE), v.to(DEVICE), mask, 0.3, softcap)
     assert float((found[0].cpu() - expected[0]).abs().max()) < error

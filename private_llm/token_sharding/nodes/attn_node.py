@@ -18,7 +18,7 @@ from torch import Tensor
 
 from private_llm.errors import TransportError
 from private_llm.net.transport import Transport
-from private_llm.token_sharding.nodes.facts import AttentionCall, Step, allowed, key_bias
+from private_llm.token_sharding.nodes.facts import AttentionCall, Step, allowed, attend, key_bias
 from private_llm.token_sharding.nodes.floats import (
     ZeroShares,
     encode,
@@ -27,7 +27,6 @@ from private_llm.token_sharding.nodes.floats import (
     recv_floats,
     send_floats,
 )
-from private_llm.token_sharding.nodes.partial_attention import attend
 from private_llm.token_sharding.plans import ShardingPlan
 
 Kept = dict[tuple[int, int], tuple[Tensor, Tensor]]

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from private_llm.errors import DomainError
 from private_llm.net.transport import Transport
-from private_llm.token_sharding.nodes.facts import AttentionCall, Step
+from private_llm.token_sharding.nodes.facts import AttentionCall, Step, combine
 from private_llm.token_sharding.nodes.floats import decode, number_type, recv_floats, send_floats
-from private_llm.token_sharding.nodes.partial_attention import combine
 from private_llm.token_sharding.plans import ShardingPlan
 
 

@@ -31,8 +31,7 @@ from private_llm.errors import DomainError, TransportError
 from private_llm.net.transport import Transport
 from private_llm.ring.prg import Seed
 from private_llm.ring.ring import Ring
-from private_llm.token_sharding.nodes.facts import AttentionCall
-from private_llm.token_sharding.nodes.partial_attention import Piece
+from private_llm.token_sharding.nodes.facts import AttentionCall, Piece
 from private_llm.token_sharding.plans import ShardingPlan
 
 _LARGE = 1 << 16

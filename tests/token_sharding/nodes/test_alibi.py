@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from private_llm.errors import DomainError
-from private_llm.token_sharding.nodes import partial_attention
+from private_llm.token_sharding.nodes import facts
 from private_llm.token_sharding.nodes.facts import AttentionCall, Step, key_bias
 from private_llm.token_sharding.plans import ShardingPlan
 from tests.token_sharding.nodes.prices import layer_bytes
@@ -103,7 +103,7 @@ def test_the_triton_pass_adds_the_bias_of_each_head_and_text(texts: int, heads: 
     q, k = torch.randn(2, heads, 35, 20, generator=g), torch.randn(2, groups, 41, 20, generator=g)
     v, bias = torch.randn(2, groups, 41, 24, generator=g), torch.randn(texts, heads, 41, generator=g)
     allowed = torch.ones(2, 1, 35, 41, dtype=torch.bool).tril(3)
-    expected = partial_attention.attend(q, k, v, allowed, 0.3, bias=bias)
+    expected = facts.attend(q, k, v, allowed, 0.3, bias=bias)
     found = attend(*(t.to(device) for t in (q, k, v, allowed)), 0.3, None, bias.to(device))
     for one, other in zip(found, expected, strict=True):
         assert float((one.cpu() - other).abs().max()) < 2e-5

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from private_llm.token_sharding.nodes import partial_attention
+from private_llm.token_sharding.nodes import facts
 
 
 def truth(
@@ -57,14 +57,14 @@ def test_every_path_gives_the_formulas(
     if rule in ("bias", "both"):
         bias = torch.randn(2 if rule == "both" else 1, heads, keys, generator=g, dtype=dtype)
     taken: list[str] = []
-    kernel = partial_attention._in_one_pass
+    kernel = facts._in_one_pass
 
     def noted(*arguments: object) -> tuple[Tensor, Tensor]:
         taken.append("kernel")
         return kernel(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(partial_attention, "_in_one_pass", noted)
-    out, lse = partial_attention.attend(q, k, v, allowed, 0.4, None, bias)
+    monkeypatch.setattr(facts, "_in_one_pass", noted)
+    out, lse = facts.attend(q, k, v, allowed, 0.4, None, bias)
     assert taken == (["kernel"] if path == "kernel" else [])
     expected = truth(q, k, v, allowed, 0.4, bias)
     limit = 3e-6 if dtype == torch.float32 else 1e-12

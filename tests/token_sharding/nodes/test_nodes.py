@@ -16,8 +16,7 @@ from private_llm.net.local import LocalMesh
 from private_llm.net.transport import Transport
 from private_llm.token_sharding.nodes.attn_node import AttnNode
 from private_llm.token_sharding.nodes.exchange import Exchange
-from private_llm.token_sharding.nodes.facts import AttentionCall, Step, allowed
-from private_llm.token_sharding.nodes.partial_attention import attend
+from private_llm.token_sharding.nodes.facts import AttentionCall, Step, allowed, attend
 from private_llm.token_sharding.plans import ShardingPlan
 from tests.token_sharding.nodes.prices import layer_bytes
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from private_llm.token_sharding.nodes.partial_attention import attend, combine
+from private_llm.token_sharding.nodes.facts import attend, combine
 
 
 def tensors(heads: int, groups: int, rows: int, keys: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
