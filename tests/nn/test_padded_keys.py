@@ -13,8 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from private_llm.config import PrivateConfig
 from private_llm.net.transport import Transport
 from private_llm.nn.attention import attend
-from private_llm.nn.kv_cache import KVBuffer, Piece
-from private_llm.nn.kv_cache import padded, padded_length
+from private_llm.nn.kv_cache import KVBuffer, Piece, padded, padded_length
 from private_llm.protocols.ends import ClientEnd
 from private_llm.protocols.session import Session
 from private_llm.replay.program import Program
