@@ -84,7 +84,7 @@ def run_service(config: PrivateConfig, model: PreTrainedModel, steps: Sequence[S
         protocol = session.protocol
         shares = {n: Fixed(session, protocol.receive_input(tuple(w.shape)), session.frac) for n, w in weights.items()}
         party = build_party_model(*details, shares, session)
-        state = SessionState(party)
+        state = SessionState(party, session)
         for place, step in enumerate(steps):
             if callable(step):
                 result = step(state)
@@ -95,12 +95,12 @@ def run_service(config: PrivateConfig, model: PreTrainedModel, steps: Sequence[S
             else:
                 parts, kinds = [], set()
                 for ask in step:
-                    check_call(party, config, ask.call, state, ask.owner)
+                    check_call(state, ask.owner, ask.call)
                     past = 0 if ask.cache is None else state.past(ask.owner, ask.cache)
                     kinds.add(batch_key(party, config, ask.call, past))
                     parts.append(BatchedRequest(ask.owner, ask.call, (_received(session, ask),)))
                 transport.ledger.reset()
-                made = run_batch(party, session, state, parts)
+                made = run_batch(state, parts)
                 ledgers[session.party].append(copied(transport.ledger))
                 if session.party == 0:
                     answers.append(made)

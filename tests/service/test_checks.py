@@ -13,10 +13,8 @@ from private_llm_hf.party.session_state import SessionState
 from private_llm_hf.service.batch import BatchedRequest, run_batch
 from private_llm_hf.service.checks import check_call
 from private_llm_hf.wire.commands import Call, Encoded, Tokens, Values
-from transformers import PreTrainedModel
 
 from private_llm.errors import DomainError, PrivateLLMError, TransportError, UnsupportedOp
-from private_llm.protocols.session import Session
 from private_llm.protocols.share import Index
 from tests.hf import images, tiny
 from tests.hf_party.parties import description, ids, private_twin
@@ -37,16 +35,16 @@ def values(name: str, *shape: int) -> Call:
     return Call({}, (Values(name, shape),), None, None, None, ())
 
 
-def opened(name: str) -> tuple[PreTrainedModel, Session, SessionState]:
+def opened(name: str) -> SessionState:
     session = plain_session()
     model = private_twin(tiny.build(name), session)
-    return model, session, SessionState(model)
+    return SessionState(model, session)
 
 
-def fill(model: PreTrainedModel, session: Session, state: SessionState, asked: Call, owner: str = "a") -> None:
+def fill(state: SessionState, asked: Call, owner: str = "a") -> None:
     text = ids(*asked.secret[0].shape)
-    run_batch(model, session, state, [BatchedRequest(owner, asked, (Index((text.reshape(-1),), text.numel(), 128),))])
-    session.numerics.pending_range_checks.clear()
+    run_batch(state, [BatchedRequest(owner, asked, (Index((text.reshape(-1),), text.numel(), 128),))])
+    state.session.numerics.pending_range_checks.clear()
 
 
 ONES = torch.ones(2, 6, dtype=torch.int64)
@@ -80,58 +78,58 @@ LLAMA: list[tuple[Call, type[PrivateLLMError], str]] = [
 
 
 def test_what_a_decoder_does_not_take() -> None:
-    model, session, state = opened("llama")
+    state = opened("llama")
     for asked, error, message in LLAMA:
         with pytest.raises(error, match=message):
-            check_call(model, session.config, asked, state, "a")
+            check_call(state, "a", asked)
     assert not state.handles("a")
     for good in (call(2, 6), call(1, 64), call(2, 6, attention_mask=ONES, position_ids=ONES[:1], logits_to_keep=1),
                  values("inputs_embeds", 2, 4, 64), call(2, 6, cache=5, use_cache=True)):  # fmt: skip
-        check_call(model, session.config, good, state, "a")
+        check_call(state, "a", good)
 
 
 def test_what_does_not_fit_a_cache() -> None:
-    model, session, state = opened("llama")
-    fill(model, session, state, call(2, 60, cache=5))
-    check_call(model, session.config, call(2, 4, cache=5), state, "a")
-    check_call(model, session.config, call(1, 60, cache=5), state, "b")  # another session's 5 is another cache
+    state = opened("llama")
+    fill(state, call(2, 60, cache=5))
+    check_call(state, "a", call(2, 4, cache=5))
+    check_call(state, "b", call(1, 60, cache=5))  # another session's 5 is another cache
     for asked, message in (
         (call(1, 1, cache=5), "got 1 rows; it holds 2"),
         (call(2, 5, cache=5), "got 65 positions"),
         (call(2, 1, cache=5, attention_mask=ONES), r"want shape \(2, 61\)"),
     ):
         with pytest.raises(DomainError, match=message):
-            check_call(model, session.config, asked, state, "a")
+            check_call(state, "a", asked)
 
 
 @pytest.mark.parametrize("name", ["bert", "vit"])
 def test_a_model_without_a_cache(name: str) -> None:
-    model, session, state = opened(name)
+    state = opened(name)
     asked = call(1, 4) if name == "bert" else values("pixel_values", 1, 3, 16, 16)
-    check_call(model, session.config, asked, state, "a")
+    check_call(state, "a", asked)
     with pytest.raises(TransportError, match="keeps none"):
-        check_call(model, session.config, replace(asked, cache=1), state, "a")
+        check_call(state, "a", replace(asked, cache=1))
     wrong = call(1, 4, token_type_ids=torch.full((1, 4), 2)) if name == "bert" else values("pixel_values", 1, 3, 16, 8)
     with pytest.raises((TransportError, DomainError), match=r"want 0 to 1|want \['any', 3, 16, 16\]"):
-        check_call(model, session.config, wrong, state, "a")
+        check_call(state, "a", wrong)
 
 
 def test_images_of_any_size() -> None:
     model, _ = images.build(next(iter(images.HF)))
     party = empty_model(*description(model))
-    check_call(party, plain_session().config, values("pixel_values", 1, 3, 24, 32), SessionState(party), "a")
+    check_call(SessionState(party, plain_session()), "a", values("pixel_values", 1, 3, 24, 32))
     with pytest.raises(TransportError, match=r"got shape \[3\]"):
-        check_call(party, plain_session().config, values("pixel_values", 3), SessionState(party), "a")
+        check_call(SessionState(party, plain_session()), "a", values("pixel_values", 3))
 
 
 def test_two_stacks() -> None:
-    model, session, state = opened("t5")
+    state = opened("t5")
     first = replace(call(2, 6), encode_to=1, outputs=())
-    check_call(model, session.config, first, state, "a")
-    fill(model, session, state, first)
+    check_call(state, "a", first)
+    fill(state, first)
     decode = replace(call(2, 1, name="decoder_input_ids", cache=2), encoded=Encoded(1, None))
-    check_call(model, session.config, decode, state, "a")
-    fill(model, session, state, decode)
+    check_call(state, "a", decode)
+    fill(state, decode)
     assert (state.past("a", 2), state.rows("a", 2), state.positions("a")) == (1, 2, 14)
     for asked, message in (
         (call(2, 1, name="decoder_input_ids"), "want one"),
@@ -141,33 +139,37 @@ def test_two_stacks() -> None:
         (replace(decode, encoded=Encoded(1, torch.tensor([0]))), "got 1 rows; want 2"),
     ):
         with pytest.raises((TransportError, DomainError), match=message):
-            check_call(model, session.config, asked, state, "a")
+            check_call(state, "a", asked)
     with pytest.raises(TransportError, match="no encoder output 1"):
-        check_call(model, session.config, decode, state, "b")
+        check_call(state, "b", decode)
 
 
 def test_an_encoder_is_asked_for_no_cache() -> None:
-    model, session, state = opened("t5")
-    check_call(model, session.config, replace(call(2, 6, use_cache=False), encode_to=3), state, "a")
+    state = opened("t5")
+    check_call(state, "a", replace(call(2, 6, use_cache=False), encode_to=3))
     with pytest.raises(DomainError, match="use_cache: got True for an encoder"):
-        check_call(model, session.config, replace(call(2, 6, use_cache=True), encode_to=3), state, "a")
+        check_call(state, "a", replace(call(2, 6, use_cache=True), encode_to=3))
 
 
 def test_a_pass_that_fails_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its caches are gone, for some of their layers may have grown; nothing of it reaches the next verdict."""
-    model, session, state = opened("llama")
+    state = opened("llama")
     for owner in "abc":
-        fill(model, session, state, call(1, 4, cache=1), owner)
+        fill(state, call(1, 4, cache=1), owner)
 
     def fail(*_: object, **__: object) -> None:
         raise DomainError("in the second layer")
 
-    monkeypatch.setattr(model.model.layers[1], "forward", fail)
+    monkeypatch.setattr(state.model.model.layers[1], "forward", fail)
     parts = [BatchedRequest(owner, call(1, 1, cache=1), (Index((ids(1, 1).reshape(-1),), 1, 128),)) for owner in "ab"]
     with pytest.raises(DomainError, match="second layer"):
-        run_batch(model, session, state, parts)
+        run_batch(state, parts)
     assert [state.past(owner, 1) for owner in "abc"] == [0, 0, 4]
-    assert (session.numerics.pending_range_checks, session.numerics.deferred_check, session.numerics.batch) == (
+    assert (
+        state.session.numerics.pending_range_checks,
+        state.session.numerics.deferred_check,
+        state.session.numerics.batch,
+    ) == (
         [],
         None,
         None,

@@ -74,18 +74,17 @@ def receive_inputs(protocol: Protocol, model: PreTrainedModel, call: Call) -> li
     return made
 
 
-def taken(
-    model: PreTrainedModel, session: Session, item: Tokens | Values, held: Share | Index, shape: tuple[int, ...]
-) -> SecretTensor:
+def taken(state: SessionState, item: Tokens | Values, held: Share | Index, shape: tuple[int, ...]) -> SecretTensor:
     """A secret input, arranged as `shape`, as the model takes it: token ids become embeddings (one lookup).
 
     Raises TransportError as `table_of`.
     """
+    session = state.session
     if isinstance(held, Share):
         return SecretTensor(Fixed(session, held.map(lambda part: part.reshape(shape)), session.frac))
     if not isinstance(item, Tokens):
         raise TransportError(f"{item.name}: got shares of indices; want shares of real numbers")
-    made: SecretTensor = table_of(model, item)(SecretIndex(session, held, shape))
+    made: SecretTensor = table_of(state.model, item)(SecretIndex(session, held, shape))
     return made
 
 
@@ -94,18 +93,11 @@ def model_name(item: Tokens | Values) -> str:
     return item.name.replace("input_ids", "inputs_embeds")
 
 
-def arguments(
-    model: PreTrainedModel,
-    session: Session,
-    state: SessionState,
-    owner: str,
-    call: Call,
-    secrets: Iterable[Share | Index],
-) -> dict[str, Any]:
+def arguments(state: SessionState, owner: str, call: Call, secrets: Iterable[Share | Index]) -> dict[str, Any]:
     """What the model is called with; a new cache is kept under its handle. Raises TransportError as `table_of`."""
     inputs: dict[str, Any] = dict(call.public)
     for item, held in zip(call.secret, secrets, strict=True):
-        inputs[model_name(item)] = taken(model, session, item, held, item.shape)
+        inputs[model_name(item)] = taken(state, item, held, item.shape)
     if call.cache is not None:
         inputs[CACHE] = state.cache(owner, call.cache)
     if call.encoded is not None:
@@ -113,16 +105,9 @@ def arguments(
     return inputs
 
 
-def run_alone(
-    model: PreTrainedModel,
-    session: Session,
-    state: SessionState,
-    owner: str,
-    call: Call,
-    secrets: Iterable[Share | Index],
-) -> CallResult:
+def run_alone(state: SessionState, owner: str, call: Call, secrets: Iterable[Share | Index]) -> CallResult:
     """Run the model for one call; nothing is opened. Raises TransportError for a vocabulary that is not the model's."""
-    inputs = arguments(model, session, state, owner, call, secrets)
+    model, session, inputs = state.model, state.session, arguments(state, owner, call, secrets)
     result = run_model(model.get_encoder() if call.encode_to is not None else model, session, inputs)
     if call.encode_to is None:
         return answer(session, result, call.outputs)

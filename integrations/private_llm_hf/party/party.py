@@ -176,7 +176,7 @@ class Party:
         self.model = build_party_model(
             facts.config, facts.class_, weights, self.session, self._heartbeat.beat, facts.folded
         )
-        self.state = SessionState(self.model)
+        self.state = SessionState(self.model, self.session)
         if loaded.stop_behind is not None:
             stop_behind(self.model, loaded.stop_behind)
         self.transport.ledger.reset()
@@ -287,10 +287,10 @@ class Party:
         if parties:
             self._compare(parties)
         if slices is not None:
-            inputs = arguments(model, self.session, state, "", call, secrets)
+            inputs = arguments(state, "", call, secrets)
             self._pass_on(states_before_cut(model, inputs), slices)
             return
-        self._reveal(run_alone(model, self.session, state, "", call, secrets), bool(parties))
+        self._reveal(run_alone(state, "", call, secrets), bool(parties))
 
     def _reveal(self, result: CallResult, heard: bool = True) -> None:
         """Open the outputs towards the client, which hears first what comes."""

@@ -17,6 +17,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from private_llm.errors import DomainError, TransportError
 from private_llm.nn.kv_cache import Piece
+from private_llm.protocols.session import Session
 from private_llm.tensor.secret import SecretTensor
 from private_llm_hf.party.cache import SecretCache, SecretEncoderDecoderCache
 from private_llm_hf.wire import commands
@@ -61,10 +62,10 @@ class _Group:
 
 
 class SessionState:
-    """What all sessions keep at this party for one model."""
+    """What all clients' sessions keep at this party for one model, which was built for `session`, the parties' own."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._model = model
+    def __init__(self, model: PreTrainedModel, session: Session) -> None:
+        self.model, self.session = model, session
         self._groups: dict[Key, _Group] = {}
         self._encoded: dict[Key, SecretTensor] = {}
 
@@ -89,10 +90,6 @@ class SessionState:
         """The numbers of all that a session keeps."""
         return [handle for of, handle in [*self._groups, *self._encoded] if of == owner]
 
-    def holds_cache(self, owner: str, handle: int) -> bool:
-        """Whether there is a cache of this number, empty or not."""
-        return (owner, handle) in self._groups
-
     def encoded_shape(self, owner: str, handle: int) -> torch.Size | None:
         """[rows, positions, width] of an encoder's output, or None."""
         found = self._encoded.get((owner, handle))
@@ -108,7 +105,7 @@ class SessionState:
         key = (owner, handle)
         group = self._groups.get(key)
         if group is None:
-            self._groups[key] = group = _Group(self._model.new_cache(), {key: CacheMember(0)})
+            self._groups[key] = group = _Group(self.model.new_cache(), {key: CacheMember(0)})
         elif len(group.members) > 1:
             group = self._joined([key])
         return group.cache
@@ -129,13 +126,9 @@ class SessionState:
             return group.cache if group is not None and same else self._joined(keys).cache
         self._leave(keys)
         width = max(new for _, _, new in wanted)
-        made = _Group(self._model.new_cache(), {key: CacheMember(rows, width - new) for key, rows, new in wanted})
+        made = _Group(self.model.new_cache(), {key: CacheMember(rows, width - new) for key, rows, new in wanted})
         self._groups |= dict.fromkeys(keys, made)
         return made.cache
-
-    def paddings(self, keys: Iterable[Key]) -> list[int]:
-        """Columns before the first position of each cache."""
-        return [self._groups[key].members[key].padding for key in keys]
 
     def keep_encoded(self, owner: str, handle: int, hidden: SecretTensor) -> None:
         """Keep an encoder's output [rows, positions, width]."""

@@ -50,32 +50,32 @@ class BatchedRequest:
 Batch = Sequence[BatchedRequest]
 
 
-def run_batch(model: PreTrainedModel, session: Session, state: SessionState, requests: Batch) -> list[CallResult]:
+def run_batch(state: SessionState, requests: Batch) -> list[CallResult]:
     """Run the model once for requests of equal `batch_key` that `check_call` let pass; one alone may be with any key.
 
     Opens nothing. Returns what each request opens, its verdict [rows] under GUARD (alone: [1]). After an error the
     caches of all requests are gone, and nothing is owed.
     """
     try:
-        with torch.no_grad(), session.protocol.ledger.scope(""):
-            return _run(model, session, state, requests)
+        with torch.no_grad(), state.session.protocol.ledger.scope(""):
+            return _run(state, requests)
     except BaseException:
-        _abandon(session, state, requests)
+        _abandon(state, requests)
         raise
 
 
-def _run(model: PreTrainedModel, session: Session, state: SessionState, requests: Batch) -> list[CallResult]:
+def _run(state: SessionState, requests: Batch) -> list[CallResult]:
     if len(requests) == 1:
         (request,) = requests
-        return [run_alone(model, session, state, request.owner, request.call, request.inputs)]
+        return [run_alone(state, request.owner, request.call, request.inputs)]
     order = sorted(range(len(requests)), key=lambda i: (requests[i].owner, requests[i].call.cache or 0))
-    found = _run_shared(model, session, state, [requests[i] for i in order])
+    found = _run_shared(state, [requests[i] for i in order])
     return [answer for _, answer in sorted(zip(order, found, strict=True), key=lambda pair: pair[0])]
 
 
-def _abandon(session: Session, state: SessionState, requests: Batch) -> None:
+def _abandon(state: SessionState, requests: Batch) -> None:
     """Forget what a batch that failed left half done: checks owed, and caches whose layers may differ in length."""
-    session.numerics.clear()
+    state.session.numerics.clear()
     for request in requests:
         if request.call.cache is not None:
             state.free(request.owner, [request.call.cache])
@@ -97,7 +97,8 @@ class _Span:
         return torch.constant_pad_nd(own.to(torch.int64), (self.padding, 0))
 
 
-def _run_shared(model: PreTrainedModel, session: Session, state: SessionState, requests: Batch) -> list[CallResult]:
+def _run_shared(state: SessionState, requests: Batch) -> list[CallResult]:
+    model, session = state.model, state.session
     cached = [((r.owner, r.call.cache), r.call.rows, r.call.secret[0].shape[1]) for r in requests if r.call.cache]
     pasts = [0 if r.call.cache is None else state.past(r.owner, r.call.cache) for r in requests]
     inputs: dict[str, Any] = {}
@@ -105,7 +106,7 @@ def _run_shared(model: PreTrainedModel, session: Session, state: SessionState, r
         inputs[CACHE] = state.together(cached)
     spans = _spans(requests, pasts)
     inputs |= _public(model, requests, spans)
-    inputs[model_name(requests[0].call.secret[0])] = _secret(model, session, requests, spans)
+    inputs[model_name(requests[0].call.secret[0])] = _secret(state, requests, spans)
     rows = spans[-1].start + spans[-1].rows
     with _apart(session, rows):
         made = answer(session, run_model(model, session, inputs), requests[0].call.outputs)
@@ -135,7 +136,7 @@ def _apart(session: Session, rows: int) -> Iterator[None]:
 
 
 # -- inputs -------------------------------------------------------------------------------------------------------
-def _secret(model: PreTrainedModel, session: Session, requests: Batch, spans: Sequence[_Span]) -> SecretTensor:
+def _secret(state: SessionState, requests: Batch, spans: Sequence[_Span]) -> SecretTensor:
     """The secret inputs of all requests, as the model takes them, [rows, columns, width]: one lookup for all."""
     item, held = requests[0].call.secret[0], [request.inputs[0] for request in requests]
     rows, width = spans[-1].start + spans[-1].rows, max(span.length for span in spans)
@@ -143,10 +144,10 @@ def _secret(model: PreTrainedModel, session: Session, requests: Batch, spans: Se
         same = all(span.length == width for span in spans)
         count = sum(span.rows * span.length for span in spans)
         joined = _joined_index([each for each in held if isinstance(each, Index)])
-        found = taken(model, session, item, joined, (rows, width) if same else (count,))
+        found = taken(state, item, joined, (rows, width) if same else (count,))
         return found if same else found.viewed(lambda part: _padded(part, spans, width))
     flat = _joined([each.map(_flat) for each in held if isinstance(each, Share)])
-    return SecretTensor(Fixed(session, flat.map(lambda part: _padded(part, spans, width)), session.frac))
+    return SecretTensor(Fixed(state.session, flat.map(lambda part: _padded(part, spans, width)), state.session.frac))
 
 
 def _joined_index(held: Sequence[Index]) -> Index:

@@ -84,7 +84,7 @@ def run_requests(
         return 0, 0
     try:
         batch = [BatchedRequest(r.session.id, r.call, tuple(_received(model, links, r))) for r in accepted]
-        answers = run_batch(model.model, model.session, model.state, batch)
+        answers = run_batch(model.state, batch)
     except (TransportError, ProtocolAbort):
         raise
     except PrivateLLMError as error:  # the same at all parties: it follows from public facts
@@ -157,7 +157,7 @@ def change(state: SessionState, owner: str, edits: Sequence[CacheEdit], limits: 
 def check_fits(model: ServedModel, owner: str, call: Call, limits: Limits) -> None:
     """Refuse a call that the model does not take (as `check_call`), or that is too large (DomainError)."""
     state = model.state
-    check_call(model.model, model.session.config, call, state, owner)
+    check_call(state, owner, call)
     limits.check_call(model.model.config, call, 0 if call.cache is None else state.past(owner, call.cache))
     _check_handles({*state.handles(owner), call.cache or call.encode_to})
 

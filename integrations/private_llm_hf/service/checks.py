@@ -34,13 +34,14 @@ _MASKS = ("attention_mask", "decoder_attention_mask")
 _MOST_KEPT = 1 << 31
 
 
-def check_call(model: PreTrainedModel, config: PrivateConfig, call: Call, state: SessionState, owner: str) -> None:
+def check_call(state: SessionState, owner: str, call: Call) -> None:
     """Refuse a call that could not run to its end, before anything runs. Local; depends on public facts alone.
 
     Raises UnsupportedOp for inputs, outputs and arguments that the model or parties do not take, TransportError for
     shapes that no input has, another vocabulary and handles of nothing, DomainError for rows and positions that do not
     fit.
     """
+    model, config = state.model, state.session.config
     refuse_unknown(call)
     which = architecture(model.config)
     item = _check_input(model, which, call)

@@ -181,7 +181,7 @@ def _computed(model: ServedModel, request: Request) -> CallResult:
     masks = session.protocol.input_masks(request.session.keys, section_label(planned.plan, planned.number))
     with torch.no_grad(), session.protocol.ledger.scope(""):
         secrets = inputs_received(model, masks, planned.call)
-        return run_alone(model.model, session, model.state, owner_of(request.session.id), planned.call, secrets)
+        return run_alone(model.state, owner_of(request.session.id), planned.call, secrets)
 
 
 def _open(session: Session, result: CallResult) -> None:

@@ -69,7 +69,7 @@ class ServedModel:
         self.model = self._built = build_party_model(
             facts.config, facts.class_, weights, self.session, folded=facts.folded
         )
-        self.state = SessionState(self.model)
+        self.state = SessionState(self.model, self.session)
         if before is not None:
             release(before)
 

@@ -159,7 +159,7 @@ class _MetaParty(Party):
         self.model = build_party_model(
             description.config, description.class_, parameters, session, folded=description.folded
         )
-        self.state = SessionState(self.model)
+        self.state = SessionState(self.model, session)
         if not every_layer and not session.numerics.ranges.modules:  # with ranges, no two layers are equal
             price_once(self.model, self.transport.ledger)
         self.transport.ledger.reset()
