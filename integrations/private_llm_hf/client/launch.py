@@ -9,7 +9,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -160,6 +160,13 @@ def _stored(
     return None if share_file is None else ShareFile.open(share_file, config, number)
 
 
+def _in_threads(run: Callable[[int], object], parties: Iterable[int]) -> list[threading.Thread]:
+    threads = [threading.Thread(target=run, args=(n,), name=f"party {n}", daemon=True) for n in parties]
+    for thread in threads:
+        thread.start()
+    return threads
+
+
 def _start_threads(config: PrivateConfig, mesh: LocalMesh) -> Parties:
     """Parties as daemon threads: they end with the session or with this process."""
     before = torch.get_num_threads()
@@ -172,12 +179,7 @@ def _start_threads(config: PrivateConfig, mesh: LocalMesh) -> Parties:
         with mesh.turn():
             run_party(config, number, mesh.transport(number))
 
-    threads = [
-        threading.Thread(target=run, args=(number,), name=f"party {number}", daemon=True)
-        for number in range(config.endpoints)
-    ]
-    for thread in threads:
-        thread.start()
+    threads = _in_threads(run, range(config.endpoints))
     transport = mesh.transport(CLIENT)
 
     def shutdown() -> None:
@@ -214,13 +216,9 @@ def _start_distributed(config: PrivateConfig) -> Parties:
         reason = run_party(config, mesh.rank, mesh.transport(mesh.rank))
         mesh.close()
         raise SystemExit(reason)
-    threads = [
-        threading.Thread(target=run_party, args=(config, number, mesh.transport(number)), daemon=True)
-        for number in mesh.endpoints
-        if number != CLIENT
-    ]
-    for thread in threads:
-        thread.start()
+    threads = _in_threads(
+        lambda number: run_party(config, number, mesh.transport(number)), [n for n in mesh.endpoints if n != CLIENT]
+    )
     transport = mesh.transport(CLIENT)
 
     def shutdown() -> None:

@@ -16,7 +16,7 @@ import re
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -251,7 +251,7 @@ class Parties(SessionClient):
             yield self.opened
             return
         self.tell(Forward(call, at=place), self.members if self._ask_all else self.online)
-        with self._apart(place):
+        with self.end.section(section_label(*place)):  # masks of a preprocessed call
             self._share(secrets)
             yield functools.partial(self.opened, self.online)
 
@@ -348,10 +348,6 @@ class Parties(SessionClient):
         """Who computes when the helping party has run ahead."""
         return [party for party in self.members if party != self.config.helper]
 
-    def _apart(self, place: tuple[int, int]) -> AbstractContextManager[None]:
-        """Masks of a preprocessed call."""
-        return self.end.section(section_label(*place))
-
     # -- handles ------------------------------------------------------------------------------------------------
     def new_handle(self) -> int:
         """A number for something that the parties keep."""
@@ -367,10 +363,7 @@ class Parties(SessionClient):
             filled.discard(handle)
 
     def _take_unused(self) -> tuple[int, ...]:
-        unused = []
-        while self._unused:
-            unused.append(self._unused.popleft())
-        return tuple(unused)
+        return tuple(self._unused.popleft() for _ in range(len(self._unused)))
 
     # -- costs and end --------------------------------------------------------------------------------------------
     def costs(self, reset: bool = False) -> Costs:

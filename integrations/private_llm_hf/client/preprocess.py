@@ -229,11 +229,6 @@ class Schedule:
         self._next += 1
         return self._next - 1
 
-    @property
-    def real_handles(self) -> set[int]:
-        """The handles that requests of this schedule have filled so far."""
-        return set(self._handles)
-
 
 def handles_of(message: CallOrEdit) -> list[int]:
     """The handles in a request, in a fixed order."""

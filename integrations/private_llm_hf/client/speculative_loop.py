@@ -179,7 +179,6 @@ class DraftRows:
             for column, number in enumerate(tree.path(leaf)):
                 self.tokens[row][column] = tree.nodes[number].token
                 self._places.setdefault(number, (row, column + 1))
-        self._tree = tree
 
     def place(self, number: int) -> tuple[int, int]:
         """Row and column of the logits after a node."""

@@ -222,7 +222,9 @@ class ClientSession:
             case Forward():
                 self._forward(command)
             case commands.ManageCache():
-                self._keep_edit(command.edit)
+                self.host.limits.check_edits(0, len(self._edits) + 1)
+                self._check_edit(command.edit)
+                self._edits.append(command.edit)
             case commands.TellCosts():
                 send_message(self.link, CLIENT, rows_of(self.costs))
                 if command.reset:
@@ -243,12 +245,6 @@ class ClientSession:
             if time.monotonic() > until:
                 raise PartyFailed(f"the client read nothing for {self.host.config.timeout_s:g} s")
             time.sleep(_READ_S)
-
-    def _keep_edit(self, edit: CacheEdit) -> None:
-        """Keep a change of a cache for the next call. Raises for more, or larger ones, than a client needs."""
-        self.host.limits.check_edits(0, len(self._edits) + 1)
-        self._check_edit(edit)
-        self._edits.append(edit)
 
     def _check_edit(self, edit: CacheEdit) -> None:
         if isinstance(edit, commands.SelectRows) and edit.index.numel() > self.host.rows:

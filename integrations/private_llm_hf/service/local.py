@@ -107,17 +107,6 @@ class LocalParties:
         self.close()
 
 
-class _Tells(Observer):
-    """Tells the process that started the party, by a file, that it was ready."""
-
-    def __init__(self, file: Path) -> None:
-        self._file = file
-
-    def links_up(self) -> None:
-        """As `Observer`."""
-        self._file.touch()
-
-
 def serve(
     config: PrivateConfig, number: int, listener: socket.socket, tls: list[dict[str, Any]], models: dict[str, str],
     limits: dict[str, Any], latency_ms: float, state: str,
@@ -127,7 +116,8 @@ def serve(
     try:
         paths = {name: share_path(Path(folder), number) for name, folder in models.items()}
         own, settings = PrivateConfig.from_dict(values), ServiceSettings(paths, **limits)
-        observer = _Tells(Path(state) / f"up{number}")
+        observer = Observer()
+        observer.links_up = (Path(state) / f"up{number}").touch  # type: ignore[method-assign] # `LocalParties` looks
         service = PartyService(own, number, settings, observer, listener, latency_ms)
     except Exception as error:
         told = Path(state) / f"telling{number}"
