@@ -10,22 +10,22 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from importlib import resources
 from types import FrameType
+from typing import Any
 
 import uvicorn
 from fastapi import APIRouter, FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from private_llm.errors import ConfigError
-from private_llm_gateway.connections import Connection
 from private_llm_gateway.endpoints import Endpoints
 from private_llm_gateway.errors import SERVER, ApiError, in_words
-from private_llm_gateway.guard import Guard
-from private_llm_gateway.metrics import GatewayMetrics
+from private_llm_gateway.guard import Connection, Guard
 from private_llm_gateway.request_executor import RequestExecutor
 from private_llm_gateway.served import Served
 from private_llm_gateway.settings import GatewaySettings
+from private_llm_gateway.usage import GatewayMetrics
 
 
 def create_app(models: Mapping[str, Served], settings: GatewaySettings) -> FastAPI:
@@ -96,13 +96,15 @@ class Server(uvicorn.Server):
 
 def server_of(app: FastAPI, settings: GatewaySettings, ready: Callable[[], None] = lambda: None) -> Server:
     """What serves the application. Requests are not logged: addresses and times are in the metrics."""
-    config = uvicorn.Config(
-        app, log_level="warning", access_log=False, server_header=False, timeout_keep_alive=30,
-        limit_concurrency=settings.connections, timeout_graceful_shutdown=5, lifespan="on", http=Connection, ws="none",
-        loop="asyncio",
-    )  # fmt: skip
     runner: RequestExecutor = app.state.runner
-    return Server(config, ready, runner.stop)
+    return Server(_config(app, settings, lifespan="on", timeout_graceful_shutdown=5), ready, runner.stop)
+
+
+def _config(app: ASGIApp, settings: GatewaySettings, **more: Any) -> uvicorn.Config:  # noqa: ANN401 - uvicorn's own
+    return uvicorn.Config(
+        app, log_level="warning", access_log=False, server_header=False, timeout_keep_alive=30, ws="none",
+        limit_concurrency=settings.connections, http=Connection, loop="asyncio", **more,
+    )  # fmt: skip
 
 
 def serve(
@@ -158,11 +160,7 @@ def answering_meanwhile(settings: GatewaySettings, listening: socket.socket) -> 
         )
         await JSONResponse(told.body(), told.status, told.headers())(scope, receive, send)
 
-    config = uvicorn.Config(
-        Guard(app, settings), log_level="warning", access_log=False, server_header=False, lifespan="off",
-        limit_concurrency=settings.connections, timeout_graceful_shutdown=1, http=Connection, loop="asyncio",
-    )  # fmt: skip
-    server = uvicorn.Server(config)
+    server = uvicorn.Server(_config(Guard(app, settings), settings, lifespan="off", timeout_graceful_shutdown=1))
     own = listening.dup()  # closed by the server; the socket itself goes on listening
     thread = threading.Thread(target=server.run, kwargs={"sockets": [own]}, name="starting", daemon=True)
     thread.start()

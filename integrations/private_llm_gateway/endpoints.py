@@ -20,13 +20,11 @@ from private_llm_gateway import engine, requests, responses
 from private_llm_gateway.completion import CompletionChunk
 from private_llm_gateway.errors import ApiError, bad, in_words
 from private_llm_gateway.fields import Fields, body_of, refuse_unsupported
-from private_llm_gateway.metrics import GatewayMetrics
-from private_llm_gateway.prompts import check_context, of_field
 from private_llm_gateway.request_executor import ClientGone, RequestExecutor, RequestTask
-from private_llm_gateway.requests import Wanted, find_model
+from private_llm_gateway.requests import Wanted, check_context, find_model, of_field
 from private_llm_gateway.served import Served
 from private_llm_gateway.settings import GatewaySettings
-from private_llm_gateway.usage import Usage, UsageTotal
+from private_llm_gateway.usage import GatewayMetrics, Usage, UsageTotal
 
 _FIRST_S = 10.0
 """Errors within this time have a status of their own; later ones are events of the stream that has begun."""
@@ -97,9 +95,8 @@ class Endpoints:
 
         def work(tell: engine.SendChunk, gone: Callable[[], bool]) -> Any:  # noqa: ANN401
             ahead = wanted.echo and wanted.logprobs
-            limits = engine.GenerationLimits(self.settings.wait_s, self.settings.rows)
             with self._counted_usage(wanted.served) as total:
-                return engine.write(wanted.served, wanted.groups, tell, gone, limits, total, ahead)
+                return engine.write(wanted.served, wanted.groups, tell, gone, self.settings, total, ahead)
 
         task = self.runner.start(wanted.served, work)
         if not wanted.stream:
@@ -151,9 +148,8 @@ class Endpoints:
         tokens = sum(map(len, rows))
 
         def work(_: engine.SendChunk, gone: Callable[[], bool]) -> Any:  # noqa: ANN401
-            limits = engine.GenerationLimits(self.settings.wait_s, self.settings.rows)
             with self._counted_usage(served) as total:
-                return engine.embed(served, rows, gone, limits, total)
+                return engine.embed(served, rows, gone, self.settings, total)
 
         spent, vectors = await self.runner.start(served, work).whole(request.is_disconnected)
         return await run_in_threadpool(lambda: _sent(responses.embeddings(served, vectors, tokens, encoded, spent)))

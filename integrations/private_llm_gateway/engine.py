@@ -12,7 +12,6 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,11 +20,19 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 from private_llm.errors import PartiesBusy, PrivateLLMError, TransportError
-from private_llm_gateway.completion import Completion, CompletionChunk
+from private_llm_gateway.completion import (
+    Completion,
+    CompletionChunk,
+    CompletionStopper,
+    TokenSampler,
+    choose,
+    likelihood,
+    likelihoods_of_prompt,
+)
 from private_llm_gateway.decoding import DecodedText
 from private_llm_gateway.pool import Abandoned
-from private_llm_gateway.sampling import CompletionStopper, TokenSampler, choose, likelihood, likelihoods_of_prompt
 from private_llm_gateway.served import Served
+from private_llm_gateway.settings import GatewaySettings
 from private_llm_gateway.usage import Usage, UsageMeter, UsageTotal
 
 _LOG = logging.getLogger("private_llm")
@@ -33,14 +40,6 @@ _LOOK_S = 0.2
 """How often a thread that waits for others looks after its client."""
 
 SendChunk = Callable[[CompletionChunk, Usage], None]
-
-
-@dataclass(frozen=True)
-class GenerationLimits:
-    """wait_s: seconds that a request waits for a session. rows: texts side by side on one session."""
-
-    wait_s: float
-    rows: int
 
 
 _RENEWALS = 3
@@ -148,15 +147,15 @@ class _WorkerGroup:
 
 def write(
     served: Served, groups: Sequence[Sequence[Completion]], tell: SendChunk, gone: Callable[[], bool],
-    limits: GenerationLimits, total: UsageTotal, echo: bool = False,
+    settings: GatewaySettings, total: UsageTotal, echo: bool = False,
 ) -> Usage:  # fmt: skip
     """Write answers, in groups of one prompt each, telling what is new after every token.
 
     echo: find the likelihoods of the prompts' tokens as well. Returns what `total` has then; whatever is raised, it has
     what was spent before. Raises Abandoned if the client is gone, PoolBusy, and errors of the library.
     """
-    workers = _WorkerGroup(served, groups, tell, gone, limits.rows, echo, total)
-    with served.pool.session(limits.wait_s, gone) as model, torch.inference_mode():
+    workers = _WorkerGroup(served, groups, tell, gone, settings.rows, echo, total)
+    with served.pool.session(settings.wait_s, gone) as model, torch.inference_mode():
         for _ in range(min(len(groups), served.pool.size) - 1):
             threading.Thread(target=workers.help, name="further session", daemon=True).start()
         try:
@@ -167,18 +166,18 @@ def write(
 
 
 def embed(
-    served: Served, rows: list[list[int]], gone: Callable[[], bool], limits: GenerationLimits, total: UsageTotal
+    served: Served, rows: list[list[int]], gone: Callable[[], bool], settings: GatewaySettings, total: UsageTotal
 ) -> tuple[Usage, Tensor]:  # fmt: skip
     """Sentence vectors [B, size] of token rows, as `served.vectors` makes them of hidden states."""
     order = sorted(range(len(rows)), key=lambda at: len(rows[at]))  # rows of about one length need little padding
     made: list[Tensor] = [torch.empty(0)] * len(rows)
-    with served.pool.session(limits.wait_s, gone) as model, torch.inference_mode():
-        generation = _Generation(served, model, gone, total, limits.rows)
+    with served.pool.session(settings.wait_s, gone) as model, torch.inference_mode():
+        generation = _Generation(served, model, gone, total, settings.rows)
         try:
-            for first in range(0, len(order), limits.rows):
+            for first in range(0, len(order), settings.rows):
                 if gone():
                     raise Abandoned
-                part = order[first : first + limits.rows]
+                part = order[first : first + settings.rows]
                 total.prompt(sum(len(rows[at]) for at in part))
                 vectors = generation.trying(partial(_vectors, generation, [rows[at] for at in part]))
                 for at, vector in zip(part, vectors, strict=True):

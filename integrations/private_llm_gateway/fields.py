@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Collection, Mapping
 from itertools import islice
+from types import UnionType
 from typing import Any
 
 from private_llm_gateway.errors import bad
@@ -105,39 +106,31 @@ class Fields:
 
     def flag(self, name: str) -> bool:
         """True or false (default)."""
-        value = self.body.get(name)
-        if value is not None and not isinstance(value, bool):
-            raise bad(name, f"{name}: {_kind(value)}; want true or false", _code(value))
-        return bool(value)
+        return bool(self._of(name, bool, "true or false"))
 
     def number(self, name: str, low: float, high: float) -> float | None:
         """A number in a range."""
-        value = self.body.get(name)
-        if value is None:
-            return None
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise bad(name, f"{name}: {_kind(value)}; want a number", _code(value))
-        if not low <= value <= high:  # also of NaN, and of whole numbers that no float holds
+        value = self._of(name, int | float, "a number")
+        if value is not None and not low <= value <= high:  # also of NaN, and of whole numbers that no float holds
             raise bad(name, f"{name}: out of range; want {low:g} to {high:g}", "invalid_value")
-        return float(value)
+        return None if value is None else float(value)
 
     def integer(self, name: str, low: int, high: int) -> int | None:
         """A whole number in a range."""
-        value = self.body.get(name)
-        if value is None:
-            return None
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise bad(name, f"{name}: {_kind(value)}; want a whole number", _code(value))
-        if not low <= value <= high:
+        value: int | None = self._of(name, int, "a whole number")
+        if value is not None and not low <= value <= high:
             raise bad(name, f"{name}: out of range; want {low} to {high}", "invalid_value")
         return value
 
     def mapping(self, name: str) -> dict[str, Any]:
         """An object (default: empty)."""
+        return self._of(name, dict, "an object") or {}
+
+    def _of(self, name: str, kind: type | UnionType, wanted: str) -> Any:  # noqa: ANN401 - of that kind, or None
         value = self.body.get(name)
-        if value is not None and not isinstance(value, dict):
-            raise bad(name, f"{name}: {_kind(value)}; want an object", _code(value))
-        return value or {}
+        if value is not None and (not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool)):
+            raise bad(name, f"{name}: {_kind(value)}; want {wanted}", _code(value))
+        return value
 
     def stops(self) -> tuple[str, ...]:
         """`stop`: a text, or up to four."""

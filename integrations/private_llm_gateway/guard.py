@@ -1,4 +1,4 @@
-"""Who may call the gateway: tokens, host names, origins, sizes and times of bodies.
+"""Who may call the gateway, and how long: tokens, host names, origins, sizes and times of bodies, idle connections.
 
 A web page that resolves its own name to this machine (DNS rebinding) sends its own name as Host, and any other page's
 request carries its Origin; both are refused, on loopback also where no token is asked for.
@@ -8,15 +8,23 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import time
 from collections.abc import Mapping
 from urllib.parse import urlsplit
 
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from private_llm_gateway.errors import ApiError
 from private_llm_gateway.settings import GatewaySettings
 
+HEAD_S = 10.0
+"""Seconds from a connection, or from the first byte after an answer, to the end of a request's headers."""
+READ_S = 60.0
+"""Seconds in which a client that has fallen behind must catch up (to 16 KiB here), or take the end of an answer."""
+_AT_ONCE = 4096
+"""Bytes that are read before others have their turn: 700 chunks of one byte, 3 ms."""
 _OPEN = ("/", "/health", "/favicon.ico")
 _OPEN_BELOW = "/page/"
 _FRAMING = "invalid_framing"
@@ -151,3 +159,93 @@ def _place(origin: str) -> str | None:
 
 def _too_large(most: int) -> ApiError:
     return ApiError(413, f"the body is larger than {most} bytes", code="request_too_large")
+
+
+class Connection(H11Protocol):
+    """A connection of the gateway, which is closed if it does not get on with its request, so that it keeps nobody out.
+    `since`: since when it waits for a request, None while it does not.
+
+    uvicorn closes connections that are idle after an answer, but waits for ever for the first request of one, and for
+    the rest of a request line or headers. Here that takes `HEAD_S` at most; and when more than half of all connections
+    allowed wait so, or after an answer, the one that waits longest makes room: anybody on the machine may open some.
+    `Guard` limits a body's time; some of it is read at a time, since taking small chunks apart takes long. Whoever does
+    not read its answer has `READ_S`: otherwise the rest of it, the request and the connection would stay for ever.
+    """
+
+    since: float | None = None
+    _timer: asyncio.TimerHandle | None = None
+    _unread: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Wait for a request."""
+        super().connection_made(transport)
+        transport.max_size = _AT_ONCE  # type: ignore[attr-defined]  # of asyncio's own loop
+        self._follow()
+        waiting = [each for each in self.connections if isinstance(each, Connection) and each.since is not None]
+        if self.limit_concurrency is not None and len(waiting) > self.limit_concurrency // 2:
+            min(waiting, key=lambda each: each.since or 0.0)._end()
+
+    def data_received(self, data: bytes) -> None:
+        """Wait for the rest, or no more."""
+        super().data_received(data)
+        self._follow()
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Nothing: clients that offer HTTP/2 are answered without it, and need no package for WebSockets."""
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """It is over."""
+        self._stop()
+        self._caught_up()
+        super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        """The client reads less than it is sent."""
+        super().pause_writing()
+        self._fall_behind()
+
+    def resume_writing(self) -> None:
+        """It has caught up."""
+        self._caught_up()
+        super().resume_writing()
+
+    def on_response_complete(self) -> None:
+        """An answer is written, or waits to be."""
+        super().on_response_complete()
+        self._fall_behind()
+        if self.conn.trailing_data[0]:
+            self._follow()
+        elif self.since is None and not self.transport.is_closing():
+            self.since = time.monotonic()
+
+    def _follow(self) -> None:
+        """Start waiting, or stop."""
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._stop()
+        elif self._timer is None:
+            self.since = time.monotonic()
+            self._timer = self.loop.call_later(HEAD_S, self._end)
+
+    def _stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer, self.since = None, None
+
+    def _fall_behind(self) -> None:
+        """Give the client its time to read."""
+        self._caught_up()
+        if self.transport.get_write_buffer_size():
+            self._unread = self.loop.call_later(READ_S, self._end_unread)
+
+    def _caught_up(self) -> None:
+        if self._unread is not None:
+            self._unread.cancel()
+        self._unread = None
+
+    def _end_unread(self) -> None:
+        if self.transport.get_write_buffer_size():
+            self._end()
+
+    def _end(self) -> None:
+        self._stop()
+        self.transport.abort()

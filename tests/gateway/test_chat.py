@@ -17,9 +17,8 @@ from openai import OpenAI
 from openai.types import Completion as TextCompletion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from private_llm_gateway import endpoints
-from private_llm_gateway.completion import Completion, SamplingParams
+from private_llm_gateway.completion import Completion, SamplingParams, choose
 from private_llm_gateway.decoding import TokenTexts
-from private_llm_gateway.sampling import choose
 
 from private_llm.config import PrivateConfig
 from tests.gateway.small_gateway import (

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 from openai import OpenAI
-from private_llm_gateway import connections
+from private_llm_gateway import guard as connections
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from tests.gateway.small_gateway import TOKEN, Gateway, serving, small

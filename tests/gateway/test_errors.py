@@ -23,7 +23,7 @@ from private_llm_gateway import app, endpoints, served
 from private_llm_gateway.app import bound_socket
 from private_llm_gateway.errors import ApiError
 from private_llm_gateway.guard import Guard
-from private_llm_gateway.prompts import of_messages
+from private_llm_gateway.requests import of_messages
 from private_llm_gateway.responses import Response
 from private_llm_gateway.served import Served
 from private_llm_gateway.settings import GatewaySettings
@@ -61,118 +61,91 @@ def told(error: openai.APIStatusError) -> dict[str, Any]:
     return dict(found)
 
 
+WRONG: dict[str, dict[str, list[Any]]] = {
+    "chat/completions": {
+        "unsupported_parameter": [
+            {"tools": [{"type": "function"}]}, {"tool_choice": "required"}, {"modalities": ["audio"]},
+            {"prediction": {"type": "content", "content": SECRET}}, {"moderation": {"model": "any"}},
+            {"reasoning_effort": "high"}, {"top_k": 5}, {"repetition_penalty": 1.1}, {"echo": True}, {"prompt": SECRET},
+            {"max_new_tokens": 5}, {"include_stop_str_in_output": True}, {"truncation": "auto"},
+            {"a_field_of_next_year": [1]}, {"temprature": 1},
+            {"response_format": {"type": "json_object", "schema": {"type": "object"}}},
+            ("response_format.strict", {"response_format": {"type": "text", "strict": True}}),
+            ("stream_options.include_obfuscation", {"stream": True, "stream_options": {"include_obfuscation": True}}),
+            ("stream_options.continuous_usage_stats",
+             {"stream": True, "stream_options": {"continuous_usage_stats": True}}),
+            ("messages[0].role", {"messages": [{"role": "tool", "content": "a", "tool_call_id": "1"}]}),
+            ("messages[0].prefix", {"messages": [{"role": "user", "content": "a", "prefix": True}]}),
+            ("messages[0].content[0].detail",
+             {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "detail": "high"}]}]}),
+            ("messages[0].tool_calls", {"messages": [{"role": "assistant", "content": "a", "tool_calls": [{}]}]}),
+            ("messages[0].content[0].type",
+             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": SECRET}}]}]}),
+        ],
+        "invalid_value": [
+            {"stream_options": {"include_usage": True}}, {"temperature": 2.5}, {"top_p": -0.1}, {"n": 0}, {"n": 65},
+            {"stop": ["a"] * 5}, {"stop": [""]}, {"stop": 0}, {"stop": {}}, {"stop": "a" * 1025},
+            {"max_tokens": 10**4000}, {"max_completion_tokens": 3, "max_tokens": 2}, {"top_logprobs": 3},
+            {"logprobs": True, "top_logprobs": 21}, {"logit_bias": {"4096": 1}}, {"presence_penalty": 3},
+            {"max_tokens": 0}, {"messages": []},
+            ("messages[0].role", {"messages": [{"role": SECRET, "content": "a"}]}),
+            ("response_format.type", {"response_format": {"type": SECRET}}),
+        ],
+        "invalid_type": [
+            {"temperature": SECRET}, {"temperature": True}, {"seed": 1.5}, {"logprobs": 3}, {"messages": SECRET},
+            {"max_completion_tokens": 3, "max_tokens": SECRET},
+            ("messages[0].name", {"messages": [{"role": "user", "content": "a", "name": 3}]}),
+        ],
+        "missing_required_parameter": [
+            {"messages": None},
+            ("response_format.type", {"response_format": {"json_schema": {"name": "a", "schema": {"type": "object"}}}}),
+            ("response_format.json_schema",
+             {"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}}),
+        ],
+        "context_length_exceeded": [
+            {"messages": [{"role": "user", "content": "a" * 40_000}]},
+            {"messages": [{"role": "user", "content": f"{SECRET} " * 100}]},
+            ("messages", {"max_tokens": 1000}), ("messages", {"max_completion_tokens": 1000, "max_tokens": None}),
+        ],
+        "unsupported_schema": [
+            ("response_format.json_schema.schema",
+             {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"pattern": SECRET}}}}),
+        ],
+    },
+    "completions": {
+        "unsupported_parameter": [
+            {"suffix": "end"}, {"best_of": 3}, {"max_completion_tokens": 3}, {"top_logprobs": 3},
+        ],
+        "invalid_value": [
+            {"prompt": [SECRET] * 65}, {"prompt": [[4096]]}, {"prompt": ["a"] * 33, "n": 2}, {"max_tokens": 0},
+        ],
+        "invalid_type": [{"prompt": []}, {"prompt": [["a"]]}, {"logprobs": True}],
+        "missing_required_parameter": [{"prompt": None}],
+        "context_length_exceeded": [{"prompt": list(range(3, 130))}],
+    },
+}  # fmt: skip
+"""Fields that are wrong, by address and code; the last one is to be named, or what stands before them."""
+CASES = [
+    (path, code, *(case if isinstance(case, tuple) else ([*case][-1], case)))
+    for path, codes in WRONG.items()
+    for code, cases in codes.items()
+    for case in cases
+]
+
+
 @pytest.mark.parametrize(
-    ("more", "param", "code"),
-    [
-        ({"tools": [{"type": "function"}]}, "tools", "unsupported_parameter"),
-        ({"tool_choice": "required"}, "tool_choice", "unsupported_parameter"),
-        ({"modalities": ["audio"]}, "modalities", "unsupported_parameter"),
-        ({"prediction": {"type": "content", "content": SECRET}}, "prediction", "unsupported_parameter"),
-        ({"moderation": {"model": "any"}}, "moderation", "unsupported_parameter"),
-        ({"reasoning_effort": "high"}, "reasoning_effort", "unsupported_parameter"),
-        ({"top_k": 5}, "top_k", "unsupported_parameter"),
-        ({"repetition_penalty": 1.1}, "repetition_penalty", "unsupported_parameter"),
-        ({"stream_options": {"include_usage": True}}, "stream_options", "invalid_value"),
-        ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation",
-         "unsupported_parameter"),
-        ({"temperature": 2.5}, "temperature", "invalid_value"),
-        ({"temperature": SECRET}, "temperature", "invalid_type"),
-        ({"temperature": True}, "temperature", "invalid_type"),
-        ({"top_p": -0.1}, "top_p", "invalid_value"),
-        ({"seed": 1.5}, "seed", "invalid_type"),
-        ({"n": 0}, "n", "invalid_value"),
-        ({"n": 65}, "n", "invalid_value"),
-        ({"stop": ["a"] * 5}, "stop", "invalid_value"),
-        ({"stop": [""]}, "stop", "invalid_value"),
-        ({"stop": 0}, "stop", "invalid_value"),
-        ({"stop": {}}, "stop", "invalid_value"),
-        ({"stop": "a" * 1025}, "stop", "invalid_value"),
-        ({"messages": [{"role": "user", "content": "a" * 40_000}]}, "messages", "context_length_exceeded"),
-        ({"max_tokens": 10**4000}, "max_tokens", "invalid_value"),
-        ({"max_tokens": 2, "max_completion_tokens": 3}, "max_tokens", "invalid_value"),
-        ({"max_tokens": SECRET, "max_completion_tokens": 3}, "max_tokens", "invalid_type"),
-        ({"echo": True}, "echo", "unsupported_parameter"),
-        ({"prompt": SECRET}, "prompt", "unsupported_parameter"),
-        ({"max_new_tokens": 5}, "max_new_tokens", "unsupported_parameter"),
-        ({"include_stop_str_in_output": True}, "include_stop_str_in_output", "unsupported_parameter"),
-        ({"truncation": "auto"}, "truncation", "unsupported_parameter"),
-        ({"response_format": {"json_schema": {"name": "a", "schema": {"type": "object"}}}}, "response_format.type",
-         "missing_required_parameter"),
-        ({"response_format": {"type": "json_object", "schema": {"type": "object"}}}, "response_format",
-         "unsupported_parameter"),
-        ({"top_logprobs": 3}, "top_logprobs", "invalid_value"),
-        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "invalid_value"),
-        ({"logprobs": 3}, "logprobs", "invalid_type"),
-        ({"logit_bias": {"4096": 1}}, "logit_bias", "invalid_value"),
-        ({"presence_penalty": 3}, "presence_penalty", "invalid_value"),
-        ({"max_tokens": 0}, "max_tokens", "invalid_value"),
-        ({"max_tokens": 1000}, "messages", "context_length_exceeded"),
-        ({"max_completion_tokens": 1000}, "messages", "context_length_exceeded"),
-        ({"messages": [{"role": "user", "content": f"{SECRET} " * 100}]}, "messages", "context_length_exceeded"),
-        ({"messages": []}, "messages", "invalid_value"),
-        ({"messages": None}, "messages", "missing_required_parameter"),
-        ({"messages": SECRET}, "messages", "invalid_type"),
-        ({"messages": [{"role": SECRET, "content": "a"}]}, "messages[0].role", "invalid_value"),
-        ({"messages": [{"role": "tool", "content": "a", "tool_call_id": "1"}]}, "messages[0].role",
-         "unsupported_parameter"),
-        ({"messages": [{"role": "user", "content": "a", "name": 3}]}, "messages[0].name", "invalid_type"),
-        ({"messages": [{"role": "user", "content": "a", "prefix": True}]}, "messages[0].prefix",
-         "unsupported_parameter"),
-        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "detail": "high"}]}]},
-         "messages[0].content[0].detail", "unsupported_parameter"),
-        ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, "stream_options.continuous_usage_stats",
-         "unsupported_parameter"),
-        ({"response_format": {"type": "text", "strict": True}}, "response_format.strict", "unsupported_parameter"),
-        ({"a_field_of_next_year": [1]}, "a_field_of_next_year", "unsupported_parameter"),
-        ({"temprature": 1}, "temprature", "unsupported_parameter"),
-        ({"messages": [{"role": "assistant", "content": "a", "tool_calls": [{}]}]}, "messages[0].tool_calls",
-         "unsupported_parameter"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": SECRET}}]}]},
-         "messages[0].content[0].type", "unsupported_parameter"),
-        ({"response_format": {"type": SECRET}}, "response_format.type", "invalid_value"),
-        ({"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}}, "response_format.json_schema",
-         "missing_required_parameter"),
-        ({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"pattern": SECRET}}}},
-         "response_format.json_schema.schema", "unsupported_schema"),
-    ],
-    ids=lambda value: None if isinstance(value, str) else "-".join(value)[:40],
-)  # fmt: skip
+    ("path", "code", "param", "more"),
+    CASES,
+    ids=lambda value: "-".join(value)[:40] if isinstance(value, dict) else None,
+)
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_a_field_that_is_wrong_is_named(client: OpenAI, more: dict[str, Any], param: str, code: str) -> None:
-    body = {**ASKED, **more}
-    if "max_completion_tokens" in more and "max_tokens" not in more:
-        del body["max_tokens"]
+def test_a_field_that_is_wrong_is_named(client: OpenAI, path: str, code: str, param: str, more: dict[str, Any]) -> None:
+    body = {**(CONTINUED if path == "completions" else ASKED), **more}
     with pytest.raises(openai.BadRequestError) as refused:
-        client.post("/chat/completions", body=body, cast_to=object)
+        client.post(f"/{path}", body=body, cast_to=object)
     found = told(refused.value)
     assert (found["type"], found["param"], found["code"]) == ("invalid_request_error", param, code)
     assert refused.value.code == code
-
-
-@pytest.mark.parametrize(
-    ("more", "param", "code"),
-    [
-        ({"suffix": "end"}, "suffix", "unsupported_parameter"),
-        ({"best_of": 3}, "best_of", "unsupported_parameter"),
-        ({"prompt": [SECRET] * 65}, "prompt", "invalid_value"),
-        ({"prompt": [[4096]]}, "prompt", "invalid_value"),
-        ({"prompt": ["a"] * 33, "n": 2}, "n", "invalid_value"),
-        ({"prompt": []}, "prompt", "invalid_type"),
-        ({"prompt": [["a"]]}, "prompt", "invalid_type"),
-        ({"prompt": None}, "prompt", "missing_required_parameter"),
-        ({"prompt": list(range(3, 130))}, "prompt", "context_length_exceeded"),
-        ({"max_tokens": 0}, "max_tokens", "invalid_value"),
-        ({"logprobs": True}, "logprobs", "invalid_type"),
-        ({"max_completion_tokens": 3}, "max_completion_tokens", "unsupported_parameter"),
-        ({"top_logprobs": 3}, "top_logprobs", "unsupported_parameter"),
-    ],
-    ids=lambda value: None if isinstance(value, str) else "-".join(value)[:40],
-)
-def test_completions_name_theirs(client: OpenAI, more: dict[str, Any], param: str, code: str) -> None:
-    with pytest.raises(openai.BadRequestError) as refused:
-        client.post("/completions", body={**CONTINUED, **more}, cast_to=object)
-    found = told(refused.value)
-    assert (found["param"], found["code"]) == (param, code)
 
 
 def test_the_context_error_counts_as_openai_does(client: OpenAI) -> None:
@@ -201,14 +174,11 @@ def test_bodies_that_are_no_requests_are_never_422(gateway: Gateway, body: bytes
 
 def test_texts_that_cannot_fit_are_not_taken_apart(client: OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Served, "encode", lambda *_: pytest.fail("it was taken apart"))
-    for path, asked in (("chat/completions", ASKED), ("completions", CONTINUED)):
-        long = (
-            {"prompt": "a" * 40_000}
-            if asked is CONTINUED
-            else {"messages": [{"role": "user", "content": "a" * 40_000}]}
-        )
+    long = "a" * 40_000
+    chat = {**ASKED, "messages": [{"role": "user", "content": long}]}
+    for path, body in (("chat/completions", chat), ("completions", {**CONTINUED, "prompt": long})):
         with pytest.raises(openai.BadRequestError, match="40000 characters"):
-            client.post(f"/{path}", body={**asked, **long}, cast_to=object)
+            client.post(f"/{path}", body=body, cast_to=object)
 
 
 @pytest.mark.parametrize("stream", [False, True])

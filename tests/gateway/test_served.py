@@ -10,6 +10,7 @@ from private_llm_gateway import engine
 from private_llm_gateway.completion import Completion, SamplingParams
 from private_llm_gateway.pool import Abandoned
 from private_llm_gateway.served import Served
+from private_llm_gateway.settings import GatewaySettings
 from private_llm_gateway.usage import UsageTotal
 
 from private_llm.config import PrivateConfig
@@ -38,10 +39,10 @@ def test_a_long_prompt_is_read_no_further_when_its_client_is_gone(monkeypatch: p
         forward = model.parties.forward
     monkeypatch.setattr(model.parties, "forward", lambda *given: (calls.append(given), forward(*given))[1])
     groups = [[Completion(0, prompt, SamplingParams(2, temperature=0), served.texts, ())]]
-    limits = engine.GenerationLimits(1.0, 1)
+    settings = GatewaySettings(wait_s=1.0, rows=1)
     with pytest.raises(Abandoned):
-        engine.write(served, groups, lambda *_: None, lambda: len(calls) == 2, limits, UsageTotal())
+        engine.write(served, groups, lambda *_: None, lambda: len(calls) == 2, settings, UsageTotal())
     assert len(calls) == 2 < -(-len(prompt) // 2)
-    engine.write(served, groups, lambda *_: None, lambda: False, limits, UsageTotal())
+    engine.write(served, groups, lambda *_: None, lambda: False, settings, UsageTotal())
     assert groups[0][0].tokens == greedy(2)
     served.pool.close()

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import uvicorn
-from private_llm_gateway import connections
+from private_llm_gateway import guard as connections
 from private_llm_gateway.app import server_of
 from private_llm_gateway.guard import Guard
 from private_llm_gateway.settings import GatewaySettings

@@ -24,7 +24,7 @@ from fuzz_wire import Failure
 from private_llm_gateway import app, endpoints, request_executor
 from private_llm_gateway.app import create_app
 from private_llm_gateway.completion import Completion, Likelihood
-from private_llm_gateway.engine import GenerationLimits, SendChunk
+from private_llm_gateway.engine import SendChunk
 from private_llm_gateway.pool import SessionPool
 from private_llm_gateway.served import Served
 from private_llm_gateway.settings import GatewaySettings
@@ -72,7 +72,7 @@ class Bodies(Http):
             known[name] = Served(name, SessionPool(model, 1), words)
         request_executor.ThreadPoolExecutor = _Here  # type: ignore[assignment,misc]
         endpoints.run_in_threadpool = _here  # type: ignore[assignment]
-        endpoints.engine = SimpleNamespace(write=_write, embed=_embed, GenerationLimits=GenerationLimits)  # type: ignore[assignment]
+        endpoints.engine = SimpleNamespace(write=_write, embed=_embed)  # type: ignore[assignment]
         self._app = create_app(known, GatewaySettings(port=8000, token="a-token-of-fuzzing", body_s=1.0))
         self._loop = asyncio.new_event_loop()
         self._unforeseen = ""
@@ -113,7 +113,7 @@ class Bodies(Http):
 
 def _write(
     served: Served, groups: Sequence[Sequence[Completion]], tell: SendChunk, gone: Callable[[], bool],
-    limits: GenerationLimits, bill: UsageTotal, echo: bool = False,
+    settings: GatewaySettings, bill: UsageTotal, echo: bool = False,
 ) -> Usage:  # fmt: skip
     """As `engine.write`, of some tokens that are always the same."""
     for group in groups:
@@ -137,7 +137,7 @@ def _write_one(answer: Completion, tell: SendChunk) -> None:
 
 
 def _embed(
-    served: Served, rows: list[list[int]], gone: Callable[[], bool], limits: GenerationLimits, bill: UsageTotal
+    served: Served, rows: list[list[int]], gone: Callable[[], bool], settings: GatewaySettings, bill: UsageTotal
 ) -> tuple[Usage, Tensor]:
     """As `engine.embed`."""
     return Usage(), torch.ones(len(rows), served.pool.first.config.hidden_size)

@@ -22,7 +22,7 @@ from typing import Any
 import httpx
 import openai
 import torch
-from private_llm_gateway.connections import HEAD_S
+from private_llm_gateway.guard import HEAD_S
 from private_llm_hf import AutoPrivateModelForCausalLM
 from private_llm_hf.wire.commands import OPENED, Call, Forward, Tokens
 from torch import Tensor
