@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from private_llm_cli.bench.rows import taken
+from generated import taken
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "studies"))  # which measure in namespaces, too
 from namespaces import CLIENT_HOST, address, missing_rights, shaped, switch

@@ -1,10 +1,11 @@
-"""The command line of scripts that make one file: write it, compare it, or show an outline of what would be written."""
+"""What scripts that make pages share: a command line (write, compare, or show an outline), and where rows are from."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 
 def run(doc: str | None, script: str, target: Path, make: Callable[[], str], outline: Callable[[], str]) -> int:
@@ -23,3 +24,12 @@ def run(doc: str | None, script: str, target: Path, make: Callable[[], str], out
         target.write_text(make(), encoding="utf-8")
         print(f"wrote {target}")
     return 0
+
+
+def taken(rows: Sequence[dict[str, Any]]) -> str:
+    """Machine, versions and commits of rows, for the line below their table."""
+    first, commits = rows[0], sorted({row["commit"] for row in rows})
+    return (
+        f"{first['machine']}; torch {first['torch']}; private-llm {first['version']}, "
+        f"commit{'s' if commits[1:] else ''} {', '.join(commits)}"
+    )

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import bench_network
+from generated import taken
 from private_llm_cli.bench.catalogue import LARGE, NAMES, make
 from private_llm_cli.bench.measure import measure
-from private_llm_cli.bench.rows import taken
 from private_llm_hf.models import smollm2
 
 from private_llm.config import PrivateConfig

@@ -21,8 +21,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from generated import taken
 from make_benchmarks import keep, put, read_rows
-from private_llm_cli.bench.rows import provenance, taken
+from private_llm_cli.bench.rows import provenance
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "studies"))  # its rows are a study's
 from mpcache_rows import GATHERS, Case, cases

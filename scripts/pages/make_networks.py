@@ -20,8 +20,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from generated import taken
 from make_benchmarks import keep, put, read_rows
-from private_llm_cli.bench.rows import taken
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "studies"))  # its rows are a study's
 from plot_wan import USUAL_BANDWIDTH, plot_wan

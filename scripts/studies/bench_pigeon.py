@@ -15,20 +15,11 @@ from typing import Annotated
 import typer
 from pigeon_rows import PROTOCOLS, REFERENCE_MACHINE, Job, jobs
 from plot_pigeon import plot_pigeon
+from private_llm_cli import options
 from private_llm_cli.bench.rows import Row, machine
 from private_llm_cli.commands.bench import circuit_of, kind_table
 from private_llm_cli.commands.output import emit_json, emit_table, progress_bar
 from private_llm_cli.commands.plot import check_name
-from private_llm_cli.options import (
-    AdderOption,
-    Json,
-    ParallelSessionsOption,
-    PartyMode,
-    ReluBitsOption,
-    ReluLowOption,
-    RotateRolesOption,
-    config_of,
-)
 from table_options import Plot, Repeat, Tiny, new_app, run_app
 
 from private_llm.errors import ConfigError
@@ -38,17 +29,17 @@ app = new_app()
 
 @app.command()
 def main(
-    as_json: Json = False,
+    as_json: options.Json = False,
     protocol: Annotated[str | None, typer.Option(help="trio or quad (default: both).")] = None,
     repeat: Repeat = 5,
     party_mode: Annotated[
-        PartyMode, typer.Option("--party-mode", help="auto: the faster of threads and processes.")
-    ] = PartyMode.AUTO,
-    parallel_sessions: ParallelSessionsOption = 1,
-    rotate_roles: RotateRolesOption = False,
-    adder: AdderOption = None,
-    relu_bits: ReluBitsOption = None,
-    relu_low: ReluLowOption = 0,
+        options.PartyMode, typer.Option("--party-mode", help="auto: the faster of threads and processes.")
+    ] = options.PartyMode.AUTO,
+    parallel_sessions: options.ParallelSessions = 1,
+    rotate_roles: options.RotateRoles = False,
+    adder: options.Adder = None,
+    relu_bits: options.ReluBits = None,
+    relu_low: options.ReluLow = 0,
     imagenet: Annotated[bool, typer.Option("--imagenet", help="ResNet-50 and VGG-16 on ImageNet images, too.")] = False,
     plot: Plot = None,
     tiny: Tiny = False,
@@ -64,7 +55,7 @@ def main(
         raise ConfigError("adder: the table compares circuits; want prefix or ripple")
     how = {"parallel_sessions": parallel_sessions, "rotate_roles": rotate_roles}
     circuit = {"relu_bits": relu_bits, "relu_low": relu_low, **({} if adder is None else {"adder": adder.value})}
-    config = config_of("trio", 64, party_mode, **how, **circuit)
+    config = options.config_of("trio", 64, party_mode, **how, **circuit)
     todo = list(jobs(config, [name for name in PROTOCOLS if protocol in (None, name)], tiny, imagenet))
     rows = []
     with progress_bar(sum(len(job.modes) for job in todo) * (repeat + 1), quiet=as_json) as step:

@@ -21,7 +21,7 @@ import bench_service
 import cache_step
 import cascade_rows
 import torch
-from private_llm_cli.bench import kernels
+from bench_kernels import measure_kernels
 from private_llm_cli.bench.catalogue import make
 from private_llm_cli.bench.measure import measure_in_turns
 from private_llm_cli.bench.rows import provenance, usable_cores
@@ -45,7 +45,7 @@ def replay(tiny: bool) -> float:
 
 def listed_rows(tiny: bool) -> float:
     """Of both feed-forward layers the lesser: the dense product by that of listed rows, medians of processor time."""
-    rows = list(kernels.measure_kernels(1 if tiny else 5, tiny, wanted=lambda _, note: note == "90 % zero, scattered"))
+    rows = list(measure_kernels(1 if tiny else 5, tiny, wanted=lambda _, note: note == "90 % zero, scattered"))
     largest = max(row.shape for row in rows)
     return min(row.over_dense or 0.0 for row in rows if (row.shape, row.ring) == (largest, 64))
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from accelerate import init_empty_weights
 from gpu_timing import GPU, Samples, copy_rates, gpu_work, small_calls, synchronize
-from private_llm_cli.bench.layers import vgg16
+from private_llm_cli.bench.layers import network as network_work
 from private_llm_cli.commands.models import demo_model
 from private_llm_hf import AutoPrivateModelForCausalLM, patch
 from torch import Tensor, nn
@@ -290,7 +290,7 @@ def _layers_that_fit(at_rest: str) -> int:
 
 def images(given: Given) -> Iterator[Row]:
     """VGG-16 of images of 32 x 32, 16 at once, in the 32-bit ring, on the GPU and on this machine's cores."""
-    work = vgg16((1 if given.tiny else 16, 3, 32, 32))
+    work = network_work("vgg16", (1 if given.tiny else 16, 3, 32, 32))
     network = work.build()
     for device in ("cpu",) if given.tiny else ("cuda", "cpu"):
         about = {"model": "vgg16", "shape": [*work.shape], "ring": 32, "parties_on": device}

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
-from private_llm_cli.bench.apart import measure_apart
 from private_llm_cli.bench.catalogue import make
 from private_llm_cli.bench.link import LinkSpeed
 from private_llm_cli.bench.measure import measure
@@ -14,6 +14,7 @@ from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError
 from tests.bench.test_measure import LARGEST_ERROR
 
+measure_apart = partial(measure, apart=True)
 TRIO = PrivateConfig(timeout_s=60)
 DEALER = PrivateConfig(protocol="dealer", timeout_s=60)
 QUAD = PrivateConfig(protocol="quad", timeout_s=60)

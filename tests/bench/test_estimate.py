@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import re
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from private_llm_hf import PrivateConfig, patch
@@ -13,6 +19,9 @@ from transformers import PreTrainedModel
 from private_llm.errors import ConfigError, DomainError
 from tests.hf import tiny
 from tests.hf.massive import massive
+from tests.test_cli import Run, checkpoint, rows
+
+__all__ = ["checkpoint"]  # a fixture
 
 FOLDED = 4 * 2 * 64
 """Weights and biases of the small OPT's norms that are part of the layers that read them."""
@@ -147,3 +156,60 @@ def test_mistakes() -> None:
 def test_the_class_of_a_configuration() -> None:
     model = tiny.build("opt")
     assert model_class_of(model.config).__name__ == "OPTForCausalLM"
+
+
+def test_help_lists_the_built_in_shapes(run: Run) -> None:
+    from private_llm_cli.options import SHAPES
+    from private_llm_hf.vision.networks import BUILDERS
+
+    listed = json.loads(resources.files("private_llm_hf").joinpath("models", "shapes.json").read_text())
+    assert sorted(SHAPES) == sorted([*listed, *BUILDERS])
+    told = re.sub(r"\s+", "", run("estimate", "--help"))
+    assert all(name in told for name in SHAPES)
+
+
+def test_estimate_of_a_folder(run: Run, checkpoint: Path) -> None:
+    (found,) = rows(run, "estimate", str(checkpoint), "--seq", "5", "--new", "2", "--gmacs", "1", "--latency", "10")
+    layers = found["layers"]
+    assert isinstance(layers, list)
+    assert sum(layer["bytes"] for layer in layers) == found["bytes_total"]
+    assert sum(layer["rounds"] for layer in layers) == found["rounds"]
+    assert isinstance(found["seconds"], float)
+    assert isinstance(found["rounds"], int)
+    assert found["seconds"] > found["rounds"] * 0.01
+    (one,) = rows(run, "estimate", str(checkpoint), "--seq", "5", "--new", "1", "--gmacs", "1", "--latency", "10")
+    first, rate = found["seconds_first_token"], found["tokens_per_second"]
+    assert isinstance(first, float)
+    assert isinstance(rate, float)
+    assert first == pytest.approx(one["seconds"])
+    assert first + 1 / rate == pytest.approx(found["seconds"])
+    assert one["tokens_per_second"] is None
+    told = run("estimate", str(checkpoint), "--seq", "5", "--new", "2", "--gmacs", "1")
+    assert "time to first token" in told
+    assert "tokens per second after it" in told
+
+
+def test_estimate_shows_what_keys_and_a_stated_network_change(run: Run, checkpoint: Path, tmp_path: Path) -> None:
+    """Far away keys are chosen, and take fewer rounds; nearby, on a thin line, circuits of fewest bytes."""
+    ranges = tmp_path / "ranges.json"
+    run("calibrate", str(checkpoint), "--out", str(ranges))
+
+    def of(latency: str, bandwidth: str, *more: str) -> dict[str, Any]:
+        how = ("--seq", "5", "--new", "2", "--gmacs", "1", "--latency", latency, "--bandwidth", bandwidth)
+        return rows(run, "estimate", str(checkpoint), *how, *more)[0]
+
+    default, unknown, keys, auto = (
+        of("20", "100", *more)
+        for more in (
+            ("--ranges", str(ranges)), ("--adder", "keys"), ("--adder", "keys", "--ranges", str(ranges)),
+            ("--adder", "auto", "--ranges", str(ranges)),
+        )
+    )  # fmt: skip
+    assert [each["adder"] for each in (default, unknown, keys, auto)] == ["prefix", "keys", "keys", "auto"]
+    assert keys["rounds"] < unknown["rounds"] < default["rounds"]
+    assert auto["rounds"] <= keys["rounds"] + 10
+    assert max(keys["seconds"], auto["seconds"]) < default["seconds"]
+    thin, ripples = of("0", "0.01"), of("0", "0.01", "--adder", "auto")
+    assert ripples["bytes_total"] < thin["bytes_total"]
+    assert ripples["rounds"] > thin["rounds"]
+    assert ", adder keys" in run("estimate", str(checkpoint), "--seq", "5", "--gmacs", "1", "--adder", "keys")

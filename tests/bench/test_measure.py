@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import gc
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from private_llm_cli.app import app
-from private_llm_cli.bench.apart import measure_apart
 from private_llm_cli.bench.catalogue import ENTRIES, INSTALLED_APART, NAMES, make
-from private_llm_cli.bench.link import LinkSpeed, SlowMesh
+from private_llm_cli.bench.link import LinkSpeed, RecordingMesh, SlowMesh
 from private_llm_cli.bench.measure import measure
-from private_llm_cli.bench.record import RecordingMesh
 from private_llm_cli.bench.rows import Row
 from private_llm_cli.bench.work import MOST_RUNS, Work, parse_shape, warm_up
+from private_llm_cli.commands.bench import MOVED
 from typer.testing import CliRunner
 
 from private_llm.config import PrivateConfig
@@ -25,6 +26,7 @@ from private_llm.errors import ConfigError, DomainError, PartyFailed
 from private_llm.protocols.session import Session
 from private_llm.replay.program_cache import uncompiled_calls
 from private_llm.tensor.fixed import Fixed
+from tests.test_cli import ROOT, Run, rows
 
 CONFIG = PrivateConfig(timeout_s=60)
 LARGEST_ERROR = {
@@ -51,7 +53,7 @@ def test_every_work_runs_and_is_right(name: str) -> None:
     assert row.rounds > 0
 
 
-@pytest.mark.parametrize("how", [measure, measure_apart])
+@pytest.mark.parametrize("how", [measure, partial(measure, apart=True)])
 def test_timed_runs_record_nothing(how: Callable[..., Row]) -> None:
     """Steps are recorded before, and how long the first run took is said apart."""
     gc.collect()  # programs of sessions that ended count until they are freed
@@ -194,3 +196,65 @@ def test_a_picture_of_one_run(tmp_path: Path) -> None:
     assert "--plot shows one work" in str(result.exception)
     result = CliRunner().invoke(app, ["bench", "relu", "--tiny", "--plot", "picture.txt"])
     assert "want a name that ends in" in str(result.exception)
+
+
+def test_bench_rows_have_every_field(run: Run) -> None:
+    made = rows(run, "bench", "relu", "mul", "matmul", "--tiny", "--repeat", "2")
+    assert [row["name"] for row in made] == ["relu", "mul", "matmul"]
+    wanted = set(Row.__dataclass_fields__) | {"machine", "torch", "version", "commit"}
+    for row in made:
+        assert set(row) == wanted
+        seconds = row["seconds"]
+        assert isinstance(seconds, dict)
+        assert seconds["min"] <= seconds["median"] <= seconds["max"]
+        per_party = row["bytes_per_party"]
+        assert isinstance(per_party, dict)
+        assert sum(per_party.values()) == row["bytes_total"]
+
+
+@pytest.mark.parametrize("table", MOVED)
+def test_bench_says_where_a_table_moved_to(run: Run, table: str) -> None:
+    said = " ".join(run("bench", table, "--tiny", code=2).split())
+    script = re.search(r"`python (scripts/studies/\w+\.py)`", said)
+    assert script is not None, said
+    assert "In a checkout of the repository" in said
+    assert (ROOT / script[1]).is_file()
+
+
+def test_bench_compares_as_it_is_told(run: Run) -> None:
+    """A ripple adder sends fewer bytes in more rounds, key bits fewer of both; the rows say which it was."""
+    how = ("bench", "relu", "--tiny", "--repeat", "1", "--ring", "32")
+    (plain,) = rows(run, *how)
+    (ripple,) = rows(run, *how, "--adder", "ripple")
+    (key,) = rows(run, *how, "--adder", "ripple", "--relu-bits", "18", "--relu-low", "10")
+    circuits = [(row["adder"], row["relu_bits"], row["relu_low"]) for row in (plain, ripple, key)]
+    assert circuits == [("auto", None, 0), ("ripple", None, 0), ("ripple", 18, 10)]
+    assert plain["bytes_total"] > ripple["bytes_total"] > key["bytes_total"]
+    assert ripple["rounds"] > key["rounds"] > plain["rounds"]
+
+
+def test_bench_picks_the_adder_for_its_link(run: Run) -> None:
+    how = ("bench", "relu", "--n", "100000", "--repeat", "1", "--adder")
+    (prefix,) = rows(run, *how, "prefix")
+    (thin,) = rows(run, *how, "auto", "--bandwidth", "300")
+    assert thin["bytes_total"] < prefix["bytes_total"]
+
+
+@pytest.mark.full
+def test_bench_in_processes_sends_the_same(run: Run) -> None:
+    (threads,) = rows(run, "bench", "relu", "--tiny", "--repeat", "1")
+    (processes,) = rows(run, "bench", "relu", "--tiny", "--repeat", "1", "--party-mode", "processes")
+    assert processes["party_mode"] == "processes"
+    for key in ("bytes_per_party", "rounds", "error_max"):
+        assert threads[key] == processes[key]
+
+
+def test_bench_computes_whose_functions_it_is_told(run: Run) -> None:
+    """Each against its own formula, so that errors stay small; costs differ."""
+    how = ("--plugin", "rivals", "bench", "gelu", "bert-layer", "--tiny", "--repeat", "1")
+    made = {name: rows(run, *how, "--approximations", name) for name in ("ours", "mpcformer", "secformer", "puma")}
+    for name, both in made.items():
+        assert [row["approximations"] for row in both] == [name, name]
+        assert all(row["error_max"] < 1e-3 for row in both)
+    assert len({row["bytes_total"] for row, _ in made.values()}) == 4
+    assert made["mpcformer"][0]["rounds"] == 2

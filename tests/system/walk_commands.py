@@ -21,7 +21,7 @@ from typing import IO, Protocol
 PRIVATE_LLM = (sys.executable, "-m", "private_llm")
 _CLONE_NEWNET = 0x40000000
 _IMPORTS = (
-    "private_llm_cli.app", "private_llm_cli.deploying", "private_llm_cli.commands.hosting", "private_llm_hf.api",
+    "private_llm_cli.app", "private_llm_hf.api",
     "private_llm_cli.commands.parties", "private_llm_cli.commands.certs", "private_llm_hf.service.party_service",
     "transformers.models.opt.modeling_opt",
 )  # fmt: skip

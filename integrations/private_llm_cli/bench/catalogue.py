@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +23,15 @@ from private_llm_cli.bench.work import Shape, Work
 
 
 # -- Works on single operations: products, comparisons and the approximated functions ---------------------------------
+def _simple(
+    name: str, run: Callable[[Fixed], Fixed], truth: Callable[[Tensor], Tensor], spread: float, uniform: bool = False
+) -> Callable[[Shape], Work]:
+    """A work of one input: normal of this deviation, or uniform up to it."""
+    return lambda shape: _work(
+        name, shape, (shape,), lambda x: run(x[0]), lambda v: truth(v[0]), (spread,), uniform=uniform
+    )
+
+
 def mul(shape: Shape) -> Work:
     """Elementwise product of two secrets, truncated."""
     return _work("mul", shape, (shape, shape), lambda x: x[0].mul(x[1]), lambda v: v[0] * v[1], (2.0,))
@@ -48,26 +58,6 @@ def matmuls(shape: Shape) -> Work:
     return _work("matmuls", shape, inputs, run, lambda v: v[0] @ v[1], (0.5,))
 
 
-def relu(shape: Shape) -> Work:
-    """max(x, 0) for x ~ N(0, 4)."""
-    return _work("relu", shape, (shape,), lambda x: fixed_relu(x[0]), lambda v: torch.relu(v[0]), (4.0,))
-
-
-def gelu(shape: Shape) -> Work:
-    """GELU (erf) on [-8, 8]."""
-    return _wide("gelu", shape, activations.gelu, F.gelu)
-
-
-def silu(shape: Shape) -> Work:
-    """SiLU on [-8, 8]."""
-    return _wide("silu", shape, activations.silu, F.silu)
-
-
-def softmax(shape: Shape) -> Work:
-    """Softmax over the last dimension of scores ~ N(0, 3)."""
-    return _work("softmax", shape, (shape,), lambda x: softmaxes.softmax(x[0]), lambda v: v[0].softmax(-1), (3.0,))
-
-
 def layernorm(shape: Shape) -> Work:
     """Layer norm over the last dimension with secret gain and bias, x ~ N(0, 2)."""
     inputs = (shape, shape[-1:], shape[-1:])
@@ -75,13 +65,6 @@ def layernorm(shape: Shape) -> Work:
         "layernorm", shape, inputs, lambda x: norms.layer_norm(x[0], x[1], x[2], 1e-5),
         lambda v: F.layer_norm(v[0], shape[-1:], v[1], v[2], 1e-5), (2.0, 1.0, 0.5),
     ), rows=False)  # fmt: skip
-
-
-def argmax(shape: Shape) -> Work:
-    """Index of the largest of each row, x ~ N(0, 3); exact."""
-    return _work(
-        "argmax", shape, (shape,), lambda x: fixed_argmax(x[0]), lambda v: v[0].argmax(-1).to(torch.float64), (3.0,)
-    )
 
 
 def _work(
@@ -96,11 +79,6 @@ def _work(
     return Work(
         name, shape, inputs, lambda session, _: work, lambda values, _: truth(values), spread, uniform, rows=True
     )
-
-
-def _wide(name: str, shape: Shape, run: Callable[[Fixed], Fixed], truth: Callable[[Tensor], Tensor]) -> Work:
-    """A pointwise function over all of [-8, 8]."""
-    return _work(name, shape, (shape,), lambda x: run(x[0]), lambda v: truth(v[0]), (8.0,), uniform=True)
 
 
 # -- the catalogue -------------------------------------------------------------------------------------------------
@@ -122,17 +100,24 @@ _MILLION = 1_000_000
 _LAYER = (1, 128, 768, 12, 3072)
 _TINY_LAYER = (2, 5, 16, 2, 24)
 _IMAGE_DIMS = "batch x channels x height x width"
+_ROWS = (128, 3072), (4, 25), "rows x columns"
+_IMAGENET = (1, 3, 224, 224, 64), (1, 3, 32, 32, 4), f"{_IMAGE_DIMS} x filters"
 _LAYER_DIMS = "batch x tokens x hidden x heads x feed-forward"
 ENTRIES: dict[str, Entry] = {
-    "relu": Entry(relu, (_MILLION,), (1000,), "elements"),
+    "relu": Entry(_simple("relu", fixed_relu, torch.relu, 4.0), (_MILLION,), (1000,), "elements"),
     "mul": Entry(mul, (_MILLION,), (1000,), "elements"),
     "matmul": Entry(matmul, (128, 768, 3072), (8, 16, 12), "M x K x N"),
     "matmuls": Entry(matmuls, (8, 128, 20), (2, 9, 3), "matrices side by side x size x times"),
-    "gelu": Entry(gelu, (128, 3072), (4, 25), "rows x columns"),
-    "silu": Entry(silu, (128, 3072), (4, 25), "rows x columns"),
-    "softmax": Entry(softmax, (12, 128, 128), (2, 3, 7), "heads x queries x keys"),
+    "gelu": Entry(_simple("gelu", activations.gelu, F.gelu, 8.0, True), *_ROWS),
+    "silu": Entry(_simple("silu", activations.silu, F.silu, 8.0, True), *_ROWS),
+    "softmax": Entry(
+        _simple("softmax", softmaxes.softmax, lambda v: v.softmax(-1), 3.0), (12, 128, 128), (2, 3, 7),
+        "heads x queries x keys",
+    ),
     "layernorm": Entry(layernorm, (128, 768), (3, 16), "rows x columns"),
-    "argmax": Entry(argmax, (1, 50272), (3, 21), "rows x columns"),
+    "argmax": Entry(
+        _simple("argmax", fixed_argmax, lambda v: v.argmax(-1).double(), 3.0), (1, 50272), (3, 21), "rows x columns",
+    ),
     "opt-layer": Entry(layers.opt_layer, _LAYER, _TINY_LAYER, _LAYER_DIMS),
     "bert-layer": Entry(layers.bert_layer, _LAYER, _TINY_LAYER, _LAYER_DIMS),
     "opt-decode": Entry(layers.opt_decode, _LAYER, _TINY_LAYER, _LAYER_DIMS.replace("tokens", "cached tokens")),
@@ -142,11 +127,11 @@ ENTRIES: dict[str, Entry] = {
     ),
     "generate": Entry(whole.generate, (1, 16, 32), (1, 4, 2), "batch x prompt tokens x new tokens"),
     "smollm2": Entry(whole.smollm2, (1, 37), (1, 3), "batch x tokens"),
-    "lenet": Entry(layers.lenet, (16, 1, 28, 28), (1, 1, 28, 28), _IMAGE_DIMS),
-    "alexnet": Entry(layers.alexnet, (16, 3, 32, 32), (1, 3, 32, 32), _IMAGE_DIMS),
-    "vgg16": Entry(layers.vgg16, (16, 3, 32, 32), (1, 3, 32, 32), _IMAGE_DIMS),
-    "resnet50": Entry(layers.resnet50, (1, 3, 224, 224, 64), (1, 3, 32, 32, 4), f"{_IMAGE_DIMS} x filters"),
-    "vgg16-imagenet": Entry(layers.vgg16_imagenet, (1, 3, 224, 224, 64), (1, 3, 32, 32, 4), f"{_IMAGE_DIMS} x filters"),
+    "lenet": Entry(partial(layers.network, "lenet"), (16, 1, 28, 28), (1, 1, 28, 28), _IMAGE_DIMS),
+    "alexnet": Entry(partial(layers.network, "alexnet"), (16, 3, 32, 32), (1, 3, 32, 32), _IMAGE_DIMS),
+    "vgg16": Entry(partial(layers.network, "vgg16"), (16, 3, 32, 32), (1, 3, 32, 32), _IMAGE_DIMS),
+    "resnet50": Entry(partial(layers.network, "resnet50"), *_IMAGENET),
+    "vgg16-imagenet": Entry(partial(layers.network, "vgg16-imagenet"), *_IMAGENET),
 }  # fmt: skip
 NAMES = tuple(ENTRIES)
 INSTALLED_APART = ("smollm2",)

@@ -130,50 +130,21 @@ def _plaintext(config: Mapping[str, Any], class_name: str, weights: Mapping[str,
 
 
 # -- Networks of images as users run them: a plain `nn.Sequential`, patched, on a batch of images ---------------------
-def lenet(shape: Shape) -> WholeWork:
-    """LeNet-5; batch x channels x height x width (28 x 28)."""
-    from private_llm_hf.vision.networks import lenet5
+def network(name: str, shape: Shape) -> WholeWork:
+    """LeNet-5, AlexNet and VGG-16 in CIFAR shape, or ResNet-50 and VGG-16 in ImageNet shape, all pools averages.
 
-    return _network("lenet", shape, lenet5)
-
-
-def alexnet(shape: Shape) -> WholeWork:
-    """AlexNet in CIFAR shape."""
-    from private_llm_hf.vision.networks import alexnet as build
-
-    return _network("alexnet", shape, build)
-
-
-def vgg16(shape: Shape) -> WholeWork:
-    """VGG-16 with average pools in CIFAR shape."""
-    from private_llm_hf.vision.networks import vgg16 as build
-
-    return _network("vgg16", shape, build)
-
-
-def vgg16_imagenet(shape: Shape) -> WholeWork:
-    """VGG-16 with average pools in ImageNet shape; batch x channels x height x width x filters of the first layer."""
-    from private_llm_hf.vision.networks import vgg16_imagenet as build
-
-    *images, width = shape
-    make = partial(build, width=width, size=images[-1], pool=nn.AvgPool2d)
-    return _network("vgg16-imagenet", shape, make, tuple(images))
-
-
-def resnet50(shape: Shape) -> WholeWork:
-    """ResNet-50 with average pools; batch x channels x height x width x filters of the first layer."""
-    from private_llm_hf.vision.networks import resnet50 as build
-
-    *images, width = shape
-    return _network("resnet50", shape, partial(build, width=width), tuple(images))
-
-
-def _network(name: str, shape: Shape, make: Callable[[], nn.Module], pixels: Shape | None = None) -> WholeWork:
-    """Random weights of variance 2 / fan-in, which keeps activations in the range of trained networks.
-
-    pixels: batch x channels x height x width, if `shape` says more than that.
+    shape: batch x channels x height x width, for ImageNet x filters of the first layer. Random weights of variance
+    2 / fan-in, which keeps activations in the range of trained networks.
     """
-    taken = pixels or shape
+    from private_llm_hf.vision import networks
+
+    taken, width = shape[:4], shape[4] if len(shape) > 4 else 64
+    makers: dict[str, Callable[[], nn.Module]] = {
+        "lenet": networks.lenet5, "alexnet": networks.alexnet, "vgg16": networks.vgg16,
+        "resnet50": partial(networks.resnet50, width=width),
+        "vgg16-imagenet": partial(networks.vgg16_imagenet, width=width, size=taken[-1], pool=nn.AvgPool2d),
+    }  # fmt: skip
+    make = makers[name]
 
     def build() -> nn.Module:
         with torch.device("meta"):

@@ -1,4 +1,5 @@
-"""Parties as threads behind a slow link: every frame arrives when a wire of that speed would deliver it.
+"""Parties as threads behind a slow link: every frame arrives when a wire of that speed would deliver it; and when whom
+waited for a frame of whom.
 
 A link (one direction between two endpoints) sends one frame after the other at `bandwidth`, and each frame takes
 `latency` more to arrive. The sender never waits; the receiver sleeps until the frame is due. So two frames that
@@ -10,12 +11,15 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from private_llm.errors import ConfigError
+from private_llm.net.ledger import CONTROL
 from private_llm.net.local import LocalMesh, LocalTransport
 
 
@@ -106,3 +110,61 @@ class SlowTransport(LocalTransport):
         if delay > 0:
             with self.aside():
                 time.sleep(delay)
+
+
+# -- recorded ---------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Span:
+    """One endpoint's wait for a frame of a peer, or a frame on its way to it (seconds of time.perf_counter)."""
+
+    endpoint: int
+    peer: int
+    tag: str
+    start: float
+    end: float
+    parallel_session: int = 0
+
+
+class RecordingMesh(SlowMesh):
+    """A `SlowMesh` (by default without any delay) that keeps every wait in `waits`, every frame in `sent`."""
+
+    def __init__(self, parties: int, timeout: float, speed: LinkSpeed = LinkSpeed(float("inf"), 0.0)) -> None:
+        self.waits: list[Span] = []
+        self.sent: list[Span] = []
+        super().__init__(parties, timeout, speed, "bench")
+        self.instant = frozenset(["bench", CONTROL])
+
+    def transport(self, me: int) -> SlowTransport:
+        """The transport of endpoint `me`."""
+        return _TimedTransport(self, me)
+
+    def occupy(self, link: tuple[int, int], tag: str, count: int) -> float:
+        """Queue `count` bytes on a wire: when the last of them has left."""
+        end = super().occupy(link, tag, count)
+        self.sent.append(Span(*link, tag, end - self.speed.seconds(count), end, self.number))
+        return end
+
+
+class _TimedTransport(SlowTransport):
+    def __init__(self, mesh: RecordingMesh, me: int) -> None:
+        super().__init__(mesh, me)
+        self._waits, self._parallel_session = mesh.waits, mesh.number
+
+    def _recv(self, frm: int, tag: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        with self._waiting(frm, tag):
+            return super()._recv(frm, tag, shape, dtype)
+
+    def _recv_bytes(self, frm: int, tag: str, most: int) -> bytes:
+        with self._waiting(frm, tag):
+            return super()._recv_bytes(frm, tag, most)
+
+    def wait(self, frm: int) -> None:
+        """Between two calls."""
+        with self._waiting(frm, "next call"):
+            super().wait(frm)
+
+    @contextmanager
+    def _waiting(self, frm: int, tag: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self._waits.append(Span(self.me, frm, tag, started, time.perf_counter(), self._parallel_session))

@@ -3,6 +3,9 @@
 The client shares the inputs once, then says "go" and waits until every party is done: runs until no step is recorded
 any more (the first one compiles kernels), then the timed ones. Sharing and opening are outside the timed
 part and outside its bytes.
+
+With preprocessing apart (`private-llm bench --preprocess`), before each run the helping party (party 0, the dealer, in
+quad party 3) computes ahead and its receivers store what it sends; the run reads those stores while it is silent.
 """
 
 from __future__ import annotations
@@ -19,15 +22,17 @@ from torch import Tensor
 
 from private_llm.approximations import emulated
 from private_llm.config import PrivateConfig
-from private_llm.errors import DomainError, PartyFailed, PrivateLLMError
+from private_llm.errors import ConfigError, DomainError, PartyFailed, PrivateLLMError
 from private_llm.kernels.address import tune_allocator
 from private_llm.net.children import start_children
-from private_llm.net.ledger import Cost
+from private_llm.net.ledger import CONTROL as PHASES
 from private_llm.net.local import LocalMesh
 from private_llm.net.parallel_sessions import parallel_session_links
 from private_llm.net.rendezvous import connect
 from private_llm.net.transport import CLIENT, Transport
+from private_llm.protocol_facts import names_where
 from private_llm.protocols.ends import ClientEnd
+from private_llm.protocols.offline_phase import OfflinePhase, section_label
 from private_llm.protocols.session import Session, join, join_as_client
 from private_llm.protocols.share import Share
 from private_llm.protocols.weight_sharing import deal
@@ -42,7 +47,8 @@ from private_llm_cli.bench.work import Work, warm_up
 
 CONTROL = "bench"
 """Tag of the signals that start and stop runs."""
-_GO, _STOP = 1, 0
+_STOP, _GO, _AHEAD, _ONLINE = range(4)
+"""What the client asks for: the end, a run, or one phase of a run."""
 
 
 class _ParallelSession:
@@ -58,19 +64,47 @@ class _ParallelSession:
         taken = [self.session.protocol.receive_input(shape) for shape in shapes]
         self._inputs = [Fixed(self.session, share, self.session.frac) for share in taken]
         self._links = links
+        self._plan = 0
+        self.ahead = OfflinePhase(self.session, links)
         self.result: Fixed | None = None
 
     @property
-    def cost(self) -> Cost:
-        """What this party sent and waited for in this parallel session in the last run."""
-        return self._links.ledger.cost()
+    def sent(self) -> list[int]:
+        """Bytes to each party in the last run, both phases of it."""
+        made = [0] * self.session.config.parties
+        for (_, what, to), count in self._links.ledger.sent.items():
+            if what != PHASES and to != CLIENT:
+                made[to] += count
+        return made
 
-    def run(self) -> None:
-        """Compute once; parties that could have cheated prove that they have not."""
-        self._links.ledger.reset()
+    @property
+    def rounds(self) -> int:
+        """Exchanges that this party waited for in the last run."""
+        return self._links.ledger.cost().rounds
+
+    def run(self, order: int) -> None:
+        """Compute once, or a phase of it; parties that could have cheated prove that they have not."""
+        if order != _ONLINE:
+            self._links.ledger.reset()
+        if order == _GO:
+            self._compute()
+        elif order == _AHEAD:
+            self._plan += 1
+            self.ahead = OfflinePhase(self.session, self._links)
+            self.ahead.prepare(section_label(self._plan, 0), self._compute)
+        elif self.session.party != self.session.config.helper:
+            with self.ahead.following(section_label(self._plan, 0)):
+                self._compute()
+            self.ahead.close()
+
+    def _compute(self) -> None:
         with torch.no_grad():
             self.result = self._run(self.session, self._inputs)
             self.session.protocol.verify()
+
+    def close(self) -> None:
+        """Delete what is stored."""
+        self.ahead.close()
 
     def reveal(self, describe: bool) -> None:
         """Open the last result towards the client, who is told its shape if `describe`."""
@@ -84,60 +118,54 @@ class _ParallelSession:
 
 
 def serve(work: Work, config: PrivateConfig, party: int, transport: Transport) -> None:
-    """One party: take the inputs, run on every "go", then open the last result."""
+    """One party: take the inputs, run as often as the client asks, then open the last result."""
     tune_allocator()
     torch.set_num_threads(party_threads(config.parties))
-    parallel_sessions = [
-        _ParallelSession(work, config, transport, number) for number in range(config.parallel_sessions)
-    ]
-    with ThreadPoolExecutor(len(parallel_sessions), f"party {party} parallel session") as pool:
-        while int(transport.recv(CLIENT, CONTROL, (1,), torch.int64)) == _GO:
-            if len(parallel_sessions) == 1:
-                parallel_sessions[0].run()  # on this thread: switching costs more than a small work
+    sessions = [_ParallelSession(work, config, transport, number) for number in range(config.parallel_sessions)]
+    with ThreadPoolExecutor(len(sessions), f"party {party} parallel session") as pool, ExitStack() as stack:
+        for each in sessions:
+            stack.callback(each.close)
+        while (order := int(transport.recv(CLIENT, CONTROL, (1,), torch.int64))) != _STOP:
+            if len(sessions) == 1:
+                sessions[0].run(order)  # on this thread: switching costs more than a small work
             else:
-                list(pool.map(_ParallelSession.run, parallel_sessions))
-            costs = [parallel_session.cost for parallel_session in parallel_sessions]
-            sent = [sum(cost.sent.get((party, to), 0) for cost in costs) for to in (*range(config.parties), CLIENT)]
-            ahead = sum(
-                parallel_session.cost.total
-                for parallel_session in parallel_sessions
-                if parallel_session.session.party == config.helper
-            )
-            rounds = max(cost.rounds for cost in costs)
-            recorded = sum(uncompiled_calls(each.session) for each in parallel_sessions)
+                list(pool.map(lambda session: session.run(order), sessions))
+            sent = [sum(counts) for counts in zip(*(each.sent for each in sessions), strict=True)]
+            ahead = sum(sum(each.sent) for each in sessions if each.session.party == config.helper)
+            rounds = max(each.rounds for each in sessions)
+            recorded = sum(uncompiled_calls(each.session) for each in sessions)
             transport.send(CLIENT, CONTROL, torch.tensor([*sent, ahead, rounds, recorded]))
-    for parallel_session in parallel_sessions:
-        parallel_session.reveal(describe=parallel_session.session.party == 0)
+    for each in sessions:
+        each.reveal(describe=each.session.party == 0)
 
 
 def measure(
     work: Work | WholeWork, config: PrivateConfig, repeat: int = 5, speed: LinkSpeed | None = None,
-    progress: Callable[[], None] = lambda: None, mesh: LocalMesh | None = None,
+    progress: Callable[[], None] = lambda: None, mesh: LocalMesh | None = None, apart: bool = False,
 ) -> Row:  # fmt: skip
     """Run `work` until nothing is recorded, and `repeat` times with the clock on, parties as config.party_mode says.
 
     With party_mode="remote" every party must run `serve` with the same work. progress is called after the
     runs that warm up, and after each timed one. mesh: carries the frames of parties that are threads, at its own speed.
-    Raises what a party raised (PartyFailed for anything unforeseen).
+    apart: preprocess before each run; the row's `seconds` are those of the online phase. Raises ConfigError where there
+    is nothing to separate, and what a party raised (PartyFailed for anything unforeseen).
     """
+    if apart and config.helper is None:
+        raise ConfigError(f"--preprocess: want protocol {names_where(lambda facts: facts.helper is not None)}")
     if isinstance(work, WholeWork):
-        return measure_whole(work, config, repeat, speed, progress, mesh)
-    transport, stop = _start(work, config, speed, mesh)
-    try:
-        running = _Running(work, config, transport)
-        running.warm_up()
-        progress()
-        for _ in range(repeat):
-            running.once()
-            progress()
-        return running.row(speed)
-    finally:
-        stop()
+        return measure_whole(work, config, repeat, speed, progress, mesh, apart)
+    if apart and config.parallel_sessions > 1:
+        raise ConfigError(
+            f"--preprocess: benchmark {work.name!r} runs in one session then; parallel sessions are for whole models"
+        )
+    (row,) = measure_in_turns([(work, config)], repeat, progress, speed, mesh, apart)
+    return row
 
 
 def measure_in_turns(
-    works: Sequence[tuple[Work, PrivateConfig]], repeat: int = 5, progress: Callable[[], None] = lambda: None
-) -> list[Row]:
+    works: Sequence[tuple[Work, PrivateConfig]], repeat: int = 5, progress: Callable[[], None] = lambda: None,
+    speed: LinkSpeed | None = None, mesh: LocalMesh | None = None, apart: bool = False,
+) -> list[Row]:  # fmt: skip
     """As `measure`, each run of one work followed by one of the next, so that all of them meet the same machine.
 
     Parties and weights of all works are there at once. progress is called after each turn. Raises what a party raised.
@@ -145,9 +173,9 @@ def measure_in_turns(
     with ExitStack() as stack:
         running = []
         for work, config in works:
-            transport, stop = _start(work, config, None, None)
+            transport, stop = _start(work, config, speed, mesh)
             stack.callback(stop)
-            running.append(_Running(work, config, transport))
+            running.append(_Running(work, config, transport, apart))
         for each in running:
             each.warm_up()
         progress()
@@ -155,9 +183,10 @@ def measure_in_turns(
             for each in running:
                 each.once()
             progress()
-        rows = [each.row(None) for each in running]
-    running.clear()
-    gc.collect()  # parties' modules refer to themselves, and hold their weights until this
+        rows = [each.row(speed) for each in running]
+    if running[1:]:
+        running.clear()
+        gc.collect()  # parties' modules refer to themselves, and hold their weights until this
     return rows
 
 
@@ -198,8 +227,8 @@ def _start_threads(
 class _Running:
     """The client's part: inputs and weights shared once, runs on demand, then a row."""
 
-    def __init__(self, work: Work, config: PrivateConfig, transport: Transport) -> None:
-        self._work, self._config, self._transport = work, config, transport
+    def __init__(self, work: Work, config: PrivateConfig, transport: Transport, apart: bool = False) -> None:
+        self._work, self._config, self._transport, self._apart = work, config, transport, apart
         self._ring = Ring(config.ring)
         self._weights, self._values = work.weight_values(), work.values()
         self._ends = []
@@ -210,6 +239,7 @@ class _Running:
             for value, rows in zip(self._values, work.share_of(number, config.parallel_sessions), strict=True):
                 end.share(self._ring.encode(value[rows], config.frac_bits))
             self._ends.append(end)
+        self._ahead: list[float] = []
         self._times: list[float] = []
         self._first = 0.0
         self._reports = torch.zeros(1, 1)
@@ -217,12 +247,26 @@ class _Running:
     def warm_up(self) -> None:
         """Runs that do not count."""
         self._first = warm_up(self.once, lambda: int(self._reports[:, -1].sum()))
+        self._ahead.clear()
         self._times.clear()
 
     def once(self) -> float:
-        """One run."""
-        seconds, self._reports = _one_run(self._transport, self._config.parties)
-        self._times.append(seconds)
+        """One run: seconds of it, or of its online phase."""
+        if self._apart:
+            self._ahead.append(self._ask(_AHEAD))
+        self._times.append(self._ask(_ONLINE if self._apart else _GO))
+        return self._times[-1]
+
+    def _ask(self, order: int) -> float:
+        """Seconds of what the parties are asked for. They report bytes by receiver, those sent ahead, rounds, and calls
+        without a program.
+        """
+        transport, parties, started = self._transport, self._config.parties, time.perf_counter()
+        for party in range(parties):
+            transport.send(party, CONTROL, torch.tensor([order]))
+        reports = [transport.recv(party, CONTROL, (parties + 3,), torch.int64) for party in range(parties)]
+        seconds = time.perf_counter() - started
+        self._reports = torch.stack(reports)
         return seconds
 
     def row(self, speed: LinkSpeed | None) -> Row:
@@ -239,6 +283,7 @@ class _Running:
             rounds=int(reports[:, -2].max()), error_max=float((result - truth).abs().max()),
             bytes_preprocessing=int(reports[:, -3].sum()),
             bytes_received={str(party): int(reports[:, party].sum()) for party in range(config.parties)},
+            seconds_preprocessing=spread(self._ahead) if self._apart else None,
         )  # fmt: skip
 
 
@@ -281,15 +326,6 @@ def receive_weights(work: Work, session: Session, transport: Transport) -> Itera
         count = len(session.protocol.public(torch.zeros(1, dtype=session.ring.dtype)).parts)
         parts = [transport.recv(CLIENT, "weight", shape, session.ring.dtype) for _ in range(count)]
         yield name, Fixed(session, Share(tuple(parts)), session.frac)
-
-
-def _one_run(transport: Transport, parties: int) -> tuple[float, Tensor]:
-    """Seconds of one run and every party's report: bytes by receiver, those sent ahead, rounds, uncompiled calls."""
-    started = time.perf_counter()
-    for party in range(parties):
-        transport.send(party, CONTROL, torch.tensor([_GO]))
-    reports = [transport.recv(party, CONTROL, (parties + 4,), torch.int64) for party in range(parties)]
-    return time.perf_counter() - started, torch.stack(reports)
 
 
 def _open(transport: Transport, ends: Sequence[ClientEnd], ring: Ring, parties: int) -> Tensor:

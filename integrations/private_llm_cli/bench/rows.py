@@ -88,15 +88,6 @@ def commit() -> str | None:
     return answers[-1].stdout.strip()
 
 
-def taken(rows: Sequence[dict[str, Any]]) -> str:
-    """Machine, versions and commits of rows, for the line below their table."""
-    first, commits = rows[0], sorted({row["commit"] for row in rows})
-    return (
-        f"{first['machine']}; torch {first['torch']}; private-llm {first['version']}, "
-        f"commit{'s' if commits[1:] else ''} {', '.join(commits)}"
-    )
-
-
 def settings(config: PrivateConfig, speed: LinkSpeed | None) -> dict[str, Any]:
     """The columns of a row that say how it was run, on emulated links of a speed or on those of this machine."""
     return {

@@ -147,29 +147,43 @@ def smollm2(shape: Shape) -> WholeWork:
 
 def measure_whole(
     work: WholeWork, config: PrivateConfig, repeat: int, speed: LinkSpeed | None, progress: Callable[[], None],
-    mesh: LocalMesh | None = None,
+    mesh: LocalMesh | None = None, apart: bool = False,
 ) -> Row:  # fmt: skip
     """Share the model, then calls until no step is recorded and `repeat` timed ones; the client's share and opening are
-    inside. Further tokens likewise, after each call.
+    inside. Further tokens likewise, after each call. apart: each call is preprocessed before, which is timed apart.
     """
     from private_llm_hf import patch
 
+    plan = work.plan
+    if apart and plan is None:
+        raise ConfigError(f"--preprocess: benchmark {work.name!r} has no preprocessing plan")
     model = work.build()
     if speed is not None and mesh is None:
         mesh = SlowMesh(config.parties, config.timeout_s, speed, instant="control")
     private: Any = patch(model, config, mesh)
+    ahead, times, later, kinds, further, step = [], [], [], [], 0.0, work.step
+    logits = ids = torch.empty(0)
+
+    def once() -> float:
+        nonlocal logits, ids
+        private.cost(reset=True)
+        if apart and plan is not None:
+            ahead.append(_seconds(lambda: private.preprocess(plan())))
+        started = time.perf_counter()
+        logits, ids = work.call(private)
+        times.append(time.perf_counter() - started)
+        return times[-1]
+
     try:
-        times, later, kinds, further, step = [], [], [], 0.0, work.step
         with torch.no_grad():
-            first = warm_up(lambda: _seconds(lambda: work.call(private)), uncompiled_calls)
+            first = warm_up(once, uncompiled_calls)
             if step is not None:
                 further = warm_up(lambda: _seconds(lambda: step(private)), uncompiled_calls)
+            ahead.clear()
+            times.clear()
             progress()
             for _ in range(repeat):
-                private.cost(reset=True)
-                started = time.perf_counter()
-                logits, ids = work.call(private)
-                times.append(time.perf_counter() - started)
+                once()
                 made = private.cost(reset=True)
                 kinds.append(made.layer_kinds())
                 if step is not None:
@@ -186,7 +200,8 @@ def measure_whole(
         **settings(config, speed), name=work.name, shape=work.shape, repeat=repeat,
         seconds=spread(times), seconds_first=first, **sent, error_max=float((logits - truth).abs().max()),
         bytes_received={str(party): _received(made.cost.sent, party) for party in range(config.parties)},
-        by_kind=_by_kind(kinds),
+        by_kind=None if apart else _by_kind(kinds),
+        seconds_preprocessing=spread(ahead) if apart else None,
         after={
             "seconds": spread(later), "seconds_first": further,
             "bytes_total": after.bytes_total, "rounds": after.rounds,

@@ -1,43 +1,80 @@
-"""`private-llm bench`: run named works, one row each; kernels are a table of their own."""
+"""`private-llm bench`: run named works, one row each."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from private_llm.config import PrivateConfig
+import typer
+
+from private_llm.approximations import OURS
 from private_llm.errors import ConfigError
-from private_llm_cli.bench.apart import measure_apart
-from private_llm_cli.bench.catalogue import INSTALLED_APART, LARGE, NAMES, make
-from private_llm_cli.bench.kernels import count as kernel_count
-from private_llm_cli.bench.kernels import measure_kernels
-from private_llm_cli.bench.link import LinkSpeed
-from private_llm_cli.bench.measure import measure
-from private_llm_cli.bench.record import RecordingMesh
-from private_llm_cli.bench.rows import Row, machine
-from private_llm_cli.bench.work import Work, parse_shape
+from private_llm_cli import options
 from private_llm_cli.commands.output import duration, emit_json, emit_table, progress_bar, size
-from private_llm_cli.commands.plot import check_name, plot_timeline
 
-KERNELS = "kernels"
+if TYPE_CHECKING:
+    from private_llm_cli.bench.link import LinkSpeed
+    from private_llm_cli.bench.rows import Row
+
 _THREADS = ("auto", "threads")
+MOVED = ("cascade", "comet", "kernels", "mpcache", "pigeon", "wan")
+_WHERE = (
+    "bench: the table {0!r} moved: it is a study, which the installed package no longer contains. In a checkout of the "
+    "repository run `python scripts/studies/bench_{0}.py` (--help lists its options)"
+)
 
 
 def bench(
-    names: Sequence[str], config: PrivateConfig, as_json: bool, repeat: int, shape: str | None, count: int | None,
-    bandwidth: float | None, latency: float | None, tiny: bool, plot: Path | None = None,
-    preprocess: bool = False,
-) -> None:  # fmt: skip
-    """Measure each name and print its row as soon as it is there (JSON) or all in a table.
+    names: Annotated[list[str] | None, typer.Argument(help="Works (default: all but large ones).")] = None,
+    as_json: options.Json = False,
+    protocol: options.Protocol = "trio",
+    ring: options.RingBits = 64,
+    n: Annotated[int | None, typer.Option("--n", help="How many elements, rows, tokens or images.")] = None,
+    repeat: Annotated[int, typer.Option(help="Timed repetitions, once nothing is recorded.")] = 5,
+    shape: Annotated[str | None, typer.Option(help="Sizes joined by 'x', for instance 128x768x3072.")] = None,
+    party_mode: Annotated[
+        options.PartyMode, typer.Option("--party-mode", help="auto: threads.")
+    ] = options.PartyMode.AUTO,
+    parallel_sessions: options.ParallelSessions = 1,
+    rotate_roles: options.RotateRoles = False,
+    bandwidth: Annotated[float | None, typer.Option(help="Emulated Mbit/s of each direction of a link.")] = None,
+    latency: Annotated[float | None, typer.Option(help="Emulated one-way latency in ms.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Picture (.png, .svg): what each party did in the last run.")
+    ] = None,
+    tiny: Annotated[bool, typer.Option("--tiny", help="Smallest shapes: does everything run?")] = False,
+    preprocess: Annotated[bool, typer.Option("--preprocess", help="Preprocessing first, timed apart.")] = False,
+    matmul: options.Matmul = "masked",
+    adder: options.Adder = None,
+    relu_bits: options.ReluBits = None,
+    relu_low: options.ReluLow = 0,
+    approximations: options.Approximations = OURS,
+    imagenet: Annotated[bool, typer.Option("--imagenet", hidden=True)] = False,
+) -> None:
+    """Measure operations, layers and models: time, bytes, rounds and error against float64."""
+    for name in [*(names or ()), *(["pigeon"] if imagenet else [])]:
+        if name in MOVED:
+            raise ConfigError(_WHERE.format(name))
 
-    plot: a picture of what each party did in the last run of the only work that is named. preprocess: time
-    preprocessing and online phase apart.
-    """
+    more: dict[str, Any] = {}
+    if adder is not None:
+        more = {"adder": adder.value, "bandwidth_mbit": bandwidth, "latency_ms": latency or 0.0}
+    config = options.config_of(
+        protocol, ring, party_mode, parallel_sessions=parallel_sessions, rotate_roles=rotate_roles, matmul=matmul,
+        relu_bits=relu_bits, relu_low=relu_low, approximations=approximations, **more,
+    )  # fmt: skip
+    from private_llm_cli.bench.catalogue import INSTALLED_APART, LARGE, NAMES, make
+    from private_llm_cli.bench.link import RecordingMesh
+    from private_llm_cli.bench.measure import measure
+    from private_llm_cli.bench.work import Work, parse_shape
+    from private_llm_cli.commands.plot import check_name, plot_timeline
+
     if repeat < 1:
         raise ConfigError(f"repeat: got {repeat}; want at least 1")
-    if shape is not None and count is not None:
+    if shape is not None and n is not None:
         raise ConfigError("give --shape or --n, not both")
     speed = link_speed(bandwidth, latency)
     if speed is not None and config.party_mode == "processes":
@@ -46,11 +83,11 @@ def bench(
         check_name(plot)
         if preprocess:
             raise ConfigError("--plot shows runs in one go: leave out --preprocess")
-        if len(names) != 1 or config.party_mode not in _THREADS:
+        if len(names or ()) != 1 or config.party_mode not in _THREADS:
             raise ConfigError("--plot shows one work, with --party-mode threads: name one")
-    chosen = list(names) or [name for name in NAMES if name not in (*INSTALLED_APART, *LARGE)]
+    chosen = names or [name for name in NAMES if name not in (*INSTALLED_APART, *LARGE)]
     sizes = parse_shape(shape) if shape else None
-    works = [make(name, sizes, count, tiny) for name in chosen]
+    works = [make(name, sizes, n, tiny) for name in chosen]
     shared = [work.name for work in works if isinstance(work, Work)]
     if config.protocol == "cascade" and shared:
         raise ConfigError(
@@ -59,18 +96,19 @@ def bench(
     recorder = (
         None if plot is None else RecordingMesh(config.parties, config.timeout_s, *(() if speed is None else (speed,)))
     )
-    rows, clock = [], _Clock()
+    rows, ends = [], [time.perf_counter()]
     with progress_bar(len(works) * (repeat + 1), quiet=as_json) as step:
+
+        def ended(name: str) -> None:
+            ends.append(time.perf_counter())
+            step(name)
+
         for work in works:
-            then = clock.then(step, work.name)
-            if preprocess:
-                rows.append(measure_apart(work, config, repeat, speed, then))
-            else:
-                rows.append(measure(work, config, repeat, speed, then, recorder))
+            rows.append(measure(work, config, repeat, speed, partial(ended, work.name), recorder, apart=preprocess))
             if as_json:
                 emit_json(rows[-1].to_dict())
     if recorder is not None and plot is not None:
-        plot_timeline(recorder, config, _title(rows[0]), clock.last, plot)
+        plot_timeline(recorder, config, _title(rows[0]), (ends[-2], ends[-1]), plot)
     if not as_json:
         _table(rows)
 
@@ -79,52 +117,9 @@ def link_speed(bandwidth: float | None, latency: float | None) -> LinkSpeed | No
     """The emulated link of --bandwidth and --latency; one alone leaves the other unlimited."""
     if bandwidth is None and latency is None:
         return None
+    from private_llm_cli.bench.link import LinkSpeed
+
     return LinkSpeed(1e6 if bandwidth is None else bandwidth, latency or 0.0)
-
-
-def bench_kernels(as_json: bool, repeat: int, tiny: bool) -> None:
-    """Local kernels on one core of this machine, both rings."""
-    if repeat < 1:
-        raise ConfigError(f"repeat: got {repeat}; want at least 1")
-    rows = []
-    with progress_bar(kernel_count(tiny), quiet=as_json) as step:
-        for row in measure_kernels(repeat, tiny, step):
-            rows.append(row)
-            if as_json:
-                emit_json(row.to_dict())
-    if not as_json:
-        cells = [
-            (
-                f"{row.name}, {row.note}" if row.note else row.name, row.ring, "x".join(map(str, row.shape)),
-                duration(row.seconds["median"]), duration(row.seconds["min"]), f"{row.rate:.2f} {row.unit}"
-                + ("" if row.speedup is None else f", {row.speedup:.2f} x one thread")
-                + ("" if row.over_dense is None else f", {row.over_dense:.2f} x dense"),
-            )
-            for row in rows
-        ]  # fmt: skip
-        headings = ("kernel", "ring", "shape", "median", "min", "rate")
-        emit_table("local kernels, one thread", headings, cells, caption=machine())
-
-
-class _Clock:
-    """When runs ended."""
-
-    def __init__(self) -> None:
-        self._ends = [time.perf_counter()]
-
-    def then(self, step: Callable[[str], Any], name: str) -> Callable[[], None]:
-        """What to call after each run."""
-
-        def ended() -> None:
-            self._ends.append(time.perf_counter())
-            step(name)
-
-        return ended
-
-    @property
-    def last(self) -> tuple[float, float]:
-        """Start and end of the last run."""
-        return self._ends[-2], self._ends[-1]
 
 
 def _title(row: Row) -> str:
@@ -141,6 +136,8 @@ def circuit_of(row: Row) -> str:
 
 
 def _table(rows: Sequence[Row]) -> None:
+    from private_llm_cli.bench.rows import machine
+
     cells = [
         (
             row.name, "x".join(map(str, row.shape)), duration(row.seconds["median"]), duration(row.seconds["min"]),

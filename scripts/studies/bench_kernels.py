@@ -1,5 +1,9 @@
 """Local kernels on one core, without parties: what the steps of a protocol cost before anything is sent.
 
+python scripts/studies/bench_kernels.py          all kernels, both rings, on one core and on all
+python scripts/studies/bench_kernels.py --json   one row each
+python scripts/studies/bench_kernels.py --tiny   smallest shapes: does everything run?
+
 Times are processor time of the measuring thread, so that other work on the machine disturbs them little; but those on
 all cores by the clock, in turns with one core. Products of listed rows of a weight take turns with the product of the
 whole weight, products with a mask that is made from its key stream with those of the mask in memory.
@@ -15,8 +19,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from private_llm_cli.bench.rows import machine, provenance, spread
+from private_llm_cli.commands.output import duration, emit_json, emit_table, progress_bar
+from private_llm_cli.options import Json
+from table_options import Repeat, Tiny, new_app, run_app
 from torch import Tensor
 
+from private_llm.errors import ConfigError
 from private_llm.kernels import matmul, ops
 from private_llm.kernels.address import addresses, tune_allocator
 from private_llm.kernels.backends.cpu import amx as cpu_amx
@@ -28,7 +37,6 @@ from private_llm.replay.program import Arena, ArenaAddress, Memory, Operand, Par
 from private_llm.replay.transports import ReplayTransport, Trace
 from private_llm.ring.prg import Prg, Seed
 from private_llm.ring.ring import RING32, RING64, Ring
-from private_llm_cli.bench.rows import provenance, spread
 
 
 @dataclass(frozen=True)
@@ -336,3 +344,35 @@ def _alone_and_together(
         yield _Job(name, "", ring.bits, (n,), run, n / 1e9, "G elements/s")
         if cores > 1:
             yield _Job(name, "all cores", ring.bits, (n,), run, n / 1e9, "G elements/s", cores)
+
+
+app = new_app()
+
+
+@app.command()
+def main(as_json: Json = False, repeat: Repeat = 5, tiny: Tiny = False) -> None:
+    """Local kernels on one core of this machine, both rings."""
+    if repeat < 1:
+        raise ConfigError(f"repeat: got {repeat}; want at least 1")
+    rows = []
+    with progress_bar(count(tiny), quiet=as_json) as step:
+        for row in measure_kernels(repeat, tiny, step):
+            rows.append(row)
+            if as_json:
+                emit_json(row.to_dict())
+    if not as_json:
+        cells = [
+            (
+                f"{row.name}, {row.note}" if row.note else row.name, row.ring, "x".join(map(str, row.shape)),
+                duration(row.seconds["median"]), duration(row.seconds["min"]), f"{row.rate:.2f} {row.unit}"
+                + ("" if row.speedup is None else f", {row.speedup:.2f} x one thread")
+                + ("" if row.over_dense is None else f", {row.over_dense:.2f} x dense"),
+            )
+            for row in rows
+        ]  # fmt: skip
+        headings = ("kernel", "ring", "shape", "median", "min", "rate")
+        emit_table("local kernels, one thread", headings, cells, caption=machine())
+
+
+if __name__ == "__main__":
+    run_app(app)

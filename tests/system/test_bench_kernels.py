@@ -1,11 +1,11 @@
-"""`private-llm bench kernels`: every kernel runs at a tiny shape, and rows say what they measured."""
+"""`bench_kernels.py`: every kernel runs at a tiny shape, and rows say what they measured."""
 
 from __future__ import annotations
 
+import bench_kernels as kernels
 import pytest
 import torch
-from private_llm_cli.bench import kernels
-from private_llm_cli.bench.kernels import count, measure_kernels
+from bench_kernels import count, measure_kernels
 
 from private_llm.ring.prg import Seed
 
