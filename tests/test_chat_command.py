@@ -14,10 +14,9 @@ import pytest
 import torch
 from private_llm_cli.app import main
 from private_llm_cli.commands import terminal_chat as module
-from private_llm_cli.commands.conversation import Conversation
 from private_llm_cli.commands.output import show_text
 from private_llm_cli.commands.terminal_chat import TerminalChat
-from private_llm_cli.commands.text import TextStream
+from private_llm_cli.commands.text import Conversation, TextStream
 from private_llm_hf import PrivateConfig, patch
 from private_llm_hf.client.model import PrivateModel
 from private_llm_hf.models import smollm2

@@ -24,14 +24,14 @@ from tests.hf.test_remote import free_ports, running
 SMALL = PrivateConfig(ring=32, frac_bits=10, reveal="class", timeout_s=60)
 
 
-def told(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, object]:
-    classify(*arguments, as_json=True)  # type: ignore[arg-type]
+def told(capsys: pytest.CaptureFixture[str], **options: object) -> dict[str, object]:
+    classify(**options, as_json=True)
     found: dict[str, object] = json.loads(capsys.readouterr().out)
     return found
 
 
 def test_bundled_digits(capsys: pytest.CaptureFixture[str]) -> None:
-    found = told(capsys, "", [], 40, SMALL)
+    found = told(capsys, count=40)
     assert found["images"] == found["equal"] == len(found["classes"]) == 40  # type: ignore[arg-type]
     assert found["classes_plain"] == found["classes"]
     assert found["accuracy_private"] == found["accuracy_plain"] > 90.0
@@ -39,7 +39,7 @@ def test_bundled_digits(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_people_get_a_table(capsys: pytest.CaptureFixture[str]) -> None:
-    classify("", [], 12, SMALL, False)
+    classify(count=12)
     out = capsys.readouterr().out
     assert "12 of 12 as in plaintext" in out
     assert "% right; plaintext" in out
@@ -52,7 +52,7 @@ def test_image_files_of_a_plain_network(capsys: pytest.CaptureFixture[str], tmp_
     for index in (2, 3, 8):
         files.append(tmp_path / f"{index}.png")
         Image.fromarray((pixels[index, 0].numpy() * 255).round().astype(np.uint8)).save(files[-1])
-    found = told(capsys, digits_model(), files, 0, SMALL)
+    found = told(capsys, model=digits_model(), images=files)
     assert found["classes"] == {f"{index}.png": int(labels[index]) for index in (2, 3, 8)}
 
 
@@ -61,7 +61,7 @@ def test_image_files_of_a_transformers_model(capsys: pytest.CaptureFixture[str],
     model.save_pretrained(tmp_path)
     tr.ConvNextImageProcessor(size={"shortest_edge": 16}, crop_pct=1.0).save_pretrained(tmp_path)
     Image.fromarray(np.arange(20 * 20 * 3, dtype=np.uint8).reshape(20, 20, 3)).save(tmp_path / "image.png")
-    found = told(capsys, str(tmp_path), [tmp_path / "image.png"], 0, SMALL)
+    found = told(capsys, model=str(tmp_path), images=[tmp_path / "image.png"])
     assert found["equal"] == found["images"] == 1
     assert "accuracy_plain" not in found
 
@@ -83,15 +83,16 @@ def test_parties_on_hosts_answer_a_user_without_weights(
     picture = tmp_path / "image.png"
     Image.fromarray(np.arange(20 * 20 * 3, dtype=np.uint8).reshape(20, 20, 3)).save(picture)
     with running(remote, list(paths)):
-        found = told(capsys, str(tmp_path / "shares" / "client"), [picture], 0, remote)
+        parties = {"hosts": [*remote.hosts], "allow_plain_loopback": True, "timeout": 30.0}
+        found = told(capsys, model=str(tmp_path / "shares" / "client"), images=[picture], **parties)
     assert "equal" not in found
-    assert found["classes"] == told(capsys, str(tmp_path / "checkpoint"), [picture], 0, SMALL)["classes"]
+    assert found["classes"] == told(capsys, model=str(tmp_path / "checkpoint"), images=[picture])["classes"]
 
 
 def test_diff_compares_layer_by_layer(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     picture = tmp_path / "digit.png"
     Image.fromarray((digits(held_out=True)[0][0, 0].numpy() * 255).round().astype(np.uint8)).save(picture)
-    diff(digits_model(), "", replace(SMALL, protocol="plain", insecure=True), True, True, picture)
+    diff(digits_model(), ring=32, frac_bits=10, everything=True, as_json=True, image=picture)
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert lines[-1]["stopped"] is None
     found = {line["module"]: line for line in lines[:-1]}
@@ -102,14 +103,14 @@ def test_diff_compares_layer_by_layer(capsys: pytest.CaptureFixture[str], tmp_pa
 
 def test_what_it_refuses(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="give a model and image files, or neither"):
-        classify("model", [], 1, SMALL, True)
+        classify(model="model")
     with pytest.raises(ConfigError, match="configuration of 'nowhere'"):
-        classify("nowhere", [tmp_path / "a.png"], 1, SMALL, True)
+        classify(model="nowhere", images=[tmp_path / "a.png"])
     with pytest.raises(ConfigError, match="images: "):
-        classify(digits_model(), [tmp_path / "a.png"], 1, SMALL, True)
+        classify(model=digits_model(), images=[tmp_path / "a.png"])
     with pytest.raises(ConfigError, match="count: got 0"):
-        classify("", [], 0, SMALL, True)
+        classify(count=0)
     Network.of(images.Mixed(), (2, 8, 8)).save_pretrained(tmp_path / "mixed")
     Image.fromarray(np.zeros((8, 8), dtype=np.uint8)).save(tmp_path / "a.png")
     with pytest.raises(ConfigError, match="takes 2 channels; files have 1 or 3"):
-        classify(str(tmp_path / "mixed"), [tmp_path / "a.png"], 1, SMALL, True)
+        classify(model=str(tmp_path / "mixed"), images=[tmp_path / "a.png"])

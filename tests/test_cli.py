@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,6 @@ import pytest
 import torch
 import typer
 from private_llm_cli.app import app, main
-from private_llm_cli.bench.rows import Row
-from private_llm_cli.measuring import MOVED
 from transformers import OPTConfig, OPTForCausalLM
 from typer.testing import CliRunner
 
@@ -120,57 +117,6 @@ def test_doctor_measures(run: Run) -> None:
         assert isinstance(report[speed], float)
         assert report[speed] > 0
     assert isinstance(report["warnings"], list)
-
-
-def test_bench_rows_have_every_field(run: Run) -> None:
-    made = rows(run, "bench", "relu", "mul", "matmul", "--tiny", "--repeat", "2")
-    assert [row["name"] for row in made] == ["relu", "mul", "matmul"]
-    wanted = set(Row.__dataclass_fields__) | {"machine", "torch", "version", "commit"}
-    for row in made:
-        assert set(row) == wanted
-        seconds = row["seconds"]
-        assert isinstance(seconds, dict)
-        assert seconds["min"] <= seconds["median"] <= seconds["max"]
-        per_party = row["bytes_per_party"]
-        assert isinstance(per_party, dict)
-        assert sum(per_party.values()) == row["bytes_total"]
-
-
-@pytest.mark.parametrize("table", MOVED)
-def test_bench_says_where_a_table_moved_to(run: Run, table: str) -> None:
-    said = " ".join(run("bench", table, "--tiny", code=2).split())
-    script = re.search(r"`python (scripts/studies/\w+\.py)`", said)
-    assert script is not None, said
-    assert "In a checkout of the repository" in said
-    assert (ROOT / script[1]).is_file()
-
-
-def test_bench_compares_as_it_is_told(run: Run) -> None:
-    """A ripple adder sends fewer bytes in more rounds, key bits fewer of both; the rows say which it was."""
-    how = ("bench", "relu", "--tiny", "--repeat", "1", "--ring", "32")
-    (plain,) = rows(run, *how)
-    (ripple,) = rows(run, *how, "--adder", "ripple")
-    (key,) = rows(run, *how, "--adder", "ripple", "--relu-bits", "18", "--relu-low", "10")
-    circuits = [(row["adder"], row["relu_bits"], row["relu_low"]) for row in (plain, ripple, key)]
-    assert circuits == [("auto", None, 0), ("ripple", None, 0), ("ripple", 18, 10)]
-    assert plain["bytes_total"] > ripple["bytes_total"] > key["bytes_total"]
-    assert ripple["rounds"] > key["rounds"] > plain["rounds"]
-
-
-def test_bench_picks_the_adder_for_its_link(run: Run) -> None:
-    how = ("bench", "relu", "--n", "100000", "--repeat", "1", "--adder")
-    (prefix,) = rows(run, *how, "prefix")
-    (thin,) = rows(run, *how, "auto", "--bandwidth", "300")
-    assert thin["bytes_total"] < prefix["bytes_total"]
-
-
-@pytest.mark.full
-def test_bench_in_processes_sends_the_same(run: Run) -> None:
-    (threads,) = rows(run, "bench", "relu", "--tiny", "--repeat", "1")
-    (processes,) = rows(run, "bench", "relu", "--tiny", "--repeat", "1", "--party-mode", "processes")
-    assert processes["party_mode"] == "processes"
-    for key in ("bytes_per_party", "rounds", "error_max"):
-        assert threads[key] == processes[key]
 
 
 @pytest.mark.parametrize(
@@ -330,63 +276,6 @@ def test_long_work_is_not_silent_in_a_log(monkeypatch: pytest.MonkeyPatch, capsy
     assert capsys.readouterr().err == ""
 
 
-def test_help_lists_the_built_in_shapes(run: Run) -> None:
-    from private_llm_cli.options import SHAPES
-    from private_llm_hf.vision.networks import BUILDERS
-
-    listed = json.loads(resources.files("private_llm_hf").joinpath("models", "shapes.json").read_text())
-    assert sorted(SHAPES) == sorted([*listed, *BUILDERS])
-    told = re.sub(r"\s+", "", run("estimate", "--help"))
-    assert all(name in told for name in SHAPES)
-
-
-def test_estimate_of_a_folder(run: Run, checkpoint: Path) -> None:
-    (found,) = rows(run, "estimate", str(checkpoint), "--seq", "5", "--new", "2", "--gmacs", "1", "--latency", "10")
-    layers = found["layers"]
-    assert isinstance(layers, list)
-    assert sum(layer["bytes"] for layer in layers) == found["bytes_total"]
-    assert sum(layer["rounds"] for layer in layers) == found["rounds"]
-    assert isinstance(found["seconds"], float)
-    assert isinstance(found["rounds"], int)
-    assert found["seconds"] > found["rounds"] * 0.01
-    (one,) = rows(run, "estimate", str(checkpoint), "--seq", "5", "--new", "1", "--gmacs", "1", "--latency", "10")
-    first, rate = found["seconds_first_token"], found["tokens_per_second"]
-    assert isinstance(first, float)
-    assert isinstance(rate, float)
-    assert first == pytest.approx(one["seconds"])
-    assert first + 1 / rate == pytest.approx(found["seconds"])
-    assert one["tokens_per_second"] is None
-    told = run("estimate", str(checkpoint), "--seq", "5", "--new", "2", "--gmacs", "1")
-    assert "time to first token" in told
-    assert "tokens per second after it" in told
-
-
-def test_estimate_shows_what_keys_and_a_stated_network_change(run: Run, checkpoint: Path, tmp_path: Path) -> None:
-    """Far away keys are chosen, and take fewer rounds; nearby, on a thin line, circuits of fewest bytes."""
-    ranges = tmp_path / "ranges.json"
-    run("calibrate", str(checkpoint), "--out", str(ranges))
-
-    def of(latency: str, bandwidth: str, *more: str) -> dict[str, Any]:
-        how = ("--seq", "5", "--new", "2", "--gmacs", "1", "--latency", latency, "--bandwidth", bandwidth)
-        return rows(run, "estimate", str(checkpoint), *how, *more)[0]
-
-    default, unknown, keys, auto = (
-        of("20", "100", *more)
-        for more in (
-            ("--ranges", str(ranges)), ("--adder", "keys"), ("--adder", "keys", "--ranges", str(ranges)),
-            ("--adder", "auto", "--ranges", str(ranges)),
-        )
-    )  # fmt: skip
-    assert [each["adder"] for each in (default, unknown, keys, auto)] == ["prefix", "keys", "keys", "auto"]
-    assert keys["rounds"] < unknown["rounds"] < default["rounds"]
-    assert auto["rounds"] <= keys["rounds"] + 10
-    assert max(keys["seconds"], auto["seconds"]) < default["seconds"]
-    thin, ripples = of("0", "0.01"), of("0", "0.01", "--adder", "auto")
-    assert ripples["bytes_total"] < thin["bytes_total"]
-    assert ripples["rounds"] > thin["rounds"]
-    assert ", adder keys" in run("estimate", str(checkpoint), "--seq", "5", "--gmacs", "1", "--adder", "keys")
-
-
 def test_generate(run: Run, checkpoint: Path) -> None:
     (made,) = rows(run, "generate", str(checkpoint), "--prompt", "a b c", "--max-new-tokens", "4")
     assert made["new_tokens"] == 4
@@ -447,18 +336,8 @@ def test_diff_shows_small_errors(run: Run, checkpoint: Path) -> None:
 def test_diff_compares_other_functions_with_themselves(run: Run, checkpoint: Path) -> None:
     """Softmax of MPCFormer is no softmax; what is shown is how far its private form is from its plain one."""
     ours = rows(run, "diff", str(checkpoint), "--prompt", "a b c", "--all")
-    theirs = rows(
-        run,
-        "--plugin",
-        "rivals",
-        "diff",
-        str(checkpoint),
-        "--prompt",
-        "a b c",
-        "--all",
-        "--approximations",
-        "mpcformer",
-    )
+    how = ("diff", str(checkpoint), "--prompt", "a b c", "--all", "--approximations", "mpcformer")
+    theirs = rows(run, "--plugin", "rivals", *how)
     assert [row["module"] for row in theirs[:-1]] == [row["module"] for row in ours[:-1]]
     assert max(float(str(row["error_max"])) for row in theirs[:-1]) < 1e-3
     assert [row["largest"] for row in theirs[:-1]] != [row["largest"] for row in ours[:-1]]
@@ -521,40 +400,6 @@ def test_demo_prints_tables(run: Run) -> None:
     text = run("demo", "--tiny", "--prompt", "In the spring")
     for part in ("prompt", "private", "plaintext", "agreement", "party 0 to party 2", "lm_head", "protects nobody"):
         assert part in text
-
-
-def test_audit_of_a_plan(run: Run) -> None:
-    assert "verdict: sound" in run("audit", "8,8,2")
-    (found,) = rows(run, "audit", "8,8,4")
-    assert found["sound"] is False
-    assert found["nodes"] == 536
-    (pair,) = rows(run, "audit", "4,4,1,3", "--colluding", "0,1")
-    (finding,) = pair["findings"]
-    assert finding["nodes"] == "CompNode 0 + CompNode 1"
-    assert (finding["held"], finding["hidden_gap"], finding["attention_gap"]) == (38, 8, 1)
-    assert "the fewest nodes found that break it: CompNode 0 + CompNode 1" in run("audit", "4,4,1")
-    (more,) = rows(run, "audit", "3,3,1", "--known-prefix", "1", "--split", "--length", "40", "--queries", "4")
-    assert more["setting"] == {"split": True, "causal": True, "length": 40, "known": 1, "queries": 4}
-    assert more["sound"] is False
-    assert "no causal mask" in run("audit", "3,3,1", "--bidirectional", "--length", "20")
-    assert "want alpha,c,m" in run("audit", "8,8", code=2)
-
-
-def test_demo_by_token_sharding(run: Run) -> None:
-    (found,) = rows(run, "demo", "--protocol", "cascade", "--plan", "3,3,1", "--tiny")
-    assert found["private_text"] == found["plain_text"]
-    assert "gives tokens away" in run("demo", "--protocol", "cascade", "--plan", "3,1,1", "--tiny", code=2)
-
-
-def test_bench_computes_whose_functions_it_is_told(run: Run) -> None:
-    """Each against its own formula, so that errors stay small; costs differ."""
-    how = ("--plugin", "rivals", "bench", "gelu", "bert-layer", "--tiny", "--repeat", "1")
-    made = {name: rows(run, *how, "--approximations", name) for name in ("ours", "mpcformer", "secformer", "puma")}
-    for name, both in made.items():
-        assert [row["approximations"] for row in both] == [name, name]
-        assert all(row["error_max"] < 1e-3 for row in both)
-    assert len({row["bytes_total"] for row, _ in made.values()}) == 4
-    assert made["mpcformer"][0]["rounds"] == 2
 
 
 def test_a_hub_that_cannot_be_reached_is_asked_once(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

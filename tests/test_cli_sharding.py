@@ -7,11 +7,9 @@ import math
 from pathlib import Path
 
 import pytest
-from private_llm_cli.bench.link import LinkSpeed
-from private_llm_cli.bench.record import Sending
-from private_llm_cli.commands.estimate_plans import USUAL, busiest
-from private_llm_cli.commands.hardware import Hardware
-from private_llm_cli.commands.plot_nodes import MOST_ROWS, chosen, worked
+from private_llm_cli.bench.link import LinkSpeed, Span
+from private_llm_cli.commands.estimate_plans import USUAL, Hardware, busiest
+from private_llm_cli.commands.plot import MOST_ROWS, chosen, worked
 from private_llm_hf import PrivateConfig
 from private_llm_hf.tools.estimate import estimate, named_shape
 from transformers import GPT2Config
@@ -157,8 +155,8 @@ def test_a_picture_of_many_nodes_shows_those_that_send_most_and_says_so() -> Non
 
 
 def test_who_worked_is_who_sent_between_two_tokens() -> None:
-    def frame(node: int, end: float, tag: str = "rows") -> Sending:
-        return Sending(node, 9, tag, end, end)
+    def frame(node: int, end: float, tag: str = "rows") -> Span:
+        return Span(node, 9, tag, end, end)
 
     frames = [frame(0, 1.5), frame(4, 2.9), frame(CLIENT, 1.2), frame(1, 3.0), frame(2, 3.1, CONTROL)]
     assert worked(frames, [1.0, 3.0, 4.0]) == [{0, 4}, {1}]
@@ -183,3 +181,26 @@ def test_the_default_plan_in_one_command() -> None:
     assert found["tokens_equal"] == found["tokens"] == 4
     assert [line[:9] for line in err.splitlines()] == ["warning: "]
     assert "by sparse recovery" in err
+
+
+def test_audit_of_a_plan(run: Run) -> None:
+    assert "verdict: sound" in run("audit", "8,8,2")
+    (found,) = rows(run, "audit", "8,8,4")
+    assert found["sound"] is False
+    assert found["nodes"] == 536
+    (pair,) = rows(run, "audit", "4,4,1,3", "--colluding", "0,1")
+    (finding,) = pair["findings"]
+    assert finding["nodes"] == "CompNode 0 + CompNode 1"
+    assert (finding["held"], finding["hidden_gap"], finding["attention_gap"]) == (38, 8, 1)
+    assert "the fewest nodes found that break it: CompNode 0 + CompNode 1" in run("audit", "4,4,1")
+    (more,) = rows(run, "audit", "3,3,1", "--known-prefix", "1", "--split", "--length", "40", "--queries", "4")
+    assert more["setting"] == {"split": True, "causal": True, "length": 40, "known": 1, "queries": 4}
+    assert more["sound"] is False
+    assert "no causal mask" in run("audit", "3,3,1", "--bidirectional", "--length", "20")
+    assert "want alpha,c,m" in run("audit", "8,8", code=2)
+
+
+def test_demo_by_token_sharding(run: Run) -> None:
+    (found,) = rows(run, "demo", "--protocol", "cascade", "--plan", "3,3,1", "--tiny")
+    assert found["private_text"] == found["plain_text"]
+    assert "gives tokens away" in run("demo", "--protocol", "cascade", "--plan", "3,1,1", "--tiny", code=2)

@@ -16,7 +16,6 @@ import typer
 from private_llm.errors import ConfigError
 from private_llm.kv_policies import POLICIES, policy_of
 from private_llm.kv_policies.mpcache import MPCacheConfig
-from private_llm_cli.options import CACHE
 
 KvCacheOption = Annotated[
     str,
@@ -25,7 +24,7 @@ KvCacheOption = Annotated[
         help=f"What the KV cache keeps: {', '.join(POLICIES)}; settings after commas, as mpcache,gamma=0.25 or "
         "mpcache,preset=paper; "
         "an unknown one lists those that there are.",
-        rich_help_panel=CACHE,
+        rich_help_panel="Cache of keys and values",
     ),
 ]
 

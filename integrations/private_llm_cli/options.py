@@ -1,17 +1,23 @@
-"""The options that commands share, and what they mean as settings of `PrivateConfig`."""
+"""The options that commands share, alone and in groups, and what they mean as settings of `PrivateConfig`."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable
 from contextvars import ContextVar
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError
 from private_llm.protocol_facts import CASCADE, protocol_facts, protocol_names
+from private_llm_cli.kv_cache import KvCacheOption, kv_cache_of
 
 PLUGINS: ContextVar[tuple[str, ...]] = ContextVar("PLUGINS", default=())
 """What `private-llm --plugin` named, for the configurations that commands make."""
@@ -32,115 +38,74 @@ def protocol_name(text: str) -> str:
     return text
 
 
-class DemoModel(StrEnum):
-    """Models of `demo`."""
-
-    BUNDLED = "bundled"
-    SMOLLM2 = "smollm2"
-
-
-class Adder(StrEnum):
-    """How comparisons are made."""
-
-    AUTO = "auto"
-    PREFIX = "prefix"
-    RIPPLE = "ripple"
-    KEYS = "keys"
-
-
-class Orders(StrEnum):
-    """In which order it is opened what a sparse run computes."""
-
-    FRESH = "fresh"
-    KEPT = "kept"
-
-
-class Levels(StrEnum):
-    """How much of it is opened."""
-
-    BUDGET = "budget"
-    NOISY = "noisy"
-    OPEN = "open"
-
-
-class PartyMode(StrEnum):
-    """Where the parties run."""
-
-    AUTO = "auto"
-    THREADS = "threads"
-    PROCESSES = "processes"
-
+DemoModel = StrEnum("DemoModel", ["BUNDLED", "SMOLLM2"])
+AdderName = StrEnum("AdderName", ["AUTO", "PREFIX", "RIPPLE", "KEYS"])
+Orders = StrEnum("Orders", ["FRESH", "KEPT"])
+Levels = StrEnum("Levels", ["BUDGET", "NOISY", "OPEN"])
+PartyMode = StrEnum("PartyMode", ["AUTO", "THREADS", "PROCESSES"])
 
 PARTIES, PROTOCOL, SHARDING = "Parties", "Protocol and numbers", "Token sharding (protocol cascade)"
-SPARSITY, WRITING, CACHE = "Predicted sparsity", "How text is written", "Cache of keys and values"
+SPARSITY, WRITING = "Predicted sparsity", "How text is written"
 """Groups of options in help pages."""
-
-Json = Annotated[bool, typer.Option("--json", help="Print figures as JSON, one object per line.")]
 PROTOCOLS = f"<{'|'.join((*protocol_names(), CASCADE))}>"
 """How help texts show the names of this library's protocols."""
-ProtocolOption = Annotated[
+
+
+def _option(panel: str, help_text: str, *names: str, **more: Any) -> Any:  # noqa: ANN401 - typer's own
+    return typer.Option(*names, help=help_text, rich_help_panel=panel, **more)
+
+
+Json = Annotated[bool, typer.Option("--json", help="Print figures as JSON, one object per line.")]
+Prompt = Annotated[str, typer.Option("--prompt", help="Text to continue.")]
+Tokens = Annotated[int, typer.Option("--max-new-tokens", help="How many tokens at most.")]
+Task = Annotated[str, typer.Option(help="causal-lm, seq2seq, classification, features, image or masked-lm.")]
+GgufFile = Annotated[str | None, typer.Option("--gguf-file", help="A GGUF file in the model's folder or repository.")]
+RangesFile = Annotated[Path | None, _option(PROTOCOL, "A file of `private-llm calibrate --out`.", "--ranges")]
+Protocol = Annotated[
     str,
-    typer.Option(
-        "--protocol",
-        parser=protocol_name,
-        metavar=PROTOCOLS,
-        help="'plain' hides nothing (for comparison).",
-        rich_help_panel=PROTOCOL,
-    ),
+    _option(PROTOCOL, "'plain' hides nothing (for comparison).", "--protocol", parser=protocol_name, metavar=PROTOCOLS),
 ]
-RingOption = Annotated[int, typer.Option("--ring", help="Bits of the ring: 64 or 32.", rich_help_panel=PROTOCOL)]
-MatmulOption = Annotated[
-    str, typer.Option(help="'masked', or under 'dealer' 'remask': operand-sized traffic.", rich_help_panel=PROTOCOL)
-]
-AdderOption = Annotated[
-    Adder | None,
-    typer.Option(
-        "--adder",
-        help="Of comparisons: few rounds (prefix, the default), fewest bytes (ripple), comparison keys (keys), or for "
+RingBits = Annotated[int, _option(PROTOCOL, "Bits of the ring: 64 or 32.", "--ring")]
+FracBits = Annotated[int | None, _option(PROTOCOL, "Fractional bits (default: 18; 12 in 32 bits).", "--frac-bits")]
+Matmul = Annotated[str, _option(PROTOCOL, "'masked', or under 'dealer' 'remask': operand-sized traffic.")]
+Reveal = Annotated[str, _option(PROTOCOL, "What the client opens: 'logits' or 'token'.", "--reveal")]
+Weights = Annotated[str, _option(PROTOCOL, "'secret', or 'public' for open-weight models.", "--weights")]
+Adder = Annotated[
+    AdderName | None,
+    _option(
+        PROTOCOL,
+        "Of comparisons: few rounds (prefix, the default), fewest bytes (ripple), comparison keys (keys), or for "
         "each the fastest at --bandwidth and --latency (auto; without a bandwidth it is prefix).",
-        rich_help_panel=PROTOCOL,
-    ),
-]
-AgreedAdderOption = Annotated[
-    str,
-    typer.Option(
         "--adder",
-        help="How comparisons are made, the same at all endpoints: prefix, ripple, keys (parties far apart), or "
-        "auto,bandwidth_mbit=1000,latency_ms=20, which chooses by price (default: prefix).",
-        rich_help_panel=PROTOCOL,
     ),
 ]
-ReluBitsOption = Annotated[
-    int | None,
-    typer.Option(
-        "--relu-bits", help="Lowest bits that ReLU compares (default: what its range needs).", rich_help_panel=PROTOCOL
-    ),
-]
-ReluLowOption = Annotated[
-    int, typer.Option("--relu-low", help="How many of them, the lowest, ReLU leaves out.", rich_help_panel=PROTOCOL)
-]
-ApproximationsOption = Annotated[
+AgreedAdder = Annotated[
     str,
-    typer.Option(
-        "--approximations",
-        help="Whose GELU and softmax: 'ours', or a name that a --plugin registers.",
-        rich_help_panel=PROTOCOL,
+    _option(
+        PROTOCOL,
+        "How comparisons are made, the same at all endpoints: prefix, ripple, keys (parties far apart), or "
+        "auto,bandwidth_mbit=1000,latency_ms=20, which chooses by price (default: prefix).",
+        "--adder",
     ),
 ]
-PartyOption = Annotated[
-    PartyMode, typer.Option("--party-mode", help="Parties as threads or as processes.", rich_help_panel=PARTIES)
+ReluBits = Annotated[
+    int | None, _option(PROTOCOL, "Lowest bits that ReLU compares (default: what its range needs).", "--relu-bits")
 ]
-
-
-FracOption = Annotated[
-    int | None,
-    typer.Option("--frac-bits", help="Fractional bits (default: 18; 12 in 32 bits).", rich_help_panel=PROTOCOL),
+ReluLow = Annotated[int, _option(PROTOCOL, "How many of them, the lowest, ReLU leaves out.", "--relu-low")]
+Approximations = Annotated[
+    str, _option(PROTOCOL, "Whose GELU and softmax: 'ours', or a name that a --plugin registers.", "--approximations")
 ]
-
-
-def bits(frac_bits: int | None) -> dict[str, Any]:
-    """Settings of --frac-bits."""
-    return {} if frac_bits is None else {"frac_bits": frac_bits}
+ParallelSessions = Annotated[
+    int, _option(PROTOCOL, "Sessions side by side that share the rows of a batch.", "--parallel-sessions")
+]
+RotateRoles = Annotated[
+    bool, _option(PROTOCOL, "Another party plays each role in each parallel session.", "--rotate-roles")
+]
+Plan = Annotated[str, _option(SHARDING, "Under 'cascade': alpha,c,m[,rho], for instance 8,8,2.", "--plan")]
+WeakPlan = Annotated[bool, _option(SHARDING, "Use a plan that its audit calls weak.", "--accept-weak-plan")]
+Split = Annotated[
+    int | None, _option(SHARDING, "First layers under --protocol, the rest on the nodes of --plan.", "--split")
+]
 
 
 def config_of(protocol: str, ring: int, mode: PartyMode = PartyMode.AUTO, **more: Any) -> PrivateConfig:  # noqa: ANN401
@@ -154,13 +119,9 @@ def config_of(protocol: str, ring: int, mode: PartyMode = PartyMode.AUTO, **more
     return PrivateConfig.from_dict({**values, "insecure": protocol != CASCADE and not protocol_facts(protocol).hides})
 
 
-def config_of_run(*settings: Any, **more: Any) -> PrivateConfig:  # noqa: ANN401 - those of `config_of`
-    """The configuration of a command that runs a model: other processes compile kernels while this one imports."""
-    from private_llm.kernels.ahead import compile_ahead
-
-    config = config_of(*settings, **more)
-    compile_ahead(config)
-    return config
+def bits(frac_bits: int | None) -> dict[str, Any]:
+    """Settings of --frac-bits."""
+    return {} if frac_bits is None else {"frac_bits": frac_bits}
 
 
 def adder_of(text: str) -> dict[str, Any]:
@@ -168,8 +129,8 @@ def adder_of(text: str) -> dict[str, Any]:
     if not text:
         return {}
     name, *parts = (part.strip() for part in text.split(","))
-    wanted = f"{', '.join(Adder)}, and the network for auto alone, as auto,bandwidth_mbit=1000,latency_ms=20"
-    if name not in [*Adder] or (parts and name != Adder.AUTO):
+    wanted = f"{', '.join(AdderName)}, and the network for auto alone, as auto,bandwidth_mbit=1000,latency_ms=20"
+    if name not in [*AdderName] or (parts and name != AdderName.AUTO):
         raise ConfigError(f"adder: got {text!r}; want {wanted}")
     network: dict[str, float] = {}
     for part in parts:
@@ -182,20 +143,6 @@ def adder_of(text: str) -> dict[str, Any]:
             raise ConfigError(f"adder: got {part!r}; want {wanted}")
         network[key] = number
     return {"adder": name, **network}
-
-
-PlanOption = Annotated[
-    str, typer.Option("--plan", help="Under 'cascade': alpha,c,m[,rho], for instance 8,8,2.", rich_help_panel=SHARDING)
-]
-WeakOption = Annotated[
-    bool, typer.Option("--accept-weak-plan", help="Use a plan that its audit calls weak.", rich_help_panel=SHARDING)
-]
-SplitOption = Annotated[
-    int | None,
-    typer.Option(
-        "--split", help="First layers under --protocol, the rest on the nodes of --plan.", rich_help_panel=SHARDING
-    ),
-]
 
 
 def plan_of(text: str, weak: bool = False, split: int | None = None) -> dict[str, Any]:
@@ -211,194 +158,228 @@ def plan_of(text: str, weak: bool = False, split: int | None = None) -> dict[str
     return {"plan": {**dict(zip(names, map(int, parts), strict=False)), "accept_weak_plan": weak}}
 
 
-SparsityOption = Annotated[
-    str,
-    typer.Option(
-        "--sparsity",
-        help="Skip what predictors mark as inactive: their folder, or 'shared' if they were shared with the model.",
-        rich_help_panel=SPARSITY,
-    ),
-]
-OrdersOption = Annotated[
-    Orders | None,
-    typer.Option(
-        "--orders", help="With --sparsity: 'kept' saves, and links patterns (default: fresh).", rich_help_panel=SPARSITY
-    ),
-]
-LevelsOption = Annotated[
-    Levels | None,
-    typer.Option(
-        "--levels",
-        help="With --sparsity: a public 'budget' of units, what is active (open), or that and noise.",
-        rich_help_panel=SPARSITY,
-    ),
-]
-NeuronBudgetOption = Annotated[
-    float | None,
-    typer.Option(
-        "--neuron-budget", help="With --sparsity: the share of neurons that a position opens.", rich_help_panel=SPARSITY
-    ),
-]
-HeadBudgetOption = Annotated[
-    float | None,
-    typer.Option(
-        "--head-budget", help="With --sparsity: the share of heads that a position opens.", rich_help_panel=SPARSITY
-    ),
-]
-EpsilonOption = Annotated[
-    float | None,
-    typer.Option(
-        "--epsilon", help="With --levels noisy: of the noise on each count (default: 0.1).", rich_help_panel=SPARSITY
-    ),
-]
+# -- groups: a command that takes one has all of its options ----------------------------------------------------------
+def grouped(command: Callable[..., None]) -> Callable[..., None]:
+    """A command for typer: each parameter that is a group (a dataclass of options) becomes the group's options."""
+    hints = get_type_hints(command, include_extras=True)
+    groups: dict[str, Any] = {name: hint for name, hint in hints.items() if dataclasses.is_dataclass(hint)}
+
+    @functools.wraps(command)
+    def called(**given: Any) -> None:  # noqa: ANN401 - what was typed
+        made = {
+            name: group(**{each.name: given.pop(each.name) for each in dataclasses.fields(group) if each.name in given})
+            for name, group in groups.items()
+        }
+        command(**given, **made)
+
+    taken: dict[str, inspect.Parameter] = {}
+    for name, parameter in inspect.signature(command).parameters.items():
+        if name in groups:
+            types = get_type_hints(groups[name], include_extras=True)
+            options = {each.name: (types[each.name], each.default) for each in dataclasses.fields(groups[name])}
+        else:
+            options = {name: (hints[name], parameter.default)}
+        for option, (annotation, default) in options.items():
+            taken[option] = inspect.Parameter(
+                option, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
+            )
+    called.__signature__ = inspect.Signature(list(taken.values()))  # type: ignore[attr-defined]
+    called.__annotations__ = {name: parameter.annotation for name, parameter in taken.items()}
+    return called
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """Settings of token sharding."""
+
+    plan: Plan = ""
+    accept_weak_plan: WeakPlan = False
+    split: Split = None
+
+    def settings(self) -> dict[str, Any]:
+        """As `PrivateConfig` has them."""
+        return plan_of(self.plan, self.accept_weak_plan, self.split)
+
+
 SHARED = "shared"
 """What --sparsity says where predictors come with the model's shares."""
 
 
-def sparsity_of(
-    sparsity: str,
-    orders: Orders | None,
-    levels: Levels | None,
-    neurons: float | None = None,
-    heads: float | None = None,
-    epsilon: float | None = None,
-) -> dict[str, Any]:
-    """Settings of --sparsity and what belongs to it. Raises ConfigError for the others without it."""
-    given: dict[str, Any] = {"orders": orders and orders.value, "levels": levels and levels.value}
-    given |= {"neuron_budget": neurons, "head_budget": heads, "epsilon": epsilon}
-    chosen = {key: value for key, value in given.items() if value is not None}
-    if not sparsity:
-        if chosen:
-            names = ", ".join(f"--{key.replace('_', '-')}" for key in chosen)
-            raise ConfigError(f"{names}: want --sparsity as well, with a folder of predictors or 'shared'")
-        return {}
-    if epsilon is not None and levels != Levels.NOISY:
-        raise ConfigError("--epsilon: it is of the noise of --levels noisy; want both, or neither")
-    if sparsity == SHARED and (neurons is not None or heads is not None):
-        raise ConfigError("--neuron-budget, --head-budget: whoever shares the model sets them; want --sparsity FOLDER")
-    return {"sparsity": {"predictors": None if sparsity == SHARED else sparsity, **chosen}}
+@dataclass(frozen=True)
+class SharedSparsity:
+    """What a party knows of predictors."""
 
+    sparsity: Annotated[
+        str,
+        _option(
+            SPARSITY,
+            "Skip what predictors mark as inactive: their folder, or 'shared' if they were shared with the model.",
+        ),
+    ] = ""
+    orders: Annotated[
+        Orders | None, _option(SPARSITY, "With --sparsity: 'kept' saves, and links patterns (default: fresh).")
+    ] = None
+    levels: Annotated[
+        Levels | None,
+        _option(
+            SPARSITY, "With --sparsity: a public 'budget' of units, what is active (open), or that and noise.",
+        ),
+    ] = None  # fmt: skip
+    epsilon: Annotated[
+        float | None, _option(SPARSITY, "With --levels noisy: of the noise on each count (default: 0.1).")
+    ] = None
 
-ParallelSessionsOption = Annotated[
-    int,
-    typer.Option(
-        "--parallel-sessions",
-        help="Sessions side by side that share the rows of a batch.",
-        rich_help_panel=PROTOCOL,
-    ),
-]
-RotateRolesOption = Annotated[
-    bool,
-    typer.Option(
-        "--rotate-roles",
-        help="Another party plays each role in each parallel session.",
-        rich_help_panel=PROTOCOL,
-    ),
-]
-PromptOption = Annotated[str, typer.Option("--prompt", help="Text to continue.")]
-TokensOption = Annotated[int, typer.Option("--max-new-tokens", help="How many tokens at most.")]
-HostsOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--hosts",
-        help="host:port of each party, in order: joined by commas, or the option repeated.",
-        rich_help_panel=PARTIES,
-    ),
-]
-TlsOption = Annotated[
-    Path | None,
-    typer.Option("--tls", help="Folder with ca.pem and this endpoint's .pem and .key.", rich_help_panel=PARTIES),
-]
-LoopbackOption = Annotated[
-    bool, typer.Option(help="Allow unencrypted sockets, on loopback addresses only.", rich_help_panel=PARTIES)
-]
-
-
-TimeoutOption = Annotated[
-    float,
-    typer.Option("--timeout", help="Seconds of silence after which another endpoint is dead.", rich_help_panel=PARTIES),
-]
-BusyWaitOption = Annotated[
-    float,
-    typer.Option(
-        "--busy-wait", help="With --hosts: seconds to wait for parties that serve others.", rich_help_panel=PARTIES
-    ),
-]
-RevealOption = Annotated[
-    str, typer.Option("--reveal", help="What the client opens: 'logits' or 'token'.", rich_help_panel=PROTOCOL)
-]
-WeightsOption = Annotated[
-    str, typer.Option("--weights", help="'secret', or 'public' for open-weight models.", rich_help_panel=PROTOCOL)
-]
-TemperatureOption = Annotated[
-    float, typer.Option("--temperature", help="Above 0: sample. 0: greedy.", rich_help_panel=WRITING)
-]
-TopPOption = Annotated[
-    float, typer.Option("--top-p", help="With a temperature: nucleus sampling.", rich_help_panel=WRITING)
-]
-DraftOption = Annotated[
-    str,
-    typer.Option(
-        "--draft", help="Speculative decoding: 'lookup', or a draft model's folder or hub id.", rich_help_panel=WRITING
-    ),
-]
-PathsOption = Annotated[
-    int, typer.Option("--draft-paths", help="With a draft: ways to go on that a pass checks.", rich_help_panel=WRITING)
-]
-AdvanceOption = Annotated[
-    int | None,
-    typer.Option(
-        "--advance",
-        help="With a draft: every pass goes on by so many tokens, which hides accepted counts and may end a text "
-        "early; 0: by all that are right, which the parties see. Default: by 2, or by none where fewer are known.",
-        rich_help_panel=WRITING,
-    ),
-]
-TaskOption = Annotated[str, typer.Option(help="causal-lm, seq2seq, classification, features, image or masked-lm.")]
-RangesOption = Annotated[
-    Path | None, typer.Option("--ranges", help="A file of `private-llm calibrate --out`.", rich_help_panel=PROTOCOL)
-]
-GgufOption = Annotated[str | None, typer.Option("--gguf-file", help="A GGUF file in the model's folder or repository.")]
-
-
-def remote(hosts: list[str] | None, tls: Path | None, endpoint: str, loopback: bool) -> dict[str, Any]:
-    """Settings for parties on hosts of their own."""
-    addresses = [address.strip() for item in hosts or [] for address in item.split(",") if address.strip()]
-    if not addresses:
-        if hosts or tls is not None or loopback:
+    def sparse_settings(self) -> dict[str, Any]:
+        """Settings of --sparsity and what belongs to it. Raises ConfigError for the others without it."""
+        names = ("orders", "levels", "neuron_budget", "head_budget", "epsilon")
+        given = {name: getattr(self, name, None) for name in names}
+        chosen = {
+            name: value.value if isinstance(value, StrEnum) else value
+            for name, value in given.items() if value is not None
+        }  # fmt: skip
+        if not self.sparsity:
+            if chosen:
+                told = ", ".join(f"--{key.replace('_', '-')}" for key in chosen)
+                raise ConfigError(f"{told}: want --sparsity as well, with a folder of predictors or 'shared'")
+            return {}
+        if self.epsilon is not None and self.levels != Levels.NOISY:
+            raise ConfigError("--epsilon: it is of the noise of --levels noisy; want both, or neither")
+        if self.sparsity == SHARED and {"neuron_budget", "head_budget"} & set(chosen):
             raise ConfigError(
-                "hosts: got none; want host:port of every party, in order. Without --hosts the parties run on this "
-                "machine, and --tls and --allow-plain-loopback protect nothing"
+                "--neuron-budget, --head-budget: whoever shares the model sets them; want --sparsity FOLDER"
             )
-        return {}
-    values: dict[str, Any] = {"party_mode": "remote", "hosts": addresses}
-    if tls is not None:
-        names = {"certificate": f"{endpoint}.pem", "key": f"{endpoint}.key", "ca": "ca.pem"}
-        missing = [name for name in names.values() if not (tls / name).is_file()]
-        if missing:
-            raise ConfigError(f"tls: {tls} lacks {', '.join(missing)}; make certificates with `private-llm certs`")
-        values["tls"] = {key: str(tls / name) for key, name in names.items()}
-    return {**values, "allow_plain_loopback": loopback}
+        return {"sparsity": {"predictors": None if self.sparsity == SHARED else self.sparsity, **chosen}}
 
 
-def drafting(draft: str, paths: int, advance: int | None) -> dict[str, Any]:
-    """Settings of generate() for speculative decoding. Raises ConfigError for others without a draft."""
-    if not draft:
-        if paths != 1 or advance is not None:
-            raise ConfigError("draft: got none, so --draft-paths and --advance say nothing; want --draft lookup")
-        return {}
-    from private_llm_hf.client.speculation import FixedCounts, SpeculationConfig
+@dataclass(frozen=True)
+class Sparsity(SharedSparsity):
+    """What whoever has predictors may set."""
 
-    counts = FixedCounts(advance, window=advance + 12, reserve=8) if advance else None
-    return {"speculation": SpeculationConfig(draft, paths=paths, fixed_counts=counts, open_counts=advance == 0)}
+    neuron_budget: Annotated[
+        float | None, _option(SPARSITY, "With --sparsity: the share of neurons that a position opens.")
+    ] = None
+    head_budget: Annotated[
+        float | None, _option(SPARSITY, "With --sparsity: the share of heads that a position opens.")
+    ] = None
 
 
-def sampling(temperature: float, top_p: float) -> dict[str, Any]:
-    """Settings of generate()."""
-    if not 0 <= temperature < float("inf"):
-        raise ConfigError(f"temperature: got {temperature:g}; want 0 (greedy) or a positive number")
-    if not 0 < top_p <= 1:
-        raise ConfigError(f"top-p: got {top_p:g}; want a probability above 0, at most 1")
-    if temperature == 0 and top_p < 1:
-        raise ConfigError("top-p: greedy text has no use for it; give a --temperature above 0")
-    return {"do_sample": True, "temperature": temperature, "top_p": top_p} if temperature else {"do_sample": False}
+@dataclass(frozen=True)
+class Links:
+    """Where the other endpoints are."""
+
+    hosts: Annotated[
+        list[str] | None,
+        _option(PARTIES, "host:port of each party, in order: joined by commas, or the option repeated."),
+    ] = None
+    tls: Annotated[Path | None, _option(PARTIES, "Folder with ca.pem and this endpoint's .pem and .key.")] = None
+    allow_plain_loopback: Annotated[
+        bool, _option(PARTIES, "Allow unencrypted sockets, on loopback addresses only.")
+    ] = False
+    timeout: Annotated[float, _option(PARTIES, "Seconds of silence after which another endpoint is dead.")] = 120.0
+
+    def link_settings(self, endpoint: str) -> dict[str, Any]:
+        """As `PrivateConfig` has them, for this endpoint."""
+        values: dict[str, Any] = {"timeout_s": self.timeout}
+        addresses = [address.strip() for item in self.hosts or [] for address in item.split(",") if address.strip()]
+        if not addresses:
+            if self.hosts or self.tls is not None or self.allow_plain_loopback:
+                raise ConfigError(
+                    "hosts: got none; want host:port of every party, in order. Without --hosts the parties run on "
+                    "this machine, and --tls and --allow-plain-loopback protect nothing"
+                )
+            return values
+        values |= {"party_mode": "remote", "hosts": addresses, "allow_plain_loopback": self.allow_plain_loopback}
+        if self.tls is not None:
+            names = {"certificate": f"{endpoint}.pem", "key": f"{endpoint}.key", "ca": "ca.pem"}
+            missing = [name for name in names.values() if not (self.tls / name).is_file()]
+            if missing:
+                raise ConfigError(
+                    f"tls: {self.tls} lacks {', '.join(missing)}; make certificates with `private-llm certs`"
+                )
+            values["tls"] = {key: str(self.tls / name) for key, name in names.items()}
+        return values
+
+
+@dataclass(frozen=True)
+class Run(Sparsity):
+    """How a model runs on this machine."""
+
+    protocol: Protocol = "trio"
+    ring: RingBits = 64
+    party_mode: Annotated[PartyMode, _option(PARTIES, "Parties as threads or as processes.")] = PartyMode.AUTO
+    adder: AgreedAdder = ""
+
+    def config(self, **more: Any) -> PrivateConfig:  # noqa: ANN401 - those of `config_of`
+        """The configuration. Other processes begin to compile kernels while this one imports."""
+        from private_llm.kernels.ahead import compile_ahead
+
+        given = self.sparse_settings() | adder_of(self.adder)
+        config = config_of(self.protocol, self.ring, self.party_mode, **given, **more)
+        compile_ahead(config)
+        return config
+
+
+@dataclass(frozen=True)
+class RemoteRun(Run, Links):
+    """How a model runs here or at parties on other hosts."""
+
+    frac_bits: FracBits = None
+    reveal: Reveal = "logits"
+    weights: Weights = "secret"
+    busy_wait: Annotated[float, _option(PARTIES, "With --hosts: seconds to wait for parties that serve others.")] = 30.0
+
+    def config(self, **more: Any) -> PrivateConfig:  # noqa: ANN401 - those of `config_of`
+        """The configuration of a client."""
+        more |= self.link_settings("client") | bits(self.frac_bits)
+        return super().config(reveal=self.reveal, weights=self.weights, busy_wait_s=self.busy_wait, **more)
+
+
+@dataclass(frozen=True)
+class TextRun(RemoteRun):
+    """How a model that writes text runs."""
+
+    kv_cache: KvCacheOption = ""
+
+    def config(self, **more: Any) -> PrivateConfig:  # noqa: ANN401 - those of `config_of`
+        """The configuration of a client."""
+        return super().config(**kv_cache_of(self.kv_cache), **more)
+
+
+@dataclass(frozen=True)
+class Writing:
+    """How text is written."""
+
+    temperature: Annotated[float, _option(WRITING, "Above 0: sample. 0: greedy.")] = 0.0
+    top_p: Annotated[float, _option(WRITING, "With a temperature: nucleus sampling.")] = 1.0
+    draft: Annotated[str, _option(WRITING, "Speculative decoding: 'lookup', or a draft model's folder or hub id.")] = ""
+    draft_paths: Annotated[int, _option(WRITING, "With a draft: ways to go on that a pass checks.")] = 1
+    advance: Annotated[
+        int | None,
+        _option(
+            WRITING,
+            "With a draft: every pass goes on by so many tokens, which hides accepted counts and may end a text "
+            "early; 0: by all that are right, which the parties see. Default: by 2, or by none where fewer are known.",
+        ),
+    ] = None
+
+    def settings(self) -> dict[str, Any]:
+        """Settings of generate(). Raises ConfigError for those out of range, and for others of drafts without one."""
+        if not 0 <= self.temperature < float("inf"):
+            raise ConfigError(f"temperature: got {self.temperature:g}; want 0 (greedy) or a positive number")
+        if not 0 < self.top_p <= 1:
+            raise ConfigError(f"top-p: got {self.top_p:g}; want a probability above 0, at most 1")
+        if self.temperature == 0 and self.top_p < 1:
+            raise ConfigError("top-p: greedy text has no use for it; give a --temperature above 0")
+        made: dict[str, Any] = {"do_sample": self.temperature > 0}
+        if self.temperature:
+            made |= {"temperature": self.temperature, "top_p": self.top_p}
+        if not self.draft:
+            if self.draft_paths != 1 or self.advance is not None:
+                raise ConfigError("draft: got none, so --draft-paths and --advance say nothing; want --draft lookup")
+            return made
+        from private_llm_hf.client.speculation import FixedCounts, SpeculationConfig
+
+        advance = self.advance
+        counts = FixedCounts(advance, window=advance + 12, reserve=8) if advance else None
+        more = SpeculationConfig(self.draft, paths=self.draft_paths, fixed_counts=counts, open_counts=advance == 0)
+        return {**made, "speculation": more}

@@ -139,7 +139,8 @@ def test_a_client_s_reason_is_printed_as_plain_text(
     reason: str, config: PrivateConfig, model: PreTrainedModel, capsys: pytest.CaptureFixture[str]
 ) -> None:
     threads = [
-        threading.Thread(target=command.party, args=(number, config, None, 1, None), daemon=True) for number in range(3)
+        threading.Thread(target=serve_party, args=(config, number, None, 1, command.notice), daemon=True)
+        for number in range(3)
     ]
     for thread in threads:
         thread.start()

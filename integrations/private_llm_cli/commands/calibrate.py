@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
 
+import typer
 from rich.markup import escape
 
-from private_llm.config import VERSION, PrivateConfig
+from private_llm.approximations import OURS
+from private_llm.config import VERSION
 from private_llm.errors import ConfigError
 from private_llm.ranges import UNKNOWN, Ranges
+from private_llm_cli import options
 from private_llm_cli.commands.classify import read_images
 from private_llm_cli.commands.models import (
+    DEMO_PROMPT,
+    demo_model,
     gguf_options,
     image_config,
     image_model,
@@ -25,36 +30,44 @@ from private_llm_cli.commands.output import CONSOLE, emit_json, emit_table, prog
 
 
 def calibrate(
-    source: str, config: PrivateConfig, task: str, text: Path | None, out: Path | None, as_json: bool,
-    gguf_file: str | None = None, images: Sequence[Path] = (),
-) -> None:  # fmt: skip
-    """Print the ranges of a checkpoint, and write them for `share --ranges` if `out` is given."""
+    model: Annotated[str, typer.Argument(help="Model folder or hub id.")],
+    text: Annotated[Path | None, typer.Option(help="A text like those of your users (default: a bundled one).")] = None,
+    image: Annotated[list[Path] | None, typer.Option(help="Images like your users' (default: noise); repeat.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the ranges here, for --ranges.")] = None,
+    task: options.Task = "causal-lm",
+    ring: options.RingBits = 64,
+    frac_bits: options.FracBits = None,
+    gguf_file: options.GgufFile = None,
+    as_json: options.Json = False,
+) -> None:
+    """As the model owner: find the range of every module's values (share, generate and patch() do it by themselves)."""
     from private_llm_hf.api import ranges_of_checkpoint
     from private_llm_hf.patch_plan import ranges_table
 
     from private_llm_cli.commands.parties import auto_class
 
     quiet()
-    if images and text is not None:
+    config = options.config_of("trio", ring, **options.bits(frac_bits))
+    if image and text is not None:
         raise ConfigError("calibrate: give a text or images, as the model takes")
     try:
         words = None if text is None else text.read_text("utf-8")
     except UnicodeDecodeError:
         raise ConfigError(f"text: {text} is no text in UTF-8") from None
-    pixels = read_images(source, image_config(source), images).pixels if images else None
+    pixels = read_images(model, image_config(model), image).pixels if image else None
     with progress_bar(1, as_json) as step:
         step("running the plaintext model", 0)
-        ranges = ranges_of_checkpoint(source, config, auto_class(task), words, pixels, **gguf_options(gguf_file))
+        ranges = ranges_of_checkpoint(model, config, auto_class(task), words, pixels, **gguf_options(gguf_file))
         step("running the plaintext model")
     if not ranges.modules:
         raise ConfigError(
-            f"calibrate: nothing to say of {source!r}; ranges are measured for models of text in the 64-bit ring, "
+            f"calibrate: nothing to say of {model!r}; ranges are measured for models of text in the 64-bit ring, "
             "and for models of images that say what shape they take (or give --image)"
         )
     if out is not None:
         out.write_text(json.dumps({"version": VERSION, "modules": ranges.to_dict()}, indent=1), "utf-8")
     if as_json:
-        emit_json({"name": "calibrate", "model": source, "modules": ranges.to_dict()})
+        emit_json({"name": "calibrate", "model": model, "modules": ranges.to_dict()})
         return
     CONSOLE.print(ranges_table(ranges))
     if out is not None:
@@ -75,29 +88,33 @@ def ranges_from(path: Path | None) -> Ranges | None:
 
 # -- `private-llm diff`: which module does an error come from, and does any value leave the ring? ---------------------
 def diff(
-    source: str, prompt: str, config: PrivateConfig, everything: bool, as_json: bool, image: Path | None = None,
-    ranges: Path | None = None,
-) -> None:  # fmt: skip
-    """Compare module by module on a text or an image; by default only whole layers and what lies outside them.
-
-    ranges: a file of `calibrate`; by default the model is calibrated first, as `share` and `from_pretrained` do.
-    """
+    model: Annotated[str, typer.Argument(help="Model folder or hub id (default: the bundled model).")] = "",
+    prompt: options.Prompt = "",
+    ring: options.RingBits = 64,
+    frac_bits: options.FracBits = None,
+    everything: Annotated[bool, typer.Option("--all", help="Every module, not only layers.")] = False,
+    as_json: options.Json = False,
+    image: Annotated[Path | None, typer.Option(help="For a classifier of images: the image file.")] = None,
+    ranges: options.RangesFile = None,
+    approximations: options.Approximations = OURS,
+) -> None:
+    """Layer by layer against plaintext (with the same functions): errors, and values that leave the ring."""
     from private_llm_hf.api import ranges_of_checkpoint
     from private_llm_hf.tools.compare import compare
 
-    known = ranges_from(ranges)
-
+    config = options.config_of("plain", ring, approximations=approximations, **options.bits(frac_bits))
+    source, known = model or demo_model(), ranges_from(ranges)
     if image is None:
-        model = plaintext_model(source)
-        given = tokenizer_of(source)(prompt, return_tensors="pt")["input_ids"]
+        plain = plaintext_model(source)
+        given = tokenizer_of(source)(prompt or DEMO_PROMPT, return_tensors="pt")["input_ids"]
     else:
-        model = image_model(source)
-        given = read_images(source, model.config, [image]).pixels
+        plain = image_model(source)
+        given = read_images(source, plain.config, [image]).pixels
     with progress_bar(1, as_json) as step:
         step("comparing", 0)
         if known is None:
             known = UNKNOWN if image is not None else ranges_of_checkpoint(source, config)
-        found = compare(model, given, config, known)
+        found = compare(plain, given, config, known)
         step("comparing")
     rows = [row for row in found.modules if everything or not re.search(r"\.\d+\.", row.name)]
     if as_json:

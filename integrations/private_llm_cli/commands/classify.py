@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from private_llm.config import PrivateConfig
+import typer
+
 from private_llm.errors import ConfigError
+from private_llm_cli import options
 from private_llm_cli.commands.models import image_config, image_model
 from private_llm_cli.commands.output import CONSOLE, duration, emit_json, emit_table, note_sparsity, progress_bar, size
 
@@ -29,37 +31,55 @@ class Batch:
     labels: Tensor | None
 
 
-def classify(source: str, files: Sequence[Path], count: int, config: PrivateConfig, as_json: bool) -> None:
-    """Classify image files, or `count` held-out digits with the bundled network.
+@dataclass(frozen=True)
+class ClassifierRun(options.RemoteRun):
+    """How a classifier runs: as its layers need it."""
 
-    The plaintext model answers too, unless the parties are hosts of their own: who asks them has no weights.
-    """
+    ring: Annotated[int, typer.Option("--ring", help="Bits of the ring; layer norms and GELU need 64.")] = 32
+    reveal: Annotated[str, typer.Option(help="What the client opens: 'class' or 'logits'.")] = "class"
+    frac_bits: Annotated[int | None, typer.Option(help="Fractional bits (default: 10 in 32 bits, else 18).")] = None
+
+
+@options.grouped
+def classify(
+    run: ClassifierRun,
+    model: Annotated[str, typer.Argument(help="Model folder or hub id (default: the bundled network).")] = "",
+    images: Annotated[list[Path] | None, typer.Argument(help="Image files (default: digits never trained on).")] = None,
+    count: Annotated[int, typer.Option(help="How many of the bundled digits.")] = 100,
+    as_json: options.Json = False,
+) -> None:
+    """Private image classification, beside the plaintext model's answers."""
+    if run.ring == 32 and run.frac_bits is None:
+        run = replace(run, frac_bits=10)
+    config = run.config()
+
     import torch
     from private_llm_hf import AutoPrivateModelForImageClassification
     from private_llm_hf.vision.network import NetworkConfig
     from private_llm_hf.vision.networks import digits_model
 
-    if bool(source) != bool(files):
+    if bool(model) != bool(images):
         raise ConfigError("classify: give a model and image files, or neither (the bundled network and its digits)")
-    source = source or digits_model()
+    source = model or digits_model()
     known = image_config(source)
     plain = None if config.hosts else image_model(source)
-    batch = read_images(source, known, files) if files else _digits(count)
+    batch = read_images(source, known, images) if images else _digits(count)
     with progress_bar(2, quiet=as_json) as step, torch.no_grad():
         step("sharing the weights", 0)
-        with AutoPrivateModelForImageClassification.from_pretrained(source, config) as model:
-            note_sparsity(model, 0, 0, len(batch.pixels))
+        with AutoPrivateModelForImageClassification.from_pretrained(source, config) as private:
+            note_sparsity(private, 0, 0, len(batch.pixels))
             step("classifying")
             started = time.perf_counter()
-            found = _classes(model(batch.pixels))
+            found = _classes(private(batch.pixels))
             seconds = time.perf_counter() - started
-            costs = model.cost()
+            costs = private.cost()
         step("comparing")
         wanted = None if plain is None else _classes(plain(batch.pixels))
     facts: dict[str, Any] = {
         "name": "classify", "model": source, "protocol": config.protocol, "ring": config.ring,
         "images": len(batch.names), "seconds": seconds, **costs.to_dict(),
     }  # fmt: skip
+    # who asks parties on other hosts has no weights
     if wanted is not None:
         facts["equal"] = int((found == wanted).sum())
     if batch.labels is not None:

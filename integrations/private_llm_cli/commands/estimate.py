@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,23 +11,16 @@ from typing import TYPE_CHECKING, Any
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError
 from private_llm.kv_policies.fixed import KEEP_ALL
+from private_llm.kv_policies.policy import CachePolicy
 from private_llm.ranges import UNKNOWN
 from private_llm_cli.bench.work import parse_shape
 from private_llm_cli.commands.calibrate import ranges_from
-from private_llm_cli.commands.estimate_plans import sharding_facts, sharding_rows
-from private_llm_cli.commands.hardware import Hardware, Workload
+from private_llm_cli.commands.estimate_plans import Hardware, Workload, sharding_facts, sharding_rows
 from private_llm_cli.commands.models import shape_of
 from private_llm_cli.commands.output import duration, emit_json, emit_table, progress_bar, size
 
 if TYPE_CHECKING:
     from private_llm_hf.tools.estimate import Estimate, LayerCost
-from collections.abc import Callable
-from dataclasses import dataclass
-
-from private_llm.kv_policies.policy import CachePolicy
-
-if TYPE_CHECKING:
-    from private_llm_hf.tools.estimate import Estimate
 
 
 def estimate(
@@ -64,17 +58,17 @@ def estimate(
             )
             for each in asked
         )  # fmt: skip
-    saving = Saving(config.kv_cache, beside[0], found, new_tokens) if beside else None
+    saved = saving(beside[0], found, config.kv_cache, new_tokens, hardware) if beside else None
     if vision:
         sequence = 0
     work = Workload(model, sequence, new_tokens, batch, sparsity, replaced)
     if as_json:
-        kept = {} if saving is None else {"kv_cache": saving.to_dict(hardware)}
+        kept = {} if saved is None else {"kv_cache": saved}
         emit_json({**_summary(work, found, config, hardware), **kept})
         return
     _tables(work, found, config, hardware)
-    if saving is not None:
-        saving.emit(hardware)
+    if saved is not None:
+        _saving_table(saved, found.cache_bytes)
 
 
 def _summary(work: Workload, found: Estimate, config: PrivateConfig, hardware: Hardware) -> dict[str, Any]:
@@ -183,48 +177,38 @@ def merge_equal(layers: list[LayerCost]) -> list[tuple[str, list[LayerCost]]]:
 
 
 # -- what a policy of the KV cache saves: beside a full cache, for the prompt and for each token ----------------------
-@dataclass(frozen=True)
-class Saving:
-    """A run under `policy` (kept) and one that keeps all (full), both of `new` tokens (0: one forward)."""
+def saving(full: Estimate, kept: Estimate, policy: CachePolicy, new: int, hardware: Hardware) -> dict[str, Any]:
+    """Of a run under `policy` (kept) beside one that keeps all (full), both of `new` tokens (0: one forward).
 
-    policy: CachePolicy
-    full: Estimate
-    kept: Estimate
-    new: int
+    policy; full: bytes_total, rounds, seconds and cache bytes of the whole run; prompt and token: full and kept bytes,
+    rounds and seconds until the first new token, and of each later one on average (None without any).
+    """
+    whole = {name: _sum(found, hardware) for name, found in (("full", full), ("kept", kept))}
+    first = {name: found if found.prompt is None else found.prompt for name, found in (("full", full), ("kept", kept))}
+    prompt = {name: _sum(found, hardware) for name, found in first.items()}
+    token = {
+        name: {key: (costs[key] - prompt[name][key]) / (new - 1) for key in costs} for name, costs in whole.items()
+    } if new > 1 else None  # fmt: skip
+    costs = whole["full"]
+    in_full = {"bytes_total": costs["bytes"], "rounds": costs["rounds"], "seconds": costs["seconds"]}
+    full_run = {**in_full, "cache": full.cache_bytes}
+    return {"policy": policy.to_dict(), "full": full_run, "prompt": prompt, "token": token}
 
-    def to_dict(self, hardware: Hardware) -> dict[str, Any]:
-        """policy; full: bytes_total, rounds, seconds and cache bytes of the whole run; prompt and token: full and kept
-        bytes, rounds and seconds until the first new token, and of each later one on average (None without any).
-        """
-        prompt, token = (
-            {name: part(found, hardware, self.new) for name, found in (("full", self.full), ("kept", self.kept))}
-            for part in (_prompt, _token)
-        )
-        whole = _sum(self.full, hardware)
-        return {
-            "policy": self.policy.to_dict(),
-            "full": {
-                "bytes_total": whole["bytes"], "rounds": whole["rounds"], "seconds": whole["seconds"],
-                "cache": self.full.cache_bytes,
-            },
-            "prompt": prompt, "token": token if self.new > 1 else None,
-        }  # fmt: skip
 
-    def emit(self, hardware: Hardware) -> None:
-        """The same for people."""
-        facts = self.to_dict(hardware)
-        cells = []
-        for label, part in (("prompt and first token", facts["prompt"]), ("each further token", facts["token"])):
-            if part is not None:
-                full, kept = part["full"], part["kept"]
-                shown: tuple[tuple[str, Callable[[float], object]], ...]
-                shown = (("bytes", size), ("rounds", "{:.0f}".format), ("seconds", duration))
-                for place, (what, say) in enumerate(shown):
-                    pair = full[what], kept[what]
-                    cells.append(("" if place else label, what, say(pair[0]), say(pair[1]), _times(*pair)))
-        cache = (self.full.cache_bytes, self.kept.cache_bytes)
-        cells.append(("at the end", "cache of a party", size(cache[0]), size(cache[1]), _times(*cache)))
-        emit_table(f"{self.policy.name} beside a full cache", ("part", "what", "full", "kept", "full by kept"), cells)
+def _saving_table(facts: dict[str, Any], kept: int) -> None:
+    """The same for people. kept: bytes of the cache under the policy."""
+    cells = []
+    for label, part in (("prompt and first token", facts["prompt"]), ("each further token", facts["token"])):
+        if part is not None:
+            shown: tuple[tuple[str, Callable[[float], object]], ...]
+            shown = (("bytes", size), ("rounds", "{:.0f}".format), ("seconds", duration))
+            for place, (what, say) in enumerate(shown):
+                pair = part["full"][what], part["kept"][what]
+                cells.append(("" if place else label, what, say(pair[0]), say(pair[1]), _times(*pair)))
+    full = facts["full"]["cache"]
+    cells.append(("at the end", "cache of a party", size(full), size(kept), _times(full, kept)))
+    headings = ("part", "what", "full", "kept", "full by kept")
+    emit_table(f"{facts['policy']['name']} beside a full cache", headings, cells)
 
 
 def _sum(found: Estimate, hardware: Hardware) -> dict[str, float]:
@@ -232,15 +216,6 @@ def _sum(found: Estimate, hardware: Hardware) -> dict[str, float]:
         "bytes": found.costs.bytes_total, "rounds": found.costs.rounds,
         "seconds": sum(hardware.seconds(layer) for layer in found.layers()),
     }  # fmt: skip
-
-
-def _prompt(found: Estimate, hardware: Hardware, _: int) -> dict[str, float]:
-    return _sum(found if found.prompt is None else found.prompt, hardware)
-
-
-def _token(found: Estimate, hardware: Hardware, new: int) -> dict[str, float]:
-    whole, first = _sum(found, hardware), _prompt(found, hardware, new)
-    return {key: (whole[key] - first[key]) / max(1, new - 1) for key in whole}
 
 
 def _times(full: float, kept: float) -> str:

@@ -1,4 +1,4 @@
-"""What `private-llm estimate` says of token sharding: totals with the busiest node, and plans side by side."""
+"""What an estimate is of (work, links and processors), and what it says of token sharding: the busiest node, plans."""
 
 from __future__ import annotations
 
@@ -19,23 +19,81 @@ from private_llm.token_sharding import (
     number_type,
     paper_bytes,
     paper_seconds,
+    seconds_of,
     shard_sizes,
 )
-from private_llm_cli.commands.hardware import Hardware, Workload
+from private_llm_cli.bench.link import LinkSpeed
+from private_llm_cli.commands.doctor import float_speed, matmul_speed
 from private_llm_cli.commands.models import shape_of
 from private_llm_cli.commands.output import duration, emit_json, emit_table, progress_bar, size
 
 if TYPE_CHECKING:
     from private_llm_hf.token_sharding.estimate import Sharded
-    from private_llm_hf.tools.estimate import Estimate
-from private_llm.token_sharding import Setting, fewest
-from private_llm.token_sharding import audit as examine
-from private_llm_cli.commands.output import CONSOLE
+    from private_llm_hf.tools.estimate import Estimate, LayerCost
 
 USUAL = ((3, 4, 1), (4, 8, 1), (4, 8, 2), (8, 8, 1), (8, 8, 2), (16, 8, 1))
 """alpha, c, m of plans from few nodes to many, which the audit finds sound for rho = 3."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Hardware:
+    """Links and processors. ring, floats: billion multiply-adds a second of a party (in its ring) and of a node."""
+
+    link: LinkSpeed
+    ring: float
+    floats: float
+
+    @classmethod
+    def of(cls, bandwidth: float, latency: float, gmacs: float | None, sharded: bool) -> Hardware:
+        """gmacs None: measured here. Raises ConfigError for impossible values."""
+        link = LinkSpeed(bandwidth, latency)
+        if gmacs is None:
+            return cls(link, matmul_speed(), float_speed() if sharded else 0.0)
+        if not gmacs > 0:
+            raise ConfigError(f"gmacs: got {gmacs:g}; want a positive number")
+        return cls(link, gmacs, gmacs)
+
+    def gmacs(self, layer: LayerCost) -> float:
+        """The speed that counts in this layer."""
+        return self.floats if layer.stages else self.ring
+
+    def speeds(self, config: PrivateConfig) -> list[str]:
+        """The speeds that count in a session, in words."""
+        parties = [] if config.protocol == "cascade" else [f"{self.ring:.1f} GMAC/s per party"]
+        return parties + ([] if config.plan is None else [f"{self.floats:.1f} GMAC/s per node"])
+
+    def seconds(self, layer: LayerCost) -> float:
+        """Time of one layer."""
+        return layer.seconds(self.link.bandwidth_mbit, self.link.latency_ms, self.gmacs(layer))
+
+    def stages(self, stages: Sequence[Stage]) -> float:
+        """Time of stages one after the other."""
+        return seconds_of(stages, self.link.bandwidth_mbit, self.link.latency_ms, self.floats)
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """What is estimated: one forward of `sequence` tokens (0: images), or `new` tokens after them.
+
+    sparsity: what predictors leave out, as it was given. replaced: the activation that ReLU took the place of.
+    """
+
+    model: str
+    sequence: int
+    new: int
+    batch: int
+    sparsity: str = ""
+    replaced: str | None = None
+
+    def __str__(self) -> str:
+        forward = f"one forward of {self.sequence} tokens" if self.sequence else "images"
+        done = f"{self.new} tokens after {self.sequence}" if self.new else forward
+        sparse = f", sparse: {self.sparsity}" if self.sparsity else ""
+        relu = f", ReLU in place of {self.replaced}" if self.replaced else ""
+        return f"{self.model}: {done}, batch {self.batch}{sparse}{relu}"
+
+
+# -- the nodes of a plan ---------------------------------------------------------------------------------------------
 @dataclasses.dataclass(frozen=True)
 class Busiest:
     """The node that computes and sends or receives longest."""
@@ -134,12 +192,7 @@ def sharding_rows(
 
 # -- plans side by side ------------------------------------------------------------------------------------------
 def compare_plans(
-    work: Workload,
-    config: PrivateConfig,
-    given: Sequence[ShardingPlan],
-    usual: bool,
-    as_json: bool,
-    hardware: Hardware,
+    work: Workload, config: PrivateConfig, given: Sequence[ShardingPlan], usual: bool, as_json: bool, hardware: Hardware
 ) -> None:
     """One row for each plan; a weak plan is shown, and called so. Raises ConfigError without token sharding."""
     if config.plan is None:
@@ -204,24 +257,3 @@ def _row(work: Workload, config: PrivateConfig, plan: ShardingPlan, hardware: Ha
         "cache": facts["memory_per_node"]["cache"], "seconds": sum(hardware.seconds(layer) for layer in found.layers()),
         "seconds_prompt": facts["seconds_prompt"], "seconds_per_token": facts["seconds_per_token"],
     }  # fmt: skip
-
-
-# -- `private-llm audit`: the verdict on a sharding plan before anybody trusts it with a text -------------------------
-def audit(plan: ShardingPlan, colluding: list[int], setting: Setting, as_json: bool) -> None:
-    """Print the audit of a plan and the fewest nodes that break it, or the audit of one set of colluding nodes."""
-    found = examine(plan, colluding=colluding or None, setting=setting)
-    breakers = [] if colluding else fewest(plan, setting=setting)
-    if as_json:
-        emit_json(
-            {
-                "name": "audit", **dataclasses.asdict(plan), "nodes": plan.nodes,
-                "setting": dataclasses.asdict(setting), "sound": found.sound, "notes": found.notes,
-                "findings": [dataclasses.asdict(finding) for finding in found.findings],
-                "fewest": breakers,
-            }
-        )  # fmt: skip
-        return
-    CONSOLE.print(str(found), highlight=False, markup=False)
-    if breakers:
-        names = " + ".join(plan.describe(node) for node in breakers)
-        CONSOLE.print(f"the fewest nodes found that break it: {names}", highlight=False, markup=False)

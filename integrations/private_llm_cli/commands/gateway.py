@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import secrets
 import tempfile
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from private_llm.config import PrivateConfig
-from private_llm.errors import ConfigError
+from private_llm.errors import ConfigError, PartiesBusy, PartyFailed, TransportError
+from private_llm.net.rendezvous import Unreached
 from private_llm_cli.commands.calibrate import ranges_from
 from private_llm_cli.commands.models import demo_model, loaded_from, tokenizer_of
 from private_llm_cli.commands.output import CONSOLE, NOTES, TURN, note_sparsity, progress_bar
@@ -20,39 +22,13 @@ from private_llm_cli.commands.output import CONSOLE, NOTES, TURN, note_sparsity,
 if TYPE_CHECKING:
     from private_llm_gateway.served import Served
     from private_llm_gateway.settings import GatewaySettings
-import logging
-import time
-from collections.abc import Iterator
-from typing import TypeVar
 
-from private_llm.errors import PartiesBusy, PartyFailed, TransportError
-from private_llm.net.rendezvous import Unreached
+    from private_llm_cli.using import GatewayChoices
 
 DEMO = "demo"
 """The name of the bundled model."""
 _LOADING_S = 900.0
 """Seconds that parties which were started here may take to load a model: a large one, on a busy machine."""
-
-
-@dataclass(frozen=True)
-class GatewayChoices:
-    """What the command line says of a gateway. source: model folder, hub id or client folder ("": bundled model).
-
-    name: what clients call the model (default: the last part of `source`). token: see `token_of`. wait_s: how long
-    parties that are not ready are waited for at the start. Raises ConfigError for less than 0.
-    """
-
-    source: str
-    name: str
-    sessions: int
-    ranges: Path | None
-    token: str = field(repr=False)
-    no_token: bool
-    wait_s: float
-
-    def __post_init__(self) -> None:
-        if not self.wait_s >= 0:
-            raise ConfigError(f"wait: got {self.wait_s:g}; want 0 seconds or more")
 
 
 def gateway(choices: GatewayChoices, config: PrivateConfig, settings: GatewaySettings) -> None:
@@ -98,8 +74,8 @@ def start_model(
     from private_llm_hf.service.local import LocalParties
     from transformers import AutoConfig
 
-    source = choices.source or demo_model()
-    name = choices.name or (DEMO if not choices.source else Path(source.rstrip("/")).name)
+    source = choices.model or demo_model()
+    name = choices.name or (DEMO if not choices.model else Path(source.rstrip("/")).name)
     if not name:
         raise ConfigError(f"name: {source!r} gives none; want --name")
     shared = (Path(source) / "client").is_dir() and share_path(Path(source), 0).is_file()
@@ -127,7 +103,7 @@ def start_model(
         step("calling the parties" if config.hosts else "sharing the weights")
         ranges = None if config.hosts else ranges_from(choices.ranges)
         model = when_ready(
-            lambda: loaded_from(auto, client, config, ranges=ranges), choices.wait_s if config.hosts else 0.0,
+            lambda: loaded_from(auto, client, config, ranges=ranges), choices.wait if config.hosts else 0.0,
             step,
         )  # fmt: skip
     stack.callback(model.close)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ from rich.markup import escape
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError
-from private_llm_cli.bench.record import RecordingMesh
+from private_llm_cli.bench.link import RecordingMesh
 from private_llm_cli.bench.rows import machine
 from private_llm_cli.commands.calibrate import ranges_from
 from private_llm_cli.commands.models import demo_model, gguf_options, loaded_from, plaintext_model, tokenizer_of
@@ -32,8 +33,6 @@ from private_llm_cli.commands.text import TextStream, TokenClock, agreement, by_
 if TYPE_CHECKING:
     from private_llm_hf.client.costs import Costs
     from torch import Tensor
-
-    from private_llm.net.local import LocalMesh
 
 
 @dataclass(frozen=True)
@@ -57,23 +56,17 @@ def generate(
     If generation fails, the error is raised after what there is: the text so far is printed already, as JSON it is an
     object with the text and the error.
     """
+    from private_llm_hf import AutoPrivateModelForCausalLM
+
     tokenizer = tokenizer_of(source, gguf_file)
     form = {**gguf_options(gguf_file), "ranges": ranges_from(ranges)}
     text = TextStream(tokenizer, show_text if not as_json else lambda _: None, prompt=True)
     facts = {"model": source, "prompt": prompt}
     try:
         made = run(
-            source,
-            tokenizer,
-            prompt,
-            config,
-            new_tokens,
-            as_json,
-            sampling,
-            preprocess=preprocess,
-            form=form,
-            text=text,
-        )
+            lambda: loaded_from(AutoPrivateModelForCausalLM, source, config, **form), tokenizer, prompt, new_tokens,
+            as_json, sampling, preprocess, text,
+        )  # fmt: skip
     except Exception as error:
         if as_json and text.arrived:
             emit_json({**facts, "private_text": text.text, "error": str(error)})
@@ -90,20 +83,20 @@ def generate(
 
 def demo(prompt: str, config: PrivateConfig, new_tokens: int, as_json: bool, plot: Path | None) -> None:
     """The bundled model: private against plaintext, and where the bytes go."""
+    from private_llm_hf import patch
     from private_llm_hf.tools.estimate import by_layer
 
     mesh = _recording(config, plot)
     source = demo_model()
     tokenizer, plain = tokenizer_of(source), plaintext_model(source)
-    made = run(source, tokenizer, prompt, config, new_tokens, as_json, {"do_sample": False}, plain, mesh)
+    made = run(lambda: patch(plain, config, mesh), tokenizer, prompt, new_tokens, as_json, {"do_sample": False})
     start = len(made.prompt)
     reference = plain.generate(**_inputs(tokenizer, prompt), max_new_tokens=new_tokens, do_sample=False)[0]
     equal, total = agreement(made.ids[start:], reference[start:])
     texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in (made.ids, reference)]
     layers = by_layer(made.costs)
     if plot is not None:
-        from private_llm_cli.commands.plot import plot_costs
-        from private_llm_cli.commands.plot_nodes import plot_nodes
+        from private_llm_cli.commands.plot import plot_costs, plot_nodes
 
         if config.plan is None:
             plot_costs(layers, mesh.waits if mesh is not None else (), config, made.clock.last, plot)
@@ -134,15 +127,14 @@ def demo(prompt: str, config: PrivateConfig, new_tokens: int, as_json: bool, plo
 
 
 def run(
-    source: str, tokenizer: Any, prompt: str, config: PrivateConfig, new_tokens: int, quiet: bool,  # noqa: ANN401
-    sampling: dict[str, Any], loaded: Any = None, mesh: LocalMesh | None = None, preprocess: bool = False,  # noqa: ANN401
-    form: dict[str, Any] | None = None, text: TextStream | None = None,
+    load: Callable[[], Any], tokenizer: Any, prompt: str, new_tokens: int, quiet: bool, sampling: dict[str, Any],  # noqa: ANN401
+    preprocess: bool = False, text: TextStream | None = None,
 ) -> Made:  # fmt: skip
-    """Share the model (`loaded`, or the checkpoint `source` in a `form`), generate, and collect times and costs.
+    """Share the model (`load`), generate, and collect times and costs.
 
     text: takes the text as it comes, in the place of a progress bar.
     """
-    from private_llm_hf import AutoPrivateModelForCausalLM, GeneratePlan, patch
+    from private_llm_hf import GeneratePlan
 
     if new_tokens < 1:
         raise ConfigError(f"max-new-tokens: got {new_tokens}; want at least 1")
@@ -150,10 +142,7 @@ def run(
     with ExitStack() as shown:
         step = shown.enter_context(progress_bar(new_tokens, quiet))
         step("sharing the weights", 0)
-        if loaded is None:
-            model = loaded_from(AutoPrivateModelForCausalLM, source, config, **(form or {}))
-        else:
-            model = patch(loaded, config, mesh)
+        model = load()
         with closing(model):
             note_sparsity(model, inputs["input_ids"].shape[1], new_tokens)
             spent = None

@@ -3,29 +3,37 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
 
-import torch
+import typer
 
 from private_llm.errors import ConfigError
 from private_llm.kv_policies.fixed import KEEP_ALL
 from private_llm.kv_policies.mpcache import MPCacheConfig
 from private_llm.kv_policies.policy import CachePolicy
-from private_llm_cli.commands.models import plaintext_model, quiet, tokenizer_of
+from private_llm_cli.commands.models import demo_model, plaintext_model, quiet, tokenizer_of
 from private_llm_cli.commands.output import CONSOLE, emit_json, emit_table, progress_bar
+from private_llm_cli.options import Json
 
 
 def kv_budget(
-    source: str, text: Path | None, loss: float, prompt: int | None, continuation: int, count: int, as_json: bool
+    model: Annotated[str, typer.Argument(help="Model folder or hub id (default: the bundled model).")] = "",
+    text: Annotated[Path | None, typer.Option(help="A text like those of your users (default: a bundled one).")] = None,
+    loss: Annotated[float, typer.Option(help="Share of next tokens that may differ from the full cache's.")] = 0.02,
+    prompt: Annotated[
+        int | None, typer.Option(help="Tokens of a prompt (default: 1024, or as many as the model has room for).")
+    ] = None,
+    continuation: Annotated[int, typer.Option(help="Tokens after it that are predicted.")] = 32,
+    count: Annotated[int, typer.Option(help="Prompts.")] = 8,
+    as_json: Json = False,
 ) -> None:
-    """Print what was tried, and the setting for `--kv-cache`.
-
-    prompt: None for 1024, or as many as the model has positions for. Raises ConfigError for texts that are too short,
-    and for prompts that are too long for the model.
-    """
+    """As the model owner: find the smallest budget of the KV cache that keeps the model's next tokens."""
+    import torch
     from private_llm_hf.client.inputs import max_positions
     from private_llm_hf.long_context.budget import smallest_budget
     from private_llm_hf.tools.texts import text_windows
 
+    source = model or demo_model()
     quiet()
     try:
         words = None if text is None else text.read_text("utf-8")
@@ -33,13 +41,13 @@ def kv_budget(
         raise ConfigError(f"text: {text} is no text in UTF-8") from None
     with progress_bar(None, as_json) as step:
         step("loading the model", 0)
-        model, tokenizer = plaintext_model(source), tokenizer_of(source)
-        prompt = prompt_length(prompt, continuation, max_positions(model.config))
+        plain, tokenizer = plaintext_model(source), tokenizer_of(source)
+        prompt = prompt_length(prompt, continuation, max_positions(plain.config))
         windows = text_windows(tokenizer, prompt, continuation, count, words)
         step(f"reading {count} prompts of {prompt} tokens", 0)
         ids = torch.tensor([window.prompt + window.continuation for window in windows])
         found = smallest_budget(
-            model, ids, loss, continuation=continuation, trying=lambda policy: step(f"trying {setting_of(policy)}")
+            plain, ids, loss, continuation=continuation, trying=lambda policy: step(f"trying {setting_of(policy)}")
         )
     setting = setting_of(found.policy)
     rows = [

@@ -76,21 +76,18 @@ def gguf_options(gguf_file: str | None) -> dict[str, Any]:
     return {} if gguf_file is None else {"gguf_file": gguf_file}
 
 
-def plaintext_model(source: str) -> Any:  # noqa: ANN401 - a transformers model
-    """The causal model itself, in float32, for comparison. Raises ConfigError."""
+def plaintext_model(source: str, auto: str = "AutoModelForCausalLM") -> Any:  # noqa: ANN401 - a transformers model
+    """The model itself in float32, as this class of transformers loads it, for comparison. Raises ConfigError."""
+    import private_llm_hf  # noqa: F401 - makes plain networks known to transformers
     import torch
-    from transformers import AutoModelForCausalLM
+    import transformers
 
-    return _load("model", AutoModelForCausalLM, source, dtype=torch.float32).eval()
+    return _load("model", getattr(transformers, auto), source, dtype=torch.float32).eval()
 
 
 def image_model(source: str) -> Any:  # noqa: ANN401 - a transformers model
-    """The image classifier itself, in float32, for comparison. Raises ConfigError."""
-    import private_llm_hf  # noqa: F401 - makes plain networks known to transformers
-    import torch
-    from transformers import AutoModelForImageClassification
-
-    return _load("model", AutoModelForImageClassification, source, dtype=torch.float32).eval()
+    """The image classifier itself, likewise."""
+    return plaintext_model(source, "AutoModelForImageClassification")
 
 
 def image_config(source: str) -> Any:  # noqa: ANN401 - a transformers configuration

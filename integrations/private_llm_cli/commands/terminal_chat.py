@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import DomainError, PrivateLLMError, ProtocolAbort, TransportError
-from private_llm_cli.commands.conversation import Conversation
 from private_llm_cli.commands.models import demo_model, loaded_from, smollm2_model, tokenizer_of
 from private_llm_cli.commands.output import (
     NOTES,
@@ -29,7 +28,7 @@ from private_llm_cli.commands.output import (
     show_text,
     size,
 )
-from private_llm_cli.commands.text import TextStream, is_text
+from private_llm_cli.commands.text import Conversation, TextStream, is_text
 
 if TYPE_CHECKING:
     from rich.status import Status
