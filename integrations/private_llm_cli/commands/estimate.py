@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -160,19 +161,13 @@ def _seeds_row(found: Estimate) -> list[tuple[str, object]]:
 
 def merge_equal(layers: list[LayerCost]) -> list[tuple[str, list[LayerCost]]]:
     """Neighbours of equal cost whose names differ in a number only, under one name."""
-    groups: list[tuple[str, list[LayerCost]]] = []
-    for layer in layers:
-        pattern = re.sub(r"\d+$", "#", layer.name)
-        if groups:
-            last = groups[-1][1][-1]
-            same = (last.sent, last.rounds, last.macs) == (layer.sent, layer.rounds, layer.macs)
-            if same and pattern == re.sub(r"\d+$", "#", last.name):
-                groups[-1][1].append(layer)
-                continue
-        groups.append((layer.name, [layer]))
+    groups = itertools.groupby(
+        layers, lambda layer: (re.sub(r"\d+$", "#", layer.name), layer.sent, layer.rounds, layer.macs)
+    )
+    merged = [list(members) for _, members in groups]
     return [
-        (f"{name}-{members[-1].name.rsplit('.', 1)[-1]}" if len(members) > 1 else name, members)
-        for name, members in groups
+        (f"{first.name}-{rest[-1].name.rsplit('.', 1)[-1]}" if rest else first.name, [first, *rest])
+        for first, *rest in merged
     ]
 
 

@@ -174,33 +174,18 @@ def when_ready(call: Callable[[], _T], wait_s: float, show: Callable[[str], None
 
 @contextlib.contextmanager
 def _waiting_told(show: Callable[[str], None]) -> Iterator[None]:
-    """Hand the library's words on whom it waits for to `show`; its warnings stay what they are."""
-    handler, level = _Handler(show), _LOG.level
-    _LOG.addHandler(handler)
-    if _LOG.getEffectiveLevel() > logging.INFO:
-        _LOG.setLevel(logging.INFO)
+    """Hand the library's words on whom it waits for to `show`; records go where they would go without it."""
+    usual, level = _LOG.getEffectiveLevel(), _LOG.level
+
+    def told(record: logging.LogRecord) -> bool:
+        if getattr(record, "event", None) == "waiting":
+            show(record.getMessage())
+        return record.levelno >= usual
+
+    _LOG.addFilter(told)
+    _LOG.setLevel(min(usual, logging.INFO))
     try:
         yield
     finally:
-        _LOG.removeHandler(handler)
+        _LOG.removeFilter(told)
         _LOG.setLevel(level)
-
-
-class _Handler(logging.Handler):
-    """Takes what is waited for; warnings go where they would go without it."""
-
-    def __init__(self, show: Callable[[str], None]) -> None:
-        super().__init__(logging.INFO)
-        self._show = show
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """One record."""
-        if getattr(record, "event", None) == "waiting":
-            self._show(record.getMessage())
-        elif record.levelno >= logging.WARNING and logging.lastResort is not None and not _others(self):
-            logging.lastResort.handle(record)
-
-
-def _others(own: logging.Handler) -> bool:
-    """Whether somebody else handles records."""
-    return bool(logging.getLogger().handlers) or any(each is not own for each in _LOG.handlers)
