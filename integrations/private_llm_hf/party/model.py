@@ -313,7 +313,7 @@ def _followed(
 
 # -- decoder layers as units whose middle is attention: the rest of a layer is the same at every step ----------------
 # A layer is one of a `ModuleList` that is called with hidden states and a cache. Its program stops where the cache is
-# updated and attention is called, one straight behind the other; what does more than that runs as smaller regions do.
+# updated and attention is called, one right after the other; what does more than that runs as smaller regions do.
 _MASK = "attention_mask"
 
 
