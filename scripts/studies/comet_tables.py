@@ -234,21 +234,22 @@ def overall(count: Counter) -> str:
 
 def rows_table(count: Counter, setting: str) -> str:
     """The paper's Table 2."""
-    rows = []
-    for label in list(count.size.models)[-2:]:
+    rows: dict[str, list[object]] = {name: [name] for name in ROWS}
+    labels = list(count.size.models)[-2:]
+    for label in labels:
         dense, comet = (by_row(count.run(label, setting, way).costs) for way in (None, planned(label, count.size)))
-        for name in ROWS:
+        for name, cells in rows.items():
             one, other = dense[name], comet[name]
             time = [each.seconds(MBIT, LATENCY_MS, GMACS) for each in (one, other)]
-            rows.append([
-                label, name, *(f"{value:.1f}" for value in time), _times(*time), gigabytes(one.bytes_total),
-                gigabytes(other.bytes_total), _times(one.bytes_total, other.bytes_total),
-            ])  # fmt: skip
-    return table(["model", "layer", "dense, s", "Comet, s", "", "dense, GB", "Comet, GB", ""], rows)
+            size = [each.bytes_total for each in (one, other)]
+            cells.append(f"{time[0]:.1f}, {time[1]:.1f}{_times(*time)}")
+            cells.append(f"{gigabytes(size[0])}, {gigabytes(size[1])}{_times(*size)}")
+    headings = [f"{label}: dense, Comet, {unit}" for label in labels for unit in ("s", "GB")]
+    return table(["layer", *headings], rows.values())
 
 
 def _times(one: float, other: float) -> str:
-    return f"{one / other:.2f}x" if one and other else ""
+    return f" ({one / other:.2f}x)" if one and other else ""
 
 
 def bandwidths(count: Counter) -> str:
@@ -256,11 +257,12 @@ def bandwidths(count: Counter) -> str:
     rows = []
     for label in list(count.size.models)[-2:]:
         for setting in SETTINGS:
-            for way in ("dense", "Comet", f"blocks of {BLOCK}, budgets"):
-                found = count.run(label, setting, ways(label, count.size)[way]).prompt
-                if found is not None:
-                    rows.append([label, setting, way, *(f"{seconds(found, mbit) / 60:.1f}" for mbit in BANDWIDTHS)])
-    return table(["model", "protocol", "", *(f"{mbit} Mbit/s, min" for mbit in BANDWIDTHS)], rows)
+            by_name = ways(label, count.size)
+            plans = (by_name[name] for name in ("dense", "Comet", f"blocks of {BLOCK}, budgets"))
+            found = [run for plan in plans if (run := count.run(label, setting, plan).prompt) is not None]
+            minutes = (", ".join(f"{seconds(run, mbit) / 60:.1f}" for run in found) for mbit in BANDWIDTHS)
+            rows.append([label, setting, *minutes])
+    return table(["model", "protocol", *(f"{mbit} Mbit/s" for mbit in BANDWIDTHS)], rows)
 
 
 def lengths(count: Counter, settings: Iterable[str]) -> dict[str, dict[int, tuple[Estimate, Estimate]]]:
@@ -280,14 +282,15 @@ def lengths_table(count: Counter) -> str:
     found = lengths(count, TWO)
     rows = [
         [
-            setting, new, f"{gigabytes(one.costs.bytes_total)}", f"{gigabytes(other.costs.bytes_total)}",
-            _times(one.costs.bytes_total, other.costs.bytes_total), f"{seconds(one) / 60:.1f}",
-            f"{seconds(other) / 60:.1f}", _times(seconds(one), seconds(other)),
+            setting, new,
+            f"{gigabytes(one.costs.bytes_total)}, {gigabytes(other.costs.bytes_total)}"
+            f"{_times(one.costs.bytes_total, other.costs.bytes_total)}",
+            f"{seconds(one) / 60:.1f}, {seconds(other) / 60:.1f}{_times(seconds(one), seconds(other))}",
         ]
         for setting, by_length in found.items()
         for new, (one, other) in by_length.items()
     ]  # fmt: skip
-    return table(["protocol", "tokens", "dense, GB", "Comet, GB", "", "dense, min", "Comet, min", ""], rows)
+    return table(["protocol", "tokens", "dense, Comet, GB", "dense, Comet, min"], rows)
 
 
 def groups_table(count: Counter) -> str:
@@ -295,20 +298,20 @@ def groups_table(count: Counter) -> str:
     rows = []
     for label in list(count.size.models)[-2:]:
         for setting in SETTINGS:
-            for way, plan in (("dense", None), ("Comet", planned(label, count.size))):
+            cells: dict[str, list[str]] = {}
+            for plan in (None, planned(label, count.size)):
                 found = by_row(count.run(label, setting, plan).costs)
                 whole = sum(each.bytes_total for each in found.values())
                 time = {name: each.seconds(MBIT, LATENCY_MS, GMACS) for name, each in found.items()}
-                cells = []
-                for names in GROUPS.values():
+                for group, names in GROUPS.items():
                     part, spent = sum(found[n].bytes_total for n in names), sum(time[n] for n in names)
-                    cells += [
-                        f"{gigabytes(part)} ({part / whole:.0%})",
-                        f"{spent:.0f} ({spent / sum(time.values()):.0%})",
-                    ]
-                rows.append([label, setting, way, *cells])
-    headings = [f"{name}, {unit}" for name in GROUPS for unit in ("GB", "s")]
-    return table(["model", "protocol", "", *headings], rows)
+                    if part:
+                        shares = f"{part / whole:.0%}", f"{spent / sum(time.values()):.0%}"
+                        cells.setdefault(f"{group}, GB", []).append(f"{gigabytes(part)} ({shares[0]})")
+                        cells.setdefault(f"{group}, s", []).append(f"{spent:.0f} ({shares[1]})")
+            headings = ["model", "protocol", *cells]
+            rows.append([label, setting, *(", ".join(each) for each in cells.values())])
+    return table(headings, rows)
 
 
 def variants(count: Counter) -> dict[str, tuple[PlannedSparsity | None, bool]]:
