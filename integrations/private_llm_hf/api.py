@@ -50,7 +50,7 @@ Start = Callable[[PrivateConfig, LocalMesh | None], Parties]
 _LOADING = ("use_safetensors", "variant", "disable_mmap", "key_mapping")
 
 
-Weights = Callable[[WeightList, Sink, bool], None]
+WeightSource = Callable[[WeightList, Sink, bool], None]
 """Passes a model's weights to the sink; if told True only if nothing need be downloaded: OSError without weights."""
 
 
@@ -221,7 +221,7 @@ def _network(model: nn.Module) -> Network:
 
 
 def _open(
-    model_class: type[PreTrainedModel], config: PretrainedConfig, private_config: PrivateConfig, weights: Weights,
+    model_class: type[PreTrainedModel], config: PretrainedConfig, private_config: PrivateConfig, weights: WeightSource,
     generation: GenerationConfig | None, ranges: Ranges | Callable[[], Ranges], mesh: LocalMesh | None = None,
     start: Start = start_parties, tried: bool = False,
 ) -> PreTrainedModel:  # fmt: skip

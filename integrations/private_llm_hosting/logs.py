@@ -33,12 +33,12 @@ def shortened(text: str, most: int = _LONG) -> str:
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
-class _Formatter(logging.Formatter):
-    """The fields of a record, in order."""
+class LogFormatter(logging.Formatter):
+    """One line a record: a JSON object, or time, level and party, then name=value, the message at the end."""
 
-    def __init__(self, party: str) -> None:
+    def __init__(self, party: str, as_json: bool) -> None:
         super().__init__()
-        self._party = party
+        self._party, self._as_json = party, as_json
 
     def fields(self, record: logging.LogRecord) -> dict[str, object]:
         """Everything that is told of a record."""
@@ -55,21 +55,11 @@ class _Formatter(logging.Formatter):
             found["error"] = " <- ".join(_told(record.exc_info[1]))
         return found
 
-
-class JsonFormatter(_Formatter):
-    """One JSON object per line."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        """The line."""
-        return json.dumps(self.fields(record))
-
-
-class TextFormatter(_Formatter):
-    """Time, level and party, then name=value, the message at the end."""
-
     def format(self, record: logging.LogRecord) -> str:
         """The line."""
         found = self.fields(record)
+        if self._as_json:
+            return json.dumps(found)
         head = f"{found.pop('time')} {str(found.pop('level')).upper():<7} {found.pop('party')}"
         message = found.pop("message")
         return " ".join([head, *(f"{name}={_quoted(value)}" for name, value in found.items()), f"-- {message}"])
@@ -80,7 +70,7 @@ def configure_logs(
 ) -> logging.Handler:
     """Send what the library logs, and Python's warnings, to `stream` (default: stderr). Returns the handler."""
     handler = _Handler(stream or sys.stderr)
-    handler.setFormatter((JsonFormatter if log_format == "json" else TextFormatter)(party))
+    handler.setFormatter(LogFormatter(party, log_format == "json"))
     logging.captureWarnings(True)
     for name in (LOGGER, "py.warnings"):
         logger = logging.getLogger(name)

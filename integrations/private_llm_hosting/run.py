@@ -50,15 +50,13 @@ def run_party(settings: HostingSettings, make: MakeService) -> None:
     with contextlib.ExitStack() as stack:
         stops = stack.enter_context(_Stops())
         _LOG.info("version %s starts", VERSION, extra={"event": "start"})
-        state = _State(metrics)
         if settings.operator is not None:
-            port = OperatorPort(settings.operator, state.why_not_ready, metrics.text)
+            port = OperatorPort(settings.operator, lambda: why_not_ready(metrics, stops.service), metrics.text)
             stack.callback(port.close)
         if settings.config.tls is not None:
             stack.callback(ExpiryWatch(settings.config.tls, metrics).close)
-        state.service = make(settings.config, settings.party, settings.service, Observers(metrics, LogObserver()))
-        stops.service = state.service
-        _serve(state.service)
+        stops.service = make(settings.config, settings.party, settings.service, Observers(metrics, LogObserver()))
+        _serve(stops.service)
     _LOG.info("stopped", extra={"event": "stop"})
 
 
@@ -70,20 +68,13 @@ def _forbid_core_dumps() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-class _State:
-    """What the operator port tells of readiness."""
-
-    def __init__(self, metrics: PartyMetrics) -> None:
-        self._metrics = metrics
-        self.service: PartyService | None = None
-
-    def why_not_ready(self) -> str | None:
-        """None when sessions may begin."""
-        if self._metrics.is_draining:
-            return "draining"
-        if self.service is None or not self.service.ready:
-            return "loading models" if self._metrics.links_are_up else self._metrics.awaits or "starting"
-        return None if self._metrics.links_are_up else "the links to the other parties are down"
+def why_not_ready(metrics: PartyMetrics, service: PartyService | None) -> str | None:
+    """What the operator port tells of readiness: None when sessions may begin."""
+    if metrics.is_draining:
+        return "draining"
+    if service is None or not service.ready:
+        return "loading models" if metrics.links_are_up else metrics.awaits or "starting"
+    return None if metrics.links_are_up else "the links to the other parties are down"
 
 
 class _Stops:

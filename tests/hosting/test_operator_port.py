@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 from private_llm_hf.service.settings import BatchFacts
 from private_llm_hosting.observers import CLASSES, PartyMetrics
-from private_llm_hosting.run import OperatorPort, _State
+from private_llm_hosting.run import OperatorPort, why_not_ready
 from prometheus_client.parser import text_string_to_metric_families
 
 from private_llm.errors import ConfigError
@@ -121,13 +121,12 @@ def test_a_port_that_is_taken(place: Place) -> None:
 
 def test_readiness_names_whom_it_waits_for() -> None:
     metrics = PartyMetrics(1, "trio")
-    state = _State(metrics)
-    assert state.why_not_ready() == "starting"
+    assert why_not_ready(metrics, None) == "starting"
     metrics.links_awaited("party 2", "party 2 did not connect", 20.2)
-    assert state.why_not_ready() == "waiting for party 2 (for 20 s)"
+    assert why_not_ready(metrics, None) == "waiting for party 2 (for 20 s)"
     metrics.links_awaited(None, "a certificate has expired", 30.0)
-    assert state.why_not_ready() == "the parties cannot be linked: see the log"
+    assert why_not_ready(metrics, None) == "the parties cannot be linked: see the log"
     metrics.links_up()
-    assert state.why_not_ready() == "loading models"
+    assert why_not_ready(metrics, None) == "loading models"
     metrics.links_down("party 2 has stopped", True)
-    assert state.why_not_ready() == "starting"
+    assert why_not_ready(metrics, None) == "starting"

@@ -126,11 +126,11 @@ class Costs:
         """The class of a module; siblings that are one product (`q_proj+k_proj`) are of one class."""
         return self.kinds.get(name.partition("+")[0], name or layer_of(name))
 
-    def _sums(self, group: Group) -> dict[str, tuple[int, int]]:
+    def _sums(self, group: Grouping) -> dict[str, tuple[int, int]]:
         parts = self._parts(group, timed=False)
         return {name: (part.bytes_total, part.rounds) for name, part in parts.items()}
 
-    def _parts(self, group: Group, timed: bool = True) -> dict[str, PartCost]:
+    def _parts(self, group: Grouping, timed: bool = True) -> dict[str, PartCost]:
         """By the names that `group` gives scopes and operations. timed: with what took time alone, too."""
         sent, rounds, seconds = [], [], []  # of each ledger by name
         for ledger in self.ledgers:
@@ -176,14 +176,14 @@ class Costs:
         }  # fmt: skip
 
 
-Group = Callable[[str, str], str]
+Grouping = Callable[[str, str], str]
 """A name for a scope and an operation."""
 
-Number = TypeVar("Number", int, float)
+Total = TypeVar("Total", int, float)
 
 
-def _added(pairs: Iterable[tuple[str, Number]]) -> dict[str, Number]:
-    found: dict[str, Number] = {}
+def _added(pairs: Iterable[tuple[str, Total]]) -> dict[str, Total]:
+    found: dict[str, Total] = {}
     for name, count in pairs:
         found[name] = found.get(name, 0) + count
     return found

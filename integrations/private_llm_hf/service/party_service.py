@@ -2,8 +2,8 @@
 
 The thread of each session takes its client's commands and inputs (`client_session.py`). One thread, the one that calls
 `run`, computes: party 0 chooses among the requests that wait (`scheduler.py`), all parties agree that they have them
-(`agreement.py`), and run them as one batch (`batch.py`). So a client that is slow, or leaves, or sends nonsense, makes
-nobody wait and ends nothing but its own session. When a party fails, all sessions end with its name; the others
+(`party/agreement.py`), and run them as one batch (`batch.py`). So a client that is slow, or leaves, or sends nonsense,
+makes nobody wait and ends nothing but its own session. When a party fails, all sessions end with its name; the others
 connect again, with the shares that they hold, as soon as it is back.
 """
 
