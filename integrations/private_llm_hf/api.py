@@ -59,6 +59,9 @@ class _AutoPrivate:
 
     auto_class: type[_BaseAutoModelClass]
 
+    def __init_subclass__(cls, auto: type[_BaseAutoModelClass]) -> None:
+        cls.auto_class = auto
+
     def __init__(self) -> None:
         raise ConfigError(f"{type(self).__name__} is not instantiated; use {type(self).__name__}.from_pretrained(...)")
 
@@ -103,52 +106,36 @@ class _AutoPrivate:
         return _open(model_class, config, private_config, weights, generation, ranges or measured)
 
 
-class AutoPrivateModelForCausalLM(_AutoPrivate):
+class AutoPrivateModelForCausalLM(_AutoPrivate, auto=transformers.AutoModelForCausalLM):
     """Decoders that generate text."""
 
-    auto_class = transformers.AutoModelForCausalLM
 
-
-class AutoPrivateModelForSeq2SeqLM(_AutoPrivate):
+class AutoPrivateModelForSeq2SeqLM(_AutoPrivate, auto=transformers.AutoModelForSeq2SeqLM):
     """Encoder-decoders that generate text."""
 
-    auto_class = transformers.AutoModelForSeq2SeqLM
 
-
-class AutoPrivateModelForMaskedLM(_AutoPrivate):
+class AutoPrivateModelForMaskedLM(_AutoPrivate, auto=transformers.AutoModelForMaskedLM):
     """Encoders that fill in masked tokens."""
 
-    auto_class = transformers.AutoModelForMaskedLM
 
-
-class AutoPrivateModelForSequenceClassification(_AutoPrivate):
+class AutoPrivateModelForSequenceClassification(_AutoPrivate, auto=transformers.AutoModelForSequenceClassification):
     """Classifiers of sentences."""
 
-    auto_class = transformers.AutoModelForSequenceClassification
 
-
-class AutoPrivateModelForTokenClassification(_AutoPrivate):
+class AutoPrivateModelForTokenClassification(_AutoPrivate, auto=transformers.AutoModelForTokenClassification):
     """Classifiers of every token, for instance of names."""
 
-    auto_class = transformers.AutoModelForTokenClassification
 
-
-class AutoPrivateModelForQuestionAnswering(_AutoPrivate):
+class AutoPrivateModelForQuestionAnswering(_AutoPrivate, auto=transformers.AutoModelForQuestionAnswering):
     """Models that find an answer in a text: logits of its first and its last token."""
 
-    auto_class = transformers.AutoModelForQuestionAnswering
 
-
-class AutoPrivateModelForImageClassification(_AutoPrivate):
+class AutoPrivateModelForImageClassification(_AutoPrivate, auto=transformers.AutoModelForImageClassification):
     """Classifiers of images."""
 
-    auto_class = transformers.AutoModelForImageClassification
 
-
-class AutoPrivateModel(_AutoPrivate):
+class AutoPrivateModel(_AutoPrivate, auto=transformers.AutoModel):
     """Models without a head: hidden states, sentence and image features."""
-
-    auto_class = transformers.AutoModel
 
 
 def patch(

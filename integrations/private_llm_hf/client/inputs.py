@@ -171,12 +171,17 @@ def check_pixels(name: str, pixels: object, config: PretrainedConfig) -> Tensor:
         if pixels.ndim < 2 or pixels.numel() == 0:
             raise DomainError(f"{name}: got shape {tuple(pixels.shape)}; want [batch, channels, height, width]")
         return pixels.cpu()
-    size = config.image_size
-    height, width = size if isinstance(size, (list, tuple)) else (size, size)
-    want = (config.num_channels, height, width)
+    want = image_shape(config)
     if pixels.ndim != 4 or tuple(pixels.shape[1:]) != want or pixels.shape[0] == 0:
         raise DomainError(f"{name}: got shape {tuple(pixels.shape)}; want [batch, {want[0]}, {want[1]}, {want[2]}]")
     return pixels.cpu()
+
+
+def image_shape(config: PretrainedConfig) -> tuple[int, int, int]:
+    """(channels, height, width) of the images of a model whose layers do not take any."""
+    size = config.image_size
+    height, width = size if isinstance(size, list | tuple) else (size, size)
+    return config.num_channels, height, width
 
 
 def encode_values(name: str, values: Tensor, ring: Ring, frac: int) -> Tensor:

@@ -295,18 +295,15 @@ class SecretCache(Cache):  # type: ignore[misc]
 
     def add_layer(self) -> None:
         """One layer more, with the role that its number gives it."""
-        self.layers.append(self._next_layer())
+        number = len(self.layers)
+        policy, first = self.role(number)
+        self.layers.append(SecretCacheLayer(policy, None if first == number else self.layers[first]))
 
     def role(self, number: int) -> tuple[CachePolicy, int]:
         """The policy of a layer, and the layer whose choices it uses: its own number if it chooses for itself."""
         if number in self.windowed and self.policy.in_secret:
             return KEEP_ALL, number
         return self.policy, self.policy.sharing.leader(number, self.windowed)
-
-    def _next_layer(self) -> SecretCacheLayer:
-        number = len(self.layers)
-        policy, first = self.role(number)
-        return SecretCacheLayer(policy, None if first == number else self.layers[first])
 
     def evict(self, padding: Tensor | None) -> None:
         """Ask the policy in every layer, after a call. padding: [B, position], non-zero where a token counts."""

@@ -81,22 +81,14 @@ def _check_input(model: PreTrainedModel, which: Architecture, call: Call) -> Tok
         table_of(model, item)
         wanted: tuple[int | None, ...] = (None, None)
     elif which.kind == "vision":
-        wanted = _image(model.config, which, len(shape))
+        any_size = (None,) * max(len(shape), 2)  # where sizes are the layers' business, as many as it has
+        wanted = any_size if which.images == "any" else (None, *check.image_shape(model.config))
     else:
         wanted = (None, None, model.get_input_embeddings().embedding_dim)
     fits = len(shape) == len(wanted)
     if not fits or any(want not in (None, size) for size, want in zip(shape, wanted, strict=True)):
         raise TransportError(f"{item.name}: got shape {list(shape)}; want {[want or 'any' for want in wanted]}")
     return item
-
-
-def _image(config: PretrainedConfig, which: Architecture, dimensions: int) -> tuple[int | None, ...]:
-    """Sizes that an image must have; where they are the layers' business, as many as it has."""
-    if which.images == "any":
-        return (None,) * max(dimensions, 2)
-    size = config.image_size
-    height, width = size if isinstance(size, list | tuple) else (size, size)
-    return (None, config.num_channels, height, width)
 
 
 def _check_cache(which: Architecture, config: PrivateConfig, call: Call, state: SessionState, owner: str) -> int:
