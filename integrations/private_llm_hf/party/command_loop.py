@@ -7,7 +7,6 @@ import re
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
@@ -26,13 +25,9 @@ _REPORTED = re.compile(rf"{HEARSAY}(?:(?:{WHO}): \w+: |the client stopped)")
 
 
 def serve_commands(
-    transport: Transport,
-    kinds: tuple[type[M], ...],
-    obey: Callable[[M], None],
-    heartbeat: Heartbeat,
-    around: Callable[[M], AbstractContextManager[None]] = lambda command: nullcontext(),
+    transport: Transport, kinds: tuple[type[M], ...], obey: Callable[[M], None], heartbeat: Heartbeat
 ) -> None:
-    """Obey commands of these kinds, each within `around` it, until the client stops.
+    """Obey commands of these kinds until the client stops.
 
     Raises what ended the session otherwise, TransportError for a command that is none of these or malformed.
     """
@@ -42,7 +37,7 @@ def serve_commands(
         if isinstance(command, Stop):
             return
         heartbeat.start()
-        with torch.no_grad(), around(command):
+        with torch.no_grad():
             obey(command)
 
 

@@ -36,8 +36,6 @@ from private_llm_hf.checkpoint.share_files import ShareFile
 _LOG = logging.getLogger("private_llm")
 FILLED = 0.9
 """Part of a device's free memory that may be filled with weights; activations and caches need the rest."""
-
-
 LARGE = 256 << 20
 """Bytes of whole shares from which seeds are faster than memory, which is then read from beyond the caches."""
 
