@@ -11,6 +11,7 @@ the last the module's own forward runs on shares. The first handler that matches
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 
 from private_llm.errors import ConfigError
 from private_llm.nn.modules import PrivateGELU, PrivateQuickGELU
-from private_llm_hf.models.architectures import module_rules, table
+from private_llm_hf.models.architectures import read_facts, table
 from private_llm_hf.models.norms import FoldedNorm, norm_of
 from private_llm_hf.models.routers import (
     PrivateClampedExperts,
@@ -94,10 +95,6 @@ def handler_of(module: nn.Module) -> Handler | None:
     return next((found for find in _FINDERS if (found := find(module)) is not None), None)
 
 
-def _by_user(module: nn.Module) -> Handler | None:
-    return _of_users.get(type(module))
-
-
 def _norm(module: nn.Module) -> Handler | None:
     """A norm is one by what it computes."""
     norm = norm_of(module)
@@ -144,17 +141,21 @@ def _esm(module: nn.Module) -> Handler | None:
 def _by_name(module: nn.Module) -> Handler | None:
     """Rules of models/modules.json: operations that tensors have rules for."""
     kind = type(module).__name__
-    rule = next((rule for rule in module_rules() if rule.pattern.match(kind)), None)
-    return None if rule is None else Handler(rule.becomes, rule.public, wide=rule.wide)
+    return next((handler for names, handler in _rules() if names.fullmatch(kind)), None)
 
 
-_FINDERS: tuple[Find, ...] = (_by_user, _norm, _gelu, _experts, _esm, _by_name)
+@functools.cache
+def _rules() -> list[tuple[re.Pattern[str], Handler]]:
+    return [(re.compile(names), Handler(**rule)) for names, rule in read_facts("modules.json").items()]
+
+
+_FINDERS: tuple[Find, ...] = (lambda module: _of_users.get(type(module)), _norm, _gelu, _experts, _esm, _by_name)
 
 
 def match(section: str, module: nn.Module) -> Any:  # noqa: ANN401 - a JSON value
     """What a section of models/replacements.json says of a class."""
-    name = type(module).__name__
-    return next((facts for names, facts in table(section).items() if re.fullmatch(names, name)), None)
+    kind = type(module).__name__
+    return next((facts for names, facts in table(section).items() if re.fullmatch(names, kind)), None)
 
 
 # -- ESM spells a GELU by hand, and leaves its embeddings out for tokens that were looked up --------------------------

@@ -20,23 +20,16 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_M
 
 from private_llm.errors import PatchMismatch
 
+_EXCEPTIONS = "architectures.json"
+"""Facts by model type that transformers' tables do not tell."""
 _FOREIGN = frozenset(
     {"timm_wrapper", "timm_backbone", "encoder-decoder", "vision-encoder-decoder", "speech-encoder-decoder", "rag"}
 )
 """Model types whose code is not transformers' own, or that are made of whatever their configuration names."""
-_LOADING = frozenset(
-    {
-        "checkpoint_path",
-        "pretrained_cfg",
-        "model_args",
-        "auto_map",
-        "backbone",
-        "use_timm_backbone",
-        "use_pretrained_backbone",
-        "custom_pipelines",
-        "trust_remote_code",
-    }
-)
+_LOADING = frozenset({
+    "checkpoint_path", "pretrained_cfg", "model_args", "auto_map", "backbone", "use_timm_backbone",
+    "use_pretrained_backbone", "custom_pipelines", "trust_remote_code",
+})  # fmt: skip
 """Settings that name something to be loaded."""
 
 
@@ -59,16 +52,6 @@ class Architecture:
         return self.kind in ("decoder", "encoder-decoder")
 
 
-@dataclass(frozen=True)
-class ModuleRule:
-    """What runs in place of a module, and what of it is public. wide: whether its products need a 64-bit ring."""
-
-    pattern: re.Pattern[str]
-    becomes: str
-    public: str
-    wide: bool = False
-
-
 def architecture(config: PretrainedConfig) -> Architecture:
     """The architecture of a configuration. Raises PatchMismatch for a kind of model that is not run."""
     return architecture_of(config.model_type)
@@ -79,7 +62,7 @@ def architecture_of(model_type: object) -> Architecture:
 
     Raises PatchMismatch for what transformers does not know, and for kinds of models that are not run.
     """
-    if not isinstance(model_type, str) or model_type not in {*CONFIG_MAPPING_NAMES, *exceptions()}:
+    if not isinstance(model_type, str) or model_type not in {*CONFIG_MAPPING_NAMES, *read_facts(_EXCEPTIONS)}:
         raise PatchMismatch(
             f"unknown architecture {str(model_type)[:80]!r}; want a model type of transformers "
             f"{transformers.__version__}, or a torch.nn network"
@@ -89,7 +72,7 @@ def architecture_of(model_type: object) -> Architecture:
 
 @functools.cache
 def _known(model_type: str) -> Architecture:
-    facts = dict(exceptions().get(model_type, {}))
+    facts = dict(read_facts(_EXCEPTIONS).get(model_type, {}))
     if "kind" not in facts:
         facts["kind"] = _kind(model_type)
     if "positions" not in facts or "images" not in facts:
@@ -162,30 +145,14 @@ def _mentions(config_class: type, name: str) -> bool:
 
 
 @functools.cache
-def exceptions() -> dict[str, dict[str, Any]]:
-    """Facts by model type that transformers' tables do not tell."""
-    found: dict[str, dict[str, Any]] = _read("architectures.json")
-    return found
-
-
-@functools.cache
 def compared(way: Literal["shares", "token sharding"] = "shares") -> frozenset[str]:
     """Model classes that the project's tests compare with their plaintext selves: no trial before the first use."""
-    return frozenset(_read("compared.json")[way])
+    return frozenset(read_facts("compared.json")[way])
 
 
-@functools.cache
-def module_rules() -> tuple[ModuleRule, ...]:
-    """Rules by class name, first match wins."""
-    rules = _read("modules.json")
-    return tuple(ModuleRule(re.compile(f"(?:{names})$"), **rule) for names, rule in rules.items())
-
-
-@functools.cache
-def table(section: str) -> dict[str, Any]:
+def table(section: str) -> Any:  # noqa: ANN401 - a JSON value
     """A section of replacements.json: what of a family is done in another way."""
-    found: dict[str, Any] = _read("replacements.json")[section]
-    return found
+    return read_facts("replacements.json")[section]
 
 
 def attention_of(model_type: str, cls: type[PreTrainedModel]) -> str:
@@ -195,30 +162,26 @@ def attention_of(model_type: str, cls: type[PreTrainedModel]) -> str:
     return found
 
 
-@functools.cache
-def positions_by_mask() -> frozenset[str]:
-    """Model types that number positions by unmasked tokens unless they are given numbers."""
-    found: list[str] = _read("replacements.json")["positions_by_mask"]
-    return frozenset(found)
+def numbers_by_mask(model_type: str) -> bool:
+    """Whether models of a type number positions by unmasked tokens unless they are given numbers."""
+    return model_type in table("positions_by_mask")
 
 
 def reads_first_token(model_class: type[PreTrainedModel]) -> bool:
     """Whether a classifier reads the first token even where it is padding, and attention to padding is not defined."""
-    found: list[str] = _read("replacements.json")["first_token"]
     classifies = model_class.__name__.endswith("ForSequenceClassification")
-    return classifies and getattr(model_class.config_class, "model_type", "") in found
+    return classifies and getattr(model_class.config_class, "model_type", "") in table("first_token")
+
+
+def keeps_rows_first(model_type: str) -> bool:
+    """Whether every tensor of an encoder has the rows of the batch, or all their tokens in order, first."""
+    return model_type in table("batch_first")
 
 
 @functools.cache
-def batch_first() -> frozenset[str]:
-    """Model types of encoders whose every tensor has the rows of the batch, or all their tokens in order, first."""
-    found: list[str] = _read("replacements.json")["batch_first"]
-    return frozenset(found)
-
-
-def _read(name: str) -> Any:  # noqa: ANN401 - a JSON value
-    found: Any = json.loads(resources.files("private_llm_hf").joinpath("models", name).read_text())
-    return found
+def read_facts(name: str) -> Any:  # noqa: ANN401 - a JSON value
+    """A file of facts that lies beside this one. Nobody changes what is returned."""
+    return json.loads(resources.files("private_llm_hf").joinpath("models", name).read_text())
 
 
 # -- which inputs a model class reads, and what to use instead of one whose inputs cannot be shared -------------------

@@ -89,7 +89,6 @@ def _attention(
     module: nn.Module, query: SecretTensor, key: SecretTensor, value: SecretTensor, attention_mask: Tensor | None,
     scaling: float | None, softcap: float | None, position_bias: Tensor | None, s_aux: Tensor | None,
 ) -> tuple[SecretTensor, None]:  # fmt: skip
-    """`private_attention` of what it takes."""
     attention_mask, addend = read_mask(attention_mask)
     layer = key.layer if isinstance(key, HeldKeys) else None
     merged = 1 if layer is None else layer.policy.merged_heads

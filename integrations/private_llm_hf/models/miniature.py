@@ -81,14 +81,12 @@ def small_config(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def _few_layers(config: PretrainedConfig) -> PretrainedConfig:
-    """The same settings and widths, two layers."""
     values = config.to_dict()
     wanted = {own: COUNTS[name] for name, own in _own_names(values, dict(config.attribute_map)) if name in _LAYERS}
     return type(config)(**_arguments(_cut({**values, **wanted}, values)))
 
 
 def _arguments(values: dict[str, Any]) -> dict[str, Any]:
-    """What a configuration class takes."""
     left_out = {"model_type", "transformers_version", "_name_or_path", "architectures", "dtype", "torch_dtype"}
     left_out |= {"out_features", "out_indices", "stage_names"}  # stages by name, which only backbones give out
     return {key: copy.deepcopy(value) for key, value in values.items() if key not in left_out}

@@ -115,7 +115,7 @@ def _width(module: nn.Module) -> int | None:
     stated = getattr(module, "normalized_shape", None)
     if isinstance(stated, tuple | list | torch.Size):
         return int(stated[0]) if len(stated) == 1 else None
-    return _WIDTH if any(True for _ in _own_numbers(module)) else None
+    return _WIDTH if _own_numbers(module) else None
 
 
 def _results(module: nn.Module, weights: dict[str, Tensor], rows: Tensor) -> Tensor | None:
@@ -135,19 +135,12 @@ def _results(module: nn.Module, weights: dict[str, Tensor], rows: Tensor) -> Ten
 
 
 def _candidates(module: nn.Module) -> Iterator[Norm]:
-    for eps in _numbers(module):
+    for eps in (*_own_numbers(module), *_USUAL):
         for kind in ("rms", "layer"):
             for offset in (0.0, 1.0):
                 yield Norm(kind, eps, offset)
 
 
-def _numbers(module: nn.Module) -> Iterator[float]:
-    """Numbers that may be what is added to the variance: the module's own, and the usual ones."""
-    yield from _own_numbers(module)
-    yield from _USUAL
-
-
-def _own_numbers(module: nn.Module) -> Iterator[float]:
-    for value in vars(module).values():
-        if isinstance(value, float) and 0 < value < 0.1:
-            yield value
+def _own_numbers(module: nn.Module) -> list[float]:
+    """Numbers of a module that may be what is added to the variance."""
+    return [value for value in vars(module).values() if isinstance(value, float) and 0 < value < 0.1]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -188,7 +189,9 @@ def _parts(module: nn.Module) -> RouterParts | None:
     if len(matrices) != 1 or len(dict(module.named_children())) > 2:
         return None
     linear, _, own = matrices[0].rpartition(".")
-    if own != "weight" or (linear and not _is_linear(module._modules.get(linear))):
+    child = module._modules.get(linear)
+    plain = isinstance(child, nn.Linear) and type(child).forward is nn.Linear.forward
+    if own != "weight" or (linear and not plain):
         return None
     count = held.pop(matrices[0]).shape[0]
     held.pop(f"{linear}.bias" if linear else "bias", None)
@@ -198,10 +201,6 @@ def _parts(module: nn.Module) -> RouterParts | None:
     if any(name not in (linear, path.partition(".")[0]) for name, _ in module.named_children()):
         return None
     return RouterParts(linear, path.partition(".")[0])
-
-
-def _is_linear(module: nn.Module | None) -> bool:
-    return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
 
 
 def _copied(module: nn.Module, parts: RouterParts, weight: Tensor, bias: Tensor, correction: Tensor) -> nn.Module:
@@ -240,12 +239,11 @@ def _weights(tried: nn.Module, rows: Tensor, correction: Tensor) -> Tensor | Non
 
 def _candidates(module: nn.Module, k: int, count: int) -> Iterator[Routing]:
     scales = {1.0, *(float(v) for n, v in vars(module).items() if "scal" in n and isinstance(v, float | int))}
-    for groups in _groups(module, k, count):
-        for score in ("softmax", "sigmoid"):
-            for corrected in ("", "scores", "logits"):
-                for normal in (True, False):
-                    for scale in sorted(scales):
-                        yield Routing(k, normal, scale, score, corrected, groups)
+    scores: tuple[Literal["softmax", "sigmoid"], ...] = ("softmax", "sigmoid")
+    corrected: tuple[Literal["", "scores", "logits"], ...] = ("", "scores", "logits")
+    ways = itertools.product(_groups(module, k, count), scores, corrected, (True, False), sorted(scales))
+    for groups, score, what, normal, scale in ways:
+        yield Routing(k, normal, scale, score, what, groups)
 
 
 def _groups(module: nn.Module, k: int, count: int) -> Iterator[Groups | None]:
@@ -273,10 +271,8 @@ class PrivateExperts(nn.Module):
     def __init__(self, original: nn.Module) -> None:
         super().__init__()
         self.act_fn = original.get_submodule("act_fn")
-        self.gate_up_proj: Tensor
-        self.down_proj: Tensor
-        self.register_parameter("gate_up_proj", original.get_parameter("gate_up_proj"))
-        self.register_parameter("down_proj", original.get_parameter("down_proj"))
+        self.gate_up_proj = original.get_parameter("gate_up_proj")
+        self.down_proj = original.get_parameter("down_proj")
 
     def forward(self, hidden_states: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """Secret tokens [T, H] and the router's weights [T, n] (given twice) to [T, H].

@@ -106,7 +106,6 @@ def _installed() -> tuple[str, Path] | None:
 
 
 def _convert(gguf: Path, out: Path) -> None:
-    """Write the model folder `out`."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
