@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 
 
@@ -68,6 +68,11 @@ class WeakProtection(UserWarning):
 
 class UntestedVersion(UserWarning):
     """A library is newer than the newest one that this release was tested with: what it changed may not be known."""
+
+
+def listed(names: Sequence[str], most: int = 20, between: str = ", ") -> str:
+    """The first of some names, and how many more there are."""
+    return between.join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def meant(typed: Iterable[str], known: Iterable[str]) -> str:

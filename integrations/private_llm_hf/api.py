@@ -27,11 +27,10 @@ from private_llm_hf.checkpoint.checkpoint import Checkpoint, generation_config, 
 from private_llm_hf.checkpoint.dense import dense_model, unwrapped, without_quantisation
 from private_llm_hf.checkpoint.loaded import as_built
 from private_llm_hf.checkpoint.model_spec import ModelSpec, describe, folds_norms
-from private_llm_hf.checkpoint.node_checkpoint import WeightsDigest
 from private_llm_hf.checkpoint.own_code import patched_code, patched_methods
 from private_llm_hf.checkpoint.sample_inputs import check_images
 from private_llm_hf.checkpoint.share_files import ShareWriter, refuse_taken
-from private_llm_hf.checkpoint.weights import Sink, WeightList, stream_loaded
+from private_llm_hf.checkpoint.weights import Sink, WeightList, WeightsDigest, stream_loaded
 from private_llm_hf.client.launch import choose_mode, start_parties
 from private_llm_hf.client.model import PrivateModel, private_class
 from private_llm_hf.client.parties import Parties

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from private_llm_hf import AutoPrivateModelForCausalLM, PrivateConfig, patch
-from private_llm_hf.checkpoint.node_checkpoint import WeightsDigest
+from private_llm_hf.checkpoint.weights import WeightsDigest
 from private_llm_hf.client.launch import serve_party
 from private_llm_hf.token_sharding import node as cascade_node
 from private_llm_hf.token_sharding.client import Nodes

@@ -21,8 +21,8 @@ from private_llm_hf import (
 )
 from private_llm_hf.api import share_checkpoint
 from private_llm_hf.checkpoint.checkpoint import Checkpoint
-from private_llm_hf.checkpoint.node_checkpoint import NodeCheckpoint
 from private_llm_hf.checkpoint.share_files import ShareFile, share_path
+from private_llm_hf.token_sharding.node import NodeCheckpoint
 from torch import Tensor, nn
 from transformers.utils import is_peft_available
 

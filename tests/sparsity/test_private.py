@@ -10,8 +10,8 @@ import pytest
 import torch
 from private_llm_hf import GeneratePlan, patch
 from private_llm_hf.checkpoint.model_spec import ModelSpec
-from private_llm_hf.checkpoint.node_checkpoint import WeightsDigest
 from private_llm_hf.checkpoint.norm_readers import norms_read
+from private_llm_hf.checkpoint.weights import WeightsDigest
 from private_llm_hf.models import sparse_blocks
 from private_llm_hf.party import model as party_model
 from private_llm_hf.sparsity import sharing

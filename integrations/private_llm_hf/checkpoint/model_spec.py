@@ -12,7 +12,7 @@ import transformers
 from transformers import PretrainedConfig, PreTrainedModel
 
 from private_llm.config import PrivateConfig
-from private_llm.errors import PatchMismatch
+from private_llm.errors import ConfigError, PatchMismatch
 from private_llm.ranges import UNKNOWN, Ranges
 from private_llm_hf.checkpoint.norm_readers import norm_readers
 from private_llm_hf.checkpoint.weights import Sink, WeightList, skeleton
@@ -32,6 +32,14 @@ def model_class(name: str) -> type[PreTrainedModel]:
     if not (isinstance(found, type) and issubclass(found, PreTrainedModel)):
         raise PatchMismatch(f"model class: got {name!r}; want a PreTrainedModel of transformers")
     return found
+
+
+def named_class(source: str, config: PretrainedConfig) -> type[PreTrainedModel]:
+    """The class that a checkpoint's configuration names. Raises ConfigError unless it is one, PatchMismatch."""
+    names = getattr(config, "architectures", None) or []
+    if len(names) != 1:
+        raise ConfigError(f"model {source!r}: its configuration names the classes {names}; want one")
+    return model_class(names[0])
 
 
 def accepted_class(name: object, config: object) -> type[PreTrainedModel]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import inspect
+import json
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -26,7 +27,8 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from private_llm.errors import DomainError, PatchMismatch, PrivateLLMError
+from private_llm.errors import DomainError, PatchMismatch, PrivateLLMError, listed
+from private_llm.protocols.weight_sharing import pieces
 from private_llm.ring.ring import Ring
 from private_llm.tensor.dispatch import TorchArg
 
@@ -110,7 +112,6 @@ class WithoutWeights(TorchFunctionMode):
     def __torch_function__(
         self, func: TorchArg, types: Sequence[type], args: Sequence[TorchArg] = (), kwargs: TorchArg = None
     ) -> TorchArg:
-        """`torch.empty` on meta."""
         kwargs = dict(kwargs or {})
         if func is torch.empty:
             kwargs["device"] = "meta"
@@ -186,10 +187,9 @@ class Collector:
         """Raises PatchMismatch if weights are missing."""
         missing = sorted(set(self._wanted.shapes) - self._seen)
         if missing:
-            shown = ", ".join(missing[:20]) + (f" and {len(missing) - 20} more" if len(missing) > 20 else "")
             raise PatchMismatch(
-                f"the checkpoint lacks {len(missing)} weight(s): {shown}; load a checkpoint that was trained with "
-                "this head, or patch() a model whose weights you have set"
+                f"the checkpoint lacks {len(missing)} weight(s): {listed(missing)}; load a checkpoint that was "
+                "trained with this head, or patch() a model whose weights you have set"
             )
 
 
@@ -238,6 +238,24 @@ def stream_checkpoint(
     collector.finish()
 
 
+class WeightsDigest:
+    """A sink for weights that keeps SHA-256 of their names, shapes and float32 values, in whatever order they come."""
+
+    def __init__(self) -> None:
+        self._parts: dict[str, bytes] = {}
+
+    def __call__(self, name: str, tensor: Tensor) -> None:
+        """One weight."""
+        made = hashlib.sha256(json.dumps([name, list(tensor.shape)]).encode())
+        for piece in pieces(tensor.detach()):  # in pieces: a half-precision tensor needs no second copy
+            made.update(piece.to("cpu", torch.float32).contiguous().numpy().data)
+        self._parts[name] = made.digest()
+
+    def text(self) -> str:
+        """Over all weights so far."""
+        return hashlib.sha256(b"".join(self._parts[name] for name in sorted(self._parts))).hexdigest()
+
+
 def encode_weight(name: str, tensor: Tensor, ring: Ring, frac: int) -> Tensor:
     """A weight as ring elements. Raises DomainError with the weight's name for NaN, infinities and overflow."""
     try:
@@ -269,7 +287,6 @@ class _Take(ConversionOps):  # type: ignore[misc]
         self.collector = collector
 
     def convert(self, input_dict: dict[str, Any], **_: object) -> dict[str, Any]:
-        """Consume {name: tensor or [tensor]}."""
         out = {}
         for name, value in input_dict.items():
             tensor = value[0] if isinstance(value, list) else value
@@ -306,5 +323,4 @@ class _StreamQuantizer(HfQuantizer):  # type: ignore[misc]
 
     @property
     def is_trainable(self) -> bool:
-        """No gradients."""
         return False

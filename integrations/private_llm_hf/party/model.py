@@ -19,7 +19,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 import private_llm.nn  # noqa: F401 - completes the table of operations
-from private_llm.errors import PatchMismatch
+from private_llm.errors import PatchMismatch, listed
 from private_llm.kernels.address import trim_allocator
 from private_llm.kv_policies.fixed import KEEP_ALL
 from private_llm.kv_policies.policy import CachePolicy
@@ -283,9 +283,7 @@ def _check_complete(model: PreTrainedModel, session: Session, on_disk: set[str])
 
 
 def _some(names: list[str]) -> str:
-    if not names:
-        return "none"
-    return ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")
+    return listed(names) or "none"
 
 
 # -- costs by module ------------------------------------------------------------------------------------------

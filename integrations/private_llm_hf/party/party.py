@@ -29,7 +29,6 @@ from private_llm.replay.program_cache import forget
 from private_llm.ring.prg import Seed
 from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.secret import SecretTensor
-from private_llm_hf.checkpoint.node_checkpoint import NodeCheckpoint
 from private_llm_hf.checkpoint.offload import Offloaded, OffloadFile
 from private_llm_hf.checkpoint.share_files import ShareFile
 from private_llm_hf.client.costs import rows_of
@@ -55,7 +54,7 @@ from private_llm_hf.party.model_description import (
 from private_llm_hf.party.placement import Weights, keeps_seeds, warn_of_copies, weights_of_file, weights_of_model
 from private_llm_hf.party.session_state import SessionState
 from private_llm_hf.token_sharding.cut import states_before_cut, stop_behind
-from private_llm_hf.token_sharding.node import Node
+from private_llm_hf.token_sharding.node import Node, NodeCheckpoint
 from private_llm_hf.wire import commands
 from private_llm_hf.wire.answers import Loaded, Prepared, StoredFile
 from private_llm_hf.wire.codec import Message

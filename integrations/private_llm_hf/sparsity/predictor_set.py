@@ -34,8 +34,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from private_llm.errors import ConfigError, refuse_unknown
 from private_llm_hf.checkpoint.model_spec import describe, model_class
-from private_llm_hf.checkpoint.node_checkpoint import WeightsDigest
-from private_llm_hf.checkpoint.weights import WeightList, skeleton, stream_loaded
+from private_llm_hf.checkpoint.weights import WeightList, WeightsDigest, skeleton, stream_loaded
 from private_llm_hf.sparsity.predictor import Measures, Predictor
 from private_llm_hf.sparsity.settings import PredictorConfig
 from private_llm_hf.sparsity.sites import Site
@@ -163,20 +162,9 @@ class PredictorSet:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         table = Table(title=f"predictors of {self.model.get('name') or self.model['class']}")
-        for heading in (
-            "site",
-            "rank",
-            "block",
-            "units",
-            "data",
-            "recall",
-            "precision",
-            "active",
-            "predicted",
-            "most",
-            "budget",
-        ):
-            table.add_column(heading, justify="left" if heading in ("site", "data") else "right", overflow="fold")
+        right = ("rank", "block", "units", "recall", "precision", "active", "predicted", "most", "budget")
+        for heading in ("site", *right[:3], "data", *right[3:]):
+            table.add_column(heading, justify="right" if heading in right else "left", overflow="fold")
         for member in self:
             predictor, config = member.predictor, member.predictor.config
             block = f"{config.block}" + ("" if predictor.grouping is None else " grouped")
@@ -257,22 +245,18 @@ def _member(row: Mapping[str, Any], tensors: dict[str, Tensor], version: int) ->
     shapes = {"fc1.weight": (rank, site.width), "fc1.bias": (rank,), "fc2.weight": (units, rank), "fc2.bias": (units,)}
     own = {name: tensors.pop(f"{site.name}.{name}") for name in shapes}
     grouping = tensors.pop(f"{site.name}.grouping", None) if version > 1 else None
-    _check_tensors(site.name, own, shapes)
+    for name, value in own.items():
+        if tuple(value.shape) != shapes[name] or value.dtype != torch.float32:
+            got = f"{value.dtype} {tuple(value.shape)}"
+            raise ConfigError(f"site '{site.name}': {name} is {got}; want {torch.float32} {shapes[name]}")
+        if not bool(value.isfinite().all()):
+            raise ConfigError(f"site '{site.name}': {name} holds NaN or infinity; train again")
     if grouping is not None and grouping.shape != (site.units,):
         raise ConfigError(f"site '{site.name}': grouping is {tuple(grouping.shape)}; want {(site.units,)}")
     predictor = Predictor(site.width, site.units, config, grouping=grouping)
     predictor.load_state_dict({**own, **({} if grouping is None else {"grouping": grouping})})
     measures = {name: Measures(**found) for name, found in row["measures"].items()}
     return SitePredictor(site, predictor.eval(), measures)
-
-
-def _check_tensors(site: str, found: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    for name, value in found.items():
-        if tuple(value.shape) != shapes[name] or value.dtype != torch.float32:
-            got = f"{value.dtype} {tuple(value.shape)}"
-            raise ConfigError(f"site '{site}': {name} is {got}; want {torch.float32} {shapes[name]}")
-        if not bool(value.isfinite().all()):
-            raise ConfigError(f"site '{site}': {name} holds NaN or infinity; train again")
 
 
 def _digest(tensors: Mapping[str, Tensor]) -> str:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -22,26 +21,14 @@ from private_llm.protocols.permutation import drawn
 from private_llm.ring.prg import Seed
 from private_llm.sparsity_config import CometConfig
 from private_llm_hf.checkpoint.model_spec import ModelSpec
-from private_llm_hf.checkpoint.node_checkpoint import WeightsDigest
 from private_llm_hf.checkpoint.norm_readers import norms_read
-from private_llm_hf.checkpoint.weights import Sink, skeleton
+from private_llm_hf.checkpoint.weights import Sink, WeightsDigest, skeleton
 from private_llm_hf.models.architectures import attention_of
 from private_llm_hf.models.attention_interface import NAME
 from private_llm_hf.models.norms import spelled_norm
 from private_llm_hf.models.sparse_blocks import KEY, SparseBlock, facts_of, layer_sizes
 from private_llm_hf.sparsity.predictor import Predictor
 from private_llm_hf.sparsity.predictor_set import PredictorSet, SitePredictor
-
-
-@dataclass(frozen=True)
-class _Move:
-    """How one tensor is reordered: `index` along `dim`."""
-
-    dim: int
-    index: Tensor
-
-    def __call__(self, tensor: Tensor) -> Tensor:
-        return tensor.index_select(self.dim, self.index.to(tensor.device))
 
 
 class SharedPredictors:
@@ -60,7 +47,7 @@ class SharedPredictors:
         self._weights: str = predictors.model["weights"]
         self._members: list[tuple[SitePredictor, SparseBlock, Tensor]] = []
         self._norms = _read_norms(cls, config, bare)
-        self._moves: dict[str, list[_Move]] = {}
+        self._moves: dict[str, list[tuple[int, Tensor]]] = {}  # along which dimension, in which order
         blocks = []
         for member in predictors:
             if member.site.kind not in settings.kinds:
@@ -93,8 +80,8 @@ class SharedPredictors:
             left.discard(name)
             if name.rpartition(".")[0] in wanted:
                 vectors[name] = tensor.detach().double().cpu()
-            for move in self._moves.get(name, ()):
-                tensor = move(tensor)
+            for dim, index in self._moves.get(name, ()):
+                tensor = tensor.index_select(dim, index.to(tensor.device))
             folded(name, tensor)
 
         weights(take)
@@ -175,12 +162,12 @@ class SharedPredictors:
 
     def _move_outputs(self, model: PreTrainedModel, name: str, index: Tensor) -> None:
         turned = isinstance(model.get_submodule(name), Conv1D)
-        self._moves.setdefault(f"{name}.weight", []).append(_Move(1 if turned else 0, index))
-        self._moves.setdefault(f"{name}.bias", []).append(_Move(0, index))
+        self._moves.setdefault(f"{name}.weight", []).append((1 if turned else 0, index))
+        self._moves.setdefault(f"{name}.bias", []).append((0, index))
 
     def _move_inputs(self, model: PreTrainedModel, name: str, index: Tensor) -> None:
         turned = isinstance(model.get_submodule(name), Conv1D)
-        self._moves.setdefault(f"{name}.weight", []).append(_Move(0 if turned else 1, index))
+        self._moves.setdefault(f"{name}.weight", []).append((0 if turned else 1, index))
 
 
 def shared_predictors(

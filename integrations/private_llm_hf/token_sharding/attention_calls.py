@@ -87,7 +87,6 @@ class _AttentionRecorder:
     def attend(
         self, module: nn.Module, rows: tuple[Tensor, Tensor, Tensor], mask: Tensor | None, facts: dict[str, Any]
     ) -> Tensor:
-        """Note one call."""
         q, k, v = rows
         rule = getattr(mask, "_cascade_rule", None)
         if rule is None and (mask is not None or getattr(module, "is_causal", False)):
@@ -234,14 +233,7 @@ def slopes(build_alibi_tensor: Callable[[Tensor, int, torch.dtype], Tensor], hea
     return tuple(build_alibi_tensor(torch.ones(1, 2, dtype=torch.int64), heads, torch.float32)[:, 0, 1].tolist())
 
 
-class _Layer(Protocol):
-    """What both attentions have."""
-
-    config: PretrainedConfig
-    inv_norm_factor: float
-
-
-def _through(module: _Layer, rows: tuple[Tensor, Tensor, Tensor], mask: Tensor | None, facts: dict[str, Any]) -> Tensor:
+def _through(module: Any, rows: tuple[Tensor, ...], mask: Tensor | None, facts: dict[str, Any]) -> Tensor:  # noqa: ANN401
     """Queries, keys, values [B, heads, n, D] to attention [B, n, heads x D]."""
     attend = ALL_ATTENTION_FUNCTIONS[module.config._attn_implementation]
     out: Tensor = attend(module, *rows, mask, scaling=module.inv_norm_factor, **facts)[0]

@@ -10,7 +10,6 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -24,15 +23,14 @@ from private_llm.protocols.plain.party import PlainClient
 from private_llm.ring.ring import Ring
 from private_llm.token_sharding import Setting, ShardingPlan, Step, recv_floats, refuse_weak, send_floats, warn_weak
 from private_llm_hf.checkpoint.model_spec import model_class
-from private_llm_hf.checkpoint.node_checkpoint import agreed, check_stored
 from private_llm_hf.checkpoint.weights import Sink
 from private_llm_hf.client.parties import Parties
 from private_llm_hf.client.session_client import Secret
-from private_llm_hf.models.architectures import architecture, positions_by_mask
+from private_llm_hf.models.architectures import architecture, numbers_by_mask
 from private_llm_hf.token_sharding.attention_calls import attention_calls
 from private_llm_hf.token_sharding.commands import AttnForward, CompForward, CropTo, LoadNode, NodeEdit
 from private_llm_hf.token_sharding.cut import Cut
-from private_llm_hf.token_sharding.node import agree, plan_of, reads_last_token
+from private_llm_hf.token_sharding.node import agree, agreed, check_stored, plan_of, reads_last_token
 from private_llm_hf.wire.answers import NodeLoaded, NodeModel, NodeOutputs
 from private_llm_hf.wire.commands import (
     OPENED,
@@ -163,7 +161,7 @@ class Nodes(Parties):
         cls = model_class(description.class_)
         config = cls.config_class.from_dict(dict(description.config))
         calls = attention_calls(cls, config)[cut.count if cut else 0 :]
-        self._by_mask = config.model_type in positions_by_mask()
+        self._by_mask = numbers_by_mask(config.model_type)
         self._last_only = reads_last_token(cls, config)
         accepts = sorted(set(inspect.signature(cls.forward).parameters))
         self.tell(LoadNode(description, disk, cut, tuple(calls), tuple(accepts)))
@@ -187,15 +185,15 @@ class Nodes(Parties):
             ((secret, item),) = zip(secrets, call.secret, strict=True)
             if isinstance(secret, Tensor):
                 values = self.ring.decode(secret, self.config.frac_bits).to(torch.float32).view(item.shape)
-                return self.run(step, "values", partial(self._send_values, values))
+
+                def feed(node: int, rows: list[int]) -> None:
+                    send_floats(self.transport, node, "values", [values[:, rows]])
+
+                return self.run(step, "values", feed)
             ids = secret[0].view(step.batch, step.new)
-            return self.run(step, "tokens", partial(self._send_tokens, ids))
-
-    def _send_tokens(self, ids: Tensor, node: int, rows: list[int]) -> None:
-        self.transport.send(node, "tokens", ids[:, rows].contiguous())
-
-    def _send_values(self, values: Tensor, node: int, rows: list[int]) -> None:
-        send_floats(self.transport, node, "values", [values[:, rows]])
+            return self.run(
+                step, "tokens", lambda node, rows: self.transport.send(node, "tokens", ids[:, rows].contiguous())
+            )
 
     def step(self, call: Call) -> NodeStep:
         """What a call means for the nodes. Raises UnsupportedOp and DomainError before anything is sent."""

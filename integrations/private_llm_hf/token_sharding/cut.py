@@ -75,7 +75,6 @@ class _Nobody:
     def attend(
         self, module: nn.Module, rows: tuple[Tensor, Tensor, Tensor], mask: Tensor | None, facts: dict[str, Any]
     ) -> Tensor:
-        """Of the rows' shape."""
         q, _, v = rows
         return q.new_empty(*q.shape[:3], v.shape[3])
 

@@ -71,7 +71,6 @@ class _MetaComp(CompNode):
     def attend(
         self, module: nn.Module, rows: tuple[Tensor, Tensor, Tensor], mask: Tensor | None, facts: dict[str, Any]
     ) -> Tensor:
-        """Note it, and go on without other nodes."""
         self._attended.append(layer_of(self._names[module]))
         q, _, v = rows
         return q.new_empty(*q.shape[:3], v.shape[3])

@@ -8,23 +8,26 @@ from __future__ import annotations
 
 import dataclasses
 import hmac
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, assert_never, get_args
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from private_llm.config import PrivateConfig
-from private_llm.errors import ConfigError, PatchMismatch, TransportError
+from private_llm.errors import ConfigError, PatchMismatch, PrivateLLMError, TransportError
 from private_llm.kernels.devices import device_for
 from private_llm.net.parallel_sessions import node_links
 from private_llm.net.transport import CLIENT, PlacedTransport, Transport
 from private_llm.protocols.session import opened
 from private_llm.ring.ring import Ring
 from private_llm.token_sharding import AttnNode, Exchange, ShardingPlan, recv_floats, send_floats
-from private_llm_hf.checkpoint.model_spec import accepted_class
-from private_llm_hf.checkpoint.node_checkpoint import NodeCheckpoint, claim
-from private_llm_hf.checkpoint.weights import WithoutWeights
+from private_llm_hf.checkpoint.checkpoint import Checkpoint
+from private_llm_hf.checkpoint.model_spec import ModelSpec, accepted_class, describe, named_class
+from private_llm_hf.checkpoint.weights import WeightsDigest, WithoutWeights
 from private_llm_hf.client.costs import rows_of
 from private_llm_hf.models.architectures import architecture
 from private_llm_hf.party.command_loop import Heartbeat, serve_commands
@@ -33,7 +36,7 @@ from private_llm_hf.party.model_description import take_described, validate_mode
 from private_llm_hf.token_sharding.attention_calls import cascade_config, listen, register
 from private_llm_hf.token_sharding.commands import AttnForward, CompForward, CropTo, LoadNode, NodeCommand, NodeEdit
 from private_llm_hf.token_sharding.cut import StandIn
-from private_llm_hf.wire.answers import NodeLoaded, NodeOutput, NodeOutputs
+from private_llm_hf.wire.answers import NodeLoaded, NodeModel, NodeOutput, NodeOutputs
 from private_llm_hf.wire.commands import (
     OPENED,
     CopyCache,
@@ -274,3 +277,76 @@ def _with_weights(model: PreTrainedModel, weights: dict[str, Tensor]) -> PreTrai
         raise PatchMismatch(f"weights: missing {lost[:5] or 'none'}, surplus {sorted(surplus)[:5] or 'none'}")
     model.tie_weights()
     return model.eval()
+
+
+# -- a public model that a CompNode reads from its own disk, and digests by which all endpoints agree -----------------
+@dataclass(frozen=True)
+class NodeCheckpoint:
+    """A checkpoint in a node's memory. weights: float32. digest: `WeightsDigest` of them."""
+
+    description: Description
+    weights: dict[str, Tensor]
+    digest: str
+
+    @classmethod
+    def open(cls, source: str) -> NodeCheckpoint:
+        """Read a model folder or hub id, as the class that its configuration names.
+
+        Raises ConfigError if there is no such checkpoint, PatchMismatch if weights are missing or do not fit.
+        """
+        try:
+            checkpoint = Checkpoint(source, {}, {})
+            config, _ = checkpoint.config()
+            found = named_class(source, config)
+            weights: dict[str, Tensor] = {}
+            digest = WeightsDigest()
+
+            def sink(name: str, tensor: Tensor) -> None:
+                digest(name, tensor)
+                weights[name] = tensor.to("cpu", torch.float32, copy=True)  # what is streamed may be a mapped file
+
+            spec = ModelSpec.of(found, config)
+            checkpoint.stream(found, config, spec.source, spec.folding(sink))
+        except PrivateLLMError:
+            raise
+        except (OSError, ValueError, SafetensorError) as error:  # transformers' and safetensors' own
+            raise ConfigError(f"model {source!r}: {str(error).splitlines()[0]}") from None
+        return cls(describe(found, config), weights, digest.text())
+
+
+def claim(checkpoint: NodeCheckpoint | None) -> NodeModel:
+    """What a CompNode says of the model that it holds."""
+    if checkpoint is None:
+        return NodeModel(None, None, None)
+    return NodeModel(checkpoint.description.model, checkpoint.description.class_, checkpoint.digest)
+
+
+def agreed(answers: Mapping[str, NodeModel]) -> NodeModel:
+    """What all CompNodes hold, from the `claim` of each. Raises ConfigError that names one with something else."""
+    (first, want), *others = answers.items()
+    for name, found in others:
+        if None in (found.model, want.model) and found != want:
+            empty, full = (name, first) if found.model is None else (first, name)
+            raise ConfigError(f"{empty} holds no model, and {full} does; start all CompNodes with --model, or none")
+        if found.model != want.model:
+            raise ConfigError(
+                f"{name} holds another model than {first}: a {found.class_}, not this {want.class_} or not of this "
+                "configuration; start all CompNodes with one checkpoint"
+            )
+        if found.weights != want.weights:
+            raise ConfigError(f"{name} holds other weights than {first}; start all CompNodes with one checkpoint")
+    return want
+
+
+def check_stored(stored: NodeModel, description: Description, mine: Callable[[], str | None]) -> None:
+    """Raises ConfigError unless nodes hold the model of the client, and the weights if it has some (their digest)."""
+    if stored.model != description.model:
+        raise ConfigError(
+            f"the CompNodes hold another model: a {stored.class_}, not this {description.class_} or not of this "
+            "configuration; start them with its checkpoint, or load the model they hold"
+        )
+    own = mine()
+    if own is not None and own != stored.weights:
+        raise ConfigError(
+            "the CompNodes hold other weights than the client; load their checkpoint, or its configuration alone"
+        )
