@@ -13,8 +13,8 @@ from __future__ import annotations
 import math
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 
 import torch
 import torch.nn.functional as F
@@ -26,16 +26,16 @@ from private_llm.approx.norms import fitting_bits
 from private_llm.config import PrivateConfig
 from private_llm.errors import DomainError, LowPrecision, TightRange
 from private_llm.nn.activations import ACTIVATIONS
-from private_llm.ranges import LARGEST_EXPONENT, LEAST_BITS, REACH, SQUARE_HEAD_ROOM, UNKNOWN, Ranges, exponent
+from private_llm.ranges import LARGEST_EXPONENT, LEAST_BITS, REACH, SQUARE_HEAD_ROOM, Ranges, exponent
 from private_llm.ring.ring import Ring
 from private_llm.tensor.dispatch import TorchArg
 from private_llm.tensor.range_check import PIECE
-from private_llm_hf.checkpoint.fine_weights import with_fine_weights
-from private_llm_hf.checkpoint.norm_readers import ResultReaders, with_readers
+from private_llm_hf.checkpoint.norm_readers import ResultReaders
 from private_llm_hf.handlers import match
 from private_llm_hf.models.norms import norm_of
 
 _LAYERS = {F.linear, torch.addmm}
+_LAYER_NORMS, _RMS_NORMS = {F.layer_norm, torch.layer_norm}, {F.rms_norm, torch.rms_norm}
 _CONVOLUTIONS = {F.conv2d, F.conv1d}
 _PRODUCTS = {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm, torch.baddbmm, Tensor.baddbmm}
 _TIMES = {torch.mul, torch.multiply, Tensor.mul, Tensor.__mul__, Tensor.__rmul__, Tensor.multiply, Tensor.mul_}
@@ -112,7 +112,6 @@ class Largest(TorchFunctionMode):
     def __torch_function__(
         self, func: TorchArg, types: Sequence[type], args: Sequence[TorchArg] = (), kwargs: TorchArg = None
     ) -> TorchArg:
-        """Run the operation, and look at what it was given and made."""
         out = func(*args, **(kwargs or {}))
         multiplies = func in _LAYERS or (func in _TIMES and self._of_two_secrets(args))
         self.readers.see(func, args, kwargs, out, self._scope, multiplies)
@@ -135,11 +134,8 @@ class Largest(TorchFunctionMode):
             self._note_compared(args[0])
             if _COMPARED[func] == "relu":
                 self._note_largest("relu", args[0])
-        elif func in (F.layer_norm, torch.layer_norm):
-            self.note_rows(args[0], centred=True)
-            self._note_gain(*args[2:3], **(kwargs or {}))
-        elif func in (F.rms_norm, torch.rms_norm):
-            self.note_rows(args[0], centred=False)
+        elif func in _LAYER_NORMS or func in _RMS_NORMS:
+            self.note_rows(args[0], centred=func in _LAYER_NORMS)
             self._note_gain(*args[2:3], **(kwargs or {}))
         elif func in _SUMS or func in _SAME:
             self._follow(out, args)
@@ -247,17 +243,13 @@ class Largest(TorchFunctionMode):
 def watching(model: nn.Module) -> Iterator[Largest]:
     """`Largest` over everything that `model` does inside."""
     largest = Largest(model)
-    handles = []
-    for module in model.modules():
-        handles.append(module.register_forward_pre_hook(largest.enter))
-        handles.append(module.register_forward_hook(largest.leave, always_call=True))
-    try:
+    with ExitStack() as stack:
+        for module in model.modules():
+            stack.callback(module.register_forward_pre_hook(largest.enter).remove)
+            stack.callback(module.register_forward_hook(largest.leave, always_call=True).remove)
+        stack.callback(largest.forget)
         with torch.no_grad(), largest:
             yield largest
-    finally:
-        largest.forget()
-        for handle in handles:
-            handle.remove()
 
 
 def ranges_of(largest: Largest, config: PrivateConfig) -> Ranges:
@@ -334,24 +326,7 @@ def _check_ring(largest: Largest, config: PrivateConfig) -> None:
     )
 
 
-def calibrate(model: nn.Module, config: PrivateConfig, batches: Sequence[Callable[[nn.Module], object]]) -> Ranges:
-    """Run `model` (plaintext, all weights present) on every batch and return its ranges.
-
-    batches: functions that call the model once. The model stays as it is; it should be in eval mode.
-    Raises DomainError naming a module whose values fit no fixed-point format, before anything was sent.
-    """
-    if any(not bool(torch.isfinite(value).all()) for value in model.parameters()):
-        return UNKNOWN  # sharing names the weight
-    with watching(model) as largest:
-        for batch in batches:
-            batch(model)
-            largest.forget()
-    _warn_of_small_rows(largest, config)
-    ranges = with_fine_weights(model, ranges_of(largest, config), config, largest.folded)
-    return with_readers(ranges, largest.readers, config)
-
-
-def _warn_of_small_rows(largest: Largest, config: PrivateConfig) -> None:
+def warn_of_small_rows(largest: Largest, config: PrivateConfig) -> None:
     """Warn (LowPrecision) of what keeps few digits: rows of norms that are very small, scores that are very large."""
     small = {name: math.sqrt(square) for name, square in largest.smallest.items() if math.isfinite(square)}
     least = 2.0**-config.frac_bits / VISIBLE

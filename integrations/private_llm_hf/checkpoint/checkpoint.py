@@ -31,7 +31,7 @@ from transformers import (
 )
 from transformers.utils import find_adapter_config_file
 
-from private_llm.errors import ConfigError, PatchMismatch, PrivateLLMError
+from private_llm.errors import ConfigError, PatchMismatch, PrivateLLMError, listed
 from private_llm_hf.checkpoint.dense import FOREIGN, TIED, dense_model, first_line, quantisation, without_quantisation
 from private_llm_hf.checkpoint.loaded import as_built
 from private_llm_hf.checkpoint.sentence_vectors import copy_sentence_files
@@ -143,10 +143,9 @@ class Checkpoint:
             return self._whole
         model, missing = self._load(model_class, config, hf)
         if missing:
-            shown = ", ".join(sorted(missing)[:20]) + (f" and {len(missing) - 20} more" if len(missing) > 20 else "")
             raise PatchMismatch(
-                f"checkpoint {self.source!r} lacks {len(missing)} weight(s) of {model_class.__name__}: {shown}; load "
-                "one that was trained with this head"
+                f"checkpoint {self.source!r} lacks {len(missing)} weight(s) of {model_class.__name__}: "
+                f"{listed(sorted(missing))}; load one that was trained with this head"
             )
         return as_built(model, without_quantisation(model.config)) if self._special else model
 

@@ -162,7 +162,6 @@ def _without_layers(model: nn.Module) -> nn.Module:
 
 # -- quantised weights --------------------------------------------------------------------------------------------
 def _dequantised(model: PreTrainedModel, owned: bool) -> PreTrainedModel:
-    """Weights that transformers' quantiser unpacks."""
     method = getattr(model, "quantization_method", "unknown")
     try:
         mine: Any = model if owned else copy.deepcopy(model)

@@ -20,7 +20,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from private_llm.errors import PatchMismatch
+from private_llm.errors import PatchMismatch, listed
 from private_llm_hf.checkpoint.dense import first_line
 from private_llm_hf.checkpoint.given_parts import (
     ATTENTION,
@@ -79,7 +79,13 @@ def _as_built(model: PreTrainedModel, config: PretrainedConfig) -> PreTrainedMod
     config = _as_given(model, config)
     built = without_weights(type(model), _as_read(config))
     built.eval()
-    _refuse_strange(model, strange_modules(model, built))
+    strange = strange_modules(model, built)
+    if strange:
+        raise PatchMismatch(
+            f"patch: {len(strange)} module(s) of this {type(model).__name__} are not those of its class: "
+            f"{listed(strange, _SHOWN)}; the parties build it from its configuration alone, so load it without "
+            "quantisation, merge its adapters, or undo the change"
+        )
     _take_weights(model, built)
     try:
         with _unpacked(model):
@@ -227,16 +233,6 @@ def _untied(model: nn.Module, name: str, source: str) -> bool:
 
 
 # -- modules and weights --------------------------------------------------------------------------------------------
-def _refuse_strange(model: PreTrainedModel, strange: list[str]) -> None:
-    if strange:
-        more = f" and {len(strange) - _SHOWN} more" if len(strange) > _SHOWN else ""
-        raise PatchMismatch(
-            f"patch: {len(strange)} module(s) of this {type(model).__name__} are not those of its class: "
-            f"{', '.join(strange[:_SHOWN])}{more}; the parties build it from its configuration alone, so load it "
-            "without quantisation, merge its adapters, or undo the change"
-        )
-
-
 def _take_weights(model: PreTrainedModel, built: PreTrainedModel) -> None:
     """Give the weights of the one to the other, without a copy."""
     for name, owner, own in _surplus(model, built):

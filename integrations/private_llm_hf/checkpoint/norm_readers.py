@@ -67,18 +67,14 @@ def _traced(model_class: type[PreTrainedModel], config: PretrainedConfig) -> tup
     settings._attn_implementation = "eager"  # others look into the mask
     model = skeleton(model_class, settings)
     trace = _Trace(model)
-    handles = []
     for module in model.modules():
-        handles.append(module.register_forward_pre_hook(trace.enter, with_kwargs=True))
-        handles.append(module.register_forward_hook(trace.leave))
+        module.register_forward_pre_hook(trace.enter, with_kwargs=True)
+        module.register_forward_hook(trace.leave)
     try:
         with torch.no_grad(), trace:
             return trace, model(**_input(config))
     except _CANNOT:
         return None
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _input(config: PretrainedConfig) -> dict[str, object]:
@@ -121,13 +117,11 @@ class _Trace(TorchFunctionMode):
         """Norms whose output, or whose weight, goes somewhere else."""
 
     def enter(self, module: nn.Module, inputs: tuple[object, ...], named: Mapping[str, object]) -> None:
-        """A module begins."""
         self._running.append(module)
         if module in self._layers:
             self._read[module] |= {self._norm_of(value) for value in tensors_in((inputs, named))}
 
     def leave(self, module: nn.Module, _: object, output: object) -> None:
-        """The module that began last has ended."""
         self._running.pop()
         if module in self._norms:
             if isinstance(output, Tensor):
@@ -158,7 +152,6 @@ class _Trace(TorchFunctionMode):
         return out
 
     def _norm_of(self, value: object) -> nn.Module | None:
-        """The norm that these rows come from; None for anything else."""
         found = self._rows.get(id(value))
         return None if found is None else found[1]
 
@@ -170,7 +163,6 @@ class _Trace(TorchFunctionMode):
             self._read[owner].add(None)
 
     def norms_of_layers(self) -> dict[str, str]:
-        """Of each layer that reads one norm alone the norm."""
         only = {layer: next(iter(read)) for layer, read in self._read.items() if len(read) == 1}
         return {self._layers[layer]: self._norms[norm] for layer, norm in only.items() if norm is not None}
 

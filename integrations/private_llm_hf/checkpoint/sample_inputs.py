@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from private_llm.errors import ConfigError, DomainError
@@ -219,7 +218,6 @@ def first_difference(first: Calls, second: Calls, allowed: float = EQUAL) -> str
 def recorded(model: nn.Module, parts: Mapping[str, nn.Module], given: Mapping[str, Tensor]) -> Calls:
     """The first call of each of these modules in one forward of the model."""
     calls: Calls = {}
-    handles: list[RemovableHandle] = []
 
     def keep(name: str) -> Any:  # noqa: ANN401 - a hook
         def hook(module: nn.Module, args: object, kwargs: object, made: object) -> None:
@@ -231,13 +229,10 @@ def recorded(model: nn.Module, parts: Mapping[str, nn.Module], given: Mapping[st
 
         return hook
 
-    try:
+    with contextlib.ExitStack() as stack:
         for name, part in parts.items():
-            handles.append(part.register_forward_hook(keep(name), with_kwargs=True))
+            stack.callback(part.register_forward_hook(keep(name), with_kwargs=True).remove)
         outputs(model, given)
-    finally:
-        for handle in handles:
-            handle.remove()
     return calls
 
 

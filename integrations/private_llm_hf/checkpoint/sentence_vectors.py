@@ -76,34 +76,18 @@ class SentenceVectors:
         return (F.normalize(made, dim=-1) if self.unit else made)[:, : self.kept]
 
 
-def _first(states: Tensor, mask: Tensor) -> Tensor:
-    return states[:, 0]
-
-
-def _last(states: Tensor, mask: Tensor) -> Tensor:
-    return states[torch.arange(len(states)), mask[..., 0].sum(1).long() - 1]
-
-
-def _largest(states: Tensor, mask: Tensor) -> Tensor:
-    return states.masked_fill(mask == 0, float("-inf")).amax(1)
-
-
 def _mean(states: Tensor, mask: Tensor) -> Tensor:
     return (states * mask).sum(1) / mask.sum(1)
 
 
-def _mean_by_root(states: Tensor, mask: Tensor) -> Tensor:
-    return (states * mask).sum(1) / mask.sum(1).sqrt()
-
-
-def _later_more(states: Tensor, mask: Tensor) -> Tensor:
-    return _mean(states, mask * torch.arange(1, states.shape[1] + 1, dtype=states.dtype)[:, None])
-
-
 _WAYS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "cls": _first, "max": _largest, "mean": _mean, "mean_sqrt_len_tokens": _mean_by_root, "weightedmean": _later_more,
-    "lasttoken": _last,
-}  # fmt: skip
+    "cls": lambda states, mask: states[:, 0],
+    "max": lambda states, mask: states.masked_fill(mask == 0, float("-inf")).amax(1),
+    "mean": _mean,
+    "mean_sqrt_len_tokens": lambda states, mask: (states * mask).sum(1) / mask.sum(1).sqrt(),
+    "weightedmean": lambda states, mask: _mean(states, mask * torch.arange(1, mask.shape[1] + 1).to(mask)[:, None]),
+    "lasttoken": lambda states, mask: states[torch.arange(len(states)), mask[..., 0].sum(1).long() - 1],
+}
 
 
 # -- the files ---------------------------------------------------------------------------------------------------

@@ -204,7 +204,6 @@ class _Out:
             raise
 
     def append(self, name: str, part: Tensor) -> None:
-        """Put the next elements of one tensor at their place."""
         raw = part.contiguous().numpy().data
         self._hashes[name].update(raw)
         self._file.seek(self._data_at + self._next[name])
@@ -212,7 +211,6 @@ class _Out:
         self._next[name] += raw.nbytes
 
     def finish(self) -> None:
-        """Fill in the digest."""
         self._file.seek(self._blank_at)
         parts = {name: made.digest() for name, made in self._hashes.items()}
         self._file.write(_digest(self._metadata, parts).encode())

@@ -242,7 +242,6 @@ class _RecordingLayer(PolicyLayer):
     call: RecordedAttention
 
     def attended(self, query: Tensor, mass: Tensor | None, allowed: Tensor | None, call: Scoring) -> None:
-        """Note it."""
         super().attended(query, mass, allowed, call)
         if self.keys is not None and self.values is not None:
             self.call = RecordedAttention(query, self.keys, self.values, allowed, call)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,9 @@ from private_llm.errors import ConfigError, UnsupportedOp
 from private_llm.kv_policies.policy import ClusterShape, Eviction, Selection
 from private_llm.nn.kv_cache import columns_at
 from private_llm.nn.merged_heads import can_merge
+
+if TYPE_CHECKING:
+    from private_llm_hf.long_context.plain_cache import PolicyLayer
 
 NAME = "private_llm_policy"
 """What `config._attn_implementation` is while the policy attends."""
@@ -52,31 +55,10 @@ class Scoring:
         return self.softcap is None and self.sinks is None and self.merged == 1
 
 
-class PlainLayer(Protocol):
-    """What attention asks of a cache's layer. A mask of None allows everything, but for `Scoring.causal`."""
-
-    merged_heads: int
-
-    def counted(self, queries: int) -> tuple[int, Tensor | None]:
-        """Of how many of the last queries attention is wanted, and of which of these: bool [B, so many]; None: all.
-
-        After `choose`, which tells the layer what is padding.
-        """
-
-    def columns(self, allowed: Tensor | None, heads: int) -> Tensor | None:
-        """Of a mask over all positions the columns of the entries held."""
-
-    def choose(self, query: Tensor, allowed: Tensor | None) -> Tensor | None:
-        """The entries that a call attends to, or their number for none; None: all held. allowed: over all positions."""
-
-    def attended(self, query: Tensor, mass: Tensor | None, allowed: Tensor | None, call: Scoring) -> None:
-        """A call is done. mass: what the entries held got, [B, G, held]; None if not counted."""
-
-
 class PlainKeys(Tensor):
     """Keys that know the layer of the cache that holds them. Operations on them give ordinary tensors."""
 
-    layer: PlainLayer
+    layer: PolicyLayer
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
 
@@ -135,7 +117,7 @@ def attention(
         raise UnsupportedOp(
             f"{type(module).__name__}: got an additive mask; want a boolean one, or a tokenizer's [B, S]"
         )
-    layer: PlainLayer | None = None
+    layer: PolicyLayer | None = None
     if isinstance(key, PlainKeys):
         layer, key = key.layer, key.as_subclass(Tensor)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -147,16 +129,14 @@ def attention(
     pick, held = layer.choose(query, attention_mask), key.shape[2]
     counted, among = layer.counted(query.shape[2])
     allowed = layer.columns(attention_mask, query.shape[1])
-    if pick is None:
-        out, mass = _weigh(module, query, key, value, allowed, call, counted, among)
-    else:
+    if pick is not None:
         wide = pick.unsqueeze(-1)
         key, value = (F.pad(part, (0, 0, 0, 1)) for part in (key, value))
         key, value = (part.gather(2, wide.expand(*pick.shape, part.shape[-1])) for part in (key, value))
-        allowed = None if allowed is None else F.pad(allowed, (0, 1))
-        seen = None if allowed is None else columns_at(allowed, pick, query.shape[1])
-        out, mass = _weigh(module, query, key, value, seen, call, counted, among)
-        mass = None if mass is None else mass.new_zeros(*pick.shape[:2], held + 1).scatter(-1, pick, mass)[..., :held]
+        allowed = None if allowed is None else columns_at(F.pad(allowed, (0, 1)), pick, query.shape[1])
+    out, mass = _weigh(module, query, key, value, allowed, call, counted, among)
+    if pick is not None and mass is not None:
+        mass = mass.new_zeros(*pick.shape[:2], held + 1).scatter(-1, pick, mass)[..., :held]
     layer.attended(query, mass, attention_mask, call)
     return out.transpose(1, 2), None
 

@@ -217,7 +217,7 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         alive, queries = self.alive, self.position - self.start
         want = policy.ranked(alive, self.position, queries)
         if eviction is None:
-            if self._heavy:
+            if policy.selection is not None and policy.selection.represent == "heavy":
                 self._remember(mass)
             facts = CacheFacts(self.number, self.position, self.positions_held(), self.tokens)
             index = (policy.after_prefill if self.start == 0 else policy.after_step)(facts, mass)
@@ -232,7 +232,10 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
             return
         if self.leader is None:
             got = mass if eviction.memory == "call" else self.mass
-            got = self._nothing() if got is None else got
+            if got is None:
+                if self.keys is None:
+                    raise DomainError("kv cache: nothing is held yet")
+                got = torch.zeros(self.keys.shape[:3], device=self.keys.device)
             self.kept = entries_that_stay(got, want, eviction, self._tokens_held(), self.hidden)
         elif self.leader.kept is None:
             raise UnsupportedOp(
@@ -248,18 +251,9 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
             self.hidden = torch.ones((*self.kept.shape[:2], self.held), dtype=torch.bool, device=self.kept.device)
             self.hidden = self.hidden.scatter(-1, self.kept, False)
 
-    @property
-    def _heavy(self) -> bool:
-        return self.policy.selection is not None and self.policy.selection.represent == "heavy"
-
     def _remember(self, mass: Tensor | None) -> None:
         if mass is not None:
             self.mass = mass if self.mass is None else self.mass + mass
-
-    def _nothing(self) -> Tensor:
-        if self.keys is None:
-            raise DomainError("kv cache: nothing is held yet")
-        return torch.zeros(self.keys.shape[:3], device=self.keys.device)
 
     def _tokens_held(self) -> Tensor | None:
         """bool [B, G or 1, held]: which entries are tokens; None: all."""

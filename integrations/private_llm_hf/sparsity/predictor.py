@@ -37,7 +37,8 @@ class Predictor(nn.Module):
             raise ConfigError(
                 f"rank: got {config.rank} for inputs of width {width}; want at most {width}, or nothing is saved"
             )
-        if grouping is not None and not _is_permutation(grouping, neurons):
+        whole = grouping is None or sorted(grouping.tolist()) == list(range(neurons))
+        if grouping is not None and not (whole and grouping.dtype == torch.int32):
             raise ConfigError(
                 f"grouping: {grouping.dtype} {tuple(grouping.shape)} is no int32 permutation of {neurons} neurons; "
                 "train again"
@@ -90,10 +91,6 @@ class Predictor(nn.Module):
         ordered = active if self.grouping is None else active[:, self.grouping.long().cpu()]
         return block_counts(ordered, self.config.block)
 
-    def parameters_count(self) -> int:
-        """Number of weights and biases."""
-        return sum(value.numel() for value in self.parameters())
-
     def with_config(self, config: PredictorConfig) -> Self:
         """The same weights under another threshold or budget. Raises ConfigError for another shape."""
         made = type(self)(self.width, self.neurons, config, grouping=self.grouping)
@@ -104,10 +101,6 @@ class Predictor(nn.Module):
             )
         made.load_state_dict(self.state_dict())
         return made
-
-
-def _is_permutation(grouping: Tensor, neurons: int) -> bool:
-    return grouping.dtype == torch.int32 and grouping.sort().values.tolist() == list(range(neurons))
 
 
 # -- what counts as active -------------------------------------------------------------------------------------------
@@ -250,13 +243,8 @@ def threshold_for(recall: float, scored: Scored) -> float:
         neurons += torch.bincount(bins[hits], counts[hits].double(), minlength=_BINS + 1)
         active += torch.bincount(bins[hits], minlength=_BINS + 1)
         inactive += torch.bincount(bins[misses], minlength=_BINS + 1)
-    neurons, active, inactive = (_above(found) for found in (neurons, active, inactive))
+    neurons, active, inactive = (found.flip(0).cumsum(0).flip(0) for found in (neurons, active, inactive))
     found_share, right_share = neurons / total, active / (active + inactive).clamp_min(1)
     f1 = 2 * found_share * right_share / (found_share + right_share).clamp_min(1e-12)
     best = int(f1.masked_fill(found_share < recall, -1.0).argmax())
     return low + (best - 1) * step
-
-
-def _above(counted: Tensor) -> Tensor:
-    """Sums from each bin upwards."""
-    return counted.flip(0).cumsum(0).flip(0)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
 from private_llm.errors import ConfigError
-from private_llm_hf.checkpoint.model_spec import describe, model_class
+from private_llm_hf.checkpoint.model_spec import describe, named_class
 from private_llm_hf.models.architectures import architecture
 from private_llm_hf.sparsity.predictor import Measures, Predictor
 from private_llm_hf.sparsity.predictor_set import PredictorSet, SitePredictor, fingerprint
@@ -138,10 +138,8 @@ def load_model(source: str) -> PreTrainedModel:
     try:
         if (Path(source) / FACTS).is_file():
             return load_relufied(source)
-        names = AutoConfig.from_pretrained(source).architectures or []
-        if len(names) != 1:
-            raise ConfigError(f"model {source!r}: its configuration names the classes {names}; want one")
-        model: PreTrainedModel = model_class(names[0]).from_pretrained(source, dtype=torch.float32)
+        kind = named_class(source, AutoConfig.from_pretrained(source))
+        model: PreTrainedModel = kind.from_pretrained(source, dtype=torch.float32)
     except (OSError, ValueError) as error:
         if isinstance(error, ConfigError):
             raise
@@ -229,7 +227,6 @@ def latest(measures: Mapping[str, Measures]) -> Measures:
 
 
 def _trained(settings: PredictorRun, model: PreTrainedModel, accelerator: Accelerator) -> PredictorSet:
-    """All predictors, with a bar that counts epochs."""
     epochs = settings.training.epochs + 1
     count = sum(found.site.kind in settings.kinds for found in recordings(settings.recorded / "train"))
     with Progress(*_COLUMNS, console=Console(stderr=True)) as bar:

@@ -155,7 +155,8 @@ class PlannedSparsity:
         are fused; PatchMismatch for a model without blocks of a wanted kind.
         """
         model, replaced = _bare(cls, config), None
-        if self.neurons is not None and not _makes_zeros(model):
+        zeros = (zeroes(activation) for _, activation in activations_of(model, _short(model)))
+        if self.neurons is not None and not any(zeros):
             config, replaced = with_relu(config)
             model = _bare(cls, config)
         kinds: tuple[Kind, ...] = self.settings.kinds  # type: ignore[assignment]
@@ -169,10 +170,8 @@ class PlannedSparsity:
         block, rank = (self.block, self.rank) if ffn else (1, self.heads_rank)
         if site.units % block:
             raise ConfigError(f"sparsity: block: got {block}, which does not divide the {site.units} of '{site.name}'")
-        if (
-            not ffn
-            and layer_sizes(model.get_submodule(site.name))[1] != layer_sizes(model.get_submodule(site.writer))[0]
-        ):
+        made, taken = layer_sizes(model.get_submodule(site.name))[1], layer_sizes(model.get_submodule(site.writer))[0]
+        if not ffn and made != taken:
             raise ConfigError(
                 f"sparsity: heads: '{site.name}' makes queries, keys and values in one, which cannot be put in a "
                 "secret order by heads; leave heads out"
@@ -193,11 +192,6 @@ def _bare(cls: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedMod
     config = copy.deepcopy(config)
     config.pad_token_id = None
     return skeleton(cls, config)
-
-
-def _makes_zeros(model: PreTrainedModel) -> bool:
-    """Whether some feed-forward block has an activation that does."""
-    return any(zeroes(activation) for _, activation in activations_of(model, _short(model)))
 
 
 def _short(model: PreTrainedModel) -> dict[str, Any]:

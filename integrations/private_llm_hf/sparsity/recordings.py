@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from private_llm.errors import ConfigError, DomainError
 from private_llm_hf.checkpoint.model_spec import describe
+from private_llm_hf.checkpoint.sample_inputs import evaluating
 from private_llm_hf.sparsity.predictor import HeadActivity, active_neurons
 from private_llm_hf.sparsity.sites import Site
 
@@ -135,9 +136,7 @@ def record(
         writers = [stack.enter_context(RecordingWriter(folder / site.name, site, facts)) for site in wanted]
         for site, writer in zip(wanted, writers, strict=True):
             _listen(model, site, writer, tolerance, most_rows, stack)
-        was_training = model.training
-        model.eval()
-        stack.callback(model.train, was_training)
+        stack.enter_context(evaluating(model))
         device = next(model.parameters()).device
         for batch in batches:
             _refuse_padding(batch)
@@ -166,11 +165,9 @@ def share_of_zeros(
                 found[1] += received[0].numel()
 
             stack.callback(model.get_submodule(site.writer).register_forward_pre_hook(look).remove)
-        was_training = model.training
-        model.eval()
+        stack.enter_context(evaluating(model))
         for batch in batches:
             model(**batch)
-        model.train(was_training)
     return {name: zeros / max(1, total) for name, (zeros, total) in counts.items()}
 
 

@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import transformers
 from torch import Tensor, nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.activations import ACT2FN
 
 from private_llm.errors import ConfigError, PatchMismatch, refuse_unknown
+from private_llm_hf.checkpoint.model_spec import named_class
 from private_llm_hf.sparsity.sites import ReLULinear, ShiftedReLU, Site, activations_of
 
 Activation = Literal["relu", "relu2", "shifted-relu", "drelu"]
@@ -129,7 +129,7 @@ def save_relufied(model: PreTrainedModel, made: Relufied, folder: str | Path, re
 def load_relufied(folder: str | Path) -> PreTrainedModel:
     """A model that `save_relufied` wrote, float32, ready to run.
 
-    Raises ConfigError for another folder, PatchMismatch for a configuration that names no activation.
+    Raises ConfigError for another folder, PatchMismatch for a configuration that names no activation, or no class.
     """
     folder = Path(folder)
     if not (folder / FACTS).is_file():
@@ -140,10 +140,7 @@ def load_relufied(folder: str | Path) -> PreTrainedModel:
     refuse_unknown(facts, Relufied.__dataclass_fields__, f"{FACTS}: ")
     made = Relufied(**{**facts, "modules": tuple(facts["modules"]), "ups": tuple(facts["ups"])})
     config = AutoConfig.from_pretrained(folder)
-    names = config.architectures or []
-    cls = getattr(transformers, names[0], None) if len(names) == 1 else None
-    if cls is None:
-        raise ConfigError(f"{folder}: its configuration names the classes {names}; want one of transformers")
+    cls = named_class(str(folder), config)
     if not made.native:
         _rename(config, _key(config), _loadable(made))
     model: PreTrainedModel = cls.from_pretrained(folder, config=config, dtype=torch.float32)

@@ -17,7 +17,6 @@ class _Settings:
     """Reading and writing as JSON."""
 
     def to_dict(self) -> dict[str, Any]:
-        """All settings by name."""
         return asdict(self)  # type: ignore[call-overload, no-any-return]
 
     @classmethod

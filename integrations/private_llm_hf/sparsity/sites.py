@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from private_llm.errors import PatchMismatch, refuse_unknown
+from private_llm_hf.checkpoint.sample_inputs import evaluating
 from private_llm_hf.sparsity.settings import Kind
 
 _NUMBER = re.compile(r"(?:^|\.)(\d+)(?=\.|$)")
@@ -114,10 +115,8 @@ def _watch(model: PreTrainedModel, inputs: Mapping[str, Any]) -> list[_ModuleCal
                 stack.callback(module.register_forward_hook(hook(name, "linear")).remove)
             elif _may_activate(module):
                 stack.callback(module.register_forward_hook(hook(name, "activation")).remove)
-        was_training = model.training
-        model.eval()
+        stack.enter_context(evaluating(model))
         model(**inputs)
-        model.train(was_training)
     return calls
 
 

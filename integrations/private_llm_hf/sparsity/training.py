@@ -73,15 +73,13 @@ def train_predictor(
     optimizer = torch.optim.AdamW(predictor.parameters(), lr=training.rate, weight_decay=training.decay)
     done = _Progress()
     best: dict[str, Tensor] = {}
-    facts: dict[str, object] = {
-        "site": recording.site.to_dict(),
-        "config": config.to_dict(),
-        "training": training.to_dict(),
-    }
+    site, settings = recording.site.to_dict(), config.to_dict()
+    facts: dict[str, object] = {"site": site, "config": settings, "training": training.to_dict()}
     if checkpoint is not None and checkpoint.exists():
         done, best = _load(checkpoint, facts, predictor, optimizer)
     elif config.hidden == "linear":
-        start_from_regression(predictor, _labelled(predictor, recording, train))
+        read = recording.batches(train, _READ)
+        start_from_regression(predictor, ((x, (predictor.counts(active) > 0).double()) for x, active in read))
     model, optimizer = accelerator.prepare(predictor, optimizer)
 
     def scored() -> Iterator[tuple[Tensor, Tensor]]:
@@ -198,13 +196,7 @@ def balance(scored: Scored) -> float:
 
 
 def _mean(counts: Tensor) -> Tensor:
-    """Of the active units."""
     return counts.sum() / (counts > 0).sum().clamp_min(1)
-
-
-def _labelled(predictor: Predictor, recording: Recording, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    for x, active in recording.batches(rows, _READ):
-        yield x.double(), (predictor.counts(active) > 0).double()
 
 
 def _plain(predictor: Predictor, recording: Recording, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
@@ -216,10 +208,8 @@ def _within_budget(predictor: Predictor, recording: Recording, rows: Tensor) -> 
     """The threshold that loses least where a run draws within the budget: the higher it is, the surer what is drawn."""
     scores, _ = next(_plain(predictor, recording, rows))
     shares = predictor.most / predictor.units * 2.0 ** torch.arange(-2.0, 2.5, 0.5)
-    tried = [
-        0.0,
-        *torch.quantile(scores.flatten()[:: max(1, scores.numel() >> 20)], (1 - shares).clamp_min(0)).tolist(),
-    ]
+    some = scores.flatten()[:: max(1, scores.numel() >> 20)]
+    tried = [0.0, *torch.quantile(some, (1 - shares).clamp_min(0)).tolist()]
 
     def recall(threshold: float) -> float:
         return _measure(lambda: _plain(predictor, recording, rows), threshold, predictor.most).recall
@@ -298,7 +288,8 @@ def start_from_regression(predictor: Predictor, data: Iterable[tuple[Tensor, Ten
     rows = 0
     x_sum, y_sum = torch.zeros(width, dtype=torch.float64), torch.zeros(units, dtype=torch.float64)
     xx, xy = torch.zeros(width, width, dtype=torch.float64), torch.zeros(width, units, dtype=torch.float64)
-    for x, y in data:
+    for given, y in data:
+        x = given.double()
         rows += len(x)
         x_sum += x.sum(0)
         y_sum += y.sum(0)

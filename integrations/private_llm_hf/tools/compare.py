@@ -125,7 +125,6 @@ def _truth(model: PreTrainedModel, spec: ModelSpec) -> PreTrainedModel:
 
 
 def _tokens(model: PreTrainedModel, input_ids: Tensor) -> dict[str, Tensor]:
-    """Token ids by the argument that takes them."""
     if not model.config.is_encoder_decoder:
         return {"input_ids": input_ids}
     start = input_ids.new_full((len(input_ids), 1), model.config.decoder_start_token_id)
@@ -233,7 +232,6 @@ class _Noting(TorchFunctionMode):
         self._running.pop()
 
     def note(self, refusal: str) -> None:
-        """One refusal, with the innermost module that runs."""
         self.refusals.append(f"{self._running[-1] if self._running else '(model)'}: {refusal}")
 
     def secret(self, value: Tensor) -> SecretTensor:
@@ -243,7 +241,6 @@ class _Noting(TorchFunctionMode):
     def __torch_function__(
         self, func: TorchArg, types: Sequence[type], args: Sequence[TorchArg] = (), kwargs: TorchArg = None
     ) -> TorchArg:
-        """One operation of the model's forward."""
         kwargs = kwargs or {}
         try:
             return func(*args, **kwargs)

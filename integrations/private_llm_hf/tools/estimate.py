@@ -7,15 +7,13 @@ zeros here, and generation is told to make a fixed number of tokens.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import itertools
-import json
 import warnings
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from importlib import resources
-from typing import Any
 
 import torch
 import transformers
@@ -38,7 +36,7 @@ from private_llm_hf.checkpoint.model_spec import ModelSpec, describe, folds_norm
 from private_llm_hf.client.costs import Costs, layer_of, rows_of
 from private_llm_hf.client.model import private_class
 from private_llm_hf.client.session_client import Secret, SessionClient
-from private_llm_hf.models.architectures import architecture
+from private_llm_hf.models.architectures import architecture, read_facts
 from private_llm_hf.party.model import build_party_model, empty_model, meta_parameters
 from private_llm_hf.party.party import Party
 from private_llm_hf.party.session_state import SessionState
@@ -109,9 +107,9 @@ class Estimate:
 
 def by_layer(costs: Costs) -> list[LayerCost]:
     """Costs per layer, in the order in which they first cost something; "input and output" belongs to no module."""
-    sent: dict[str, dict[tuple[int, int], int]] = defaultdict(lambda: defaultdict(int))
-    rounds: dict[str, dict[int, int]] = defaultdict(lambda: defaultdict(int))
-    macs: dict[str, dict[int, int]] = defaultdict(lambda: defaultdict(int))
+    sent: dict[str, Counter[tuple[int, int]]] = defaultdict(Counter)
+    rounds: dict[str, Counter[int]] = defaultdict(Counter)
+    macs: dict[str, Counter[int]] = defaultdict(Counter)
     for ledger in costs.ledgers:
         for (scope, _, to), count in ledger.sent.items():
             sent[layer_of(scope)][(ledger.party, to)] += count
@@ -132,13 +130,10 @@ def by_stages(forwards: Iterable[Iterable[Stage]]) -> list[LayerCost]:
         groups[stage.layer].append(stage)
     made = []
     for name, stages in groups.items():
-        sent: dict[tuple[int, int], int] = defaultdict(int)
-        macs: dict[int, int] = defaultdict(int)
+        sent, macs = Counter[tuple[int, int]](), Counter[int]()
         for stage in stages:
-            for link, count in stage.sent.items():
-                sent[link] += count
-            for node, count in stage.macs.items():
-                macs[node] += count
+            sent.update(stage.sent)
+            macs.update(stage.macs)
         rounds = sum(stage.what == "rows" for stage in stages)
         made.append(LayerCost(name, dict(sent), rounds, dict(macs), tuple(stages)))
     return made
@@ -178,7 +173,6 @@ class _MetaParty(Party):
         return sum(_bytes(weight) + kept * weight.numel() for weight in weights)
 
     def seeds_bytes(self) -> int:
-        """The same with weights_at_rest="seeds"."""
         config, party = self.config, self.session.party
         return sum(bytes_at_rest(config, party, tuple(weight.shape), True) for weight in self.ready().parameters())
 
@@ -218,7 +212,6 @@ class _MetaParties(SessionClient):
         self._progress = progress
 
     def forward(self, call: Call, secrets: list[Secret]) -> tuple[str, dict[str, Tensor]]:
-        """As `SessionClient.forward`."""
         return self._count(Forward(call), secrets)
 
     def _count(self, command: Forward, secrets: list[Secret]) -> tuple[str, dict[str, Tensor]]:
@@ -235,12 +228,10 @@ class _MetaParties(SessionClient):
         return answer.class_, {out.name: torch.zeros(out.shape, dtype=torch.float64) for out in answer.outputs}
 
     def command(self, edit: CacheEdit) -> None:
-        """As `SessionClient.command`."""
         for party in self.parties:
             party.manage_cache(edit)
 
     def new_handle(self) -> int:
-        """As `SessionClient.new_handle`."""
         return next(self._numbers)
 
     def keep_together(self, handle: int, rows: int) -> None:
@@ -250,17 +241,13 @@ class _MetaParties(SessionClient):
         """Kept until the end, so that memory can be read off."""
 
     def costs(self, reset: bool = False) -> Costs:
-        """Everything since the start."""
-        return Costs.from_rows([rows_of(ledger) for ledger in self._ledgers()], self.config.helper)
-
-    def _ledgers(self) -> list[Any]:
-        return [*(party.transport.ledger for party in self.parties), self._ledger]
+        ledgers = [*(party.transport.ledger for party in self.parties), self._ledger]
+        return Costs.from_rows([rows_of(ledger) for ledger in ledgers], self.config.helper)
 
     def close(self) -> None:
         """Nothing runs."""
 
     def estimate(self) -> Estimate:
-        """What was counted."""
         cache = max(party.cache_bytes() for party in self.parties)
         facts = self.config.facts
         masked = self.config.weights == "secret" and facts is not None and facts.hides
@@ -272,7 +259,6 @@ class _ShardedOnly(MetaNodes):
     """All layers on nodes."""
 
     def estimate(self) -> Estimate:
-        """What was counted."""
         found = self.sharded()
         return Estimate(self.costs(), found.weight_bytes, found.cache_bytes, found)
 
@@ -291,23 +277,19 @@ class _MetaSplit(_MetaParties):
         self._nodes = MetaNodes(config, model_class, settings, progress, cut)
 
     def forward(self, call: Call, secrets: list[Secret]) -> tuple[str, dict[str, Tensor]]:
-        """As `SplitParties.forward`."""
         step = self._nodes.step(call)
         self._count(split_forward(call, step, self.config.parties), secrets)
         return self._nodes.run(step, "states", lambda node, rows: None)
 
     def command(self, edit: CacheEdit) -> None:
-        """On both sides."""
         super().command(edit)
         self._nodes.command(edit)
 
     def costs(self, reset: bool = False) -> Costs:
-        """Of parties, client and nodes."""
         first, behind = super().costs(), self._nodes.costs()
         return Costs((*first.ledgers, *behind.ledgers[:-1]), first.helpers)
 
     def estimate(self) -> Estimate:
-        """What was counted."""
         return dataclasses.replace(super().estimate(), sharded=self._nodes.sharded())
 
 
@@ -338,15 +320,18 @@ def estimate(
     if new_tokens and not bare.can_generate():
         raise ConfigError(f"{model_class.__name__} does not generate; leave out --new")
     check_ranges(bare, ranges)
-    parties = _link(
-        model_class,
-        describe(model_class, config, ranges, spec.folded),
-        config,
-        private_config,
-        progress,
-        every_layer,
-        ranges,
-    )
+    parties: _MetaParties | _ShardedOnly
+    if private_config.plan is None:
+        description = describe(model_class, config, ranges, spec.folded)
+        parties = _MetaParties(private_config, description, progress, every_layer)
+    else:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", WeakProtection)  # no text is at risk here
+            check_sharding(model_class, config, private_config.plan, private_config.split)
+        if private_config.split is None:
+            parties = _ShardedOnly(private_config, model_class, config, progress)
+        else:
+            parties = _MetaSplit(private_config, model_class, config, progress, every_layer, ranges)
     generation = None
     if bare.can_generate():
         generation = GenerationConfig.from_model_config(config)
@@ -386,42 +371,23 @@ class _FirstToken(BaseStreamer):  # type: ignore[misc]
         """Generation is over."""
 
 
-def _link(
-    model_class: type[PreTrainedModel], description: Description, config: PretrainedConfig,
-    private_config: PrivateConfig, progress: Callable[[], None], every_layer: bool, ranges: Ranges,
-) -> _MetaParties | _ShardedOnly:  # fmt: skip
-    if private_config.plan is None:
-        return _MetaParties(private_config, description, progress, every_layer)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", WeakProtection)  # no text is at risk here
-        check_sharding(model_class, config, private_config.plan, private_config.split)
-    if private_config.split is None:
-        return _ShardedOnly(private_config, model_class, config, progress)
-    return _MetaSplit(private_config, model_class, config, progress, every_layer, ranges)
-
-
 def named_shape(name: str) -> tuple[type[PreTrainedModel], PretrainedConfig] | None:
     """Class and configuration of a built-in shape (models/shapes.json, networks.py), or None."""
     if name in BUILDERS:
         build, image = BUILDERS[name]
         with torch.device("meta"):
             return Network, Network.of(build(), image).config
-    shapes = _shapes()
+    shapes = read_facts("shapes.json")
     if name not in shapes:
         return None
-    values = dict(shapes[name]["config"])
+    values = copy.deepcopy(shapes[name]["config"])
     config = AutoConfig.for_model(values.pop("model_type"), **values)
     return getattr(transformers, shapes[name]["class"]), config
 
 
 def shape_names() -> list[str]:
     """Names of the built-in shapes."""
-    return [*BUILDERS, *_shapes()]
-
-
-def _shapes() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(resources.files("private_llm_hf").joinpath("models", "shapes.json").read_text())
-    return found
+    return [*BUILDERS, *read_facts("shapes.json")]
 
 
 def model_class_of(config: PretrainedConfig) -> type[PreTrainedModel]:

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -43,28 +42,6 @@ class _Unknown(Exception):
 
 
 @dataclass(frozen=True)
-class _Counts:
-    """Bookings by scope, as a ledger keeps them."""
-
-    sent: dict[tuple[str, str, int], int] = field(default_factory=lambda: defaultdict(int))
-    rounds: dict[tuple[str, str], int] = field(default_factory=lambda: defaultdict(int))
-    macs: dict[str, int] = field(default_factory=lambda: defaultdict(int))
-
-    def scopes(self) -> set[str]:
-        """Names under which something is booked."""
-        return {*(key[0] for key in self.sent), *(key[0] for key in self.rounds), *self.macs}
-
-    def add_to(self, ledger: Ledger, named: Callable[[str], str] = str) -> None:
-        """Book it all, under other names."""
-        for (scope, op, to), n in self.sent.items():
-            ledger.sent[named(scope), op, to] += n
-        for (scope, op), n in self.rounds.items():
-            ledger.rounds[named(scope), op] += n
-        for scope, n in self.macs.items():
-            ledger.macs[named(scope)] += n
-
-
-@dataclass(frozen=True)
 class _Place:
     """A module's name, the number of its layer, and where it books."""
 
@@ -82,7 +59,7 @@ class _Ran:
     """
 
     at: _Place
-    counts: _Counts
+    counts: Ledger
     output: Any
     rescaled: tuple[bool, ...]
     owed: tuple[PendingRangeCheck, ...]
@@ -135,7 +112,6 @@ class _Priced:
         self._known, self._forever = known, forever
 
     def run(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - a layer's own signature
-        """What the layer returns."""
         leaves = list(_leaves((args, kwargs)))
         secrets = [leaf for leaf in leaves if isinstance(leaf, SecretTensor)]
         caches = [leaf for leaf in leaves if isinstance(leaf, Cache)]
@@ -156,9 +132,10 @@ class _Priced:
         forms, untouched = [secret.value().form for secret in secrets], self._untouched(leaves, caches)
         with _apart(self._at.ledger) as counts:
             output = self._forward(*args, **kwargs)
-        counts.add_to(self._at.ledger)
+        _book(counts, self._at.ledger)
+        scopes = {*(key[0] for key in counts.sent), *(key[0] for key in counts.rounds), *counts.macs}
         own = (f"{self._at.name}.", f"{self._at.name}{PREDICTOR}.")
-        inside = all(f"{scope}.".startswith(own) for scope in counts.scopes())
+        inside = all(f"{scope}.".startswith(own) for scope in scopes)
         if inside and untouched == self._untouched(leaves, caches):
             rescaled = tuple(secret.value().form != form for secret, form in zip(secrets, forms, strict=True))
             with suppress(_Unknown):
@@ -177,21 +154,31 @@ class _Priced:
                     secret.to_fixed()  # is remembered by the argument, and booked below
         if secrets:
             secrets[0].session.numerics.pending_range_checks.extend(ran.owed)
-        ran.counts.add_to(self._at.ledger, lambda scope: self._at.name + scope[len(ran.at.name) :])
+        _book(ran.counts, self._at.ledger, lambda scope: self._at.name + scope[len(ran.at.name) :])
         for cache in caches:
             _copy_layer(cache, ran.at.number, self._at.number)
         return _again(ran.output)
 
 
 @contextmanager
-def _apart(ledger: Ledger) -> Iterator[_Counts]:
+def _apart(ledger: Ledger) -> Iterator[Ledger]:
     """Book what is inside here, and not in the ledger."""
-    counts = _Counts()
+    counts = Ledger(ledger.party)
     outside = ledger.swap_counts(counts.sent, counts.rounds, counts.macs)
     try:
         yield counts
     finally:
         ledger.swap_counts(*outside)
+
+
+def _book(counts: Ledger, ledger: Ledger, named: Callable[[str], str] = str) -> None:
+    """Book it all, under other names."""
+    for (scope, op, to), n in counts.sent.items():
+        ledger.sent[named(scope), op, to] += n
+    for (scope, op), n in counts.rounds.items():
+        ledger.rounds[named(scope), op] += n
+    for scope, n in counts.macs.items():
+        ledger.macs[named(scope)] += n
 
 
 # -- what is compared ------------------------------------------------------------------------------------------
@@ -237,14 +224,13 @@ def _built(layer: nn.Module) -> Hashable:
 
 def _settings(part: nn.Module) -> Hashable:
     held = part.named_parameters(recurse=False)
-    shapes = tuple((name, type(value), value.shape, value.dtype, _form(value)) for name, value in held)
+    shapes = tuple(
+        (name, type(value), value.shape, value.dtype, value.value().form if isinstance(value, SecretTensor) else None)
+        for name, value in held
+    )
     buffers = tuple((name, _setting(value)) for name, value in part.named_buffers(recurse=False))
     others = tuple((name, _setting(value)) for name, value in sorted(vars(part).items()) if name not in _OWN)
     return shapes, buffers, others
-
-
-def _form(value: Tensor) -> tuple[int, int | None] | None:
-    return value.value().form if isinstance(value, SecretTensor) else None
 
 
 def _setting(value: object) -> Hashable:
@@ -348,10 +334,6 @@ def _onto(x: Tensor, y: object, *, alpha: int = 1, out: Tensor) -> Tensor | None
     return out if made is not None and made.shape == out.shape and made.dtype is out.dtype else None
 
 
-def _one(x: Tensor) -> Tensor | None:
-    return _like(x, x.shape) if x.is_meta else None
-
-
 def _joined(pieces: Sequence[Tensor], dim: int = 0) -> Tensor | None:
     first = pieces[0]
     dim %= max(first.dim(), 1)
@@ -379,6 +361,6 @@ _RULES: dict[Any, Callable[..., Tensor | None]] = {
     _aten.bitwise_xor.Tensor: _pair,
     _aten.bitwise_and.Tensor: _pair,
     _aten.add.out: _onto,
-    _aten.neg.default: _one,
+    _aten.neg.default: lambda x: _like(x, x.shape) if x.is_meta else None,
     _aten.cat.default: _joined,
 }

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from private_llm.errors import ConfigError
+from private_llm_hf.checkpoint.sample_inputs import evaluating
 
 if TYPE_CHECKING:
     import datasets
@@ -72,15 +73,12 @@ def loss_of(model: torch.nn.Module, rows: Tensor, reduction: str = "mean") -> Te
 @torch.no_grad()
 def total_nll(model: torch.nn.Module, ids: Tensor, length: int, bos: int) -> float:
     """Negative log-likelihood (nats) of the sequence in disjoint windows; the last one may be shorter."""
-    was_training = model.training
-    model.eval()
     device = next(model.parameters()).device
     full = windows(ids, length, bos)
     rest = F.pad(ids[full.shape[0] * (length - 1) :], (1, 0), value=bos)
     pieces = [*torch.split(full, _ROWS), *([rest[None]] if len(rest) > 1 else [])]
-    total = sum(float(loss_of(model, piece.to(device), "sum")) for piece in pieces)
-    model.train(was_training)
-    return total
+    with evaluating(model):
+        return sum(float(loss_of(model, piece.to(device), "sum")) for piece in pieces)
 
 
 # -- windows of one text: a prompt, and what follows it ---------------------------------------------------------------

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PretrainedConfig, PreTrainedModel
 
 from private_llm.config import PrivateConfig
-from private_llm.errors import ConfigError, DomainError, PatchMismatch
+from private_llm.errors import ConfigError, DomainError, PatchMismatch, listed
 from private_llm.kernels.compiling import FOLDER
 from private_llm.tensor.secret import SecretTensor
 from private_llm.token_sharding import ShardingPlan
@@ -90,8 +90,9 @@ def require_agreement(
         return  # nobody knows what it could be tried on
     model = miniature(model_class, config)
     passed = None if of_user else _note(model, settings)
-    if passed is not None and _says(passed, model_class.__name__):
-        return
+    with suppress(OSError):  # of a note that is not there
+        if passed is not None and passed.read_text(encoding="utf-8") == model_class.__name__:
+            return
     with _quiet():
         _try(model, functools.partial(make_private, model, settings), "" if sharded else "on shares")
     if passed is not None:
@@ -239,7 +240,6 @@ class _Forced(LogitsProcessor):  # type: ignore[misc]
         self._step = 0
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Scores that leave one choice in each row."""
         forced = torch.full_like(scores, float("-inf"))
         for row, token in enumerate(_NEW[self._step]):
             forced[row, token % scores.shape[-1]] = 0.0
@@ -263,7 +263,6 @@ def _first_difference(model: PreTrainedModel) -> str:
 
 
 def _refusals(model: PreTrainedModel, first: str) -> str:
-    """All modules and operations without a rule."""
 
     def run(private: nn.Module, secret: Callable[[Tensor], SecretTensor]) -> object:
         if architecture(model.config).kind == "vision":
@@ -280,11 +279,10 @@ def _refusals(model: PreTrainedModel, first: str) -> str:
         found = [f"{type(refused).__name__}: {refused}"]
     if not found:
         return f"no private rule: {first}"
-    shown = "; ".join(found[:20]) + (f" and {len(found) - 20} more" if len(found) > 20 else "")
     return (
         f"no private rule for {len(found)} module(s) or operation(s), found with a small model and random weights "
-        f"before anything was sent: {shown}. Give modules a rule with private_llm_hf.register_handler, "
-        "operations one with private_llm.tensor.dispatch.implements"
+        f"before anything was sent: {listed(found, between='; ')}. Give modules a rule with "
+        "private_llm_hf.register_handler, operations one with private_llm.tensor.dispatch.implements"
     )
 
 
@@ -312,14 +310,6 @@ def _is_ours(folder: Path) -> bool:
         return False
     writable = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
     return stat.S_ISDIR(found.st_mode) and not writable and (not hasattr(os, "getuid") or found.st_uid == os.getuid())
-
-
-def _says(note: Path, name: str) -> bool:
-    """Whether the note is there and whole."""
-    try:
-        return note.read_text(encoding="utf-8") == name
-    except OSError:
-        return False
 
 
 def _sources() -> str:

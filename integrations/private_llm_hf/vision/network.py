@@ -330,13 +330,9 @@ class Network(PreTrainedModel):  # type: ignore[misc]
     def layers_before(self) -> dict[str, str]:
         """For each module the module whose output it alone takes, where both run once: what may be merged."""
         steps = self._description["steps"]
-        users: dict[int, list[int]] = {}
-        for place, step in enumerate(steps, 1):
-            for source in references(step):
-                users.setdefault(source, []).append(place)
         runs = [step.get("module") for step in steps]
         found = {}
-        for source, places in users.items():
+        for source, places in users_of(steps).items():
             before = runs[source - 1] if source else None
             after = runs[places[0] - 1] if len(places) == 1 else None
             if before is not None and after is not None and runs.count(before) == runs.count(after) == 1:
@@ -350,9 +346,13 @@ def _filled(value: Any, values: list[Any]) -> Any:  # noqa: ANN401 - JSON in, te
     return values[value["value"]] if isinstance(value, dict) else value
 
 
-def references(step: dict[str, Any]) -> list[int]:
-    """The earlier values that a step takes."""
-    return _named([step["args"], list(step.get("options", {}).values())])
+def users_of(steps: list[Any]) -> dict[int, list[int]]:
+    """Of each value the steps that take it, from step 1 on; one that takes it twice is there twice."""
+    users: dict[int, list[int]] = {}
+    for place, step in enumerate(steps, 1):
+        for source in _named([step["args"], list(step.get("options", {}).values())]):
+            users.setdefault(source, []).append(place)
+    return users
 
 
 def _named(value: object) -> list[int]:
@@ -363,13 +363,9 @@ def _named(value: object) -> list[int]:
 
 def _last_uses(steps: list[Any]) -> dict[int, list[int]]:
     """Values that are not needed after a step."""
-    last: dict[int, int] = {}
-    for place, step in enumerate(steps, 1):
-        for source in references(step):
-            last[source] = place
     done: dict[int, list[int]] = {}
-    for source, place in last.items():
-        done.setdefault(place, []).append(source)
+    for source, places in users_of(steps).items():
+        done.setdefault(places[-1], []).append(source)
     return done
 
 

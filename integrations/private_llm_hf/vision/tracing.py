@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from private_llm.errors import PatchMismatch
+from private_llm.errors import PatchMismatch, listed
 from private_llm.nn.activations import ACTIVATIONS
 from private_llm_hf.vision.network import (
     HEADS,
@@ -24,7 +24,7 @@ from private_llm_hf.vision.network import (
     check_description,
     kind_name,
     kind_of,
-    references,
+    users_of,
 )
 
 
@@ -95,7 +95,6 @@ class _Tracer(fx.Tracer):
     """Stops at PyTorch's own modules, and at those with a handler of a user."""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        """Whether not to look inside."""
         return kind_name(type(m)) is not None or super().is_leaf_module(m, module_qualified_name)
 
 
@@ -113,7 +112,6 @@ class _Describer:
         self._written: dict[int, int] = {}
 
     def run(self) -> tuple[NetworkDescription, dict[str, nn.Module]]:
-        """Node by node."""
         result: object = None
         for node in self._nodes:
             if node.op == "placeholder":
@@ -129,7 +127,12 @@ class _Describer:
                 self._call_module(node)
             else:
                 self._call(node)
-        self._refuse_unmatched()
+        if self._unmatched:
+            raise PatchMismatch(
+                f"{type(self._root).__name__}: no private rule for {len(self._unmatched)} part(s): "
+                f"{listed(self._unmatched)}; networks are made of {', '.join(KINDS)}, and of classes with a handler "
+                "(register_handler)"
+            )
         if not self._steps or not isinstance(result, fx.Node) or self._value.get(result) != len(self._steps):
             raise PatchMismatch(f"{type(self._root).__name__}: want one tensor, made by the last step, as output")
         last = self._steps[-1].get("module")
@@ -137,15 +140,6 @@ class _Describer:
         _pool_first(self._steps, self._facts)
         description = {"modules": self._facts, "steps": self._steps, "head": head}
         return check_description(description), self._modules
-
-    def _refuse_unmatched(self) -> None:
-        if self._unmatched:
-            shown = ", ".join(self._unmatched[:20])
-            more = f" and {len(self._unmatched) - 20} more" if len(self._unmatched) > 20 else ""
-            raise PatchMismatch(
-                f"{type(self._root).__name__}: no private rule for {len(self._unmatched)} part(s): {shown}{more}; "
-                f"networks are made of {', '.join(KINDS)}, and of classes with a handler (register_handler)"
-            )
 
     # -- nodes -----------------------------------------------------------------------------------------------------
     def _call_module(self, node: fx.Node) -> None:
@@ -243,14 +237,11 @@ class _Describer:
 def _pool_first(steps: list[dict[str, Any]], facts: dict[str, dict[str, Any]]) -> None:
     """Let a max pool go before the ReLU whose output it alone takes: the same function, with fewer comparisons."""
     kinds = [facts[step["module"]]["type"] if "module" in step else None for step in steps]
-    users: dict[int, list[int]] = {}
-    for place, step in enumerate(steps):
-        for source in references(step):
-            users.setdefault(source, []).append(place)
+    users = users_of(steps)
     for place, kind in enumerate(kinds):
         pools = users.get(place + 1, [])
-        if kind in ("ReLU", "ReLU6") and len(pools) == 1 and kinds[pools[0]] == "MaxPool2d":
-            relu, pool = steps[place], steps[pools[0]]
+        if kind in ("ReLU", "ReLU6") and len(pools) == 1 and kinds[pools[0] - 1] == "MaxPool2d":
+            relu, pool = steps[place], steps[pools[0] - 1]
             relu["module"], pool["module"] = pool["module"], relu["module"]
 
 
