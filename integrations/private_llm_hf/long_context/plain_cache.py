@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache
 
 from private_llm.errors import ConfigError, DomainError, UnsupportedOp
 from private_llm.kv_policies.fixed import NoCache
@@ -32,9 +32,10 @@ from private_llm_hf.long_context.plain_attention import (
     representatives,
 )
 from private_llm_hf.models.cache_policies import BOUNDED, FULL, layer_kinds, windowed_layers
+from private_llm_hf.party.cache import PositionsLayer
 
 
-class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
+class PolicyLayer(PositionsLayer):
     """Keys [B, G, held, D] and values [B, G, held, Dv] of one layer.
 
     position: the number of the next position. positions: those of the entries, int64 [B or 1, G or 1, held], ascending;
@@ -43,10 +44,6 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
     how many entries the last call attended to. leader: the layer whose choices this one uses. windowed: whether the
     model itself attends to a window here, so that everything stays, and nothing is chosen.
     """
-
-    is_sliding = False
-    is_croppable = True
-    layer_types = ()
 
     def __init__(self, policy: CachePolicy, number: int, windowed: bool, leader: PolicyLayer | None) -> None:
         self.policy, self.number, self.windowed, self.leader = policy, number, windowed, leader
@@ -67,10 +64,6 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         self.waiting = self.is_initialized = False
         self._levels: list[Tensor] = []
         self._rows: Tensor | None = None  # `Arranged.clusters` when clusters were made, where there is padding
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to prepare: the first update decides the shapes."""
-        self.is_initialized = True
 
     @property
     def held(self) -> int:
@@ -283,26 +276,13 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         self._levels = []
 
     # -- what transformers asks ---------------------------------------------------------------------------------
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """(positions after this query, number of the first)."""
-        return self.position + query_length, 0
-
     def get_seq_length(self) -> int:
         """The number of the next position."""
         return self.position
 
-    def get_max_length(self) -> int:
-        """-1: no limit."""
-        return -1
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Drop that many positions (given as a negative number) at the end.
-
-        Raises DomainError for a positive number, and if some of them were evicted and earlier ones not.
-        """
-        if tokens_to_remove > 0:
-            raise DomainError(f"crop: got {tokens_to_remove}; want a negative number of positions to remove")
-        start, count = max(0, self.position + tokens_to_remove), min(-tokens_to_remove, self.position)
+    def remove(self, count: int) -> None:
+        """As `crop`. Raises DomainError."""
+        start, count = max(0, self.position - count), min(count, self.position)
         if not start or self.keys is None or self.values is None:
             self.reset()
             return
@@ -334,10 +314,6 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
             if part is not None and (part.shape[0] > 1 or name != "positions"):
                 setattr(self, name, part.index_select(0, beam_idx.to(part.device)))
         self._levels = [part.index_select(0, beam_idx.to(part.device)) for part in self._levels]
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep only these rows."""
-        self.reorder_cache(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each row `repeats` times in a row."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -42,15 +43,48 @@ class HeldKeys(SecretTensor):
     layer: SecretCacheLayer
 
 
-class SecretCacheLayer(CacheLayerMixin):  # type: ignore[misc]
-    """Keys and values of one layer as shares.
-
-    leader: the layer whose choices this one shares, if its policy chooses by secrets (`evicting`).
-    """
+class PositionsLayer(CacheLayerMixin):  # type: ignore[misc]
+    """One layer of a cache that is as long as the text to transformers, whatever of it is in memory."""
 
     is_sliding = False
     is_croppable = True
     layer_types = ()
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to prepare: the first update decides the shapes."""
+        self.is_initialized = True
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """(positions after this query, number of the first)."""
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self) -> int:
+        """-1: no limit."""
+        return -1
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Drop that many (given as a negative number, as transformers does) positions at the end.
+
+        Raises DomainError for a positive number, and if some of them were evicted and earlier ones not.
+        """
+        if tokens_to_remove > 0:
+            raise DomainError(f"crop: got {tokens_to_remove}; want a negative number of positions to remove")
+        self.remove(-tokens_to_remove)
+
+    @abstractmethod
+    def remove(self, count: int) -> None:
+        """Drop that many positions at the end, or all. Raises DomainError as `crop`."""
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep only these rows."""
+        self.reorder_cache(indices)
+
+
+class SecretCacheLayer(PositionsLayer):
+    """Keys and values of one layer as shares.
+
+    leader: the layer whose choices this one shares, if its policy chooses by secrets (`evicting`).
+    """
 
     def __init__(self, policy: CachePolicy = KEEP_ALL, leader: SecretCacheLayer | None = None) -> None:
         self.policy, self.leader = policy, leader
@@ -83,10 +117,6 @@ class SecretCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         """[B, G, entries, Dv], or None while empty."""
         held = self.buffer.values
         return None if held is None else SecretTensor(held)
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to prepare: the first update decides the shapes."""
-        self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         """Append and return everything held; keys as `HeldKeys` if the policy evicts. Raises UnsupportedOp for plain
@@ -133,41 +163,23 @@ class SecretCacheLayer(CacheLayerMixin):  # type: ignore[misc]
             raise UnsupportedOp(f"kv_cache: {self.policy.name} kept {buffer.length} entries; it had said {want}")
         self._mass = None
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """(positions after this query, number of the first)."""
-        _looked_at()
-        return self.buffer.position + query_length, 0
-
     def get_seq_length(self) -> int:
         """The number of the next position."""
         _looked_at()
         return self.buffer.position
-
-    def get_max_length(self) -> int:
-        """-1: no limit."""
-        return -1
 
     def reset(self) -> None:
         """Forget everything."""
         self._held.crop(self.buffer.position)
         self.is_initialized = False
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """Drop that many (given as a negative number, as transformers does) positions at the end.
-
-        Raises DomainError for a positive number, and as `KVBuffer.crop`.
-        """
-        if tokens_to_remove > 0:
-            raise DomainError(f"crop: got {tokens_to_remove}; want a negative number of positions to remove")
-        self._held.crop(-tokens_to_remove)
+    def remove(self, count: int) -> None:
+        """As `KVBuffer.crop`."""
+        self._held.crop(count)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Rows by public indices (beam search)."""
         self._held.select(beam_idx)
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep only these rows."""
-        self.reorder_cache(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each row `repeats` times in a row."""
