@@ -24,7 +24,7 @@ from private_llm_hf.checkpoint.calibration import ranges_of, warn_of_small_rows,
 from private_llm_hf.checkpoint.checkpoint import Checkpoint
 from private_llm_hf.checkpoint.model_spec import folds_norms
 from private_llm_hf.checkpoint.norm_readers import norm_readers, with_readers
-from private_llm_hf.checkpoint.sample_inputs import check_images, evaluating, fitting_inputs, pictures
+from private_llm_hf.checkpoint.sample_inputs import check_images, evaluating, fitting_inputs, pictures, text_arguments
 from private_llm_hf.checkpoint.weights import AS_GIVEN, skeleton
 from private_llm_hf.client.inputs import max_positions
 from private_llm_hf.models.architectures import architecture
@@ -155,8 +155,7 @@ def batches(
             raise ConfigError(f"calibration text: got {len(ids)} token(s); want a text of some sentences")
         ids = ids[: ROWS * length]
         rows += [row.view(1, -1) for row in ids.split(length) if len(row) > 1]
-    kind = architecture(model.config).kind
-    return [functools.partial(_run, ids=row, kind=kind) for row in rows]
+    return [functools.partial(_run, ids=row) for row in rows]
 
 
 def _seen(model: PreTrainedModel, private_config: PrivateConfig, images: Tensor | None) -> Ranges:
@@ -197,14 +196,8 @@ def _every_kind(model: PreTrainedModel, length: int) -> Tensor:
     return torch.cat([largest, smallest, (torch.arange(ROWS * length) * _PRIME) % vocabulary])[: ROWS * length]
 
 
-def _run(model: nn.Module, ids: Tensor, kind: str) -> object:
-    ids = ids.to(next(model.parameters()).device)
-    given: dict[str, Any] = {"input_ids": ids}
-    if kind == "encoder-decoder":
-        given["decoder_input_ids"] = ids
-    if kind != "encoder":
-        given["use_cache"] = False
-    return model(**given)
+def _run(model: PreTrainedModel, ids: Tensor) -> object:
+    return model(**text_arguments(model.config, ids.to(next(model.parameters()).device)))
 
 
 # -- fractional bits of small weights: as many as it takes that rounding does not show in them ------------------------

@@ -25,26 +25,23 @@ from private_llm.nn.activations import ACTIVATIONS
 from private_llm.ranges import Ranges
 from private_llm.tensor.dispatch import TorchArg
 from private_llm.tensor.fixed import READ_BITS
-from private_llm_hf.checkpoint.sample_inputs import tensors_in
+from private_llm_hf.checkpoint.sample_inputs import tensors_in, text_arguments
 from private_llm_hf.checkpoint.weights import skeleton
 from private_llm_hf.handlers import handler_of, match
 from private_llm_hf.models.architectures import architecture
 from private_llm_hf.models.cache_policies import expands_latents
-from private_llm_hf.models.norms import spelled_norm
+from private_llm_hf.models.norms import CANNOT, spelled_norm
 from private_llm_hf.vision.network import image_shape
 
 _SAME = {Tensor.contiguous, Tensor.to, Tensor.float, Tensor.detach, Tensor.unsqueeze, F.dropout, torch.dropout}
 _SHAPED = {Tensor.view, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten}
 """Operations that leave rows as they are, if the last dimension stays as long as it was."""
 
-_CANNOT = (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError)
-"""What a forward may raise that does not run without values."""
-
 
 def norm_readers(model_class: type[PreTrainedModel], config: PretrainedConfig) -> dict[str, tuple[str, ...]]:
     """The norms of a decoder whose output linear layers alone read, with the names of those layers.
 
-    The model runs once on two tokens, on the meta device.
+    The model runs once, on the meta device.
     """
     if architecture(config).kind != "decoder":
         return {}
@@ -67,26 +64,22 @@ def _traced(model_class: type[PreTrainedModel], config: PretrainedConfig) -> tup
     settings._attn_implementation = "eager"  # others look into the mask
     model = skeleton(model_class, settings)
     trace = _Trace(model)
+    given: dict[str, object]
+    if architecture(config).kind == "vision":
+        given = {"pixel_values": torch.zeros(1, *image_shape(config), device="meta")}
+    else:
+        ids = torch.zeros(1, 2, dtype=torch.int64, device="meta")
+        given = text_arguments(config, ids)
+        if architecture(config).kind == "decoder":  # masks of encoders are looked into
+            given["attention_mask"] = torch.ones_like(ids)
     for module in model.modules():
         module.register_forward_pre_hook(trace.enter, with_kwargs=True)
         module.register_forward_hook(trace.leave)
     try:
         with torch.no_grad(), trace:
-            return trace, model(**_input(config))
-    except _CANNOT:
+            return trace, model(**given)
+    except CANNOT:
         return None
-
-
-def _input(config: PretrainedConfig) -> dict[str, object]:
-    """Two tokens, or an image, on the meta device."""
-    kind = architecture(config).kind
-    if kind == "vision":
-        return {"pixel_values": torch.zeros(1, *image_shape(config), device="meta")}
-    ids = torch.zeros(1, 2, dtype=torch.int64, device="meta")
-    if kind == "encoder":
-        return {"input_ids": ids}  # masks of encoders are looked into
-    given = {"decoder_input_ids": ids} if kind == "encoder-decoder" else {"attention_mask": torch.ones_like(ids)}
-    return {"input_ids": ids, "use_cache": False, **given}
 
 
 class _Trace(TorchFunctionMode):

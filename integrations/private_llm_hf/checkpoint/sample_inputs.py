@@ -62,6 +62,13 @@ def is_encoder_of_two(model: PreTrainedModel) -> bool:
     return architecture(model.config).kind == "encoder-decoder" and alone and not model.can_generate()
 
 
+def text_arguments(config: PretrainedConfig, ids: Tensor) -> dict[str, Any]:
+    """Arguments of one forward over token ids [B, S], without a cache; both stacks of an encoder-decoder read them."""
+    kind = architecture(config).kind
+    given: dict[str, Any] = {"input_ids": ids} if kind == "encoder" else {"input_ids": ids, "use_cache": False}
+    return {**given, "decoder_input_ids": ids} if kind == "encoder-decoder" else given
+
+
 def sample_tokens(config: PretrainedConfig) -> tuple[Tensor, Tensor]:
     """Token ids [2, 6] none of which is special, and a mask that pads the first row on the left."""
     vocabulary = config.get_text_config().vocab_size

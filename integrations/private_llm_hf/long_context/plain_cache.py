@@ -1,9 +1,5 @@
 """A transformers cache that carries out any cache policy for an ordinary plaintext decoder.
 
-    cache = PolicyCache(MPCacheConfig(gamma=0.25), model)
-    with policy_attention(model):
-        model.generate(**inputs, past_key_values=cache)
-
 It does what the parties do on shares, in the clear: which entries stay after a call and which of them a single query
 attends to (private_llm/kv_policies/). Entries are dropped in each layer as soon as it has attended, so memory falls
 layer by layer. To transformers the cache is as long as the text: lengths are positions.

@@ -32,8 +32,8 @@ _USUAL = (1e-5, 1e-6)
 
 _PYTORCH_S = (nn.LayerNorm.forward, nn.RMSNorm.forward, nn.Module.forward)
 
-_CANNOT = (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError)
-"""What a module may raise that takes no rows."""
+CANNOT = (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError)
+"""What a module may raise that cannot be run in this way."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ def _results(module: nn.Module, weights: dict[str, Tensor], rows: Tensor) -> Ten
     try:
         with torch.no_grad():
             made = forward(rows.clone())
-    except _CANNOT:
+    except CANNOT:
         return None
     return made if isinstance(made, Tensor) and made.shape == rows.shape and made.is_floating_point() else None
 

@@ -25,12 +25,11 @@ from private_llm.errors import PlaintextLeak, UnsupportedOp
 from private_llm.exact.topk import Groups, among_largest, among_largest_of_groups
 from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.secret import SecretTensor
+from private_llm_hf.models.norms import CANNOT
 
 _ROWS, _WIDTH = 32, 16
 """Tokens that a router is tried on, and their size."""
 _TOLERANCE = 1e-4
-_CANNOT = (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError)
-"""What a module may raise that is no router."""
 
 LEAST_SUM = 2.0**-8
 """Least sum of chosen scores that weights are divided by, where nothing else bounds it; smaller sums count as more."""
@@ -232,7 +231,7 @@ def _weights(tried: nn.Module, rows: Tensor, correction: Tensor) -> Tensor | Non
             if isinstance(made, tuple) and len(made) == 3 and all(isinstance(value, Tensor) for value in made):
                 _, values, index = made
                 return torch.zeros(len(rows), len(correction)).scatter_(-1, index, values.float())
-        except _CANNOT:
+        except CANNOT:
             continue
     return None
 

@@ -78,7 +78,11 @@ def folder(cache: Path | None = None) -> Path:
         raise ConfigError(f"cache: {place.parent} cannot be written ({error.strerror}); name another folder") from None
     try:
         _convert(found[1], unfinished)
-        _publish(unfinished, place)
+        try:
+            unfinished.rename(place)
+        except OSError:
+            if not place.is_dir():  # else another process was faster
+                raise
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     return place
@@ -119,12 +123,3 @@ def _convert(gguf: Path, out: Path) -> None:
     model.generation_config = quantised.generation_config
     model.save_pretrained(out)
     AutoTokenizer.from_pretrained(**source).save_pretrained(out)
-
-
-def _publish(unfinished: Path, place: Path) -> None:
-    """Give a finished folder its name, unless another process was faster. Raises OSError for other obstacles."""
-    try:
-        unfinished.rename(place)
-    except OSError:
-        if not place.is_dir():
-            raise

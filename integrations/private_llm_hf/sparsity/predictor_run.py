@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
 from private_llm.errors import ConfigError
 from private_llm_hf.checkpoint.model_spec import describe, named_class
+from private_llm_hf.checkpoint.sample_inputs import text_arguments
 from private_llm_hf.models.architectures import architecture
 from private_llm_hf.sparsity.predictor import Measures, Predictor
 from private_llm_hf.sparsity.predictor_set import PredictorSet, SitePredictor, fingerprint
@@ -160,7 +161,7 @@ def batches(model: PreTrainedModel, rows: Tensor, size: int) -> Iterator[dict[st
             source, target = part.chunk(2, dim=1)
             yield {"input_ids": source, "decoder_input_ids": target}
         else:
-            yield {"input_ids": part} if kind == "encoder" else {"input_ids": part, "use_cache": False}
+            yield text_arguments(model.config, part)
 
 
 def record_text(settings: PredictorRun, model: PreTrainedModel, texts: list[str], folder: Path, most: int) -> None:

@@ -33,11 +33,10 @@ class PredictorConfig(_Settings):
     kind: "ffn" (units are neurons, from what FC1 or gate and up receive) or "heads" (units are attention heads, from
     what q receives). rank: rows of W1. hidden: a, "linear" (Comet) or "relu" (the public format of PowerInfer).
     block: neurons per unit; a block is active if any of its neurons is. target_recall: least share of the active
-    neurons (heads) that calibration puts above threshold 0 on validation data. budget: share of units that
-    every position computes, at random among those that are predicted if they are more, and with others if they are
-    fewer; None: those that are predicted. tolerance: how
-    much of its norm the output of an attention block may lose by leaving inactive heads out (`predictor.py`).
-    Raises ConfigError.
+    neurons (heads) that calibration puts above threshold 0 on validation data. budget: share of units that every
+    position computes, at random among those that are predicted if they are more, and with others if they are fewer;
+    None: those that are predicted. tolerance: how much of its norm the output of an attention block may lose by
+    leaving inactive heads out (`predictor.py`). Raises ConfigError.
     """
 
     rank: int = 32
