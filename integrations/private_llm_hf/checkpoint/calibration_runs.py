@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
 
 from private_llm.approximations import emulated
@@ -85,16 +85,7 @@ def checkpoint_ranges(
     with emulated(private_config.approximations, model):
         if architecture(config).kind == "vision":
             return _seen(model, private_config, images)
-        return calibrate(model, private_config, batches(model, _tokenizer(checkpoint, hf), text))
-
-
-def _tokenizer(checkpoint: Checkpoint, hf: dict[str, Any]) -> PreTrainedTokenizerBase | None:
-    """The checkpoint's tokenizer; None without one (transformers makes up an empty one for some)."""
-    try:
-        found = AutoTokenizer.from_pretrained(checkpoint.tokenizer_source, **checkpoint.tokenizer_options, **hf)
-    except (OSError, ValueError, KeyError):
-        return None
-    return found if found.vocab_size > 0 else None
+        return calibrate(model, private_config, batches(model, checkpoint.tokenizer(**hf), text))
 
 
 def loaded_ranges(model: nn.Module, private_config: PrivateConfig, images: Tensor | None = None) -> Ranges:
@@ -116,7 +107,7 @@ def _tokenizer_beside(model: PreTrainedModel) -> PreTrainedTokenizerBase | None:
     folder = str(getattr(model.config, "_name_or_path", "") or "")
     if not folder or not Path(folder).is_dir():
         return None
-    found = _tokenizer(Checkpoint(folder, {}, {}), {"local_files_only": True})
+    found = Checkpoint(folder, {}, {}).tokenizer(local_files_only=True)
     return found if found is not None and len(found) <= model.get_input_embeddings().weight.shape[0] else None
 
 

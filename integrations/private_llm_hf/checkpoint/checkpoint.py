@@ -14,7 +14,7 @@ import os
 import shutil
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from transformers import (
     GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
+    PreTrainedTokenizerBase,
 )
 from transformers.utils import find_adapter_config_file
 
@@ -83,8 +84,17 @@ class Checkpoint:
             want_config("configuration", self.source)
         else:
             options["gguf_file"] = self.gguf_file
-        with self._readable(), _named(self.source) if self.gguf_file is None else nullcontext():
-            config, unused = AutoConfig.from_pretrained(self.source, return_unused_kwargs=True, **options)
+        with self._readable():
+            try:
+                config, unused = AutoConfig.from_pretrained(self.source, return_unused_kwargs=True, **options)
+            except (OSError, ValueError) as error:
+                if isinstance(error, PrivateLLMError) or self.gguf_file is not None:
+                    raise
+                said = "" if Path(self.source).exists() else "no such folder here; as a hub id: "
+                raise ConfigError(
+                    f"configuration of {self.source!r}: {said}{first_line(error)} (want a model folder, or a hub id and "
+                    "a network)"
+                ) from error
         unused.pop("gguf_file", None)
         return self.plain_config(config), unused
 
@@ -120,6 +130,14 @@ class Checkpoint:
         """Where a tokenizer is: with the checkpoint, or with the base model of an adapter that brings none."""
         has_one = self._base is None or (Path(self.source) / "tokenizer_config.json").is_file()
         return self.source if has_one or self._base is None else self._base.tokenizer_source
+
+    def tokenizer(self, **hf: Any) -> PreTrainedTokenizerBase | None:  # noqa: ANN401 - as transformers
+        """Its tokenizer; None without one (for some families transformers makes up an empty one)."""
+        try:
+            found = AutoTokenizer.from_pretrained(self.tokenizer_source, **self.tokenizer_options, **hf)
+        except (OSError, ValueError, KeyError):
+            return None
+        return found if found.vocab_size > 0 else None
 
     def stream(
         self, model_class: type[PreTrainedModel], config: PretrainedConfig, wanted: WeightList, sink: Sink, **hf: object
@@ -229,20 +247,6 @@ def _resize(model: PreTrainedModel, adapter: dict[str, Tensor]) -> None:
             return
 
 
-@contextmanager
-def _named(source: str) -> Iterator[None]:
-    """Raise ConfigError with the source's name for a configuration that cannot be read."""
-    try:
-        yield
-    except (OSError, ValueError) as error:
-        if isinstance(error, PrivateLLMError):
-            raise
-        said = first_line(error) if Path(source).exists() else f"no such folder here; as a hub id: {first_line(error)}"
-        raise ConfigError(
-            f"configuration of {source!r}: {said} (want a model folder, or a hub id and a network)"
-        ) from error
-
-
 def _check_dtype(name: str, value: object) -> None:
     """Refuse what is no floating-point dtype of torch, its name, "auto" or None."""
     found = getattr(torch, value.removeprefix("torch."), None) if isinstance(value, str) else value
@@ -319,13 +323,8 @@ def write_client_folder(
             AutoImageProcessor.from_pretrained(source, **download).save_pretrained(folder)
         return
     copy_sentence_files(source, folder, **download)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            checkpoint.tokenizer_source, **checkpoint.tokenizer_options, **download
-        )
-    except (OSError, ValueError):
-        return  # a checkpoint without tokenizer
-    if tokenizer.vocab_size > 0:  # for some families transformers makes up an empty one
+    tokenizer = checkpoint.tokenizer(**download)
+    if tokenizer is not None:
         tokenizer.save_pretrained(folder)
 
 
