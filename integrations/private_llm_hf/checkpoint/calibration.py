@@ -1,8 +1,7 @@
 """Calibration: run the owner's plaintext model and note, for every module, the power of two that its values need.
 
-The model runs once on text (tokens of it, or tokens of every kind where there is no tokenizer). A mode of PyTorch sees
-the operations that private rules exist for, hooks say in which module they run. Of each module only the largest values
-stay, as exponents with head room (`private_llm.ranges`); no value and no token of the text goes anywhere.
+A mode of PyTorch sees the operations that private rules exist for, hooks say in which module they run. Of each module
+only the largest values stay, as exponents with head room (`private_llm.ranges`); no value and no token goes anywhere.
 
 Which products may leave fewer fractional bits: those that are added to a residual stream before a norm that can then
 do with one sum of squares. The stream is followed from the product over sums to the norm that reads it.

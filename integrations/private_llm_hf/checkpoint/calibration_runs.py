@@ -73,9 +73,8 @@ def checkpoint_ranges(
 ) -> Ranges:  # fmt: skip
     """Calibrate a checkpoint on `text` (default: the bundled one); nothing is known of what cannot be calibrated.
 
-    images: for models of images, instead of pictures of noise.
-
-    hf: where it lies and how it is loaded, as for `Checkpoint.load`. The whole plaintext model is in memory meanwhile.
+    images: for models of images, instead of pictures of noise. hf: where it lies and how it is loaded, as for
+    `Checkpoint.load`. The whole plaintext model is in memory meanwhile.
     """
     if not can_calibrate(config, private_config):
         return UNKNOWN
@@ -212,8 +211,7 @@ def with_fine_weights(
 
     Their root mean square is then 2^`WEIGHT_BITS` units or more, as far as the layer's results leave room in a product.
     Layers that read the same input run as one product and get the same bits. folded: convolutions whose weights will be
-    others. Weights of layers that take up a norm count with the norm's in them. Warns (LowPrecision) of small weights
-    that cannot have more bits: tables, public ones.
+    others. Warns (LowPrecision) of small weights that cannot have more bits: tables, public ones.
     """
     gains = _gains(model, config)
     tables = {id(part.weight) for part in model.modules() if isinstance(part, nn.Embedding)}

@@ -1,8 +1,7 @@
 """Checkpoints in every form in which transformers reads them: plain ones as a stream, all others as a whole model.
 
-A GGUF file, a quantised checkpoint and an adapter (LoRA) have no tensor under the name of each weight. transformers or
-peft loads them; then they are unpacked or merged into plain weights (`dense.py`), in the owner's memory. What cannot
-be made plain is refused in one sentence, before anything is sent.
+GGUF files, quantised checkpoints and adapters (LoRA) have no tensor under the name of each weight. transformers or peft
+loads them, and `dense.py` makes plain weights of them in the owner's memory, or refuses, before anything is sent.
 """
 
 from __future__ import annotations
@@ -92,8 +91,8 @@ class Checkpoint:
                     raise
                 said = "" if Path(self.source).exists() else "no such folder here; as a hub id: "
                 raise ConfigError(
-                    f"configuration of {self.source!r}: {said}{first_line(error)} (want a model folder, or a hub id and "
-                    "a network)"
+                    f"configuration of {self.source!r}: {said}{first_line(error)} (want a model folder, or a hub id "
+                    "and a network)"
                 ) from error
         unused.pop("gguf_file", None)
         return self.plain_config(config), unused

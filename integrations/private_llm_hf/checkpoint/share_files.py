@@ -5,11 +5,9 @@ tensor per weight; party 0's file is a header. It is as secret as the party (mod
 party, model, protocol and the sharing (a random number, equal in the files of one sharing), so that a file of another
 party, model or sharing is refused; a digest of the data catches damage.
 
-The header of a safetensors file comes first, so sizes are laid out from the model's shapes before any tensor is
-seen, and the digest is filled in at the end, into space kept for it.
-
-Files are written under other names, as new files that follow no link, and take their own when all of them are whole: a
-sharing is there for all parties or for none, and one that was there before is not touched unless that is asked for.
+Headers come first, laid out from the model's shapes, with space for the digest. Files are written under other names,
+as new files that follow no link, and take their own when all of them are whole: a sharing is there for all parties or
+for none, and one that was there before is not touched unless that is asked for.
 """
 
 from __future__ import annotations

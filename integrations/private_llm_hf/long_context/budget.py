@@ -80,12 +80,10 @@ def smallest_budget(
 
     The first S - continuation tokens of each row are its prompt; the others are given one a call. measure: the share of
     tokens whose most likely value is another ("agreement"), or the relative rise of the perplexity. policies: from
-    small to large budgets, searched by halves, so a loss that falls with the budget is found in log2 steps; what is
-    returned was measured, and is within the loss, or is KEEP_ALL. Default: MPCache with the shares `BUDGETS`, with
-    `base`'s clusters and without, and its other settings. trying: is told each policy before it is measured.
-
-    Raises ConfigError for a loss below 0 or, of agreement, of 1 or more, a text of fewer tokens than can show the loss,
-    and no policies.
+    small to large budgets, searched by halves; what is returned was measured, and is within the loss, or is KEEP_ALL.
+    Default: MPCache with the shares `BUDGETS`, with `base`'s clusters and without, and its other settings. trying: is
+    told each policy before it is measured. Raises ConfigError for a loss below 0 or, of agreement, of 1 or more, a text
+    of fewer tokens than can show the loss, and no policies.
     """
     tokens, length = ids.shape[0] * (continuation - 1), ids.shape[1] - continuation
     if loss < 0:

@@ -1,11 +1,10 @@
 """Swapping GELU or SiLU for an activation that makes zeros, and saving a model that says so.
 
-"relu" and "relu2" have names in transformers: the saved model loads by itself. "shifted-relu", relu(x - shift), is ReLU
-with another bias: where FC1 has a bias, or can get one (`mlp_bias` of Llama's configuration), the shift goes into it,
-and the saved model is a ReLU model. Elsewhere, and for "drelu", relu(gate) * relu(up), transformers has no class, and a
-private run refuses the model, since parties build it from transformers' classes. The saved configuration then names an
-activation that transformers does not know, so that loading it there fails instead of computing something else, and
-relufied.json beside it tells `load_relufied` what to put in place.
+"relu" and "relu2" have names in transformers: the saved model loads by itself. So does one with "shifted-relu",
+relu(x - shift), where FC1 has a bias, or can get one (`mlp_bias` of Llama's configuration), that takes the shift.
+Elsewhere, and for "drelu", relu(gate) * relu(up), transformers has no class, and a private run refuses the model. Its
+configuration then names an activation that transformers does not know, so that loading it there fails instead of
+computing something else, and relufied.json beside it tells `load_relufied` what to put in place.
 """
 
 from __future__ import annotations

@@ -1,15 +1,11 @@
 """Where a model can be sparse: its feed-forward and attention blocks, found by one run of the model.
 
-A run notes every linear layer and every activation with what it received and returned. Inside numbered layers,
-
-1. a feed-forward block is an activation whose input is the output of a linear layer (FC1, gate); linear layers of the
-   same input and width that ran beside it (up) belong to it, and the next layer that takes its width is the last (FC2,
-   down);
-2. an attention block is the outermost module below the layer whose class is called attention; the first linear layer
-   that ran inside it received the block's input (q, or q, k and v in one), the last one projects the heads.
-
-So names of modules do not matter, nor does how attention is computed. Blocks that fuse gate and up into one layer, and
-experts that are no modules, are not found.
+A run notes every linear layer and every activation with what it received and returned. Inside numbered layers, a
+feed-forward block is an activation whose input is the output of a linear layer (FC1, gate), with the linear layers of
+the same input and width that ran beside it (up), and the next layer that takes its width (FC2, down). An attention
+block is the outermost module below the layer whose class is called attention; the first linear layer that ran inside it
+received the block's input (q, or q, k and v in one), the last one projects the heads. So names of modules do not
+matter. Blocks that fuse gate and up into one layer, and experts that are no modules, are not found.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """Training one predictor on a recording: weighted cross-entropy, early stop, checkpoints, calibration.
 
-Each epoch begins with validation: the best threshold t that reaches the target recall, and F1 there. t is taken off the
-bias, so that threshold 0 has the target recall, and the weight of active units becomes the one under which the mean
-score stays there: both classes then pull at the bias with the same force. The epoch with the best F1 is kept. If it has
-a budget, the threshold becomes the one with the best recall of what a run draws within it.
-Epochs begin from their own seeds and checkpoints are whole, so an interrupted run ends as one that was not.
+Each epoch begins with validation: the best threshold that reaches the target recall is taken off the bias, and the
+weight of active units becomes the one under which the mean score stays there: both classes then pull at the bias with
+the same force. The epoch with the best F1 is kept. If it has a budget, the threshold becomes the one with the best
+recall of what a run draws within it. Epochs have their own seeds: an interrupted run ends as one that was not.
 """
 
 from __future__ import annotations

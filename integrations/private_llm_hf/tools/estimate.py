@@ -307,11 +307,10 @@ def estimate(
 ) -> Estimate:
     """Cost of one forward over `sequence` tokens, or of generating `new_tokens` after a prompt of that length.
 
-    Models of images take a batch of them instead, each of shape `image` (default: what the configuration says).
-    Loading the weights is not counted. progress is called after each forward. Layers of equal cost are priced once
-    (see `priced_once.py`), which changes no figure; every_layer=True runs each. ranges: those of
-    calibration, with which a run costs less. Raises ConfigError for sizes below 1, ranges of another model,
-    and whatever the run itself would raise (DomainError for too long sequences, PatchMismatch for unknown modules).
+    Models of images take a batch of them instead, each of shape `image` (default: what the configuration says). Loading
+    the weights is not counted. progress is called after each forward. Layers of equal cost are priced once (see
+    `priced_once.py`), which changes no figure; every_layer=True runs each. ranges: of calibration. Raises ConfigError
+    for sizes below 1 and ranges of another model, and what the run itself would raise (DomainError, PatchMismatch).
     """
     if sequence < 1 or new_tokens < 0 or batch < 1:
         raise ConfigError(f"estimate: got seq {sequence}, new {new_tokens}, batch {batch}; want at least 1, 0 and 1")

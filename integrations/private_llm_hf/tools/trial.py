@@ -1,10 +1,9 @@
 """A first load of a model class that the project's tests do not compare: is its private result the plaintext one?
 
-Rules stand for operations and modules, not for models, so that most of transformers' classes run without anybody
-having looked at them. Running must not mean guessing: a small model of the class, with the settings of the large one
-and random weights, runs in the clear and under `plain`, in a batch with padding, with a cache and without, and both
-must agree.
-Takes seconds, sends nothing, knows nothing of the weights. What passed is remembered in the user's cache folder.
+Rules stand for operations and modules, so most of transformers' classes run without anybody having looked at them. A
+small model of the class, with the settings of the large one and random weights, runs in the clear and under `plain`, in
+a batch with padding, with a cache and without, and both must agree. Takes seconds, sends nothing, knows nothing of the
+weights. What passed is remembered in the user's cache folder.
 """
 
 from __future__ import annotations
