@@ -19,8 +19,8 @@ from private_llm.kernels.devices import device_for
 from private_llm.net.addresses import addresses_of, listen, parse_address
 from private_llm.net.authority import certificate_facts, check_signed
 from private_llm.net.ledger import size
+from private_llm.net.roles import common_name
 from private_llm.net.tls import Credentials
-from private_llm.net.users import common_name
 from private_llm_hosting.observers import in_words
 from private_llm_hosting.settings import HostingSettings
 

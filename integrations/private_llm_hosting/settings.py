@@ -26,7 +26,7 @@ from pydantic_settings import (
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError, refuse_unknown
 from private_llm.net.addresses import Address, parse_address
-from private_llm.net.users import check_user
+from private_llm.net.roles import check_user
 from private_llm.net.wire import legible
 
 PREFIX = "PRIVATE_LLM_PARTY__"

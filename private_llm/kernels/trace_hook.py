@@ -18,12 +18,10 @@ from torch import Tensor
 class TraceHook(ABC):
     """What is told about one thread."""
 
-    @abstractmethod
-    def addressed(self, tensors: Sequence[Tensor]) -> None:
+    def addressed(self, tensors: Sequence[Tensor]) -> None:  # noqa: B027 - who follows nothing
         """The addresses of these tensors are taken, for a kernel."""
 
-    @abstractmethod
-    def launched(self, kernel: Callable[..., None], arguments: Sequence[Any]) -> None:
+    def launched(self, kernel: Callable[..., None], arguments: Sequence[Any]) -> None:  # noqa: B027 - as above
         """This kernel is called next; tensors are addresses among the arguments."""
 
     def parallel_region(self, work: Callable[[int, int], None], ranges: Sequence[tuple[int, int]]) -> None:
@@ -31,8 +29,7 @@ class TraceHook(ABC):
         for first, last in ranges:
             work(first, last)
 
-    @abstractmethod
-    def escaped(self, x: Tensor) -> None:
+    def escaped(self, x: Tensor) -> None:  # noqa: B027 - as above
         """The values of this tensor are read by something else than PyTorch and kernels."""
 
     def encoded(self, values: Tensor, bits: int, make: Callable[[], Tensor]) -> Tensor:

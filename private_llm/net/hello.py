@@ -25,9 +25,9 @@ import torch
 
 from private_llm.errors import PartiesBusy, TransportError
 from private_llm.net import wire
+from private_llm.net.roles import Users
 from private_llm.net.tls import check_name
 from private_llm.net.transport import endpoint_name
-from private_llm.net.users import Users
 from private_llm.net.wire import HEADER_BYTES, Frame, Kind
 
 _NEW = bytes(8)

@@ -23,9 +23,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import PartiesBusy, TransportError
-from private_llm.net.acceptor import HANDSHAKE_S, Acceptor
 from private_llm.net.addresses import Address, addresses_of, listen, open_connection, set_options, shown
-from private_llm.net.admission import Admission, caller_name
+from private_llm.net.admission import HANDSHAKE_S, Acceptor, Admission, caller_name
 from private_llm.net.hello import CALLER_BYTES, Greeted, answer, greet
 from private_llm.net.sockets import Pair, SocketTransport
 from private_llm.net.tls import Credentials, explain

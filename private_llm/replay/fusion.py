@@ -22,7 +22,7 @@ from private_llm.kernels import pointwise
 from private_llm.kernels.pointwise import Operation, Place, Value, launch
 from private_llm.kernels.seeded_tensor import SeededTensor
 from private_llm.replay.events import GraphNode, Slot, TorchCall, leaves, slots_of
-from private_llm.replay.statements import Name, Statement, View, statements_of
+from private_llm.replay.statements import Name, Statement, View, statements_of, tensor_of
 
 
 @dataclass(eq=False)
@@ -72,7 +72,7 @@ def fused(nodes: Sequence[GraphNode], found: Mapping[Slot, Tensor], needed: Coll
 def compile_launches(nodes: Sequence[GraphNode], found: Mapping[Slot, Tensor]) -> None:
     """Compile the kernels of all launches among these nodes."""
     pointwise.compile_all([
-        (node.function.args[0], [found[x] if isinstance(x, Slot) else x for x in node.arguments])
+        (node.function.args[0], [tensor_of(x, found) for x in node.arguments])
         for node in nodes
         if isinstance(node.function, partial) and node.function.func is launch
     ])  # fmt: skip
@@ -139,7 +139,7 @@ def _whole(unit: int, x: Tensor) -> _Touch:
 
 
 def _touch_of(unit: int, view: View, found: Mapping[Slot, Tensor], count: int) -> _Touch:
-    x = _tensor_of(view, found)
+    x = tensor_of(view.name, found)
     first = int(x.storage_offset()) + view.offset
     last = first + sum((size - 1) * stride for size, stride in view.dims)
     return _Touch(unit, _storage(x), *_bytes(x, first, last), _key(view, found), count)
@@ -291,7 +291,7 @@ class _Draft:
                     continue
                 given.append(each)
                 if isinstance(each, View):
-                    self.read.append(_tensor_of(each, found))
+                    self.read.append(tensor_of(each.name, found))
             key = _key(made.out, found)
             values[key] = len(self.operations)
             self.stored[key] = made.out, values[key]
@@ -304,23 +304,21 @@ def _launched(drafts: Sequence[_Draft], kept: set[int], found: Mapping[Slot, Ten
     numbers: dict[object, int] = {}
 
     def place(view: View) -> Place:
-        x = _tensor_of(view, found)
+        x = tensor_of(view.name, found)
         number = numbers.setdefault((_storage(x), x.dtype), len(names))
         if number == len(names):
             names.append(view.name)
-        first = names[number]
-        base = found[first] if isinstance(first, Slot) else first
-        offset = int(x.storage_offset() - base.storage_offset()) + view.offset
+        offset = int(x.storage_offset() - tensor_of(names[number], found).storage_offset()) + view.offset
         return Place(number, offset, view.dims, x.dtype)
 
     groups = []
     for draft in drafts:
-        stores = [each for each in draft.stored.values() if _storage(_tensor_of(each[0], found)) in kept]
+        stores = [each for each in draft.stored.values() if _storage(tensor_of(each[0].name, found)) in kept]
         if stores:
             operations = tuple(
                 Operation(
                     made.operation, made.dtype, tuple(place(x) if isinstance(x, View) else x for x in given),
-                    _tensor_of(made.out, found).dtype,
+                    tensor_of(made.out.name, found).dtype,
                 )
                 for made, given in draft.operations
             )  # fmt: skip
@@ -330,11 +328,7 @@ def _launched(drafts: Sequence[_Draft], kept: set[int], found: Mapping[Slot, Ten
     return GraphNode(partial(launch, tuple(groups)), tuple(names), {}, ())
 
 
-def _tensor_of(view: View, found: Mapping[Slot, Tensor]) -> Tensor:
-    return found[view.name] if isinstance(view.name, Slot) else view.name
-
-
 def _key(view: View, found: Mapping[Slot, Tensor]) -> object:
     """Equal for views of the same elements in the same order."""
-    x = _tensor_of(view, found)
+    x = tensor_of(view.name, found)
     return _storage(x), int(x.storage_offset()) + view.offset, view.dims, x.dtype

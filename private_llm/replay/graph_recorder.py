@@ -167,9 +167,6 @@ class GraphRecorder(StepRecorder[Slot]):
         if any(map(self.changes, tensors)):
             self.stop("a kernel on addresses")
 
-    def launched(self, kernel: Callable[..., None], arguments: Sequence[Any]) -> None:
-        """`addressed` was told of it."""
-
     # -- the end ---------------------------------------------------------------------------------------------
     def program(self, inputs: Sequence[Slot], outputs: Sequence[Tensor]) -> GraphProgram:
         """As the interface says."""

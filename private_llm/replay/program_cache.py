@@ -96,7 +96,7 @@ class ProgramCache:
         self.paused = False  # while a larger region is computed for the first time, nothing within is recorded
         self._arenas = (Arena(), Arena())  # the second one is for what is computed in a graph break
         self._pools = (Pool(), Pool())
-        self._inside = 0
+        self._place = 0  # 1 within a graph break, whose programs run in memory of their own
         self._live_transport: LiveTransport | None = None
         self._points = CallPoints()
 
@@ -116,7 +116,7 @@ class ProgramCache:
         which programs read where they lie; such a call has no binding. gives_way: where programs hold too much, this
         one goes, for good.
         """
-        point = self._points.next(session, self._inside > 0, inputs, binding)
+        point = self._points.next(session, self._place > 0, inputs, binding)
         call = _Call(session, inputs, binding, graph_break, point)
         try:
             if in_place:
@@ -215,17 +215,12 @@ class ProgramCache:
 
     @contextmanager
     def _inside_break(self) -> Iterator[None]:
-        """Inside, a graph break is computed, whose programs run in memory of their own."""
-        self._inside += 1
+        """Inside, a graph break is computed."""
+        before, self._place = self._place, 1
         try:
             yield
         finally:
-            self._inside -= 1
-
-    @property
-    def _place(self) -> int:
-        """1 within a graph break, whose programs run in memory of their own, else 0."""
-        return min(self._inside, 1)
+            self._place = before
 
     def _region(self, call: _Call, key: Hashable) -> RegionState:
         # a graph reads the memories with which it was captured, in the pool of its place

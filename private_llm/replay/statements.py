@@ -76,7 +76,8 @@ def _view(name: Name, offset: int, shape: Sequence[int], strides: Sequence[int])
     return View(name, offset, tuple(zip(sizes, walk, strict=True)))
 
 
-def _tensor(name: Name, found: Mapping[Slot, Tensor]) -> Tensor:
+def tensor_of(name: Name, found: Mapping[Slot, Tensor]) -> Tensor:
+    """The tensor behind a name."""
     return found[name] if isinstance(name, Slot) else name
 
 
@@ -86,7 +87,7 @@ def _argument(given: object, shape: torch.Size, found: Mapping[Slot, Tensor]) ->
         return int(given)
     if not isinstance(given, Slot | Tensor):
         return None
-    x = _tensor(given, found)
+    x = tensor_of(given, found)
     if x.dtype not in INTEGERS:
         return None
     if isinstance(given, Tensor) and x.dim() == 0 and x.is_cpu:  # a single number, which an operation reads
@@ -98,7 +99,7 @@ def _made(
     operation: str, dtype: torch.dtype, into: Name, given: Sequence[object], found: Mapping[Slot, Tensor]
 ) -> list[Statement] | None:  # fmt: skip
     """One statement over all of `into`."""
-    out = _tensor(into, found)
+    out = tensor_of(into, found)
     arguments = [_argument(each, out.shape, found) for each in given]
     if out.dtype not in INTEGERS or dtype not in INTEGERS or None in arguments:
         return None
@@ -115,32 +116,20 @@ def _piece(into: Name, out: Tensor, part: Tensor, given: View | int) -> Statemen
 
 
 _BINARY = {
-    "add": (_aten.add.Tensor, _aten.add.Scalar, _aten.add_.Tensor, _aten.add_.Scalar, _aten.add.out),
-    "sub": (_aten.sub.Tensor, _aten.sub.Scalar, _aten.sub_.Tensor, _aten.sub_.Scalar, _aten.sub.out),
-    "rsub": (_aten.rsub.Scalar, _aten.rsub.Tensor),
-    "mul": (_aten.mul.Tensor, _aten.mul.Scalar, _aten.mul_.Tensor, _aten.mul_.Scalar, _aten.mul.out),
-    "xor": (
-        _aten.bitwise_xor.Tensor, _aten.bitwise_xor.Scalar, _aten.bitwise_xor_.Tensor, _aten.bitwise_xor_.Scalar,
-        _aten.__xor__.Tensor, _aten.__xor__.Scalar, _aten.bitwise_xor.Tensor_out,
-    ),
-    "and": (
-        _aten.bitwise_and.Tensor, _aten.bitwise_and.Scalar, _aten.bitwise_and_.Tensor, _aten.bitwise_and_.Scalar,
-        _aten.__and__.Tensor, _aten.__and__.Scalar, _aten.bitwise_and.Tensor_out,
-    ),
-    "or": (
-        _aten.bitwise_or.Tensor, _aten.bitwise_or.Scalar, _aten.bitwise_or_.Tensor, _aten.bitwise_or_.Scalar,
-        _aten.__or__.Tensor, _aten.__or__.Scalar,
-    ),
-    "shr": (_aten.__rshift__.Scalar, _aten.bitwise_right_shift.Tensor_Scalar, _aten.__irshift__.Scalar),
-    "shl": (_aten.__lshift__.Scalar, _aten.bitwise_left_shift.Tensor_Scalar, _aten.__ilshift__.Scalar),
-    "eq": (_aten.eq.Scalar, _aten.eq.Tensor),
-    "ne": (_aten.ne.Scalar, _aten.ne.Tensor),
-    "lt": (_aten.lt.Scalar, _aten.lt.Tensor),
-    "le": (_aten.le.Scalar, _aten.le.Tensor),
-    "gt": (_aten.gt.Scalar, _aten.gt.Tensor),
-    "ge": (_aten.ge.Scalar, _aten.ge.Tensor),
+    "add": "add add_", "sub": "sub sub_", "rsub": "rsub", "mul": "mul mul_",
+    "xor": "bitwise_xor bitwise_xor_ __xor__", "and": "bitwise_and bitwise_and_ __and__",
+    "or": "bitwise_or bitwise_or_ __or__", "shr": "__rshift__ bitwise_right_shift __irshift__",
+    "shl": "__lshift__ bitwise_left_shift __ilshift__",
+    "eq": "eq", "ne": "ne", "lt": "lt", "le": "le", "gt": "gt", "ge": "ge",
 }  # fmt: skip
-_NAMES: dict[Any, str] = {each: name for name, operations in _BINARY.items() for each in operations}
+_OVERLOADS = ("Tensor", "Scalar", "Tensor_Scalar", "out", "Tensor_out")
+_NAMES: dict[Any, str] = {
+    getattr(getattr(_aten, packet), overload): name
+    for name, packets in _BINARY.items()
+    for packet in packets.split()
+    for overload in getattr(_aten, packet).overloads()
+    if overload in _OVERLOADS
+}
 _COMPARING = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
 
 
@@ -151,8 +140,8 @@ def _binary(node: GraphNode, found: Mapping[Slot, Tensor]) -> list[Statement] | 
     factor = node.named.get("alpha", more[0] if more else 1)
     if factor != 1 or isinstance(left, bool) or isinstance(right, bool | float):
         return None
-    dtype = _tensor(into, found).dtype
-    operands = [_tensor(x, found) if isinstance(x, Slot | Tensor) else x for x in (left, right)]
+    dtype = tensor_of(into, found).dtype
+    operands = [tensor_of(x, found) if isinstance(x, Slot | Tensor) else x for x in (left, right)]
     if operation in _COMPARING:
         dtype = torch.result_type(*operands)
     elif dtype != torch.result_type(*operands) or (dtype == torch.bool and operation not in ("xor", "and", "or")):
@@ -169,29 +158,29 @@ def _binary(node: GraphNode, found: Mapping[Slot, Tensor]) -> list[Statement] | 
 @_lowers(_aten.neg.default)
 def _negated(node: GraphNode, found: Mapping[Slot, Tensor]) -> list[Statement] | None:
     into = node.made[0]
-    return _made("sub", _tensor(into, found).dtype, into, [0, node.arguments[0]], found)
+    return _made("sub", tensor_of(into, found).dtype, into, [0, node.arguments[0]], found)
 
 
 @_lowers(_aten.where.self)
 def _where(node: GraphNode, found: Mapping[Slot, Tensor]) -> list[Statement] | None:
     into = node.made[0]
-    return _made("where", _tensor(into, found).dtype, into, node.arguments, found)
+    return _made("where", tensor_of(into, found).dtype, into, node.arguments, found)
 
 
 @_lowers(_aten.clone.default, _aten._to_copy.default)
 def _copied(node: GraphNode, found: Mapping[Slot, Tensor]) -> list[Statement] | None:
-    into, source = node.made[0], _tensor(node.arguments[0], found)
-    if source.device != _tensor(into, found).device:
+    into, source = node.made[0], tensor_of(node.arguments[0], found)
+    if source.device != tensor_of(into, found).device:
         return None
-    return _made("copy", _tensor(into, found).dtype, into, [node.arguments[0]], found)
+    return _made("copy", tensor_of(into, found).dtype, into, [node.arguments[0]], found)
 
 
 @_lowers(_aten.copy_.default)
 def _copied_into(node: GraphNode, found: Mapping[Slot, Tensor]) -> list[Statement] | None:
     into, source = node.arguments[:2]
-    if isinstance(source, Slot | Tensor) and _tensor(source, found).device != _tensor(into, found).device:
+    if isinstance(source, Slot | Tensor) and tensor_of(source, found).device != tensor_of(into, found).device:
         return None
-    return _made("copy", _tensor(into, found).dtype, into, [source], found)
+    return _made("copy", tensor_of(into, found).dtype, into, [source], found)
 
 
 @_lowers(
@@ -202,21 +191,21 @@ def _copied_into(node: GraphNode, found: Mapping[Slot, Tensor]) -> list[Statemen
 def _filled(node: GraphNode, found: Mapping[Slot, Tensor]) -> list[Statement] | None:
     name, into = str(node.function), node.made[0]
     value = int("ones" in name) if "full" not in name and "fill" not in name else node.arguments[-1]
-    return _made("copy", _tensor(into, found).dtype, into, [value], found)
+    return _made("copy", tensor_of(into, found).dtype, into, [value], found)
 
 
 def _whole(given: Name, found: Mapping[Slot, Tensor]) -> View | None:
-    x = _tensor(given, found)
+    x = tensor_of(given, found)
     return _view(given, 0, x.shape, x.stride()) if x.dtype in INTEGERS else None
 
 
 @_lowers(_aten.cat.default, _aten.stack.default)
 def _joined(node: GraphNode, found: Mapping[Slot, Tensor]) -> list[Statement] | None:
     into, pieces = node.made[0], node.arguments[0]
-    out, dim = _tensor(into, found), int(node.named.get("dim", (*node.arguments, 0)[1]))
+    out, dim = tensor_of(into, found), int(node.named.get("dim", (*node.arguments, 0)[1]))
     made, at = [], 0
     for given in pieces:
-        piece, view = _tensor(given, found), _whole(given, found)
+        piece, view = tensor_of(given, found), _whole(given, found)
         if node.function is _aten.stack.default:
             part, at = out.select(dim, at), at + 1
         elif piece.numel():
@@ -235,8 +224,8 @@ def _padded(node: GraphNode, found: Mapping[Slot, Tensor]) -> list[Statement] | 
     """The values, and the filling before and after them along each dimension: no element is written twice."""
     into, (given, sizes, *rest) = node.made[0], node.arguments
     value = node.named.get("value", rest[0] if rest else 0)
-    out, view = _tensor(into, found), _whole(given, found)
-    if view is None or value != int(value) or min(sizes) < 0 or not _tensor(given, found).numel():
+    out, view = tensor_of(into, found), _whole(given, found)
+    if view is None or value != int(value) or min(sizes) < 0 or not tensor_of(given, found).numel():
         return None
     made, inner = [], out
     for place in range(len(sizes) // 2):
@@ -253,7 +242,7 @@ def _padded(node: GraphNode, found: Mapping[Slot, Tensor]) -> list[Statement] | 
 @_lowers(_aten.repeat.default)
 def _repeated(node: GraphNode, found: Mapping[Slot, Tensor]) -> list[Statement] | None:
     into, (given, times) = node.made[0], node.arguments[:2]
-    out, x = _tensor(into, found), _tensor(given, found)
+    out, x = tensor_of(into, found), tensor_of(given, found)
     if x.dtype not in INTEGERS or not out.numel() or not out.is_contiguous():
         return None
     x = x.expand(*([1] * (len(times) - x.dim())), *x.shape)

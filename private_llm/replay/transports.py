@@ -139,15 +139,6 @@ class TraceLog(TraceHook, TracedTransport):
                 whole[: len(octets)] = octets
                 self.trace.drawn.setdefault(number, []).append(whole)
 
-    def addressed(self, tensors: Sequence[Tensor]) -> None:
-        """Nothing to write down."""
-
-    def escaped(self, x: Tensor) -> None:
-        """Nothing to write down."""
-
-    def launched(self, kernel: Callable[..., None], arguments: Sequence[Any]) -> None:
-        """Nothing to write down."""
-
 
 @contextmanager
 def recorded_by(protocol: Protocol, recorder: Transport) -> Iterator[None]:

@@ -160,7 +160,7 @@ ADMISSION = shortcut(
          "refuses suffices. A name that is taken off a list is refused from the next connection on; a session that "
          "runs goes on"),
     ),
-    source="private_llm/net/acceptor.py, private_llm/net/users.py; one client at a time is admitted by party 0",
+    source="private_llm/net/admission.py, private_llm/net/roles.py; one client at a time is admitted by party 0",
     setting="party_mode='remote'; TLSConfig(allow=...) or `private-llm party --allow` for users by name",
 )  # fmt: skip
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from private_llm.config import PrivateConfig
-from private_llm.net import acceptor as acceptors
-from private_llm.net.acceptor import Acceptor, source_of
+from private_llm.net import admission as acceptors
 from private_llm.net.addresses import hosts_of, open_listeners
+from private_llm.net.admission import Acceptor, source_of
 from private_llm.net.rendezvous import connect
 from private_llm.net.transport import CLIENT
 

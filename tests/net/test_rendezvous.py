@@ -13,8 +13,8 @@ import torch
 from private_llm.config import PrivateConfig, TLSConfig
 from private_llm.errors import ConfigError, TransportError
 from private_llm.net import addresses, hello, rendezvous
-from private_llm.net.acceptor import Acceptor
 from private_llm.net.addresses import hosts_of, open_listeners, open_named_listeners, parse_address
+from private_llm.net.admission import Acceptor
 from private_llm.net.rendezvous import connect
 from private_llm.net.transport import CLIENT
 

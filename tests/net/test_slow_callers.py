@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from private_llm.config import PrivateConfig, TLSConfig
-from private_llm.net import acceptor as acceptors
+from private_llm.net import admission as acceptors
 from private_llm.net import wire
 from private_llm.net.addresses import hosts_of, open_listeners
 from private_llm.net.authority import make_certificates

@@ -14,8 +14,8 @@ from private_llm.errors import ConfigError, TransportError
 from private_llm.net.addresses import hosts_of, open_listeners
 from private_llm.net.authority import make_certificates, user_folder
 from private_llm.net.rendezvous import connect, open_acceptor
+from private_llm.net.roles import Users, check_user, client_name, is_client
 from private_llm.net.transport import CLIENT
-from private_llm.net.users import Users, check_user, client_name, is_client
 
 
 @pytest.fixture(scope="module")

@@ -56,7 +56,6 @@ STEP_ITSELF = frozenset({
     "StepRecorder.send", "StepRecorder._recv", "StepRecorder.encoded", "StepRecorder.graph_break",
     "StepRecorder.computing", "CpuRecorder.operated", "CpuRecorder.parallel_region",
     "GraphRecorder.operated", "GraphRecorder.computed", "PublicTensors.clear",
-    "TraceLog.addressed", "TraceLog.launched", "TraceLog.escaped",
 })  # fmt: skip
 BEGUN = frozenset({
     # of a program that is repeated: masks are drawn and messages are on their way

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import PartiesBusy
-from private_llm.net.acceptor import HANDSHAKE_S
+from private_llm.net.admission import HANDSHAKE_S
 
 WORDS, VECTORS = "words", "vectors"
 """Names of the two models."""

@@ -25,8 +25,7 @@ import torch
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError, PrivateLLMError, ProtocolAbort, TransportError
 from private_llm.kernels.address import tune_allocator
-from private_llm.net.acceptor import Acceptor
-from private_llm.net.admission import Admission, ClientLink
+from private_llm.net.admission import Acceptor, Admission, ClientLink
 from private_llm.net.rendezvous import Unreached, connect, open_acceptor
 from private_llm.net.roles import HEARSAY, WHO, called, named, named_errors
 from private_llm.net.sockets import SocketTransport
