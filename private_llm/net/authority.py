@@ -157,7 +157,7 @@ class Authority:
     """A CA: signs certificates of endpoints."""
 
     def __init__(self, key: PrivateKey, certificate: x509.Certificate) -> None:
-        self._key, self.certificate = key, certificate
+        self.key, self.certificate = key, certificate
 
     @classmethod
     def new(cls, name: str, start: datetime.datetime, span: datetime.timedelta) -> Authority:
@@ -192,12 +192,8 @@ class Authority:
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
             .add_extension(_usage(signs_certificates=False), critical=True)
             .add_extension(x509.ExtendedKeyUsage(uses), critical=False)
-            .sign(self._key, hashes.SHA256())
+            .sign(self.key, hashes.SHA256())
         )
-
-    def write_key(self, path: Path) -> None:
-        """Write the CA's private key. Raises ConfigError if the file is there."""
-        write_key(path, self._key)
 
 
 def authority_name() -> str:
@@ -211,7 +207,7 @@ def make_authority(folder: Path, days: float) -> CertificateFacts:
     _refuse_taken(folder / _CA_KEY, folder / _CA)
     made = Authority.new(authority_name(), datetime.datetime.now(datetime.UTC), span)
     folder.mkdir(parents=True, exist_ok=True)
-    made.write_key(folder / _CA_KEY)
+    write_key(folder / _CA_KEY, made.key)
     write_certificate(folder / _CA, made.certificate)
     return facts_of(made.certificate)
 

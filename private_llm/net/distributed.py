@@ -2,11 +2,11 @@
 
 Ranks 0..n-1 are the parties; the client is rank n, or shares the process of rank 0 when there are n ranks.
 Every message is a fixed-size block over gloo (the header of `wire.py`, and the payload if it is small); a
-larger payload follows over gloo, or over NCCL when the tensors live on GPUs. The receiver checks the header
-before it posts the second receive, because gloo ends the process when a message is longer than its buffer.
+larger payload follows. The receiver checks the header before it posts the second receive, because gloo ends
+the process when a message is longer than its buffer.
 
-Neither gloo nor NCCL encrypts: processes on several machines are refused unless the network is declared
-trusted. Parties that distrust each other use `rendezvous.connect` with TLS.
+Gloo does not encrypt: processes on several machines are refused unless the network is declared trusted.
+Parties that distrust each other use `rendezvous.connect` with TLS.
 
 Faults: gloo closes a process's connections when one of its receives times out, so its peers stop as well; the
 reason travels through the launcher's key-value store. Those who run out of patience within half a second agree
@@ -56,16 +56,15 @@ _NO_TAG = 1 << 30
 class DistMesh:
     """This process's endpoints; every rank creates one, at the same time.
 
-    Joins the default process group, or makes it from the launcher's environment. `device` "cuda" makes
-    received tensors live on this process's GPU and large payloads travel over NCCL.
+    Joins the default process group, or makes it from the launcher's environment.
     Raises ConfigError when no launcher set the environment, the number of ranks fits neither with nor without
     a rank for the client, or ranks run on several machines without `trusted_network`.
     """
 
-    def __init__(self, parties: int, timeout: float, device: str = "cpu", *, trusted_network: bool = False) -> None:
+    def __init__(self, parties: int, timeout: float, *, trusted_network: bool = False) -> None:
         if not dist.is_available():
             raise ConfigError("this PyTorch has no torch.distributed; use party_mode 'processes'")
-        self.parties, self.timeout, self.device = parties, timeout, device
+        self.parties, self.timeout = parties, timeout
         self._owner = not dist.is_initialized()
         if self._owner:
             _initialise(timeout)
@@ -77,9 +76,6 @@ class DistMesh:
         self._client = parties if world > parties else 0
         span = datetime.timedelta(seconds=timeout)
         self.gloo: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=span)
-        self.nccl: list[dist.ProcessGroup] = []
-        if device != "cpu":
-            self.nccl += [dist.new_group(backend="nccl", timeout=span) for _ in range(2)]
         self.store = PrefixStore(f"private-llm/{self.gloo.group_name}", _get_default_store())
         self.local = LocalMesh(parties, timeout)
         if not trusted_network:
@@ -147,9 +143,9 @@ class DistTransport(Transport):
         if 0 < size <= _INLINE:
             block[HEADER_BYTES : HEADER_BYTES + size] = payload.view(torch.uint8)
         try:
-            self._post(to, block, self._mesh.gloo)
+            self._post(to, block)
             if size > _INLINE:
-                self._post(to, payload, self._bulk(self.me, to, payload))
+                self._post(to, payload)
             while self._ahead > MAX_AHEAD or len(self._pending) > _PENDING:
                 self._reap()
         except RuntimeError as error:
@@ -159,12 +155,12 @@ class DistTransport(Transport):
         if self._is_here(frm):
             with self._neighbours():
                 return self._neighbour._recv(frm, tag, shape, dtype)
-        out = torch.empty(shape, dtype=dtype, device=self._mesh.device)
+        out = torch.empty(shape, dtype=dtype)
         with self._awaiting(frm, f"'{tag}' of {endpoint_name(frm)} was awaited"):
             block = self._next_block(frm)
             self._check_header(frm, block, tag, dtype, out.numel())
             if out.nbytes > _INLINE:
-                self._get(frm, out.view(-1), self._bulk(frm, self.me, out))
+                self._get(frm, out.view(-1))
             elif out.numel():
                 out.view(-1).view(torch.uint8).copy_(block[HEADER_BYTES : HEADER_BYTES + out.nbytes])
         return out
@@ -219,8 +215,7 @@ class DistTransport(Transport):
             # gloo has no other way to close its connections than a receive that times out
             peer = next(rank for rank in range(dist.get_world_size()) if rank != self._mesh.rank)
             with contextlib.suppress(RuntimeError):
-                nothing, soon = torch.empty(1, dtype=torch.uint8), datetime.timedelta(milliseconds=1)
-                _received(nothing, peer, self._mesh.gloo, _NO_TAG, soon)
+                self._get_tagged(peer, torch.empty(1, dtype=torch.uint8), _NO_TAG, datetime.timedelta(milliseconds=1))
 
     def close(self) -> None:
         """Wait until the receivers have taken what was sent; nothing in a fork."""
@@ -242,13 +237,8 @@ class DistTransport(Transport):
         self._sequences[(frm, to)] = number + 1
         return number
 
-    def _bulk(self, frm: int, to: int, payload: Tensor) -> dist.ProcessGroup:
-        """The group for large payloads; with NCCL one per direction, because its sends may wait for receives."""
-        upwards = self._mesh.rank_of(frm) < self._mesh.rank_of(to)
-        return self._mesh.nccl[upwards] if payload.is_cuda else self._mesh.gloo
-
-    def _post(self, to: int, data: Tensor, group: dist.ProcessGroup) -> None:
-        work = dist.isend(data, self._mesh.rank_of(to), group=group, tag=self.me * 256 + to)
+    def _post(self, to: int, data: Tensor) -> None:
+        work = dist.isend(data, self._mesh.rank_of(to), group=self._mesh.gloo, tag=self.me * 256 + to)
         if work is None:
             raise TransportError("torch.distributed: this rank is not in the group")
         size = data.numel() * data.element_size()
@@ -269,15 +259,19 @@ class DistTransport(Transport):
 
     def _block(self, frm: int, span: datetime.timedelta | None = None) -> Tensor:
         block = torch.empty(_BLOCK, dtype=torch.uint8)
-        self._get(frm, block, span=span)
+        self._get(frm, block, span)
         return block
 
-    def _get(
-        self, frm: int, out: Tensor, group: dist.ProcessGroup | None = None, span: datetime.timedelta | None = None
-    ) -> None:
-        """Fill `out`, over gloo and within the timeout unless another group and time are named."""
+    def _get(self, frm: int, out: Tensor, span: datetime.timedelta | None = None) -> None:
+        """Fill `out`, within the timeout unless another time is named."""
         span = span or datetime.timedelta(seconds=self._mesh.timeout)
-        _received(out, self._mesh.rank_of(frm), group or self._mesh.gloo, frm * 256 + self.me, span)
+        self._get_tagged(self._mesh.rank_of(frm), out, frm * 256 + self.me, span)
+
+    def _get_tagged(self, rank: int, out: Tensor, tag: int, span: datetime.timedelta) -> None:
+        work = dist.irecv(out, rank, group=self._mesh.gloo, tag=tag)
+        if work is None:
+            raise TransportError("torch.distributed: this rank is not in the group")
+        work.wait(span)
 
     def _check_header(self, frm: int, block: Tensor, tag: str, dtype: torch.dtype, count: int) -> None:
         """Raise TransportError unless the block starts with the header that the next message from `frm` must have."""
@@ -330,13 +324,6 @@ class DistTransport(Transport):
 
 def _head(block: Tensor) -> bytes:
     return block[:HEADER_BYTES].numpy().tobytes()
-
-
-def _received(out: Tensor, rank: int, group: dist.ProcessGroup, tag: int, span: datetime.timedelta) -> None:
-    work = dist.irecv(out, rank, group=group, tag=tag)
-    if work is None:
-        raise TransportError("torch.distributed: this rank is not in the group")
-    work.wait(span)
 
 
 def _initialise(timeout: float) -> None:

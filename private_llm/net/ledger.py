@@ -201,10 +201,7 @@ class Ledger:
 
 def merge(ledgers: list[Ledger]) -> Cost:
     """One cost for a whole session: all links, and the rounds of the party that waited most."""
-    sent: dict[tuple[int, int], int] = {}
-    for ledger in ledgers:
-        for link, count in ledger.cost().sent.items():
-            sent[link] = sent.get(link, 0) + count
+    sent = sum([ledger.cost() for ledger in ledgers], Cost()).sent
     return Cost(sent, max((ledger.cost().rounds for ledger in ledgers), default=0))
 
 

@@ -53,7 +53,6 @@ def connect(
     hosts: Sequence[str] = (),
     token: bytes = b"",
     listener: socket.socket | None = None,
-    device: str = "cpu",
     wait_s: float | None = None,
     acceptor: Acceptor | None = None,
     admission: Admission | None = None,
@@ -84,9 +83,7 @@ def connect(
             acceptor = Acceptor(listener or listen(addresses[me], anywhere=config.tls is not None), config.endpoints)
             stack.callback(acceptor.close)
         try:
-            parallel_sessions = [
-                SocketTransport(me, pairs, config.timeout_s, device, idle_s) for pairs in mesh.open(acceptor)
-            ]
+            parallel_sessions = [SocketTransport(me, pairs, config.timeout_s, idle_s) for pairs in mesh.open(acceptor)]
         except BaseException:
             mesh.close()
             raise

@@ -23,6 +23,7 @@ import contextlib
 import socket
 import time
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,30 +42,29 @@ _LIFE_S = 5.0
 """How often a client that works says so to endpoints that may have nothing to do with what it asks for."""
 
 
-class Pair:
+class Pair(NamedTuple):
     """The two connected sockets between this endpoint and one other, and their sessions' names (8 bytes)."""
 
-    def __init__(self, out: socket.socket, out_session: bytes, inn: socket.socket, in_session: bytes) -> None:
-        self.out, self.out_session, self.inn, self.in_session = out, out_session, inn, in_session
+    out: socket.socket
+    out_session: bytes
+    inn: socket.socket
+    in_session: bytes
 
 
 class SocketTransport(Transport):
     """One endpoint's links to its peers; `pairs` holds the connected sockets by endpoint.
 
-    Received tensors are moved to `device`; tensors of another device are copied to the host before sending. idle_s:
-    how long `wait` waits for a client that sends nothing at all (None: for ever).
+    What it receives lies in main memory; tensors of a device are copied there before sending. idle_s: how long `wait`
+    waits for a client that sends nothing at all (None: for ever).
     """
 
-    def __init__(
-        self, me: int, pairs: dict[int, Pair], timeout: float, device: str = "cpu", idle_s: float | None = None
-    ) -> None:
+    def __init__(self, me: int, pairs: dict[int, Pair], timeout: float, idle_s: float | None = None) -> None:
         super().__init__(me)
         self._origin = Origin()
         self.timeout = timeout
         self.idle_s = idle_s
         self._life = self._said_at = time.monotonic()
         self._said: int | None = None
-        self.device = device
         self._slice = min(1.0, timeout / 8)
         self._failure: str | None = None
         self._parallel_sessions = [self]
@@ -76,7 +76,7 @@ class SocketTransport(Transport):
 
     def ends(self, endpoint: int) -> Sequence[End]:
         """Both, where the sockets are plain ones."""
-        if endpoint not in self._out or self.device != "cpu":
+        if endpoint not in self._out:
             return ()
         ends = self._in[endpoint], self._out[endpoint]  # the second one looks what has come at the first
         return ends if all(end.plain for end in ends) else ()
@@ -120,12 +120,10 @@ class SocketTransport(Transport):
 
     def _recv(self, frm: int, tag: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         self._check()
-        link = self._in[frm]
         try:
-            out = link.receive(tag, shape, dtype, self._idle)
+            return self._in[frm].receive(tag, shape, dtype, self._idle)
         except TransportError as error:
             raise self._fail(error, frm, f"while '{tag}' of {endpoint_name(frm)} was awaited") from None
-        return out if self.device == "cpu" else out.to(self.device)
 
     def _recv_bytes(self, frm: int, tag: str, most: int) -> bytes:
         self._check()

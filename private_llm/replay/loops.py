@@ -89,7 +89,9 @@ def copy(emit: Emit, out: Tensor, x: Tensor) -> None:
         emit(steps.copy, _row(out.shape, [out, x]))
 
 
-def _sum(emit: Emit, out: Tensor, x: Tensor, dims: Sequence[int] | None, keep: bool) -> None:
+def _sum(
+    emit: Emit, out: Tensor, x: Tensor, dims: Sequence[int] | None = None, keepdim: bool = False, **_: object
+) -> None:  # fmt: skip
     if x.dtype != torch.int64:
         raise UnsupportedOp(f"a sum of {x.dtype}")
     over = sorted(dim % x.dim() for dim in (dims or range(x.dim())))
@@ -97,7 +99,7 @@ def _sum(emit: Emit, out: Tensor, x: Tensor, dims: Sequence[int] | None, keep: b
     if len(sizes) > 1:
         raise UnsupportedOp("a sum over dimensions that lie apart")
     rest = [dim for dim in range(x.dim()) if dim not in over]
-    result = out.squeeze(over) if keep else out
+    result = out.squeeze(over) if keepdim else out
     kept, walks = collapsed([x.shape[dim] for dim in rest], [result.stride(), [x.stride(dim) for dim in rest]])
     if len(kept) >= _MOST:
         raise UnsupportedOp(f"a sum over one of {len(kept) + 1} dimensions")
@@ -159,7 +161,15 @@ def _copied(emit: Emit, out: Tensor, x: Tensor, **_: object) -> None:
     copy(emit, out, x)
 
 
+MOVES = frozenset({
+    aten.index.Tensor, aten.index_select.default, aten.gather.default, aten.repeat.default, aten.flip.default,
+    aten.roll.default, aten.constant_pad_nd.default,
+})  # fmt: skip
+"""Operations whose places are found when they are recorded."""
+
 LOWERED: dict[Any, Callable[..., None]] = {
+    **{each: _moves(each) for each in MOVES},
+    aten.constant_pad_nd.default: _pad,
     aten.add.Tensor: _binary(steps.ADD), aten.add_.Tensor: _binary(steps.ADD), aten.add.out: _binary(steps.ADD),
     aten.sub.Tensor: _binary(steps.SUB), aten.sub_.Tensor: _binary(steps.SUB), aten.sub.out: _binary(steps.SUB),
     aten.mul.Tensor: _binary(steps.MUL), aten.mul_.Tensor: _binary(steps.MUL), aten.mul.out: _binary(steps.MUL),
@@ -172,23 +182,9 @@ LOWERED: dict[Any, Callable[..., None]] = {
     aten.clone.default: _copied, aten._to_copy.default: _copied, aten.contiguous.default: _copied,
     aten.copy_.default: lambda emit, out, x, source, non_blocking=False: copy(emit, out, source),
     aten.cat.default: _cat, aten.stack.default: _stack,
-    aten.sum.dim_IntList:
-        lambda emit, out, x, dims, keepdim=False, *, dtype=None: _sum(emit, out, x, dims, keepdim),
-    aten.sum.IntList_out:
-        lambda emit, out, x, dims, keepdim=False, *, dtype=None: _sum(emit, out, x, dims, keepdim),
-    aten.sum.default: lambda emit, out, x, *, dtype=None: _sum(emit, out, x, None, False),
-    aten.index.Tensor: _moves(aten.index.Tensor), aten.index_select.default: _moves(aten.index_select.default),
-    aten.gather.default: _moves(aten.gather.default), aten.repeat.default: _moves(aten.repeat.default),
-    aten.flip.default: _moves(aten.flip.default), aten.roll.default: _moves(aten.roll.default),
-    aten.constant_pad_nd.default: _pad,
+    aten.sum.dim_IntList: _sum, aten.sum.IntList_out: _sum, aten.sum.default: _sum,
 }  # fmt: skip
 """Called with the writer, the tensor that is written, and the operation's arguments."""
-
-MOVES = frozenset({
-    aten.index.Tensor, aten.index_select.default, aten.gather.default, aten.repeat.default, aten.flip.default,
-    aten.roll.default, aten.constant_pad_nd.default,
-})  # fmt: skip
-"""Those of `LOWERED` whose places are found when they are recorded."""
 
 STARTED = frozenset({
     aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default, aten.empty_strided.default,
