@@ -1,10 +1,9 @@
 """Who comes in: callers of a party's listening socket, and clients of a party service, with their links to this party.
 
 Anybody may open a connection, so what strangers can hold is bounded. A caller has `HANDSHAKE_S` for the whole
-handshake, however slowly it speaks. When too many callers of one source, or too many in all, are at it, the one that
-came first is cut off for the newcomer: an honest handshake takes milliseconds, one that lingers makes room. Who is cut
-off may call again. An acceptor stays open between sessions and during them, so that a second client is told that the
-first one is being served.
+handshake. When too many callers of one source, or too many in all, are at it, the one that came first is cut off for
+the newcomer, and may call again: an honest handshake takes milliseconds. An acceptor stays open between sessions and
+during them, so that a second client is told that the first one is being served.
 
 A client makes two connections to every party, in order, under one random number (`Greeted.caller`). Party 0 decides:
 it lets a client in while there is room, all in all and for its user, and otherwise says "busy" with the client's place

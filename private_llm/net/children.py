@@ -1,14 +1,12 @@
 """Parties as processes of this machine, over sockets of its own; they end when this process does.
 
-One child is started; it imports what the parties run and forks into all of them, so that the imports, which take
-seconds, are paid once. The forked parties share code only: keys, sockets and shares are made afterwards, in each.
+One child imports what the parties run, which takes seconds, and forks into all of them. They share code only: keys,
+sockets and shares are made afterwards, in each. The child gets its orders (one line of JSON) on standard input, which
+stays open as long as the parent lives. What the parties run is named as "module:function" and called as
+function(config, party, transport, **extra); any result but None is a reason for which it failed.
 
-The child gets its orders (one line of JSON) on standard input, which stays open as long as the parent lives. What the
-parties run is named as "module:function" and called as function(config, party, transport, **extra); any result but
-None is a reason for which it failed.
-
-Servers outlive their clients' sessions, so one that is killed is started again, at the same address, while the others
-go on; one that ends by itself has a reason, which would be there again.
+A server that is killed is started again, at the same address, while the others go on; one that ends by itself has a
+reason, which would be there again.
 """
 
 from __future__ import annotations

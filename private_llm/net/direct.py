@@ -1,9 +1,8 @@
 """Connections lent to compiled programs, which write and read frames without Python.
 
-Plain sockets (`kernels/backends/cpu/frames.py`) and links between threads (`queues.py`) are lent; what encrypts,
-delays, counts or alters messages is asked for each of them. While a socket is lent, whoever else wants to write to it
-(the end of the session, of another thread) waits for the program: as long as that computes, and at most `WAIT_MS` of
-waiting on each connection.
+Plain sockets and links between threads are lent; what encrypts, delays, counts or alters messages is asked for each of
+them. While a socket is lent, whoever else wants to write to it (the end of the session, of another thread) waits for
+the program: as long as that computes, and at most `WAIT_MS` of waiting on each connection.
 """
 
 from __future__ import annotations

@@ -1,17 +1,15 @@
 """Preprocessing on disk: what the helping party sends is stored by its receiver and read back when data are there.
 
   1. The helping party (party 0 of trio, the dealer, party 3 of quad) runs planned calls ahead through an
-     `OfflineTransport`: each message is announced by a wire header, so that the receiver (party 2; in quad also party
-     0, with comparison keys also party 1), which does not compute yet, knows what comes; a BYE header ends a call.
+     `OfflineTransport`: a wire header tells the receiver (party 2; in quad also party 0, with comparison keys also
+     party 1), which does not compute yet, what comes; a BYE header ends a call.
   2. The receiver writes the messages to an `OfflineStore`: wire headers, each followed by the payload, AES-128-GCM
      encrypted in pieces under a key that never leaves this process (nonce = number of the piece, header authenticated).
-     What lies on the disk says nothing and cannot be altered unnoticed; the file has no name, so it vanishes with the
-     process.
+     What lies on the disk says nothing and cannot be altered unnoticed; the file has no name.
   3. Online, an `OfflineStoreTransport` hands the messages to the protocol as if they had just been sent.
 
-A store is read once, front to back, and its file is gone with it; there is no way back, because masks must never
-repeat. A fork shares the file, the key and the place in the file, so it neither reads nor writes (and the file has no
-buffer that it could write when it ends).
+A store is read once, front to back, because masks must never repeat. A fork shares the file, the key and the place in
+the file, so it neither reads nor writes (and the file has no buffer that it could write when it ends).
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """The sending end of a one-way connection: writes frames.
 
-Each ordered pair of endpoints has a connection of its own, so that a TLS object is never read and written by two
-threads at once. Both ends (`incoming.py`) are non-blocking sockets, plain or TLS. Small frames leave at once, from the
-caller's thread; what the kernel does not take waits in a queue that a writer thread empties, so that two endpoints may
-send each other any amount at the same time.
+Each ordered pair of endpoints has a connection of its own, so that two threads never use one TLS object at once. Both
+ends (`incoming.py`) are non-blocking sockets. Small frames leave at once, from the caller's thread; what the kernel
+does not take waits for a writer thread, so that two endpoints may send each other any amount at the same time.
 """
 
 from __future__ import annotations

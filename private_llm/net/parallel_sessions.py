@@ -1,14 +1,12 @@
 """Parallel sessions: independent sessions side by side, so that one computes while another sends or waits.
 
-Each parallel session has links, keys and mask streams of its own. With `rotate_roles`, a parallel session also has its
-own role assignment: party p plays the role assignment[p] of the protocol. The first n assignments are the rotations of
-the parties, so that after n parallel sessions every party has played every role once and has computed, sent and
-received the same; after all n! assignments every link has carried the same in both directions.
+Each has links, keys and mask streams of its own, and with `rotate_roles` a role assignment: party p plays the role
+assignment[p]. The first n assignments are rotations, so that after n parallel sessions every party has computed, sent
+and received the same; after all n! every link has carried the same in both directions.
 
-Security: what a party sees in one parallel session is masked by streams of that parallel session alone, and weights are
-shared anew, with masks of their own, for every assignment (in one sharing a party that played two roles would hold what
-two parties may not hold together). So a party that sees several parallel sessions sees independent uniform values, as
-with several sessions one after the other.
+Security: what a party sees in one is masked by streams of that one alone, and weights are shared anew for every
+assignment (in one sharing a party that played two roles would hold what two parties may not hold together). So a party
+sees independent uniform values, as in sessions one after the other.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
 """Open the full mesh of connections between the parties and the client.
 
-Of two parties the one with the higher number connects to the other; the client, which may sit behind a
-firewall, connects to all parties. Each pair makes two connections a parallel session, one per direction (see
-`outgoing.py`).
+Of two parties the one with the higher number connects to the other; the client, which may sit behind a firewall,
+connects to all parties. Each pair makes two connections a parallel session, one per direction (see `outgoing.py`).
 
 Without an `Admission` one client at a time is served. Clients call the parties in order, and party 0 lets one of them
-in: the others are told that it is busy before any party holds a connection of theirs. So of clients that start together
-one gets all parties, and the others none.
+in: of clients that start together one gets all parties, and the others, told that it is busy, none.
 """
 
 from __future__ import annotations

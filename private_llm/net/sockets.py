@@ -2,19 +2,16 @@
 
 `rendezvous.connect` makes the connections; this module moves tensors over them and decides who has failed:
 
-- a broken connection: PartyFailed at once, with the name of the peer and what was awaited;
-- silence for `timeout` seconds: the same. An endpoint that waits tells the others for whom, so that the
-  one that is really silent is named, not the one next to it; who says nothing else for `timeout` times the number of
-  endpoints has failed, too;
-- whoever fails first sends its reason to all others, which raise PartyFailed with the same reason. A reason that names
-  another endpoint than the one that gave it is marked as passed on: nobody speaks for another;
+- a broken connection, or silence for `timeout` seconds: PartyFailed, with the name of the peer and what was awaited.
+  An endpoint that waits tells the others for whom, so that the one that is really silent is named; who says nothing
+  else for `timeout` times the number of endpoints has failed, too;
+- whoever fails first sends its reason to all others, which raise PartyFailed with it. A reason that names another
+  endpoint than the one that gave it is marked as passed on: nobody speaks for another;
 - a client that asks for nothing for `idle_s` seconds: its session ends, and the parties are free for others.
 
-The ledger counts payload bytes; `wire_bytes` also counts headers and notes (not the overhead of TLS).
-A transport belongs to one thread; only `abort` may be called from another. In a fork of its process it raises
-ProtocolAbort where it would send or receive, and aborting or closing it says nothing on the shared connections.
-Parallel sessions have connections of their own, so that none waits behind the frames of another; the end of one
-parallel session is the end of all.
+The ledger counts payload bytes. A transport belongs to one thread; only `abort` may be called from another. In a fork
+of its process it raises ProtocolAbort, and aborting or closing it says nothing on the shared connections. Parallel
+sessions have connections of their own, so that none waits behind another; the end of one is the end of all.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Writes down what one party computes, as a program: every operation of PyTorch, kernel, mask and message.
 
 What depends on nothing that changes from run to run (weights, public constants) is computed now and read later. What
-cannot be written down (an operation without a row in `loops.LOWERED`, values that leave PyTorch, a stream of
-masks that is not the session's) ends the recording; the step itself goes on as always.
+cannot be written down (values that leave PyTorch, a stream of masks that is not the session's) ends the recording.
 """
 
 from __future__ import annotations

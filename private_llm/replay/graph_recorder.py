@@ -1,9 +1,8 @@
 """Writes down what one party computes on a GPU, as a program: every operation of PyTorch, kernel, mask and message.
 
-As `recorder` for the CPU; here operations and kernels are called again as they were, under a CUDA graph. What depends
-on nothing that changes from run to run is computed now and kept, unless the step writes to it later. What cannot be
-repeated (values that leave the GPU, results whose shape depends on values, a stream of masks that is not the session's)
-ends the recording; the step itself goes on as always.
+Operations and kernels are called again as they were, under a CUDA graph. What depends on nothing that changes from run
+to run is computed now and kept, unless the step writes to it later. What cannot be repeated (values that leave the GPU,
+results whose shape depends on values, a stream of masks that is not the session's) ends the recording.
 """
 
 from __future__ import annotations

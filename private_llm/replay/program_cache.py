@@ -1,10 +1,9 @@
 """Parts of a step that are recorded, checked and repeated: any function of shared values that parties compute alike.
 
-The first calls of a key run as always. The next one is recorded. The one after it runs as always, and then the program
-runs on what that call drew and received: only if it sends and returns exactly the same it is used from then on. Modules
-that are alike but for their weights share a program, and each of them is checked before it uses it. A
-party decides alone; the others cannot tell, because masks, messages and ledgers are the same either way. What cannot be
-recorded stays as it is, and `ProgramCache.refused` says why.
+The first calls of a key run as always, and the next one is recorded. The one after it runs as always, and then the
+program runs on what that call drew and received: only if it sends and returns exactly the same it is used from then on.
+Modules that are alike but for their weights share a program, and each of them is checked before it uses it. A party
+decides alone; the others cannot tell, because masks, messages and ledgers are the same either way.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
 """What all recorders do alike: they are told of operations, pass messages on, and note public values that change.
+Where recording ends, the step itself goes on as always.
 
 Public tensors that change from call to call are, for example, rotary angles; ring elements are made of views of them.
 """

@@ -155,29 +155,17 @@ def _binary(node: GraphNode, found: Mapping[Slot, Tensor]) -> list[Statement] | 
     return _made(operation, dtype, into, [left, right], found)
 
 
-@_lowers(_aten.neg.default)
-def _negated(node: GraphNode, found: Mapping[Slot, Tensor]) -> list[Statement] | None:
-    into = node.made[0]
-    return _made("sub", tensor_of(into, found).dtype, into, [0, node.arguments[0]], found)
+@_lowers(_aten.neg.default, _aten.where.self)
+def _negated_or_chosen(node: GraphNode, found: Mapping[Slot, Tensor]) -> list[Statement] | None:
+    into, negated = node.made[0], node.function is _aten.neg.default
+    operation, given = ("sub", [0, *node.arguments]) if negated else ("where", list(node.arguments))
+    return _made(operation, tensor_of(into, found).dtype, into, given, found)
 
 
-@_lowers(_aten.where.self)
-def _where(node: GraphNode, found: Mapping[Slot, Tensor]) -> list[Statement] | None:
-    into = node.made[0]
-    return _made("where", tensor_of(into, found).dtype, into, node.arguments, found)
-
-
-@_lowers(_aten.clone.default, _aten._to_copy.default)
+@_lowers(_aten.clone.default, _aten._to_copy.default, _aten.copy_.default)
 def _copied(node: GraphNode, found: Mapping[Slot, Tensor]) -> list[Statement] | None:
-    into, source = node.made[0], tensor_of(node.arguments[0], found)
-    if source.device != tensor_of(into, found).device:
-        return None
-    return _made("copy", tensor_of(into, found).dtype, into, [node.arguments[0]], found)
-
-
-@_lowers(_aten.copy_.default)
-def _copied_into(node: GraphNode, found: Mapping[Slot, Tensor]) -> list[Statement] | None:
-    into, source = node.arguments[:2]
+    in_place = node.function is _aten.copy_.default
+    into, source = node.arguments[:2] if in_place else (node.made[0], node.arguments[0])
     if isinstance(source, Slot | Tensor) and tensor_of(source, found).device != tensor_of(into, found).device:
         return None
     return _made("copy", tensor_of(into, found).dtype, into, [source], found)

@@ -14,8 +14,9 @@ from private_llm.net.parallel_sessions import parallel_session_links
 from private_llm.net.transport import CLIENT, MetaTransport
 from tests.recording import RecordingTransport
 
+from .mesh import couple, raw_peer
 from .test_distributed import ranks
-from .test_sockets import couple, frame, raw_peer
+from .test_sockets import frame
 
 HUGE = 1 << 33
 """8 GiB: below what a frame may announce."""

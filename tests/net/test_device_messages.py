@@ -18,7 +18,7 @@ from private_llm.net.parallel_sessions import parallel_session_links
 from private_llm.net.transport import CLIENT, DelayedTransport, PlacedTransport, Ready, Staging, Transport, onto
 from private_llm.protocols.quad.records import Member, MemberTransport
 
-from .test_sockets import couple
+from .mesh import couple
 
 GPU, OTHER = torch.device("cuda:0"), torch.device("cuda:1")
 

@@ -19,12 +19,12 @@ from private_llm.net import outgoing, wire
 from private_llm.net.direct import Direct, Row
 from private_llm.net.incoming import Incoming
 from private_llm.net.parallel_sessions import RoleTransport
-from private_llm.net.sockets import Pair, SocketTransport
+from private_llm.net.sockets import SocketTransport
 from private_llm.replay.events import Receive, Send
 from private_llm.replay.program import Arena, Event, Memory, Operand, Program
 from private_llm.replay.transports import LiveTransport
 
-SESSION = b"sessionx"
+from .mesh import SESSION, couple, raw_peer
 
 pytestmark = pytest.mark.skipif(not connection.HERE, reason="connections are lent on Linux only")
 
@@ -33,24 +33,6 @@ pytestmark = pytest.mark.skipif(not connection.HERE, reason="connections are len
 def _compiled() -> None:
     """Before anything has to answer in time."""
     steps.run(0, 0, 0, 0, 0, 0)
-
-
-def couple(timeout: float = 10.0, room: int = 0) -> tuple[SocketTransport, SocketTransport]:
-    """Two endpoints; room: bytes that the operating system keeps of what is not read yet."""
-    there, back = socket.socketpair(), socket.socketpair()
-    for each in (*there, *back):
-        each.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
-    if room:
-        there[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, room)
-    zero = SocketTransport(0, {1: Pair(there[0], SESSION, back[1], SESSION)}, timeout)
-    one = SocketTransport(1, {0: Pair(back[0], SESSION, there[1], SESSION)}, timeout)
-    return zero, one
-
-
-def raw(timeout: float = 10.0) -> tuple[SocketTransport, socket.socket, socket.socket]:
-    """Endpoint 0, and what party 1 would write to and read from."""
-    there, back = socket.socketpair(), socket.socketpair()
-    return SocketTransport(0, {1: Pair(there[0], SESSION, back[1], SESSION)}, timeout), back[0], there[1]
 
 
 def sends(transport: SocketTransport | RoleTransport, to: int, tag: str, *payloads: Tensor) -> None:
@@ -265,7 +247,7 @@ def test_an_interrupt_while_it_waits_leaves_nothing_locked(
 
 @pytest.mark.parametrize("cuts", [(3,), (64,), (65, 70), (64 + 4000,), (10, 4000, 4001, 7990)])
 def test_a_frame_that_comes_in_pieces(cuts: tuple[int, ...]) -> None:
-    zero, peer, _ = raw(timeout=20.0)
+    zero, peer, _ = raw_peer(timeout=20.0)
     slices(zero, 1, 0.03)
     payload = numbers(1000)
     whole = frame(payload) + frame(payload[:9], 1)
@@ -281,7 +263,7 @@ def test_a_frame_that_comes_in_pieces(cuts: tuple[int, ...]) -> None:
 
 
 def test_more_frames_than_are_read_ahead() -> None:
-    zero, peer, _ = raw()
+    zero, peer, _ = raw_peer()
     payloads = [numbers(size, size) for size in range(400, 500)]
     whole = b"".join(frame(each, number) for number, each in enumerate(payloads))
     writer = threading.Thread(target=peer.sendall, args=(whole,))
@@ -292,7 +274,7 @@ def test_more_frames_than_are_read_ahead() -> None:
 
 
 def test_notes_between_frames() -> None:
-    zero, peer, _ = raw()
+    zero, peer, _ = raw_peer()
     x = numbers(5)
     waits = note(wire.Kind.WAITING, bytes([3]), 1)
     peer.sendall(frame(x) + waits + frame(x, 2))
@@ -314,25 +296,25 @@ def test_notes_between_frames() -> None:
     ],
 )
 def test_other_frames_are_refused_as_python_refuses_them(whole: bytes, what: str) -> None:
-    zero, peer, _ = raw()
+    zero, peer, _ = raw_peer()
     peer.sendall(whole)
     with pytest.raises(TransportError, match=what):
         receives(zero, 1, "t", 5)
 
 
 def test_a_peer_that_goes_away_or_says_nothing() -> None:
-    zero, peer, _ = raw()
+    zero, peer, _ = raw_peer()
     peer.sendall(frame(numbers(5))[:80])
     peer.close()
     with pytest.raises(PartyFailed, match="connection closed"):
         receives(zero, 1, "t", 5)
-    silent, _keep, _too = raw(timeout=0.4)
+    silent, _keep, _too = raw_peer(timeout=0.4)
     with pytest.raises(PartyFailed, match="was silent for 0"):
         receives(silent, 1, "t", 5)
 
 
 def test_the_end_of_a_session_is_told_while_a_program_waits() -> None:
-    zero, peer, taken = raw(timeout=20.0)
+    zero, peer, taken = raw_peer(timeout=20.0)
     slices(zero, 1, 0.3)
     threading.Timer(0.1, zero.abort, ("the user left",)).start()
     with pytest.raises(PartyFailed, match="the user left"):
@@ -344,7 +326,7 @@ def test_the_end_of_a_session_is_told_while_a_program_waits() -> None:
 
 
 def test_a_peer_that_drips_does_not_keep_a_connection_lent(monkeypatch: pytest.MonkeyPatch) -> None:
-    zero, peer, _ = raw(timeout=20.0)
+    zero, peer, _ = raw_peer(timeout=20.0)
     slices(zero, 1, 0.05)
     payload, free = numbers(1000), threading.Event()
     back = Direct.__exit__
@@ -398,7 +380,7 @@ def test_rows_have_room_for_what_the_system_wants() -> None:
 
 
 def test_connections_are_free_again_after_an_error() -> None:
-    zero, _peer, _taken = raw(timeout=0.4)
+    zero, _peer, _taken = raw_peer(timeout=0.4)
     with pytest.raises(PartyFailed):
         receives(zero, 1, "t", 5)
     closing = threading.Thread(target=zero.close)
@@ -408,7 +390,7 @@ def test_connections_are_free_again_after_an_error() -> None:
 
 
 def test_a_connection_is_closed_once_no_program_has_it() -> None:
-    zero, _peer, _taken = raw(timeout=20.0)
+    zero, _peer, _taken = raw_peer(timeout=20.0)
     threading.Timer(0.1, zero._in[1].close).start()
     with pytest.raises(PartyFailed, match="this endpoint has closed the session"):
         receives(zero, 1, "t", 5)

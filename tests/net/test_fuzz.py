@@ -11,11 +11,10 @@ from hypothesis import strategies as st
 from private_llm.errors import TransportError
 from private_llm.net import wire
 from private_llm.net.hello import answer, greet
-from private_llm.net.sockets import Pair, SocketTransport
 from private_llm.net.transport import CLIENT
 from private_llm.net.wire import Kind
 
-SESSION = b"sessionx"
+from .mesh import SESSION, raw_peer
 
 
 def valid(kind, sequence, body):
@@ -36,10 +35,9 @@ STREAMS = st.one_of(
 @given(STREAMS, st.integers(0, 200), st.binary(max_size=3))
 def test_a_transport_reads_arbitrary_bytes(stream, cut, noise):
     stream = stream[:cut] + noise + stream[cut:]
-    there, back = socket.socketpair(), socket.socketpair()
-    transport = SocketTransport(0, {1: Pair(there[0], SESSION, back[1], SESSION)}, 5.0)
-    back[0].sendall(stream)
-    back[0].close()
+    transport, peer, taken = raw_peer(5.0)
+    peer.sendall(stream)
+    peer.close()
     received = []
 
     def read_all():
@@ -49,9 +47,8 @@ def test_a_transport_reads_arbitrary_bytes(stream, cut, noise):
     with pytest.raises(TransportError):  # at the latest because the connection ends
         read_all()
     assert len(received) * 80 <= len(stream)
-    with contextlib.closing(there[1]):
+    with contextlib.closing(taken):
         transport.close()
-    back[1].close()
 
 
 @settings(max_examples=100, deadline=None)

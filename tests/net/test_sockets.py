@@ -1,6 +1,5 @@
 """Tensors over real connections: what is sent arrives, and disagreement is an error on all sides."""
 
-import socket
 import struct
 import threading
 import time
@@ -10,27 +9,9 @@ import torch
 
 from private_llm.errors import DomainError, PartyFailed, TransportError
 from private_llm.net import outgoing, wire
-from private_llm.net.sockets import Pair, SocketTransport
 from private_llm.net.transport import CLIENT
 
-from .mesh import ENDPOINTS, open_mesh, run_threads
-
-SESSION = b"sessionx"
-
-
-def couple(timeout=10.0):
-    """Two endpoints on socket pairs, without a handshake."""
-    there, back = socket.socketpair(), socket.socketpair()
-    zero = SocketTransport(0, {1: Pair(there[0], SESSION, back[1], SESSION)}, timeout)
-    one = SocketTransport(1, {0: Pair(back[0], SESSION, there[1], SESSION)}, timeout)
-    return zero, one
-
-
-def raw_peer(timeout=10.0):
-    """Endpoint 0 and the bare socket on which a test writes whatever party 1 would send."""
-    there, back = socket.socketpair(), socket.socketpair()
-    zero = SocketTransport(0, {1: Pair(there[0], SESSION, back[1], SESSION)}, timeout)
-    return zero, back[0], there[1]
+from .mesh import ENDPOINTS, SESSION, couple, open_mesh, raw_peer, run_threads
 
 
 def frame(body=b"", **changes):
