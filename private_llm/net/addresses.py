@@ -62,12 +62,8 @@ def _holds_enough() -> bool:
 
 def hosts_of(listeners: Sequence[socket.socket]) -> tuple[str, ...]:
     """The addresses of `open_listeners` or `open_named_listeners`, as `hosts`."""
-    return tuple(_host_of(listener) for listener in listeners)
-
-
-def _host_of(listener: socket.socket) -> str:
-    place = listener.getsockname()
-    return place[1:].decode() if isinstance(place, bytes) else "{}:{}".format(*place[:2])
+    places = [listener.getsockname() for listener in listeners]
+    return tuple(place[1:].decode() if isinstance(place, bytes) else "{}:{}".format(*place[:2]) for place in places)
 
 
 def is_named(address: Address) -> bool:

@@ -1,18 +1,26 @@
-"""Connections lent to compiled programs, which write and read frames without Python.
+"""What links lend to programs: connections to compiled ones, which write and read frames without Python, and a barrier.
 
 Plain sockets and links between threads are lent; what encrypts, delays, counts or alters messages is asked for each of
 them. While a socket is lent, whoever else wants to write to it (the end of the session, of another thread) waits for
 the program: as long as that computes, and at most `WAIT_MS` of waiting on each connection.
+
+At a barrier the parties of one process wait for each other, to do once what each would have to do for itself. A point
+is a name and the number of times that a party came to it; all parties come to a name equally often. Who passes one
+without waiting says so; then nobody waits at this name any more. As `threading.Barrier`, whose threads always wait.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from types import TracebackType
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
+from private_llm.errors import PartyFailed
 from private_llm.kernels.backends.cpu import connection
 
 Row = np.ndarray[tuple[int], np.dtype[np.int64]]
@@ -77,3 +85,106 @@ class Direct:
                 tried = len(left)
         if failed is not None:
             raise failed
+
+
+Given = TypeVar("Given")
+Made = TypeVar("Made")
+_SKIPPED = object()
+_POLL_S = 0.5
+"""How often one that waits looks whether the session has ended."""
+
+Point = tuple[Hashable, ...]
+"""A name, the number of times that a party came to it, and what else tells points apart."""
+
+
+class Barrier:
+    """The points of one parallel session. closed: names that parties passed differently, so that nobody waits there."""
+
+    def __init__(self, parties: int) -> None:
+        self.parties = parties
+        self.closed: set[Hashable] = set()
+        self.changed = threading.Condition()
+        self.arrived: dict[Hashable, dict[int, Any]] = {}
+        self.acting: set[Hashable] = set()
+        self.made: dict[Hashable, list[Any]] = {}
+
+    def close(self, name: Hashable) -> None:
+        """From now on nobody waits at a name, but at points that follow one at which all have met."""
+        with self.changed:
+            self.closed.add(name)
+            self.changed.notify_all()
+
+    def arrive(self, me: int, point: Point, given: object) -> bool:
+        """Whether all who have been at this point so far wait there."""
+        arrived = self.arrived.setdefault(point, {})
+        arrived[me] = given
+        skipped = sum(each is _SKIPPED for each in arrived.values())
+        if skipped and (skipped < len(arrived) or len(arrived) == self.parties):
+            del self.arrived[point]  # and what was given: programs hold much memory
+        if 0 < skipped < len(arrived):
+            self.close(point[0])
+        return not skipped
+
+
+@dataclass(frozen=True)
+class BarrierEnd:
+    """One party's end. failure: why the session has ended, or None. aside: around a time in which a party waits."""
+
+    barrier: Barrier
+    me: int
+    failure: Callable[[], str | None]
+    timeout: float
+    aside: Callable[[], AbstractContextManager[None]]
+
+    def skip(self, point: Point) -> None:
+        """Pass a point without waiting."""
+        with self.barrier.changed:
+            if point[0] not in self.barrier.closed:
+                self.barrier.arrive(self.me, point, _SKIPPED)
+
+    def wait(
+        self, point: Point, given: Given, action: Callable[[Sequence[Given]], Made], follows: bool = False
+    ) -> Made | None:  # fmt: skip
+        """What `action` makes of what all parties gave, in their order; the last one to come calls its own. None if not
+        all of them wait here.
+
+        follows: all have met at an earlier point, after which all wait here, too. Raises PartyFailed if the session has
+        ended, or if a party does not come in time, and at the last to come what `action` raises.
+        """
+        barrier = self.barrier
+        with barrier.changed:
+            if (point[0] in barrier.closed and not follows) or not barrier.arrive(self.me, point, given):
+                return None
+            arrived = barrier.arrived[point]
+            last = len(arrived) == barrier.parties
+            if last:
+                del barrier.arrived[point]
+                barrier.acting.add(point)
+        if not last:
+            with self.aside(), barrier.changed:
+                found: Made | None = self._awaited(point, follows)
+                return found
+        made = action([arrived[party] for party in range(barrier.parties)])
+        with barrier.changed:
+            barrier.acting.discard(point)
+            barrier.made[point] = [made, barrier.parties - 1]
+            barrier.changed.notify_all()
+        return made
+
+    def _awaited(self, point: Point, follows: bool) -> Any:  # noqa: ANN401 - whatever the action makes
+        barrier, left = self.barrier, self.timeout
+        while point not in barrier.made:
+            if point[0] in barrier.closed and not follows and point not in barrier.acting:
+                barrier.arrived.pop(point, None)
+                return None
+            if (reason := self.failure()) is not None:
+                raise PartyFailed(reason)
+            if not barrier.changed.wait(min(_POLL_S, max(left, 0.0))):
+                left -= _POLL_S
+                if left <= 0.0:
+                    raise PartyFailed(f"another party of this process did not come for {self.timeout:g} s")
+        found = barrier.made[point]
+        found[1] -= 1
+        if not found[1]:
+            del barrier.made[point]
+        return found[0]

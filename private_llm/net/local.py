@@ -19,8 +19,7 @@ from torch import Tensor
 
 from private_llm.errors import PartyFailed, TransportError
 from private_llm.forks import Origin, forked, process
-from private_llm.net.barrier import Barrier, BarrierEnd
-from private_llm.net.direct import End
+from private_llm.net.direct import Barrier, BarrierEnd, End
 from private_llm.net.memory_link import Item, MemoryLink, Reader, Writer, new_link
 from private_llm.net.transport import CLIENT, Ready, Transport, disagreement, endpoint_name
 

@@ -16,8 +16,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from private_llm.net.barrier import BarrierEnd
-from private_llm.net.direct import End
+from private_llm.net.direct import BarrierEnd, End
 from private_llm.net.transport import CLIENT, AddressedTransport, Transport
 
 RoleAssignment = tuple[int, ...]

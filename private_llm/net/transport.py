@@ -31,8 +31,7 @@ import torch
 from torch import Tensor
 
 from private_llm.errors import ConfigError, TransportError
-from private_llm.net.barrier import BarrierEnd
-from private_llm.net.direct import End
+from private_llm.net.direct import BarrierEnd, End
 from private_llm.net.ledger import Ledger
 from private_llm.net.wire import TRAVELS, dtype_code
 

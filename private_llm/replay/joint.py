@@ -23,7 +23,7 @@ from torch import Tensor
 
 from private_llm.errors import DomainError, TransportError, UnsupportedOp
 from private_llm.kernels.devices import ALONE
-from private_llm.net.barrier import Barrier, BarrierEnd, Point
+from private_llm.net.direct import Barrier, BarrierEnd, Point
 from private_llm.protocols.session import Session
 from private_llm.replay.events import BreakEvent, Inner, Receive, Send, Slot
 from private_llm.replay.graph_break import GraphBreak, with_break

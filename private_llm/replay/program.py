@@ -230,7 +230,7 @@ class Program:
         bound = self.bind(arena)
         for place, given in zip(bound.inputs, inputs, strict=True):
             place.copy_(given)
-        return functools.partial(self._run, transport, transport.direct(), bound, self._addressed(bound, weights))
+        return functools.partial(self._run, transport, transport.direct, bound, self._addressed(bound, weights))
 
     def _run(
         self, transport: ProgramTransport, direct: Direct, bound: _BoundProgram, table: int, inner: Inner | None

@@ -22,7 +22,7 @@ from torch import Tensor
 from private_llm.errors import UnsupportedOp
 from private_llm.kernels.seeded_tensor import StreamKey
 from private_llm.kernels.trace_hook import this_thread, traced_by
-from private_llm.net.barrier import Point
+from private_llm.net.direct import Point
 from private_llm.protocols.session import Session
 from private_llm.protocols.share import Share
 from private_llm.ranges import QUANTITIES

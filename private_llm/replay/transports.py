@@ -157,6 +157,7 @@ class ReplayTransport:
         self._drawn = {stream: torch.cat(drawn).numpy() for stream, drawn in trace.drawn.items()}
         self._received, self.sent = iter(trace.received), Trace().sent
         self.equal = True
+        self.direct = Direct(lambda _: ())  # every message is compared
 
     def fill(self, stream: int, out: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> None:
         """The next masks of a stream."""
@@ -167,10 +168,6 @@ class ReplayTransport:
 
     def stream(self, number: int) -> None:
         """None: masks are those of the other run."""
-
-    def direct(self) -> Direct:
-        """None: every message is compared."""
-        return Direct(lambda _: ())
 
     def send(self, to: int, tag: str, payload: Tensor) -> None:
         """Write down."""
@@ -200,12 +197,8 @@ class LiveTransport:
         self._streams = streams
         self.send = transport._send
         self.receive = transport.where_it_comes()._recv  # programs have memory of their own for it
-        self._direct = Direct(transport.ends)
+        self.direct = Direct(transport.ends)
         self.barrier_end = transport.barrier_end()
-
-    def direct(self) -> Direct:
-        """The connections that the transport lends."""
-        return self._direct
 
     def fill(self, stream: int, out: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> None:
         """The next bytes of a stream."""

@@ -9,7 +9,7 @@ from contextlib import nullcontext
 import pytest
 
 from private_llm.errors import PartyFailed
-from private_llm.net.barrier import Barrier, BarrierEnd
+from private_llm.net.direct import Barrier, BarrierEnd
 
 
 def ends(parties: int, failure: Callable[[], str | None] = lambda: None, timeout: float = 20.0) -> list[BarrierEnd]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from private_llm.config import PrivateConfig
 from private_llm.kernels.trace_hook import this_thread
-from private_llm.net.barrier import Barrier
+from private_llm.net.direct import Barrier
 from private_llm.net.transport import Transport
 from private_llm.protocols.session import Session
 from private_llm.protocols.share import Share

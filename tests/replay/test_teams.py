@@ -13,21 +13,10 @@ from torch import Tensor
 
 from private_llm.kernels import teams
 from private_llm.kernels.backends.cpu import steps
-from private_llm.net.direct import Direct
 from private_llm.replay.program import Arena, ArenaAddress, Memory, Operand, Parallel, Program, Step
 from private_llm.replay.transports import ReplayTransport, Trace
 
 pytestmark = pytest.mark.skipif(not teams.HERE, reason="no teams on this system")
-
-
-class Nowhere(ReplayTransport):
-    """No masks, no messages."""
-
-    def __init__(self) -> None:
-        super().__init__(Trace())
-
-    def direct(self) -> Direct:
-        return Direct(lambda _: ())
 
 
 def counted(lengths: Sequence[Sequence[int]]) -> tuple[Program, Tensor]:
@@ -60,7 +49,7 @@ def check(seed: int, times: int) -> None:
 
 
 def repeat(program: Program, want: Tensor, times: int) -> None:
-    arena, outside = Arena(), Nowhere()
+    arena, outside = Arena(), ReplayTransport(Trace())
     for _ in range(times):
         (found,) = program.run(outside, arena, [torch.zeros_like(want)])
         assert torch.equal(found, want)
