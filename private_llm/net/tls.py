@@ -1,7 +1,7 @@
 """Mutual TLS 1.3 between endpoints: who a certificate belongs to, and what went wrong in words.
 
 Every endpoint shows a certificate signed by the one CA all endpoints trust; its common name is the endpoint's
-name (`party0`, `party1`, ..., `client`, or `client:NAME` for a user with a name, see `users.py`). Host names are
+name (`party0`, `party1`, ..., `client`, or `client:NAME` for a user with a name, see `roles.py`). Host names are
 not looked at: an endpoint is who its certificate says, wherever it runs. Session tickets are off, so that a one-way
 connection carries bytes one way only.
 OpenSSL encrypts with AES-256-GCM or ChaCha20-Poly1305 and draws fresh keys for each connection; a connection
