@@ -353,9 +353,6 @@ class Parties(SessionClient):
         """A number for something that the parties keep."""
         return next(self._handles)
 
-    def keep_together(self, handle: int, rows: int) -> None:
-        """Nothing to arrange: one session has all rows."""
-
     def release(self, handle: int) -> None:
         """Forget a handle with the next call (callable from a finalizer: sends nothing itself)."""
         self._unused.append(handle)

@@ -146,9 +146,6 @@ class DryRun(SessionClient):
         """As `SessionClient.new_handle`: a number that nothing else has."""
         return self._parties.new_handle()
 
-    def keep_together(self, handle: int, rows: int) -> None:
-        """Nothing to arrange."""
-
     def release(self, handle: int) -> None:
         """The schedule releases its handles itself."""
 

@@ -65,8 +65,7 @@ class SessionClient(ABC):
     def close(self) -> None:
         """Stop all. Idempotent."""
 
-    @abstractmethod
-    def keep_together(self, handle: int, rows: int) -> None:
+    def keep_together(self, handle: int, rows: int) -> None:  # noqa: B027 - one session has all rows
         """Batch rows come in groups of `rows` that a cache may reorder among themselves (beams of one prompt)."""
 
     def preprocess(self, entries: list[CallOrEdit]) -> int:

@@ -234,9 +234,6 @@ class _MetaParties(SessionClient):
     def new_handle(self) -> int:
         return next(self._numbers)
 
-    def keep_together(self, handle: int, rows: int) -> None:
-        """One parallel session holds all rows."""
-
     def release(self, handle: int) -> None:
         """Kept until the end, so that memory can be read off."""
 
