@@ -97,9 +97,7 @@ class Scheduler:
     def clear(self) -> None:
         """All sessions are over."""
         with self._changed:
-            self._requests.clear()
-            self._expected.clear()
-            for each in (self._not_before, self._late, self._turns, self._lacked):
+            for each in (self._requests, self._expected, self._not_before, self._late, self._turns, self._lacked):
                 each.clear()
 
     def forget_sessions(self, sessions: Sequence[str]) -> None:
@@ -202,11 +200,8 @@ class Scheduler:
         awaited = [place for place, ticket in enumerate(wanted) if ticket not in self._lacked]
 
         def held() -> list[Request | None]:
-            found = [self._requests.get(session) for session, _ in wanted]
-            return [
-                request if request is not None and request.number == number else None
-                for request, (_, number) in zip(found, wanted, strict=True)
-            ]
+            found = ((self._requests.get(session), number) for session, number in wanted)
+            return [request if request is not None and request.number == number else None for request, number in found]
 
         with self._changed:
             self._changed.wait_for(lambda: None not in map(held().__getitem__, awaited), seconds)
