@@ -13,8 +13,7 @@ from private_llm.approx.normalise import reciprocal, rsqrt
 from private_llm.approx.softmax import softmax
 from private_llm.exact.argmax import argmax
 from private_llm.exact.comparisons import absolute, clamp, coarse_bits, hardtanh, relu, sign_bits
-from private_llm.exact.maximum import larger, maximum
-from private_llm.exact.topk import among_largest
+from private_llm.exact.maximum import among_largest, larger, maximum
 from private_llm.net.ledger import Cost
 from private_llm.net.transport import CLIENT
 from private_llm.protocols.arithmetic import Arithmetic

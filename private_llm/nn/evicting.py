@@ -1,7 +1,7 @@
 """One layer's cache under a policy that chooses by secrets: what is evicted after a call, and what a query attends to.
 
     prompt    attention as ever; its mass, a local sum; the entries of most mass are brought together in their order and
-              the others forgotten (`oblivious/compaction.py`); representatives of the clusters that are left
+              the others forgotten (`oblivious/chosen_rows.py`); representatives of the clusters that are left
     token     the clusters most like the query; attention to them (`selecting.py`)
 
 Layers that follow another (`CachePolicy.sharing`) use its choices: the same entries stay, the same clusters count, and
@@ -23,7 +23,7 @@ from private_llm.nn.attention import attend_and_weigh
 from private_llm.nn.clusters import representatives
 from private_llm.nn.kv_cache import KVBuffer
 from private_llm.nn.selecting import FORBIDDEN, Chosen, attend_to_chosen, choose_clusters, reordered
-from private_llm.oblivious.compaction import Compaction, compact
+from private_llm.oblivious.chosen_rows import ShuffledRows, compact
 from private_llm.oblivious.topk import largest
 from private_llm.protocols.share import Share
 from private_llm.tensor.fixed import Fixed
@@ -56,7 +56,7 @@ class Evicted:
     entries lay where they lie now.
     """
 
-    middle: Compaction
+    middle: ShuffledRows
     first: int
     newest: int
     tokens: Tensor | None
@@ -275,7 +275,7 @@ class EvictingLayer:
         x = x if evicted.order is None else reordered(x, evicted.order, 2)
         batch, groups, held, width = x.shape
         end = held - evicted.newest
-        rows = x.view(lambda part: part[:, :, evicted.first : end].reshape(-1, width))
+        rows = x.view(lambda part: part[:, :, evicted.first : end].flatten(0, 1))
         middle = evicted.middle.take(rows).view(lambda part: part.view(batch, groups, -1, width))
         first = x.view(lambda part: part[:, :, : evicted.first])
         return concatenated([first, middle, x.view(lambda part: part[:, :, end:])], 2)

@@ -18,11 +18,9 @@ from torch import Tensor, nn
 from private_llm.errors import UnsupportedOp
 from private_llm.net.ledger import Ledger
 from private_llm.nn.linear import Pieces, joined, lie_together
-from private_llm.oblivious.active_units import opened_units
-from private_llm.oblivious.budget import choose
+from private_llm.oblivious.budget import choose, opened_units
 from private_llm.oblivious.level_noise import LevelNoise, noisy_choose
-from private_llm.oblivious.sparse_input import sparse_input_product
-from private_llm.oblivious.sparse_output import sparse_output_product
+from private_llm.oblivious.sparse_products import sparse_input_product, sparse_output_product
 from private_llm.protocols.share import BitShare
 from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.ops_matmul import linear_by

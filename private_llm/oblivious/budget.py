@@ -5,6 +5,10 @@ each vector are opened: all active ones and others in place of those that are la
 budget allows. Both are chosen uniformly, in an order that nobody knows, so no place of a vector is favoured, and a
 vector's choice depends on no other vector. What is opened is a uniform choice of `budget` places, and nothing else.
 This is Comet's shuffle-based indexing (section 4.2) with the sparsity level of its appendix E fixed instead of noisy.
+
+Units of stored weights (neurons, blocks of them, heads) are opened in the secret order in which their owner stored them
+(`opened_units`), so what is opened names no unit. That order stays as long as the sharing, so openings are linked:
+Comet's kept orders, whose price is in docs/threat-model.md.
 """
 
 from __future__ import annotations
@@ -15,7 +19,8 @@ import torch
 from torch import Tensor
 
 from private_llm.errors import DomainError, ProtocolAbort
-from private_llm.protocols.permutation import Permutation, ShuffledBits, packed, unpacked
+from private_llm.protocols.permutation import Permutation, ShuffledBits, owner_order, packed, unpacked
+from private_llm.protocols.protocol import Protocol
 from private_llm.protocols.session import Session
 from private_llm.protocols.share import BitShare
 from private_llm.tensor.fixed import Fixed, arithmetic
@@ -74,10 +79,16 @@ def choose(session: Session, active: BitShare, budget: int, vectors: int = 1) ->
     units = check_budget(active, vectors, budget)
     protocol = session.protocol
     order = protocol.permutation(active.count, blocks=vectors)
-    opened = protocol.open_shuffled(protocol.shuffle_bits(filled(session, active, vectors, budget), order))
-    if opened is None:
-        raise ProtocolAbort("choose: this party is not told what is opened; want an order that nobody knows")
+    opened = opened_bits(protocol, protocol.shuffle_bits(filled(session, active, vectors, budget), order), "choose")
     return Choice(order, _places(opened.view(vectors, units), budget), active.count)
+
+
+def opened_bits(protocol: Protocol, bits: ShuffledBits, what: str) -> Tensor:
+    """`open_shuffled`: bool [rows, count]. Raises ProtocolAbort, in the name of `what`, at a party that is not told."""
+    opened = protocol.open_shuffled(bits)
+    if opened is None:
+        raise ProtocolAbort(f"{what}: this party is not told what is opened; want an order that nobody knows")
+    return opened
 
 
 def check_budget(active: BitShare, vectors: int, budget: int | None) -> int:
@@ -127,3 +138,40 @@ def _places(opened: Tensor, budget: int) -> Tensor:
     if not bool((opened.sum(1) == budget).all()):
         raise ProtocolAbort(f"choose: a vector has other than {budget} places: the parties disagree")
     return opened.view(-1).nonzero()[:, 0]
+
+
+def opened_units(
+    session: Session, active: BitShare, vectors: int, budget: int | None, expected: int | None = None
+) -> Tensor:
+    """bool [vectors, units]: the units to compute, in the owner's order, public. active: one row of all vectors' bits.
+
+    budget: how many units each vector opens; None opens what is active, and so how many are. With None 1 round (quad
+    3) and 3 bits a bit in trio; with a budget two shuffles of bits, a bit made a number, two small comparisons and a
+    gate more. What the comparisons cost grows with the digits of `units`: of 128, 1024 and 16,384 units a bit is 35, 40
+    and 46 bytes in trio (10 or 11 rounds in all), 40, 44 and 50 in dealer (8 or 9); nothing if it is all units.
+    expected: without a budget, how many units a vector opens where costs are counted instead of computed (None: all of
+    them). Raises DomainError for a budget outside 1 to units, or for vectors of unequal length, ProtocolAbort if
+    parties disagree.
+    """
+    units = check_budget(active, vectors, budget)
+    if budget == units:
+        return torch.ones((vectors, units), dtype=torch.bool)
+    if budget is not None:
+        active = filled(session, active, vectors, budget)
+    opened = opened_bits(session.protocol, ShuffledBits(active, owner_order(active.count)), "opened_units")
+    found = opened.view(vectors, units)
+    if found.is_meta:  # where costs are counted
+        return _supposed(vectors, units, budget or expected or units)
+    if budget is not None and not bool((found.sum(1) == budget).all()):
+        raise ProtocolAbort(f"opened_units: a vector has other than {budget} units: the parties disagree")
+    return found
+
+
+def _supposed(vectors: int, units: int, many: int) -> Tensor:
+    """A pattern of `many` units in each vector, for counting costs. Local.
+
+    A vector shares one unit with the one before it: almost as many different units as independent vectors have, and
+    one connected component, which is the usual one.
+    """
+    starts = torch.arange(vectors)[:, None] * max(1, many - 1)
+    return (torch.arange(units) - starts) % units < many

@@ -4,22 +4,26 @@
                 it and its transpose, whose traffic is that of their outputs; making it costs kept x rows bits.
     shuffled    the rows move in a fresh secret order, in which the marks are opened: a uniform choice of `kept` places,
                 whatever is marked. Taking and putting back are a shuffle each; taking ends with the chosen rows alone.
+                Where their old order counts (`compact`), a number is opened for each row in place of the mark: 0 for
+                one that goes, and for one that stays which of those it is, 1 .. kept: a uniform arrangement of these.
 
-Neither opens anything that depends on secrets, as long as each block has `kept` marks. Either may be used for any
-number of tables (other layers' too).
+Neither opens anything that depends on secrets, as long as each block has `kept` marks. Of values that left their range
+another number of rows may be marked: then any `kept` rows are moved, and the call's verdict says that its answer is
+wrong (`NumericContext.ranked_wrong`). Either may be used for any number of tables (other layers' too), but nothing else
+may be opened in the order of a shuffle: to each party the places are independent of the marks as long as nothing is.
+Source: shuffle-based indexing (Comet, section 4.2), with ranks for bits.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from private_llm.errors import ProtocolAbort
+from private_llm.errors import DomainError
 from private_llm.net.ledger import Cost
-from private_llm.oblivious.compaction import first_places
+from private_llm.oblivious.budget import opened_bits
 from private_llm.protocols.permutation import Permutation
 from private_llm.protocols.prices import Prices
 from private_llm.protocols.share import BitShare, words_for
@@ -29,47 +33,29 @@ from private_llm.tensor.fixed import Fixed, arithmetic
 _LANES = 64
 
 
-class ChosenRows(ABC):
-    """`kept` of `rows` rows, in each of `blocks` blocks."""
-
-    blocks: int
-    rows: int
-    kept: int
-
-    @abstractmethod
-    def take(self, x: Fixed, frac: int | None = None) -> Fixed:
-        """The chosen rows of x [blocks, rows, P]: [blocks, kept, P], with `frac` fractional bits (default: of x)."""
-
-    @abstractmethod
-    def put_back(self, y: Fixed) -> Fixed:
-        """Rows y [blocks, kept, P] where `take` found them, zeros elsewhere: [blocks, rows, P]."""
-
-
 @dataclass(frozen=True, eq=False)
-class OneHotRows(ChosenRows):
-    """By products with a secret matrix [blocks, kept, rows] of zeros and ones (no fractional bits)."""
+class OneHotRows:
+    """`kept` of `rows` rows in each of `blocks` blocks, by products with a secret matrix [blocks, kept, rows] of zeros
+    and ones (no fractional bits).
+    """
 
     matrix: Fixed
 
     @property
-    def blocks(self) -> int:  # type: ignore[override]
-        """Blocks."""
-        return self.matrix.shape[0]
-
-    @property
-    def kept(self) -> int:  # type: ignore[override]
+    def kept(self) -> int:
         """Chosen rows of a block."""
         return self.matrix.shape[1]
 
     @property
-    def rows(self) -> int:  # type: ignore[override]
+    def rows(self) -> int:
         """Rows of a block."""
         return self.matrix.shape[2]
 
     def take(self, x: Fixed, frac: int | None = None) -> Fixed:
-        """One product: 24 bytes an output and 1 round in trio; 30.75 and 2 where 18 bits are dropped.
+        """The chosen rows of x [blocks, rows, P]: [blocks, kept, P], with `frac` fractional bits (default: of x).
 
-        Of x that is right in `width` bits, one bit less is right: (3 width - 1) / 8 bytes.
+        One product: 24 bytes an output and 1 round in trio; 30.75 and 2 where 18 bits are dropped. Of x that is right
+        in `width` bits, one bit less is right: (3 width - 1) / 8 bytes.
         """
         frac, matrix = x.frac if frac is None else frac, self._on(x)
         if x.width is None:
@@ -77,7 +63,7 @@ class OneHotRows(ChosenRows):
         return matrix.finer(1).matmul(x, frac=frac, width=x.width - 1)  # divided by 2, which leaves bits nobody reads
 
     def put_back(self, y: Fixed) -> Fixed:
-        """One product, 24 bytes an output and 1 round in trio."""
+        """Rows y [blocks, kept, P] where `take` found them, zeros elsewhere: [blocks, rows, P]. One product."""
         return self._on(y).view(lambda part: part.transpose(1, 2)).matmul(y, frac=y.frac)
 
     def within(self, outer: OneHotRows) -> OneHotRows:
@@ -98,26 +84,22 @@ class OneHotRows(ChosenRows):
 
 
 @dataclass(frozen=True, eq=False)
-class ShuffledRows(ChosenRows):
-    """By shuffles. places: of the chosen rows in the secret order, int64 [blocks, kept], public."""
+class ShuffledRows:
+    """The same by shuffles. places: of the chosen rows in the secret order, int64 [blocks, kept], public."""
 
     order: Permutation
     places: Tensor
     rows: int
 
     @property
-    def blocks(self) -> int:  # type: ignore[override]
-        """Blocks."""
-        return len(self.places)
-
-    @property
-    def kept(self) -> int:  # type: ignore[override]
+    def kept(self) -> int:
         """Chosen rows of a block."""
         return self.places.shape[1]
 
     def take(self, x: Fixed, frac: int | None = None) -> Fixed:
-        """One shuffle of all rows, in which the chosen ones alone end: 16 bytes an element, 24 more a chosen one and 2
-        rounds in trio, and a truncation of what is chosen.
+        """As `OneHotRows.take`, by one shuffle of all rows, in which the chosen ones alone end.
+
+        16 bytes an element, 24 more a chosen one and 2 rounds in trio, and a truncation of what is chosen.
         """
         flat = x.view(lambda part: part.flatten(0, 1)).share
         moved = x.with_share(x.proto.shuffle(flat, self.order, places=self.places.view(-1)))
@@ -125,7 +107,7 @@ class ShuffledRows(ChosenRows):
         return taken if frac is None else taken.rescale(frac)
 
     def put_back(self, y: Fixed) -> Fixed:
-        """One shuffle of all rows, undone: 40 bytes an element and 3 rounds in trio."""
+        """As `OneHotRows.put_back`, by one shuffle of all rows, undone: 40 bytes an element and 3 rounds in trio."""
 
         def spread(part: Tensor) -> Tensor:
             whole = part.new_zeros((self.order.size, *part.shape[2:]))
@@ -133,7 +115,10 @@ class ShuffledRows(ChosenRows):
             return whole
 
         back = y.with_share(y.proto.shuffle(y.view(spread).share, self.order, undo=True))
-        return back.view(lambda part: part.unflatten(0, (self.blocks, self.rows)))
+        return back.view(lambda part: part.unflatten(0, (len(self.places), self.rows)))
+
+
+ChosenRows = OneHotRows | ShuffledRows
 
 
 def one_hot_rows(marks: Fixed, kept: int) -> OneHotRows:
@@ -175,9 +160,7 @@ def shuffled_rows(marks: Fixed, bits: BitShare, kept: int) -> ShuffledRows:
     blocks, rows = marks.shape
     proto = marks.proto
     order = proto.permutation(blocks * rows, blocks=blocks)
-    opened = proto.open_shuffled(proto.shuffle_bits(bits, order))
-    if opened is None:
-        raise ProtocolAbort("shuffled_rows: this party is not told what is opened; want an order that nobody knows")
+    opened = opened_bits(proto, proto.shuffle_bits(bits, order), "shuffled_rows")
     places, found = first_places(blocks, rows, kept), opened[0].view(blocks, rows)
     if not opened.is_meta:
         if bool((found.sum(1) == kept).all()):
@@ -185,6 +168,74 @@ def shuffled_rows(marks: Fixed, bits: BitShare, kept: int) -> ShuffledRows:
         else:
             marks.session.numerics.ranked_wrong = True
     return ShuffledRows(order, places, rows)
+
+
+def compact(marks: Fixed, kept: int) -> ShuffledRows:
+    """Marked rows in their old order: marks [blocks, rows] are 0 or 1 (no fractional bits), `kept` ones in each block.
+
+    With m bits for kept + 1: m comparisons of m + 1 bits for each row, m gates, a shuffle of m bits a row and their
+    opening (`compaction_cost`). Raises DomainError for marks of another shape and for kept outside 1 .. rows,
+    ProtocolAbort if this party is not told.
+    """
+    if len(marks.shape) != 2 or not 0 < kept <= marks.shape[1]:
+        raise DomainError(f"compact: got marks {tuple(marks.shape)} and kept={kept}; want [blocks, rows], 1 to rows")
+    blocks, rows = marks.shape
+    proto = marks.proto
+    before = marks.view(lambda part: part.cumsum(1, dtype=part.dtype))
+    ranks = before.mul(marks, frac=0)
+    bits = number_bits(ranks, _bits(kept))
+    order = proto.permutation(blocks * rows, reuse=True, blocks=blocks)
+    opened = opened_bits(proto, proto.shuffle_bits(bits, order), "compact")
+    places = _places(opened, blocks, kept)
+    if places is None:
+        marks.session.numerics.ranked_wrong = True
+        places = first_places(blocks, rows, kept)
+    return ShuffledRows(order, places, rows)
+
+
+def _bits(kept: int) -> int:
+    """Of 0 .. kept + 1: one row too many must not wrap to 0 and look like a row that goes."""
+    return (kept + 1).bit_length()
+
+
+def first_places(blocks: int, rows: int, kept: int) -> Tensor:
+    """The first `kept` rows of each block, int64 [blocks, kept]."""
+    return torch.arange(blocks)[:, None] * rows + torch.arange(kept)
+
+
+def _places(opened: Tensor, blocks: int, kept: int) -> Tensor | None:
+    """int64 [blocks, kept]: flat places of the numbers 1 .. kept in each block; None if what is opened is no such
+    arrangement.
+    """
+    rows = opened.shape[1] // blocks
+    if opened.is_meta:
+        return first_places(blocks, rows, kept)
+    weights = 1 << torch.arange(len(opened), device=opened.device)
+    numbers = (opened * weights[:, None]).sum(0).view(blocks, rows).cpu()
+    ordered, places = numbers.sort(dim=1, descending=True)
+    if not torch.equal(ordered[:, :kept], torch.arange(kept, 0, -1).expand(blocks, kept)) or bool(
+        ordered[:, kept:].any()
+    ):
+        return None
+    return places[:, :kept].flip(1) + torch.arange(blocks)[:, None] * rows
+
+
+def number_bits(x: Fixed, count: int) -> BitShare:
+    """Bits of whole numbers 0 <= x < 2^count, least significant first: [count rows, numel].
+
+    `count` comparisons of count + 1 bits for each number, at once (and for lanes that fill the last word).
+    """
+    shape = (x.numel() + -x.numel() % _LANES,)
+
+    def moved(part: Tensor) -> Tensor:
+        flat = torch.constant_pad_nd(part.reshape(-1), (0, shape[0] - part.numel()))
+        steps = 1 << torch.arange(count, 0, -1, device=part.device)
+        # bit j is bit `count` of x 2^(count - j); bits above it do not matter
+        return flat * steps[:, None].to(part.dtype)
+
+    with x.proto.may_wrap():
+        signs = x.proto.msb(x.view(moved).share, bits=count + 1)
+    return BitShare(tuple(part.view(count, -1) for part in signs.parts), x.numel())
 
 
 def one_hot_cost(prices: Prices, ring: Ring, blocks: int, rows: int, kept: int) -> Cost:
@@ -198,3 +249,15 @@ def shuffled_cost(prices: Prices, blocks: int, rows: int) -> Cost:
     """What `shuffled_rows` sends and waits for."""
     total = blocks * rows
     return prices.permutation(total) + prices.shuffle_bits(total) + prices.open_shuffled(total)
+
+
+def compaction_cost(prices: Prices, ring: Ring, blocks: int, rows: int, kept: int) -> Cost:
+    """What `compact` sends and waits for."""
+    total, bits = blocks * rows, _bits(kept)
+    return (
+        prices.product(ring, total, 0)
+        + prices.msb(bits * _LANES * words_for(total), bits + 1)
+        + prices.permutation(total)
+        + prices.shuffle_bits(total, bits)
+        + prices.open_shuffled(total, bits)
+    )

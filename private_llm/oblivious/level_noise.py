@@ -32,8 +32,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from private_llm.errors import ConfigError, DomainError, ProtocolAbort
-from private_llm.oblivious.budget import Choice
+from private_llm.errors import ConfigError, DomainError
+from private_llm.oblivious.budget import Choice, opened_bits
 from private_llm.oblivious.counting import each
 from private_llm.protocols.permutation import packed, unpacked
 from private_llm.protocols.protocol import Protocol
@@ -138,9 +138,7 @@ def noisy_choose(session: Session, active: BitShare, noise: LevelNoise, expected
         for part, more in zip(active.parts, dummies.parts, strict=True)
     )
     order = protocol.permutation(size)
-    opened = protocol.open_shuffled(protocol.shuffle_bits(BitShare(both, size), order))
-    if opened is None:
-        raise ProtocolAbort("noisy_choose: this party is not told what is opened; want an order that nobody knows")
+    opened = opened_bits(protocol, protocol.shuffle_bits(BitShare(both, size), order), "noisy_choose")
     places = torch.arange(expected + noise.mean) if opened.is_meta else opened[0].nonzero()[:, 0]
     return Choice(order, places, active.count)
 

@@ -45,7 +45,7 @@ CACHE_POLICY = shortcut(
          "policy; where entries were evicted only the newest ones can be cut back, and a call that asks for more fails "
          "by lengths alone"),
     ),
-    source="private_llm/nn/evicting.py, selecting.py; oblivious/compaction.py, chosen_rows.py; MPCache (arXiv "
+    source="private_llm/nn/evicting.py, selecting.py; oblivious/chosen_rows.py; MPCache (arXiv "
     "2501.06807). Rows and orders are of shapes that budgets and lengths give. Tests compare tokens and logits with a "
     "plaintext model under the same policy, the transcripts of a monotonous and a random prompt message by message, "
     "what is opened with a uniform arrangement, and the cost of a layer that shares with that of one shuffle",

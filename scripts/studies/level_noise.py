@@ -30,8 +30,7 @@ from private_llm.exact.comparisons import relu
 from private_llm.net.ledger import Cost, merge
 from private_llm.oblivious.budget import Choice, choose
 from private_llm.oblivious.level_noise import LevelNoise, noisy_choose
-from private_llm.oblivious.sparse_input import sparse_input_product
-from private_llm.oblivious.sparse_output import sparse_output_product
+from private_llm.oblivious.sparse_products import sparse_input_product, sparse_output_product
 from private_llm.protocols.session import Session, meta_session
 from private_llm.protocols.share import BitShare, Share
 from private_llm.tensor.fixed import Fixed

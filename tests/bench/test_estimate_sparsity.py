@@ -23,8 +23,8 @@ from transformers import PreTrainedModel
 from typer.testing import CliRunner
 
 from private_llm.errors import ConfigError
-from private_llm.oblivious.active_units import _supposed
-from private_llm.oblivious.sparse_output import components
+from private_llm.oblivious.budget import _supposed
+from private_llm.oblivious.sparse_products import components
 from private_llm.sparsity_config import CometConfig
 from tests.sparsity.models import RELU, batch, sparse
 

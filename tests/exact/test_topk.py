@@ -8,7 +8,7 @@ from torch import Tensor
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import DomainError
-from private_llm.exact.topk import Groups, among_largest, among_largest_of_groups
+from private_llm.exact.maximum import Groups, among_largest, among_largest_of_groups
 from tests.harness import PLAIN, TRIO, run_meta, run_parties
 
 every = pytest.mark.parametrize("config", [PLAIN, TRIO], ids=["plain", "trio"])

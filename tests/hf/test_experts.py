@@ -10,7 +10,7 @@ from private_llm_hf.models.miniature import miniature
 from private_llm_hf.models.routers import PrivateRouter, RouterParts, Routing, is_experts, router_of
 from torch import Tensor, nn
 
-from private_llm.exact.topk import Groups
+from private_llm.exact.maximum import Groups
 from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.secret import SecretTensor
 from tests.harness import PLAIN as HARNESS_PLAIN

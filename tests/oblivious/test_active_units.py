@@ -11,8 +11,8 @@ from torch import Tensor
 from private_llm.config import PrivateConfig
 from private_llm.errors import DomainError, ProtocolAbort
 from private_llm.net.ledger import Cost
-from private_llm.oblivious import active_units
-from private_llm.oblivious.active_units import opened_units
+from private_llm.oblivious import budget as budgets
+from private_llm.oblivious.budget import opened_units
 from private_llm.protocols.registry import protocol_names
 from private_llm.protocols.session import Session
 from private_llm.ring.ring import Ring
@@ -117,7 +117,7 @@ def total(cost: Cost) -> int:
 
 def test_another_number_of_units_than_the_budget_ends_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """As parties who disagree open it: in any vector, whatever the batch has in all."""
-    monkeypatch.setattr(active_units, "filled", lambda session, active, vectors, budget: active)
+    monkeypatch.setattr(budgets, "filled", lambda session, active, vectors, budget: active)
     for counts in ([1, 3], [3, 1], [2, 3]):
         with pytest.raises(ProtocolAbort, match="a vector has other than 2 units"):
             opened("plain", scores(counts, 6), 2)

@@ -12,12 +12,14 @@ from private_llm.config import PrivateConfig
 from private_llm.errors import DomainError
 from private_llm.oblivious.chosen_rows import (
     ChosenRows,
+    compact,
+    compaction_cost,
+    number_bits,
     one_hot_cost,
     one_hot_rows,
     shuffled_cost,
     shuffled_rows,
 )
-from private_llm.oblivious.compaction import compact, compaction_cost, number_bits
 from private_llm.oblivious.topk import largest_bits
 from private_llm.protocols.registry import protocol_names
 from private_llm.protocols.session import Session
@@ -54,11 +56,10 @@ def test_marked_rows_keep_their_order(protocol: str, blocks: int, rows: int, kep
 
     def program(session: Session, m: Fixed, v: Fixed) -> list[Fixed]:
         made = compact(m, kept)
-        flat = v.view(lambda part: part.flatten(0, 1))
-        return [made.take(flat), made.take(flat.scale_int(2))]
+        return [made.take(v), made.take(v.scale_int(2))]
 
     taken, twice = run_parties(config(protocol), program, [marks, x], [0, 18]).values
-    want = torch.cat([block[mark > 0] for block, mark in zip(x, marks, strict=True)])
+    want = torch.stack([block[mark > 0] for block, mark in zip(x, marks, strict=True)])
     assert torch.equal(taken, want)
     assert torch.equal(twice, 2 * want)
 
@@ -190,7 +191,7 @@ def test_marks_of_values_beyond_their_range_make_the_verdict_of_the_call(
         if shuffled:
             shuffled_rows(marks, bits, 3)
         else:
-            assert compact(marks, 3).take(marks.view(lambda part: part.view(8, 1))).shape == (3, 1)
+            assert compact(marks, 3).take(marks.view(lambda part: part.view(1, 8, 1))).shape == (1, 3, 1)
         found = verdict(session)
         assert found is not None
         assert verdict(session) is None

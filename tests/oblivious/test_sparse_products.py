@@ -14,8 +14,14 @@ from private_llm.config import PrivateConfig
 from private_llm.errors import DomainError
 from private_llm.kernels import ops
 from private_llm.net.ledger import Cost
-from private_llm.oblivious.sparse_input import SparseInput, sparse_input_product, strips
-from private_llm.oblivious.sparse_output import SparseOutput, components, sparse_output_product
+from private_llm.oblivious.sparse_products import (
+    SparseInput,
+    SparseOutput,
+    components,
+    sparse_input_product,
+    sparse_output_product,
+    strips,
+)
 from private_llm.protocols.dealer.party import dealer_prices as dealer_cost
 from private_llm.protocols.registry import protocol_names
 from private_llm.protocols.session import Session

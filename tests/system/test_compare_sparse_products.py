@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from private_llm.config import PrivateConfig
-from private_llm.oblivious.sparse_input import sparse_input_product
-from private_llm.oblivious.sparse_output import sparse_output_product
+from private_llm.oblivious.sparse_products import sparse_input_product, sparse_output_product
 from private_llm.protocols.dealer.party import dealer_prices as dealer
 from private_llm.ring.ring import RING64
 from tests.harness import run_parties

@@ -159,20 +159,14 @@ class TwoPartyDealer(DealerShuffles):
         self.remask = setup.config.matmul == "remask"
 
     def mul(self, x: Share, y: Share, shift: int = 0, widths: BitWidths | None = None) -> Share:
-        """As Trio's, with `remask` after one round of |x| + |y| elements each way (|x| for a square of one share).
-
-        That is 16 bytes for each element of an operand (64-bit ring).
-        """
+        """As Trio's; with `remask` after |x| + |y| elements each way (|x| for a square of one share), 1 round."""
         return super().mul(*self._operands(x, y), shift, widths)
 
     def bilinear(
         self, form: Form, x: Share, y: Share, shift: int = 0, select: Tensor | None = None,
         widths: BitWidths | None = None,
     ) -> Share:  # fmt: skip
-        """As Trio's, with `remask` after one round of |x| + |y| elements each way (before broadcasting).
-
-        Of y only what the form reads counts. 16 bytes for each element of an operand (64-bit ring).
-        """
+        """As `mul`, elements before broadcasting; of y only what the form reads counts."""
         if self.remask:
             form, y = taking_part(form, y)
             x, y = self._operands(x, y)

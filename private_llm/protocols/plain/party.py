@@ -178,20 +178,17 @@ class PlainClient(ClientEnd):
     """Client end of `plain`."""
 
     def share(self, elements: Tensor) -> None:
-        """Hand ring elements of any shape to the party: 8 bytes each (4 in the 32-bit ring)."""
+        """To the one party."""
         self.transport.send(0, "input", elements.contiguous())
 
     def share_index(self, indices: Tensor, domain: int) -> None:
-        """Hand indices below `domain` to the party, 8 bytes each.
-
-        Raises DomainError for an index outside the domain.
-        """
+        """8 bytes each."""
         if indices.numel() and (int(indices.min()) < 0 or int(indices.max()) >= domain):
             raise DomainError(f"an index lies outside 0 .. {domain - 1}")
         self.transport.send(0, "index", indices.reshape(-1).contiguous())
 
     def open(self, shape: tuple[int, ...]) -> Tensor:
-        """Ring elements of `shape` that the party reveals: 8 bytes each (4 in the 32-bit ring)."""
+        """From the one party."""
         return open_plain(self.transport, self.ring, shape)
 
 

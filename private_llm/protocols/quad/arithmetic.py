@@ -134,10 +134,7 @@ class QuadArithmetic(QuadRecords):
         return self._check_shift(tag, main, opened, shift)
 
     def truncate(self, x: Share, shift: int, widths: BitWidths | None = None) -> Share:
-        """Division of a held value: X plays w and the mask R; 1 round, 2 elements and 5 f bits an element in all.
-
-        Raises DomainError for a shift above ring bits - 3.
-        """
+        """X plays w and the mask R; 1 round, 2 elements and 5 f bits an element in all."""
         if not shift:
             return x
         main, opened = self._truncate(x, shift)
@@ -170,17 +167,14 @@ class QuadArithmetic(QuadRecords):
 
     # -- products ------------------------------------------------------------------------------------------------
     def mul(self, x: Share, y: Share, shift: int = 0, widths: BitWidths | None = None) -> Share:
-        """Elementwise product: 5 elements an output without shift (1 round), 5 (l + f) bits with a shift by f.
-
-        2 rounds with a shift. Raises DomainError for a shift above ring bits - 3.
-        """
+        """5 elements an output without shift (1 round), 5 (l + f) bits with a shift by f (2 rounds)."""
         return self._multiply(_Elementwise(), x, y, shift)
 
     def bilinear(
         self, form: Form, x: Share, y: Share, shift: int = 0, select: Tensor | None = None,
         widths: BitWidths | None = None,
     ) -> Share:  # fmt: skip
-        """Output-sized traffic, rounds and errors as `mul`. Local products: three at every party."""
+        """As `mul`, of outputs. Local products: three at every party."""
         form, y = taking_part(form, y)  # parts are added up
         self.ledger.add_macs(form.macs(x.shape, y.shape) * 3)
         return self._multiply(form, x, y, shift, select)
@@ -207,11 +201,7 @@ class QuadArithmetic(QuadRecords):
         return self._finish_checked(form.tag, piece.shape, piece, mirror, shift, True, known)
 
     def poly(self, x: Share, coefficients: Sequence[int], shift: int = 0) -> Share:
-        """Trio's Taylor step and its mirror around -a: degree - 1 elements from party 2, then the check.
-
-        An element: 2 (degree - 1) + 3 elements in all without shift (1 round), 2 (degree - 1) elements and 5 (l + f)
-        bits with a shift by f (2 rounds). Errors as Trio's.
-        """
+        """Trio's Taylor step and its mirror around -a: degree - 1 elements from party 2, then the check."""
         piece = self._poly_piece(x, coefficients)
         mirror = self._poly_mirror(x, coefficients)
         return self._finish_checked("poly", x.shape, piece, mirror, shift, helped=False)
@@ -230,10 +220,7 @@ class QuadArithmetic(QuadRecords):
 
     # -- edges -----------------------------------------------------------------------------------------------------
     def receive_input(self, shape: tuple[int, ...]) -> Share:
-        """V from the client to parties 0, 1 and 2, who record it: 1 element each; party 3 receives nothing.
-
-        No round is booked.
-        """
+        """V from the client to parties 0, 1 and 2, who record it; party 3 receives nothing."""
         count = torch.Size(shape).numel()
         masks = [stream.elements(count, self.ring, self.device).view(shape) for stream in self._inputs]
         if self.party == 3:
@@ -244,20 +231,17 @@ class QuadArithmetic(QuadRecords):
         return unmask(self.party, value, masks)
 
     def receive_index(self, count: int, domain: int) -> Index:
-        """Four keys of point functions from the client (Trio's two, and two for the mirror), or one-hot rows.
-
-        24 + 16 ceil(log2 domain) bytes a key (at least 40), to each of the four parties.
-        """
+        """Four keys of point functions (Trio's two, and two for the mirror), or one-hot rows."""
         if self.one_hot:
             return super().receive_index(count, domain)
         keys = self.transport.recv(CLIENT, "index", (4, count, key_words(domain)), torch.int64)
         return Index(tuple(keys), count, domain)
 
     def lookup(self, index: Index, table: Share | Tensor) -> Share:
-        """Rows of a table at secret indices: Trio's lookup and its mirror, 5 elements an output (3 if public), 1 round.
+        """Trio's lookup and its mirror.
 
-        The mirror takes W = V - u - a: point functions for a at parties (3, 0), for u at (3, {1, 2}), for V at (0, {1,
-        2}), where parties 1 and 2 hold the same key. With a public table those for a suffice.
+        The mirror takes W = V - u - a: point functions for a at parties (3, 0), for u at (3, {1, 2}), for V at (0,
+        {1, 2}), where parties 1 and 2 hold the same key. With a public table those for a suffice.
         """
         if index.one_hot:
             return self._lookup_rows(Share(index.keys), table)
@@ -300,8 +284,7 @@ class QuadArithmetic(QuadRecords):
     def reveal(self, pieces: Sequence[tuple[int, Share]]) -> None:
         """After one `verify`: party 1 sends X and party 2 its digest, party 0 sends a and party 3 its digest.
 
-        1 element each, and 32 bytes of digest a piece each. Party 3's is of masks alone; when it runs ahead the client
-        gets it before there is data. Raises ProtocolAbort, and sends nothing, if a party deviated.
+        Party 3's is of masks alone; when it runs ahead the client gets it before there is data.
         """
         self.verify()
         for endpoint, x in pieces:

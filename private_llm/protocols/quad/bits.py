@@ -127,10 +127,7 @@ class Quad(QuadShuffles):
         return BitShare((*x.parts[:2], ~x.parts[2]), x.count) if self.party == 0 else super().invert(x)
 
     def and_(self, x: BitShare, y: BitShare) -> BitShare:
-        """Main 3 bits a gate, mirror 2: party 2 tells the masked product of what is known, party 3 its piece.
-
-        1 round.
-        """
+        """Main 3 bits a gate, mirror 2: party 2 tells the masked product of what is known, party 3 its piece."""
         main = super().and_(x, y)
         shape = tuple(main.parts[0].shape)
         if self.role:
@@ -154,11 +151,7 @@ class Quad(QuadShuffles):
         self, bits: BitShare, x: Share | None, weights: Weights, constants: Weights, shift: int = 0,
         low: int | None = None,
     ) -> Share:  # fmt: skip
-        """As Trio's, and its mirror: 1 element per row, 1 more per row with a weight, from party 2; one check.
-
-        One weighted row without shift: 7 elements in all (56 bytes in the 64-bit ring), 1 round; as many with `low`.
-        Errors as Trio's.
-        """
+        """As Trio's, and its mirror: as many elements from party 2; one check."""
         check_low(low, shift)
         piece = self._inject_piece(bits, x, weights, constants)
         mirror = self._inject_mirror(bits, x, weights, constants)

@@ -42,27 +42,21 @@ class QuadClient(TrioClient):
         self._digests: deque[bytes] = deque()
 
     def take_digests(self, digests: Sequence[str]) -> None:
-        """Party 3's digests for what preprocessed calls will open, in order; older ones are forgotten.
-
-        Raises ProtocolAbort for a text that is none.
-        """
+        """Party 3's digests for what preprocessed calls will open."""
         try:
             self._digests = deque(bytes.fromhex(each) for each in digests)
         except ValueError:
             raise ProtocolAbort("party 3 sent a text that is no digest; end the session and find out why") from None
 
     def share(self, elements: Tensor) -> None:
-        """Share ring elements with the parties, who call `receive_input` with the same shape.
-
-        1 element to each of parties 0, 1 and 2.
-        """
+        """1 element to each of parties 0, 1 and 2."""
         a1, a2, u = (mask.elements(elements.numel(), self.ring).view(elements.shape) for mask in self._masks)
         value = (elements + a1 + a2 + u).contiguous()
         for party in (0, 1, 2):
             self.transport.send(party, "input", value)
 
     def open(self, shape: tuple[int, ...]) -> Tensor:
-        """Ring elements of `shape` that the parties reveal right now. Raises ProtocolAbort if one of them lies."""
+        """Both differences, each vouched for by another party's digest."""
         return open_quad(self.transport, self.ring, shape, self._kept_digest if self._apart else None)
 
     def _kept_digest(self) -> bytes:

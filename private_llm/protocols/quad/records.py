@@ -233,7 +233,7 @@ class QuadRecords(TrioBits):
     def section(self, label: str, links: Links = lambda transport: transport) -> Iterator[None]:
         """As Trio's, with `links` below the roles, so that what comes from a store is recorded; party 3 is ahead.
 
-        Raises UnsupportedOp for parties that compute on other devices, ProtocolAbort for a label that was used before.
+        Raises UnsupportedOp for parties that compute on other devices.
         """
         if not isinstance(self.transport, MemberTransport):
             raise UnsupportedOp("preprocess under quad computes on the CPU; leave out device and device_map")
@@ -285,8 +285,8 @@ class QuadRecords(TrioBits):
     def verify(self) -> None:
         """Compare all records since the last call: 16 bytes each from parties 1 and 2, one byte to each; 2 rounds.
 
-        Raises ProtocolAbort at every honest party if any party has deviated, then and at every later call: what was
-        computed stays wrong, though later records may agree.
+        Every honest party raises if any party has deviated, then and at every later call: what was computed stays
+        wrong, though later records may agree.
         """
         if self._deviation:
             raise ProtocolAbort("a party deviated earlier in this session; nothing more is opened; start a new session")

@@ -67,10 +67,7 @@ class QuadShuffles(QuadArithmetic):
     """
 
     def permutation(self, size: int, *, hidden: bool = True, reuse: bool = False, blocks: int = 1) -> Permutation:
-        """A fresh secret permutation, which no party knows, whatever `hidden` says. Local.
-
-        Raises DomainError for a size below 1 or unequal blocks.
-        """
+        """No party knows it, whatever `hidden` says. Local."""
         check_size(size, blocks)
         parts = (None if words is None else drawn(words, blocks) for words in self._drawn_components(size))
         return Permutation(size, tuple(parts), frozenset(), reuse)
@@ -95,12 +92,7 @@ class QuadShuffles(QuadArithmetic):
 
     # -- what is moved ---------------------------------------------------------------------------------------
     def shuffle(self, x: Share, order: Permutation, undo: bool = False, places: Tensor | None = None) -> Share:
-        """Rows x[p[i]] in the secret order, or back with `undo`: 12 elements for each and 64 bytes, 3 rounds.
-
-        All are moved, whatever `places` says.
-
-        Raises UnsupportedOp while party 3 runs ahead, DomainError for another number of rows than the permutation's.
-        """
+        """12 elements for each and 64 bytes, 3 rounds. All are moved, whatever `places` says."""
         kind = moved_rows(x, order, undo, places)
         held = self._run("shuffle", self._components(x.parts, kind.plus), order, kind, undo)
         moved = Share(self._parts(held, kind.minus))
@@ -244,11 +236,7 @@ class QuadShuffles(QuadArithmetic):
 
     # -- opening ---------------------------------------------------------------------------------------------
     def open_shuffled(self, x: ShuffledBits) -> Tensor:
-        """The bits in their secret order, to all four parties: bool [rows, count]; 4 bits each, 129 bytes more.
-
-        After one `verify`: 3 rounds in all. Raises ProtocolAbort if a party deviated, and for a second vector in an
-        order that is not declared for reuse; UnsupportedOp while party 3 runs ahead.
-        """
+        """To all four parties; 4 bits each, 129 bytes more. After one `verify`: 3 rounds in all."""
         if self._apart:
             raise UnsupportedOp(
                 "open_shuffled: party 3 runs ahead of the data and cannot receive what is opened; want calls that are "

@@ -25,10 +25,7 @@ class TrioArithmetic(TrioDivision):
     """One party's arithmetic. Bytes over all links: `prices.py`."""
 
     def mul(self, x: Share, y: Share, shift: int = 0, widths: BitWidths | None = None) -> Share:
-        """Elementwise product; bytes and rounds of one finish: 1 element before and each way, f bits more with a shift.
-
-        1 round, 2 with a shift. Raises DomainError for a shift above ring bits - 3.
-        """
+        """One finish: 1 element before and each way, f bits more with a shift."""
         (x0, x1), (y0, y1) = x.parts, y.parts
         if self.role == 0:
             piece = x0 * (y0 - y1) - x1 * y0
@@ -42,7 +39,7 @@ class TrioArithmetic(TrioDivision):
         self, form: Form, x: Share, y: Share, shift: int = 0, select: Tensor | None = None,
         widths: BitWidths | None = None,
     ) -> Share:  # fmt: skip
-        """Output-sized traffic, rounds and errors as `mul`. Local products: two at parties 0 and 1, one at party 2."""
+        """As `mul`, of outputs. Local products: two at parties 0 and 1, one at party 2."""
         (x0, x1), (y0, y1) = x.parts, y.parts
         if self.role == 0:
             piece = form.pair(x0 - x1, y0, -x0, y1)
@@ -62,11 +59,7 @@ class TrioArithmetic(TrioDivision):
         return self._divided(tag, piece, piece.shape, shift, widths)
 
     def poly(self, x: Share, coefficients: Sequence[int], shift: int = 0) -> Share:
-        """c(M - a) by Taylor's formula around the public M; party 0 shares a^2 (and a^3).
-
-        Pre: 1 (degree 2) or 2 (degree 3) elements more than a product without E; online as a product. Raises
-        DomainError for another degree, or a shift above ring bits - 3.
-        """
+        """c(M - a) by Taylor's formula around the public M: party 0 shares a^2 (and a^3), and there is no E."""
         return self._finish("poly", x.shape, self._poly_piece(x, coefficients), shift, helped=False)
 
     def _poly_piece(self, x: Share, coefficients: Sequence[int]) -> Tensor | None:
@@ -101,7 +94,7 @@ class TrioArithmetic(TrioDivision):
 
     # -- edges ----------------------------------------------------------------------------------------------
     def receive_input(self, shape: tuple[int, ...]) -> Share:
-        """1 element from the client to each evaluator; party 0 receives nothing. No round is booked."""
+        """1 element from the client to each evaluator; party 0 receives nothing."""
         count = torch.Size(shape).numel()
         masks = [stream.elements(count, self.ring, self.device).view(shape) for stream in self._inputs]
         if self.role == 0:
@@ -110,11 +103,7 @@ class TrioArithmetic(TrioDivision):
         return Share((masked, masks[0]))
 
     def receive_index(self, count: int, domain: int) -> Index:
-        """Two keys of a distributed point function from the client for each index.
-
-        16 ceil(log2 domain) + 24 bytes a key (at least 40). With `one_hot` instead rows of `domain` shared elements, as
-        `receive_input`.
-        """
+        """Two keys of point functions for each index; with `one_hot` rows of `domain` shared elements."""
         if self.one_hot:
             return Index(self.receive_input((count, domain)).parts, count, domain, one_hot=True)
         shape = (2, count, key_words(domain))
@@ -122,12 +111,11 @@ class TrioArithmetic(TrioDivision):
         return Index((keys[0], keys[1]), count, domain)
 
     def lookup(self, index: Index, table: Share | Tensor) -> Share:
-        """Rows of a table at secret indices: 24 bytes an output (64 bits; 16 if public), 1 round, whatever the domain.
+        """Every component of W = M - a1 - a2 is known to two parties, who hold the keys of one point function for it.
 
-        Every component of W = M - a1 - a2 is known to two parties, who hold the two keys of one point function for it:
-        (0, 1) for a1, (0, 2) for a2, (1, 2) for M. Each sums its expanded shares times the component: three additive
-        pieces, which `_finish` turns into a share (party 0's as E). One-hot rows times a shared table cost the same;
-        with a public table they are local. Raises DomainError unless the table has `domain` rows.
+        (0, 1) for a1, (0, 2) for a2, (1, 2) for M. Each sums its expanded shares times the component: three
+        additive pieces, which `_finish` turns into a share (party 0's as E). One-hot rows times a shared table cost
+        the same; with a public table they are local.
         """
         if index.one_hot:
             return self._lookup_rows(Share(index.keys), table)

@@ -42,7 +42,7 @@ class TrioBits(TrioArithmetic):
 
         With `low`, the carry into position `low` is taken as 0: the adder sees floor((M + c) / 2^low) and floor(s /
         2^low), whose sum is floor((x + c) / 2^low) or one less: with x + c >= 2^low - 2^(bits-1) it keeps its sign,
-        unless 0 <= x + c < 2^low. Raises DomainError unless 2 <= bits <= ring bits and 0 <= low <= bits - 2.
+        unless 0 <= x + c < 2^low.
         """
         width = self.ring.bits if bits is None else bits
         if not 2 <= width <= self.ring.bits:
@@ -188,11 +188,7 @@ class TrioBits(TrioArithmetic):
         return BitShare((zero if planes is None else planes.view(zero.shape), zero), count)
 
     def a2b(self, x: Share, bits: int | None = None) -> BitShare:
-        """Bits of M + s: the bits of s from party 0, then a ripple adder that keeps every sum bit.
-
-        64 bits: 64 bits before and 63 gates of 3 bits an element, 63 rounds. Raises DomainError unless 2 <= bits <=
-        ring bits.
-        """
+        """Bits of M + s: the bits of s from party 0, then a ripple adder that keeps every sum bit."""
         width = self.ring.bits if bits is None else bits
         if not 2 <= width <= self.ring.bits:
             raise DomainError(f"a2b: got bits={width}; want 2 to {self.ring.bits}")
@@ -240,11 +236,7 @@ class TrioBits(TrioArithmetic):
         self, bits: BitShare, x: Share | None, weights: Weights, constants: Weights, shift: int = 0,
         low: int | None = None,
     ) -> Share:  # fmt: skip
-        """Pre: 1 element per row, 1 more per row with a weight; online: one finish without E, 1 round (2 with a shift).
-
-        With `low` all of these are packed fields of so many bits. Raises DomainError for operands of other sizes than
-        `bits`, for a shift above ring bits - 3, and for an impossible `low`.
-        """
+        """Pre: 1 element per row, 1 more per row with a weight; online: one finish without E."""
         check_low(low, shift)
         low = low if self.ring.bits == 64 else None
         piece = self._inject_piece(bits, x, weights, constants, low)

@@ -59,19 +59,15 @@ class TrioClient(ClientEnd):
             self._masks, self._one_hot, self._apart = kept
 
     def share(self, elements: Tensor) -> None:
-        """Share ring elements with the parties, who call `receive_input` with the same shape.
-
-        1 element to each evaluator.
-        """
+        """1 element to each evaluator."""
         a1, a2 = (mask.elements(elements.numel(), self.ring).view(elements.shape) for mask in self._masks)
         self.transport.send(1, "input", (elements + a2).contiguous())
         self.transport.send(2, "input", (elements + a1).contiguous())
 
     def share_index(self, indices: Tensor, domain: int) -> None:
-        """Share int64 indices [T] below `domain`; the parties call `receive_index(T, domain)`.
+        """Pairs of keys of point functions, drawn from OS entropy: `key_holders` says who gets which.
 
-        Pairs of keys of point functions, drawn from OS entropy: `key_holders` says who gets which, of 24 + 16
-        ceil(log2 domain) bytes; or one-hot rows [T, domain]. Raises DomainError for an index outside the domain.
+        Or one-hot rows [T, domain].
         """
         if self._one_hot:
             self.share(one_hot(indices, domain, self.ring))
@@ -82,7 +78,7 @@ class TrioClient(ClientEnd):
             self.transport.send(party, "index", torch.stack([made[end, pair] for pair, end in held]))
 
     def open(self, shape: tuple[int, ...]) -> Tensor:
-        """Ring elements of `shape` that the parties reveal right now: 1 element from each evaluator."""
+        """1 element from each evaluator."""
         return open_trio(self.transport, self.ring, shape)
 
 

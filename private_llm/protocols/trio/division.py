@@ -102,10 +102,7 @@ class TrioDivision(Protocol):
 
     @contextmanager
     def section(self, label: str, links: Links = lambda transport: transport) -> Iterator[None]:
-        """Inside, masks come from streams of their own and indices are one-hot, so that party 0 may run ahead.
-
-        Sends nothing. Raises ProtocolAbort for a label that this session has used: masks must never repeat.
-        """
+        """Inside, masks come from streams of their own and indices are one-hot, so that party 0 may run ahead."""
         if label in self._sections:
             raise ProtocolAbort(f"the masks of '{label}' were used before; masks must never repeat")
         self._sections.add(label)
@@ -248,11 +245,7 @@ class TrioDivision(Protocol):
         return self._closed(tag, shape, w, fields, z, zeta, shift, shift), (w, theirs[count:])
 
     def truncate(self, x: Share, shift: int, widths: BitWidths | None = None) -> Share:
-        """Division of a held value: M plays w and the known mask plays R.
-
-        1 round, f bits each way; pre 1 element + f bits. With `widths` n bits each way, none with n = 0; pre r + n.
-        Raises DomainError for a shift above ring bits - 3.
-        """
+        """M plays w and the known mask plays R: 1 round, f bits each way; pre 1 element + f bits."""
         if widths is None or not self._narrows:
             return self._truncate(x, shift)[0] if shift else x
         widths.check(self.ring, shift)

@@ -60,11 +60,7 @@ class TrioShuffles(TrioBits):
         self._mutual: Prg | None = None if mutual is None else mutual.stream("trio permutations")
 
     def permutation(self, size: int, *, hidden: bool = True, reuse: bool = False, blocks: int = 1) -> Permutation:
-        """A fresh secret permutation of `size` elements. Local.
-
-        Raises DomainError for a size below 1 or unequal blocks, ProtocolAbort for a hidden one if parties 1 and 2 share
-        no seed.
-        """
+        """Local. Raises ProtocolAbort for a hidden one if parties 1 and 2 share no seed."""
         check_size(size, blocks)
         whole = frozenset[int]() if hidden else frozenset({0})
         if self.role == 0:
@@ -198,11 +194,7 @@ class TrioShuffles(TrioBits):
 
     # -- opening ---------------------------------------------------------------------------------------------
     def open_shuffled(self, x: ShuffledBits) -> Tensor | None:
-        """The bits in their secret order: bool [rows, count]; None at a party that knows the order.
-
-        The evaluators exchange their masks, 1 bit each way; party 1 tells party 0 where that may know; 1 round. Raises
-        UnsupportedOp where party 0 may know, but runs ahead; ProtocolAbort for a second vector without `reuse`.
-        """
+        """The evaluators exchange their masks, 1 bit each way; party 1 tells party 0 where that may know."""
         telling = not x.order.known_to
         if telling and self._apart:
             raise UnsupportedOp(
