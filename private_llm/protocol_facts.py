@@ -221,22 +221,12 @@ def remove_facts(name: str) -> None:
     del _TABLE[protocol_facts(name).name]
 
 
-add_facts(
+for _facts in (
+    ProtocolFacts("trio", 3, _TRIO, helper=0, offline_receivers=(2,), key_receivers=(1, 2), equal_parties=True),
+    ProtocolFacts("quad", 4, _QUAD, helper=3, offline_receivers=(0, 2), equal_parties=True),
     ProtocolFacts(
-        name="trio", parties=3, threat=_TRIO, helper=0, offline_receivers=(2,), key_receivers=(1, 2), equal_parties=True
-    )
-)
-add_facts(ProtocolFacts(name="quad", parties=4, threat=_QUAD, helper=3, offline_receivers=(0, 2), equal_parties=True))
-add_facts(
-    ProtocolFacts(
-        name="dealer",
-        parties=3,
-        threat=_DEALER,
-        helper=0,
-        offline_receivers=(2,),
-        key_receivers=(1, 2),
-        remasks=True,
-        dealer=True,
-    )
-)
-add_facts(ProtocolFacts(name="plain", parties=1, threat=_PLAIN, hides=False, checks_ranges=True))
+        "dealer", 3, _DEALER, helper=0, offline_receivers=(2,), key_receivers=(1, 2), remasks=True, dealer=True
+    ),
+    ProtocolFacts("plain", 1, _PLAIN, hides=False, checks_ranges=True),
+):
+    add_facts(_facts)

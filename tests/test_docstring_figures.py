@@ -17,7 +17,7 @@ from private_llm.exact.maximum import among_largest, larger, maximum
 from private_llm.net.ledger import Cost
 from private_llm.net.transport import CLIENT
 from private_llm.protocols.arithmetic import Arithmetic
-from private_llm.protocols.dealer.party import dealer_prices as dealer
+from private_llm.protocols.dealer import dealer_prices as dealer
 from private_llm.protocols.exact import ExactTruncation
 from private_llm.protocols.prices import Prices
 from private_llm.protocols.prices import trio_prices as trio

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError, DomainError
-from private_llm.protocols.dealer.party import dealer_prices
+from private_llm.protocols.dealer import dealer_prices
 from private_llm.protocols.registry import protocol_spec
 from private_llm.ring.ring import Ring
 
@@ -45,7 +45,7 @@ class RefillCost:
 
     | protocol, head size D, hidden size N      | weight   | token  | entry   | prefetch from  |
     |-------------------------------------------|----------|--------|---------|----------------|
-    | the paper's (`published`): keys and       | 2 D N 16 | 2 N 16 | 0       | D + 1 misses   |
+    | the paper's (section 6.2): keys and       | 2 D N 16 | 2 N 16 | 0       | D + 1 misses   |
     | values mask their tokens apart            |          |        |         |                |
     | dealer, matmul="remask": one mask of a    | 2 D N 16 | N 16   | outputs | 2 D + 1 misses |
     | token serves both (ring of 8 bytes)       |          |        |         |                |
@@ -63,11 +63,6 @@ class RefillCost:
         for name in ("weight", "token", "entry"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ConfigError(f"RefillCost.{name}: got {getattr(self, name)!r}; want bytes, from 0 up")
-
-    @classmethod
-    def published(cls, width: int, size: int) -> RefillCost:
-        """As section 6.2 counts, heads of `size` in a hidden size of `width`: both operands, each way, outputs free."""
-        return cls(2 * size * width * 16, 2 * width * 16)
 
     @classmethod
     def of(cls, config: PrivateConfig, width: int, size: int) -> RefillCost:

@@ -34,11 +34,6 @@ class Network:
     layers: tuple[Layer, ...]
     wanted: Tensor
 
-    @property
-    def comparators(self) -> int:
-        """Of all layers."""
-        return sum(len(first) for first, _ in self.layers)
-
 
 @lru_cache(maxsize=64)
 def network(width: int, start: int, stop: int) -> Network:

@@ -5,7 +5,7 @@
 divides nothing and wraps modulo 2^(ring bits). A shift outside 0 .. ring bits - 3 raises DomainError (plain: below 0).
 
 Bytes are over all links, preprocessing included, e the bytes of an element (8 or 4); figures are in the 64-bit ring at
-s = 18, and dealer's are trio's but for `matmul="remask"` (dealer/party.py). Exact formulas: `prices.py`. Shapes that do
+s = 18, and dealer's are trio's but for `matmul="remask"` (dealer.py). Exact formulas: `prices.py`. Shapes that do
 not broadcast raise torch's RuntimeError.
 
 Products and quotients of which only the lowest bits are right, because nobody reads the others.

@@ -17,10 +17,9 @@ from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError
 from private_llm.net.transport import Transport
 from private_llm.protocol_facts import ProtocolFacts, add_facts, protocol_facts, protocol_names, remove_facts
-from private_llm.protocols.dealer.party import ExactDealer, TwoPartyDealer, dealer_prices
+from private_llm.protocols.dealer import ExactDealer, TwoPartyDealer, dealer_prices
 from private_llm.protocols.ends import ClientEnd, PartySetup
-from private_llm.protocols.plain.checked import CheckedPlain
-from private_llm.protocols.plain.party import Plain, PlainClient, open_plain
+from private_llm.protocols.plain import CheckedPlain, Plain, PlainClient, open_plain
 from private_llm.protocols.prices import Prices, trio_prices
 from private_llm.protocols.protocol import Protocol
 from private_llm.protocols.quad.bits import ExactQuad, Quad

@@ -17,7 +17,7 @@ from private_llm.kernels.devices import device_for
 from private_llm.net.roles import named
 from private_llm.net.transport import CLIENT, MetaTransport, PlacedTransport, Transport
 from private_llm.protocols.ends import ClientEnd, PartySetup
-from private_llm.protocols.plain.checked import CheckedPlain
+from private_llm.protocols.plain import CheckedPlain
 from private_llm.protocols.protocol import Protocol
 from private_llm.protocols.registry import protocol_spec
 from private_llm.protocols.share import Share
@@ -140,6 +140,10 @@ def receiving_end(config: PrivateConfig, party: int, transport: Transport) -> Pr
 
     Nothing is sent. Raises ConfigError for a protocol that there is not.
     """
+    return _counting_end(config, party, transport)
+
+
+def _counting_end(config: PrivateConfig, party: int, transport: Transport) -> Protocol:
     zero = Seed(bytes(32))
     seeds = dict.fromkeys([*range(config.parties), CLIENT], zero)
     return _end(PartySetup(config, party, transport, seeds, [zero] * keys_held(config, party), counting=True))
@@ -156,7 +160,7 @@ def _end(setup: PartySetup) -> Protocol:
     if setup.config.debug_ranges and not setup.counting and not isinstance(end, CheckedPlain):
         raise ConfigError(
             f"debug_ranges: protocol {end.name!r} says checks_ranges=True, and its end ({type(end).__name__}) checks "
-            "none: want one that inherits protocols.plain.checked.CheckedPlain where the configuration asks for it"
+            "none: want one that inherits protocols.plain.CheckedPlain where the configuration asks for it"
         )
     return end
 
@@ -209,10 +213,7 @@ def meta_session(config: PrivateConfig, party: int) -> Session:
     Its shares must have the parts that the protocol holds: 1 under plain, 2 under trio and dealer, 3 under quad. Raises
     ConfigError for a protocol that there is not, or that does not divide as it was asked to.
     """
-    zero = Seed(bytes(32))
-    seeds = dict.fromkeys([*range(config.parties), CLIENT], zero)
-    setup = PartySetup(config, party, MetaTransport(party), seeds, [zero] * keys_held(config, party), counting=True)
-    return Session(config, _end(setup).on("meta"), device="meta")
+    return Session(config, _counting_end(config, party, MetaTransport(party)).on("meta"), device="meta")
 
 
 def _meet(

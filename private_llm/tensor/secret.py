@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from private_llm.errors import UnsupportedOp
-from private_llm.protocols.plain.checked import CheckedPlain
+from private_llm.protocols.plain import CheckedPlain
 from private_llm.protocols.session import Session
 from private_llm.protocols.share import Share
 from private_llm.tensor.dispatch import Guarded, TorchArg, dispatch, op_name

@@ -22,7 +22,7 @@ PRODUCT_MASKS = shortcut(
             "token embeddings are masked once in both ways",
         ),
     ),
-    source="argument in private_llm/protocols/trio/arithmetic.py and private_llm/protocols/dealer/party.py; a test "
+    source="argument in private_llm/protocols/trio/arithmetic.py and private_llm/protocols/dealer.py; a test "
     "checks that what each party receives is uniform in both ways",
     setting="matmul='masked' (default), or matmul='remask' with protocol='dealer'",
 )

@@ -25,7 +25,7 @@ FRESH_ORDERS = shortcut(
     ),
     source="oblivious shuffle of Comet (section 4.2), whose permutation is split so that no party holds all of it; "
     "trio's and quad's are argued in private_llm/protocols/trio/shuffle.py and private_llm/protocols/quad/shuffle.py, "
-    "dealer's in private_llm/protocols/dealer/party.py. A second opening in one order is refused by every party. "
+    "dealer's in private_llm/protocols/dealer.py. A second opening in one order is refused by every party. "
     "Counts are measured by scripts/studies/link_orders.py; the paper (appendix E) knows of no attack on them",
     setting="sparsity=CometConfig(orders='fresh'), the default of CometConfig: with levels='budget' a public count at "
     "each position, with levels='noisy' how many are active in a call, and noise (the next entry); "

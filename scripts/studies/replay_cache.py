@@ -170,7 +170,7 @@ def costs(size: int, width: int) -> dict[str, RefillCost]:
         **{name: {"protocol": name} for name in ("trio", "dealer", "quad")},
     }
     ours = {name: RefillCost.of(PrivateConfig.from_dict(given), width, size) for name, given in settings.items()}
-    return {"paper": RefillCost.published(width, size), **ours}
+    return {"paper": RefillCost(2 * size * width * 16, 2 * width * 16), **ours}
 
 
 def rows_of(patterns: Patterns, step: Callable[[str], None]) -> list[Row]:

@@ -15,8 +15,7 @@ from private_llm.errors import ConfigError, DomainError, PartyFailed, ProtocolAb
 from private_llm.net.local import LocalMesh
 from private_llm.net.transport import CLIENT, Transport
 from private_llm.protocol_facts import ProtocolFacts, Threat
-from private_llm.protocols.plain.checked import CheckedPlain
-from private_llm.protocols.plain.party import Plain, PlainClient
+from private_llm.protocols.plain import CheckedPlain, Plain, PlainClient
 from private_llm.protocols.protocol import Protocol
 from private_llm.protocols.registry import ProtocolSpec, protocol_names, protocol_spec, register, unregister
 from private_llm.protocols.session import Session

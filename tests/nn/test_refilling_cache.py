@@ -17,7 +17,7 @@ from private_llm.net.ledger import Cost
 from private_llm.nn.attention import attend
 from private_llm.nn.refilling_cache import ActiveHeads, Projection, RefillingCache
 from private_llm.oblivious.refill import RefillCost, RefillManager, RefillStep, Strategy
-from private_llm.protocols.dealer.party import dealer_prices as dealer_cost
+from private_llm.protocols.dealer import dealer_prices as dealer_cost
 from private_llm.protocols.registry import protocol_names
 from private_llm.protocols.session import Session
 from private_llm.ring.ring import RING64

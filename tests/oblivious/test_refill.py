@@ -163,7 +163,7 @@ def test_prefetching_for_nothing_costs_its_weights() -> None:
 )  # fmt: skip
 def test_the_rule_is_the_papers(missing: int, shared: int, listed: bool, worth: bool) -> None:
     """OPT-6.7B: heads of 128 in a hidden size of 4096, from 129 misses on."""
-    assert RefillCost.published(4096, 128).worth(missing, shared, listed) is worth
+    assert RefillCost(2 * 128 * 4096 * 16, 2 * 4096 * 16).worth(missing, shared, listed) is worth
     if not listed:
         w, x = 4096 * 128, 4096
         assert worth is (missing > w / x + (missing - shared))

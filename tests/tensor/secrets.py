@@ -7,8 +7,7 @@ from torch import Tensor
 
 from private_llm.config import PrivateConfig
 from private_llm.net.local import LocalMesh
-from private_llm.protocols.plain.checked import CheckedPlain
-from private_llm.protocols.plain.party import Plain
+from private_llm.protocols.plain import CheckedPlain, Plain
 from private_llm.protocols.session import Session
 from private_llm.protocols.share import cleartext
 from private_llm.ring.ring import Ring

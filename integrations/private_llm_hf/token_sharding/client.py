@@ -19,7 +19,7 @@ from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError, DomainError, PatchMismatch, TransportError, UnsupportedOp
 from private_llm.net.roles import called
 from private_llm.net.transport import Transport
-from private_llm.protocols.plain.party import PlainClient
+from private_llm.protocols.plain import PlainClient
 from private_llm.ring.ring import Ring
 from private_llm.token_sharding import Setting, ShardingPlan, Step, recv_floats, refuse_weak, send_floats, warn_weak
 from private_llm_hf.checkpoint.model_spec import model_class

@@ -21,7 +21,7 @@ from transformers.pytorch_utils import Conv1D
 from private_llm.config import PrivateConfig
 from private_llm.net.ledger import CONTROL, Ledger
 from private_llm.net.transport import CLIENT, MetaTransport
-from private_llm.protocols.plain.party import PlainClient
+from private_llm.protocols.plain import PlainClient
 from private_llm.ring.ring import Ring
 from private_llm.token_sharding import HELD, AttentionCall, Exchange, Sent, Stage, Step, attention_stages, cache_bytes
 from private_llm_hf.checkpoint.model_spec import describe

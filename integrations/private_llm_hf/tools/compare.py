@@ -1,7 +1,7 @@
 """Module by module against plaintext: the same input through the private arithmetic (`plain`) and through float64.
 
 `compare` finds which module an error comes from, and names the module and operation whose values leave the ring, local
-steps included (protocols/plain/checked.py). It runs where the plaintext is known anyway, at the model owner; the
+steps included (protocols/plain.py). It runs where the plaintext is known anyway, at the model owner; the
 arithmetic is that of the real protocols up to one unit a truncation. `survey` finds all operations without a rule.
 """
 
@@ -20,8 +20,7 @@ from private_llm.approximations import emulated
 from private_llm.config import PrivateConfig
 from private_llm.errors import DomainError, PrivateLLMError
 from private_llm.net.local import LocalMesh
-from private_llm.protocols.plain.checked import CheckedPlain
-from private_llm.protocols.plain.party import Plain
+from private_llm.protocols.plain import CheckedPlain, Plain
 from private_llm.protocols.session import Session
 from private_llm.protocols.share import cleartext
 from private_llm.ranges import UNKNOWN, Ranges

@@ -138,7 +138,7 @@ class QuadArithmetic(QuadRecords):
         if not shift:
             return x
         main, opened = self._truncate(x, shift)
-        return self._check_shift("truncate", main, opened if self.party else (_sum(opened),), shift)
+        return self._check_shift("truncate", main, opened if self.party else (opened[1] + opened[2],), shift)
 
     def _check_shift(self, tag: str, main: Share, opened: tuple[Tensor, ...], shift: int) -> Share:
         """The mirror of Trio's small exchange; `opened` is w at parties 1 and 2, R at party 0, its summands at 3.
@@ -330,10 +330,3 @@ def _flat(piece: Tensor | None) -> Tensor:
 def _three(summands: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     e, g1, g2 = summands
     return e.contiguous(), g1, g2
-
-
-def _sum(summands: Sequence[Tensor]) -> Tensor:
-    total = summands[0] + summands[1]
-    for more in summands[2:]:
-        total += more
-    return total

@@ -83,11 +83,56 @@ class DealerPrices(Prices):
 dealer_prices = DealerPrices()
 
 
-class DealerShuffles(Trio):
-    """One endpoint's oblivious shuffles; a permutation's parts are (tau1, rho1, tau2, rho2, last)."""
+class TwoPartyDealer(Trio):
+    """One endpoint of `dealer`: the dealer itself (0) or a computing party (1, 2).
 
+    A permutation's parts are (tau1, rho1, tau2, rho2, last).
+    """
+
+    name = "dealer"
+    one_hot = True
+
+    prices = dealer_prices
+
+    def __init__(self, setup: PartySetup) -> None:
+        super().__init__(setup)
+        self.remask = setup.config.matmul == "remask"
+
+    def mul(self, x: Share, y: Share, shift: int = 0, widths: BitWidths | None = None) -> Share:
+        """As Trio's; with `remask` after |x| + |y| elements each way (|x| for a square of one share), 1 round."""
+        return super().mul(*self._operands(x, y), shift, widths)
+
+    def bilinear(
+        self, form: Form, x: Share, y: Share, shift: int = 0, select: Tensor | None = None,
+        widths: BitWidths | None = None,
+    ) -> Share:  # fmt: skip
+        """As `mul`, elements before broadcasting; of y only what the form reads counts."""
+        if self.remask:
+            form, y = taking_part(form, y)
+            x, y = self._operands(x, y)
+        return super().bilinear(form, x, y, shift, select, widths)
+
+    def _operands(self, x: Share, y: Share) -> tuple[Share, Share]:
+        """Both operands under fresh masks, if the products of this session want that."""
+        if not self.remask:
+            return x, y
+        held = [x] if x is y else [x, y]
+        sizes = [share.numel() for share in held]
+        fresh = [self._draw(sum(sizes), which) for which in range(len(self._streams))]
+        if self.party == 0:
+            parts = fresh
+        else:
+            (mine,) = fresh
+            old = torch.cat([share.parts[1].reshape(-1) for share in held])
+            theirs = self.transport.exchange(3 - self.party, "remask", mine - old)
+            parts = [torch.cat([share.parts[0].reshape(-1) for share in held]) + theirs, mine]
+        pieces = zip(*(part.split(sizes) for part in parts), strict=True)
+        made = [Share(tuple(p.view(share.shape) for p in piece)) for share, piece in zip(held, pieces, strict=True)]
+        return made[0], made[-1]
+
+    # -- shuffles --------------------------------------------------------------------------------------------
     def permutation(self, size: int, *, hidden: bool = True, reuse: bool = False, blocks: int = 1) -> Permutation:
-        """A fresh secret permutation: 4 bytes an element from the dealer to party 2. Raises DomainError below 1."""
+        """4 bytes an element from the dealer to party 2."""
         check_size(size, blocks)
         whole = frozenset[int]() if hidden else frozenset({0})
         if self.role == 0:
@@ -144,51 +189,6 @@ class DealerShuffles(Trio):
         theirs, told = both.split_with_sizes([kind.count, kind.left.count])
         m = kind.move(kind.plus(kind.move(theirs.view(kind.shape), then), d), kind.end(known(last)))
         return kind.minus(kind.minus(m, own), told.view(kind.left.shape)), y
-
-
-class TwoPartyDealer(DealerShuffles):
-    """One endpoint of `dealer`: the dealer itself (0) or a computing party (1, 2)."""
-
-    name = "dealer"
-    one_hot = True
-
-    prices = dealer_prices
-
-    def __init__(self, setup: PartySetup) -> None:
-        super().__init__(setup)
-        self.remask = setup.config.matmul == "remask"
-
-    def mul(self, x: Share, y: Share, shift: int = 0, widths: BitWidths | None = None) -> Share:
-        """As Trio's; with `remask` after |x| + |y| elements each way (|x| for a square of one share), 1 round."""
-        return super().mul(*self._operands(x, y), shift, widths)
-
-    def bilinear(
-        self, form: Form, x: Share, y: Share, shift: int = 0, select: Tensor | None = None,
-        widths: BitWidths | None = None,
-    ) -> Share:  # fmt: skip
-        """As `mul`, elements before broadcasting; of y only what the form reads counts."""
-        if self.remask:
-            form, y = taking_part(form, y)
-            x, y = self._operands(x, y)
-        return super().bilinear(form, x, y, shift, select, widths)
-
-    def _operands(self, x: Share, y: Share) -> tuple[Share, Share]:
-        """Both operands under fresh masks, if the products of this session want that."""
-        if not self.remask:
-            return x, y
-        held = [x] if x is y else [x, y]
-        sizes = [share.numel() for share in held]
-        fresh = [self._draw(sum(sizes), which) for which in range(len(self._streams))]
-        if self.party == 0:
-            parts = fresh
-        else:
-            (mine,) = fresh
-            old = torch.cat([share.parts[1].reshape(-1) for share in held])
-            theirs = self.transport.exchange(3 - self.party, "remask", mine - old)
-            parts = [torch.cat([share.parts[0].reshape(-1) for share in held]) + theirs, mine]
-        pieces = zip(*(part.split(sizes) for part in parts), strict=True)
-        made = [Share(tuple(p.view(share.shape) for p in piece)) for share, piece in zip(held, pieces, strict=True)]
-        return made[0], made[-1]
 
 
 class ExactDealer(ExactTruncation, TwoPartyDealer):

@@ -1,1 +1,0 @@
-"""Two parties and a dealer of correlated randomness."""

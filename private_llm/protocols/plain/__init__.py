@@ -1,1 +1,0 @@
-"""The cleartext reference `plain`: its party, the same with every range checked, and its client."""
