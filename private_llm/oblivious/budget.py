@@ -58,13 +58,18 @@ class Choice:
         if not y.shape or y.shape[0] != len(self.places):
             raise DomainError(f"put_back: got rows {tuple(y.shape)}; want {len(self.places)} in the first dimension")
 
-        def spread(part: Tensor) -> Tensor:
-            whole = part.new_zeros((self.order.size, *part.shape[1:]))
-            whole[self.places.to(part.device)] = part
-            return whole
+        return shuffled_back(y, self.order, self.places).view(lambda part: part[: self.size])
 
-        back = y.with_share(y.proto.shuffle(y.view(spread).share, self.order, undo=True))
-        return back.view(lambda part: part[: self.size])
+
+def shuffled_back(y: Fixed, order: Permutation, places: Tensor) -> Fixed:
+    """Rows y of these places in a secret order, zeros elsewhere, all put back: [size, ...]. Undoes one shuffle."""
+
+    def spread(part: Tensor) -> Tensor:
+        whole = part.new_zeros((order.size, *part.shape[places.dim() :]))
+        whole[places.to(part.device)] = part
+        return whole
+
+    return y.with_share(y.proto.shuffle(y.view(spread).share, order, undo=True))
 
 
 def choose(session: Session, active: BitShare, budget: int, vectors: int = 1) -> Choice:

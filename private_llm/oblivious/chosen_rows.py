@@ -23,7 +23,7 @@ from torch import Tensor
 
 from private_llm.errors import DomainError
 from private_llm.net.ledger import Cost
-from private_llm.oblivious.budget import opened_bits
+from private_llm.oblivious.budget import opened_bits, shuffled_back
 from private_llm.protocols.permutation import Permutation
 from private_llm.protocols.prices import Prices
 from private_llm.protocols.share import BitShare, words_for
@@ -108,13 +108,7 @@ class ShuffledRows:
 
     def put_back(self, y: Fixed) -> Fixed:
         """As `OneHotRows.put_back`, by one shuffle of all rows, undone: 40 bytes an element and 3 rounds in trio."""
-
-        def spread(part: Tensor) -> Tensor:
-            whole = part.new_zeros((self.order.size, *part.shape[2:]))
-            whole[self.places.to(part.device)] = part
-            return whole
-
-        back = y.with_share(y.proto.shuffle(y.view(spread).share, self.order, undo=True))
+        back = shuffled_back(y, self.order, self.places)
         return back.view(lambda part: part.unflatten(0, (len(self.places), self.rows)))
 
 
@@ -141,13 +135,8 @@ def one_hot_rows(marks: Fixed, kept: int) -> OneHotRows:
         return shifted - table
 
     matrix = less.view(differences)
-
-    def first_of_row(part: Tensor) -> Tensor:
-        ones = torch.zeros(part.shape, dtype=part.dtype, device=part.device)
-        ones[..., 0] = 1  # before the first row there are no marks: less than any j
-        return ones
-
-    ones = first_of_row(matrix.share.parts[0])
+    ones = torch.zeros_like(matrix.share.parts[0], memory_format=torch.contiguous_format)
+    ones[..., 0] = 1  # before the first row there are no marks: less than any j
     return OneHotRows(matrix.with_share(matrix.proto.add_public(matrix.share, ones)))
 
 

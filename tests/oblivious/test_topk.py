@@ -15,11 +15,21 @@ from private_llm.config import PrivateConfig
 from private_llm.errors import DomainError
 from private_llm.net.ledger import Cost
 from private_llm.net.transport import Transport
-from private_llm.oblivious import counting, digit_search, pair_ranks, sort_network
+from private_llm.oblivious import counting, digit_search, sort_network
 from private_llm.oblivious.digit_search import Plan
 from private_llm.oblivious.pricing import Pricing
 from private_llm.oblivious.sort_network import Order
-from private_llm.oblivious.topk import Method, cost, largest, largest_bits, largest_values, method_for, values_cost
+from private_llm.oblivious.topk import (
+    Method,
+    by_pairs,
+    cost,
+    largest,
+    largest_bits,
+    largest_values,
+    method_for,
+    pairs_cost,
+    values_cost,
+)
 from private_llm.protocols.ends import ClientEnd
 from private_llm.protocols.registry import protocol_names
 from private_llm.protocols.session import Session
@@ -167,14 +177,14 @@ def test_pairs_are_counted_alike_at_every_depth(problem: tuple[Tensor, int, int]
         return
 
     def program(session: Session, a: Fixed) -> Fixed:
-        found = pair_ranks.largest_bits(a, k, bits, depth)
+        found = by_pairs(a, k, bits, depth)
         return a.with_share(a.proto.inject(found, None, [0], [1]), 0)
 
     run = run_parties(PLAIN, program, [x.double()], [0])
     assert torch.equal(run.elements[0].long().view(x.shape), chosen(x, k))
     if bits < 10:
         meta = run_meta(TRIO, program, [(rows, width)], [0])
-        price = pair_ranks.depth_cost(Pricing.of(TRIO), rows, width, bits, depth) + Pricing.of(TRIO).numbers(x.numel())
+        price = pairs_cost(Pricing.of(TRIO), rows, width, bits, depth) + Pricing.of(TRIO).numbers(x.numel())
         assert sent(meta) == sent(price)
 
 
