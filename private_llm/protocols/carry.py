@@ -10,7 +10,7 @@ never needs its propagate. 63 positions: 21 blocks, then 7, 3, 1 groups: four le
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 
 BLOCK = 3
 """Bits per block: 7 monomials for 3 bits cost fewer messages in sum than 3 for 2 or 15 for 4."""
@@ -18,55 +18,29 @@ BLOCK = 3
 
 @dataclass(frozen=True)
 class CarryPlan:
-    """Sizes, lowest first: `blocks` of bits, then the groups joined at each level. Sums are computed once."""
+    """Sizes, lowest first, and numbers of rows.
+
+    blocks: of bits. levels: the groups joined at each level. Of the helper: monomial_rows for the blocks (all monomials
+    of each block's bits), product_rows for each level of joins (mask products), `products` in all. Generate and
+    propagate rows, the lowest propagate not made: block_rows after the blocks, joined_rows after each level; each
+    evaluator sends these, opened_rows, one after the other, `online_rows` in all. rounds: exchanges.
+    """
 
     positions: int
     blocks: tuple[int, ...]
     levels: tuple[tuple[int, ...], ...]
-
-    @cached_property
-    def monomial_rows(self) -> int:
-        """Rows the helper shares for the blocks: all monomials of each block's bits."""
-        return sum((1 << size) - 1 for size in self.blocks)
-
-    @cached_property
-    def block_rows(self) -> int:
-        """Generate and propagate rows after the blocks (the lowest propagate is not made)."""
-        return 2 * len(self.blocks) - 1
-
-    @cached_property
-    def product_rows(self) -> tuple[int, ...]:
-        """Mask products the helper shares for each level of joins."""
-        return tuple(sum(_PRODUCTS[(size, index == 0)] for index, size in enumerate(groups)) for groups in self.levels)
-
-    @cached_property
-    def joined_rows(self) -> tuple[int, ...]:
-        """Rows after each level."""
-        return tuple(2 * len(groups) - 1 for groups in self.levels)
-
-    @cached_property
-    def opened_rows(self) -> tuple[int, ...]:
-        """Rows that each evaluator sends: after the blocks, then after each level."""
-        return (self.block_rows, *self.joined_rows)
-
-    @cached_property
-    def products(self) -> int:
-        """Mask products of all levels."""
-        return sum(self.product_rows)
-
-    @cached_property
-    def online_rows(self) -> int:
-        """Rows each evaluator sends, all levels together."""
-        return sum(self.opened_rows)
+    monomial_rows: int
+    product_rows: tuple[int, ...]
+    products: int
+    block_rows: int
+    joined_rows: tuple[int, ...]
+    opened_rows: tuple[int, ...]
+    online_rows: int
+    rounds: int
 
     def helped_rows(self, thresholds: int) -> int:
         """Rows that the helper sends: monomials and the top bit once for all thresholds, products for each."""
         return self.monomial_rows + 1 + self.products * thresholds
-
-    @cached_property
-    def rounds(self) -> int:
-        """Exchanges."""
-        return 1 + len(self.levels)
 
 
 _PRODUCTS = {(3, True): 4, (3, False): 7, (2, True): 1, (2, False): 2}
@@ -79,7 +53,7 @@ def carry_plan(positions: int) -> CarryPlan:
     blocks = [BLOCK] * (positions // BLOCK)
     if positions % BLOCK:
         blocks.insert(0, positions % BLOCK)
-    levels = []
+    levels: list[tuple[int, ...]] = []
     count = len(blocks)
     while count > 1:
         groups = (count + 2) // 3
@@ -87,4 +61,9 @@ def carry_plan(positions: int) -> CarryPlan:
         sizes = (3,) * threes + (2,) * (groups - threes)
         levels.append(sizes)
         count = groups
-    return CarryPlan(positions, tuple(blocks), tuple(levels))
+    products = tuple(sum(_PRODUCTS[(size, index == 0)] for index, size in enumerate(sizes)) for sizes in levels)
+    block_rows, joined = 2 * len(blocks) - 1, tuple(2 * len(sizes) - 1 for sizes in levels)
+    return CarryPlan(
+        positions, tuple(blocks), tuple(levels), sum((1 << size) - 1 for size in blocks), products, sum(products),
+        block_rows, joined, (block_rows, *joined), block_rows + sum(joined), 1 + len(levels),
+    )  # fmt: skip

@@ -46,7 +46,7 @@ from private_llm.net.ledger import Cost
 from private_llm.protocols.arithmetic import BitWidths, taking_part
 from private_llm.protocols.ends import PartySetup
 from private_llm.protocols.exact import ExactTruncation
-from private_llm.protocols.permutation import Moved, Permutation, check_size, drawn, inverse, known
+from private_llm.protocols.permutation import Moved, Permutation, drawn, inverse, known
 from private_llm.protocols.prices import Prices
 from private_llm.protocols.share import Share
 from private_llm.protocols.trio.party import Trio
@@ -131,23 +131,22 @@ class TwoPartyDealer(Trio):
         return made[0], made[-1]
 
     # -- shuffles --------------------------------------------------------------------------------------------
-    def permutation(self, size: int, *, hidden: bool = True, reuse: bool = False, blocks: int = 1) -> Permutation:
+    def _order(self, size: int, hidden: bool, blocks: int) -> tuple[tuple[Tensor | None, ...], frozenset[int]]:
         """4 bytes an element from the dealer to party 2."""
-        check_size(size, blocks)
         whole = frozenset[int]() if hidden else frozenset({0})
         if self.role == 0:
             tau1, rho1 = drawn(self._draw_words(size), blocks), drawn(self._draw_words(size), blocks)
             tau2 = drawn(self._draw_words(size, 1), blocks)
             rho2 = inverse(tau1)[tau2[rho1]]
             self.transport.send(2, "permutation", rho2.to(torch.int32))
-            return Permutation(size, (tau1, rho1, tau2, rho2, None), whole, reuse)
+            return (tau1, rho1, tau2, rho2, None), whole
         last = drawn(self._mutual_words(size), blocks) if hidden else None
         if self.role == 1:
             tau, rho = drawn(self._draw_words(size), blocks), drawn(self._draw_words(size), blocks)
-            return Permutation(size, (tau, rho, None, None, last), whole, reuse)
+            return (tau, rho, None, None, last), whole
         tau = drawn(self._draw_words(size), blocks)
         rho = self.transport.recv(0, "permutation", (size,), torch.int32).long()
-        return Permutation(size, (None, None, tau, rho, last), whole, reuse)
+        return (None, None, tau, rho, last), whole
 
     def _forth(self, tag: str, parts: Parts, order: Permutation, kind: Moved) -> Parts:
         tau1, rho1, tau2, rho2, last = order.parts

@@ -72,12 +72,6 @@ def drawn(words: Tensor, blocks: int = 1) -> Tensor:
     return (order + starts[:, None]).view(-1)
 
 
-def check_size(size: int, blocks: int) -> None:
-    """Raise DomainError unless a permutation of `size` elements in `blocks` equal runs exists."""
-    if size < 1 or blocks < 1 or size % blocks:
-        raise DomainError(f"permutation: got size {size} in {blocks} blocks; want at least 1, in equal blocks")
-
-
 def owner_order(size: int) -> Permutation:
     """The secret order in which a model owner stored what `size` bits are about; no party knows any of it.
 

@@ -30,18 +30,7 @@ from private_llm.kernels.forms import Form
 from private_llm.net.transport import CLIENT, Transport
 from private_llm.protocols.arithmetic import BitWidths
 from private_llm.protocols.ends import ClientEnd
-from private_llm.protocols.permutation import (
-    Permutation,
-    ShuffledBits,
-    check_size,
-    drawn,
-    inverse,
-    known,
-    moved_bits,
-    moved_rows,
-    packed,
-    unpacked,
-)
+from private_llm.protocols.permutation import Moved, Permutation, ShuffledBits, drawn, inverse, known, packed, unpacked
 from private_llm.protocols.protocol import Protocol, Weights, check_injected, check_low
 from private_llm.protocols.share import BitShare, Index, Share, cleartext, words_for
 from private_llm.ring.prg import Seed
@@ -162,30 +151,26 @@ class Plain(Protocol):
             return Share((torch.empty((index.count, rows.shape[1]), dtype=self.ring.dtype, device="meta"),))
         return Share((rows[index.keys[0]],))
 
-    def permutation(self, size: int, *, hidden: bool = True, reuse: bool = False, blocks: int = 1) -> Permutation:
-        """A permutation in the clear, from the operating system's entropy."""
-        check_size(size, blocks)
+    def _order(self, size: int, hidden: bool, blocks: int) -> tuple[tuple[Tensor | None, ...], frozenset[int]]:
         words = Seed.fresh().stream("plain permutations").words(size, self.device)
-        return Permutation(size, (drawn(words, blocks),), frozenset(), reuse)
+        return (drawn(words, blocks),), frozenset()
 
     def random_bits(self, rows: int, count: int) -> BitShare:
         """Bits in the clear, from the operating system's entropy."""
         words = Seed.fresh().stream("plain bits").words(rows * words_for(count), self.device)
         return BitShare((words.view(rows, words_for(count)),), count)
 
-    def shuffle(self, x: Share, order: Permutation, undo: bool = False, places: Tensor | None = None) -> Share:
-        """x[p], or back."""
-        kind, p = moved_rows(x, order, undo, places), known(order.parts[0])
+    def _moved_rows(self, x: Share, order: Permutation, kind: Moved, undo: bool) -> Share:
+        p = known(order.parts[0])
         return x.map(lambda part: kind.move(part, inverse(p) if undo else kind.end(p)))
 
-    def _moved_bits(self, x: BitShare, order: Permutation, undo: bool) -> BitShare:
+    def _moved_bits(self, x: BitShare, order: Permutation, kind: Moved, undo: bool) -> BitShare:
         p = known(order.parts[0])
-        return BitShare((moved_bits(x, order).move(x.parts[0], inverse(p) if undo else p),), x.count)
+        return BitShare((kind.move(x.parts[0], inverse(p) if undo else p),), x.count)
 
-    def open_shuffled(self, x: ShuffledBits) -> Tensor:
-        """The bits."""
+    def _opened(self, x: ShuffledBits) -> Tensor:
         x.order.spend(x.bits.rows)
-        return unpacked(x.bits.parts[0], x.bits.count).bool()
+        return x.bits.parts[0]
 
     def reveal(self, pieces: Sequence[tuple[int, Share]]) -> None:
         """The values themselves, 1 element each."""

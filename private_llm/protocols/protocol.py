@@ -20,7 +20,7 @@ from private_llm.net.ledger import Cost
 from private_llm.net.transport import CLIENT
 from private_llm.protocols.arithmetic import Arithmetic
 from private_llm.protocols.one_step import Exponential, Pieces, PiecesShape, Waves
-from private_llm.protocols.permutation import Permutation, ShuffledBits
+from private_llm.protocols.permutation import Moved, Permutation, ShuffledBits, moved_bits, moved_rows, unpacked
 from private_llm.protocols.share import BitShare, Index, Share
 
 Weights = Sequence[int | Tensor]
@@ -186,7 +186,6 @@ class Protocol(Arithmetic):
         DomainError for a table of another number of rows than the index's domain (not under plain).
         """
 
-    @abstractmethod
     def permutation(self, size: int, *, hidden: bool = True, reuse: bool = False, blocks: int = 1) -> Permutation:
         """A fresh, uniform, secret permutation of `size` elements. Local (dealer: 4 bytes an element to party 2).
 
@@ -195,12 +194,19 @@ class Protocol(Arithmetic):
         reuse: several bit vectors may be opened in this order, which links them (`Permutation`). blocks: that many
         equal runs of elements, each in an order of its own. Raises DomainError for a size below 1, or unequal runs.
         """
+        if size < 1 or blocks < 1 or size % blocks:
+            raise DomainError(f"permutation: got size {size} in {blocks} blocks; want at least 1, in equal blocks")
+        parts, known_to = self._order(size, hidden, blocks)
+        return Permutation(size, parts, known_to, reuse)
+
+    @abstractmethod
+    def _order(self, size: int, hidden: bool, blocks: int) -> tuple[tuple[Tensor | None, ...], frozenset[int]]:
+        """This party's sub-permutations of a fresh secret permutation, and who knows all of it."""
 
     @abstractmethod
     def random_bits(self, rows: int, count: int) -> BitShare:
         """Uniform secret bits that no party knows (plain: in the clear): [rows, count]. Local."""
 
-    @abstractmethod
     def shuffle(self, x: Share, order: Permutation, undo: bool = False, places: Tensor | None = None) -> Share:
         """Rows of x [n, ...] in the secret order, under fresh masks; `undo` puts shuffled rows back. Comet, Protocol 1.
 
@@ -210,26 +216,30 @@ class Protocol(Arithmetic):
         Rounds: trio 2 (3 to undo a hidden one), dealer 1 (2), quad 3. Raises DomainError unless n is the permutation's
         size, and for other places; in quad UnsupportedOp in preprocessed calls, and ProtocolAbort for a lie.
         """
+        return self._moved_rows(x, order, moved_rows(x, order, undo, places), undo)
 
     def shuffle_bits(self, x: BitShare, order: Permutation) -> ShuffledBits:
         """All bit vectors in the same secret order. Rounds as `shuffle`, the bytes of a word as those of an element.
 
         Raises DomainError unless the vectors have the permutation's size; otherwise as `shuffle`.
         """
-        return ShuffledBits(self._moved_bits(x, order, undo=False), order)
+        return ShuffledBits(self._moved_bits(x, order, moved_bits(x, order), undo=False), order)
 
     def unshuffle_bits(self, x: ShuffledBits) -> BitShare:
         """The vectors as they were ordered before `shuffle_bits`, rows and count alike.
 
         Rounds as `shuffle` with `undo`, bytes as there.
         """
-        return self._moved_bits(x.bits, x.order, undo=True)
+        return self._moved_bits(x.bits, x.order, moved_bits(x.bits, x.order), undo=True)
 
     @abstractmethod
-    def _moved_bits(self, x: BitShare, order: Permutation, undo: bool) -> BitShare:
+    def _moved_rows(self, x: Share, order: Permutation, kind: Moved, undo: bool) -> Share:
+        """Rows in a secret order, or back."""
+
+    @abstractmethod
+    def _moved_bits(self, x: BitShare, order: Permutation, kind: Moved, undo: bool) -> BitShare:
         """Vectors in a secret order, or back."""
 
-    @abstractmethod
     def open_shuffled(self, x: ShuffledBits) -> Tensor | None:
         """The bits in their secret order, to the parties: bool [rows, count]; None at a party that knows the order.
 
@@ -238,6 +248,12 @@ class Protocol(Arithmetic):
         (3 rounds in all). Raises ProtocolAbort for a second vector in an order that is not declared for reuse, and for
         a lie (quad); UnsupportedOp in preprocessed calls, under quad or if the order is hidden.
         """
+        words = self._opened(x)
+        return None if words is None else unpacked(words, x.bits.count).bool()
+
+    @abstractmethod
+    def _opened(self, x: ShuffledBits) -> Tensor | None:
+        """The words that are opened, after `Permutation.spend`; None at a party that is not told."""
 
     # -- the edges of the sharing --------------------------------------------------------------------------------
     @abstractmethod

@@ -48,7 +48,7 @@ from private_llm.protocols.quad.client import as_tensor, digest, unmask
 from private_llm.protocols.quad.records import QuadRecords
 from private_llm.protocols.share import Index, Share
 from private_llm.protocols.trio.arithmetic import powers
-from private_llm.ring.dpf import expand, key_words
+from private_llm.ring.dpf import expand
 
 
 class QuadArithmetic(QuadRecords):
@@ -59,6 +59,7 @@ class QuadArithmetic(QuadRecords):
     """
 
     same_inputs = True
+    index_keys = 4
 
     # -- local ---------------------------------------------------------------------------------------------------
     def add_public(self, x: Share, c: int | Tensor) -> Share:
@@ -229,13 +230,6 @@ class QuadArithmetic(QuadRecords):
         self._confirm(value)
         self._received = hashlib.blake2b(self._received.encode() + digest(value), digest_size=32).hexdigest()
         return unmask(self.party, value, masks)
-
-    def receive_index(self, count: int, domain: int) -> Index:
-        """Four keys of point functions (Trio's two, and two for the mirror), or one-hot rows."""
-        if self.one_hot:
-            return super().receive_index(count, domain)
-        keys = self.transport.recv(CLIENT, "index", (4, count, key_words(domain)), torch.int64)
-        return Index(tuple(keys), count, domain)
 
     def lookup(self, index: Index, table: Share | Tensor) -> Share:
         """Trio's lookup and its mirror.

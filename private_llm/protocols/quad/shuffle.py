@@ -34,18 +34,7 @@ import torch
 from torch import Tensor
 
 from private_llm.errors import ProtocolAbort, UnsupportedOp
-from private_llm.protocols.permutation import (
-    Moved,
-    Permutation,
-    ShuffledBits,
-    check_size,
-    drawn,
-    inverse,
-    known,
-    moved_bits,
-    moved_rows,
-    unpacked,
-)
+from private_llm.protocols.permutation import Moved, Permutation, ShuffledBits, drawn, inverse, known
 from private_llm.protocols.quad.arithmetic import QuadArithmetic
 from private_llm.protocols.quad.client import DIGEST_BYTES, as_bytes, as_tensor, digest
 from private_llm.protocols.quad.records import Member, same
@@ -66,11 +55,10 @@ class QuadShuffles(QuadArithmetic):
     They raise ProtocolAbort, before anything is opened, where one party's message is not what another vouches for.
     """
 
-    def permutation(self, size: int, *, hidden: bool = True, reuse: bool = False, blocks: int = 1) -> Permutation:
-        """No party knows it, whatever `hidden` says. Local."""
-        check_size(size, blocks)
+    def _order(self, size: int, hidden: bool, blocks: int) -> tuple[tuple[Tensor | None, ...], frozenset[int]]:
+        """No party knows it, whatever `hidden` says."""
         parts = (None if words is None else drawn(words, blocks) for words in self._drawn_components(size))
-        return Permutation(size, tuple(parts), frozenset(), reuse)
+        return tuple(parts), frozenset()
 
     def random_bits(self, rows: int, count: int) -> BitShare:
         """Each of the four components from the stream of the three parties that know it, who need no record. Local."""
@@ -91,15 +79,14 @@ class QuadShuffles(QuadArithmetic):
         return order.index(lacking)
 
     # -- what is moved ---------------------------------------------------------------------------------------
-    def shuffle(self, x: Share, order: Permutation, undo: bool = False, places: Tensor | None = None) -> Share:
-        """12 elements for each and 64 bytes, 3 rounds. All are moved, whatever `places` says."""
-        kind = moved_rows(x, order, undo, places)
+    def _moved_rows(self, x: Share, order: Permutation, kind: Moved, undo: bool) -> Share:
+        """12 elements for each and 64 bytes, 3 rounds. All are moved, whatever places are wanted."""
         held = self._run("shuffle", self._components(x.parts, kind.plus), order, kind, undo)
-        moved = Share(self._parts(held, kind.minus))
+        moved, places = Share(self._parts(held, kind.minus)), kind.places
         return moved if places is None else moved.map(lambda part: part[places.to(part.device)])
 
-    def _moved_bits(self, x: BitShare, order: Permutation, undo: bool) -> BitShare:
-        return self._as_bits(self._run("shuffle", self._of_bits(x), order, moved_bits(x, order), undo), x.count)
+    def _moved_bits(self, x: BitShare, order: Permutation, kind: Moved, undo: bool) -> BitShare:
+        return self._as_bits(self._run("shuffle", self._of_bits(x), order, kind, undo), x.count)
 
     def _components(self, parts: tuple[Tensor, ...], plus: Step) -> list[Tensor | None]:
         """(u, a2, a1, V), None for the one that this party lacks."""
@@ -235,7 +222,7 @@ class QuadShuffles(QuadArithmetic):
         return value
 
     # -- opening ---------------------------------------------------------------------------------------------
-    def open_shuffled(self, x: ShuffledBits) -> Tensor:
+    def _opened(self, x: ShuffledBits) -> Tensor:
         """To all four parties; 4 bits each, 129 bytes more. After one `verify`: 3 rounds in all."""
         if self._apart:
             raise UnsupportedOp(
@@ -268,4 +255,4 @@ class QuadShuffles(QuadArithmetic):
         for part in held:
             if part is not None:
                 opened = opened ^ part
-        return unpacked(opened, x.bits.count).bool()
+        return opened

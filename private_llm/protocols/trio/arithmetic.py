@@ -24,6 +24,9 @@ from private_llm.ring.dpf import expand, key_words
 class TrioArithmetic(TrioDivision):
     """One party's arithmetic. Bytes over all links: `prices.py`."""
 
+    index_keys = 2
+    """Keys of point functions that this party receives for an index."""
+
     def mul(self, x: Share, y: Share, shift: int = 0, widths: BitWidths | None = None) -> Share:
         """One finish: 1 element before and each way, f bits more with a shift."""
         (x0, x1), (y0, y1) = x.parts, y.parts
@@ -103,12 +106,11 @@ class TrioArithmetic(TrioDivision):
         return Share((masked, masks[0]))
 
     def receive_index(self, count: int, domain: int) -> Index:
-        """Two keys of point functions for each index; with `one_hot` rows of `domain` shared elements."""
+        """`index_keys` for each index; with `one_hot` rows of `domain` shared elements."""
         if self.one_hot:
             return Index(self.receive_input((count, domain)).parts, count, domain, one_hot=True)
-        shape = (2, count, key_words(domain))
-        keys = self.transport.recv(CLIENT, "index", shape, torch.int64)
-        return Index((keys[0], keys[1]), count, domain)
+        keys = self.transport.recv(CLIENT, "index", (self.index_keys, count, key_words(domain)), torch.int64)
+        return Index(tuple(keys), count, domain)
 
     def lookup(self, index: Index, table: Share | Tensor) -> Share:
         """Every component of W = M - a1 - a2 is known to two parties, who hold the keys of one point function for it.

@@ -55,6 +55,7 @@ from private_llm.protocols.ends import Links, PartySetup
 from private_llm.protocols.prices import Adder, Prices, trio_prices
 from private_llm.protocols.protocol import Protocol
 from private_llm.protocols.share import Share
+from private_llm.ring.comparison_keys import Ciphers
 from private_llm.ring.prg import Prg, Seed
 
 Receive = Callable[[str, tuple[int, ...], torch.dtype], Tensor]
@@ -69,6 +70,8 @@ class TrioDivision(Protocol):
     one_hot = False
     """Whether the client shares indices as one-hot rows, which need nothing of party 0 but masks."""
     prices: Prices = trio_prices
+    _ciphers: Ciphers | None = None
+    """Of comparison keys, where the parties take such keys."""
 
     def __init__(self, setup: PartySetup) -> None:
         super().__init__(setup.party, setup.transport, setup.ring)
@@ -106,14 +109,15 @@ class TrioDivision(Protocol):
         if label in self._sections:
             raise ProtocolAbort(f"the masks of '{label}' were used before; masks must never repeat")
         self._sections.add(label)
-        kept = self._streams, self._inputs, self.one_hot, self.transport, self._apart
+        kept = self._streams, self._inputs, self.one_hot, self.transport, self._apart, self._ciphers
         self._streams = [seed.stream(f"trio masks/{label}") for seed in self._seeds]
         self._inputs = self.input_masks(self._keys, label)
         self.one_hot, self.transport, self._apart = True, links(self.transport), True
+        self._ciphers = self._ciphers and self._ciphers.apart(label)
         try:
             yield
         finally:
-            self._streams, self._inputs, self.one_hot, self.transport, self._apart = kept
+            self._streams, self._inputs, self.one_hot, self.transport, self._apart, self._ciphers = kept
 
     @cached_property
     def role(self) -> int:

@@ -56,8 +56,7 @@ all else is a finish or such a division.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -71,7 +70,7 @@ from private_llm.kernels.backends.cpu.comparison_keys import add_steps
 from private_llm.kernels.trace_hook import as_array
 from private_llm.net.ledger import Cost
 from private_llm.protocols.arithmetic import BitWidths
-from private_llm.protocols.ends import Links, PartySetup
+from private_llm.protocols.ends import PartySetup
 from private_llm.protocols.exact import ExactTruncation
 from private_llm.protocols.one_step import GIVEN_BITS, Exponential, Pieces, PiecesShape, Waves, turns
 from private_llm.protocols.prices import Adder, Prices
@@ -91,17 +90,6 @@ class Trio(TrioShuffles):
         super().__init__(setup)
         self.has_keys = self.adder.may_take_keys
         self._ciphers = comparison_keys.Ciphers(_common_seed(setup)) if self.has_keys else None
-
-    @contextmanager
-    def section(self, label: str, links: Links = lambda transport: transport) -> Iterator[None]:
-        """As `TrioDivision.section`; ciphers are apart, too."""
-        kept = self._ciphers
-        with super().section(label, links):
-            self._ciphers = None if kept is None else kept.apart(label)
-            try:
-                yield
-            finally:
-                self._ciphers = kept
 
     def _next_ciphers(self, count: int) -> comparison_keys.CipherSet:
         """Those of the next keys. Raises UnsupportedOp where the parties agreed on none."""

@@ -32,18 +32,7 @@ from torch import Tensor
 
 from private_llm.errors import ProtocolAbort, UnsupportedOp
 from private_llm.protocols.ends import PartySetup
-from private_llm.protocols.permutation import (
-    Moved,
-    Permutation,
-    ShuffledBits,
-    check_size,
-    drawn,
-    inverse,
-    known,
-    moved_bits,
-    moved_rows,
-    unpacked,
-)
+from private_llm.protocols.permutation import Moved, Permutation, ShuffledBits, drawn, inverse, known
 from private_llm.protocols.share import BitShare, Share, words_for
 from private_llm.protocols.trio.bits import TrioBits
 from private_llm.ring.prg import Prg
@@ -59,16 +48,13 @@ class TrioShuffles(TrioBits):
         mutual = setup.pair_seeds.get(3 - self.role) if self.role else None
         self._mutual: Prg | None = None if mutual is None else mutual.stream("trio permutations")
 
-    def permutation(self, size: int, *, hidden: bool = True, reuse: bool = False, blocks: int = 1) -> Permutation:
-        """Local. Raises ProtocolAbort for a hidden one if parties 1 and 2 share no seed."""
-        check_size(size, blocks)
+    def _order(self, size: int, hidden: bool, blocks: int) -> tuple[tuple[Tensor | None, ...], frozenset[int]]:
         whole = frozenset[int]() if hidden else frozenset({0})
         if self.role == 0:
-            parts = tuple(drawn(self._draw_words(size, which), blocks) for which in range(2))
-            return Permutation(size, (*parts, None), whole, reuse)
+            return (*(drawn(self._draw_words(size, which), blocks) for which in range(2)), None), whole
         own = drawn(self._draw_words(size), blocks)
         last = drawn(self._mutual_words(size), blocks) if hidden else None
-        return Permutation(size, (own, None, last) if self.role == 1 else (None, own, last), whole, reuse)
+        return (own, None, last) if self.role == 1 else (None, own, last), whole
 
     def random_bits(self, rows: int, count: int) -> BitShare:
         """Both masks as of any bits, and B from the stream of parties 1 and 2, which party 0 lacks. Local.
@@ -86,13 +72,11 @@ class TrioShuffles(TrioBits):
         return self._mutual.words(size, self.device)
 
     # -- what is moved ---------------------------------------------------------------------------------------
-    def shuffle(self, x: Share, order: Permutation, undo: bool = False, places: Tensor | None = None) -> Share:
-        """Rows x[p[i]] in the secret order, or back with `undo`; see the module header for the cost."""
+    def _moved_rows(self, x: Share, order: Permutation, kind: Moved, undo: bool) -> Share:
         first, second = x.parts[:2]
-        return Share(self._moved("shuffle", (first, second), order, moved_rows(x, order, undo, places), undo))
+        return Share(self._moved("shuffle", (first, second), order, kind, undo))
 
-    def _moved_bits(self, x: BitShare, order: Permutation, undo: bool) -> BitShare:
-        kind = moved_bits(x, order)
+    def _moved_bits(self, x: BitShare, order: Permutation, kind: Moved, undo: bool) -> BitShare:
         masked, own = x.parts[:2]
         # evaluators of bits hold the value under both masks; what moves is the value under the other's alone
         half, own = self._moved("shuffle", (masked ^ own if self.role else masked, own), order, kind, undo)
@@ -193,7 +177,7 @@ class TrioShuffles(TrioBits):
         return [piece.view(each.shape) for piece, each in zip(pieces, answers, strict=True)]
 
     # -- opening ---------------------------------------------------------------------------------------------
-    def open_shuffled(self, x: ShuffledBits) -> Tensor | None:
+    def _opened(self, x: ShuffledBits) -> Tensor | None:
         """The evaluators exchange their masks, 1 bit each way; party 1 tells party 0 where that may know."""
         telling = not x.order.known_to
         if telling and self._apart:
@@ -204,15 +188,8 @@ class TrioShuffles(TrioBits):
         x.order.spend(x.bits.rows)
         masked, own = x.bits.parts[:2]
         if self.role == 0:
-            if not telling:
-                return None
-            return self._opened(self.transport.recv(1, "open", tuple(masked.shape), torch.int64), masked, own, x)
+            return self.transport.recv(1, "open", tuple(masked.shape), torch.int64) ^ masked ^ own if telling else None
         theirs = self.transport.exchange(3 - self.role, "open", own.contiguous())
         if telling and self.role == 1:
             self.transport.send(0, "open", masked.contiguous())
-        return self._opened(masked, own, theirs, x)
-
-    @staticmethod
-    def _opened(masked: Tensor, first: Tensor, second: Tensor, x: ShuffledBits) -> Tensor:
-        words = (masked ^ first ^ second).view(x.bits.rows, words_for(x.bits.count))
-        return unpacked(words, x.bits.count).bool()
+        return masked ^ own ^ theirs
