@@ -90,10 +90,7 @@ class WeightSharing:
         Every piece but the last has PIECE elements.
         """
         masks = [mask.elements(piece.numel(), self._ring) for mask in self._masks]
-        return [
-            _masked(self._spec, party, piece, masks) if self._spec.receives_values(party) else None
-            for party in range(self._spec.facts.parties)
-        ]
+        return [_received(self._spec, party, piece, masks) for party in range(self._spec.facts.parties)]
 
 
 def deal(config: PrivateConfig, elements: Tensor, seed: Seed, label: str) -> list[Share]:
@@ -110,18 +107,15 @@ def deal(config: PrivateConfig, elements: Tensor, seed: Seed, label: str) -> lis
     shares = []
     for party in range(spec.facts.parties):
         held = tuple(masks[k] for k in spec.masks_of(party))
-        part = _masked(spec, party, elements, masks) if spec.receives_values(party) else None
+        part = _received(spec, party, elements, masks)
         shares.append(Share(held) if part is None else spec.hold(config, party, held, part))
     return shares
 
 
-def _masked(spec: ProtocolSpec, party: int, elements: Tensor, masks: list[Tensor]) -> Tensor:
-    """What a party receives: the elements plus the masks that it lacks."""
-    held = spec.masks_of(party)
-    for number, mask in enumerate(masks):
-        if number not in held:
-            elements = elements + mask
-    return elements
+def _received(spec: ProtocolSpec, party: int, elements: Tensor, masks: list[Tensor]) -> Tensor | None:
+    """The elements plus the masks that a party lacks; None if it lacks none."""
+    lacking = [mask for number, mask in enumerate(masks) if number not in spec.masks_of(party)]
+    return sum(lacking, elements) if spec.receives_values(party) else None
 
 
 def pieces(tensor: Tensor) -> Iterator[Tensor]:
@@ -165,7 +159,10 @@ def assemble(
         if received is not None:
             raise ShareFileError(f"'{label}': party {party} holds masks only, but a masked tensor came with them")
         return Share(masks)
-    return spec.hold(config, party, masks, _present(received, shape, label))
+    if received is None or tuple(received.shape) != shape:
+        got = None if received is None else tuple(received.shape)
+        raise ShareFileError(f"'{label}': got {got}; want a share of shape {shape}")
+    return spec.hold(config, party, masks, received)
 
 
 def _mask(seed: Seed, label: str, shape: tuple[int, ...], ring: Ring) -> Tensor:
@@ -174,10 +171,3 @@ def _mask(seed: Seed, label: str, shape: tuple[int, ...], ring: Ring) -> Tensor:
 
 def _label(label: str) -> str:
     return f"weight/{label}"
-
-
-def _present(received: Tensor | None, shape: tuple[int, ...], label: str) -> Tensor:
-    if received is None or tuple(received.shape) != shape:
-        got = None if received is None else tuple(received.shape)
-        raise ShareFileError(f"'{label}': got {got}; want a share of shape {shape}")
-    return received
