@@ -163,7 +163,7 @@ def compact(marks: Fixed, kept: int) -> ShuffledRows:
     """Marked rows in their old order: marks [blocks, rows] are 0 or 1 (no fractional bits), `kept` ones in each block.
 
     With m bits for kept + 1: m comparisons of m + 1 bits for each row, m gates, a shuffle of m bits a row and their
-    opening (`compaction_cost`). Raises DomainError for marks of another shape and for kept outside 1 .. rows,
+    opening. Raises DomainError for marks of another shape and for kept outside 1 .. rows,
     ProtocolAbort if this party is not told.
     """
     if len(marks.shape) != 2 or not 0 < kept <= marks.shape[1]:
@@ -238,15 +238,3 @@ def shuffled_cost(prices: Prices, blocks: int, rows: int) -> Cost:
     """What `shuffled_rows` sends and waits for."""
     total = blocks * rows
     return prices.permutation(total) + prices.shuffle_bits(total) + prices.open_shuffled(total)
-
-
-def compaction_cost(prices: Prices, ring: Ring, blocks: int, rows: int, kept: int) -> Cost:
-    """What `compact` sends and waits for."""
-    total, bits = blocks * rows, _bits(kept)
-    return (
-        prices.product(ring, total, 0)
-        + prices.msb(bits * _LANES * words_for(total), bits + 1)
-        + prices.permutation(total)
-        + prices.shuffle_bits(total, bits)
-        + prices.open_shuffled(total, bits)
-    )

@@ -5,9 +5,9 @@ from __future__ import annotations
 from private_llm.kv_policies.policy import ClusterShape
 from private_llm.net.ledger import Cost
 from private_llm.nn.selection_costs import LIKENESS_BITS, LIKENESS_REACH, composes, moving_cost, rows_cost
-from private_llm.oblivious.chosen_rows import compaction_cost
 from private_llm.oblivious.pricing import Pricing
 from private_llm.oblivious.topk import cost as topk_cost
+from tests.oblivious.prices import compaction_cost
 
 
 def ranking_cost(pricing: Pricing, shape: ClusterShape, blocks: int, depth: int, frac: int, query_shift: int) -> Cost:

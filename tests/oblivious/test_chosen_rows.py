@@ -13,7 +13,6 @@ from private_llm.errors import DomainError
 from private_llm.oblivious.chosen_rows import (
     ChosenRows,
     compact,
-    compaction_cost,
     number_bits,
     one_hot_cost,
     one_hot_rows,
@@ -27,6 +26,7 @@ from private_llm.ring.ring import Ring
 from private_llm.tensor.fixed import Fixed, arithmetic
 from private_llm.tensor.range_check import verdict
 from tests.harness import TRIO, run_meta, run_parties
+from tests.oblivious.prices import compaction_cost
 from tests.protocols.test_suite import prices
 
 every = pytest.mark.parametrize("protocol", protocol_names())
