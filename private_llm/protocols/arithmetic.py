@@ -8,11 +8,10 @@ Bytes are over all links, preprocessing included, e the bytes of an element (8 o
 s = 18, and dealer's are trio's but for `matmul="remask"` (dealer.py). Exact formulas: `prices.py`. Shapes that do
 not broadcast raise torch's RuntimeError.
 
-Products and quotients of which only the lowest bits are right, because nobody reads the others.
-
-A quotient by 2^f that is read modulo 2^r need not be right above, and a product below 2^(k-2) in absolute value is the
-same number modulo 2^k: under trio k bits are then opened instead of the ring's, and r bits are shared. Which r is
-enough is told by who reads the result: a product below 2^(k-2) again wants k bits of its factors.
+Products and quotients may be right in their lowest bits alone, because nobody reads the others (`BitWidths`): of x*y k
+bits are right, and |x*y| < 2^(k-2); of the quotient r bits are wanted. Under trio and dealer k bits are then opened
+instead of the ring's, and r bits are shared. Which r is enough is told by who reads the result: a product below 2^(k-2)
+again wants k bits of its factors.
 """
 
 from __future__ import annotations
@@ -118,7 +117,7 @@ class Arithmetic(PartyEnd):
         """floor(x / 2^shift), plus at most one unit, for |x| < 2^(ring bits - 2); the shape of x.
 
         `shift=0` returns x, local. 1 round. Bytes an element: trio e + 3 s / 8 (14.75), quad 2 e + 5 s / 8 (27.25);
-        none under plain, which is exact. With `narrow` (see `mul`) trio (r + 3 n) / 8, also for a shift of 0, which
+        none under plain, which is exact. With `widths` (see `mul`) trio (r + 3 n) / 8, also for a shift of 0, which
         makes more bits right. Raises DomainError for a shift outside the ring.
         """
 
@@ -135,10 +134,10 @@ class Arithmetic(PartyEnd):
     def mul(self, x: Share, y: Share, shift: int = 0, widths: BitWidths | None = None) -> Share:
         """Elementwise product x*y with broadcasting, divided by 2^shift; before a division |x*y| < 2^(ring bits - 2).
 
-        narrow: of x*y k bits are right, and |x*y| < 2^(k-2); of the result r bits are wanted, and nothing is promised
-        of those above. Where the protocol has that (`has_narrow`: trio and dealer, 64-bit ring) it takes 2 k + r + 3 n
-        bits, n = max(0, r + shift - k), and with n = 0 one round less, and x*y may be any number modulo 2^k; elsewhere,
-        and without a shift, nothing changes.
+        widths: k bits of x*y are right and r bits of the result wanted; nothing is promised of those above. Where the
+        protocol has that (`has_narrow`: trio and dealer, 64-bit ring) it takes 2 k + r + 3 n bits, n = max(0, r + shift
+        - k), and with n = 0 one round less, and x*y may be any number modulo 2^k; elsewhere, and without a shift,
+        nothing changes.
 
         Bytes an output: trio 3 (e + s / 8) (30.75; 24 without shift), quad 5 (e + s / 8) (51.25; 40); 2 rounds, 1
         without shift. Raises DomainError for a shift outside the ring.
@@ -152,7 +151,7 @@ class Arithmetic(PartyEnd):
         """B(x, y) of a bilinear form, divided by 2^shift; rounds and bytes an output as `mul`, whatever it sums over.
 
         With `select` (int64, flat positions in the output) only those outputs are made, as a 1-D share; nothing is sent
-        for the others. narrow: as for `mul`. Raises DomainError for operands that do not fit the form, and as `mul`.
+        for the others. widths: as for `mul`. Raises DomainError for operands that do not fit the form, and as `mul`.
         """
 
     def matmul(
@@ -160,7 +159,7 @@ class Arithmetic(PartyEnd):
     ) -> Share:  # fmt: skip
         """torch.matmul of x [..., M, K] and y [..., K, N] to [..., M, N], divided by 2^shift.
 
-        `select`, `narrow`, rounds, bytes and errors as `bilinear`.
+        `select`, `widths`, rounds, bytes and errors as `bilinear`.
         """
         return self.bilinear(Matmul(), x, y, shift, select, widths)
 

@@ -36,7 +36,9 @@ class TrioArithmetic(TrioDivision):
             piece = -(x0 * y1 + x1 * y0)
         else:
             piece = x0 * y0
-        return self._quotient("mul", piece, shift, widths)
+        if widths is None or not shift or not self._narrows:
+            return self._finish("mul", piece.shape, piece, shift, helped=True)
+        return self._divided("mul", piece, piece.shape, shift, widths)
 
     def bilinear(
         self, form: Form, x: Share, y: Share, shift: int = 0, select: Tensor | None = None,
@@ -53,13 +55,9 @@ class TrioArithmetic(TrioDivision):
         self.ledger.add_macs(form.macs(x.shape, y.shape) * (1 if self.role == 2 else 2))
         if select is not None:
             piece = piece.reshape(-1)[select.to(piece.device)]
-        return self._quotient(form.tag, piece, shift, widths)
-
-    def _quotient(self, tag: str, piece: Tensor, shift: int, widths: BitWidths | None) -> Share:
-        """A product over 2^shift from this party's piece: v_i at an evaluator, E at the helper."""
         if widths is None or not shift or not self._narrows:
-            return self._finish(tag, piece.shape, piece, shift, helped=True)
-        return self._divided(tag, piece, piece.shape, shift, widths)
+            return self._finish(form.tag, piece.shape, piece, shift, helped=True)
+        return self._divided(form.tag, piece, piece.shape, shift, widths)
 
     def poly(self, x: Share, coefficients: Sequence[int], shift: int = 0) -> Share:
         """c(M - a) by Taylor's formula around the public M: party 0 shares a^2 (and a^3), and there is no E."""

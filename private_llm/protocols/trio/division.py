@@ -246,7 +246,9 @@ class TrioDivision(Protocol):
         mine = g if piece is None else piece.reshape(-1) + g
         theirs = self.transport.exchange(3 - self.role, tag, mine if along is None else torch.cat([mine, along]))
         w, fields = ops.trunc_open(mine, theirs[:count], rho, zeta, shift, shift)
-        return self._closed(tag, shape, w, fields, z, zeta, shift, shift), (w, theirs[count:])
+        their_fields = self.transport.exchange(3 - self.role, tag, fields)
+        half, own = ops.trunc_close(w, fields, their_fields, z, zeta, shift, shift)
+        return Share((half.view(shape), own.view(shape))), (w, theirs[count:])
 
     def truncate(self, x: Share, shift: int, widths: BitWidths | None = None) -> Share:
         """M plays w and the known mask plays R: 1 round, f bits each way; pre 1 element + f bits."""
@@ -334,15 +336,9 @@ class TrioDivision(Protocol):
             rho, z = self._recv_mixed(self._from_helper, tag, packed, size)
             z = z if low is None else ops.unpack_fields(z, count, low)
         w, fields = ops.trunc_open(first, second, rho, zeta, f, n)
-        return self._closed(tag, shape, w, fields, z, zeta, f, n), (w,)
-
-    def _closed(
-        self, tag: str, shape: torch.Size, w: Tensor, fields: Tensor, z: Tensor, zeta: Tensor, f: int, n: int
-    ) -> Share:  # fmt: skip
-        """An evaluator's share of w / 2^f, after the small exchange."""
         their_fields = self.transport.exchange(3 - self.role, tag, fields)
         half, own = ops.trunc_close(w, fields, their_fields, z, zeta, f, n)
-        return Share((half.view(shape), own.view(shape)))
+        return Share((half.view(shape), own.view(shape))), (w,)
 
     # -- words and ring elements in one draw, one message ---------------------------------------------------
     def _draw_mixed(
