@@ -99,30 +99,20 @@ class Session:
         return f"Session({self.protocol.name}, party {self.party}, ring {self.ring.bits}, f={self.frac})"
 
 
-def join(config: PrivateConfig, party: int, transport: Transport) -> Session:
+def join(config: PrivateConfig, party: int, transport: Transport, client: bool = True) -> Session:
     """Agree with all other endpoints on settings and keys, and return this party's session.
 
     Sends a 64-byte greeting to each other endpoint, receives a 32-byte key from the client for each mask of inputs that
     this party knows, and makes the protocol's end (quad: group keys; where comparison keys may be taken, 32 bytes from
-    party 0 to each other party, too). Raises ConfigError when another endpoint
-    runs other settings or another version, or a device is not here.
+    party 0 to each other party, too). client: False for parties that serve many clients, each of whom meets them by
+    `meet_client`. Raises ConfigError when another endpoint runs other settings or another version, or a device is not
+    here.
     """
     device = device_for(config.device, party)
     others = [p for p in range(config.parties) if p != party]
-    seeds = _meet(config, transport, [*others, CLIENT], device)
-    keys = [_input_key(transport) for _ in range(keys_held(config, party))]
+    seeds = _meet(config, transport, [*others, CLIENT] if client else others, device)
+    keys = [_input_key(transport) for _ in range(keys_held(config, party))] if client else []
     return _placed(config, _end(PartySetup(config, party, transport, seeds, keys)), device)
-
-
-def join_parties(config: PrivateConfig, party: int, transport: Transport) -> Session:
-    """As `join`, for parties that serve many clients: with the other parties alone. Each client meets by `meet_client`.
-
-    Sends a 64-byte greeting to each other party, and makes the protocol's end as `join` does. Raises ConfigError as
-    that.
-    """
-    device = device_for(config.device, party)
-    seeds = _meet(config, transport, [p for p in range(config.parties) if p != party], device)
-    return _placed(config, _end(PartySetup(config, party, transport, seeds, [])), device)
 
 
 def meet_client(config: PrivateConfig, party: int, transport: Transport) -> list[Seed]:
@@ -136,14 +126,11 @@ def meet_client(config: PrivateConfig, party: int, transport: Transport) -> list
 
 
 def receiving_end(config: PrivateConfig, party: int, transport: Transport) -> Protocol:
-    """An end that knows no key, to receive what a client sends for an input: what it makes of it is no share.
+    """An end that knows no key, to count costs, or to receive what a client sends for an input, of which it makes no
+    share.
 
     Nothing is sent. Raises ConfigError for a protocol that there is not.
     """
-    return _counting_end(config, party, transport)
-
-
-def _counting_end(config: PrivateConfig, party: int, transport: Transport) -> Protocol:
     zero = Seed(bytes(32))
     seeds = dict.fromkeys([*range(config.parties), CLIENT], zero)
     return _end(PartySetup(config, party, transport, seeds, [zero] * keys_held(config, party), counting=True))
@@ -213,7 +200,7 @@ def meta_session(config: PrivateConfig, party: int) -> Session:
     Its shares must have the parts that the protocol holds: 1 under plain, 2 under trio and dealer, 3 under quad. Raises
     ConfigError for a protocol that there is not, or that does not divide as it was asked to.
     """
-    return Session(config, _counting_end(config, party, MetaTransport(party)).on("meta"), device="meta")
+    return Session(config, receiving_end(config, party, MetaTransport(party)).on("meta"), device="meta")
 
 
 def _meet(

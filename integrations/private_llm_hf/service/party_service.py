@@ -30,7 +30,7 @@ from private_llm.net.rendezvous import Unreached, connect, open_acceptor
 from private_llm.net.roles import HEARSAY, WHO, called, named, named_errors
 from private_llm.net.sockets import SocketTransport
 from private_llm.net.transport import DelayedTransport
-from private_llm.protocols.session import join_parties
+from private_llm.protocols.session import join
 from private_llm_hf.party.agreement import Ack, Commit, Proposal, RequestRef, Transcript, Vote, joined, tally
 from private_llm_hf.service.batch_executor import ServiceLinks, run_requests
 from private_llm_hf.service.checks import batch_key, past_of
@@ -161,7 +161,7 @@ class PartyService:
 
     def _serve(self, mesh: SocketTransport) -> None:
         links = ServiceLinks(DelayedTransport(mesh, self._latency) if self._latency else mesh)
-        session = join_parties(self.config, self.number, links)
+        session = join(self.config, self.number, links, client=False)
         with torch.no_grad():
             for model in self._models.values():
                 model.begin(session)
