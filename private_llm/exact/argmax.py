@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from private_llm.errors import DomainError
 from private_llm.exact.comparisons import reach, sign_bits
@@ -43,12 +42,8 @@ def times(bits: BitShare, moved: Sequence[Fixed]) -> list[Fixed]:
     copies = BitShare(tuple(torch.cat([part] * len(moved), 1) for part in bits.parts), lanes * len(moved))
     flat = concatenated([whole_words(each) for each in moved], 0)
     made = flat.proto.inject(copies, flat.share, [1], [0])
-
-    def taken(part: Tensor, at: int) -> Tensor:
-        return part[at : at + count].reshape(shape)
-
     return [
-        each.with_share(made.map(lambda part, at=at: taken(part, at)))  # type: ignore[misc]
+        each.with_share(made.map(lambda part, at=at: part[at : at + count].reshape(shape)))  # type: ignore[misc]
         for each, at in zip(moved, range(0, lanes * len(moved), lanes), strict=True)
     ]
 
