@@ -19,8 +19,7 @@ What differs from Trio:
 Leakage: none to a single one of the three (each message is masked by a stream its receiver lacks). The dealer with
 either party, or the two parties together, know everything.
 
-The dealer's oblivious shuffle: Comet's Protocol 1 on our sharing, one round.
-
+Its oblivious shuffle is Comet's Protocol 1 on our sharing, one round.
 pi = rho1 . tau2 = rho2 . tau1, where party i knows (tau_i, rho_i) and the dealer all four: tau1 and rho1 come from its
 stream with party 1, tau2 from that with party 2, and rho2 = pi . tau1^-1 is sent to party 2 (4 bytes an element).
 Together rho2 and tau2 are uniform and say nothing of pi. Both parties hold M = x + a. With masks c1, d1, z1 of party

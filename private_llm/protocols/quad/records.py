@@ -1,21 +1,17 @@
-"""One party of Quad: what it tells party 0, what it records, the links by role, and the verification of the records.
+"""One party of Quad: the links by role, what it tells party 0, what it records, and the verification of the records.
 
-Party 0 runs behind the others: it receives, recomputes and records, and sends nothing before `verify`.
+Roles of Trio's code: 0 is played by parties 0 and 3, roles 1 and 2 by parties 1 and 2. What role 0 sends to role 2 is
+sent by party 3; party 0 computes the same bytes and absorbs them into its transcript with party 2, who absorbs what it
+received. Party 0 runs behind the others: it receives, recomputes and records, and sends nothing before `verify`. A
+`Member` addresses a party itself. Plain numbers from 4 on are endpoints without a role: nodes after a split, the
+client.
 
-The links of Quad as Trio's code sees them: role 0 is played by parties 0 and 3, roles 1 and 2 by parties 1 and 2.
+Records. The transcript of (0, i), i = 1, 2, is all bytes that parties 0 and i must both hold, in order. Each absorbs
+its own copy into a GMAC tag (a polynomial over GF(2^128), NIST SP 800-38D) whose key is used once, drawn from a stream
+that only the two share. Different sequences of L bytes get equal tags with probability at most (L / 16 + 2) / 2^128,
+for whoever lacks the key.
 
-What role 0 sends to role 2 is sent by party 3; party 0 computes the same bytes and absorbs them into its transcript
-with party 2, who absorbs what it received. A `Member` addresses a party itself. Plain numbers from 4 on are endpoints
-that have no role: nodes after a split, and the client.
-
-What two parties must agree upon, as one running tag; the keys of groups of three; the verdict.
-
-The transcript of (0, i), i = 1, 2, is all bytes that parties 0 and i must both hold, in order. Each absorbs its own
-copy into a GMAC tag (a polynomial over GF(2^128), NIST SP 800-38D) whose key is used once, drawn from a stream that
-only the two share. Different sequences of L bytes get equal tags with probability at most (L / 16 + 2) / 2^128, for
-whoever lacks the key.
-
-Verdict: parties 1 and 2 send their tags to party 0; party 0 compares and tells all others the one answer. What parties
+Verdict. Parties 1 and 2 send their tags to party 0; party 0 compares and tells all others the one answer. What parties
 run, and on which inputs, must be compared before (`PartyEnd.compares`), not by party 0 alone. Why party 0 alone judges:
 in a run it sends nothing, so if it is the cheater there is nothing to find; and if another party is, its first
 lie makes one transcript of two honest parties differ for sure, whatever the secrets are (the argument is in

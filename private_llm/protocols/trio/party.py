@@ -1,8 +1,7 @@
 """One party of `trio`: shuffles, bits and arithmetic, and three kinds of functions in one step.
 
-Trio's piecewise polynomials in one round, by comparison keys that party 0 makes for its masks.
-
-The evaluators know M = x + a, party 0 knows a. With s = -a and w = `bits`, [x + c < 0] is bit w-1 of M + c + s:
+Piecewise polynomials in one round, by comparison keys that party 0 makes for its masks. The evaluators know M = x + a,
+party 0 knows a. With s = -a and w = `bits`, [x + c < 0] is bit w-1 of M + c + s:
 
     [x + c < 0] = top(M + c) ^ u,   u = top(s) ^ carry,   carry = [lower(M + c) + lower(s) >= 2^(w-1)]
 
@@ -20,10 +19,8 @@ place of a dealer's. Leakage: none to a single party, as long as AES is a good c
 pseudorandom keys. Party 0 tells the evaluators a fresh seed of the cipher's keys when the session begins
 (`_common_seed`); what that leaves of the cipher's security is in the header of `ring.comparison_keys`.
 
-Trio's sums of waves: the mask's side of cos(k (M - a)) comes from party 0, in shares, and no bit above a turn.
-
-With the numbers of `protocols.one_step`, for an angle M - a of which the evaluators know M and party 0 knows a:
-
+Sums of waves: the mask's side of cos(k (M - a)) comes from party 0, in shares, and no bit above a turn. With the
+numbers of `protocols.one_step`, for an angle M - a of which the evaluators know M and party 0 knows a:
 1. Party 0 shares cos(k a) and sin(k a), packed fields of a few more bits than they have. One share is drawn from its
    stream with party 1, the other one goes to party 2. The evaluators multiply them by factors that depend on M: v1 + v2
    is the sum v modulo 2^wide. No round.
@@ -40,10 +37,8 @@ Pre: the fields of 1 and 2 x (bits - narrow) bits; online: wide bits each way, 1
 to a single party. Party 2 receives fields masked by a stream that it lacks; what the evaluators exchange is masked by
 g1 and g2, of which each lacks one, and masks serve once: the h_i are parts of what a finish masks anew.
 
-Trio's exponentials in one step: the mask's side of e^(M - a) = e^M e^(-a) comes from party 0, in shares.
-
-With the digits of `protocols.one_step`, bit b = B ^ l of what is kept, j the digit and r the rest of the mask a:
-
+Exponentials: the mask's side of e^(M - a) = e^M e^(-a) comes from party 0, in shares. With the digits of
+`protocols.one_step`, bit b = B ^ l of what is kept, j the digit and r the rest of the mask a:
 1. Party 0 shares four numbers: e^(-r) in the place 2 j + l, zero in the others. One share is drawn from its stream with
    party 1, the other one goes to party 2.
 2. The evaluators know M and B. b = 1 means l = 1 - B, so the places 1 - B and 3 - B count; each is multiplied by the
