@@ -2,7 +2,7 @@
 
 Words are uint64; a row holds one bit of 64 elements per word, so one instruction works on 64 to 512
 lanes (PIGEON's bitslicing). Tensors come as addresses (`address`) with their row counts; row orders are
-those of `circuits.carry`. A call works on words begin .. end - 1 of all rows, so calls may share the work.
+those of `protocols.carry`. A call works on words begin .. end - 1 of all rows, so calls may share the work.
 """
 
 from __future__ import annotations
