@@ -35,6 +35,11 @@ class ExactTruncation(Protocol):
     local_truncate = Protocol.local_truncate
     relu_minus_waves = Protocol.relu_minus_waves
 
+    def __init_subclass__(cls) -> None:
+        """Exponentials are there where the protocol behind has them."""
+        super().__init_subclass__()
+        cls.has_exponentials = super().exponential is not Protocol.exponential
+
     def truncate(self, x: Share, shift: int, widths: BitWidths | None = None) -> Share:
         """floor(x / 2^shift) for |x| < 2^(ring bits - 2); the shape of x.
 

@@ -105,3 +105,12 @@ def test_a_protocol_that_cannot_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(ConfigError, match="truncation: got 'exact'; protocol 'trio' gives the floor or one unit more"):
         meta_session(config(64, "exact"), 0)
     assert not meta_session(config(64, "unit"), 0).protocol.divides_exactly
+
+
+@pytest.mark.parametrize("protocol", ["trio", "quad", "dealer"])
+def test_exact_divisions_add_no_primitive_and_leave_out_what_rounds_by_masks(protocol: str) -> None:
+    usual = meta_session(PrivateConfig(protocol=protocol), 0).protocol
+    exact = meta_session(PrivateConfig(protocol=protocol, truncation="exact"), 0).protocol
+    has = protocol != "quad"
+    assert (usual.has_exponentials, usual.has_waves, usual.has_narrow) == (has, has, has)
+    assert (exact.has_exponentials, exact.has_waves, exact.has_narrow) == (has, False, False)
