@@ -38,7 +38,7 @@ def kv_cache_of(text: str) -> dict[str, Any]:
         return {}
     name, *parts = (part.strip() for part in text.split(","))
     if name not in POLICIES:
-        raise ConfigError(f"kv_cache: got {name!r}; want {_offered()}")
+        raise ConfigError(f"kv_cache: got {name!r}; want {'; '.join(map(_of, POLICIES))}")
     settings: dict[str, Any] = {}
     for part in parts:
         key, equals, value = (piece.strip() for piece in part.partition("="))
@@ -56,12 +56,8 @@ def kv_cache_of(text: str) -> dict[str, Any]:
     return {"kv_cache": {"name": name, **settings}}
 
 
-def _offered() -> str:
-    """Policies with their settings."""
-    return "; ".join(_of(name) for name in POLICIES)
-
-
 def _of(name: str) -> str:
+    """A policy with its settings."""
     fields = ", ".join(field.name for field in dataclasses.fields(POLICIES[name]))
     fields += ", preset=paper" if name == MPCacheConfig.name else ""
     return f"{name} ({fields})" if fields else name

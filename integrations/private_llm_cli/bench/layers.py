@@ -154,7 +154,10 @@ def network(name: str, shape: Shape) -> WholeWork:
             key: torch.from_numpy(random.normal(*_normal(key, value), tuple(value.shape)).astype(np.float32))
             for key, value in model.named_parameters()
         }
-        made |= {key: _statistic(key, value) for key, value in model.named_buffers()}
+        made |= {  # a batch norm's running mean 0 and variance 1
+            key: torch.full_like(value, float(key.endswith("running_var")), device="cpu")
+            for key, value in model.named_buffers()
+        }
         model.load_state_dict(made, assign=True)
         return model.eval()
 
@@ -180,9 +183,3 @@ def _normal(name: str, weight: Tensor) -> tuple[float, float]:
     if weight.ndim > 1:
         return 0.0, (2.0 / weight[0].numel()) ** 0.5
     return (0.7 if name.endswith("weight") else 0.0), 0.1
-
-
-def _statistic(name: str, buffer: Tensor) -> Tensor:
-    """A batch norm's running mean 0 and variance 1."""
-    value = 1.0 if name.endswith("running_var") else 0.0
-    return torch.full(tuple(buffer.shape), value, dtype=buffer.dtype)

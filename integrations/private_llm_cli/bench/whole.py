@@ -199,7 +199,10 @@ def measure_whole(
     return Row(
         **settings(config, speed), name=work.name, shape=work.shape, repeat=repeat,
         seconds=spread(times), seconds_first=first, **sent, error_max=float((logits - truth).abs().max()),
-        bytes_received={str(party): _received(made.cost.sent, party) for party in range(config.parties)},
+        bytes_received={
+            str(party): sum(count for (_, to), count in made.cost.sent.items() if to == party)
+            for party in range(config.parties)
+        },
         by_kind=None if apart else _by_kind(kinds),
         seconds_preprocessing=spread(ahead) if apart else None,
         after={
@@ -223,7 +226,3 @@ def _by_kind(runs: Sequence[Mapping[str, PartCost]]) -> dict[str, dict[str, floa
         part = replace(parts[-1], seconds=statistics.median(each.seconds for each in parts))
         made[name] = {**asdict(part), "gbit_per_s": part.gbit_per_s}
     return dict(sorted(made.items(), key=lambda item: item[1]["seconds"], reverse=True)) or None
-
-
-def _received(sent: Mapping[tuple[int, int], int], party: int) -> int:
-    return sum(count for (_, to), count in sent.items() if to == party)

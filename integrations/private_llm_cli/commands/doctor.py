@@ -45,7 +45,8 @@ def examine() -> dict[str, Any]:
     report: dict[str, Any] = {"private_llm": VERSION, "python": platform.python_version()}
     report.update({name: _version(name) for name in _PACKAGES})
     report["cpu"] = cpu_model()
-    report["cpu_flags"] = _flags()
+    flags = (cpu_field("flags") or cpu_field("Features")).split()
+    report["cpu_flags"] = [flag for flag in _FLAGS if flag in flags]
     report["cores"] = usable_cores()
     report["memory_gib"] = round(memory_gib(), 1)
     report["torch_threads"] = torch.get_num_threads()
@@ -126,11 +127,6 @@ def _version(name: str) -> str | None:
         return version(name)
     except PackageNotFoundError:
         return None
-
-
-def _flags() -> list[str]:
-    found = set((cpu_field("flags") or cpu_field("Features")).split())
-    return [flag for flag in _FLAGS if flag in found]
 
 
 def _warnings(report: dict[str, Any]) -> list[str]:

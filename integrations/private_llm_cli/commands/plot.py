@@ -132,7 +132,7 @@ def plot_nodes(
     pyplot = load_pyplot()
     sent = _sent(costs, config)
     shown, title = chosen(config, {node: sum(parts.values()) for node, parts in sent.items()})
-    names = [_name(config, node) for node in shown]
+    names = [called(config, node).partition(" (party")[0] for node in shown]
     height = 1.5 + 0.22 * len(shown)
     figure, panels = pyplot.subplots(
         1 + bool(frames), 1, figsize=(10, height * (1 + bool(frames))), layout="constrained", squeeze=False
@@ -193,10 +193,6 @@ def _sent(costs: Costs, config: PrivateConfig) -> dict[int, dict[str, int]]:
             mine = found.setdefault(ledger.party, {})
             mine[what] = mine.get(what, 0) + count
     return found
-
-
-def _name(config: PrivateConfig, endpoint: int) -> str:
-    return called(config, endpoint).partition(" (party")[0]
 
 
 def _steps(axes: Axes, active: list[set[int]], shown: list[int], names: list[str], config: PrivateConfig) -> None:

@@ -1,8 +1,7 @@
 // The conversation: questions, answers as they come, and what becomes of those that fail.
 
-import { complete, info, keepToken, message, takeToken, Trouble } from "./gateway.js";
+import { complete, events, info, keepToken, message, takeToken, Trouble } from "./gateway.js";
 import { Cost, element, showInfo, showTotal } from "./panel.js";
-import { events } from "./sse.js";
 
 const LONG_MS = 5000; // without a word: the reader is told why that may be
 const $ = (id) => document.getElementById(id);

@@ -1,4 +1,4 @@
-// What the page asks of the gateway that served it, and failures in words.
+// What the page asks of the gateway that served it, events of its streams, and failures in words.
 
 const KEY = "private-llm token";
 
@@ -68,5 +68,32 @@ export async function complete(model, messages, how, signal) {
     if (error.code !== "context_length_exceeded" || how.max_tokens === undefined) throw error;
     const { max_tokens: _, ...rest } = how; // less than that may still fit
     return ask(rest);
+  }
+}
+
+/** The text of each server-sent event of a POST, which EventSource cannot make. @param {Response} response */
+export async function* events(response) {
+  const reader = response.body.getReader();
+  const decoder = new TextDecoder();
+  let rest = "";
+  let data = [];
+  try {
+    for (;;) {
+      const { value, done } = await reader.read();
+      rest += decoder.decode(value, { stream: !done });
+      const lines = rest.split(/\r?\n/); // a \r at the end waits for what follows
+      rest = lines.pop();
+      for (const line of lines) {
+        if (line === "") {
+          if (data.length) yield data.join("\n");
+          data = [];
+        } else if (line.startsWith("data:")) {
+          data.push(line.slice(line[5] === " " ? 6 : 5));
+        } // other fields, and comments that keep the connection open
+      }
+      if (done) return;
+    }
+  } finally {
+    reader.cancel().catch(() => {});
   }
 }
