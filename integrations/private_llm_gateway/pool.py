@@ -182,12 +182,10 @@ class SessionPool:
 
     def _take_spare(self) -> Any:  # noqa: ANN401
         with self._changed:
-            if self._waiting or self._closed:
+            if self._waiting or self._closed or (not self._idle and self._opened == self.size):
                 return None
             if self._idle:
                 return self._pop()
-            if self._opened == self.size:
-                return None
             self._opened += 1
         return self._open()
 

@@ -124,10 +124,6 @@ def busiest(stages: Iterable[Stage], hardware: Hardware) -> Busiest:
     )
 
 
-def _between(stages: Iterable[Stage]) -> int:
-    return sum(n for stage in stages for (frm, to), n in stage.sent.items() if CLIENT not in (frm, to))
-
-
 def _per_token(sharded: Sharded, hardware: Hardware) -> float | None:
     """Mean time of a decode step."""
     steps = sharded.forwards[1:]
@@ -140,7 +136,9 @@ def sharding_facts(work: Workload, found: Estimate, config: PrivateConfig, hardw
     if plan is None or sharded is None:
         raise ConfigError("plans: want --protocol cascade, or --split; other protocols have no nodes")
     first = config.endpoints - plan.nodes
-    most = busiest(itertools.chain(*sharded.forwards), hardware)
+    stages = [*itertools.chain(*sharded.forwards)]
+    most = busiest(stages, hardware)
+    between = sum(n for stage in stages for link, n in stage.sent.items() if CLIENT not in link)
     size_of = number_type(plan).itemsize
     shapes = [(plan.beta, size_of, call.dim, call.heads, call.groups) for call in sharded.calls]
     rows, queries = (work.batch * max(sizes(plan, 0, work.sequence)) for sizes in (comp_sizes, shard_sizes))
@@ -148,7 +146,7 @@ def sharding_facts(work: Workload, found: Estimate, config: PrivateConfig, hardw
     return {
         "plan": dataclasses.asdict(plan), "nodes": plan.nodes,
         "rounds": sum(layer.rounds for layer in found.layers()),
-        "bytes_between_nodes": _between(itertools.chain(*sharded.forwards)),
+        "bytes_between_nodes": between,
         "seconds_prompt": hardware.stages(sharded.forwards[0]), "seconds_per_token": _per_token(sharded, hardware),
         "memory_per_node": {"weights": sharded.weight_bytes, "cache": sharded.cache_bytes},
         "equation_1_bytes": sum(paper_bytes(*shape, work.batch * work.sequence) for shape in shapes),

@@ -18,25 +18,23 @@ from private_llm_cli.commands.models import gguf_options, image_config, quiet
 from private_llm_cli.commands.output import CONSOLE, emit_json, emit_table, progress_bar, size
 from private_llm_cli.kv_cache import KvCacheOption, kv_cache_of
 
-TASKS = (
-    "causal-lm", "seq2seq", "classification", "features", "image", "masked-lm", "token-classification",
-    "question-answering",
-)  # fmt: skip
-"""What a shared checkpoint will be used for: which of transformers' auto classes loads it."""
+TASKS = {
+    "causal-lm": "AutoPrivateModelForCausalLM", "seq2seq": "AutoPrivateModelForSeq2SeqLM",
+    "classification": "AutoPrivateModelForSequenceClassification", "features": "AutoPrivateModel",
+    "image": "AutoPrivateModelForImageClassification", "masked-lm": "AutoPrivateModelForMaskedLM",
+    "token-classification": "AutoPrivateModelForTokenClassification",
+    "question-answering": "AutoPrivateModelForQuestionAnswering",
+}  # fmt: skip
+"""What a shared checkpoint will be used for, and which of the integration's auto classes loads it."""
 
 
 def auto_class(task: str) -> Any:  # noqa: ANN401 - one of the integration's auto classes
     """Which auto class loads a checkpoint for a task. Raises ConfigError."""
-    import private_llm_hf as hf
+    import private_llm_hf
 
-    autos = (
-        hf.AutoPrivateModelForCausalLM, hf.AutoPrivateModelForSeq2SeqLM, hf.AutoPrivateModelForSequenceClassification,
-        hf.AutoPrivateModel, hf.AutoPrivateModelForImageClassification, hf.AutoPrivateModelForMaskedLM,
-        hf.AutoPrivateModelForTokenClassification, hf.AutoPrivateModelForQuestionAnswering,
-    )  # fmt: skip
     if task not in TASKS:
         raise ConfigError(f"task: got {task!r}; want one of {', '.join(TASKS)}")
-    return autos[TASKS.index(task)]
+    return getattr(private_llm_hf, TASKS[task])
 
 
 @options.grouped
