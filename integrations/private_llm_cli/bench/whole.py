@@ -6,8 +6,6 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from importlib import resources
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,6 +20,7 @@ from private_llm.replay.program_cache import uncompiled_calls
 from private_llm_cli.bench.link import LinkSpeed, SlowMesh
 from private_llm_cli.bench.rows import Row, settings, spread
 from private_llm_cli.bench.work import Shape, random_weights, warm_up
+from private_llm_cli.commands.models import demo_model, plaintext_model, smollm2_model, tokenizer_of
 
 if TYPE_CHECKING:
     from private_llm_hf import ForwardPlan, GeneratePlan
@@ -79,17 +78,7 @@ def gpt2_forward(shape: Shape) -> WholeWork:
 def generate(shape: Shape) -> WholeWork:
     """Greedy generate() of the bundled model; batch x prompt tokens x new tokens."""
     batch, prompt, new = shape
-    folder = Path(str(resources.files("private_llm_hf").joinpath("demo_model")))
-    if not (folder / "config.json").is_file():
-        raise ConfigError("benchmark 'generate' needs the demo model, which is not part of this installation")
-
-    def build() -> PreTrainedModel:
-        from transformers import AutoModelForCausalLM
-        from transformers.utils import logging
-
-        logging.disable_progress_bar()
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        return model.eval()
+    folder = demo_model()
 
     def call(model: Any) -> tuple[Tensor, Tensor]:  # noqa: ANN401 - a private model
         ids = torch.from_numpy(np.random.default_rng(4).integers(4, model.config.vocab_size, (batch, prompt)))
@@ -108,7 +97,7 @@ def generate(shape: Shape) -> WholeWork:
 
         return GeneratePlan(prompt=prompt, new_tokens=new, batch=batch)
 
-    return WholeWork("generate", shape, build, call, truth, plan)
+    return WholeWork("generate", shape, lambda: plaintext_model(folder), call, truth, plan)
 
 
 def smollm2(shape: Shape) -> WholeWork:
@@ -119,17 +108,14 @@ def smollm2(shape: Shape) -> WholeWork:
     batch, tokens = shape
     asked: dict[str, Any] = {}
 
-    def build() -> PreTrainedModel:
+    def build() -> nn.Module:
         from private_llm_hf.models import smollm2
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-        from transformers.utils import logging
 
-        logging.disable_progress_bar()
-        folder = smollm2.folder()
-        ids = smollm2.chat(AutoTokenizer.from_pretrained(folder), smollm2.PROMPTS[:1])["input_ids"]
+        folder = smollm2_model()
+        ids = smollm2.chat(tokenizer_of(folder), smollm2.PROMPTS[:1])["input_ids"]
         asked["ids"] = ids.repeat(batch, -(-tokens // ids.shape[1]))[:, :tokens]
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        return model.eval()
+        model: nn.Module = plaintext_model(folder)
+        return model
 
     def call(model: Any) -> tuple[Tensor, Tensor]:  # noqa: ANN401 - a private model
         asked["out"] = model(input_ids=asked["ids"], use_cache=True)
