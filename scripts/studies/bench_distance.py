@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from private_llm_cli.bench.rows import party_threads, provenance
+from private_llm_cli.bench.rows import provenance
 from private_llm_cli.commands.models import demo_model, quiet, smollm2_model
 from private_llm_hf import AutoPrivateModelForCausalLM, SpeculationConfig
 from private_llm_hf.api import share_checkpoint
@@ -39,6 +39,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.generation.streamers import BaseStreamer
 
 from private_llm.config import PrivateConfig
+from private_llm.kernels.parallel import threads_per_party
 
 PROMPT = (
     "First Citizen : Before we proceed any further , hear me speak . All : Speak , speak . First Citizen : You are all "
@@ -126,7 +127,7 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 "tokens_per_s": speed, "ratio": speed / first, "first_s": clock.times[1] - began,
                 "equal": bool(torch.equal(made, want)), "bytes_total": cost.bytes_total, "rounds": cost.rounds,
                 "rounds_per_token": round((cost.rounds - prompt.rounds) / (args.new - 1), 1),
-                "parties": config.parties, "party_mode": "processes", "threads": party_threads(config.parties),
+                "parties": config.parties, "party_mode": "processes", "threads": threads_per_party(config.parties),
                 **provenance(),
             }  # fmt: skip
 

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from private_llm_cli.bench.rows import party_threads, provenance
+from private_llm_cli.bench.rows import provenance
 from private_llm_cli.commands.models import demo_model, quiet
 from private_llm_hf import AutoPrivateModelForCausalLM, GeneratePlan
 from private_llm_hf.api import share_checkpoint
@@ -33,6 +33,7 @@ from rich.progress import track
 from transformers import AutoTokenizer
 
 from private_llm.config import PrivateConfig
+from private_llm.kernels.parallel import threads_per_party
 
 PROMPTS = (
     "The river runs along the valley and", "Once upon a time there was a king who", "A law is a rule that the",
@@ -110,7 +111,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
                         "ratio": speed / rows[0]["tokens_per_s"] if rows else 1.0,
                         **planned,
                         "repeat": args.repeat,
-                        "threads": party_threads(config.parties),
+                        "threads": threads_per_party(config.parties),
                         **provenance(),
                     }
                 )

@@ -17,11 +17,12 @@ from typing import Any
 import numpy as np
 import torch
 from private_llm_cli.bench.link import LinkSpeed, SlowMesh
-from private_llm_cli.bench.rows import party_threads, spread
+from private_llm_cli.bench.rows import spread
 from private_llm_cli.bench.work import warm_up
 
 from private_llm.config import PrivateConfig
 from private_llm.kernels.address import tune_allocator
+from private_llm.kernels.parallel import threads_per_party
 from private_llm.kv_policies.policy import CachePolicy
 from private_llm.net.ledger import Cost
 from private_llm.net.local import LocalMesh
@@ -194,7 +195,7 @@ def timed(
 
     def _serve(number: int) -> None:
         tune_allocator()
-        torch.set_num_threads(party_threads(config.parties))
+        torch.set_num_threads(threads_per_party(config.parties))
         session = join(config, number, mesh.transport(number))
         shares = [session.protocol.receive_input(size) for size in shape.inputs()]
         values = [Fixed(session, share, session.frac) for share in shares]

@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import torch
 from private_llm_cli.bench.link import LinkSpeed, SlowMesh
-from private_llm_cli.bench.rows import Row, settings, spread, usable_cores
+from private_llm_cli.bench.rows import Row, settings, spread
 from timed_nodes import BUSY, SERIALISING, WAITING, TimedParties
 from torch import Tensor
 from undistributed import Undistributed
 
 from private_llm.config import PrivateConfig
-from private_llm.kernels.parallel import nodes_at_once
+from private_llm.kernels.parallel import nodes_at_once, usable_cores
 from private_llm.net.ledger import Ledger
 from private_llm.net.transport import CLIENT
 from private_llm.token_sharding import ShardingPlan, Step

@@ -24,11 +24,12 @@ import torch
 from bench_kernels import measure_kernels
 from private_llm_cli.bench.catalogue import make
 from private_llm_cli.bench.measure import measure_in_turns
-from private_llm_cli.bench.rows import provenance, usable_cores
+from private_llm_cli.bench.rows import provenance
 from private_llm_cli.commands.models import quiet
 from private_llm_cli.commands.output import emit_json
 
 from private_llm.config import PrivateConfig
+from private_llm.kernels.parallel import usable_cores
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -22,10 +22,11 @@ from cache_steps import AttentionShape, Counted, Figures, counted, timed
 from layer_works import alone
 from private_llm_cli.bench.link import LinkSpeed
 from private_llm_cli.bench.measure import measure
-from private_llm_cli.bench.rows import party_threads, provenance
+from private_llm_cli.bench.rows import provenance
 from private_llm_cli.bench.work import Shape
 
 from private_llm.config import PrivateConfig
+from private_llm.kernels.parallel import threads_per_party
 from private_llm.kv_policies.fixed import KEEP_ALL
 from private_llm.kv_policies.mpcache import MPCacheConfig
 from private_llm.kv_policies.policy import CachePolicy, Level
@@ -132,7 +133,7 @@ def _seconds(case: Case, repeat: int, progress: Callable[[], None], speed: LinkS
         "seconds_first": kept.first_seconds, "full_seconds_first": full.first_seconds,
         "ratio_seconds": full.seconds["median"] / kept.seconds["median"],
         "evicting_seconds": kept.prompt_seconds - full.prompt_seconds,
-        "threads": party_threads(config.parties), "aim_ratio": AIM_SECONDS,
+        "threads": threads_per_party(config.parties), "aim_ratio": AIM_SECONDS,
     }  # fmt: skip
 
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from private_llm_cli.bench.rows import Row, party_threads, spread
+from private_llm_cli.bench.rows import Row, spread
 from private_llm_cli.commands.models import plaintext_model, smollm2_model, tokenizer_of
 from private_llm_cli.commands.output import duration, emit_json, emit_table, progress_bar, size
 from private_llm_cli.commands.text import TokenClock, agreement
@@ -34,6 +34,7 @@ from torch import Tensor
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError, PrivateLLMError
+from private_llm.kernels.parallel import threads_per_party
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT_TOKENS, WINDOW = 512, 128
@@ -136,7 +137,7 @@ def row_of(name: str, config: PrivateConfig, private: Any, shape: tuple[int, ...
     sent = {key: costs.to_dict()[key] for key in ("bytes_total", "bytes_preprocessing", "bytes_per_party", "rounds")}
     row = Row(
         name=name, protocol=config.protocol, ring=config.ring, shape=shape, parties=config.parties,
-        seconds=spread(seconds), **sent, error_max=error, threads=party_threads(config.parties),
+        seconds=spread(seconds), **sent, error_max=error, threads=threads_per_party(config.parties),
         party_mode="threads" if config.party_mode == "auto" else config.party_mode, repeat=len(seconds),
     )  # fmt: skip
     layers = private.config.num_hidden_layers

@@ -21,12 +21,13 @@ from typing import TYPE_CHECKING, Any
 from layer_works import llama_decode, llama_layer
 from private_llm_cli.bench.link import LinkSpeed
 from private_llm_cli.bench.measure import measure
-from private_llm_cli.bench.rows import party_threads, provenance, spread
+from private_llm_cli.bench.rows import provenance, spread
 from private_llm_cli.bench.work import Shape, Work
 from wan_models import PROMPT, TINY_PROMPT, WanModel, wan_model
 from wan_run import DRAFTS, Place, measured_passes
 
 from private_llm.config import PrivateConfig
+from private_llm.kernels.parallel import threads_per_party
 from private_llm.token_sharding import cards
 
 if TYPE_CHECKING:
@@ -230,7 +231,7 @@ class Case:
             "ring": config.ring, "parties": config.parties, "adder": config.adder, **asdict(self.network),
         }  # fmt: skip
         made = self._modelled(config, repeat) if self.how == "modelled" else self._measured(config, repeat, place)
-        return {**row, **made, "threads": party_threads(config.parties), **provenance()}
+        return {**row, **made, "threads": threads_per_party(config.parties), **provenance()}
 
     def _measured(self, config: PrivateConfig, repeat: int, place: Place | None) -> dict[str, Any]:
         prompt, place = self._prompt, place or Place.here()

@@ -26,12 +26,12 @@ from typing import Any, Literal
 import torch
 from namespaces import CLIENT_HOST, address, can_delay, missing_rights, switch
 from private_llm_cli.bench.link import LinkSpeed, SlowMesh
-from private_llm_cli.bench.rows import party_threads
 from torch import Tensor
 from wan_models import WanModel, plaintext, quiet
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import PartyFailed
+from private_llm.kernels.parallel import threads_per_party
 
 DRAFTS = 4
 """Tokens that are looked up in the prompt and checked at once."""
@@ -228,7 +228,7 @@ def _running(namespace: str, order: Path, endpoint: str, parties: int) -> Iterat
     """A process that is an endpoint, in a namespace, ended with the context."""
     command = ["ip", "netns", "exec", namespace, sys.executable, "-c", _ENDPOINT, str(order), endpoint]
     paths = os.pathsep.join(path for path in sys.path if path)
-    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": str(party_threads(parties))}
+    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": str(threads_per_party(parties))}
     process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
     try:
         yield process

@@ -24,6 +24,7 @@ from private_llm.approximations import emulated
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError, DomainError, PartyFailed, PrivateLLMError
 from private_llm.kernels.address import tune_allocator
+from private_llm.kernels.parallel import threads_per_party
 from private_llm.net.children import start_children
 from private_llm.net.ledger import CONTROL as PHASES
 from private_llm.net.local import LocalMesh
@@ -41,7 +42,7 @@ from private_llm.ring.prg import Seed
 from private_llm.ring.ring import Ring
 from private_llm.tensor.fixed import Fixed
 from private_llm_cli.bench.link import LinkSpeed, SlowMesh
-from private_llm_cli.bench.rows import Row, party_threads, settings, spread
+from private_llm_cli.bench.rows import Row, settings, spread
 from private_llm_cli.bench.whole import WholeWork, measure_whole
 from private_llm_cli.bench.work import Work, warm_up
 
@@ -120,7 +121,7 @@ class _ParallelSession:
 def serve(work: Work, config: PrivateConfig, party: int, transport: Transport) -> None:
     """One party: take the inputs, run as often as the client asks, then open the last result."""
     tune_allocator()
-    torch.set_num_threads(party_threads(config.parties))
+    torch.set_num_threads(threads_per_party(config.parties))
     sessions = [_ParallelSession(work, config, transport, number) for number in range(config.parallel_sessions)]
     with ThreadPoolExecutor(len(sessions), f"party {party} parallel session") as pool, ExitStack() as stack:
         for each in sessions:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from private_llm.config import VERSION, PrivateConfig
+from private_llm.kernels.parallel import threads_per_party, usable_cores
 from private_llm_cli.bench.link import LinkSpeed
 
 
@@ -95,7 +96,7 @@ def settings(config: PrivateConfig, speed: LinkSpeed | None) -> dict[str, Any]:
         "parallel_sessions": config.parallel_sessions, "rotate_roles": config.rotate_roles, "adder": config.adder,
         "relu_bits": config.relu_bits, "relu_low": config.relu_low,
         "approximations": config.approximations,
-        "threads": party_threads(config.parties),
+        "threads": threads_per_party(config.parties),
         "party_mode": "threads" if config.party_mode == "auto" else config.party_mode,
         "bandwidth_mbit": speed.bandwidth_mbit if speed else None, "latency_ms": speed.latency_ms if speed else None,
     }  # fmt: skip
@@ -116,16 +117,6 @@ def machine() -> str:
     width = "AVX-512" if "avx512f" in flags else "AVX2" if "avx2" in flags else "no AVX2"
     generation = f" (family {family}, {width})" if family else ""
     return f"{cpu_model()}{generation} {amx} AMX, {usable_cores()} cores, {memory_gib():.0f} GiB, {platform.system()}"
-
-
-def usable_cores() -> int:
-    """Cores this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def party_threads(parties: int) -> int:
-    """Torch threads for each party: the cores shared among those that compute at the same time (Trio: two)."""
-    return max(1, usable_cores() // min(2, parties))
 
 
 def cpu_model() -> str:

@@ -15,10 +15,11 @@ import torch
 
 from private_llm.config import VERSION
 from private_llm.kernels import ops
+from private_llm.kernels.parallel import usable_cores
 from private_llm.ring.prg import Seed
 from private_llm.ring.ring import RING64
 from private_llm.threat import markdown
-from private_llm_cli.bench.rows import cpu_field, cpu_model, memory_gib, usable_cores
+from private_llm_cli.bench.rows import cpu_field, cpu_model, memory_gib
 from private_llm_cli.commands.output import CONSOLE, emit_json, emit_table, progress_bar
 
 _PACKAGES = ("torch", "transformers", "accelerate", "numba", "triton", "cryptography", "safetensors", "numpy")
