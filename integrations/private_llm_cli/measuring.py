@@ -1,4 +1,4 @@
-"""What tells of costs and protection: audits of plans, estimates, errors, benchmarks, this machine.
+"""What tells of costs and protection: audits of plans, estimates, and what this machine can do.
 
 Each function parses the options of the command of its name, and imports what runs it (`commands/`) when it is called.
 """

@@ -1,4 +1,4 @@
-"""What users of models type: a demonstration, text, a chat, a gateway for chat clients, and classes of images.
+"""What users of models type where the work imports PyTorch at once: demonstration, text, chat, gateway for clients.
 
 Each function parses the options of the command of its name, and imports what runs it (`commands/`) when it is called.
 """
