@@ -52,21 +52,18 @@ def start_parties(config: PrivateConfig, mesh: LocalMesh | None = None) -> Parti
     ranks that do not fit; TransportError (PartiesBusy, PartyFailed) for parties that do not answer.
     """
     with named_errors(config):
-        return _start(config, choose_mode(config), mesh)
-
-
-def _start(config: PrivateConfig, mode: str, mesh: LocalMesh | None) -> Parties:
-    if mesh is not None and mode != "threads":
-        raise ConfigError(f"mesh: got one for party_mode={mode!r}; only parties that are threads use a mesh")
-    if mode == "threads":
-        at_once = None if config.plan is None else nodes_at_once(config.endpoints)
-        return _start_threads(config, mesh or LocalMesh(config.endpoints, config.timeout_s, at_once))
-    if mode == "processes":
-        return _start_processes(config)
-    if mode == "distributed":
-        return _start_distributed(config)
-    transport = connect(config, CLIENT)
-    return join_parallel_sessions(config, transport, transport.close)
+        mode = choose_mode(config)
+        if mesh is not None and mode != "threads":
+            raise ConfigError(f"mesh: got one for party_mode={mode!r}; only parties that are threads use a mesh")
+        if mode == "threads":
+            at_once = None if config.plan is None else nodes_at_once(config.endpoints)
+            return _start_threads(config, mesh or LocalMesh(config.endpoints, config.timeout_s, at_once))
+        if mode == "processes":
+            return _start_processes(config)
+        if mode == "distributed":
+            return _start_distributed(config)
+        transport = connect(config, CLIENT)
+        return join_parallel_sessions(config, transport, transport.close)
 
 
 def choose_mode(config: PrivateConfig) -> str:
