@@ -162,17 +162,14 @@ def patched_code(model: nn.Module) -> list[str]:
     """
     kinds = {kind for module in model.modules() for kind in type(module).__mro__ if issubclass(kind, nn.Module)}
     homes = {kind.__module__ for kind in kinds if kind.__module__.startswith("transformers.")} - {_BASE} | _SHARED
-    found = [n for kind in kinds if kind.__module__ in homes or _is_layer(kind) for n in patched_methods(kind)]
+    layers = {kind for kind in kinds if kind.__module__.startswith("torch.nn.modules.")} - {nn.Module}
+    found = [n for kind in kinds if kind.__module__ in homes or kind in layers for n in patched_methods(kind)]
     found += [name for home in homes for name in _definitions(home)]
     found += [f"rotary positions {name!r}" for name, code in ROPE_INIT_FUNCTIONS.items() if not _is_own(code)]
     attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
     if attention in ALL_ATTENTION_FUNCTIONS.valid_keys() and not _is_own(ALL_ATTENTION_FUNCTIONS[attention]):
         found.append(f"attention function {attention!r}")
     return sorted(found)
-
-
-def _is_layer(kind: type) -> bool:
-    return kind.__module__.startswith("torch.nn.modules.") and kind is not nn.Module
 
 
 def patched_methods(kind: type) -> Iterator[str]:

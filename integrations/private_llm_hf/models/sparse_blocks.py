@@ -188,17 +188,14 @@ def make_sparse(model: PreTrainedModel, session: Session, on_disk: Collection[st
         return
     for block in sparse_blocks(model.config):
         if block.kind in config.kinds:
-            stored = [name for name in (*block.readers, block.writer, block.predictor) if _under(name, on_disk)]
+            used = (*block.readers, block.writer, block.predictor)
+            stored = [name for name in used if any(weight.startswith(f"{name}.") for weight in on_disk)]
             if stored:
                 raise ConfigError(
                     f"sparsity: device_map puts '{stored[0]}' on disk, but listed neurons are read from memory; keep "
                     "layers with predictors off the disk, or leave sparsity out"
                 )
             _make_sparse(model, block, config, session)
-
-
-def _under(name: str, weights: Collection[str]) -> bool:
-    return any(weight.startswith(f"{name}.") for weight in weights)
 
 
 def _make_sparse(model: PreTrainedModel, block: SparseBlock, config: CometConfig, session: Session) -> None:

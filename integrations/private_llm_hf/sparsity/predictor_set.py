@@ -94,7 +94,11 @@ class PredictorSet:
         """Write both files."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        tensors = self._tensors()
+        tensors = {
+            f"{member.site.name}.{name}": (value if name == "grouping" else value.detach().float()).contiguous()
+            for member in self
+            for name, value in member.predictor.state_dict().items()
+        }
         save_file(tensors, folder / _TENSORS)
         rows = [
             {
@@ -180,13 +184,6 @@ class PredictorSet:
     def _named(self) -> str:
         name = self.model.get("name")
         return f" ({name})" if name else ""
-
-    def _tensors(self) -> dict[str, Tensor]:
-        return {
-            f"{member.site.name}.{name}": (value if name == "grouping" else value.detach().float()).contiguous()
-            for member in self
-            for name, value in member.predictor.state_dict().items()
-        }
 
 
 def fingerprint(model: PreTrainedModel, name: str = "") -> dict[str, Any]:

@@ -133,14 +133,6 @@ HEADS = ("Softmax", "LogSoftmax")
 """What only the client may compute, as the last step."""
 
 
-def _reshape(x: Tensor, shape: list[int]) -> Tensor:
-    return x.reshape(*shape)
-
-
-def _size_of(x: Tensor, dim: int | None = None) -> Any:  # noqa: ANN401 - one size or all
-    return tuple(x.shape) if dim is None else x.shape[dim]
-
-
 def _item(sizes: object, index: object) -> int:
     if not isinstance(sizes, tuple) or not isinstance(index, int):
         raise DomainError("network description: 'item' picks one size of a shape, nothing else")
@@ -153,13 +145,13 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "mul": operator.mul,
     "cat": torch.cat,
     "flatten": torch.flatten,
-    "reshape": _reshape,
+    "reshape": lambda x, shape: x.reshape(*shape),
     "permute": torch.permute,
     "transpose": torch.transpose,
     "unsqueeze": torch.unsqueeze,
     "squeeze": torch.squeeze,
     "mean": torch.mean,
-    "size": _size_of,
+    "size": lambda x, dim=None: tuple(x.shape) if dim is None else x.shape[dim],
     "item": _item,
     "same": lambda x: x,
 }
