@@ -27,4 +27,4 @@ def policy_of(values: Mapping[str, Any]) -> CachePolicy:
     if kind is None:
         raise ConfigError(f"kv_cache: got {name!r}; want one of {', '.join(map(repr, POLICIES))}")
     refuse_unknown(settings, [field.name for field in dataclasses.fields(kind)], "kv_cache: ")
-    return kind.from_settings(settings)
+    return kind(**settings)

@@ -104,14 +104,6 @@ class MPCacheConfig(BudgetedPolicy):
         }  # fmt: skip
         return cls(**{**named, **settings})
 
-    @classmethod
-    def from_settings(cls, settings: Mapping[str, Any]) -> MPCacheConfig:
-        """From JSON: levels may be lists or mappings."""
-        values = dict(settings)
-        if "levels" in values:
-            values["levels"] = levels_of(values["levels"])
-        return cls(**values)
-
 
 def check_observed(observed: float | int) -> None:
     """Raise ConfigError unless it is a whole number of tokens, or (a float) a share of the prompt."""
@@ -123,36 +115,30 @@ def check_observed(observed: float | int) -> None:
         )
 
 
-def levels_of(given: object) -> tuple[Level, ...]:
-    """Levels from JSON: mappings with size and kept, or pairs. Raises ConfigError for anything else."""
+def checked_levels(given: object) -> tuple[Level, ...]:
+    """Levels from Level objects or JSON: mappings with size and kept, or pairs.
+
+    Raises ConfigError for anything else, and unless sizes divide each other, from large to small.
+    """
     if not isinstance(given, list | tuple):
         raise ConfigError(f"kv_cache: levels: got {given!r}; want a list of sizes and shares, such as [[32, 0.5]]")
-    made = []
+    levels = []
     for item in given:
         if isinstance(item, Mapping):
             refuse_unknown(item, ["size", "kept"], "kv_cache: levels: ")
-            item = (item.get("size"), item.get("kept"))
-        if isinstance(item, Level):
-            made.append(item)
-        elif isinstance(item, list | tuple) and len(item) == 2:
-            made.append(Level(*item))
-        else:
+        pair = (item.get("size"), item.get("kept")) if isinstance(item, Mapping) else item
+        pair = (pair.size, pair.kept) if isinstance(pair, Level) else pair
+        if not isinstance(pair, list | tuple) or len(pair) != 2:
             raise ConfigError(f"kv_cache: levels: got {item!r}; want a size and the share that is kept, as [32, 0.5]")
-    return tuple(made)
-
-
-def checked_levels(given: object) -> tuple[Level, ...]:
-    """Levels as Level objects. Raises ConfigError unless sizes divide each other, from large to small."""
-    levels = levels_of(given)
-    for level in levels:
-        if isinstance(level.size, bool) or not isinstance(level.size, int) or level.size < 1:
-            raise ConfigError(f"kv_cache: levels: got a size of {level.size!r}; want a whole number, at least 1")
-        if isinstance(level.kept, bool) or not isinstance(level.kept, int | float) or not 0 < level.kept <= 1:
-            raise ConfigError(f"kv_cache: levels: got a share of {level.kept!r}; want one above 0 and at most 1")
-    levels = tuple(Level(level.size, float(level.kept)) for level in levels)
+        size, kept = pair
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ConfigError(f"kv_cache: levels: got a size of {size!r}; want a whole number, at least 1")
+        if isinstance(kept, bool) or not isinstance(kept, int | float) or not 0 < kept <= 1:
+            raise ConfigError(f"kv_cache: levels: got a share of {kept!r}; want one above 0 and at most 1")
+        levels.append(Level(size, float(kept)))
     for large, small in itertools.pairwise(levels):
         if large.size % small.size or large.size == small.size:
             raise ConfigError(
                 f"kv_cache: levels: got size {small.size} after {large.size}; want each to divide the one before it"
             )
-    return levels
+    return tuple(levels)

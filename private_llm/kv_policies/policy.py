@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -236,11 +235,6 @@ class CachePolicy:
     def to_dict(self) -> dict[str, Any]:
         """Name and settings, for JSON."""
         return {"name": self.name, **dataclasses.asdict(self)}
-
-    @classmethod
-    def from_settings(cls, settings: Mapping[str, Any]) -> CachePolicy:
-        """The inverse of `to_dict`, without the name."""
-        return cls(**settings)
 
 
 @dataclass(frozen=True)

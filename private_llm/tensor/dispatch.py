@@ -80,7 +80,7 @@ def _refuse(op: object, args: Sequence[object], kwargs: Mapping[str, object]) ->
 
 
 class Guarded(torch.Tensor):
-    """A wrapper tensor whose values no code may read; subclasses answer for shape and dtype."""
+    """A wrapper tensor whose values no code may read; subclasses answer for shape, dtype and functions."""
 
     __slots__ = ()
 
@@ -103,23 +103,8 @@ class Guarded(torch.Tensor):
         raise PlaintextLeak("dlpack: a share is not exported; reveal it to the client on purpose")
 
     @classmethod
-    def __torch_function__(
-        cls,
-        func: TorchArg,
-        types: Sequence[type],
-        args: Sequence[TorchArg] = (),
-        kwargs: Mapping[str, TorchArg] | None = None,
-    ) -> TorchArg:
-        """The meaning of every function: the closed table."""
-        return dispatch(func, args, kwargs or {})
-
-    @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls,
-        func: TorchArg,
-        types: Sequence[type],
-        args: Sequence[TorchArg] = (),
-        kwargs: Mapping[str, TorchArg] | None = None,
+        cls, func: TorchArg, types: Sequence[type], args: Sequence[TorchArg] = (), kwargs: TorchArg = None
     ) -> TorchArg:
         """What bypassed the table reads or moves values behind its back: refused."""
         raise PlaintextLeak(

@@ -5,7 +5,7 @@ Only products of two secrets, and late truncations, communicate.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 import torch
@@ -339,11 +339,7 @@ class SecretComplex:
 
     @classmethod
     def __torch_function__(
-        cls,
-        func: TorchArg,
-        types: Sequence[type],
-        args: Sequence[TorchArg] = (),
-        kwargs: Mapping[str, TorchArg] | None = None,
+        cls, func: TorchArg, types: Sequence[type], args: Sequence[TorchArg] = (), kwargs: TorchArg = None
     ) -> TorchArg:
         """Products, and the way back to pairs; everything else is refused."""
         if func is torch.view_as_real:

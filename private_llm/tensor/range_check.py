@@ -4,29 +4,24 @@
     v = [|p| < 2^e for all rows of all watched tensors of the call]          one comparison at the end of the call
     the client opens 1 - v together with the outputs
 
-A product that leaves the ring comes out as garbage of the ring's size, so watching results is enough to see it, and a
-sum of signed entries sees a large entry among many without a comparison for each: whatever the others are, one of the
-two signs of an entry of 2^(e+1) or more makes |p| at least 2^e, so that each pattern misses it with probability 1/2 at
-most, and all four with 1/16; one that outweighs its row
-is never missed. A row of norm n has |p| above 8 n with probability below 10^-13, so values that calibration has
-seen, with its head room of 32, raise no alarm. What the client learns is declared in `threat`. A cheating party of a
-semi-honest protocol is not its subject: it finds honest mistakes, models whose values outgrow their plan.
+A product that leaves the ring comes out as garbage of the ring's size, so watching results is enough to see it. Sums of
+signed entries see a large entry among many without a comparison for each: of the two signs of an entry of 2^(e+1) or
+more one makes |p| at least 2^e, whatever the others are, so each pattern misses it with probability 1/2 at most, all
+four with 1/16, and one that outweighs its row never. A row of norm n has |p| above 8 n with probability below 10^-13,
+so values that calibration has seen, with its head room of 32, raise no alarm. What the client learns is declared in
+`threat`. It finds honest mistakes, models whose values outgrow their plan; a cheating party is not its subject.
 
-Short products (their lowest w bits are right) are summed modulo 2^w, and a pattern still misses an entry x with
-2^(e+1) <= |x| < 2^(w-1) - 2^e with probability 1/2 at most: sums of both signs within 2^e of multiples of 2^w would put
-x within 2^e of a multiple of 2^(w-1). Every entry whose product stayed below 2^(ring bits - 2) is one of these, because
-it has |x| <= 2^(w-2). Of the others, which are garbage of the size of 2^w, one near 2^(w-1) outweighs its row unless
-another one does.
+Short products (their lowest w bits are right) are summed modulo 2^w. A pattern misses an entry x with 2^(e+1) <= |x| <
+2^(w-1) - 2^e with probability 1/2 at most, too: sums of both signs within 2^e of multiples of 2^w would put x within
+2^e of a multiple of 2^(w-1). Every entry whose product stayed below 2^(ring bits - 2) has |x| <= 2^(w-2). Of others,
+which are garbage of the size of 2^w, one near 2^(w-1) outweighs its row unless another one does.
 
 Where rows of a batch belong to several clients (`NumericContext.batch`), each row has a verdict of its own, and no sum
-is over entries of two of them: of tensors whose first dimension counts the batch's rows, each the same number of
-times, and of flat ones of which it is known where each row's entries end. What cannot be told apart counts for all
-rows.
+is over entries of two of them: of tensors whose first dimension counts the batch's rows, each as often, and of flat
+ones of which it is known where each row's entries end. What cannot be told apart counts for all rows.
 
-Where entries are chosen by rank, values out of their range may make parties open an arrangement that no choice has
-(`NumericContext.ranked_wrong`). They all see it,
-and go on with any rows of that number: the verdict of the call is 1, whatever
-else was watched, and nobody else's call suffers.
+Values out of their range may make parties open an arrangement that no choice by rank has (`ranked_wrong`). They all
+see it and go on with any rows of that number; the verdict of the call is then 1, and nobody else's call suffers.
 
 Cost for n watched rows: 8 n comparisons over the whole ring and as many injections of a bit, 65 bytes each, 8 to 10
 rounds for a call of any length.

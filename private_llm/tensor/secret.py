@@ -8,7 +8,7 @@ operation rebinds the object, and is refused where another tensor shares its mem
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -51,11 +51,7 @@ class SecretTensor(Guarded):
 
     @classmethod
     def __torch_function__(
-        cls,
-        func: TorchArg,
-        types: Sequence[type],
-        args: Sequence[TorchArg] = (),
-        kwargs: Mapping[str, TorchArg] | None = None,
+        cls, func: TorchArg, types: Sequence[type], args: Sequence[TorchArg] = (), kwargs: TorchArg = None
     ) -> TorchArg:
         """The closed table; a debug session checks every result, also of what is local, and knows its operation."""
         ranges = _ranges(args)

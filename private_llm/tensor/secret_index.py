@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -69,11 +69,7 @@ class SecretIndex(Guarded):
 
     @classmethod
     def __torch_function__(
-        cls,
-        func: TorchArg,
-        types: Sequence[type],
-        args: Sequence[TorchArg] = (),
-        kwargs: Mapping[str, TorchArg] | None = None,
+        cls, func: TorchArg, types: Sequence[type], args: Sequence[TorchArg] = (), kwargs: TorchArg = None
     ) -> TorchArg:
         """Lookup and public facts; everything else is refused. The keys stay in main memory until a lookup."""
         if func is torch.Tensor.to:
