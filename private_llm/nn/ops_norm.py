@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -39,16 +38,11 @@ def gain(weight: Tensor | None, offset: float = 0.0) -> Fixed | Tensor | None:
     return weight.detach() + offset if offset else weight.detach()
 
 
-@dataclass(frozen=True)
-class _Known:
-    """What is known of a norm: mean squares of its rows below 2^square, weights below 2^gain (or None; of none, 0)."""
-
-    square: int
-    gain: int | None
-
-
-def _measured(x: SecretTensor, weight: Tensor | None, eps: float, centred: bool = False) -> tuple[Fixed, _Known]:
-    """A norm's input, and the powers of two above the mean squares of its rows and above its weights, if it has some.
+def _measured(
+    x: SecretTensor, weight: Tensor | None, eps: float, centred: bool = False
+) -> tuple[Fixed, int, int | None]:
+    """A norm's input, and what is known of it: mean squares of rows below 2^square, weights below 2^gain (or None; of
+    none, 0).
 
     Where calibration found that all rows can do with fewer fractional bits, so that one sum of squares is enough, the
     entries are cut to those. It lets the products of a residual sum leave no more, so that this happens once at most,
@@ -69,7 +63,7 @@ def _measured(x: SecretTensor, weight: Tensor | None, eps: float, centred: bool 
         bits = max(bits, deviation_bits(value.frac, width, square))
     more = bits - value.frac
     watch(value, 30 - more if one_sum(value.frac, width, square) else LARGEST + 1 + value.frac)
-    return value, _Known(square, gain)
+    return value, square, gain
 
 
 def _frac(session: Session, *vectors: Tensor | None) -> int:
@@ -86,8 +80,8 @@ def rms_norm_rule(x: SecretTensor, weight: Tensor | None, eps: float, offset: fl
 
     Calibration may cut x to fewer fractional bits first (1 round), for good.
     """
-    value, known = _measured(x, weight, eps)
-    made = rms_norm(value, gain(weight, offset), eps, _frac(x.session, weight), square=known.square, gain=known.gain)
+    value, square, bound = _measured(x, weight, eps)
+    made = rms_norm(value, gain(weight, offset), eps, _frac(x.session, weight), square=square, gain=bound)
     return SecretTensor(made)
 
 
@@ -110,9 +104,9 @@ def layer_norm_rule(
     Calibration may cut x to fewer fractional bits first (1 round), for good. Raises UnsupportedOp for other dimensions.
     """
     _last_only(x, normalized_shape, "layer_norm")
-    value, known = _measured(x, weight, eps, centred=True)
+    value, square, bound = _measured(x, weight, eps, centred=True)
     frac = _frac(x.session, weight, bias)
-    made = layer_norm(value, gain(weight), gain(bias), eps, frac, square=known.square, gain=known.gain)
+    made = layer_norm(value, gain(weight), gain(bias), eps, frac, square=square, gain=bound)
     return SecretTensor(made)
 
 

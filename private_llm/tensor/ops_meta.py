@@ -7,18 +7,13 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from private_llm.errors import PlaintextLeak, UnsupportedOp
+from private_llm.errors import PlaintextLeak
 from private_llm.tensor.dispatch import TorchArg, implements, op_name
 from private_llm.tensor.secret import SecretTensor
 
 
 def _getter(name: str) -> TorchArg:
     return getattr(Tensor, name).__get__
-
-
-@implements(_getter("shape"), _getter("dtype"), _getter("device"), _getter("ndim"))
-def _unreachable_getter(x: SecretTensor, *_: object) -> NoReturn:
-    raise UnsupportedOp("shape, dtype, device and ndim are answered by SecretTensor itself")
 
 
 @implements(Tensor.size)
