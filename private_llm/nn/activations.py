@@ -62,9 +62,8 @@ class Activation:
         most = REACH if known is None else max(known, SHORTEST)
         if self.name == "relu" and config.relu_bits is not None:  # calibration has made sure that single entries fit
             most = min(most, config.relu_bits - 1 - config.frac_bits + _KEY_ROOM)
-        other = approximations_of(config.approximations)
-        if self.name == "gelu" and other is not None and other.gelu_bits is not None:
-            most = min(most, other.gelu_bits)
+        if self.name == "gelu" and (other := approximations_of(config.approximations)) is not None:
+            most = most if other.gelu_bits is None else min(most, other.gelu_bits)
         watch_compared(x, x.session.frac + most, rows=known is not None)
         return x.to_activation_operand() if self.narrow else x.to_fixed()
 
