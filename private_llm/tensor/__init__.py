@@ -2,8 +2,7 @@
 
 from private_llm.tensor import ops_conv, ops_index, ops_matmul, ops_meta, ops_pointwise, ops_view
 from private_llm.tensor.fixed import Fixed
-from private_llm.tensor.secret import SecretTensor
-from private_llm.tensor.secret_index import SecretIndex
+from private_llm.tensor.secret import SecretIndex, SecretTensor
 
 __all__ = [
     "Fixed",

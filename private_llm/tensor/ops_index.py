@@ -15,8 +15,7 @@ from private_llm.tensor.dispatch import TorchArg, implements
 from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.ops_matmul import ring_weight
 from private_llm.tensor.scale import same_session
-from private_llm.tensor.secret import SecretTensor
-from private_llm.tensor.secret_index import SecretIndex
+from private_llm.tensor.secret import SecretIndex, SecretTensor
 
 
 def _check_public(index: object) -> None:

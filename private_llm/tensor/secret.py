@@ -3,6 +3,8 @@
 Outside it is float32 with a public shape, so that model code works unchanged (masks built from
 `torch.finfo(x.dtype)`, `.to(dtype)`); inside it holds a `Fixed`. Shares are never written to: an in-place
 operation rebinds the object, and is refused where another tensor shares its memory.
+
+`SecretIndex`: token ids that only the client knows; good for one thing, looking up rows of a table.
 """
 
 from __future__ import annotations
@@ -13,10 +15,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from private_llm.errors import UnsupportedOp
+from private_llm.errors import DomainError, UnsupportedOp
 from private_llm.protocols.plain import CheckedPlain
 from private_llm.protocols.session import Session
-from private_llm.protocols.share import Share
+from private_llm.protocols.share import Index, Share
 from private_llm.tensor.dispatch import Guarded, TorchArg, dispatch, op_name
 from private_llm.tensor.fixed import READ_BITS, Fixed
 
@@ -253,3 +255,68 @@ def _ranges(args: Sequence[TorchArg]) -> CheckedPlain | None:
         if isinstance(arg, tuple | list) and (found := _ranges(arg)) is not None:
             return found
     return None
+
+
+class SecretIndex(Guarded):
+    """One party's hold on secret integers of a public shape; pass it to an embedding.
+
+    All functions but that and public facts raise UnsupportedOp.
+    """
+
+    __slots__ = ("_shape", "session", "share")
+    session: Session
+    """The session whose parties hold the other keys."""
+    share: Index
+    """What this party holds."""
+    _shape: torch.Size
+
+    @staticmethod
+    def __new__(cls: type[SecretIndex], session: Session, index: Index, shape: Sequence[int]) -> SecretIndex:
+        """`index` as received by `Protocol.receive_index`, arranged as `shape`.
+
+        Raises DomainError if the counts differ.
+        """
+        size = torch.Size(shape)
+        if size.numel() != index.count:
+            raise DomainError(f"SecretIndex: got {index.count} indices; want {size.numel()} for shape {tuple(size)}")
+        self: SecretIndex = torch.Tensor._make_wrapper_subclass(cls, size, dtype=torch.int64)
+        self.share, self.session, self._shape = index, session, size
+        return self
+
+    def __init__(self, session: Session, index: Index, shape: Sequence[int]) -> None:
+        """State is set by `__new__`."""
+
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        """Public shape."""
+        return self._shape
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        """int64: what ids are."""
+        return torch.int64
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        """The CPU."""
+        return torch.device("cpu")
+
+    def __repr__(self, **_: object) -> str:  # type: ignore[override]
+        return f"SecretIndex(shape={tuple(self._shape)}, domain={self.share.domain}, {self.session!r})"
+
+    @classmethod
+    def __torch_function__(
+        cls, func: TorchArg, types: Sequence[type], args: Sequence[TorchArg] = (), kwargs: TorchArg = None
+    ) -> TorchArg:
+        """Lookup and public facts; everything else is refused. The keys stay in main memory until a lookup."""
+        if func is torch.Tensor.to:
+            return args[0]
+        if func not in _ALLOWED:
+            raise UnsupportedOp(f"{op_name(func)} of secret indices; they can only be looked up (F.embedding)")
+        return dispatch(func, args, kwargs or {})
+
+
+_ALLOWED = (
+    torch.nn.functional.embedding, torch.embedding, torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel,
+    torch.Tensor.__len__, torch.Tensor.__hash__,
+)  # fmt: skip

@@ -13,8 +13,7 @@ from transformers import PreTrainedModel
 
 from private_llm.protocols.session import Session
 from private_llm.protocols.share import Index
-from private_llm.tensor.secret import SecretTensor
-from private_llm.tensor.secret_index import SecretIndex
+from private_llm.tensor.secret import SecretIndex, SecretTensor
 from tests.tensor.secrets import fixed, opened, secret
 
 VOCABULARY = 128

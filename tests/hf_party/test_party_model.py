@@ -18,8 +18,7 @@ from private_llm.config import PrivateConfig
 from private_llm.errors import DomainError, PatchMismatch, PlaintextLeak, PrivateLLMError, UnsupportedOp
 from private_llm.nn.modules import PrivateGELU, PrivateRMSNorm
 from private_llm.protocols.session import Session, meta_session
-from private_llm.tensor.secret import SecretTensor
-from private_llm.tensor.secret_index import SecretIndex
+from private_llm.tensor.secret import SecretIndex, SecretTensor
 from tests.harness import meta_fixed
 from tests.hf_party.parties import LOGIT_ERROR, description, error, ids, private_twin, tokens, weights_of
 from tests.tensor.secrets import fixed, noise, opened, plain_session, secret

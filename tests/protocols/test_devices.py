@@ -30,8 +30,7 @@ from private_llm.protocols.share import Share
 from private_llm.ring.dpf import expand, key_words
 from private_llm.ring.ring import RING64
 from private_llm.tensor.fixed import Fixed
-from private_llm.tensor.secret import SecretTensor
-from private_llm.tensor.secret_index import SecretIndex
+from private_llm.tensor.secret import SecretIndex, SecretTensor
 from tests.harness import run_parties
 from tests.session import run_session
 from tests.tensor.secrets import plain_session, secret

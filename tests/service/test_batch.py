@@ -16,7 +16,7 @@ from private_llm.config import PrivateConfig
 from private_llm.net.ledger import Ledger, merge
 from private_llm.protocols.session import meta_session
 from private_llm.tensor.range_check import verdict
-from private_llm.tensor.secret_index import SecretIndex
+from private_llm.tensor.secret import SecretIndex
 from tests.harness import PLAIN, TRIO
 from tests.hf import tiny
 from tests.hf.compare import LOGIT_ERROR

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from private_llm.errors import DomainError, PlaintextLeak, UnsupportedOp
 from private_llm.protocols.share import Index
-from private_llm.tensor.secret import SLACK, SecretTensor
-from private_llm.tensor.secret_index import SecretIndex
+from private_llm.tensor.secret import SLACK, SecretIndex, SecretTensor
 from tests.tensor.secrets import noise, opened, plain_session, secret
 
 S = plain_session()
