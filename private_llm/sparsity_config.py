@@ -8,13 +8,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from private_llm.errors import ConfigError, refuse_unknown
+from private_llm.typed_settings import check_types, settings_of
 
-_CHOICES: dict[str, tuple[object, ...]] = {
-    "orders": ("fresh", "kept"),
-    "levels": ("budget", "noisy", "open"),
-    "neurons": (True, False),
-    "heads": (True, False),
-}
+_SAID_BELOW = ("predictors", "neuron_budget", "head_budget", "positions", "epsilon", "delta")
+"""Settings whose own checks say more than their types."""
 
 
 @dataclass(frozen=True)
@@ -52,10 +49,7 @@ class CometConfig:
     positions: int | None = None
 
     def __post_init__(self) -> None:
-        for key, allowed in _CHOICES.items():
-            given = getattr(self, key)
-            if not any(type(given) is type(value) and given == value for value in allowed):
-                raise ConfigError(f"sparsity: {key}: got {given!r}; want {' or '.join(map(repr, allowed))}")
+        check_types(self, "sparsity: ", but=_SAID_BELOW)
         if self.predictors is not None and not isinstance(self.predictors, str):
             raise ConfigError(f"sparsity: predictors: got {self.predictors!r}; want the path of a folder, or None")
         if not (self.neurons or self.heads):
@@ -94,7 +88,7 @@ class CometConfig:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> CometConfig:
         """Build from a mapping; unknown keys raise ConfigError."""
-        refuse_unknown(values, [item.name for item in dataclasses.fields(cls)], "sparsity: ")
+        refuse_unknown(values, settings_of(cls), "sparsity: ")
         return cls(**values)
 
     def agreed(self) -> dict[str, Any]:

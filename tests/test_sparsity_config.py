@@ -12,7 +12,7 @@ from private_llm.sparsity_config import CometConfig
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"orders": "old"}, "orders: got 'old'; want 'fresh' or 'kept'"),
+        ({"orders": "old"}, "orders: got 'old'; want one of 'fresh', 'kept'"),
         ({"levels": 1}, "levels: got 1"),
         ({"neurons": 1}, "neurons: got 1; want True or False"),
         ({"neurons": False, "heads": False}, "neither neurons nor heads"),

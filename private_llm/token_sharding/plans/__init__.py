@@ -16,12 +16,12 @@ c + front before its first c rows. (AttnNodes get no attention results; what the
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from private_llm.errors import ConfigError, refuse_unknown
+from private_llm.typed_settings import check_types, settings_of
 
 if TYPE_CHECKING:
     from private_llm.token_sharding.plans.audit import Audit, Setting
@@ -54,12 +54,7 @@ class ShardingPlan:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(f"plan.{name}: got {value!r}; want a positive integer")
-        if not isinstance(self.accept_weak_plan, bool):
-            raise ConfigError(f"plan.accept_weak_plan: got {self.accept_weak_plan!r}; want True or False")
-        if self.wire not in ("float32", "float16"):
-            raise ConfigError(f"plan.wire: got {self.wire!r}; want 'float32' or 'float16'")
-        if self.partials not in ("masked", "open"):
-            raise ConfigError(f"plan.partials: got {self.partials!r}; want 'masked' or 'open'")
+        check_types(self, "plan.", but=("alpha", "c", "m", "rho", "front"))
         if self.c % self.m:
             raise ConfigError(f"plan.m: got {self.m} blocks for clusters of {self.c}; want a divisor of c")
         front = self.front
@@ -71,7 +66,7 @@ class ShardingPlan:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ShardingPlan:
         """Build from a mapping (for instance JSON); unknown keys raise ConfigError."""
-        refuse_unknown(values, [field.name for field in dataclasses.fields(cls)], "plan: ")
+        refuse_unknown(values, settings_of(cls), "plan: ")
         return cls(**values)
 
     @property

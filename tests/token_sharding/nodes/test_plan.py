@@ -93,7 +93,7 @@ def test_nodes_agree_on_all_but_what_a_client_accepts() -> None:
         ({"alpha": 0}, "plan.alpha: got 0"),
         ({"c": 6, "m": 4}, "divisor of c"),
         ({"rho": 2.5}, "plan.rho: got 2.5"),
-        ({"partials": "closed"}, "plan.partials: got 'closed'; want 'masked' or 'open'"),
+        ({"partials": "closed"}, "plan.partials: got 'closed'; want one of 'masked', 'open'"),
         ({"front": -1}, "plan.front: got -1; want 0 or a positive integer"),
         ({"front": True}, "plan.front: got True"),
     ],
