@@ -385,7 +385,7 @@ REFUSALS = {
         lambda c, x, _: c.step(x.view(lambda p: p[..., :3]), torch.ones(1, 2, H).bool()),
         "got inputs of 3",
     ),
-    "eviction by heads": (lambda c, x, _: c.keep(torch.zeros(1, G, 1).long()), r"want \[kept\] or \[1 or 1, 1, kept\]"),
+    "eviction by heads": (lambda c, x, _: c.keep(torch.zeros(1, G, 1).long()), r"want \[kept\] or \[1, 1, kept\]"),
     "eviction out of range": (lambda c, x, _: c.keep(torch.tensor([7])), "ascending, from 0 to 1"),
     "other bits": (lambda c, x, _: c.step(x.finer(20), torch.ones(1, 2, H).bool()), "20 fractional bits; want 18"),
     "other rows": (
