@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numba import types
 from numba.extending import intrinsic
 from numba.np.arrayobj import make_array, populate_array
@@ -29,17 +30,36 @@ from private_llm.errors import DomainError, UnsupportedOp
 from private_llm.kernels.compiling import compiled
 from private_llm.kernels.trace_hook import this_thread
 
+Array = np.ndarray[Any, Any]
+Zero = np.unsignedinteger[Any]
+"""Names the type of an operand's elements."""
+Read = int
+Written = int
+Keys = int
+Plan = Array
+Table = Array
+Flags = Array
+Words1 = Array
+Words2 = Array
+Words3 = Array
+"""What a kernel's arguments are, read off its annotations (`steps`, `ahead`): addresses of what is read, of what is
+written (and may be read), of a module's round keys; int64 [n] and [n, 4], uint8 [n], and uint64 of 1 to 3 dimensions.
+"""
 
-def addresses(*tensors: Tensor) -> list[int]:
-    """Addresses of contiguous CPU tensors; the caller keeps the tensors alive during the kernel.
+
+def addresses(*arguments: Any) -> list[Any]:  # noqa: ANN401
+    """Addresses in the place of contiguous CPU tensors; the caller keeps the tensors alive during the kernel.
 
     Raises UnsupportedOp for a tensor elsewhere, DomainError for one that is not contiguous. Sizes are not looked at.
     """
     hook = this_thread.hook
     if hook is not None:
-        hook.addressed(tensors)
+        hook.addressed([each for each in arguments if isinstance(each, Tensor)])
     found = []
-    for t in tensors:
+    for t in arguments:
+        if not isinstance(t, Tensor):
+            found.append(t)
+            continue
         if not t.is_cpu:
             raise UnsupportedOp(f"an operand is on {t.device}, another on the CPU; want all on one device")
         if not t.is_contiguous():
@@ -66,8 +86,10 @@ def flat(typing_context, address, count, zero):  # type: ignore[no-untyped-def] 
     return signature, codegen
 
 
-WORD = np.uint64(0)
-"""The `zero` of words."""
+WORD, SIGNED = np.uint64(0), np.int64(0)
+"""The `zero` of words, and of signed ones."""
+ZERO: dict[torch.dtype, Zero] = {torch.int64: WORD, torch.int32: np.uint32(0)}
+"""That of ring elements, which kernels see as unsigned."""
 
 
 @compiled

@@ -116,43 +116,32 @@ def jobs(protocol: str) -> Iterator[tuple[Any, tuple[Any, ...]]]:
     """Kernels and the types of their arguments, and steps (`CompiledStep`) with none: the longest first, then in the
     order in which a session needs them.
     """
-    from private_llm.kernels.backends.cpu import aes, amx, check, comparison_keys, seeded_matmul, steps, waves
+    from private_llm.kernels.backends.cpu import aes, amx, comparison_keys, seeded_matmul, steps, trunc, waves
 
     replayed = protocol in _REPLAYED
     if replayed:
         yield steps.run, _types(steps.run)
         yield steps.combine, ()
-    for kernel in (aes.write_bytes,) * aes.usable() + (amx.product,) * amx.usable():
+    found = (aes.write_bytes,) * aes.usable() + (amx.product,) * amx.usable()
+    found += (comparison_keys.children, comparison_keys.leaves) if protocol != "dealer" else ()
+    found += (trunc.told, trunc.piece, trunc.part, trunc.opening) if protocol == "quad" else ()
+    for kernel in found:
         yield kernel, _types(kernel)
-    if protocol != "dealer":
-        yield comparison_keys.children, _types(comparison_keys.children, "323321132")
-        yield comparison_keys.leaves, _types(comparison_keys.leaves, "3322.2")
-    for kernel in (check.told, check.piece, check.part, check.opening) if protocol == "quad" else ():
-        yield kernel, _types(kernel)
-    tables = (waves.hidden, waves.summed)  # their plans have several columns
-    some = (*tables, waves.wraps, waves.widened, seeded_matmul.in_register_tiles)
+    some = (waves.hidden, waves.summed, waves.wraps, waves.widened, seeded_matmul.in_register_tiles)
     for later in (False, True):  # what some models and settings do without comes last
-        found = {kernel: step for kernel, step in steps.KERNELS.items() if (kernel in some) == later}
-        for kernel, (_, kinds) in found.items():
-            yield kernel, _types(kernel, kinds.replace("p", "t", kernel in tables))
-        if replayed:
-            for step, _ in found.values():
-                yield step, ()
-            for step in (steps.copy, steps.sum_last, steps.gather) if not later else ():
+        chosen = {kernel: step for kernel, (step, _) in steps.KERNELS.items() if (kernel in some) == later}
+        for kernel in chosen:
+            yield kernel, _types(kernel)
+        for step in (*chosen.values(), *(() if later else (steps.copy, steps.sum_last, steps.gather))):
+            if replayed:
                 yield step, ()
 
 
-def _types(kernel: Any, kinds: str = "") -> tuple[Any, ...]:  # noqa: ANN401 - Numba ships no types
-    """Of a kernel's arguments: as they are annotated, arrays as `kinds` says: letters of `steps.KERNELS`, "t" for a
-    table of int64, or the dimensions of an array of words.
-    """
-    known = {"int": types.int64, "bool": types.boolean, "Zero": types.uint64, "np.unsignedinteger[Any]": types.uint64}
-    arrays = {"p": types.int64[::1], "t": types.int64[:, ::1], "f": types.uint8[::1]}
-    made = []
-    for number, each in enumerate(inspect.signature(kernel.py_func).parameters.values()):
-        if each.annotation in known:
-            made.append(known[each.annotation])
-        else:
-            kind = kinds[number]
-            made.append(arrays.get(kind) or types.Array(types.uint64, int(kind), "C"))
-    return tuple(made)
+def _types(kernel: Any) -> tuple[Any, ...]:  # noqa: ANN401 - Numba ships no types
+    """Of a kernel's arguments, as they are annotated (`kernels.address`)."""
+    known = {
+        "bool": types.boolean, "Zero": types.uint64, "Plan": types.int64[::1], "Table": types.int64[:, ::1],
+        "Flags": types.uint8[::1], **{f"Words{n}": types.Array(types.uint64, n, "C") for n in (1, 2, 3)},
+    }  # fmt: skip
+    taken = inspect.signature(kernel.py_func).parameters.values()
+    return tuple(known.get(str(each.annotation), types.int64) for each in taken)

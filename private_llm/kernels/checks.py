@@ -6,15 +6,12 @@ the fused ones with. All operands are rows [n] of ring elements, or words of f-b
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from private_llm.kernels import ops
-from private_llm.kernels.address import addresses
-from private_llm.kernels.backends.cpu import check as cpu_check
-
-_ZERO = {torch.int64: np.uint64(0), torch.int32: np.uint32(0)}
+from private_llm.kernels.address import ZERO, addresses
+from private_llm.kernels.backends.cpu import trunc as cpu_trunc
 
 
 def opening(first: Tensor, second: Tensor, summands: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -25,7 +22,7 @@ def opening(first: Tensor, second: Tensor, summands: tuple[Tensor, Tensor, Tenso
         return r, first + second + r + (1 << (r.element_size() * 8 - 2))
     r, value = torch.empty_like(g1), torch.empty_like(g1)
     operands = addresses(first, second, e, g1, g2)
-    cpu_check.opening(*operands, r.numel(), _ZERO[r.dtype], *addresses(r, value))
+    cpu_trunc.opening(*operands, r.numel(), ZERO[r.dtype], *addresses(r, value))
     return r, value
 
 
@@ -42,7 +39,7 @@ def told(
         return u, high, beta, half + own + u
     u, high, value, beta = torch.empty_like(w), torch.empty_like(w), torch.empty_like(w), torch.zeros_like(t2)
     operands = addresses(w, t1, t2, t3, half, own)
-    cpu_check.told(*operands, f, w.numel(), _ZERO[w.dtype], *addresses(u, high, beta, value))
+    cpu_trunc.told(*operands, f, w.numel(), ZERO[w.dtype], *addresses(u, high, beta, value))
     return u, high, beta, value
 
 
@@ -57,7 +54,7 @@ def piece(
         return fields, ops.trunc_close(w, fields, torch.zeros_like(t2), t1, t3, f, f)[1]
     fields, u = torch.zeros_like(t2), torch.empty_like(t1)
     operands = addresses(e, g1, g2, t1, t2, t3)
-    cpu_check.piece(*operands, f, t1.numel(), _ZERO[t1.dtype], *addresses(fields, u))
+    cpu_trunc.piece(*operands, f, t1.numel(), ZERO[t1.dtype], *addresses(fields, u))
     return fields, u
 
 
@@ -72,7 +69,7 @@ def part(
         return made, made + a1 + a2
     made, value = torch.empty_like(r), torch.empty_like(r)
     operands = addresses(r, beta, theirs, high, a1, a2)
-    cpu_check.part(*operands, f, r.numel(), _ZERO[r.dtype], *addresses(made, value))
+    cpu_trunc.part(*operands, f, r.numel(), ZERO[r.dtype], *addresses(made, value))
     return made, value
 
 

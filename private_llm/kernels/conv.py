@@ -7,11 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from private_llm.kernels import matmul, parallel, shapes
-from private_llm.kernels.address import addresses
+from private_llm.kernels.address import ZERO, Zero, addresses
 from private_llm.kernels.backends.cpu import amx as cpu_amx
 from private_llm.kernels.backends.cpu import conv as cpu_conv
 from private_llm.kernels.backends.cpu import conv_amx as cpu_conv_amx
@@ -21,14 +20,13 @@ from private_llm.kernels.shapes import Pair
 
 _SIDE_BY_SIDE = 4
 """From as many images on."""
-_ZERO: dict[torch.dtype, np.unsignedinteger[Any]] = {torch.int64: np.uint64(0), torch.int32: np.uint32(0)}
 
 
 def product(
     x: Tensor, w: Tensor, stride: Pair, padding: Pair, dilation: Pair, groups: int, onto: Tensor | None = None
 ) -> Tensor:  # fmt: skip
     """x * w modulo the ring size, added onto `onto` (contiguous, of the result's shape, changed in place) if given."""
-    shapes.check_conv2d(x, w)
+    shapes.check_ring("ring_conv2d", x, w)
     size = shapes.conv2d_size(x.shape, w.shape, stride, padding, dilation, groups)
     out = x.new_zeros(size) if onto is None else onto
     if not out.numel() or not w[0].numel():
@@ -41,10 +39,10 @@ def product(
     if max(padding):
         wide = x.new_empty((*x.shape[:2], x.shape[2] + 2 * padding[0], x.shape[3] + 2 * padding[1]))
         sizes = np.array([*x.shape[2:], *padding])
-        cpu_conv.pad(*addresses(x, wide), x.shape[0] * x.shape[1], sizes, _ZERO[x.dtype])
+        cpu_conv.pad(*addresses(x, wide), x.shape[0] * x.shape[1], sizes, ZERO[x.dtype])
     geometry = _geometry(wide, w, size[2:], stride, dilation)
     images, weights, made = addresses(wide, w, out)
-    _Task(images, weights, made, geometry, len(x), groups, len(w), w[0].numel(), _ZERO[x.dtype]).spread()
+    _Task(images, weights, made, geometry, len(x), groups, len(w), w[0].numel(), ZERO[x.dtype]).spread()
     return out
 
 
@@ -60,7 +58,7 @@ def _side_by_side(
     x: Tensor, w: Tensor, out: Tensor, down: int, padding: Pair, dilation: Pair, groups: int
 ) -> None:  # fmt: skip
     """out += x * w, as a single image whose rows hold the rows of all images entry by entry."""
-    (images, channels, height, width), zero = x.shape, _ZERO[x.dtype]
+    (images, channels, height, width), zero = x.shape, ZERO[x.dtype]
     wide = x.new_empty((1, channels, height + 2 * padding[0], (width + 2 * padding[1]) * images))
     cpu_conv.pad_turned(*addresses(x, wide), images, channels, np.array([height, width, *padding]), zero)
     _, outputs, rows, columns = out.shape
@@ -83,7 +81,7 @@ class _Task:
     groups: int
     outputs: int
     inner: int
-    zero: np.unsignedinteger[Any]
+    zero: Zero
 
     def run(self) -> None:
         """In one thread."""

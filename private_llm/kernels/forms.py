@@ -92,7 +92,8 @@ class Conv2d(Form):
 
     def pair(self, x0: Tensor, y0: Tensor, x1: Tensor, y1: Tensor) -> Tensor:
         """x0 * w0 + x1 * w1."""
-        return ops.ring_conv2d_pair(x0, y0, x1, y1, self.stride, self.padding, self.dilation, self.groups)
+        how = (self.stride, self.padding, self.dilation, self.groups)
+        return ops.pair_of(ops.ring_conv2d, x0, y0, x1, y1, *how)
 
     def real(self, x: Tensor, y: Tensor) -> Tensor:
         """x * w."""

@@ -1,6 +1,9 @@
 """Ring matrix products of CPU tensors: batches, broadcasting, threads, and the choice of kernel.
 
-Every layout of y has two kernels, in register tiles (`cpu_matmul`, any processor) and in byte tiles (`cpu_amx`).
+Every layout of y has two kernels, in register tiles (`cpu_matmul`, any processor) and in byte tiles (`cpu_amx`). Listed
+rows of y are read in place by register tiles; byte tiles, and layouts of y whose rows are not contiguous, get a copy of
+these rows. Of a y that is made from key streams nothing of its size is written: a tile lies in scratch
+(`cpu_seeded`), or, on processors without AES instructions, OpenSSL makes some lines at a time.
 """
 
 from __future__ import annotations
@@ -8,26 +11,30 @@ from __future__ import annotations
 import math
 import threading
 from dataclasses import dataclass, replace
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from private_llm.errors import DomainError
 from private_llm.kernels import parallel, shapes
-from private_llm.kernels.address import addresses
+from private_llm.kernels.address import ZERO, Zero, addresses
 from private_llm.kernels.backends.cpu import amx as cpu_amx
 from private_llm.kernels.backends.cpu import matmul as cpu_matmul
-from private_llm.kernels.seeded_tensor import dense
-from private_llm.kernels.trace_hook import launch
+from private_llm.kernels.backends.cpu import matmul_rows as cpu_matmul_rows
+from private_llm.kernels.backends.cpu import seeded_matmul as cpu_seeded
+from private_llm.kernels.seeded_tensor import SeededTensor, StreamSlice, dense
+from private_llm.kernels.trace_hook import launch, this_thread
 
-_ZERO: dict[torch.dtype, np.unsignedinteger[Any]] = {torch.int64: np.uint64(0), torch.int32: np.uint32(0)}
 _SHORTEST_DOT = 8
 """Below this inner size, lanes along k stay empty: y is copied into rows of columns instead."""
 _TILED_SIDE, _TILED_MACS = 16, 1 << 15
 """From 16 rows, 16 columns (32 of a turned y) and 2^15 multiply-adds (32^3) on, byte tiles are faster."""
 _LARGE = 1 << 14
 """Elements from which matrices that lie apart are read where they lie; to copy fewer takes less time than calls do."""
+_AT_ONCE = 1 << 17
+"""Elements that OpenSSL makes at a time: 1 MB of 64 bits."""
+_ROWS_CUT, _SEEDED_CUT = 64, 128
+"""Threads take multiples of so many columns: whole cache lines and whole panels."""
 RATE, BYTES = 2e10, 1e10
 """Multiply-adds and bytes of y in a second, to guess how many threads are worth their start."""
 
@@ -47,7 +54,7 @@ class _Task:
     inner: int
     columns: int
     turned: bool
-    zero: np.unsignedinteger[Any]
+    zero: Zero
     step: int
 
     def run(self) -> None:
@@ -94,16 +101,18 @@ _local = threading.local()
 
 
 def desk() -> cpu_amx.Desk:
-    """This thread's scratch memory for byte tiles."""
+    """This thread's scratch memory for byte tiles, and for lines of masks."""
     held: cpu_amx.Desk | None = getattr(_local, "desk", None)
     if held is None:
-        held = _local.desk = cpu_amx.Desk(cpu_amx.PRODUCT_BYTES)
+        held = _local.desk = cpu_amx.Desk(cpu_seeded.LINES_BYTES + 64 + cpu_amx.PRODUCT_BYTES)
     return held
 
 
 def product(x: Tensor, y: Tensor, onto: Tensor | None = None) -> Tensor:
     """x y modulo the ring size, added onto `onto` (contiguous, of the result's shape, changed in place) if given."""
     shapes.check_product(x, y)
+    if isinstance(y, SeededTensor) and y.dim() == 2:
+        return _seeded_product(x, y, onto)
     y = dense(y)
     rows, inner, columns = x.shape[-2], x.shape[-1], y.shape[-1]
     batch = x.shape[:-2]
@@ -127,7 +136,7 @@ def product(x: Tensor, y: Tensor, onto: Tensor | None = None) -> Tensor:
         else:
             step = apart
     x = x.contiguous()
-    pieces = _pieces(stacks * rows_each * inner * columns, y)
+    pieces = _pieces(stacks * rows_each * inner * columns, y.numel() * y.element_size())
     if stacks == 1 and pieces > 1 and rows_each < _TILED_SIDE * pieces:
         only = y[(0,) * (y.dim() - 2)]
         _spread_matrix(x.view(rows_each, inner), only, out.view(rows_each, columns), turned, pieces)
@@ -156,12 +165,12 @@ def matrix_step(y: Tensor) -> int | None:
 def _task(x: Tensor, y: Tensor, out: Tensor, stacks: int, rows: int, turned: bool, step: int) -> _Task:
     first = y if y.is_contiguous() else y[(0,) * (y.dim() - 2)]  # the others are found from its address
     left, right, made = addresses(x, first, out)
-    return _Task(left, right, made, stacks, rows, x.shape[-1], out.shape[-1], turned, _ZERO[x.dtype], step)
+    return _Task(left, right, made, stacks, rows, x.shape[-1], out.shape[-1], turned, ZERO[x.dtype], step)
 
 
-def _pieces(macs: int, y: Tensor) -> int:
-    """On how many threads a product is worth its start."""
-    return parallel.threads(max(macs / RATE, y.numel() * y.element_size() / BYTES))
+def _pieces(macs: int, size: int) -> int:
+    """On how many threads a product is worth its start; size: bytes of y."""
+    return parallel.threads(max(macs / RATE, size / BYTES))
 
 
 def _spread(task: _Task, pieces: int) -> None:
@@ -194,3 +203,93 @@ def _spread_matrix(x: Tensor, y: Tensor, out: Tensor, turned: bool, pieces: int)
     parallel.run_parallel(part, ranges)
     for place, sums in zip(places, made, strict=True):
         place += sums
+
+
+# -- a matrix that is made from key streams ---------------------------------------------------------------------------
+def _seeded_product(x: Tensor, y: SeededTensor, onto: Tensor | None) -> Tensor:
+    """`product` with a matrix y that is not in memory."""
+    rows, inner, columns = x.shape[:-1].numel(), x.shape[-1], y.shape[1]
+    out = torch.zeros((*x.shape[:-1], columns), dtype=x.dtype) if onto is None else onto
+    if not (inner and out.numel()):
+        return out
+    left, made, at = x.contiguous().view(rows, inner), out.view(rows, columns), 0
+    for piece in y.slices:
+        ends = at, at + piece.lines
+        mine = (left, made[:, slice(*ends)]) if y.turned else (left[:, slice(*ends)], made)
+        if piece.key.rounds is None:
+            _some_at_a_time(*mine, y.lines(*ends))
+        elif piece.lines:
+            _spread_seeded(*mine, piece, piece.key.rounds, y.turned)
+        at = ends[1]
+    return out
+
+
+def _spread_seeded(x: Tensor, out: Tensor, piece: StreamSlice, keys: int, turned: bool) -> None:
+    """out += x y for the lines of one piece, on as many threads as are worth it; each makes some columns."""
+    (rows, inner), columns, zero = x.shape, out.shape[1], ZERO[x.dtype]
+    in_bytes = cpu_amx.usable() and tiled(rows, inner, columns, turned)
+    kernel = cpu_seeded.in_byte_tiles if in_bytes else cpu_seeded.in_register_tiles
+    left, made = addresses(x[0], out[0])
+    given = (left, x.stride(0), keys, piece.start, turned, rows, inner, columns)
+
+    def part(first: int, last: int) -> None:
+        scratch = desk().address
+        if this_thread.hook is not None and not in_bytes:  # a step that is repeated has scratch of its own
+            room = torch.empty(cpu_seeded.REGISTER_BYTES // 8, dtype=torch.int64)
+            scratch = room.data_ptr()
+        launch(kernel, *given, first, last, made, out.stride(0), scratch, zero)
+
+    pieces = _pieces(rows * inner * columns, inner * columns * x.element_size())
+    parallel.run_parallel(part, parallel.split_range(columns, pieces, _SEEDED_CUT))
+
+
+def _some_at_a_time(x: Tensor, out: Tensor, y: SeededTensor) -> None:
+    """out += x y, some lines of y after the others."""
+    number = max(1, _AT_ONCE // max(1, y.line.numel()))
+    count = y.shape[1] if y.turned else y.shape[0]
+    for first in range(0, count, number):
+        last = min(count, first + number)
+        lines = y.lines(first, last).made()
+        if y.turned:
+            out[:, first:last] += product(x, lines)
+        else:
+            out += product(x[:, first:last], lines)
+
+
+# -- listed rows ------------------------------------------------------------------------------------------------------
+def check_inside(name: str, listed: Tensor, limit: int) -> None:
+    """Raise DomainError unless all numbers lie in 0 .. limit - 1; looks at them where they are."""
+    if not listed.numel():
+        return
+    if listed.is_cpu:
+        listed = listed.contiguous()
+        fits = cpu_matmul_rows.inside(*addresses(listed), listed.numel(), limit)
+    else:
+        fits = int(listed.min()) >= 0 and int(listed.max()) < limit
+    if not fits:
+        raise DomainError(f"{name}: a number of the list lies outside 0 .. {limit - 1}; want rows of y")
+
+
+def listed_product(name: str, x: Tensor, y: Tensor, listed: Tensor, onto: Tensor | None = None) -> Tensor:
+    """`ops.ring_matmul_rows` or `ops.ring_matmul_lines`, as `name` says, of CPU tensors."""
+    turned = name == "ring_matmul_rows"
+    size = shapes.listed_size(name, x, y, listed)
+    out = torch.zeros(size, dtype=x.dtype) if onto is None else onto
+    check_inside(name, listed, len(y))
+    (rows, inner), columns = x.shape, out.shape[1]
+    copied = isinstance(y, SeededTensor) or y.stride(1) != 1
+    if copied or (cpu_amx.usable() and tiled(rows, inner, columns, turned)):
+        found = y.index_select(0, listed.cpu())
+        return product(x, found.mT if turned else found, onto)
+    if not (out.numel() and inner):
+        return out
+    x, listed = x.contiguous(), listed.cpu().contiguous()
+    kernel = cpu_matmul_rows.dot_rows if turned else cpu_matmul_rows.add_lines
+    given = (*addresses(x, y[0], listed, out), rows, inner, columns, y.stride(0))
+
+    def part(first: int, last: int) -> None:
+        kernel(*given, first, last, ZERO[x.dtype])
+
+    pieces = _pieces(out.numel() * inner, inner * columns * y.element_size())
+    parallel.run_parallel(part, parallel.split_range(columns, pieces, _ROWS_CUT))
+    return out

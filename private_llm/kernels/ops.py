@@ -1,13 +1,14 @@
 """Every local kernel under one name: cpu tensors get the Numba kernel, cuda tensors Triton, meta tensors shapes.
 
 All tensors are signed torch integers; the kernels see them as unsigned. Rows and packed fields are int64 words.
-What each operation computes is said once, in `reference`, in plain torch. All raise UnsupportedOp for operands on
-another device, or on a GPU without Triton, and DomainError for those that are not contiguous where the CPU's kernels
-take addresses (kernels/address.py).
+Kernels have the names of their operations. What each computes is said once, in plain torch, in
+`tests/kernels/reference.py`. All raise UnsupportedOp for operands on another device, or on a GPU without Triton, and
+DomainError for those that are not contiguous where the CPU's kernels take addresses (kernels/address.py).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,8 +17,8 @@ import torch
 from torch import Tensor
 
 from private_llm.errors import DomainError, UnsupportedOp
-from private_llm.kernels import conv, matmul_rows, matmul_seeded, shapes
-from private_llm.kernels.address import addresses
+from private_llm.kernels import conv, matmul, shapes
+from private_llm.kernels.address import ZERO, Array, addresses
 from private_llm.kernels.backends.cpu import bits as cpu_bits
 from private_llm.kernels.backends.cpu import prg as cpu_prg
 from private_llm.kernels.backends.cpu import trunc as cpu_trunc
@@ -29,14 +30,11 @@ from private_llm.kernels.shapes import Pair
 from private_llm.kernels.shapes import packed_words as packed_words
 from private_llm.kernels.trace_hook import this_thread
 
-Array = np.ndarray[Any, Any]
-
 _TRANSPOSE_S, _ROW_S, _INJECT_S, _FIELD_S = 2e-9, 1e-9, 1e-9, 1e-9
 """About what one thread takes: for the transposition of an element, for one row's word of a comparison, for one row's
 element of an injection, for packing a field and what goes with it."""
 WORDS = 8
 """Threads take multiples of so many words of bits: whole lines of the cache."""
-_ZERO = {torch.int64: np.uint64(0), torch.int32: np.uint32(0)}
 
 
 def _gpu(family: str, name: str, *arguments: Any, writes: int = 0) -> Any:  # noqa: ANN401
@@ -57,13 +55,36 @@ def on_gpu(family: str, name: str, *arguments: Any) -> Any:  # noqa: ANN401
         return getattr(triton_module(family), name)(*given)
 
 
+def _words(kernel: Callable[..., None], seconds: float, arguments: Sequence[Any], sizes: Sequence[Any]) -> None:
+    """Change the last argument on its device, by a kernel of rows of words: `sizes` ends with their number.
+
+    seconds: about what a word takes one thread. The kernel of CPUs takes the sizes behind the arguments.
+    """
+    if arguments[0].is_cpu:
+        parallel_for(sizes[-1], seconds, WORDS, kernel, *addresses(*arguments), *sizes)
+    elif not arguments[0].is_meta:
+        _gpu("bits", kernel.__name__, *arguments, writes=1)
+
+
+def _fields(
+    kernel: Callable[..., None], seconds: float, like: Tensor, operands: Sequence[Tensor], numbers: Sequence[int],
+    made: Sequence[Tensor],
+) -> None:  # fmt: skip
+    """Write `made` by a kernel of packed fields, for the elements of `like`, each of which takes so long."""
+    if like.is_cpu:
+        at, given, count = addresses(*operands, *made), len(operands), like.numel()
+        parallel_for(count, seconds, BLOCK, kernel, *at[:given], *numbers, count, ZERO[like.dtype], *at[given:])
+    elif not like.is_meta:
+        _gpu("trunc", kernel.__name__, *operands, *numbers, *made, writes=len(made))
+
+
 def ring_matmul(x: Tensor, y: Tensor) -> Tensor:
     """torch.matmul modulo the ring size; x [..., M, K], y [..., K, N]; CPU: one thread.
 
     Raises DomainError for other shapes, and unless both are int64 or both int32; so do all products here.
     """
     if x.is_cpu:
-        return matmul_seeded.product(x, y)
+        return matmul.product(x, y)
     if x.is_meta:
         return shapes.ring_matmul(x, y)
     made: Tensor = _gpu("matmul", "product", x, y)
@@ -74,99 +95,76 @@ def ring_matmul_pair(x0: Tensor, y0: Tensor, x1: Tensor, y1: Tensor) -> Tensor:
     """x0 y0 + x1 y1, both of one shape, as in `ring_matmul`, without a temporary of y's size."""
     shapes.check_pair(x0, y0, x1, y1)
     if x0.is_cpu:
-        return matmul_seeded.product(x1, y1, matmul_seeded.product(x0, y0))
+        return matmul.product(x1, y1, matmul.product(x0, y0))
     if x0.is_meta:
-        return shapes.ring_matmul_pair(x0, y0, x1, y1)
+        return shapes.ring_matmul(x0, y0)
     made: Tensor = _gpu("matmul", "pair", x0, y0, x1, y1)
     return made
 
 
-def ring_matmul_rows(x: Tensor, y: Tensor, rows: Tensor) -> Tensor:
+def pair_of(product: Callable[..., Tensor], x0: Tensor, y0: Tensor, x1: Tensor, y1: Tensor, *how: Any) -> Tensor:  # noqa: ANN401
+    """product(x0, y0, *how) + product(x1, y1, *how), both of one shape, of one of the three products below."""
+    shapes.check_pair(x0, y0, x1, y1)
+    return product(x1, y1, *how, onto=product(x0, y0, *how))
+
+
+def ring_matmul_rows(x: Tensor, y: Tensor, rows: Tensor, onto: Tensor | None = None) -> Tensor:
     """x y[rows]^T modulo the ring size: [M, R] of x [M, K], y [N, K] and public row numbers [R], in any order.
 
-    Of a y whose rows are contiguous, only these are read. Raises DomainError for a number outside 0 .. N-1.
+    Of a y whose rows are contiguous, only these are read. Added onto `onto` (contiguous, changed in place) if given.
+    Raises DomainError for a number outside 0 .. N-1.
     """
-    if x.is_cpu:
-        return matmul_rows.rows_product(x, y, rows)
-    if x.is_meta:
-        return shapes.ring_matmul_rows(x, y, rows)
-    matmul_rows.check_inside("ring_matmul_rows", rows, len(y))
-    made: Tensor = _gpu("matmul", "rows_product", x, y, rows.to(x.device))
-    return made
+    return _listed("ring_matmul_rows", x, y, rows, onto)
 
 
-def ring_matmul_rows_pair(x0: Tensor, y0: Tensor, x1: Tensor, y1: Tensor, rows: Tensor) -> Tensor:
-    """x0 y0[rows]^T + x1 y1[rows]^T, both of one shape, as in `ring_matmul_rows`."""
-    shapes.check_pair(x0, y0, x1, y1)
-    if x0.is_cpu:
-        return matmul_rows.rows_product(x1, y1, rows, matmul_rows.rows_product(x0, y0, rows))
-    if x0.is_meta:
-        return shapes.ring_matmul_rows_pair(x0, y0, x1, y1, rows)
-    matmul_rows.check_inside("ring_matmul_rows", rows, len(y0))
-    rows = rows.to(x0.device)
-    made: Tensor = _gpu("matmul", "rows_product", x1, y1, rows, _gpu("matmul", "rows_product", x0, y0, rows), writes=1)
-    return made
+def ring_matmul_lines(x: Tensor, y: Tensor, lines: Tensor, onto: Tensor | None = None) -> Tensor:
+    """x y[lines] modulo the ring size: [M, N] of x [M, R], y [K, N] and public row numbers [R]; as `ring_matmul_rows`.
 
-
-def ring_matmul_lines(x: Tensor, y: Tensor, lines: Tensor) -> Tensor:
-    """x y[lines] modulo the ring size: [M, N] of x [M, R], y [K, N] and public row numbers [R], in any order.
-
-    Of a y whose rows are contiguous, only these are read. Raises DomainError for a number outside 0 .. K-1.
+    Raises DomainError for a number outside 0 .. K-1.
     """
+    return _listed("ring_matmul_lines", x, y, lines, onto)
+
+
+def _listed(name: str, x: Tensor, y: Tensor, listed: Tensor, onto: Tensor | None) -> Tensor:
     if x.is_cpu:
-        return matmul_rows.lines_product(x, y, lines)
+        return matmul.listed_product(name, x, y, listed, onto)
     if x.is_meta:
-        return shapes.ring_matmul_lines(x, y, lines)
-    matmul_rows.check_inside("ring_matmul_lines", lines, len(y))
-    made: Tensor = _gpu("matmul", "lines_product", x, y, lines.to(x.device))
+        return x.new_empty(shapes.listed_size(name, x, y, listed))
+    matmul.check_inside(name, listed, len(y))
+    return _onto("matmul", "listed_product", onto, x, y, listed.to(x.device), name == "ring_matmul_rows")
+
+
+def _onto(family: str, name: str, onto: Tensor | None, *arguments: Any) -> Tensor:  # noqa: ANN401
+    """A product of GPUs, added onto `onto` if given."""
+    made: Tensor = _gpu(family, name, *arguments) if onto is None else _gpu(family, name, *arguments, onto, writes=1)
     return made
 
 
-def ring_matmul_lines_pair(x0: Tensor, y0: Tensor, x1: Tensor, y1: Tensor, lines: Tensor) -> Tensor:
-    """x0 y0[lines] + x1 y1[lines], both of one shape, as in `ring_matmul_lines`."""
-    shapes.check_pair(x0, y0, x1, y1)
-    if x0.is_cpu:
-        return matmul_rows.lines_product(x1, y1, lines, matmul_rows.lines_product(x0, y0, lines))
-    if x0.is_meta:
-        return shapes.ring_matmul_lines_pair(x0, y0, x1, y1, lines)
-    matmul_rows.check_inside("ring_matmul_lines", lines, len(y0))
-    lines = lines.to(x0.device)
-    made: Tensor = _gpu(
-        "matmul", "lines_product", x1, y1, lines, _gpu("matmul", "lines_product", x0, y0, lines), writes=1
-    )
-    return made
-
-
-def ring_conv2d(x: Tensor, w: Tensor, stride: Pair, padding: Pair, dilation: Pair, groups: int) -> Tensor:
+def ring_conv2d(
+    x: Tensor, w: Tensor, stride: Pair, padding: Pair, dilation: Pair, groups: int, onto: Tensor | None = None
+) -> Tensor:  # fmt: skip
     """torch's conv2d of x [B, C, H, W] and w [O, C / groups, kh, kw] modulo the ring size; CPU: one thread.
 
-    Raises DomainError for sizes that do not fit each other.
+    Added onto `onto` (contiguous, changed in place) if given. Raises DomainError for sizes that do not fit each other.
     """
     if x.is_cpu:
-        return conv.product(x, w, stride, padding, dilation, groups)
+        return conv.product(x, w, stride, padding, dilation, groups, onto)
     if x.is_meta:
         return shapes.ring_conv2d(x, w, stride, padding, dilation, groups)
-    made: Tensor = _gpu("conv", "product", x, w, stride, padding, dilation, groups)
-    return made
-
-
-def ring_conv2d_pair(
-    x0: Tensor, w0: Tensor, x1: Tensor, w1: Tensor, stride: Pair, padding: Pair, dilation: Pair, groups: int
-) -> Tensor:  # fmt: skip
-    """x0 * w0 + x1 * w1, both of one shape, as in `ring_conv2d`."""
-    shapes.check_pair(x0, w0, x1, w1)
-    how = (stride, padding, dilation, groups)
-    if x0.is_cpu:
-        return conv.product(x1, w1, *how, conv.product(x0, w0, *how))
-    if x0.is_meta:
-        return shapes.ring_conv2d_pair(x0, w0, x1, w1, *how)
-    made: Tensor = _gpu("conv", "product", x1, w1, *how, _gpu("conv", "product", x0, w0, *how), writes=1)
-    return made
+    return _onto("conv", "product", onto, x, w, stride, padding, dilation, groups)
 
 
 def gather_rows(table: Tensor, index: Tensor) -> Tensor:
-    """Rows of table [R, W] at public numbers index [n], on the table's device. Raises DomainError outside 0 .. R-1."""
-    out = shapes.gather_rows(table, index)
+    """Rows of table [R, W] at public numbers index [n], int64, on the table's device: [n, W].
+
+    Raises DomainError for other shapes, and for a number outside 0 .. R-1.
+    """
+    if table.dim() != 2 or index.dim() != 1 or index.dtype != torch.int64:
+        raise DomainError(
+            f"gather_rows: got a table {tuple(table.shape)} and {index.dtype} numbers {tuple(index.shape)}; want "
+            "[rows, width] and int64 [n]"
+        )
+    out = table.new_empty((index.shape[0], table.shape[1]))
     if out.is_meta or not out.numel():
         return out
     if int(index.min()) < 0 or int(index.max()) >= table.shape[0]:
@@ -179,17 +177,11 @@ def gather_rows(table: Tensor, index: Tensor) -> Tensor:
 
 def transpose_bits(x: Tensor, rows: int) -> Tensor:
     """Elements [n] to bit rows [rows, ceil(n/64)], least significant bit first."""
-    out = shapes.transpose_bits(x, rows)
-    if out.is_meta or not out.numel():
-        return out
-    x = x.contiguous().view(-1)
-    if x.is_cpu:
-        at, made = addresses(x, out)
-        parallel_for(
-            out.shape[1], 64 * _TRANSPOSE_S, WORDS, cpu_bits.transpose_words, at, x.numel(), _ZERO[x.dtype], made, rows
-        )  # fmt: skip
-    else:
-        _gpu("bits", "transpose_bits", x, rows, out, writes=1)
+    words = (x.numel() + 63) // 64
+    out = torch.empty((rows, words), dtype=torch.int64, device=x.device)
+    if not out.is_meta and out.numel():
+        x = x.contiguous().view(-1)
+        _words(cpu_bits.transpose_bits, 64 * _TRANSPOSE_S, (x, rows, out), (x.numel(), ZERO[x.dtype], words))
     return out
 
 
@@ -198,14 +190,8 @@ def block_monomials(s: Tensor, low: int, blocks: Array, out: Tensor) -> None:
 
     blocks: sizes of consecutive blocks of rows from `low` on, 1 to 3 each; a block of n bits has 2^n - 1 monomials.
     """
-    if s.is_cpu:
-        bits, made = addresses(s, out)
-        parallel_for(
-            s.shape[1], out.shape[0] * _ROW_S, WORDS, cpu_bits.block_monomials, bits, s.shape[0], low, blocks, made,
-            out.shape[0], s.shape[1]
-        )  # fmt: skip
-    elif not s.is_meta:
-        _gpu("bits", "block_monomials", s, low, blocks, out, writes=1)
+    rows = out.shape[0]
+    _words(cpu_bits.block_monomials, rows * _ROW_S, (s, low, blocks, out), (s.shape[0], rows, s.shape[1]))
 
 
 def block_carries(m: Tensor, low: int, blocks: Array, mono: Tensor, first: bool, out: Tensor) -> None:
@@ -214,14 +200,9 @@ def block_carries(m: Tensor, low: int, blocks: Array, mono: Tensor, first: bool,
     m [rows, W], mono as `block_monomials` makes it, out [2 blocks - 1, W]: all generates, then the propagates of all
     blocks but the first. first: whether this evaluator adds the terms without monomials.
     """
-    if m.is_cpu:
-        bits, shares, made = addresses(m, mono, out)
-        parallel_for(
-            m.shape[1], mono.shape[0] * _ROW_S, WORDS, cpu_bits.block_carries, bits, m.shape[0], low, blocks, shares,
-            mono.shape[0], first, made, m.shape[1]
-        )  # fmt: skip
-    elif not m.is_meta:
-        _gpu("bits", "block_carries", m, low, blocks, mono, first, out, writes=1)
+    rows = mono.shape[0]
+    sizes = (m.shape[0], rows, m.shape[1])
+    _words(cpu_bits.block_carries, rows * _ROW_S, (m, low, blocks, mono, first, out), sizes)
 
 
 def join_products(lam: Tensor, groups: Array, count: int, out: Tensor) -> None:
@@ -229,14 +210,8 @@ def join_products(lam: Tensor, groups: Array, count: int, out: Tensor) -> None:
 
     lam [2 count - 1, W]: masks of the generates and propagates of `count` blocks. groups: how many join, 2 or 3 each.
     """
-    if lam.is_cpu:
-        masks, made = addresses(lam, out)
-        parallel_for(
-            lam.shape[1], out.shape[0] * _ROW_S, WORDS, cpu_bits.join_products, masks, groups, count, made,
-            out.shape[0], lam.shape[1]
-        )  # fmt: skip
-    elif not lam.is_meta:
-        _gpu("bits", "join_products", lam, groups, count, out, writes=1)
+    rows = out.shape[0]
+    _words(cpu_bits.join_products, rows * _ROW_S, (lam, groups, count, out), (rows, lam.shape[1]))
 
 
 def join_carries(
@@ -246,14 +221,9 @@ def join_carries(
 
     b, lam [2 count - 1, W], prod as `join_products` makes it, out [2 groups - 1, W].
     """
-    if b.is_cpu:
-        opened, masks, shares, made = addresses(b, lam, prod, out)
-        parallel_for(
-            b.shape[1], (prod.shape[0] + 2 * b.shape[0]) * _ROW_S, WORDS, cpu_bits.join_carries, opened, masks, shares,
-            prod.shape[0], groups, count, first, made, b.shape[1]
-        )  # fmt: skip
-    elif not b.is_meta:
-        _gpu("bits", "join_carries", b, lam, prod, groups, count, first, out, writes=1)
+    rows = prod.shape[0]
+    given = (b, lam, prod, groups, count, first, out)
+    _words(cpu_bits.join_carries, (rows + 2 * b.shape[0]) * _ROW_S, given, (rows, b.shape[1]))
 
 
 def inject_products(bits: Tensor, lam: Tensor, weighted: Array, out: Tensor) -> None:
@@ -261,16 +231,10 @@ def inject_products(bits: Tensor, lam: Tensor, weighted: Array, out: Tensor) -> 
 
     bits [rows, W] of n elements, lam [n] (not read if nothing is weighted), out [rows + weighted, n].
     """
-    if out.is_meta or not out.numel():
-        return
-    if bits.is_cpu:
-        rows, masks, made = addresses(bits, lam, out)
-        parallel_for(
-            bits.shape[1], 64 * out.shape[0] * _INJECT_S, WORDS, cpu_bits.inject_products, rows, bits.shape[0], masks,
-            weighted.view(np.uint8), made, *out.shape, _ZERO[out.dtype]
-        )  # fmt: skip
-    else:
-        _gpu("bits", "inject_products", bits, lam, weighted, out, writes=1)
+    if not out.is_meta and out.numel():
+        sizes = (bits.shape[0], *out.shape, ZERO[out.dtype], bits.shape[1])
+        given = (bits, lam, weighted.view(np.uint8), out)
+        _words(cpu_bits.inject_products, 64 * out.shape[0] * _INJECT_S, given, sizes)
 
 
 def inject_terms(
@@ -281,17 +245,11 @@ def inject_terms(
 
     bits [rows, W], m and mine [n], shares [rows + weighted, n], w and c [rows, 1 or n]. Sizes are not looked at.
     """
-    if out.is_meta or not out.numel():
-        return
-    if bits.is_cpu:
-        rows, known, masks, helped, factors, addends, made = addresses(bits, m, mine, shares, w, c, out)
-        parallel_for(
-            bits.shape[1], 64 * shares.shape[0] * _INJECT_S, WORDS, cpu_bits.inject_terms, rows, bits.shape[0], known,
-            masks, helped, shares.shape[0], weighted.view(np.uint8), factors, w.shape[1], addends, c.shape[1], first,
-            made, out.numel(), _ZERO[out.dtype]
-        )  # fmt: skip
-    else:
-        _gpu("bits", "inject_terms", bits, m, mine, shares, weighted, w, c, first, out, writes=1)
+    if not out.is_meta and out.numel():
+        rows = shares.shape[0]
+        sizes = (bits.shape[0], rows, w.shape[1], c.shape[1], out.numel(), ZERO[out.dtype], bits.shape[1])
+        given = (bits, m, mine, shares, weighted.view(np.uint8), w, c, first, out)
+        _words(cpu_bits.inject_terms, 64 * rows * _INJECT_S, given, sizes)
 
 
 def pack_fields(values: Tensor, f: int) -> Tensor:
@@ -299,24 +257,29 @@ def pack_fields(values: Tensor, f: int) -> Tensor:
 
     Raises DomainError for another f or type.
     """
-    words = shapes.pack_fields(values, f)
-    if values.is_cpu:
-        operands, made, count = addresses(values), addresses(words), values.numel()
-        parallel_for(count, _FIELD_S, BLOCK, cpu_trunc.packed, *operands, f, count, _ZERO[torch.int64], *made)
-    elif not values.is_meta:
-        _gpu("trunc", "pack_fields", values, f, words, writes=1)
+    _check_fields(f)
+    if values.dtype != torch.int64:
+        raise DomainError(f"fields: got {values.dtype}; want int64")
+    words = torch.zeros(packed_words(values.numel(), f), dtype=torch.int64, device=values.device)
+    _fields(cpu_trunc.pack_fields, _FIELD_S, values, (values,), (f,), (words,))
     return words
 
 
 def unpack_fields(words: Tensor, count: int, f: int) -> Tensor:
     """The inverse of `pack_fields`: elements [count] from 0 to 2^f - 1, int64. Raises DomainError for other sizes."""
-    values = shapes.unpack_fields(words, count, f)
-    if words.is_cpu:
-        operands, made = addresses(words), addresses(values)
-        parallel_for(count, _FIELD_S, BLOCK, cpu_trunc.unpacked, *operands, f, count, _ZERO[torch.int64], *made)
-    elif not words.is_meta:
-        _gpu("trunc", "unpack_fields", words, count, f, values, writes=1)
+    _check_fields(f)
+    if words.dtype != torch.int64 or words.numel() != packed_words(count, f):
+        raise DomainError(
+            f"fields: got {words.numel()} {words.dtype}; want {packed_words(count, f)} int64 for {count} of {f} bits"
+        )
+    values = torch.empty(count, dtype=torch.int64, device=words.device)
+    _fields(cpu_trunc.unpack_fields, _FIELD_S, values, (words,), (f,), (values,))
     return values
+
+
+def _check_fields(f: int) -> None:
+    if not 1 <= f <= 63:
+        raise DomainError(f"fields: got {f} bits; want 1 to 63")
 
 
 def trunc_helper(
@@ -328,14 +291,9 @@ def trunc_helper(
     `packed_words(n, width)` words: results are right in their lowest bits - f + width bits. Nobody looks at sizes, f
     and width here.
     """
-    made = shapes.trunc_helper(error, g1, g2, z1, rho1, zeta1, zeta2, f, width)
-    if z1.is_cpu:
-        operands, count = addresses(error, g1, g2, z1, rho1, zeta1, zeta2), z1.numel()
-        parallel_for(
-            count, 4 * _FIELD_S, BLOCK, cpu_trunc.helper, *operands, f, width, count, _ZERO[z1.dtype], *addresses(*made)
-        )  # fmt: skip
-    elif not z1.is_meta:
-        _gpu("trunc", "trunc_helper", error, g1, g2, z1, rho1, zeta1, zeta2, f, width, *made, writes=4)
+    made = torch.empty_like(z1), torch.empty_like(z1), torch.empty_like(z1), torch.zeros_like(rho1)
+    operands = (error, g1, g2, z1, rho1, zeta1, zeta2)
+    _fields(cpu_trunc.trunc_helper, 4 * _FIELD_S, z1, operands, (f, width), made)
     return made
 
 
@@ -343,14 +301,8 @@ def trunc_open(
     mine: Tensor, theirs: Tensor, rho: Tensor, zeta: Tensor, f: int, width: int
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Evaluator's first step: (w [n], packed fields to exchange); operands as in `trunc_helper`."""
-    made = w, packed = shapes.trunc_open(mine, theirs, rho, zeta, f, width)
-    if w.is_cpu:
-        (*operands, opened, fields), count = addresses(mine, theirs, rho, zeta, w, packed), w.numel()
-        parallel_for(
-            count, 3 * _FIELD_S, BLOCK, cpu_trunc.opened, *operands, f, width, count, _ZERO[w.dtype], opened, fields
-        )
-    elif not w.is_meta:
-        _gpu("trunc", "trunc_open", mine, theirs, rho, zeta, f, width, *made, writes=2)
+    made = torch.empty_like(mine), torch.zeros_like(rho)
+    _fields(cpu_trunc.trunc_open, 3 * _FIELD_S, mine, (mine, theirs, rho, zeta), (f, width), made)
     return made
 
 
@@ -358,14 +310,8 @@ def trunc_close(
     w: Tensor, mine: Tensor, theirs: Tensor, z: Tensor, zeta: Tensor, f: int, width: int
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Evaluator's last step: (value plus the other's mask, own mask), [n] each; operands as in `trunc_helper`."""
-    made = half, own = shapes.trunc_close(w, mine, theirs, z, zeta, f, width)
-    if w.is_cpu:
-        (*operands, value, mask), count = addresses(w, mine, theirs, z, zeta, half, own), w.numel()
-        parallel_for(
-            count, 3 * _FIELD_S, BLOCK, cpu_trunc.closed, *operands, f, width, count, _ZERO[w.dtype], value, mask
-        )
-    elif not w.is_meta:
-        _gpu("trunc", "trunc_close", w, mine, theirs, z, zeta, f, width, *made, writes=2)
+    made = torch.empty_like(w), torch.empty_like(w)
+    _fields(cpu_trunc.trunc_close, 3 * _FIELD_S, w, (w, mine, theirs, z, zeta), (f, width), made)
     return made
 
 
@@ -376,7 +322,14 @@ def chacha20(key: Tensor, counter: Tensor, offset: int, out: Tensor) -> None:
     A block has a number of 64 bits: the lower half is the counter of RFC 8439, the upper half its first word of nonce;
     the others are 0. The caller never uses a (key, number) twice. Raises DomainError for other shapes.
     """
-    shapes.chacha20(key, counter, offset, out)
+    for name, x, count, dtype in (("key", key, 8, torch.int32), ("counter", counter, 1, torch.int64)):
+        if x.numel() != count or x.dtype != dtype:
+            raise DomainError(f"chacha20: got a {name} of {x.numel()} {x.dtype}; want {count} {dtype}")
+    if out.dtype != torch.int32 or out.numel() % 16 or not out.is_contiguous():
+        raise DomainError(
+            f"chacha20: got room for {out.numel()} {out.dtype}, strides {out.stride()}; want contiguous int32 words in "
+            "whole blocks of 16"
+        )
     if out.is_meta or not out.numel():
         return
     if key.is_cpu:

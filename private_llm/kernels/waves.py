@@ -1,11 +1,15 @@
-"""The parties' local parts of a sum of waves: on CPUs by a kernel, elsewhere by PyTorch.
+"""The parties' local parts of sums of waves and of exponentials: on CPUs by kernels, elsewhere by PyTorch.
 
-Elements are int64 [n]; secrets are packed fields, cosines and sines of one wave after the other (`Waves.words`).
+Elements are int64 [n]; secrets of waves are packed fields, cosines and sines of one wave after the other
+(`Waves.words`). For an exponential a number is cut into a digit (0 or 1) and the upper and lower half of the rest
+(`Digits`), whose factors are in tables; flags are packed bits [1, ceil(n / 64)], rows [4, n]: 2 digit + flag.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
@@ -58,12 +62,9 @@ def hidden(mask: Tensor, drawn: Tensor, plan: Plan, turns: Tensor) -> Tensor:
     """Party 0's message: the secret numbers of masks [n] less the fields of `drawn`, like `drawn`."""
     message = torch.zeros_like(drawn)
     if mask.is_cpu:
-        (masks,), (fields, made) = addresses(mask), addresses(drawn, message)
         table = turns.view(-1).numpy()
-        parallel_for(
-            mask.numel(), len(plan.table) * _WAVE_S, BLOCK, cpu.hidden, masks, mask.numel(), plan.table, plan.sizes,
-            table, fields, drawn.numel(), made
-        )  # fmt: skip
+        given = addresses(mask, mask.numel(), plan.table, plan.sizes, table, drawn, drawn.numel(), message)
+        parallel_for(mask.numel(), len(plan.table) * _WAVE_S, BLOCK, cpu.hidden, *given)
     elif not mask.is_meta:
         message = hidden_by_operations(mask, drawn, plan, turns)
     return message
@@ -73,12 +74,9 @@ def summed(masked: Tensor, shares: Tensor, plan: Plan, turns: Tensor, first: boo
     """An evaluator's piece [n] of the sum, right in the bits that are sent."""
     piece, more = torch.empty_like(masked), plan.first if first else 0
     if masked.is_cpu:
-        operands, made = addresses(masked, shares), addresses(piece)
-        table = turns.view(-1).numpy()
-        parallel_for(
-            masked.numel(), len(plan.table) * _WAVE_S, BLOCK, cpu.summed, *operands, shares.numel(), masked.numel(),
-            plan.table, plan.sizes, table, more, *made,
-        )  # fmt: skip
+        count, table = masked.numel(), turns.view(-1).numpy()
+        given = addresses(masked, shares, shares.numel(), count, plan.table, plan.sizes, table, more, piece)
+        parallel_for(count, len(plan.table) * _WAVE_S, BLOCK, cpu.summed, *given)
     elif not masked.is_meta:
         piece = summed_by_operations(masked, shares, plan, turns, more)
     return piece
@@ -88,11 +86,9 @@ def wraps(g1: Tensor, g2: Tensor, drawn: Tensor, plan: Plan) -> Tensor:
     """Party 0's message: what masks [n] wrap by, where the upper bit opened is 0 and where it is 1, less `drawn`."""
     message = torch.zeros_like(drawn)
     if g1.is_cpu:
-        masks, (fields, made) = addresses(g1, g2), addresses(drawn, message)
-        parallel_for(
-            g1.numel(), _WRAP_S, BLOCK, cpu.wraps, *masks, g1.numel(), plan.shift, plan.narrow, plan.above, fields,
-            drawn.numel() // 2, made
-        )  # fmt: skip
+        count, sizes = g1.numel(), (plan.shift, plan.narrow, plan.above)
+        given = addresses(g1, g2, count, *sizes, drawn, drawn.numel() // 2, message)
+        parallel_for(count, _WRAP_S, BLOCK, cpu.wraps, *given)
     elif not g1.is_meta:
         message = wraps_by_operations(g1, g2, drawn, plan)
     return message
@@ -101,12 +97,9 @@ def wraps(g1: Tensor, g2: Tensor, drawn: Tensor, plan: Plan) -> Tensor:
 def widened(opened: Tensor, g: Tensor, shares: Tensor, plan: Plan, first: bool, piece: Tensor) -> None:
     """Subtract from piece [n] an evaluator's share of the value that `opened` [n] is masked."""
     if piece.is_cpu:
-        operands, made = addresses(opened, g, shares), addresses(piece)
-        words = shares.numel() // 2
-        parallel_for(
-            piece.numel(), _WRAP_S, BLOCK, cpu.widened, *operands, words, piece.numel(), plan.shift, plan.narrow,
-            plan.above, first, *made
-        )  # fmt: skip
+        count, sizes = piece.numel(), (plan.shift, plan.narrow, plan.above)
+        given = addresses(opened, g, shares, shares.numel() // 2, count, *sizes, first, piece)
+        parallel_for(count, _WRAP_S, BLOCK, cpu.widened, *given)
     elif not piece.is_meta:
         piece -= widened_by_operations(opened, g, shares, plan, first)
 
@@ -182,3 +175,123 @@ def _turned(values: Tensor, plan: Plan, turns: Tensor) -> Iterator[tuple[Tensor,
         yield newest
         following = [((first * x + rounding // 2) >> (bits - 1)) - y for x, y in zip(newest, before, strict=True)]
         newest, before = (following[0], following[1]), newest
+
+
+# -- exponentials -----------------------------------------------------------------------------------------------------
+_ELEMENT_S = 4e-9
+"""About what an element takes on one thread."""
+_STEP = 64
+"""Threads take multiples of so many elements: whole words of flags."""
+_ENTRIES = 1 << 16
+"""Elements that PyTorch looks up at once, so that what lies between stays in the cache."""
+
+
+@dataclass(frozen=True)
+class Digits:
+    """How a number is cut: bits that are dropped, of the rest, and of its lower half."""
+
+    dropped: int
+    rest: int
+    fine: int
+
+    @cached_property
+    def words(self) -> Integers:
+        """As the kernels take it."""
+        return np.array([self.dropped, self.rest, self.fine], np.int64)
+
+    def of(self, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Which sixteen, and the upper and lower half of the rest."""
+        low = values >> self.dropped
+        rest = low & ((1 << self.rest) - 1)
+        return (low >> self.rest) & 1, rest >> self.fine, rest & ((1 << self.fine) - 1)
+
+
+@dataclass(frozen=True)
+class Factors:
+    """The public side: entries where the mask has the same digit, where it has the other one, and of the lower half;
+    bits that a product with either loses, rounded.
+    """
+
+    near: Tensor
+    far: Tensor
+    fine: Tensor
+    near_bits: int
+    far_bits: int
+
+
+@dataclass(frozen=True)
+class Secrets:
+    """The secret side: entries of the upper and of the lower half; bits that their product loses, rounded."""
+
+    coarse: Tensor
+    fine: Tensor
+    shift: int
+
+
+def weighed(masked: Tensor, keep: Tensor, shares: Tensor, digits: Digits, factors: Factors) -> Tensor:
+    """An evaluator's piece [n]: of the shares [4, n] that `keep` points at, each times its digit's factor."""
+    piece = torch.empty_like(masked)
+    if piece.is_cpu:
+        tables = [table.numpy() for table in (factors.near, factors.far, factors.fine)]
+        plans = (digits.words, *tables, factors.near_bits, factors.far_bits)
+        given = addresses(masked, keep, shares, piece.numel(), *plans, piece)
+        parallel_for(piece.numel(), _ELEMENT_S, _STEP, cpu.weighed, *given)
+    elif not piece.is_meta:
+        weighed_by_operations(masked, keep, shares, digits, factors, piece)
+    return piece
+
+
+def weighed_by_operations(
+    masked: Tensor, keep: Tensor, shares: Tensor, digits: Digits, factors: Factors, piece: Tensor
+) -> None:  # fmt: skip
+    """`weighed` on any device."""
+    flags = _flags(keep, piece.numel()).bool()
+    for at in range(0, piece.numel(), _ENTRIES):
+        some = slice(at, at + _ENTRIES)
+        zero, one = public_factors(masked[some], digits, factors)
+        first, second = (torch.where(flags[some], shares[row, some], shares[row + 1, some]) for row in (0, 2))
+        piece[some] = zero * first + one * second
+
+
+def placed(mask: Tensor, kept: Tensor, message: Tensor, digits: Digits, secrets: Secrets) -> None:
+    """Add the secret number of each mask [n] to its row of the message [4, n]."""
+    if mask.is_cpu:
+        plans = (digits.words, secrets.coarse.numpy(), secrets.fine.numpy(), secrets.shift)
+        given = addresses(mask, kept, mask.numel(), *plans, message)
+        parallel_for(mask.numel(), _ELEMENT_S, _STEP, cpu.placed, *given)
+    elif not mask.is_meta:
+        placed_by_operations(mask, kept, message, digits, secrets)
+
+
+def placed_by_operations(mask: Tensor, kept: Tensor, message: Tensor, digits: Digits, secrets: Secrets) -> None:
+    """`placed` on any device."""
+    flags = _flags(kept, mask.numel())
+    for at in range(0, mask.numel(), _ENTRIES):
+        some = slice(at, at + _ENTRIES)
+        digit, value = secret_numbers(mask[some], digits, secrets)
+        message[:, some].scatter_add_(0, (2 * digit + flags[some])[None], value[None])
+
+
+def public_factors(masked: Tensor, digits: Digits, factors: Factors) -> tuple[Tensor, Tensor]:
+    """(for a mask whose digit is 0, for one whose digit is 1): int64 [n]."""
+    digit, upper, lower = digits.of(masked)
+    near, far, fine = (held_on(table, masked.device) for table in (factors.near, factors.far, factors.fine))
+    scale, zero = fine[lower], digit == 0
+    same, other = (
+        (coarse[upper] * scale + (1 << (bits - 1))) >> bits
+        for coarse, bits in ((near, factors.near_bits), (far, factors.far_bits))
+    )
+    return torch.where(zero, same, other), torch.where(zero, other, same)
+
+
+def secret_numbers(mask: Tensor, digits: Digits, secrets: Secrets) -> tuple[Tensor, Tensor]:
+    """(digit, number): int64 [n]."""
+    digit, upper, lower = digits.of(mask)
+    coarse, fine = held_on(secrets.coarse, mask.device), held_on(secrets.fine, mask.device)
+    return digit, (coarse[upper] * fine[lower] + (1 << (secrets.shift - 1))) >> secrets.shift
+
+
+def _flags(words: Tensor, count: int) -> Tensor:
+    """Bits [1, W] as numbers 0 and 1: [count]."""
+    places = torch.arange(64, device=words.device)
+    return ((words.reshape(-1, 1) >> places) & 1).view(-1)[:count]

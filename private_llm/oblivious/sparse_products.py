@@ -106,8 +106,8 @@ class SparseOutput(Form):
 
     def pair(self, x0: Tensor, y0: Tensor, x1: Tensor, y1: Tensor) -> Tensor:
         """x0 y0 + x1 y1, block by block."""
-        pair = ops.ring_matmul_rows_pair
-        return self._each(x0, lambda b: pair(x0[b.rows], y0.mT, x1[b.rows], y1.mT, b.columns))
+        rows = ops.ring_matmul_rows
+        return self._each(x0, lambda b: ops.pair_of(rows, x0[b.rows], y0.mT, x1[b.rows], y1.mT, b.columns))
 
     def real(self, x: Tensor, y: Tensor) -> Tensor:
         """x y of floating-point tensors."""
@@ -198,8 +198,8 @@ class SparseInput(Form):
 
     def pair(self, x0: Tensor, y0: Tensor, x1: Tensor, y1: Tensor) -> Tensor:
         """x0 y0 + x1 y1, strip by strip."""
-        pair = ops.ring_matmul_lines_pair
-        return self._each(x0, y0, lambda s: pair(x0[s.places], y0, x1[s.places], y1, s.lines))
+        lines = ops.ring_matmul_lines
+        return self._each(x0, y0, lambda s: ops.pair_of(lines, x0[s.places], y0, x1[s.places], y1, s.lines))
 
     def real(self, x: Tensor, y: Tensor) -> Tensor:
         """x y of floating-point tensors."""

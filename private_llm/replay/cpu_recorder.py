@@ -214,22 +214,22 @@ class CpuRecorder(StepRecorder[Operand]):
         code, kinds = steps.KERNELS[kernel]
         row: list[Word] = []
         for kind, each in zip(kinds, arguments, strict=True):
-            if kind == "w":
+            if kind == "Written":
                 self._written(int(each))
         for kind, each in zip(kinds, arguments, strict=True):
-            if kind == "k":
+            if kind == "Keys":
                 row.append(self._address(int(each)))
                 if not isinstance(row[-1], WeightAddress):
                     raise UnsupportedOp("a mask of another module's weight")
-            elif kind == "z":
+            elif kind == "Zero":
                 if not isinstance(each, np.uint64):
                     raise UnsupportedOp(f"a kernel on {type(each).__name__}")
-            elif kind in "pf":
+            elif kind in ("Plan", "Table", "Flags"):
                 self._keep.append(each)
                 row += [each.ctypes.data, each.size]
             else:
                 self._untouched.discard(int(each))
-                row.append(self._address(int(each)) if kind in "rw" else int(each))
+                row.append(self._address(int(each)) if kind in ("Read", "Written") else int(each))
         self._into.append(Step(code, tuple(row)))
 
     def parallel_region(self, work: Callable[[int, int], None], ranges: Sequence[tuple[int, int]]) -> None:

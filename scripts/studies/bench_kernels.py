@@ -243,7 +243,7 @@ def _team(shape: tuple[int, int], stream: Prg) -> _Job:
         for first, last in split_range(columns, pieces, 8):
             weight, place = w.data_ptr() + 8 * first * inner, ArenaAddress(memory, 8 * first)
             row = (x.data_ptr(), weight, place, 1, 1, inner, last - first, 0)
-            made.append((Step(steps.dot_product, row),))
+            made.append((Step(steps.KERNELS[cpu_matmul.dot_product][0], row),))
         return Program([Parallel(tuple(made))], [whole], [whole], [], [x, w])
 
     programs = {count: program(count) for count in (1, usable_cores())}

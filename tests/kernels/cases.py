@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from private_llm.kernels import ops, reference
+from private_llm.kernels import ops
 from private_llm.protocols.carry import carry_plan
 from private_llm.ring.prg import Seed
 from private_llm.ring.ring import RING32, RING64, Ring
+from tests.kernels import reference
 
 RINGS = (RING64, RING32)
 
@@ -47,6 +49,12 @@ class Case:
 
     def __str__(self) -> str:
         return f"{self.op}-{self.note}"
+
+
+def operation(name: str) -> Any:
+    """One of `ops`, or the sum of two products with it."""
+    found = getattr(ops, name, None)
+    return found or partial(ops.pair_of, getattr(ops, name.removesuffix("_pair")))
 
 
 def run(function: Any, case: Case, device: str = "cpu") -> list[Tensor]:

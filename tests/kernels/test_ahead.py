@@ -39,10 +39,10 @@ print(sorted(set(compiled()) - before))
 """
 HELD = """
 from private_llm.kernels import ahead
-from private_llm.kernels.backends.cpu import exponential, trunc
+from private_llm.kernels.backends.cpu import comparison_keys, trunc, waves
 def jobs(protocol):
-    for kernel, kinds in ((exponential.placed, "rripppiwii"), (trunc.clear, "1iiii"), (trunc.unpacked, "riizwii")):
-        yield kernel, ahead._types(kernel, kinds)
+    for kernel in (waves.placed, comparison_keys.children, trunc.unpack_fields):
+        yield kernel, ahead._types(kernel)
 ahead.jobs = jobs
 ahead.main()
 """
@@ -70,7 +70,7 @@ def test_processes_compile_note_that_all_is_kept_and_end(tmp_path: Path) -> None
     kept = [path.name for path in tmp_path.rglob("*.*")]
     assert len([name for name in kept if name.endswith(".ahead")]) == 1
     made = {name.partition("-")[0] for name in kept if name.endswith(".nbi")}
-    assert {"exponential.placed", "trunc.clear", "trunc.unpacked"} <= made
+    assert {"waves.placed", "comparison_keys.children", "trunc.unpack_fields"} <= made
 
 
 def test_processes_end_with_their_parent(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ with shown_by(heard.append):
 digest = hashlib.sha256()
 for tensor in made:
     digest.update(tensor.contiguous().numpy().tobytes())
-stats = cpu_bits.transpose_words.stats
+stats = cpu_bits.transpose_bits.stats
 print(digest.hexdigest(), len(heard), sum(stats.cache_hits.values()), compiling.FOLDER)
 """
 SHIFTED = """
@@ -40,7 +40,7 @@ import numpy as np
 import torch
 from private_llm.kernels.backends.cpu import bits as cpu_bits
 x, out = torch.arange(65), torch.zeros(65, dtype=torch.int64)
-cpu_bits.transpose_words(x.data_ptr(), 64, np.uint64(0), out.data_ptr(), 64, 0, 1)
+cpu_bits.transpose_bits(x.data_ptr(), 64, out.data_ptr(), 64, np.uint64(0), 1, 0, 1)
 print(int(out[0]) == 0)
 """
 
@@ -69,7 +69,7 @@ def test_kernels_from_disk_give_the_same_bits(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_old_code_is_not_used_when_a_helper_in_another_file_has_changed(tmp_path: Path) -> None:
-    """`flat` gives kernels their arrays; a changed one that begins a word later must show in `transpose_words`."""
+    """`flat` gives kernels their arrays; a changed one that begins a word later must show in `transpose_bits`."""
     root = tmp_path / "sources"
     shutil.copytree(ROOT / "private_llm", root / "private_llm", ignore=shutil.ignore_patterns("__pycache__"))
     assert run(SHIFTED, tmp_path / "cache", root) == ["False"]

@@ -11,9 +11,9 @@ from private_llm.kernels import conv, matmul, ops
 from private_llm.kernels.backends.cpu import amx as cpu_amx
 from private_llm.kernels.backends.cpu import amx_planes
 from private_llm.kernels.backends.cpu import conv_amx as cpu_conv_amx
-from private_llm.kernels.reference import ring_conv2d
 from private_llm.ring.ring import Ring
-from tests.kernels.cases import RINGS, Case, Draw, conv_cases, expected, run
+from tests.kernels.cases import RINGS, Case, Draw, conv_cases, expected, operation, run
+from tests.kernels.reference import ring_conv2d
 
 SIZES = [
     # x, w, stride, padding, dilation, groups: sizes that byte tiles take
@@ -54,7 +54,7 @@ def test_both_kinds_of_tiles(ring: Ring, size: tuple[Any, ...], tiles: str) -> N
 
 @pytest.mark.parametrize("case", list(conv_cases()), ids=str)
 def test_small_cases_on_both(case: Case, tiles: str) -> None:
-    assert all(map(torch.equal, run(getattr(ops, case.op), case), expected(case)))
+    assert all(map(torch.equal, run(operation(case.op), case), expected(case)))
 
 
 @pytest.mark.parametrize("threads", [2, 3])

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from private_llm.kernels import exponential
+from private_llm.kernels import waves
 from private_llm.protocols.one_step import TOTAL_BITS, Exponential
 
 EDGES = [0, 1, -1, 1 << 62, -(1 << 62), (1 << 63) - 1, -(1 << 63), 15 << 10, 16 << 10, (16 << 10) - 1, 31 << 10]
@@ -29,11 +29,11 @@ def test_kernels_and_operations_agree(frac: int, count: int, threads: int, monke
     plan = Exponential(frac, TOTAL_BITS - 18)
     x, keep, shares = words(count, 1), words(-(-count // 64), 3)[None], words(4 * count, 5).view(4, count)
     piece = torch.empty_like(x)
-    exponential.weighed_by_operations(x, keep, shares, plan.digits, plan.factors, piece)
-    assert torch.equal(exponential.weighed(x, keep, shares, plan.digits, plan.factors), piece)
+    waves.weighed_by_operations(x, keep, shares, plan.digits, plan.factors, piece)
+    assert torch.equal(waves.weighed(x, keep, shares, plan.digits, plan.factors), piece)
     messages = [shares.clone(), shares.clone()]
-    exponential.placed(x, keep, messages[0], plan.digits, plan.secrets)
-    exponential.placed_by_operations(x, keep, messages[1], plan.digits, plan.secrets)
+    waves.placed(x, keep, messages[0], plan.digits, plan.secrets)
+    waves.placed_by_operations(x, keep, messages[1], plan.digits, plan.secrets)
     assert torch.equal(*messages)
     assert not torch.equal(messages[0], shares)
 
@@ -41,6 +41,6 @@ def test_kernels_and_operations_agree(frac: int, count: int, threads: int, monke
 def test_nothing() -> None:
     plan = Exponential(18, 20)
     none = torch.empty(0, dtype=torch.int64)
-    made = exponential.weighed(none, none[None], none.view(4, 0), plan.digits, plan.factors)
+    made = waves.weighed(none, none[None], none.view(4, 0), plan.digits, plan.factors)
     assert made.shape == (0,)
-    exponential.placed(none, none[None], none.view(4, 0), plan.digits, plan.secrets)
+    waves.placed(none, none[None], none.view(4, 0), plan.digits, plan.secrets)

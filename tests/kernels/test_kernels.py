@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from private_llm.errors import DomainError, UnsupportedOp
-from private_llm.kernels import ops, reference, shapes
+from private_llm.kernels import ops
 from private_llm.ring.ring import RING32, RING64, Ring
-from tests.kernels.cases import ALL, Case, Draw, expected, run
+from tests.kernels import reference
+from tests.kernels.cases import ALL, Case, Draw, expected, operation, run
 
 FAMILIES = {"ring": "matmul", "transpose": "bits", "block": "bits", "join": "bits", "inject": "bits"}
 FAMILIES |= {"trunc": "trunc", "pack": "trunc", "unpack": "trunc", "chacha20": "prg", "gather": "gather"}
@@ -31,24 +32,28 @@ def same(made: list[Tensor], want: list[Tensor]) -> None:
 def test_cpu_kernel_equals_the_reference(case: Case, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("private_llm.kernels.parallel.threads", lambda seconds: threads)
     monkeypatch.setattr("private_llm.kernels.parallel._SMALL_S", 0.0)
-    same(run(getattr(ops, case.op), case), expected(case))
+    same(run(operation(case.op), case), expected(case))
 
 
 def interpreted(case: Case) -> Any:
     """The Triton kernel behind `ops.<op>`, called as ops calls it, but on CPU tensors."""
     family = "conv" if case.op.startswith("ring_conv2d") else FAMILIES[case.op.split("_")[0]]
     module = importlib.import_module(f"private_llm.kernels.backends.triton.{family}")
-    kinds = [kind for kind in ("rows", "lines") if case.op.startswith(f"ring_matmul_{kind}")]
-    product = getattr(module, "_".join([*kinds, "product"]), None)
+    listed = "_rows" in case.op or "_lines" in case.op
 
-    def pair(x0: Tensor, y0: Tensor, x1: Tensor, y1: Tensor, *how: Any) -> Tensor:
-        assert product is not None
-        out: Tensor = product(x1, y1, *how, product(x0, y0, *how))
-        return out
+    def product(*arguments: Any, onto: Any = ()) -> Any:
+        if listed:
+            return module.listed_product(*arguments, "_rows" in case.op, *onto)
+        return module.product(*arguments, *onto)
+
+    def pair(x0: Tensor, y0: Tensor, x1: Tensor, y1: Tensor, *how: Any) -> Any:
+        return product(x1, y1, *how, onto=[product(x0, y0, *how)])
 
     def into_results(*arguments: Any) -> Any:
-        made = getattr(shapes, case.op)(*arguments)
-        getattr(module, case.op)(*arguments, *([made] if isinstance(made, Tensor) else made))
+        shapes = operation(case.op)(*(x.to("meta") if isinstance(x, Tensor) else x for x in arguments))
+        made = [torch.zeros(x.shape, dtype=x.dtype) for x in ([shapes] if isinstance(shapes, Tensor) else shapes)]
+        given = [arguments[0], arguments[2]] if case.op == "unpack_fields" else arguments
+        getattr(module, case.op)(*given, *made)
         return made
 
     if case.op.startswith("ring_"):
@@ -61,7 +66,7 @@ def interpreted(case: Case) -> Any:
 def test_triton_kernel_equals_the_reference(case: Case) -> None:
     pytest.importorskip("triton")
     if torch.cuda.is_available():
-        same(run(getattr(ops, case.op), case, "cuda"), expected(case))
+        same(run(operation(case.op), case, "cuda"), expected(case))
     else:
         same(run(interpreted(case), case), expected(case))
 
@@ -157,7 +162,7 @@ def test_every_tile_gives_the_same_result(name: str, count: int, monkeypatch: py
 @pytest.mark.parametrize("case", ALL, ids=str)
 def test_meta_tensors_get_the_shapes_of_the_results(case: Case) -> None:
     arguments = [a.to("meta") if isinstance(a, Tensor) else a for a in case.arguments]
-    made = getattr(ops, case.op)(*arguments)
+    made = operation(case.op)(*arguments)
     if case.changes:
         assert made is None
     else:
@@ -229,7 +234,7 @@ def test_products_with_rows_that_are_not_there_are_refused(op: str, ring: Ring) 
         with pytest.raises(DomainError, match=r"outside 0 \.\. 2"):
             getattr(ops, op)(x, y.mT.contiguous().mT, listed)
         with pytest.raises(DomainError, match=r"outside 0 \.\. 2"):
-            getattr(ops, f"{op}_pair")(x, y, x, y, listed)
+            operation(f"{op}_pair")(x, y, x, y, listed)
     with pytest.raises(DomainError, match=r"outside 0 \.\. -1"):
         getattr(ops, op)(x, y[:0], torch.tensor([0, 0]))
 
@@ -246,7 +251,7 @@ def test_listed_products_that_do_not_fit_are_refused(op: str, device: str) -> No
     with pytest.raises(DomainError, match="int32; want"):
         call(x, y.int(), two)
     with pytest.raises(DomainError, match="one shape"):
-        getattr(ops, f"{op}_pair")(x, y, x, y[:2], two)
+        operation(f"{op}_pair")(x, y, x, y[:2], two)
 
 
 def test_rows_of_other_shapes_are_refused() -> None:

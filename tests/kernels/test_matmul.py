@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from private_llm.kernels import matmul, ops, parallel, reference
+from private_llm.kernels import matmul, ops, parallel
 from private_llm.kernels.backends.cpu import amx as cpu_amx
 from private_llm.ring.ring import RING32, RING64, Ring
-from tests.kernels.cases import Case, Draw, listed_cases, matmul_cases, run
+from tests.kernels import reference
+from tests.kernels.cases import Case, Draw, listed_cases, matmul_cases, operation, run
 
 CASES, LISTED = list(matmul_cases()), list(listed_cases())
 SIZES = ((1, 1, 1), (1, 300, 40), (16, 16, 16), (17, 15, 33), (130, 257, 65), (5, 530, 16), (40, 31, 7))
@@ -72,7 +73,7 @@ def test_every_thread_has_a_part(
 @pytest.mark.parametrize("case", LISTED, ids=str)
 def test_register_tiles_of_listed_rows(case: Case, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_amx, "usable", lambda: False)
-    assert all(map(torch.equal, run(getattr(ops, case.op), case), expected(case)))
+    assert all(map(torch.equal, run(operation(case.op), case), expected(case)))
 
 
 @pytest.mark.parametrize("op", ["ring_matmul_rows", "ring_matmul_lines"])

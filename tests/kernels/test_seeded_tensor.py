@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from private_llm.errors import DomainError, PlaintextLeak, UnsupportedOp
-from private_llm.kernels import matmul_seeded, ops, parallel, reference
+from private_llm.kernels import matmul, ops, parallel
 from private_llm.kernels.address import addresses
 from private_llm.kernels.backends.cpu import aes as cpu_aes
 from private_llm.kernels.backends.cpu import amx as cpu_amx
@@ -22,6 +22,7 @@ from private_llm.kernels.seeded_tensor import SeededTensor, StreamKey
 from private_llm.kernels.trace_hook import TraceHook, traced_by
 from private_llm.ring.prg import Prg, Seed
 from private_llm.ring.ring import RING32, RING64, Ring
+from tests.kernels import reference
 from tests.kernels.cases import Draw
 
 SEED = Seed(bytes(range(32)))
@@ -169,7 +170,7 @@ def test_it_has_no_address() -> None:
 def test_streams_of_chacha(monkeypatch: pytest.MonkeyPatch) -> None:
     """All that holds for AES; a product on a CPU makes some lines at a time by the library."""
     seed = Seed(bytes(range(32)), "chacha20")
-    monkeypatch.setattr(matmul_seeded, "_AT_ONCE", 40)
+    monkeypatch.setattr(matmul, "_AT_ONCE", 40)
     for ring in RINGS:
         drawn, held = seed.drawn("w", (11, 7), ring), seed.stream("w").elements(77, ring).view(11, 7)
         for way in WAYS.values():
@@ -224,7 +225,7 @@ def test_products(
         assert isinstance(there, SeededTensor)
         wanted = reference.ring_matmul(x, expected)
         assert torch.equal(ops.ring_matmul(x, there), wanted)
-        assert torch.equal(matmul_seeded.product(x, there, onto.clone()), wanted + onto)
+        assert torch.equal(matmul.product(x, there, onto.clone()), wanted + onto)
 
 
 @pytest.mark.parametrize("turned", [False, True])
@@ -233,7 +234,7 @@ def test_products_write_nothing_of_the_size_of_y(turned: bool, kernel: str, monk
     made: list[int] = []
     fill = StreamKey.fill
     monkeypatch.setattr(StreamKey, "fill", lambda key, start, out: (made.append(out.size), fill(key, start, out))[1])
-    monkeypatch.setattr(matmul_seeded, "_AT_ONCE", 1 << 12)
+    monkeypatch.setattr(matmul, "_AT_ONCE", 1 << 12)
     y, held = both(RING64, 600, 70)
     x = Draw("x").ring(RING64, 20, 70 if turned else 600)
     assert torch.equal(ops.ring_matmul(x, y.t() if turned else y), ops.ring_matmul(x, held.t() if turned else held))
@@ -283,7 +284,7 @@ def test_who_watches_is_told_of_kernels_and_of_masks_that_are_made_whole(turned:
     drawn, known = (drawn.mT, known.mT) if turned else (drawn, known)
     x, seen = torch.arange(3 * known.shape[0]).view(3, -1), Seen()
     with traced_by(seen):
-        made = matmul_seeded.product(x, drawn)
+        made = matmul.product(x, drawn)
         assert seen.kernels == [cpu_seeded.in_register_tiles]
         assert not seen.read
         assert torch.equal(drawn + 1, known + 1)

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from private_llm.kernels import reference
 from private_llm.kernels.seeded_tensor import SeededTensor
 from private_llm.ring.prg import Seed
 from private_llm.ring.ring import RING32, RING64, Ring
+from tests.kernels import reference
 from tests.kernels.cases import Draw
 
 SEED = Seed(bytes(range(32)), "chacha20")
@@ -103,6 +103,6 @@ def test_what_kernels_do_not_make_is_made_whole() -> None:
     stacked, held = SEED.drawn("w", (2, 5, 3), RING64), SEED.stream("w").elements(30, RING64).view(2, 5, 3)
     assert torch.equal(matmul.product(x, stacked), x @ held)
     listed = torch.tensor([4, 0, 4])
-    assert torch.equal(matmul.lines_product(x[:, :3], stacked[0], listed), x[:, :3] @ held[0][listed])
-    assert torch.equal(matmul.rows_product(x[:, :3], stacked[1], listed), x[:, :3] @ held[1][listed].t())
+    assert torch.equal(matmul.listed_product(x[:, :3], stacked[0], listed, False), x[:, :3] @ held[0][listed])
+    assert torch.equal(matmul.listed_product(x[:, :3], stacked[1], listed, True), x[:, :3] @ held[1][listed].t())
     assert torch.equal(matmul.product(stacked[0], x[:, :3].t()), held[0] @ x[:, :3].t())

@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
-from private_llm.kernels import reference
 from private_llm.kernels.forms import Conv2d
 from private_llm.ring.ring import Ring
+from tests.kernels import reference
 from tests.protocols.parties import ring_values, run_ring
 from tests.protocols.test_suite import check, config, every, prices
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import DomainError, UnsupportedOp
-from private_llm.kernels.exponential import public_factors, secret_numbers
+from private_llm.kernels.waves import public_factors, secret_numbers
 from private_llm.protocols.one_step import GIVEN_BITS, SPAN, TOP, TOTAL_BITS, Exponential
 from private_llm.protocols.prices import trio_prices as cost
 from private_llm.protocols.protocol import Protocol

@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import UnsupportedOp
-from private_llm.kernels import exponential, ops, waves
+from private_llm.kernels import ops, waves
 from private_llm.kernels.seeded_tensor import SeededTensor
 from private_llm.kernels.trace_hook import this_thread, traced_by
 from private_llm.net.local import LocalMesh
@@ -61,11 +61,11 @@ def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def weighed(masked: Tensor, keep: Tensor, shares: Tensor, digits: Any, factors: Any) -> Tensor:
         piece = torch.empty_like(masked)
-        exponential.weighed_by_operations(masked, keep, shares, digits, factors, piece)
+        waves.weighed_by_operations(masked, keep, shares, digits, factors, piece)
         return piece
 
-    monkeypatch.setattr(exponential, "weighed", weighed)
-    monkeypatch.setattr(exponential, "placed", exponential.placed_by_operations)
+    monkeypatch.setattr(waves, "weighed", weighed)
+    monkeypatch.setattr(waves, "placed", waves.placed_by_operations)
     monkeypatch.setattr(waves, "hidden", waves.hidden_by_operations)
     monkeypatch.setattr(waves, "wraps", waves.wraps_by_operations)
     monkeypatch.setattr(

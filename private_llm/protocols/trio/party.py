@@ -60,7 +60,7 @@ import torch
 from torch import Tensor
 
 from private_llm.errors import DomainError, UnsupportedOp
-from private_llm.kernels import exponential, ops, waves
+from private_llm.kernels import ops, waves
 from private_llm.kernels.backends.cpu.comparison_keys import add_steps
 from private_llm.kernels.trace_hook import as_array
 from private_llm.net.ledger import Cost
@@ -220,7 +220,7 @@ class Trio(TrioShuffles):
             else:
                 shares = self._recv_low("exponential", (_PLACES, count), low)
             masked = both + plan.offset
-            piece = exponential.weighed(masked, keep.parts[0].contiguous(), shares, plan.digits, plan.factors)
+            piece = waves.weighed(masked, keep.parts[0].contiguous(), shares, plan.digits, plan.factors)
         if low is None:
             return self._finish("exponential", x.shape, piece, plan.shift, helped=False)
         return self._divided("exponential", piece, x.shape, plan.shift, BitWidths(low, self.ring.bits))
@@ -229,7 +229,7 @@ class Trio(TrioShuffles):
         """Party 0: e^(-r) in one of four places, less party 1's shares: [4, n]."""
         message = -self._draw_low(_PLACES * mask.numel(), low).view(_PLACES, mask.numel())
         flags = keep.parts[0] ^ keep.parts[1]
-        exponential.placed(mask, flags, message, plan.digits, plan.secrets)
+        waves.placed(mask, flags, message, plan.digits, plan.secrets)
         return message
 
     def relu_minus_waves(self, x: Share, negative: BitShare, angle: Share, plan: Waves) -> Share:

@@ -23,10 +23,8 @@ from llvmlite import binding, ir
 from numba import config, types
 from numba.extending import intrinsic
 
-from private_llm.kernels.address import flat
+from private_llm.kernels.address import Array, flat
 from private_llm.kernels.compiling import compiled
-
-Array = np.ndarray[Any, Any]
 
 
 @cache

@@ -22,13 +22,12 @@ from __future__ import annotations
 import ctypes
 import platform
 from functools import cache
-from typing import Any
 
 import numpy as np
 from llvmlite import binding
 from numba import config
 
-from private_llm.kernels.address import flat
+from private_llm.kernels.address import Zero, flat
 from private_llm.kernels.backends.cpu.amx_tiles import (
     TILE,
     TILE_BYTES,
@@ -44,8 +43,6 @@ from private_llm.kernels.backends.cpu.amx_tiles import (
     two_columns,
 )  # fmt: skip
 from private_llm.kernels.compiling import compiled
-
-Array = np.ndarray[Any, Any]
 
 ROWS_IN_CACHE = 128
 """Rows of x packed at a time: with 128 to 256 steps they take a quarter of the second-level cache."""
@@ -76,7 +73,7 @@ def right_bytes(steps: int, columns: int, size: int) -> int:
 
 @compiled
 def pack_left(
-    x: int, pitch: int, rows: int, steps: int, packed: int, desk: int, zero: np.unsignedinteger[Any]
+    x: int, pitch: int, rows: int, steps: int, packed: int, desk: int, zero: Zero
 ) -> None:  # fmt: skip
     """Rows x + r pitch as shifted tiles [rows / 16][shift][steps / 16][16, 16]; steps beyond the last are zeros."""
     edge = flat(desk + _EDGE, TILE, zero)
@@ -98,7 +95,7 @@ def pack_left(
 
 @compiled
 def pack_right(
-    y: int, pitch: int, steps: int, columns: int, packed: int, desk: int, zero: np.unsignedinteger[Any]
+    y: int, pitch: int, steps: int, columns: int, packed: int, desk: int, zero: Zero
 ) -> None:  # fmt: skip
     """Rows y + k pitch as tiles [columns / 16][half][steps / 16][16, 16]; what y has not stays as it was."""
     edge = flat(desk + _EDGE, TILE, zero)
@@ -118,7 +115,7 @@ def pack_right(
 
 @compiled
 def pack_right_turned(
-    y: int, pitch: int, steps: int, columns: int, packed: int, desk: int, zero: np.unsignedinteger[Any]
+    y: int, pitch: int, steps: int, columns: int, packed: int, desk: int, zero: Zero
 ) -> None:  # fmt: skip
     """The same as `pack_right` of y given by columns y + n pitch."""
     edge = flat(desk + _EDGE, TILE_WORDS, zero)
@@ -143,7 +140,7 @@ def pack_right_turned(
 @compiled
 def panel(
     left: int, right: int, rows: int, steps: int, columns: int, out: int, pitch: int, desk: int,
-    zero: np.unsignedinteger[Any],
+    zero: Zero,
 ) -> None:  # fmt: skip
     """Row r of out at out + r pitch += (left right)[r], for up to 32 columns; between `begin` and `end`."""
     edge = flat(desk + _EDGE, TILE, zero)
@@ -178,7 +175,7 @@ def panel(
 @compiled
 def panels(
     left: int, right: int, rows: int, steps: int, columns: int, out: int, pitch: int, desk: int,
-    zero: np.unsignedinteger[Any],
+    zero: Zero,
 ) -> None:  # fmt: skip
     """As `panel`, for up to `COLUMNS` columns."""
     size = flat(desk, 0, zero).itemsize
@@ -208,7 +205,7 @@ def end() -> None:
 @compiled
 def product(
     x: int, y: int, out: int, batches: int, rows: int, inner: int, columns: int, turned: bool, desk: int,
-    zero: np.unsignedinteger[Any],
+    zero: Zero,
 ) -> None:  # fmt: skip
     """out += x y modulo the word size; x [B, M, K], y [B, K, N] or, if `turned`, [B, N, K], out [B, M, N]."""
     size = flat(x, 0, zero).itemsize

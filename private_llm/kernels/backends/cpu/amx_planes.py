@@ -16,11 +16,9 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from private_llm.kernels.address import flat
+from private_llm.kernels.address import Array, flat
 from private_llm.kernels.backends.cpu.amx_tiles import TILE_BYTES, add_line, configure, instruction
 from private_llm.kernels.compiling import compiled
-
-Array = np.ndarray[Any, Any]
 
 STEPS = 64
 """Steps in a group of planes."""

@@ -7,19 +7,15 @@ those of `protocols.carry`. A call works on words begin .. end - 1 of all rows, 
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
-from private_llm.kernels.address import flat, table
+from private_llm.kernels.address import Array, Flags, Plan, Read, Written, Zero, flat, table
 from private_llm.kernels.compiling import compiled
-
-Array = np.ndarray[Any, Any]
 
 
 @compiled
-def transpose_words(
-    x_at: int, n: int, zero: np.unsignedinteger[Any], out_at: int, rows: int, begin: int, end: int
+def transpose_bits(
+    x_at: Read, rows: int, out_at: Written, n: int, zero: Zero, words: int, begin: int, end: int
 ) -> None:  # fmt: skip
     """Bit r of element 64*w+l becomes bit l of out[r, w], for w from `begin`, a multiple of 8, to before `end`.
 
@@ -29,7 +25,6 @@ def transpose_words(
     (Knuth 7.1.3; Usuba) is one vector instruction. Elements of 32 bits begin with the first step done: two
     of them, 32 apart, share a word.
     """
-    words = (n + 63) // 64
     x, out = flat(x_at, n, zero), table(out_at, rows, words)
     buf = np.zeros((64, 8), dtype=np.uint64)
     half = x.itemsize == 4
@@ -70,7 +65,7 @@ def transpose_words(
 
 @compiled
 def block_monomials(
-    s_at: int, rows: int, low: int, blocks: Array, out_at: int, out_rows: int, words: int, begin: int, end: int
+    s_at: Read, low: int, blocks: Plan, out_at: Written, rows: int, out_rows: int, words: int, begin: int, end: int
 ) -> None:  # fmt: skip
     """All monomials of the bits of each block of s [rows, W]; `out` is xored with them. Helper side."""
     s, out = table(s_at, rows, words), table(out_at, out_rows, words)
@@ -109,8 +104,8 @@ def block_monomials(
 
 @compiled
 def block_carries(
-    m_at: int, rows: int, low: int, blocks: Array, mono_at: int, mono_rows: int, first: bool, out_at: int, words: int,
-    begin: int, end: int,
+    m_at: Read, low: int, blocks: Plan, mono_at: Read, first: bool, out_at: Written, rows: int, mono_rows: int,
+    words: int, begin: int, end: int,
 ) -> None:  # fmt: skip
     """Xor shares of (g, p) of each block from public bits m [rows, W] and shared monomials; xored into out.
 
@@ -182,7 +177,7 @@ def block_carries(
 
 @compiled
 def join_products(
-    lam_at: int, groups: Array, count: int, out_at: int, out_rows: int, words: int, begin: int, end: int
+    lam_at: Read, groups: Plan, count: int, out_at: Written, out_rows: int, words: int, begin: int, end: int
 ) -> None:  # fmt: skip
     """Products of masks that a level of joins needs, xored into out. Helper side.
 
@@ -227,7 +222,7 @@ def join_products(
 
 @compiled
 def join_carries(
-    b_at: int, lam_at: int, prod_at: int, prod_rows: int, groups: Array, count: int, first: bool, out_at: int,
+    b_at: Read, lam_at: Read, prod_at: Read, groups: Plan, count: int, first: bool, out_at: Written, prod_rows: int,
     words: int, begin: int, end: int,
 ) -> None:  # fmt: skip
     """Xor shares of the joined (g, p) from masked rows b, this evaluator's mask shares and product shares."""
@@ -313,11 +308,10 @@ def _spread(word: np.uint64, ones: Array) -> None:
 
 @compiled
 def inject_products(
-    bits_at: int, rows: int, lam_at: int, weighted: Array, out_at: int, out_rows: int, n: int,
-    zero: np.unsignedinteger[Any], begin: int, end: int,
+    bits_at: Read, lam_at: Read, weighted: Flags, out_at: Written, rows: int, out_rows: int, n: int, zero: Zero,
+    words: int, begin: int, end: int,
 ) -> None:  # fmt: skip
     """Helper side of bit injection: out -= masks; rows s_k for all k, then s_k * lam for weighted rows. out [R, n]."""
-    words = (n + 63) // 64
     bits, lams = table(bits_at, rows, words), flat(lam_at, n, zero)
     out = flat(out_at, out_rows * n, zero).reshape(out_rows, n)
     ones = np.empty(64, dtype=out.dtype)
@@ -340,15 +334,14 @@ def inject_products(
 
 @compiled
 def inject_terms(
-    bits_at: int, rows: int, m_at: int, mine_at: int, shares_at: int, share_rows: int, weighted: Array,
-    w_at: int, w_each: int, c_at: int, c_each: int, first: bool, out_at: int, n: int, zero: np.unsignedinteger[Any],
-    begin: int, end: int,
+    bits_at: Read, m_at: Read, mine_at: Read, shares_at: Read, weighted: Flags, w_at: Read, c_at: Read, first: bool,
+    out_at: Written, rows: int, share_rows: int, w_each: int, c_each: int, n: int, zero: Zero, words: int, begin: int,
+    end: int,
 ) -> None:  # fmt: skip
     """Evaluator side: additive share of sum_k b_k (w_k x + c_k) added into out [n].
 
     b = B ^ s and x = m - λ:  b x = B m - B λ + (1-2B)(s m - s λ). Weights and constants are [rows, 1 or n].
     """
-    words = (n + 63) // 64
     bits = table(bits_at, rows, words)
     shares = flat(shares_at, share_rows * n, zero).reshape(share_rows, n)
     ms, mines, outs = flat(m_at, n, zero), flat(mine_at, n, zero), flat(out_at, n, zero)

@@ -8,19 +8,17 @@ Local steps of distributed point functions on the CPU (Numba, GIL-free); blocks 
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
-from private_llm.kernels.address import flat
+from private_llm.kernels.address import Array, Words1, Words2, Words3, flat
 from private_llm.kernels.backends.cpu.aes_fan import LINE, descend_three, descend_two, encrypt_three, encrypt_two
 from private_llm.kernels.compiling import compiled
 
 
 @compiled
 def children(
-    seeds: Array, bits: Array, left: Array, right: Array, cw: Array, cw_left: Array, cw_right: Array,
-    out: Array, out_bits: Array,
+    seeds: Words3, bits: Words2, left: Words3, right: Words3, cw: Words2, cw_left: Words1, cw_right: Words1,
+    out: Words3, out_bits: Words2,
 ) -> None:  # fmt: skip
     """One level down: seeds [T, m, 2] and control bits [T, m] to out [T, 2m, 2] and out_bits [T, 2m].
 
@@ -46,7 +44,7 @@ def children(
 
 
 @compiled
-def leaves(seeds: Array, blocks: Array, bits: Array, final: Array, negate: bool, out: Array) -> None:
+def leaves(seeds: Words3, blocks: Words3, bits: Words2, final: Words2, negate: bool, out: Words2) -> None:
     """Additive shares of the one-hot rows: two 64-bit leaves a seed. out [T, domain] (32 or 64 bits)."""
     tokens, domain = out.shape
     kind = out.dtype.type
@@ -58,9 +56,6 @@ def leaves(seeds: Array, blocks: Array, bits: Array, final: Array, negate: bool,
             if bits[t, i]:
                 value += final[t, side]
             out[t, v] = kind(np.uint64(0) - value if negate else value)
-
-
-Array = np.ndarray[Any, Any]
 
 
 @compiled

@@ -13,23 +13,19 @@ a convolution of B images with rows of n windows is one of a single image with r
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
-from private_llm.kernels.address import flat
+from private_llm.kernels.address import Array, Zero, flat
 from private_llm.kernels.backends.cpu import matmul as cpu_matmul
 from private_llm.kernels.backends.cpu.tiles import VECTOR_BITS
 from private_llm.kernels.compiling import compiled
-
-Array = np.ndarray[Any, Any]
 
 LANES = 16
 """Windows side by side."""
 
 
 @compiled
-def pad(x: int, wide: int, planes: int, sizes: Array, zero: np.unsignedinteger[Any]) -> None:
+def pad(x: int, wide: int, planes: int, sizes: Array, zero: Zero) -> None:
     """Planes [height, width] with zeros around; sizes are (height, width, above and below, left and right)."""
     height, width, above, beside = sizes
     line = width + 2 * beside
@@ -50,7 +46,7 @@ def pad(x: int, wide: int, planes: int, sizes: Array, zero: np.unsignedinteger[A
 
 
 @compiled
-def pad_turned(x: int, wide: int, images: int, planes: int, sizes: Array, zero: np.unsignedinteger[Any]) -> None:
+def pad_turned(x: int, wide: int, images: int, planes: int, sizes: Array, zero: Zero) -> None:
     """The same of several images, whose entries at one place come side by side: [plane, row, column, image]."""
     height, width, above, beside = sizes
     line, volume = (width + 2 * beside) * images, planes * height * width
@@ -67,7 +63,7 @@ def pad_turned(x: int, wide: int, images: int, planes: int, sizes: Array, zero: 
 
 
 @compiled
-def add_turned(made: int, out: int, images: int, volume: int, zero: np.unsignedinteger[Any]) -> None:
+def add_turned(made: int, out: int, images: int, volume: int, zero: Zero) -> None:
     """out [image, volume] += made [volume, image]."""
     sums, outs = flat(made, images * volume, zero), flat(out, images * volume, zero)
     for b in range(images):
@@ -153,7 +149,7 @@ def spread(tile: Array, pitch: int, rows: int, first: int, width: int, outs: Arr
 @compiled
 def tile_product(
     x: int, w: int, out: int, geometry: Array, groups: int, outputs: int, inner: int, positions: int,
-    zero: np.unsignedinteger[Any],
+    zero: Zero,
 ) -> None:  # fmt: skip
     """out += x * w modulo the word size by address: padded x, w [outputs, inner]; `geometry` see `conv.product`."""
     image, volume, made = geometry[1], geometry[2], geometry[11]
@@ -182,7 +178,7 @@ def tile_product(
 
 
 @compiled
-def depthwise(x: int, w: int, out: int, geometry: Array, positions: int, zero: np.unsignedinteger[Any]) -> None:
+def depthwise(x: int, w: int, out: int, geometry: Array, positions: int, zero: Zero) -> None:
     """The same where each channel is a group, with one or several outputs.
 
     Sums run over whole padded lines, in steps of 1 whatever the stride, and over all lines at once if they follow each

@@ -5,11 +5,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
-from private_llm.kernels.address import flat
+from private_llm.kernels.address import Array, Zero, flat
 from private_llm.kernels.backends.cpu import amx_planes
 from private_llm.kernels.backends.cpu.amx import (
     BLOCK_BYTES,
@@ -26,8 +24,6 @@ from private_llm.kernels.backends.cpu.amx_tiles import TILE_BYTES, copy_line, re
 from private_llm.kernels.backends.cpu.conv import LANES, entries, neighbours, places, spread
 from private_llm.kernels.compiling import compiled
 
-Array = np.ndarray[Any, Any]
-
 PANEL = 32
 """Windows at a time."""
 BLOCK = 6 * STEPS
@@ -38,7 +34,7 @@ _WORD = np.uint32(0)
 @compiled
 def _windows(
     x: int, spots: Array, width: int, offsets: Array, steps: int, packed: int, edge: Array,
-    zero: np.unsignedinteger[Any],
+    zero: Zero,
 ) -> None:  # fmt: skip
     """Entries of `width` windows as tiles [width / 16][half][steps / 16][16, 16] at `packed`."""
     size = edge.itemsize
@@ -60,7 +56,7 @@ def _windows(
 @compiled
 def product(
     x: int, w: int, out: int, geometry: Array, groups: int, outputs: int, inner: int, positions: int, desk: int,
-    zero: np.unsignedinteger[Any],
+    zero: Zero,
 ) -> None:  # fmt: skip
     """The same as `cpu_conv.tile_product`; `desk` as for `cpu_amx.product`."""
     image, made = geometry[1], geometry[11]

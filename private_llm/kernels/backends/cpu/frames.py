@@ -10,12 +10,10 @@ written meanwhile.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numba import types
 
-from private_llm.kernels.address import flat
+from private_llm.kernels.address import SIGNED, Array, flat
 from private_llm.kernels.backends.cpu import connection as word
 from private_llm.kernels.compiling import compiled
 
@@ -30,10 +28,6 @@ its end take 50, and a step waits for hundreds of messages. Three parties on two
 longer for a token, because the third one could have computed meanwhile; 5 us cost as much."""
 _SOON_NS = 200_000
 """A sleep that was no longer was hardly worth it."""
-
-Array = np.ndarray[Any, Any]
-
-_SIGNED = np.int64(0)
 
 _send = types.ExternalFunction("sendmsg", types.intp(types.intc, types.uintp, types.intc))
 _recv = types.ExternalFunction("recv", types.intp(types.intc, types.uintp, types.uintp, types.intc))
@@ -59,11 +53,11 @@ def send(link: int, payload: int, count: int, tag: Array) -> bool:
 
     One that is full is waited for, unless there is something to read from the same peer, who may be waiting, too.
     """
-    row = flat(link, word.FIELDS, _SIGNED)
+    row = flat(link, word.FIELDS, SIGNED)
     size = 8 * count
     if row[word.OUT] < 0 or size > word.LARGEST:
         return False
-    head = flat(row[word.OUT_HEAD], word.HEADER_WORDS, _SIGNED)
+    head = flat(row[word.OUT_HEAD], word.HEADER_WORDS, SIGNED)
     head[2], head[3] = _turned(row[word.SENT]), _turned(count)
     for n in range(4):
         head[4 + n] = tag[n]
@@ -97,7 +91,7 @@ def _written(row: Array, link: int, payload: int, size: int, done: int) -> int:
 @compiled
 def _now(link: int) -> int:
     """Nanoseconds of a clock that only goes forward."""
-    time = flat(link + 8 * (word.SYSTEM + 1), 2, _SIGNED)
+    time = flat(link + 8 * (word.SYSTEM + 1), 2, SIGNED)
     _clock(_MONOTONIC, link + 8 * (word.SYSTEM + 1))
     return int(time[0] * 1_000_000_000 + time[1])
 
@@ -153,7 +147,7 @@ def _read(row: Array, link: int, to: int, size: int) -> int:
 @compiled
 def receive(link: int, payload: int, count: int, tag: Array) -> bool:
     """Read a frame from a connection, which must be this one, to payload [count] (address). False: Python does it."""
-    row = flat(link, word.FIELDS, _SIGNED)
+    row = flat(link, word.FIELDS, SIGNED)
     if row[word.IN] < 0:
         return False
     if row[word.SIZE] - row[word.START] < word.HEADER:
@@ -166,7 +160,7 @@ def receive(link: int, payload: int, count: int, tag: Array) -> bool:
         if got <= 0:
             return False
         row[word.END] += got
-    head = flat(row[word.BUFFER] + row[word.START], word.HEADER_WORDS, _SIGNED)
+    head = flat(row[word.BUFFER] + row[word.START], word.HEADER_WORDS, SIGNED)
     same = head[0] == row[word.IN_HEAD] and head[1] == row[word.IN_SESSION]
     same &= head[2] == _turned(row[word.TAKEN]) and head[3] == _turned(count)
     for n in range(4):

@@ -12,15 +12,11 @@ on integers makes 0.1 to 0.5 for one row, 0.8 to 3.7 for eight, 5.5 to 8.7 for 1
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
-from private_llm.kernels.address import flat
+from private_llm.kernels.address import Array, Read, Written, Zero, flat
 from private_llm.kernels.backends.cpu.tiles import VECTOR_BITS, WIDE, tile
 from private_llm.kernels.compiling import compiled
-
-Array = np.ndarray[Any, Any]
 
 VECTORS = 4 if WIDE else 2
 """Vectors of y per tile: four rows of x times four vectors fill half of 32 registers (two, of 16)."""
@@ -73,8 +69,7 @@ def rows_times_lines(
 
 @compiled
 def dot_product(
-    x: int, y: int, out: int, batches: int, rows: int, inner: int, columns: int, step: int,
-    zero: np.unsignedinteger[Any],
+    x: Read, y: Read, out: Written, batches: int, rows: int, inner: int, columns: int, step: int, zero: Zero,
 ) -> None:  # fmt: skip
     """out += x y^T modulo the word size; x [B, M, K], y [B, N, K], out [B, M, N] by address, contiguous.
 
@@ -139,8 +134,7 @@ def _one_row(xs: Array, ys: Array, outs: Array, inner: int, columns: int) -> Non
 
 @compiled
 def row_product(
-    x: int, y: int, out: int, batches: int, rows: int, inner: int, columns: int, step: int,
-    zero: np.unsignedinteger[Any],
+    x: Read, y: Read, out: Written, batches: int, rows: int, inner: int, columns: int, step: int, zero: Zero,
 ) -> None:  # fmt: skip
     """out += x y modulo the word size; x [B, M, K], y [B, K, N], out [B, M, N] by address, contiguous.
 

@@ -6,18 +6,15 @@ matrix. Rows of y begin `pitch` elements after one another; the list was checked
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
-from private_llm.kernels.address import flat
+from private_llm.kernels.address import Array, Zero, flat
 from private_llm.kernels.backends.cpu.matmul import (
     DOT_STEPS,
     FEW_ROWS,
     ROW_STEPS,
     ROWS_IN_CACHE,
     VECTORS,
-    Array,
     rows_times_panel,
 )
 from private_llm.kernels.backends.cpu.tiles import VECTOR_BITS, listed_tile
@@ -45,7 +42,7 @@ def inside(listed: int, count: int, limit: int) -> bool:
 @compiled
 def dot_rows(
     x: int, y: int, listed: int, out: int, rows: int, inner: int, columns: int, pitch: int, first: int, last: int,
-    zero: np.unsignedinteger[Any],
+    zero: Zero,
 ) -> None:  # fmt: skip
     """out[:, first:last] += x y[listed[first:last]]^T modulo the word size; x [M, K], out [M, R] contiguous."""
     xs, ys, outs = flat(x, rows * inner, zero), flat(y, inner, zero), flat(out, rows * columns, zero)
@@ -109,7 +106,7 @@ def _rows_times_lines(
 @compiled
 def add_lines(
     x: int, y: int, listed: int, out: int, rows: int, inner: int, columns: int, pitch: int, first: int, last: int,
-    zero: np.unsignedinteger[Any],
+    zero: Zero,
 ) -> None:  # fmt: skip
     """out[:, first:last] += x y[listed, first:last] modulo the word size; x [M, R], out [M, N] contiguous."""
     xs, ys, outs = flat(x, rows * inner, zero), flat(y, columns, zero), flat(out, rows * columns, zero)

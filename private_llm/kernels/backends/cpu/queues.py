@@ -7,19 +7,12 @@ What is not in the ring, or not exactly the awaited frame, is left to Python.
 
 from __future__ import annotations
 
-from typing import Any
-
-import numpy as np
 from numba import types
 
-from private_llm.kernels.address import flat
+from private_llm.kernels.address import SIGNED, Array, flat
 from private_llm.kernels.backends.cpu import connection as word
 from private_llm.kernels.backends.cpu.frames import TRIES, copied, paused, slept
 from private_llm.kernels.compiling import compiled
-
-Array = np.ndarray[Any, Any]
-
-_SIGNED = np.int64(0)
 
 _write = types.ExternalFunction("write", types.intp(types.intc, types.uintp, types.uintp))
 _read = types.ExternalFunction("read", types.intp(types.intc, types.uintp, types.uintp))
@@ -37,11 +30,11 @@ def send(link: int, payload: int, count: int, tag: Array) -> bool:
 
     Room is waited for, unless there is something to read from the same peer, who may be waiting, too.
     """
-    row = flat(link, word.FIELDS, _SIGNED)
+    row = flat(link, word.FIELDS, SIGNED)
     size = _words(count)
     if row[word.OUT] < 0 or size > word.ROOM:
         return False
-    ring = flat(row[word.OUT_HEAD], word.RING_STATE + word.ROOM, _SIGNED)
+    ring = flat(row[word.OUT_HEAD], word.RING_STATE + word.ROOM, SIGNED)
     at = ring[word.HEAD]
     while size > word.ROOM - (at - ring[word.TAIL]):
         if row[word.COUNTED] or not paused(row, link):
@@ -74,14 +67,14 @@ def _counted(row: Array, link: int) -> bool:
 @compiled
 def receive(link: int, payload: int, count: int, tag: Array) -> bool:
     """Read a frame from a connection, which must be this one, to payload [count] (address). False: Python does it."""
-    row = flat(link, word.FIELDS, _SIGNED)
+    row = flat(link, word.FIELDS, SIGNED)
     if row[word.IN] < 0:
         return False
     if not row[word.COUNTED]:
         if not _counted(row, link):
             return False
         row[word.COUNTED] = 1
-    ring = flat(row[word.IN_HEAD], word.RING_STATE + word.ROOM, _SIGNED)
+    ring = flat(row[word.IN_HEAD], word.RING_STATE + word.ROOM, SIGNED)
     at = ring[word.TAIL]
     if ring[word.HEAD] == at:
         return False

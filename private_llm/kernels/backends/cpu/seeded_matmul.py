@@ -9,11 +9,9 @@ What was rejected: docs/decisions/154-products-can-draw-masks-of-weights.md.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
-from private_llm.kernels.address import flat
+from private_llm.kernels.address import Keys, Read, Written, Zero, flat
 from private_llm.kernels.backends.cpu import amx
 from private_llm.kernels.backends.cpu.aes import SPILL, write_lines
 from private_llm.kernels.backends.cpu.amx import BLOCK_BYTES, COLUMNS, DESK_BYTES, ROWS_IN_CACHE
@@ -43,7 +41,7 @@ REGISTER_BYTES = GAP + SPILL + max(
 @compiled
 def in_byte_tiles(
     x: int, x_pitch: int, keys: int, start: int, turned: bool, rows: int, inner: int, columns: int, first: int,
-    last: int, out: int, out_pitch: int, desk: int, zero: np.unsignedinteger[Any],
+    last: int, out: int, out_pitch: int, desk: int, zero: Zero,
 ) -> None:  # fmt: skip
     """out[:, first:last] += (x y)[:, first:last]; x [M, K] and out [M, ..] by address with the pitch of their rows.
 
@@ -79,8 +77,8 @@ def in_byte_tiles(
 
 @compiled
 def in_register_tiles(
-    x: int, x_pitch: int, keys: int, start: int, turned: bool, rows: int, inner: int, columns: int, first: int,
-    last: int, out: int, out_pitch: int, desk: int, zero: np.unsignedinteger[Any],
+    x: Read, x_pitch: int, keys: Keys, start: int, turned: bool, rows: int, inner: int, columns: int, first: int,
+    last: int, out: Written, out_pitch: int, desk: Written, zero: Zero,
 ) -> None:  # fmt: skip
     """The same by register tiles, as `matmul` has them, in REGISTER_BYTES of scratch."""
     if turned:
@@ -92,7 +90,7 @@ def in_register_tiles(
 @compiled
 def _dot_product(
     x: int, x_pitch: int, keys: int, start: int, rows: int, inner: int, first: int, last: int, out: int,
-    out_pitch: int, lines: int, zero: np.unsignedinteger[Any],
+    out_pitch: int, lines: int, zero: Zero,
 ) -> None:  # fmt: skip
     xs, outs = flat(x, (rows - 1) * x_pitch + inner, zero), flat(out, (rows - 1) * out_pitch + last, zero)
     size = xs.itemsize
@@ -120,7 +118,7 @@ def _dot_product(
 @compiled
 def _row_product(
     x: int, x_pitch: int, keys: int, start: int, rows: int, inner: int, columns: int, first: int, last: int, out: int,
-    out_pitch: int, lines: int, zero: np.unsignedinteger[Any],
+    out_pitch: int, lines: int, zero: Zero,
 ) -> None:  # fmt: skip
     xs, outs = flat(x, (rows - 1) * x_pitch + inner, zero), flat(out, (rows - 1) * out_pitch + last, zero)
     size = xs.itemsize

@@ -1,25 +1,23 @@
 """Recorded steps on the CPU: one call runs many kernels, without Python in between (Numba, GIL-free).
 
 A step is a row of 64-bit words: the address of its function, then what it takes. Messages are rows, too. Kernels that
-exist are called by a function of the same name here, which reads their arguments from the row; sums, products and
-copies of PyTorch become strided loops over at most `DIMS` dimensions. `KERNELS` says what arguments a kernel takes:
-"r" an address that is read, "k" that of a module's round keys, "w" one that is written (and may be read), "i" a number,
-"z" the type of the elements (a step has 64-bit elements only), "p" a plan (int64) and "f" flags (uint8), which take two
-words: address and length.
+exist (`KERNELS`) are called by functions that are made of their annotations (`kernels.address`): a plan and flags take
+two words, address and length, and the type of elements none, since a step has 64-bit elements only. Sums, products and
+copies of PyTorch become strided loops over at most `DIMS` dimensions.
 """
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import numpy as np
 from numba import carray
 
-from private_llm.kernels.address import WORD, flat
+from private_llm.kernels.address import SIGNED, WORD, flat
 from private_llm.kernels.backends.cpu import (
     aes,
     bits,
-    exponential,
     frames,
     matmul,
     queues,
@@ -38,9 +36,6 @@ Array = np.ndarray[Any, Any]
 Row = Any
 """The words of a step after its function's address."""
 
-_SIGNED = np.int64(0)
-_FLAG = np.uint8(0)
-
 
 STOP, SEND, RECEIVE, TOGETHER = range(4)
 """What stands in place of a function's address: an event for Python; a message, with the number of its connection, the
@@ -52,7 +47,7 @@ if HERE:
     @compiled
     def _message(code: int, link: int, payload: int, count: int, tag: Array) -> bool:
         """Send or receive; False: Python does it."""
-        memory = flat(link, FIELDS, _SIGNED)[KIND] == MEMORY
+        memory = flat(link, FIELDS, SIGNED)[KIND] == MEMORY
         if code == SEND:
             done = queues.send(link, payload, count, tag) if memory else frames.send(link, payload, count, tag)
         else:
@@ -86,7 +81,7 @@ def run(table: int, starts: int, first: int, last: int, links: int, workers: int
     (`frames.py`, `queues.py`) and a team (`team.py`; all by address, 0 for none). Returns the first row that is left
     to Python, or `last`.
     """
-    words, rows = flat(table, 1 << 40, _SIGNED), flat(starts, 1 << 40, _SIGNED)
+    words, rows = flat(table, 1 << 40, SIGNED), flat(starts, 1 << 40, SIGNED)
     for step in range(first, last):
         at = rows[step]
         code = words[at]
@@ -105,191 +100,43 @@ def run(table: int, starts: int, first: int, last: int, links: int, workers: int
 
 
 # -- kernels that exist -------------------------------------------------------------------------------------------
-@CompiledStep
-def transpose_words(row: Row) -> None:
-    """`bits.transpose_words`."""
-    a = carray(row, 6)
-    bits.transpose_words(a[0], a[1], WORD, a[2], a[3], a[4], a[5])
-
-
-@CompiledStep
-def block_monomials(row: Row) -> None:
-    """`bits.block_monomials`."""
-    a = carray(row, 10)
-    bits.block_monomials(a[0], a[1], a[2], flat(a[3], a[4], _SIGNED), a[5], a[6], a[7], a[8], a[9])
-
-
-@CompiledStep
-def block_carries(row: Row) -> None:
-    """`bits.block_carries`."""
-    a = carray(row, 12)
-    plan = flat(a[3], a[4], _SIGNED)
-    bits.block_carries(a[0], a[1], a[2], plan, a[5], a[6], a[7] != 0, a[8], a[9], a[10], a[11])
-
-
-@CompiledStep
-def join_products(row: Row) -> None:
-    """`bits.join_products`."""
-    a = carray(row, 9)
-    bits.join_products(a[0], flat(a[1], a[2], _SIGNED), a[3], a[4], a[5], a[6], a[7], a[8])
-
-
-@CompiledStep
-def join_carries(row: Row) -> None:
-    """`bits.join_carries`."""
-    a = carray(row, 12)
-    plan = flat(a[4], a[5], _SIGNED)
-    bits.join_carries(a[0], a[1], a[2], a[3], plan, a[6], a[7] != 0, a[8], a[9], a[10], a[11])
-
-
-@CompiledStep
-def inject_products(row: Row) -> None:
-    """`bits.inject_products`."""
-    a = carray(row, 10)
-    bits.inject_products(a[0], a[1], a[2], flat(a[3], a[4], _FLAG), a[5], a[6], a[7], WORD, a[8], a[9])
-
-
-@CompiledStep
-def inject_terms(row: Row) -> None:
-    """`bits.inject_terms`."""
-    a = carray(row, 17)
-    bits.inject_terms(
-        a[0], a[1], a[2], a[3], a[4], a[5], flat(a[6], a[7], _FLAG), a[8], a[9], a[10], a[11], a[12] != 0, a[13], a[14],
-        WORD, a[15], a[16],
-    )  # fmt: skip
-
-
-@CompiledStep
-def fields_packed(row: Row) -> None:
-    """`trunc.packed`."""
-    a = carray(row, 6)
-    trunc.packed(a[0], a[1], a[2], WORD, a[3], a[4], a[5])
-
-
-@CompiledStep
-def fields_unpacked(row: Row) -> None:
-    """`trunc.unpacked`."""
-    a = carray(row, 6)
-    trunc.unpacked(a[0], a[1], a[2], WORD, a[3], a[4], a[5])
-
-
-@CompiledStep
-def trunc_helper(row: Row) -> None:
-    """`trunc.helper`."""
-    a = carray(row, 16)
-    trunc.helper(
-        a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], WORD, a[10], a[11], a[12], a[13], a[14], a[15]
-    )
-
-
-@CompiledStep
-def trunc_opened(row: Row) -> None:
-    """`trunc.opened`."""
-    a = carray(row, 11)
-    trunc.opened(a[0], a[1], a[2], a[3], a[4], a[5], a[6], WORD, a[7], a[8], a[9], a[10])
-
-
-@CompiledStep
-def trunc_closed(row: Row) -> None:
-    """`trunc.closed`."""
-    a = carray(row, 12)
-    trunc.closed(a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], WORD, a[8], a[9], a[10], a[11])
-
-
-@CompiledStep
-def dot_product(row: Row) -> None:
-    """`matmul.dot_product`."""
-    a = carray(row, 8)
-    matmul.dot_product(a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], WORD)
-
-
-@CompiledStep
-def row_product(row: Row) -> None:
-    """`matmul.row_product`."""
-    a = carray(row, 8)
-    matmul.row_product(a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], WORD)
-
-
-@CompiledStep
-def exponential_weighed(row: Row) -> None:
-    """`exponential.weighed`."""
-    a = carray(row, 17)
-    digits, near = flat(a[4], a[5], _SIGNED), flat(a[6], a[7], _SIGNED)
-    far, fine = flat(a[8], a[9], _SIGNED), flat(a[10], a[11], _SIGNED)
-    exponential.weighed(a[0], a[1], a[2], a[3], digits, near, far, fine, a[12], a[13], a[14], a[15], a[16])
-
-
-@CompiledStep
-def exponential_placed(row: Row) -> None:
-    """`exponential.placed`."""
-    a = carray(row, 13)
-    digits, coarse, fine = flat(a[3], a[4], _SIGNED), flat(a[5], a[6], _SIGNED), flat(a[7], a[8], _SIGNED)
-    exponential.placed(a[0], a[1], a[2], digits, coarse, fine, a[9], a[10], a[11], a[12])
-
-
-@CompiledStep
-def waves_hidden(row: Row) -> None:
-    """`waves.hidden`."""
-    a = carray(row, 13)
-    plan, sizes, turns = flat(a[2], a[3], _SIGNED), flat(a[4], a[5], _SIGNED), flat(a[6], a[7], _SIGNED)
-    waves.hidden(a[0], a[1], plan.reshape(a[3] // 4, 4), sizes, turns, a[8], a[9], a[10], a[11], a[12])
-
-
-@CompiledStep
-def waves_summed(row: Row) -> None:
-    """`waves.summed`."""
-    a = carray(row, 14)
-    plan, sizes, turns = flat(a[4], a[5], _SIGNED), flat(a[6], a[7], _SIGNED), flat(a[8], a[9], _SIGNED)
-    waves.summed(a[0], a[1], a[2], a[3], plan.reshape(a[5] // 4, 4), sizes, turns, a[10], a[11], a[12], a[13])
-
-
-@CompiledStep
-def waves_wraps(row: Row) -> None:
-    """`waves.wraps`."""
-    a = carray(row, 11)
-    waves.wraps(a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], a[10])
-
-
-@CompiledStep
-def waves_widened(row: Row) -> None:
-    """`waves.widened`."""
-    a = carray(row, 12)
-    waves.widened(a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8] != 0, a[9], a[10], a[11])
-
-
-@CompiledStep
-def drawn_product(row: Row) -> None:
-    """`seeded_matmul.in_register_tiles`."""
-    a = carray(row, 13)
-    seeded_matmul.in_register_tiles(
-        a[0], a[1], a[2], a[3], a[4] != 0, a[5], a[6], a[7], a[8], a[9], a[10], a[11], a[12], WORD
-    )  # fmt: skip
-
-
-KERNELS: dict[Any, tuple[Any, str]] = {
-    bits.transpose_words: (transpose_words, "rizwiii"),
-    bits.block_monomials: (block_monomials, "riipwiiii"),
-    bits.block_carries: (block_carries, "riipriiwiii"),
-    bits.join_products: (join_products, "rpiwiiii"),
-    bits.join_carries: (join_carries, "rrripiiwiii"),
-    bits.inject_products: (inject_products, "rirfwiizii"),
-    bits.inject_terms: (inject_terms, "rirrrifririiwizii"),
-    trunc.packed: (fields_packed, "riizwii"),
-    trunc.unpacked: (fields_unpacked, "riizwii"),
-    trunc.helper: (trunc_helper, "rrrrrrriiizwwwwii"),
-    trunc.opened: (trunc_opened, "rrrriiizwwii"),
-    trunc.closed: (trunc_closed, "rrrrriiizwwii"),
-    exponential.weighed: (exponential_weighed, "rrrippppiiwii"),
-    exponential.placed: (exponential_placed, "rripppiwii"),
-    waves.hidden: (waves_hidden, "ripppriwii"),
-    waves.summed: (waves_summed, "rriipppiwii"),
-    waves.wraps: (waves_wraps, "rriiiiriwii"),
-    waves.widened: (waves_widened, "rrriiiiiiwii"),
-    matmul.dot_product: (dot_product, "rrwiiiiiz"),
-    matmul.row_product: (row_product, "rrwiiiiiz"),
+_TAKEN = {
+    "Zero": (0, "WORD"),
+    "bool": (1, "a[{0}] != 0"),
+    "Plan": (2, "flat(a[{0}], a[{1}], SIGNED)"),
+    "Table": (2, "flat(a[{0}], a[{1}], SIGNED).reshape(a[{1}] // 4, 4)"),
+    "Flags": (2, "flat(a[{0}], a[{1}], FLAG)"),
 }
-if aes.usable():  # elsewhere it cannot be compiled
-    KERNELS[seeded_matmul.in_register_tiles] = drawn_product, "rikiiiiiiiwiwz"
+"""Words of a row that an argument takes, by its annotation, and how it is made of them; others are the word itself."""
+
+
+def _step(kernel: Any) -> tuple[CompiledStep, tuple[str, ...]]:  # noqa: ANN401 - Numba ships no types
+    """A function that calls a kernel with arguments of a row, and the annotations of these arguments."""
+    kinds = tuple(str(each.annotation) for each in inspect.signature(kernel.py_func).parameters.values())
+    given, at = [], 0
+    for kind in kinds:
+        size, text = _TAKEN.get(kind, (1, "a[{0}]"))
+        given.append(text.format(at, at + 1))
+        at += size
+    name = f"{kernel.__module__.rpartition('.')[2]}_{kernel.__name__}"
+    text = f"def {name}(row):\n    a = carray(row, {at})\n    kernel({', '.join(given)})\n"
+    made = {"__name__": __name__, "kernel": kernel, "carray": carray, "flat": flat}
+    made |= {"WORD": WORD, "SIGNED": SIGNED, "FLAG": np.uint8(0)}
+    exec(compile(text, __file__, "exec"), made)  # of names in this package alone
+    return CompiledStep(made[name]), kinds
+
+
+KERNELS = {
+    kernel: _step(kernel)
+    for kernel in (
+        bits.transpose_bits, bits.block_monomials, bits.block_carries, bits.join_products, bits.join_carries,
+        bits.inject_products, bits.inject_terms, trunc.pack_fields, trunc.unpack_fields, trunc.trunc_helper,
+        trunc.trunc_open, trunc.trunc_close, waves.weighed, waves.placed, waves.hidden, waves.summed, waves.wraps,
+        waves.widened, matmul.dot_product, matmul.row_product,
+        *(seeded_matmul.in_register_tiles,) * aes.usable(),  # elsewhere it cannot be compiled
+    )
+}  # fmt: skip
+"""Their steps, and what they take."""
 
 
 # -- what PyTorch does ------------------------------------------------------------------------------------------------
@@ -356,7 +203,7 @@ def _apart(
     operation: int, factor: int, count: int, out: int, so: int, x: int, sx: int, y: int, sy: int
 ) -> None:  # fmt: skip
     """A line with gaps."""
-    outs, xs, ys = flat(out, 1 << 40, _SIGNED), flat(x, 1 << 40, _SIGNED), flat(y, 1 << 40, _SIGNED)
+    outs, xs, ys = flat(out, 1 << 40, SIGNED), flat(x, 1 << 40, SIGNED), flat(y, 1 << 40, SIGNED)
     times = 1 if operation == ADD else -1 if operation == SUB else factor
     for m in range(count):
         one, other = xs[m * sx], ys[m * sy]
@@ -378,11 +225,11 @@ def _line(
 ) -> None:  # fmt: skip
     """One line of `combine`: addresses and strides."""
     if so == 1 and sx == 1 and sy == 1:
-        _dense(operation, factor, flat(out, count, _SIGNED), flat(x, count, _SIGNED), flat(y, count, _SIGNED))
+        _dense(operation, factor, flat(out, count, SIGNED), flat(x, count, SIGNED), flat(y, count, SIGNED))
     elif so == 1 and sx == 1 and sy == 0:
-        _with_one(operation, factor, flat(out, count, _SIGNED), flat(x, count, _SIGNED), flat(y, 1, _SIGNED)[0])
+        _with_one(operation, factor, flat(out, count, SIGNED), flat(x, count, SIGNED), flat(y, 1, SIGNED)[0])
     elif so == 1 and sx == 0 and sy == 1 and operation == SUB:
-        _from_one(flat(out, count, _SIGNED), flat(x, 1, _SIGNED)[0], flat(y, count, _SIGNED))
+        _from_one(flat(out, count, SIGNED), flat(x, 1, SIGNED)[0], flat(y, count, SIGNED))
     else:
         _apart(operation, factor, count, out, so, x, sx, y, sy)
 
@@ -411,14 +258,14 @@ def _copied(out: Array, x: Array) -> None:
 def copy(row: Row) -> None:
     """out = x. The row: sizes of 4 dimensions, then address and 4 strides of out and x in elements."""
     a = carray(row, 14)
-    out, x = flat(a[4], 1 << 40, _SIGNED), flat(a[9], 1 << 40, _SIGNED)
+    out, x = flat(a[4], 1 << 40, SIGNED), flat(a[9], 1 << 40, SIGNED)
     for i in range(a[0]):
         for j in range(a[1]):
             for k in range(a[2]):
                 to = i * a[5] + j * a[6] + k * a[7]
                 at = i * a[10] + j * a[11] + k * a[12]
                 if a[8] == 1 and a[13] == 1:
-                    _copied(flat(a[4] + 8 * to, a[3], _SIGNED), flat(a[9] + 8 * at, a[3], _SIGNED))
+                    _copied(flat(a[4] + 8 * to, a[3], SIGNED), flat(a[9] + 8 * at, a[3], SIGNED))
                 else:
                     for m in range(a[3]):
                         out[to + m * a[8]] = x[at + m * a[13]]
@@ -437,14 +284,14 @@ def _summed(x: Array) -> int:
 def sum_last(row: Row) -> None:
     """out [n0, n1, n2] = the sum of x [n0, n1, n2, n3] over its last dimension; the row as that of `copy`."""
     a = carray(row, 14)
-    out, x = flat(a[4], 1 << 40, _SIGNED), flat(a[9], 1 << 40, _SIGNED)
+    out, x = flat(a[4], 1 << 40, SIGNED), flat(a[9], 1 << 40, SIGNED)
     for i in range(a[0]):
         for j in range(a[1]):
             for k in range(a[2]):
                 at = i * a[10] + j * a[11] + k * a[12]
                 total = np.int64(0)
                 if a[13] == 1:
-                    total = _summed(flat(a[9] + 8 * at, a[3], _SIGNED))
+                    total = _summed(flat(a[9] + 8 * at, a[3], SIGNED))
                 else:
                     for m in range(a[3]):
                         total += x[at + m * a[13]]
@@ -455,7 +302,7 @@ def sum_last(row: Row) -> None:
 def gather(row: Row) -> None:
     """out [n] = x [places], 0 where a place is negative. The row: n, out, x, places (addresses)."""
     a = carray(row, 4)
-    out, x, places = flat(a[1], a[0], _SIGNED), flat(a[2], 1 << 40, _SIGNED), flat(a[3], a[0], _SIGNED)
+    out, x, places = flat(a[1], a[0], SIGNED), flat(a[2], 1 << 40, SIGNED), flat(a[3], a[0], SIGNED)
     for m in range(a[0]):
         at = places[m]
         out[m] = x[at] if at >= 0 else 0

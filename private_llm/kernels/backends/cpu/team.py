@@ -10,12 +10,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from private_llm.kernels.address import flat
+from private_llm.kernels.address import SIGNED, flat
 from private_llm.kernels.compiling import compiled
 
 _LINE = 8
@@ -34,7 +33,6 @@ _LEFT = (1 << _BITS) - 1
 _TRIES = 3000
 """How often somebody who waits looks before sleeping: some 10 us. To sleep and to be woken takes 30 and more."""
 
-_SIGNED = np.int64(0)
 _WORD = ir.IntType(64)
 
 _write = types.ExternalFunction("write", types.intp(types.intc, types.uintp, types.uintp))
@@ -122,7 +120,7 @@ def _replaced(typing_context, address, before, after):  # type: ignore[no-untype
 @compiled
 def _raise(counter: int, scratch: int) -> None:
     """Wake who sleeps at a counter."""
-    flat(scratch, 1, _SIGNED)[0] = 1
+    flat(scratch, 1, SIGNED)[0] = 1
     _write(counter, scratch, 8)
 
 
@@ -138,7 +136,7 @@ def piece(row: int, number: int) -> None:
     """Compute a piece of the row at an address: pieces, where each begins (in words), and after it their steps, how
     many, and for each how many words, its function and what it takes.
     """
-    words = flat(row, 1 << 40, _SIGNED)
+    words = flat(row, 1 << 40, SIGNED)
     at = words[1 + number]
     count = words[at]
     at += 1
@@ -155,10 +153,10 @@ def _taken(team: int) -> bool:
         # as long as this piece is not taken, nobody posts another row
         row = _load(team + 8 * ROW)
         if _replaced(team + 8 * STATE, state, state - 1):
-            pieces = flat(row, 1, _SIGNED)[0]
+            pieces = flat(row, 1, SIGNED)[0]
             piece(row, (state & _LEFT) - 1)
             if _raised(team + 8 * FINISHED) == pieces and _exchange(team + 8 * WAITING, 0):
-                words = flat(team, WORKERS, _SIGNED)
+                words = flat(team, WORKERS, SIGNED)
                 _raise(words[DONE], team + 8 * (WAITING + SCRATCH))
             return True
         state = _load(team + 8 * STATE)
@@ -168,15 +166,15 @@ def _taken(team: int) -> bool:
 @compiled
 def alone(row: int) -> None:
     """Compute all pieces of the row at an address, one after the other."""
-    for number in range(flat(row, 1, _SIGNED)[0]):
+    for number in range(flat(row, 1, SIGNED)[0]):
         piece(row, number)
 
 
 @compiled
 def together(team: int, row: int) -> None:
     """Compute all pieces of the row at an address with the team at another; on Linux only."""
-    pieces = flat(row, 1, _SIGNED)[0]
-    words = flat(team, WORKERS + 1, _SIGNED)
+    pieces = flat(row, 1, SIGNED)[0]
+    words = flat(team, WORKERS + 1, SIGNED)
     posted = _load(team + 8 * STATE) >> _BITS
     _exchange(team + 8 * ROW, row)
     _exchange(team + 8 * FINISHED, 0)
@@ -184,7 +182,7 @@ def together(team: int, row: int) -> None:
     for number in range(min(pieces - 1, words[WORKERS])):
         worker = _worker(team, number)
         if _exchange(worker + 8 * ASLEEP, 0):
-            _raise(flat(worker, _LINE, _SIGNED)[WAKE], team + 8 * (DONE + SCRATCH))
+            _raise(flat(worker, _LINE, SIGNED)[WAKE], team + 8 * (DONE + SCRATCH))
     while _taken(team):
         pass
     for _ in range(_TRIES):
@@ -204,7 +202,7 @@ def together(team: int, row: int) -> None:
 def serve(team: int, number: int) -> None:
     """Take pieces, as long as the process lives."""
     worker = _worker(team, number)
-    own = flat(worker, _LINE, _SIGNED)
+    own = flat(worker, _LINE, SIGNED)
     while True:
         if _taken(team):
             continue

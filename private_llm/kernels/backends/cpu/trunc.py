@@ -13,11 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from private_llm.kernels.address import WORD, flat
+from private_llm.kernels.address import WORD, Read, Written, Zero, flat
 from private_llm.kernels.compiling import compiled
 
 Array = np.ndarray[Any, Any]
-Zero = np.unsignedinteger[Any]
 
 BLOCK = 512
 
@@ -86,7 +85,7 @@ def clear(words: Array, n: int, f: int, begin: int, end: int) -> None:
 
 
 @compiled
-def packed(values: int, f: int, n: int, zero: Zero, words: int, begin: int, end: int) -> None:
+def pack_fields(values: Read, f: int, n: int, zero: Zero, words: Written, begin: int, end: int) -> None:
     """The lowest f bits of n elements as packed fields."""
     source, made = flat(values, n, zero), flat(words, (n * f + 63) // 64, WORD)
     kind = source.dtype.type
@@ -101,8 +100,8 @@ def packed(values: int, f: int, n: int, zero: Zero, words: int, begin: int, end:
 
 
 @compiled
-def unpacked(words: int, f: int, n: int, zero: Zero, values: int, begin: int, end: int) -> None:
-    """The inverse of `packed`: elements below 2^f."""
+def unpack_fields(words: Read, f: int, n: int, zero: Zero, values: Written, begin: int, end: int) -> None:
+    """The inverse of `pack_fields`: elements below 2^f."""
     made, source = flat(values, n, zero), flat(words, (n * f + 63) // 64, WORD)
     for start in range(begin, end, BLOCK):
         count = min(BLOCK, n - start)
@@ -110,9 +109,9 @@ def unpacked(words: int, f: int, n: int, zero: Zero, values: int, begin: int, en
 
 
 @compiled
-def helper(
-    error: int, g1: int, g2: int, z1: int, rho1: int, zeta1: int, zeta2: int, f: int, width: int, n: int, zero: Zero,
-    a1: int, a2: int, z2: int, rho2: int, begin: int, end: int,
+def trunc_helper(
+    error: Read, g1: Read, g2: Read, z1: Read, rho1: Read, zeta1: Read, zeta2: Read, f: int, width: int, n: int,
+    zero: Zero, a1: Written, a2: Written, z2: Written, rho2: Written, begin: int, end: int,
 ) -> None:  # fmt: skip
     """Party 0: R = error + g1 + g2; z2 = (R >> f) - z1; rho2 = msb(R) - rho1 mod 2^width; masks a1, a2."""
     errors, first, second, mask1 = flat(error, n, zero), flat(g1, n, zero), flat(g2, n, zero), flat(z1, n, zero)
@@ -153,9 +152,9 @@ def helper(
 
 
 @compiled
-def opened(
-    mine: int, theirs: int, rho: int, zeta: int, f: int, width: int, n: int, zero: Zero, w: int, packed: int,
-    begin: int, end: int,
+def trunc_open(
+    mine: Read, theirs: Read, rho: Read, zeta: Read, f: int, width: int, n: int, zero: Zero, w: Written,
+    packed: Written, begin: int, end: int,
 ) -> None:  # fmt: skip
     """Evaluator: w = mine + theirs + 2^(bits-2); packed = (1 - msb(w)) * rho + zeta mod 2^width, to be exchanged."""
     first, second, out = flat(mine, n, zero), flat(theirs, n, zero), flat(w, n, zero)
@@ -183,9 +182,9 @@ def opened(
 
 
 @compiled
-def closed(
-    w: int, mine: int, theirs: int, z: int, zeta: int, f: int, width: int, n: int, zero: Zero, half: int, own: int,
-    begin: int, end: int,
+def trunc_close(
+    w: Read, mine: Read, theirs: Read, z: Read, zeta: Read, f: int, width: int, n: int, zero: Zero, half: Written,
+    own: Written, begin: int, end: int,
 ) -> None:  # fmt: skip
     """Evaluator: own = z + zeta 2^(bits-f); half = (w >> f) + (mine + theirs) 2^(bits-f) - 2^(bits-2-f) - own."""
     values, masks, halves, owns = flat(w, n, zero), flat(z, n, zero), flat(half, n, zero), flat(own, n, zero)
@@ -210,3 +209,106 @@ def closed(
             a = kind(mask_b[j] + (kind(z_f[j]) << up))
             own_b[j] = a
             half_b[j] = (value_b[j] >> down) + kind(kind(m_f[j] + t_f[j]) << up) - offset - a
+
+
+# -- a checked truncation (`kernels.checks`) ------------------------------------------------------------------------
+@compiled
+def told(
+    w: Read, t1: Read, t2: Read, t3: Read, half: Read, own: Read, f: int, n: int, zero: Zero, u: Written, high: Written,
+    beta: Written, value: Written,
+) -> None:  # fmt: skip
+    """u = t1 + t3 2^(bits-f); high = (~w >> f) - t1; beta = 1 - msb(w) - t2 mod 2^f; value = half + own + u."""
+    opened, masks, halves, owns = flat(w, n, zero), flat(t1, n, zero), flat(half, n, zero), flat(own, n, zero)
+    masks_out, highs, values = flat(u, n, zero), flat(high, n, zero), flat(value, n, zero)
+    words = (n * f + 63) // 64
+    second, third, packed = flat(t2, words, WORD), flat(t3, words, WORD), flat(beta, words, WORD)
+    kind = opened.dtype.type
+    mask = kind((1 << f) - 1)
+    bits = opened.itemsize * 8
+    up, down, top = kind(bits - f), kind(f), kind(bits - 1)
+    t_f = np.empty(BLOCK, dtype=kind)
+    s_f = np.empty(BLOCK, dtype=kind)
+    for start in range(0, n, BLOCK):
+        count = min(BLOCK, n - start)
+        unpack(second, start, count, f, t_f)
+        unpack(third, start, count, f, s_f)
+        for j in range(count):
+            i = start + j
+            turned = kind(~opened[i])
+            t_f[j] = kind((turned >> top) - t_f[j]) & mask
+            highs[i] = kind((turned >> down) - masks[i])
+            made = kind(masks[i] + kind(s_f[j] << up))
+            masks_out[i] = made
+            values[i] = halves[i] + owns[i] + made
+        pack(t_f, start, count, f, packed)
+
+
+@compiled
+def piece(
+    e: Read, g1: Read, g2: Read, t1: Read, t2: Read, t3: Read, f: int, n: int, zero: Zero, fields: Written, u: Written,
+) -> None:  # fmt: skip
+    """fields = msb(e + g1 + g2) t2 + t3 mod 2^f; u = t1 + t3 2^(bits-f)."""
+    error, one, two = flat(e, n, zero), flat(g1, n, zero), flat(g2, n, zero)
+    masks, masks_out = flat(t1, n, zero), flat(u, n, zero)
+    words = (n * f + 63) // 64
+    second, third, packed = flat(t2, words, WORD), flat(t3, words, WORD), flat(fields, words, WORD)
+    kind = one.dtype.type
+    mask = kind((1 << f) - 1)
+    bits = one.itemsize * 8
+    up, top = kind(bits - f), kind(bits - 1)
+    t_f = np.empty(BLOCK, dtype=kind)
+    s_f = np.empty(BLOCK, dtype=kind)
+    for start in range(0, n, BLOCK):
+        count = min(BLOCK, n - start)
+        unpack(second, start, count, f, t_f)
+        unpack(third, start, count, f, s_f)
+        for j in range(count):
+            i = start + j
+            masks_out[i] = masks[i] + kind(s_f[j] << up)
+            r = kind(error[i] + one[i] + two[i])
+            t_f[j] = kind((r >> top) * t_f[j] + s_f[j]) & mask
+        pack(t_f, start, count, f, packed)
+
+
+@compiled
+def part(
+    r: Read, beta: Read, theirs: Read, high: Read, a1: Read, a2: Read, f: int, n: int, zero: Zero, made: Written,
+    value: Written,
+) -> None:  # fmt: skip
+    """made = (~r >> f) + (msb(r) beta + theirs) 2^(bits-f) - 2^(bits-2-f) - high; value = made + a1 + a2."""
+    masked, highs, first, second = flat(r, n, zero), flat(high, n, zero), flat(a1, n, zero), flat(a2, n, zero)
+    parts, values = flat(made, n, zero), flat(value, n, zero)
+    words = (n * f + 63) // 64
+    known, told_fields = flat(beta, words, WORD), flat(theirs, words, WORD)
+    kind = masked.dtype.type
+    bits = masked.itemsize * 8
+    up, down, top = kind(bits - f), kind(f), kind(bits - 1)
+    offset = kind(1) << kind(bits - 2 - f)
+    b_f = np.empty(BLOCK, dtype=kind)
+    t_f = np.empty(BLOCK, dtype=kind)
+    for start in range(0, n, BLOCK):
+        count = min(BLOCK, n - start)
+        unpack(known, start, count, f, b_f)
+        unpack(told_fields, start, count, f, t_f)
+        for j in range(count):
+            i = start + j
+            field = kind((masked[i] >> top) * b_f[j] + t_f[j])
+            turned = kind(~masked[i])
+            own = kind((turned >> down) + kind(field << up) - offset - highs[i])
+            parts[i] = own
+            values[i] = own + first[i] + second[i]
+
+
+@compiled
+def opening(
+    first: Read, second: Read, e: Read, g1: Read, g2: Read, n: int, zero: Zero, r: Written, value: Written,
+) -> None:  # fmt: skip
+    """r = e + g1 + g2; value = first + second + r + 2^(bits-2)."""
+    x, y, a, b, c = flat(first, n, zero), flat(second, n, zero), flat(e, n, zero), flat(g1, n, zero), flat(g2, n, zero)
+    sums, values = flat(r, n, zero), flat(value, n, zero)
+    kind = sums.dtype.type
+    offset = kind(1) << kind(sums.itemsize * 8 - 2)
+    for i in range(n):
+        total = kind(a[i] + b[i] + c[i])
+        sums[i] = total
+        values[i] = x[i] + y[i] + total + offset

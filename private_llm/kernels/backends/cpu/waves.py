@@ -1,24 +1,18 @@
-"""The parties' local parts of a sum of waves (`protocols/trio/party.py`), each in one pass (Numba, GIL-free).
+"""The parties' local parts of sums of waves and of exponentials (`protocols/trio/party.py`), each in one pass (Numba).
 
-Operands are addresses of n 64-bit elements and of packed fields (`trunc`): those of a sum's secrets lie one row after
-the other, cosine and sine of each wave. `plan` is `Waves.table`, `sizes` is `Waves.sizes`, `turns` the four rows of
-`protocols.one_step.turns`, one after the other. A call works on elements begin .. end - 1: whole blocks, or up to the
-last.
+Of sums of waves, operands are addresses of n 64-bit elements and of packed fields (`trunc`): those of a sum's secrets
+lie one row after the other, cosine and sine of each wave. `plan` is `Waves.table`, `sizes` is `Waves.sizes`, `turns`
+the four rows of `protocols.one_step.turns`, one after the other. A call works on elements begin .. end - 1: whole blocks,
+or up to the last.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
-from private_llm.kernels.address import WORD, flat
+from private_llm.kernels.address import SIGNED, WORD, Array, Plan, Read, Table, Written, flat
 from private_llm.kernels.backends.cpu.trunc import BLOCK, clear, pack, unpack
 from private_llm.kernels.compiling import compiled
-
-Array = np.ndarray[Any, Any]
-
-_SIGNED = np.int64(0)
 
 
 @compiled
@@ -50,11 +44,11 @@ def _turn_on(first: Array, sizes: Array, waves: Array) -> None:
 
 @compiled
 def hidden(
-    mask: int, n: int, plan: Array, sizes: Array, turns: Array, drawn: int, words: int, message: int, begin: int,
+    mask: Read, n: int, plan: Table, sizes: Plan, turns: Plan, drawn: Read, words: int, message: Written, begin: int,
     end: int,
 ) -> None:  # fmt: skip
     """message = the secret numbers of masks [n] less the fields of `drawn`, both of so many words."""
-    masks = flat(mask, n, _SIGNED)
+    masks = flat(mask, n, SIGNED)
     source, made = flat(drawn, words, WORD), flat(message, words, WORD)
     row_at = 0
     for row in range(len(plan)):
@@ -85,11 +79,11 @@ def hidden(
 
 @compiled
 def summed(
-    masked: int, shares: int, words: int, n: int, plan: Array, sizes: Array, turns: Array, more: int, piece: int,
+    masked: Read, shares: Read, words: int, n: int, plan: Table, sizes: Plan, turns: Plan, more: int, piece: Written,
     begin: int, end: int,
 ) -> None:  # fmt: skip
     """piece [n] = `more` and an evaluator's share of the sum: its secret numbers times their public factors."""
-    values, source, out = flat(masked, n, _SIGNED), flat(shares, words, WORD), flat(piece, n, _SIGNED)
+    values, source, out = flat(masked, n, SIGNED), flat(shares, words, WORD), flat(piece, n, SIGNED)
     waves, total = np.zeros((4, BLOCK), np.int64), np.empty(BLOCK, np.int64)
     cosines, sines, first = np.empty(BLOCK, np.int64), np.empty(BLOCK, np.int64), np.empty(BLOCK, np.int64)
     bits = sizes[3]
@@ -117,9 +111,9 @@ def summed(
 
 @compiled
 def wraps(
-    g1: int, g2: int, n: int, shift: int, narrow: int, width: int, drawn: int, words: int, message: int,
+    g1: Read, g2: Read, n: int, shift: int, narrow: int, width: int, drawn: Read, words: int, message: Written,
     begin: int, end: int,
-) -> None:  # fmt: skip  # fmt: skip
+) -> None:  # fmt: skip
     """message = shares of what the masks wrap by, [2 n] fields of `width` bits, less the fields of `drawn`.
 
     g1 and g2 are masks modulo 2^(shift + narrow); h = (g1 >> shift) + (g2 >> shift) of which the upper bit counts, and
@@ -147,8 +141,8 @@ def wraps(
 
 @compiled
 def widened(
-    opened: int, g: int, shares: int, words: int, n: int, shift: int, narrow: int, width: int, first: bool, piece: int,
-    begin: int, end: int,
+    opened: Read, g: Read, shares: Read, words: int, n: int, shift: int, narrow: int, width: int, first: bool,
+    piece: Written, begin: int, end: int,
 ) -> None:  # fmt: skip
     """piece [n] -= an evaluator's share of the narrow value that `opened` [n] is masked.
 
@@ -172,3 +166,55 @@ def widened(
             if first:
                 value += m - half
             out[start + j] -= value
+
+
+# -- exponentials: words of bits, four rows [4, n]; `digits` is `Digits`, tables have an entry for each half -----------
+@compiled
+def _flag(words: Array, place: int) -> int:
+    """One bit."""
+    return int((words[place >> 6] >> (place & 63)) & 1)
+
+
+@compiled
+def _cut(value: int, digits: Array) -> tuple[int, int, int]:
+    """Which sixteen (0 or 1), the upper and the lower half of the rest; digits: bits dropped, of the rest, of the lower
+    half.
+    """
+    low = value >> digits[0]
+    rest = low & ((1 << digits[1]) - 1)
+    return (low >> digits[1]) & 1, rest >> digits[2], rest & ((1 << digits[2]) - 1)
+
+
+@compiled
+def weighed(
+    masked: Read, keep: Read, shares: Read, n: int, digits: Plan, near: Plan, far: Plan, fine: Plan, near_bits: int,
+    far_bits: int, piece: Written, begin: int, end: int,
+) -> None:  # fmt: skip
+    """piece [n] = an evaluator's additive share: one of its shares [4, n] of each digit, times that digit's factor.
+
+    The first of a digit's two rows counts where the bit of `keep` is set. A factor is an entry of `near` (where the
+    mask's digit is the same) or `far`, times one of `fine`, without so many bits, rounded.
+    """
+    x, bits, rows = flat(masked, n, SIGNED), flat(keep, (n + 63) // 64, SIGNED), flat(shares, 4 * n, SIGNED)
+    out = flat(piece, n, SIGNED)
+    for m in range(begin, end):
+        digit, upper, lower = _cut(x[m], digits)
+        same = (near[upper] * fine[lower] + (1 << (near_bits - 1))) >> near_bits
+        other = (far[upper] * fine[lower] + (1 << (far_bits - 1))) >> far_bits
+        row = 1 - _flag(bits, m)
+        first, second = rows[row * n + m], rows[(2 + row) * n + m]
+        out[m] = other * first + same * second if digit else same * first + other * second
+
+
+@compiled
+def placed(
+    mask: Read, kept: Read, n: int, digits: Plan, coarse: Plan, fine: Plan, shift: int, message: Written, begin: int,
+    end: int,
+) -> None:  # fmt: skip
+    """Add party 0's number of each mask [n] to its place of `message` [4, n]: row 2 digit + bit of `kept`."""
+    x, bits = flat(mask, n, SIGNED), flat(kept, (n + 63) // 64, SIGNED)
+    rows = flat(message, 4 * n, SIGNED)
+    for m in range(begin, end):
+        digit, upper, lower = _cut(x[m], digits)
+        row = 2 * digit + _flag(bits, m)
+        rows[row * n + m] += (coarse[upper] * fine[lower] + (1 << (shift - 1))) >> shift

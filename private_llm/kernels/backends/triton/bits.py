@@ -218,7 +218,7 @@ def _ints(sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 def transpose_bits(x: Tensor, rows: int, out: Tensor) -> None:
-    """See `reference.transpose_bits`; out [rows, ceil(n/64)]."""
+    """See `ops.transpose_bits`; out [rows, ceil(n/64)]."""
     words = out.shape[1]
     grid = (triton.cdiv(words, TRANSPOSED), triton.cdiv(rows, ROWS))
     transpose_kernel[grid](x, out, x.numel(), words, rows, BR=ROWS, BW=TRANSPOSED)
@@ -230,12 +230,12 @@ def _row_products(x: Tensor, factors: Tensor, out: Tensor) -> None:
 
 
 def block_monomials(s: Tensor, low: int, blocks: Sequence[int], out: Tensor) -> None:
-    """See `reference.block_monomials`."""
+    """See `ops.block_monomials`."""
     _row_products(s, _table(tables.monomial_factors, low, _ints(blocks), s.device), out)
 
 
 def block_carries(m: Tensor, low: int, blocks: Sequence[int], mono: Tensor, first: bool, out: Tensor) -> None:
-    """See `reference.block_carries`."""
+    """See `ops.block_carries`."""
     words, count = m.shape[1], len(blocks)
     rows = _table(tables.block_rows, low, _ints(blocks), m.device)
     grid = (triton.cdiv(words, WORDS), count)
@@ -243,14 +243,14 @@ def block_carries(m: Tensor, low: int, blocks: Sequence[int], mono: Tensor, firs
 
 
 def join_products(lam: Tensor, groups: Sequence[int], count: int, out: Tensor) -> None:
-    """See `reference.join_products`."""
+    """See `ops.join_products`."""
     _row_products(lam, _table(tables.product_factors, _ints(groups), count, lam.device), out)
 
 
 def join_carries(
     b: Tensor, lam: Tensor, prod: Tensor, groups: Sequence[int], count: int, first: bool, out: Tensor
 ) -> None:
-    """See `reference.join_carries`."""
+    """See `ops.join_carries`."""
     words, made = b.shape[1], len(groups)
     rows = _table(tables.join_rows, _ints(groups), count, b.device)
     grid = (triton.cdiv(words, WORDS), made)
@@ -258,7 +258,7 @@ def join_carries(
 
 
 def inject_products(bits: Tensor, lam: Tensor, weighted: Sequence[bool], out: Tensor) -> None:
-    """See `reference.inject_products`."""
+    """See `ops.inject_products`."""
     n = out.shape[1]
     extra = _extra(tuple(bool(used) for used in weighted), out.device)
     inject_products_kernel[(triton.cdiv(n, ELEMENTS), bits.shape[0])](
@@ -270,7 +270,7 @@ def inject_terms(
     bits: Tensor, m: Tensor, mine: Tensor, shares: Tensor, weighted: Sequence[bool], w: Tensor, c: Tensor,
     first: bool, out: Tensor,
 ) -> None:  # fmt: skip
-    """See `reference.inject_terms`."""
+    """See `ops.inject_terms`."""
     n, rows = out.numel(), bits.shape[0]
     extra = _extra(tuple(bool(used) for used in weighted), out.device)
     inject_terms_kernel[(triton.cdiv(n, ELEMENTS),)](

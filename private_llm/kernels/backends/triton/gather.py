@@ -22,6 +22,6 @@ def gather_kernel(table, index, out, width, BW: tl.constexpr):  # type: ignore[n
 
 
 def gather_rows(table: Tensor, index: Tensor, out: Tensor) -> None:
-    """See `reference.gather_rows`; the numbers were checked."""
+    """See `ops.gather_rows`; the numbers were checked."""
     rows, width = out.shape
     gather_kernel[(rows, triton.cdiv(width, WORDS))](table, index, out, width, BW=WORDS)

@@ -149,27 +149,19 @@ def _in_memory_or_2d(y: Tensor) -> Tensor:
     return y if isinstance(y, SeededTensor) and y.on_gpus and y.dim() == 2 else dense(y)
 
 
-def rows_product(x: Tensor, y: Tensor, rows: Tensor, onto: Tensor | None = None) -> Tensor:
-    """x y[rows]^T for x [M, K], y [N, K], added onto `onto` if given; the numbers were checked, and lie on the GPU."""
-    out = shapes.ring_matmul_rows(x, y, rows).zero_() if onto is None else onto
+def listed_product(x: Tensor, y: Tensor, listed: Tensor, turned: bool, onto: Tensor | None = None) -> Tensor:
+    """`ops.ring_matmul_rows` if `turned`, else `ops.ring_matmul_lines`; the numbers were checked and lie on the GPU."""
+    size = shapes.listed_size("ring_matmul_rows" if turned else "ring_matmul_lines", x, y, listed)
+    out = x.new_zeros(size) if onto is None else onto
     y = dense(y)
     if not (out.numel() and x.shape[1]):
         return out
     if len(x) > MOST:
-        return product(x, y.index_select(0, rows).mT, out)
-    add_product(x.unsqueeze(0), y.mT.unsqueeze(0), out.unsqueeze(0), by_column=rows.contiguous())
-    return out
-
-
-def lines_product(x: Tensor, y: Tensor, lines: Tensor, onto: Tensor | None = None) -> Tensor:
-    """x y[lines] for x [M, R], y [K, N], added onto `onto` if given; the numbers were checked, and lie on the GPU."""
-    out = shapes.ring_matmul_lines(x, y, lines).zero_() if onto is None else onto
-    y = dense(y)
-    if not (out.numel() and x.shape[1]):
-        return out
-    if len(x) > MOST:
-        return product(x, y.index_select(0, lines), out)
-    add_product(x.unsqueeze(0), y.unsqueeze(0), out.unsqueeze(0), by_row=lines.contiguous())
+        found = y.index_select(0, listed)
+        return product(x, found.mT if turned else found, out)
+    y, listed = y.mT if turned else y, listed.contiguous()
+    by_column, by_row = (listed, None) if turned else (None, listed)
+    add_product(x.unsqueeze(0), y.unsqueeze(0), out.unsqueeze(0), by_column, by_row)
     return out
 
 

@@ -88,6 +88,6 @@ def chacha20_kernel(key, counter, offset: tl.int64, out, blocks, BB: tl.constexp
 
 
 def chacha20(key: Tensor, counter: Tensor, offset: int, out: Tensor) -> None:
-    """Overwrite out, whole blocks; see `reference.chacha20`."""
+    """Overwrite out, whole blocks; see `ops.chacha20`."""
     blocks = out.numel() // 16
     chacha20_kernel[(triton.cdiv(blocks, BLOCKS),)](key, counter, offset, out, blocks, BB=BLOCKS, num_warps=WARPS)

@@ -152,22 +152,22 @@ def _grid(n: int) -> tuple[int]:
 
 
 def pack_fields(values: Tensor, f: int, words: Tensor) -> None:
-    """See `reference.pack_fields`; words must be zero."""
+    """See `ops.pack_fields`; words must be zero."""
     if values.numel():
         pack_kernel[_grid(values.numel())](values, words, values.numel(), F=f, BLOCK=BLOCK)
 
 
-def unpack_fields(words: Tensor, count: int, f: int, values: Tensor) -> None:
-    """See `reference.unpack_fields`."""
-    if count:
-        unpack_kernel[_grid(count)](words, values, count, F=f, BLOCK=BLOCK)
+def unpack_fields(words: Tensor, f: int, values: Tensor) -> None:
+    """See `ops.unpack_fields`."""
+    if values.numel():
+        unpack_kernel[_grid(values.numel())](words, values, values.numel(), F=f, BLOCK=BLOCK)
 
 
 def trunc_helper(
     error: Tensor, g1: Tensor, g2: Tensor, z1: Tensor, rho1: Tensor, zeta1: Tensor, zeta2: Tensor, f: int, width: int,
     a1: Tensor, a2: Tensor, z2: Tensor, rho2: Tensor,
 ) -> None:  # fmt: skip
-    """See `reference.trunc_helper`; rho2 must be zero."""
+    """See `ops.trunc_helper`; rho2 must be zero."""
     n = z1.numel()
     if n:
         helper_kernel[_grid(n)](
@@ -179,7 +179,7 @@ def trunc_helper(
 def trunc_open(
     mine: Tensor, theirs: Tensor, rho: Tensor, zeta: Tensor, f: int, width: int, w: Tensor, packed: Tensor
 ) -> None:  # fmt: skip
-    """See `reference.trunc_open`; packed must be zero."""
+    """See `ops.trunc_open`; packed must be zero."""
     n = mine.numel()
     if n:
         sizes = {"F": f, "WIDTH": width, "BITS": w.element_size() * 8, "BLOCK": BLOCK}
@@ -189,7 +189,7 @@ def trunc_open(
 def trunc_close(
     w: Tensor, mine: Tensor, theirs: Tensor, z: Tensor, zeta: Tensor, f: int, width: int, half: Tensor, own: Tensor
 ) -> None:
-    """See `reference.trunc_close`."""
+    """See `ops.trunc_close`."""
     n = w.numel()
     if n:
         sizes = {"F": f, "WIDTH": width, "BITS": w.element_size() * 8, "BLOCK": BLOCK}
