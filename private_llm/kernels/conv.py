@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 from torch import Tensor
+from torch.nn.functional import pad
 
 from private_llm.kernels import matmul, parallel, shapes
 from private_llm.kernels.address import ZERO, Zero, addresses
 from private_llm.kernels.backends.cpu import amx as cpu_amx
 from private_llm.kernels.backends.cpu import conv as cpu_conv
-from private_llm.kernels.backends.cpu import conv_amx as cpu_conv_amx
 from private_llm.kernels.backends.cpu.conv import LANES
 from private_llm.kernels.matmul import RATE
 from private_llm.kernels.shapes import Pair
@@ -35,11 +35,9 @@ def product(
     if stride[1] == 1 and size[3] % LANES and len(x) >= _SIDE_BY_SIDE and (groups == 1 or w.shape[1] > 1):
         _side_by_side(x, w, out, stride[0], padding, dilation, groups)
         return out
-    wide = x
+    (above, beside), wide = padding, x
     if max(padding):
-        wide = x.new_empty((*x.shape[:2], x.shape[2] + 2 * padding[0], x.shape[3] + 2 * padding[1]))
-        sizes = np.array([*x.shape[2:], *padding])
-        cpu_conv.pad(*addresses(x, wide), x.shape[0] * x.shape[1], sizes, ZERO[x.dtype])
+        wide = pad(x, (beside, beside, above, above)).contiguous()
     geometry = _geometry(wide, w, size[2:], stride, dilation)
     images, weights, made = addresses(wide, w, out)
     _Task(images, weights, made, geometry, len(x), groups, len(w), w[0].numel(), ZERO[x.dtype]).spread()
@@ -58,15 +56,15 @@ def _side_by_side(
     x: Tensor, w: Tensor, out: Tensor, down: int, padding: Pair, dilation: Pair, groups: int
 ) -> None:  # fmt: skip
     """out += x * w, as a single image whose rows hold the rows of all images entry by entry."""
-    (images, channels, height, width), zero = x.shape, ZERO[x.dtype]
-    wide = x.new_empty((1, channels, height + 2 * padding[0], (width + 2 * padding[1]) * images))
-    cpu_conv.pad_turned(*addresses(x, wide), images, channels, np.array([height, width, *padding]), zero)
+    (images, _, height, width), (above, beside) = x.shape, padding
+    turned = pad(x.permute(1, 2, 3, 0), (0, 0, beside, beside, above, above))
+    wide = turned.contiguous().view(1, -1, height + 2 * above, (width + 2 * beside) * images)
     _, outputs, rows, columns = out.shape
     made = x.new_zeros((outputs, rows, columns * images))
     geometry = _geometry(wide, w, made.shape[1:], (down, 1), (dilation[0], dilation[1] * images))
     line, weights, sums = addresses(wide, w, made)
-    _Task(line, weights, sums, geometry, 1, groups, outputs, w[0].numel(), zero).spread()
-    cpu_conv.add_turned(*addresses(made, out), images, out[0].numel(), zero)
+    _Task(line, weights, sums, geometry, 1, groups, outputs, w[0].numel(), ZERO[x.dtype]).spread()
+    out.view(images, -1).add_(made.view(-1, images).T)
 
 
 @dataclass(frozen=True)
@@ -92,9 +90,9 @@ class _Task:
         elif cpu_amx.usable() and matmul.tiled(self.outputs // self.groups, self.inner, positions):
             desk = matmul.desk()  # as large as either needs
             if self.zero.itemsize == 4:
-                cpu_conv_amx.product_by_planes(*places, *sizes, desk.address)
+                cpu_conv.product_by_planes(*places, *sizes, desk.address)
             else:
-                cpu_conv_amx.product(*places, *sizes, desk.address, self.zero)
+                cpu_conv.byte_product(*places, *sizes, desk.address, self.zero)
         else:
             cpu_conv.tile_product(*places, *sizes, self.zero)
 

@@ -26,7 +26,7 @@ import numpy as np
 from cryptography.hazmat.primitives.ciphers import Cipher, CipherContext, algorithms, modes
 
 from private_llm.errors import DomainError
-from private_llm.kernels.backends.cpu import aes, aes_fan
+from private_llm.kernels.backends.cpu import aes
 from private_llm.kernels.backends.cpu import comparison_keys as kernels
 from private_llm.kernels.trace_hook import as_array
 from private_llm.ring.prg import Prg, Seed
@@ -55,7 +55,7 @@ class CipherSet:
     def tables(self) -> Array:
         """Of the left and the right side (child, two blocks of words) and of the end: [3, 11, 4, 2], for kernels."""
         sides = [[child, *words] for child, words in zip(self.children, self.values, strict=True)]
-        return aes_fan.tables([[aes.round_keys(key) for key in each] for each in [*sides, self.end]])
+        return aes.tables([[aes.round_keys(key) for key in each] for each in [*sides, self.end]])
 
     def contexts(self, words: int) -> tuple[list[CipherContext], list[list[CipherContext]], list[CipherContext]]:
         """Encryptors of children, of the words of either side, and of the words at the end."""

@@ -9,8 +9,8 @@ import torch
 
 from private_llm.kernels import conv, matmul, ops
 from private_llm.kernels.backends.cpu import amx as cpu_amx
-from private_llm.kernels.backends.cpu import amx_planes
-from private_llm.kernels.backends.cpu import conv_amx as cpu_conv_amx
+from private_llm.kernels.backends.cpu import amx_tiles
+from private_llm.kernels.backends.cpu import conv as cpu_conv
 from private_llm.ring.ring import Ring
 from tests.kernels.cases import RINGS, Case, Draw, conv_cases, expected, operation, run
 from tests.kernels.reference import ring_conv2d
@@ -82,5 +82,5 @@ def test_largest_bytes(ring: Ring, tiles: str) -> None:
 
 def test_scratch_suffices() -> None:
     """Convolutions borrow the scratch memory of matrix products."""
-    planes = 64 + 4 * cpu_conv_amx.BLOCK * (cpu_conv_amx.PANEL + cpu_amx.ROWS_IN_CACHE) + amx_planes.SUMS_BYTES
+    planes = 64 + 4 * cpu_conv.BLOCK * (cpu_conv.PANEL + cpu_amx.ROWS_IN_CACHE) + amx_tiles.SUMS_BYTES
     assert planes <= cpu_amx.DESK_BYTES + cpu_amx.PRODUCT_BYTES

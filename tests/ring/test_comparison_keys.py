@@ -10,7 +10,7 @@ import pytest
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
 from private_llm.errors import DomainError
-from private_llm.kernels.backends.cpu import aes, aes_fan
+from private_llm.kernels.backends.cpu import aes
 from private_llm.ring import comparison_keys
 from private_llm.ring.comparison_keys import EPOCH, Array, Ciphers
 from private_llm.ring.prg import Seed
@@ -81,10 +81,10 @@ def test_both_ways_make_the_same_keys_and_values(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("number", [2, 3])
 def test_the_cipher_is_aes(number: int, wide: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """FIPS 197, appendices A.1 and B, and random keys against the library: keys side by side, or one by one."""
-    if not aes.usable() or (wide and not aes_fan._WIDE):
+    if not aes.usable() or (wide and not aes.WIDE):
         pytest.skip("this processor has no such instructions")
-    monkeypatch.setattr(aes_fan, "_WIDE", wide)
-    encrypt = aes_fan._fan(number)
+    monkeypatch.setattr(aes, "WIDE", wide)
+    encrypt = aes._fan(number)
 
     def call(low: Array, high: Array, table: Array, out: Array) -> None:
         encrypt(low, high, table.ctypes.data, out.ctypes.data)
@@ -97,7 +97,7 @@ def test_the_cipher_is_aes(number: int, wide: bool, monkeypatch: pytest.MonkeyPa
     for text in (bytes.fromhex("3243f6a8885a308d313198a2e0370734"), *(random.bytes(16) for _ in range(8))):
         keys = [example, *(random.bytes(16) for _ in range(number - 1))]
         plain, out = np.frombuffer(text, np.uint64), np.zeros(8, dtype=np.uint64)
-        run(*plain, aes_fan.tables([[aes.round_keys(key) for key in keys]]), out)
+        run(*plain, aes.tables([[aes.round_keys(key) for key in keys]]), out)
         for key, made in zip(keys, out.reshape(4, 2), strict=False):
             want = Cipher(algorithms.AES(key), modes.ECB()).encryptor().update(text)
             assert (made ^ plain).tobytes() == want
@@ -105,15 +105,15 @@ def test_the_cipher_is_aes(number: int, wide: bool, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_child_is_the_same_by_wide_and_narrow_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
-    if not aes_fan._WIDE or not aes.usable():
+    if not aes.WIDE or not aes.usable():
         pytest.skip("this processor has no wide instructions")
     random, found = np.random.default_rng(5), []
-    table = aes_fan.tables([[aes.round_keys(random.bytes(16)) for _ in range(3)]])
+    table = aes.tables([[aes.round_keys(random.bytes(16)) for _ in range(3)]])
     node, fix = words(random, 64, 2, 8)
     node[6] = ~np.uint64(0)
     for wide in (True, False):
-        monkeypatch.setattr(aes_fan, "_WIDE", wide)
-        descend = aes_fan._descent(3)
+        monkeypatch.setattr(aes, "WIDE", wide)
+        descend = aes._descent(3)
 
         def call(node: Array, fix: Array, table: Array, out: Array) -> None:
             descend(node.ctypes.data, fix.ctypes.data, table.ctypes.data, out.ctypes.data)  # noqa: B023 - called below

@@ -1,29 +1,37 @@
-"""AES-128 inside Numba kernels: whether the processor's own instructions (AES-NI) can be used, and round keys.
+"""AES-128 inside Numba kernels, by the processor's own instructions (AES-NI): key streams, and trees of seeds.
 
-For kernels that follow a chain of blocks, where calls of a library for each step would cost more than the cipher
-(`aes_fan`, and below). Where they cannot, OpenSSL's cipher gives the same blocks.
+The key stream is that of counter mode from counter 0 (NIST SP 800-38A, section 6.5), from any byte on: block i is the
+cipher of i as a big-endian number of 16 bytes. Where the processor has them (VAES), an instruction works on four
+blocks; eight of them are under way at a time. One core of a Sapphire Rapids makes 18 to 22 GB/s, OpenSSL 4 there 9.
 
-AES-128 key streams in counter mode inside Numba kernels, from any byte on, by the processor's own instructions.
+A node of a tree of seeds needs one block under several fixed keys at once. Their round keys are interleaved,
+[11, KEYS, 2] (`tables`), so that with VAES one instruction works on the block under all keys.
 
-The stream is that of counter mode from counter 0 (NIST SP 800-38A, section 6.5): block i is the cipher of i as a
-big-endian number of 16 bytes. Where the processor has them (VAES), an instruction works on four blocks; eight of them
-are under way at a time. One core of a Sapphire Rapids makes 18 to 22 GB/s, OpenSSL 4 there 9 GB/s. For processors for
-which `aes.usable()` is true only: elsewhere these functions are never compiled, and OpenSSL gives the same bytes.
+For processors for which `usable()` is true only: elsewhere these functions are never compiled, and OpenSSL's cipher
+gives the same blocks.
 """
 
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable
 from functools import cache
-from typing import Any
 
 import numpy as np
 from llvmlite import binding, ir
 from numba import config, types
-from numba.extending import intrinsic
 
 from private_llm.kernels.address import Array, flat
+from private_llm.kernels.backends.cpu.emitting import (
+    ADDRESS,
+    I32,
+    I64,
+    Function,
+    Value,
+    emitted,
+    known,
+    pointer,
+    shuffled,
+)
 from private_llm.kernels.compiling import compiled
 
 
@@ -69,7 +77,8 @@ def _substitution() -> bytes:
 
 
 _FEATURES = binding.get_host_cpu_features()
-LANES = 4 if _FEATURES.get("vaes", False) and _FEATURES.get("avx512f", False) else 1
+WIDE = bool(_FEATURES.get("vaes", False)) and bool(_FEATURES.get("avx512f", False))
+LANES = 4 if WIDE else 1
 """Blocks in a vector."""
 _UNDER_WAY = 8
 """Vectors that are encrypted side by side: an AES instruction takes several cycles, and one or two start in each."""
@@ -77,56 +86,47 @@ BLOCK = 16
 """Bytes of a block."""
 SPILL = BLOCK * LANES
 """`write_lines` writes fewer bytes than this beyond a line's end."""
-
-_I32 = ir.IntType(32)
-_I64 = ir.IntType(64)
-_KEY = ir.VectorType(_I64, 2)
-_VECTOR = ir.VectorType(_I64, 2 * LANES)
-_UNDEFINED = ir.Constant(_VECTOR, ir.Undefined)
+_BLOCK = ir.VectorType(I64, 2)
 
 
-def _encrypt(vectors: int) -> Callable[..., None]:
+def _round(builder: Value, number: int, blocks: Value, key: Value) -> Value:
+    """Round 1 to 10 of one block, or of four."""
+    kind = blocks.type
+    width = "" if kind == _BLOCK else ".512"
+    step = known(builder, f"llvm.x86.aesni.aesenc{'last' if number == 10 else ''}{width}", kind, kind, kind)
+    return builder.call(step, [blocks, key])
+
+
+# -- key streams ------------------------------------------------------------------------------------------------------
+_VECTOR = ir.VectorType(I64, 2 * LANES)
+
+
+def _encrypt(vectors: int) -> Function:
     """Blocks first .. of the stream under the round keys at an address, as many as `vectors` hold, to memory."""
 
-    @intrinsic
-    def run(typing_context, keys, first, to):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
-        def codegen(context: Any, builder: Any, _: Any, args: Any) -> Any:  # noqa: ANN401
-            table = builder.inttoptr(args[0], _KEY.as_pointer())
+    @emitted(ADDRESS, ADDRESS, ADDRESS)
+    def run(builder: Value, keys: Value, first: Value, to: Value) -> None:
+        table = pointer(builder, keys, _BLOCK)
 
-            def known(name: str, operands: int) -> Any:  # noqa: ANN401
-                kind = ir.FunctionType(_VECTOR, [_VECTOR] * operands)
-                return builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
+        def key(number: int) -> Value:
+            loaded = builder.load(builder.gep(table, [I64(number)]), align=8)
+            return shuffled(builder, [0, 1] * LANES, loaded)
 
-            def spread(value: Any, count: int) -> Any:  # noqa: ANN401
-                """The first `count` lanes of a vector, over and over."""
-                mask = ir.Constant(ir.VectorType(_I32, 2 * LANES), list(range(count)) * (2 * LANES // count))
-                return builder.shuffle_vector(value, ir.Constant(value.type, ir.Undefined), mask)
+        start = builder.insert_element(ir.Constant(_VECTOR, ir.Undefined), first, I32(0))
+        start, odd = shuffled(builder, [0] * 2 * LANES, start), ir.Constant(_VECTOR, [0, -1] * LANES)
+        swap, blocks = known(builder, f"llvm.bswap.v{2 * LANES}i64", _VECTOR, _VECTOR), []
+        for n in range(vectors):  # the counter in the odd lanes, big-endian; the even ones are zero
+            ahead = [extra for lane in range(LANES) for extra in (0, n * LANES + lane)]
+            counter = builder.call(swap, [builder.add(start, ir.Constant(_VECTOR, ahead))])
+            blocks.append(builder.xor(builder.and_(counter, odd), key(0)))
+        for number in range(1, 11):
+            round_key = key(number)
+            blocks = [_round(builder, number, block, round_key) for block in blocks]
+        for n, block in enumerate(blocks):
+            place = builder.add(to, I64(BLOCK * LANES * n))
+            builder.store(block, pointer(builder, place, _VECTOR), align=1)
 
-            def key(number: int) -> Any:  # noqa: ANN401
-                return spread(builder.load(builder.gep(table, [_I64(number)]), align=8), 2)
-
-            start = spread(builder.insert_element(_UNDEFINED, args[1], _I32(0)), 1)
-            odd = ir.Constant(_VECTOR, [0, -1] * LANES)
-            blocks = []
-            for n in range(vectors):  # the counter in the odd lanes, big-endian; the even ones are zero
-                ahead = [extra for lane in range(LANES) for extra in (0, n * LANES + lane)]
-                counter = builder.add(start, ir.Constant(_VECTOR, ahead))
-                swapped = builder.call(known(f"llvm.bswap.v{2 * LANES}i64", 1), [counter])
-                blocks.append(builder.xor(builder.and_(swapped, odd), key(0)))
-            width = {1: "", 4: ".512"}[LANES]
-            for number in range(1, 11):
-                step = known(f"llvm.x86.aesni.aesenc{'last' if number == 10 else ''}{width}", 2)
-                round_key = key(number)
-                blocks = [builder.call(step, [block, round_key]) for block in blocks]
-            for n, block in enumerate(blocks):
-                place = builder.add(args[2], _I64(BLOCK * LANES * n))
-                builder.store(block, builder.inttoptr(place, _VECTOR.as_pointer()), align=1)
-            return context.get_dummy_value()
-
-        return types.void(types.intp, types.intp, types.intp), codegen
-
-    made: Callable[..., None] = run
-    return made
+    return run
 
 
 _many = _encrypt(_UNDER_WAY)
@@ -176,3 +176,85 @@ def write_lines(keys: int, start: int, step: int, lines: int, length: int, to: i
         first = start + i * step
         lead = first & (BLOCK - 1)
         write_blocks(keys, first // BLOCK, to + i * pitch - lead, (lead + length + BLOCK - 1) // BLOCK)
+
+
+# -- trees of seeds ---------------------------------------------------------------------------------------------------
+KEYS = 4
+"""Keys of a table, and blocks that are written for each, whether there are so many or not."""
+LINE = 64
+"""Bytes of so many blocks; addresses that are multiples of it are read fastest."""
+_LINE = ir.VectorType(I64, 2 * KEYS)
+_SEED = range(2)
+_CONTROL = 6
+"""Where a line that is a node has its seed, and all bits of it the control bit; its words are between."""
+
+
+def _encrypted(builder: Value, plain: Value, table: Value, keys: int) -> Value:
+    """The first `keys` blocks of a line, each under its key of the table, plus itself; the others are anything."""
+
+    def rounds(block: Value, offset: int) -> Value:
+        for number in range(11):
+            place = builder.add(table, I64(16 * KEYS * number + offset))
+            key = builder.load(pointer(builder, place, block.type), align=8)
+            block = _round(builder, number, block, key) if number else builder.xor(block, key)
+        return block
+
+    if WIDE:
+        return builder.xor(rounds(plain, 0), plain)
+    blocks = [rounds(shuffled(builder, [0, 1], plain), 16 * key) for key in range(keys)]
+    blocks += [blocks[0]] * (KEYS - keys)
+    halves = [shuffled(builder, range(4), blocks[n], blocks[n + 1]) for n in (0, 2)]
+    return builder.xor(shuffled(builder, range(8), *halves), plain)
+
+
+def _fan(keys: int) -> Function:
+    """The block (low, high) under the first `keys` keys of the table at an address, plus itself, to memory."""
+
+    @emitted(types.uint64, types.uint64, ADDRESS, ADDRESS)
+    def run(builder: Value, low: Value, high: Value, table: Value, to: Value) -> None:
+        plain = builder.insert_element(ir.Constant(_LINE, ir.Undefined), low, I32(0))
+        plain = shuffled(builder, [0, 1] * KEYS, builder.insert_element(plain, high, I32(1)))
+        builder.store(_encrypted(builder, plain, table, keys), pointer(builder, to, _LINE), align=8)
+
+    return run
+
+
+def _descent(keys: int) -> Function:
+    """The child of a node: all are lines at addresses.
+
+    A node: seed (2 words, the lowest bit 0), sum of words (4), control bit in all bits, nothing. fix: what is added if
+    the control bit is set: to the child's seed, whose lowest bit is the child's control bit (2), and to the words (4).
+    """
+
+    @emitted(ADDRESS, ADDRESS, ADDRESS, ADDRESS)
+    def run(builder: Value, node: Value, fix: Value, table: Value, to: Value) -> None:
+        old = builder.load(pointer(builder, node, _LINE), align=8)
+        made = _encrypted(builder, shuffled(builder, [0, 1] * KEYS, old), table, keys)
+        control = shuffled(builder, [_CONTROL] * 2 * KEYS, old)
+        added = builder.and_(builder.load(pointer(builder, fix, _LINE), align=8), control)
+        seed, words = builder.xor(made, added), builder.add(old, builder.add(made, added))
+        bit = builder.and_(builder.extract_element(seed, I32(0)), I64(1))
+        line = shuffled(builder, [n if n in _SEED else n + 2 * KEYS for n in range(2 * KEYS)], seed, words)
+        line = builder.and_(line, ir.Constant(_LINE, [-2, *[-1] * (2 * KEYS - 1)]))
+        line = builder.insert_element(line, builder.neg(bit), I32(_CONTROL))
+        builder.store(line, pointer(builder, to, _LINE), align=8)
+
+    return run
+
+
+encrypt_two, encrypt_three = _fan(2), _fan(3)
+"""(low, high, address of a table, address of a line): the block under two or three keys, each plus the block."""
+descend_two, descend_three = _descent(2), _descent(3)
+"""(address of a node, of a fix, of a table, of the child): as `_descent`, for at most two words and for more."""
+
+
+def tables(groups: list[list[Array]]) -> Array:
+    """For each group of round keys [11, 2], at most KEYS: a table. [groups, 11, KEYS, 2], at a multiple of LINE.
+
+    The last key of a group fills the lanes left.
+    """
+    made = np.stack([np.stack([keys[min(n, len(keys) - 1)] for n in range(KEYS)], 1) for keys in groups])
+    room = np.empty(made.size + LINE // 8, dtype=np.uint64)
+    start = -room.ctypes.data % LINE // 8
+    room[start : start + made.size] = made.reshape(-1)
+    return room[start : start + made.size].reshape(made.shape)

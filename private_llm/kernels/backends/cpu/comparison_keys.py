@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from private_llm.kernels.address import Array, Words1, Words2, Words3, flat
-from private_llm.kernels.backends.cpu.aes_fan import LINE, descend_three, descend_two, encrypt_three, encrypt_two
+from private_llm.kernels.backends.cpu.aes import LINE, descend_three, descend_two, encrypt_three, encrypt_two
 from private_llm.kernels.compiling import compiled
 
 

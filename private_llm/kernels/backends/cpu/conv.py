@@ -5,9 +5,11 @@ counts (channel, window row, window column) and positions run through all images
 over positions are blocked; a tile of windows is copied from the (zero-padded) images straight into the layout that
 the inner product reads, stays in the first-level cache, and meets all rows of the weights. Rows of few columns would
 break such tiles into scattered pieces; there the images of a batch are laid side by side, entry by entry:
-a convolution of B images with rows of n windows is one of a single image with rows of B n windows (`pad_turned`).
+a convolution of B images with rows of n windows is one of a single image with rows of B n windows.
 
-- `tile_product`, on the register tiles of matmul.py; on byte tiles see conv_amx.py;
+- `tile_product`, on the register tiles of matmul.py;
+- `byte_product` of 64 bits, by shifted copies of the weights (amx.py), and `product_by_planes` of 32 bits, by planes of
+  bytes of both (amx_tiles.py): on byte tiles, windows go straight into the tiles of the right operand;
 - `depthwise`, where every channel is a group of its own: no sum over channels, so no windows at all.
 """
 
@@ -17,6 +19,25 @@ import numpy as np
 
 from private_llm.kernels.address import Array, Zero, flat
 from private_llm.kernels.backends.cpu import matmul as cpu_matmul
+from private_llm.kernels.backends.cpu.amx import (
+    BLOCK_BYTES,
+    DESK_BYTES,
+    ROWS_IN_CACHE,
+    begin,
+    end,
+    pack_left,
+    panel,
+    right_bytes,
+)
+from private_llm.kernels.backends.cpu.amx_tiles import (
+    PLANES_BYTES,
+    STEPS,
+    TILE_BYTES,
+    copy_line,
+    pack_rows,
+    planes_panel,
+    split_steps,
+)
 from private_llm.kernels.backends.cpu.tiles import VECTOR_BITS
 from private_llm.kernels.compiling import compiled
 
@@ -25,63 +46,9 @@ LANES = 16
 
 
 @compiled
-def pad(x: int, wide: int, planes: int, sizes: Array, zero: Zero) -> None:
-    """Planes [height, width] with zeros around; sizes are (height, width, above and below, left and right)."""
-    height, width, above, beside = sizes
-    line = width + 2 * beside
-    xs, out = flat(x, planes * height * width, zero), flat(wide, planes * (height + 2 * above) * line, zero)
-    at = 0
-    for plane in range(planes):
-        out[at : at + above * line] = 0
-        at += above * line
-        for r in range(height):
-            out[at : at + beside] = 0
-            start = (plane * height + r) * width
-            for c in range(width):
-                out[at + beside + c] = xs[start + c]
-            out[at + line - beside : at + line] = 0
-            at += line
-        out[at : at + above * line] = 0
-        at += above * line
-
-
-@compiled
-def pad_turned(x: int, wide: int, images: int, planes: int, sizes: Array, zero: Zero) -> None:
-    """The same of several images, whose entries at one place come side by side: [plane, row, column, image]."""
-    height, width, above, beside = sizes
-    line, volume = (width + 2 * beside) * images, planes * height * width
-    area = (height + 2 * above) * line
-    xs, out = flat(x, images * volume, zero), flat(wide, planes * area, zero)
-    out[:] = 0
-    for plane in range(planes):
-        for r in range(height):
-            to = plane * area + (r + above) * line + beside * images
-            start = (plane * height + r) * width
-            for c in range(width):
-                for b in range(images):
-                    out[to + c * images + b] = xs[b * volume + start + c]
-
-
-@compiled
-def add_turned(made: int, out: int, images: int, volume: int, zero: Zero) -> None:
-    """out [image, volume] += made [volume, image]."""
-    sums, outs = flat(made, images * volume, zero), flat(out, images * volume, zero)
-    for b in range(images):
-        for i in range(volume):
-            outs[b * volume + i] += sums[i * images + b]
-
-
-@compiled
 def places(first: int, width: int, geometry: Array, found: Array) -> None:
     """Where the windows of the flat positions first .. first + width - 1 begin in the padded images."""
-    columns, image, volume, line, down, right = (
-        geometry[0],
-        geometry[1],
-        geometry[2],
-        geometry[3],
-        geometry[4],
-        geometry[5],
-    )
+    columns, image, volume, line, down, right, _, _, _, _, _, _, _ = geometry
     found[:] = 0
     for n in range(width):
         batch, rest = (first + n) // image, (first + n) % image
@@ -91,14 +58,7 @@ def places(first: int, width: int, geometry: Array, found: Array) -> None:
 @compiled
 def entries(first: int, steps: int, geometry: Array, found: Array) -> None:
     """Where the entries first .. first + steps - 1 of a window lie, counted from its first one."""
-    line, plane, height, width, gap_h, gap_w = (
-        geometry[3],
-        geometry[6],
-        geometry[7],
-        geometry[8],
-        geometry[9],
-        geometry[10],
-    )
+    _, _, _, line, _, _, plane, height, width, gap_h, gap_w, _, _ = geometry
     for k in range(steps):
         channel, rest = (first + k) // (height * width), (first + k) % (height * width)
         found[k] = channel * plane + rest // width * gap_h * line + rest % width * gap_w
@@ -208,3 +168,128 @@ def depthwise(x: int, w: int, out: int, geometry: Array, positions: int, zero: Z
                 made, found = outs[to : to + columns], sums[r * line :: right]
                 for c in range(columns):
                     made[c] += found[c]
+
+
+# -- on byte tiles ----------------------------------------------------------------------------------------------------
+PANEL = 32
+"""Windows at a time."""
+BLOCK = 6 * STEPS
+"""Entries of windows at a time, in 32 bits: with a panel and 16 rows of weights they fill the first-level cache."""
+_WORD = np.uint32(0)
+
+
+@compiled
+def _byte_windows(
+    x: int, spots: Array, width: int, offsets: Array, steps: int, packed: int, edge: Array,
+    zero: Zero,
+) -> None:  # fmt: skip
+    """Entries of `width` windows as tiles [width / 16][half][steps / 16][16, 16] at `packed`."""
+    size = edge.itemsize
+    run = (steps + LANES - 1) // LANES * TILE_BYTES
+    for first in range(0, width, LANES):
+        to = packed + first // LANES * (size // 4) * run
+        if neighbours(spots, first):
+            start = x + spots[first] * size
+            for k in range(steps):
+                copy_line(start + offsets[k] * size, to + 64 * k, run, zero)
+        else:
+            for k in range(steps):
+                xs = flat(x + offsets[k] * size, 1, zero)
+                for n in range(LANES):
+                    edge[n] = xs[spots[first + n]]
+                copy_line(edge.ctypes.data, to + 64 * k, run, zero)
+
+
+@compiled
+def byte_product(
+    x: int, w: int, out: int, geometry: Array, groups: int, outputs: int, inner: int, positions: int, desk: int,
+    zero: Zero,
+) -> None:  # fmt: skip
+    """The same as `tile_product`; `desk` as for `cpu_amx.product`."""
+    image, made = geometry[1], geometry[11]
+    outs = flat(out, positions * made, zero)
+    size, each = outs.itemsize, outputs // groups
+    block = BLOCK_BYTES // size
+    right = desk + DESK_BYTES
+    left = right + right_bytes(min(inner, block), PANEL, size)
+    spots, offsets = np.empty(PANEL, dtype=np.int64), np.empty(block, dtype=np.int64)
+    line, edge = np.empty(LANES, dtype=outs.dtype), np.empty(ROWS_IN_CACHE * PANEL, dtype=outs.dtype)
+    begin(each, desk)
+    for o in range(0, outputs, each):
+        for m in range(o, o + each, ROWS_IN_CACHE):
+            rows = min(ROWS_IN_CACHE, o + each - m)
+            for k in range(0, inner, block):
+                steps = min(block, inner - k)
+                pack_left(w + (m * inner + k) * size, inner * size, rows, steps, left, desk, zero)
+                entries(k, steps, geometry, offsets)
+                for n in range(0, positions, PANEL):
+                    width = min(PANEL, positions - n)
+                    places(n, width, geometry, spots)
+                    _byte_windows(x + o // each * geometry[12] * size, spots, width, offsets, steps, right, line, zero)
+                    if n // image == (n + width - 1) // image:
+                        to = out + ((n // image * made + m) * image + n % image) * size
+                        panel(left, right, rows, steps, width, to, image * size, desk, zero)
+                    else:
+                        edge[:] = 0
+                        panel(left, right, rows, steps, width, edge.ctypes.data, PANEL * size, desk, zero)
+                        spread(edge, PANEL, rows, n, width, outs, m * image, geometry)
+    end()
+
+
+@compiled
+def _window_planes(
+    x: int, spots: Array, width: int, offsets: Array, steps: int, packed: int, edge: Array
+) -> None:  # fmt: skip
+    """Entries of `width` windows as planes at `packed`; `offsets` go on, with any valid ones, to a multiple of four."""
+    run = (steps + STEPS - 1) // STEPS * PLANES_BYTES
+    for first in range(0, width, LANES):
+        near, start = neighbours(spots, first), x + spots[first] * 4
+        for k in range(0, steps, 4):
+            to = packed + first // LANES * run + k // STEPS * PLANES_BYTES + k % STEPS // 4 * 64
+            if near:
+                split_steps(
+                    start + offsets[k] * 4, start + offsets[k + 1] * 4, start + offsets[k + 2] * 4,
+                    start + offsets[k + 3] * 4, to,
+                )  # fmt: skip
+            else:
+                for i in range(4):
+                    xs = flat(x + offsets[k + i] * 4, 1, _WORD)
+                    for n in range(LANES):
+                        edge[LANES * i + n] = xs[spots[first + n]]
+                at = edge.ctypes.data
+                split_steps(at, at + 64, at + 128, at + 192, to)
+
+
+@compiled
+def product_by_planes(
+    x: int, w: int, out: int, geometry: Array, groups: int, outputs: int, inner: int, positions: int, desk: int
+) -> None:  # fmt: skip
+    """`byte_product` in 32 bits."""
+    image, made = geometry[1], geometry[11]
+    outs, each = flat(out, positions * made, _WORD), outputs // groups
+    right = desk + 64
+    left = right + PANEL * BLOCK * 4
+    sums = left + ROWS_IN_CACHE * BLOCK * 4
+    spots, offsets = np.empty(PANEL, dtype=np.int64), np.empty(BLOCK + 4, dtype=np.int64)
+    line, edge = np.empty(STEPS, dtype=np.uint32), np.empty(ROWS_IN_CACHE * PANEL, dtype=np.uint32)
+    begin(16, desk)
+    for o in range(0, outputs, each):
+        for m in range(o, o + each, ROWS_IN_CACHE):
+            rows = min(ROWS_IN_CACHE, o + each - m)
+            for k in range(0, inner, BLOCK):
+                steps = min(BLOCK, inner - k)
+                pack_rows(w + (m * inner + k) * 4, inner * 4, rows, steps, left, line)
+                entries(k, steps, geometry, offsets)
+                offsets[steps : steps + 4] = offsets[steps - 1]
+                for n in range(0, positions, PANEL):
+                    width = min(PANEL, positions - n)
+                    places(n, width, geometry, spots)
+                    _window_planes(x + o // each * geometry[12] * 4, spots, width, offsets, steps, right, line)
+                    if n // image == (n + width - 1) // image:
+                        to = out + ((n // image * made + m) * image + n % image) * 4
+                        planes_panel(left, right, rows, steps, width, to, image * 4, sums, line)
+                    else:
+                        edge[:] = 0
+                        planes_panel(left, right, rows, steps, width, edge.ctypes.data, PANEL * 4, sums, line)
+                        spread(edge, PANEL, rows, n, width, outs, m * image, geometry)
+    end()

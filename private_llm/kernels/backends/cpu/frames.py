@@ -1,7 +1,12 @@
-"""Frames of plain sockets, written and read by compiled programs, without Python in between (Numba, GIL-free; Linux).
+"""Frames of plain sockets and of links between threads, written and read by compiled programs, without Python in
+between (Numba, GIL-free; Linux).
 
-A frame is what `net/wire.py` says: 8 words of header, of which two are the same for a whole connection, then the number
-of the frame and the number of elements (both big-endian), and 4 words of tag; then 64-bit elements.
+A frame of a socket is what `net/wire.py` says: 8 words of header, of which two are the same for a whole connection,
+then the number of the frame and the number of elements (both big-endian), and 4 words of tag; then 64-bit elements.
+
+A link between threads (x86-64) is a ring of words (`connection.ROOM`) with one writer and one reader, and a counter of
+the operating system, which says how many messages there are (`net/memory_link.py`). Stores of one core are seen by
+others in the order in which they were made.
 
 Nothing here decides what a peer did wrong. What is not simply there, or not exactly the awaited frame, is left to
 Python: a note, another header, a broken connection, silence. One that is full is waited for, unless the peer has
@@ -22,7 +27,7 @@ _POLLIN, _POLLOUT, _POLLERR = np.int64(1), np.int64(4), np.int64(8)
 _NONE = np.int64(0)
 """Typed: for numbers as they are Numba would compile a function once more."""
 _MONOTONIC = 1
-TRIES = 60
+_TRIES = 60
 """How often a message is looked for before the thread sleeps, if the last one came soon: for some 15 us. A sleep and
 its end take 50, and a step waits for hundreds of messages. Three parties on two cores that looked for 40 us took 3 %
 longer for a token, because the third one could have computed meanwhile; 5 us cost as much."""
@@ -33,8 +38,8 @@ _send = types.ExternalFunction("sendmsg", types.intp(types.intc, types.uintp, ty
 _recv = types.ExternalFunction("recv", types.intp(types.intc, types.uintp, types.uintp, types.intc))
 _clock = types.ExternalFunction("clock_gettime", types.intc(types.intc, types.uintp))
 _poll = types.ExternalFunction("poll", types.intc(types.uintp, types.uintp, types.intc))
-copied = types.ExternalFunction("memmove", types.uintp(types.uintp, types.uintp, types.uintp))
-"""copied(to, source, bytes), by address."""
+_copied = types.ExternalFunction("memmove", types.uintp(types.uintp, types.uintp, types.uintp))
+"""_copied(to, source, bytes), by address."""
 
 
 @compiled
@@ -113,7 +118,7 @@ def _waited(row: Array, link: int, descriptor: int, event: int, other: int) -> b
 
 
 @compiled
-def paused(row: Array, link: int) -> bool:
+def _paused(row: Array, link: int) -> bool:
     """Sleep for a millisecond; False as soon as there is something to read, and after WAIT_MS in all sleeps."""
     if row[word.WAITED] >= row[word.WAIT_MS] * 1_000_000:
         return False
@@ -125,7 +130,7 @@ def paused(row: Array, link: int) -> bool:
 
 
 @compiled
-def slept(row: Array, link: int) -> bool:
+def _slept(row: Array, link: int) -> bool:
     """Sleep until there is something to read, as `_waited`; SOON says whether that was almost at once."""
     before = row[word.WAITED]
     ready = _waited(row, link, row[word.IN], _POLLIN, _NONE - 1)
@@ -136,12 +141,12 @@ def slept(row: Array, link: int) -> bool:
 @compiled
 def _read(row: Array, link: int, to: int, size: int) -> int:
     """Bytes that were read, at least one; 0 or less if there are none within the time, or never again."""
-    tries = TRIES if row[word.SOON] else 1
+    tries = _TRIES if row[word.SOON] else 1
     for _ in range(tries):
         got = _recv(row[word.IN], to, size, _DO_NOT_WAIT)
         if got >= 0:
             return int(got)
-    return int(_recv(row[word.IN], to, size, _DO_NOT_WAIT)) if slept(row, link) else 0
+    return int(_recv(row[word.IN], to, size, _DO_NOT_WAIT)) if _slept(row, link) else 0
 
 
 @compiled
@@ -151,7 +156,7 @@ def receive(link: int, payload: int, count: int, tag: Array) -> bool:
     if row[word.IN] < 0:
         return False
     if row[word.SIZE] - row[word.START] < word.HEADER:
-        copied(row[word.BUFFER], row[word.BUFFER] + row[word.START], row[word.END] - row[word.START])
+        _copied(row[word.BUFFER], row[word.BUFFER] + row[word.START], row[word.END] - row[word.START])
         row[word.START], row[word.END] = 0, row[word.END] - row[word.START]
     while row[word.END] - row[word.START] < word.HEADER:
         if row[word.START] == row[word.END]:
@@ -171,7 +176,7 @@ def receive(link: int, payload: int, count: int, tag: Array) -> bool:
     row[word.TAKEN] += 1
     size = 8 * count
     done = min(size, row[word.END] - row[word.START])
-    copied(payload, row[word.BUFFER] + row[word.START], done)
+    _copied(payload, row[word.BUFFER] + row[word.START], done)
     row[word.START] += done
     while done < size:
         got = _read(row, link, payload + done, size - done)
@@ -179,4 +184,86 @@ def receive(link: int, payload: int, count: int, tag: Array) -> bool:
             row[word.PLACE], row[word.IN_PART] = payload, done
             return False
         done += got
+    return True
+
+
+# -- links between threads --------------------------------------------------------------------------------------------
+_raise = types.ExternalFunction("write", types.intp(types.intc, types.uintp, types.uintp))
+_lower = types.ExternalFunction("read", types.intp(types.intc, types.uintp, types.uintp))
+
+
+@compiled
+def _words(count: int) -> int:
+    """`connection.frame_words`."""
+    return word.HEADER_WORDS * (1 + (count + word.HEADER_WORDS - 1) // word.HEADER_WORDS)
+
+
+@compiled
+def put(link: int, payload: int, count: int, tag: Array) -> bool:
+    """Write a frame to the connection at address `link`: payload [count] (address), tag [4]. False: Python does it.
+
+    Room is waited for, unless there is something to read from the same peer, who may be waiting, too.
+    """
+    row = flat(link, word.FIELDS, SIGNED)
+    size = _words(count)
+    if row[word.OUT] < 0 or size > word.ROOM:
+        return False
+    ring = flat(row[word.OUT_HEAD], word.RING_STATE + word.ROOM, SIGNED)
+    at = ring[word.HEAD]
+    while size > word.ROOM - (at - ring[word.TAIL]):
+        if row[word.COUNTED] or not _paused(row, link):
+            return False
+    head = word.RING_STATE + at % word.ROOM
+    ring[head + word.NUMBER], ring[head + word.COUNT] = row[word.SENT] + 1, count
+    for n in range(word.TAG_WORDS):
+        ring[head + word.TAG + n] = tag[n]
+    begin = (at + word.HEADER_WORDS) % word.ROOM
+    first = min(count, word.ROOM - begin)
+    frames_at = row[word.OUT_HEAD] + 8 * word.RING_STATE
+    _copied(frames_at + 8 * begin, payload, 8 * first)
+    _copied(frames_at, payload + 8 * first, 8 * (count - first))
+    ring[word.HEAD] = at + size
+    row[word.SENT] += 1
+    row[word.SYSTEM] = 1
+    _raise(row[word.OUT], link + 8 * word.SYSTEM, 8)
+    return True
+
+
+@compiled
+def _counted(row: Array, link: int) -> bool:
+    """Subtract the next message from the counter; False if there is none within the time."""
+    for _ in range(_TRIES if row[word.SOON] else 1):
+        if _lower(row[word.IN], link + 8 * word.SYSTEM, 8) == 8:
+            return True
+    return bool(_slept(row, link) and _lower(row[word.IN], link + 8 * word.SYSTEM, 8) == 8)
+
+
+@compiled
+def take(link: int, payload: int, count: int, tag: Array) -> bool:
+    """Read a frame from a connection, which must be this one, to payload [count] (address). False: Python does it."""
+    row = flat(link, word.FIELDS, SIGNED)
+    if row[word.IN] < 0:
+        return False
+    if not row[word.COUNTED]:
+        if not _counted(row, link):
+            return False
+        row[word.COUNTED] = 1
+    ring = flat(row[word.IN_HEAD], word.RING_STATE + word.ROOM, SIGNED)
+    at = ring[word.TAIL]
+    if ring[word.HEAD] == at:
+        return False
+    head = word.RING_STATE + at % word.ROOM
+    same = ring[head + word.NUMBER] == row[word.TAKEN] + 1 and ring[head + word.COUNT] == count
+    for n in range(word.TAG_WORDS):
+        same &= ring[head + word.TAG + n] == tag[n]
+    if not same:
+        return False
+    begin = (at + word.HEADER_WORDS) % word.ROOM
+    first = min(count, word.ROOM - begin)
+    frames_at = row[word.IN_HEAD] + 8 * word.RING_STATE
+    _copied(payload, frames_at + 8 * begin, 8 * first)
+    _copied(payload + 8 * first, frames_at, 8 * (count - first))
+    ring[word.TAIL] = at + _words(count)
+    row[word.TAKEN] += 1
+    row[word.COUNTED] = 0
     return True

@@ -17,17 +17,17 @@ from private_llm.kernels.backends.cpu.matmul import (
     VECTORS,
     rows_times_panel,
 )
-from private_llm.kernels.backends.cpu.tiles import VECTOR_BITS, listed_tile
+from private_llm.kernels.backends.cpu.tiles import VECTOR_BITS, tile
 from private_llm.kernels.compiling import compiled
 
 _NUMBER = np.int64(0)
 
-_dot_block = listed_tile(4, VECTORS, along_k=True)
-_dot_line = listed_tile(1, 2 * VECTORS, along_k=True)
-_dot_one = listed_tile(1, 1, along_k=True)
-_row_block = listed_tile(4, VECTORS, along_k=False)
-_row_line = listed_tile(1, VECTORS, along_k=False)
-_row_wide = listed_tile(1, 4 * VECTORS, along_k=False)
+_dot_block = tile(4, VECTORS, along_k=True, listed=True)
+_dot_line = tile(1, 2 * VECTORS, along_k=True, listed=True)
+_dot_one = tile(1, 1, along_k=True, listed=True)
+_row_block = tile(4, VECTORS, along_k=False, listed=True)
+_row_line = tile(1, VECTORS, along_k=False, listed=True)
+_row_wide = tile(1, 4 * VECTORS, along_k=False, listed=True)
 
 
 @compiled

@@ -14,32 +14,20 @@ from typing import Any
 import numpy as np
 from numba import carray
 
-from private_llm.kernels.address import SIGNED, WORD, flat
-from private_llm.kernels.backends.cpu import (
-    aes,
-    bits,
-    frames,
-    matmul,
-    queues,
-    seeded_matmul,
-    team,
-    trunc,
-    waves,
-)
+from private_llm.kernels import teams
+from private_llm.kernels.address import SIGNED, WORD, Array, flat
+from private_llm.kernels.backends.cpu import aes, bits, frames, matmul, seeded_matmul, trunc, waves
 from private_llm.kernels.backends.cpu.connection import FIELDS, HERE, KIND, MEMORY
 from private_llm.kernels.compiling import CompiledStep, compiled
 
 DIMS = 4
 """Dimensions of a strided loop."""
 
-Array = np.ndarray[Any, Any]
 Row = Any
 """The words of a step after its function's address."""
-
-
 STOP, SEND, RECEIVE, TOGETHER = range(4)
 """What stands in place of a function's address: an event for Python; a message, with the number of its connection, the
-address of its payload, the number of its elements, and 4 words of tag; pieces of a step (`team.piece`)."""
+address of its payload, the number of its elements, and 4 words of tag; pieces of a step (`teams.piece`)."""
 
 
 if HERE:
@@ -49,18 +37,18 @@ if HERE:
         """Send or receive; False: Python does it."""
         memory = flat(link, FIELDS, SIGNED)[KIND] == MEMORY
         if code == SEND:
-            done = queues.send(link, payload, count, tag) if memory else frames.send(link, payload, count, tag)
+            done = frames.put(link, payload, count, tag) if memory else frames.send(link, payload, count, tag)
         else:
-            done = queues.receive(link, payload, count, tag) if memory else frames.receive(link, payload, count, tag)
+            done = frames.take(link, payload, count, tag) if memory else frames.receive(link, payload, count, tag)
         return bool(done)
 
     @compiled
     def _pieces(workers: int, row: int) -> None:
         """With a team, if there is one."""
         if workers:
-            team.together(workers, row)
+            teams.together(workers, row)
         else:
-            team.alone(row)
+            teams.alone(row)
 
 else:
 
@@ -72,13 +60,13 @@ else:
     @compiled
     def _pieces(workers: int, row: int) -> None:
         """One after the other, for the same reason."""
-        team.alone(row)
+        teams.alone(row)
 
 
 @compiled
 def run(table: int, starts: int, first: int, last: int, links: int, workers: int) -> int:
     """Rows first .. last - 1 of a table of words, which begin where `starts` says, with the connections `links`
-    (`frames.py`, `queues.py`) and a team (`team.py`; all by address, 0 for none). Returns the first row that is left
+    (`frames.py`) and a team (`teams.py`; all by address, 0 for none). Returns the first row that is left
     to Python, or `last`.
     """
     words, rows = flat(table, 1 << 40, SIGNED), flat(starts, 1 << 40, SIGNED)
@@ -86,7 +74,7 @@ def run(table: int, starts: int, first: int, last: int, links: int, workers: int
         at = rows[step]
         code = words[at]
         if code > TOGETHER:
-            team.call(code, table + 8 * (at + 1))
+            teams.call(code, table + 8 * (at + 1))
             continue
         if code == TOGETHER:
             _pieces(workers, table + 8 * (at + 1))

@@ -1,0 +1,82 @@
+"""Functions of kernels whose instructions are written here, where Numba would not make them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from inspect import Parameter, Signature
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+I8, I32, I64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
+ADDRESS = types.intp
+ZERO, ARRAY = "zero", "array"
+"""Arguments of any type of elements, given as its bits, and arrays, given as the address of the first element."""
+Value = Any
+Type = Any
+Function = Any
+"""Without types of their own: llvmlite's instructions and builders, Numba's types, and functions for kernels."""
+
+
+def emitted(*kinds: Type, returns: Type = types.void) -> Callable[[Callable[..., Value]], Function]:
+    """A function of kernels, of arguments of these types; the one below writes its instructions: of the builder and the
+    arguments, which returns what it gives.
+    """
+
+    def of(write: Callable[..., Value]) -> Function:
+        def typed(_: object, *given: Type) -> tuple[Type, Callable[..., Value]]:
+            def codegen(context: Type, builder: Value, _: object, values: Sequence[Value]) -> Value:
+                seen = []
+                for kind, each, value in zip(kinds, given, values, strict=True):
+                    if kind == ARRAY:
+                        value = context.make_array(each)(context, builder, value).data
+                    seen.append(each.bitwidth if kind == ZERO else value)
+                made = write(builder, *seen)
+                return context.get_dummy_value() if returns is types.void else made
+
+            taken = [each if kind in (ZERO, ARRAY) else kind for kind, each in zip(kinds, given, strict=True)]
+            return returns(*taken), codegen
+
+        names = ("context", *(f"a{number}" for number in range(len(kinds))))
+        typed.__name__, typed.__doc__ = write.__name__, write.__doc__
+        typed.__signature__ = Signature([Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in names])  # type: ignore[attr-defined]
+        return intrinsic(typed)
+
+    return of
+
+
+def known(builder: Value, name: str, returns: ir.Type, *operands: ir.Type) -> Value:
+    """LLVM's function of this name, declared once a module."""
+    found = builder.module.globals.get(name)
+    return found or ir.Function(builder.module, ir.FunctionType(returns, operands), name)
+
+
+def pointer(builder: Value, address: Value, kind: ir.Type) -> Value:
+    """A number as a pointer."""
+    return builder.inttoptr(address, kind.as_pointer())
+
+
+def shuffled(builder: Value, places: Sequence[int], first: Value, other: Value | None = None) -> Value:
+    """Elements of a vector, and from its length on of another one, at these places."""
+    mask = ir.Constant(ir.VectorType(I32, len(places)), list(places))
+    return builder.shuffle_vector(first, ir.Constant(first.type, ir.Undefined) if other is None else other, mask)
+
+
+def loop(builder: Value, count: Value, step: int, body: Callable[[Value], Value]) -> Value:
+    """Instructions for k = 0, step, .. below `count`, at least once; behind them goes on what follows. Returns what the
+    body gives.
+    """
+    entry = builder.block
+    start, done = builder.append_basic_block("step"), builder.append_basic_block("done")
+    builder.branch(start)
+    builder.position_at_end(start)
+    k = builder.phi(I64)
+    k.add_incoming(I64(0), entry)
+    made = body(k)
+    following = builder.add(k, I64(step))
+    k.add_incoming(following, start)
+    builder.cbranch(builder.icmp_signed("<", following, count), start, done)
+    builder.position_at_end(done)
+    return made
