@@ -18,7 +18,6 @@ from typing import Any, NoReturn
 
 import numpy as np
 import torch
-from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from torch import Tensor
 
 from private_llm.errors import PlaintextLeak, UnsupportedOp
@@ -35,7 +34,6 @@ BYTES = 1e10
 _PAGE = 4096
 _SHARED = 1 << 20
 """Bytes below which nobody asks how many threads are worth it."""
-_ZEROS = memoryview(bytes(1 << 20))
 
 
 def makes_fast() -> bool:
@@ -75,9 +73,10 @@ class StreamKey:
     def fill(self, start: int, out: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> None:
         """Overwrite out (uint8 [n], contiguous) with bytes start .. start + n - 1 of the stream."""
         if self.rounds is None:
-            self._fill_by_library(start, out)
-            return
-        self.write(start, out.ctypes.data, out.size)
+            stream = KeyStream(self._raw)
+            stream.write(start // stream.block, out, start % stream.block)
+        else:
+            self.write(start, out.ctypes.data, out.size)
 
     def write(self, start: int, to: int, size: int) -> None:
         """The same at an address. Raises UnsupportedOp on processors without AES instructions."""
@@ -95,14 +94,6 @@ class StreamKey:
             cpu_aes.write_bytes(keys, start + first, to + first, last - first)
 
         parallel.run_parallel(part, parallel.split_range(size, pieces, _PAGE))
-
-    def _fill_by_library(self, start: int, out: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> None:
-        counter = (start // cpu_aes.BLOCK).to_bytes(cpu_aes.BLOCK, "big")
-        stream = Cipher(algorithms.AES(self._raw), modes.CTR(counter)).encryptor()
-        stream.update(bytes(start % cpu_aes.BLOCK))
-        for first in range(0, out.size, len(_ZEROS)):
-            piece = out[first : first + len(_ZEROS)]
-            stream.update_into(_ZEROS[: piece.size], piece.data)
 
     def words(self, device: torch.device) -> Tensor:
         """Raises UnsupportedOp: no kernel of a GPU makes AES streams."""
@@ -139,15 +130,6 @@ class ChaChaKey(StreamKey):
         if found is None:
             found = self._words.setdefault(device, torch.from_numpy(self._room).to(device))
         return found
-
-    def _fill_by_library(self, start: int, out: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> None:
-        number, skipped = divmod(start, 64)
-        if skipped:
-            room = np.empty(skipped + out.size, dtype=np.uint8)
-            KeyStream(self._raw).write(number, room)
-            out[:] = room[skipped:]
-        else:
-            KeyStream(self._raw).write(number, out)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,23 +20,19 @@ one word for each word of beta at the end.
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 from cryptography.hazmat.primitives.ciphers import Cipher, CipherContext, algorithms, modes
 
 from private_llm.errors import DomainError
+from private_llm.kernels.address import Array
 from private_llm.kernels.backends.cpu import aes
 from private_llm.kernels.backends.cpu import comparison_keys as kernels
 from private_llm.kernels.trace_hook import as_array
 from private_llm.ring.prg import Prg, Seed
 
-Array = np.ndarray[Any, Any]
-
 MOST_WORDS = 4
 """Words that a beta may have."""
-
-
 EPOCH = 1 << 20
 """Comparison keys that are made with one set of keys of AES, at most."""
 
@@ -136,13 +132,13 @@ def _make_by_levels(seeds: Array, alpha: Array, beta: Array, levels: int, cipher
     sides, values, bits = _parts(made, levels, words)
     children, inner, end = ciphers.contexts(words)
     for level in range(levels):
-        left, right = (_encrypt(each, seeds) for each in children)
+        left, right = (encrypted(each, seeds) for each in children)
         kernels.correct(
             seeds, control, left, right, *(_joined(each, seeds) for each in inner),
             (alpha >> np.uint64(levels - 1 - level)) & np.uint64(1), beta, total, sides[:, level], values[:, level],
             bits[:, level // 32], level % 32,
         )  # fmt: skip
-    last = np.concatenate([_encrypt(each, seeds) ^ seeds for each in end], axis=-1)[..., :words]
+    last = np.concatenate([encrypted(each, seeds) ^ seeds for each in end], axis=-1)[..., :words]
     difference = last[1] - last[0] - total
     made[:, -words:] = np.where(control[1][:, None] == 1, np.uint64(0) - difference, difference)
     return made
@@ -182,7 +178,7 @@ def _evaluate_by_levels(
     sides, values, bits = _parts(key, levels, words)
     children, inner, end = ciphers.contexts(words)
     for level in range(levels):
-        left, right = (_encrypt(each, seeds) for each in children)
+        left, right = (encrypted(each, seeds) for each in children)
         kernels.descend(
             seeds, control, left, right, *(_joined(each, seeds) for each in inner),
             (flat >> np.uint64(levels - 1 - level)) & np.uint64(1),
@@ -242,7 +238,8 @@ def _blocks(words: int) -> int:
     return (words + 1) // 2
 
 
-def _encrypt(encryptor: CipherContext, blocks: Array) -> Array:
+def encrypted(encryptor: CipherContext, blocks: Array) -> Array:
+    """Blocks uint64 [.., 2] under a cipher."""
     out = np.empty(blocks.size + 2, dtype=np.uint64)  # the cipher wants one spare block
     if blocks.size:
         encryptor.update_into(blocks.data.cast("B"), out.data.cast("B"))
@@ -252,5 +249,5 @@ def _encrypt(encryptor: CipherContext, blocks: Array) -> Array:
 def _joined(encryptors: list[CipherContext], seeds: Array) -> Array:
     """The ciphers' outputs [blocks, .., 2]."""
     if len(encryptors) == 1:
-        return _encrypt(encryptors[0], seeds)[None]
-    return np.stack([_encrypt(each, seeds) for each in encryptors])
+        return encrypted(encryptors[0], seeds)[None]
+    return np.stack([encrypted(each, seeds) for each in encryptors])

@@ -12,20 +12,18 @@ leaf corrections 2: 5 + 2n words, for a vocabulary of 50,257 (n = 15) 280 bytes.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
-from cryptography.hazmat.primitives.ciphers import Cipher, CipherContext, algorithms, modes
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from torch import Tensor
 
 from private_llm.errors import DomainError
+from private_llm.kernels.address import Array
 from private_llm.kernels.backends.cpu import comparison_keys as cpu_dpf
 from private_llm.kernels.trace_hook import as_array
+from private_llm.ring.comparison_keys import encrypted
 from private_llm.ring.prg import Prg
 from private_llm.ring.ring import Ring
-
-Array = np.ndarray[Any, Any]
 
 _LEFT, _RIGHT, _LEAF = (Cipher(algorithms.AES(label), modes.ECB()) for label in (
     b"private-llm.dpfL", b"private-llm.dpfR", b"private-llm.dpfO"))  # fmt: skip
@@ -105,7 +103,7 @@ def expand(keys: Tensor, domain: int, holder: int, ring: Ring) -> Tensor:
         out = np.empty((tokens, 2 << level, 2), dtype=np.uint64)
         bits = np.empty((tokens, 2 << level), dtype=np.uint64)
         cpu_dpf.children(
-            seeds, control, _encrypt(left, seeds), _encrypt(right, seeds),
+            seeds, control, encrypted(left, seeds), encrypted(right, seeds),
             np.ascontiguousarray(words[:, 2 + 2 * level : 4 + 2 * level]),
             (packed >> np.uint64(2 * level)) & one, (packed >> np.uint64(2 * level + 1)) & one, out, bits,
         )  # fmt: skip
@@ -114,18 +112,11 @@ def expand(keys: Tensor, domain: int, holder: int, ring: Ring) -> Tensor:
     share = torch.empty((tokens, domain), dtype=ring.dtype)
     unsigned = share.numpy().view(np.uint64 if ring.bits == 64 else np.uint32)
     final = np.ascontiguousarray(words[:, 3 + 2 * levels :])
-    cpu_dpf.leaves(seeds, _encrypt(leaf, seeds), control, final, holder == 1, unsigned)
+    cpu_dpf.leaves(seeds, encrypted(leaf, seeds), control, final, holder == 1, unsigned)
     return share.to(keys.device)
-
-
-def _encrypt(encryptor: CipherContext, blocks: Array) -> Array:
-    out = np.empty(blocks.size + 2, dtype=np.uint64)  # the cipher wants one spare block
-    if blocks.size:
-        encryptor.update_into(blocks.data.cast("B"), out.data.cast("B"))
-    return out[: blocks.size].reshape(blocks.shape)
 
 
 def _one_way(cipher: Cipher[modes.ECB], seeds: Array) -> Array:
     seeds = np.ascontiguousarray(seeds)
-    made: Array = _encrypt(cipher.encryptor(), seeds) ^ seeds
+    made: Array = encrypted(cipher.encryptor(), seeds) ^ seeds
     return made

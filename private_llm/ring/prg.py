@@ -18,7 +18,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -31,7 +30,6 @@ from private_llm.kernels.trace_hook import this_thread, traced_by
 from private_llm.ring.ring import Ring
 
 CIPHERS = ("aes", "chacha20")
-_ZEROS = memoryview(bytes(1 << 20))
 
 
 class Seed:
@@ -95,33 +93,33 @@ class Prg:
     By this package's kernel where that is faster than OpenSSL (`makes_fast`), on as many threads as are worth it.
     """
 
-    __slots__ = ("_encrypt", "_forks", "_stream", "_taken")
+    __slots__ = ("_block", "_forks", "_host", "_stream")
     block = 16
     """Bytes: a draw takes whole blocks."""
 
     def __init__(self, key: bytes) -> None:
-        self._stream, self._taken, self._forks = StreamKey(key) if makes_fast() else None, 0, process.forks
-        if self._stream is None:
-            self._encrypt = Cipher(algorithms.AES(key), modes.CTR(bytes(16))).encryptor()
+        self._block, self._forks = 0, process.forks
+        self._host, self._stream = KeyStream(key), StreamKey(key) if makes_fast() else None
+
+    def _take(self, size: int) -> int:
+        """The first block of the next `size` bytes. Raises ProtocolAbort in a fork of the process that made this."""
+        if self._forks != process.forks:
+            raise forked("this stream")
+        first, self._block = self._block, self._block - (-size // self.block)
+        return first
 
     def fill(self, out: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> None:
-        """Overwrite `out` (uint8 [n], contiguous) with the next stream bytes; a call takes whole blocks of 16 bytes.
+        """Overwrite `out` (uint8 [n], contiguous) with the next stream bytes; a call takes whole blocks.
 
         Raises ProtocolAbort in a fork of the process that made this stream, DomainError for another kind of array.
         """
-        if self._forks != process.forks:
-            raise forked("this stream")
         if out.dtype != np.uint8 or not out.flags.carray:
             raise DomainError(f"a stream fills writable, contiguous bytes; got {out.dtype}, strides {out.strides}")
-        if self._stream is not None:
-            start, self._taken = self._taken, self._taken + out.size + -out.size % 16
-            self._stream.write(start, out.ctypes.data, out.size)
-            return
-        for start in range(0, out.size, len(_ZEROS)):
-            piece = out[start : start + len(_ZEROS)]
-            self._encrypt.update_into(_ZEROS[: piece.size], piece.data)
-        if out.size % 16:
-            self._encrypt.update(_ZEROS[: -out.size % 16])
+        first = self._take(out.size)
+        if self._stream is None:
+            self._host.write(first, out)
+        else:
+            self._stream.write(first * self.block, out.ctypes.data, out.size)
 
     def words(self, count: int, device: str | torch.device = "cpu") -> Tensor:
         """`count` uniform 64-bit words as int64 [count]."""
@@ -138,16 +136,12 @@ class Prg:
         """
         if str(device) == "meta":
             return torch.empty(count, dtype=dtype, device="meta")
-        if self._forks != process.forks:
-            raise forked("this stream")
         on_gpu = torch.device(device).type == "cuda"
         out = torch.empty(count, dtype=dtype, pin_memory=on_gpu and torch.cuda.is_initialized())
-        if count and self._stream is not None:
-            start, size = self._taken, out.nbytes
-            self._taken = start + size + -size % 16
-            self._stream.write(start, out.data_ptr(), size)
-        elif count:
+        if self._stream is None:
             self.fill(out.numpy().view(np.uint8))
+        else:
+            self._stream.write(self._take(out.nbytes) * self.block, out.data_ptr(), out.nbytes)
         if str(device) != "cpu":
             out = out.to(device, non_blocking=True)  # PyTorch keeps pinned memory until it is copied
         hook = this_thread.hook
@@ -168,25 +162,13 @@ class ChaCha(Prg):
     A device that draws from it holds its key, and the number of a block from which on it counts, as long as it lives.
     """
 
-    __slots__ = ("_block", "_devices", "_host", "_key")
+    __slots__ = ("_devices", "_key")
     block = 64
 
     def __init__(self, key: bytes) -> None:
         self._key, self._block, self._forks = key, 0, process.forks
-        self._host = KeyStream(key)
+        self._host, self._stream = KeyStream(key), None
         self._devices: dict[torch.device, _Placed] = {}
-        self._stream = None
-
-    def _take(self, size: int) -> int:
-        """The first block of the next `size` bytes. Raises ProtocolAbort in a fork of the process that made this."""
-        if self._forks != process.forks:
-            raise forked("this stream")
-        first, self._block = self._block, self._block - (-size // self.block)
-        return first
-
-    def fill(self, out: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> None:
-        """Overwrite `out` (uint8 [n], contiguous) with the next stream bytes; a call takes whole blocks of 64 bytes."""
-        self._host.write(self._take(out.size), out)
 
     def draw(self, count: int, dtype: torch.dtype, device: str | torch.device) -> Tensor:
         """`count` uniform integers of a dtype [count]."""
