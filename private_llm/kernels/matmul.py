@@ -20,7 +20,6 @@ from private_llm.kernels import parallel, shapes
 from private_llm.kernels.address import ZERO, Zero, addresses
 from private_llm.kernels.backends.cpu import amx as cpu_amx
 from private_llm.kernels.backends.cpu import matmul as cpu_matmul
-from private_llm.kernels.backends.cpu import matmul_rows as cpu_matmul_rows
 from private_llm.kernels.backends.cpu import seeded_matmul as cpu_seeded
 from private_llm.kernels.seeded_tensor import SeededTensor, StreamSlice, dense
 from private_llm.kernels.trace_hook import launch, this_thread
@@ -263,7 +262,7 @@ def check_inside(name: str, listed: Tensor, limit: int) -> None:
         return
     if listed.is_cpu:
         listed = listed.contiguous()
-        fits = cpu_matmul_rows.inside(*addresses(listed), listed.numel(), limit)
+        fits = cpu_matmul.inside(*addresses(listed), listed.numel(), limit)
     else:
         fits = int(listed.min()) >= 0 and int(listed.max()) < limit
     if not fits:
@@ -284,7 +283,7 @@ def listed_product(name: str, x: Tensor, y: Tensor, listed: Tensor, onto: Tensor
     if not (out.numel() and inner):
         return out
     x, listed = x.contiguous(), listed.cpu().contiguous()
-    kernel = cpu_matmul_rows.dot_rows if turned else cpu_matmul_rows.add_lines
+    kernel = cpu_matmul.dot_rows if turned else cpu_matmul.add_lines
     given = (*addresses(x, y[0], listed, out), rows, inner, columns, y.stride(0))
 
     def part(first: int, last: int) -> None:

@@ -171,7 +171,7 @@ def gather_rows(table: Tensor, index: Tensor) -> Tensor:
         raise DomainError(f"gather_rows: a number lies outside 0 .. {table.shape[0] - 1}")
     if table.is_cpu:
         return table.index_select(0, index.cpu())
-    _gpu("gather", "gather_rows", table.contiguous(), index.to(table.device), out, writes=1)
+    _gpu("matmul", "gather_rows", table.contiguous(), index.to(table.device), out, writes=1)
     return out
 
 

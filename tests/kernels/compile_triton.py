@@ -11,7 +11,6 @@ from triton.compiler import ASTSource
 from private_llm.kernels.backends.triton import attention as triton_attention
 from private_llm.kernels.backends.triton import bits as triton_bits
 from private_llm.kernels.backends.triton import conv as triton_conv
-from private_llm.kernels.backends.triton import gather as triton_gather
 from private_llm.kernels.backends.triton import matmul as triton_few_rows
 from private_llm.kernels.backends.triton import planes as triton_planes
 from private_llm.kernels.backends.triton import prg as triton_prg
@@ -71,7 +70,9 @@ def main() -> None:
         summed = limbs | {"SHARE": 4, "ADD": True, "BLOCK": 1024}
         build(triton_planes.add_up_kernel, {"sums": TABLE, "out": ring}, summed)
         build(triton_conv.conv_kernel, pointers(ring, "x w out"), tile | {"KH": 3, "KW": 2}, num_warps=2, num_stages=1)
-        build(triton_gather.gather_kernel, pointers(ring, "table out") | {"index": WORDS}, {"BW": triton_gather.WORDS})
+        build(
+            triton_few_rows.gather_kernel, pointers(ring, "table out") | {"index": WORDS}, {"BW": triton_few_rows.WORDS}
+        )
     values = pointers(WORDS, "values words")
     for kernel in (triton_trunc.pack_kernel, triton_trunc.unpack_kernel):
         build(kernel, values, {"F": 23, "BLOCK": triton_trunc.BLOCK})

@@ -16,7 +16,7 @@ from tests.kernels import reference
 from tests.kernels.cases import ALL, Case, Draw, expected, operation, run
 
 FAMILIES = {"ring": "matmul", "transpose": "bits", "block": "bits", "join": "bits", "inject": "bits"}
-FAMILIES |= {"trunc": "trunc", "pack": "trunc", "unpack": "trunc", "chacha20": "prg", "gather": "gather"}
+FAMILIES |= {"trunc": "trunc", "pack": "trunc", "unpack": "trunc", "chacha20": "prg", "gather": "matmul"}
 
 
 def same(made: list[Tensor], want: list[Tensor]) -> None:

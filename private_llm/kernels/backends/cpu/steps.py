@@ -9,10 +9,12 @@ copies of PyTorch become strided loops over at most `DIMS` dimensions.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from numba import carray
+from numba import carray, types
+from numba.extending import overload
 
 from private_llm.kernels import teams
 from private_llm.kernels.address import SIGNED, WORD, Array, flat
@@ -25,6 +27,8 @@ DIMS = 4
 
 Row = Any
 """The words of a step after its function's address."""
+Value = Any
+"""Numba's: an array or a number."""
 STOP, SEND, RECEIVE, TOGETHER = range(4)
 """What stands in place of a function's address: an event for Python; a message, with the number of its connection, the
 address of its payload, the number of its elements, and 4 words of tag; pieces of a step (`teams.piece`)."""
@@ -132,58 +136,39 @@ ADD, SUB, MUL, XOR, AND, RIGHT, ADD_TIMES = range(7)
 """What `combine` computes; RIGHT shifts the signed x to the right by y, the last is x + factor y."""
 
 
+def _at(x: Value, m: int) -> Value:
+    """Element m of a line, or the one number for all of it."""
+
+
+@overload(_at)
+def _overloaded(x: Value, m: Value) -> Callable[[Value, int], Value]:
+    return (lambda x, m: x[m]) if isinstance(x, types.Array) else (lambda x, m: x)
+
+
 @compiled
-def _dense(operation: int, factor: int, out: Array, x: Array, y: Array) -> None:
-    """A line of `combine` without gaps: each loop becomes vectors."""
+def _dense(operation: int, factor: int, out: Array, x: Value, y: Value) -> None:
+    """A line of `combine` without gaps, where x or y may be one number for all: each loop becomes vectors."""
     if operation == ADD:
         for m in range(len(out)):
-            out[m] = x[m] + y[m]
+            out[m] = _at(x, m) + _at(y, m)
     elif operation == SUB:
         for m in range(len(out)):
-            out[m] = x[m] - y[m]
+            out[m] = _at(x, m) - _at(y, m)
     elif operation == MUL:
         for m in range(len(out)):
-            out[m] = x[m] * y[m]
+            out[m] = _at(x, m) * _at(y, m)
     elif operation == XOR:
         for m in range(len(out)):
-            out[m] = x[m] ^ y[m]
+            out[m] = _at(x, m) ^ _at(y, m)
     elif operation == AND:
         for m in range(len(out)):
-            out[m] = x[m] & y[m]
+            out[m] = _at(x, m) & _at(y, m)
     elif operation == RIGHT:
         for m in range(len(out)):
-            out[m] = x[m] >> y[m]
+            out[m] = _at(x, m) >> _at(y, m)
     else:
         for m in range(len(out)):
-            out[m] = x[m] + factor * y[m]
-
-
-@compiled
-def _with_one(operation: int, factor: int, out: Array, x: Array, y: int) -> None:
-    """The same where y is one number for all."""
-    if operation in (ADD, SUB, ADD_TIMES):
-        more = y if operation == ADD else -y if operation == SUB else factor * y
-        for m in range(len(out)):
-            out[m] = x[m] + more
-    elif operation == MUL:
-        for m in range(len(out)):
-            out[m] = x[m] * y
-    elif operation == XOR:
-        for m in range(len(out)):
-            out[m] = x[m] ^ y
-    elif operation == AND:
-        for m in range(len(out)):
-            out[m] = x[m] & y
-    else:
-        for m in range(len(out)):
-            out[m] = x[m] >> y
-
-
-@compiled
-def _from_one(out: Array, x: int, y: Array) -> None:
-    """x - y, where x is one number for all."""
-    for m in range(len(out)):
-        out[m] = x - y[m]
+            out[m] = _at(x, m) + factor * _at(y, m)
 
 
 @compiled
@@ -215,9 +200,9 @@ def _line(
     if so == 1 and sx == 1 and sy == 1:
         _dense(operation, factor, flat(out, count, SIGNED), flat(x, count, SIGNED), flat(y, count, SIGNED))
     elif so == 1 and sx == 1 and sy == 0:
-        _with_one(operation, factor, flat(out, count, SIGNED), flat(x, count, SIGNED), flat(y, 1, SIGNED)[0])
-    elif so == 1 and sx == 0 and sy == 1 and operation == SUB:
-        _from_one(flat(out, count, SIGNED), flat(x, 1, SIGNED)[0], flat(y, count, SIGNED))
+        _dense(operation, factor, flat(out, count, SIGNED), flat(x, count, SIGNED), flat(y, 1, SIGNED)[0])
+    elif so == 1 and sx == 0 and sy == 1:
+        _dense(operation, factor, flat(out, count, SIGNED), flat(x, 1, SIGNED)[0], flat(y, count, SIGNED))
     else:
         _apart(operation, factor, count, out, so, x, sx, y, sy)
 

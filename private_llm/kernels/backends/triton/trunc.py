@@ -6,6 +6,8 @@ or two zeroed words it touches, atomically: the order does not matter.
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -147,50 +149,41 @@ def close_kernel(  # type: ignore[no-untyped-def]  # noqa: ANN201
     _store_ring(half, b_half, o_n, m_n, BITS)
 
 
-def _grid(n: int) -> tuple[int]:
-    return (triton.cdiv(n, BLOCK),)
+def _launch(kernel: Any, like: Tensor, *arguments: Tensor, **sizes: int) -> None:  # noqa: ANN401 - Triton's
+    """A program for each block of elements of `like`, if there are any."""
+    n = like.numel()
+    if n:
+        kernel[(triton.cdiv(n, BLOCK),)](*arguments, n, **sizes, BLOCK=BLOCK)
 
 
 def pack_fields(values: Tensor, f: int, words: Tensor) -> None:
-    """See `ops.pack_fields`; words must be zero."""
-    if values.numel():
-        pack_kernel[_grid(values.numel())](values, words, values.numel(), F=f, BLOCK=BLOCK)
+    """See `ops.pack_fields`; words must be zero, as all packed results."""
+    _launch(pack_kernel, values, values, words, F=f)
 
 
 def unpack_fields(words: Tensor, f: int, values: Tensor) -> None:
     """See `ops.unpack_fields`."""
-    if values.numel():
-        unpack_kernel[_grid(values.numel())](words, values, values.numel(), F=f, BLOCK=BLOCK)
+    _launch(unpack_kernel, values, words, values, F=f)
 
 
 def trunc_helper(
     error: Tensor, g1: Tensor, g2: Tensor, z1: Tensor, rho1: Tensor, zeta1: Tensor, zeta2: Tensor, f: int, width: int,
-    a1: Tensor, a2: Tensor, z2: Tensor, rho2: Tensor,
+    *made: Tensor,
 ) -> None:  # fmt: skip
-    """See `ops.trunc_helper`; rho2 must be zero."""
-    n = z1.numel()
-    if n:
-        helper_kernel[_grid(n)](
-            error, g1, g2, z1, rho1, zeta1, zeta2, a1, a2, z2, rho2, n,
-            F=f, WIDTH=width, BITS=z1.element_size() * 8, BLOCK=BLOCK,
-        )  # fmt: skip
+    """See `ops.trunc_helper`."""
+    bits = z1.element_size() * 8
+    _launch(helper_kernel, z1, error, g1, g2, z1, rho1, zeta1, zeta2, *made, F=f, WIDTH=width, BITS=bits)
 
 
-def trunc_open(
-    mine: Tensor, theirs: Tensor, rho: Tensor, zeta: Tensor, f: int, width: int, w: Tensor, packed: Tensor
-) -> None:  # fmt: skip
-    """See `ops.trunc_open`; packed must be zero."""
-    n = mine.numel()
-    if n:
-        sizes = {"F": f, "WIDTH": width, "BITS": w.element_size() * 8, "BLOCK": BLOCK}
-        open_kernel[_grid(n)](mine, theirs, rho, zeta, w, packed, n, **sizes)
+def trunc_open(mine: Tensor, theirs: Tensor, rho: Tensor, zeta: Tensor, f: int, width: int, *made: Tensor) -> None:
+    """See `ops.trunc_open`."""
+    bits = mine.element_size() * 8
+    _launch(open_kernel, mine, mine, theirs, rho, zeta, *made, F=f, WIDTH=width, BITS=bits)
 
 
 def trunc_close(
-    w: Tensor, mine: Tensor, theirs: Tensor, z: Tensor, zeta: Tensor, f: int, width: int, half: Tensor, own: Tensor
-) -> None:
+    w: Tensor, mine: Tensor, theirs: Tensor, z: Tensor, zeta: Tensor, f: int, width: int, *made: Tensor
+) -> None:  # fmt: skip
     """See `ops.trunc_close`."""
-    n = w.numel()
-    if n:
-        sizes = {"F": f, "WIDTH": width, "BITS": w.element_size() * 8, "BLOCK": BLOCK}
-        close_kernel[_grid(n)](w, mine, theirs, z, zeta, half, own, n, **sizes)
+    bits = w.element_size() * 8
+    _launch(close_kernel, w, w, mine, theirs, z, zeta, *made, F=f, WIDTH=width, BITS=bits)
