@@ -124,7 +124,7 @@ def jobs(protocol: str) -> Iterator[tuple[Any, tuple[Any, ...]]]:
         yield steps.combine, ()
     found = (aes.write_bytes,) * aes.usable() + (amx.product,) * amx.usable()
     found += (comparison_keys.children, comparison_keys.leaves) if protocol != "dealer" else ()
-    found += (trunc.told, trunc.piece, trunc.part, trunc.opening) if protocol == "quad" else ()
+    found += (trunc.check_told, trunc.check_piece, trunc.check_part, trunc.check_opening) if protocol == "quad" else ()
     for kernel in found:
         yield kernel, _types(kernel)
     some = (waves.hidden, waves.summed, waves.wraps, waves.widened, seeded_matmul.in_register_tiles)

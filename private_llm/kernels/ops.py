@@ -20,12 +20,11 @@ from private_llm.errors import DomainError, UnsupportedOp
 from private_llm.kernels import conv, matmul, shapes
 from private_llm.kernels.address import ZERO, Array, addresses
 from private_llm.kernels.backends.cpu import bits as cpu_bits
-from private_llm.kernels.backends.cpu import prg as cpu_prg
 from private_llm.kernels.backends.cpu import trunc as cpu_trunc
 from private_llm.kernels.backends.cpu.trunc import BLOCK
 from private_llm.kernels.devices import triton_module
 from private_llm.kernels.parallel import parallel_for
-from private_llm.kernels.seeded_tensor import dense
+from private_llm.kernels.seeded_tensor import KeyStream, dense
 from private_llm.kernels.shapes import Pair
 from private_llm.kernels.shapes import packed_words as packed_words
 from private_llm.kernels.trace_hook import this_thread
@@ -315,6 +314,68 @@ def trunc_close(
     return made
 
 
+# -- local steps of a checked truncation (protocols/quad/arithmetic.py): fused on CPUs, elsewhere composed of the above.
+# `composed` asks for that on CPUs, too. Operands are rows [n] of ring elements, or words of f-bit fields.
+def check_opening(first: Tensor, second: Tensor, summands: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """(R, first + second + R + 2^(bits-2)) with R the sum of the summands."""
+    e, g1, g2 = summands
+    if not first.is_cpu:
+        r = e + g1 + g2
+        return r, first + second + r + (1 << (r.element_size() * 8 - 2))
+    made = torch.empty_like(g1), torch.empty_like(g1)
+    _fields(cpu_trunc.check_opening, _FIELD_S, g1, (first, second, e, g1, g2), (), made)
+    return made
+
+
+def check_told(
+    w: Tensor, t1: Tensor, t2: Tensor, t3: Tensor, half: Tensor, own: Tensor, f: int, composed: bool = False
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(u, high, beta, value): the new mask, what party 0 is told of w, and the value to be recorded.
+
+    u = t1 + t3 2^(bits-f); high = (~w >> f) - t1; beta = 1 - msb(w) - t2 mod 2^f; value = half + own + u.
+    """
+    if composed or not w.is_cpu:
+        none, no_fields = torch.zeros_like(w), torch.zeros_like(t2)
+        u, _, high, beta = trunc_helper(~w, none, none, t1, t2, t3, no_fields, f, f)
+        return u, high, beta, half + own + u
+    made = torch.empty_like(w), torch.empty_like(w), torch.zeros_like(t2), torch.empty_like(w)
+    _fields(cpu_trunc.check_told, 3 * _FIELD_S, w, (w, t1, t2, t3, half, own), (f,), made)
+    return made
+
+
+def check_piece(
+    summands: tuple[Tensor, Tensor, Tensor], t1: Tensor, t2: Tensor, t3: Tensor, f: int, composed: bool = False
+) -> tuple[Tensor, Tensor]:
+    """(fields, u): fields = msb(R) t2 + t3 mod 2^f; u = t1 + t3 2^(bits-f), with R the sum of the summands."""
+    e, g1, g2 = summands
+    if composed or not t1.is_cpu:
+        r = e + g1 + g2
+        w, fields = trunc_open(_less(r), torch.zeros_like(r), t2, t3, f, f)
+        return fields, trunc_close(w, fields, torch.zeros_like(t2), t1, t3, f, f)[1]
+    made = torch.zeros_like(t2), torch.empty_like(t1)
+    _fields(cpu_trunc.check_piece, 3 * _FIELD_S, t1, (e, g1, g2, t1, t2, t3), (f,), made)
+    return made
+
+
+def check_part(
+    r: Tensor, beta: Tensor, theirs: Tensor, high: Tensor, a1: Tensor, a2: Tensor, f: int, composed: bool = False
+) -> tuple[Tensor, Tensor]:
+    """(made, made + a1 + a2): made = (~r >> f) + (msb(r) beta + theirs) 2^(bits-f) - 2^(bits-2-f) - high."""
+    if composed or not r.is_cpu:
+        none = torch.zeros_like(beta)
+        w, fields = trunc_open(_less(r), torch.zeros_like(r), beta, none, f, f)
+        made = trunc_close(w, fields, theirs, high, none, f, f)[0]
+        return made, made + a1 + a2
+    results = torch.empty_like(r), torch.empty_like(r)
+    _fields(cpu_trunc.check_part, 3 * _FIELD_S, r, (r, beta, theirs, high, a1, a2), (f,), results)
+    return results
+
+
+def _less(r: Tensor) -> Tensor:
+    """~r less the 2^(bits-2) that `trunc_open` adds."""
+    return ~r - (1 << (r.element_size() * 8 - 2))
+
+
 def chacha20(key: Tensor, counter: Tensor, offset: int, out: Tensor) -> None:
     """Overwrite out with the ChaCha20 key stream from block counter + offset on, all on one device.
 
@@ -333,6 +394,7 @@ def chacha20(key: Tensor, counter: Tensor, offset: int, out: Tensor) -> None:
     if out.is_meta or not out.numel():
         return
     if key.is_cpu:
-        cpu_prg.chacha20(key.numpy(), int(counter) + offset, out.numpy())
+        stream = KeyStream(key.numpy().astype("<i4").tobytes())
+        stream.write(int(counter) + offset, out.numpy().view(np.uint8))
     else:
         _gpu("prg", "chacha20", key, counter, offset, out, writes=1)

@@ -24,8 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from private_llm.errors import ConfigError, DomainError
 from private_llm.forks import Origin, forked, process
 from private_llm.kernels import ops
-from private_llm.kernels.backends.cpu.prg import KeyStream
-from private_llm.kernels.seeded_tensor import ChaChaKey, SeededTensor, StreamKey, StreamSlice, makes_fast
+from private_llm.kernels.seeded_tensor import ChaChaKey, KeyStream, SeededTensor, StreamKey, StreamSlice, makes_fast
 from private_llm.kernels.trace_hook import this_thread, traced_by
 from private_llm.ring.ring import Ring
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from private_llm.kernels import checks
+from private_llm.kernels import ops
 from private_llm.kernels.ops import packed_words
 from private_llm.ring.prg import Seed
 from private_llm.ring.ring import Ring
@@ -37,27 +37,27 @@ def equal(made: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> bool:
 def test_what_party_0_is_told(bits: int, n: int, f: int) -> None:
     (w, t1, half, own), (t2, t3) = drawn(bits, n, f, 4, 2)
     operands = (w, t1, t2, t3, half, own, f)
-    assert equal(checks.told(*operands), checks.told(*operands, composed=True))
+    assert equal(ops.check_told(*operands), ops.check_told(*operands, composed=True))
 
 
 @cases
 def test_the_piece_of_party_3(bits: int, n: int, f: int) -> None:
     (e, g1, g2, t1), (t2, t3) = drawn(bits, n, f, 4, 2)
     operands = ((e, g1, g2), t1, t2, t3, f)
-    assert equal(checks.piece(*operands), checks.piece(*operands, composed=True))
+    assert equal(ops.check_piece(*operands), ops.check_piece(*operands, composed=True))
 
 
 @cases
 def test_the_part_of_party_0(bits: int, n: int, f: int) -> None:
     (r, high, a1, a2), (beta, theirs) = drawn(bits, n, f, 4, 2)
     operands = (r, beta, theirs, high, a1, a2, f)
-    assert equal(checks.part(*operands), checks.part(*operands, composed=True))
+    assert equal(ops.check_part(*operands), ops.check_part(*operands, composed=True))
 
 
 @pytest.mark.parametrize("bits", [64, 32])
 def test_the_opening(bits: int) -> None:
     (first, second, e, g1, g2), _ = drawn(bits, 77, 1, 5, 0)
-    r, value = checks.opening(first, second, (e, g1, g2))
+    r, value = ops.check_opening(first, second, (e, g1, g2))
     assert torch.equal(r, e + g1 + g2)
     assert torch.equal(value, first + second + r + (1 << (bits - 2)))
 
@@ -65,8 +65,9 @@ def test_the_opening(bits: int) -> None:
 def test_meta_tensors_give_shapes() -> None:
     row, fields = torch.empty(100, dtype=torch.int32, device="meta"), torch.empty(19, dtype=torch.int64, device="meta")
     made = [
-        *checks.opening(row, row, (row, row, row)), *checks.told(row, row, fields, fields, row, row, 12),
-        *checks.piece((row, row, row), row, fields, fields, 12), *checks.part(row, fields, fields, row, row, row, 12),
+        *ops.check_opening(row, row, (row, row, row)), *ops.check_told(row, row, fields, fields, row, row, 12),
+        *ops.check_piece((row, row, row), row, fields, fields, 12),
+        *ops.check_part(row, fields, fields, row, row, row, 12),
     ]  # fmt: skip
     assert all(each.is_meta for each in made)
     assert {tuple(each.shape) for each in made} == {(100,), (19,)}

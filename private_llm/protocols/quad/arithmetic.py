@@ -39,7 +39,7 @@ import torch
 from torch import Tensor
 
 from private_llm.errors import ProtocolAbort
-from private_llm.kernels import checks, ops
+from private_llm.kernels import ops
 from private_llm.kernels.forms import Form, Matmul
 from private_llm.kernels.shapes import broadcast
 from private_llm.net.transport import CLIENT
@@ -120,7 +120,7 @@ class QuadArithmetic(QuadRecords):
         main, opened = self._finish_shifted(tag, shape, piece, shift)
         count = shape.numel()
         if self.party == 0:
-            r, value = checks.opening(self._piece(tag, (count,), self.ring.dtype), _flat(mirror), _three(opened))
+            r, value = ops.check_opening(self._piece(tag, (count,), self.ring.dtype), _flat(mirror), _three(opened))
             self._confirm(value)
             return self._check_shift(tag, main, (r,), shift)
         q = self._joint(count)
@@ -144,7 +144,7 @@ class QuadArithmetic(QuadRecords):
     def _check_shift(self, tag: str, main: Share, opened: tuple[Tensor, ...], shift: int) -> Share:
         """The mirror of Trio's small exchange; `opened` is w at parties 1 and 2, R at party 0, its summands at 3.
 
-        With ~w as the helper's R and ~R as the evaluators' w, it is the main run's; `checks` says what each computes.
+        With ~w as the helper's R and ~R as the evaluators' w, it is the main run's; see `ops.check_told` and others.
         """
         count = main.numel()
         packed = ops.packed_words(count, shift)
@@ -152,15 +152,15 @@ class QuadArithmetic(QuadRecords):
         if self.party == 0:
             beta, high = self._recv_mixed(self._told, tag, packed, count)
             theirs = self._piece(tag, (packed,), torch.int64)
-            third, value = checks.part(opened[0], beta, theirs, high, first, second, shift)
+            third, value = ops.check_part(opened[0], beta, theirs, high, first, second, shift)
             self._confirm(value)
             return Share((*main.parts, third.view(main.shape)))
         (t2, t3), (t1,) = self._draw_mixed(packed, count, 2, -1, elements=1)
         if self.party == 3:
-            fields, u = checks.piece(_three(opened), t1, t2, t3, shift)
+            fields, u = ops.check_piece(_three(opened), t1, t2, t3, shift)
             self._tell_piece(tag, fields)
         else:
-            u, high, beta, value = checks.told(opened[0], t1, t2, t3, first, second, shift)
+            u, high, beta, value = ops.check_told(opened[0], t1, t2, t3, first, second, shift)
             for message in self._mixed(beta, high):
                 self._tell(tag, message)
             self._confirm(value)

@@ -140,7 +140,7 @@ def _at(x: Value, m: int) -> Value:
     """Element m of a line, or the one number for all of it."""
 
 
-@overload(_at)
+@overload(_at, strict=False)  # annotations differ
 def _overloaded(x: Value, m: Value) -> Callable[[Value, int], Value]:
     return (lambda x, m: x[m]) if isinstance(x, types.Array) else (lambda x, m: x)
 

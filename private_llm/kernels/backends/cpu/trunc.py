@@ -211,11 +211,11 @@ def trunc_close(
             half_b[j] = (value_b[j] >> down) + kind(kind(m_f[j] + t_f[j]) << up) - offset - a
 
 
-# -- a checked truncation (`kernels.checks`) ------------------------------------------------------------------------
+# -- a checked truncation  ------------------------------------------------------------------------
 @compiled
-def told(
+def check_told(
     w: Read, t1: Read, t2: Read, t3: Read, half: Read, own: Read, f: int, n: int, zero: Zero, u: Written, high: Written,
-    beta: Written, value: Written,
+    beta: Written, value: Written, begin: int, end: int,
 ) -> None:  # fmt: skip
     """u = t1 + t3 2^(bits-f); high = (~w >> f) - t1; beta = 1 - msb(w) - t2 mod 2^f; value = half + own + u."""
     opened, masks, halves, owns = flat(w, n, zero), flat(t1, n, zero), flat(half, n, zero), flat(own, n, zero)
@@ -228,7 +228,7 @@ def told(
     up, down, top = kind(bits - f), kind(f), kind(bits - 1)
     t_f = np.empty(BLOCK, dtype=kind)
     s_f = np.empty(BLOCK, dtype=kind)
-    for start in range(0, n, BLOCK):
+    for start in range(begin, end, BLOCK):
         count = min(BLOCK, n - start)
         unpack(second, start, count, f, t_f)
         unpack(third, start, count, f, s_f)
@@ -244,8 +244,9 @@ def told(
 
 
 @compiled
-def piece(
+def check_piece(
     e: Read, g1: Read, g2: Read, t1: Read, t2: Read, t3: Read, f: int, n: int, zero: Zero, fields: Written, u: Written,
+    begin: int, end: int,
 ) -> None:  # fmt: skip
     """fields = msb(e + g1 + g2) t2 + t3 mod 2^f; u = t1 + t3 2^(bits-f)."""
     error, one, two = flat(e, n, zero), flat(g1, n, zero), flat(g2, n, zero)
@@ -258,7 +259,7 @@ def piece(
     up, top = kind(bits - f), kind(bits - 1)
     t_f = np.empty(BLOCK, dtype=kind)
     s_f = np.empty(BLOCK, dtype=kind)
-    for start in range(0, n, BLOCK):
+    for start in range(begin, end, BLOCK):
         count = min(BLOCK, n - start)
         unpack(second, start, count, f, t_f)
         unpack(third, start, count, f, s_f)
@@ -271,9 +272,9 @@ def piece(
 
 
 @compiled
-def part(
+def check_part(
     r: Read, beta: Read, theirs: Read, high: Read, a1: Read, a2: Read, f: int, n: int, zero: Zero, made: Written,
-    value: Written,
+    value: Written, begin: int, end: int,
 ) -> None:  # fmt: skip
     """made = (~r >> f) + (msb(r) beta + theirs) 2^(bits-f) - 2^(bits-2-f) - high; value = made + a1 + a2."""
     masked, highs, first, second = flat(r, n, zero), flat(high, n, zero), flat(a1, n, zero), flat(a2, n, zero)
@@ -286,7 +287,7 @@ def part(
     offset = kind(1) << kind(bits - 2 - f)
     b_f = np.empty(BLOCK, dtype=kind)
     t_f = np.empty(BLOCK, dtype=kind)
-    for start in range(0, n, BLOCK):
+    for start in range(begin, end, BLOCK):
         count = min(BLOCK, n - start)
         unpack(known, start, count, f, b_f)
         unpack(told_fields, start, count, f, t_f)
@@ -300,15 +301,16 @@ def part(
 
 
 @compiled
-def opening(
-    first: Read, second: Read, e: Read, g1: Read, g2: Read, n: int, zero: Zero, r: Written, value: Written,
+def check_opening(
+    first: Read, second: Read, e: Read, g1: Read, g2: Read, n: int, zero: Zero, r: Written, value: Written, begin: int,
+    end: int,
 ) -> None:  # fmt: skip
     """r = e + g1 + g2; value = first + second + r + 2^(bits-2)."""
     x, y, a, b, c = flat(first, n, zero), flat(second, n, zero), flat(e, n, zero), flat(g1, n, zero), flat(g2, n, zero)
     sums, values = flat(r, n, zero), flat(value, n, zero)
     kind = sums.dtype.type
     offset = kind(1) << kind(sums.itemsize * 8 - 2)
-    for i in range(n):
+    for i in range(begin, end):
         total = kind(a[i] + b[i] + c[i])
         sums[i] = total
         values[i] = x[i] + y[i] + total + offset

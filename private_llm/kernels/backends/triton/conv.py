@@ -13,8 +13,15 @@ import triton.language as tl
 from torch import Tensor
 
 from private_llm.kernels import shapes
-from private_llm.kernels.backends.triton.planes import add_up, digit_products, digit_shift, no_products
-from private_llm.kernels.backends.triton.tuning import Tile, Tuner, size_range
+from private_llm.kernels.backends.triton.planes import (
+    Tile,
+    Tuner,
+    add_up,
+    digit_products,
+    digit_shift,
+    no_products,
+    size_range,
+)
 from private_llm.kernels.shapes import Pair
 
 TUNER = Tuner((Tile(64, 32), Tile(32, 64), Tile(16, 64, warps=4)))

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from private_llm.kernels import shapes
 from private_llm.kernels.backends.triton import planes, seeded_matmul
-from private_llm.kernels.backends.triton.tuning import Tile, Tuner, size_range
+from private_llm.kernels.backends.triton.planes import Tile, Tuner, size_range
 from private_llm.kernels.seeded_tensor import SeededTensor, dense
 
 MOST = 8

@@ -12,21 +12,88 @@ Ring elements as int8 digits, for the tensor cores of GPUs (Triton).
 x = sum_i d_i 256^i modulo 2^64 with balanced digits -128 <= d_i < 128: the bytes of x + 0x80..80, minus 128. Of
 products of digits only those with a digit sum s = i + j < L (L = 8, or 4 for 32 bits) are not a multiple of the ring
 size, so 36 (10) products of int8 matrices make one of ring matrices.
+
+Which tile of a product is fastest is tried out once for each range of sizes on each GPU. Sizes are ranged by powers of
+two: decoding makes new sizes at every step, and trying out costs more than a product. Results do not depend on the
+tile, so parties need not choose alike.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime.errors import OutOfResources
+from triton.testing import do_bench
 
-from private_llm.kernels.backends.triton.tuning import Tile, Tuner, size_range
+from private_llm.kernels.devices import ALONE
 
 
+# -- tiles ------------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Tile:
+    """Outputs (BM x BN) of one program, steps of the inner dimension at a time, warps, and loads under way.
+
+    share: of kernels whose tiles are sums of several products, how many of these one program makes.
+    """
+
+    rows: int
+    columns: int
+    inner: int = 32
+    warps: int = 8
+    stages: int = 2
+    share: int = 1
+
+    @property
+    def constants(self) -> dict[str, int]:
+        """As a kernel takes them."""
+        return {
+            "BM": self.rows, "BN": self.columns, "BK": self.inner, "num_warps": self.warps, "num_stages": self.stages
+        }  # fmt: skip
+
+
+def size_range(*sizes: int) -> tuple[int, ...]:
+    """The power of two that holds each size."""
+    return tuple(max(size - 1, 0).bit_length() for size in sizes)
+
+
+def _briefly(run: Callable[[], None]) -> float:
+    """Milliseconds of `run`, measured for a few of them: a model meets dozens of sizes."""
+    made: float = do_bench(run, warmup=1, rep=4)
+    return made
+
+
+class Tuner:
+    """Remembers the fastest of `tiles` for each key; the first one is used where nothing can be measured."""
+
+    def __init__(self, tiles: Sequence[Tile], measure: Callable[[Callable[[], None]], float] = _briefly) -> None:
+        self.tiles = tuple(tiles)
+        self._measure = measure
+        self._best: dict[object, Tile] = {}
+
+    def best(self, key: object, launch: Callable[[Tile], None]) -> Tile:
+        """The tile for `key`; `launch` must be harmless to repeat. Tiles that do not fit the GPU are passed over."""
+        found = self._best.get(key)
+        if found is None:
+            with ALONE:  # parties may be threads
+                found = self._best.get(key)
+                if found is None:
+                    found = self._best[key] = min(self.tiles, key=lambda tile: self._seconds(tile, launch))
+        return found
+
+    def _seconds(self, tile: Tile, launch: Callable[[Tile], None]) -> float:
+        try:
+            return self._measure(lambda: launch(tile))
+        except OutOfResources:
+            return float("inf")
+
+
+# -- digits -----------------------------------------------------------------------------------------------------------
 @triton.jit
 def _digit(b_x, i: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
     """Balanced digit i of numbers to which 0x80..80 has been added."""
