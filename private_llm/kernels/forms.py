@@ -31,9 +31,9 @@ class Form(ABC):
     def product(self, x: Tensor, y: Tensor) -> Tensor:
         """B(x, y) modulo the ring size."""
 
-    @abstractmethod
     def pair(self, x0: Tensor, y0: Tensor, x1: Tensor, y1: Tensor) -> Tensor:
         """B(x0, y0) + B(x1, y1), both of one shape, without a temporary of an operand's size."""
+        return self.product(x0, y0).add_(self.product(x1, y1))
 
     @abstractmethod
     def real(self, x: Tensor, y: Tensor) -> Tensor:
@@ -117,10 +117,6 @@ class InnerAndScaled(Form):
         torch.sum(x * y[:-1], -1, keepdim=True, dtype=x.dtype, out=made[..., :1])
         torch.mul(x, y[-1], out=made[..., 1:])
         return made
-
-    def pair(self, x0: Tensor, y0: Tensor, x1: Tensor, y1: Tensor) -> Tensor:
-        """The sum of both."""
-        return self.product(x0, y0).add_(self.product(x1, y1))
 
     def real(self, x: Tensor, y: Tensor) -> Tensor:
         """The same of floating-point numbers."""

@@ -50,8 +50,7 @@ def transpose_bits(
             for k in range(0, 32 if half else 64, 2 * width):
                 for row in range(k, k + width):
                     for lane in range(8):
-                        a = buf[row, lane]
-                        b = buf[row + width, lane]
+                        a, b = buf[row, lane], buf[row + width, lane]
                         t = ((a >> shift) ^ b) & mask
                         buf[row + width, lane] = b ^ t
                         buf[row, lane] = a ^ (t << shift)
@@ -69,8 +68,7 @@ def block_monomials(
 ) -> None:  # fmt: skip
     """All monomials of the bits of each block of s [rows, W]; `out` is xored with them. Helper side."""
     s, out = table(s_at, rows, words), table(out_at, out_rows, words)
-    row = 0
-    bit = low
+    row, bit = 0, low
     for size in blocks:
         s0 = s[bit]
         if size == 1:
@@ -85,12 +83,9 @@ def block_monomials(
                 out[row + 2, w] ^= s0[w] & s1[w]
             row += 3
         else:
-            s1 = s[bit + 1]
-            s2 = s[bit + 2]
+            s1, s2 = s[bit + 1], s[bit + 2]
             for w in range(begin, end):
-                a = s0[w]
-                b = s1[w]
-                c = s2[w]
+                a, b, c = s0[w], s1[w], s2[w]
                 out[row, w] ^= a
                 out[row + 1, w] ^= b
                 out[row + 2, w] ^= a & b
@@ -115,13 +110,10 @@ def block_carries(
     count = blocks.size
     m, mono, out = table(m_at, rows, words), table(mono_at, mono_rows, words), table(out_at, 2 * count - 1, words)
     one = np.uint64(0xFFFFFFFFFFFFFFFF) if first else np.uint64(0)
-    row = 0
-    bit = low
+    row, bit = 0, low
     for j in range(count):
-        size = blocks[j]
-        g = out[j]
-        m0 = m[bit]
-        r0 = mono[row]
+        size, g = blocks[j], out[j]
+        m0, r0 = m[bit], mono[row]
         if size == 1:
             for w in range(begin, end):
                 g[w] ^= m0[w] & r0[w]
@@ -131,9 +123,7 @@ def block_carries(
                     p[w] ^= (m0[w] & one) ^ r0[w]
             row += 1
         elif size == 2:
-            m1 = m[bit + 1]
-            r1 = mono[row + 1]
-            r2 = mono[row + 2]
+            m1, r1, r2 = m[bit + 1], mono[row + 1], mono[row + 2]
             for w in range(begin, end):
                 g[w] ^= (m1[w] & r1[w]) ^ (m1[w] & m0[w] & r0[w]) ^ (m0[w] & r2[w])
             if j > 0:
@@ -142,18 +132,11 @@ def block_carries(
                     p[w] ^= (m1[w] & m0[w] & one) ^ (m1[w] & r0[w]) ^ (m0[w] & r1[w]) ^ r2[w]
             row += 3
         else:
-            m1 = m[bit + 1]
-            m2 = m[bit + 2]
-            r1 = mono[row + 1]
-            r2 = mono[row + 2]
-            r3 = mono[row + 3]
-            r4 = mono[row + 4]
-            r5 = mono[row + 5]
-            r6 = mono[row + 6]
+            m1, m2 = m[bit + 1], m[bit + 2]
+            r1, r2, r3 = mono[row + 1], mono[row + 2], mono[row + 3]
+            r4, r5, r6 = mono[row + 4], mono[row + 5], mono[row + 6]
             for w in range(begin, end):
-                a = m0[w]
-                b = m1[w]
-                c = m2[w]
+                a, b, c = m0[w], m1[w], m2[w]
                 ab = a & b
                 g[w] ^= (
                     (c & (r3[w] ^ (b & r1[w]) ^ (ab & r0[w]) ^ (a & r2[w]))) ^ (b & r5[w]) ^ (ab & r4[w]) ^ (a & r6[w])
@@ -161,8 +144,7 @@ def block_carries(
             if j > 0:
                 p = out[count + j - 1]
                 for w in range(begin, end):
-                    a = m0[w]
-                    b = m1[w]
+                    a, b = m0[w], m1[w]
                     ab = a & b
                     p[w] ^= (
                         (m2[w] & ((ab & one) ^ (b & r0[w]) ^ (a & r1[w]) ^ r2[w]))
@@ -185,14 +167,11 @@ def join_products(
     Order per group of three: p2g1 ^ p2p1g0, p2p1, p2g0, p1g0 (and p2p0, p1p0, p2p1p0); of two: p1g0 (p1p0).
     """
     lam, out = table(lam_at, 2 * count - 1, words), table(out_at, out_rows, words)
-    row = 0
-    base = 0
+    row = base = 0
     for j in range(groups.size):
         if groups[j] == 3:
-            g0 = lam[base]
-            g1 = lam[base + 1]
-            p1 = lam[count + base]
-            p2 = lam[count + base + 1]
+            g0, g1 = lam[base], lam[base + 1]
+            p1, p2 = lam[count + base], lam[count + base + 1]
             for w in range(begin, end):
                 out[row, w] ^= p2[w] & (g1[w] ^ (p1[w] & g0[w]))
                 out[row + 1, w] ^= p2[w] & p1[w]
@@ -207,8 +186,7 @@ def join_products(
                     out[row + 2, w] ^= p2[w] & p1[w] & p0[w]
                 row += 3
         else:
-            g0 = lam[base]
-            p1 = lam[count + base]
+            g0, p1 = lam[base], lam[count + base]
             for w in range(begin, end):
                 out[row, w] ^= p1[w] & g0[w]
             row += 1
@@ -230,8 +208,7 @@ def join_carries(
     made = groups.size
     b, lam = table(b_at, 2 * count - 1, words), table(lam_at, 2 * count - 1, words)
     prod, out = table(prod_at, prod_rows, words), table(out_at, 2 * made - 1, words)
-    row = 0
-    base = 0
+    row = base = 0
     for j in range(made):
         g = out[j]
         if groups[j] == 3:
@@ -261,8 +238,7 @@ def join_carries(
             row += 4
             if j > 0:
                 p = out[made + j - 1]
-                bp0 = b[count + base - 1]
-                lp0 = lam[count + base - 1]
+                bp0, lp0 = b[count + base - 1], lam[count + base - 1]
                 q4, q5, q6 = prod[row], prod[row + 1], prod[row + 2]
                 for w in range(begin, end):
                     x, y, z = bp2[w], bp1[w], bp0[w]
@@ -279,10 +255,8 @@ def join_carries(
                 row += 3
         else:
             bg0, bg1 = b[base], b[base + 1]
-            bp1 = b[count + base]
             lg0, lg1 = lam[base], lam[base + 1]
-            lp1 = lam[count + base]
-            q0 = prod[row]
+            bp1, lp1, q0 = b[count + base], lam[count + base], prod[row]
             for w in range(begin, end):
                 g[w] ^= (
                     (bg1[w] & one) ^ lg1[w] ^ (bp1[w] & bg0[w] & one) ^ (bp1[w] & lg0[w]) ^ (bg0[w] & lp1[w]) ^ q0[w]
@@ -290,9 +264,7 @@ def join_carries(
             row += 1
             if j > 0:
                 p = out[made + j - 1]
-                bp0 = b[count + base - 1]
-                lp0 = lam[count + base - 1]
-                q1 = prod[row]
+                bp0, lp0, q1 = b[count + base - 1], lam[count + base - 1], prod[row]
                 for w in range(begin, end):
                     p[w] ^= (bp1[w] & bp0[w] & one) ^ (bp1[w] & lp0[w]) ^ (bp0[w] & lp1[w]) ^ q1[w]
                 row += 1
