@@ -1,7 +1,7 @@
 """Tensors that are slices of a key stream and not in memory: made whenever they are read, forgotten afterwards.
 
 A mask of a weight is such a piece, so a party that knows its seed need not hold it. Products with such a matrix make
-it piece by piece (`matmul_seeded`); taking rows, joining rows and turning a matrix make nothing; every other operation
+it piece by piece (`matmul`); taking rows, joining rows and turning a matrix make nothing; every other operation
 gets the whole tensor, made for it alone. Results are those of the same tensor in memory, bit for bit.
 
 The stream is AES-128 in counter mode from counter 0, as `ring.prg.Prg` gives it, or ChaCha20 from block 0, as

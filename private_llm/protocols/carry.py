@@ -44,7 +44,7 @@ class CarryPlan:
 
 
 _PRODUCTS = {(3, True): 4, (3, False): 7, (2, True): 1, (2, False): 2}
-"""Products of masks in a join of (size, lowest group?): see `kernels.reference`."""
+"""Products of masks in a join of (size, lowest group?): see `tests/kernels/reference.py`."""
 
 
 @cache

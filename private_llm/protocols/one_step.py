@@ -31,8 +31,8 @@ import torch
 from torch import Tensor
 
 from private_llm.errors import DomainError
-from private_llm.kernels.waves import Digits, Factors, Secrets
 from private_llm.kernels.shapes import packed_words
+from private_llm.kernels.waves import Digits, Factors, Secrets
 from private_llm.ring.comparison_keys import shared_ways
 
 Array = np.ndarray[Any, Any]
