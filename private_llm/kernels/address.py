@@ -1,12 +1,7 @@
-"""Arrays over tensors' memory inside Numba kernels.
+"""Addresses of tensors for Numba kernels, arrays over them inside kernels, and the process's memory allocator.
 
-A small operation spends most of its time on turning tensors into NumPy arrays (1 to 4 µs each, against 5 µs for the
-truncation of 768 elements). Kernels with many operands take addresses instead; `addresses` is the only
-place where a tensor becomes one, and it refuses what a flat array would misread.
-
-The process's memory allocator, set for tensors of many megabytes that come and go at every operation.
-
-A session keeps what it frees, for its next operation; the end of a session gives it back to the system.
+To turn a tensor into a NumPy array takes 1 to 4 µs, against 5 µs for the truncation of 768 elements; so kernels take
+addresses. `addresses` is the only place where a tensor becomes one, and it refuses what a flat array would misread.
 """
 
 from __future__ import annotations
@@ -123,9 +118,9 @@ def tune_allocator() -> bool:
 
     By default every freed block of more than 32 MB (at first, 128 kB) is unmapped, and each new one costs a page
     fault per 4 kB: measured, half or more of the time of a chain of operations on 8 to 32 MB tensors. Afterwards the
-    process keeps up to 2 GB of freed memory in each of at most `ARENAS` heaps, until `trim_allocator`; blocks from
-    1 GB on are still unmapped. Holds for the whole process, its threads included, so an application decides on it (a
-    party does at its start). Heaps that are there already stay.
+    process keeps up to 2 GB of freed memory in each of at most `ARENAS` heaps, until `trim_allocator` at the end of a
+    session; blocks from 1 GB on are still unmapped. Holds for the whole process, its threads included, so an
+    application decides on it (a party does at its start). Heaps that are there already stay.
     """
     glibc = _glibc()
     if glibc is None:

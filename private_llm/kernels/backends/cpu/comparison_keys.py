@@ -1,9 +1,7 @@
-"""Local steps of comparison keys on the CPU (Numba, GIL-free); blocks are pairs of uint64.
+"""Local steps of comparison keys and of distributed point functions on the CPU (Numba); blocks are pairs of uint64.
 
-`make` and `follow` take whole keys, with the processor's AES; `correct`, `descend` and `finish` are the same level by
-level, for processors without, where the caller runs the cipher.
-
-Local steps of distributed point functions on the CPU (Numba, GIL-free); blocks are pairs of uint64.
+Of comparison keys `make` and `follow` take whole keys, with the processor's AES; `correct`, `descend` and `finish` are
+the same level by level, for processors without, where the caller runs the cipher.
 """
 
 from __future__ import annotations
@@ -198,7 +196,7 @@ def follow(
 ) -> None:
     """Evaluate keys: total [points, n, words] is set to this holder's shares at x [points, n].
 
-    root [n, 2], key [n, words of a key]; ciphers [3, 11, 4, 2]: tables (`aes_fan`) of the left and the right side, each
+    root [n, 2], key [n, words of a key]; ciphers [3, 11, 4, 2]: tables (`aes`) of the left and the right side, each
     of a child and two blocks of words, and of two blocks at the end. nodes int64 [levels]: at most so many different
     ways do the points of a key go that far, those of one way neighbours. So many steps are taken whatever x is: time
     tells nothing of it.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
+from typing import Any
 
 import torch
 import triton
@@ -275,18 +276,8 @@ def extra_rows(weighted: Sequence[bool]) -> list[int]:
 
 
 @cache
-def _table(
-    make: Callable[..., list[list[int]]],
-    first: int | tuple[int, ...],
-    second: int | tuple[int, ...],
-    device: torch.device,
-) -> Tensor:
-    return torch.tensor(make(first, second), dtype=torch.int32, device=device)
-
-
-@cache
-def _extra(weighted: tuple[bool, ...], device: torch.device) -> Tensor:
-    return torch.tensor(extra_rows(weighted), dtype=torch.int32, device=device)
+def _table(device: torch.device, make: Callable[..., Sequence[Any]], *plan: int | tuple[int, ...]) -> Tensor:
+    return torch.tensor(make(*plan), dtype=torch.int32, device=device)
 
 
 def _ints(sizes: Sequence[int]) -> tuple[int, ...]:
@@ -307,20 +298,20 @@ def _row_products(x: Tensor, factors: Tensor, out: Tensor) -> None:
 
 def block_monomials(s: Tensor, low: int, blocks: Sequence[int], out: Tensor) -> None:
     """See `ops.block_monomials`."""
-    _row_products(s, _table(monomial_factors, low, _ints(blocks), s.device), out)
+    _row_products(s, _table(s.device, monomial_factors, low, _ints(blocks)), out)
 
 
 def block_carries(m: Tensor, low: int, blocks: Sequence[int], mono: Tensor, first: bool, out: Tensor) -> None:
     """See `ops.block_carries`."""
     words, count = m.shape[1], len(blocks)
-    rows = _table(block_rows, low, _ints(blocks), m.device)
+    rows = _table(m.device, block_rows, low, _ints(blocks))
     grid = (triton.cdiv(words, WORDS), count)
     block_carries_kernel[grid](m, mono, rows, out, words, count, -1 if first else 0, BW=WORDS)
 
 
 def join_products(lam: Tensor, groups: Sequence[int], count: int, out: Tensor) -> None:
     """See `ops.join_products`."""
-    _row_products(lam, _table(product_factors, _ints(groups), count, lam.device), out)
+    _row_products(lam, _table(lam.device, product_factors, _ints(groups), count), out)
 
 
 def join_carries(
@@ -328,7 +319,7 @@ def join_carries(
 ) -> None:
     """See `ops.join_carries`."""
     words, made = b.shape[1], len(groups)
-    rows = _table(join_rows, _ints(groups), count, b.device)
+    rows = _table(b.device, join_rows, _ints(groups), count)
     grid = (triton.cdiv(words, WORDS), made)
     join_carries_kernel[grid](b, lam, prod, rows, out, words, made, -1 if first else 0, BW=WORDS)
 
@@ -336,7 +327,7 @@ def join_carries(
 def inject_products(bits: Tensor, lam: Tensor, weighted: Sequence[bool], out: Tensor) -> None:
     """See `ops.inject_products`."""
     n = out.shape[1]
-    extra = _extra(tuple(bool(used) for used in weighted), out.device)
+    extra = _table(out.device, extra_rows, _ints(weighted))
     inject_products_kernel[(triton.cdiv(n, ELEMENTS), bits.shape[0])](
         bits, lam, extra, out, n, bits.shape[1], BN=ELEMENTS
     )  # fmt: skip
@@ -348,7 +339,7 @@ def inject_terms(
 ) -> None:  # fmt: skip
     """See `ops.inject_terms`."""
     n, rows = out.numel(), bits.shape[0]
-    extra = _extra(tuple(bool(used) for used in weighted), out.device)
+    extra = _table(out.device, extra_rows, _ints(weighted))
     inject_terms_kernel[(triton.cdiv(n, ELEMENTS),)](
         bits, m, mine, shares, shares[rows:], extra, w, c, out, n, bits.shape[1], rows, w.shape[1], c.shape[1],
         W_EACH=int(w.shape[1] > 1), C_EACH=int(c.shape[1] > 1), FIRST=bool(first), UNROLL=UNROLLED,

@@ -1,15 +1,8 @@
-"""Ring matrix products on GPUs (Triton): which kernel makes one, by its size.
+"""Ring matrix products on GPUs (Triton): which kernel makes one, by its size, and rows of a table by public numbers.
 
-Few rows meet a matrix in integer multiplications, as fast as it is read (`few_rows`); more of them are multiplied on
-the tensor cores, digit by digit (`planes`).
-
-Ring products of a few rows with a matrix on GPUs (Triton): integer multiplications.
-
-A decoded token is a row, so a product of digits would take y apart for one use; for one row, 64-bit multiplications of
-all that is read take less time than to read it. Parts of K are summed by different programs and added to the result
-atomically.
-
-Rows of a table by public numbers: whole lines are read and written.
+A few rows (a decoded token is one) meet a matrix in integer multiplications, as fast as it is read: to take it apart
+into digits would be for one use. Parts of K are summed by different programs and added to the result atomically. More
+rows are multiplied on the tensor cores, digit by digit (`planes`).
 """
 
 from __future__ import annotations

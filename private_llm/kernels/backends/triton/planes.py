@@ -1,21 +1,17 @@
-"""Ring matrix products on GPUs (Triton) over digit planes: each digit of an operand is an int8 matrix of its own.
-
-Operands are taken apart once (x = sum_i d_i 256^i, balanced digits as in `digits`) into planes [L, B, rows, K], K side
-by side, as the tensor cores want their tiles: no digit is made twice, and none in registers between two products.
-Products of planes with one digit sum s = i + j < L (L = 8, or 4 for 32 bits) are shifted alike, so they add up in one
-int32 accumulator: a program makes up to `share` of them, for one tile, and `add_up_kernel` adds up what all made. At
-most L products of 2^14 meet for each of `CHUNK` steps of K: less than 2^31 in all. (Before Hopper, and on some cards
-after it, tensor cores saturate instead of wrapping.)
-
-Ring elements as int8 digits, for the tensor cores of GPUs (Triton).
+"""Ring matrix products on GPUs (Triton) over planes of int8 digits, for the tensor cores, and the choice of tiles.
 
 x = sum_i d_i 256^i modulo 2^64 with balanced digits -128 <= d_i < 128: the bytes of x + 0x80..80, minus 128. Of
 products of digits only those with a digit sum s = i + j < L (L = 8, or 4 for 32 bits) are not a multiple of the ring
 size, so 36 (10) products of int8 matrices make one of ring matrices.
 
-Which tile of a product is fastest is tried out once for each range of sizes on each GPU. Sizes are ranged by powers of
-two: decoding makes new sizes at every step, and trying out costs more than a product. Results do not depend on the
-tile, so parties need not choose alike.
+Operands are taken apart once into planes [L, B, rows, K], K side by side, as the tensor cores want their tiles: no
+digit is made twice, and none in registers between two products. Products of planes with one digit sum are shifted
+alike, so they add up in one int32 accumulator: a program makes up to `share` of them, for one tile, and `add_up_kernel`
+adds up what all made. At most L products of 2^14 meet for each of `CHUNK` steps of K: less than 2^31 in all. (Before
+Hopper, and on some cards after it, tensor cores saturate instead of wrapping.)
+
+Which tile is fastest is tried out once for each range of sizes on each GPU, by powers of two: decoding makes new sizes
+at every step. Results do not depend on the tile, so parties need not choose alike.
 """
 
 from __future__ import annotations
