@@ -42,19 +42,16 @@ written (and may be read), of a module's round keys; int64 [n] and [n, 4], uint8
 """
 
 
-def addresses(*arguments: Any) -> list[Any]:  # noqa: ANN401
-    """Addresses in the place of contiguous CPU tensors; the caller keeps the tensors alive during the kernel.
+def addresses(*tensors: Tensor) -> list[int]:
+    """Addresses of contiguous CPU tensors; the caller keeps the tensors alive during the kernel.
 
     Raises UnsupportedOp for a tensor elsewhere, DomainError for one that is not contiguous. Sizes are not looked at.
     """
     hook = this_thread.hook
     if hook is not None:
-        hook.addressed([each for each in arguments if isinstance(each, Tensor)])
+        hook.addressed(tensors)
     found = []
-    for t in arguments:
-        if not isinstance(t, Tensor):
-            found.append(t)
-            continue
+    for t in tensors:
         if not t.is_cpu:
             raise UnsupportedOp(f"an operand is on {t.device}, another on the CPU; want all on one device")
         if not t.is_contiguous():

@@ -8,7 +8,7 @@ DomainError for those that are not contiguous where the CPU's kernels take addre
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -54,27 +54,30 @@ def on_gpu(family: str, name: str, *arguments: Any) -> Any:  # noqa: ANN401
         return getattr(triton_module(family), name)(*given)
 
 
-def _words(kernel: Callable[..., None], seconds: float, arguments: Sequence[Any], sizes: Sequence[Any]) -> None:
-    """Change the last argument on its device, by a kernel of rows of words: `sizes` ends with their number.
+def _words(
+    kernel: Callable[..., None], seconds: float, operands: tuple[Tensor, ...], plan: tuple[Any, ...],
+    sizes: tuple[Any, ...],
+) -> None:  # fmt: skip
+    """Change the last operand on its device, by a kernel of rows of words, each of which takes one thread so long.
 
-    seconds: about what a word takes one thread. The kernel of CPUs takes the sizes behind the arguments.
+    Kernels of CPUs take the plan behind the operands, and sizes, the last of which is the number of words.
     """
-    if arguments[0].is_cpu:
-        parallel_for(sizes[-1], seconds, WORDS, kernel, *addresses(*arguments), *sizes)
-    elif not arguments[0].is_meta:
-        _gpu("bits", kernel.__name__, *arguments, writes=1)
+    if operands[0].is_cpu:
+        parallel_for(sizes[-1], seconds, WORDS, kernel, *addresses(*operands), *plan, *sizes)
+    elif not operands[0].is_meta:
+        _gpu("bits", kernel.__name__, *operands[:-1], *plan, operands[-1], writes=1)
 
 
 def _fields(
-    kernel: Callable[..., None], seconds: float, like: Tensor, operands: Sequence[Tensor], numbers: Sequence[int],
-    made: Sequence[Tensor],
+    kernel: Callable[..., None], seconds: float, like: Tensor, operands: tuple[Tensor, ...], plan: tuple[int, ...],
+    made: tuple[Tensor, ...],
 ) -> None:  # fmt: skip
     """Write `made` by a kernel of packed fields, for the elements of `like`, each of which takes so long."""
     if like.is_cpu:
-        at, given, count = addresses(*operands, *made), len(operands), like.numel()
-        parallel_for(count, seconds, BLOCK, kernel, *at[:given], *numbers, count, ZERO[like.dtype], *at[given:])
+        count = like.numel()
+        parallel_for(count, seconds, BLOCK, kernel, *addresses(*operands, *made), *plan, count, ZERO[like.dtype])
     elif not like.is_meta:
-        _gpu("trunc", kernel.__name__, *operands, *numbers, *made, writes=len(made))
+        _gpu("trunc", kernel.__name__, *operands, *plan, *made, writes=len(made))
 
 
 def ring_matmul(x: Tensor, y: Tensor) -> Tensor:
@@ -180,7 +183,7 @@ def transpose_bits(x: Tensor, rows: int) -> Tensor:
     out = torch.empty((rows, words), dtype=torch.int64, device=x.device)
     if not out.is_meta and out.numel():
         x = x.contiguous().view(-1)
-        _words(cpu_bits.transpose_bits, 64 * _TRANSPOSE_S, (x, rows, out), (x.numel(), ZERO[x.dtype], words))
+        _words(cpu_bits.transpose_bits, 64 * _TRANSPOSE_S, (x, out), (rows,), (x.numel(), ZERO[x.dtype], words))
     return out
 
 
@@ -190,7 +193,7 @@ def block_monomials(s: Tensor, low: int, blocks: Array, out: Tensor) -> None:
     blocks: sizes of consecutive blocks of rows from `low` on, 1 to 3 each; a block of n bits has 2^n - 1 monomials.
     """
     rows = out.shape[0]
-    _words(cpu_bits.block_monomials, rows * _ROW_S, (s, low, blocks, out), (s.shape[0], rows, s.shape[1]))
+    _words(cpu_bits.block_monomials, rows * _ROW_S, (s, out), (low, blocks), (s.shape[0], rows, s.shape[1]))
 
 
 def block_carries(m: Tensor, low: int, blocks: Array, mono: Tensor, first: bool, out: Tensor) -> None:
@@ -201,7 +204,7 @@ def block_carries(m: Tensor, low: int, blocks: Array, mono: Tensor, first: bool,
     """
     rows = mono.shape[0]
     sizes = (m.shape[0], rows, m.shape[1])
-    _words(cpu_bits.block_carries, rows * _ROW_S, (m, low, blocks, mono, first, out), sizes)
+    _words(cpu_bits.block_carries, rows * _ROW_S, (m, mono, out), (low, blocks, first), sizes)
 
 
 def join_products(lam: Tensor, groups: Array, count: int, out: Tensor) -> None:
@@ -210,7 +213,7 @@ def join_products(lam: Tensor, groups: Array, count: int, out: Tensor) -> None:
     lam [2 count - 1, W]: masks of the generates and propagates of `count` blocks. groups: how many join, 2 or 3 each.
     """
     rows = out.shape[0]
-    _words(cpu_bits.join_products, rows * _ROW_S, (lam, groups, count, out), (rows, lam.shape[1]))
+    _words(cpu_bits.join_products, rows * _ROW_S, (lam, out), (groups, count), (rows, lam.shape[1]))
 
 
 def join_carries(
@@ -221,8 +224,8 @@ def join_carries(
     b, lam [2 count - 1, W], prod as `join_products` makes it, out [2 groups - 1, W].
     """
     rows = prod.shape[0]
-    given = (b, lam, prod, groups, count, first, out)
-    _words(cpu_bits.join_carries, (rows + 2 * b.shape[0]) * _ROW_S, given, (rows, b.shape[1]))
+    seconds = (rows + 2 * b.shape[0]) * _ROW_S
+    _words(cpu_bits.join_carries, seconds, (b, lam, prod, out), (groups, count, first), (rows, b.shape[1]))
 
 
 def inject_products(bits: Tensor, lam: Tensor, weighted: Array, out: Tensor) -> None:
@@ -232,8 +235,8 @@ def inject_products(bits: Tensor, lam: Tensor, weighted: Array, out: Tensor) -> 
     """
     if not out.is_meta and out.numel():
         sizes = (bits.shape[0], *out.shape, ZERO[out.dtype], bits.shape[1])
-        given = (bits, lam, weighted.view(np.uint8), out)
-        _words(cpu_bits.inject_products, 64 * out.shape[0] * _INJECT_S, given, sizes)
+        plan = (weighted.view(np.uint8),)
+        _words(cpu_bits.inject_products, 64 * out.shape[0] * _INJECT_S, (bits, lam, out), plan, sizes)
 
 
 def inject_terms(
@@ -247,8 +250,8 @@ def inject_terms(
     if not out.is_meta and out.numel():
         rows = shares.shape[0]
         sizes = (bits.shape[0], rows, w.shape[1], c.shape[1], out.numel(), ZERO[out.dtype], bits.shape[1])
-        given = (bits, m, mine, shares, weighted.view(np.uint8), w, c, first, out)
-        _words(cpu_bits.inject_terms, 64 * rows * _INJECT_S, given, sizes)
+        operands, plan = (bits, m, mine, shares, w, c, out), (weighted.view(np.uint8), first)
+        _words(cpu_bits.inject_terms, 64 * rows * _INJECT_S, operands, plan, sizes)
 
 
 def pack_fields(values: Tensor, f: int) -> Tensor:

@@ -63,7 +63,7 @@ def hidden(mask: Tensor, drawn: Tensor, plan: Plan, turns: Tensor) -> Tensor:
     message = torch.zeros_like(drawn)
     if mask.is_cpu:
         table = turns.view(-1).numpy()
-        given = addresses(mask, mask.numel(), plan.table, plan.sizes, table, drawn, drawn.numel(), message)
+        given = (*addresses(mask, drawn, message), mask.numel(), plan.table, plan.sizes, table, drawn.numel())
         parallel_for(mask.numel(), len(plan.table) * _WAVE_S, BLOCK, cpu.hidden, *given)
     elif not mask.is_meta:
         message = hidden_by_operations(mask, drawn, plan, turns)
@@ -75,7 +75,7 @@ def summed(masked: Tensor, shares: Tensor, plan: Plan, turns: Tensor, first: boo
     piece, more = torch.empty_like(masked), plan.first if first else 0
     if masked.is_cpu:
         count, table = masked.numel(), turns.view(-1).numpy()
-        given = addresses(masked, shares, shares.numel(), count, plan.table, plan.sizes, table, more, piece)
+        given = (*addresses(masked, shares, piece), shares.numel(), count, plan.table, plan.sizes, table, more)
         parallel_for(count, len(plan.table) * _WAVE_S, BLOCK, cpu.summed, *given)
     elif not masked.is_meta:
         piece = summed_by_operations(masked, shares, plan, turns, more)
@@ -87,7 +87,7 @@ def wraps(g1: Tensor, g2: Tensor, drawn: Tensor, plan: Plan) -> Tensor:
     message = torch.zeros_like(drawn)
     if g1.is_cpu:
         count, sizes = g1.numel(), (plan.shift, plan.narrow, plan.above)
-        given = addresses(g1, g2, count, *sizes, drawn, drawn.numel() // 2, message)
+        given = (*addresses(g1, g2, drawn, message), count, *sizes, drawn.numel() // 2)
         parallel_for(count, _WRAP_S, BLOCK, cpu.wraps, *given)
     elif not g1.is_meta:
         message = wraps_by_operations(g1, g2, drawn, plan)
@@ -98,7 +98,7 @@ def widened(opened: Tensor, g: Tensor, shares: Tensor, plan: Plan, first: bool, 
     """Subtract from piece [n] an evaluator's share of the value that `opened` [n] is masked."""
     if piece.is_cpu:
         count, sizes = piece.numel(), (plan.shift, plan.narrow, plan.above)
-        given = addresses(opened, g, shares, shares.numel() // 2, count, *sizes, first, piece)
+        given = (*addresses(opened, g, shares, piece), shares.numel() // 2, count, *sizes, first)
         parallel_for(count, _WRAP_S, BLOCK, cpu.widened, *given)
     elif not piece.is_meta:
         piece -= widened_by_operations(opened, g, shares, plan, first)
@@ -234,7 +234,7 @@ def weighed(masked: Tensor, keep: Tensor, shares: Tensor, digits: Digits, factor
     if piece.is_cpu:
         tables = [table.numpy() for table in (factors.near, factors.far, factors.fine)]
         plans = (digits.words, *tables, factors.near_bits, factors.far_bits)
-        given = addresses(masked, keep, shares, piece.numel(), *plans, piece)
+        given = (*addresses(masked, keep, shares, piece), piece.numel(), *plans)
         parallel_for(piece.numel(), _ELEMENT_S, _STEP, cpu.weighed, *given)
     elif not piece.is_meta:
         weighed_by_operations(masked, keep, shares, digits, factors, piece)
@@ -257,7 +257,7 @@ def placed(mask: Tensor, kept: Tensor, message: Tensor, digits: Digits, secrets:
     """Add the secret number of each mask [n] to its row of the message [4, n]."""
     if mask.is_cpu:
         plans = (digits.words, secrets.coarse.numpy(), secrets.fine.numpy(), secrets.shift)
-        given = addresses(mask, kept, mask.numel(), *plans, message)
+        given = (*addresses(mask, kept, message), mask.numel(), *plans)
         parallel_for(mask.numel(), _ELEMENT_S, _STEP, cpu.placed, *given)
     elif not mask.is_meta:
         placed_by_operations(mask, kept, message, digits, secrets)

@@ -40,7 +40,7 @@ import numpy as np
 import torch
 from private_llm.kernels.backends.cpu import bits as cpu_bits
 x, out = torch.arange(65), torch.zeros(65, dtype=torch.int64)
-cpu_bits.transpose_bits(x.data_ptr(), 64, out.data_ptr(), 64, np.uint64(0), 1, 0, 1)
+cpu_bits.transpose_bits(x.data_ptr(), out.data_ptr(), 64, 64, np.uint64(0), 1, 0, 1)
 print(int(out[0]) == 0)
 """
 

@@ -15,7 +15,7 @@ from private_llm.kernels.compiling import compiled
 
 @compiled
 def transpose_bits(
-    x_at: Read, rows: int, out_at: Written, n: int, zero: Zero, words: int, begin: int, end: int
+    x_at: Read, out_at: Written, rows: int, n: int, zero: Zero, words: int, begin: int, end: int
 ) -> None:  # fmt: skip
     """Bit r of element 64*w+l becomes bit l of out[r, w], for w from `begin`, a multiple of 8, to before `end`.
 
@@ -64,7 +64,7 @@ def transpose_bits(
 
 @compiled
 def block_monomials(
-    s_at: Read, low: int, blocks: Plan, out_at: Written, rows: int, out_rows: int, words: int, begin: int, end: int
+    s_at: Read, out_at: Written, low: int, blocks: Plan, rows: int, out_rows: int, words: int, begin: int, end: int
 ) -> None:  # fmt: skip
     """All monomials of the bits of each block of s [rows, W]; `out` is xored with them. Helper side."""
     s, out = table(s_at, rows, words), table(out_at, out_rows, words)
@@ -99,7 +99,7 @@ def block_monomials(
 
 @compiled
 def block_carries(
-    m_at: Read, low: int, blocks: Plan, mono_at: Read, first: bool, out_at: Written, rows: int, mono_rows: int,
+    m_at: Read, mono_at: Read, out_at: Written, low: int, blocks: Plan, first: bool, rows: int, mono_rows: int,
     words: int, begin: int, end: int,
 ) -> None:  # fmt: skip
     """Xor shares of (g, p) of each block from public bits m [rows, W] and shared monomials; xored into out.
@@ -159,7 +159,7 @@ def block_carries(
 
 @compiled
 def join_products(
-    lam_at: Read, groups: Plan, count: int, out_at: Written, out_rows: int, words: int, begin: int, end: int
+    lam_at: Read, out_at: Written, groups: Plan, count: int, out_rows: int, words: int, begin: int, end: int
 ) -> None:  # fmt: skip
     """Products of masks that a level of joins needs, xored into out. Helper side.
 
@@ -200,7 +200,7 @@ def join_products(
 
 @compiled
 def join_carries(
-    b_at: Read, lam_at: Read, prod_at: Read, groups: Plan, count: int, first: bool, out_at: Written, prod_rows: int,
+    b_at: Read, lam_at: Read, prod_at: Read, out_at: Written, groups: Plan, count: int, first: bool, prod_rows: int,
     words: int, begin: int, end: int,
 ) -> None:  # fmt: skip
     """Xor shares of the joined (g, p) from masked rows b, this evaluator's mask shares and product shares."""
@@ -280,7 +280,7 @@ def _spread(word: np.uint64, ones: Array) -> None:
 
 @compiled
 def inject_products(
-    bits_at: Read, lam_at: Read, weighted: Flags, out_at: Written, rows: int, out_rows: int, n: int, zero: Zero,
+    bits_at: Read, lam_at: Read, out_at: Written, weighted: Flags, rows: int, out_rows: int, n: int, zero: Zero,
     words: int, begin: int, end: int,
 ) -> None:  # fmt: skip
     """Helper side of bit injection: out -= masks; rows s_k for all k, then s_k * lam for weighted rows. out [R, n]."""
@@ -306,8 +306,8 @@ def inject_products(
 
 @compiled
 def inject_terms(
-    bits_at: Read, m_at: Read, mine_at: Read, shares_at: Read, weighted: Flags, w_at: Read, c_at: Read, first: bool,
-    out_at: Written, rows: int, share_rows: int, w_each: int, c_each: int, n: int, zero: Zero, words: int, begin: int,
+    bits_at: Read, m_at: Read, mine_at: Read, shares_at: Read, w_at: Read, c_at: Read, out_at: Written, weighted: Flags,
+    first: bool, rows: int, share_rows: int, w_each: int, c_each: int, n: int, zero: Zero, words: int, begin: int,
     end: int,
 ) -> None:  # fmt: skip
     """Evaluator side: additive share of sum_k b_k (w_k x + c_k) added into out [n].

@@ -85,7 +85,7 @@ def clear(words: Array, n: int, f: int, begin: int, end: int) -> None:
 
 
 @compiled
-def pack_fields(values: Read, f: int, n: int, zero: Zero, words: Written, begin: int, end: int) -> None:
+def pack_fields(values: Read, words: Written, f: int, n: int, zero: Zero, begin: int, end: int) -> None:
     """The lowest f bits of n elements as packed fields."""
     source, made = flat(values, n, zero), flat(words, (n * f + 63) // 64, WORD)
     kind = source.dtype.type
@@ -100,7 +100,7 @@ def pack_fields(values: Read, f: int, n: int, zero: Zero, words: Written, begin:
 
 
 @compiled
-def unpack_fields(words: Read, f: int, n: int, zero: Zero, values: Written, begin: int, end: int) -> None:
+def unpack_fields(words: Read, values: Written, f: int, n: int, zero: Zero, begin: int, end: int) -> None:
     """The inverse of `pack_fields`: elements below 2^f."""
     made, source = flat(values, n, zero), flat(words, (n * f + 63) // 64, WORD)
     for start in range(begin, end, BLOCK):
@@ -110,8 +110,8 @@ def unpack_fields(words: Read, f: int, n: int, zero: Zero, values: Written, begi
 
 @compiled
 def trunc_helper(
-    error: Read, g1: Read, g2: Read, z1: Read, rho1: Read, zeta1: Read, zeta2: Read, f: int, width: int, n: int,
-    zero: Zero, a1: Written, a2: Written, z2: Written, rho2: Written, begin: int, end: int,
+    error: Read, g1: Read, g2: Read, z1: Read, rho1: Read, zeta1: Read, zeta2: Read, a1: Written, a2: Written,
+    z2: Written, rho2: Written, f: int, width: int, n: int, zero: Zero, begin: int, end: int,
 ) -> None:  # fmt: skip
     """Party 0: R = error + g1 + g2; z2 = (R >> f) - z1; rho2 = msb(R) - rho1 mod 2^width; masks a1, a2."""
     errors, first, second, mask1 = flat(error, n, zero), flat(g1, n, zero), flat(g2, n, zero), flat(z1, n, zero)
@@ -153,8 +153,8 @@ def trunc_helper(
 
 @compiled
 def trunc_open(
-    mine: Read, theirs: Read, rho: Read, zeta: Read, f: int, width: int, n: int, zero: Zero, w: Written,
-    packed: Written, begin: int, end: int,
+    mine: Read, theirs: Read, rho: Read, zeta: Read, w: Written, packed: Written, f: int, width: int, n: int,
+    zero: Zero, begin: int, end: int,
 ) -> None:  # fmt: skip
     """Evaluator: w = mine + theirs + 2^(bits-2); packed = (1 - msb(w)) * rho + zeta mod 2^width, to be exchanged."""
     first, second, out = flat(mine, n, zero), flat(theirs, n, zero), flat(w, n, zero)
@@ -183,8 +183,8 @@ def trunc_open(
 
 @compiled
 def trunc_close(
-    w: Read, mine: Read, theirs: Read, z: Read, zeta: Read, f: int, width: int, n: int, zero: Zero, half: Written,
-    own: Written, begin: int, end: int,
+    w: Read, mine: Read, theirs: Read, z: Read, zeta: Read, half: Written, own: Written, f: int, width: int, n: int,
+    zero: Zero, begin: int, end: int,
 ) -> None:  # fmt: skip
     """Evaluator: own = z + zeta 2^(bits-f); half = (w >> f) + (mine + theirs) 2^(bits-f) - 2^(bits-2-f) - own."""
     values, masks, halves, owns = flat(w, n, zero), flat(z, n, zero), flat(half, n, zero), flat(own, n, zero)
@@ -214,8 +214,8 @@ def trunc_close(
 # -- a checked truncation  ------------------------------------------------------------------------
 @compiled
 def check_told(
-    w: Read, t1: Read, t2: Read, t3: Read, half: Read, own: Read, f: int, n: int, zero: Zero, u: Written, high: Written,
-    beta: Written, value: Written, begin: int, end: int,
+    w: Read, t1: Read, t2: Read, t3: Read, half: Read, own: Read, u: Written, high: Written, beta: Written,
+    value: Written, f: int, n: int, zero: Zero, begin: int, end: int,
 ) -> None:  # fmt: skip
     """u = t1 + t3 2^(bits-f); high = (~w >> f) - t1; beta = 1 - msb(w) - t2 mod 2^f; value = half + own + u."""
     opened, masks, halves, owns = flat(w, n, zero), flat(t1, n, zero), flat(half, n, zero), flat(own, n, zero)
@@ -245,7 +245,7 @@ def check_told(
 
 @compiled
 def check_piece(
-    e: Read, g1: Read, g2: Read, t1: Read, t2: Read, t3: Read, f: int, n: int, zero: Zero, fields: Written, u: Written,
+    e: Read, g1: Read, g2: Read, t1: Read, t2: Read, t3: Read, fields: Written, u: Written, f: int, n: int, zero: Zero,
     begin: int, end: int,
 ) -> None:  # fmt: skip
     """fields = msb(e + g1 + g2) t2 + t3 mod 2^f; u = t1 + t3 2^(bits-f)."""
@@ -273,8 +273,8 @@ def check_piece(
 
 @compiled
 def check_part(
-    r: Read, beta: Read, theirs: Read, high: Read, a1: Read, a2: Read, f: int, n: int, zero: Zero, made: Written,
-    value: Written, begin: int, end: int,
+    r: Read, beta: Read, theirs: Read, high: Read, a1: Read, a2: Read, made: Written, value: Written, f: int, n: int,
+    zero: Zero, begin: int, end: int,
 ) -> None:  # fmt: skip
     """made = (~r >> f) + (msb(r) beta + theirs) 2^(bits-f) - 2^(bits-2-f) - high; value = made + a1 + a2."""
     masked, highs, first, second = flat(r, n, zero), flat(high, n, zero), flat(a1, n, zero), flat(a2, n, zero)
@@ -302,7 +302,7 @@ def check_part(
 
 @compiled
 def check_opening(
-    first: Read, second: Read, e: Read, g1: Read, g2: Read, n: int, zero: Zero, r: Written, value: Written, begin: int,
+    first: Read, second: Read, e: Read, g1: Read, g2: Read, r: Written, value: Written, n: int, zero: Zero, begin: int,
     end: int,
 ) -> None:  # fmt: skip
     """r = e + g1 + g2; value = first + second + r + 2^(bits-2)."""

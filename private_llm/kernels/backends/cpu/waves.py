@@ -44,7 +44,7 @@ def _turn_on(first: Array, sizes: Array, waves: Array) -> None:
 
 @compiled
 def hidden(
-    mask: Read, n: int, plan: Table, sizes: Plan, turns: Plan, drawn: Read, words: int, message: Written, begin: int,
+    mask: Read, drawn: Read, message: Written, n: int, plan: Table, sizes: Plan, turns: Plan, words: int, begin: int,
     end: int,
 ) -> None:  # fmt: skip
     """message = the secret numbers of masks [n] less the fields of `drawn`, both of so many words."""
@@ -79,7 +79,7 @@ def hidden(
 
 @compiled
 def summed(
-    masked: Read, shares: Read, words: int, n: int, plan: Table, sizes: Plan, turns: Plan, more: int, piece: Written,
+    masked: Read, shares: Read, piece: Written, words: int, n: int, plan: Table, sizes: Plan, turns: Plan, more: int,
     begin: int, end: int,
 ) -> None:  # fmt: skip
     """piece [n] = `more` and an evaluator's share of the sum: its secret numbers times their public factors."""
@@ -111,7 +111,7 @@ def summed(
 
 @compiled
 def wraps(
-    g1: Read, g2: Read, n: int, shift: int, narrow: int, width: int, drawn: Read, words: int, message: Written,
+    g1: Read, g2: Read, drawn: Read, message: Written, n: int, shift: int, narrow: int, width: int, words: int,
     begin: int, end: int,
 ) -> None:  # fmt: skip
     """message = shares of what the masks wrap by, [2 n] fields of `width` bits, less the fields of `drawn`.
@@ -141,8 +141,8 @@ def wraps(
 
 @compiled
 def widened(
-    opened: Read, g: Read, shares: Read, words: int, n: int, shift: int, narrow: int, width: int, first: bool,
-    piece: Written, begin: int, end: int,
+    opened: Read, g: Read, shares: Read, piece: Written, words: int, n: int, shift: int, narrow: int, width: int,
+    first: bool, begin: int, end: int,
 ) -> None:  # fmt: skip
     """piece [n] -= an evaluator's share of the narrow value that `opened` [n] is masked.
 
@@ -187,8 +187,8 @@ def _cut(value: int, digits: Array) -> tuple[int, int, int]:
 
 @compiled
 def weighed(
-    masked: Read, keep: Read, shares: Read, n: int, digits: Plan, near: Plan, far: Plan, fine: Plan, near_bits: int,
-    far_bits: int, piece: Written, begin: int, end: int,
+    masked: Read, keep: Read, shares: Read, piece: Written, n: int, digits: Plan, near: Plan, far: Plan, fine: Plan,
+    near_bits: int, far_bits: int, begin: int, end: int,
 ) -> None:  # fmt: skip
     """piece [n] = an evaluator's additive share: one of its shares [4, n] of each digit, times that digit's factor.
 
@@ -208,7 +208,7 @@ def weighed(
 
 @compiled
 def placed(
-    mask: Read, kept: Read, n: int, digits: Plan, coarse: Plan, fine: Plan, shift: int, message: Written, begin: int,
+    mask: Read, kept: Read, message: Written, n: int, digits: Plan, coarse: Plan, fine: Plan, shift: int, begin: int,
     end: int,
 ) -> None:  # fmt: skip
     """Add party 0's number of each mask [n] to its place of `message` [4, n]: row 2 digit + bit of `kept`."""

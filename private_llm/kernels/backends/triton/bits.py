@@ -301,7 +301,7 @@ def block_monomials(s: Tensor, low: int, blocks: Sequence[int], out: Tensor) -> 
     _row_products(s, _table(s.device, monomial_factors, low, _ints(blocks)), out)
 
 
-def block_carries(m: Tensor, low: int, blocks: Sequence[int], mono: Tensor, first: bool, out: Tensor) -> None:
+def block_carries(m: Tensor, mono: Tensor, low: int, blocks: Sequence[int], first: bool, out: Tensor) -> None:
     """See `ops.block_carries`."""
     words, count = m.shape[1], len(blocks)
     rows = _table(m.device, block_rows, low, _ints(blocks))
@@ -334,7 +334,7 @@ def inject_products(bits: Tensor, lam: Tensor, weighted: Sequence[bool], out: Te
 
 
 def inject_terms(
-    bits: Tensor, m: Tensor, mine: Tensor, shares: Tensor, weighted: Sequence[bool], w: Tensor, c: Tensor,
+    bits: Tensor, m: Tensor, mine: Tensor, shares: Tensor, w: Tensor, c: Tensor, weighted: Sequence[bool],
     first: bool, out: Tensor,
 ) -> None:  # fmt: skip
     """See `ops.inject_terms`."""
