@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
-
 import numpy as np
 from torch import Tensor
 from torch.nn.functional import pad
 
 from private_llm.kernels import matmul, parallel, shapes
-from private_llm.kernels.address import ZERO, Zero, addresses
+from private_llm.kernels.address import ZERO, Array, Zero, addresses
 from private_llm.kernels.backends.cpu import amx as cpu_amx
 from private_llm.kernels.backends.cpu import conv as cpu_conv
 from private_llm.kernels.backends.cpu.conv import LANES
@@ -28,91 +24,66 @@ def product(
     """x * w modulo the ring size, added onto `onto` (contiguous, of the result's shape, changed in place) if given."""
     shapes.check_ring("ring_conv2d", x, w)
     size = shapes.conv2d_size(x.shape, w.shape, stride, padding, dilation, groups)
-    out = x.new_zeros(size) if onto is None else onto
+    made = out = x.new_zeros(size) if onto is None else onto
     if not out.numel() or not w[0].numel():
         return out
-    x, w = x.contiguous(), w.contiguous()
-    if stride[1] == 1 and size[3] % LANES and len(x) >= _SIDE_BY_SIDE and (groups == 1 or w.shape[1] > 1):
-        _side_by_side(x, w, out, stride[0], padding, dilation, groups)
-        return out
-    (above, beside), wide = padding, x
-    if max(padding):
-        wide = pad(x, (beside, beside, above, above)).contiguous()
-    geometry = _geometry(wide, w, size[2:], stride, dilation)
-    images, weights, made = addresses(wide, w, out)
-    _Task(images, weights, made, geometry, len(x), groups, len(w), w[0].numel(), ZERO[x.dtype]).spread()
+    wide, w, images, (above, beside) = x.contiguous(), w.contiguous(), len(x), padding
+    together = stride[1] == 1 and size[3] % LANES and images >= _SIDE_BY_SIDE and (groups == 1 or w.shape[1] > 1)
+    if together:  # a single image whose rows hold the rows of all images entry by entry
+        _, channels, height, width = x.shape
+        turned = pad(wide.permute(1, 2, 3, 0), (0, 0, beside, beside, above, above)).contiguous()
+        wide = turned.view(1, channels, height + 2 * above, (width + 2 * beside) * images)
+        made = x.new_zeros((1, *size[1:3], size[3] * images))
+        dilation = (dilation[0], dilation[1] * images)
+    elif max(padding):
+        wide = pad(wide, (beside, beside, above, above)).contiguous()
+    (_, outputs, rows, columns), (_, depth, height, width) = made.shape, w.shape
+    image, plane, volume = rows * columns, wide[0, 0].numel(), wide[0].numel()
+    # what the kernels know of shapes, in their order: of the padded images, the weights and the windows
+    geometry = np.array(
+        [columns, image, volume, wide.shape[3], *stride, plane, height, width, *dilation, outputs, depth * plane]
+    )
+    _spread(addresses(wide, w, made), geometry, (len(wide), groups, outputs, w[0].numel()), ZERO[x.dtype])
+    if together:
+        out.view(images, -1).add_(made.view(-1, images).T)
     return out
 
 
-def _geometry(wide: Tensor, w: Tensor, size: Sequence[int], stride: Pair, dilation: Pair) -> np.ndarray[Any, Any]:
-    """What the kernels know of shapes, in their order: of the padded images, the weights and the windows."""
-    (rows, columns), plane, line = size, wide[0, 0].numel(), wide.shape[3]
-    outputs, depth, height, width = w.shape
-    image, volume, group = rows * columns, wide[0].numel(), depth * plane
-    return np.array([columns, image, volume, line, *stride, plane, height, width, *dilation, outputs, group])
+def _spread(at: list[int], geometry: Array, sizes: tuple[int, int, int, int], zero: Zero) -> None:
+    """out += x * w by address, of padded images, on as many threads as are worth it: each takes some images, or, of a
+    single one, some outputs. sizes: images, groups, outputs, entries of a window.
+    """
+    (x, w, out), (images, groups, outputs, inner) = at, sizes
+    _, image, volume = map(int, geometry[:3])
+    pieces = parallel.threads(images * image * outputs * inner / RATE)
+
+    def some_images(first: int, last: int) -> None:
+        places = x + first * volume * zero.itemsize, w, out + first * image * outputs * zero.itemsize
+        _run(places, geometry, (last - first, groups, outputs, inner), zero)
+
+    def some_outputs(first: int, last: int) -> None:
+        places = x, w + first * inner * zero.itemsize, out + first * image * zero.itemsize
+        _run(places, geometry, (images, groups, last - first, inner), zero)
+
+    if images >= pieces:
+        parallel.run_parallel(some_images, parallel.split_range(images, pieces))
+    elif groups == 1:
+        parallel.run_parallel(some_outputs, parallel.split_range(outputs, pieces, LANES))
+    else:
+        some_images(0, images)
 
 
-def _side_by_side(
-    x: Tensor, w: Tensor, out: Tensor, down: int, padding: Pair, dilation: Pair, groups: int
-) -> None:  # fmt: skip
-    """out += x * w, as a single image whose rows hold the rows of all images entry by entry."""
-    (images, _, height, width), (above, beside) = x.shape, padding
-    turned = pad(x.permute(1, 2, 3, 0), (0, 0, beside, beside, above, above))
-    wide = turned.contiguous().view(1, -1, height + 2 * above, (width + 2 * beside) * images)
-    _, outputs, rows, columns = out.shape
-    made = x.new_zeros((outputs, rows, columns * images))
-    geometry = _geometry(wide, w, made.shape[1:], (down, 1), (dilation[0], dilation[1] * images))
-    line, weights, sums = addresses(wide, w, made)
-    _Task(line, weights, sums, geometry, 1, groups, outputs, w[0].numel(), ZERO[x.dtype]).spread()
-    out.view(images, -1).add_(made.view(-1, images).T)
-
-
-@dataclass(frozen=True)
-class _Task:
-    """out += x * w by address, of padded images; for `geometry` see `_geometry`."""
-
-    x: int
-    w: int
-    out: int
-    geometry: np.ndarray[Any, Any]
-    images: int
-    groups: int
-    outputs: int
-    inner: int
-    zero: Zero
-
-    def run(self) -> None:
-        """In one thread."""
-        places, positions = (self.x, self.w, self.out, self.geometry), self.images * self.geometry[1]
-        sizes = (self.groups, self.outputs, self.inner, positions)
-        if self.groups > 1 and self.groups * self.geometry[6] == self.geometry[2]:  # one channel each
-            cpu_conv.depthwise(*places, positions, self.zero)
-        elif cpu_amx.usable() and matmul.tiled(self.outputs // self.groups, self.inner, positions):
-            desk = matmul.desk()  # as large as either needs
-            if self.zero.itemsize == 4:
-                cpu_conv.product_by_planes(*places, *sizes, desk.address)
-            else:
-                cpu_conv.byte_product(*places, *sizes, desk.address, self.zero)
+def _run(places: tuple[int, int, int], geometry: Array, sizes: tuple[int, int, int, int], zero: Zero) -> None:
+    """The same in one thread."""
+    images, groups, outputs, inner = sizes
+    positions = images * geometry[1]
+    if groups > 1 and groups * geometry[6] == geometry[2]:  # one channel each
+        cpu_conv.depthwise(*places, geometry, positions, zero)
+    elif cpu_amx.usable() and matmul.tiled(outputs // groups, inner, positions):
+        desk = matmul.desk().address  # as large as either needs
+        if zero.itemsize == 4:
+            cpu_conv.product_by_planes(*places, geometry, groups, outputs, inner, positions, desk)
         else:
-            cpu_conv.tile_product(*places, *sizes, self.zero)
-
-    def spread(self) -> None:
-        """On as many threads as are worth it: each takes some images, or, of a single one, some outputs."""
-        seconds = self.images * int(self.geometry[1]) * self.outputs * self.inner / RATE
-        pieces = parallel.threads(seconds)
-        if self.images >= pieces:
-            parallel.run_parallel(self._run_images, parallel.split_range(self.images, pieces))
-        elif self.groups == 1:
-            parallel.run_parallel(self._run_outputs, parallel.split_range(self.outputs, pieces, LANES))
-        else:
-            self.run()
-
-    def _run_images(self, first: int, last: int) -> None:
-        size = self.zero.itemsize
-        x, out = first * int(self.geometry[2]) * size, first * int(self.geometry[1] * self.geometry[11]) * size
-        replace(self, images=last - first, x=self.x + x, out=self.out + out).run()
-
-    def _run_outputs(self, first: int, last: int) -> None:
-        size = self.zero.itemsize
-        w, out = first * self.inner * size, first * int(self.geometry[1]) * size
-        replace(self, outputs=last - first, w=self.w + w, out=self.out + out).run()
+            cpu_conv.byte_product(*places, geometry, groups, outputs, inner, positions, desk, zero)
+    else:
+        cpu_conv.tile_product(*places, geometry, groups, outputs, inner, positions, zero)

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 import threading
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -36,55 +37,6 @@ _ROWS_CUT, _SEEDED_CUT = 64, 128
 """Threads take multiples of so many columns: whole cache lines and whole panels."""
 RATE, BYTES = 2e10, 1e10
 """Multiply-adds and bytes of y in a second, to guess how many threads are worth their start."""
-
-
-@dataclass(slots=True)
-class _Task:
-    """out += x y by address: x [B, M, K], out [B, M, N], y [B, K, N] or, if turned, [B, N, K]; all contiguous.
-
-    step: elements from one matrix of y to the next, if they lie apart (entries of a cache in their larger buffers).
-    """
-
-    x: int
-    y: int
-    out: int
-    stacks: int
-    rows: int
-    inner: int
-    columns: int
-    turned: bool
-    zero: Zero
-    step: int
-
-    def run(self) -> None:
-        """In one thread."""
-        sizes = (self.stacks, self.rows, self.inner, self.columns)
-        if not (cpu_amx.usable() and tiled(self.rows, self.inner, self.columns, self.turned)):
-            multiply = cpu_matmul.dot_product if self.turned else cpu_matmul.row_product
-            launch(multiply, self.x, self.y, self.out, *sizes, self.step, self.zero)
-        elif self.stacks > 1 and self.step != self.inner * self.columns:
-            for stack in range(self.stacks):
-                self.part(stack, stack + 1).run()
-        else:
-            launch(cpu_amx.product, self.x, self.y, self.out, *sizes, self.turned, desk().address, self.zero)
-
-    def part(self, first: int, last: int) -> _Task:
-        """The products number first .. last - 1."""
-        size = self.zero.itemsize
-        return replace(
-            self, stacks=last - first, x=self.x + first * self.rows * self.inner * size,
-            y=self.y + first * self.step * size, out=self.out + first * self.rows * self.columns * size,
-        )  # fmt: skip
-
-    def run_part(self, first: int, last: int) -> None:
-        """The products number first .. last - 1."""
-        self.part(first, last).run()
-
-    def run_rows(self, first: int, last: int) -> None:
-        """Rows first .. last - 1 of a single product."""
-        size = self.zero.itemsize
-        x, out = self.x + first * self.inner * size, self.out + first * self.columns * size
-        replace(self, rows=last - first, x=x, out=out).run()
 
 
 def tiled(rows: int, inner: int, columns: int, turned: bool = False) -> bool:
@@ -140,7 +92,9 @@ def product(x: Tensor, y: Tensor, onto: Tensor | None = None) -> Tensor:
         only = y[(0,) * (y.dim() - 2)]
         _spread_matrix(x.view(rows_each, inner), only, out.view(rows_each, columns), turned, pieces)
     else:
-        _spread(_task(x, y, out, stacks, rows_each, turned, step), pieces)
+        first = y if y.is_contiguous() else y[(0,) * (y.dim() - 2)]  # the others are found from its address
+        sizes = (stacks, rows_each, inner, columns)
+        _spread(addresses(x, first, out), sizes, step, turned, ZERO[x.dtype], pieces)
     return out
 
 
@@ -161,31 +115,53 @@ def matrix_step(y: Tensor) -> int | None:
     return a * b if step is None else step
 
 
-def _task(x: Tensor, y: Tensor, out: Tensor, stacks: int, rows: int, turned: bool, step: int) -> _Task:
-    first = y if y.is_contiguous() else y[(0,) * (y.dim() - 2)]  # the others are found from its address
-    left, right, made = addresses(x, first, out)
-    return _Task(left, right, made, stacks, rows, x.shape[-1], out.shape[-1], turned, ZERO[x.dtype], step)
-
-
 def _pieces(macs: int, size: int) -> int:
     """On how many threads a product is worth its start; size: bytes of y."""
     return parallel.threads(max(macs / RATE, size / BYTES))
 
 
-def _spread(task: _Task, pieces: int) -> None:
-    """Run the task on so many threads: each takes some products, or some rows."""
-    if pieces == 1:
-        task.run()
-    elif task.stacks >= pieces:
-        parallel.run_parallel(task.run_part, parallel.split_range(task.stacks, pieces))
-    elif task.rows >= _TILED_SIDE * pieces:
-        for stack in range(task.stacks):
-            one = task.part(stack, stack + 1)
-            parallel.run_parallel(one.run_rows, parallel.split_range(task.rows, pieces, _TILED_SIDE))
-    elif task.stacks > 1:
-        parallel.run_parallel(task.run_part, parallel.split_range(task.stacks, pieces))
+def _run(at: Sequence[int], sizes: tuple[int, int, int, int], step: int, turned: bool, zero: Zero) -> None:
+    """out += x y in one thread, by address: x [B, M, K], out [B, M, N], y [B, K, N] or, if turned, [B, N, K].
+
+    sizes: B, M, K, N. All are contiguous, but matrices of y may lie apart (entries of a cache in their larger buffers):
+    step is the number of elements from one to the next.
+    """
+    stacks, rows, inner, columns = sizes
+    if not (cpu_amx.usable() and tiled(rows, inner, columns, turned)):
+        launch(cpu_matmul.dot_product if turned else cpu_matmul.row_product, *at, *sizes, step, zero)
+    elif stacks > 1 and step != inner * columns:
+        for stack in range(stacks):
+            _run(_from(at, sizes, step, zero, stack), (1, rows, inner, columns), step, turned, zero)
     else:
-        task.run()
+        launch(cpu_amx.product, *at, *sizes, turned, desk().address, zero)
+
+
+def _from(
+    at: Sequence[int], sizes: tuple[int, int, int, int], step: int, zero: Zero, stack: int, row: int = 0
+) -> tuple[int, int, int]:  # fmt: skip
+    """Where product number `stack` begins, from a row on."""
+    (x, y, out), (_, rows, inner, columns), size = at, sizes, zero.itemsize
+    return (
+        x + (stack * rows + row) * inner * size, y + stack * step * size, out + (stack * rows + row) * columns * size
+    )  # fmt: skip
+
+
+def _spread(
+    at: Sequence[int], sizes: tuple[int, int, int, int], step: int, turned: bool, zero: Zero, pieces: int
+) -> None:  # fmt: skip
+    """`_run` on so many threads: each takes some products, or some rows."""
+    stacks, rows, inner, columns = sizes
+
+    def part(first: int, last: int, row: int = 0, end: int = rows) -> None:
+        _run(_from(at, sizes, step, zero, first, row), (last - first, end - row, inner, columns), step, turned, zero)
+
+    if pieces == 1 or (stacks == 1 and rows < _TILED_SIDE * pieces):
+        _run(at, sizes, step, turned, zero)
+    elif stacks >= pieces or rows < _TILED_SIDE * pieces:
+        parallel.run_parallel(part, parallel.split_range(stacks, pieces))
+    else:
+        for stack in range(stacks):
+            parallel.run_parallel(partial(part, stack, stack + 1), parallel.split_range(rows, pieces, _TILED_SIDE))
 
 
 def _spread_matrix(x: Tensor, y: Tensor, out: Tensor, turned: bool, pieces: int) -> None:
@@ -197,7 +173,8 @@ def _spread_matrix(x: Tensor, y: Tensor, out: Tensor, turned: bool, pieces: int)
 
     def part(first: int, last: int) -> None:
         lines = x if turned else x[:, first:last].contiguous()
-        _task(lines, y[first:last], made[numbers[first]], 1, len(x), turned, 0).run()
+        some, sums = y[first:last], made[numbers[first]]
+        _run(addresses(lines, some, sums), (1, len(x), lines.shape[1], sums.shape[1]), 0, turned, ZERO[x.dtype])
 
     parallel.run_parallel(part, ranges)
     for place, sums in zip(places, made, strict=True):
