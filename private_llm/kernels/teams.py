@@ -48,13 +48,8 @@ _write = types.ExternalFunction("write", types.intp(types.intc, types.uintp, typ
 _read = types.ExternalFunction("read", types.intp(types.intc, types.uintp, types.uintp))
 
 
-def words(workers: int) -> int:
-    """Words of a team of so many workers."""
-    return WORKERS + _LINE * (workers + 1)
-
-
 def word_of(number: int, word: int) -> int:
-    """A worker's word, among those of its team."""
+    """A worker's word, among those of its team; the first one of nobody: how many words there are."""
     return WORKERS + _LINE * (number + 1) + word
 
 
@@ -207,7 +202,7 @@ class Team:
     """Workers that compute pieces for one caller at a time; fewer, where the system gives no more."""
 
     def __init__(self, workers: int) -> None:
-        room = np.zeros(words(workers) + _LINE, np.int64)
+        room = np.zeros(word_of(workers, 0) + _LINE, np.int64)
         self._words = room[-(room.ctypes.data // 8) % _LINE :]
         self.address = int(self._words.ctypes.data)
         """What compiled code takes for it."""

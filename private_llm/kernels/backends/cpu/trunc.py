@@ -134,12 +134,8 @@ def trunc_helper(
         unpack(zetas1, start, count, width, one_f)
         unpack(zetas2, start, count, width, two_f)
         stop = start + count
-        error_b, first_b, second_b, mask_b = (
-            errors[start:stop],
-            first[start:stop],
-            second[start:stop],
-            mask1[start:stop],
-        )
+        error_b, first_b, second_b = errors[start:stop], first[start:stop], second[start:stop]
+        mask_b = mask1[start:stop]
         out1_b, out2_b, rest_b = out1[start:stop], out2[start:stop], rests[start:stop]
         for j in range(count):
             r = kind(error_b[j] + first_b[j] + second_b[j])  # Numba widens 32-bit sums
