@@ -60,7 +60,7 @@ def _words(
 ) -> None:  # fmt: skip
     """Change the last operand on its device, by a kernel of rows of words, each of which takes one thread so long.
 
-    Kernels of CPUs take the plan behind the operands, and sizes, the last of which is the number of words.
+    Kernels of CPUs take the plan after the operands, and sizes, the last of which is the number of words.
     """
     if operands[0].is_cpu:
         parallel_for(sizes[-1], seconds, WORDS, kernel, *addresses(*operands), *plan, *sizes)

@@ -65,7 +65,7 @@ def shuffled(builder: Value, places: Sequence[int], first: Value, other: Value |
 
 
 def loop(builder: Value, count: Value, step: int, body: Callable[[Value], Value]) -> Value:
-    """Instructions for k = 0, step, .. below `count`, at least once; behind them goes on what follows. Returns what the
+    """Instructions for k = 0, step, .. below `count`, at least once; what follows goes on after them. Returns what the
     body gives.
     """
     entry = builder.block
