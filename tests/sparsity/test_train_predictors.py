@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -182,3 +183,14 @@ def test_texts_and_models_that_do_not_fit_are_refused(rows: Rows, models: Path, 
         rows(*quick(models / "opt", tmp_path / "short", "--text", str(text)))
     with pytest.raises(ConfigError, match=r"no predictors\.json"):
         rows("show", str(tmp_path / "nowhere"))
+
+
+def test_the_script_fills_in_small_sizes_that_are_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    script = importlib.import_module("train_predictors")
+    words = script.spelled_out(["--tiny", "--rows", "7"])
+    assert "--tiny" not in words
+    assert words.count("--rows") == 1
+    assert words[words.index("--rows") + 1] == "7"
+    assert words[words.index("--rank") + 1] == "16"
+    assert script.spelled_out(["--rows", "7"]) == ["--rows", "7"]
