@@ -74,12 +74,8 @@ class ProtocolFacts:
                 f"protocol {self.name!r}: its threat entry is that of {self.threat.kind} {self.threat.name!r}"
             )
         for name, receivers in (("offline_receivers", self.offline_receivers), ("key_receivers", self.key_receivers)):
-            ahead = receivers if self.helper is None else (self.helper, *receivers)
-            if (
-                (self.helper is None and ahead)
-                or len(set(ahead)) < len(ahead)
-                or not set(ahead) <= set(range(self.parties))
-            ):
+            ahead, alone = (self.helper, *receivers), self.helper is None and receivers
+            if alone or len(set(ahead)) < len(ahead) or not set(ahead) - {None} <= set(range(self.parties)):
                 raise ConfigError(
                     f"protocol {self.name!r}: got helper {self.helper}, {name} {receivers}; want different parties of "
                     f"0 to {self.parties - 1}, and no receivers without a helper"

@@ -116,18 +116,11 @@ def _level(x: Fixed, index: Fixed) -> tuple[Fixed, Fixed]:
     even = x.shape[-1] // 2 * 2
     first = [v.view(lambda part: part[..., 0:even:2]) for v in (x, index)]
     second = [v.view(lambda part: part[..., 1:even:2]) for v in (x, index)]
-    lost = _lost(first[0] - second[0], first[1] - second[1])
+    gap, steps = first[0] - second[0], first[1] - second[1]
+    # bits are used twice over, so lanes are filled up to whole words
+    lost = times(sign_bits(whole_words(gap), [0.0], extra=1), [gap, steps])
     won = [kept - loss for kept, loss in zip(first, lost, strict=True)]
     if even == x.shape[-1]:
         return won[0], won[1]
     rest = [v.view(lambda part: part[..., even:]) for v in (x, index)]
     return concatenated([won[0], rest[0]], -1), concatenated([won[1], rest[1]], -1)
-
-
-def _lost(gap: Fixed, steps: Fixed) -> tuple[Fixed, Fixed]:
-    """[gap < 0] times gap and times steps, by one comparison and one injection on both.
-
-    The bits are used twice over, so lanes are filled up to whole words with zeros.
-    """
-    values, indices = times(sign_bits(whole_words(gap), [0.0], extra=1), [gap, steps])
-    return values, indices

@@ -114,11 +114,6 @@ def method_for(pricing: Pricing, rows: int, width: int, k: int, bits: int) -> Li
     return min(methods, key=lambda each: pricing.seconds(cost(pricing, rows, width, k, bits, each)))
 
 
-def entry_bits(x: Fixed) -> int:
-    """What `bits` is by default: of the range of activations, with the sign; at most ring bits - 1. Public."""
-    return min(x.session.ring.bits - 1, x.frac + reach(x) + 1)
-
-
 def _checked(x: Fixed, k: int, method: str, bits: int | None) -> tuple[int, int, int]:
     """Rows, their width, and bits of an entry."""
     width = x.shape[-1] if x.shape else 0
@@ -127,7 +122,7 @@ def _checked(x: Fixed, k: int, method: str, bits: int | None) -> tuple[int, int,
     if method not in get_args(Method):
         raise DomainError(f"top-k: got method={method!r}; want one of {', '.join(get_args(Method))}")
     ring = x.session.ring.bits
-    bits = entry_bits(x) if bits is None else bits
+    bits = min(ring - 1, x.frac + reach(x) + 1) if bits is None else bits
     if not 2 <= bits < ring:
         raise DomainError(
             f"top-k: got bits={bits}; want 2 to {ring - 1}: differences need one more, the ring has {ring}"

@@ -304,10 +304,8 @@ class Waves:
     @cached_property
     def table(self) -> Integers:
         """By wave: factors of cosine and sine, secret bits, width. [waves, 4]"""
-        rows = [
-            (wave.even, wave.odd, wave.bits, width) for wave, width in zip(self.waves, self.widths, strict=True)
-        ]  # fmt: skip
-        return np.array(rows, dtype=np.int64)
+        waves = zip(self.waves, self.widths, strict=True)
+        return np.array([(wave.even, wave.odd, wave.bits, width) for wave, width in waves], dtype=np.int64)
 
     @cached_property
     def sizes(self) -> Integers:

@@ -259,9 +259,8 @@ class QuadArithmetic(QuadRecords):
                 return torch.empty((keys[0].shape[0], table.shape[1]), dtype=self.ring.dtype, device=self.device)
             return ops.ring_matmul(expand(keys[0], domain, 1 if self.party == 0 else 0, self.ring), table)
         self.ledger.add_macs(2 * keys[0].shape[0] * table.numel())
-        first, second = (
-            expand(key, domain, holder, self.ring) for key, holder in zip(keys, self._holders, strict=True)
-        )
+        ends = {0: (1, 0), 3: (0, 0)}.get(self.party, (1, 1))
+        first, second = (expand(key, domain, end, self.ring) for key, end in zip(keys, ends, strict=True))
         a, b, third = table.parts
         if self.role:
             return ops.ring_matmul_pair(-first, third, second, a + b + third)
@@ -269,11 +268,6 @@ class QuadArithmetic(QuadRecords):
         if self.party == 3:
             return -ops.ring_matmul_pair(first, both, second, third)
         return ops.ring_matmul_pair(second - first, both, second, third)
-
-    @property
-    def _holders(self) -> tuple[int, int]:
-        """Which end of the mirror's two point functions this party holds."""
-        return {0: (1, 0), 3: (0, 0)}.get(self.party, (1, 1))
 
     def reveal(self, pieces: Sequence[tuple[int, Share]]) -> None:
         """After one `verify`: party 1 sends X and party 2 its digest, party 0 sends a and party 3 its digest.

@@ -181,14 +181,11 @@ class QuadShuffles(QuadArithmetic):
         self._transcripts[0].absorb(theirs)
         self._tell(tag, changes[3][0].contiguous())
         self.transport.send(Member(other), tag, as_tensor(digest(changes[0][other])))
-        self._compare(tag, other, changes[0][self.party])
-
-    def _compare(self, tag: str, witness: int, value: Tensor) -> None:
-        """Raises ProtocolAbort unless `witness`, who holds the same, sends the digest of what another party sent."""
-        if not self._vouched(tag, witness, value):
+        if not self._vouched(tag, other, changes[0][self.party]):
             self._stop(tag)
 
     def _vouched(self, tag: str, witness: int, value: Tensor) -> bool:
+        """Whether `witness`, who holds the same, sends the digest of what another party sent."""
         said = self.transport.recv(Member(witness), tag, (DIGEST_BYTES,), torch.uint8)
         return same([said], [digest(value)])
 
