@@ -168,7 +168,7 @@ _FEWEST, _MOST = 5, 16
 
 
 @dataclass(frozen=True, eq=False)
-class Level:
+class TournamentLevel:
     """One level of `maximum_ragged`, as int64 positions.
 
     Entries to compare (left with right), entries that sit out (bye), and the order that makes rows consecutive again.
@@ -180,11 +180,11 @@ class Level:
     order: Tensor
 
 
-_plans: WeakKeyDictionary[Rows, dict[torch.device, tuple[Level, ...]]] = WeakKeyDictionary()
+_plans: WeakKeyDictionary[Rows, dict[torch.device, tuple[TournamentLevel, ...]]] = WeakKeyDictionary()
 """Plans as long as somebody holds rows of these lengths: all layers of a forward do. One takes 32 bytes per entry."""
 
 
-def levels(rows: Rows, device: torch.device) -> tuple[Level, ...]:
+def levels(rows: Rows, device: torch.device) -> tuple[TournamentLevel, ...]:
     """The tournament's plan for rows of these lengths: ceil(log2 of the longest) levels. Public and local."""
     held = _plans.setdefault(rows, {})
     found = held.get(device)
@@ -193,16 +193,18 @@ def levels(rows: Rows, device: torch.device) -> tuple[Level, ...]:
     return found
 
 
-def sizes(rows: Rows) -> Iterator[Level]:
+def sizes(rows: Rows) -> Iterator[TournamentLevel]:
     """As `levels`, without the positions: for meta tensors, which have none to take."""
     lengths = torch.tensor(rows.lengths, dtype=torch.int64)
     while int(lengths.max()) > 1:
         pairs, odd = int((lengths // 2).sum()), int((lengths % 2).sum())
-        yield Level(*(torch.empty(n, dtype=torch.int64, device="meta") for n in (pairs, pairs, odd, pairs + odd)))
+        yield TournamentLevel(
+            *(torch.empty(n, dtype=torch.int64, device="meta") for n in (pairs, pairs, odd, pairs + odd))
+        )
         lengths = lengths // 2 + lengths % 2
 
 
-def _levels(rows: Rows, device: torch.device) -> tuple[Level, ...]:
+def _levels(rows: Rows, device: torch.device) -> tuple[TournamentLevel, ...]:
     """Positions are made on the device, from lengths; how many there are, `sizes` says, so that nobody waits for it."""
     made = []
     lengths = rows.numbers(device).lengths
@@ -221,7 +223,7 @@ def _levels(rows: Rows, device: torch.device) -> tuple[Level, ...]:
         place = _counting(rest, pairs + left_over)
         every = [torch.repeat_interleave(x, rest, output_size=pairs + left_over) for x in (halves, byes, winners)]
         order = torch.where(place == every[0], every[1], every[2] + place)
-        made.append(Level(left, right, bye, order))
+        made.append(TournamentLevel(left, right, bye, order))
         lengths = rest
     return tuple(made)
 

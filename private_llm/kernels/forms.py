@@ -21,7 +21,7 @@ from private_llm.kernels import ops, shapes
 from private_llm.kernels.shapes import Size
 
 
-class Form(ABC):
+class BilinearForm(ABC):
     """B(x, y), linear in x and in y, over tensors of ring elements (int32 or int64; any device, meta included)."""
 
     tag: str
@@ -43,7 +43,7 @@ class Form(ABC):
     def macs(self, x_shape: Size, y_shape: Size) -> int:
         """Multiply-adds of one product."""
 
-    def narrowed(self) -> tuple[Form, Callable[[Tensor], Tensor]] | None:
+    def narrowed(self) -> tuple[BilinearForm, Callable[[Tensor], Tensor]] | None:
         """A form of those entries of y that take part, and how to take them out of y; None: all of them do.
 
         For protocols that mask, or add up, whole operands.
@@ -52,7 +52,7 @@ class Form(ABC):
 
 
 @dataclass(frozen=True)
-class Matmul(Form):
+class Matmul(BilinearForm):
     """torch.matmul of x [..., M, K] and y [..., K, N]."""
 
     tag = "matmul"
@@ -76,7 +76,7 @@ class Matmul(Form):
 
 
 @dataclass(frozen=True)
-class Conv2d(Form):
+class Conv2d(BilinearForm):
     """torch's conv2d of x [B, C, H, W] and w [O, C / groups, kh, kw]; sizes are (down, right), padding is zeros."""
 
     stride: tuple[int, int] = (1, 1)
@@ -106,7 +106,7 @@ class Conv2d(Form):
 
 
 @dataclass(frozen=True)
-class InnerAndScaled(Form):
+class InnerAndScaled(BilinearForm):
     """Of x [R, W] and y [R + 1, W]: x_r . y_r for each row, then x_r times the last row of y: [R, 1 + W]."""
 
     tag = "rows"

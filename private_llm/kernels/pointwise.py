@@ -48,7 +48,7 @@ class Operation:
 
 
 @dataclass(frozen=True)
-class Group:
+class PointwiseGroup:
     """Operations on `count` elements; stores: which of their values go where. No place that is stored to is read."""
 
     count: int
@@ -56,7 +56,7 @@ class Group:
     stores: tuple[tuple[Place, int], ...]
 
 
-Batch = tuple[Group, ...]
+Batch = tuple[PointwiseGroup, ...]
 """Groups that do not touch what another one of them stores."""
 
 OPERATIONS: Mapping[str, Callable[..., Any]] = {

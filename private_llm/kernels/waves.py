@@ -30,7 +30,7 @@ _WAVE_S, _WRAP_S = 4e-9, 3e-9
 Integers = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
 
-class Plan(Protocol):
+class WaveTables(Protocol):
     """What the kernels read of `protocols.one_step.Waves`."""
 
     @property
@@ -58,7 +58,7 @@ class Plan(Protocol):
         """What the first evaluator adds."""
 
 
-def hidden(mask: Tensor, drawn: Tensor, plan: Plan, turns: Tensor) -> Tensor:
+def hidden(mask: Tensor, drawn: Tensor, plan: WaveTables, turns: Tensor) -> Tensor:
     """Party 0's message: the secret numbers of masks [n] less the fields of `drawn`, like `drawn`."""
     message = torch.zeros_like(drawn)
     if mask.is_cpu:
@@ -70,7 +70,7 @@ def hidden(mask: Tensor, drawn: Tensor, plan: Plan, turns: Tensor) -> Tensor:
     return message
 
 
-def summed(masked: Tensor, shares: Tensor, plan: Plan, turns: Tensor, first: bool) -> Tensor:
+def summed(masked: Tensor, shares: Tensor, plan: WaveTables, turns: Tensor, first: bool) -> Tensor:
     """An evaluator's piece [n] of the sum, right in the bits that are sent."""
     piece, more = torch.empty_like(masked), plan.first if first else 0
     if masked.is_cpu:
@@ -82,7 +82,7 @@ def summed(masked: Tensor, shares: Tensor, plan: Plan, turns: Tensor, first: boo
     return piece
 
 
-def wraps(g1: Tensor, g2: Tensor, drawn: Tensor, plan: Plan) -> Tensor:
+def wraps(g1: Tensor, g2: Tensor, drawn: Tensor, plan: WaveTables) -> Tensor:
     """Party 0's message: what masks [n] wrap by, where the upper bit opened is 0 and where it is 1, less `drawn`."""
     message = torch.zeros_like(drawn)
     if g1.is_cpu:
@@ -94,7 +94,7 @@ def wraps(g1: Tensor, g2: Tensor, drawn: Tensor, plan: Plan) -> Tensor:
     return message
 
 
-def widened(opened: Tensor, g: Tensor, shares: Tensor, plan: Plan, first: bool, piece: Tensor) -> None:
+def widened(opened: Tensor, g: Tensor, shares: Tensor, plan: WaveTables, first: bool, piece: Tensor) -> None:
     """Subtract from piece [n] an evaluator's share of the value that `opened` [n] is masked."""
     if piece.is_cpu:
         count, sizes = piece.numel(), (plan.shift, plan.narrow, plan.above)
@@ -105,7 +105,7 @@ def widened(opened: Tensor, g: Tensor, shares: Tensor, plan: Plan, first: bool, 
 
 
 # -- on any device ----------------------------------------------------------------------------------------------------
-def hidden_by_operations(mask: Tensor, drawn: Tensor, plan: Plan, turns: Tensor) -> Tensor:
+def hidden_by_operations(mask: Tensor, drawn: Tensor, plan: WaveTables, turns: Tensor) -> Tensor:
     """`hidden` on any device."""
     made, bits = [], int(plan.sizes[3])
     rows = _rows(drawn, mask.numel(), plan)
@@ -117,7 +117,7 @@ def hidden_by_operations(mask: Tensor, drawn: Tensor, plan: Plan, turns: Tensor)
     return torch.cat(made)
 
 
-def summed_by_operations(masked: Tensor, shares: Tensor, plan: Plan, turns: Tensor, more: int) -> Tensor:
+def summed_by_operations(masked: Tensor, shares: Tensor, plan: WaveTables, turns: Tensor, more: int) -> Tensor:
     """`summed` on any device; more: what is added."""
     piece, count, bits = torch.full_like(masked, more), masked.numel(), int(plan.sizes[3])
     rounding, rows = 1 << (bits - 1), _rows(shares, count, plan)
@@ -129,7 +129,7 @@ def summed_by_operations(masked: Tensor, shares: Tensor, plan: Plan, turns: Tens
     return piece
 
 
-def wraps_by_operations(g1: Tensor, g2: Tensor, drawn: Tensor, plan: Plan) -> Tensor:
+def wraps_by_operations(g1: Tensor, g2: Tensor, drawn: Tensor, plan: WaveTables) -> Tensor:
     """`wraps` on any device."""
     h = _kept(g1, plan) + _kept(g2, plan)
     over, top = h >> plan.narrow, (h >> (plan.narrow - 1)) & 1
@@ -139,7 +139,7 @@ def wraps_by_operations(g1: Tensor, g2: Tensor, drawn: Tensor, plan: Plan) -> Te
     return torch.cat(made)
 
 
-def widened_by_operations(opened: Tensor, g: Tensor, shares: Tensor, plan: Plan, first: bool) -> Tensor:
+def widened_by_operations(opened: Tensor, g: Tensor, shares: Tensor, plan: WaveTables, first: bool) -> Tensor:
     """What `widened` subtracts, on any device."""
     m, width = _kept(opened, plan), plan.above
     zeros, ones = (ops.unpack_fields(row.contiguous(), len(m), width) for row in shares.view(2, -1))
@@ -148,19 +148,19 @@ def widened_by_operations(opened: Tensor, g: Tensor, shares: Tensor, plan: Plan,
     return value + m - (1 << (plan.narrow - 2)) if first else value
 
 
-def _kept(values: Tensor, plan: Plan) -> Tensor:
+def _kept(values: Tensor, plan: WaveTables) -> Tensor:
     """The bits that a division leaves."""
     return (values >> plan.shift) & ((1 << plan.narrow) - 1)
 
 
-def _rows(words: Tensor, count: int, plan: Plan) -> list[tuple[Tensor, Tensor]]:
+def _rows(words: Tensor, count: int, plan: WaveTables) -> list[tuple[Tensor, Tensor]]:
     """The packed fields of each wave's cosines and sines."""
     sizes = [packed_words(count, int(width)) for width in plan.table[:, 3] for _ in range(2)]
     pieces = words.split_with_sizes(sizes)
     return list(zip(pieces[::2], pieces[1::2], strict=True))
 
 
-def _turned(values: Tensor, plan: Plan, turns: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+def _turned(values: Tensor, plan: WaveTables, turns: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Cosines and sines of the angles, of twice the angles, and so on."""
     angle, phase, half, bits = plan.sizes[:4].tolist()
     place = values << (phase - angle)

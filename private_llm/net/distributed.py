@@ -36,7 +36,7 @@ from private_llm.net import wire
 from private_llm.net.local import LocalMesh
 from private_llm.net.outgoing import MAX_AHEAD
 from private_llm.net.transport import CLIENT, Transport, disagreement, endpoint_name
-from private_llm.net.wire import HEADER_BYTES, Kind
+from private_llm.net.wire import HEADER_BYTES, FrameKind
 
 _BLOCK = 4096
 """Bytes of the first part of every message."""
@@ -137,7 +137,7 @@ class DistTransport(Transport):
         payload = payload.contiguous().view(-1)
         size = payload.numel() * payload.element_size()
         sequence = self._count(self.me, to)
-        head = wire.encode(Kind.DATA, self.me, _SESSION, sequence, tag, payload.dtype, payload.numel())
+        head = wire.encode(FrameKind.DATA, self.me, _SESSION, sequence, tag, payload.dtype, payload.numel())
         block = torch.zeros(_BLOCK, dtype=torch.uint8)
         block[:HEADER_BYTES] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
         if 0 < size <= _INLINE:
@@ -275,7 +275,7 @@ class DistTransport(Transport):
 
     def _check_header(self, frm: int, block: Tensor, tag: str, dtype: torch.dtype, count: int) -> None:
         """Raise TransportError unless the block starts with the header that the next message from `frm` must have."""
-        want = wire.Frame(Kind.DATA, frm, _SESSION, self._count(frm, self.me), tag, dtype, count)
+        want = wire.Frame(FrameKind.DATA, frm, _SESSION, self._count(frm, self.me), tag, dtype, count)
         got = wire.decode(_head(block))
         if got != want:
             raise disagreement(frm, f"{got.what}, number {got.sequence}", f"{want.what}, number {want.sequence}")

@@ -28,7 +28,7 @@ from private_llm.net import wire
 from private_llm.net.roles import Users
 from private_llm.net.tls import check_name
 from private_llm.net.transport import endpoint_name
-from private_llm.net.wire import HEADER_BYTES, Frame, Kind
+from private_llm.net.wire import HEADER_BYTES, Frame, FrameKind
 
 _NEW = bytes(8)
 """Session name of frames before there is one."""
@@ -91,7 +91,7 @@ def answer(
     try:
         frame, first = _get(sock)
         peer = frame.sender
-        if frame.kind is not Kind.HELLO or len(first) != 4 + CALLER_BYTES + _NONCE or first[1] > 1:
+        if frame.kind is not FrameKind.HELLO or len(first) != 4 + CALLER_BYTES + _NONCE or first[1] > 1:
             raise TransportError("the first frame is no hello")
         if first[0] != me:
             raise TransportError(f"this is {endpoint_name(me)}, not {endpoint_name(first[0])}; the hosts lists differ")
@@ -109,7 +109,7 @@ def answer(
         admit(greeted)
     except TransportError as error:
         tag = _BUSY if isinstance(error, PartiesBusy) else "hello"
-        _put(sock, me, 0, str(error).encode()[: wire.MAX_NOTE], Kind.ABORT, tag)
+        _put(sock, me, 0, str(error).encode()[: wire.MAX_NOTE], FrameKind.ABORT, tag)
         raise
     _put(sock, me, 1, b"")
     return greeted
@@ -119,7 +119,9 @@ def _proof(token: bytes, role: bytes, seen: bytes) -> bytes:
     return hmac.digest(token, b"private-llm " + role + b"\0" + seen, "sha256")
 
 
-def _put(sock: socket.socket, me: int, sequence: int, body: bytes, kind: Kind = Kind.HELLO, tag: str = "hello") -> None:
+def _put(
+    sock: socket.socket, me: int, sequence: int, body: bytes, kind: FrameKind = FrameKind.HELLO, tag: str = "hello"
+) -> None:
     sock.sendall(wire.encode(kind, me, _NEW, sequence, tag, torch.uint8, len(body)) + body)
 
 
@@ -131,10 +133,10 @@ def _get(sock: socket.socket) -> tuple[Frame, bytes]:
 def _expect(sock: socket.socket, peer: int, sequence: int, size: int) -> bytes:
     """The next hello of `peer`, of `size` bytes."""
     frame, body = _get(sock)
-    if frame.kind is Kind.ABORT:
+    if frame.kind is FrameKind.ABORT:
         refusal = PartiesBusy if frame.tag == _BUSY else TransportError
         raise refusal(f"{endpoint_name(peer)} refused: {wire.legible(body.decode(errors='replace'))}")
-    if (frame.kind, frame.sender, frame.sequence, len(body)) != (Kind.HELLO, peer, sequence, size):
+    if (frame.kind, frame.sender, frame.sequence, len(body)) != (FrameKind.HELLO, peer, sequence, size):
         raise TransportError(f"{endpoint_name(peer)}: malformed handshake")
     return body
 

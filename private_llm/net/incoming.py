@@ -26,7 +26,7 @@ from private_llm.net import wire
 from private_llm.net.direct import Row
 from private_llm.net.roles import PASSES_ON, attributed
 from private_llm.net.transport import disagreement, endpoint_name, room
-from private_llm.net.wire import BLOCKED, HEADER_BYTES, Kind, cause
+from private_llm.net.wire import BLOCKED, HEADER_BYTES, FrameKind, cause
 
 _PROGRAM_S = 30.0
 """How long the end of a connection waits for a program that has it, which may compute meanwhile."""
@@ -82,7 +82,7 @@ class Incoming:
         self._poll.register(sock, select.POLLIN)
         self._begun: bytes | None = None
         self._lent, self._lending = threading.RLock(), False
-        head = np.frombuffer(wire.encode(Kind.DATA, peer, session, 0, "", torch.int64, 0), np.int64)
+        head = np.frombuffer(wire.encode(FrameKind.DATA, peer, session, 0, "", torch.int64, 0), np.int64)
         buffer = np.frombuffer(self._buffer, np.uint8)
         self._constants = np.array([buffer.ctypes.data, 0, 0, buffer.size, *head[:2]], np.int64)  # BUFFER to IN_SESSION
 
@@ -92,9 +92,9 @@ class Incoming:
         begun, self._begun = self._begun, None
         if begun is None:
             head = self._data_header(idle, time.monotonic() + self._patience)
-            want = wire.encode(Kind.DATA, self.peer, self._session, self._sequence, tag, dtype, out.numel())
+            want = wire.encode(FrameKind.DATA, self.peer, self._session, self._sequence, tag, dtype, out.numel())
             if head != want:
-                due = wire.Frame(Kind.DATA, self.peer, self._session, self._sequence, tag, dtype, out.numel())
+                due = wire.Frame(FrameKind.DATA, self.peer, self._session, self._sequence, tag, dtype, out.numel())
                 raise disagreement(self.peer, self._checked(head).what, due.what)
             self._accept()
         if out.numel():
@@ -200,7 +200,7 @@ class Incoming:
         while True:
             self._need(HEADER_BYTES, idle)
             head = self._buffer[self._start : self._start + HEADER_BYTES]
-            if head[5] == Kind.DATA:
+            if head[5] == FrameKind.DATA:
                 return head
             frame = self._checked(head)
             self._need(HEADER_BYTES + frame.nbytes, idle)
@@ -225,7 +225,7 @@ class Incoming:
         return frame
 
     def _front_is_data(self) -> bool:
-        return self._end - self._start >= HEADER_BYTES and self._buffer[self._start + 5] == Kind.DATA
+        return self._end - self._start >= HEADER_BYTES and self._buffer[self._start + 5] == FrameKind.DATA
 
     def _has_note(self) -> bool:
         """Whether a whole note lies at the front of the buffer."""
@@ -242,12 +242,12 @@ class Incoming:
         body = bytes(self._buffer[self._start + HEADER_BYTES :][: frame.nbytes])
         self._start += HEADER_BYTES + frame.nbytes
         self._sequence += 1
-        if frame.kind is Kind.ABORT:
+        if frame.kind is FrameKind.ABORT:
             self.ended, self.aborted = attributed(self.peer, wire.legible(body.decode(errors="replace"))), True
             raise PartyFailed(self.ended)
-        if frame.kind is Kind.BYE:
+        if frame.kind is FrameKind.BYE:
             self.left, self.ended = True, f"{endpoint_name(self.peer)} has closed the session"
-        elif frame.kind is Kind.WAITING and len(body) == 1:
+        elif frame.kind is FrameKind.WAITING and len(body) == 1:
             self.waits_for = body[0]
         else:
             raise TransportError(f"from {endpoint_name(self.peer)}: a {frame.kind.name} frame out of place")

@@ -30,7 +30,7 @@ from private_llm.forks import Origin
 from private_llm.net import wire
 from private_llm.net.ledger import CONTROL
 from private_llm.net.transport import PassingTransport, Transport
-from private_llm.net.wire import HEADER_BYTES, Frame, Kind
+from private_llm.net.wire import HEADER_BYTES, Frame, FrameKind
 
 ANNOUNCED = "store frame"
 _WRITER = 0
@@ -87,7 +87,7 @@ class OfflineStore:
                 f"a message of {size} bytes is to be stored, and the disk of the store has room for "
                 f"{place.f_bavail * place.f_frsize}; make room, or name another offline_folder"
             )
-        header = self._header(Kind.DATA, tag, dtype, count)
+        header = self._header(FrameKind.DATA, tag, dtype, count)
         self._write(header)
         for piece in pieces:
             raw = piece.view(torch.uint8).numpy()
@@ -97,7 +97,7 @@ class OfflineStore:
 
     def end_call(self) -> None:
         """What was appended since the last end belongs to one call. Raises ShareFileError if it cannot be written."""
-        self._write(self._header(Kind.BYE, "", torch.uint8, 0))
+        self._write(self._header(FrameKind.BYE, "", torch.uint8, 0))
 
     def rewind(self) -> None:
         """From now on, read. Raises ProtocolAbort the second time."""
@@ -115,7 +115,7 @@ class OfflineStore:
         Raises TransportError for another message, ShareFileError if the file is damaged.
         """
         out = torch.empty(shape, dtype=dtype)
-        header = self._expect(Frame(Kind.DATA, _WRITER, self._session, self._messages, tag, dtype, out.numel()))
+        header = self._expect(Frame(FrameKind.DATA, _WRITER, self._session, self._messages, tag, dtype, out.numel()))
         raw = out.view(-1).view(torch.uint8).numpy()
         for start in range(0, len(raw), _PIECE):
             piece = raw[start : start + _PIECE]
@@ -131,13 +131,13 @@ class OfflineStore:
 
     def finish_call(self) -> None:
         """Raises TransportError unless the call is at its end, ShareFileError if the file is damaged."""
-        self._expect(Frame(Kind.BYE, _WRITER, self._session, self._messages, "", torch.uint8, 0))
+        self._expect(Frame(FrameKind.BYE, _WRITER, self._session, self._messages, "", torch.uint8, 0))
 
     def close(self) -> None:
         """Close the file, which deletes it. Idempotent."""
         self._file.close()
 
-    def _header(self, kind: Kind, tag: str, dtype: torch.dtype, count: int) -> bytes:
+    def _header(self, kind: FrameKind, tag: str, dtype: torch.dtype, count: int) -> bytes:
         self._origin.demand("a store of masks")
         header = wire.encode(kind, _WRITER, self._session, self._messages, tag, dtype, count)
         self._messages += 1
@@ -196,16 +196,16 @@ class OfflineTransport(PassingTransport):
 
     def send(self, to: int, tag: str, payload: Tensor) -> None:
         """Announce and send."""
-        self._announce(to, Kind.DATA, tag, payload.dtype, payload.numel())
+        self._announce(to, FrameKind.DATA, tag, payload.dtype, payload.numel())
         for piece in pieces_of(payload):
             self._inner.send(to, tag, piece)
 
     def end_call(self, keepers: Iterable[int]) -> None:
         """Tell those who store that this call has no more messages."""
         for keeper in keepers:
-            self._announce(keeper, Kind.BYE, "", torch.uint8, 0)
+            self._announce(keeper, FrameKind.BYE, "", torch.uint8, 0)
 
-    def _announce(self, to: int, kind: Kind, tag: str, dtype: torch.dtype, count: int) -> None:
+    def _announce(self, to: int, kind: FrameKind, tag: str, dtype: torch.dtype, count: int) -> None:
         header = wire.encode(kind, self.me, bytes(8), 0, tag, dtype, count)
         self.ledger.sent[("", CONTROL, to)] += len(header)
         self._inner._send(to, ANNOUNCED, torch.frombuffer(bytearray(header), dtype=torch.uint8))
@@ -251,7 +251,7 @@ def store_call(
     while True:
         raw = transport.recv(helper, ANNOUNCED, (HEADER_BYTES,), torch.uint8)
         frame = wire.decode(raw.cpu().numpy().tobytes())
-        if frame.kind is Kind.BYE:
+        if frame.kind is FrameKind.BYE:
             if problem is None:
                 store.end_call()
             return problem

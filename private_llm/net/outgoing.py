@@ -26,7 +26,7 @@ from private_llm.kernels.backends.cpu import connection
 from private_llm.net import wire
 from private_llm.net.direct import Row
 from private_llm.net.transport import endpoint_name
-from private_llm.net.wire import BLOCKED, HEADER_BYTES, Kind, cause
+from private_llm.net.wire import BLOCKED, HEADER_BYTES, FrameKind, cause
 
 MAX_AHEAD = 256 << 20
 """Bytes a sender may run ahead of its receiver before it waits (bounds memory)."""
@@ -72,14 +72,14 @@ class Outgoing:
         self._room = threading.Condition()
         self._writer: threading.Thread | None = None
         self._head = np.zeros(connection.HEADER_WORDS, np.int64)
-        head = wire.encode(Kind.DATA, me, session, 0, "", torch.int64, 0)
+        head = wire.encode(FrameKind.DATA, me, session, 0, "", torch.int64, 0)
         self._head.view(np.uint8)[:] = np.frombuffer(head, np.uint8)
         self._head_place = int(self._head.ctypes.data)
         self._foregone: tuple[int, bytes] | None = None
         self._patience = _DRAIN_S
         self._ending = self._lending = False
 
-    def send(self, kind: Kind, tag: str, dtype: torch.dtype, count: int, body: memoryview) -> None:
+    def send(self, kind: FrameKind, tag: str, dtype: torch.dtype, count: int, body: memoryview) -> None:
         """Send one frame now, or queue it. Raises PartyFailed when the connection is broken."""
         with self._room:
             head = wire.encode(kind, self._me, self._session, self._sequence, tag, dtype, count)
@@ -103,13 +103,13 @@ class Outgoing:
         count, foregone, self._foregone = payload.numel(), self._foregone, None
         if foregone is not None:
             number, head = foregone
-            if head == wire.encode(Kind.DATA, self._me, self._session, number, tag, payload.dtype, count):
+            if head == wire.encode(FrameKind.DATA, self._me, self._session, number, tag, payload.dtype, count):
                 return
         payload = payload.contiguous()
         if payload.device.type != "cpu":
             payload = payload.cpu()
         body = payload.view(-1).numpy().data.cast("B") if count else _NOBODY
-        self.send(Kind.DATA, tag, payload.dtype, count, body)
+        self.send(FrameKind.DATA, tag, payload.dtype, count, body)
 
     def lend(self, row: Row) -> None:
         """Let a compiled program write frames, until `take_back`; nobody else writes meanwhile.
@@ -196,9 +196,9 @@ class Outgoing:
                 dropped = self._queue.pop()
                 self._sequence = dropped.sequence
                 self._queued -= dropped.size
-        self.note(Kind.ABORT, wire.legible(reason).encode()[: wire.MAX_NOTE])
+        self.note(FrameKind.ABORT, wire.legible(reason).encode()[: wire.MAX_NOTE])
 
-    def note(self, kind: Kind, text: bytes) -> None:
+    def note(self, kind: FrameKind, text: bytes) -> None:
         """Send a short message that is not data; nothing happens on a broken connection."""
         try:
             self.send(kind, kind.name.lower(), torch.uint8, len(text), memoryview(text))
@@ -208,7 +208,7 @@ class Outgoing:
     def close(self, seconds: float) -> None:
         """Say goodbye, write what is queued for at most `seconds`, and close the connection."""
         self.end_lending()
-        self.note(Kind.BYE, b"")
+        self.note(FrameKind.BYE, b"")
         with self._room:
             self._room.wait_for(lambda: not self._queue, seconds)
             self._closing = True

@@ -31,7 +31,7 @@ from private_llm.net.direct import End
 from private_llm.net.incoming import Incoming
 from private_llm.net.outgoing import Outgoing
 from private_llm.net.transport import CLIENT, Transport, endpoint_name
-from private_llm.net.wire import Kind
+from private_llm.net.wire import FrameKind
 
 _FIRST_HAND_S = 0.2
 """Seconds to wait for the words of the endpoint that failed, when another has passed them on."""
@@ -135,7 +135,7 @@ class SocketTransport(Transport):
         self._life = time.monotonic()
         for parallel_session in self._parallel_sessions:
             for out in parallel_session._out.values():
-                out.note(Kind.WAITING, bytes([self.me]))
+                out.note(FrameKind.WAITING, bytes([self.me]))
 
     def wait(self, frm: int) -> None:
         """Block until a frame from `frm` is there.
@@ -269,7 +269,7 @@ class SocketTransport(Transport):
             return
         self._said, self._said_at = root, now
         for out in self._out.values():
-            out.note(Kind.WAITING, bytes([root]))
+            out.note(FrameKind.WAITING, bytes([root]))
 
     def _wait_for_room(self, to: int) -> None:
         """Wait until the receiver has taken enough of what is queued for it."""

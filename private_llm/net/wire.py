@@ -48,7 +48,7 @@ if sys.byteorder != "little":
     raise ConfigError("this machine is big-endian; tensors travel in little-endian memory order")
 
 
-class Kind(IntEnum):
+class FrameKind(IntEnum):
     """What a frame is for."""
 
     DATA = 0
@@ -62,7 +62,7 @@ class Kind(IntEnum):
 class Frame:
     """A decoded header."""
 
-    kind: Kind
+    kind: FrameKind
     sender: int
     session: bytes
     sequence: int
@@ -103,7 +103,9 @@ def tag_bytes(tag: str) -> bytes:
     return raw.ljust(TAG_BYTES, b"\0")
 
 
-def encode(kind: Kind, sender: int, session: bytes, sequence: int, tag: str, dtype: torch.dtype, count: int) -> bytes:
+def encode(
+    kind: FrameKind, sender: int, session: bytes, sequence: int, tag: str, dtype: torch.dtype, count: int
+) -> bytes:
     """The header of a payload of `count` elements. Raises DomainError for a sender that no endpoint is."""
     if not 0 <= sender <= 255:
         raise DomainError(f"sender: got endpoint {sender}; want 0 to 255")
@@ -128,15 +130,15 @@ def decode(raw: bytes | bytearray | memoryview, maximum: int = MAX_PAYLOAD) -> F
             f"wire version: got {version}; want {WIRE_VERSION}; install the same private-llm at all endpoints"
         )
     try:
-        kind = Kind(kind)
+        kind = FrameKind(kind)
         text = tag.rstrip(b"\0").decode()
     except ValueError:
         raise TransportError("malformed frame: unknown kind, or a tag that is not UTF-8") from None
     dtype = _NAMES.get(code)
     if dtype is None or "\0" in text or not text.isprintable():
         raise TransportError("malformed frame: unknown dtype, or a tag that is not printable")
-    limit = maximum if kind is Kind.DATA else min(maximum, MAX_NOTE)
-    if kind is not Kind.DATA and dtype is not torch.uint8:
+    limit = maximum if kind is FrameKind.DATA else min(maximum, MAX_NOTE)
+    if kind is not FrameKind.DATA and dtype is not torch.uint8:
         raise TransportError("malformed frame: a note must consist of bytes")
     if count * dtype.itemsize > limit:
         raise TransportError(f"oversized frame: got {count * dtype.itemsize} bytes; want at most {limit}")

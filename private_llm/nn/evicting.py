@@ -32,7 +32,7 @@ _NOT_CHOSEN = "kv_cache: the layer whose choices this one shares has made none i
 
 
 @dataclass(frozen=True, eq=False)
-class Call:
+class AttentionCall:
     """What attention is asked: query [B, H, q, D] and which of the n entries held may be seen.
 
     mask: bool [B or 1, H or 1, q, n], None: all; it may leave heads out. tokens: the same before heads were left out,
@@ -81,7 +81,7 @@ class EvictingLayer:
         self._rows: Tensor | None = None  # `Arranged.clusters` when clusters were made, where there is padding
 
     # -- attention ---------------------------------------------------------------------------------------------
-    def attend(self, call: Call, queries: int) -> Fixed:
+    def attend(self, call: AttentionCall, queries: int) -> Fixed:
         """Attention of the call whose `queries` new entries the buffer holds already: [B, H, q, Dv]. Then evicts.
 
         A single query attends to what the policy selects, several to all entries. Costs: `selection_costs.py`. Raises
@@ -196,7 +196,7 @@ class EvictingLayer:
         elif mass is not None:
             self._mass, self._mass_bound = self._mass + mass, self._mass_bound + bound
 
-    def _evict(self, call: Call, queries: int) -> None:
+    def _evict(self, call: AttentionCall, queries: int) -> None:
         """After a call: forget all but as many entries as the policy says, and make clusters of a prompt's rest."""
         eviction, buffer = self.policy.eviction, self.buffer
         held, alive = buffer.length, buffer.length - self._hidden
@@ -214,7 +214,7 @@ class EvictingLayer:
             tokens = _tokens(call.tokens, keys.shape[2]) if buffer.length == held else buffer.tokens
             self._representatives(keys, tokens)
 
-    def _rank(self, eviction: Eviction, call: Call, kept: int, newest: int) -> Evicted:
+    def _rank(self, eviction: Eviction, call: AttentionCall, kept: int, newest: int) -> Evicted:
         """Which entries stay: the top of their masses, padding last."""
         held, first = self.buffer.length, eviction.first
         if self._mass is None:

@@ -27,7 +27,7 @@ _SPARE = 32
 
 
 @dataclass(frozen=True)
-class Piece:
+class CacheRows:
     """Of a cache the batch rows row .. row + rows - 1, without their first `column` entries."""
 
     row: int
@@ -128,7 +128,7 @@ class GrowingRows:
         self.parts = tuple([_in_buffer(part, capacity) for part in self._first(self.length)])
 
 
-def _stacked(pieces: Sequence[tuple[GrowingRows, Piece]], width: int) -> GrowingRows:
+def _stacked(pieces: Sequence[tuple[GrowingRows, CacheRows]], width: int) -> GrowingRows:
     """The entries of pieces as rows of one buffer of `width` entries and room for more, zeros on the left. Local."""
     first = pieces[0][0]
     total = sum(piece.rows for _, piece in pieces)
@@ -337,7 +337,7 @@ class KVBuffer:
         return twin
 
     @classmethod
-    def stacked(cls, pieces: Sequence[tuple[KVBuffer, Piece]]) -> KVBuffer:
+    def stacked(cls, pieces: Sequence[tuple[KVBuffer, CacheRows]]) -> KVBuffer:
         """Pieces of caches as the batch rows of one, in this order, ending at the same position. Copies; local.
 
         Shorter pieces get entries on the left that no mask may show. Raises DomainError for caches from which entries

@@ -21,7 +21,7 @@ Read = Callable[[nn.Module], tuple[Tensor, Tensor | None]]
 """Gives a layer's weight and bias."""
 
 
-class Pieces:
+class SharedProducts:
     """What several layers give for one input: made for all when the first asks, handed out once, and not kept then.
 
     A piece is good for the very tensor it was made from; a layer that is called with another input, or twice, has
@@ -74,7 +74,7 @@ class SharedInput:
             def weights() -> tuple[Tensor, Tensor | None]:
                 return joined([read(layer) for layer in layers])
 
-        self._pieces = Pieces()
+        self._pieces = SharedProducts()
 
         def product(x: Tensor) -> Sequence[Tensor]:
             with ledger.scope(name):

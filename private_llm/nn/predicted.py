@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from private_llm.errors import UnsupportedOp
 from private_llm.net.ledger import Ledger
-from private_llm.nn.linear import Pieces, joined, lie_together
+from private_llm.nn.linear import SharedProducts, joined, lie_together
 from private_llm.oblivious.budget import choose, opened_units
 from private_llm.oblivious.level_noise import LevelNoise, noisy_choose
 from private_llm.oblivious.sparse_products import sparse_input_product, sparse_output_product
@@ -102,7 +102,7 @@ class _SparseBlock:
         self._predictor, self._readers, self._writer = predictor, list(readers), writer
         self._budget, self._name, self._ledger = budget, name, ledger
         self._write: Callable[[Tensor], Tensor] = writer.forward
-        self._pieces = Pieces()
+        self._pieces = SharedProducts()
 
     def read(self, index: int, x: Tensor) -> Tensor:
         """The outputs of reader `index` for x [.., K].

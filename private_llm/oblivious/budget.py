@@ -27,7 +27,7 @@ from private_llm.tensor.fixed import Fixed, arithmetic
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class ChosenUnits:
     """Chosen elements in a secret order.
 
     order: of `size` elements and then dummies, if there are any. places: where the chosen ones lie in it, int64
@@ -72,7 +72,7 @@ def shuffled_back(y: Fixed, order: Permutation, places: Tensor) -> Fixed:
     return y.with_share(y.proto.shuffle(y.view(spread).share, order, undo=True))
 
 
-def choose(session: Session, active: BitShare, budget: int, vectors: int = 1) -> Choice:
+def choose(session: Session, active: BitShare, budget: int, vectors: int = 1) -> ChosenUnits:
     """Exactly `budget` elements of each of `vectors` equal vectors, in a secret order within each vector.
 
     active: one row of all vectors' bits. Cost: `filled`, one shuffle of as many bits, and the opening: of vectors of
@@ -85,7 +85,7 @@ def choose(session: Session, active: BitShare, budget: int, vectors: int = 1) ->
     protocol = session.protocol
     order = protocol.permutation(active.count, blocks=vectors)
     opened = opened_bits(protocol, protocol.shuffle_bits(filled(session, active, vectors, budget), order), "choose")
-    return Choice(order, _places(opened.view(vectors, units), budget), active.count)
+    return ChosenUnits(order, _places(opened.view(vectors, units), budget), active.count)
 
 
 def opened_bits(protocol: Protocol, bits: ShuffledBits, what: str) -> Tensor:

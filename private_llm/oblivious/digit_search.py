@@ -37,7 +37,7 @@ _FOLDS = (1, 2, 4, 8, 16, 32, 64)
 
 
 @dataclass(frozen=True)
-class Plan:
+class SearchPlan:
     """How rows of public shape are searched; all parties take the same.
 
     rows, width: of the entries. bits: of an entry, a multiple of `digit`, the bits found at once. depth: layers of
@@ -96,7 +96,7 @@ class Plan:
         return packed(lanes).repeat(1, self.folds)
 
 
-def largest_bits(x: Fixed, k: int, plan: Plan) -> BitShare:
+def largest_bits(x: Fixed, k: int, plan: SearchPlan) -> BitShare:
     """The k largest of each row of x [rows, n], 0 < k < n, as one row of bits [rows * n]. Of equals the first ones."""
     proto = x.proto
     # not negative, so that what fills up is below every entry and reaches no digit but 0
@@ -113,7 +113,7 @@ def largest_bits(x: Fixed, k: int, plan: Plan) -> BitShare:
 
 
 def _step(
-    x: Fixed, k: int, plan: Plan, reached: BitShare, larger: BitShare, equal: BitShare
+    x: Fixed, k: int, plan: SearchPlan, reached: BitShare, larger: BitShare, equal: BitShare
 ) -> tuple[BitShare, BitShare]:
     """Steps 2 to 4 for one digit, with all y_j: G and C afterwards."""
     proto, rows = x.proto, plan.thresholds
@@ -128,7 +128,7 @@ def _step(
     return proto.xor(larger, above_d), proto.xor(from_d, above_d)
 
 
-def _first_of_equals(x: Fixed, k: int, plan: Plan, larger: BitShare, equal: BitShare) -> BitShare:
+def _first_of_equals(x: Fixed, k: int, plan: SearchPlan, larger: BitShare, equal: BitShare) -> BitShare:
     """G, and of C the first ones as far as k goes, as bits of [rows * width]."""
     proto, count = x.proto, plan.rows * plan.width
     above = _count(x, plan, larger)
@@ -157,7 +157,7 @@ def _digits(proto: Protocol, bits: BitShare, digit: int) -> Iterator[BitShare]:
         yield BitShare(joined(*(row.row(number) for row in rows)).parts, count)
 
 
-def _digits_cost(pricing: Pricing, plan: Plan) -> Cost:
+def _digits_cost(pricing: Pricing, plan: SearchPlan) -> Cost:
     total = Cost()
     for level in range(1, plan.digit):
         total += pricing.prices.gate(plan.size, plan.bits // plan.digit * ((1 << level) - 1))
@@ -165,7 +165,7 @@ def _digits_cost(pricing: Pricing, plan: Plan) -> Cost:
 
 
 # -- counting ---------------------------------------------------------------------------------------------------------
-def _count(x: Fixed, plan: Plan, bits: BitShare) -> Fixed:
+def _count(x: Fixed, plan: SearchPlan, bits: BitShare) -> Fixed:
     """How many bits of each row are set: bits of [vectors, size] to whole numbers [vectors, rows]."""
     vectors, words, rows, across = bits.rows, plan.lanes // 64, plan.rows, plan.across
 
@@ -182,12 +182,12 @@ def _count(x: Fixed, plan: Plan, bits: BitShare) -> Fixed:
     return sums.view(summed)
 
 
-def _count_cost(pricing: Pricing, plan: Plan, vectors: int) -> Cost:
+def _count_cost(pricing: Pricing, plan: SearchPlan, vectors: int) -> Cost:
     return counting.cost(pricing, plan.folds, vectors * plan.lanes, plan.depth)
 
 
 # -- the price, and the plan that it chooses --------------------------------------------------------------------------
-def plan_cost(pricing: Pricing, plan: Plan) -> Cost:
+def plan_cost(pricing: Pricing, plan: SearchPlan) -> Cost:
     """Of `largest_bits` with this plan, for every k."""
     prices, digits, rows = pricing.prices, plan.bits // plan.digit, plan.thresholds
     chosen = pricing.comparison(rows * plan.rows, plan.count_bits) + prices.gate(plan.size, 2 * rows)
@@ -200,10 +200,10 @@ def plan_cost(pricing: Pricing, plan: Plan) -> Cost:
 
 
 @lru_cache(maxsize=1024)
-def plan_for(pricing: Pricing, rows: int, width: int, bits: int) -> Plan:
+def plan_for(pricing: Pricing, rows: int, width: int, bits: int) -> SearchPlan:
     """The plan that takes least time by its cost, of digits of 1 to 4 bits and all ways to count. Public."""
     plans = [
-        Plan(rows, width, -(-bits // digit) * digit, digit, depth, _folds(rows, width))
+        SearchPlan(rows, width, -(-bits // digit) * digit, digit, depth, _folds(rows, width))
         for digit in _DIGITS
         for depth in DEPTHS
     ]

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from private_llm.errors import ConfigError, DomainError
-from private_llm.oblivious.budget import Choice, opened_bits
+from private_llm.oblivious.budget import ChosenUnits, opened_bits
 from private_llm.oblivious.counting import each
 from private_llm.protocols.permutation import packed, unpacked
 from private_llm.protocols.protocol import Protocol
@@ -120,7 +120,7 @@ class LevelNoise:
         return found
 
 
-def noisy_choose(session: Session, active: BitShare, noise: LevelNoise, expected: int = 0) -> Choice:
+def noisy_choose(session: Session, active: BitShare, noise: LevelNoise, expected: int = 0) -> ChosenUnits:
     """All active positions of `active` (one vector of n bits) and some dummies: count + N places, N as `noise` says.
 
     Coins (120 gates each, at most 60; 6 rounds), then one shuffle and opening of n + 2 T bits: 3 kB (quad 5) and for
@@ -140,7 +140,7 @@ def noisy_choose(session: Session, active: BitShare, noise: LevelNoise, expected
     order = protocol.permutation(size)
     opened = opened_bits(protocol, protocol.shuffle_bits(BitShare(both, size), order), "noisy_choose")
     places = torch.arange(expected + noise.mean) if opened.is_meta else opened[0].nonzero()[:, 0]
-    return Choice(order, places, active.count)
+    return ChosenUnits(order, places, active.count)
 
 
 def dummy_bits(protocol: Protocol, noise: LevelNoise) -> BitShare:

@@ -28,7 +28,7 @@ Layer = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True, eq=False)
-class Network:
+class SortNetwork:
     """Comparators in order, and where the wanted places are found at the end, best first: int64 [wanted]."""
 
     layers: tuple[Layer, ...]
@@ -36,7 +36,7 @@ class Network:
 
 
 @lru_cache(maxsize=64)
-def network(width: int, start: int, stop: int) -> Network:
+def network(width: int, start: int, stop: int) -> SortNetwork:
     """What places start .. stop - 1 of the sorted row of `width` entries depend on. Public."""
     found, ends = _met(width, start, stop)
     needed = torch.zeros(width, dtype=torch.bool)
@@ -48,7 +48,7 @@ def network(width: int, start: int, stop: int) -> Network:
         needed[first] = needed[second] = True
         if len(first):
             kept.append((first, second))
-    return Network(tuple(reversed(kept)), ends)
+    return SortNetwork(tuple(reversed(kept)), ends)
 
 
 _BEFORE, _OPEN, _BEHIND = 2, 1, 0

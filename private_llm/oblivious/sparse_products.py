@@ -25,7 +25,7 @@ from torch import Tensor
 
 from private_llm.errors import DomainError
 from private_llm.kernels import ops
-from private_llm.kernels.forms import Form
+from private_llm.kernels.forms import BilinearForm
 from private_llm.kernels.trace_hook import as_array
 from private_llm.tensor.fixed import Fixed
 
@@ -92,7 +92,7 @@ def _block(rows: np.ndarray, columns: np.ndarray, edges: np.ndarray) -> Block:
 
 
 @dataclass(frozen=True, eq=False)
-class SparseOutput(Form):
+class SparseOutput(BilinearForm):
     """x [M, K] y [K, N] at `count` wanted outputs: [count]."""
 
     blocks: Sequence[Block]
@@ -117,7 +117,7 @@ class SparseOutput(Form):
         """Rows times columns of each block, times K."""
         return sum(len(block.rows) * len(block.columns) for block in self.blocks) * int(x_shape[-1])
 
-    def narrowed(self) -> tuple[Form, Callable[[Tensor], Tensor]]:
+    def narrowed(self) -> tuple[BilinearForm, Callable[[Tensor], Tensor]]:
         """With the columns that are in a block only, in order."""
         used, at = renumbered([block.columns for block in self.blocks])
         blocks = [replace(block, columns=columns) for block, columns in zip(self.blocks, at, strict=True)]
@@ -184,7 +184,7 @@ def strips(active: Tensor) -> list[Strip]:
 
 
 @dataclass(frozen=True, eq=False)
-class SparseInput(Form):
+class SparseInput(BilinearForm):
     """x y of the entries of x [count], in row-major order, and y [K, N]: [height, N]."""
 
     strips: Sequence[Strip]
@@ -209,7 +209,7 @@ class SparseInput(Form):
         """Entries of x times columns of y."""
         return int(x_shape[0]) * int(y_shape[-1])
 
-    def narrowed(self) -> tuple[Form, Callable[[Tensor], Tensor]]:
+    def narrowed(self) -> tuple[BilinearForm, Callable[[Tensor], Tensor]]:
         """With the lines that are in a strip only, in order."""
         used, at = renumbered([strip.lines for strip in self.strips])
         found = [replace(strip, lines=lines) for strip, lines in zip(self.strips, at, strict=True)]

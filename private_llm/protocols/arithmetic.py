@@ -25,7 +25,7 @@ from operator import add, neg, sub
 from torch import Tensor
 
 from private_llm.errors import DomainError, UnsupportedOp
-from private_llm.kernels.forms import Conv2d, Form, Matmul
+from private_llm.kernels.forms import BilinearForm, Conv2d, Matmul
 from private_llm.protocols.ends import PartyEnd
 from private_llm.protocols.share import Share
 from private_llm.ring.ring import Ring
@@ -55,7 +55,7 @@ class BitWidths:
             )
 
 
-def taking_part(form: Form, y: Share) -> tuple[Form, Share]:
+def taking_part(form: BilinearForm, y: Share) -> tuple[BilinearForm, Share]:
     """B and what it reads of y: for protocols that mask, or add up, whole operands. Local; copies if B reads a part."""
     narrowed = form.narrowed()
     if narrowed is None:
@@ -145,7 +145,7 @@ class Arithmetic(PartyEnd):
 
     @abstractmethod
     def bilinear(
-        self, form: Form, x: Share, y: Share, shift: int = 0, select: Tensor | None = None,
+        self, form: BilinearForm, x: Share, y: Share, shift: int = 0, select: Tensor | None = None,
         widths: BitWidths | None = None,
     ) -> Share:  # fmt: skip
         """B(x, y) of a bilinear form, divided by 2^shift; rounds and bytes an output as `mul`, whatever it sums over.
@@ -170,7 +170,7 @@ class Arithmetic(PartyEnd):
         """
         return self.bilinear(conv, x, w, shift)
 
-    def bilinear_public(self, form: Form, x: Share, c: Tensor, shift: int = 0, left: bool = False) -> Share:
+    def bilinear_public(self, form: BilinearForm, x: Share, c: Tensor, shift: int = 0, left: bool = False) -> Share:
         """B(x, c), or B(c, x) if `left`, for public ring elements c, divided by 2^shift: local but for a truncation.
 
         The shape of the form's output. That is 1 round and the bytes of `truncate` on the outputs, or nothing if

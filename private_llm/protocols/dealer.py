@@ -40,7 +40,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from private_llm.kernels.forms import Form
+from private_llm.kernels.forms import BilinearForm
 from private_llm.net.ledger import Cost
 from private_llm.protocols.arithmetic import BitWidths, taking_part
 from private_llm.protocols.ends import PartySetup
@@ -102,7 +102,7 @@ class TwoPartyDealer(Trio):
         return super().mul(*self._operands(x, y), shift, widths)
 
     def bilinear(
-        self, form: Form, x: Share, y: Share, shift: int = 0, select: Tensor | None = None,
+        self, form: BilinearForm, x: Share, y: Share, shift: int = 0, select: Tensor | None = None,
         widths: BitWidths | None = None,
     ) -> Share:  # fmt: skip
         """As `mul`, elements before broadcasting; of y only what the form reads counts."""

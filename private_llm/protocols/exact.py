@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from private_llm.kernels.forms import Form
+from private_llm.kernels.forms import BilinearForm
 from private_llm.protocols.arithmetic import BitWidths
 from private_llm.protocols.one_step import Exponential, Pieces
 from private_llm.protocols.protocol import Protocol, Weights, check_low
@@ -60,7 +60,7 @@ class ExactTruncation(Protocol):
         return self.truncate(super().mul(x, y), shift)
 
     def bilinear(
-        self, form: Form, x: Share, y: Share, shift: int = 0, select: Tensor | None = None,
+        self, form: BilinearForm, x: Share, y: Share, shift: int = 0, select: Tensor | None = None,
         widths: BitWidths | None = None,
     ) -> Share:  # fmt: skip
         """Matrix product or convolution, exactly divided: 1 round, then `truncate` of the (selected) outputs."""

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from private_llm.errors import DomainError
-from private_llm.kernels.forms import Form
+from private_llm.kernels.forms import BilinearForm
 from private_llm.net.transport import CLIENT, Transport
 from private_llm.protocols.arithmetic import BitWidths
 from private_llm.protocols.ends import ClientEnd
@@ -63,7 +63,7 @@ class Plain(Protocol):
         return self._quotient("a product", torch.mul, (x, y), shift)
 
     def bilinear(
-        self, form: Form, x: Share, y: Share, shift: int = 0, select: Tensor | None = None,
+        self, form: BilinearForm, x: Share, y: Share, shift: int = 0, select: Tensor | None = None,
         widths: BitWidths | None = None,
     ) -> Share:  # fmt: skip
         """floor(B(x, y) / 2^shift), optionally at selected outputs only, 1-D; B(x, y) wraps unnoticed."""
@@ -244,7 +244,7 @@ class CheckedPlain(Plain):
         self._fits(what, made(*(x.parts[0].double() for x in operands)), shift)
         return _watched(super()._quotient(what, made, operands, shift))
 
-    def bilinear_public(self, form: Form, x: Share, c: Tensor, shift: int = 0, left: bool = False) -> Share:
+    def bilinear_public(self, form: BilinearForm, x: Share, c: Tensor, shift: int = 0, left: bool = False) -> Share:
         """floor(B(x, c) / 2^shift), or of B(c, x); limits as `mul`."""
         x = self._operand(x)
         pair = (c.double(), x.parts[0].double()) if left else (x.parts[0].double(), c.double())

@@ -31,7 +31,7 @@ from private_llm.replay.program import (
     Operand,
     Parallel,
     Program,
-    Step,
+    ProgramStep,
     WeightAddress,
     Word,
 )
@@ -195,7 +195,7 @@ class CpuRecorder(StepRecorder[Operand]):
                     self._keep.append(each)
             else:
                 words.append(each)
-        self._into.append(Step(code, tuple(words)))
+        self._into.append(ProgramStep(code, tuple(words)))
 
     # -- Watcher ---------------------------------------------------------------------------------------------
     @noted
@@ -230,7 +230,7 @@ class CpuRecorder(StepRecorder[Operand]):
             else:
                 self._untouched.discard(int(each))
                 row.append(self._address(int(each)) if kind in ("Read", "Written") else int(each))
-        self._into.append(Step(code, tuple(row)))
+        self._into.append(ProgramStep(code, tuple(row)))
 
     def parallel_region(self, work: Callable[[int, int], None], ranges: Sequence[tuple[int, int]]) -> None:
         """Pieces become one event, for which the memory that each takes is not used again."""
@@ -246,7 +246,7 @@ class CpuRecorder(StepRecorder[Operand]):
 
     @noted
     def _together(self, pieces: Sequence[Sequence[Event]]) -> None:
-        found = [tuple([each for each in piece if isinstance(each, Step)]) for piece in pieces]
+        found = [tuple([each for each in piece if isinstance(each, ProgramStep)]) for piece in pieces]
         if list(map(len, found)) != list(map(len, pieces)):
             raise UnsupportedOp("pieces side by side that are not all steps")
         if any(found):

@@ -322,7 +322,9 @@ def _launched(drafts: Sequence[_Draft], kept: set[int], found: Mapping[Slot, Ten
                 )
                 for made, given in draft.operations
             )  # fmt: skip
-            groups.append(pointwise.Group(draft.count, operations, tuple((place(view), n) for view, n in stores)))
+            groups.append(
+                pointwise.PointwiseGroup(draft.count, operations, tuple((place(view), n) for view, n in stores))
+            )
     if not groups:
         return None
     return GraphNode(partial(launch, tuple(groups)), tuple(names), {}, ())

@@ -91,7 +91,7 @@ Word = int | ArenaAddress | WeightAddress
 
 
 @dataclass(frozen=True)
-class Step:
+class ProgramStep:
     """One function of `steps` and its row."""
 
     code: CompiledStep
@@ -102,10 +102,10 @@ class Step:
 class Parallel:
     """Pieces of one operation that may run side by side, each some steps one after the other."""
 
-    pieces: tuple[tuple[Step, ...], ...]
+    pieces: tuple[tuple[ProgramStep, ...], ...]
 
 
-Event = Step | Parallel | Send[Operand] | Receive[Operand] | TorchCall[Operand] | BreakEvent[Operand]
+Event = ProgramStep | Parallel | Send[Operand] | Receive[Operand] | TorchCall[Operand] | BreakEvent[Operand]
 
 
 class Arena:
@@ -189,7 +189,7 @@ class Program:
             draws[each.after_break].append((each.stream, octets[place : place + size]))
         events, passed = {}, 0
         for at, event in enumerate(self.events):
-            if not isinstance(event, Step | Parallel):
+            if not isinstance(event, ProgramStep | Parallel):
                 passed += isinstance(event, BreakEvent)
                 events[at] = _doing(event, arena, draws[passed])
         inputs, outputs = mapped((list(self.inputs), list(self.outputs)), Operand, arena.view)
@@ -287,7 +287,7 @@ def _doing(
 
 def _words(event: Event) -> Sequence[Word]:
     """The row of an event."""
-    if isinstance(event, Step):
+    if isinstance(event, ProgramStep):
         return event.code.address, *event.row
     if isinstance(event, Parallel):
         return _words_of_pieces(event)
@@ -339,7 +339,7 @@ def _memories(program: Program) -> Iterator[Memory]:
         yield each.memory
     for event in program.events:
         match event:
-            case Step() | Parallel():
+            case ProgramStep() | Parallel():
                 pieces = event.pieces if isinstance(event, Parallel) else ((event,),)
                 yield from (
                     word.memory for piece in pieces for step in piece for word in leaves(step.row, ArenaAddress)

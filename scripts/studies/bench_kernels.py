@@ -33,7 +33,7 @@ from private_llm.kernels.backends.cpu import matmul as cpu_matmul
 from private_llm.kernels.backends.cpu import steps
 from private_llm.kernels.parallel import split_range, usable_cores
 from private_llm.protocols.carry import carry_plan
-from private_llm.replay.program import Arena, ArenaAddress, Memory, Operand, Parallel, Program, Step
+from private_llm.replay.program import Arena, ArenaAddress, Memory, Operand, Parallel, Program, ProgramStep
 from private_llm.replay.transports import ReplayTransport, Trace
 from private_llm.ring.prg import Prg, Seed
 from private_llm.ring.ring import RING32, RING64, Ring
@@ -243,7 +243,7 @@ def _team(shape: tuple[int, int], stream: Prg) -> _Job:
         for first, last in split_range(columns, pieces, 8):
             weight, place = w.data_ptr() + 8 * first * inner, ArenaAddress(memory, 8 * first)
             row = (x.data_ptr(), weight, place, 1, 1, inner, last - first, 0)
-            made.append((Step(steps.KERNELS[cpu_matmul.dot_product][0], row),))
+            made.append((ProgramStep(steps.KERNELS[cpu_matmul.dot_product][0], row),))
         return Program([Parallel(tuple(made))], [whole], [whole], [], [x, w])
 
     programs = {count: program(count) for count in (1, usable_cores())}

@@ -28,7 +28,7 @@ from torch import Tensor
 from private_llm.config import PrivateConfig
 from private_llm.exact.comparisons import relu
 from private_llm.net.ledger import Cost, merge
-from private_llm.oblivious.budget import Choice, choose
+from private_llm.oblivious.budget import ChosenUnits, choose
 from private_llm.oblivious.level_noise import LevelNoise, noisy_choose
 from private_llm.oblivious.sparse_products import sparse_input_product, sparse_output_product
 from private_llm.protocols.session import Session, meta_session
@@ -37,7 +37,7 @@ from private_llm.tensor.fixed import Fixed
 
 EPSILONS = (0.5, 0.1, 0.05, 0.01)
 DELTAS = (1e-6, 1e-9)
-Chooser = Callable[[Session, BitShare], Choice]
+Chooser = Callable[[Session, BitShare], ChosenUnits]
 Told = Callable[[LevelNoise | None], "tuple[float, float] | None"]
 
 
@@ -92,7 +92,7 @@ def held(session: Session, *shape: int) -> Fixed:
 def bytes_of(config: PrivateConfig, neurons: int, chooser: Chooser) -> tuple[int, int]:
     """Of indexing, and of moving values with ReLU."""
 
-    def index(session: Session) -> Choice:
+    def index(session: Session) -> ChosenUnits:
         return chooser(session, session.protocol.random_bits(1, neurons))
 
     def whole(session: Session) -> None:
@@ -125,10 +125,10 @@ def row(shape: Shape, way: str, places: float, dummies: int, chooser: Chooser, t
 def in_the_open(shape: Shape) -> Chooser:
     """The count as it is: the pattern alone in a secret order."""
 
-    def chooser(session: Session, active: BitShare) -> Choice:
+    def chooser(session: Session, active: BitShare) -> ChosenUnits:
         order = session.protocol.permutation(active.count)
         session.protocol.open_shuffled(session.protocol.shuffle_bits(active, order))
-        return Choice(order, torch.arange(round(shape.active)), active.count)
+        return ChosenUnits(order, torch.arange(round(shape.active)), active.count)
 
     return chooser
 
@@ -138,7 +138,7 @@ def rows_of(shape: Shape, noises: Sequence[LevelNoise], told: Told) -> list[Row]
     found = [row(shape, "the count as it is", shape.active, 0, in_the_open(shape), told(None))]
     for noise in noises:
 
-        def noisy(session: Session, active: BitShare, noise: LevelNoise = noise) -> Choice:
+        def noisy(session: Session, active: BitShare, noise: LevelNoise = noise) -> ChosenUnits:
             return noisy_choose(session, active, noise, expected=round(shape.active))
 
         way = f"epsilon {noise.epsilon:g}, delta {noise.delta:.0e}, {noise.sensitivity} apart"

@@ -31,7 +31,7 @@ from private_llm.kv_policies.policy import CachePolicy, Level
 from private_llm.kv_policies.rivals import H2O, TOVA, HeadMerging, InfLLM, LongCache, SnapKV
 from private_llm.net.local import LocalMesh
 from private_llm.net.transport import Transport
-from private_llm.nn.evicting import Call, EvictingLayer
+from private_llm.nn.evicting import AttentionCall, EvictingLayer
 from private_llm.sparsity_config import CometConfig
 from private_llm.tensor.fixed import Fixed
 from tests.hf import families, test_sinks, tiny
@@ -341,7 +341,7 @@ def test_each_layer_forgets_before_the_next_attends(monkeypatch: pytest.MonkeyPa
     seen: list[tuple[int, int]] = []
     original = EvictingLayer.attend
 
-    def watched(layer: EvictingLayer, call: Call, queries: int) -> Fixed:
+    def watched(layer: EvictingLayer, call: AttentionCall, queries: int) -> Fixed:
         out = original(layer, call, queries)
         rows = layer.buffer._rows
         if rows is None:

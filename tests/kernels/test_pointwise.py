@@ -9,7 +9,7 @@ from torch import Tensor
 
 from private_llm.kernels import pointwise
 from private_llm.kernels.backends.triton import pointwise as triton_pointwise
-from private_llm.kernels.pointwise import OPERATIONS, Batch, Group, Operation, Place, Value
+from private_llm.kernels.pointwise import OPERATIONS, Batch, Operation, Place, PointwiseGroup, Value
 from private_llm.ring.prg import Seed
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -70,7 +70,7 @@ def batches(draw: st.DrawFn) -> tuple[Batch, list[Tensor]]:
             operations.append(Operation(name, dtype, tuple(given), made))
         stored = len(operations) - 1
         into = Place(3 + number, 1, ((count, 1),) if count > 1 else (), operations[stored].made)
-        groups.append(Group(count, tuple(operations), ((into, stored),)))
+        groups.append(PointwiseGroup(count, tuple(operations), ((into, stored),)))
         results.append(torch.zeros(count + 2, dtype=operations[stored].made))
     shared = [elements(400, torch.int64), elements(400, torch.int32), elements(800, _FLAG)]
     return tuple(groups), [*shared, *results]
@@ -92,8 +92,8 @@ def test_several_blocks_and_an_operand_that_is_changed() -> None:
     copied = Operation("copy", _WIDE, (turned,), _WIDE)
     other = Place(2, 0, ((count // 11 * 11, 1),), _WIDE)
     batch = (
-        Group(count, (doubled, summed), ((place, 1),)),
-        Group(count // 11 * 11, (copied,), ((other, 0),)),
+        PointwiseGroup(count, (doubled, summed), ((place, 1),)),
+        PointwiseGroup(count // 11 * 11, (copied,), ((other, 0),)),
     )
     check(batch, [elements(count, _WIDE), elements(count, _WIDE), elements(count, _WIDE)])
 
@@ -103,7 +103,7 @@ def test_numbers_and_sizes_are_no_part_of_a_kernel() -> None:
 
     def batch(count: int, factor: int) -> Batch:
         place, out = Place(0, 3, ((count, 1),), _WIDE), Place(1, 0, ((count, 1),), _WIDE)
-        return (Group(count, (Operation("mul", _WIDE, (place, factor), _WIDE),), ((out, 0),)),)
+        return (PointwiseGroup(count, (Operation("mul", _WIDE, (place, factor), _WIDE),), ((out, 0),)),)
 
     assert triton_pointwise.kernel(batch(7, 3))[0] is triton_pointwise.kernel(batch(1000, 5))[0]
 
@@ -111,6 +111,6 @@ def test_numbers_and_sizes_are_no_part_of_a_kernel() -> None:
 def test_steps_of_gigabytes_are_counted_in_64_bits() -> None:
     """Also where a view begins so far before its operand that it ends near it."""
     far = Place(0, -7 << 30, ((8, 1 << 30),), _WIDE)
-    batch = (Group(8, (Operation("copy", _WIDE, (far,), _WIDE),), ((Place(1, 0, ((8, 1),), _WIDE), 0),)),)
+    batch = (PointwiseGroup(8, (Operation("copy", _WIDE, (far,), _WIDE),), ((Place(1, 0, ((8, 1),), _WIDE), 0),)),)
     text, numbers = triton_pointwise.source(batch)
     assert f"n{numbers.index(1 << 30)}: tl.int64" in text

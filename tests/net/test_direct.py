@@ -65,11 +65,11 @@ def numbers(size: int, seed: int = 0) -> Tensor:
 
 
 def frame(payload: Tensor, sequence: int = 0, tag: str = "t") -> bytes:
-    head = wire.encode(wire.Kind.DATA, 1, SESSION, sequence, tag, torch.int64, payload.numel())
+    head = wire.encode(wire.FrameKind.DATA, 1, SESSION, sequence, tag, torch.int64, payload.numel())
     return head + payload.numpy().tobytes()
 
 
-def note(kind: wire.Kind, body: bytes, sequence: int) -> bytes:
+def note(kind: wire.FrameKind, body: bytes, sequence: int) -> bytes:
     return wire.encode(kind, 1, SESSION, sequence, "note", torch.uint8, len(body)) + body
 
 
@@ -221,7 +221,7 @@ def test_another_message_than_the_one_that_was_begun_is_sent() -> None:
     end = zero._out[1]
     sends(zero, 1, "first", numbers(5))
     end._foregone = 0, end._head.tobytes()
-    end.note(wire.Kind.WAITING, bytes([0]))  # of another thread
+    end.note(wire.FrameKind.WAITING, bytes([0]))  # of another thread
     zero.send(1, "first", numbers(5))  # the one whose rest is queued already
     end._foregone = 0, end._head.tobytes()
     zero.send(1, "second", numbers(5))
@@ -276,11 +276,11 @@ def test_more_frames_than_are_read_ahead() -> None:
 def test_notes_between_frames() -> None:
     zero, peer, _ = raw_peer()
     x = numbers(5)
-    waits = note(wire.Kind.WAITING, bytes([3]), 1)
+    waits = note(wire.FrameKind.WAITING, bytes([3]), 1)
     peer.sendall(frame(x) + waits + frame(x, 2))
     zero._in[3] = zero._in[1]  # there is such an endpoint
     assert all(torch.equal(each, x) for each in receives(zero, 1, "t", 5, 5))
-    peer.sendall(note(wire.Kind.ABORT, b"party 1: out of memory", 3))
+    peer.sendall(note(wire.FrameKind.ABORT, b"party 1: out of memory", 3))
     with pytest.raises(PartyFailed, match="out of memory"):
         receives(zero, 1, "t", 5)
 

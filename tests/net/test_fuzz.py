@@ -12,7 +12,7 @@ from private_llm.errors import TransportError
 from private_llm.net import wire
 from private_llm.net.hello import answer, greet
 from private_llm.net.transport import CLIENT
-from private_llm.net.wire import Kind
+from private_llm.net.wire import FrameKind
 
 from .mesh import SESSION, raw_peer
 
@@ -25,7 +25,7 @@ STREAMS = st.one_of(
     st.binary(max_size=300),
     st.builds(lambda tail: b"PLLM\x01" + tail, st.binary(max_size=300)),
     st.lists(
-        st.builds(valid, st.sampled_from(list(Kind)), st.integers(0, 3), st.binary(max_size=80)),
+        st.builds(valid, st.sampled_from(list(FrameKind)), st.integers(0, 3), st.binary(max_size=80)),
         max_size=4,
     ).map(b"".join),
 )
@@ -82,8 +82,12 @@ def test_a_callers_words_forge_no_line_of_a_log():
     near, far = socket.socketpair()
     with near, far:
         note = FORGED.encode()
-        hello = wire.encode(Kind.HELLO, CLIENT, bytes(8), 0, "hello", torch.uint8, 52) + bytes([0, 1, 0, 1]) + bytes(48)
-        far.sendall(hello + wire.encode(Kind.ABORT, CLIENT, bytes(8), 1, "x", torch.uint8, len(note)) + note)
+        hello = (
+            wire.encode(FrameKind.HELLO, CLIENT, bytes(8), 0, "hello", torch.uint8, 52)
+            + bytes([0, 1, 0, 1])
+            + bytes(48)
+        )
+        far.sendall(hello + wire.encode(FrameKind.ABORT, CLIENT, bytes(8), 1, "x", torch.uint8, len(note)) + note)
         near.settimeout(5)
         with pytest.raises(TransportError, match="the client refused: gone ") as caught:
             answer(near, 0, b"token", lambda caller: None)

@@ -193,7 +193,7 @@ def test_an_announcement_takes_no_memory_and_no_more_disk_than_there_is(
             asked.append(shape[0] * dtype.itemsize)
             if tag != module.ANNOUNCED:
                 raise TransportError("the helper stopped")
-            header = wire.encode(wire.Kind.DATA, 0, bytes(8), 0, "mul", torch.int64, count)
+            header = wire.encode(wire.FrameKind.DATA, 0, bytes(8), 0, "mul", torch.int64, count)
             return torch.frombuffer(bytearray(header), dtype=torch.uint8)
 
     store = OfflineStore(tmp_path)

@@ -15,7 +15,7 @@ from .mesh import ENDPOINTS, SESSION, couple, open_mesh, raw_peer, run_threads
 
 
 def frame(body=b"", **changes):
-    values = {"kind": wire.Kind.DATA, "sender": 1, "session": SESSION, "sequence": 0, "tag": "mul"}
+    values = {"kind": wire.FrameKind.DATA, "sender": 1, "session": SESSION, "sequence": 0, "tag": "mul"}
     values |= {"dtype": torch.uint8, "count": len(body)}
     return wire.encode(**(values | changes)) + body
 
@@ -152,8 +152,8 @@ def test_out_of_order_tags():
         (frame(bytes(4), session=b"sessiony"), "another endpoint or session"),
         (frame(bytes(4), sender=2), "another endpoint or session"),
         (frame(bytes(3)), "got 'mul' with 3 x uint8; want 'mul' with 4 x uint8"),
-        (frame(kind=wire.Kind.HELLO), "out of place"),
-        (frame(kind=wire.Kind.WAITING), "out of place"),
+        (frame(kind=wire.FrameKind.HELLO), "out of place"),
+        (frame(kind=wire.FrameKind.WAITING), "out of place"),
         (frame(count=2**63), "oversized"),
         (frame()[:4] + b"\x01" + frame()[5:], "wire version: got 1; want 2"),
     ],
@@ -193,7 +193,7 @@ def test_header_on_the_wire():
     zero, _, reader = raw_peer()
     zero.send(1, "mul", torch.tensor([1, -1]))
     raw = reader.recv(1000)
-    assert raw == wire.encode(wire.Kind.DATA, 0, SESSION, 0, "mul", torch.int64, 2) + struct.pack("<qq", 1, -1)
+    assert raw == wire.encode(wire.FrameKind.DATA, 0, SESSION, 0, "mul", torch.int64, 2) + struct.pack("<qq", 1, -1)
 
 
 def test_floats_never_travel():
@@ -279,7 +279,7 @@ def test_word_of_waiting_holds_nobody_for_ever(root):
         for sequence in range(200):
             if over.wait(0.05):
                 break
-            peer.sendall(frame(bytes([root]), kind=wire.Kind.WAITING, sequence=sequence, tag="waiting"))
+            peer.sendall(frame(bytes([root]), kind=wire.FrameKind.WAITING, sequence=sequence, tag="waiting"))
 
     thread = threading.Thread(target=say_so, daemon=True)
     thread.start()
@@ -292,7 +292,7 @@ def test_word_of_waiting_holds_nobody_for_ever(root):
 def test_word_of_waiting_does_not_count_between_requests():
     zero, peer, _ = raw_peer(timeout=0.2)
     for sequence in range(8):
-        peer.sendall(frame(bytes([0]), kind=wire.Kind.WAITING, sequence=sequence, tag="waiting"))
+        peer.sendall(frame(bytes([0]), kind=wire.FrameKind.WAITING, sequence=sequence, tag="waiting"))
         time.sleep(0.1)
     peer.sendall(frame(bytes(4), sequence=8))
     zero.wait(1)
@@ -317,14 +317,14 @@ def test_word_of_waiting_is_not_echoed_between_two_who_wait_in_turns():
 
 def test_nobody_waits_for_an_endpoint_that_is_none():
     zero, peer, _ = raw_peer()
-    peer.sendall(frame(bytes([77]), kind=wire.Kind.WAITING, tag="waiting"))
+    peer.sendall(frame(bytes([77]), kind=wire.FrameKind.WAITING, tag="waiting"))
     with pytest.raises(TransportError, match="it waits for endpoint 77, and there is none"):
         zero.recv(1, "mul", (4,), torch.uint8)
 
 
 def test_no_endpoint_has_a_number_that_does_not_fit():
     with pytest.raises(DomainError, match="got endpoint 256; want 0 to 255"):
-        wire.encode(wire.Kind.DATA, 256, SESSION, 0, "t", torch.uint8, 0)
+        wire.encode(wire.FrameKind.DATA, 256, SESSION, 0, "t", torch.uint8, 0)
 
 
 @pytest.mark.parametrize(

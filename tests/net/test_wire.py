@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from private_llm.errors import DomainError, TransportError
 from private_llm.net import wire
-from private_llm.net.wire import Kind
+from private_llm.net.wire import FrameKind
 
 DTYPES = [torch.int64, torch.int32, torch.uint8]
 TAGS = st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Cs"]), max_size=32).filter(
@@ -17,7 +17,7 @@ TAGS = st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Cs"]), ma
 )
 HEADERS = st.builds(
     wire.encode,
-    st.just(Kind.DATA),
+    st.just(FrameKind.DATA),
     st.integers(0, 255),
     st.binary(min_size=8, max_size=8),
     st.integers(0, 2**64 - 1),
@@ -28,7 +28,7 @@ HEADERS = st.builds(
 
 
 def header(**changes):
-    values = {"kind": Kind.DATA, "sender": 1, "session": b"sessionx", "sequence": 7, "tag": "mul"}
+    values = {"kind": FrameKind.DATA, "sender": 1, "session": b"sessionx", "sequence": 7, "tag": "mul"}
     values |= {"dtype": torch.int64, "count": 5}
     return wire.encode(**(values | changes))
 
@@ -42,10 +42,10 @@ def header(**changes):
     st.integers(0, wire.MAX_PAYLOAD // 8),
 )
 def test_decode_inverts_encode(sender, session, sequence, tag, dtype, count):
-    raw = wire.encode(Kind.DATA, sender, session, sequence, tag, dtype, count)
+    raw = wire.encode(FrameKind.DATA, sender, session, sequence, tag, dtype, count)
     assert len(raw) == wire.HEADER_BYTES
     frame = wire.decode(raw)
-    assert (frame.kind, frame.sender, frame.session, frame.sequence) == (Kind.DATA, sender, session, sequence)
+    assert (frame.kind, frame.sender, frame.session, frame.sequence) == (FrameKind.DATA, sender, session, sequence)
     assert (frame.tag, frame.dtype, frame.count) == (tag, dtype, count)
     assert frame.nbytes == count * dtype.itemsize
 
@@ -69,7 +69,7 @@ def test_random_bytes_behind_a_right_start(tail):
         frame = wire.decode(b"PLLM\x02" + tail)
     except TransportError:
         return
-    limit = wire.MAX_PAYLOAD if frame.kind is Kind.DATA else wire.MAX_NOTE
+    limit = wire.MAX_PAYLOAD if frame.kind is FrameKind.DATA else wire.MAX_NOTE
     assert frame.nbytes <= limit
     raw = wire.encode(frame.kind, frame.sender, frame.session, frame.sequence, frame.tag, frame.dtype, frame.count)
     assert raw == (b"PLLM\x02" + tail)[:64]
@@ -98,7 +98,7 @@ def test_a_length_is_compared_with_the_maximum(dtype, count, maximum):
             wire.decode(raw, maximum)
 
 
-@pytest.mark.parametrize("kind", [Kind.HELLO, Kind.ABORT, Kind.WAITING, Kind.BYE])
+@pytest.mark.parametrize("kind", [FrameKind.HELLO, FrameKind.ABORT, FrameKind.WAITING, FrameKind.BYE])
 def test_notes_are_short_bytes(kind):
     assert wire.decode(header(kind=kind, dtype=torch.uint8, count=wire.MAX_NOTE)).kind is kind
     with pytest.raises(TransportError, match="oversized"):

@@ -18,7 +18,7 @@ from private_llm.kv_policies.policy import CachePolicy, Eviction, Level, Selecti
 from private_llm.kv_policies.rivals import H2O, TOVA, InfLLM, LongCache, SnapKV
 from private_llm.net.ledger import Cost
 from private_llm.nn.attention import attend
-from private_llm.nn.evicting import Call, EvictingLayer
+from private_llm.nn.evicting import AttentionCall, EvictingLayer
 from private_llm.nn.selection_costs import GATHERS
 from private_llm.oblivious.pricing import Pricing
 from private_llm.protocols.registry import protocol_names
@@ -168,7 +168,7 @@ def private(case: Case, session: Session, *given: Fixed, tokens: Tensor | None =
             start = layer.buffer.position
             layer.buffer.append(k, v)
             mask = layer.buffer.columns(table(tokens, start, step), case.heads)
-            out.append(layer.attend(Call(q, mask, mask, 0.5, case.cap, sinks), step))
+            out.append(layer.attend(AttentionCall(q, mask, mask, 0.5, case.cap, sinks), step))
         for layer in layers:
             layer.chosen = layer.evicted = None
         done += step
@@ -356,7 +356,7 @@ def test_entries_without_any_attention_stay_before_hidden_ones() -> None:
         x = fixed(session, noise(1, 1, new, 4, seed=start, scale=12))
         layer.buffer.append(x, x)
         mask = table(torch.ones(1, 17, dtype=torch.bool), start, new)
-        layer.attend(Call(x, mask, mask, 0.5), new)
+        layer.attend(AttentionCall(x, mask, mask, 0.5), new)
         penalty = layer._penalty
         if penalty is None:
             raise AssertionError("nothing was hidden")
@@ -379,7 +379,7 @@ def test_hidden_entries_beside_one_of_much_attention_stay_hidden() -> None:
         query, held = fixed(session, torch.ones(1, 4, new, 4, dtype=torch.float64)), fixed(session, key)
         layer.buffer.append(held, held)
         mask = table(torch.ones(1, 20, dtype=torch.bool), start, new)
-        layer.attend(Call(query, mask, mask, 0.5), new)
+        layer.attend(AttentionCall(query, mask, mask, 0.5), new)
         penalty = layer._penalty
         if penalty is None:
             raise AssertionError("nothing was hidden")
@@ -399,7 +399,7 @@ def test_the_budget_is_kept_again_as_soon_as_so_many_more_are_held() -> None:
         layer.buffer.append(x, x)
         mask = table(torch.ones(1, 17, dtype=torch.bool), layer.buffer.position - new, new)
         mask = layer.buffer.columns(mask, 1)
-        layer.attend(Call(x, mask, mask, 0.5), new)
+        layer.attend(AttentionCall(x, mask, mask, 0.5), new)
         held.append(layer.buffer.length)
     assert held == [8, 9, 10, 8, 9, 10, 8, 9]
 
@@ -414,7 +414,7 @@ def test_what_follows_an_eviction_cannot_be_cropped(drop: bool, short: int) -> N
     tokens[0, :short] = False
     layer.buffer.append(x, x)
     mask = table(tokens, 0, 17)
-    layer.attend(Call(x, mask, mask, 0.5), 17)
+    layer.attend(AttentionCall(x, mask, mask, 0.5), 17)
     with pytest.raises(DomainError, match="only the last 2 can be removed"):
         layer.crop(3)
     layer.crop(2)
@@ -429,7 +429,7 @@ def test_a_leader_that_has_not_chosen_is_named() -> None:
     layer.buffer.append(x, x)
     mask = table(torch.ones(1, 17, dtype=torch.bool), 0, 17)
     with pytest.raises(UnsupportedOp, match="whose choices this one shares has made none"):
-        layer.attend(Call(x, mask, mask, 0.5), 17)
+        layer.attend(AttentionCall(x, mask, mask, 0.5), 17)
 
 
 # -- costs ----------------------------------------------------------------------------------------------------
@@ -447,7 +447,7 @@ def test_an_eviction_costs_what_the_formula_says_and_a_follower_pays_a_shuffle(p
             for layer in (first,) if leader else (first, EvictingLayer(policy, first)):
                 session.protocol.ledger.reset()
                 layer.buffer.append(k, v)
-                out = layer.attend(Call(q, mask, mask, 0.5), 21)
+                out = layer.attend(AttentionCall(q, mask, mask, 0.5), 21)
             return out
 
         cost = run_parties(made, program, inputs).cost

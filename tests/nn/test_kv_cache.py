@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from private_llm.errors import DomainError
-from private_llm.nn.kv_cache import KVBuffer, Piece
+from private_llm.nn.kv_cache import CacheRows, KVBuffer
 from tests.tensor.secrets import fixed, noise, opened, plain_session
 
 S = plain_session()
@@ -193,7 +193,7 @@ def test_keeping_everything_is_no_work() -> None:
 def test_pieces_are_stacked_with_zeros_on_the_left_and_go_on() -> None:
     one, first = _filled(5, 2)
     other, second = _filled(3)
-    made = KVBuffer.stacked([(other, Piece(1, 1, 1)), (one, Piece(0, 2, 3)), (one, Piece(1, 1))])
+    made = KVBuffer.stacked([(other, CacheRows(1, 1, 1)), (one, CacheRows(0, 2, 3)), (one, CacheRows(1, 1))])
     assert (made.position, made.length, made.batch) == (7, 7, 4)
     wanted = torch.zeros(4, G, 7, D, dtype=torch.float64)
     wanted[0, :, 5:], wanted[1:3, :, 3:], wanted[3] = second[1, :, 1:], first[:, :, 3:], first[1]
@@ -204,13 +204,13 @@ def test_pieces_are_stacked_with_zeros_on_the_left_and_go_on() -> None:
     made.append(fixed(S, more), fixed(S, -more))
     assert made._rows[0].parts[0].data_ptr() == before  # there is room for the next ones
     assert _holds(made, torch.cat([wanted, more], 2))
-    assert KVBuffer.stacked([(KVBuffer(), Piece(0, 1)), (KVBuffer(), Piece(0, 1))]).length == 0
+    assert KVBuffer.stacked([(KVBuffer(), CacheRows(0, 1)), (KVBuffer(), CacheRows(0, 1))]).length == 0
 
 
 def test_what_was_evicted_cannot_be_stacked() -> None:
     one, _ = _filled(5)
     with pytest.raises(DomainError, match="some are empty"):
-        KVBuffer.stacked([(one, Piece(0, 1)), (KVBuffer(), Piece(0, 1))])
+        KVBuffer.stacked([(one, CacheRows(0, 1)), (KVBuffer(), CacheRows(0, 1))])
     one.keep(torch.tensor([0, 3]))
     with pytest.raises(DomainError, match="some were evicted"):
-        KVBuffer.stacked([(one, Piece(0, 1))])
+        KVBuffer.stacked([(one, CacheRows(0, 1))])

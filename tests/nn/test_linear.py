@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from private_llm.net.ledger import Ledger
-from private_llm.nn.linear import Pieces, SharedInput, can_share
+from private_llm.nn.linear import SharedInput, SharedProducts, can_share
 from private_llm.tensor.fixed import Fixed
 from tests.harness import TRIO, run_parties
 from tests.tensor.secrets import noise, opened, plain_session, secret
@@ -99,7 +99,7 @@ def test_pieces_are_let_go_when_all_are_taken() -> None:
         made.extend(map(weakref.ref, out))
         return out
 
-    pieces, x = Pieces(), torch.ones(3)
+    pieces, x = SharedProducts(), torch.ones(3)
     first = pieces.take(0, x, make)
     assert torch.equal(pieces.take(1, x, make), x + 2)
     source = weakref.ref(x)

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from private_llm.config import PrivateConfig
 from private_llm.net.transport import Transport
 from private_llm.nn.attention import attend
-from private_llm.nn.kv_cache import KVBuffer, Piece, padded, padded_length
+from private_llm.nn.kv_cache import CacheRows, KVBuffer, padded, padded_length
 from private_llm.protocols.ends import ClientEnd
 from private_llm.protocols.session import Session
 from private_llm.replay.program import Program
@@ -100,7 +100,7 @@ def _evicted(buffer: KVBuffer, keys: Tensor) -> tuple[KVBuffer, Tensor]:
 
 def _stacked(buffer: KVBuffer, keys: Tensor) -> tuple[KVBuffer, Tensor]:
     other, more = _filled(keys.shape[2], seed=5)
-    return KVBuffer.stacked([(buffer, Piece(0, 2)), (other, Piece(0, 2))]), torch.cat([keys, more])
+    return KVBuffer.stacked([(buffer, CacheRows(0, 2)), (other, CacheRows(0, 2))]), torch.cat([keys, more])
 
 
 @pytest.mark.parametrize("steps", [0, 3], ids=["after the prompt", "after steps"])

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import DomainError
-from private_llm.oblivious.budget import Choice, choose
+from private_llm.oblivious.budget import ChosenUnits, choose
 from private_llm.protocols.registry import protocol_names
 from private_llm.protocols.session import Session
 from private_llm.tensor.fixed import Fixed
@@ -31,7 +31,7 @@ def pattern(count: int, active: int, seed: int = 0) -> Tensor:
     return torch.full((count,), -1.0).index_fill_(0, chosen, 1.0).double()
 
 
-def chosen(session: Session, scores: Fixed, budget: int, vectors: int = 1) -> Choice:
+def chosen(session: Session, scores: Fixed, budget: int, vectors: int = 1) -> ChosenUnits:
     return choose(session, session.protocol.invert(scores.less_than([0.0])), budget, vectors)
 
 

@@ -16,7 +16,7 @@ from private_llm.errors import DomainError
 from private_llm.net.ledger import Cost
 from private_llm.net.transport import Transport
 from private_llm.oblivious import counting, digit_search, sort_network
-from private_llm.oblivious.digit_search import Plan
+from private_llm.oblivious.digit_search import SearchPlan
 from private_llm.oblivious.pricing import Pricing
 from private_llm.oblivious.sort_network import Order
 from private_llm.oblivious.topk import (
@@ -152,7 +152,7 @@ def test_every_plan_of_the_search_finds_the_same(
 ) -> None:
     x, k, bits = problem
     rows, width = x.shape
-    plan = Plan(rows, width, -(-bits // digit) * digit, digit, depth, folds)
+    plan = SearchPlan(rows, width, -(-bits // digit) * digit, digit, depth, folds)
     if k == width:
         return
 
@@ -391,7 +391,7 @@ def test_a_tree_keeps_what_bits_stand_for() -> None:
 @given(st.integers(1, 9), st.integers(1, 70), st.sampled_from([1, 2, 4, 64]))
 @settings(max_examples=60, deadline=None)
 def test_entries_come_back_from_their_lanes(rows: int, width: int, folds: int) -> None:
-    plan = Plan(rows, width, 8, 1, 0, folds)
+    plan = SearchPlan(rows, width, 8, 1, 0, folds)
     x = torch.randint(0, 2, (rows, width), dtype=torch.uint8)
     spread = plan.spread(x)
     assert spread.shape == (plan.size,)

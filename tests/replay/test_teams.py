@@ -13,7 +13,7 @@ from torch import Tensor
 
 from private_llm.kernels import teams
 from private_llm.kernels.backends.cpu import steps
-from private_llm.replay.program import Arena, ArenaAddress, Memory, Operand, Parallel, Program, Step
+from private_llm.replay.program import Arena, ArenaAddress, Memory, Operand, Parallel, Program, ProgramStep
 from private_llm.replay.transports import ReplayTransport, Trace
 
 pytestmark = pytest.mark.skipif(not teams.HERE, reason="no teams on this system")
@@ -30,7 +30,7 @@ def counted(lengths: Sequence[Sequence[int]]) -> tuple[Program, Tensor]:
         for length in each:
             place = ArenaAddress(memory, 8 * at)
             row = (1, 1, 1, length, place, 0, 0, 0, 1, place, 0, 0, 0, 1, one.data_ptr(), 0, 0, 0, 0, steps.ADD, 1)
-            pieces.append((Step(steps.combine, row),))
+            pieces.append((ProgramStep(steps.combine, row),))
             want[at : at + length] += 1
             at += length
         events.append(Parallel(tuple(pieces)))

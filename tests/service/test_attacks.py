@@ -35,7 +35,7 @@ from private_llm.net import wire
 from private_llm.net.incoming import Allowance
 from private_llm.net.outgoing import Outgoing
 from private_llm.net.transport import CLIENT
-from private_llm.net.wire import Kind
+from private_llm.net.wire import FrameKind
 from private_llm.ring.dpf import key_words
 from tests.hf import tiny
 from tests.service.conftest import Running, Start, eventually
@@ -240,13 +240,13 @@ def test_a_flood_of_notes_and_a_trickled_input_end_their_sessions(start: Start) 
         noisy, slow = model.open_session(), model.open_session()
         link = noisy.parties.transport._out[0]
         for _ in range(2000):
-            link.note(Kind.WAITING, bytes([CLIENT]))
+            link.note(FrameKind.WAITING, bytes([CLIENT]))
         assert eventually(lambda: any("more notes" in str(reason) for reason in running.watches[0].ended))
         vocabulary = model.config.vocab_size
         slow.parties.tell(Forward(Call({}, (Tokens("input_ids", (1, 50), vocabulary),), None, None, None, ("logits",))))
         link = slow.parties.transport._out[0]
         words = 2 * 50 * key_words(vocabulary)
-        link._sock.send(wire.encode(Kind.DATA, CLIENT, link._session, link._sequence, "index", torch.int64, words))
+        link._sock.send(wire.encode(FrameKind.DATA, CLIENT, link._session, link._sequence, "index", torch.int64, words))
         session = max(running.services[0]._sessions.values(), key=lambda each: each.began)
         ended = threading.Event()
 

@@ -32,7 +32,7 @@ from served_parties import VOCABULARY, Served, served
 from private_llm.errors import PrivateLLMError
 from private_llm.net import wire
 from private_llm.net.ledger import CONTROL
-from private_llm.net.wire import Kind
+from private_llm.net.wire import FrameKind
 from private_llm.ring.dpf import key_words
 
 STATES = ("connected", "loaded", "called", "asked")
@@ -109,12 +109,12 @@ class Party:
         elif kind == "noise":
             transport.send(party, "index", torch.zeros(2, act["count"], key_words(VOCABULARY), dtype=torch.int64))
         elif kind == "note":
-            link.note(Kind.WAITING, raw[: act["count"]])
+            link.note(FrameKind.WAITING, raw[: act["count"]])
         elif kind == "flood":
             for _ in range(200):
                 transport.send_bytes(party, CONTROL, text_of(commands.TellCosts(False)).encode())
         else:
-            head = wire.encode(Kind.DATA, 255, link._session, link._sequence, CONTROL, torch.uint8, len(raw)) + raw
+            head = wire.encode(FrameKind.DATA, 255, link._session, link._sequence, CONTROL, torch.uint8, len(raw)) + raw
             head = head[: wire.HEADER_BYTES + act["count"]] if kind == "half" else edited(head, act["edits"])
             with contextlib.suppress(BlockingIOError):
                 link._sock.send(head)

@@ -45,7 +45,7 @@ from private_llm.net import wire
 from private_llm.net.ledger import CONTROL
 from private_llm.net.rendezvous import connect
 from private_llm.net.transport import CLIENT
-from private_llm.net.wire import Kind
+from private_llm.net.wire import FrameKind
 
 STATES = ("linked", "met", "loaded", "called", "called", "asked", "half asked")
 ACTS = ("command", "call", "call", "edit", "edit", "shape", "lie", "noise", "frame", "half", "note", "flood", "cut",
@@ -185,14 +185,17 @@ class Service:
             elif kind == "noise":
                 transport.send(party, act["tag"], torch.zeros(2, act["count"], dtype=_DTYPES[act["dtype"]]))
             elif kind == "note":
-                link.note(list(Kind)[act["count"] % len(Kind)], raw[: act["count"]])
+                link.note(list(FrameKind)[act["count"] % len(FrameKind)], raw[: act["count"]])
             elif kind == "flood":
                 for _ in range(200):
                     transport.send_bytes(party, CONTROL, text_of(commands.TellCosts(False)).encode())
             elif kind == "cut":
                 _reset(link)
             else:
-                head = wire.encode(Kind.DATA, 255, link._session, link._sequence, CONTROL, torch.uint8, len(raw)) + raw
+                head = (
+                    wire.encode(FrameKind.DATA, 255, link._session, link._sequence, CONTROL, torch.uint8, len(raw))
+                    + raw
+                )
                 head = head[: wire.HEADER_BYTES + act["count"]] if kind == "half" else edited(head, act["edits"])
                 with contextlib.suppress(BlockingIOError):
                     link._sock.send(head)

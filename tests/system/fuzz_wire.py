@@ -28,7 +28,7 @@ from private_llm.net import hello, wire
 from private_llm.net.hello import CALLER_BYTES, answer, greet
 from private_llm.net.incoming import Incoming
 from private_llm.net.transport import CLIENT
-from private_llm.net.wire import MAX_NOTE, Kind
+from private_llm.net.wire import MAX_NOTE, FrameKind
 
 _SESSION, _TOKEN, _PEER = b"sessionx", b"a token of one fuzzed session", 1
 _DTYPES = (torch.uint8, torch.int32, torch.int64)
@@ -55,9 +55,11 @@ class Frames:
         """Pieces of a stream, what is done in between, and whether the connection ends."""
         pieces, sequence = [], 0
         for _ in range(random.randrange(1, 5)):
-            kind, tag = random.choice((Kind.DATA, Kind.DATA, *Kind)), random.choice(_TAGS)
-            dtype = random.choice(_DTYPES) if kind is Kind.DATA else torch.uint8
-            count = random.choice((0, 1, 4, 16, 1000)) if kind is Kind.DATA else random.choice((0, 1, 1, 30, MAX_NOTE))
+            kind, tag = random.choice((FrameKind.DATA, FrameKind.DATA, *FrameKind)), random.choice(_TAGS)
+            dtype = random.choice(_DTYPES) if kind is FrameKind.DATA else torch.uint8
+            count = (
+                random.choice((0, 1, 4, 16, 1000)) if kind is FrameKind.DATA else random.choice((0, 1, 1, 30, MAX_NOTE))
+            )
             sender = _PEER if random.random() < 0.95 else random.randrange(256)
             raw = wire.encode(kind, sender, _SESSION, sequence, tag, dtype, count)
             raw += bytes(random.randrange(256) for _ in range(min(count, 4))) * (count * dtype.itemsize // 4 + 1)
@@ -157,7 +159,9 @@ class Handshake:
     def make(self, random: Random) -> dict[str, Any]:
         """Who speaks, whether it knows the token, and what it changes of each line."""
         lines = [edits(random) if random.random() < 0.4 else [] for _ in range(2)]
-        kinds = [random.choice((Kind.HELLO, *Kind)) if random.random() < 0.2 else Kind.HELLO for _ in range(2)]
+        kinds = [
+            random.choice((FrameKind.HELLO, *FrameKind)) if random.random() < 0.2 else FrameKind.HELLO for _ in range(2)
+        ]
         says = any_text(random, 60).encode("utf-8", "replace" if random.random() < 0.5 else "surrogatepass")
         return {
             "side": random.choice(("answer", "greet")), "knows": random.random() < 0.7, "lines": lines,
@@ -180,9 +184,9 @@ class Handshake:
                 pass  # the connection broke, or the caller was too slow
 
     def _frame(self, case: dict[str, Any], line: int, sender: int, body: bytes) -> bytes:
-        kind = Kind(case["kinds"][line])
-        body = body if kind is Kind.HELLO else bytes.fromhex(case["says"])
-        tag = "hello" if kind is Kind.HELLO else case["tag"]
+        kind = FrameKind(case["kinds"][line])
+        body = body if kind is FrameKind.HELLO else bytes.fromhex(case["says"])
+        tag = "hello" if kind is FrameKind.HELLO else case["tag"]
         raw = wire.encode(kind, sender, bytes(8), line, tag, torch.uint8, len(body)) + body
         return edited(raw, case["lines"][line])
 

@@ -12,7 +12,7 @@ from transformers.masking_utils import sdpa_mask
 
 from private_llm.errors import DomainError, UnsupportedOp
 from private_llm.nn.attention import attend, attend_and_weigh
-from private_llm.nn.evicting import Call
+from private_llm.nn.evicting import AttentionCall
 from private_llm.nn.merged_heads import apart, merge_heads
 from private_llm.nn.ops_softmax import read_mask
 from private_llm.nn.predicted import SparseHeads
@@ -108,7 +108,7 @@ def _attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     sinks = None if s_aux is None else _secret(s_aux, query)
     if layer is not None and layer.evicting is not None:
-        call = Call(query.value(full=True), attention_mask, tokens, scale, softcap, sinks)
+        call = AttentionCall(query.value(full=True), attention_mask, tokens, scale, softcap, sinks)
         out = layer.evicting.attend(call, query.shape[2])
         layer.attended(None)
     elif layer is not None and merged > 1:

@@ -21,7 +21,7 @@ from private_llm.errors import DomainError, UnsupportedOp
 from private_llm.kv_policies.fixed import KEEP_ALL
 from private_llm.kv_policies.policy import CacheFacts, CachePolicy
 from private_llm.nn.evicting import EvictingLayer
-from private_llm.nn.kv_cache import KVBuffer, Piece
+from private_llm.nn.kv_cache import CacheRows, KVBuffer
 from private_llm.replay.graph_break import GraphBreak, this_call
 from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.secret import SecretTensor
@@ -324,7 +324,7 @@ class SecretCache(Cache):  # type: ignore[misc]
                 layer.evict(number, None if padding is None else padding.bool())
 
     @classmethod
-    def stacked(cls, pieces: Sequence[tuple[SecretCache, Piece]]) -> SecretCache:
+    def stacked(cls, pieces: Sequence[tuple[SecretCache, CacheRows]]) -> SecretCache:
         """Rows of caches that keep all, as those of one; cost and errors as `KVBuffer.stacked`."""
         first = pieces[0][0]
         made = cls(first.policy, first.windowed)

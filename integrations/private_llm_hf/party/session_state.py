@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
 from private_llm.errors import DomainError, TransportError
-from private_llm.nn.kv_cache import Piece
+from private_llm.nn.kv_cache import CacheRows
 from private_llm.protocols.session import Session
 from private_llm.tensor.secret import SecretTensor
 from private_llm_hf.party.cache import SecretCache, SecretEncoderDecoderCache
@@ -55,10 +55,10 @@ class _Group:
         before = list(self.members)
         return sum(self.members[each].rows for each in before[: before.index(key)])
 
-    def piece(self, key: Key) -> tuple[SecretCache, Piece]:
+    def piece(self, key: Key) -> tuple[SecretCache, CacheRows]:
         if not isinstance(self.cache, SecretCache):
             raise DomainError("caches of encoder-decoders have no company")
-        return self.cache, Piece(self.first_row(key), self.rows(key), self.members[key].padding)
+        return self.cache, CacheRows(self.first_row(key), self.rows(key), self.members[key].padding)
 
 
 class SessionState:

@@ -72,7 +72,7 @@ _output = _one_or_two(lambda value: value is None or _count(value))
 
 
 @dataclass(frozen=True)
-class Kind:
+class LayerKind:
     """A module type that may travel: its class and its constructor arguments, each with a check."""
 
     build: type[nn.Module]
@@ -80,47 +80,49 @@ class Kind:
 
 
 _NORM: dict[str, Check] = {"num_features": _count, "eps": _real, "affine": _flag}
-KINDS: dict[str, Kind] = {
-    "Conv2d": Kind(
+KINDS: dict[str, LayerKind] = {
+    "Conv2d": LayerKind(
         nn.Conv2d,
         {
             "in_channels": _count, "out_channels": _count, "kernel_size": _size, "stride": _size, "padding": _pad,
             "dilation": _size, "groups": _count, "bias": _flag,
         },
     ),
-    "Linear": Kind(nn.Linear, {"in_features": _count, "out_features": _count, "bias": _flag}),
-    "BatchNorm2d": Kind(nn.BatchNorm2d, _NORM),
-    "BatchNorm1d": Kind(nn.BatchNorm1d, _NORM),
-    "LayerNorm": Kind(nn.LayerNorm, {"normalized_shape": _count, "eps": _real, "elementwise_affine": _flag}),
-    "AvgPool2d": Kind(
+    "Linear": LayerKind(nn.Linear, {"in_features": _count, "out_features": _count, "bias": _flag}),
+    "BatchNorm2d": LayerKind(nn.BatchNorm2d, _NORM),
+    "BatchNorm1d": LayerKind(nn.BatchNorm1d, _NORM),
+    "LayerNorm": LayerKind(nn.LayerNorm, {"normalized_shape": _count, "eps": _real, "elementwise_affine": _flag}),
+    "AvgPool2d": LayerKind(
         nn.AvgPool2d,
         {"kernel_size": _size, "stride": _size, "padding": _pad, "ceil_mode": _flag, "count_include_pad": _flag},
     ),
-    "MaxPool2d": Kind(
+    "MaxPool2d": LayerKind(
         nn.MaxPool2d,
         {"kernel_size": _size, "stride": _size, "padding": _pad, "dilation": _size, "ceil_mode": _flag},
     ),
-    "AdaptiveAvgPool2d": Kind(nn.AdaptiveAvgPool2d, {"output_size": _output}),
+    "AdaptiveAvgPool2d": LayerKind(nn.AdaptiveAvgPool2d, {"output_size": _output}),
     **{
-        made.module.__name__: Kind(made.module, {name: allowed.__contains__ for name, allowed in made.settings.items()})
+        made.module.__name__: LayerKind(
+            made.module, {name: allowed.__contains__ for name, allowed in made.settings.items()}
+        )
         for made in ACTIVATIONS if made.module is not None
     },
-    "Flatten": Kind(nn.Flatten, {"start_dim": _dim, "end_dim": _dim}),
-    "Dropout": Kind(nn.Dropout, {}),
-    "Dropout2d": Kind(nn.Dropout2d, {}),
-    "Identity": Kind(nn.Identity, {}),
-    "Softmax": Kind(nn.Softmax, {"dim": lambda value: value is None or _dim(value)}),
-    "LogSoftmax": Kind(nn.LogSoftmax, {"dim": lambda value: value is None or _dim(value)}),
+    "Flatten": LayerKind(nn.Flatten, {"start_dim": _dim, "end_dim": _dim}),
+    "Dropout": LayerKind(nn.Dropout, {}),
+    "Dropout2d": LayerKind(nn.Dropout2d, {}),
+    "Identity": LayerKind(nn.Identity, {}),
+    "Softmax": LayerKind(nn.Softmax, {"dim": lambda value: value is None or _dim(value)}),
+    "LogSoftmax": LayerKind(nn.LogSoftmax, {"dim": lambda value: value is None or _dim(value)}),
 }  # fmt: skip
 """The closed list; classes with a handler of a user (`register_handler`) come after it."""
 
 
-def kind_of(name: object) -> Kind | None:
+def kind_of(name: object) -> LayerKind | None:
     """A module type by name, if it may travel."""
     if not isinstance(name, str):
         return None
     own = kinds_of_users().get(name)
-    return KINDS.get(name) if own is None else Kind(own[0], dict.fromkeys(own[1], _setting))
+    return KINDS.get(name) if own is None else LayerKind(own[0], dict.fromkeys(own[1], _setting))
 
 
 def kind_name(cls: type[nn.Module]) -> str | None:

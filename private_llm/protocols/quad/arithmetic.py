@@ -40,7 +40,7 @@ from torch import Tensor
 
 from private_llm.errors import ProtocolAbort
 from private_llm.kernels import ops
-from private_llm.kernels.forms import Form, Matmul
+from private_llm.kernels.forms import BilinearForm, Matmul
 from private_llm.kernels.shapes import broadcast
 from private_llm.net.transport import CLIENT
 from private_llm.protocols.arithmetic import BitWidths, taking_part
@@ -172,7 +172,7 @@ class QuadArithmetic(QuadRecords):
         return self._multiply(_Elementwise(), x, y, shift)
 
     def bilinear(
-        self, form: Form, x: Share, y: Share, shift: int = 0, select: Tensor | None = None,
+        self, form: BilinearForm, x: Share, y: Share, shift: int = 0, select: Tensor | None = None,
         widths: BitWidths | None = None,
     ) -> Share:  # fmt: skip
         """As `mul`, of outputs. Local products: three at every party."""
@@ -180,7 +180,7 @@ class QuadArithmetic(QuadRecords):
         self.ledger.add_macs(form.macs(x.shape, y.shape) * 3)
         return self._multiply(form, x, y, shift, select)
 
-    def _multiply(self, form: Form, x: Share, y: Share, shift: int, select: Tensor | None = None) -> Share:
+    def _multiply(self, form: BilinearForm, x: Share, y: Share, shift: int, select: Tensor | None = None) -> Share:
         (x0, x1, x2), (y0, y1, y2) = x.parts, y.parts
         mirror = known = None
         if self.role == 0:
@@ -286,7 +286,7 @@ class QuadArithmetic(QuadRecords):
 
 
 @dataclass(frozen=True)
-class _Elementwise(Form):
+class _Elementwise(BilinearForm):
     """x y, broadcasting."""
 
     tag = "mul"

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from private_llm.errors import DomainError
 from private_llm.kernels import ops
-from private_llm.kernels.forms import Form, Matmul
+from private_llm.kernels.forms import BilinearForm, Matmul
 from private_llm.net.transport import CLIENT
 from private_llm.protocols.arithmetic import BitWidths
 from private_llm.protocols.share import Index, Share
@@ -41,7 +41,7 @@ class TrioArithmetic(TrioDivision):
         return self._divided("mul", piece, piece.shape, shift, widths)
 
     def bilinear(
-        self, form: Form, x: Share, y: Share, shift: int = 0, select: Tensor | None = None,
+        self, form: BilinearForm, x: Share, y: Share, shift: int = 0, select: Tensor | None = None,
         widths: BitWidths | None = None,
     ) -> Share:  # fmt: skip
         """As `mul`, of outputs. Local products: two at parties 0 and 1, one at party 2."""

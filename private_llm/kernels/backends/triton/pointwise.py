@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from private_llm.kernels.pointwise import Batch, Group, Operation, Place
+from private_llm.kernels.pointwise import Batch, Operation, Place, PointwiseGroup
 
 BLOCK = 256
 """Elements of a program."""
@@ -85,7 +85,7 @@ def source(batch: Batch) -> tuple[str, tuple[int, ...]]:
     return "\n".join([head, "    i_b = tl.program_id(0)", *text.lines, ""]), tuple(text.numbers)
 
 
-def _places(group: Group) -> Iterator[Place]:
+def _places(group: PointwiseGroup) -> Iterator[Place]:
     for operation in group.operations:
         yield from (each for each in operation.arguments if isinstance(each, Place))
     yield from (place for place, _ in group.stores)
@@ -99,7 +99,7 @@ class _Source:
         self.numbers: list[int] = []
         self.wide: set[int] = set()
 
-    def add_group(self, group: Group, first: int, last: int) -> None:
+    def add_group(self, group: PointwiseGroup, first: int, last: int) -> None:
         """What programs `first` to `last` - 1 compute."""
         self._wide = max(group.count + BLOCK, *map(_furthest, _places(group))) >= 1 << 31
         start, count = self._number(first), self._number(group.count, self._wide)
