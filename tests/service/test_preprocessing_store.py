@@ -217,6 +217,21 @@ def test_a_cheat_ends_its_own_session(start: Start, plain: Any, protocol: str) -
     assert not any(watch.downs for watch in running.watches)
 
 
+def test_a_plan_ends_with_the_model_that_it_was_made_for(start: Start, plain: Any) -> None:
+    running = start(models=("llama", "gpt2"), timeout_s=60.0)
+    with running.model() as model, model.open_session() as other:
+        digests = {served.name: digest for digest, served in running.services[0]._models.items()}
+        vocabulary = other.config.vocab_size
+        call = Call({"use_cache": True}, (Tokens("input_ids", (1, 6), vocabulary),), 7, None, None, ("logits",))
+        other.parties.preprocess([call])
+        with other.parties._call():
+            other.parties.stored_model(digests["gpt2"])
+        with pytest.raises(ProtocolAbort, match="not what comes next"):
+            other.parties.forward(call, [(ids_of(0)[0], vocabulary)])
+        assert same(text_of(model, 6), text_of(plain, 6))
+    assert not any(watch.downs for watch in running.watches)
+
+
 def test_planned_changes_of_a_cache_and_caches_of_one_number(start: Start, plain: Any) -> None:
     running = start()
     with running.model() as model, torch.no_grad():

@@ -215,7 +215,9 @@ class ClientSession:
             case Stop():
                 return False
             case commands.Hello():
-                self.model = self.host.model_of(command.model)
+                before, self.model = self.model, self.host.model_of(command.model)
+                if self.model is not before:  # what was prepared is another model's, and fits no call of this one
+                    self._plan = PreprocessingPlan(self._plan.number, ())
                 send_message(self.link, CLIENT, self.model.stored)
             case commands.LoadFile():
                 send_message(self.link, CLIENT, Loaded(self._served().ranges.to_dict()))
