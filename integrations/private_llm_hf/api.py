@@ -58,8 +58,9 @@ class _AutoPrivate:
 
     auto_class: type[_BaseAutoModelClass]
 
-    def __init_subclass__(cls, auto: type[_BaseAutoModelClass]) -> None:
-        cls.auto_class = auto
+    def __init_subclass__(cls, auto: type[_BaseAutoModelClass] | None = None) -> None:
+        if auto is not None:  # a user's subclass has its base's, or states `auto_class`
+            cls.auto_class = auto
 
     def __init__(self) -> None:
         raise ConfigError(f"{type(self).__name__} is not instantiated; use {type(self).__name__}.from_pretrained(...)")

@@ -384,6 +384,13 @@ def test_plans_of_another_type(opt: PreTrainedModel) -> None:
         opt.preprocess(GeneratePlan(prompt="3", new_tokens=2))
 
 
+def test_a_class_of_the_users_own_loads_as_its_base() -> None:
+    class Mine(AutoPrivateModel):
+        """Somebody's subclass."""
+
+    assert Mine.auto_class is AutoPrivateModel.auto_class
+
+
 def test_settings() -> None:
     with pytest.raises(ConfigError, match="got dict; want a PrivateConfig"):
         patch(tiny.build("opt"), {"protocol": "plain"})
