@@ -85,7 +85,7 @@ class Peers(Transport):
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeTensorMode]:
     from triton.runtime.jit import KernelInterface
 
-    from private_llm.kernels.backends.triton import tuning
+    from private_llm.kernels.backends.triton import planes
 
     def get(x: Tensor, index: Any) -> Tensor:
         return taken(x, index if isinstance(index, tuple) else (index,)) if x.is_cuda else Tensor.__getitem__(x, index)
@@ -115,7 +115,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeTensorMode]:
         lambda ring, x, frac: x.to(ring.dtype) if isinstance(x, FakeTensor) else encode(ring, x, frac),
     )  # fmt: skip
     monkeypatch.setattr(KernelInterface, "__getitem__", lambda kernel, grid: lambda *given, **named: None)
-    monkeypatch.setattr(tuning, "do_bench", lambda run, **_: 0.0)
+    monkeypatch.setattr(planes, "do_bench", lambda run, **_: 0.0)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(placement, "device_for", lambda name, party: torch.device(name))
     monkeypatch.setattr(attention_interface, "sdpa_mask", mask)

@@ -331,6 +331,7 @@ def matrices_of(programs: ProgramCache) -> set[int]:
     return {x.shape[1] for x in constants(programs) if x.dim() == 2 and not isinstance(x, SeededTensor)}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("held", [graphs.MOST_HELD, 100_000])
 def test_chunks_of_a_prompt_are_repeated(held: int, met: list[ProgramCache], monkeypatch: pytest.MonkeyPatch) -> None:
     """Full ones, whatever the prompt's length; where their programs hold too much, some are refused, once each."""
