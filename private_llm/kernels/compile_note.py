@@ -31,6 +31,8 @@ class _Note:
         self.others: list[Tell | None] = []
         """Who shows it instead, the last one; None: nobody."""
         self.said = False
+        self.of_client = False
+        """Whether what this process writes stands on the terminal of a client, which writes texts there."""
         self.begin_anew()
 
     def begin_anew(self) -> None:
@@ -89,6 +91,13 @@ class _Note:
         with self._lock:
             self.others.append(tell)
         self._clear.wait(_IDLE_S)
+
+    def answers(self) -> None:
+        """A party hands over an answer: a client on its terminal may begin to write the text, so nothing is shown there
+        any more.
+        """
+        if self.of_client and not self.others:
+            self.take(None)
 
     def _bar(self, begun: float) -> None:
         """Until others show it, or nothing has been compiled for a while."""

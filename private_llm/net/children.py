@@ -197,6 +197,7 @@ def _be_party(config: PrivateConfig, order: Mapping[str, Any], number: int, run:
     threading.Thread(target=_die_with_parent, name="parent watch", daemon=True).start()
     if number:  # all of them compile the same kernels, and write to one terminal
         NOTE.take(None)
+    NOTE.of_client = True
     for other, descriptor in enumerate(order["listeners"]):
         if other != number:
             os.close(descriptor)

@@ -110,3 +110,22 @@ def test_an_answer_stays_alone(screen: Callable[[bool], Screen]) -> None:
     until(lambda: not NOTE._shown)
     with shown_by(given.append):
         assert NOTE.others == [given.append]
+
+
+def test_parties_of_a_client_stay_silent_once_they_answer(
+    screen: Callable[[bool], Screen], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their client writes its text to the same terminal; a party of its own goes on saying what it waits for."""
+    told = screen(False)
+    NOTE.answers()
+    assert not NOTE.others, "nobody's text is here"
+    monkeypatch.setattr(NOTE, "of_client", True)
+    try:
+        NOTE.answers()
+        NOTE.answers()
+        compile_for(0.5)
+        until(lambda: not NOTE._shown)
+        assert told.getvalue() == ""
+        assert NOTE.others == [None]
+    finally:
+        NOTE.others.clear()

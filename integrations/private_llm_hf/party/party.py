@@ -19,6 +19,7 @@ from transformers.modeling_outputs import ModelOutput
 from private_llm.config import PrivateConfig
 from private_llm.errors import ShareFileError, TransportError
 from private_llm.kernels.address import trim_allocator, tune_allocator
+from private_llm.kernels.compile_note import NOTE
 from private_llm.net.parallel_sessions import RoleAssignment, assignment, parallel_session_links
 from private_llm.net.transport import CLIENT, Transport
 from private_llm.protocols.offline_phase import OfflinePhase, section_label
@@ -294,6 +295,7 @@ class Party:
     def _reveal(self, result: CallResult, heard: bool = True) -> None:
         """Open the outputs towards the client, which hears first what comes."""
         if heard:
+            NOTE.answers()
             self._answer(outputs_message(result))
         for _, fixed in result.outputs:
             self.session.protocol.reveal_to_client(fixed.share)
