@@ -369,7 +369,14 @@ def test_text_comes_piece_by_piece(tokenizer: Any) -> None:
     stream.put(torch.tensor([[1, 2, 3]]))
     assert len(stream.ids) == 5, "a further prompt is no text"
     with_prompt = TextStream(tokenizer, pieces.append, prompt=True)
+    told = len(pieces)
     with_prompt.put(torch.tensor([[4, 5]]))
+    assert len(pieces) == told, "what is said meanwhile would stand in the prompt's line"
+    with_prompt.put(torch.tensor([4]))
+    assert pieces[told:] == ["a b a"]
+    failed = TextStream(tokenizer, pieces.append, prompt=True)
+    failed.put(torch.tensor([[4, 5]]))
+    failed.end()
     assert pieces[-1] == "a b"
 
 

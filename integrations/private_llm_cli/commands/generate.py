@@ -152,11 +152,10 @@ def run(
                 model.preprocess(GeneratePlan(prompt=inputs["input_ids"].shape[1], new_tokens=new_tokens))
                 spent = time.perf_counter() - started
             step("private prompt", 0)
-            if text is not None and not quiet:
-                shown.close()  # the text takes the place of the bar
-            else:
-                model.on_chunk = lambda read, length: step(f"private prompt, {read} of {length} tokens", 0)
+            model.on_chunk = lambda read, length: step(f"private prompt, {read} of {length} tokens", 0)
             clock = text or TokenClock(step)
+            if text is not None and not quiet:
+                text.step = lambda _: shown.close()  # the text takes the place of the bar
             clock.started = time.perf_counter()
             ids = model.generate(**inputs, max_new_tokens=new_tokens, streamer=clock, **sampling)[0]
             costs: Costs = model.cost()

@@ -63,8 +63,9 @@ def is_text(given: str) -> bool:
 class TextStream(TokenClock):
     """A streamer for generate() of one row: hands on text as soon as its tokens are there.
 
-    write: takes each further piece of text. prompt: whether the prompt's text comes first. Half a character (a token
-    may end within one) waits for the rest of its bytes, at most until `end`.
+    write: takes each further piece of text. prompt: whether the prompt's text comes first, together with the first
+    token's: until then others may write to the terminal. Half a character (a token may end within one) waits for the
+    rest of its bytes, at most until `end`.
     """
 
     def __init__(
@@ -94,6 +95,8 @@ class TextStream(TokenClock):
         if skipped:
             return
         self.ids += value.flatten().tolist()
+        if self._prompt and len(self.arrived) == 1:
+            return
         text = self.text
         if not text.endswith("\ufffd"):
             self._hand_on(text)
