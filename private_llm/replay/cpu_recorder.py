@@ -45,11 +45,10 @@ MOST_BYTES = 64 << 20
 """Largest memory of a program."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)  # of tensors, which may be shares
 class _Operation:
-    """One of PyTorch: the tensors among its arguments, whether one varies, and that which is written to."""
+    """Arguments of one of PyTorch's: the tensors among them, whether one varies, and that which is written to."""
 
-    func: Any
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
     tensors: Sequence[Tensor]
@@ -268,14 +267,14 @@ class CpuRecorder(StepRecorder[Operand]):
         """Run an operation of PyTorch and write it down."""
         operation = self._begun(func, args, kwargs)
         made = self.computing(partial(func, *args, **kwargs), func._schema.is_mutable)
-        self._ended(operation, made)
+        self._ended(func, operation, made)  # `noted` names the function where the recording ends
         return made
 
     @noted
     def _begun(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Operation:  # noqa: ANN401 - as above
         tensors = list(tensors_of((args, kwargs)))
         operation = _Operation(
-            func, args, kwargs, tensors, any(map(self._varies, tensors)),
+            args, kwargs, tensors, any(map(self._varies, tensors)),
             next(iter(all_written_by(func, args, kwargs)), None),
         )  # fmt: skip
         if operation.changes and operation.written is not None:
@@ -283,18 +282,18 @@ class CpuRecorder(StepRecorder[Operand]):
         return operation
 
     @noted
-    def _ended(self, operation: _Operation, made: Any) -> None:  # noqa: ANN401 - as above
+    def _ended(self, func: Any, operation: _Operation, made: Any) -> None:  # noqa: ANN401 - as above
         for x in made if isinstance(made, list | tuple) else (made,):
             if isinstance(x, Tensor):
-                self._follow(operation, x)
+                self._follow(func, operation, x)
             elif operation.changes:
                 raise UnsupportedOp(f"gives {type(x).__name__} of a value that changes")
 
-    def _follow(self, operation: _Operation, x: Tensor) -> None:
+    def _follow(self, func: Any, operation: _Operation, x: Tensor) -> None:  # noqa: ANN401 - as above
         """Of the result x of an operation."""
         if not x.numel() or self.reason is not None:
             return
-        func, written, start = operation.func, operation.written, x.untyped_storage().data_ptr()
+        written, start = operation.written, x.untyped_storage().data_ptr()
         if func in loops.STARTED:
             self.changing(x)
         elif written is None and any(start == t.untyped_storage().data_ptr() for t in operation.tensors if t.numel()):
@@ -313,11 +312,11 @@ class CpuRecorder(StepRecorder[Operand]):
                 loops.LOWERED[func](self.emit, x, *operation.args, **more)
             except Exception:  # noqa: BLE001 - a rule for other arguments than these
                 del self._into[before:]
-                self._called(operation, None if written is not None else x)
+                self._called(func, operation, None if written is not None else x)
 
-    def _called(self, operation: _Operation, made: Tensor | None) -> None:
+    def _called(self, func: Any, operation: _Operation, made: Tensor | None) -> None:  # noqa: ANN401 - as above
         """An operation that no step computes is called again, if its result has the same shape every time."""
-        func, args = operation.func, operation.args
+        args = operation.args
         numbers = func in loops.MOVES and all(index.dtype == torch.int64 for index in tensors_of(args[1:]))
         if (UNFORESEEN & set(func.tags) and not numbers) or (made is not None and len(func._schema.returns) != 1):
             raise UnsupportedOp("a result that depends on values or chance")

@@ -208,6 +208,17 @@ def test_no_memory_for_copies_of_a_recorder(monkeypatch: pytest.MonkeyPatch) -> 
         assert any("allocate" in why for each in held.values() for why in each.refused)
 
 
+def test_the_operation_that_ends_a_recording_is_named() -> None:
+    """Which operation cannot be repeated is the first thing to know of a refusal."""
+    held = cpu_recorder.CpuRecorder(LocalMesh(2).transport(0), [])
+    x = torch.ones(4, dtype=torch.int64)
+    held.given(x)
+    with held.operations():
+        x.nonzero()
+    assert held.reason is not None
+    assert "nonzero" in held.reason
+
+
 def test_memory_that_a_recording_holds_is_let_go_when_it_runs_out() -> None:
     held = cpu_recorder.CpuRecorder(LocalMesh(2).transport(0), [])
     held.given(torch.ones(3, dtype=torch.int64))
