@@ -75,8 +75,8 @@ def _root(
         typer.Option("--plugin", help="A Python module to import first, which registers handlers or protocols."),
     ] = None,
 ) -> None:
+    import_plugins(tuple(plugin or ()))  # before options are read: a protocol may be one of a plugin's
     PLUGINS.set(tuple(plugin or ()))
-    import_plugins(PLUGINS.get())  # before options are read: a protocol may be one of a plugin's
 
 
 _INTERRUPTED = 130
