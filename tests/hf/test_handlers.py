@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from contextvars import copy_context
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -133,7 +135,8 @@ def test_the_command_line_imports_plugins_before_it_reads_options(
     """A protocol of a plugin's is a value of --protocol; a file that is not there is named by every command."""
     (tmp_path / "my_words.py").write_text("from private_llm_cli import options\noptions.CASCADE = 'of a plugin'\n")
     monkeypatch.setattr(options, "CASCADE", "cascade")  # put back afterwards
-    refused = CliRunner().invoke(app, ["--plugin", "my_words", "classify", "--protocol", "no such"])
+    invoke = partial(copy_context().run, CliRunner().invoke, app)  # the names of plug-ins end with this test
+    refused = invoke(["--plugin", "my_words", "classify", "--protocol", "no such"])
     assert "of a plugin" in refused.output
-    missing = CliRunner().invoke(app, ["--plugin", "no_such_file", "doctor"])
+    missing = invoke(["--plugin", "no_such_file", "doctor"])
     assert "'no_such_file' cannot be imported" in str(missing.exception)
