@@ -1,11 +1,8 @@
-"""Fitted sums of waves against the functions they stand for, and against the script that fits them."""
+"""Fitted sums of waves against the functions they stand for."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,7 +13,6 @@ from torch import Tensor
 from private_llm.approx.bump import WaveSum, angle_frac, waves_of
 from private_llm.approx.tables import GELU_ERF, GELU_TANH, SILU
 
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "fitting" / "fit_waves.py"
 TABLES = [
     (SILU.waves, lambda t: t * torch.sigmoid(-t)),
     (GELU_ERF.waves, lambda t: -F.gelu(-t)),
@@ -44,8 +40,3 @@ def test_the_period_is_a_power_of_two(made: WaveSum, truth: Callable[[Tensor], T
     assert angle == pytest.approx(2 * np.pi * made.factor / 2**made.factor_bits / 2**made.period_log2)
     assert made.top * made.factor / 2**made.factor_bits < 2**made.period_log2
     assert plan.narrow == frac + 1
-
-
-@pytest.mark.full
-def test_the_script_fits_what_is_committed() -> None:
-    subprocess.run([sys.executable, str(SCRIPT), "--check"], check=True, timeout=300)
