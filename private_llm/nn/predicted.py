@@ -9,6 +9,7 @@ positions in one dimension, so it must work entry by entry and map zero to zero.
 from __future__ import annotations
 
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Literal
 
@@ -87,7 +88,7 @@ class ActivityPredictor(nn.Module):
             return opened_units(x.session, bits, positions, budget, self.expected)
 
 
-class _SparseBlock:
+class _SparseBlock(ABC):
     """Layers of one input of which outputs are computed where a predictor says so; their forward functions become
     `read`, that of the layer after them `write`.
     """
@@ -120,9 +121,9 @@ class _SparseBlock:
         with self._ledger.scope(self._name):
             return self._chosen(x, units, lead)
 
+    @abstractmethod
     def _chosen(self, x: SecretTensor, units: Tensor, lead: tuple[int, ...]) -> Sequence[Tensor]:
         """All readers' outputs at the opened units, bool [positions, units]."""
-        raise NotImplementedError
 
 
 class SparseFeedForward(_SparseBlock):
