@@ -7,6 +7,7 @@ a name that no protocol may take, and no entry here.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -32,11 +33,17 @@ class Threat:
     setting: str
 
 
-def shortcut(
-    name: str, *, learns: tuple[tuple[str, str], ...], source: str, setting: str, corrupt: str = "as the protocol"
-) -> Threat:  # fmt: skip
-    """The entry of something that protocols have in common."""
-    return Threat(name, "shortcut", corrupt, learns, source, setting)
+def threat(text: str) -> Threat:
+    """An entry from text like its part of docs/threat-model.md: "NAME (KIND)", then paragraphs "Chosen by: ...",
+    "May be corrupt: ..." (default: as the protocol), "- ROLE: WHAT" and "Source: ...", which go on in indented lines.
+    """
+    head, *paragraphs = re.split(r"\n(?! )", text.strip())
+    told = [re.sub(r"\s*\n\s*", " ", each).partition(": ")[::2] for each in paragraphs]
+    said = dict(told)
+    name, kind = head.removesuffix(")").rsplit(" (", 1)
+    learns = tuple((role[2:], what) for role, what in told if role.startswith("- "))
+    corrupt = said.get("May be corrupt", "as the protocol")
+    return Threat(name, kind, corrupt, learns, said["Source"], said["Chosen by"])
 
 
 @dataclass(frozen=True)
@@ -84,98 +91,66 @@ class ProtocolFacts:
             raise ConfigError(f"protocol {self.name!r}: got dealer=True, helper {self.helper}; a dealer is party 0")
 
 
-_TRIO = Threat(
-    name="trio",
-    kind="protocol",
-    corrupt="any one of the three parties, semi-honest (it follows the protocol and keeps everything it sees)",
-    learns=(
-        (
-            "party 0",
-            "shapes, the public shortcuts below; of values it receives only seeds of masks and keys of point functions",
-        ),
-        (
-            "party 1 or party 2",
-            "shapes, the public shortcuts below; uniformly random ring elements and bits, and keys of point functions",
-        ),
-        ("two parties together", "everything: weights, prompt and output"),
-        ("a party that deviates", "may change results unnoticed; privacy and correctness are then not promised"),
-        ("the client", "what it asked for: logits or hidden states, or only tokens or classes"),
-        ("a wiretapper", "frame sizes and times if links are TLS; on unencrypted links possibly everything"),
-    ),
-    source=(
-        "Three-party masked sharing and its product: the Trio protocol of PIGEON (Harth-Kitzerow, Wang, Carle). "
-        "Comparison by three-bit blocks and the two-round truncation are variants written here; the argument that "
-        "each message is masked by a stream that its receiver lacks is in the headers of "
-        "private_llm/protocols/trio/; tests check that what a party receives, from the client too, is uniform, that "
-        "no mask comes twice and that no party holds two keys of a pair. No outside review yet."
-    ),
-    setting="protocol='trio' (default)",
-)
+_TRIO = threat("""trio (protocol)
+Chosen by: protocol='trio' (default)
+May be corrupt: any one of the three parties, semi-honest (it follows the protocol and keeps everything it sees)
+- party 0: shapes, the public shortcuts below; of values it receives only seeds of masks and keys of point functions
+- party 1 or party 2: shapes, the public shortcuts below; uniformly random ring elements and bits, and keys of point
+  functions
+- two parties together: everything: weights, prompt and output
+- a party that deviates: may change results unnoticed; privacy and correctness are then not promised
+- the client: what it asked for: logits or hidden states, or only tokens or classes
+- a wiretapper: frame sizes and times if links are TLS; on unencrypted links possibly everything
+Source: Three-party masked sharing and its product: the Trio protocol of PIGEON (Harth-Kitzerow, Wang, Carle).
+  Comparison by three-bit blocks and the two-round truncation are variants written here; the argument that each message
+  is masked by a stream that its receiver lacks is in the headers of private_llm/protocols/trio/; tests check that what
+  a party receives, from the client too, is uniform, that no mask comes twice and that no party holds two keys of a
+  pair. No outside review yet.
+""")
 
-_QUAD = Threat(
-    name="quad",
-    kind="protocol",
-    corrupt=(
-        "any one of the four parties, malicious (it may send anything at any time). Security with abort: the others "
-        "notice before anything is opened, and the client gets the right result or none"
-    ),
-    learns=(
-        ("party 0, 1 or 2", "shapes, the public shortcuts below; uniformly random ring elements, bits and point keys"),
-        ("party 3", "shapes, the public shortcuts below; of values it receives only keys of point functions"),
-        ("a party that deviates", "that the session ends, which it knew beforehand: there is one verdict, which never "
-         "says what differed. Any party can end the session, or refuse to take part"),
-        ("two parties together", "everything: weights, prompt and output"),
-        ("the client", "as in trio, also with one party's help: parties compare what they were told and got before "
-         "they run it. Malformed keys of point functions are not noticed, which make an input that is no token. The "
-         "model owner is trusted to share its weights properly"),
-        ("a wiretapper", "as in trio"),
-    ),
-    source=(
-        "Trio with a second helper: the Quad protocol of PIGEON (Harth-Kitzerow, Wang, Carle). Its comparisons run "
-        "here before every opening, on one-time authentication tags, with fresh keys and a single verdict. The check "
-        "of each step (Trio's run mirrored between the two holders of the masks) is written here; the argument that a "
-        "first lie makes two honest records differ, whatever the secrets are, is in the headers of "
-        "private_llm/protocols/quad/; tests alter messages of every step and party. No outside review yet."
-    ),
-    setting="protocol='quad'",
-)  # fmt: skip
+_QUAD = threat("""quad (protocol)
+Chosen by: protocol='quad'
+May be corrupt: any one of the four parties, malicious (it may send anything at any time). Security with abort: the
+  others notice before anything is opened, and the client gets the right result or none
+- party 0, 1 or 2: shapes, the public shortcuts below; uniformly random ring elements, bits and point keys
+- party 3: shapes, the public shortcuts below; of values it receives only keys of point functions
+- a party that deviates: that the session ends, which it knew beforehand: there is one verdict, which never says what
+  differed. Any party can end the session, or refuse to take part
+- two parties together: everything: weights, prompt and output
+- the client: as in trio, also with one party's help: parties compare what they were told and got before they run it.
+  Malformed keys of point functions are not noticed, which make an input that is no token. The model owner is trusted to
+  share its weights properly
+- a wiretapper: as in trio
+Source: Trio with a second helper: the Quad protocol of PIGEON (Harth-Kitzerow, Wang, Carle). Its comparisons run here
+  before every opening, on one-time authentication tags, with fresh keys and a single verdict. The check of each step
+  (Trio's run mirrored between the two holders of the masks) is written here; the argument that a first lie makes two
+  honest records differ, whatever the secrets are, is in the headers of private_llm/protocols/quad/; tests alter
+  messages of every step and party. No outside review yet.
+""")
 
-_DEALER = Threat(
-    name="dealer",
-    kind="protocol",
-    corrupt="any one of the two parties and the dealer, semi-honest; the dealer colludes with neither party",
-    learns=(
-        (
-            "the dealer",
-            "masks, which it knows by design, and shapes and the public shortcuts below; no weight, token, activation "
-            "or logit reaches it, not even masked or as a key (token lookups use one-hot rows, not the keys that "
-            "trio's party 0 gets). The shortcuts are facts about the prompt and the output, too: lengths, which beams "
-            "survive, how far a cache is cut back, when generation stops. Of calls that were preprocessed it learns "
-            "nothing but their plan",
-        ),
-        ("party 1 or party 2", "shapes, the public shortcuts below; uniformly random ring elements and bits"),
-        ("the two parties together, or the dealer with one of them", "everything: weights, prompt and output"),
-        ("an endpoint that deviates", "may change results unnoticed; privacy and correctness are then not promised"),
-        ("the client", "as in trio"),
-        ("a wiretapper", "frame sizes and times if links are TLS; on unencrypted links possibly everything"),
-    ),
-    source=(
-        "Multiplication with the help of a dealer: Beaver (CRYPTO 1991); function-dependent masks: ASTRA and Trio, "
-        "whose party 0 is this dealer. The dealer is a process of its own: where one of two computing parties deals "
-        "(the 'trusted first party' of other libraries), that party knows all masks and sees all masked values, hence "
-        "all data."
-    ),
-    setting="protocol='dealer'",
-)
+_DEALER = threat("""dealer (protocol)
+Chosen by: protocol='dealer'
+May be corrupt: any one of the two parties and the dealer, semi-honest; the dealer colludes with neither party
+- the dealer: masks, which it knows by design, and shapes and the public shortcuts below; no weight, token, activation
+  or logit reaches it, not even masked or as a key (token lookups use one-hot rows, not the keys that trio's party 0
+  gets). The shortcuts are facts about the prompt and the output, too: lengths, which beams survive, how far a cache is
+  cut back, when generation stops. Of calls that were preprocessed it learns nothing but their plan
+- party 1 or party 2: shapes, the public shortcuts below; uniformly random ring elements and bits
+- the two parties together, or the dealer with one of them: everything: weights, prompt and output
+- an endpoint that deviates: may change results unnoticed; privacy and correctness are then not promised
+- the client: as in trio
+- a wiretapper: frame sizes and times if links are TLS; on unencrypted links possibly everything
+Source: Multiplication with the help of a dealer: Beaver (CRYPTO 1991); function-dependent masks: ASTRA and Trio, whose
+  party 0 is this dealer. The dealer is a process of its own: where one of two computing parties deals (the 'trusted
+  first party' of other libraries), that party knows all masks and sees all masked values, hence all data.
+""")
 
-_PLAIN = Threat(
-    name="plain",
-    kind="protocol",
-    corrupt="nobody: the single party sees everything",
-    learns=(("the party", "weights, prompt and output in clear"),),
-    source="a reference with the same fixed-point arithmetic, for tests and for range checks",
-    setting="protocol='plain', refused without insecure=True",
-)
+_PLAIN = threat("""plain (protocol)
+Chosen by: protocol='plain', refused without insecure=True
+May be corrupt: nobody: the single party sees everything
+- the party: weights, prompt and output in clear
+Source: a reference with the same fixed-point arithmetic, for tests and for range checks
+""")
 
 
 _TABLE: dict[str, ProtocolFacts] = {}

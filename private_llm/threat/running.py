@@ -2,189 +2,149 @@
 
 from __future__ import annotations
 
-from private_llm.protocol_facts import shortcut
+from private_llm.protocol_facts import threat
 
-SHAPES = shortcut(
-    "public shapes",
-    learns=(
-        ("every party, and whoever sees the traffic", "the architecture and its configuration (of a plain network: "
-         "its layers, their sizes and names), batch size, size of images, prompt length, attention mask and "
-         "positions"),
-        ("every party (the dealer too)", "what is done with a cache between two calls: which rows go on, that is which "
-         "beams survive (indices only), and how far it is cut back. With beams and with drafts these depend on the "
-         "prompt and the text"),
-    ),
-    source=(
-        "order, size and rounds of all messages are functions of these public facts alone; a test runs two different "
-        "inputs of equal shape and compares the transcripts"
-    ),
-    setting="always on",
-)  # fmt: skip
+SHAPES = threat("""public shapes (shortcut)
+Chosen by: always on
+- every party, and whoever sees the traffic: the architecture and its configuration (of a plain network: its layers,
+  their sizes and names), batch size, size of images, prompt length, attention mask and positions
+- every party (the dealer too): what is done with a cache between two calls: which rows go on, that is which beams
+  survive (indices only), and how far it is cut back. With beams and with drafts these depend on the prompt and the text
+Source: order, size and rounds of all messages are functions of these public facts alone; a test runs two different
+  inputs of equal shape and compares the transcripts
+""")
 
-CACHE_POLICY = shortcut(
-    "entries that a cache policy evicts or leaves out",
-    learns=(
-        ("every party, and whoever sees the traffic", "the policy and its numbers, which are settings that all "
-         "endpoints agree upon: how many entries stay of a text of a given length (gamma, least, most, every), sizes "
-         "of clusters and how many of them a new token attends to at each level, and which layers use the choices of "
-         "which. With the lengths, padding and positions that are public anyway they say when something is evicted. "
-         "SlidingWindow chooses by these alone, so which entries stay is public, too"),
-        ("every party, and whoever sees the traffic", "nothing about which entries stay or are attended to under the "
-         "other policies (MPCacheConfig, H2O, TOVA, SnapKV, InfLLM, LongCache): not their positions, not the attention "
-         "that they got, not whether two heads, layers that choose for themselves, or tokens agree"),
-        ("parties of one run", "what is opened while entries are brought together is an arrangement of 1 .. kept "
-         "(eviction) or of as many ones as clusters are kept (gather='shuffled-scores') in an order that is secret and "
-         "fresh for each row, key head and choice: uniform, whatever is chosen, as long as what is ranked stays in its "
-         "range; if it leaves it, another number of ones may be opened, which they see, and the answer is withheld. "
-         "Layers that share a choice use the same order again and open nothing; so that they share is known, and it is "
-         "a setting"),
-        ("the user, and whoever reads the answer", "the answer is that of a model that forgets: later tokens do not "
-         "see what was evicted, and see of the rest only what was chosen. A budget may therefore change what is said, "
-         "most for what a prompt mentions once and is asked for late"),
-        ("every party", "when drafts or beams go on, how far the cache is cut back and which rows go on, as without a "
-         "policy; where entries were evicted only the newest ones can be cut back, and a call that asks for more fails "
-         "by lengths alone"),
-    ),
-    source="private_llm/nn/evicting.py, selecting.py; oblivious/chosen_rows.py; MPCache (arXiv "
-    "2501.06807). Rows and orders are of shapes that budgets and lengths give. Tests compare tokens and logits with a "
-    "plaintext model under the same policy, the transcripts of a monotonous and a random prompt message by message, "
-    "what is opened with a uniform arrangement, and the cost of a layer that shares with that of one shuffle",
-    setting="kv_cache=MPCacheConfig(...), or another policy of private_llm/kv_policies/; KeepAll() is the default",
-)  # fmt: skip
+CACHE_POLICY = threat("""entries that a cache policy evicts or leaves out (shortcut)
+Chosen by: kv_cache=MPCacheConfig(...), or another policy of private_llm/kv_policies/; KeepAll() is the default
+- every party, and whoever sees the traffic: the policy and its numbers, which are settings that all endpoints agree
+  upon: how many entries stay of a text of a given length (gamma, least, most, every), sizes of clusters and how many of
+  them a new token attends to at each level, and which layers use the choices of which. With the lengths, padding and
+  positions that are public anyway they say when something is evicted. SlidingWindow chooses by these alone, so which
+  entries stay is public, too
+- every party, and whoever sees the traffic: nothing about which entries stay or are attended to under the other
+  policies (MPCacheConfig, H2O, TOVA, SnapKV, InfLLM, LongCache): not their positions, not the attention that they got,
+  not whether two heads, layers that choose for themselves, or tokens agree
+- parties of one run: what is opened while entries are brought together is an arrangement of 1 .. kept (eviction) or of
+  as many ones as clusters are kept (gather='shuffled-scores') in an order that is secret and fresh for each row, key
+  head and choice: uniform, whatever is chosen, as long as what is ranked stays in its range; if it leaves it, another
+  number of ones may be opened, which they see, and the answer is withheld. Layers that share a choice use the same
+  order again and open nothing; so that they share is known, and it is a setting
+- the user, and whoever reads the answer: the answer is that of a model that forgets: later tokens do not see what was
+  evicted, and see of the rest only what was chosen. A budget may therefore change what is said, most for what a prompt
+  mentions once and is asked for late
+- every party: when drafts or beams go on, how far the cache is cut back and which rows go on, as without a policy;
+  where entries were evicted only the newest ones can be cut back, and a call that asks for more fails by lengths alone
+Source: private_llm/nn/evicting.py, selecting.py; oblivious/chosen_rows.py; MPCache (arXiv 2501.06807). Rows and orders
+  are of shapes that budgets and lengths give. Tests compare tokens and logits with a plaintext model under the same
+  policy, the transcripts of a monotonous and a random prompt message by message, what is opened with a uniform
+  arrangement, and the cost of a layer that shares with that of one shuffle
+""")
 
-STOP_TIME = shortcut(
-    "token count and stop time",
-    learns=(
-        ("every party, and whoever sees the traffic", "how many tokens were generated and when generation stopped, "
-         "hence whether an end-of-text token came before max_new_tokens"),
-    ),
-    source="generate() runs at the client, one call per token; to hide the length, ask for a fixed number of tokens "
-    "(min_new_tokens = max_new_tokens) and cut the text at the client",
-    setting="always on; avoidable as described",
-)  # fmt: skip
+STOP_TIME = threat("""token count and stop time (shortcut)
+Chosen by: always on; avoidable as described
+- every party, and whoever sees the traffic: how many tokens were generated and when generation stopped, hence whether
+  an end-of-text token came before max_new_tokens
+Source: generate() runs at the client, one call per token; to hide the length, ask for a fixed number of tokens
+  (min_new_tokens = max_new_tokens) and cut the text at the client
+""")
 
-DRAFTS = shortcut(
-    "speculative decoding",
-    learns=(
-        ("by default: every party (the dealer too), and whoever sees the traffic", "how many passes a text took, and "
-         "which of them went on by nothing because fewer than two tokens were known: something of how well the draft "
-         "model, or a look-up in the text, foresees the private text. Every pass reads the same number of drafted "
-         "tokens and goes on with the same row, by two tokens or none"),
-        ("with open_counts, a length, or transformers' own assistant_model and prompt_lookup_num_tokens: the same",
-         "how many tokens and ways to go on were drafted in each pass, which way was gone on with, and how many of its "
-         "tokens were accepted, because the cache is cut back to them. Such counts tell a prompt among known ones, and "
-         "texts that a draft repeats (Wei et al., When Speculation Spills Secrets, arXiv 2411.01076, from sizes and "
-         "times of packets alone). Lengths that are chosen from measured times and acceptance tell nothing more. With "
-         "prompt_lookup_num_tokens the number of drafts also says whether the last words occurred before"),
-        ("with fixed_counts=FixedCounts(...): the same", "the sizes in it, and of the text the limit "
-         "max_new_tokens only: every pass reads as many tokens, keeps as many, and goes on with the same row, and the "
-         "number of passes follows from the limit, also where the text ends before. A text that falls behind this "
-         "schedule ends early for the user; that is not seen. A next turn of a chat does show the length of the answer "
-         "together with that of the new message, which are read then. The client's pauses between passes are not "
-         "padded: a draft model takes the same steps in each, but reads what was accepted, a few tokens more or less"),
-        ("whoever holds a draft model that was made from the private model", "what went into it: "
-         "scripts/train_draft.py copies layers and embeddings, and trains on the private model's words. Who may not "
-         "see the weights may not see such a draft"),
-    ),
-    source="integrations/private_llm_hf/client/speculative_loop.py: drafts are made at the client, the parties only "
-    "run proposals through the private model. A test compares what is asked of the parties for a perfect and a poor "
-    "draft, for a text that ends early and for two prompts: different with open counts, equal with fixed ones; by "
-    "default equal but for the number of passes and those that wait",
-    setting="generate(speculation=SpeculationConfig(...)), and transformers' assistant_model and "
-    "prompt_lookup_num_tokens, under every protocol; fixed_counts=FixedCounts(...) hides the counts altogether",
-)  # fmt: skip
+DRAFTS = threat("""speculative decoding (shortcut)
+Chosen by: generate(speculation=SpeculationConfig(...)), and transformers' assistant_model and prompt_lookup_num_tokens,
+  under every protocol; fixed_counts=FixedCounts(...) hides the counts altogether
+- by default: every party (the dealer too), and whoever sees the traffic: how many passes a text took, and which of them
+  went on by nothing because fewer than two tokens were known: something of how well the draft model, or a look-up in
+  the text, foresees the private text. Every pass reads the same number of drafted tokens and goes on with the same row,
+  by two tokens or none
+- with open_counts, a length, or transformers' own assistant_model and prompt_lookup_num_tokens: the same: how many
+  tokens and ways to go on were drafted in each pass, which way was gone on with, and how many of its tokens were
+  accepted, because the cache is cut back to them. Such counts tell a prompt among known ones, and texts that a draft
+  repeats (Wei et al., When Speculation Spills Secrets, arXiv 2411.01076, from sizes and times of packets alone).
+  Lengths that are chosen from measured times and acceptance tell nothing more. With prompt_lookup_num_tokens the number
+  of drafts also says whether the last words occurred before
+- with fixed_counts=FixedCounts(...): the same: the sizes in it, and of the text the limit max_new_tokens only: every
+  pass reads as many tokens, keeps as many, and goes on with the same row, and the number of passes follows from the
+  limit, also where the text ends before. A text that falls behind this schedule ends early for the user; that is not
+  seen. A next turn of a chat does show the length of the answer together with that of the new message, which are read
+  then. The client's pauses between passes are not padded: a draft model takes the same steps in each, but reads what
+  was accepted, a few tokens more or less
+- whoever holds a draft model that was made from the private model: what went into it: scripts/train_draft.py copies
+  layers and embeddings, and trains on the private model's words. Who may not see the weights may not see such a draft
+Source: integrations/private_llm_hf/client/speculative_loop.py: drafts are made at the client, the parties only run
+  proposals through the private model. A test compares what is asked of the parties for a perfect and a poor draft, for
+  a text that ends early and for two prompts: different with open counts, equal with fixed ones; by default equal but
+  for the number of passes and those that wait
+""")
 
-SHARE_FILES = shortcut(
-    "share files",
-    learns=(
-        ("who reads one party's file", "what that party knows: the model's configuration, names and shapes of its "
-         "weights, seeds of masks, uniformly random ring elements. The file is as secret as the party: it is not "
-         "encrypted, only its owner's account may open it, and it stays valid as long as its sharing is used"),
-        ("who reads the files of two parties", "all weights"),
-    ),
-    source="each file is made anew, follows no link and replaces none; `private-llm share --force` deals new masks for "
-    "all parties, which makes older files useless together with the new ones. "
-    "integrations/private_llm_hf/checkpoint/share_files.py",
-    setting="private-llm share",
-)  # fmt: skip
+SHARE_FILES = threat("""share files (shortcut)
+Chosen by: private-llm share
+- who reads one party's file: what that party knows: the model's configuration, names and shapes of its weights, seeds
+  of masks, uniformly random ring elements. The file is as secret as the party: it is not encrypted, only its owner's
+  account may open it, and it stays valid as long as its sharing is used
+- who reads the files of two parties: all weights
+Source: each file is made anew, follows no link and replaces none; `private-llm share --force` deals new masks for all
+  parties, which makes older files useless together with the new ones.
+  integrations/private_llm_hf/checkpoint/share_files.py
+""")
 
-REVEAL_LOGITS = shortcut(
-    "logits at the client",
-    corrupt="as the protocol; the client is entitled to the output",
-    learns=(
-        ("the client", "all logits of every step; many queries allow model extraction, as with any API that "
-         "returns logits"),
-        ("the parties", "nothing: sampling happens at the client"),
-    ),
-    source="by design: HuggingFace's generate() needs logits",
-    setting="reveal='logits' (default)",
-)  # fmt: skip
+REVEAL_LOGITS = threat("""logits at the client (shortcut)
+Chosen by: reveal='logits' (default)
+May be corrupt: as the protocol; the client is entitled to the output
+- the client: all logits of every step; many queries allow model extraction, as with any API that returns logits
+- the parties: nothing: sampling happens at the client
+Source: by design: HuggingFace's generate() needs logits
+""")
 
-REVEAL_TOKEN = shortcut(
-    "only tokens or classes at the client",
-    learns=(
-        ("the client", "the arg max of each step, or of each image, and nothing else of the logits; sampling is then "
-         "not possible"),
-        ("the parties", "nothing"),
-    ),
-    source="secure arg max under the same protocol",
-    setting="reveal='token' for models that generate, reveal='class' for classifiers",
-)  # fmt: skip
+REVEAL_TOKEN = threat("""only tokens or classes at the client (shortcut)
+Chosen by: reveal='token' for models that generate, reveal='class' for classifiers
+- the client: the arg max of each step, or of each image, and nothing else of the logits; sampling is then not possible
+- the parties: nothing
+Source: secure arg max under the same protocol
+""")
 
-PUBLIC_WEIGHTS = shortcut(
-    "public weights",
-    corrupt="as the protocol, for the prompt and the output",
-    learns=(("every party", "all weights"),),
-    source="meant for open-weight models: products with public weights need no communication before truncation",
-    setting="weights='public'; refused unless chosen",
-)
+PUBLIC_WEIGHTS = threat("""public weights (shortcut)
+Chosen by: weights='public'; refused unless chosen
+May be corrupt: as the protocol, for the prompt and the output
+- every party: all weights
+Source: meant for open-weight models: products with public weights need no communication before truncation
+""")
 
-ONE_MACHINE = shortcut(
-    "all parties on one machine",
-    corrupt="nobody: who owns the machine owns all shares",
-    learns=(("the machine's owner", "everything"),),
-    source="for trying out, tests and measurements; real use needs one host per party, run by those who do not collude",
-    setting="party_mode='threads' or 'processes'; party_mode='remote' is the real thing",
-)
+ONE_MACHINE = threat("""all parties on one machine (shortcut)
+Chosen by: party_mode='threads' or 'processes'; party_mode='remote' is the real thing
+May be corrupt: nobody: who owns the machine owns all shares
+- the machine's owner: everything
+Source: for trying out, tests and measurements; real use needs one host per party, run by those who do not collude
+""")
 
-ADMISSION = shortcut(
-    "who may be the client of remote parties",
-    corrupt="whoever reaches a party's port; a user whose certificate is no longer wanted",
-    learns=(
-        ("a caller without a certificate", "that a party listens there. It keeps a connection for 10 s at most, less "
-         "when many others call; a flood can still delay honest callers"),
-        ("a user", "that another client is being served, not who. It keeps the parties as long as it calls, and "
-         "idle_s (30 minutes) after its last call; of a party service only its own sessions, and in line how many wait "
-         "before it"),
-        ("the parties", "the user's name, if its certificate has one; each party admits by its own list, and one that "
-         "refuses suffices. A name that is taken off a list is refused from the next connection on; a session that "
-         "runs goes on"),
-    ),
-    source="private_llm/net/admission.py, private_llm/net/roles.py; one client at a time is admitted by party 0",
-    setting="party_mode='remote'; TLSConfig(allow=...) or `private-llm party --allow` for users by name",
-)  # fmt: skip
+ADMISSION = threat("""who may be the client of remote parties (shortcut)
+Chosen by: party_mode='remote'; TLSConfig(allow=...) or `private-llm party --allow` for users by name
+May be corrupt: whoever reaches a party's port; a user whose certificate is no longer wanted
+- a caller without a certificate: that a party listens there. It keeps a connection for 10 s at most, less when many
+  others call; a flood can still delay honest callers
+- a user: that another client is being served, not who. It keeps the parties as long as it calls, and idle_s (30
+  minutes) after its last call; of a party service only its own sessions, and in line how many wait before it
+- the parties: the user's name, if its certificate has one; each party admits by its own list, and one that refuses
+  suffices. A name that is taken off a list is refused from the next connection on; a session that runs goes on
+Source: private_llm/net/admission.py, private_llm/net/roles.py; one client at a time is admitted by party 0
+""")
 
-SERVICE = shortcut(
-    "passes that serve several clients",
-    corrupt="as the protocol; and any number of clients, whatever they do",
-    learns=(
-        ("every party", "when each user's sessions ask for what (shapes as above), and which requests run together"),
-        ("a client", "of others nothing but time: its answer comes when the pass is over that it shares, and first "
-         "steps of a length that another one had before are faster, because parties keep programs of steps (replay). "
-         "Outputs are opened by rows, each to its own client; the check of ranges has a verdict for each row, but "
-         "where rows cannot be told apart it counts for all"),
-        ("a client that breaks rules", "nothing. What it sends is received before a pass begins, by a thread of its "
-         "own, and compared: a client that tells the parties different things is sent away, and what is wrong with a "
-         "call ends the session of that call. Under quad, point functions cannot be compared before they are used: "
-         "false ones look as a party's lie does, end the pass, and with it all sessions, which may reconnect. Named "
-         "users of such a pass run alone for a while, and who is alone when it happens again stays out for a while. "
-         "What a client keeps and asks is bounded; users take turns by what they had of the passes"),
-        ("party 0", "as every party. It chooses which requests run when, and can so keep a client waiting; it cannot "
-         "make the others run what they did not get from the client itself. Under quad it cannot make them run "
-         "different requests either, not even with a client's help: before each step all compare what they were told "
-         "and got. Under semi-honest protocols it could"),
-    ),
-    source="private_llm_hf/service/; argued in docs/decisions/190-a-service-has-one-mesh.md and tested with clients "
-    "that leave, lie and stall",
-    setting="`private-llm party --config`, `private-llm gateway`; a party of one's own serves one client at a time",
-)  # fmt: skip
+SERVICE = threat("""passes that serve several clients (shortcut)
+Chosen by: `private-llm party --config`, `private-llm gateway`; a party of one's own serves one client at a time
+May be corrupt: as the protocol; and any number of clients, whatever they do
+- every party: when each user's sessions ask for what (shapes as above), and which requests run together
+- a client: of others nothing but time: its answer comes when the pass is over that it shares, and first steps of a
+  length that another one had before are faster, because parties keep programs of steps (replay). Outputs are opened by
+  rows, each to its own client; the check of ranges has a verdict for each row, but where rows cannot be told apart it
+  counts for all
+- a client that breaks rules: nothing. What it sends is received before a pass begins, by a thread of its own, and
+  compared: a client that tells the parties different things is sent away, and what is wrong with a call ends the
+  session of that call. Under quad, point functions cannot be compared before they are used: false ones look as a
+  party's lie does, end the pass, and with it all sessions, which may reconnect. Named users of such a pass run alone
+  for a while, and who is alone when it happens again stays out for a while. What a client keeps and asks is bounded;
+  users take turns by what they had of the passes
+- party 0: as every party. It chooses which requests run when, and can so keep a client waiting; it cannot make the
+  others run what they did not get from the client itself. Under quad it cannot make them run different requests either,
+  not even with a client's help: before each step all compare what they were told and got. Under semi-honest protocols
+  it could
+Source: private_llm_hf/service/; argued in docs/decisions/190-a-service-has-one-mesh.md and tested with clients that
+  leave, lie and stall
+""")
