@@ -57,7 +57,7 @@ FORMULAS: list[tuple[Callable[..., object], list[Cost]]] = [
     (Protocol.permutation, [dealer.permutation(N)]),
     (
         Protocol.shuffle,
-        [p.shuffle(R, N, hidden, undo) for p in (trio, dealer) for hidden in (False, True) for undo in (False, True)]
+        [p.shuffle(R, N, undo) for p in (trio, dealer) for undo in (False, True)]
         + [p.shuffle(R, moved, left=left) for p in (trio, dealer) for moved, left in ((N, 0), (0, N))],
     ),
     (Protocol.reveal, [trio.reveal_to_client(R, N)]),

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from private_llm.errors import DomainError, ProtocolAbort
 from private_llm.protocols.permutation import Permutation, ShuffledBits, owner_order, packed, unpacked
-from private_llm.protocols.protocol import Protocol
 from private_llm.protocols.session import Session
 from private_llm.protocols.share import BitShare
 from private_llm.tensor.fixed import Fixed, arithmetic
@@ -84,16 +83,8 @@ def choose(session: Session, active: BitShare, budget: int, vectors: int = 1) ->
     units = check_budget(active, vectors, budget)
     protocol = session.protocol
     order = protocol.permutation(active.count, blocks=vectors)
-    opened = opened_bits(protocol, protocol.shuffle_bits(filled(session, active, vectors, budget), order), "choose")
+    opened = protocol.open_shuffled(protocol.shuffle_bits(filled(session, active, vectors, budget), order))
     return ChosenUnits(order, _places(opened.view(vectors, units), budget), active.count)
-
-
-def opened_bits(protocol: Protocol, bits: ShuffledBits, what: str) -> Tensor:
-    """`open_shuffled`: bool [rows, count]. Raises ProtocolAbort, in the name of `what`, at a party that is not told."""
-    opened = protocol.open_shuffled(bits)
-    if opened is None:
-        raise ProtocolAbort(f"{what}: this party is not told what is opened; want an order that nobody knows")
-    return opened
 
 
 def check_budget(active: BitShare, vectors: int, budget: int | None) -> int:
@@ -163,7 +154,7 @@ def opened_units(
         return torch.ones((vectors, units), dtype=torch.bool)
     if budget is not None:
         active = filled(session, active, vectors, budget)
-    opened = opened_bits(session.protocol, ShuffledBits(active, owner_order(active.count)), "opened_units")
+    opened = session.protocol.open_shuffled(ShuffledBits(active, owner_order(active.count)))
     found = opened.view(vectors, units)
     if found.is_meta:  # where costs are counted
         return _supposed(vectors, units, budget or expected or units)

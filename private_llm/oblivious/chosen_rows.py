@@ -23,7 +23,7 @@ from torch import Tensor
 
 from private_llm.errors import DomainError
 from private_llm.net.ledger import Cost
-from private_llm.oblivious.budget import opened_bits, shuffled_back
+from private_llm.oblivious.budget import shuffled_back
 from private_llm.protocols.permutation import Permutation
 from private_llm.protocols.prices import Prices
 from private_llm.protocols.share import BitShare, words_for
@@ -144,12 +144,12 @@ def shuffled_rows(marks: Fixed, bits: BitShare, kept: int) -> ShuffledRows:
     """The way of shuffles. marks and bits: the same zeros and ones, [blocks, rows] and one vector of their flat order.
 
     A shuffle of a bit a row, and its opening (`shuffled_cost`). If another number of marks is opened, any rows and
-    `NumericContext.ranked_wrong`. Raises ProtocolAbort if this party is not told.
+    `NumericContext.ranked_wrong`.
     """
     blocks, rows = marks.shape
     proto = marks.proto
     order = proto.permutation(blocks * rows, blocks=blocks)
-    opened = opened_bits(proto, proto.shuffle_bits(bits, order), "shuffled_rows")
+    opened = proto.open_shuffled(proto.shuffle_bits(bits, order))
     places, found = first_places(blocks, rows, kept), opened[0].view(blocks, rows)
     if not opened.is_meta:
         if bool((found.sum(1) == kept).all()):
@@ -163,8 +163,7 @@ def compact(marks: Fixed, kept: int) -> ShuffledRows:
     """Marked rows in their old order: marks [blocks, rows] are 0 or 1 (no fractional bits), `kept` ones in each block.
 
     With m bits for kept + 1: m comparisons of m + 1 bits for each row, m gates, a shuffle of m bits a row and their
-    opening. Raises DomainError for marks of another shape and for kept outside 1 .. rows,
-    ProtocolAbort if this party is not told.
+    opening. Raises DomainError for marks of another shape and for kept outside 1 .. rows.
     """
     if len(marks.shape) != 2 or not 0 < kept <= marks.shape[1]:
         raise DomainError(f"compact: got marks {tuple(marks.shape)} and kept={kept}; want [blocks, rows], 1 to rows")
@@ -174,7 +173,7 @@ def compact(marks: Fixed, kept: int) -> ShuffledRows:
     ranks = before.mul(marks, frac=0)
     bits = number_bits(ranks, _bits(kept))
     order = proto.permutation(blocks * rows, reuse=True, blocks=blocks)
-    opened = opened_bits(proto, proto.shuffle_bits(bits, order), "compact")
+    opened = proto.open_shuffled(proto.shuffle_bits(bits, order))
     places = _places(opened, blocks, kept)
     if places is None:
         marks.session.numerics.ranked_wrong = True

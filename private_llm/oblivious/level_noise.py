@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from private_llm.errors import ConfigError, DomainError
-from private_llm.oblivious.budget import ChosenUnits, opened_bits
+from private_llm.oblivious.budget import ChosenUnits
 from private_llm.oblivious.counting import each
 from private_llm.protocols.permutation import packed, unpacked
 from private_llm.protocols.protocol import Protocol
@@ -126,7 +126,7 @@ def noisy_choose(session: Session, active: BitShare, noise: LevelNoise, expected
     Coins (120 gates each, at most 60; 6 rounds), then one shuffle and opening of n + 2 T bits: 3 kB (quad 5) and for
     each of these bits 1 byte in trio, 5 in dealer and 2 in quad; 9, 8 and 12 rounds. expected: the count that a session
     on meta tensors takes for granted; it has no part elsewhere. Raises DomainError for more than one
-    vector, ProtocolAbort at a party that is not told.
+    vector.
     """
     if active.rows != 1:
         raise DomainError(f"noisy_choose: got {active.rows} vectors; want one")
@@ -138,7 +138,7 @@ def noisy_choose(session: Session, active: BitShare, noise: LevelNoise, expected
         for part, more in zip(active.parts, dummies.parts, strict=True)
     )
     order = protocol.permutation(size)
-    opened = opened_bits(protocol, protocol.shuffle_bits(BitShare(both, size), order), "noisy_choose")
+    opened = protocol.open_shuffled(protocol.shuffle_bits(BitShare(both, size), order))
     places = torch.arange(expected + noise.mean) if opened.is_meta else opened[0].nonzero()[:, 0]
     return ChosenUnits(order, places, active.count)
 

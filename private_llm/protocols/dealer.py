@@ -30,9 +30,9 @@ Together rho2 and tau2 are uniform and say nothing of pi. Both parties hold M = 
 so M' = pi(x) + z1 + z2 at both. Party 2 lacks c1, d1 and z1, which make what it receives uniform; party 1 lacks c2.
 Undoing exchanges the parts: rho_i^-1 comes first and tau_i^-1 last. 2 elements before, 1 each way; 1 round.
 
-The dealer knows pi; hidden from it as well (a last sub-permutation of parties 1 and 2 alone, trio/shuffle.py) it
-costs 1 element each way more, in the same round (undone in a round of its own): of the wanted rows alone, where only
-some are.
+The dealer knows pi. A last sub-permutation of parties 1 and 2 alone (trio/shuffle.py) hides the order from it as well,
+for 1 element each way more, in the same round (undone in a round of its own): of the wanted rows alone, where only some
+are.
 """
 
 from __future__ import annotations
@@ -73,10 +73,10 @@ class DealerPrices(Prices):
         """One of the sub-permutations, 4 bytes an element, to party 2."""
         return Cost({(0, 2): 4 * size})
 
-    def moved(self, size: int, hidden: bool, undo: bool, left: int | None) -> Cost:
-        """Two elements before, one each way, 1 round; hidden: one each way more (undone: in a round)."""
-        online = size + (size if left is None else left) if hidden else size
-        return Cost({(0, 2): 2 * size, (1, 2): online, (2, 1): online}, 2 if hidden and undo else 1)
+    def moved(self, size: int, undo: bool, left: int | None) -> Cost:
+        """Two elements before, two each way, the second of the `left` alone; 1 round (undone: 2)."""
+        online = size + (size if left is None else left)
+        return Cost({(0, 2): 2 * size, (1, 2): online, (2, 1): online}, 2 if undo else 1)
 
 
 dealer_prices = DealerPrices()
@@ -130,37 +130,36 @@ class TwoPartyDealer(Trio):
         return made[0], made[-1]
 
     # -- shuffles --------------------------------------------------------------------------------------------
-    def _order(self, size: int, hidden: bool, blocks: int) -> tuple[tuple[Tensor | None, ...], frozenset[int]]:
+    def _order(self, size: int, blocks: int) -> tuple[Tensor | None, ...]:
         """4 bytes an element from the dealer to party 2."""
-        whole = frozenset[int]() if hidden else frozenset({0})
         if self.role == 0:
             tau1, rho1 = drawn(self._draw_words(size), blocks), drawn(self._draw_words(size), blocks)
             tau2 = drawn(self._draw_words(size, 1), blocks)
             rho2 = inverse(tau1)[tau2[rho1]]
             self.transport.send(2, "permutation", rho2.to(torch.int32))
-            return (tau1, rho1, tau2, rho2, None), whole
-        last = drawn(self._mutual_words(size), blocks) if hidden else None
-        if self.role == 1:
-            tau, rho = drawn(self._draw_words(size), blocks), drawn(self._draw_words(size), blocks)
-            return (tau, rho, None, None, last), whole
+            return tau1, rho1, tau2, rho2, None
+        last = drawn(self._mutual_words(size), blocks)
         tau = drawn(self._draw_words(size), blocks)
-        rho = self.transport.recv(0, "permutation", (size,), torch.int32).long()
-        return (None, None, tau, rho, last), whole
+        if self.role == 1:
+            return tau, drawn(self._draw_words(size), blocks), None, None, last
+        return None, None, tau, self._from_helper("permutation", (size,), torch.int32).long(), last
 
-    def _forth(self, tag: str, parts: Parts, order: Permutation, kind: Moved) -> Parts:
+    def _forth(self, parts: Parts, order: Permutation, kind: Moved) -> Parts:
         tau1, rho1, tau2, rho2, last = order.parts
-        return self._passed(tag, parts, (tau1, rho1, tau2, rho2), last, not order.known_to, kind)
+        return self._passed(parts, (tau1, rho1, tau2, rho2), last, True, kind)
 
-    def _back(self, tag: str, parts: Parts, order: Permutation, kind: Moved) -> Parts:
-        tau1, rho1, tau2, rho2, last = (None if part is None else inverse(part) for part in order.parts)
-        if not order.known_to:
-            parts = self._unhidden(tag, parts, order.parts[4], kind)
-        return self._passed(tag, parts, (rho1, tau1, rho2, tau2), last, False, kind)
+    def _back(self, parts: Parts, order: Permutation, kind: Moved) -> Parts:
+        tau1, rho1, tau2, rho2, _ = (None if part is None else inverse(part) for part in order.parts)
+        parts = self._unhidden(parts, order.parts[4], kind)
+        return self._passed(parts, (rho1, tau1, rho2, tau2), None, False, kind)
 
     def _passed(
-        self, tag: str, parts: Parts, steps: tuple[Tensor | None, ...], last: Tensor | None, hidden: bool, kind: Moved
+        self, parts: Parts, steps: tuple[Tensor | None, ...], last: Tensor | None, ends: bool, kind: Moved
     ) -> Parts:
-        """Each party moves by its first step and sends; the other moves what it gets by its second step."""
+        """Each party moves by its first step and sends; the other moves what it gets by its second step.
+
+        ends: whether the last sub-permutation follows, which the dealer lacks.
+        """
         if self.role == 0:
             _, then1, first2, then2 = map(known, steps)
             (c1, d1, z1), (c2,) = self._some(kind, 3), self._some(kind, 1, 1)
@@ -168,22 +167,22 @@ class TwoPartyDealer(Trio):
             masks = kind.move(kind.move(kind.plus(*parts), first2), then1)
             z2 = kind.minus(kind.plus(shift, masks), z1)
             d2 = kind.minus(shift, kind.move(c1, then2))
-            self.transport.send(2, tag, torch.stack([d2, z2]))
-            return self._last_masks(kind) if hidden else (z1, z2)
+            self.transport.send(2, "shuffle", torch.stack([d2, z2]))
+            return self._last_masks(kind) if ends else (z1, z2)
         if self.role == 1:
             first, then = known(steps[0]), known(steps[1])
             c, d, z = self._some(kind, 3)
         else:
             first, then = known(steps[2]), known(steps[3])
             (c,) = self._some(kind, 1)
-            d, z = self.transport.recv(0, tag, (2, *kind.shape), kind.dtype)
-        message = [kind.plus(kind.move(kind.plus(*parts), first), c)]
-        if not hidden:
-            m = kind.plus(kind.move(self.transport.exchange(3 - self.role, tag, message[0].contiguous()), then), d)
+            d, z = self._from_helper("shuffle", (2, *kind.shape), kind.dtype)
+        message = kind.plus(kind.move(kind.plus(*parts), first), c)
+        if not ends:
+            m = kind.plus(kind.move(self.transport.exchange(3 - self.role, "shuffle", message.contiguous()), then), d)
             return kind.minus(m, z), z
         own, y = self._ended(z, known(last), kind)
-        message.append(kind.minus(own, y))
-        both = self.transport.exchange(3 - self.role, tag, torch.cat([each.reshape(-1) for each in message]))
+        both = torch.cat([message.reshape(-1), kind.minus(own, y).reshape(-1)])
+        both = self.transport.exchange(3 - self.role, "shuffle", both)
         theirs, told = both.split_with_sizes([kind.count, kind.left.count])
         m = kind.move(kind.plus(kind.move(theirs.view(kind.shape), then), d), kind.end(known(last)))
         return kind.minus(kind.minus(m, own), told.view(kind.left.shape)), y

@@ -22,7 +22,6 @@ from private_llm.protocols.share import BitShare, Share, words_for
 class Permutation:
     """This party's hold on a secret permutation of `size` elements. `repr` shows nothing of it.
 
-    known_to: parties that know all of it; nothing that was shuffled by it is ever opened to them.
     reuse: whether several openings may share this order. Openings in one order are linked: they tell which elements
     are the same ones, and known inputs tell which ones these are (docs/threat-model.md). Without it a second one is
     refused.
@@ -30,7 +29,6 @@ class Permutation:
 
     size: int
     parts: tuple[Tensor | None, ...] = field(repr=False)
-    known_to: frozenset[int]
     reuse: bool = False
     openings: int = field(default=0, repr=False)
 
@@ -77,7 +75,7 @@ def owner_order(size: int) -> Permutation:
 
     It is kept as long as the weights are, so openings in it are linked (docs/threat-model.md).
     """
-    return Permutation(size, (), frozenset(), reuse=True)
+    return Permutation(size, (), reuse=True)
 
 
 def inverse(p: Tensor) -> Tensor:
@@ -99,7 +97,7 @@ class Moved:
     """What a shuffle moves: arrays of one shape in a group (ring elements under +, words under ^).
 
     shape: of one component. dtype: of its numbers. move: puts the elements of a component in the order of an index.
-    places: of what was moved by a hidden order, the rows that are wanted, public int64 [m]; None: all.
+    places: of what was moved, the rows that are wanted, public int64 [m]; None: all.
     """
 
     shape: torch.Size
@@ -117,7 +115,7 @@ class Moved:
         return replace(self, shape=torch.Size((len(self.places), *self.shape[1:])), places=None)
 
     def end(self, last: Tensor) -> Tensor:
-        """Of the last sub-permutation of a hidden order, where the wanted rows come from."""
+        """Of the last sub-permutation, where the wanted rows come from."""
         return last if self.places is None else last[self.places.to(last.device)]
 
     @property
@@ -128,10 +126,10 @@ class Moved:
 
 def moved_rows(x: Share, order: Permutation, undo: bool, places: Tensor | None) -> Moved:
     """Rows of a share [n, ...]. Raises DomainError unless n is the size of the permutation, and for places with `undo`,
-    of an order that a party knows, or that are no int64 [m] below n.
+    or that are no int64 [m] below n.
     """
-    if places is not None and (undo or order.known_to):
-        raise DomainError("shuffle: got places to put rows back, or of an order that a party knows; want neither")
+    if places is not None and undo:
+        raise DomainError("shuffle: got places to put rows back; want none: all come back")
     if places is not None and not _inside(places, order.size):
         raise DomainError(f"shuffle: got places {places.dtype} {tuple(places.shape)}; want int64 [m] from 0 to n - 1")
     if not x.shape or x.shape[0] != order.size:

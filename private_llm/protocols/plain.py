@@ -151,22 +151,17 @@ class Plain(Protocol):
             return Share((torch.empty((index.count, rows.shape[1]), dtype=self.ring.dtype, device="meta"),))
         return Share((rows[index.keys[0]],))
 
-    def _order(self, size: int, hidden: bool, blocks: int) -> tuple[tuple[Tensor | None, ...], frozenset[int]]:
-        words = Seed.fresh().stream("plain permutations").words(size, self.device)
-        return (drawn(words, blocks),), frozenset()
+    def _order(self, size: int, blocks: int) -> tuple[Tensor | None, ...]:
+        return (drawn(Seed.fresh().stream("plain permutations").words(size, self.device), blocks),)
 
     def random_bits(self, rows: int, count: int) -> BitShare:
         """Bits in the clear, from the operating system's entropy."""
         words = Seed.fresh().stream("plain bits").words(rows * words_for(count), self.device)
         return BitShare((words.view(rows, words_for(count)),), count)
 
-    def _moved_rows(self, x: Share, order: Permutation, kind: Moved, undo: bool) -> Share:
+    def _moved(self, parts: tuple[Tensor, ...], order: Permutation, kind: Moved, undo: bool) -> tuple[Tensor, ...]:
         p = known(order.parts[0])
-        return x.map(lambda part: kind.move(part, inverse(p) if undo else kind.end(p)))
-
-    def _moved_bits(self, x: BitShare, order: Permutation, kind: Moved, undo: bool) -> BitShare:
-        p = known(order.parts[0])
-        return BitShare((kind.move(x.parts[0], inverse(p) if undo else p),), x.count)
+        return tuple(kind.move(part, inverse(p) if undo else kind.end(p)) for part in parts)
 
     def _opened(self, x: ShuffledBits) -> Tensor:
         x.order.spend(x.bits.rows)

@@ -149,30 +149,25 @@ class Prices:
         """`permutation` of `size` elements: from streams that the parties share; nothing is sent."""
         return Cost()
 
-    def shuffle(
-        self, ring: Ring, count: int, hidden: bool = True, undo: bool = False, left: int | None = None
-    ) -> Cost:  # fmt: skip
+    def shuffle(self, ring: Ring, count: int, undo: bool = False, left: int | None = None) -> Cost:
         """`shuffle` of `count` elements in all (rows times columns), of which `left` are wanted (None: all)."""
-        return self.moved(count * ring.bytes, hidden, undo, None if left is None else left * ring.bytes)
+        return self.moved(count * ring.bytes, undo, None if left is None else left * ring.bytes)
 
-    def shuffle_bits(self, count: int, rows: int = 1, hidden: bool = True, undo: bool = False) -> Cost:
+    def shuffle_bits(self, count: int, rows: int = 1, undo: bool = False) -> Cost:
         """`shuffle_bits` of `rows` vectors of `count` bits, or with `undo` `unshuffle_bits`."""
-        return self.moved(8 * words_for(count) * rows, hidden, undo, None)
+        return self.moved(8 * words_for(count) * rows, undo, None)
 
-    def moved(self, size: int, hidden: bool, undo: bool, left: int | None) -> Cost:
-        """Moving `size` bytes: one before and one each way, 2 rounds; hidden: one each way more.
-
-        left: of a hidden order, so many are wanted: both ways back, and what is more, are of these alone. Undoing a
-        hidden one takes 3 rounds.
+    def moved(self, size: int, undo: bool, left: int | None) -> Cost:
+        """Moving `size` bytes: one before and two each way, of which only the first to party 2 is of all bytes where no
+        more than `left` are wanted; 2 rounds, 3 to undo.
         """
         end = size if left is None else left
-        there, back = (size + end, 2 * end) if hidden else (size, size)
-        return Cost({(0, 2): size, (1, 2): there, (2, 1): back}, 3 if hidden and undo else 2)
+        return Cost({(0, 2): size, (1, 2): size + end, (2, 1): 2 * end}, 3 if undo else 2)
 
-    def open_shuffled(self, count: int, rows: int = 1, hidden: bool = True) -> Cost:
-        """`open_shuffled` of `rows` vectors of `count` bits: one each way, one to party 0 if it may know; 1 round."""
+    def open_shuffled(self, count: int, rows: int = 1) -> Cost:
+        """`open_shuffled` of `rows` vectors of `count` bits: one each way, and one to party 0; 1 round."""
         size = 8 * words_for(count) * rows
-        return Cost({(1, 2): size, (2, 1): size, (1, 0): size if hidden else 0}, 1)
+        return Cost({(1, 2): size, (2, 1): size, (1, 0): size}, 1)
 
 
 trio_prices = Prices()

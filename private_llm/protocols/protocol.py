@@ -186,22 +186,20 @@ class Protocol(Arithmetic):
         DomainError for a table of another number of rows than the index's domain (not under plain).
         """
 
-    def permutation(self, size: int, *, hidden: bool = True, reuse: bool = False, blocks: int = 1) -> Permutation:
-        """A fresh, uniform, secret permutation of `size` elements. Local (dealer: 4 bytes an element to party 2).
+    def permutation(self, size: int, *, reuse: bool = False, blocks: int = 1) -> Permutation:
+        """A fresh, uniform permutation of `size` elements that no party knows. Local (dealer: 4 bytes an element).
 
-        hidden: no party knows it, so what is shuffled may be opened to all. Otherwise the helping party of trio and
-        dealer knows it (quad: nobody, ever), shuffles cost less, and nothing in this order is opened to that party.
-        reuse: several bit vectors may be opened in this order, which links them (`Permutation`). blocks: that many
-        equal runs of elements, each in an order of its own. Raises DomainError for a size below 1, or unequal runs.
+        What is shuffled by it may be opened to all. reuse: several bit vectors may be opened in this order, which links
+        them (`Permutation`). blocks: that many equal runs of elements, each in an order of its own. Raises DomainError
+        for a size below 1, or unequal runs.
         """
         if size < 1 or blocks < 1 or size % blocks:
             raise DomainError(f"permutation: got size {size} in {blocks} blocks; want at least 1, in equal blocks")
-        parts, known_to = self._order(size, hidden, blocks)
-        return Permutation(size, parts, known_to, reuse)
+        return Permutation(size, self._order(size, blocks), reuse)
 
     @abstractmethod
-    def _order(self, size: int, hidden: bool, blocks: int) -> tuple[tuple[Tensor | None, ...], frozenset[int]]:
-        """This party's sub-permutations of a fresh secret permutation, and who knows all of it."""
+    def _order(self, size: int, blocks: int) -> tuple[Tensor | None, ...]:
+        """This party's sub-permutations of a fresh secret permutation."""
 
     @abstractmethod
     def random_bits(self, rows: int, count: int) -> BitShare:
@@ -210,50 +208,53 @@ class Protocol(Arithmetic):
     def shuffle(self, x: Share, order: Permutation, undo: bool = False, places: Tensor | None = None) -> Share:
         """Rows of x [n, ...] in the secret order, under fresh masks; `undo` puts shuffled rows back. Comet, Protocol 1.
 
-        places: int64 [m], public: the only rows of the result that are wanted, of a hidden order and without `undo`.
-        The shape of x, or [m, ...]. Bytes a moved element: trio 24, dealer 32, with hidden=True 40 and 48, quad 96 (and
-        64 in all); hidden with places 16 and 32, and 24 and 16 for each that is wanted.
-        Rounds: trio 2 (3 to undo a hidden one), dealer 1 (2), quad 3. Raises DomainError unless n is the permutation's
-        size, and for other places; in quad UnsupportedOp in preprocessed calls, and ProtocolAbort for a lie.
+        places: int64 [m], public: the only rows of the result that are wanted, without `undo`. The shape of x, or
+        [m, ...]. Bytes a moved element: trio 40, dealer 48, quad 96 (and 64 in all); with places 16 and 32, and 24 and
+        16 for each that is wanted. Rounds: trio 2 (3 to undo), dealer 1 (2), quad 3. Raises DomainError unless n is the
+        permutation's size, and for other places; in quad UnsupportedOp in preprocessed calls, and ProtocolAbort for a
+        lie.
         """
-        return self._moved_rows(x, order, moved_rows(x, order, undo, places), undo)
+        return Share(self._moved(x.parts, order, moved_rows(x, order, undo, places), undo))
 
     def shuffle_bits(self, x: BitShare, order: Permutation) -> ShuffledBits:
         """All bit vectors in the same secret order. Rounds as `shuffle`, the bytes of a word as those of an element.
 
         Raises DomainError unless the vectors have the permutation's size; otherwise as `shuffle`.
         """
-        return ShuffledBits(self._moved_bits(x, order, moved_bits(x, order), undo=False), order)
+        return ShuffledBits(self._moved_bits(x, order, undo=False), order)
 
     def unshuffle_bits(self, x: ShuffledBits) -> BitShare:
         """The vectors as they were ordered before `shuffle_bits`, rows and count alike.
 
         Rounds as `shuffle` with `undo`, bytes as there.
         """
-        return self._moved_bits(x.bits, x.order, moved_bits(x.bits, x.order), undo=True)
+        return self._moved_bits(x.bits, x.order, undo=True)
+
+    def _moved_bits(self, x: BitShare, order: Permutation, undo: bool) -> BitShare:
+        moved = self._moved(self._as_elements(x.parts), order, moved_bits(x, order), undo)
+        return BitShare(self._as_elements(moved), x.count)
+
+    def _as_elements(self, parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Parts of bits masked as those of elements are, under exclusive or; applied again, parts of bits."""
+        return parts
 
     @abstractmethod
-    def _moved_rows(self, x: Share, order: Permutation, kind: Moved, undo: bool) -> Share:
-        """Rows in a secret order, or back."""
+    def _moved(self, parts: tuple[Tensor, ...], order: Permutation, kind: Moved, undo: bool) -> tuple[Tensor, ...]:
+        """Parts of elements in a secret order, or back."""
 
-    @abstractmethod
-    def _moved_bits(self, x: BitShare, order: Permutation, kind: Moved, undo: bool) -> BitShare:
-        """Vectors in a secret order, or back."""
-
-    def open_shuffled(self, x: ShuffledBits) -> Tensor | None:
-        """The bits in their secret order, to the parties: bool [rows, count]; None at a party that knows the order.
+    def open_shuffled(self, x: ShuffledBits) -> Tensor:
+        """The bits in their secret order, to all parties: bool [rows, count].
 
         What is learned: how many bits are set, and which of two vectors' set bits coincide if they share an order.
-        1 round; bits sent for each opened one: trio and dealer 2, 3 if hidden; quad 4 and 129 bytes, after a `verify`
-        (3 rounds in all). Raises ProtocolAbort for a second vector in an order that is not declared for reuse, and for
-        a lie (quad); UnsupportedOp in preprocessed calls, under quad or if the order is hidden.
+        1 round; bits sent for each opened one: trio and dealer 3; quad 4 and 129 bytes, after a `verify` (3 rounds in
+        all). Raises ProtocolAbort for a second vector in an order that is not declared for reuse, and for a lie (quad);
+        UnsupportedOp in preprocessed calls.
         """
-        words = self._opened(x)
-        return None if words is None else unpacked(words, x.bits.count).bool()
+        return unpacked(self._opened(x), x.bits.count).bool()
 
     @abstractmethod
-    def _opened(self, x: ShuffledBits) -> Tensor | None:
-        """The words that are opened, after `Permutation.spend`; None at a party that is not told."""
+    def _opened(self, x: ShuffledBits) -> Tensor:
+        """The words that are opened, after `Permutation.spend`."""
 
     # -- the edges of the sharing --------------------------------------------------------------------------------
     @abstractmethod

@@ -13,7 +13,7 @@ from private_llm.threat import computing, orders, running, token_sharding
 _SHORTCUTS: tuple[Threat, ...] = (
     computing.TRUNCATION, computing.COARSE, computing.COMPARISON_KEYS, computing.RANGES, computing.PRODUCT_MASKS,
     computing.PREPROCESSED, computing.LOOKUP, orders.FRESH_ORDERS, orders.NOISY_LEVELS, orders.REUSED_ORDERS,
-    orders.KNOWN_ORDERS, running.SHAPES, running.CACHE_POLICY, running.STOP_TIME, running.DRAFTS, running.REVEAL_LOGITS,
+    running.SHAPES, running.CACHE_POLICY, running.STOP_TIME, running.DRAFTS, running.REVEAL_LOGITS,
     running.REVEAL_TOKEN, running.PUBLIC_WEIGHTS, running.SHARE_FILES, token_sharding.SPLIT,
     computing.PARALLEL_SESSIONS, running.ONE_MACHINE, running.ADMISSION, running.SERVICE,
 )  # fmt: skip

@@ -78,15 +78,3 @@ Source: scripts/studies/linked_orders.py, measured by link_orders.py and kept_or
   tests/system/test_linked_orders.py runs it on what trio opens. Comet keeps one order for all requests (weights are
   shuffled ahead of time) and proves each opening by itself secure (appendix A), which does not cover this
 """)
-
-KNOWN_ORDERS = threat("""an order that the helping party knows (shortcut)
-Chosen by: permutation(size, hidden=False), which is cheaper; the default hides the order from every party
-- party 0 of trio, the dealer: the whole order, by design. It must see nothing that stands in this order: open_shuffled
-  sends it nothing, and neither may anything that is computed from opened bits, such as which rows go on or sizes of
-  messages to it, unless the bits' count and places are meant for it
-- the other two parties: what they learn in a hidden order: the bits in an order that neither knows
-- the helping party together with one other: which bits are set; as a pair they open everything anyway
-- quad: no party knows the order, whatever is asked for
-Source: private_llm/protocols/permutation.py (`known_to`); tests check who gets what is opened, and which
-  sub-permutations each party holds
-""")

@@ -29,7 +29,6 @@ from tests.session import run_session
 PROTOCOLS = protocol_names()
 SECRET = [name for name in PROTOCOLS if name != "plain"]
 every = pytest.mark.parametrize("protocol", PROTOCOLS)
-kinds = pytest.mark.parametrize("hidden", [False, True])
 
 
 def assert_cost(run: Run, price: Cost, protocol: str) -> None:
@@ -39,16 +38,13 @@ def assert_cost(run: Run, price: Cost, protocol: str) -> None:
 
 
 @every
-@kinds
 @pytest.mark.parametrize("ring", [64, 32])
 @pytest.mark.parametrize("shape", [(1,), (64,), (101,), (9, 5), (33, 2, 3), (4, 0)])
-def test_a_shuffle_moves_rows_and_undoing_it_puts_them_back(
-    protocol: str, ring: int, hidden: bool, shape: tuple[int, ...]
-) -> None:
+def test_a_shuffle_moves_rows_and_undoing_it_puts_them_back(protocol: str, ring: int, shape: tuple[int, ...]) -> None:
     cost, x, size = prices(protocol), ring_values(ring, shape, ring, 7), shape[0]
 
     def program(p: Protocol, a: Share) -> Share:
-        order = p.permutation(size, hidden=hidden)
+        order = p.permutation(size)
         moved = p.shuffle(a, order)
         back = p.shuffle(moved, order, undo=True)
         return Share(tuple(torch.stack(parts) for parts in zip(moved.parts, back.parts, strict=True)))
@@ -59,7 +55,7 @@ def test_a_shuffle_moves_rows_and_undoing_it_puts_them_back(
     assert sorted(moved.reshape(size, -1).tolist()) == sorted(x.reshape(size, -1).tolist())
     price = cost.permutation(size)
     for undo in (False, True):
-        price += cost.shuffle(Ring(ring), x.numel(), hidden, undo)
+        price += cost.shuffle(Ring(ring), x.numel(), undo)
     assert_cost(run, price, protocol)
 
 
@@ -82,13 +78,12 @@ def test_places_of_a_shuffle_are_those_rows_of_it(protocol: str, places: list[in
 
 
 @every
-def test_places_are_of_a_hidden_order_and_on_the_way_there(protocol: str) -> None:
-    def program(hidden: bool, undo: bool) -> Any:
-        return lambda p, a: p.shuffle(a, p.permutation(4, hidden=hidden), undo, torch.tensor([1]))
+def test_places_are_on_the_way_there(protocol: str) -> None:
+    def program(p: Protocol, a: Share) -> Share:
+        return p.shuffle(a, p.permutation(4), undo=True, places=torch.tensor([1]))
 
-    for hidden, undo in [(True, True), (False, False)][: 2 if protocol in ("trio", "dealer") else 1]:
-        with pytest.raises(DomainError, match="got places"):
-            run_ring(config(protocol, 64), [ring_values(64, (4,), 20, 1)], program(hidden, undo), (1,))
+    with pytest.raises(DomainError, match="got places"):
+        run_ring(config(protocol, 64), [ring_values(64, (4,), 20, 1)], program, (1,))
 
 
 @every
@@ -106,12 +101,11 @@ def test_places_that_are_none(protocol: str, places: Tensor) -> None:
 
 
 @every
-@kinds
-def test_two_values_move_alike_and_two_orders_differ(protocol: str, hidden: bool) -> None:
+def test_two_values_move_alike_and_two_orders_differ(protocol: str) -> None:
     x = ring_values(64, (200,), 60, 1)
 
     def program(p: Protocol, a: Share) -> Share:
-        one, other = (p.permutation(200, hidden=hidden) for _ in range(2))
+        one, other = (p.permutation(200) for _ in range(2))
         moved = [p.shuffle(a, one), p.shuffle(p.add(a, a), one), p.shuffle(a, other)]
         return Share(tuple(torch.stack(parts) for parts in zip(*(m.parts for m in moved), strict=True)))
 
@@ -122,8 +116,8 @@ def test_two_values_move_alike_and_two_orders_differ(protocol: str, hidden: bool
 
 
 @pytest.mark.parametrize("protocol", ["trio", "dealer"])
-def test_the_helping_party_lacks_a_part_of_a_hidden_order(protocol: str) -> None:
-    _, orders, _ = opened_by_all(protocol, ring_values(64, (200,), 60, 1), hidden=True)
+def test_the_helping_party_lacks_a_part_of_an_order(protocol: str) -> None:
+    _, orders, _ = opened_by_all(protocol, ring_values(64, (200,), 60, 1))
     one, other = (known(orders[party].parts[-1]) for party in (1, 2))
     assert torch.equal(one, other)
     assert sorted(one.tolist()) == list(range(200))
@@ -132,7 +126,7 @@ def test_the_helping_party_lacks_a_part_of_a_hidden_order(protocol: str) -> None
 
 
 def opened_by_all(
-    protocol: str, x: Tensor, hidden: bool, rows: int = 1, reuse: bool = False, times: int = 1
+    protocol: str, x: Tensor, rows: int = 1, reuse: bool = False, times: int = 1
 ) -> tuple[dict[int, list[Any]], dict[int, Permutation], Tensor]:
     """What every party sees of the signs of x (in `rows` vectors), its order, and the signs after the move."""
     seen: dict[int, list[Any]] = {}
@@ -144,7 +138,7 @@ def opened_by_all(
         share = p.receive_input(tuple(x.shape))
         bits = p.msb(share)
         parts = tuple(packed(unpacked(part, x.numel()).view(rows, count)) for part in bits.parts)
-        orders[p.party] = order = p.permutation(count, hidden=hidden, reuse=reuse)
+        orders[p.party] = order = p.permutation(count, reuse=reuse)
         seen[p.party] = [p.open_shuffled(p.shuffle_bits(BitShare(parts, count), order)) for _ in range(times)]
         p.reveal_to_client(p.shuffle(p.inject(BitShare(parts, count).row(0), None, [0], [1]), order))
 
@@ -156,32 +150,24 @@ def opened_by_all(
 
 
 @every
-@kinds
 @pytest.mark.parametrize("count", [1, 64, 130])
-def test_shuffled_bits_open_in_their_order_to_those_who_do_not_know_it(protocol: str, hidden: bool, count: int) -> None:
-    x = ring_values(64, (count,), 60, 5)
-    seen, orders, moved = opened_by_all(protocol, x, hidden)
+def test_shuffled_bits_open_in_their_order_to_all(protocol: str, count: int) -> None:
+    seen, _, moved = opened_by_all(protocol, x := ring_values(64, (count,), 60, 5))
     assert int(moved.sum()) == int((x < 0).sum())
-    for party, (bits,) in seen.items():
-        if party in orders[party].known_to:
-            assert bits is None
-        else:
-            assert torch.equal(bits, moved.bool().view(1, count))
-    helps = protocol in ("trio", "dealer") and not hidden
-    assert orders[0].known_to == ({0} if helps else set())
+    for (bits,) in seen.values():
+        assert torch.equal(bits, moved.bool().view(1, count))
 
 
 @pytest.mark.parametrize("protocol", SECRET)
-@kinds
-def test_nobody_but_a_declared_helper_holds_the_whole_order(protocol: str, hidden: bool) -> None:
-    """The order, computed from all parts, cannot be had from the parts of one party, unless it is declared to know."""
-    _, orders, _ = opened_by_all(protocol, ring_values(64, (50,), 60, 5), hidden)
+def test_nobody_holds_the_whole_order(protocol: str) -> None:
+    """The order, computed from all parts, cannot be had from the parts of one party."""
+    _, orders, _ = opened_by_all(protocol, ring_values(64, (50,), 60, 5))
     for party, order in orders.items():
         held = [part is not None for part in order.parts]
         if protocol == "dealer":  # tau1, rho1, tau2, rho2, last: one of each pair says nothing
-            assert held == [party != 2, party != 2, party != 1, party != 1, hidden and party != 0]
+            assert held == [party != 2, party != 2, party != 1, party != 1, party != 0]
         elif protocol == "trio":
-            assert held == [party != 2, party != 1, hidden and party != 0]
+            assert held == [party != 2, party != 1, party != 0]
         else:
             assert held == [party != lacking for lacking in range(4)]
 
@@ -190,28 +176,28 @@ def test_nobody_but_a_declared_helper_holds_the_whole_order(protocol: str, hidde
 def test_a_second_opening_in_one_order_is_refused_unless_it_is_declared(protocol: str) -> None:
     x = ring_values(64, (64,), 60, 5)
     with pytest.raises(ProtocolAbort, match="links them"):
-        opened_by_all(protocol, x, True, times=2)
+        opened_by_all(protocol, x, times=2)
     with pytest.raises(ProtocolAbort, match="links them"):
-        opened_by_all(protocol, x, True, rows=2)
-    seen, _, _ = opened_by_all(protocol, x, True, rows=2, reuse=True, times=2)
+        opened_by_all(protocol, x, rows=2)
+    seen, _, _ = opened_by_all(protocol, x, rows=2, reuse=True, times=2)
     assert torch.equal(*seen[max(seen)])
 
 
 @every
 def test_costs_of_bits(protocol: str) -> None:
-    for hidden, count in itertools.product((False, True), (64, 130)):
-        run, words = bit_run(protocol, hidden, count)
+    for count in (64, 130):
+        run, words = bit_run(protocol, count)
         cost = prices(protocol)
-        price = cost.msb(count, 64) + cost.permutation(count) + cost.shuffle_bits(count, 1, hidden)
-        assert_cost(run, price + cost.open_shuffled(count, 1, hidden), protocol)
+        price = cost.msb(count, 64) + cost.permutation(count) + cost.shuffle_bits(count, 1)
+        assert_cost(run, price + cost.open_shuffled(count, 1), protocol)
         assert words == (count + 63) // 64
 
 
-def bit_run(protocol: str, hidden: bool, count: int) -> tuple[Run, int]:
+def bit_run(protocol: str, count: int) -> tuple[Run, int]:
     words = []
 
     def program(p: Protocol, a: Share) -> Share:
-        shuffled = p.shuffle_bits(p.msb(a), p.permutation(count, hidden=hidden))
+        shuffled = p.shuffle_bits(p.msb(a), p.permutation(count))
         words.append(shuffled.bits.parts[0].shape[1])
         p.open_shuffled(shuffled)
         return a
@@ -230,21 +216,18 @@ def test_wrong_sizes_are_refused(protocol: str) -> None:
 
 
 @pytest.mark.parametrize("protocol", SECRET)
-@kinds
 @pytest.mark.parametrize("undo", [False, True])
 @pytest.mark.parametrize("some", [False, True])
-def test_nothing_that_a_party_receives_is_what_it_holds_in_another_order(
-    protocol: str, hidden: bool, undo: bool, some: bool
-) -> None:
+def test_nothing_that_a_party_receives_is_what_it_holds_in_another_order(protocol: str, undo: bool, some: bool) -> None:
     """A component that travelled without a mask would tell its receiver the order by comparison."""
-    if some and (undo or not hidden):
+    if some and undo:
         return
     size, tap, held = 500, Tap(), {}
     x = ring_values(64, (size,), 60, 3)
     places = torch.arange(size).flip(0) if some else None
 
     def program(p: Protocol, a: Share) -> Share:
-        order = p.permutation(size, hidden=hidden)
+        order = p.permutation(size)
         sums = [sum(chosen[1:], chosen[0]) for r in (1, 2, 3) for chosen in itertools.combinations(a.parts, r)]
         held[p.party] = [value for part in sums for value in (part, part + x, part - x)]
         return p.shuffle(a, order, undo, places)
@@ -271,7 +254,7 @@ def test_orders_of_sessions_differ_and_every_sub_permutation_matters() -> None:
     x = torch.arange(6)
     seen = Counter()
     for _ in range(40):
-        result = run_ring(config("trio", 64), [x], lambda p, a: p.shuffle(a, p.permutation(6, hidden=False)), (6,))
+        result = run_ring(config("trio", 64), [x], lambda p, a: p.shuffle(a, p.permutation(6)), (6,))
         seen[tuple(result.result.tolist())] += 1
     assert max(seen.values()) <= 3
 
@@ -286,7 +269,7 @@ def test_bits_survive_packing() -> None:
 
 
 def test_a_permutation_shows_and_stores_nothing() -> None:
-    order = Permutation(3, (torch.tensor([2, 0, 1]),), frozenset())
+    order = Permutation(3, (torch.tensor([2, 0, 1]),))
     assert "tensor" not in repr(order)
     assert "tensor" not in repr(ShuffledBits(BitShare((torch.zeros(1, 1, dtype=torch.int64),), 3), order))
     with pytest.raises(TypeError, match="not serialised"):

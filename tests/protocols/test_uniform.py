@@ -80,14 +80,12 @@ def gates(p: Protocol, x: Share, y: Share) -> Share:
 
 
 def orders(p: Protocol, x: Share, y: Share) -> Share:
-    """Rows and bits moved and put back, in an order that nobody knows and, in trio, in one that its helper knows."""
-    for hidden in (True, False):
-        order = p.permutation(N, hidden=hidden)
-        if hidden:
-            some = p.shuffle(y, order, places=torch.arange(0, N, 2))
-            y = p.add(y, some.map(lambda part: torch.cat([part, part])))
-        x = p.shuffle(p.add(p.shuffle(x, order), p.shuffle(y, order)), order, undo=True)
-        y = p.inject(p.shuffle_bits(p.a2b(y), order).bits, None, [0] * 64, [1] * 64)
+    """Rows and bits moved and put back, in an order that nobody knows."""
+    order = p.permutation(N)
+    some = p.shuffle(y, order, places=torch.arange(0, N, 2))
+    y = p.add(y, some.map(lambda part: torch.cat([part, part])))
+    x = p.shuffle(p.add(p.shuffle(x, order), p.shuffle(y, order)), order, undo=True)
+    y = p.inject(p.shuffle_bits(p.a2b(y), order).bits, None, [0] * 64, [1] * 64)
     return p.add(x, y)
 
 

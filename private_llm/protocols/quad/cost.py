@@ -101,13 +101,13 @@ class QuadPrices(Prices):
         """Four point-function keys for each of four parties, 8 key_words(domain) bytes each."""
         return Cost({(CLIENT, party): 4 * 8 * count * key_words(domain) for party in range(4)})
 
-    def moved(self, size: int, hidden: bool, undo: bool, left: int | None) -> Cost:
+    def moved(self, size: int, undo: bool, left: int | None) -> Cost:
         """By four sub-permutations: 12 elements for each, and two digests; 3 rounds."""
         between = 2 * size + DIGEST_BYTES
         masks = dict.fromkeys([(3, 0), (3, 1), (3, 2), (2, 0)], 2 * size)
         return Cost({**masks, (1, 2): between, (2, 1): between}, 3)
 
-    def open_shuffled(self, count: int, rows: int = 1, hidden: bool = True) -> Cost:
+    def open_shuffled(self, count: int, rows: int = 1) -> Cost:
         """`verify`, then to each party the component that it lacks and its digest; 3 rounds."""
         size = 8 * words_for(count) * rows
         told = dict.fromkeys([(2, 0), (2, 1), (1, 2), (1, 3)], size)

@@ -38,7 +38,7 @@ from private_llm.protocols.permutation import Moved, Permutation, ShuffledBits, 
 from private_llm.protocols.quad.arithmetic import QuadArithmetic
 from private_llm.protocols.quad.client import DIGEST_BYTES, as_bytes, as_tensor, digest
 from private_llm.protocols.quad.records import Member, same
-from private_llm.protocols.share import BitShare, Share, words_for
+from private_llm.protocols.share import BitShare, words_for
 
 Step = Callable[[Tensor, Tensor], Tensor]
 
@@ -55,15 +55,14 @@ class QuadShuffles(QuadArithmetic):
     They raise ProtocolAbort, before anything is opened, where one party's message is not what another vouches for.
     """
 
-    def _order(self, size: int, hidden: bool, blocks: int) -> tuple[tuple[Tensor | None, ...], frozenset[int]]:
-        """No party knows it, whatever `hidden` says."""
-        parts = (None if words is None else drawn(words, blocks) for words in self._drawn_components(size))
-        return tuple(parts), frozenset()
+    def _order(self, size: int, blocks: int) -> tuple[Tensor | None, ...]:
+        return tuple(None if words is None else drawn(words, blocks) for words in self._drawn_components(size))
 
     def random_bits(self, rows: int, count: int) -> BitShare:
         """Each of the four components from the stream of the three parties that know it, who need no record. Local."""
         held = self._drawn_components(rows * words_for(count))
-        return self._as_bits([None if words is None else words.view(rows, -1) for words in held], count)
+        parts = self._parts([None if words is None else words.view(rows, -1) for words in held], torch.bitwise_xor)
+        return BitShare(self._as_elements(parts), count)
 
     def _drawn_components(self, size: int) -> list[Tensor | None]:
         """Uniform words that three parties know, for each party that lacks them."""
@@ -79,14 +78,13 @@ class QuadShuffles(QuadArithmetic):
         return order.index(lacking)
 
     # -- what is moved ---------------------------------------------------------------------------------------
-    def _moved_rows(self, x: Share, order: Permutation, kind: Moved, undo: bool) -> Share:
+    def _moved(self, parts: tuple[Tensor, ...], order: Permutation, kind: Moved, undo: bool) -> tuple[Tensor, ...]:
         """12 elements for each and 64 bytes, 3 rounds. All are moved, whatever places are wanted."""
-        held = self._run("shuffle", self._components(x.parts, kind.plus), order, kind, undo)
-        moved, places = Share(self._parts(held, kind.minus)), kind.places
-        return moved if places is None else moved.map(lambda part: part[places.to(part.device)])
-
-    def _moved_bits(self, x: BitShare, order: Permutation, kind: Moved, undo: bool) -> BitShare:
-        return self._as_bits(self._run("shuffle", self._of_bits(x), order, kind, undo), x.count)
+        moved, places = (
+            self._parts(self._run(self._components(parts, kind.plus), order, kind, undo), kind.minus),
+            kind.places,
+        )
+        return moved if places is None else tuple(part[places.to(part.device)] for part in moved)
 
     def _components(self, parts: tuple[Tensor, ...], plus: Step) -> list[Tensor | None]:
         """(u, a2, a1, V), None for the one that this party lacks."""
@@ -108,19 +106,7 @@ class QuadShuffles(QuadArithmetic):
         rest = minus(minus(known(value), masks[0]), masks[1])
         return (rest, *masks) if self.role else (*masks, rest)
 
-    def _of_bits(self, x: BitShare) -> list[Tensor | None]:
-        return self._components(self._less_own(x.parts), torch.bitwise_xor)
-
-    def _as_bits(self, held: list[Tensor | None], count: int) -> BitShare:
-        return BitShare(self._less_own(self._parts(held, torch.bitwise_xor)), count)
-
-    def _less_own(self, parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Evaluators of bits hold b ^ l1 ^ l2; of numbers their own mask is not in the first part. Either way."""
-        return (parts[0] ^ parts[1], *parts[1:]) if self.role else parts
-
-    def _run(
-        self, tag: str, held: list[Tensor | None], order: Permutation, kind: Moved, undo: bool
-    ) -> list[Tensor | None]:
+    def _run(self, held: list[Tensor | None], order: Permutation, kind: Moved, undo: bool) -> list[Tensor | None]:
         """The components after all steps: first all that is of masks alone, then V from step to step."""
         if self._apart:
             raise UnsupportedOp(
@@ -133,11 +119,11 @@ class QuadShuffles(QuadArithmetic):
         masks = held[:_VALUE]
         for step in steps:
             masks, changes[step] = self._remasked(masks, perms[step], kind)
-        self._send_masks(tag, changes, steps, kind)
+        self._send_masks(changes, kind)
         value = held[_VALUE]
         if self.party != _VALUE:
             for step in steps:
-                value = self._stepped(tag, step, known(value), perms[step], changes[step], kind)
+                value = self._stepped(step, known(value), perms[step], changes[step], kind)
         return [*masks, value]
 
     def _remasked(
@@ -156,33 +142,35 @@ class QuadShuffles(QuadArithmetic):
                 changes[number] = kind.minus(kind.move(mask, p), new)
         return fresh, changes
 
-    def _send_masks(self, tag: str, changes: dict[int, dict[int, Tensor]], steps: tuple[int, ...], kind: Moved) -> None:
+    def _send_masks(self, changes: dict[int, dict[int, Tensor]], kind: Moved) -> None:
         """Every party that knows a step's order gets the t that it lacks. Views: in the order of the steps' numbers."""
         shape = (2, *kind.shape)
         if self.party == 3:
-            self.transport.send(Member(0), tag, torch.stack([changes[1][0], changes[2][0]]))
-            self.transport.send(Member(1), tag, torch.stack([changes[2][1], changes[0][1]]))
-            self.transport.send(Member(2), tag, torch.stack([changes[1][2], changes[0][2]]))
+            self.transport.send(Member(0), "shuffle", torch.stack([changes[1][0], changes[2][0]]))
+            self.transport.send(Member(1), "shuffle", torch.stack([changes[2][1], changes[0][1]]))
+            self.transport.send(Member(2), "shuffle", torch.stack([changes[1][2], changes[0][2]]))
             return
         if self.party == 0:
             self._transcripts[2].absorb(changes[1][2])
             self._transcripts[1].absorb(changes[2][1])
             self._transcripts[1].absorb(changes[3][1])
             self._transcripts[2].absorb(changes[3][2])
-            changes[1][0], changes[2][0] = self.transport.recv(Member(3), tag, shape, kind.dtype)
-            changes[3][0] = self._told(tag, tuple(kind.shape), kind.dtype)
+            changes[1][0], changes[2][0] = self.transport.recv(Member(3), "shuffle", shape, kind.dtype)
+            changes[3][0] = self._told("shuffle", tuple(kind.shape), kind.dtype)
             return
         other = 3 - self.party
         apart = other  # the step in which this party gets its t from party 3 with party 0 as witness
-        changes[apart][self.party], changes[0][self.party] = self.transport.recv(Member(3), tag, shape, kind.dtype)
-        theirs = self.transport.exchange(Member(other), tag, changes[3][other].contiguous())
+        changes[apart][self.party], changes[0][self.party] = self.transport.recv(
+            Member(3), "shuffle", shape, kind.dtype
+        )
+        theirs = self.transport.exchange(Member(other), "shuffle", changes[3][other].contiguous())
         changes[3][self.party] = theirs
         self._transcripts[0].absorb(changes[apart][self.party])
         self._transcripts[0].absorb(theirs)
-        self._tell(tag, changes[3][0].contiguous())
-        self.transport.send(Member(other), tag, as_tensor(digest(changes[0][other])))
-        if not self._vouched(tag, other, changes[0][self.party]):
-            self._stop(tag)
+        self._tell("shuffle", changes[3][0].contiguous())
+        self.transport.send(Member(other), "shuffle", as_tensor(digest(changes[0][other])))
+        if not self._vouched("shuffle", other, changes[0][self.party]):
+            self._stop("shuffle")
 
     def _vouched(self, tag: str, witness: int, value: Tensor) -> bool:
         """Whether `witness`, who holds the same, sends the digest of what another party sent."""
@@ -196,26 +184,24 @@ class QuadShuffles(QuadArithmetic):
             "and find out why"
         )
 
-    def _stepped(
-        self, tag: str, step: int, value: Tensor, p: Tensor | None, changes: dict[int, Tensor], kind: Moved
-    ) -> Tensor:
+    def _stepped(self, step: int, value: Tensor, p: Tensor | None, changes: dict[int, Tensor], kind: Moved) -> Tensor:
         """V after one step, at parties 0, 1 and 2."""
         if self.party == step:
             if step == 0:
-                return self._told(tag, tuple(kind.shape), kind.dtype)
-            value = self.transport.recv(Member(3 - step), tag, tuple(kind.shape), kind.dtype)
+                return self._told("shuffle", tuple(kind.shape), kind.dtype)
+            value = self.transport.recv(Member(3 - step), "shuffle", tuple(kind.shape), kind.dtype)
         else:
             value = kind.move(value, known(p))
             for change in changes.values():
                 value = kind.minus(value, change)
             if step == 0:
-                self._tell(tag, value)
+                self._tell("shuffle", value)
             elif step != _VALUE and self.party == 3 - step:
-                self.transport.send(Member(step), tag, value)
+                self.transport.send(Member(step), "shuffle", value)
         if step in (1, 2):
             self._confirm(value)
             if self.party:
-                self.ledger.add_round(tag)
+                self.ledger.add_round("shuffle")
         return value
 
     # -- opening ---------------------------------------------------------------------------------------------
@@ -228,7 +214,10 @@ class QuadShuffles(QuadArithmetic):
             )
         x.order.spend(x.bits.rows)
         self.verify()
-        held = [None if part is None else part.contiguous() for part in self._of_bits(x.bits)]
+        held = [
+            None if part is None else part.contiguous()
+            for part in self._components(self._as_elements(x.bits.parts), torch.bitwise_xor)
+        ]
         shape = tuple(x.bits.parts[0].shape)
         for lacking, teller, witness in ((0, 2, 3), (1, 2, 3), (2, 1, 3), (_VALUE, 1, 2)):
             mine = held[lacking]

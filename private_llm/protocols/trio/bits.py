@@ -199,6 +199,10 @@ class TrioBits(TrioArithmetic):
         sums = [self.xor(rows[0][0], rows[1][0]), *self._added(*rows)]
         return BitShare(tuple(torch.cat(parts) for parts in zip(*(row.parts for row in sums), strict=True)), x.numel())
 
+    def _as_elements(self, parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Evaluators of bits hold the value under both masks; of elements their own mask is not in the first part."""
+        return (parts[0] ^ parts[1], *parts[1:]) if self.role else parts
+
     # -- gates ----------------------------------------------------------------------------------------------
     def xor(self, x: BitShare, y: BitShare) -> BitShare:
         """Local."""

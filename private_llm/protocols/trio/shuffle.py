@@ -4,10 +4,8 @@ Forward (Comet's Protocol 1 for a helper that knows all masks; x = M - a1 - a2, 
     party 1 to 2:  m = pi1(x + a2) + r                        r from the stream of parties 0 and 1
     party 0 to 2:  h = z1 + z2 - pi2(pi1(a2)) - pi2(r)        of masks alone, so it may be ahead
     party 2:       pi2(m) + h = pi2(pi1(x)) + z1 + z2 = M'    and sends M' to party 1
-Three elements in all, 2 rounds. Party 2 lacks r and z1, so m and h are uniform to it; party 1 lacks z2, so M' is.
-So far party 0 knows the whole permutation and must not see anything in this order (`Permutation.known_to`).
-
-Hidden from party 0 as well, parties 1 and 2 go on with pi0 and masks y1, y2 that each draws with party 0:
+Three elements so far, 2 rounds. Party 2 lacks r and z1, so m and h are uniform to it; party 1 lacks z2, so M' is.
+So far party 0 knows all of it. Parties 1 and 2 go on with pi0, and masks y1, y2 that each draws with party 0:
     party 1 to 2:  pi0(z1) - y1        party 2 to 1:  pi0(z2) - y2        both hold pi0(M') less what these say
 Two elements more and no round, as both travel with the messages above. Each is uniform to its receiver, who lacks y.
 Where only some places of the final order are wanted, pi0 takes from M', z1 and z2 what ends there, and M' comes in the
@@ -22,7 +20,7 @@ Back, undoing pi0 first (2 elements, 1 round, as above) and then pi2 and pi1 fro
     party 2 to 1:  m = pi2^-1(x + a1) + r                     r from the stream of parties 0 and 2
     party 1:       pi1^-1(m) + h = M'                         h, z1 from the stream of parties 0 and 1; sends M' to 2
     party 0 to 2:  z2 = h - z1 + pi1^-1(pi2^-1(a1)) + pi1^-1(r)
-z2 is uniform to party 2, who lacks h. The same 3 elements (5 with pi0), 2 rounds (3 with pi0).
+z2 is uniform to party 2, who lacks h. The same 5 elements, 3 rounds.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ from torch import Tensor
 from private_llm.errors import ProtocolAbort, UnsupportedOp
 from private_llm.protocols.ends import PartySetup
 from private_llm.protocols.permutation import Moved, Permutation, ShuffledBits, drawn, inverse, known
-from private_llm.protocols.share import BitShare, Share, words_for
+from private_llm.protocols.share import BitShare, words_for
 from private_llm.protocols.trio.bits import TrioBits
 from private_llm.ring.prg import Prg
 
@@ -48,13 +46,12 @@ class TrioShuffles(TrioBits):
         mutual = setup.pair_seeds.get(3 - self.role) if self.role else None
         self._mutual: Prg | None = None if mutual is None else mutual.stream("trio permutations")
 
-    def _order(self, size: int, hidden: bool, blocks: int) -> tuple[tuple[Tensor | None, ...], frozenset[int]]:
-        whole = frozenset[int]() if hidden else frozenset({0})
+    def _order(self, size: int, blocks: int) -> tuple[Tensor | None, ...]:
         if self.role == 0:
-            return (*(drawn(self._draw_words(size, which), blocks) for which in range(2)), None), whole
+            return (*(drawn(self._draw_words(size, which), blocks) for which in range(2)), None)
         own = drawn(self._draw_words(size), blocks)
-        last = drawn(self._mutual_words(size), blocks) if hidden else None
-        return (own, None, last) if self.role == 1 else (None, own, last), whole
+        last = drawn(self._mutual_words(size), blocks)
+        return (own, None, last) if self.role == 1 else (None, own, last)
 
     def random_bits(self, rows: int, count: int) -> BitShare:
         """Both masks as of any bits, and B from the stream of parties 1 and 2, which party 0 lacks. Local.
@@ -72,52 +69,35 @@ class TrioShuffles(TrioBits):
         return self._mutual.words(size, self.device)
 
     # -- what is moved ---------------------------------------------------------------------------------------
-    def _moved_rows(self, x: Share, order: Permutation, kind: Moved, undo: bool) -> Share:
-        first, second = x.parts[:2]
-        return Share(self._moved("shuffle", (first, second), order, kind, undo))
-
-    def _moved_bits(self, x: BitShare, order: Permutation, kind: Moved, undo: bool) -> BitShare:
-        masked, own = x.parts[:2]
-        # evaluators of bits hold the value under both masks; what moves is the value under the other's alone
-        half, own = self._moved("shuffle", (masked ^ own if self.role else masked, own), order, kind, undo)
-        return BitShare((half ^ own if self.role else half, own), x.count)
-
-    def _moved(self, tag: str, parts: Parts, order: Permutation, kind: Moved, undo: bool) -> Parts:
-        return self._back(tag, parts, order, kind) if undo else self._forth(tag, parts, order, kind)
+    def _moved(self, parts: tuple[Tensor, ...], order: Permutation, kind: Moved, undo: bool) -> tuple[Tensor, ...]:
+        return (self._back if undo else self._forth)((parts[0], parts[1]), order, kind)
 
     def _some(self, kind: Moved, arrays: int, which: int = 0) -> list[Tensor]:
         """Fresh masks of the shape of a component."""
         fresh = self._streams[which].draw(arrays * kind.count, kind.dtype, self.device)
         return list(fresh.view(arrays, *kind.shape))
 
-    def _forth(self, tag: str, parts: Parts, order: Permutation, kind: Moved) -> Parts:
+    def _forth(self, parts: Parts, order: Permutation, kind: Moved) -> Parts:
         first, second, last = order.parts
-        hidden = not order.known_to
         if self.role == 0:
             p, q = known(first), known(second)
             (r, z1), (z2,) = self._some(kind, 2), self._some(kind, 1, 1)
             cover = kind.move(kind.plus(kind.move(parts[1], p), r), q)
-            self.transport.send(2, tag, kind.minus(kind.plus(z1, z2), cover))
-            return self._last_masks(kind) if hidden else (z1, z2)
+            self.transport.send(2, "shuffle", kind.minus(kind.plus(z1, z2), cover))
+            return self._last_masks(kind)
         if self.role == 1:
             r, z = self._some(kind, 2)
-            there = [kind.plus(kind.move(parts[0], known(first)), r)]
-            if not hidden:
-                (m,) = self._reply(tag, there, [kind])
-                return kind.minus(m, z), z
+            there = kind.plus(kind.move(parts[0], known(first)), r)
             own, y = self._ended(z, known(last), kind)
-            m, theirs = self._reply(tag, [*there, kind.minus(own, y)], [kind.left, kind.left])
+            m, theirs = self._reply([there, kind.minus(own, y)], [kind.left, kind.left])
             return kind.minus(kind.minus(m, own), theirs), y
         (z,) = self._some(kind, 1)
-        got, *told = self._await(tag, [kind, kind.left] if hidden else [kind])
-        m = kind.plus(kind.move(got, known(second)), self.transport.recv(0, tag, tuple(kind.shape), kind.dtype))
-        if not hidden:
-            self._answer(tag, [m])
-            return kind.minus(m, z), z
+        got, theirs = self._await([kind, kind.left])
+        m = kind.plus(kind.move(got, known(second)), self._from_helper("shuffle", tuple(kind.shape), kind.dtype))
         own, y = self._ended(z, known(last), kind)
         m = kind.move(m, kind.end(known(last)))
-        self._answer(tag, [m, kind.minus(own, y)])
-        return kind.minus(kind.minus(m, own), told[0]), y
+        self._answer([m, kind.minus(own, y)])
+        return kind.minus(kind.minus(m, own), theirs), y
 
     def _last_masks(self, kind: Moved) -> Parts:
         """Party 0's masks after the last sub-permutation: y1, y2."""
@@ -127,69 +107,67 @@ class TrioShuffles(TrioBits):
         """An evaluator's mask after the last sub-permutation, and the one that takes its place."""
         return kind.move(z, kind.end(last)), self._some(kind.left, 1)[0]
 
-    def _back(self, tag: str, parts: Parts, order: Permutation, kind: Moved) -> Parts:
+    def _back(self, parts: Parts, order: Permutation, kind: Moved) -> Parts:
         first, second, last = order.parts
-        if not order.known_to:
-            parts = self._unhidden(tag, parts, last, kind)
+        parts = self._unhidden(parts, last, kind)
         if self.role == 0:
             p, q = inverse(known(first)), inverse(known(second))
             h, z1 = self._some(kind, 2)
             (r,) = self._some(kind, 1, 1)
             cover = kind.move(kind.plus(kind.move(parts[0], q), r), p)
             z2 = kind.plus(kind.minus(h, z1), cover)
-            self.transport.send(2, tag, z2)
+            self.transport.send(2, "shuffle", z2)
             return z1, z2
         if self.role == 2:
             (r,) = self._some(kind, 1)
-            z = self.transport.recv(0, tag, tuple(kind.shape), kind.dtype)
-            (m,) = self._reply(tag, [kind.plus(kind.move(parts[0], inverse(known(second))), r)], [kind])
+            z = self._from_helper("shuffle", tuple(kind.shape), kind.dtype)
+            (m,) = self._reply([kind.plus(kind.move(parts[0], inverse(known(second))), r)], [kind])
             return kind.minus(m, z), z
         h, z = self._some(kind, 2)
-        (theirs,) = self._await(tag, [kind])
+        (theirs,) = self._await([kind])
         m = kind.plus(kind.move(theirs, inverse(known(first))), h)
-        self._answer(tag, [m])
+        self._answer([m])
         return kind.minus(m, z), z
 
-    def _unhidden(self, tag: str, parts: Parts, last: Tensor | None, kind: Moved) -> Parts:
+    def _unhidden(self, parts: Parts, last: Tensor | None, kind: Moved) -> Parts:
         """Undo the last sub-permutation, 1 round: each evaluator tells the other what its mask becomes, masked."""
         if self.role == 0:
             return self._some(kind, 1)[0], self._some(kind, 1, 1)[0]
         back = inverse(known(last))
         (y,) = self._some(kind, 1)
-        theirs = self.transport.exchange(3 - self.role, tag, kind.minus(kind.move(parts[1], back), y))
+        theirs = self.transport.exchange(3 - self.role, "shuffle", kind.minus(kind.move(parts[1], back), y))
         # part 0 is x + the other's mask, of which `theirs` says what it becomes less the other's new one
         return kind.minus(kind.move(parts[0], back), theirs), y
 
-    def _reply(self, tag: str, message: list[Tensor], answers: list[Moved]) -> list[Tensor]:
+    def _reply(self, message: list[Tensor], answers: list[Moved]) -> list[Tensor]:
         """Send and wait for the answer: 2 rounds."""
-        self._answer(tag, message)
-        return self._await(tag, answers)
+        self._answer(message)
+        return self._await(answers)
 
-    def _answer(self, tag: str, message: list[Tensor]) -> None:
+    def _answer(self, message: list[Tensor]) -> None:
         """Both evaluators book the way there and the way back."""
-        self.transport.send(3 - self.role, tag, torch.cat([each.reshape(-1) for each in message]))
-        self.ledger.add_round(tag)
+        self.transport.send(3 - self.role, "shuffle", torch.cat([each.reshape(-1) for each in message]))
+        self.ledger.add_round("shuffle")
 
-    def _await(self, tag: str, answers: list[Moved]) -> list[Tensor]:
-        self.ledger.add_round(tag)
+    def _await(self, answers: list[Moved]) -> list[Tensor]:
+        self.ledger.add_round("shuffle")
         counts = [each.count for each in answers]
-        pieces = self.transport.recv(3 - self.role, tag, (sum(counts),), answers[0].dtype).split_with_sizes(counts)
-        return [piece.view(each.shape) for piece, each in zip(pieces, answers, strict=True)]
+        got = self.transport.recv(3 - self.role, "shuffle", (sum(counts),), answers[0].dtype)
+        return [piece.view(each.shape) for piece, each in zip(got.split_with_sizes(counts), answers, strict=True)]
 
     # -- opening ---------------------------------------------------------------------------------------------
-    def _opened(self, x: ShuffledBits) -> Tensor | None:
-        """The evaluators exchange their masks, 1 bit each way; party 1 tells party 0 where that may know."""
-        telling = not x.order.known_to
-        if telling and self._apart:
+    def _opened(self, x: ShuffledBits) -> Tensor:
+        """The evaluators exchange their masks, 1 bit each way, and party 1 tells party 0 the masked bits."""
+        if self._apart:
             raise UnsupportedOp(
-                "open_shuffled: the helping party runs ahead of the data and cannot receive what is opened; want "
-                "permutation(size, hidden=False), or calls that are not preprocessed"
+                "open_shuffled: the helping party runs ahead of the data and cannot receive what is opened; want calls "
+                "that are not preprocessed"
             )
         x.order.spend(x.bits.rows)
         masked, own = x.bits.parts[:2]
         if self.role == 0:
-            return self.transport.recv(1, "open", tuple(masked.shape), torch.int64) ^ masked ^ own if telling else None
+            return self.transport.recv(1, "open", tuple(masked.shape), torch.int64) ^ masked ^ own
         theirs = self.transport.exchange(3 - self.role, "open", own.contiguous())
-        if telling and self.role == 1:
+        if self.role == 1:
             self.transport.send(0, "open", masked.contiguous())
         return masked ^ own ^ theirs
