@@ -51,10 +51,10 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 
     from private_llm_cli.app import main
 
-    def call(*arguments: str, code: int = 0) -> str:
+    def call(*arguments: str, code: int = 0, begin: Callable[[], None] = main) -> str:
         monkeypatch.setattr(sys, "argv", ["private-llm", *arguments])
         with pytest.raises(SystemExit) as ended:
-            main()
+            begin()
         out, err = capsys.readouterr()
         assert ended.value.code == code, out + err
         return out if code == 0 else err

@@ -146,7 +146,8 @@ def test_every_module_of_the_product_is_used_by_it() -> None:
 
 def test_nothing_in_the_product_imports_scripts_or_tests() -> None:
     folders = (ROOT / "scripts", ROOT / "tests" / "system")
-    outside = {"scripts", "tests", *(path.stem for folder in folders for path in folder.rglob("*.py"))} - {"__init__"}
+    files = [path for folder in folders for path in folder.rglob("*.py")]
+    outside = {"scripts", "tests", *(name for path in files for name in (path.stem, path.parent.name))} - {"__init__"}
     for package, folder in PACKAGES.items():
         for name, path in modules(folder, package).items():
             bad = {target for target, _ in imports_of(path.read_text()) if target.partition(".")[0] in outside}

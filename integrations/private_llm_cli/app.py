@@ -17,12 +17,11 @@ from typing import Annotated
 import typer
 
 from private_llm.config import VERSION, import_plugins
-from private_llm.errors import PrivateLLMError
+from private_llm.errors import ConfigError, PrivateLLMError
 from private_llm_cli.commands.bench import bench
 from private_llm_cli.commands.calibrate import calibrate, diff
 from private_llm_cli.commands.certs import certs
 from private_llm_cli.commands.classify import classify
-from private_llm_cli.commands.kv_budget import kv_budget
 from private_llm_cli.commands.parties import party, share
 from private_llm_cli.commands.predictors import predictors
 from private_llm_cli.help_pages import Command, Group
@@ -48,7 +47,6 @@ for command in (
     classify,
     share,
     calibrate,
-    kv_budget,
     party,
     estimate,
     diff,
@@ -58,6 +56,15 @@ for command in (
     app.command(cls=Command)(command)
 app.add_typer(certs)
 app.add_typer(predictors)
+
+
+@app.command(cls=Command, hidden=True, context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
+def kv_budget() -> None:
+    """Moved to `scripts/long_context/kv_budget.py` of the repository."""
+    raise ConfigError(
+        "kv-budget moved: it is a study, which the installed package no longer contains. In a checkout of the "
+        "repository run `python scripts/long_context/kv_budget.py` with the same options"
+    )
 
 
 def _show_version(value: bool) -> None:
@@ -83,11 +90,11 @@ _INTERRUPTED = 130
 """How a command ends by Ctrl-C: what a shell makes of a process that SIGINT ended."""
 
 
-def main() -> None:
-    """Entry point of `private-llm`."""
+def main(commands: typer.Typer = app) -> None:
+    """Entry point of `private-llm`, and of scripts with commands of their own."""
     warnings.showwarning = lambda message, *_: typer.echo(f"warning: {message}", err=True)
     try:
-        app()
+        commands()
     except SystemExit as ended:
         if ended.code == _INTERRUPTED:
             typer.echo("private-llm: stopped", err=True)

@@ -1,7 +1,8 @@
 """Which entries of a KV cache stay, and which of them a new token attends to: what a policy says, and all parties do.
 
 A policy is a frozen dataclass of public numbers, with up to two declarations that others carry out (the parties on
-shares: `nn/evicting.py` and `nn/selecting.py`; a plaintext model: `private_llm_hf.long_context`):
+shares: `nn/evicting.py` and `nn/selecting.py`; a plaintext model:
+`scripts/long_context`):
 
     eviction    after a call, entries are ranked by the attention that they got, and the least are dropped
     selection   for one query, clusters of entries are ranked by a likeness to it, and the best are attended to

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import replace
-
-from private_llm_hf.long_context.budget import attended
+from pathlib import Path
 
 from private_llm.errors import ConfigError
 from private_llm.kv_policies.fixed import SlidingWindow
 from private_llm.kv_policies.mpcache import MPCacheConfig
 from private_llm.kv_policies.policy import CachePolicy, Level, Selection
 from private_llm.kv_policies.rivals import H2O, TOVA, InfLLM, LongCache, SnapKV
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from long_context.budget import attended
 
 _LEAST = 40
 """Entries that stay of a short text: more than the window of SnapKV."""

@@ -33,16 +33,19 @@ from likeness import commonality, coverage
 from long_tasks import TASKS, make_prompts
 from private_llm_cli.bench.rows import commit
 from private_llm_cli.commands.output import progress_bar
-from private_llm_hf.long_context.budget import Forced, Prefill, forced, record
-from private_llm_hf.long_context.plain_attention import policy_attention
 from private_llm_hf.models import smollm2
-from private_llm_hf.tools.texts import text_windows, token_ids
+from private_llm_hf.tools.texts import token_ids
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from private_llm.kv_policies.fixed import KEEP_ALL
 from private_llm.kv_policies.mpcache import MPCacheConfig
 from private_llm.kv_policies.policy import CachePolicy, Level
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from long_context.budget import Forced, Prefill, forced, record
+from long_context.plain_attention import policy_attention
+from long_context.text_windows import text_windows
 
 DEMO = Path(__file__).resolve().parents[2] / "integrations/private_llm_hf/demo_model"
 PARTS = ("scores", "levels", "sharing", "observed", "likeness", "commonality")

@@ -6,13 +6,17 @@ No model runs: everything is made from a prompt's keys and queries. The last `qu
 from __future__ import annotations
 
 import math
+import sys
+from pathlib import Path
 
 import torch
-from private_llm_hf.long_context.budget import Prefill, RecordedAttention
-from private_llm_hf.long_context.plain_attention import largest, probabilities, representatives
 from torch import Tensor
 
 from private_llm.kv_policies.policy import Selection
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from long_context.budget import Prefill, RecordedAttention
+from long_context.plain_attention import largest, probabilities, representatives
 
 
 def attention_of(call: RecordedAttention, queries: int) -> Tensor:

@@ -8,17 +8,22 @@ a chat template: their question is a few other lines, given again.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
+from pathlib import Path
 from random import Random
 from typing import Any
 
 from common_words import WORDS
-from private_llm_hf.tools.texts import bundled_text, start_tokens, token_ids
+from private_llm_hf.tools.texts import token_ids
 from text_metrics import begins_with, words_in_place
 
 from private_llm.errors import ConfigError
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from long_context.text_windows import bundled_text, start_tokens
 
 _KEY_EXAMPLES, _COPY_EXAMPLES = 3, 6
 """Lines given again before the asked one."""

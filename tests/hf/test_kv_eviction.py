@@ -1,6 +1,6 @@
 """Private generation under policies that choose by secrets: tokens and logits are those of the plaintext executor.
 
-The executor (`private_llm_hf.long_context`) has tests of its own against loops. LOGIT_ERROR is that of `compare.py`;
+The executor (`scripts/long_context`) has tests of its own against loops. LOGIT_ERROR is that of `compare.py`;
 prompts are such that no ranking is too close to call.
 """
 
@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 import torch
+from long_context.plain_attention import policy_attention
+from long_context.plain_cache import PolicyCache
 from private_llm_hf import PrivateConfig, patch
 from private_llm_hf.client.preprocess import GeneratePlan
-from private_llm_hf.long_context.plain_attention import policy_attention
-from private_llm_hf.long_context.plain_cache import PolicyCache
 from private_llm_hf.tools.estimate import estimate
 from process_memory import live_bytes
 from torch import Tensor

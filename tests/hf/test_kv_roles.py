@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from long_context.plain_attention import policy_attention
+from long_context.plain_cache import PolicyCache
 from private_llm_hf import NoCache, PrivateConfig, patch
-from private_llm_hf.long_context.plain_attention import policy_attention
-from private_llm_hf.long_context.plain_cache import PolicyCache
 from private_llm_hf.models.cache_policies import windowed_layers
 from private_llm_hf.party.cache import SecretCache
 from transformers import PreTrainedModel

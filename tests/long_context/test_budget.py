@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 from at_budget import policies_at
-from private_llm_hf.long_context.budget import attended, forced, record, smallest_budget
-from private_llm_hf.long_context.plain_attention import policy_attention
-from private_llm_hf.long_context.plain_cache import PolicyCache
+from long_context.budget import attended, forced, record, smallest_budget
+from long_context.plain_attention import policy_attention
+from long_context.plain_cache import PolicyCache
 from transformers import DynamicCache
 
 from private_llm.errors import ConfigError

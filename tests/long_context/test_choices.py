@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from private_llm_hf.long_context.plain_attention import entries_that_stay, largest
+from long_context.plain_attention import entries_that_stay, largest
 
 from private_llm.kv_policies.policy import Eviction
 

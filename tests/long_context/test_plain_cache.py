@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from private_llm_hf.long_context.plain_attention import NAME, policy_attention
-from private_llm_hf.long_context.plain_cache import PolicyCache
+from long_context.plain_attention import NAME, policy_attention
+from long_context.plain_cache import PolicyCache
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 

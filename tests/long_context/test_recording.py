@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from private_llm_hf.long_context import plain_attention
-from private_llm_hf.long_context.budget import record
-from private_llm_hf.long_context.plain_attention import policy_attention
-from private_llm_hf.long_context.plain_cache import PolicyCache
+from long_context import plain_attention
+from long_context.budget import record
+from long_context.plain_attention import policy_attention
+from long_context.plain_cache import PolicyCache
 from transformers import PreTrainedModel
 
 from private_llm.errors import ConfigError, UnsupportedOp

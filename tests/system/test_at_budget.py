@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from at_budget import mpcache_at, policies_at
-from private_llm_hf.long_context.budget import attended
+from long_context.budget import attended
 
 from private_llm.errors import ConfigError
 from private_llm.kv_policies.mpcache import MPCacheConfig

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from long_context.text_windows import bundled_text
 from long_tasks import TASKS, LongPrompt, PromptFrame, answer_tokens, frame_of, make_prompts, score
-from private_llm_hf.tools.texts import bundled_text, token_ids
+from private_llm_hf.tools.texts import token_ids
 
 from private_llm.errors import ConfigError
 from tests.long_context.tokenizers_of_kinds import KINDS, TEMPLATE, bare, closed, demo

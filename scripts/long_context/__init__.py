@@ -1,5 +1,5 @@
 """What a budget of the KV cache costs a plaintext model: policies in plaintext, next tokens that stay.
 
-`budget.smallest_budget` is what `private-llm kv-budget` runs; `plain_attention.policy_attention` and
+`budget.smallest_budget` is what `kv_budget.py` runs; `plain_attention.policy_attention` and
 `plain_cache.PolicyCache` run `generate` of a plaintext model under any policy.
 """

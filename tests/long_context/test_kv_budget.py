@@ -1,13 +1,15 @@
-"""`private-llm kv-budget`: the budget it names was measured, and its setting is one that other commands read."""
+"""`scripts/long_context/kv_budget.py`: the budget it names was measured, and other commands read its setting."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
-from private_llm_cli.commands.kv_budget import prompt_length, setting_of
+from long_context.kv_budget import commands, prompt_length, setting_of
+from private_llm_cli.app import main
 from private_llm_cli.kv_cache import kv_cache_of
 
 from private_llm.config import PrivateConfig
@@ -18,6 +20,8 @@ from private_llm.kv_policies.policy import CachePolicy, Level
 Run = Callable[..., str]
 OTHER = MPCacheConfig(gamma=0.3, levels=(Level(8, 0.25), Level(2, 0.5)), every=9, observed=0.2, drop=False)
 
+BUDGET = partial(main, commands)
+
 
 @pytest.mark.parametrize("policy", [*(kind() for kind in POLICIES.values()), OTHER, MPCacheConfig(levels=())])
 def test_a_setting_is_read_as_the_policy_that_it_names(policy: CachePolicy) -> None:
@@ -27,13 +31,13 @@ def test_a_setting_is_read_as_the_policy_that_it_names(policy: CachePolicy) -> N
 def test_the_budget_found_keeps_the_loss_that_was_asked_for(run: Run, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("He was there when the show began, and she was not there. " * 60)
-    asked = ("kv-budget", "--text", str(text), "--prompt", "120", "--continuation", "16", "--count", "4")
-    line = json.loads(run(*asked, "--loss", "0.2", "--json"))
+    asked = ("--text", str(text), "--prompt", "120", "--continuation", "16", "--count", "4")
+    line = json.loads(run(*asked, "--loss", "0.2", "--json", begin=BUDGET))
     chosen = [row for row in line["tried"] if row["kv_cache"] == line["kv_cache"]]
     assert line["tokens"] == 60
     assert all(1 - row["agreement"] <= 0.2 for row in chosen)
     assert chosen or line["kv_cache"] == "keep-all"
-    shown = run(*asked, "--loss", "0.2")
+    shown = run(*asked, "--loss", "0.2", begin=BUDGET)
     assert line["kv_cache"] in " ".join(shown.split())
 
 
@@ -48,8 +52,15 @@ def test_the_budget_found_keeps_the_loss_that_was_asked_for(run: Run, tmp_path: 
     ],
 )
 def test_what_cannot_be_measured_is_refused(run: Run, options: tuple[str, str], message: str) -> None:
-    said = run("kv-budget", "--prompt", "100", "--continuation", "4", "--count", "2", *options, code=2)
+    small = ("--prompt", "100", "--continuation", "4", "--count", "2")
+    said = run(*small, *options, code=2, begin=BUDGET)
     assert message in " ".join(said.split())
+
+
+def test_the_command_of_old_says_where_it_went(run: Run) -> None:
+    for options in ((), ("folder", "--text", "text.txt"), ("--loss", "0.1", "--json")):
+        said = " ".join(run("kv-budget", *options, code=2).split())
+        assert "run `python scripts/long_context/kv_budget.py` with the same options" in said
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from private_llm_hf.tools.texts import bundled_text, text_windows, token_ids
+from long_context.text_windows import bundled_text, text_windows
+from private_llm_hf.tools.texts import token_ids
 
 from private_llm.errors import ConfigError
 from tests.long_context.tokenizers_of_kinds import bare, demo

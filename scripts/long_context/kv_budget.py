@@ -1,21 +1,38 @@
-"""`private-llm kv-budget`: the smallest cache budget that keeps a model's next tokens, on the owner's text."""
+"""The smallest cache budget that keeps a model's next tokens, on the owner's text; prints a setting for `--kv-cache`.
+
+python scripts/long_context/kv_budget.py FOLDER --text text.txt --loss 0.02
+python scripts/long_context/kv_budget.py --tiny
+"""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
+from private_llm_cli.app import main
+from private_llm_cli.commands.models import demo_model, plaintext_model, quiet, tokenizer_of
+from private_llm_cli.commands.output import CONSOLE, emit_json, emit_table, progress_bar
+from private_llm_cli.help_pages import Command
+from private_llm_cli.options import Json
+from private_llm_hf.client.inputs import max_positions
 
+from private_llm.config import import_plugins
 from private_llm.errors import ConfigError
 from private_llm.kv_policies.fixed import KEEP_ALL
 from private_llm.kv_policies.mpcache import MPCacheConfig
 from private_llm.kv_policies.policy import CachePolicy
-from private_llm_cli.commands.models import demo_model, plaintext_model, quiet, tokenizer_of
-from private_llm_cli.commands.output import CONSOLE, emit_json, emit_table, progress_bar
-from private_llm_cli.options import Json
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from long_context.budget import smallest_budget
+from long_context.text_windows import text_windows
+
+commands = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 
+@commands.command(cls=Command)
 def kv_budget(
     model: Annotated[str, typer.Argument(help="Model folder or hub id (default: the bundled model).")] = "",
     text: Annotated[Path | None, typer.Option(help="A text like those of your users (default: a bundled one).")] = None,
@@ -26,13 +43,14 @@ def kv_budget(
     continuation: Annotated[int, typer.Option(help="Tokens after it that are predicted.")] = 32,
     count: Annotated[int, typer.Option(help="Prompts.")] = 8,
     as_json: Json = False,
+    tiny: Annotated[bool, typer.Option("--tiny", help="Two short prompts: does it run?")] = False,
+    plugin: Annotated[list[str] | None, typer.Option(help="A Python module to import first.")] = None,
+    traceback: Annotated[bool, typer.Option("--traceback", help="Show where an error comes from.")] = False,
 ) -> None:
     """As the model owner: find the smallest budget of the KV cache that keeps the model's next tokens."""
-    import torch
-    from private_llm_hf.client.inputs import max_positions
-    from private_llm_hf.long_context.budget import smallest_budget
-    from private_llm_hf.tools.texts import text_windows
-
+    import_plugins(tuple(plugin or ()))
+    if tiny:
+        prompt, continuation, count, loss = 100, 4, 2, 0.5
     source = model or demo_model()
     quiet()
     try:
@@ -103,3 +121,7 @@ def setting_of(policy: CachePolicy) -> str:
     if isinstance(policy, MPCacheConfig) and "levels" in given:
         given["levels"] = "+".join(f"{level.size}:{level.kept:g}" for level in policy.levels) or "none"
     return ",".join([policy.name, *(f"{key}={value}" for key, value in given.items())])
+
+
+if __name__ == "__main__":
+    main(commands)

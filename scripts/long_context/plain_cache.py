@@ -10,25 +10,25 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from private_llm_hf.models.cache_policies import BOUNDED, FULL, layer_kinds, windowed_layers
+from private_llm_hf.party.cache import PositionsLayer
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
-from private_llm.errors import ConfigError, DomainError, UnsupportedOp
-from private_llm.kv_policies.fixed import NoCache
-from private_llm.kv_policies.padding import Arranged, arranged, queries_that_count
-from private_llm.kv_policies.policy import CacheFacts, CachePolicy, ClusterShape, Selection
-from private_llm.nn.kv_cache import columns_at
-from private_llm_hf.long_context.plain_attention import (
+from long_context.plain_attention import (
     PlainKeys,
     Scoring,
     chosen_entries,
     entries_that_stay,
     representatives,
 )
-from private_llm_hf.models.cache_policies import BOUNDED, FULL, layer_kinds, windowed_layers
-from private_llm_hf.party.cache import PositionsLayer
+from private_llm.errors import ConfigError, DomainError, UnsupportedOp
+from private_llm.kv_policies.fixed import NoCache
+from private_llm.kv_policies.padding import Arranged, arranged, queries_that_count
+from private_llm.kv_policies.policy import CacheFacts, CachePolicy, ClusterShape, Selection
+from private_llm.nn.kv_cache import columns_at
 
 
 class PolicyLayer(PositionsLayer):

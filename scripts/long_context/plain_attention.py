@@ -27,7 +27,7 @@ from private_llm.nn.kv_cache import columns_at
 from private_llm.nn.merged_heads import can_merge
 
 if TYPE_CHECKING:
-    from private_llm_hf.long_context.plain_cache import PolicyLayer
+    from long_context.plain_cache import PolicyLayer
 
 NAME = "private_llm_policy"
 """What `config._attn_implementation` is while the policy attends."""
