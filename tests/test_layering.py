@@ -113,7 +113,6 @@ def test_every_module_imports_from_layers_below_only(package: str) -> None:
 
 UNUSED = {
     DOOR: "starts the command line",
-    "private_llm.nn.refilling_cache": "Comet's own cache, which waits for models that use it (docs/sparsity.md)",
     "private_llm_hf.sparsity.powerinfer": "users read published predictors with it (docs/sparsity.md)",
 }
 """Modules that nothing in the product and no example imports, and why they are not a study's or a test's."""

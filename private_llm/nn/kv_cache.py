@@ -49,8 +49,8 @@ class HeldShare(Share):
 
 
 class GrowingRows:
-    """Shares [B, G, length, D] in buffers that grow by half. Entries below `length` change by `fill` alone; what lies
-    beyond it belongs to these rows, and may be anything.
+    """Shares [B, G, length, D] in buffers that grow by half. What lies beyond `length` belongs to these rows, and may
+    be anything.
     """
 
     def __init__(self, first: Fixed) -> None:
@@ -72,14 +72,6 @@ class GrowingRows:
         for part, more in zip(self.parts, new.share.parts, strict=True):
             part[:, :, self.length : total] = more
         self.length = total
-
-    def fill(self, row: int, heads: Tensor, start: int, new: Fixed) -> None:
-        """Overwrite the entries from `start` on of some heads (int64) of a row by `new` [heads, entries, D].
-
-        For rows without copies: those would change as well.
-        """
-        for part, made in zip(self.parts, new.share.parts, strict=True):
-            part[row, heads.to(part.device), start : start + new.shape[1]] = made
 
     def keep(self, index: Tensor) -> None:
         """Only the entries `index` [B or 1, G or 1, kept], with room for the next ones."""

@@ -27,6 +27,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from comet_cache.refill import RefillCost, RefillManager
 from link_orders import DATA
 from private_llm_cli.bench.rows import commit
 from private_llm_cli.commands.models import demo_model, plaintext_model, tokenizer_of
@@ -38,7 +39,6 @@ from private_llm_hf.tools.texts import windows
 from torch import Tensor
 
 from private_llm.config import PrivateConfig
-from private_llm.oblivious.refill import RefillCost, RefillManager
 
 BIN = 128
 """Steps that make one number of a curve."""

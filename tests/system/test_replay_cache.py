@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import replay_cache
 import torch
-
-from private_llm.oblivious.refill import RefillCost, RefillManager
+from comet_cache.refill import RefillCost, RefillManager
 
 COST = RefillCost(weight=5.0, token=2.0, entry=0.25)
 

@@ -1,7 +1,7 @@
 """Query, key and value of the active heads alone, and a KV cache that fills in what such steps left out.
 
 One product makes all of a step: queries of the active heads, keys and values of their new positions and of those that
-they lack, and what is worth making ahead (`private_llm.oblivious.refill`). Its outputs are exactly those: a block for
+they lack, and what is worth making ahead (`refill.py`). Its outputs are exactly those: a block for
 all heads that need the same positions, which reads each weight row once and makes nothing that is not wanted. (The
 connected components of SOMM would be one block here, because all active heads share the new position. What is masked
 under dealer with matmul="remask" is the same, the tokens and weight rows that take part, once each.)
@@ -18,9 +18,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from comet_cache.refill import RefillCost, RefillManager, RefillStep, Strategy
 from private_llm.errors import DomainError
 from private_llm.nn.kv_cache import GrowingRows, checked_index, columns_at
-from private_llm.oblivious.refill import RefillCost, RefillManager, RefillStep, Strategy
 from private_llm.oblivious.sparse_products import Block, SparseOutput
 from private_llm.protocols.share import Share
 from private_llm.tensor.fixed import Fixed
@@ -235,7 +235,9 @@ class RefillingCache:
         elif self._rows is not None:
             target = self._rows[piece.kind]
             _adopt(target, vectors)
-            target.fill(piece.row, heads, piece.tokens[0], vectors)
+            first, end = piece.tokens[0], piece.tokens[-1] + 1
+            for part, new in zip(target.parts, vectors.share.parts, strict=True):
+                part[piece.row, heads.to(part.device), first:end] = new
 
     # -- what is held ----------------------------------------------------------------------------------
     def _grow(self, x: Fixed) -> None:

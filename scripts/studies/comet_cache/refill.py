@@ -2,7 +2,7 @@
 
 A head that is not active at a step gets no keys and values there, so they are missing when it becomes active later. All
 decisions here follow from public patterns of active heads (in the order in which the model's heads were shuffled) and
-from lengths; nothing is sent. `private_llm.nn.refilling_cache` carries them out on shares.
+from lengths; nothing is sent. `refilling_cache.py` carries them out on shares.
 
 A head that is active has all its entries afterwards. So what a head lacks is always the newest part of the cache: a
 step is a range of positions for each head, all ranges end with the newest position, and of two ranges one holds the

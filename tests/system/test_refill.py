@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from comet_cache.refill import RefillCost, RefillManager, RefillStep
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError, DomainError
-from private_llm.oblivious.refill import RefillCost, RefillManager, RefillStep
 
 REMASK = RefillCost(weight=2.0, token=1.0)
 FREE = RefillCost(weight=0.0, token=0.0, entry=5.0)

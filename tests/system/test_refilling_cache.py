@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from comet_cache.refill import RefillCost, RefillManager, RefillStep, Strategy
+from comet_cache.refilling_cache import ActiveHeads, Projection, RefillingCache
 from torch import Tensor
 
 from private_llm.config import PrivateConfig
@@ -15,8 +17,6 @@ from private_llm.kv_policies.fixed import SlidingWindow
 from private_llm.kv_policies.policy import CacheFacts
 from private_llm.net.ledger import Cost
 from private_llm.nn.attention import attend
-from private_llm.nn.refilling_cache import ActiveHeads, Projection, RefillingCache
-from private_llm.oblivious.refill import RefillCost, RefillManager, RefillStep, Strategy
 from private_llm.protocols.dealer import dealer_prices as dealer_cost
 from private_llm.protocols.registry import protocol_names
 from private_llm.protocols.session import Session
