@@ -33,7 +33,8 @@ def chosen(pytester: pytest.Pytester, *arguments: str) -> set[str]:
 
 
 @pytest.fixture
-def folder(pytester: pytest.Pytester) -> pytest.Pytester:
+def folder(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.Pytester:
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # none is needed, and loading takes most of the time
     pytester.makeini("[pytest]\ntestpaths = checks\nmarkers =\n    full\n    sampled(n)\n")
     pytester.makeconftest(CONFTEST)
     for name in ("checks/test_some.py", "checks/system/test_more.py"):
@@ -60,7 +61,7 @@ def test_processes_choose_alike(
 ) -> None:
     """With xdist, as scripts/test.sh runs them."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    folder.runpytest_subprocess("-n", "1", *arguments).assert_outcomes(passed=count)
+    folder.runpytest_subprocess("-p", "xdist", "-n", "1", *arguments).assert_outcomes(passed=count)
 
 
 def test_a_slice_that_is_none(folder: pytest.Pytester) -> None:

@@ -59,15 +59,17 @@ def homes() -> dict[str, str]:
     return found
 
 
-def imported(path: Path) -> Iterator[str]:
+@cache
+def imported(path: Path) -> frozenset[str]:
     """Packages that a file imports from, wherever in it, but not for types alone."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     typing_only = {
         id(inner)
         for node in ast.walk(tree)
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
         for inner in ast.walk(node)
     }
+    found = set()
     for node in ast.walk(tree):
         names = []
         if isinstance(node, ast.Import):
@@ -77,10 +79,11 @@ def imported(path: Path) -> Iterator[str]:
         for name in names if id(node) not in typing_only else ():
             parts = name.split(".")
             if parts[0] in ABOVE:
-                yield parts[0]
+                found.add(parts[0])
             elif parts[0] == "private_llm" and len(parts) > 1:
                 inner = ".".join(parts[1:3])
-                yield homes().get(inner, inner) if parts[1] in PARTED else parts[1]
+                found.add(homes().get(inner, inner) if parts[1] in PARTED else parts[1])
+    return frozenset(found)
 
 
 def layers() -> list[list[str]]:

@@ -154,11 +154,12 @@ def copies(settings: dict[str, Any], number: int, steps: Sequence[int]) -> list[
     return found
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
-def test_a_step_copies_to_the_gpu_only_what_its_mask_says(gpu: FakeTensorMode) -> None:
+@pytest.mark.parametrize(("protocol", "number"), [("trio", 0), ("trio", 1), ("trio", 2), ("dealer", 1)])
+def test_a_step_copies_to_the_gpu_only_what_its_mask_says(protocol: str, number: int, gpu: FakeTensorMode) -> None:
     """However many layers and levels there are: which tokens there are, where they look, and how many each row sees."""
-    for protocol, number in (("trio", 0), ("trio", 1), ("trio", 2), ("dealer", 1)):
-        with gpu, torch.no_grad(), Copies():
-            prompt, *others = copies({"protocol": protocol}, number, (20, 1, 1))
-        assert sorted(prompt) == ["attention.py", "attention.py", "masking_utils.py", "ragged_rows.py"]
-        assert others == [["masking_utils.py"], ["masking_utils.py"]]
+    with gpu, torch.no_grad(), Copies():
+        prompt, *others = copies({"protocol": protocol}, number, (20, 1))
+    assert sorted(prompt) == ["attention.py", "attention.py", "masking_utils.py", "ragged_rows.py"]
+    assert others == [["masking_utils.py"]]
