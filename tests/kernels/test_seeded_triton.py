@@ -26,7 +26,7 @@ def tiles(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Those that are tried; large ones are used, because the interpreter takes as long for a block as for a hundred."""
     seeded = module("seeded_matmul")
     given = seeded.TUNER.tiles
-    tile = dataclasses.replace(given[0], rows=32, columns=4, share=2)
+    tile = dataclasses.replace(given[0], rows=32, columns=16, share=2)
     monkeypatch.setattr(seeded, "TUNER", type(seeded.TUNER)((tile,)))
     return given
 
