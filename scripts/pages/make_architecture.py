@@ -12,7 +12,6 @@ from __future__ import annotations
 import ast
 import sys
 import textwrap
-from collections.abc import Iterator
 from functools import cache
 from html import escape
 from pathlib import Path

@@ -13,7 +13,7 @@ import torch
 from private_llm_hf import PrivateConfig, patch
 from private_llm_hf.checkpoint.calibration_runs import loaded_ranges
 from private_llm_hf.client.costs import Costs
-from private_llm_hf.tools.estimate import by_layer, estimate, model_class_of, named_shape
+from private_llm_hf.tools.estimate import LayerCost, by_layer, estimate, model_class_of, named_shape
 from transformers import PreTrainedModel
 
 from private_llm.errors import ConfigError, DomainError
@@ -187,6 +187,12 @@ def test_estimate_of_a_folder(run: Run, checkpoint: Path) -> None:
     told = run("estimate", str(checkpoint), "--seq", "5", "--new", "2", "--gmacs", "1")
     assert "time to first token" in told
     assert "tokens per second after it" in told
+
+
+def test_seconds_are_of_bits_rounds_and_products() -> None:
+    """Of the busiest link and party: 8 Mbit at 100 Mbit/s, 3 rounds of 2 ms, and 10^9 products at 2 * 10^9 a second."""
+    cost = LayerCost("layer", {(0, 1): 1_000_000, (1, 0): 400_000}, 3, {0: 10**9, 1: 10**8})
+    assert cost.seconds(100, 2, 2) == pytest.approx(0.08 + 0.006 + 0.5)
 
 
 def test_estimate_shows_what_keys_and_a_stated_network_change(run: Run, checkpoint: Path, tmp_path: Path) -> None:

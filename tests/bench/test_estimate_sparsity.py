@@ -13,7 +13,7 @@ from private_llm_cli.app import app
 from private_llm_hf import PrivateConfig, patch
 from private_llm_hf.client.costs import Costs
 from private_llm_hf.models.sparse_blocks import sparse_blocks
-from private_llm_hf.sparsity.predictor import Predictor
+from private_llm_hf.sparsity.predictor import Measures, Predictor
 from private_llm_hf.sparsity.predictor_set import PredictorSet, SitePredictor, fingerprint
 from private_llm_hf.sparsity.price import PlannedSparsity, sparsity_price
 from private_llm_hf.sparsity.settings import PredictorConfig
@@ -223,3 +223,23 @@ def test_the_price_before_a_run_is_what_it_sends(settings: dict[str, Any], tmp_p
         assert 0.5 < price.sparse_bytes / sent[0] < 2
     else:
         assert (price.sparse_bytes, price.most) == (sent[0], False)
+
+
+def test_the_price_counts_units_that_were_predicted(tmp_path: Path) -> None:
+    """Not those that were active: a predictor that says more than there are opens more."""
+    model = sparse("opt")
+    planned = PlannedSparsity(0.5, rank=RANK)
+    predictors = PredictorSet.from_pretrained(saved(model, "opt", planned, tmp_path / "plain"))
+    for predicted, activity in ((0.5, 0.1), (0.1, 0.5)):
+        seen = {"test": Measures(rows=1, recall=1.0, precision=1.0, activity=activity, predicted=predicted, most=1)}
+        members = [dataclasses.replace(member, measures=seen) for member in predictors]
+        folder = tmp_path / str(predicted)
+        PredictorSet(predictors.model, members).save_pretrained(folder)
+        comet = CometConfig(str(folder), heads=False, levels="open", orders="kept")
+        with patch(model, PrivateConfig(calibrate=False, sparsity=comet)) as private:
+            found = sparsity_price(private, 7, 2, batch=2).sparse_bytes
+        open_units = dataclasses.replace(planned, neurons=1 - predicted, levels="open")
+        shape, _ = open_units.applied(type(model), model.config)
+        config = PrivateConfig(calibrate=False, sparsity=dataclasses.replace(comet, predictors=None))
+        wanted = estimate(type(model), shape, config, sequence=7, new_tokens=2, batch=2)
+        assert found == wanted.costs.bytes_total

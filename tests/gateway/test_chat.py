@@ -54,6 +54,7 @@ def test_objects_are_of_the_clients_types(gateway: Gateway) -> None:
     body = {**GREEDY, "logprobs": True, "top_logprobs": 2, "n": 2}
     made = httpx.post(f"{gateway.url}/v1/chat/completions", json=body, headers=HEADERS).json()
     ChatCompletion.model_validate(made, strict=True)
+    assert made["usage"]["prompt_tokens"] == prompt_ids().shape[1], "a prompt counts once, however many its answers"
     assert made["private_llm"]["bytes"] > 0
     body = {"model": "small", "prompt": PROMPT, "max_tokens": 2, "logprobs": 1}
     TextCompletion.model_validate(
@@ -98,6 +99,20 @@ def test_a_stream_byte_by_byte(gateway: Gateway, monkeypatch: pytest.MonkeyPatch
     assert all(re.fullmatch(rb"data: [ -~]+|: ping - [ -~]+", event) for event in events)
     assert any(event.startswith(b": ping") for event in events)
     assert len([json.loads(event[6:]) for event in events[:-1] if event.startswith(b"data: ")]) >= 2
+
+
+def test_no_letter_of_a_stop_text_shows_when_letters_come_one_by_one() -> None:
+    """And what only looked like its beginning does."""
+    coder = tokenizer()
+    letters = [coder.encode(letter, add_special_tokens=False)[0] for letter in "xstosxstop"]
+    completion = Completion(0, [7], SamplingParams(20, temperature=0, stop=("stop",)), TokenTexts(coder), (2,))
+    shown = ""
+    for token in letters:
+        completion.take(token)
+        part = completion.new()
+        shown += "" if part is None else part.text
+        assert "xstosx".startswith(shown)
+    assert (shown, completion.finish) == ("xstosx", "stop")
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -425,6 +425,19 @@ def test_an_interrupt_is_told_to_those_who_wait(stream: bool, monkeypatch: pytes
                 made.result(30)
 
 
+@pytest.mark.parametrize(("host", "alone"), [
+    ("127.0.0.1", True), ("127.8.8.8", True), ("::1", True), ("localhost", True),
+    ("0.0.0.0", False), ("::", False), ("192.168.1.7", False), ("fd00::7", False), ("gateway.local", False),
+])  # fmt: skip
+def test_a_gateway_that_others_can_reach_wants_a_token(host: str, alone: bool) -> None:
+    GatewaySettings(host=host, token="a-long-token")
+    if alone:
+        assert GatewaySettings(host=host).loopback
+    else:
+        with pytest.raises(ConfigError, match="token: got none for host"):
+            GatewaySettings(host=host)
+
+
 def test_a_second_gateway_at_the_same_place(gateway: Gateway) -> None:
     port = int(gateway.url.rpartition(":")[2])
     with pytest.raises(ConfigError, match="another gateway may run there: stop it, or give another --port"):

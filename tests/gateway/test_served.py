@@ -11,7 +11,7 @@ from private_llm_gateway.completion import Completion, SamplingParams
 from private_llm_gateway.pool import Abandoned
 from private_llm_gateway.served import Served
 from private_llm_gateway.settings import GatewaySettings
-from private_llm_gateway.usage import UsageTotal
+from private_llm_gateway.usage import UsageMeter, UsageTotal
 
 from private_llm.config import PrivateConfig
 from tests.gateway.small_gateway import PLAIN, greedy, prompt_ids, small
@@ -46,3 +46,15 @@ def test_a_long_prompt_is_read_no_further_when_its_client_is_gone(monkeypatch: p
     engine.write(served, groups, lambda *_: None, lambda: False, settings, UsageTotal())
     assert groups[0][0].tokens == greedy(2)
     served.pool.close()
+
+
+def test_a_request_counts_what_was_sent_once_however_often_it_is_looked_at() -> None:
+    costs = SimpleNamespace(bytes_total=0, rounds=0)
+    total = UsageTotal()
+    meter = UsageMeter(SimpleNamespace(cost=lambda reset: costs), total)
+    for costs.bytes_total, costs.rounds in ((100, 2), (100, 2), (250, 5)):
+        found = meter.look(now=True)
+        assert (found.bytes, found.rounds) == (costs.bytes_total, costs.rounds)
+    meter.renewed()
+    costs.bytes_total, costs.rounds = 30, 1
+    assert meter.look(now=True).bytes == 280

@@ -6,8 +6,11 @@ import http.client
 import socket
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
+from private_llm_hf.service.party_service import PartyService
 from private_llm_hf.service.settings import BatchFacts
 from private_llm_hosting.observers import CLASSES, PartyMetrics
 from private_llm_hosting.run import OperatorPort, why_not_ready
@@ -128,5 +131,7 @@ def test_readiness_names_whom_it_waits_for() -> None:
     assert why_not_ready(metrics, None) == "the parties cannot be linked: see the log"
     metrics.links_up()
     assert why_not_ready(metrics, None) == "loading models"
+    assert why_not_ready(metrics, cast("PartyService", SimpleNamespace(ready=False))) == "loading models"
+    assert why_not_ready(metrics, cast("PartyService", SimpleNamespace(ready=True))) is None
     metrics.links_down("party 2 has stopped", True)
     assert why_not_ready(metrics, None) == "starting"

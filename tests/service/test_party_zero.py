@@ -191,3 +191,18 @@ def test_what_names_no_session_is_not_forgotten(start: Start) -> None:
         with first._lock:
             first._ended.append(f"{next(iter(first._sessions))} plan")
         eventually(lambda: any(watch.downs for watch in running.watches))
+
+
+@pytest.mark.parametrize("protocol", ["trio", "quad"])
+def test_parties_that_know_a_session_under_two_users_do_not_run_it(start: Start, protocol: str) -> None:
+    """What a user may keep is counted by name, so one name at all parties or no batch."""
+    running = start(protocol)
+    with running.model() as model:
+        step(model, 6)
+        other = model.open_session()
+        step(other, 6)
+        known = running.services[1]._sessions
+        known[max(known, key=lambda number: known[number].began)].user = "eve"
+        with pytest.raises(PrivateLLMError):
+            step(other, 1)
+        step(model, 1)

@@ -356,6 +356,21 @@ def test_stacks_may_have_other_numbers_of_heads(tmp_path: Path) -> None:
         close(private(**given)[0], want)
 
 
+def test_heads_of_a_group_are_in_a_secret_order(tmp_path: Path) -> None:
+    """Groups among themselves, and heads within each: opened patterns name neither. Eight heads are as they were once
+    in 40,320."""
+    model = build("llama", hidden_size=64, num_attention_heads=16, num_key_value_heads=2, hidden_act="relu")
+    shared = SharedPredictors(
+        PredictorSet.from_pretrained(saved(model, "llama", tmp_path, "heads")),
+        CometConfig(str(tmp_path), neurons=False, orders="kept", levels="open"), type(model), model.config,
+    )  # fmt: skip
+    for _, _, order in shared._members:
+        groups = order.view(2, 8)
+        assert sorted(order.tolist()) == [*range(16)]
+        assert all(len(set((group // 8).tolist())) == 1 for group in groups)
+        assert all(group.tolist() != sorted(group.tolist()) for group in groups)
+
+
 def test_blocks_that_share_a_weight_are_refused(tmp_path: Path) -> None:
     """One weight has no two orders; a tied one comes under one name."""
     model = sparse("opt")

@@ -111,7 +111,7 @@ class Copy:
             code, said = self.run(["-x", *arguments], seconds, apart=mutant.file.startswith("private_llm/kernels/"))
         finally:
             self._write(mutant.file, before)
-        if code == pytest.ExitCode.NO_TESTS_COLLECTED:
+        if code in (pytest.ExitCode.NO_TESTS_COLLECTED, pytest.ExitCode.USAGE_ERROR):
             raise Unfit(f"mutant {mutant.number}: no test was run by {' '.join(arguments)}")
         failed = _FAILED.search(said)
         by = None if code == 0 else "timeout" if code is None else failed[1] if failed else f"exit code {code}"
