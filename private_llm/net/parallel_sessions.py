@@ -16,8 +16,10 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from torch import Tensor
+
 from private_llm.net.direct import BarrierEnd, End
-from private_llm.net.transport import CLIENT, AddressedTransport, Transport
+from private_llm.net.transport import CLIENT, PassingTransport, Transport
 
 RoleAssignment = tuple[int, ...]
 """The role of each party, by its number."""
@@ -40,13 +42,17 @@ def assignment(parties: int, parallel_session: int, rotate_roles: bool) -> RoleA
     return every[parallel_session % len(every)] if rotate_roles else tuple(range(parties))
 
 
-class RoleTransport(AddressedTransport):
+class RoleTransport(PassingTransport):
     """Links addressed by role (`cast`: each endpoint's but the client's); `inner` has the numbers and the ledger."""
 
     def __init__(self, inner: Transport, cast: Mapping[int, int]) -> None:
         roles = {**cast, CLIENT: CLIENT}
         self._party = {role: party for party, role in roles.items()}
-        super().__init__(inner, self._party.__getitem__, roles[inner.me])
+        super().__init__(inner, roles[inner.me], self._party.__getitem__)
+
+    def send(self, to: int, tag: str, payload: Tensor) -> None:
+        """As the interface says; booked under the party's own number."""
+        self._inner.send(self._party[to], tag, payload)
 
     def ends(self, endpoint: int) -> Sequence[End]:
         """Those of the party that plays this role."""

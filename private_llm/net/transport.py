@@ -149,52 +149,13 @@ class Transport(ABC):
 class PassingTransport(Transport):
     """Links that pass everything on to `inner`, whose ledger they share: a base for those that change one thing."""
 
-    def __init__(self, inner: Transport, me: int | None = None) -> None:
-        """me: this endpoint's number, if it is not the inner one."""
+    def __init__(self, inner: Transport, me: int | None = None, at: Callable[[int], int] = lambda own: own) -> None:
+        """me: this endpoint's number, if it is not the inner one. at: the inner number of the one with another number
+        here; who changes that lets `send` book under the inner one, too.
+        """
         super().__init__(inner.me if me is None else me)
         self.ledger = inner.ledger
-        self._inner = inner
-
-    def _send(self, to: int, tag: str, payload: Tensor) -> None:
-        self._inner._send(to, tag, payload)
-
-    def _recv(self, frm: int, tag: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return self._inner._recv(frm, tag, shape, dtype)
-
-    def _recv_bytes(self, frm: int, tag: str, most: int) -> bytes:
-        return self._inner._recv_bytes(frm, tag, most)
-
-    def accept_device_tensors(self) -> None:
-        """As the inner transport."""
-        self._inner.accept_device_tensors()
-
-    def wait(self, frm: int) -> None:
-        """As the inner transport."""
-        self._inner.wait(frm)
-
-    def name_of(self, endpoint: int) -> str:
-        """As the inner transport."""
-        return self._inner.name_of(endpoint)
-
-    def abort(self, reason: str) -> None:
-        """As the inner transport."""
-        self._inner.abort(reason)
-
-    def close(self) -> None:
-        """As the inner transport."""
-        self._inner.close()
-
-
-class AddressedTransport(PassingTransport):
-    """Links that are addressed otherwise than `inner`, which has the endpoint `at(address)`, and the ledger."""
-
-    def __init__(self, inner: Transport, at: Callable[[int], int], me: int | None = None) -> None:
-        super().__init__(inner, me)
-        self._at = at
-
-    def send(self, to: int, tag: str, payload: Tensor) -> None:
-        """As the interface says; booked under the endpoint's own number."""
-        self._inner.send(self._at(to), tag, payload)
+        self._inner, self._at = inner, at
 
     def _send(self, to: int, tag: str, payload: Tensor) -> None:
         self._inner._send(self._at(to), tag, payload)
@@ -205,6 +166,10 @@ class AddressedTransport(PassingTransport):
     def _recv_bytes(self, frm: int, tag: str, most: int) -> bytes:
         return self._inner._recv_bytes(self._at(frm), tag, most)
 
+    def accept_device_tensors(self) -> None:
+        """As the inner transport."""
+        self._inner.accept_device_tensors()
+
     def wait(self, frm: int) -> None:
         """As the inner transport."""
         self._inner.wait(self._at(frm))
@@ -212,6 +177,14 @@ class AddressedTransport(PassingTransport):
     def name_of(self, endpoint: int) -> str:
         """As the inner transport."""
         return self._inner.name_of(self._at(endpoint))
+
+    def abort(self, reason: str) -> None:
+        """As the inner transport."""
+        self._inner.abort(reason)
+
+    def close(self) -> None:
+        """As the inner transport."""
+        self._inner.close()
 
 
 class MetaTransport(Transport):

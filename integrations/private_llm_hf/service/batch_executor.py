@@ -56,7 +56,7 @@ class ServiceLinks(PassingTransport):
 
     def _send(self, to: int, tag: str, payload: Tensor) -> None:
         if to != CLIENT:
-            super()._send(to, tag, payload)
+            self._inner._send(to, tag, payload)
         elif self.receivers:
             self.receivers.popleft()(tag, payload)
         else:
@@ -64,7 +64,7 @@ class ServiceLinks(PassingTransport):
 
     def _recv(self, frm: int, tag: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         if frm != CLIENT:
-            return super()._recv(frm, tag, shape, dtype)
+            return self._inner._recv(frm, tag, shape, dtype)
         frame = self.inputs.popleft() if self.inputs else None
         if frame is None or (frame.tag, frame.payload.dtype) != (tag, dtype) or frame.payload.shape != shape:
             raise TransportError(f"'{tag}': the inputs that were recorded are others than this batch takes")

@@ -40,7 +40,7 @@ from cryptography.hazmat.primitives.constant_time import bytes_eq
 from torch import Tensor
 
 from private_llm.errors import ProtocolAbort, TransportError, UnsupportedOp
-from private_llm.net.transport import CLIENT, AddressedTransport, Transport
+from private_llm.net.transport import CLIENT, PassingTransport, Transport
 from private_llm.protocols.ends import Links, PartySetup
 from private_llm.protocols.protocol import Protocol
 from private_llm.protocols.quad.client import MASK_GROUPS, TAG_BYTES, as_bytes, as_tensor
@@ -164,7 +164,7 @@ def _at(address: int) -> int:
     return address
 
 
-class MemberTransport(AddressedTransport):
+class MemberTransport(PassingTransport):
     """`inner`, whose ledger it shares, addressed by role. `transcripts`: this party's ends, by the other party.
 
     What is sent comes from main memory, because tags are computed there. Every method raises TransportError for a
@@ -172,7 +172,7 @@ class MemberTransport(AddressedTransport):
     """
 
     def __init__(self, inner: Transport, party: int, transcripts: dict[int, TranscriptMac]) -> None:
-        super().__init__(inner, _at)
+        super().__init__(inner, at=_at)
         self._party, self._transcripts = party, transcripts
 
     def send(self, to: int, tag: str, payload: Tensor) -> None:
