@@ -124,7 +124,7 @@ class PrivateConfig:
     party_mode: "threads" or "processes" on this machine, "remote" (addresses in `hosts`), "distributed" (one
     process per party under torchrun or Accelerate's launcher, the client last), or "auto": the last two where `hosts`
     or a launcher's environment are there, else threads.
-    trusted_network: let "distributed" span machines although torch.distributed does not encrypt.
+    trusted_network: let "distributed" span machines, although its links do not encrypt.
     hosts: "host:port" of each party for party_mode="remote". tls: certificates of this endpoint.
     allow_plain_loopback: permit unencrypted sockets, on loopback addresses only.
     timeout_s: seconds of silence after which a party counts as dead.

@@ -126,13 +126,15 @@ def addresses_of(config: PrivateConfig, me: int, hosts: Sequence[str], token: by
 
 
 def _check_plain(config: PrivateConfig, addresses: Sequence[Address], token: bytes) -> None:
-    """Refuse plain TCP anywhere but on this machine, on purpose."""
+    """Refuse plain TCP anywhere but on this machine or among ranks on a trusted network, on purpose."""
     local = config.party_mode != "remote" and len(token) >= _MIN_TOKEN
     if not (config.allow_plain_loopback or local):
         raise ConfigError(
             "connections between endpoints need certificates: set tls=TLSConfig(certificate, key, ca) (--tls FOLDER), "
             "or allow_plain_loopback=True (--allow-plain-loopback) if all endpoints run on this machine"
         )
+    if local and config.party_mode == "distributed" and config.trusted_network:
+        return
     for host, port in (address for address in addresses if not is_named(address)):
         for address in _resolve((host, port)):
             if not ipaddress.ip_address(address[0].partition("%")[0]).is_loopback:

@@ -70,7 +70,7 @@ def wanted() -> torch.Tensor:
 def test_ranks_of_a_launcher(
     checkpoint: Path, wanted: torch.Tensor, tmp_path: Path, launcher: list[str], alpha: str
 ) -> None:
-    """Five nodes and a rank for the client, or two nodes and the client in the process of the first; over Gloo."""
+    """Five nodes and a rank for the client, or two nodes and the client in the process of the first."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT, encoding="utf-8")
     out, err = start(*launcher, str(script), str(checkpoint), alpha).communicate(timeout=180)

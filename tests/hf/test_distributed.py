@@ -19,7 +19,7 @@ from private_llm import PrivateConfig
 from private_llm_hf import AutoPrivateModelForCausalLM
 
 torch.set_num_threads(1)
-config = PrivateConfig(protocol=sys.argv[2], party_mode="distributed", timeout_s=60)
+config = PrivateConfig(protocol=sys.argv[2], party_mode="distributed", timeout_s=60, parallel_sessions=int(sys.argv[3]))
 model = AutoPrivateModelForCausalLM.from_pretrained(sys.argv[1], config)
 tokens = model.generate(input_ids=torch.tensor([[5, 6, 7]]), max_new_tokens=4, do_sample=False)
 print("tokens", tokens[0].tolist(), flush=True)
@@ -27,9 +27,9 @@ model.close()
 """
 
 
-@pytest.mark.parametrize(("protocol", "ranks"), [("trio", 3), ("dealer", 4), ("quad", 5)])
+@pytest.mark.parametrize(("protocol", "ranks", "sessions"), [("trio", 3, 2), ("dealer", 4, 1), ("quad", 5, 1)])
 @pytest.mark.full
-def test_generate_under_torchrun(tmp_path: Path, protocol: str, ranks: int) -> None:
+def test_generate_under_torchrun(tmp_path: Path, protocol: str, ranks: int, sessions: int) -> None:
     """Trio: client beside party 0; the others: client apart. Only the client prints: the plaintext tokens."""
     torch.manual_seed(0)
     config = OPTConfig(
@@ -43,7 +43,7 @@ def test_generate_under_torchrun(tmp_path: Path, protocol: str, ranks: int) -> N
     script.write_text(SCRIPT, encoding="utf-8")
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), str(script),
-        str(tmp_path / "model"), protocol,
+        str(tmp_path / "model"), protocol, str(sessions),
     ]  # fmt: skip
     path = os.pathsep.join([str(ROOT), str(ROOT / "integrations")])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}

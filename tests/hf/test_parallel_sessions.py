@@ -16,7 +16,7 @@ from private_llm_hf.party import party
 from private_llm_hf.wire.commands import LoadFile, LoadLike
 from transformers import PreTrainedModel
 
-from private_llm.errors import ConfigError, DomainError, PartyFailed, TransportError, UnsupportedOp
+from private_llm.errors import DomainError, PartyFailed, TransportError, UnsupportedOp
 from private_llm.net.parallel_sessions import assignments
 from private_llm.net.transport import CLIENT
 from tests.hf import tiny
@@ -240,8 +240,3 @@ def test_processes_answer_alike(plaintext: PreTrainedModel) -> None:
 def test_public_weights_come_once(plaintext: PreTrainedModel) -> None:
     with patch(plaintext, replace(TRIO, parallel_sessions=3, rotate_roles=True, weights="public")) as model:
         assert worst(model(IDS).logits, plaintext(IDS).logits) < LOGIT_ERROR
-
-
-def test_distributed_carries_one_parallel_session(plaintext: PreTrainedModel) -> None:
-    with pytest.raises(ConfigError, match=r"parallel sessions: torch.distributed carries one"):
-        patch(plaintext, replace(TRIO, parallel_sessions=2, party_mode="distributed"))

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError
 from private_llm.net.distributed import DistMesh
 from private_llm.net.transport import CLIENT
@@ -32,7 +33,7 @@ def lines(output):
     return {entry["endpoint"]: entry["result"] for entry in found}
 
 
-def ranks(what, world=4, timeout=30.0, lost=()):
+def ranks(what, world=4, timeout=30.0, lost=(), **more):
     """Start `world` processes without a launcher; results by endpoint, except of `lost` ranks."""
     context = process_context()
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -41,7 +42,7 @@ def ranks(what, world=4, timeout=30.0, lost=()):
     try:
         for rank in range(world):
             env = {"RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-            env = {key: str(value) for key, value in env.items()} | {"GLOO_SOCKET_IFNAME": "lo"}
+            env = {key: str(value) for key, value in env.items()} | {"GLOO_SOCKET_IFNAME": "lo"} | more
             near, far = context.Pipe()
             processes.append(context.Process(target=child, args=(env, what, timeout, far), daemon=True))
             processes[-1].start()
@@ -97,7 +98,7 @@ def test_accelerates_debug_launcher():
 
 def test_disagreement_is_an_error_everywhere():
     results = ranks("disagreement")
-    assert results[2].startswith("TransportError: party 2: from party 1: got 'mul' with 3 x int64, number 0; want")
+    assert results[2].startswith("TransportError: party 2: from party 1: got 'mul' with 3 x int64; want")
     for me in (0, 1, CLIENT):
         assert results[me] == results[2].replace("TransportError", "PartyFailed")
     assert "4242424242" not in results[2]
@@ -125,11 +126,21 @@ def test_a_reason_reaches_everybody():
     assert results == {2: None, **dict.fromkeys([0, 1, CLIENT], "PartyFailed: layer 3 overflowed")}
 
 
+@pytest.mark.parametrize("network", ["trusted", "not trusted"])
+def test_ranks_on_several_machines(network):
+    results = ranks("everything_to_everybody", APART=network)
+    if network == "trusted":
+        assert sorted(results) == [0, 1, 2, CLIENT]
+        assert results[0] == ALL_BYTES
+    else:
+        assert all("ConfigError: the ranks run on several machines" in text for text in results.values())
+
+
 def test_without_a_launcher(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(ConfigError, match="RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT not set: start one process"):
-        DistMesh(3, 5.0)
+        DistMesh(PrivateConfig())
 
 
 @pytest.mark.parametrize("world", [1, 2])

@@ -197,11 +197,7 @@ def _start_distributed(config: PrivateConfig) -> Parties:
     """
     from private_llm.net.distributed import DistMesh  # torch.distributed is slow to import and rarely wanted
 
-    if config.parallel_sessions > 1:
-        raise ConfigError(
-            "parallel sessions: torch.distributed carries one; want parallel_sessions=1, or another party_mode"
-        )
-    mesh = DistMesh(config.endpoints, config.timeout_s, trusted_network=config.trusted_network)
+    mesh = DistMesh(config)
     facts = config.facts
     if facts is not None and facts.dealer and mesh.rank_of(CLIENT) == mesh.rank_of(0):
         mesh.close()
@@ -221,7 +217,6 @@ def _start_distributed(config: PrivateConfig) -> Parties:
     def shutdown() -> None:
         for thread in threads:
             thread.join(timeout=_EXIT_S)
-        transport.close()
         mesh.close()
 
     return join_parallel_sessions(config, transport, shutdown)
