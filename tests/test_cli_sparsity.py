@@ -103,7 +103,7 @@ def test_roles_without_predictors_are_told_so(run: Run, checkpoint: Path, predic
     assert "a party holds no predictors" in run("party", *hosts, "--sparsity", predictors, code=2)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.full
 @pytest.mark.parametrize("said", [(), ("--sparsity", "shared", "--orders", "kept", "--levels", "open")])
 def test_share_files_carry_what_their_owner_chose(
     run: Run, checkpoint: Path, predictors: str, tmp_path: Path, said: tuple[str, ...]
@@ -131,7 +131,15 @@ def test_share_files_carry_what_their_owner_chose(
             process.kill()
     (local,) = rows(run, "generate", str(checkpoint), *PROMPT, *chosen)
     assert made["private_text"] == local["private_text"]
-    other = ("--sparsity", "shared", "--orders", "fresh", "--hosts", hosts, "--allow-plain-loopback")
+
+
+def test_a_user_who_asks_for_other_orders_is_told(run: Run, checkpoint: Path, predictors: str, tmp_path: Path) -> None:
+    shares = tmp_path / "shares"
+    run(
+        "share", str(checkpoint), "--out", str(shares), "--sparsity", predictors, "--orders", "kept", "--levels", "open"
+    )
+    hosts = ("--hosts", "127.0.0.1:1,127.0.0.1:2,127.0.0.1:3", "--allow-plain-loopback")
+    other = ("--sparsity", "shared", "--orders", "fresh", *hosts)
     assert "was shared with orders='kept'" in run("generate", str(shares / "client"), *PROMPT, *other, code=2)
 
 

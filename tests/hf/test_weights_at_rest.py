@@ -243,10 +243,11 @@ def test_a_plan_counts_what_seeds_leave(tmp_path: Path) -> None:
         patch(model, dataclasses.replace(config, weights_at_rest="resident"))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.skipif(not aes.usable(), reason="masks are made by OpenSSL here, which is no step")
 @pytest.mark.parametrize("protocol", ["trio", "dealer"])
-def test_modules_with_seeds_are_repeated(protocol: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_modules_with_seeds_are_repeated(name: str, protocol: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Joined projections, a tied head, [inputs, outputs] of Conv1D: as many calls as with masks in memory."""
     found: list[ProgramCache] = []
     original = ProgramCache.__init__
@@ -257,17 +258,16 @@ def test_modules_with_seeds_are_repeated(protocol: str, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(ProgramCache, "__init__", kept)
     how = {"input_ids": BATCH["input_ids"][:1], "max_new_tokens": 12, "do_sample": False}
-    for name in ("llama", "gpt2"):
-        model, counts = tiny.build(name), []
-        for config in (SEEDS, RESIDENT):
-            with patch(model, dataclasses.replace(config, protocol=protocol, party_mode="threads")) as private:
-                for _ in range(2):
-                    assert torch.equal(private.generate(**how), model.generate(**how))
-            assert [each.refused for each in found] == [Counter()] * 3
-            counts.append([dict(each.counts) for each in found])
-            found.clear()
-        assert counts[0] == counts[1]
-        assert all(each["repeated"] > 90 for each in counts[0])
+    model, counts = tiny.build(name), []
+    for config in (SEEDS, RESIDENT):
+        with patch(model, dataclasses.replace(config, protocol=protocol, party_mode="threads")) as private:
+            for _ in range(2):
+                assert torch.equal(private.generate(**how), model.generate(**how))
+        assert [each.refused for each in found] == [Counter()] * 3
+        counts.append([dict(each.counts) for each in found])
+        found.clear()
+    assert counts[0] == counts[1]
+    assert all(each["repeated"] > 90 for each in counts[0])
 
 
 def test_contradictions() -> None:
