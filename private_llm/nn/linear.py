@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from private_llm.kernels.seeded_tensor import SeededTensor
-from private_llm.net.ledger import Ledger
+from private_llm.protocols.session import Session
 from private_llm.protocols.share import Share
 from private_llm.tensor.secret import SecretTensor
 
@@ -52,11 +52,11 @@ class SharedProducts:
 class SharedInput:
     """Computes all layers of a group when the first is called, and hands the others their piece (`Pieces`)."""
 
-    def __init__(self, layers: Sequence[nn.Linear], name: str, ledger: Ledger, read: Read | None = None) -> None:
+    def __init__(self, layers: Sequence[nn.Linear], name: str, session: Session, read: Read | None = None) -> None:
         """layers: linear layers of one input size K.
 
         With `read`, which gives a layer's weight and bias, nothing is kept: each product reads anew. name: the module
-        under which the ledger books the product.
+        as which the product is computed.
         """
         self.sizes = sizes = [layer.weight.shape[0] for layer in layers]
         self.kept: tuple[Tensor, Tensor | None] | None = None
@@ -77,7 +77,7 @@ class SharedInput:
         self._pieces = SharedProducts()
 
         def product(x: Tensor) -> Sequence[Tensor]:
-            with ledger.scope(name):
+            with session.module(name):
                 made: Sequence[Tensor] = F.linear(x, *weights()).split(sizes, dim=-1)
             return made
 

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from private_llm.errors import UnsupportedOp
-from private_llm.net.ledger import Ledger
 from private_llm.nn.linear import SharedProducts, joined, lie_together
 from private_llm.oblivious.budget import choose, opened_units
 from private_llm.oblivious.level_noise import LevelNoise, noisy_choose
@@ -84,7 +83,7 @@ class ActivityPredictor(nn.Module):
         if not isinstance(x, SecretTensor):
             raise UnsupportedOp("a predictor of activity needs a secret input")
         bits = self(x)
-        with x.session.protocol.ledger.scope(self.name):
+        with x.session.module(self.name):
             return opened_units(x.session, bits, positions, budget, self.expected)
 
 
@@ -95,13 +94,13 @@ class _SparseBlock(ABC):
 
     def __init__(
         self, predictor: ActivityPredictor, readers: Sequence[nn.Module], writer: nn.Module, budget: int | None,
-        name: str, ledger: Ledger,
+        name: str,
     ) -> None:  # fmt: skip
-        """budget: units that a position opens, None for as many as are active. name: under which the ledger books the
-        readers' product.
+        """budget: units that a position opens, None for as many as are active. name: the module as which the
+        readers' product is computed.
         """
         self._predictor, self._readers, self._writer = predictor, list(readers), writer
-        self._budget, self._name, self._ledger = budget, name, ledger
+        self._budget, self._name = budget, name
         self._write: Callable[[Tensor], Tensor] = writer.forward
         self._pieces = SharedProducts()
 
@@ -118,7 +117,7 @@ class _SparseBlock(ABC):
             raise UnsupportedOp("a block at predicted units needs a secret input")
         lead = tuple(x.shape[:-1])
         units = self._predictor.opened(x, torch.Size(lead).numel(), self._budget)
-        with self._ledger.scope(self._name):
+        with x.session.module(self._name):
             return self._chosen(x, units, lead)
 
     @abstractmethod
@@ -134,10 +133,10 @@ class SparseFeedForward(_SparseBlock):
 
     def __init__(
         self, predictor: ActivityPredictor, readers: Sequence[nn.Module], writer: nn.Module, block: int,
-        budget: int | None, name: str, ledger: Ledger,
+        budget: int | None, name: str,
     ) -> None:  # fmt: skip
         """Layers are linear, or Conv1D of transformers."""
-        super().__init__(predictor, readers, writer, budget, name, ledger)
+        super().__init__(predictor, readers, writer, budget, name)
         self._block, self._wanted = block, _NOTHING
         self._lead: tuple[int, ...] = ()
         if isinstance(writer.weight, SecretTensor):  # the weights of a neuron side by side, where they are read alone
@@ -234,10 +233,10 @@ class SparseHeads(_SparseBlock):
 
     def __init__(
         self, predictor: ActivityPredictor, readers: Sequence[nn.Module], writer: nn.Module, heads: int,
-        budget: int | None, name: str, ledger: Ledger,
+        budget: int | None, name: str,
     ) -> None:  # fmt: skip
         """readers: the layer of the queries first."""
-        super().__init__(predictor, readers, writer, budget, name, ledger)
+        super().__init__(predictor, readers, writer, budget, name)
         self._heads = heads
         self._active: Tensor | None = None
 

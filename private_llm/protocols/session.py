@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -34,7 +36,8 @@ they belong to, int64 [n] (the number of rows for all of them)."""
 class NumericContext:
     """The ranges that a session works with, set once when its model is loaded, and the checks that a call owes.
 
-    pending_range_checks: see tensor/range_check.py. deferred_check: a secret tensor, and the bits that its sums may
+    module: the one that is being computed, whose ranges hold (`Session.module`); "" outside. pending_range_checks: see
+    tensor/range_check.py. deferred_check: a secret tensor, and the bits that its sums may
     have, to be checked unless the operation on it checks it anyway. batch: of a call whose rows belong to several
     clients their number, so that each row has a verdict of its own; None: one verdict for the call. compared_quantity:
     which of `ranges.QUANTITIES` the arguments of comparisons are (`exact.comparisons.comparing`). shared_ranges:
@@ -45,6 +48,7 @@ class NumericContext:
 
     def __init__(self) -> None:
         self.ranges = Ranges()
+        self.module = ""
         self.pending_range_checks: list[PendingRangeCheck] = []
         self.deferred_check: tuple[Any, int] | None = None
         self.batch: int | None = None
@@ -86,13 +90,23 @@ class Session:
         """This party's number."""
         return self.protocol.party
 
+    @contextmanager
+    def module(self, name: str) -> Iterator[None]:
+        """The module `name` is being computed: its ranges hold, and costs are booked under it."""
+        outer, self.numerics.module = self.numerics.module, name
+        try:
+            with self.protocol.ledger.scope(name):
+                yield
+        finally:
+            self.numerics.module = outer
+
     def exponent(self, quantity: str) -> int | None:
         """What calibration tells of the module that is being computed (`ranges.QUANTITIES`): an exponent of two.
 
         None without calibration or for a module that it did not meet. Public and local.
         """
         ranges = self.numerics.ranges
-        found = ranges.of(self.protocol.ledger.scope_name, quantity) if ranges.modules else None
+        found = ranges.of(self.numerics.module, quantity) if ranges.modules else None
         return ranges.widest[quantity] if found is not None and quantity in self.numerics.shared_ranges else found
 
     def __repr__(self) -> str:

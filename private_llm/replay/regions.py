@@ -32,26 +32,36 @@ if a program could not make that."""
 
 @dataclass(frozen=True)
 class BreakRecord:
-    """A graph break: `Fixed.form` of what it takes and gives, its module, and how many checks of ranges came before."""
+    """A graph break: `Fixed.form` of what it takes and gives, what it is booked under, its module, and how many checks
+    of ranges came before.
+    """
 
     forms: tuple[tuple[int, int | None], ...]
     form: tuple[int, int | None]
     scope: Scope
+    module: Scope
     owed: int
 
     def compute(
         self, session: Session, graph_break: GraphBreak, owner: str, parts: Sequence[Tensor]
     ) -> Sequence[Tensor]:  # fmt: skip
         """That of a program that is repeated, for an owner of this name. Raises DomainError for another form."""
-        ledger, count = session.protocol.ledger, len(parts) // len(self.forms)
+        numerics, ledger, count = session.numerics, session.protocol.ledger, len(parts) // len(self.forms)
         shares = [Share(tuple(parts[at : at + count])) for at in range(0, len(parts), count)]
         values = [Fixed(session, share, *form) for share, form in zip(shares, self.forms, strict=True)]
-        kind, name = self.scope
-        with ledger.scope((ledger.scope_name, owner, "")[kind] + name):
+        (kind, name), (module_kind, module_name) = self.scope, self.module
+        scope = (ledger.scope_name, owner, "")[kind] + name
+        with session.module((numerics.module, owner, "")[module_kind] + module_name), ledger.scope(scope):
             made = graph_break.recompute(values)
         if made.form != self.form:
             raise DomainError(f"a repeated layer: its attention gives {made.form} bits, recorded {self.form}")
         return made.share.parts
+
+
+def _relative(name: str, here: str, owner: str) -> Scope:
+    if owner and (name == owner or name.startswith(f"{owner}.")):
+        return OWNER, name[len(owner) :]
+    return (HERE, "") if name == here else (AS_IT_IS, name)
 
 
 class _Ledgers:
@@ -62,10 +72,8 @@ class _Ledgers:
         self._held = Counter(ledger.sent), Counter(ledger.rounds), Counter(ledger.macs)
 
     def scope(self, name: str) -> Scope:
-        """A module's place."""
-        if self._owner and (name == self._owner or name.startswith(f"{self._owner}.")):
-            return OWNER, name[len(self._owner) :]
-        return (HERE, "") if name == self._here else (AS_IT_IS, name)
+        """What is booked under a name."""
+        return _relative(name, self._here, self._owner)
 
     def delta(self, ledger: Ledger) -> LedgerDelta:
         """What it says more now."""
@@ -128,7 +136,7 @@ class SideEffects:
     """What a call adds to its session, but for its graph_break: bookings, and checks of ranges."""
 
     def __init__(self, session: Session, owner: str) -> None:
-        self._session, self._owner = session, owner
+        self._session, self._owner, self._module = session, owner, session.numerics.module
         self._delta = LedgerDelta((), (), ())
         self._break: BreakRecord | None = None
         self._new: list[PendingRangeCheck] = []
@@ -152,7 +160,8 @@ class SideEffects:
             given = [part for x in values for part in x.share.parts]
             parts = record(given, made.share.parts)
             scope = self._before.scope(self._session.protocol.ledger.scope_name)
-            self._break = BreakRecord(tuple(x.form for x in values), made.form, scope, len(self._new))
+            module = _relative(self._session.numerics.module, self._module, self._owner)
+            self._break = BreakRecord(tuple(x.form for x in values), made.form, scope, module, len(self._new))
             self._start()
             return made.with_share(Share(tuple(parts)))
 

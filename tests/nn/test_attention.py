@@ -252,7 +252,7 @@ def test_fused_attention_of_torch() -> None:
 
 
 def _ranged(session: Session, **known: int) -> Session:
-    session.numerics.ranges = Ranges({session.protocol.ledger.scope_name: known})
+    session.numerics.ranges = Ranges({session.numerics.module: known})
     return session
 
 

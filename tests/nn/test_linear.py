@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from private_llm.net.ledger import Ledger
 from private_llm.nn.linear import SharedInput, SharedProducts, can_share
 from private_llm.tensor.fixed import Fixed
 from tests.harness import TRIO, run_parties
@@ -38,7 +37,7 @@ def _want(x: Tensor, index: int, bias: bool = True) -> Tensor:
 def test_pieces_are_right_in_any_order(order: tuple[int, ...], public: bool) -> None:
     session = plain_session()
     layers = _layers(Tensor.float if public else lambda values: secret(session, values))
-    group = SharedInput(layers, "group", Ledger(0))
+    group = SharedInput(layers, "group", session)
     for seed in (30, 31):  # a second input must not meet pieces of the first
         values = noise(2, 3, 4, seed=seed)
         x = secret(session, values)
@@ -49,7 +48,7 @@ def test_pieces_are_right_in_any_order(order: tuple[int, ...], public: bool) -> 
 
 def test_another_input_or_a_changed_one_is_computed_anew() -> None:
     session = plain_session()
-    group = SharedInput(_layers(lambda values: secret(session, values), bias=False), "group", Ledger(0))
+    group = SharedInput(_layers(lambda values: secret(session, values), bias=False), "group", session)
     first, second = noise(3, 4, seed=30), noise(3, 4, seed=31)
     x = secret(session, first)
     group.piece(0, x)
@@ -70,7 +69,7 @@ def test_three_layers_cost_the_rounds_of_one() -> None:
         layers = [nn.Linear(4, size, bias=False) for size in SIZES]
         for layer, share in zip(layers, shares, strict=True):
             layer.weight = nn.Parameter(SecretTensor(share), requires_grad=False)
-        group = SharedInput(layers, "q+k+v", x.proto.ledger)
+        group = SharedInput(layers, "q+k+v", x.session)
         source = SecretTensor(x)
         return [group.piece(index, source).value(full=True) for index in range(3)]  # type: ignore[attr-defined]
 

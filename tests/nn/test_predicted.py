@@ -21,7 +21,7 @@ def test_weights_of_fc2_lie_neuron_by_neuron() -> None:
 
     def sparse() -> tuple[torch.Tensor, ...]:
         reader = nn.Linear(4, 8)
-        SparseFeedForward(ActivityPredictor(4, 2, 8), [reader], writer, 1, 2, "fc1", session.protocol.ledger)
+        SparseFeedForward(ActivityPredictor(4, 2, 8), [reader], writer, 1, 2, "fc1")
         assert isinstance(writer.weight, SecretTensor)
         return writer.weight.value(full=True).share.parts
 

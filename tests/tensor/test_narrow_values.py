@@ -190,7 +190,7 @@ def test_what_attention_gives_has_the_same_bits_in_all_layers_of_a_decode_step()
     """One program serves the attention of all layers at a length."""
     session = meta_session(PrivateConfig(), 1)
     session.numerics.ranges = Ranges({"a": {"read": 20, "value": 4}, "b": {"read": 31, "value": 9}})
-    with session.protocol.ledger.scope("a"):
+    with session.module("a"):
         assert read_width(session, 18, "value") == 20 + 18 + SEEN
         with alike(session):
             assert read_width(session, 18, "value") == 31 + 18 + SEEN
@@ -204,9 +204,9 @@ def test_what_attention_gives_has_the_same_bits_in_all_layers_of_a_decode_step()
 def test_results_that_products_alone_read_have_fewer_fractional_bits(config: PrivateConfig, bits: int) -> None:
     session = meta_session(config, 1)
     session.numerics.ranges = Ranges({"a": {"read": 20, "output": 4}, "b": {"output": 4}})
-    with session.protocol.ledger.scope("a"):
+    with session.module("a"):
         assert read_frac(session) == bits
-    with session.protocol.ledger.scope("b"):
+    with session.module("b"):
         assert read_frac(session) == config.frac_bits
 
 

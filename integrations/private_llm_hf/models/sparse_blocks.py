@@ -205,7 +205,7 @@ def _make_sparse(model: PreTrainedModel, block: SparseBlock, config: CometConfig
     predictor.name, predictor.expected = block.predictor, block.budget
     for name in (*block.readers, block.writer):  # what they cost depends on it
         vars(model.get_submodule(name))["private_llm_units"] = (block.units, block.block, block.budget)
-    budget, ledger = None if config.levels == "open" else block.budget, session.protocol.ledger
+    budget = None if config.levels == "open" else block.budget
     if config.orders == "fresh":
         activation = model.get_submodule(block.activation or "")
         level = LevelNoise(config.epsilon, config.delta) if config.levels == "noisy" else block.budget
@@ -219,10 +219,10 @@ def _make_sparse(model: PreTrainedModel, block: SparseBlock, config: CometConfig
     writer = model.get_submodule(block.writer)
     sparse: SparseHeads | SparseFeedForward
     if block.kind == "heads":
-        sparse = SparseHeads(predictor, readers, writer, block.units, budget, name, ledger)
+        sparse = SparseHeads(predictor, readers, writer, block.units, budget, name)
         vars(model.get_submodule(path))[SPARSE] = sparse
     else:
-        sparse = SparseFeedForward(predictor, readers, writer, block.block, budget, name, ledger)
+        sparse = SparseFeedForward(predictor, readers, writer, block.block, budget, name)
     writer.forward = sparse.write
     for index, reader in enumerate(readers):
         reader.forward = functools.partial(sparse.read, index)

@@ -23,7 +23,6 @@ from private_llm.errors import PatchMismatch, listed
 from private_llm.kernels.address import trim_allocator
 from private_llm.kv_policies.fixed import KEEP_ALL
 from private_llm.kv_policies.policy import CachePolicy
-from private_llm.net.ledger import Ledger
 from private_llm.nn.linear import SharedInput, can_share
 from private_llm.protocols.session import Session
 from private_llm.protocols.share import Share
@@ -73,7 +72,7 @@ def build_party_model(
     grouped = _share_inputs(model, session, placement)
     make_sparse(model, session, placement.on_disk)
     _repeat_modules(model, session, grouped)
-    _follow_modules(model, session.protocol.ledger, progress)
+    _follow_modules(model, session, progress)
     placement.attach(model)
     return model.eval()
 
@@ -190,7 +189,7 @@ def _share_inputs(model: nn.Module, session: Session, placement: Placement) -> G
             if len(found) == len(names.split()) and re.fullmatch(where, path) and can_share(found):
                 read = placement.reader([f"{path}.{name}" for name in names.split()], found)
                 name = f"{path}.{'+'.join(names.split())}"
-                group = SharedInput(found, name, session.protocol.ledger, read)
+                group = SharedInput(found, name, session, read)
                 shares: list[tuple[str, object]] = [("read for each product", None)]
                 if group.kept is not None:
                     shares = [(str(n), each) for n, each in enumerate(group.kept) if each is not None]
@@ -287,23 +286,27 @@ def _some(names: list[str]) -> str:
 
 
 # -- costs by module ------------------------------------------------------------------------------------------
-def _follow_modules(model: nn.Module, ledger: Ledger, progress: Callable[[], None]) -> None:
-    """Book what each module sends under its name (the innermost module that runs), and report that it runs."""
+def _follow_modules(model: nn.Module, session: Session, progress: Callable[[], None]) -> None:
+    """While a module runs, its ranges hold and what it sends is booked under its name; report that it runs."""
     for name, module in model.named_modules():
         if name and not isinstance(module, _CONTAINERS):
-            module.forward = _followed(module.forward, ledger, name, progress)
+            module.forward = _followed(module.forward, session, name, progress)
 
 
 def _followed(
-    forward: Callable[..., Any], ledger: Ledger, name: str, progress: Callable[[], None]
+    forward: Callable[..., Any], session: Session, name: str, progress: Callable[[], None]
 ) -> Callable[..., Any]:
+    ledger, numerics = session.protocol.ledger, session.numerics
+
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - a module's own signature
         progress()
-        outer = ledger.enter(name)  # `ledger.scope` without its generator: modules are many
+        outer, before = ledger.enter(name), numerics.module  # `Session.module` without generators: modules are many
+        numerics.module = name
         try:
             return forward(*args, **kwargs)
         finally:
+            numerics.module = before
             ledger.leave(outer)
 
     return run

@@ -1,0 +1,52 @@
+"""What is booked under which name changes the account alone: not what is sent, and not what is computed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from private_llm_hf import patch
+from private_llm_hf.client.costs import Costs
+from torch import Tensor
+
+from private_llm.config import PrivateConfig
+from private_llm.tensor.secret import SecretTensor
+from tests.hf import tiny
+from tests.hf.compare import LOGIT_ERROR
+
+IDS = torch.tensor([[5, 6, 7, 8, 9]])
+
+
+def run(name: str, replay: bool) -> tuple[Tensor, Costs]:
+    with patch(tiny.build(name), PrivateConfig(party_mode="threads", replay=replay)) as private:
+        made = private.generate(
+            IDS, max_new_tokens=5, do_sample=False, output_logits=True, return_dict_in_generate=True
+        )
+        return torch.cat(made.logits), private.cost()
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("replay", [False, True], ids=("plain", "replay"))
+@pytest.mark.parametrize("name", ["llama", "opt", "gpt2"])
+def test_every_operation_in_a_scope_of_its_own(name: str, replay: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With calibrated ranges, which say by module how many bits a product keeps."""
+    wanted, before = run(name, replay)
+    called, scopes = SecretTensor.__torch_function__.__func__, set[str]()  # type: ignore[attr-defined]
+
+    def booked(cls: type, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = [x for x in args if isinstance(x, SecretTensor)]
+        if not found:
+            return called(cls, function, types, args, kwargs)
+        scope = f"profiling {getattr(function, '__name__', function)}"
+        with found[0].session.protocol.ledger.scope(scope):
+            scopes.add(scope)
+            return called(cls, function, types, args, kwargs)
+
+    monkeypatch.setattr(SecretTensor, "__torch_function__", classmethod(booked))
+    made, after = run(name, replay)
+    assert len(scopes) > 5
+    assert (after.bytes_total, after.rounds) == (before.bytes_total, before.rounds)
+    assert [ledger.cost() for ledger in after.ledgers] == [ledger.cost() for ledger in before.ledgers]
+    assert (made - wanted).abs().max() < LOGIT_ERROR
+    assert any(scope == name for ledger in after.ledgers for scope, *_ in ledger.sent for name in scopes)
