@@ -27,7 +27,7 @@ import datasets
 import torch
 import transformers
 from accelerate import Accelerator
-from private_llm_cli.bench.rows import provenance
+from bench.rows import provenance
 from private_llm_hf.sparsity.recordings import share_of_zeros
 from private_llm_hf.sparsity.relufy import ACTIVATIONS, relufy, save_relufied
 from private_llm_hf.sparsity.sites import activations_of

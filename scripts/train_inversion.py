@@ -34,7 +34,7 @@ import torch
 import transformers
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from private_llm_cli.bench.rows import provenance
+from bench.rows import provenance
 from private_llm_cli.commands.plot import load_pyplot
 from private_llm_hf.tools.texts import encode, load_texts, windows
 from rich.console import Console

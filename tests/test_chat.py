@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from private_llm_cli.bench.catalogue import make
-from private_llm_cli.bench.measure import measure
+from bench.catalogue import make
+from bench.measure import measure
 from private_llm_cli.commands.terminal_chat import chat
 from private_llm_hf.models import smollm2
 from tokenizers import Tokenizer, models, pre_tokenizers

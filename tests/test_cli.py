@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import typer
-from private_llm_cli.app import app, main
+from private_llm_cli.app import _STUDIES, app, main
 from transformers import OPTConfig, OPTForCausalLM
 from typer.testing import CliRunner
 
@@ -23,7 +23,7 @@ from private_llm.config import PrivateConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 COMMANDS = (
-    "demo", "generate", "chat", "classify", "audit", "share", "party", "certs", "estimate", "bench", "diff", "doctor",
+    "demo", "generate", "chat", "classify", "audit", "share", "party", "certs", "estimate", "diff", "doctor",
     "predictors",
 )  # fmt: skip
 
@@ -122,14 +122,6 @@ def test_doctor_measures(run: Run) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("bench", "nothing"), "unknown benchmark 'nothing'; known: relu"),
-        (("bench", "relu", "--shape", "3xq"), "shape: got '3xq'"),
-        (("bench", "matmul", "--shape", "3x4"), "want 3: M x K x N"),
-        (("bench", "relu", "--repeat", "0"), "repeat: got 0"),
-        (("bench", "relu", "--bandwidth", "0"), "want a positive bandwidth"),
-        (("bench", "relu", "--party-mode", "processes", "--latency", "1"), "threads only"),
-        (("bench", "relu", "--ring", "48"), "ring: got 48"),
-        (("bench", "rellu"), "unknown benchmark 'rellu' (did you mean gelu, relu?)"),
         (("estimate", "llama-700b"), "(did you mean llama-13b, llama-7b?); want a model folder"),
         (("estimate", "opt-125m", "--seq", "0"), "got seq 0"),
         (("estimate", "bert-base", "--seq", "4", "--new", "2"), "does not generate"),
@@ -183,17 +175,28 @@ def test_doctor_measures(run: Run) -> None:
         (("estimate", "opt-125m", "--gmacs", "1", "--ranges", "/nope.json"), "ranges: /nope.json: No such file"),
         (("estimate", "opt-125m", "--protocol", "cascade", "--plans", "--ranges", "x"), "leave out --ranges"),
         (("diff", "--image", "x.png"), "Unrecognized configuration class OPTConfig for this kind of AutoModel"),
-        (("bench", "relu", "--tiny", "--protocol", "cascade"), "want a whole model, such as gpt2-forward"),
-        (("bench", "opt-layer", "--shape", "1x4x15x2x24"), "got hidden 15; want a multiple of 2 heads"),
         (("demo", "--plot", "costs.txt"), "want a name that ends in .png"),
         (("demo", "--plot", "/nope/x.png"), "cannot write '/nope/x.png'"),
-        (("bench", "relu", "--plot", "/nope/x.png"), "cannot write '/nope/x.png'"),
         (("share", "no-such-model", "--out", "never-written"), "no-such-model"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
 def test_mistakes_are_one_message(run: Run, arguments: tuple[str, ...], message: str) -> None:
     assert message in " ".join(run(*arguments, code=2).split())
+
+
+@pytest.mark.parametrize(
+    ("words", "script"),
+    [
+        ("bench relu opt-layer --json", "bench/run.py relu opt-layer --json"),
+        ("bench", "bench/run.py"),
+        *((f"bench {table} --tiny", f"studies/bench_{table}.py") for table in _STUDIES),
+    ],
+)
+def test_bench_says_where_it_moved_to(run: Run, words: str, script: str) -> None:
+    said = " ".join(run(*words.split(), code=2).split())
+    assert f"In a checkout of the repository run `python scripts/{script}`" in said
+    assert (ROOT / "scripts" / script.split()[0]).is_file()
 
 
 def test_an_interrupt_is_told(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

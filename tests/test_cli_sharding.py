@@ -7,9 +7,8 @@ import math
 from pathlib import Path
 
 import pytest
-from private_llm_cli.bench.link import LinkSpeed, Span
-from private_llm_cli.commands.estimate_plans import USUAL, Hardware, busiest
-from private_llm_cli.commands.plot import MOST_ROWS, chosen, worked
+from private_llm_cli.commands.estimate_plans import USUAL, Hardware, LinkSpeed, busiest
+from private_llm_cli.commands.plot import MOST_ROWS, Span, chosen, worked
 from private_llm_hf import PrivateConfig
 from private_llm_hf.tools.estimate import estimate, named_shape
 from transformers import GPT2Config

@@ -18,11 +18,11 @@ from typing import Any
 import cascade_rows
 import mpcache_rows
 import pytest
+from bench.catalogue import make
+from bench.link import LinkSpeed
+from bench.measure import measure
 from mpcache_rows import PAPER
 from pigeon_rows import jobs
-from private_llm_cli.bench.catalogue import make
-from private_llm_cli.bench.link import LinkSpeed
-from private_llm_cli.bench.measure import measure
 from private_llm_hf.models import smollm2
 from private_llm_hf.tools.estimate import estimate, named_shape
 from wan_models import PROMPT, wan_model

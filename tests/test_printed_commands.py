@@ -23,6 +23,7 @@ from tests.test_docs import PAGES, ROOT, blocks
 
 MODEL = str(resources.files("private_llm_hf").joinpath("demo_model"))
 HOSTS = "a:7000,b:7000,c:7000"
+BENCH = "python scripts/bench/run.py "
 TEXTS = ("notes.txt", "a.txt", "b.txt", "unseen.txt")
 ELSEWHERE = {
     "# at ": "tests/system/walk_deploy.py runs the operators' guide, whose blocks begin so",
@@ -38,10 +39,10 @@ ELSEWHERE = {
 
 
 def printed(page: Path) -> list[str]:
-    """`private-llm` commands of a page that run here."""
+    """`private-llm` commands and benchmarks of a page that run here."""
     here = [block for block in blocks(page, "bash") if not block.startswith("# at ")]
     lines = [line.split(" #")[0].strip() for block in here for line in block.splitlines()]
-    found = [line for line in lines if line.startswith("private-llm ")]
+    found = [line for line in lines if line.startswith(("private-llm ", BENCH))]
     return [line for line in dict.fromkeys(found) if not any(line.startswith(start) for start in ELSEWHERE)]
 
 
@@ -84,13 +85,14 @@ def test_printed_commands_run(page: Path, tmp_path: Path, forked_scripts: Script
     hosts = free_hosts()
     for line in printed(page):
         text = re.sub("facebook/opt-125m|integrations/private_llm_hf/demo_model", MODEL, line)
-        words = shlex.split(text.replace(HOSTS, hosts))[1:]
+        script = ROOT / "scripts/bench/run.py" if line.startswith(BENCH) else ROOT / "private_llm/__main__.py"
+        words = shlex.split(text.removeprefix(BENCH).removeprefix("private-llm ").replace(HOSTS, hosts))
         began = time.monotonic()
         if "--hosts" in words:
             with parties(tmp_path, hosts):
-                code, out, err = forked_scripts.run(ROOT / "private_llm" / "__main__.py", tmp_path, *words)
+                code, out, err = forked_scripts.run(script, tmp_path, *words)
         else:
-            code, out, err = forked_scripts.run(ROOT / "private_llm" / "__main__.py", tmp_path, *words)
+            code, out, err = forked_scripts.run(script, tmp_path, *words)
         print(f"{time.monotonic() - began:.1f} s: {line}")
         assert code == 0, f"{line}\n{out[-1500:]}\n{err[-1500:]}"
 

@@ -9,6 +9,7 @@ nobody foresaw is one message and exit code 1. `private-llm --traceback COMMAND`
 from __future__ import annotations
 
 import re
+import shlex
 import sys
 import warnings
 from importlib import metadata
@@ -18,7 +19,6 @@ import typer
 
 from private_llm.config import VERSION, import_plugins
 from private_llm.errors import ConfigError, PrivateLLMError
-from private_llm_cli.commands.bench import bench
 from private_llm_cli.commands.calibrate import calibrate, diff
 from private_llm_cli.commands.certs import certs
 from private_llm_cli.commands.classify import classify
@@ -50,7 +50,6 @@ for command in (
     party,
     estimate,
     diff,
-    bench,
     doctor,
 ):
     app.command(cls=Command)(command)
@@ -58,12 +57,21 @@ app.add_typer(certs)
 app.add_typer(predictors)
 
 
-@app.command(cls=Command, hidden=True, context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
-def kv_budget() -> None:
-    """Moved to `scripts/long_context/kv_budget.py` of the repository."""
+_STUDIES = ("cascade", "comet", "kernels", "mpcache", "pigeon", "wan")
+"""Tables of papers that `bench` once made."""
+
+
+@app.command("bench", hidden=True, context_settings={"ignore_unknown_options": True})
+@app.command("kv-budget", hidden=True, context_settings={"ignore_unknown_options": True})
+def _moved(context: typer.Context, words: Annotated[list[str] | None, typer.Argument(hidden=True)] = None) -> None:
+    """Moved to a script of the repository."""
+    given, name = words or [], context.info_name
+    table = next((word for word in given if name == "bench" and word in _STUDIES), None)
+    script = "bench/run.py" if name == "bench" else "long_context/kv_budget.py"
+    script = shlex.join([script, *given]) if table is None else f"studies/bench_{table}.py"
     raise ConfigError(
-        "kv-budget moved: it is a study, which the installed package no longer contains. In a checkout of the "
-        "repository run `python scripts/long_context/kv_budget.py` with the same options"
+        f"{name} moved: it is a script, which the installed package no longer contains. In a checkout of the "
+        f"repository run `python scripts/{script}` (--help lists its options)"
     )
 
 

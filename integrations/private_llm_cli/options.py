@@ -158,6 +158,17 @@ def plan_of(text: str, weak: bool = False, split: int | None = None) -> dict[str
     return {"plan": {**dict(zip(names, map(int, parts), strict=False)), "accept_weak_plan": weak}}
 
 
+def parse_shape(text: str) -> tuple[int, ...]:
+    """ "128x768x3072" as (128, 768, 3072). Raises ConfigError."""
+    try:
+        shape = tuple(int(part) for part in text.lower().split("x"))
+    except ValueError:
+        shape = ()
+    if not shape or min(shape) < 1:
+        raise ConfigError(f"shape: got {text!r}; want positive sizes joined by 'x', for instance 128x768x3072")
+    return shape
+
+
 # -- groups: a command that takes one has all of its options ----------------------------------------------------------
 def grouped(command: Callable[..., None]) -> Callable[..., None]:
     """A command for typer: each parameter that is a group (a dataclass of options) becomes the group's options."""

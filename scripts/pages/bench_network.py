@@ -36,6 +36,7 @@ from unittest import mock
 from generated import taken
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "studies"))  # which measure in namespaces, too
+import scripts_folder  # noqa: F401 - finds `bench`
 from namespaces import CLIENT_HOST, address, missing_rights, shaped, switch
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -84,7 +85,7 @@ def loopback_command(case: Case, command: Sequence[str]) -> list[str]:
 # -- endpoints -------------------------------------------------------------------------------------------------
 def make_work(case: Case) -> Any:  # noqa: ANN401 - a Work or a WholeWork
     """The work of a case."""
-    from private_llm_cli.bench.catalogue import make
+    from bench.catalogue import make
 
     name, shape, _ = (TINY if case.tiny else WORKS)[case.work]
     return make(name, shape)
@@ -92,8 +93,8 @@ def make_work(case: Case) -> Any:  # noqa: ANN401 - a Work or a WholeWork
 
 def serve(case: Case, party: int, folder: Path) -> None:
     """Be one party of the switched network."""
-    from private_llm_cli.bench.measure import serve as serve_work
-    from private_llm_cli.bench.whole import WholeWork
+    from bench.measure import serve as serve_work
+    from bench.whole import WholeWork
     from private_llm_hf.client.launch import serve_party
 
     from private_llm.net.rendezvous import connect
@@ -123,7 +124,7 @@ def remote_config(case: Case, endpoint: str, folder: Path) -> Any:  # noqa: ANN4
 
 def measured(case: Case, config: Any) -> dict[str, Any]:  # noqa: ANN401 - a PrivateConfig
     """As the client: the row, and what saturates the network."""
-    from private_llm_cli.bench.measure import measure
+    from bench.measure import measure
 
     row = measure(make_work(case), config, case.repeat).to_dict()
     seconds, sent = row["seconds"]["median"], row["bytes_total"]
@@ -253,7 +254,8 @@ def main() -> int:
         return 0
     lacking = missing_rights()
     if lacking:
-        print(f"bench_network: {lacking}. Without them, `private-llm bench NAME --bandwidth 1000` emulates the links.")
+        instead = "`python scripts/bench/run.py NAME --bandwidth 1000` emulates the links"
+        print(f"bench_network: {lacking}. Without them, {instead}.")
         return 0 if options.tiny else 1
     rows = []
     for case in cases(options):

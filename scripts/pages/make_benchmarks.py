@@ -19,15 +19,16 @@ from pathlib import Path
 from typing import Any
 
 import bench_network
+from bench.catalogue import LARGE, NAMES, make
+from bench.measure import measure
 from generated import taken
-from private_llm_cli.bench.catalogue import LARGE, NAMES, make
-from private_llm_cli.bench.measure import measure
 from private_llm_hf.models import smollm2
 
 from private_llm.config import PrivateConfig
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "studies"))  # rows of papers' tables
 import cascade_rows
+import scripts_folder  # noqa: F401 - finds `bench`
 from pigeon_rows import jobs
 
 ROOT = Path(__file__).resolve().parents[2]

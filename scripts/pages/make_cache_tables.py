@@ -23,9 +23,10 @@ from typing import Any
 
 from generated import taken
 from make_benchmarks import keep, put, read_rows
-from private_llm_cli.bench.rows import provenance
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "studies"))  # its rows are a study's
+import scripts_folder  # noqa: F401 - finds `bench`
+from bench.rows import provenance
 from mpcache_rows import GATHERS, Case, cases
 from plot_mpcache import plot_mpcache
 

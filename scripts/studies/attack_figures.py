@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import scripts_folder  # noqa: F401 - finds `bench`
 import torch
 from attacks.attacked import RowsAt
 from attacks.collusion import collude
@@ -24,7 +25,7 @@ from attacks.row_matching import flat
 from attacks.scores import exact
 from attacks.view import view_of
 from attacks.vocab_matching import CHUNK, match_states
-from private_llm_cli.bench.rows import commit
+from bench.rows import commit
 from private_llm_cli.commands.models import demo_model, plaintext_model, tokenizer_of
 from private_llm_cli.commands.output import emit_json, progress_bar
 from private_llm_cli.commands.plot import load_pyplot

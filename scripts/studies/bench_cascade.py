@@ -12,14 +12,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import scripts_folder  # noqa: F401 - finds `bench`
+from bench.link import link_speed
+from bench.rows import machine
+from bench.table_options import Bandwidth, Latency, Plot, Repeat, Tiny, new_app, run_app
 from cascade_rows import cases, memory_needed
 from plot_cascade import plot_cascade
-from private_llm_cli.bench.rows import machine
-from private_llm_cli.commands.bench import link_speed
 from private_llm_cli.commands.output import NOTES, duration, emit_json, emit_table, progress_bar, size
 from private_llm_cli.commands.plot import check_name
 from private_llm_cli.options import Json
-from table_options import Bandwidth, Latency, Plot, Repeat, Tiny, new_app, run_app
 
 from private_llm.errors import ConfigError
 

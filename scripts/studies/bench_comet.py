@@ -15,14 +15,15 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import scripts_folder  # noqa: F401 - finds `bench`
+from bench.layers import opt_decode
+from bench.measure import measure_in_turns
+from bench.rows import machine
+from bench.table_options import Repeat, Tiny, new_app, run_app
+from bench.work import Shape
 from layer_works import sparse_decode
-from private_llm_cli.bench.layers import opt_decode
-from private_llm_cli.bench.measure import measure_in_turns
-from private_llm_cli.bench.rows import machine
-from private_llm_cli.bench.work import Shape
 from private_llm_cli.commands.output import duration, emit_json, emit_table, progress_bar, size
 from private_llm_cli.options import Json
-from table_options import Repeat, Tiny, new_app, run_app
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError

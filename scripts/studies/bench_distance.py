@@ -25,8 +25,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import scripts_folder  # noqa: F401 - finds `bench`
 import torch
-from private_llm_cli.bench.rows import provenance
+from bench.rows import provenance
 from private_llm_cli.commands.models import demo_model, quiet, smollm2_model
 from private_llm_hf import AutoPrivateModelForCausalLM, SpeculationConfig
 from private_llm_hf.api import share_checkpoint

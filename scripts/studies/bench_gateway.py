@@ -26,8 +26,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import scripts_folder  # noqa: F401 - finds `bench`
+from bench.rows import provenance
 from openai import OpenAI
-from private_llm_cli.bench.rows import provenance
 from private_llm_cli.commands.models import demo_model, plaintext_model, quiet, smollm2_model, tokenizer_of
 from private_llm_gateway.child import child_gateway
 from private_llm_hf.models import smollm2

@@ -33,12 +33,13 @@ if not GPU:
 
 import gpu_kernel_rows as kernels  # noqa: E402
 import gpu_model_rows as models  # noqa: E402
+import scripts_folder  # noqa: E402, F401 - finds `bench`
 import triton  # noqa: E402
+from bench.rows import commit  # noqa: E402
 from gpu_compared import compared  # noqa: E402
 from gpu_model_rows import Given  # noqa: E402
 from gpu_test_rows import tests  # noqa: E402
 from gpu_timing import stacks  # noqa: E402
-from private_llm_cli.bench.rows import commit  # noqa: E402
 
 Row = dict[str, Any]
 PARTS: dict[str, tuple[Callable[[Given], Iterator[Row]], float, float]] = {

@@ -18,11 +18,12 @@ from itertools import cycle
 from typing import Any
 
 import numpy as np
+import scripts_folder  # noqa: F401 - finds `bench`
 import torch
-from private_llm_cli.bench.rows import machine, provenance, spread
+from bench.rows import machine, provenance, spread
+from bench.table_options import Repeat, Tiny, new_app, run_app
 from private_llm_cli.commands.output import duration, emit_json, emit_table, progress_bar
 from private_llm_cli.options import Json
-from table_options import Repeat, Tiny, new_app, run_app
 from torch import Tensor
 
 from private_llm.errors import ConfigError

@@ -12,15 +12,16 @@ from collections.abc import Callable
 from functools import partial
 from typing import Annotated, Any
 
+import scripts_folder  # noqa: F401 - finds `bench`
 import typer
+from bench.link import link_speed
+from bench.rows import machine
+from bench.table_options import Bandwidth, Latency, Plot, Repeat, Tiny, new_app, run_app
 from mpcache_rows import PROTOCOLS, cases
 from plot_mpcache import plot_mpcache
-from private_llm_cli.bench.rows import machine
-from private_llm_cli.commands.bench import link_speed
 from private_llm_cli.commands.output import duration, emit_json, emit_table, progress_bar, size
 from private_llm_cli.commands.plot import check_name
 from private_llm_cli.options import Json
-from table_options import Bandwidth, Latency, Plot, Repeat, Tiny, new_app, run_app
 
 from private_llm.errors import ConfigError
 

@@ -12,15 +12,16 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Annotated
 
+import scripts_folder  # noqa: F401 - finds `bench`
 import typer
+from bench.rows import Row, machine
+from bench.run import circuit_of, kind_table
+from bench.table_options import Plot, Repeat, Tiny, new_app, run_app
 from pigeon_rows import PROTOCOLS, REFERENCE_MACHINE, Job, jobs
 from plot_pigeon import plot_pigeon
 from private_llm_cli import options
-from private_llm_cli.bench.rows import Row, machine
-from private_llm_cli.commands.bench import circuit_of, kind_table
 from private_llm_cli.commands.output import emit_json, emit_table, progress_bar
 from private_llm_cli.commands.plot import check_name
-from table_options import Plot, Repeat, Tiny, new_app, run_app
 
 from private_llm.errors import ConfigError
 

@@ -25,10 +25,11 @@ import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import scripts_folder  # noqa: F401 - finds `bench`
 import torch
-from private_llm_cli.bench.catalogue import make
-from private_llm_cli.bench.measure import measure
-from private_llm_cli.bench.work import Work
+from bench.catalogue import make
+from bench.measure import measure
+from bench.work import Work
 from torch import Tensor
 
 from private_llm.config import PrivateConfig

@@ -23,7 +23,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from private_llm_cli.bench.rows import provenance
+import scripts_folder  # noqa: F401 - finds `bench`
+from bench.rows import provenance
 from private_llm_cli.commands.models import demo_model, quiet
 from private_llm_hf import AutoPrivateModelForCausalLM, GeneratePlan
 from private_llm_hf.api import share_checkpoint

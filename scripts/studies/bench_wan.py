@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
+import scripts_folder  # noqa: F401 - finds `bench`
 import typer
-from private_llm_cli.bench.rows import machine
+from bench.rows import machine
+from bench.table_options import Bandwidth, Latency, Repeat, Tiny, new_app, run_app
 from private_llm_cli.commands.output import NOTES, duration, emit_json, emit_table, progress_bar, size
 from private_llm_cli.options import Json
-from table_options import Bandwidth, Latency, Repeat, Tiny, new_app, run_app
 from wan_models import wan_model
 from wan_rows import PROTOCOLS, cases, networks
 

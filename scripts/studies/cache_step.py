@@ -18,9 +18,10 @@ import time
 from dataclasses import replace
 from typing import Any
 
+import scripts_folder  # noqa: F401 - finds `bench`
 import torch
+from bench.rows import provenance
 from cache_steps import AttentionShape, timed
-from private_llm_cli.bench.rows import provenance
 from private_llm_cli.commands.output import emit_json, emit_table
 
 from private_llm.config import PrivateConfig

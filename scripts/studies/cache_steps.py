@@ -15,10 +15,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import scripts_folder  # noqa: F401 - finds `bench`
 import torch
-from private_llm_cli.bench.link import LinkSpeed, SlowMesh
-from private_llm_cli.bench.rows import spread
-from private_llm_cli.bench.work import warm_up
+from bench.link import LinkSpeed, SlowMesh
+from bench.rows import spread
+from bench.work import warm_up
 
 from private_llm.config import PrivateConfig
 from private_llm.kernels.address import tune_allocator

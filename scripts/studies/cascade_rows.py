@@ -15,9 +15,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+import scripts_folder  # noqa: F401 - finds `bench`
 import torch
-from private_llm_cli.bench.link import LinkSpeed, SlowMesh
-from private_llm_cli.bench.rows import Row, settings, spread
+from bench.link import LinkSpeed, SlowMesh
+from bench.rows import Row, settings, spread
 from timed_nodes import BUSY, SERIALISING, WAITING, TimedParties
 from torch import Tensor
 from undistributed import Undistributed

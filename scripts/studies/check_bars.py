@@ -20,11 +20,12 @@ from typing import Any
 import bench_service
 import cache_step
 import cascade_rows
+import scripts_folder  # noqa: F401 - finds `bench`
 import torch
+from bench.catalogue import make
+from bench.measure import measure_in_turns
+from bench.rows import provenance
 from bench_kernels import measure_kernels
-from private_llm_cli.bench.catalogue import make
-from private_llm_cli.bench.measure import measure_in_turns
-from private_llm_cli.bench.rows import provenance
 from private_llm_cli.commands.models import quiet
 from private_llm_cli.commands.output import emit_json
 

@@ -23,11 +23,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import scripts_folder  # noqa: F401 - finds `bench`
 import torch
 import torch.nn.functional as F
-from private_llm_cli.bench.catalogue import make
-from private_llm_cli.bench.measure import measure
-from private_llm_cli.bench.rows import Row, machine
+from bench.catalogue import make
+from bench.measure import measure
+from bench.rows import Row, machine
 from private_llm_hf import patch
 from torch import Tensor
 from transformers import BertConfig, BertForSequenceClassification

@@ -16,11 +16,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
+import scripts_folder  # noqa: F401 - finds `bench`
 import torch
-from private_llm_cli.bench.catalogue import make
-from private_llm_cli.bench.measure import measure
-from private_llm_cli.bench.rows import machine
-from private_llm_cli.bench.work import Run, Work
+from bench.catalogue import make
+from bench.measure import measure
+from bench.rows import machine
+from bench.work import Run, Work
 from private_llm_cli.commands.output import emit_json, progress_bar
 from torch import Tensor
 

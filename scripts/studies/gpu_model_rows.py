@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import scripts_folder  # noqa: F401 - finds `bench`
 import torch
 from accelerate import init_empty_weights
+from bench.layers import network as network_work
 from gpu_timing import GPU, Samples, copy_rates, gpu_work, small_calls, synchronize
-from private_llm_cli.bench.layers import network as network_work
 from private_llm_cli.commands.models import demo_model
 from private_llm_hf import AutoPrivateModelForCausalLM, patch
 from torch import Tensor, nn

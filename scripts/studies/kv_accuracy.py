@@ -25,13 +25,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import scripts_folder  # noqa: F401 - finds `bench`
 import torch
 from at_budget import levels_text, mpcache_at, policies_at
+from bench.rows import commit
 from compare_approximations import into_page
 from kv_accuracy_plots import draw
 from likeness import commonality, coverage
 from long_tasks import TASKS, make_prompts
-from private_llm_cli.bench.rows import commit
 from private_llm_cli.commands.output import progress_bar
 from private_llm_hf.models import smollm2
 from private_llm_hf.tools.texts import token_ids

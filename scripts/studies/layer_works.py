@@ -1,4 +1,4 @@
-"""Works on one transformer layer that only papers' tables measure (see `private_llm_cli.bench.layers`)."""
+"""Works on one transformer layer that only papers' tables measure (see `bench.layers`)."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+import scripts_folder  # noqa: F401 - finds `bench`
 import torch
-from private_llm_cli.bench.layers import decode_work, layer_work, opt_config
-from private_llm_cli.bench.work import Shape, Work
+from bench.layers import decode_work, layer_work, opt_config
+from bench.work import Shape, Work
 from torch import Tensor, nn
 
 if TYPE_CHECKING:

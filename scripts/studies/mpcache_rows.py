@@ -18,12 +18,13 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
+import scripts_folder  # noqa: F401 - finds `bench`
+from bench.link import LinkSpeed
+from bench.measure import measure
+from bench.rows import provenance
+from bench.work import Shape
 from cache_steps import AttentionShape, Counted, Figures, counted, timed
 from layer_works import alone
-from private_llm_cli.bench.link import LinkSpeed
-from private_llm_cli.bench.measure import measure
-from private_llm_cli.bench.rows import provenance
-from private_llm_cli.bench.work import Shape
 
 from private_llm.config import PrivateConfig
 from private_llm.kernels.parallel import threads_per_party

@@ -13,11 +13,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from private_llm_cli.bench.catalogue import make
-from private_llm_cli.bench.measure import measure
-from private_llm_cli.bench.rows import Row
-from private_llm_cli.bench.whole import WholeWork
-from private_llm_cli.bench.work import Shape, Work
+import scripts_folder  # noqa: F401 - finds `bench`
+from bench.catalogue import make
+from bench.measure import measure
+from bench.rows import Row
+from bench.whole import WholeWork
+from bench.work import Shape, Work
 
 from private_llm.config import PrivateConfig
 

@@ -23,8 +23,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import scripts_folder  # noqa: F401 - finds `bench`
 import torch
-from private_llm_cli.bench.rows import Row, spread
+from bench.rows import Row, spread
 from private_llm_cli.commands.models import plaintext_model, smollm2_model, tokenizer_of
 from private_llm_cli.commands.output import duration, emit_json, emit_table, progress_bar, size
 from private_llm_cli.commands.text import TokenClock, agreement

@@ -26,10 +26,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
+import scripts_folder  # noqa: F401 - finds `bench`
 import torch
+from bench.rows import commit
 from comet_cache.refill import RefillCost, RefillManager
 from link_orders import DATA
-from private_llm_cli.bench.rows import commit
 from private_llm_cli.commands.models import demo_model, plaintext_model, tokenizer_of
 from private_llm_cli.commands.output import emit_json, emit_table, progress_bar
 from private_llm_cli.commands.plot import load_pyplot

@@ -9,8 +9,9 @@ from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import scripts_folder  # noqa: F401 - finds `bench`
 import torch
-from private_llm_cli.bench.whole import gpt2_forward
+from bench.whole import gpt2_forward
 from torch import Tensor
 
 from private_llm.config import PrivateConfig

@@ -18,11 +18,12 @@ from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+import scripts_folder  # noqa: F401 - finds `bench`
+from bench.link import LinkSpeed
+from bench.measure import measure
+from bench.rows import provenance, spread
+from bench.work import Shape, Work
 from layer_works import llama_decode, llama_layer
-from private_llm_cli.bench.link import LinkSpeed
-from private_llm_cli.bench.measure import measure
-from private_llm_cli.bench.rows import provenance, spread
-from private_llm_cli.bench.work import Shape, Work
 from wan_models import PROMPT, TINY_PROMPT, WanModel, wan_model
 from wan_run import DRAFTS, Place, measured_passes
 

@@ -23,9 +23,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
+import scripts_folder  # noqa: F401 - finds `bench`
 import torch
+from bench.link import LinkSpeed, SlowMesh
 from namespaces import CLIENT_HOST, address, can_delay, missing_rights, switch
-from private_llm_cli.bench.link import LinkSpeed, SlowMesh
 from torch import Tensor
 from wan_models import WanModel, plaintext, quiet
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
-from private_llm_cli.bench.catalogue import make
-from private_llm_cli.bench.link import LinkSpeed
-from private_llm_cli.bench.measure import measure
+from bench.catalogue import make
+from bench.link import LinkSpeed
+from bench.measure import measure
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError

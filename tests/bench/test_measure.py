@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import gc
-import re
+import json
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from private_llm_cli.app import app
-from private_llm_cli.bench.catalogue import ENTRIES, INSTALLED_APART, NAMES, make
-from private_llm_cli.bench.link import LinkSpeed, RecordingMesh, SlowMesh
-from private_llm_cli.bench.measure import measure
-from private_llm_cli.bench.rows import Row
-from private_llm_cli.bench.work import MOST_RUNS, Work, parse_shape, warm_up
-from private_llm_cli.commands.bench import MOVED
+from bench.catalogue import ENTRIES, INSTALLED_APART, NAMES, make
+from bench.link import LinkSpeed, RecordingMesh, SlowMesh
+from bench.measure import measure
+from bench.rows import Row
+from bench.run import app
+from bench.work import MOST_RUNS, Work, warm_up
+from private_llm_cli.options import parse_shape
 from typer.testing import CliRunner
 
 from private_llm.config import PrivateConfig
@@ -26,7 +28,6 @@ from private_llm.errors import ConfigError, DomainError, PartyFailed
 from private_llm.protocols.session import Session
 from private_llm.replay.program_cache import uncompiled_calls
 from private_llm.tensor.fixed import Fixed
-from tests.test_cli import ROOT, Run, rows
 
 CONFIG = PrivateConfig(timeout_s=60)
 LARGEST_ERROR = {
@@ -186,20 +187,29 @@ def test_n_counts_images() -> None:
     assert make("relu", count=4).shape == (4,)
 
 
-def test_a_picture_of_one_run(tmp_path: Path) -> None:
+def test_a_picture_of_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     picture = tmp_path / "run.svg"
     how = ["--tiny", "--repeat", "1", "--parallel-sessions", "2", "--bandwidth", "1000", "--plot", str(picture)]
-    assert CliRunner().invoke(app, ["bench", "relu", *how]).exit_code == 0
+    assert CliRunner().invoke(app, ["relu", *how]).exit_code == 0
     text = picture.read_text()
     assert "<svg" in text
-    result = CliRunner().invoke(app, ["bench", "relu", "mul", "--tiny", "--plot", str(picture)])
+    result = CliRunner().invoke(app, ["relu", "mul", "--tiny", "--plot", str(picture)])
     assert "--plot shows one work" in str(result.exception)
-    result = CliRunner().invoke(app, ["bench", "relu", "--tiny", "--plot", "picture.txt"])
+    result = CliRunner().invoke(app, ["relu", "--tiny", "--plot", "picture.txt"])
     assert "want a name that ends in" in str(result.exception)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    result = CliRunner().invoke(app, ["relu", "--tiny", "--plot", str(picture)])
+    assert "pip install 'private-llm[plot]'" in str(result.exception)
 
 
-def test_bench_rows_have_every_field(run: Run) -> None:
-    made = rows(run, "bench", "relu", "mul", "matmul", "--tiny", "--repeat", "2")
+def rows(*words: str) -> list[dict[str, Any]]:
+    result = CliRunner().invoke(app, [*words, "--json"])
+    assert result.exit_code == 0, result.output
+    return [json.loads(line) for line in result.stdout.splitlines()]
+
+
+def test_bench_rows_have_every_field() -> None:
+    made = rows("relu", "mul", "matmul", "--tiny", "--repeat", "2")
     assert [row["name"] for row in made] == ["relu", "mul", "matmul"]
     wanted = set(Row.__dataclass_fields__) | {"machine", "torch", "version", "commit"}
     for row in made:
@@ -212,47 +222,58 @@ def test_bench_rows_have_every_field(run: Run) -> None:
         assert sum(per_party.values()) == row["bytes_total"]
 
 
-@pytest.mark.parametrize("table", MOVED)
-def test_bench_says_where_a_table_moved_to(run: Run, table: str) -> None:
-    said = " ".join(run("bench", table, "--tiny", code=2).split())
-    script = re.search(r"`python (scripts/studies/\w+\.py)`", said)
-    assert script is not None, said
-    assert "In a checkout of the repository" in said
-    assert (ROOT / script[1]).is_file()
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("nothing", "unknown benchmark 'nothing'; known: relu"),
+        ("relu --shape 3xq", "shape: got '3xq'"),
+        ("matmul --shape 3x4", "want 3: M x K x N"),
+        ("relu --repeat 0", "repeat: got 0"),
+        ("relu --bandwidth 0", "want a positive bandwidth"),
+        ("relu --party-mode processes --latency 1", "threads only"),
+        ("relu --ring 48", "ring: got 48"),
+        ("rellu", "unknown benchmark 'rellu' (did you mean gelu, relu?)"),
+        ("relu --tiny --protocol cascade", "want a whole model, such as gpt2-forward"),
+        ("opt-layer --shape 1x4x15x2x24", "got hidden 15; want a multiple of 2 heads"),
+        ("relu --plot /nope/x.png", "cannot write '/nope/x.png'"),
+    ],
+)
+def test_mistakes_are_one_message(words: str, message: str) -> None:
+    assert message in str(CliRunner().invoke(app, words.split()).exception)
 
 
-def test_bench_compares_as_it_is_told(run: Run) -> None:
+def test_bench_compares_as_it_is_told() -> None:
     """A ripple adder sends fewer bytes in more rounds, key bits fewer of both; the rows say which it was."""
-    how = ("bench", "relu", "--tiny", "--repeat", "1", "--ring", "32")
-    (plain,) = rows(run, *how)
-    (ripple,) = rows(run, *how, "--adder", "ripple")
-    (key,) = rows(run, *how, "--adder", "ripple", "--relu-bits", "18", "--relu-low", "10")
+    how = ("relu", "--tiny", "--repeat", "1", "--ring", "32")
+    (plain,) = rows(*how)
+    (ripple,) = rows(*how, "--adder", "ripple")
+    (key,) = rows(*how, "--adder", "ripple", "--relu-bits", "18", "--relu-low", "10")
     circuits = [(row["adder"], row["relu_bits"], row["relu_low"]) for row in (plain, ripple, key)]
     assert circuits == [("auto", None, 0), ("ripple", None, 0), ("ripple", 18, 10)]
     assert plain["bytes_total"] > ripple["bytes_total"] > key["bytes_total"]
     assert ripple["rounds"] > key["rounds"] > plain["rounds"]
 
 
-def test_bench_picks_the_adder_for_its_link(run: Run) -> None:
-    how = ("bench", "relu", "--n", "100000", "--repeat", "1", "--adder")
-    (prefix,) = rows(run, *how, "prefix")
-    (thin,) = rows(run, *how, "auto", "--bandwidth", "300")
+def test_bench_picks_the_adder_for_its_link() -> None:
+    how = ("relu", "--n", "100000", "--repeat", "1", "--adder")
+    (prefix,) = rows(*how, "prefix")
+    (thin,) = rows(*how, "auto", "--bandwidth", "300")
     assert thin["bytes_total"] < prefix["bytes_total"]
 
 
 @pytest.mark.full
-def test_bench_in_processes_sends_the_same(run: Run) -> None:
-    (threads,) = rows(run, "bench", "relu", "--tiny", "--repeat", "1")
-    (processes,) = rows(run, "bench", "relu", "--tiny", "--repeat", "1", "--party-mode", "processes")
+def test_bench_in_processes_sends_the_same() -> None:
+    (threads,) = rows("relu", "--tiny", "--repeat", "1")
+    (processes,) = rows("relu", "--tiny", "--repeat", "1", "--party-mode", "processes")
     assert processes["party_mode"] == "processes"
     for key in ("bytes_per_party", "rounds", "error_max"):
         assert threads[key] == processes[key]
 
 
-def test_bench_computes_whose_functions_it_is_told(run: Run) -> None:
+def test_bench_computes_whose_functions_it_is_told() -> None:
     """Each against its own formula, so that errors stay small; costs differ."""
-    how = ("--plugin", "rivals", "bench", "gelu", "bert-layer", "--tiny", "--repeat", "1")
-    made = {name: rows(run, *how, "--approximations", name) for name in ("ours", "mpcformer", "secformer", "puma")}
+    how = ("--plugin", "rivals", "gelu", "bert-layer", "--tiny", "--repeat", "1")
+    made = {name: rows(*how, "--approximations", name) for name in ("ours", "mpcformer", "secformer", "puma")}
     for name, both in made.items():
         assert [row["approximations"] for row in both] == [name, name]
         assert all(row["error_max"] < 1e-3 for row in both)

@@ -60,7 +60,7 @@ def test_what_cannot_be_measured_is_refused(run: Run, options: tuple[str, str], 
 def test_the_command_of_old_says_where_it_went(run: Run) -> None:
     for options in ((), ("folder", "--text", "text.txt"), ("--loss", "0.1", "--json")):
         said = " ".join(run("kv-budget", *options, code=2).split())
-        assert "run `python scripts/long_context/kv_budget.py` with the same options" in said
+        assert "run `python scripts/long_context/kv_budget.py" in said
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from bench.rows import Row
 from bench_pigeon import app, print_table
 from pigeon_rows import IMAGENET, LINES, REFERENCE_MACHINE, jobs
-from private_llm_cli.bench.rows import Row
 from typer.testing import CliRunner
 
 from private_llm.config import PrivateConfig

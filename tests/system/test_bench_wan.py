@@ -7,10 +7,10 @@ import json
 import namespaces
 import pytest
 import wan_run
+from bench.link import LinkSpeed
+from bench.measure import measure
 from bench_wan import app
 from layer_works import llama_decode, llama_layer
-from private_llm_cli.bench.link import LinkSpeed
-from private_llm_cli.bench.measure import measure
 from private_llm_hf.tools.estimate import LayerCost
 from typer.testing import CliRunner
 from wan_models import TINY_PROMPT, wan_model

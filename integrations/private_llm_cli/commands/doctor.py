@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import socket
 import statistics
@@ -9,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +21,6 @@ from private_llm.kernels.parallel import usable_cores
 from private_llm.ring.prg import Seed
 from private_llm.ring.ring import RING64
 from private_llm.threat import markdown
-from private_llm_cli.bench.rows import cpu_field, cpu_model, memory_gib
 from private_llm_cli.commands.output import CONSOLE, emit_json, emit_table, progress_bar
 
 _PACKAGES = ("torch", "transformers", "accelerate", "numba", "triton", "cryptography", "safetensors", "numpy")
@@ -63,6 +64,42 @@ def examine() -> dict[str, Any]:
             step(name)
     report["warnings"] = _warnings(report)
     return report
+
+
+def machine() -> str:
+    """Processor, its generation and the units that products run on, usable cores, memory, system, in one line.
+
+    Processors of one name may differ by a factor of seven.
+    """
+    flags = cpu_field("flags").split()
+    family, amx = cpu_field("cpu family"), "with" if "amx_int8" in flags else "without"
+    width = "AVX-512" if "avx512f" in flags else "AVX2" if "avx2" in flags else "no AVX2"
+    generation = f" (family {family}, {width})" if family else ""
+    return f"{cpu_model()}{generation} {amx} AMX, {usable_cores()} cores, {memory_gib():.0f} GiB, {platform.system()}"
+
+
+def cpu_model() -> str:
+    """The processor's own name."""
+    return cpu_field("model name") or platform.processor() or platform.machine()
+
+
+def cpu_field(name: str) -> str:
+    """A field of Linux's description of the first core, or an empty string."""
+    info = Path("/proc/cpuinfo")
+    if not info.exists():
+        return ""
+    for line in info.read_text().splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() == name:
+            return value.strip()
+    return ""
+
+
+def memory_gib() -> float:
+    """Physical memory."""
+    if not hasattr(os, "sysconf"):
+        return 0.0
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
 
 
 def prg_speed() -> float:

@@ -14,7 +14,7 @@ from private_llm.errors import ConfigError
 from private_llm.kv_policies.fixed import KEEP_ALL
 from private_llm.kv_policies.policy import CachePolicy
 from private_llm.ranges import UNKNOWN
-from private_llm_cli.bench.work import parse_shape
+from private_llm_cli import options
 from private_llm_cli.commands.calibrate import ranges_from
 from private_llm_cli.commands.estimate_plans import Hardware, Workload, sharding_facts, sharding_rows
 from private_llm_cli.commands.models import shape_of
@@ -54,7 +54,7 @@ def estimate(
         found, *beside = (
             run(
                 model_class, model_config, each, sequence, new_tokens, batch,
-                lambda: step("counting forwards"), None if image is None else parse_shape(image),
+                lambda: step("counting forwards"), None if image is None else options.parse_shape(image),
                 ranges=known,
             )
             for each in asked

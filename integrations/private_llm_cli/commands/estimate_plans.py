@@ -22,7 +22,6 @@ from private_llm.token_sharding import (
     seconds_of,
     shard_sizes,
 )
-from private_llm_cli.bench.link import LinkSpeed
 from private_llm_cli.commands.doctor import float_speed, matmul_speed
 from private_llm_cli.commands.models import shape_of
 from private_llm_cli.commands.output import duration, emit_json, emit_table, progress_bar, size
@@ -33,6 +32,30 @@ if TYPE_CHECKING:
 
 USUAL = ((3, 4, 1), (4, 8, 1), (4, 8, 2), (8, 8, 1), (8, 8, 2), (16, 8, 1))
 """alpha, c, m of plans from few nodes to many, which the audit finds sound for rho = 3."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LinkSpeed:
+    """Bandwidth of each direction in megabit per second, one-way latency in milliseconds."""
+
+    bandwidth_mbit: float
+    latency_ms: float
+
+    def __post_init__(self) -> None:
+        if not self.bandwidth_mbit > 0 or not 0 <= self.latency_ms < float("inf"):
+            raise ConfigError(
+                f"link: got {self.bandwidth_mbit:g} Mbit/s and {self.latency_ms:g} ms; want a positive bandwidth and "
+                "a latency of at least 0"
+            )
+
+    def seconds(self, count: int) -> float:
+        """Time that `count` bytes occupy one direction."""
+        return count * 8 / (self.bandwidth_mbit * 1e6)
+
+    @property
+    def latency(self) -> float:
+        """One-way latency in seconds."""
+        return self.latency_ms / 1e3
 
 
 @dataclasses.dataclass(frozen=True)

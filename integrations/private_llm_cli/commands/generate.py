@@ -13,9 +13,8 @@ from rich.markup import escape
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError
-from private_llm_cli.bench.link import RecordingMesh
-from private_llm_cli.bench.rows import machine
 from private_llm_cli.commands.calibrate import ranges_from
+from private_llm_cli.commands.doctor import machine
 from private_llm_cli.commands.models import demo_model, gguf_options, loaded_from, plaintext_model, tokenizer_of
 from private_llm_cli.commands.output import (
     CONSOLE,
@@ -27,7 +26,7 @@ from private_llm_cli.commands.output import (
     show_text,
     size,
 )
-from private_llm_cli.commands.plot import check_name
+from private_llm_cli.commands.plot import RecordingMesh, check_name
 from private_llm_cli.commands.text import TextStream, TokenClock, agreement, by_link, is_text, margin
 
 if TYPE_CHECKING:

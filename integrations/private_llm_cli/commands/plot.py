@@ -1,26 +1,94 @@
-"""Pictures of `demo --plot` and `bench --plot`: bytes by layer or node, and when who computed, sent or waited."""
+"""Pictures of `demo --plot`: bytes by layer or node, and when who computed, sent or waited."""
 
 from __future__ import annotations
 
 import itertools
 import os
+import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError
 from private_llm.net.ledger import CONTROL
+from private_llm.net.local import LocalMesh, LocalTransport
 from private_llm.net.roles import called, named
 from private_llm.net.transport import CLIENT
 from private_llm.token_sharding import ShardingPlan
-from private_llm_cli.bench.link import RecordingMesh, Span
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from private_llm_hf.client.costs import Costs
     from private_llm_hf.tools.estimate import LayerCost
 
+
+# -- What pictures are drawn from: a mesh that notes when whom waited for a frame of whom -----------------------------
+@dataclass(frozen=True)
+class Span:
+    """One endpoint's wait for a frame of a peer, or a frame on its way to it (seconds of time.perf_counter)."""
+
+    endpoint: int
+    peer: int
+    tag: str
+    start: float
+    end: float
+    parallel_session: int = 0
+
+
+class RecordingMesh(LocalMesh):
+    """Keeps every wait in `waits`, every frame in `sent`."""
+
+    lends = False
+
+    def __init__(self, parties: int, timeout: float) -> None:
+        self.waits: list[Span] = []
+        self.sent: list[Span] = []
+        super().__init__(parties, timeout)
+
+    def transport(self, me: int) -> RecordingTransport:
+        """The transport of endpoint `me`."""
+        return RecordingTransport(self, me)
+
+
+class RecordingTransport(LocalTransport):
+    """One endpoint of a `RecordingMesh`."""
+
+    def __init__(self, mesh: RecordingMesh, me: int) -> None:
+        super().__init__(mesh, me)
+        self._waits, self._sent, self._parallel_session = mesh.waits, mesh.sent, mesh.number
+
+    def _send(self, to: int, tag: str, payload: Tensor) -> None:
+        now = time.perf_counter()
+        self._sent.append(Span(self.me, to, tag, now, now, self._parallel_session))
+        super()._send(to, tag, payload)
+
+    def _recv(self, frm: int, tag: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        with self._waiting(frm, tag):
+            return super()._recv(frm, tag, shape, dtype)
+
+    def _recv_bytes(self, frm: int, tag: str, most: int) -> bytes:
+        with self._waiting(frm, tag):
+            return super()._recv_bytes(frm, tag, most)
+
+    def wait(self, frm: int) -> None:
+        """Between two calls."""
+        with self._waiting(frm, "next call"):
+            super().wait(frm)
+
+    @contextmanager
+    def _waiting(self, frm: int, tag: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self._waits.append(Span(self.me, frm, tag, started, time.perf_counter(), self._parallel_session))
+
+
+# -- The picture of costs ----------------------------------------------------------------------------------------------
 _COLOURS = ("#4c72b0", "#dd8452", "#55a868", "#8172b3", "#c44e52", "#937860")
 
 
@@ -46,8 +114,8 @@ def plot_costs(
     top.set_xlabel("MB over all tokens")
     top.legend()
     for party in range(config.parties):
-        bottom.broken_barh([(0, _ms(span[1] - span[0]))], (party - 0.4, 0.8), color=_COLOURS[party % len(_COLOURS)])
-        idle = _within([(w.start, w.end) for w in waits if w.endpoint == party], span)
+        bottom.broken_barh([(0, in_ms(span[1] - span[0]))], (party - 0.4, 0.8), color=_COLOURS[party % len(_COLOURS)])
+        idle = within([(w.start, w.end) for w in waits if w.endpoint == party], span)
         bottom.broken_barh(list(idle), (party - 0.4, 0.8), color="#e6e6e6", linewidth=0)
     bottom.set_yticks(range(config.parties), parties)
     bottom.set_xlabel("ms within the last token; grey: waiting")
@@ -55,8 +123,6 @@ def plot_costs(
     pyplot.close(figure)
 
 
-# -- The picture of `private-llm bench --plot`: what each party did in one run ----------------------------------------
-_COMPUTES, _SENDS, _WAITS = "#4c72b0", "#dd8452", "#e6e6e6"
 _ENDINGS = (".png", ".svg", ".pdf")
 
 
@@ -69,48 +135,16 @@ def check_name(path: Path) -> None:
     load_pyplot()
 
 
-def plot_timeline(
-    mesh: RecordingMesh, config: PrivateConfig, title: str, span: tuple[float, float], path: Path
-) -> None:
-    """One band for each parallel session of each party: computing or waiting; below it what was on the party's
-    wires."""
-    pyplot = load_pyplot()
-    parallel_sessions = config.parallel_sessions
-    figure, axes = pyplot.subplots(
-        figsize=(11, 1.5 + config.parties * (0.5 + 0.3 * parallel_sessions)), layout="constrained"
-    )
-    height = 0.7 / parallel_sessions
-    for party in range(config.parties):
-        for parallel_session in range(parallel_sessions):
-            place = (party + 0.02 + height * parallel_session, 0.9 * height)
-            waits = [
-                (w.start, w.end) for w in mesh.waits if (w.endpoint, w.parallel_session) == (party, parallel_session)
-            ]
-            axes.broken_barh([(0.0, _ms(span[1] - span[0]))], place, color=_COMPUTES, linewidth=0)
-            axes.broken_barh(list(_within(waits, span)), place, color=_WAITS, linewidth=0)
-        sent = [(s.start, s.end) for s in mesh.sent if s.endpoint == party]
-        axes.broken_barh(list(_within(sent, span)), (party + 0.76, 0.14), color=_SENDS, linewidth=0)
-    names = [named(config, f"party {party}") for party in range(config.parties)]
-    axes.set_yticks([party + 0.4 for party in range(config.parties)], names)
-    axes.set_xlim(0, _ms(span[1] - span[0]))
-    axes.invert_yaxis()
-    axes.set_xlabel("ms")
-    axes.set_title(title)
-    marks = [pyplot.Rectangle((0, 0), 1, 1, color=colour) for colour in (_COMPUTES, _WAITS, _SENDS)]
-    figure.legend(marks, ["computes", "waits", "its wires are busy"], loc="outside lower right", ncols=3)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
-
-
-def _within(spans: Sequence[tuple[float, float]], bounds: tuple[float, float]) -> Iterator[tuple[float, float]]:
+def within(spans: Sequence[tuple[float, float]], bounds: tuple[float, float]) -> Iterator[tuple[float, float]]:
     """(start, length) in ms after the start of `bounds`, of what lies inside."""
     for start, end in spans:
         low, high = max(start, bounds[0]), min(end, bounds[1])
         if high > low:
-            yield _ms(low - bounds[0]), _ms(high - low)
+            yield in_ms(low - bounds[0]), in_ms(high - low)
 
 
-def _ms(seconds: float) -> float:
+def in_ms(seconds: float) -> float:
+    """Seconds as milliseconds."""
     return seconds * 1e3
 
 

@@ -1,6 +1,6 @@
 """GELU and softmax of MPCFormer, SecFormer and PUMA, as a plug-in of `PrivateConfig.approximations`.
 
-    PYTHONPATH=scripts/studies private-llm --plugin rivals bench gelu softmax --approximations puma
+    PYTHONPATH=scripts/studies python scripts/bench/run.py --plugin rivals gelu softmax --approximations puma
     PrivateConfig(approximations="mpcformer", plugins=("rivals",))
 
 None of the systems says how to compute SiLU: PUMA's LLaMA runs on its framework's own sigmoid, the others have no model

@@ -4,7 +4,7 @@ The client shares the inputs once, then says "go" and waits until every party is
 any more (the first one compiles kernels), then the timed ones. Sharing and opening are outside the timed
 part and outside its bytes.
 
-With preprocessing apart (`private-llm bench --preprocess`), before each run the helping party (party 0, the dealer, in
+With preprocessing apart (`--preprocess`), before each run the helping party (party 0, the dealer, in
 quad party 3) computes ahead and its receivers store what it sends; the run reads those stores while it is silent.
 """
 
@@ -20,6 +20,10 @@ from contextlib import ExitStack
 import torch
 from torch import Tensor
 
+from bench.link import LinkSpeed, SlowMesh
+from bench.rows import Row, settings, spread
+from bench.whole import WholeWork, measure_whole
+from bench.work import Work, warm_up
 from private_llm.approximations import emulated
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError, DomainError, PartyFailed, PrivateLLMError
@@ -41,10 +45,6 @@ from private_llm.replay.program_cache import uncompiled_calls
 from private_llm.ring.prg import Seed
 from private_llm.ring.ring import Ring
 from private_llm.tensor.fixed import Fixed
-from private_llm_cli.bench.link import LinkSpeed, SlowMesh
-from private_llm_cli.bench.rows import Row, settings, spread
-from private_llm_cli.bench.whole import WholeWork, measure_whole
-from private_llm_cli.bench.work import Work, warm_up
 
 CONTROL = "bench"
 """Tag of the signals that start and stop runs."""
@@ -198,7 +198,7 @@ def _start(
     mode = "threads" if config.party_mode == "auto" else config.party_mode
     if mode == "processes":
         facts = {"name": work.name, "shape": list(work.shape)}
-        return start_children(config, "private_llm_cli.bench.measure:serve_named", facts)
+        return start_children(config, "bench.measure:serve_named", facts)
     if mode == "remote":
         transport = connect(config, CLIENT)
         return transport, transport.close
@@ -290,7 +290,7 @@ class _Running:
 
 def serve_named(config: PrivateConfig, party: int, transport: Transport, name: str, shape: list[int]) -> None:
     """One party in a process of its own, which makes the work again from its name and shape."""
-    from private_llm_cli.bench.catalogue import make
+    from bench.catalogue import make
 
     work = make(name, tuple(shape))
     if isinstance(work, Work):

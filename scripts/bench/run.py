@@ -1,64 +1,84 @@
-"""`private-llm bench`: run named works, one row each."""
+"""Run named works with all parties on this machine, one row each: operations, layers and models.
+
+python scripts/bench/run.py                            all but large ones
+python scripts/bench/run.py relu opt-layer --json      some, as JSON with every figure
+python scripts/bench/run.py relu --plot run.svg        what each party did in one run
+python scripts/bench/run.py lenet --bandwidth 1000 --latency 1    behind emulated links
+python scripts/bench/run.py --tiny                     smallest shapes: does everything run?
+"""
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
-
-from private_llm.approximations import OURS
-from private_llm.errors import ConfigError
 from private_llm_cli import options
 from private_llm_cli.commands.output import duration, emit_json, emit_table, progress_bar, size
+from private_llm_cli.commands.plot import check_name
+from private_llm_cli.help_pages import Command
 
-if TYPE_CHECKING:
-    from private_llm_cli.bench.link import LinkSpeed
-    from private_llm_cli.bench.rows import Row
+from private_llm.approximations import OURS
+from private_llm.config import import_plugins
+from private_llm.errors import ConfigError
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from bench.catalogue import INSTALLED_APART, LARGE, NAMES, make
+from bench.link import RecordingMesh, link_speed
+from bench.measure import measure
+from bench.rows import Row, machine
+from bench.table_options import Bandwidth, Latency, Repeat, Tiny, new_app, run_app
+from bench.timeline import plot_timeline
+from bench.work import Work
 
 _THREADS = ("auto", "threads")
-MOVED = ("cascade", "comet", "kernels", "mpcache", "pigeon", "wan")
-_WHERE = (
-    "bench: the table {0!r} moved: it is a study, which the installed package no longer contains. In a checkout of the "
-    "repository run `python scripts/studies/bench_{0}.py` (--help lists its options)"
-)
+app = new_app()
 
 
+def _import_plugins(names: list[str] | None) -> None:
+    import_plugins(tuple(names or ()))
+    options.PLUGINS.set(tuple(names or ()))
+
+
+_PLUGIN = typer.Option(
+    "--plugin", help="A Python module to import first, which registers protocols or functions.", is_eager=True,
+    callback=_import_plugins,
+)  # fmt: skip
+
+
+@app.command(cls=Command)
 def bench(
     names: Annotated[list[str] | None, typer.Argument(help="Works (default: all but large ones).")] = None,
     as_json: options.Json = False,
     protocol: options.Protocol = "trio",
     ring: options.RingBits = 64,
     n: Annotated[int | None, typer.Option("--n", help="How many elements, rows, tokens or images.")] = None,
-    repeat: Annotated[int, typer.Option(help="Timed repetitions, once nothing is recorded.")] = 5,
+    repeat: Repeat = 5,
     shape: Annotated[str | None, typer.Option(help="Sizes joined by 'x', for instance 128x768x3072.")] = None,
     party_mode: Annotated[
         options.PartyMode, typer.Option("--party-mode", help="auto: threads.")
     ] = options.PartyMode.AUTO,
     parallel_sessions: options.ParallelSessions = 1,
     rotate_roles: options.RotateRoles = False,
-    bandwidth: Annotated[float | None, typer.Option(help="Emulated Mbit/s of each direction of a link.")] = None,
-    latency: Annotated[float | None, typer.Option(help="Emulated one-way latency in ms.")] = None,
+    bandwidth: Bandwidth = None,
+    latency: Latency = None,
     plot: Annotated[
         Path | None, typer.Option(help="Picture (.png, .svg): what each party did in the last run.")
     ] = None,
-    tiny: Annotated[bool, typer.Option("--tiny", help="Smallest shapes: does everything run?")] = False,
+    tiny: Tiny = False,
     preprocess: Annotated[bool, typer.Option("--preprocess", help="Preprocessing first, timed apart.")] = False,
     matmul: options.Matmul = "masked",
     adder: options.Adder = None,
     relu_bits: options.ReluBits = None,
     relu_low: options.ReluLow = 0,
     approximations: options.Approximations = OURS,
-    imagenet: Annotated[bool, typer.Option("--imagenet", hidden=True)] = False,
+    plugin: Annotated[list[str] | None, _PLUGIN] = None,
 ) -> None:
     """Measure operations, layers and models: time, bytes, rounds and error against float64."""
-    for name in [*(names or ()), *(["pigeon"] if imagenet else [])]:
-        if name in MOVED:
-            raise ConfigError(_WHERE.format(name))
-
     more: dict[str, Any] = {}
     if adder is not None:
         more = {"adder": adder.value, "bandwidth_mbit": bandwidth, "latency_ms": latency or 0.0}
@@ -66,12 +86,6 @@ def bench(
         protocol, ring, party_mode, parallel_sessions=parallel_sessions, rotate_roles=rotate_roles, matmul=matmul,
         relu_bits=relu_bits, relu_low=relu_low, approximations=approximations, **more,
     )  # fmt: skip
-    from private_llm_cli.bench.catalogue import INSTALLED_APART, LARGE, NAMES, make
-    from private_llm_cli.bench.link import RecordingMesh
-    from private_llm_cli.bench.measure import measure
-    from private_llm_cli.bench.work import Work, parse_shape
-    from private_llm_cli.commands.plot import check_name, plot_timeline
-
     if repeat < 1:
         raise ConfigError(f"repeat: got {repeat}; want at least 1")
     if shape is not None and n is not None:
@@ -86,16 +100,14 @@ def bench(
         if len(names or ()) != 1 or config.party_mode not in _THREADS:
             raise ConfigError("--plot shows one work, with --party-mode threads: name one")
     chosen = names or [name for name in NAMES if name not in (*INSTALLED_APART, *LARGE)]
-    sizes = parse_shape(shape) if shape else None
+    sizes = options.parse_shape(shape) if shape else None
     works = [make(name, sizes, n, tiny) for name in chosen]
     shared = [work.name for work in works if isinstance(work, Work)]
     if config.protocol == "cascade" and shared:
         raise ConfigError(
             f"'cascade' has no shares, which {shared[0]!r} computes on; want a whole model, such as gpt2-forward"
         )
-    recorder = (
-        None if plot is None else RecordingMesh(config.parties, config.timeout_s, *(() if speed is None else (speed,)))
-    )
+    recorder = None if plot is None else RecordingMesh(config.parties, config.timeout_s, speed)
     rows, ends = [], [time.perf_counter()]
     with progress_bar(len(works) * (repeat + 1), quiet=as_json) as step:
 
@@ -113,15 +125,6 @@ def bench(
         _table(rows)
 
 
-def link_speed(bandwidth: float | None, latency: float | None) -> LinkSpeed | None:
-    """The emulated link of --bandwidth and --latency; one alone leaves the other unlimited."""
-    if bandwidth is None and latency is None:
-        return None
-    from private_llm_cli.bench.link import LinkSpeed
-
-    return LinkSpeed(1e6 if bandwidth is None else bandwidth, latency or 0.0)
-
-
 def _title(row: Row) -> str:
     beside = f", {row.parallel_sessions} parallel sessions" if row.parallel_sessions > 1 else ""
     link = f", {row.bandwidth_mbit:g} Mbit/s, {row.latency_ms:g} ms" if row.bandwidth_mbit is not None else ""
@@ -136,8 +139,6 @@ def circuit_of(row: Row) -> str:
 
 
 def _table(rows: Sequence[Row]) -> None:
-    from private_llm_cli.bench.rows import machine
-
     cells = [
         (
             row.name, "x".join(map(str, row.shape)), duration(row.seconds["median"]), duration(row.seconds["min"]),
@@ -188,3 +189,7 @@ def kind_table(label: str, row: Row) -> None:
     headings = ("kind of module", "median", "bytes, all links", "rounds", "Gbit/s")
     caption = "seconds of the slowest party, waiting included; Gbit/s of the party that sends most"
     emit_table(f"{label}, {row.protocol}, by kind", headings, cells, caption=caption)
+
+
+if __name__ == "__main__":
+    run_app(app)

@@ -1,5 +1,4 @@
-"""Parties as threads behind a slow link: every frame arrives when a wire of that speed would deliver it; and when whom
-waited for a frame of whom.
+"""Parties as threads behind a slow link: every frame arrives when a wire of that speed would deliver it.
 
 A link (one direction between two endpoints) sends one frame after the other at `bandwidth`, and each frame takes
 `latency` more to arrive. The sender never waits; the receiver sleeps until the frame is due. So two frames that
@@ -11,40 +10,21 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
+from private_llm_cli.commands.estimate_plans import LinkSpeed as LinkSpeed
+from private_llm_cli.commands.plot import RecordingTransport, Span
 from torch import Tensor
 
-from private_llm.errors import ConfigError
 from private_llm.net.ledger import CONTROL
 from private_llm.net.local import LocalMesh, LocalTransport
 
 
-@dataclass(frozen=True)
-class LinkSpeed:
-    """Bandwidth of each direction in megabit per second, one-way latency in milliseconds."""
-
-    bandwidth_mbit: float
-    latency_ms: float
-
-    def __post_init__(self) -> None:
-        if not self.bandwidth_mbit > 0 or not 0 <= self.latency_ms < float("inf"):
-            raise ConfigError(
-                f"link: got {self.bandwidth_mbit:g} Mbit/s and {self.latency_ms:g} ms; want a positive bandwidth and "
-                "a latency of at least 0"
-            )
-
-    def seconds(self, count: int) -> float:
-        """Time that `count` bytes occupy one direction."""
-        return count * 8 / (self.bandwidth_mbit * 1e6)
-
-    @property
-    def latency(self) -> float:
-        """One-way latency in seconds."""
-        return self.latency_ms / 1e3
+def link_speed(bandwidth: float | None, latency: float | None) -> LinkSpeed | None:
+    """The emulated link of --bandwidth and --latency; one alone leaves the other unlimited."""
+    if bandwidth is None and latency is None:
+        return None
+    return LinkSpeed(1e6 if bandwidth is None else bandwidth, latency or 0.0)
 
 
 class SlowMesh(LocalMesh):
@@ -112,26 +92,13 @@ class SlowTransport(LocalTransport):
                 time.sleep(delay)
 
 
-# -- recorded ---------------------------------------------------------------------------------------------------------
-@dataclass(frozen=True)
-class Span:
-    """One endpoint's wait for a frame of a peer, or a frame on its way to it (seconds of time.perf_counter)."""
-
-    endpoint: int
-    peer: int
-    tag: str
-    start: float
-    end: float
-    parallel_session: int = 0
-
-
 class RecordingMesh(SlowMesh):
     """A `SlowMesh` (by default without any delay) that keeps every wait in `waits`, every frame in `sent`."""
 
-    def __init__(self, parties: int, timeout: float, speed: LinkSpeed = LinkSpeed(float("inf"), 0.0)) -> None:
+    def __init__(self, parties: int, timeout: float, speed: LinkSpeed | None = None) -> None:
         self.waits: list[Span] = []
         self.sent: list[Span] = []
-        super().__init__(parties, timeout, speed, "bench")
+        super().__init__(parties, timeout, speed or LinkSpeed(float("inf"), 0.0), "bench")
         self.instant = frozenset(["bench", CONTROL])
 
     def transport(self, me: int) -> SlowTransport:
@@ -145,26 +112,7 @@ class RecordingMesh(SlowMesh):
         return end
 
 
-class _TimedTransport(SlowTransport):
-    def __init__(self, mesh: RecordingMesh, me: int) -> None:
-        super().__init__(mesh, me)
-        self._waits, self._parallel_session = mesh.waits, mesh.number
+class _TimedTransport(RecordingTransport, SlowTransport):
+    """Notes waits; frames are noted as their wires carry them."""
 
-    def _recv(self, frm: int, tag: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        with self._waiting(frm, tag):
-            return super()._recv(frm, tag, shape, dtype)
-
-    def _recv_bytes(self, frm: int, tag: str, most: int) -> bytes:
-        with self._waiting(frm, tag):
-            return super()._recv_bytes(frm, tag, most)
-
-    def wait(self, frm: int) -> None:
-        """Between two calls."""
-        with self._waiting(frm, "next call"):
-            super().wait(frm)
-
-    @contextmanager
-    def _waiting(self, frm: int, tag: str) -> Iterator[None]:
-        started = time.perf_counter()
-        yield
-        self._waits.append(Span(self.me, frm, tag, started, time.perf_counter(), self._parallel_session))
+    _send = SlowTransport._send

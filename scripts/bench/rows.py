@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import platform
 import statistics
 import subprocess
 from collections.abc import Sequence
@@ -13,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from private_llm_cli.commands.doctor import machine as machine
 
+from bench.link import LinkSpeed
 from private_llm.config import VERSION, PrivateConfig
-from private_llm.kernels.parallel import threads_per_party, usable_cores
-from private_llm_cli.bench.link import LinkSpeed
+from private_llm.kernels.parallel import threads_per_party
 
 
 @dataclass(frozen=True)
@@ -105,39 +104,3 @@ def settings(config: PrivateConfig, speed: LinkSpeed | None) -> dict[str, Any]:
 def spread(times: Sequence[float]) -> dict[str, float]:
     """Smallest, median and largest of the measured seconds."""
     return {"min": min(times), "median": statistics.median(times), "max": max(times)}
-
-
-def machine() -> str:
-    """Processor, its generation and the units that products run on, usable cores, memory, system, in one line.
-
-    Processors of one name may differ by a factor of seven.
-    """
-    flags = cpu_field("flags").split()
-    family, amx = cpu_field("cpu family"), "with" if "amx_int8" in flags else "without"
-    width = "AVX-512" if "avx512f" in flags else "AVX2" if "avx2" in flags else "no AVX2"
-    generation = f" (family {family}, {width})" if family else ""
-    return f"{cpu_model()}{generation} {amx} AMX, {usable_cores()} cores, {memory_gib():.0f} GiB, {platform.system()}"
-
-
-def cpu_model() -> str:
-    """The processor's own name."""
-    return cpu_field("model name") or platform.processor() or platform.machine()
-
-
-def cpu_field(name: str) -> str:
-    """A field of Linux's description of the first core, or an empty string."""
-    info = Path("/proc/cpuinfo")
-    if not info.exists():
-        return ""
-    for line in info.read_text().splitlines():
-        key, _, value = line.partition(":")
-        if key.strip() == name:
-            return value.strip()
-    return ""
-
-
-def memory_gib() -> float:
-    """Physical memory."""
-    if not hasattr(os, "sysconf"):
-        return 0.0
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30

@@ -10,6 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bench import layers, whole
+from bench.whole import WholeWork
+from bench.work import Shape, Work
 from private_llm.approx import activations, norms
 from private_llm.approx import softmax as softmaxes
 from private_llm.errors import ConfigError, meant
@@ -17,9 +20,6 @@ from private_llm.exact.argmax import argmax as fixed_argmax
 from private_llm.exact.comparisons import relu as fixed_relu
 from private_llm.protocols.session import Session
 from private_llm.tensor.fixed import Fixed
-from private_llm_cli.bench import layers, whole
-from private_llm_cli.bench.whole import WholeWork
-from private_llm_cli.bench.work import Shape, Work
 
 
 # -- Works on single operations: products, comparisons and the approximated functions ---------------------------------

@@ -83,17 +83,6 @@ def random_weights(shapes: Mapping[str, Shape], seed: int) -> dict[str, Tensor]:
     return made
 
 
-def parse_shape(text: str) -> Shape:
-    """ "128x768x3072" as (128, 768, 3072). Raises ConfigError."""
-    try:
-        shape = tuple(int(part) for part in text.lower().split("x"))
-    except ValueError:
-        shape = ()
-    if not shape or min(shape) < 1:
-        raise ConfigError(f"shape: got {text!r}; want positive sizes joined by 'x', for instance 128x768x3072")
-    return shape
-
-
 # -- runs before the timed ones: until kernels are compiled and no step is recorded any more --------------------------
 MOST_RUNS = 8
 """A program is used from a few calls on, that within another a few calls later; what is new each time never is."""

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from bench.work import Shape, Work
 from private_llm.protocols.session import Session
 from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.secret import SecretTensor
-from private_llm_cli.bench.work import Shape, Work
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -19,7 +19,7 @@ from functools import partial
 
 import numpy as np
 
-from private_llm_cli.bench.whole import WholeWork
+from bench.whole import WholeWork
 
 if TYPE_CHECKING:
     from private_llm_hf import ForwardPlan

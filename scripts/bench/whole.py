@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from private_llm_cli.commands.models import demo_model, plaintext_model, smollm2_model, tokenizer_of
 from torch import Tensor, nn
 
+from bench.link import LinkSpeed, SlowMesh
+from bench.rows import Row, settings, spread
+from bench.work import Shape, random_weights, warm_up
 from private_llm.approximations import emulated
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError
 from private_llm.net.local import LocalMesh
 from private_llm.replay.program_cache import uncompiled_calls
-from private_llm_cli.bench.link import LinkSpeed, SlowMesh
-from private_llm_cli.bench.rows import Row, settings, spread
-from private_llm_cli.bench.work import Shape, random_weights, warm_up
-from private_llm_cli.commands.models import demo_model, plaintext_model, smollm2_model, tokenizer_of
 
 if TYPE_CHECKING:
     from private_llm_hf import ForwardPlan, GeneratePlan
