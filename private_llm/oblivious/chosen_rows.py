@@ -9,7 +9,7 @@
 
 Neither opens anything that depends on secrets, as long as each block has `kept` marks. Of values that left their range
 another number of rows may be marked: then any `kept` rows are moved, and the call's verdict says that its answer is
-wrong (`NumericContext.ranked_wrong`). Either may be used for any number of tables (other layers' too), but nothing else
+wrong (`RangeChecks.ranked_wrong`). Either may be used for any number of tables (other layers' too), but nothing else
 may be opened in the order of a shuffle: to each party the places are independent of the marks as long as nothing is.
 Source: shuffle-based indexing (Comet, section 4.2), with ranks for bits.
 """
@@ -144,7 +144,7 @@ def shuffled_rows(marks: Fixed, bits: BitShare, kept: int) -> ShuffledRows:
     """The way of shuffles. marks and bits: the same zeros and ones, [blocks, rows] and one vector of their flat order.
 
     A shuffle of a bit a row, and its opening (`shuffled_cost`). If another number of marks is opened, any rows and
-    `NumericContext.ranked_wrong`.
+    `RangeChecks.ranked_wrong`.
     """
     blocks, rows = marks.shape
     proto = marks.proto
@@ -155,7 +155,7 @@ def shuffled_rows(marks: Fixed, bits: BitShare, kept: int) -> ShuffledRows:
         if bool((found.sum(1) == kept).all()):
             places = found.flatten().nonzero()[:, 0].view(blocks, kept).cpu()
         else:
-            marks.session.numerics.ranked_wrong = True
+            marks.session.checks.ranked_wrong = True
     return ShuffledRows(order, places, rows)
 
 
@@ -176,7 +176,7 @@ def compact(marks: Fixed, kept: int) -> ShuffledRows:
     opened = proto.open_shuffled(proto.shuffle_bits(bits, order))
     places = _places(opened, blocks, kept)
     if places is None:
-        marks.session.numerics.ranked_wrong = True
+        marks.session.checks.ranked_wrong = True
         places = first_places(blocks, rows, kept)
     return ShuffledRows(order, places, rows)
 

@@ -34,46 +34,55 @@ they belong to, int64 [n] (the number of rows for all of them)."""
 
 
 class NumericContext:
-    """The ranges that a session works with, set once when its model is loaded, and the checks that a call owes.
+    """The ranges that a session works with, set once when its model is loaded, and whose they are.
 
-    module: the one that is being computed, whose ranges hold (`Session.module`); "" outside. pending_range_checks: see
-    tensor/range_check.py. deferred_check: a secret tensor, and the bits that its sums may
-    have, to be checked unless the operation on it checks it anyway. batch: of a call whose rows belong to several
-    clients their number, so that each row has a verdict of its own; None: one verdict for the call. compared_quantity:
-    which of `ranges.QUANTITIES` the arguments of comparisons are (`exact.comparisons.comparing`). shared_ranges:
-    quantities of which every module counts as having the widest range of all modules that have one. lazy_masks: whether
-    masks of weights stay seeds until a layer runs.
-    ranked_wrong: what parties opened to move chosen rows shows, to all of them, that what was ranked left its range.
+    module: the one that is being computed, whose ranges hold (`Session.module`); "" outside. compared_quantity: which
+    of `ranges.QUANTITIES` the arguments of comparisons are (`exact.comparisons.comparing`). shared_ranges: quantities
+    of which every module counts as having the widest range of all modules that have one. lazy_masks: whether masks of
+    weights stay seeds until a layer runs.
     """
 
     def __init__(self) -> None:
         self.ranges = Ranges()
         self.module = ""
-        self.pending_range_checks: list[PendingRangeCheck] = []
-        self.deferred_check: tuple[Any, int] | None = None
-        self.batch: int | None = None
         self.compared_quantity = "compare"
         self.shared_ranges: frozenset[str] = frozenset()
         self.lazy_masks = False
+
+
+class RangeChecks:
+    """The checks of ranges that a call owes (tensor/range_check.py).
+
+    deferred: a secret tensor, and the bits that its sums may have, to be checked unless the operation on it checks it
+    anyway. batch: of a call whose rows belong to several clients their number, so that each row has a verdict of its
+    own; None: one verdict for the call. ranked_wrong: what parties opened to move chosen rows shows, to all of them,
+    that what was ranked left its range.
+    """
+
+    def __init__(self) -> None:
+        self.pending: list[PendingRangeCheck] = []
+        self.deferred: tuple[Any, int] | None = None
+        self.batch: int | None = None
         self.ranked_wrong = False
 
     def clear(self) -> None:
         """Owe nothing any more: the call is over."""
-        self.pending_range_checks, self.deferred_check, self.ranked_wrong = [], None, False
+        self.pending, self.deferred, self.ranked_wrong = [], None, False
 
 
 @dataclass(frozen=True, eq=False)
 class Session:
     """Everything an operation of one party needs. Compared by identity: secrets of two sessions never meet.
 
-    `device` is where inputs arrive, "meta" when only costs are counted. `numerics` are the ranges of the loaded model
-    and the checks that a call owes.
+    `device` is where inputs arrive, "meta" when only costs are counted. `numerics` are the ranges of the loaded
+    model, `checks` what a call owes.
     """
 
     config: PrivateConfig
     protocol: Protocol
     device: str = "cpu"
     numerics: NumericContext = field(default_factory=NumericContext)
+    checks: RangeChecks = field(default_factory=RangeChecks)
 
     @cached_property
     def ring(self) -> Ring:

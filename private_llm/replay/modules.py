@@ -53,7 +53,7 @@ def repeated(
         programs = module.programs(args, PYTHON_S) if args and not kwargs else None
         if programs is None:
             return forward(*args, **kwargs)
-        pending = session.numerics.deferred_check
+        pending = session.checks.deferred
         held = None if pending is None else next((n for n, x in enumerate(args) if x is pending[0]), _UNTOUCHED)
         if held == _UNTOUCHED:  # a check of something else was put off, which may happen inside
             return forward(*args)
@@ -76,7 +76,7 @@ def repeated_around(
         return None
 
     def run(x: Any, named: Mapping[str, Any], facts: Hashable, graph_break: GraphBreak) -> Any:  # noqa: ANN401 - as above
-        deferred = session.numerics.deferred_check is not None
+        deferred = session.checks.deferred is not None
         programs = None if deferred else module.programs((x,), AROUND_S)
         if programs is None:
             return forward(x, **named)
@@ -212,8 +212,8 @@ class _ModuleCall:
 
     def made(self, programs: ProgramCache, held: int | None, graph_break: GraphBreak | None = None) -> Any:  # noqa: ANN401 - what the module returns
         """The module's results. held: which argument's check is put off."""
-        known, args = self._session.numerics, self._args
-        self._held, self._bits = held, 0 if known.deferred_check is None else known.deferred_check[1]
+        checks, args = self._session.checks, self._args
+        self._held, self._bits = held, 0 if checks.deferred is None else checks.deferred[1]
         key = (self._alike, held, self._bits, tuple([x.coarse for x in args]))
         values, facts = programs.run(
             self._session, key, [x.value(masked=True) for x in args], self._compute, self._binding, 1, graph_break,
@@ -226,39 +226,39 @@ class _ModuleCall:
             result.coarse = coarse
         for (number, coarse), value in zip(facts.settled, values[len(results) :], strict=True):
             args[number].set_value(value, coarse)
-        known.deferred_check = None
+        checks.deferred = None
         if facts.put_off is not None:
             of_result, number, bits = facts.put_off
-            known.deferred_check = ((results if of_result else args)[number], bits)
+            checks.deferred = ((results if of_result else args)[number], bits)
         return results[0] if facts.alone else tuple(results)
 
     def _compute(self, inputs: Sequence[Fixed]) -> tuple[Sequence[Fixed], Hashable]:
         """Call the module with tensors of its own, and tell what became of them."""
-        known = self._session.numerics
+        checks = self._session.checks
         args = [SecretTensor(x).inherit_flags(given) for x, given in zip(inputs, self._args, strict=True)]
         if self._held is not None:
-            known.deferred_check = (args[self._held], self._bits)
+            checks.deferred = (args[self._held], self._bits)
         made = self._forward(*args)
         results = list(made) if isinstance(made, tuple | list) else [made]
         pairs = enumerate(zip(args, inputs, strict=True))
         settled = [(n, x) for n, (x, was) in pairs if x.value(masked=True) is not was]
-        put_off = _put_off(known.deferred_check, results, args)
+        put_off = _put_off(checks.deferred, results, args)
         secret = [x for x in results if isinstance(x, SecretTensor) and x.hidden is None]
         own = {id(mine): given for mine, given in zip(args, self._args, strict=True)}
         handed_on = any(x.shares_memory_with(mine) for x in secret for mine in args)
-        if len(secret) < len(results) or handed_on or (known.deferred_check is not None and put_off is None):
+        if len(secret) < len(results) or handed_on or (checks.deferred is not None and put_off is None):
             for n, x in settled:
                 self._args[n].set_value(x.value(masked=True), x.coarse)
             for mine, given in zip(args, self._args, strict=True):
                 given.inherit_flags(mine)
-            if known.deferred_check is not None:
-                checked, bits = known.deferred_check
-                known.deferred_check = own.get(id(checked), checked), bits
+            if checks.deferred is not None:
+                checked, bits = checks.deferred
+                checks.deferred = own.get(id(checked), checked), bits
             self._odd = own.get(id(made), made)
             if isinstance(made, tuple | list):
                 self._odd = type(made)(own.get(id(x), x) for x in made)
             return [], None
-        known.deferred_check = None
+        checks.deferred = None
         facts = _Facts(
             len(results) == 1 and results[0] is made, tuple([x.coarse for x in secret]),
             tuple([(n, x.coarse) for n, x in settled]), put_off,

@@ -315,7 +315,7 @@ class ProgramCache:
 
         def enter() -> str | None:
             effects.pause()
-            deferred = session.numerics.deferred_check is not None
+            deferred = session.checks.deferred is not None
             return "a check that was put off until the graph break" if deferred else None
 
         if graph_break is not None:
@@ -377,7 +377,7 @@ class ProgramCache:
         self.counts["repeated"] += 1
 
         def repeat(_: Compute) -> Result:
-            before = len(session.numerics.pending_range_checks)
+            before = len(session.checks.pending)
             made = ready(inner)
             shares = [Share(tuple(made[at : at + each])) for at in range(0, len(made), each)]
             return outcome.settle(session, call.binding.name, shares, before)
@@ -399,7 +399,7 @@ def programs_of(session: Session) -> ProgramCache | None:
     32-bit ring, while costs are counted, where each row of a batch has its own verdict, and inside a step that is
     recorded.
     """
-    if not session.config.replay or this_thread.hook is not None or session.numerics.batch is not None:
+    if not session.config.replay or this_thread.hook is not None or session.checks.batch is not None:
         return None
     protocol = session.protocol
     placed = session.device == "meta" or (session.config.device_map is not None and protocol.placed)
@@ -421,15 +421,15 @@ def repeat(
     in_place: large inputs after the others, which a program of a CPU reads where they lie, in the same layout each
     time, instead of copying them.
     """
-    programs, known = programs_of(session), session.numerics
-    if programs is None or known.deferred_check is not None:
+    programs, checks = programs_of(session), session.checks
+    if programs is None or checks.deferred is not None:
         return compute([*inputs, *in_place])
     if uses_cuda_graphs(session):
         inputs, in_place = [*inputs, *in_place], ()
 
     def effects(values: Sequence[Fixed]) -> Result:
         made = compute([*values, *in_place])
-        return made, () if known.deferred_check is None else None
+        return made, () if checks.deferred is None else None
 
     key = (key, *map(session.exponent, QUANTITIES))
     return programs.run(session, key, inputs, effects, warmup=warmup, in_place=in_place)[0]

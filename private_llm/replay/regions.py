@@ -106,7 +106,7 @@ class Outcome:
         sums: list[PendingRangeCheck] = [
             (share, bits, None) for share, bits in zip(shares[len(values) :], self.owed, strict=True)
         ]  # fmt: skip
-        pending = session.numerics.pending_range_checks
+        pending = session.checks.pending
         first = len(sums) if self.graph_break is None else self.graph_break.owed
         pending[before:before] = sums[:first]
         pending += sums[first:]
@@ -144,12 +144,12 @@ class SideEffects:
 
     def _start(self) -> None:
         self._before = _Ledgers(self._session.protocol.ledger, self._owner)
-        self._owed = len(self._session.numerics.pending_range_checks)
+        self._owed = len(self._session.checks.pending)
 
     def pause(self) -> None:
         """What comes is of the graph break."""
         self._delta = self._delta.plus(self._before.delta(self._session.protocol.ledger))
-        self._new += self._session.numerics.pending_range_checks[self._owed :]
+        self._new += self._session.checks.pending[self._owed :]
 
     def exit_hook(
         self, record: Callable[[Sequence[Tensor], Sequence[Tensor]], Sequence[Tensor]]

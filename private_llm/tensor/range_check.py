@@ -16,7 +16,7 @@ Short products (their lowest w bits are right) are summed modulo 2^w. A pattern 
 2^e of a multiple of 2^(w-1). Every entry whose product stayed below 2^(ring bits - 2) has |x| <= 2^(w-2). Of others,
 which are garbage of the size of 2^w, one near 2^(w-1) outweighs its row unless another one does.
 
-Where rows of a batch belong to several clients (`NumericContext.batch`), each row has a verdict of its own, and no sum
+Where rows of a batch belong to several clients (`RangeChecks.batch`), each row has a verdict of its own, and no sum
 is over entries of two of them: of tensors whose first dimension counts the batch's rows, each as often, and of flat
 ones of which it is known where each row's entries end. What cannot be told apart counts for all rows.
 
@@ -61,14 +61,14 @@ def watch(x: Fixed, bits: int | None = None, batch: Tensor | None = None) -> Non
     """Owe a check of the rows of x [.., width]: signed sums below 2^bits in ring elements. Local, unless x is right in
     no more bits than that (1 round).
 
-    bits: default, the calibrated `output` of the module that is computed. batch: of `NumericContext.batch` rows of a
+    bits: default, the calibrated `output` of the module that is computed. batch: of `RangeChecks.batch` rows of a
     batch the one that each row of x belongs to; default, as the first dimension of x tells. Nothing is done with
     guard=False, or in a 32-bit ring without calibration: its products have no bit to spare for a bound that knows
     nothing. Debug sessions compare the norms of the rows, and name the module.
     """
     session = x.session
-    if batch is None and session.numerics.batch is not None:
-        batch = _rows_of(x, session.numerics.batch)
+    if batch is None and session.checks.batch is not None:
+        batch = _rows_of(x, session.checks.batch)
     small, modules = session.ring.bits < 64, session.numerics.ranges.modules
     if not session.config.guard or not x.numel() or (small and not modules):
         return
@@ -93,9 +93,7 @@ def watch(x: Fixed, bits: int | None = None, batch: Tensor | None = None) -> Non
     if x.width is not None:  # what is right in its lowest bits is right in the highest ones once these are moved there
         more = session.ring.bits - x.width
         sums, bits = x.proto.mul_public(sums, 1 << more), bits + more
-    session.numerics.pending_range_checks.append(
-        (sums, bits, None if batch is None else batch.repeat_interleave(SKETCHES))
-    )
+    session.checks.pending.append((sums, bits, None if batch is None else batch.repeat_interleave(SKETCHES)))
 
 
 def watch_later(x: SecretTensor) -> None:
@@ -109,7 +107,7 @@ def watch_later(x: SecretTensor) -> None:
     if x.session.config.debug_ranges:  # which names the module that runs now
         watch_flat(x.value(), bits)
     else:
-        x.session.numerics.deferred_check = (x, bits)
+        x.session.checks.deferred = (x, bits)
 
 
 def watch_compared(x: SecretTensor, bits: int, rows: bool = False) -> None:
@@ -131,7 +129,7 @@ def watch_compared(x: SecretTensor, bits: int, rows: bool = False) -> None:
 
 def watch_pending(session: Session, instead: SecretTensor | None = None) -> None:
     """Owe the check that was put off, unless it is of `instead`. Local."""
-    pending, session.numerics.deferred_check = session.numerics.deferred_check, None
+    pending, session.checks.deferred = session.checks.deferred, None
     if pending is not None and pending[0] is not instead:
         watch_flat(pending[0].value(), pending[1])
 
@@ -148,7 +146,7 @@ def watch_flat(x: Fixed, bits: int, counts: Sequence[int] = ()) -> None:
 
 def _in_pieces(x: Fixed, counts: Sequence[int] = ()) -> tuple[Fixed, Tensor | None]:
     """Pieces [n, PIECE] of all entries, and which row of the batch each belongs to."""
-    batch = x.session.numerics.batch
+    batch = x.session.checks.batch
     if batch is not None:
         sizes = [x.numel() // batch] * batch if _is_even(x, batch) else list(counts)
         if len(sizes) == batch:
@@ -195,14 +193,14 @@ def verdict(
 ) -> Fixed | None:  # fmt: skip
     """A secret [1], 0 fractional bits: 1 if a watched value of this call left its range, else 0.
 
-    With `NumericContext.batch` [batch]: one for each row. None if nothing was watched; a public 1 where
-    `NumericContext.ranked_wrong`, even with guard=False. 8 sums for each watched row: 65 bytes each in trio (64-bit
+    With `RangeChecks.batch` [batch]: one for each row. None if nothing was watched; a public 1 where
+    `RangeChecks.ranked_wrong`, even with guard=False. 8 sums for each watched row: 65 bytes each in trio (64-bit
     ring) from 64 rows on, 8 to 10 rounds; by comparison keys 4 kB and 2 rounds. What was owed is forgotten. run:
     computes a function of up to `_FEW` comparisons, such as `replay.program_cache.repeat`.
     """
     watch_pending(session)
-    owed, wrong, batch = session.numerics.pending_range_checks, session.numerics.ranked_wrong, session.numerics.batch
-    session.numerics.clear()
+    owed, wrong, batch = session.checks.pending, session.checks.ranked_wrong, session.checks.batch
+    session.checks.clear()
     if wrong:
         ones = torch.ones(batch or 1, dtype=session.ring.dtype, device=session.device)
         return Fixed(session, session.protocol.on(ones.device).public(ones), 0)

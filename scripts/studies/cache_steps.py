@@ -126,7 +126,7 @@ def counted(config: PrivateConfig, policy: CachePolicy, shape: AttentionShape, p
             ledger.reset()
             layers.prompt(values) if place == 0 else layers.step(values)
             session.protocol.verify()
-            session.numerics.pending_range_checks.clear()  # range checks are settled once a call of the whole model
+            session.checks.pending.clear()  # range checks are settled once a call of the whole model
             costs.append(ledger.cost())
             if place == 0:
                 held, length = layers.held_bytes(), layers.each[0].buffer.length
@@ -211,7 +211,7 @@ def timed(
                 session.protocol.verify()
             ended = time.perf_counter(), time.process_time()
             records[number].append((started[0], ended[0], started[1], ended[1], session.protocol.ledger.cost()))
-            session.numerics.pending_range_checks.clear()
+            session.checks.pending.clear()
 
         for policy in policies:
             _warm_up(policy, shape, values)
@@ -260,7 +260,7 @@ def _warm_up(policy: CachePolicy, shape: AttentionShape, values: Sequence[Fixed]
     with torch.no_grad():
         layers.prompt(few)
         layers.step(few)
-    values[0].session.numerics.pending_range_checks.clear()
+    values[0].session.checks.pending.clear()
 
 
 def _share(config: PrivateConfig, mesh: LocalMesh, shape: AttentionShape) -> None:

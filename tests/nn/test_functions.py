@@ -68,9 +68,9 @@ def test_an_exp_beyond_its_bound_is_noticed() -> None:
     """By the check at the end of a call: the bounded value is not what the model asked for."""
     session = plain_session()
     for largest, fine in ((12.2, True), (12.3, False)):
-        session.numerics.pending_range_checks.clear()
+        session.checks.pending.clear()
         torch.exp(secret(session, torch.tensor([[0.0, largest, -3.0]])))
-        excess, bits, _ = session.numerics.pending_range_checks[-1]
+        excess, bits, _ = session.checks.pending[-1]
         assert (int(excess.parts[0].abs().max()) < 1 << bits) == fine
 
 
@@ -153,5 +153,5 @@ def test_a_norm_by_lines_leaves_its_rows_less_room() -> None:
     F.rms_norm(SecretTensor(meta_fixed(session, (3, width), session.frac)), (width,), None, 1e-6)
     more = line_bits(session.frac, width, square) - session.frac
     assert more > 0
-    _, bits, _ = session.numerics.pending_range_checks[-1]
+    _, bits, _ = session.checks.pending[-1]
     assert bits == 30 - more

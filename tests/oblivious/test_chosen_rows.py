@@ -165,7 +165,7 @@ def test_another_number_of_marks_is_noticed(surplus: int) -> None:
 
     def program(session: Session, m: Fixed) -> Fixed:
         compact(m, 3)
-        assert session.numerics.ranked_wrong
+        assert session.checks.ranked_wrong
         return m
 
     run_parties(TRIO, program, [marks_of(1, 8, 3 + surplus)], [0])

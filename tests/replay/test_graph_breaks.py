@@ -97,7 +97,7 @@ def run(
         for counts in (ledger.sent, ledger.rounds, ledger.macs):
             ledgers[session.party].update(counts)  # type: ignore[arg-type]
         if session.party == 1:
-            owed.extend(len(sums.parts[0]) * 1000 + bits for sums, bits, _ in session.numerics.pending_range_checks)
+            owed.extend(len(sums.parts[0]) * 1000 + bits for sums, bits, _ in session.checks.pending)
 
     def client(end: ClientEnd) -> list[Tensor]:
         made = []
@@ -132,10 +132,10 @@ def test_a_graph_break_goes_with_its_call() -> None:
 
     def meets(pending: bool) -> Callable[[Powers, Fixed], Fixed]:
         def met(own: Powers, given: Fixed) -> Fixed:
-            known, before = given.session.numerics, given.session.numerics.deferred_check
-            known.deferred_check = (SecretTensor(given), 20) if pending else before
+            checks, before = given.session.checks, given.session.checks.deferred
+            checks.deferred = (SecretTensor(given), 20) if pending else before
             made = own.run((given,), functools.partial(own.recompute, (given,)))
-            known.deferred_check = before
+            checks.deferred = before
             return made
 
         return met

@@ -44,7 +44,7 @@ def opened(name: str) -> SessionState:
 def fill(state: SessionState, asked: Call, owner: str = "a") -> None:
     text = ids(*asked.secret[0].shape)
     run_batch(state, [BatchedRequest(owner, asked, (Index((text.reshape(-1),), text.numel(), 128),))])
-    state.session.numerics.pending_range_checks.clear()
+    state.session.checks.pending.clear()
 
 
 ONES = torch.ones(2, 6, dtype=torch.int64)
@@ -166,9 +166,9 @@ def test_a_pass_that_fails_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch
         run_batch(state, parts)
     assert [state.past(owner, 1) for owner in "abc"] == [0, 0, 4]
     assert (
-        state.session.numerics.pending_range_checks,
-        state.session.numerics.deferred_check,
-        state.session.numerics.batch,
+        state.session.checks.pending,
+        state.session.checks.deferred,
+        state.session.checks.batch,
     ) == (
         [],
         None,

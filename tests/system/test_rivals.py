@@ -267,7 +267,7 @@ def test_rows_of_a_squared_softmax_are_told_apart() -> None:
     values[6] = 300.0
 
     def check(session: Session, secret: Fixed) -> Fixed:
-        session.numerics.batch = 3
+        session.checks.batch = 3
         two_quad_ragged(secret, Rows.of([2, 3, 4, 0, 1, 2], (2, 1, 2)))
         found = verdict(session)
         assert found is not None

@@ -185,7 +185,7 @@ def test_each_row_of_a_batch_has_its_own_verdict(protocol: str) -> None:
             values[bad, 1, 2] = 2.0**30
 
         def check(session: Session, secret: Fixed) -> Fixed:
-            session.numerics.batch = 3
+            session.checks.batch = 3
             if how == "rows":
                 watch(secret, 18 + 8)
             elif how == "pieces":

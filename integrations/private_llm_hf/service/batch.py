@@ -3,7 +3,7 @@
     rows of all requests, below each other       Index and Share parts joined, one lookup
     shorter prompts and caches begin later       padding on the left, hidden by masks; positions are stated
     one KV cache for all of them                 `SessionState.together`: nothing is copied while the company stays
-    one verdict of the range check for each row  `NumericContext.batch`
+    one verdict of the range check for each row  `RangeChecks.batch`
 
 Rounds are those of one request and bytes those of a batch. Every party runs the same batches in the same order. What a
 client gets depends on its own rows alone, but for the order of roundings, and for what the range check cannot tell
@@ -75,7 +75,7 @@ def _run(state: SessionState, requests: Batch) -> list[CallResult]:
 
 def _abandon(state: SessionState, requests: Batch) -> None:
     """Forget what a batch that failed left half done: checks owed, and caches whose layers may differ in length."""
-    state.session.numerics.clear()
+    state.session.checks.clear()
     for request in requests:
         if request.call.cache is not None:
             state.free(request.owner, [request.call.cache])
@@ -128,11 +128,11 @@ def _spans(requests: Batch, pasts: Sequence[int]) -> list[_Span]:
 @contextmanager
 def _apart(session: Session, rows: int) -> Iterator[None]:
     """Each row has a verdict of its own."""
-    session.numerics.batch = rows
+    session.checks.batch = rows
     try:
         yield
     finally:
-        session.numerics.batch = None
+        session.checks.batch = None
 
 
 # -- inputs -------------------------------------------------------------------------------------------------------

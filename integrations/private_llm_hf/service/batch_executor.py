@@ -88,7 +88,7 @@ def run_requests(
     except (TransportError, ProtocolAbort):
         raise
     except PrivateLLMError as error:  # the same at all parties: it follows from public facts
-        model.session.numerics.clear()
+        model.session.checks.clear()
         for request in accepted:
             model.state.forget(request.session.id)
             quota.release(request.session.id)

@@ -170,7 +170,7 @@ def _planned(request: Request) -> PlannedCall:
 
 def _give_up(model: ServedModel, request: Request, error: PrivateLLMError) -> None:
     """The session ends; nothing that it half did is left."""
-    model.session.numerics.clear()
+    model.session.checks.clear()
     model.state.forget(owner_of(request.session.id))
     request.fail(error)
 

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError, ShareFileError
-from private_llm.protocols.session import NumericContext, Session
+from private_llm.protocols.session import NumericContext, RangeChecks, Session
 from private_llm.ranges import Ranges
 from private_llm_hf.checkpoint.offload import Offloaded
 from private_llm_hf.checkpoint.share_files import ShareFile
@@ -56,7 +56,7 @@ class ServedModel:
 
         Raises PatchMismatch for a model that cannot run under the session's settings.
         """
-        self.session = replace(session, numerics=NumericContext())
+        self.session = replace(session, numerics=NumericContext(), checks=RangeChecks())
         self.session.numerics.ranges, self.session.numerics.lazy_masks = self.ranges, self._seeds
         before = self._built
         if before is None:

@@ -127,7 +127,7 @@ class _Priced:
             return self._replay(ran, secrets, caches)
         if secrets:
             watch_pending(secrets[0].session)  # what an earlier layer owes is not this one's
-        owed = secrets[0].session.numerics.pending_range_checks if secrets else []
+        owed = secrets[0].session.checks.pending if secrets else []
         before = len(owed)
         forms, untouched = [secret.value().form for secret in secrets], self._untouched(leaves, caches)
         with _apart(self._at.ledger) as counts:
@@ -153,7 +153,7 @@ class _Priced:
                 if rescaled:
                     secret.to_fixed()  # is remembered by the argument, and booked below
         if secrets:
-            secrets[0].session.numerics.pending_range_checks.extend(ran.owed)
+            secrets[0].session.checks.pending.extend(ran.owed)
         _book(ran.counts, self._at.ledger, lambda scope: self._at.name + scope[len(ran.at.name) :])
         for cache in caches:
             _copy_layer(cache, ran.at.number, self._at.number)
