@@ -21,10 +21,9 @@ one product with the secret groups makes its rank of these. (`oblivious.topk` ha
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -67,7 +66,7 @@ def maximum_ragged(x: Fixed, rows: Rows, coarse: bool = False) -> Fixed:
         return _restored(maximum_ragged(_cut(x), rows), x)
     keys = x.session.protocol.has_keys
     part = x.share.parts[0]
-    for level in sizes(rows) if part.is_meta else levels(rows, part.device):
+    for level in rows.numbers(part.device).tournament:
         if keys and _FEWEST <= rows.longest <= _MOST:
             square = _square(x, rows)
             if at_once(square, coarse):
@@ -167,78 +166,11 @@ _FEWEST, _MOST = 5, 16
 """Entries that may meet at once: fewer take as many rounds in pairs, of more there are too many pairs."""
 
 
-@dataclass(frozen=True, eq=False)
-class TournamentLevel:
-    """One level of `maximum_ragged`, as int64 positions.
-
-    Entries to compare (left with right), entries that sit out (bye), and the order that makes rows consecutive again.
-    """
-
-    left: Tensor
-    right: Tensor
-    bye: Tensor
-    order: Tensor
-
-
-_plans: WeakKeyDictionary[Rows, dict[torch.device, tuple[TournamentLevel, ...]]] = WeakKeyDictionary()
-"""Plans as long as somebody holds rows of these lengths: all layers of a forward do. One takes 32 bytes per entry."""
-
-
-def levels(rows: Rows, device: torch.device) -> tuple[TournamentLevel, ...]:
-    """The tournament's plan for rows of these lengths: ceil(log2 of the longest) levels. Public and local."""
-    held = _plans.setdefault(rows, {})
-    found = held.get(device)
-    if found is None:
-        found = held[device] = _levels(rows, device)
-    return found
-
-
-def sizes(rows: Rows) -> Iterator[TournamentLevel]:
-    """As `levels`, without the positions: for meta tensors, which have none to take."""
-    lengths = torch.tensor(rows.lengths, dtype=torch.int64)
-    while int(lengths.max()) > 1:
-        pairs, odd = int((lengths // 2).sum()), int((lengths % 2).sum())
-        yield TournamentLevel(
-            *(torch.empty(n, dtype=torch.int64, device="meta") for n in (pairs, pairs, odd, pairs + odd))
-        )
-        lengths = lengths // 2 + lengths % 2
-
-
-def _levels(rows: Rows, device: torch.device) -> tuple[TournamentLevel, ...]:
-    """Positions are made on the device, from lengths; how many there are, `sizes` says, so that nobody waits for it."""
-    made = []
-    lengths = rows.numbers(device).lengths
-    for size in sizes(rows):
-        pairs, left_over = size.left.numel(), size.bye.numel()
-        halves, odd = lengths // 2, lengths % 2
-        starts = lengths.cumsum(0) - lengths
-        place = _counting(halves, pairs)
-        left = torch.repeat_interleave(starts, halves, output_size=pairs) + place
-        right = left + torch.repeat_interleave(halves, halves, output_size=pairs)
-        bye = torch.repeat_interleave(starts + lengths - 1, odd, output_size=left_over)
-        # Winners come first, then those that sat out: entry k of a row is its k-th winner, or its odd one.
-        rest = halves + odd
-        winners = halves.cumsum(0) - halves
-        byes = pairs + odd.cumsum(0) - odd
-        place = _counting(rest, pairs + left_over)
-        every = [torch.repeat_interleave(x, rest, output_size=pairs + left_over) for x in (halves, byes, winners)]
-        order = torch.where(place == every[0], every[1], every[2] + place)
-        made.append(TournamentLevel(left, right, bye, order))
-        lengths = rest
-    return tuple(made)
-
-
 def concatenated(pieces: Sequence[Fixed], dim: int) -> Fixed:
     """Secrets of equal fractional bits, one after the other. Local."""
     columns = zip(*(piece.share.parts for piece in pieces), strict=True)
     made = pieces[0].with_share(Share(tuple(torch.cat(column, dim) for column in columns)))
     return reduce(Fixed.min_width_with, pieces, made)
-
-
-def _counting(lengths: Tensor, total: int) -> Tensor:
-    """0 .. n-1 for each n of `lengths`, one after the other; total: their sum."""
-    starts = torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths, output_size=total)
-    return torch.arange(total, device=lengths.device) - starts
 
 
 def _last(x: Fixed, start: int, stop: int) -> Fixed:

@@ -110,6 +110,19 @@ class Rows:
         return x.view(lambda part: part.index_select(0, self.numbers(part.device).kept))
 
 
+@dataclass(frozen=True, eq=False)
+class TournamentLevel:
+    """One level of a tournament of each row, as int64 positions.
+
+    Entries to compare (left with right), entries that sit out (bye), and the order that makes rows consecutive again.
+    """
+
+    left: Tensor
+    right: Tensor
+    bye: Tensor
+    order: Tensor
+
+
 class EntryNumbers:
     """Public numbers of rows and of their entries, int64. As many as entries, so they are made where they are used."""
 
@@ -139,3 +152,33 @@ class EntryNumbers:
         order[self.kept] = every[:total]
         order[(self.lengths + 1).cumsum(0) - 1] = every[total:]
         return order
+
+    @cached_property
+    def tournament(self) -> tuple[TournamentLevel, ...]:
+        """ceil(log2 of the longest) levels; 32 bytes an entry. How many positions each has is told by the CPU, so that
+        nobody waits for the device.
+        """
+        made, lengths, known = [], self.lengths, torch.tensor(self._lengths, dtype=torch.int64)
+        while known.numel() and int(known.max()) > 1:
+            pairs, left_over = int((known // 2).sum()), int((known % 2).sum())
+            halves, odd = lengths // 2, lengths % 2
+            starts = lengths.cumsum(0) - lengths
+            left = torch.repeat_interleave(starts, halves, output_size=pairs) + _counting(halves, pairs)
+            right = left + torch.repeat_interleave(halves, halves, output_size=pairs)
+            bye = torch.repeat_interleave(starts + lengths - 1, odd, output_size=left_over)
+            # Winners come first, then those that sat out: entry k of a row is its k-th winner, or its odd one.
+            rest = halves + odd
+            winners = halves.cumsum(0) - halves
+            byes = pairs + odd.cumsum(0) - odd
+            place = _counting(rest, pairs + left_over)
+            every = [torch.repeat_interleave(x, rest, output_size=pairs + left_over) for x in (halves, byes, winners)]
+            order = torch.where(place == every[0], every[1], every[2] + place)
+            made.append(TournamentLevel(left, right, bye, order))
+            lengths, known = rest, known // 2 + known % 2
+        return tuple(made)
+
+
+def _counting(lengths: Tensor, total: int) -> Tensor:
+    """0 .. n-1 for each n of `lengths`, one after the other; total: their sum."""
+    starts = torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths, output_size=total)
+    return torch.arange(total, device=lengths.device) - starts

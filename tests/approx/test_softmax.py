@@ -13,7 +13,6 @@ from private_llm.approx.normalise import QUARTERS, grid
 from private_llm.approx.softmax import softmax, softmax_ragged
 from private_llm.config import PrivateConfig
 from private_llm.errors import DomainError
-from private_llm.exact.maximum import levels
 from private_llm.exact.ragged_rows import Rows
 from private_llm.net.ledger import Cost
 from private_llm.protocols.arithmetic import BitWidths
@@ -171,8 +170,8 @@ def test_refusals() -> None:
 
 def test_rows_are_planned_once_while_somebody_holds_them() -> None:
     rows = Rows((5, 3))
-    first = levels(rows, torch.device("cpu"))
-    assert levels(Rows((5, 3)), torch.device("cpu")) is first
+    first = rows.numbers(torch.device("cpu")).tournament
+    assert rows.numbers(torch.device("cpu")).tournament is first
     assert [level.left.numel() for level in first] == [3, 2, 1]
     plan = weakref.ref(first[0])
     del first, rows  # plans are as large as the scores: those of every length ever met would fill the memory

@@ -12,7 +12,7 @@ from private_llm.config import PrivateConfig
 from private_llm.errors import DomainError, UnsupportedOp
 from private_llm.exact.argmax import argmax, first_maximum
 from private_llm.exact.comparisons import comparing
-from private_llm.exact.maximum import is_cut, levels, maximum, maximum_ragged, sizes
+from private_llm.exact.maximum import is_cut, maximum, maximum_ragged
 from private_llm.exact.ragged_rows import Rows
 from private_llm.net.ledger import Cost
 from private_llm.protocols.prices import trio_prices as cost
@@ -245,8 +245,9 @@ def test_price_per_pair() -> None:
 
 
 @pytest.mark.parametrize("lengths", [(1,), (1, 1), (5, 1, 8, 3), (64, 7)])
-def test_sizes_of_levels_are_those_of_their_positions(lengths: tuple[int, ...]) -> None:
+def test_levels_on_meta_are_as_large_as_those_of_a_device(lengths: tuple[int, ...]) -> None:
     def shapes(found: object) -> list[list[int]]:
         return [[each.numel() for each in (x.left, x.right, x.bye, x.order)] for x in found]  # type: ignore[attr-defined]
 
-    assert shapes(sizes(Rows(lengths))) == shapes(levels(Rows(lengths), torch.device("cpu")))
+    meta, cpu = (Rows(lengths).numbers(torch.device(name)).tournament for name in ("meta", "cpu"))
+    assert shapes(meta) == shapes(cpu)

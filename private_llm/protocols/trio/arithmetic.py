@@ -36,9 +36,7 @@ class TrioArithmetic(TrioDivision):
             piece = -(x0 * y1 + x1 * y0)
         else:
             piece = x0 * y0
-        if widths is None or not shift or not self._narrows:
-            return self._finish("mul", piece.shape, piece, shift, helped=True)
-        return self._divided("mul", piece, piece.shape, shift, widths)
+        return self._finish("mul", piece.shape, piece, shift, True, widths)
 
     def bilinear(
         self, form: BilinearForm, x: Share, y: Share, shift: int = 0, select: Tensor | None = None,
@@ -55,9 +53,7 @@ class TrioArithmetic(TrioDivision):
         self.ledger.add_macs(form.macs(x.shape, y.shape) * (1 if self.role == 2 else 2))
         if select is not None:
             piece = piece.reshape(-1)[select.to(piece.device)]
-        if widths is None or not shift or not self._narrows:
-            return self._finish(form.tag, piece.shape, piece, shift, helped=True)
-        return self._divided(form.tag, piece, piece.shape, shift, widths)
+        return self._finish(form.tag, piece.shape, piece, shift, True, widths)
 
     def poly(self, x: Share, coefficients: Sequence[int], shift: int = 0) -> Share:
         """c(M - a) by Taylor's formula around the public M: party 0 shares a^2 (and a^3), and there is no E."""

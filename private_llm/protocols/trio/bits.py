@@ -244,10 +244,7 @@ class TrioBits(TrioArithmetic):
         check_low(low, shift)
         low = low if self.ring.bits == 64 else None
         piece = self._inject_piece(bits, x, weights, constants, low)
-        size = torch.Size((bits.count,))
-        if low is not None:
-            return self._finish_narrow("inject", size, piece, low)
-        return self._finish("inject", size, piece, shift, helped=False)
+        return self._finish("inject", torch.Size((bits.count,)), piece, shift, helped=False, low=low)
 
     def _weighted(self, x: Share | None, weights: Weights) -> tuple[Flags, int]:
         """Which bit rows multiply x, and how many."""

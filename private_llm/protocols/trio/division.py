@@ -158,9 +158,17 @@ class TrioDivision(Protocol):
         return Share((zero, zero)) if self.role == 0 else Share((c, zero))
 
     # -- finishing a product -------------------------------------------------------------------------------
-    def _finish(self, tag: str, shape: torch.Size, piece: Tensor | None, shift: int, helped: bool) -> Share:
-        """From additive pieces to a share. Evaluators pass v_i as `piece`, party 0 E if it helps (else None)."""
+    def _finish(
+        self, tag: str, shape: torch.Size, piece: Tensor | None, shift: int, helped: bool,
+        widths: BitWidths | None = None, low: int | None = None,
+    ) -> Share:  # fmt: skip
+        """From additive pieces to a share. Evaluators pass v_i as `piece`, party 0 E if it helps (else None).
+
+        widths: of a division. low: of a share that is right in its lowest bits alone, without E: only these are sent.
+        """
         if shift:
+            if widths is not None and self._narrows:
+                return self._divided(tag, piece, shape, shift, widths)
             return self._finish_shifted(tag, shape, piece, shift)[0]
         if piece is None and (helped or self.role):
             raise self._lacking(tag)
@@ -178,20 +186,12 @@ class TrioDivision(Protocol):
             masked = masked - cover
         elif helped:
             masked = masked + self.transport.recv(0, tag, (count,), self.ring.dtype)
-        theirs = self.transport.exchange(3 - self.role, tag, masked)
+        if low is None:
+            theirs = self.transport.exchange(3 - self.role, tag, masked)
+        else:
+            fields = self.transport.exchange(3 - self.role, tag, ops.pack_fields(masked, low))
+            theirs = ops.unpack_fields(fields, count, low)
         return Share(((masked + theirs - z).view(shape), z.view(shape)))
-
-    def _finish_narrow(self, tag: str, shape: torch.Size, piece: Tensor | None, low: int) -> Share:
-        """A share of what is right in its lowest `low` bits, without E: they alone are sent, each way, in 1 round."""
-        count = shape.numel()
-        z = self._draw(count)
-        if self.role == 0:
-            return Share((z.view(shape), self._draw(count, 1).view(shape)))
-        if piece is None:
-            raise self._lacking(tag)
-        masked = piece.reshape(-1) + z
-        theirs = self.transport.exchange(3 - self.role, tag, ops.pack_fields(masked, low))
-        return Share(((masked + ops.unpack_fields(theirs, count, low) - z).view(shape), z.view(shape)))
 
     # -- elements of which only the lowest bits count, packed ------------------------------------------------
     def _draw_low(self, count: int, low: int | None) -> Tensor:

@@ -221,9 +221,7 @@ class Trio(TrioShuffles):
                 shares = self._recv_low("exponential", (_PLACES, count), low)
             masked = both + plan.offset
             piece = waves.weighed(masked, keep.parts[0].contiguous(), shares, plan.digits, plan.factors)
-        if low is None:
-            return self._finish("exponential", x.shape, piece, plan.shift, helped=False)
-        return self._divided("exponential", piece, x.shape, plan.shift, BitWidths(low, self.ring.bits))
+        return self._finish("exponential", x.shape, piece, plan.shift, False, BitWidths(GIVEN_BITS, self.ring.bits))
 
     def _places(self, mask: Tensor, keep: BitShare, plan: Exponential, low: int | None) -> Tensor:
         """Party 0: e^(-r) in one of four places, less party 1's shares: [4, n]."""
@@ -243,10 +241,7 @@ class Trio(TrioShuffles):
         size = torch.Size((negative.count,))
         piece = self._inject_piece(negative, x, [-1], [0], low)
         self._less_waves(angle, plan, piece)
-        if low is None:
-            rest = self._finish("waves", size, piece, 0, helped=False)
-        else:
-            rest = self._finish_narrow("waves", size, piece, low)
+        rest = self._finish("waves", size, piece, 0, helped=False, low=low)
         return self.add(x, rest.map(lambda part: part.view(x.shape)))
 
     def _less_waves(self, angle: Share, plan: Waves, piece: Tensor | None) -> None:
