@@ -26,26 +26,20 @@ LEADING = 17
 """Least fractional bits of a leading coefficient: less would cost the fit its precision."""
 
 
-@dataclass(frozen=True)
-class Piece:
-    """c0 + c1 (x - centre) + c2 (x - centre)^2."""
-
-    centre: float
-    coefficients: tuple[float, float, float]
-
-
 @dataclass(frozen=True, eq=False)
 class Curve:
-    """One piece more than there are ends; |f| < 2^size where a piece other than the last one holds, error included.
+    """c0 + c1 (x - centre) + c2 (x - centre)^2 between neighbouring ends, centre the middle of both; below them zero.
 
-    linear: above the last end f(x) is x, and the last piece is zero; else the last piece goes on.
+    above: what f is above the last end; None: the last piece goes on, and its end is compared with nothing. linear: f
+    is x there. |f| < 2^size between the ends, error included.
     """
 
     ends: tuple[float, ...]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[tuple[float, float, float], ...]
     size: int
     error: float
     linear: bool = False
+    above: float | None = 0.0
 
 
 def takes_curve(curve: Curve, x: Fixed, frac: int, other: Callable[..., Cost], *facts: Hashable) -> bool:
@@ -71,23 +65,29 @@ def pieces_of(curve: Curve, x: Fixed, frac: int) -> Pieces:
 @lru_cache(maxsize=256)
 def _pieces(curve: Curve, own: int, frac: int, bits: int, low: int) -> Pieces:
     total = LARGEST - curve.size
-    whole = [_integers(piece, own, total) for piece in curve.pieces]
+    cells = zip(itertools.pairwise(curve.ends), curve.pieces, strict=True)
+    whole = [(0, 0, 0), *(_integers((low + high) / 2, piece, own, total) for (low, high), piece in cells)]
+    ends = curve.ends
+    if curve.above is None:
+        ends = ends[:-1]
+    else:
+        whole.append((round(curve.above * 2.0**total), 0, 0))
     steps = [tuple(tuple(a - b for a, b in zip(*pair, strict=True)) for pair in itertools.pairwise(whole))]
     rest: list[Polynomial] = [whole[-1]]
     shifts = [total - frac]
     if curve.linear:
-        more = (0,) * (len(curve.ends) - 1)
+        more = (0,) * (len(ends) - 1)
         steps.append((*((0, 0, 0) for _ in more), (0, -1, 0)))
         rest.append((0, 1, 0))
         shifts.append(0)
-    offsets = tuple(-round(end * (1 << own)) for end in curve.ends)
+    offsets = tuple(-round(end * (1 << own)) for end in ends)
     return Pieces(offsets, tuple(steps), tuple(rest), bits, low, tuple(shifts))
 
 
-def _integers(piece: Piece, own: int, total: int) -> Polynomial:
+def _integers(middle: float, piece: tuple[float, float, float], own: int, total: int) -> Polynomial:
     """The piece's coefficients of 1, x, x^2 with `total` fractional bits, for an x with `own`."""
-    c0, c1, c2 = piece.coefficients
-    centre = round(piece.centre * (1 << own))
+    c0, c1, c2 = piece
+    centre = round(middle * (1 << own))
     a0, a1, a2 = round(c0 * 2.0**total), round(c1 * 2.0 ** (total - own)), round(c2 * 2.0 ** (total - 2 * own))
     return a0 - a1 * centre + a2 * centre * centre, a1 - 2 * a2 * centre, a2
 

@@ -42,7 +42,7 @@ HEADER = '''"""Fitted constants, written by `scripts/fitting/fit_tables.py` (do 
 
 from private_llm.approx.bump import Fitted, WaveSum
 from private_llm.approx.chain import Chain, Cubic, Form, Step
-from private_llm.approx.curves import Curve, Piece
+from private_llm.approx.curves import Curve
 
 # fmt: off
 
@@ -163,7 +163,7 @@ def quadratic(made: Function, low: float, high: float) -> tuple[tuple[float, ...
 def curve(made: Function, error: float) -> str:
     """The curve as source text: zero below; above x itself (linear), `above`, or the last piece."""
     low, high = -made.top if made.low is None else made.low, made.top
-    ends, pieces, worst = [low], ["Piece(0.0, (0.0, 0.0, 0.0))"], 0.0
+    ends, pieces, worst = [low], list[str](), 0.0
     at = low
     while at < high:
         lower, upper = 1, int((high - at) / STEP)
@@ -176,18 +176,18 @@ def curve(made: Function, error: float) -> str:
         end = at + lower * STEP
         coefficients, found = quadratic(made, at, end)
         worst = max(worst, found)
-        pieces.append(f"Piece({(at + end) / 2!r}, {coefficients!r})")
+        pieces.append(repr(coefficients))
         ends.append(end)
         at = end
-    if made.linear or made.above is not None:
-        pieces.append(f"Piece(0.0, ({made.above or 0.0!r}, 0.0, 0.0))")
-    else:
-        ends.pop()
-    rows = "\n".join(f"            {piece}," for piece in pieces)
+    rows = [""]
+    for piece in pieces:
+        rows = [*rows[:-1], f"{rows[-1]} {piece},"] if len(rows[-1]) + len(piece) < 108 else [*rows, f" {piece},"]
+    table = "\n".join(f"           {row}" for row in rows)
+    above = "linear=True" if made.linear else f"above={made.above!r}"
     numbers = "\n            ".join(", ".join(map(repr, ends[at : at + 10])) + "," for at in range(0, len(ends), 10))
     return (
-        f"    curve=Curve(\n        ends=(\n            {numbers}\n        ),\n        pieces=(\n{rows}\n        ),\n"
-        f"        size={made.size}, error={worst * 1.005:.2e}, linear={made.linear},\n    ),\n"
+        f"    curve=Curve(\n        ends=(\n            {numbers}\n        ),\n        pieces=(\n{table}\n        ),\n"
+        f"        size={made.size}, error={worst * 1.005:.2e}, {above},\n    ),\n"
     )
 
 
