@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from private_llm.errors import DomainError, ProtocolAbort
-from private_llm.protocols.permutation import Permutation, ShuffledBits, owner_order, packed, unpacked
+from private_llm.protocols.permutation import Permutation, ShuffledBits, owner_order, relaned
 from private_llm.protocols.session import Session
 from private_llm.protocols.share import BitShare
 from private_llm.tensor.fixed import Fixed, arithmetic
@@ -113,19 +113,13 @@ def filled(session: Session, active: BitShare, vectors: int, budget: int) -> Bit
     place = torch.arange(1.0, units + 1, dtype=torch.float64).expand(vectors, units)
     behind = before.view(lambda part: part[:, -1:] - part) + place
     within = before.stack(behind).less_than([budget + 1.0], bits=units.bit_length() + 2)
-    first, others = _halves(within)
+    first, others = (
+        relaned(within, lambda part, at=at: part[:, at : at + active.count], active.count)  # type: ignore[misc]
+        for at in (0, active.count)
+    )
     # [first where active, others elsewhere]
     chosen = protocol.xor(others, protocol.and_(bits, protocol.xor(first, others)))
     return protocol.unshuffle_bits(ShuffledBits(chosen, moved.order))
-
-
-def _halves(bits: BitShare) -> tuple[BitShare, BitShare]:
-    """One row of 2 n bits as two of n. Local."""
-    count = bits.count // 2
-    lanes = [unpacked(part, bits.count) for part in bits.parts]
-    return tuple(  # type: ignore[return-value]
-        BitShare(tuple(packed(lane[:, cut : cut + count]) for lane in lanes), count) for cut in (0, count)
-    )
 
 
 def _places(opened: Tensor, budget: int) -> Tensor:

@@ -35,7 +35,7 @@ from torch import Tensor
 from private_llm.errors import ConfigError, DomainError
 from private_llm.oblivious.budget import ChosenUnits
 from private_llm.oblivious.counting import each
-from private_llm.protocols.permutation import packed, unpacked
+from private_llm.protocols.permutation import packed, relaned, unpacked
 from private_llm.protocols.protocol import Protocol
 from private_llm.protocols.session import Session
 from private_llm.protocols.share import BitShare
@@ -178,8 +178,7 @@ def _tossed(protocol: Protocol, coins: Sequence[Coin]) -> BitShare:
 
 def _taken(bits: BitShare, columns: Tensor) -> BitShare:
     """Columns of bits, which may repeat. Local."""
-    parts = [packed(unpacked(part, bits.count)[:, columns.to(part.device)]) for part in bits.parts]
-    return BitShare(tuple(parts), len(columns))
+    return relaned(bits, lambda part: part[:, columns.to(part.device)], len(columns))
 
 
 @lru_cache(maxsize=64)

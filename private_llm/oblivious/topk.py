@@ -24,7 +24,7 @@ from private_llm.net.ledger import Cost
 from private_llm.oblivious import counting, digit_search, sort_network
 from private_llm.oblivious.pricing import Pricing
 from private_llm.oblivious.sort_network import Order
-from private_llm.protocols.permutation import packed, unpacked
+from private_llm.protocols.permutation import packed, relaned
 from private_llm.protocols.share import BitShare
 from private_llm.tensor.fixed import Fixed
 
@@ -71,7 +71,7 @@ def largest_values(x: Fixed, k: int, bits: int | None = None) -> tuple[Fixed, Fi
     """The k largest entries over the last dimension, largest first, and their indices: each [..., k].
 
     A stable sort cut off after k: of equal entries the first one comes first. Indices have no fractional bits. By the
-    network, whose comparators move values and indices (`values_cost`). Range and errors as `largest_bits`.
+    network, whose comparators move values and indices (`sort_network.sort_cost`). Range and errors as `largest_bits`.
     """
     rows, width, bits = _checked(x, k, "network", bits)
     if not rows:
@@ -95,11 +95,6 @@ def cost(pricing: Pricing, rows: int, width: int, k: int, bits: int, method: Met
     if found == "network":
         return sort_network.cost(pricing, rows, width, k, bits)
     return digit_search.cost(pricing, rows, width, bits)
-
-
-def values_cost(pricing: Pricing, rows: int, width: int, k: int, bits: int) -> Cost:
-    """Bytes by link and rounds of `largest_values`."""
-    return sort_network.sort_cost(pricing, Order(width, bits, pricing.ring.bits), rows, 0, k, moved=True)
 
 
 @lru_cache(maxsize=1024)
@@ -151,9 +146,9 @@ def by_pairs(x: Fixed, k: int, bits: int, depth: int) -> BitShare:
     pair, count = pair.to(device), rows * width
 
     def arranged(part: Tensor) -> Tensor:
-        return packed(unpacked(part, gap.numel()).view(rows, -1)[:, pair].transpose(0, 1).reshape(width - 1, -1))
+        return part.view(rows, -1)[:, pair].transpose(0, 1).reshape(width - 1, -1)
 
-    before = BitShare(tuple(map(arranged, loses.parts)), count)
+    before = relaned(loses, arranged, count)
     nothing = proto.xor(before, before)
     turned = packed(leads.to(device).repeat(1, rows))
     every = proto.invert(nothing)

@@ -169,5 +169,10 @@ def packed(bits: Tensor) -> Tensor:
     return octets.view(torch.int64)
 
 
+def relaned(bits: BitShare, change: Callable[[Tensor], Tensor], count: int) -> BitShare:
+    """Bits as `change` arranges bytes [rows, bits.count] into [rows, count]. Local."""
+    return BitShare(tuple(packed(change(unpacked(part, bits.count))) for part in bits.parts), count)
+
+
 def _move_lanes(words: Tensor, p: Tensor) -> Tensor:
     return packed(unpacked(words, p.numel())[:, p])

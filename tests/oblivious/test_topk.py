@@ -28,7 +28,6 @@ from private_llm.oblivious.topk import (
     largest_values,
     method_for,
     pairs_cost,
-    values_cost,
 )
 from private_llm.protocols.ends import ClientEnd
 from private_llm.protocols.registry import protocol_names
@@ -212,7 +211,8 @@ def test_values_are_priced_to_the_byte(protocol: str, ring: int, shape: tuple[in
     assert run.elements[1].view(-1, k).tolist() == found
     assert run.elements[1].shape == (*shape[:-1], k)
     assert torch.equal(run.values[0].view(-1, k), flat.gather(1, torch.tensor(found)))
-    price = values_cost(Pricing.of(setting), rows_of(shape), shape[-1], k, 39 if ring == 64 else 31)
+    order = sort_network.Order(shape[-1], 39 if ring == 64 else 31, ring)
+    price = sort_network.sort_cost(Pricing.of(setting), order, rows_of(shape), 0, k, moved=True)
     assert sent(run.cost) == (sent(price) if protocol != "plain" else ({}, 0))
 
 

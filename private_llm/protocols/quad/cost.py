@@ -1,13 +1,11 @@
 """What every primitive of Quad sends and waits for, as formulas of public shapes.
 
-The main run is Trio's, with party 3 sending what Trio's party 0 sends. The mirror adds what party 2 tells party 0
-(the evaluators' products, as many rows as the helper's) and what party 3 tells it (one row per opened row).
-No round is added: nobody waits for party 0.
+The main run is Trio's, with party 3 as the helper that sends; the mirror adds what parties 2 and 3 tell party 0, and
+no round: nobody waits for party 0.
 """
 
 from __future__ import annotations
 
-from private_llm.kernels.ops import packed_words
 from private_llm.net.ledger import Cost
 from private_llm.net.transport import CLIENT
 from private_llm.protocols.arithmetic import BitWidths
@@ -20,23 +18,25 @@ from private_llm.ring.ring import Ring
 
 
 def main_run(cost: Cost) -> Cost:
-    """Trio's price with party 3 as the helper that sends."""
+    """Trio's price with party 3 as the helper."""
     return Cost({(3 if a == 0 else a, b): count for (a, b), count in cost.sent.items()}, cost.rounds)
+
+
+def mirrored(cost: Cost) -> Cost:
+    """Trio's price and its check: what the helper sends party 2 tells party 0, and what an evaluator opens party 3."""
+    told = {(2, 0): cost.sent.get((0, 2), 0), (3, 0): cost.sent.get((1, 2), 0)}
+    return main_run(cost) + Cost(told)
 
 
 class QuadPrices(Prices):
     """Quad's prices: what differs from Trio's. Rounds as there but for shuffles and openings."""
 
     def finish(self, ring: Ring, count: int, shift: int, helped: bool) -> Cost:
-        """From additive pieces to a checked share of `count` outputs.
+        """From additive pieces to a checked share of `count` outputs: 5 (e + f bits) each in all.
 
-        In all 5 (e + f bits) each; without shift 5 e, or 3 e where the helper sends no piece (`helped` is False).
+        Without shift 5 e, or 3 e where the helper sends no piece (`helped` is False).
         """
-        plain, packed = count * ring.bytes, 8 * packed_words(count, shift)
-        main = main_run(trio_prices.finish(ring, count, shift, helped))
-        if shift:
-            return main + Cost({(2, 0): plain + packed, (3, 0): plain + packed})
-        return main + Cost({(2, 0): plain if helped else 0, (3, 0): plain})
+        return mirrored(trio_prices.finish(ring, count, shift, helped))
 
     def product(self, ring: Ring, count: int, shift: int, widths: BitWidths | None = None) -> Cost:
         """One finish, whatever the widths."""
@@ -44,15 +44,11 @@ class QuadPrices(Prices):
 
     def truncate(self, ring: Ring, count: int, shift: int, widths: BitWidths | None = None) -> Cost:
         """e + f bits to each of parties 2 and 0, f bits each way and from party 3 to 0; 1 round."""
-        if shift == 0:
-            return Cost()
-        packed = 8 * packed_words(count, shift)
-        main = main_run(trio_prices.truncate(ring, count, shift))
-        return main + Cost({(2, 0): count * ring.bytes + packed, (3, 0): packed})
+        return mirrored(trio_prices.truncate(ring, count, shift))
 
     def poly(self, ring: Ring, count: int, degree: int, shift: int) -> Cost:
         """degree - 1 elements to each of parties 2 and 0, then one finish."""
-        return self._told((degree - 1) * count * ring.bytes) + self.finish(ring, count, shift, helped=False)
+        return mirrored(trio_prices.poly(ring, count, degree, shift))
 
     def msb(self, count: int, bits: int, thresholds: int = 1, low: int = 0) -> Cost:
         """The mirror shares the monomials for every threshold, not once."""
@@ -65,8 +61,7 @@ class QuadPrices(Prices):
 
     def gate(self, count: int, rows: int = 1) -> Cost:
         """1 bit pre, 1 each way, and 2 to party 0; 1 round."""
-        word = 8 * words_for(count) * rows
-        return main_run(trio_prices.gate(count, rows)) + Cost({(2, 0): word, (3, 0): word})
+        return mirrored(trio_prices.gate(count, rows))
 
     def msb_ripple(self, count: int, bits: int, thresholds: int = 1, low: int = 0) -> Cost:
         """`bits` mask bits to party 2, as many bits of M per threshold to party 0, then the gates."""
@@ -76,12 +71,7 @@ class QuadPrices(Prices):
 
     def inject(self, ring: Ring, count: int, rows: int, weighted: int, shift: int, low: int | None = None) -> Cost:
         """1 element per row and per weighted row to parties 2 and 0, then one finish; the same with `low`."""
-        return self._told((rows + weighted) * count * ring.bytes) + self.finish(ring, count, shift, helped=False)
-
-    @staticmethod
-    def _told(size: int) -> Cost:
-        """Products of both sides, in bytes."""
-        return Cost({(3, 2): size, (2, 0): size})
+        return mirrored(trio_prices.inject(ring, count, rows, weighted, shift))
 
     def verify(self) -> Cost:
         """Two tags of 16 bytes to party 0, one verdict of 1 byte to each other; 2 rounds, whatever was computed."""
