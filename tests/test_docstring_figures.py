@@ -7,13 +7,11 @@ from collections.abc import Callable
 
 import pytest
 
-from private_llm.approx.activations import gelu, precise_tanh, sigmoid, silu, softplus
-from private_llm.approx.exp import exp, wide_exp
+from private_llm.approx.activations import exp, gelu, precise_tanh, sigmoid, silu, softplus, wide_exp
 from private_llm.approx.normalise import reciprocal, rsqrt
 from private_llm.approx.softmax import softmax
-from private_llm.exact.argmax import argmax
 from private_llm.exact.comparisons import absolute, clamp, coarse_bits, hardtanh, relu, sign_bits
-from private_llm.exact.maximum import among_largest, larger, maximum
+from private_llm.exact.maximum import among_largest, argmax, larger, maximum
 from private_llm.net.ledger import Cost
 from private_llm.net.transport import CLIENT
 from private_llm.protocols.arithmetic import Arithmetic

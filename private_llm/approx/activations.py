@@ -1,4 +1,4 @@
-"""The pointwise smooth functions: GELU, SiLU, softplus, the logistic function and tanh. Tables: tables.py.
+"""The pointwise smooth functions: GELU, SiLU, softplus, the logistic function, tanh and e^x. Tables: tables.py.
 
 Tanh is Lambert's continued fraction u / (1 + u^2 / (3 + u^2 / (5 + ...))), cut at 13, a quotient of odd
 over even powers,
@@ -11,6 +11,8 @@ so the error is relative: small scores stay as exact as if there were no soft ca
 
 from __future__ import annotations
 
+import math
+
 from private_llm.approx import tables
 from private_llm.approx.bump import folded, rectified_minus
 from private_llm.approx.chain import evaluate, need_wide_ring, price
@@ -21,6 +23,7 @@ from private_llm.approximations import approximations_of
 from private_llm.errors import UnsupportedOp
 from private_llm.exact.comparisons import coarse_bits, coarse_span
 from private_llm.net.ledger import Cost
+from private_llm.protocols import one_step
 from private_llm.protocols.prices import Prices
 from private_llm.ring.ring import Ring
 from private_llm.tensor.fixed import Fixed
@@ -120,3 +123,65 @@ def _polynomial(powers: tuple[Fixed, Fixed, Fixed], coefficients: tuple[float, .
     terms = [power.scale_int(round(c * (1 << _BITS))) for power, c in zip(powers, coefficients[1:], strict=True)]
     total = terms[0] + terms[1] + terms[2]
     return Fixed(total.session, total.share, _FRAC + _BITS) + coefficients[0]
+
+
+# -- e^x ---------------------------------------------------------------------------------------------------------------
+BOTTOM = 14.0
+"""Arguments below -14 count as -14: e^-14 = 8e-7."""
+
+
+def exp(x: Fixed, frac: int = 24) -> Fixed:
+    """e^x with `frac` fractional bits, for -2^21 + 2^10 < x <= 1/4, any shape; 64-bit ring only, else DomainError.
+
+    Under trio and dealer one coarse comparison, then the masks' own exponentials (protocols/one_step.py): error
+    3e-5, and 4e-6 below -8; zero below -15, maybe from -14 on. 78 bytes an element, 5 rounds. Else (quad, plain) clip
+    at -14 (one coarse comparison, one injection), then a polynomial of degree 16 in four products (chain.py) whose
+    error shrinks with e^(x/2): at most 5e-5, and 2e-6 below -8. 12 rounds. By comparison keys (curves.py) 2 rounds,
+    error 5e-5.
+    """
+    own = x.session.protocol.has_exponentials
+    span = _clip_span(x) if own else coarse_span(x, extra=1, resolution=2)
+    if takes_curve(tables.EXP.curve, x, frac, _exp_price, x.session.ring, x.numel(), frac, own, *span):
+        return by_keys(tables.EXP.curve, x, frac)
+    need_wide_ring(x, "exp")
+    if x.session.protocol.has_exponentials:
+        bits, low = _clip_span(x)
+        keep = x.proto.invert(x.less_than([one_step.TOP - one_step.SPAN], bits, low))
+        # SAFE: of x only the lowest frac + 5 bits count, and the comparison looked at more.
+        made = x.proto.exponential(x.share, keep, one_step.Exponential(x.frac, one_step.TOTAL_BITS - frac))
+        return Fixed(x.session, made, frac)
+    keep = x.proto.invert(coarse_bits(x, [-BOTTOM], extra=1, resolution=2))
+    above = x.select(keep, [1], [BOTTOM])
+    z = above.with_share(above.share, above.frac + 3) + (1 - BOTTOM / 8)
+    return evaluate(tables.EXP.chain, z.rescale(tables.EXP.chain.argument), frac=frac)
+
+
+def _clip_span(x: Fixed) -> tuple[int, int]:
+    """Of the comparison that clears what is below the range of the exponential."""
+    return coarse_span(x, extra=1, resolution=0)
+
+
+def _exp_price(prices: Prices, ring: Ring, count: int, frac: int, own: bool, bits: int, low: int) -> Cost:
+    """Of the comparison and the exponential, if the protocol has its own; else of it, an injection and the chain."""
+    compared = prices.msb(count, bits, 1, low)
+    if own:
+        return compared + prices.exponential(ring, count, one_step.TOTAL_BITS - frac)
+    return compared + prices.inject(ring, count, 1, 1, 0) + price(tables.EXP.chain, ring, count, prices)
+
+
+WIDE_TOP = 12.0
+"""Largest argument of `wide_exp`."""
+
+
+def wide_exp(x: Fixed) -> Fixed:
+    """e^x with the session's fractional bits, for -2^20 < x <= 12, any shape; 64-bit ring only, else DomainError.
+
+    e^x = (4 e^(x/8 - 2 log 2))^8: `exp` and three squares. Relative error at most 8e-4 (measured 5.5e-4) and
+    absolute 2^-17. 176 bytes an element, 11 rounds (trio). Garbage above 12.25.
+    """
+    eighth = x.with_share(x.share, x.frac + 3) - 2 * math.log(2.0)
+    root = exp(eighth, frac=24)
+    y = root.with_share(root.share, 22)
+    y = y.mul(y, frac=22)
+    y = y.mul(y, frac=21)
+    return y.mul(y)

@@ -1,7 +1,7 @@
 """Softmax of dense rows, and of ragged rows that hold the allowed entries only.
 
     m = approximate row maximum, less than 3/16 below the true one            maximum.py, coarse
-    e = exp(x - m), 0 or e^-14 far below m, with 24 fractional bits           exp.py
+    e = exp(x - m), 0 or e^-14 far below m, with 24 fractional bits           activations.py
     s = sum of e over the row, 0.99 <= s <= n e^(1/4)                         local
     p = e / s                                                                 normalise.py, one product
 
@@ -16,7 +16,7 @@ import math
 
 from torch import Tensor
 
-from private_llm.approx.exp import exp
+from private_llm.approx.activations import exp
 from private_llm.approx.normalise import fitting, reciprocal
 from private_llm.approximations import approximations_of
 from private_llm.errors import DomainError

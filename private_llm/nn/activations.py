@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from private_llm.approx import activations as approx
-from private_llm.approx.exp import WIDE_TOP, wide_exp
+from private_llm.approx.activations import WIDE_TOP, wide_exp
 from private_llm.approximations import approximations_of
 from private_llm.errors import UnsupportedOp
 from private_llm.exact.comparisons import SHORTEST, clamp, relu

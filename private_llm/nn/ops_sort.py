@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from private_llm.errors import DomainError, UnsupportedOp
-from private_llm.exact.argmax import first_maximum
-from private_llm.exact.maximum import maximum
+from private_llm.exact.maximum import first_maximum, maximum
 from private_llm.oblivious.topk import largest_values
 from private_llm.tensor.dispatch import TorchArg, implements
 from private_llm.tensor.fixed import Fixed
@@ -24,15 +23,15 @@ from private_llm.tensor.secret import SecretTensor
 def topk(x: SecretTensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> TorchArg:
     """The k largest (or smallest) entries over a dimension, which becomes k, in order, with their indices.
 
-    Cost: `oblivious.topk.values_cost`; of `exact.argmax` for one. In order for sorted=False, too. Raises DomainError
-    unless k is 1 to the entries there are.
+    Cost: `sort_network.sort_cost`; of `exact.maximum.argmax` for one. In order for sorted=False, too. Raises
+    DomainError unless k is 1 to the entries there are.
     """
     return torch.return_types.topk(_in_order(x, "topk", k, dim, largest))
 
 
 @implements(torch.sort, Tensor.sort)
 def sort(x: SecretTensor, dim: int = -1, descending: bool = False, stable: bool = True) -> TorchArg:
-    """Entries over a dimension in order, with their indices; stable in any case. Cost: `oblivious.topk.values_cost`.
+    """Entries over a dimension in order, with their indices; stable in any case. Cost: `sort_network.sort_cost`.
 
     Raises DomainError for an empty dimension.
     """
@@ -98,7 +97,7 @@ def _kept(made: Fixed, dim: int | None, keepdim: bool, ndim: int) -> SecretTenso
 def argmax(x: SecretTensor, dim: int | None = None, keepdim: bool = False) -> SecretTensor:
     """Index of the first maximum over `dim` (None: over all), as a secret without fractional bits.
 
-    Cost: `exact.argmax`.
+    Cost: `exact.maximum.argmax`.
     """
     return _kept(first_maximum(_rows(x, dim))[1], dim, keepdim, x.ndim)
 
@@ -131,7 +130,7 @@ def larger_of(x: Tensor, y: Tensor) -> SecretTensor:
 
 @implements(torch.max, Tensor.max)
 def largest(x: SecretTensor, dim: TorchArg = None, keepdim: bool = False) -> TorchArg:
-    """Maximum over all, or (maxima, first indices) over a dimension; cost of `amax`, or of `exact.argmax`.
+    """Maximum over all, or (maxima, first indices) over a dimension; cost of `amax`, or of `exact.maximum.argmax`.
 
     With a tensor for `dim`: `larger_of`.
     """

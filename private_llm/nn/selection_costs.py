@@ -20,8 +20,8 @@ from typing import Literal
 from private_llm.kv_policies.policy import ClusterShape
 from private_llm.net.ledger import Cost
 from private_llm.oblivious.chosen_rows import one_hot_cost, shuffled_cost
-from private_llm.oblivious.pricing import Pricing
 from private_llm.protocols.arithmetic import BitWidths
+from private_llm.protocols.registry import Pricing
 from private_llm.protocols.session import Session
 from private_llm.ranges import REACH
 

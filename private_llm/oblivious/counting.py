@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from private_llm.net.ledger import Cost
-from private_llm.oblivious.pricing import Pricing
 from private_llm.protocols.protocol import Protocol
+from private_llm.protocols.registry import Pricing
 from private_llm.protocols.share import BitShare
 from private_llm.tensor.fixed import Fixed
 

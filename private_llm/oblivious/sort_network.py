@@ -17,9 +17,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from private_llm.exact.argmax import times, whole_words
+from private_llm.exact.maximum import times, whole_words
 from private_llm.net.ledger import Cost
-from private_llm.oblivious.pricing import Pricing
+from private_llm.protocols.registry import Pricing
 from private_llm.protocols.share import BitShare, Share
 from private_llm.tensor.fixed import Fixed
 

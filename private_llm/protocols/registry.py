@@ -15,12 +15,13 @@ from torch import Tensor
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError
+from private_llm.net.ledger import Cost
 from private_llm.net.transport import Transport
 from private_llm.protocol_facts import ProtocolFacts, add_facts, protocol_facts, protocol_names, remove_facts
 from private_llm.protocols.dealer import ExactDealer, TwoPartyDealer, dealer_prices
 from private_llm.protocols.ends import ClientEnd, PartySetup
 from private_llm.protocols.plain import CheckedPlain, Plain, PlainClient, open_plain
-from private_llm.protocols.prices import Prices, trio_prices
+from private_llm.protocols.prices import Adder, Prices, trio_prices
 from private_llm.protocols.protocol import Protocol
 from private_llm.protocols.quad.bits import ExactQuad, Quad
 from private_llm.protocols.quad.client import QuadClient, open_quad, share_of
@@ -30,7 +31,7 @@ from private_llm.protocols.trio.client import TrioClient, open_trio
 from private_llm.protocols.trio.party import ExactTrio, Trio
 from private_llm.ring.ring import Ring
 
-__all__ = ["PartySetup", "ProtocolSpec", "protocol_names", "protocol_spec", "register", "unregister"]
+__all__ = ["PartySetup", "Pricing", "ProtocolSpec", "protocol_names", "protocol_spec", "register", "unregister"]
 
 MakesParty = Callable[[PartySetup], Protocol]
 
@@ -126,3 +127,40 @@ _SPECS = {
         ),
     )
 }  # fmt: skip
+
+
+# -- what algorithms cost --------------------------------------------------------------------------------------------
+ASSUMED_MBIT = 1000.0
+"""Mbit/s that choices of a method suppose where `bandwidth_mbit` says nothing.
+
+Reason: docs/decisions/233-top-k-methods-are-priced-at-one-gigabit.md.
+"""
+
+
+@dataclass(frozen=True)
+class Pricing:
+    """Prices of a protocol in its ring, with the adder that its comparisons use. Public, hashable."""
+
+    prices: Prices
+    ring: Ring
+    adder: Adder
+
+    @classmethod
+    def of(cls, config: PrivateConfig) -> Pricing:
+        """Of a configuration; trio's prices for a protocol that states none, so that `plain` runs what trio runs."""
+        return cls(protocol_spec(config.protocol).cost or trio_prices, Ring(config.ring), Adder.of(config))
+
+    def comparison(self, count: int, bits: int, thresholds: int = 1) -> Cost:
+        """`msb` of `count` elements of `bits` bits, by the adder that it will choose."""
+        if not count:
+            return Cost()
+        prefix, ripple = (made(count, bits, thresholds) for made in (self.prices.msb, self.prices.msb_ripple))
+        return ripple if self.adder.ripples(lambda: prefix, lambda: ripple) else prefix
+
+    def numbers(self, count: int, rows: int = 1) -> Cost:
+        """Sums of `rows` bits as `count` ring elements."""
+        return self.prices.inject(self.ring, count, rows, 0, 0)
+
+    def seconds(self, cost: Cost) -> float:
+        """What a cost takes on the configured network; at ASSUMED_MBIT where its bandwidth is not given."""
+        return self.adder.seconds(cost, self.adder.bandwidth_mbit or ASSUMED_MBIT)

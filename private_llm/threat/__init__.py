@@ -8,20 +8,20 @@ compares them.
 from __future__ import annotations
 
 from private_llm.protocol_facts import Threat, protocol_facts, protocol_names
-from private_llm.threat import computing, orders, running, token_sharding
+from private_llm.threat import computing, running
 
 _SHORTCUTS: tuple[Threat, ...] = (
     computing.TRUNCATION, computing.COARSE, computing.COMPARISON_KEYS, computing.RANGES, computing.PRODUCT_MASKS,
-    computing.PREPROCESSED, computing.LOOKUP, orders.FRESH_ORDERS, orders.NOISY_LEVELS, orders.REUSED_ORDERS,
+    computing.PREPROCESSED, computing.LOOKUP, computing.FRESH_ORDERS, computing.NOISY_LEVELS, computing.REUSED_ORDERS,
     running.SHAPES, running.CACHE_POLICY, running.STOP_TIME, running.DRAFTS, running.REVEAL_LOGITS,
-    running.REVEAL_TOKEN, running.PUBLIC_WEIGHTS, running.SHARE_FILES, token_sharding.SPLIT,
+    running.REVEAL_TOKEN, running.PUBLIC_WEIGHTS, running.SHARE_FILES, running.SPLIT,
     computing.PARALLEL_SESSIONS, running.ONE_MACHINE, running.ADMISSION, running.SERVICE,
 )  # fmt: skip
 
 
 def entries() -> tuple[Threat, ...]:
     """All entries, protocols first: those of the registered protocols, then token sharding."""
-    return (*(protocol_facts(name).threat for name in protocol_names()), token_sharding.CASCADE, *_SHORTCUTS)
+    return (*(protocol_facts(name).threat for name in protocol_names()), running.CASCADE, *_SHORTCUTS)
 
 
 def markdown() -> str:

@@ -16,8 +16,8 @@ from bench.work import Shape, Work
 from private_llm.approx import activations, norms
 from private_llm.approx import softmax as softmaxes
 from private_llm.errors import ConfigError, meant
-from private_llm.exact.argmax import argmax as fixed_argmax
 from private_llm.exact.comparisons import relu as fixed_relu
+from private_llm.exact.maximum import argmax as fixed_argmax
 from private_llm.protocols.session import Session
 from private_llm.tensor.fixed import Fixed
 

@@ -26,7 +26,7 @@ from private_llm_cli.commands.output import emit_json, progress_bar
 from torch import Tensor
 
 from private_llm.config import PrivateConfig
-from private_llm.exact.argmax import argmax
+from private_llm.exact.maximum import argmax
 from private_llm.net.ledger import Cost, merge
 from private_llm.protocols.session import Session, meta_session
 from private_llm.protocols.share import BitShare, Share

@@ -26,8 +26,8 @@ from torch import Tensor
 
 from private_llm.config import PrivateConfig
 from private_llm.exact.comparisons import RANGE_BITS
-from private_llm.oblivious.pricing import Pricing
 from private_llm.oblivious.topk import Method, cost, largest, method_for
+from private_llm.protocols.registry import Pricing
 from private_llm.protocols.session import Session
 
 METHODS: tuple[Method, ...] = ("pairs", "network", "search")

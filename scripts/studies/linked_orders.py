@@ -11,7 +11,7 @@ of one neuron. Who sees the openings, can compute the model and had some inputs 
 An input is one position of a text, one pattern. With a fresh order for each pattern, columns say nothing; what remains
 is how many neurons are active, which tells inputs apart as well, unless that count is a public constant.
 
-Who may see openings, and what each kind of order reveals: `private_llm/threat/orders.py`.
+Who may see openings, and what each kind of order reveals: `private_llm/threat/computing.py`.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from private_llm.approx import activations, tables
+from private_llm.approx.activations import exp
 from private_llm.approx.bump import Fitted, waves_of
-from private_llm.approx.exp import exp
 from private_llm.exact import comparisons
 from private_llm.net.ledger import Cost
 from private_llm.protocols.one_step import TOTAL_BITS

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from private_llm.approx import lines as power_lines
 from private_llm.approx import tables
-from private_llm.approx.activations import gelu, sigmoid, silu, softplus
+from private_llm.approx.activations import exp, gelu, sigmoid, silu, softplus
 from private_llm.approx.curves import LARGEST, LEADING, Curve
-from private_llm.approx.exp import exp
 from private_llm.approx.lines import REACH, Lines, power_by_lines
 from private_llm.approx.normalise import reciprocal
 from private_llm.approx.norms import layer_norm, lines_of, rms_norm

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from private_llm.approx import activations
-from private_llm.approx.exp import exp
+from private_llm.approx.activations import exp
 from private_llm.config import PrivateConfig
 from private_llm.errors import DomainError, UnsupportedOp
 from private_llm.exact import comparisons

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import DomainError, UnsupportedOp
-from private_llm.exact.argmax import argmax, first_maximum
 from private_llm.exact.comparisons import comparing
-from private_llm.exact.maximum import is_cut, maximum, maximum_ragged
+from private_llm.exact.maximum import argmax, first_maximum, is_cut, maximum, maximum_ragged
 from private_llm.exact.ragged_rows import Rows
 from private_llm.net.ledger import Cost
 from private_llm.protocols.prices import trio_prices as cost

@@ -20,8 +20,7 @@ from private_llm.net.ledger import Cost
 from private_llm.nn.attention import attend
 from private_llm.nn.evicting import AttentionCall, EvictingLayer
 from private_llm.nn.selection_costs import GATHERS
-from private_llm.oblivious.pricing import Pricing
-from private_llm.protocols.registry import protocol_names
+from private_llm.protocols.registry import Pricing, protocol_names
 from private_llm.protocols.session import Session
 from private_llm.tensor.fixed import Fixed
 from tests.harness import run_meta, run_parties

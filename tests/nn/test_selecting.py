@@ -24,8 +24,7 @@ from private_llm.nn.selection_costs import (
     moving_cost,
     rows_cost,
 )
-from private_llm.oblivious.pricing import Pricing
-from private_llm.protocols.registry import protocol_names
+from private_llm.protocols.registry import Pricing, protocol_names
 from private_llm.protocols.session import Session, meta_session
 from private_llm.tensor.fixed import Fixed, narrows
 from private_llm.tensor.range_check import verdict

@@ -17,7 +17,6 @@ from private_llm.net.ledger import Cost
 from private_llm.net.transport import Transport
 from private_llm.oblivious import counting, digit_search, sort_network
 from private_llm.oblivious.digit_search import SearchPlan
-from private_llm.oblivious.pricing import Pricing
 from private_llm.oblivious.sort_network import Order
 from private_llm.oblivious.topk import (
     Method,
@@ -30,7 +29,7 @@ from private_llm.oblivious.topk import (
     pairs_cost,
 )
 from private_llm.protocols.ends import ClientEnd
-from private_llm.protocols.registry import protocol_names
+from private_llm.protocols.registry import Pricing, protocol_names
 from private_llm.protocols.session import Session
 from private_llm.protocols.share import BitShare
 from private_llm.tensor.fixed import Fixed

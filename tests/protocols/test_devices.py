@@ -18,7 +18,7 @@ from torch import Tensor
 from private_llm.approx.softmax import softmax
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError
-from private_llm.exact.argmax import argmax
+from private_llm.exact.maximum import argmax
 from private_llm.kernels.devices import device_for
 from private_llm.net.local import LocalMesh
 from private_llm.net.transport import CLIENT, PlacedTransport, Transport

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import ModelOutput
 
 from private_llm.errors import ProtocolAbort, TransportError, UnsupportedOp
-from private_llm.exact.argmax import argmax
+from private_llm.exact.maximum import argmax
 from private_llm.protocols.protocol import Protocol
 from private_llm.protocols.session import Session
 from private_llm.protocols.share import Index, Share
