@@ -15,7 +15,7 @@ from private_llm_hf.party.agreement import Commit, Proposal, Vote
 from private_llm_hf.service import batch_executor, party_service
 from private_llm_hf.service.checks import past_of
 from private_llm_hf.service.client_session import ClientSession
-from private_llm_hf.service.limits import MOST_EDITS, MOST_HANDLES, ClientQuarantine, KVCacheQuota, Limits, elements_of
+from private_llm_hf.service.limits import MOST_EDITS, MOST_HANDLES
 from private_llm_hf.wire.commands import (
     CacheEdit,
     Call,
@@ -37,7 +37,6 @@ from private_llm.net.outgoing import Outgoing
 from private_llm.net.transport import CLIENT
 from private_llm.net.wire import FrameKind
 from private_llm.ring.dpf import key_words
-from tests.hf import tiny
 from tests.service.conftest import Running, Start, eventually
 
 IDS = torch.arange(3, 9)
@@ -135,21 +134,6 @@ def test_parties_with_different_limits_hold_the_smallest(start: Start) -> None:
     assert not any("disagree" in reason for watch in running.watches for reason, _ in watch.downs)
 
 
-def test_what_clients_hold_is_bounded_for_each_and_for_all() -> None:
-    quota = KVCacheQuota(Limits(positions=10, of_user=15, in_all=20, elements=1))
-    quota.reserve("a", "eve", "m", 8)
-    quota.reserve("a", "eve", "m", 9)
-    with pytest.raises(DomainError, match="got 11 positions; this service keeps 10 for a session"):
-        quota.reserve("a", "eve", "n", 2)
-    with pytest.raises(DomainError, match="user 'eve' would hold 16 positions; this service keeps 15"):
-        quota.reserve("b", "eve", "m", 7)
-    quota.reserve("b", "eve", "m", 6)
-    with pytest.raises(DomainError, match="all clients would hold 21 positions; this service keeps 20"):
-        quota.reserve("c", "bob", "m", 6)
-    quota.release("a")
-    quota.reserve("c", "bob", "m", 6)
-
-
 def test_a_session_cannot_fill_the_parties_with_caches(start: Start) -> None:
     running = start(positions=40)
     with running.model() as model:
@@ -210,19 +194,6 @@ def test_a_call_that_would_fill_the_memory_is_refused(start: Start) -> None:
                 Call({}, (few,), None, None, None, ("logits",)), [torch.zeros(few.shape, dtype=torch.int64)]
             )
         step(model, 6)
-
-
-def test_sizes_of_calls() -> None:
-    config = tiny.build("llama").config
-    heads, vocabulary = config.num_attention_heads, config.vocab_size
-
-    def of(rows: int, length: int, past: int = 0, keep: int = 0) -> int:
-        item = Tokens("input_ids", (rows, length), vocabulary)
-        return elements_of(config, Call({"logits_to_keep": keep}, (item,), 1, None, None, ("logits",)), past)
-
-    assert of(2, 50) == 2 * 50 * max(vocabulary, heads * 50, config.intermediate_size)
-    assert of(2, 50, 1000, 1) == 2 * 50 * heads * 1050
-    assert of(1, 1, 0, 1) == max(vocabulary, heads, config.intermediate_size)
 
 
 def test_a_long_command_is_refused_unread(start: Start) -> None:
@@ -286,23 +257,6 @@ def test_a_connection_without_a_thread_fails_alone(monkeypatch: pytest.MonkeyPat
             out.send_tensor("reveal", torch.zeros(1 << 20, dtype=torch.int64))
         out.abort("it is over")
         assert out.idle
-
-
-def test_whose_inputs_end_the_sessions_of_all_runs_alone_and_stays_out() -> None:
-    now = [0.0]
-    quarantine = ClientQuarantine(lambda: now[0])
-    quarantine.record_abort(["eve", "bob", ""])
-    assert [quarantine.runs_alone(user) for user in ("eve", "bob", "", "carol")] == [True, True, False, False]
-    assert not any(quarantine.seconds_barred(user) for user in ("eve", "bob", ""))
-    quarantine.record_abort(["eve", "eve"])
-    assert not quarantine.seconds_barred("eve")
-    quarantine.record_abort(["eve"])
-    assert quarantine.seconds_barred("eve") == 600.0
-    now[0] = 601.0
-    assert not quarantine.seconds_barred("eve")
-    assert [quarantine.runs_alone(user) for user in ("eve", "bob")] == [True, False]
-    quarantine.record_abort(["eve"])
-    assert quarantine.seconds_barred("eve") == 2400.0
 
 
 def test_function_keys_that_do_not_fit_end_sessions_twice_and_no_more(start: Start) -> None:
