@@ -23,7 +23,7 @@ from private_llm.net.local import LocalMesh
 from private_llm.protocol_facts import CASCADE
 from private_llm.ranges import UNKNOWN, Ranges
 from private_llm_hf.checkpoint.calibration_runs import check_ranges, checkpoint_ranges, loaded_ranges
-from private_llm_hf.checkpoint.checkpoint import Checkpoint, generation_config, made_or_removed, write_client_folder
+from private_llm_hf.checkpoint.checkpoint import Checkpoint, made_or_removed
 from private_llm_hf.checkpoint.dense import dense_model, unwrapped, without_quantisation
 from private_llm_hf.checkpoint.loaded import as_built
 from private_llm_hf.checkpoint.model_spec import ModelSpec, describe, folds_norms
@@ -44,10 +44,7 @@ from private_llm_hf.tools.trial import AT_NODES, require_agreement, require_ring
 from private_llm_hf.vision.network import Network
 from private_llm_hf.wire.commands import Description
 
-_DOWNLOAD = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
 Start = Callable[[PrivateConfig, LocalMesh | None], Parties]
-_LOADING = ("use_safetensors", "variant", "disable_mmap", "key_mapping")
-
 
 WeightSource = Callable[[WeightList, Sink, bool], None]
 """Passes a model's weights to the sink; if told True only if nothing need be downloaded: OSError without weights."""
@@ -83,27 +80,12 @@ class _AutoPrivate:
         """
         private_config = _checked(private_config, ranges)
         compile_ahead(private_config)
-        download = {key: hf_kwargs.pop(key) for key in _DOWNLOAD if key in hf_kwargs}
-        loading = {key: hf_kwargs.pop(key) for key in _LOADING if key in hf_kwargs}
-        checkpoint = Checkpoint(source, hf_kwargs, download)
-        config, unused = checkpoint.config(**download, **hf_kwargs)
-        if unused:
-            ours = [name for name in sorted(unused) if name in PrivateConfig.__dataclass_fields__]
-            hint = f"; {', '.join(ours)} belongs in PrivateConfig(...), the second argument" if ours else ""
-            raise ConfigError(f"unknown argument(s) {', '.join(sorted(unused))} for from_pretrained{hint}")
-        model_class = _model_class(cls.auto_class, config)
-        require_inputs(model_class, config)
-        config = checkpoint.settled(model_class, config, **download, **loading)
-
-        def weights(wanted: WeightList, sink: Sink, local: bool) -> None:
-            where = {**download, "local_files_only": True} if local else download
-            checkpoint.stream(model_class, config, wanted, sink, **where, **loading)
-
-        def measured() -> Ranges:
-            return checkpoint_ranges(checkpoint, model_class, config, private_config, hf={**download, **loading})
-
-        generation = generation_config(model_class, source, config, download)
-        return _open(model_class, config, private_config, weights, generation, ranges or measured)
+        checkpoint, model_class, config = _found(source, cls, hf_kwargs)
+        return _open(
+            model_class, config, private_config, functools.partial(checkpoint.stream, model_class, config),
+            checkpoint.generation_config(model_class, config),
+            ranges or (lambda: checkpoint_ranges(checkpoint, model_class, config, private_config)),
+        )  # fmt: skip
 
 
 class AutoPrivateModelForCausalLM(_AutoPrivate, auto=transformers.AutoModelForCausalLM):
@@ -343,11 +325,7 @@ def ranges_of_checkpoint(
     process. Raises DomainError naming a module whose values fit no fixed-point format; PatchMismatch and ConfigError as
     `from_pretrained`.
     """
-    checkpoint = Checkpoint(source, hf_kwargs, hf_kwargs)
-    config, _ = checkpoint.config(**hf_kwargs)
-    model_class = _model_class(auto.auto_class, config)
-    config = checkpoint.settled(model_class, config, **hf_kwargs)
-    return checkpoint_ranges(checkpoint, model_class, config, _checked(private_config), hf_kwargs, text, images)
+    return checkpoint_ranges(*_found(source, auto, hf_kwargs), _checked(private_config), text, images)
 
 
 def share_checkpoint(
@@ -366,14 +344,9 @@ def share_checkpoint(
     private_config = _checked(private_config, ranges)
     if private_config.weights == "public":
         raise ConfigError("share files hold secret weights; with weights='public' parties get the checkpoint")
-    checkpoint = Checkpoint(source, hf_kwargs, hf_kwargs)
-    config, _ = checkpoint.config(**hf_kwargs)
-    model_class = _model_class(auto.auto_class, config)
-    require_inputs(model_class, config)
-    config = checkpoint.settled(model_class, config, **hf_kwargs)
-    require_agreement(model_class, config, _open_small)
-    source_config = config
-    config, sparse, spec = _specified(model_class, config, private_config)
+    checkpoint, model_class, source_config = _found(source, auto, hf_kwargs)
+    require_agreement(model_class, source_config, _open_small)
+    config, sparse, spec = _specified(model_class, source_config, private_config)
     _fitting(model_class, source_config, spec, private_config)
     wanted = spec.shared
     target = Path(folder)
@@ -383,7 +356,7 @@ def share_checkpoint(
     if not overwrite:
         refuse_taken(client)
     if ranges is None:
-        ranges = checkpoint_ranges(checkpoint, model_class, source_config, private_config, hf=hf_kwargs)
+        ranges = checkpoint_ranges(checkpoint, model_class, source_config, private_config)
     check_ranges(spec.model, ranges)
     description = describe(model_class, config, ranges, spec.folded)
     with (
@@ -397,11 +370,8 @@ def share_checkpoint(
             if progress is not None:
                 progress(name, next(done), len(wanted.shapes))
 
-        _stream(
-            lambda into: checkpoint.stream(model_class, source_config, spec.source, into, **hf_kwargs),
-            spec, sparse, sink,
-        )  # fmt: skip
-        write_client_folder(checkpoint, client, config, model_class, dict(hf_kwargs))
+        _stream(functools.partial(checkpoint.stream, model_class, source_config, spec.source), spec, sparse, sink)
+        checkpoint.write_client_folder(client, config, model_class)
     return writer.paths
 
 
@@ -423,6 +393,17 @@ def _checked(private_config: PrivateConfig | None, ranges: Ranges | None = None)
         hint = "; transformers' own goes into config=..." if isinstance(private_config, PretrainedConfig) else ""
         raise ConfigError(f"private_config: got {type(private_config).__name__}; want a PrivateConfig{hint}")
     return private_config
+
+
+def _found(
+    source: str, auto: type[_AutoPrivate], options: dict[str, Any]
+) -> tuple[Checkpoint, type[PreTrainedModel], PretrainedConfig]:
+    """A checkpoint with its class and configuration. Raises ConfigError and PatchMismatch."""
+    checkpoint = Checkpoint(source, **options)
+    config = checkpoint.config()
+    model_class = _model_class(auto.auto_class, config)
+    require_inputs(model_class, config)
+    return checkpoint, model_class, checkpoint.settled(model_class, config)
 
 
 def _model_class(auto_class: type[_BaseAutoModelClass], config: PretrainedConfig) -> type[PreTrainedModel]:

@@ -400,9 +400,7 @@ def test_prompt_tuning_cannot_be_merged(lora: Lora) -> None:
 @pytest.mark.parametrize("name", ["dtype", "torch_dtype"])
 @pytest.mark.parametrize("value", ["auto", torch.bfloat16, "float16", "torch.float32", None])
 def test_a_dtype_changes_nothing(name: str, value: object) -> None:
-    options = {name: value}
-    Checkpoint("nowhere", options, {})
-    assert options == {}
+    assert Checkpoint("nowhere", **{name: value})._settings == {}
 
 
 @pytest.mark.parametrize("value", ["automatic", torch.int8, "load", 16])

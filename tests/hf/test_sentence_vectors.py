@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from private_llm_hf.checkpoint.checkpoint import Checkpoint, write_client_folder
+from private_llm_hf.checkpoint.checkpoint import Checkpoint
 from private_llm_hf.checkpoint.sentence_vectors import SentenceVectors, sentence_vectors
 from transformers import AutoModel, BertModel
 
@@ -62,8 +62,8 @@ def test_vectors_are_those_of_sentence_transformers(
     assert np.abs(ours(tmp_path / "written") - theirs.encode(TEXTS)).max() < 1e-5
     kept = tmp_path / "client"  # the user of share files has them, too
     kept.mkdir()
-    source = Checkpoint(str(tmp_path / "written"), {}, {})
-    write_client_folder(source, kept, source.config()[0], BertModel, {})
+    source = Checkpoint(str(tmp_path / "written"))
+    source.write_client_folder(kept, source.config(), BertModel)
     assert sentence_vectors(kept) == sentence_vectors(tmp_path / "written")
     assert {path.suffix for path in kept.rglob("*")} <= {".json", "", ".txt"}, "no weights"
 

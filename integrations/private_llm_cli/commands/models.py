@@ -67,7 +67,7 @@ def tokenizer_of(source: str, gguf_file: str | None = None) -> Any:  # noqa: ANN
     from transformers import AutoTokenizer
 
     _want_hub("tokenizer", source)
-    checkpoint = Checkpoint(source, gguf_options(gguf_file), {})
+    checkpoint = Checkpoint(source, **gguf_options(gguf_file))
     return _load("tokenizer", AutoTokenizer, checkpoint.tokenizer_source, **checkpoint.tokenizer_options)
 
 

@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Callable, Collection, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -69,22 +68,21 @@ def can_calibrate(config: PretrainedConfig, private_config: PrivateConfig) -> bo
 
 def checkpoint_ranges(
     checkpoint: Checkpoint, model_class: type[PreTrainedModel], config: PretrainedConfig,
-    private_config: PrivateConfig, hf: dict[str, Any], text: str | None = None, images: Tensor | None = None,
+    private_config: PrivateConfig, text: str | None = None, images: Tensor | None = None,
 ) -> Ranges:  # fmt: skip
     """Calibrate a checkpoint on `text` (default: the bundled one); nothing is known of what cannot be calibrated.
 
-    images: for models of images, instead of pictures of noise. hf: where it lies and how it is loaded, as for
-    `Checkpoint.load`. The whole plaintext model is in memory meanwhile.
+    images: for models of images, instead of pictures of noise. The whole plaintext model is in memory meanwhile.
     """
     if not can_calibrate(config, private_config):
         return UNKNOWN
     if images is not None:
         images = check_images(model_class, config, images)
-    model = checkpoint.load(model_class, config, **hf)
+    model = checkpoint.load(model_class, config)
     with emulated(private_config.approximations, model):
         if architecture(config).kind == "vision":
             return _seen(model, private_config, images)
-        return calibrate(model, private_config, batches(model, checkpoint.tokenizer(**hf), text))
+        return calibrate(model, private_config, batches(model, checkpoint.tokenizer(), text))
 
 
 def loaded_ranges(model: nn.Module, private_config: PrivateConfig, images: Tensor | None = None) -> Ranges:
@@ -106,7 +104,7 @@ def _tokenizer_beside(model: PreTrainedModel) -> PreTrainedTokenizerBase | None:
     folder = str(getattr(model.config, "_name_or_path", "") or "")
     if not folder or not Path(folder).is_dir():
         return None
-    found = Checkpoint(folder, {}, {}).tokenizer(local_files_only=True)
+    found = Checkpoint(folder, local_files_only=True).tokenizer()
     return found if found is not None and len(found) <= model.get_input_embeddings().weight.shape[0] else None
 
 

@@ -31,6 +31,7 @@ from transformers import (
 )
 from transformers.utils import find_adapter_config_file
 
+from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError, PatchMismatch, PrivateLLMError, listed
 from private_llm_hf.checkpoint.dense import FOREIGN, TIED, dense_model, first_line, quantisation, without_quantisation
 from private_llm_hf.checkpoint.loaded import as_built
@@ -39,18 +40,20 @@ from private_llm_hf.checkpoint.source import check_attention, check_options, rea
 from private_llm_hf.checkpoint.weights import LOADING, Sink, WeightList, stream_checkpoint, stream_loaded
 from private_llm_hf.models.architectures import architecture
 
+_DOWNLOAD = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
+"""Arguments of from_pretrained that say where a checkpoint lies."""
+_LOADING = ("use_safetensors", "variant", "disable_mmap", "key_mapping")
+
 
 class Checkpoint:
     """One checkpoint of somebody's: what it needs to be read, and its weights.
 
-    source: folder or hub id. options: arguments of from_pretrained; those that say how weights are stored (`gguf_file`,
-    `dtype`, `torch_dtype`) are taken out of it. download: those that say where it lies. A dtype changes nothing: every
-    weight goes into fixed point from the value that the checkpoint holds, and outputs are float32.
-    Raises ConfigError for a dtype that is none, for the path of a GGUF file where its folder is wanted, for a folder
-    that is not there and for arguments without a meaning here.
+    source: folder or hub id. options: arguments of from_pretrained. A dtype changes nothing: every weight goes into
+    fixed point from the value that the checkpoint holds, and outputs are float32. Raises ConfigError for a dtype that
+    is none, for the path of a GGUF file where its folder is wanted and for arguments without a meaning here.
     """
 
-    def __init__(self, source: str, options: dict[str, Any], download: dict[str, Any]) -> None:
+    def __init__(self, source: str, **options: Any) -> None:  # noqa: ANN401 - as transformers
         if not isinstance(source, str | os.PathLike):
             raise ConfigError(f"checkpoint: got {type(source).__name__} as source; want a model folder or a hub id")
         check_options(options)
@@ -64,25 +67,27 @@ class Checkpoint:
                 f"got the GGUF file {name!r} itself; want its folder {str(folder)!r} and "
                 f"gguf_file={name!r} (--gguf-file)"
             )
-        self._where = dict(download)
-        self._base = None if self.gguf_file is not None else _base_of_adapter(self.source, self._where)
+        self._where = {name: options.pop(name) for name in _DOWNLOAD if name in options}
+        self._loading = {name: options.pop(name) for name in _LOADING if name in options}
+        self._settings = options  # of the model's configuration
+        self._base = None if self.gguf_file is not None else _base_of_adapter(self.source, self._where, options)
         self._quantised: Any = None
         self._whole: PreTrainedModel | None = None
 
-    def config(self, **options: Any) -> tuple[PretrainedConfig, dict[str, Any]]:  # noqa: ANN401 - as transformers
-        """The configuration as if weights were plain, and the arguments that it has no use for.
+    def config(self) -> PretrainedConfig:
+        """The configuration as if weights were plain.
 
-        Raises PatchMismatch for weights that cannot be made plain, ConfigError if a package is missing to read them.
+        Raises PatchMismatch for weights that cannot be made plain, ConfigError if a package is missing to read them,
+        for a folder that is not there and for arguments that the configuration has no use for.
         """
-        given = options.pop("config", None)
+        given = self._settings.get("config")
         if given is not None:
-            return self.plain_config(given), {}
+            return self._plain_config(given)
         if self._base is not None:
-            return self._base.config(**_of_base(options))
+            return self._base.config()
         if self.gguf_file is None:
             want_config("configuration", self.source)
-        else:
-            options["gguf_file"] = self.gguf_file
+        options = {**self._where, **self._settings, **self.tokenizer_options}
         with self._readable():
             try:
                 config, unused = AutoConfig.from_pretrained(self.source, return_unused_kwargs=True, **options)
@@ -95,19 +100,23 @@ class Checkpoint:
                     "and a network)"
                 ) from error
         unused.pop("gguf_file", None)
-        return self.plain_config(config), unused
+        if unused:
+            ours = [name for name in sorted(unused) if name in PrivateConfig.__dataclass_fields__]
+            hint = f"; {', '.join(ours)} belongs in PrivateConfig(...), the second argument" if ours else ""
+            raise ConfigError(f"unknown argument(s) {', '.join(sorted(unused))} for from_pretrained{hint}")
+        return self._plain_config(config)
 
-    def settled(self, model_class: type[PreTrainedModel], config: PretrainedConfig, **hf: object) -> PretrainedConfig:
+    def settled(self, model_class: type[PreTrainedModel], config: PretrainedConfig) -> PretrainedConfig:
         """The configuration of the weights as they are shared: an adapter may resize the vocabulary, or untie the head.
 
         The whole model of an adapter is loaded for that, and kept until it is shared. Raises as `load`.
         """
         if self._base is None:
             return config
-        self._whole = self.load(model_class, config, **hf)
+        self._whole = self.load(model_class, config)
         return self._whole.config
 
-    def plain_config(self, config: PretrainedConfig) -> PretrainedConfig:
+    def _plain_config(self, config: PretrainedConfig) -> PretrainedConfig:
         """A configuration without the note that weights are quantised, which is kept for loading, and as here.
 
         Attention of another machine (FlashAttention) may have no package here, and does not matter to a private model.
@@ -130,35 +139,42 @@ class Checkpoint:
         has_one = self._base is None or (Path(self.source) / "tokenizer_config.json").is_file()
         return self.source if has_one or self._base is None else self._base.tokenizer_source
 
-    def tokenizer(self, **hf: Any) -> PreTrainedTokenizerBase | None:  # noqa: ANN401 - as transformers
+    def tokenizer(self) -> PreTrainedTokenizerBase | None:
         """Its tokenizer; None without one (for some families transformers makes up an empty one)."""
         try:
-            found = AutoTokenizer.from_pretrained(self.tokenizer_source, **self.tokenizer_options, **hf)
+            found = AutoTokenizer.from_pretrained(self.tokenizer_source, **self.tokenizer_options, **self._where)
         except (OSError, ValueError, KeyError):
             return None
         return found if found.vocab_size > 0 else None
 
     def stream(
-        self, model_class: type[PreTrainedModel], config: PretrainedConfig, wanted: WeightList, sink: Sink, **hf: object
-    ) -> None:
+        self, model_class: type[PreTrainedModel], config: PretrainedConfig, wanted: WeightList, sink: Sink,
+        local: bool = False,
+    ) -> None:  # fmt: skip
         """Pass on every weight: as it is read where weights are plain, else from the whole model in memory.
 
-        Raises PatchMismatch for weights that are missing or cannot be made plain, OSError without a checkpoint.
+        local: only if nothing need be downloaded. Raises PatchMismatch for weights that are missing or cannot be made
+        plain, OSError without a checkpoint.
         """
         if self.gguf_file is None and self._base is None and self._quantised is None:
             with readable_files(self.source):
-                stream_checkpoint(model_class, self.source, config, wanted, sink, **hf)
+                stream_checkpoint(model_class, self.source, config, wanted, sink, **self._options(local))
         else:
-            stream_loaded(self.load(model_class, config, **hf), wanted, sink)
+            stream_loaded(self.load(model_class, config, local), wanted, sink)
 
-    def load(self, model_class: type[PreTrainedModel], config: PretrainedConfig, **hf: object) -> PreTrainedModel:
+    def _options(self, local: bool) -> dict[str, object]:
+        return {**self._where, **self._loading, **({"local_files_only": True} if local else {})}
+
+    def load(
+        self, model_class: type[PreTrainedModel], config: PretrainedConfig, local: bool = False
+    ) -> PreTrainedModel:
         """The whole plaintext model, plain float32 weights, in evaluation mode.
 
         Raises PatchMismatch and OSError as `stream`.
         """
         if self._whole is not None:
             return self._whole
-        model, missing = self._load(model_class, config, hf)
+        model, missing = self._load(model_class, config, self._options(local))
         if missing:
             raise PatchMismatch(
                 f"checkpoint {self.source!r} lacks {len(missing)} weight(s) of {model_class.__name__}: "
@@ -199,6 +215,34 @@ class Checkpoint:
                 adapted = PeftModel.from_pretrained(model, self.source, **self._where)
             own = {part for settings in adapted.peft_config.values() for part in settings.modules_to_save or ()}
             return dense_model(adapted, owned=True), {name for name in missing if own.isdisjoint(name.split("."))}
+
+    # -- what the user of share files gets: configuration, generation settings, tokenizer, no weights ----------------
+    def write_client_folder(self, folder: Path, config: PretrainedConfig, model_class: type[PreTrainedModel]) -> None:
+        """Configuration, generation settings and tokenizer for the user of share files, and how vectors are made."""
+        config.architectures = [model_class.__name__]
+        config.save_pretrained(folder)
+        generation = self.generation_config(model_class, config)
+        if generation is not None:
+            generation.save_pretrained(folder)
+        if architecture(config).kind == "vision":
+            with contextlib.suppress(OSError, ValueError):  # plain networks and tests have none
+                AutoImageProcessor.from_pretrained(self.source, **self._where).save_pretrained(folder)
+            return
+        copy_sentence_files(self.source, folder, **self._where)
+        tokenizer = self.tokenizer()
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+
+    def generation_config(
+        self, model_class: type[PreTrainedModel], config: PretrainedConfig
+    ) -> GenerationConfig | None:
+        """The checkpoint's generation settings, as from_pretrained finds them."""
+        if not model_class.can_generate():
+            return None
+        try:
+            return GenerationConfig.from_pretrained(self.source, **self._where)
+        except OSError:
+            return GenerationConfig.from_model_config(config)
 
     @contextmanager
     def _readable(self) -> Iterator[None]:
@@ -257,7 +301,7 @@ def _check_dtype(name: str, value: object) -> None:
     )
 
 
-def _base_of_adapter(source: str, where: dict[str, Any]) -> Checkpoint | None:
+def _base_of_adapter(source: str, where: dict[str, Any], settings: dict[str, Any]) -> Checkpoint | None:
     """The checkpoint that an adapter (peft) was made for; None if `source` is none."""
     try:
         found = find_adapter_config_file(source, **where)
@@ -270,7 +314,7 @@ def _base_of_adapter(source: str, where: dict[str, Any]) -> Checkpoint | None:
         raise ConfigError(
             f"checkpoint {source!r} holds an adapter (adapter_config.json) that does not name its base model"
         )
-    return Checkpoint(base, {}, _of_base(where))
+    return Checkpoint(base, **_of_base({**where, **settings}))
 
 
 def _of_base(options: dict[str, Any]) -> dict[str, Any]:
@@ -293,7 +337,6 @@ def _unpacking(quantised: Any) -> Any:  # noqa: ANN401 - a dictionary, or one of
     return settings
 
 
-# -- what the user of share files gets: configuration, generation settings, tokenizer, no weights ---------------------
 @contextlib.contextmanager
 def made_or_removed(folder: Path) -> Iterator[None]:
     """A folder that is made inside does not stay behind an error; one that was there stays as it is."""
@@ -304,36 +347,3 @@ def made_or_removed(folder: Path) -> Iterator[None]:
         if not there:
             shutil.rmtree(folder, ignore_errors=True)
         raise
-
-
-def write_client_folder(
-    checkpoint: Checkpoint, folder: Path, config: PretrainedConfig, model_class: type[PreTrainedModel],
-    download: dict[str, Any],
-) -> None:  # fmt: skip
-    """Configuration, generation settings and tokenizer for the user of share files, and how vectors are made."""
-    source = checkpoint.source
-    config.architectures = [model_class.__name__]
-    config.save_pretrained(folder)
-    generation = generation_config(model_class, source, config, download)
-    if generation is not None:
-        generation.save_pretrained(folder)
-    if architecture(config).kind == "vision":
-        with contextlib.suppress(OSError, ValueError):  # plain networks and tests have none
-            AutoImageProcessor.from_pretrained(source, **download).save_pretrained(folder)
-        return
-    copy_sentence_files(source, folder, **download)
-    tokenizer = checkpoint.tokenizer(**download)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(folder)
-
-
-def generation_config(
-    model_class: type[PreTrainedModel], source: str, config: PretrainedConfig, download: dict[str, Any]
-) -> GenerationConfig | None:
-    """The checkpoint's generation settings, as from_pretrained finds them."""
-    if not model_class.can_generate():
-        return None
-    try:
-        return GenerationConfig.from_pretrained(source, **download)
-    except OSError:
-        return GenerationConfig.from_model_config(config)

@@ -295,8 +295,8 @@ class NodeCheckpoint:
         Raises ConfigError if there is no such checkpoint, PatchMismatch if weights are missing or do not fit.
         """
         try:
-            checkpoint = Checkpoint(source, {}, {})
-            config, _ = checkpoint.config()
+            checkpoint = Checkpoint(source)
+            config = checkpoint.config()
             found = named_class(source, config)
             weights: dict[str, Tensor] = {}
             digest = WeightsDigest()
