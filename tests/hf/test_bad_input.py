@@ -52,11 +52,11 @@ def nothing_was_sent(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.mark.parametrize(
     ("ids", "message"),
     [
-        ([[1, 2]], "got list; want a tensor of token ids"),
-        (torch.tensor([[1.0, 2.0]]), r"got dtype torch.float32; want integer token ids"),
-        (torch.tensor([1, 2]), r"got shape \(2,\); want \[batch, length\]"),
-        (torch.zeros(1, 0, dtype=torch.int64), r"empty prompt, shape \(1, 0\)"),
-        (torch.zeros(0, 3, dtype=torch.int64), r"empty prompt, shape \(0, 3\)"),
+        ([[1, 2]], r"got list; want integer token ids \[batch, length\]"),
+        (torch.tensor([[1.0, 2.0]]), r"got torch.float32, shape \(1, 2\); want integer token ids"),
+        (torch.tensor([1, 2]), r"shape \(2,\); want .*\[batch, length\]"),
+        (torch.zeros(1, 0, dtype=torch.int64), r"shape \(1, 0\); want .*at least one a row"),
+        (torch.zeros(0, 3, dtype=torch.int64), r"shape \(0, 3\); want .*at least one a row"),
         (torch.tensor([[1, 128]]), "outside the vocabulary; want 0 to 127"),
         (torch.tensor([[-1, 5]]), "outside the vocabulary; want 0 to 127"),
     ],
@@ -90,7 +90,7 @@ def test_generate_wants_tokens(opt: PreTrainedModel, given: dict[str, object]) -
         ({"attention_mask": [1, 1, 1]}, "got list as attention_mask; want a tensor"),
         ({"input_ids": IDS[0]}, r"input_ids: got shape \(3,\); want \[batch, length\]"),
         ({"input_ids": IDS.to("meta")}, "input_ids: got a tensor on device meta"),
-        ({"input_ids": None, "inputs_embeds": torch.zeros(1, 3, 63)}, r"inputs_embeds: .*want \[batch, length, 64\]"),
+        ({"input_ids": None, "inputs_embeds": torch.zeros(1, 3, 63)}, r"inputs_embeds: .*want .*\[batch, length, 64\]"),
         ({"cache": 3}, "got int; want the handle"),
         ({"past_key_values": "x"}, "got str; want the handle"),
         ({"max_new_tokens": "3"}, "max_new_tokens: got '3'; want a whole number of at least 1"),
@@ -139,8 +139,8 @@ def test_errors_of_a_users_own_function_stay_what_they_are() -> None:
 @pytest.mark.parametrize(
     ("mask", "message"),
     [
-        (torch.ones(1, 2), r"got \(1, 2\); want shape \(1, 3\)"),
-        (torch.ones(1, 1, 3, 3), r"got \(1, 1, 3, 3\); want shape \(1, 3\)"),
+        (torch.ones(1, 2), r"shape \(1, 2\); want shape \(1, 3\)"),
+        (torch.ones(1, 1, 3, 3), r"shape \(1, 1, 3, 3\); want shape \(1, 3\)"),
         (torch.tensor([[0.5, 1.0, 1.0]]), "values other than 0 and 1"),
         (torch.tensor([[2, 1, 1]]), "values other than 0 and 1"),
     ],
@@ -159,7 +159,7 @@ def test_a_row_of_padding() -> None:
     ("positions", "message"),
     [
         (torch.tensor([[0.0, 1.0, 2.0]]), "want an integer tensor"),
-        (torch.tensor([[0, 1]]), r"got shape \(1, 2\); want \(1, 3\)"),
+        (torch.tensor([[0, 1]]), r"shape \(1, 2\); want an integer tensor \(1, 3\)"),
         (torch.tensor([[0, 1, 64]]), "got 0 to 64; want 0 to 63"),
     ],
 )
@@ -188,9 +188,9 @@ def test_values_the_ring_cannot_hold(opt: PreTrainedModel, vit: PreTrainedModel,
 @pytest.mark.parametrize(
     ("pixels", "message"),
     [
-        (torch.zeros(1, 3, 16, 16, dtype=torch.uint8), "got torch.uint8; want a floating-point tensor"),
-        (torch.zeros(1, 3, 32, 32), r"got shape \(1, 3, 32, 32\); want \[batch, 3, 16, 16\]"),
-        (torch.zeros(3, 16, 16), r"want \[batch, 3, 16, 16\]"),
+        (torch.zeros(1, 3, 16, 16, dtype=torch.uint8), "got torch.uint8, .*; want a floating-point tensor"),
+        (torch.zeros(1, 3, 32, 32), r"shape \(1, 3, 32, 32\); want .*\[batch, 3, 16, 16\]"),
+        (torch.zeros(3, 16, 16), r"want .*\[batch, 3, 16, 16\]"),
     ],
 )
 def test_images(vit: PreTrainedModel, pixels: torch.Tensor, message: str) -> None:

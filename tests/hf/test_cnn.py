@@ -159,7 +159,7 @@ def test_images_that_do_not_fit_are_refused_before_anything_is_sent() -> None:
             private(torch.zeros(2, 3, 8, 8))
         with pytest.raises(DomainError, match="want a floating-point tensor"):
             private(torch.zeros(2, 1, 8, 8, dtype=torch.int64))
-        with pytest.raises(DomainError, match=r"got shape \(0, 1, 8, 8\)"):
+        with pytest.raises(DomainError, match=r"shape \(0, 1, 8, 8\)"):
             private(torch.zeros(0, 1, 8, 8))
         with pytest.raises(DomainError, match="NaN or infinite"):
             private(torch.full((1, 1, 8, 8), float("nan")))

@@ -129,7 +129,7 @@ def bert() -> Iterator[PreTrainedModel]:
     ("labels", "more", "message"),
     [
         ([[1, 2]], {}, "got list; want a tensor"),
-        (TOKENS.float(), {}, r"got torch.float32 \(2, 4\); want integers \[batch, length\]"),
+        (TOKENS.float(), {}, r"got torch.float32, shape \(2, 4\); want integers \[batch, length\]"),
         (TOKENS[:, :3], {}, r"got shape \(2, 3\); want \(2, 4\), as the inputs"),
         (TOKENS + 1, {}, r"out of range; want 0 to 127, or -100"),
         (TOKENS, {"logits_to_keep": 1}, "got logits_to_keep=1; want the logits of all positions"),

@@ -214,7 +214,9 @@ def test_a_failure_leaves_nothing(
     def failing(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr("private_llm_hf.checkpoint.checkpoint.generation_config", failing)  # behind the last weight
+    monkeypatch.setattr(
+        "private_llm_hf.checkpoint.checkpoint.Checkpoint.generation_config", failing
+    )  # behind the last weight
     with pytest.raises(type(error)):
         share_checkpoint(str(checkpoint), tmp_path, TRIO)
     assert snapshot(tmp_path) == {}

@@ -13,11 +13,9 @@ import inspect
 import sys
 import types
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
 from torch.nn.modules import module as every_module
 from torch.nn.utils import parametrize, prune
@@ -26,7 +24,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from private_llm.errors import PatchMismatch
 
-_PACKAGES = ("torch", "transformers", "accelerate", "peft")
+_OWN = ("torch", "transformers")
+_PACKAGES = (*_OWN, "accelerate", "peft")
 _WRAPPERS = ("peft.", "torch._dynamo.", "torch.nn.parallel.")
 """Where classes are from that are taken off before parties build the model."""
 _ALSO_RUN = ("_compiled_call_impl", "_loss_function")
@@ -140,15 +139,13 @@ def _around(code: Any, of_class: object) -> Iterator[Any]:  # noqa: ANN401 - a f
         code = getattr(function, "__wrapped__", getattr(function, "_torchdynamo_orig_callable", None))
 
 
-def _is_foreign(function: Any) -> bool:  # noqa: ANN401 - a function or a callable object
+def _is_foreign(function: Any, packages: tuple[str, ...] = _PACKAGES) -> bool:  # noqa: ANN401 - a callable
     """functools.wraps gives a function another's `__module__`; its globals stay those of the file that it is from."""
     home = getattr(function, "__globals__", {}).get("__name__") or getattr(function, "__module__", None)
-    return str(home or type(function).__module__).partition(".")[0] not in _PACKAGES
+    return str(home or type(function).__module__).partition(".")[0] not in packages
 
 
 # -- code of transformers and torch.nn that this process has replaced: parties in other processes run the original -----
-_OWN = tuple(str(Path(str(package.__file__)).parent) for package in (torch, transformers))
-"""Where code of torch and transformers lies."""
 _BASE = "transformers.modeling_utils"
 """Loading and saving, which parties do not do."""
 _SHARED = frozenset({"transformers.masking_utils", "transformers.modeling_rope_utils", "transformers.pytorch_utils"})
@@ -165,9 +162,9 @@ def patched_code(model: nn.Module) -> list[str]:
     layers = {kind for kind in kinds if kind.__module__.startswith("torch.nn.modules.")} - {nn.Module}
     found = [n for kind in kinds if kind.__module__ in homes or kind in layers for n in patched_methods(kind)]
     found += [name for home in homes for name in _definitions(home)]
-    found += [f"rotary positions {name!r}" for name, code in ROPE_INIT_FUNCTIONS.items() if not _is_own(code)]
+    found += [f"rotary positions {name!r}" for name, code in ROPE_INIT_FUNCTIONS.items() if _is_foreign(code, _OWN)]
     attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
-    if attention in ALL_ATTENTION_FUNCTIONS.valid_keys() and not _is_own(ALL_ATTENTION_FUNCTIONS[attention]):
+    if attention in ALL_ATTENTION_FUNCTIONS.valid_keys() and _is_foreign(ALL_ATTENTION_FUNCTIONS[attention], _OWN):
         found.append(f"attention function {attention!r}")
     return sorted(found)
 
@@ -175,7 +172,7 @@ def patched_code(model: nn.Module) -> list[str]:
 def patched_methods(kind: type) -> Iterator[str]:
     """Dotted names of what somebody put in place of a class's own methods."""
     for name, value in vars(kind).items():
-        if isinstance(value, types.FunctionType) and not (_is_own(value) and _written_in(kind, value)):
+        if isinstance(value, types.FunctionType) and (_is_foreign(value, _OWN) or not _written_in(kind, value)):
             yield f"{kind.__module__}.{kind.__name__}.{name}"
 
 
@@ -184,7 +181,7 @@ def _definitions(home: str) -> Iterator[str]:
     module = sys.modules[home]
     for name, origin in _names(home):
         value = getattr(module, name, None)
-        foreign = isinstance(value, types.FunctionType) and not _is_own(value)
+        foreign = isinstance(value, types.FunctionType) and _is_foreign(value, _OWN)
         if origin is not None:
             source = sys.modules.get(origin)
             if isinstance(value, types.FunctionType) and value is not getattr(source, name, value):
@@ -204,15 +201,6 @@ def _names(home: str) -> tuple[tuple[str, str | None], ...]:
             origin = importlib.util.resolve_name("." * node.level + (node.module or ""), home.rpartition(".")[0])
             found += [(name.name, origin) for name in node.names if name.asname is None]
     return tuple(found)
-
-
-def _is_own(function: object) -> bool:
-    """Whether code comes from a file of torch or transformers (dataclasses make methods from no file).
-
-    Of what is wrapped the outermost counts: decorators of transformers are its own, those of others are not.
-    """
-    code = getattr(function, "__code__", None)
-    return code is None or code.co_filename.startswith((*_OWN, "<"))
 
 
 def _written_in(kind: type, function: types.FunctionType) -> bool:

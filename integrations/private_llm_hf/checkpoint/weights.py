@@ -45,7 +45,6 @@ LOADING = threading.Lock()
 AS_GIVEN = threading.Lock()
 """Held while a model of the caller's is in another state than the caller gave it in, and by who looks at that state."""
 
-
 POOLER = "add_pooling_layer"
 """Argument of classes for whether they have a pooler, which a configuration says if its model was built with it."""
 
@@ -275,8 +274,7 @@ class _StreamConfig(QuantizationConfigMixin):  # type: ignore[misc]
         return _StreamConfig(self.collector)
 
     def to_dict(self) -> dict[str, Any]:
-        """Nothing of this belongs into a saved configuration."""
-        return {"quant_method": _METHOD}
+        return {"quant_method": _METHOD}  # nothing else belongs into a saved configuration
 
 
 class _Take(ConversionOps):  # type: ignore[misc]
@@ -302,24 +300,13 @@ class _Take(ConversionOps):  # type: ignore[misc]
 class _StreamQuantizer(HfQuantizer):  # type: ignore[misc]
     """Makes from_pretrained stream: every floating-point tensor goes to the collector."""
 
-    requires_calibration = False
-
     def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **_: object) -> bool:
-        """All weights; integer buffers are left to the model."""
-        value = model.get_parameter_or_buffer(param_name)
-        return bool(value.is_floating_point())
+        return bool(model.get_parameter_or_buffer(param_name).is_floating_point())  # the rest is left to the model
 
     def get_quantize_ops(self) -> ConversionOps:
-        """The operation that takes a tensor away."""
         return _Take(self.quantization_config.collector)
 
-    def validate_environment(self, *_: object, **__: object) -> None:
-        """Nothing is needed."""
-
     def is_serializable(self) -> bool:
-        """The emptied model is thrown away."""
-        return False
+        return False  # the emptied model is thrown away
 
-    @property
-    def is_trainable(self) -> bool:
-        return False
+    is_trainable = False

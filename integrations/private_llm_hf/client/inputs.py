@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -18,8 +19,10 @@ from transformers.loss import loss_utils
 from private_llm.errors import DomainError, UnsupportedOp
 from private_llm.ring.ring import Ring
 from private_llm_hf.models.architectures import architecture
+from private_llm_hf.vision.network import image_shape
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
+_FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
 def check_values(name: str, value: object) -> None:
@@ -30,18 +33,21 @@ def check_values(name: str, value: object) -> None:
         )
 
 
+def _tensor(name: str, value: object, wanted: str, dtypes: Sequence[torch.dtype], *shape: int | None) -> Tensor:
+    """A tensor of one of these dtypes (none: any) and this shape, where None is any size from 1 on; no shape: any."""
+    if not isinstance(value, Tensor):
+        raise DomainError(f"{name}: got {type(value).__name__}; want {wanted}")
+    have = tuple(value.shape)
+    fits = not shape or (len(have) == len(shape) and all(n == m or m is None for n, m in zip(have, shape, strict=True)))
+    if (dtypes and value.dtype not in dtypes) or not fits or 0 in have:
+        raise DomainError(f"{name}: got {value.dtype}, shape {have}; want {wanted}")
+    return value
+
+
 def check_tokens(name: str, ids: object, vocabulary: int) -> Tensor:
     """Token ids [B, S] below `vocabulary`, B and S at least 1, as int64 on the CPU."""
-    if not isinstance(ids, Tensor):
-        raise DomainError(
-            f"{name}: got {type(ids).__name__}; want a tensor of token ids (pass return_tensors='pt' to the tokenizer)"
-        )
-    if ids.dtype not in _INTEGERS:
-        raise DomainError(f"{name}: got dtype {ids.dtype}; want integer token ids (torch.int64)")
-    if ids.ndim != 2:
-        raise DomainError(f"{name}: got shape {tuple(ids.shape)}; want [batch, length]")
-    if ids.numel() == 0:
-        raise DomainError(f"{name}: got an empty prompt, shape {tuple(ids.shape)}; want at least one token per row")
+    wanted = "integer token ids [batch, length], at least one a row (tokenizer: return_tensors='pt')"
+    ids = _tensor(name, ids, wanted, _INTEGERS, None, None)
     low, high = int(ids.min()), int(ids.max())
     if low < 0 or high >= vocabulary:
         raise DomainError(
@@ -60,11 +66,9 @@ def check_mask_tokens(name: str, ids: Tensor, config: PretrainedConfig) -> None:
         )
 
 
-def check_mask(name: str, mask: Tensor, rows: int, length: int, may_be_empty: bool) -> Tensor:
+def check_mask(name: str, mask: object, rows: int, length: int, may_be_empty: bool) -> Tensor:
     """A padding mask [rows, length] of 0 and 1 as int64; a row may mask everything only if `may_be_empty`."""
-    if not isinstance(mask, Tensor) or mask.ndim != 2 or tuple(mask.shape) != (rows, length):
-        got = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
-        raise DomainError(f"{name}: got {got}; want shape ({rows}, {length}): one 0 or 1 per row and position")
+    mask = _tensor(name, mask, f"shape ({rows}, {length}): one 0 or 1 per row and position", (), rows, length)
     values = mask.to(device="cpu", dtype=torch.int64)
     if not bool(((values == 0) | (values == 1)).all()) or not torch.equal(values.to(mask.dtype), mask.cpu()):
         raise DomainError(f"{name}: got values other than 0 and 1; want 1 where a token counts and 0 for padding")
@@ -74,14 +78,11 @@ def check_mask(name: str, mask: Tensor, rows: int, length: int, may_be_empty: bo
     return values
 
 
-def check_index(name: str, value: Tensor, rows: int, length: int) -> Tensor:
+def check_index(name: str, value: object, rows: int, length: int) -> Tensor:
     """Public integers (positions, segment numbers) of shape [rows or 1, length], as int64 on the CPU."""
-    if not isinstance(value, Tensor) or value.dtype not in _INTEGERS:
-        got = value.dtype if isinstance(value, Tensor) else type(value).__name__
-        raise DomainError(f"{name}: got {got}; want an integer tensor")
-    if value.ndim != 2 or value.shape[0] not in (1, rows) or value.shape[1] != length:
-        raise DomainError(f"{name}: got shape {tuple(value.shape)}; want ({rows}, {length})")
-    return value.to(device="cpu", dtype=torch.int64)
+    wanted = f"an integer tensor ({rows}, {length})"
+    one = isinstance(value, Tensor) and value.shape[:1] == (1,)
+    return _tensor(name, value, wanted, _INTEGERS, 1 if one else rows, length).to(device="cpu", dtype=torch.int64)
 
 
 def check_positions(config: PretrainedConfig, length: int) -> None:
@@ -154,34 +155,20 @@ def check_first_token(mask: Tensor | None) -> None:
 
 def check_embeds(name: str, embeds: object, width: int | None) -> Tensor:
     """Embeddings [B, S, width] as floats on the CPU, none of the three 0; width None: any."""
-    if not isinstance(embeds, Tensor) or not embeds.is_floating_point() or embeds.ndim != 3 or not embeds.numel():
-        got = f"{embeds.dtype} {tuple(embeds.shape)}" if isinstance(embeds, Tensor) else type(embeds).__name__
-        raise DomainError(f"{name}: got {got}; want a floating-point tensor [batch, length, hidden]")
-    if width is not None and embeds.shape[2] != width:
-        raise DomainError(f"{name}: got shape {tuple(embeds.shape)}; want [batch, length, {width}]")
-    return embeds.cpu()
+    wanted = f"a floating-point tensor [batch, length, {width or 'hidden'}]"
+    return _tensor(name, embeds, wanted, _FLOATS, None, None, width).cpu()
 
 
 def check_pixels(name: str, pixels: object, config: PretrainedConfig) -> Tensor:
     """Images [B, C, H, W] as floats; where sizes are the layers' business only the batch is checked here."""
-    if not isinstance(pixels, Tensor) or not pixels.is_floating_point():
-        got = pixels.dtype if isinstance(pixels, Tensor) else type(pixels).__name__
-        raise DomainError(f"{name}: got {got}; want a floating-point tensor [batch, channels, height, width]")
-    if architecture(config).images == "any":
-        if pixels.ndim < 2 or pixels.numel() == 0:
-            raise DomainError(f"{name}: got shape {tuple(pixels.shape)}; want [batch, channels, height, width]")
-        return pixels.cpu()
-    want = image_shape(config)
-    if pixels.ndim != 4 or tuple(pixels.shape[1:]) != want or pixels.shape[0] == 0:
-        raise DomainError(f"{name}: got shape {tuple(pixels.shape)}; want [batch, {want[0]}, {want[1]}, {want[2]}]")
-    return pixels.cpu()
-
-
-def image_shape(config: PretrainedConfig) -> tuple[int, int, int]:
-    """(channels, height, width) of the images of a model whose layers do not take any."""
-    size = config.image_size
-    height, width = size if isinstance(size, list | tuple) else (size, size)
-    return config.num_channels, height, width
+    shape: tuple[int | None, ...] = ()
+    if architecture(config).images == "sized":
+        shape = (None, *image_shape(config))
+    sizes = ", ".join(map(str, shape[1:])) or "channels, height, width"
+    checked = _tensor(name, pixels, f"a floating-point tensor [batch, {sizes}]", _FLOATS, *shape)
+    if checked.ndim < 2:
+        raise DomainError(f"{name}: got shape {tuple(checked.shape)}; want [batch, {sizes}]")
+    return checked.cpu()
 
 
 def encode_values(name: str, values: Tensor, ring: Ring, frac: int) -> Tensor:
@@ -234,20 +221,14 @@ class Labels:
             )
         if reveal != "logits":
             raise UnsupportedOp(f"labels: the loss needs logits, and reveal={reveal!r} does not open them")
-        if not isinstance(labels, Tensor):
-            raise DomainError(f"labels: got {type(labels).__name__}; want a tensor")
         self._kind, self._config = kind, copy.copy(config)  # the loss may note a problem type in its configuration
         self._count = config.get_text_config().vocab_size if kind.endswith("tokens") else config.num_labels
         if kind == "classes of tokens":
             self._count = config.num_labels
-        self._labels = labels.detach().cpu()
+        given = _tensor("labels", labels, "a tensor", ())
         if kind != "classes":
-            self._check_integers()
-
-    @property
-    def labels(self) -> Tensor:
-        """On the client's CPU."""
-        return self._labels
+            given = self._integers(labels)
+        self.labels = given.detach().cpu()
 
     @property
     def of_tokens(self) -> bool:
@@ -262,32 +243,31 @@ class Labels:
         if self._kind == "classes":
             self._try(rows)
             return
-        if tuple(self._labels.shape) != (rows, length):
-            raise DomainError(f"labels: got shape {tuple(self._labels.shape)}; want ({rows}, {length}), as the inputs")
+        if tuple(self.labels.shape) != (rows, length):
+            raise DomainError(f"labels: got shape {tuple(self.labels.shape)}; want ({rows}, {length}), as the inputs")
         if kept:
             raise DomainError(f"labels: got logits_to_keep={kept!r}; want the logits of all positions, so leave it out")
 
     def loss(self, logits: Tensor) -> Tensor:
         """The loss, a float32 scalar."""
         if self._kind == "classes":
-            found = loss_utils.ForSequenceClassificationLoss(self._labels, logits, self._config)
+            found = loss_utils.ForSequenceClassificationLoss(self.labels, logits, self._config)
         elif self._kind == "next tokens":
-            found = loss_utils.ForCausalLMLoss(logits, self._labels, self._count)
+            found = loss_utils.ForCausalLMLoss(logits, self.labels, self._count)
         else:
             flat = logits.reshape(-1, self._count)
-            found = functional.cross_entropy(flat, self._labels.reshape(-1).long(), ignore_index=_IGNORED)
+            found = functional.cross_entropy(flat, self.labels.reshape(-1).long(), ignore_index=_IGNORED)
         made: Tensor = found
         return made
 
-    def _check_integers(self) -> None:
-        labels = self._labels
-        if labels.dtype not in _INTEGERS[:2] or labels.ndim != 2:
-            raise DomainError(f"labels: got {labels.dtype} {tuple(labels.shape)}; want integers [batch, length]")
+    def _integers(self, given: object) -> Tensor:
+        labels = _tensor("labels", given, "integers [batch, length]", _INTEGERS[:2], None, None)
         counted = labels[labels != _IGNORED]
         if counted.numel() and (int(counted.min()) < 0 or int(counted.max()) >= self._count):
             raise DomainError(
                 f"labels: got one out of range; want 0 to {self._count - 1}, or {_IGNORED} to leave it out"
             )
+        return labels
 
     def _try(self, rows: int) -> None:
         """The loss of made-up logits: labels of a wrong kind, shape or range fail here."""
@@ -295,6 +275,6 @@ class Labels:
             self.loss(torch.zeros(rows, self._count))
         except (RuntimeError, ValueError, IndexError) as error:
             raise DomainError(
-                f"labels: got {self._labels.dtype} {tuple(self._labels.shape)} for {rows} row(s) and {self._count} "
+                f"labels: got {self.labels.dtype} {tuple(self.labels.shape)} for {rows} row(s) and {self._count} "
                 f"class(es): {str(error).splitlines()[0]}"
             ) from None

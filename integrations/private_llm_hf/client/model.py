@@ -83,12 +83,9 @@ class PrivateModel:
     __call__: Callable[..., Any]
 
     def __init__(
-        self,
-        config: PretrainedConfig,
-        parties: SessionClient,
-        patch_plan: PatchPlan,
+        self, config: PretrainedConfig, parties: SessionClient, patch_plan: PatchPlan,
         generation_config: GenerationConfig | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         # Only the root constructor: the architecture's own would build modules and weights.
         PreTrainedModel.__init__(self, config)
         # who asks the first parameter for device and dtype gets an answer, and no weight
@@ -204,15 +201,8 @@ class PrivateModel:
         except NotImplementedError:
             return None
 
-    @property
-    def device(self) -> torch.device:
-        """Where inputs are expected and outputs appear: the client's CPU."""
-        return torch.device("cpu")
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Outputs are float32."""
-        return torch.float32
+    device, dtype = torch.device("cpu"), torch.float32
+    """Where inputs are expected and outputs appear, and what outputs are."""
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
         """Weights that the parties hold."""
@@ -245,13 +235,9 @@ class PrivateModel:
         raise UnsupportedOp(f"labels: {self.original_class.__name__}: {reason}; give decoder_input_ids as well")
 
     def _prepare_cache_for_generation(
-        self,
-        generation_config: GenerationConfig,
-        model_kwargs: dict[str, Any],
-        generation_mode: object = None,
-        batch_size: int = 1,
-        max_cache_length: int = 0,
-    ) -> None:
+        self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], generation_mode: object = None,
+        batch_size: int = 1, max_cache_length: int = 0,
+    ) -> None:  # fmt: skip
         """Generate() starts: all positions must exist, and the cache will live at the parties."""
         for name, reason in _NOT_GENERATED.items():
             if getattr(generation_config, name, None) not in (None, False):
@@ -331,22 +317,19 @@ class PrivateModel:
 
 
 class _Encoder(nn.Module):
-    """The encoder as generate() sees it."""
+    """The encoder as generate() sees it, which asks it for its arguments."""
+
+    main_input_name = "input_ids"
 
     def __init__(self, model: PrivateModel) -> None:
         super().__init__()
-        self._run = functools.partial(encode_prompt, model)
-        self.main_input_name = "input_ids"
+        self._model = (model,)  # in a tuple, so that it is no module inside this one
 
     def forward(
-        self,
-        input_ids: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        inputs_embeds: torch.Tensor | None = None,
-        **unused: object,
-    ) -> ModelOutput:
-        """Encode at the parties; returns a handle."""
-        return self._run(input_ids=input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds)
+        self, input_ids: torch.Tensor | None = None, attention_mask: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None, **_: object,
+    ) -> ModelOutput:  # fmt: skip
+        return encode_prompt(self._model[0], input_ids, attention_mask, inputs_embeds)
 
 
 def _with_drafts(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -382,15 +365,10 @@ def _with_drafts(original: Callable[..., Any]) -> Callable[..., Any]:
 def known_to_pipelines(private: type[PreTrainedModel], original: type[PreTrainedModel]) -> None:
     """Put a private class into every table of class names that has its original; no model type leads to it."""
     for title, table in vars(modeling_auto).items():
-        if title.endswith("_MAPPING_NAMES") and original.__name__ in _names(table.values()):
+        if not title.endswith("_MAPPING_NAMES"):
+            continue
+        if any(original.__name__ in (names if isinstance(names, tuple) else (names,)) for names in table.values()):
             table[private.__name__] = private.__name__
-
-
-def _names(values: object) -> set[str]:
-    found: set[str] = set()
-    for value in values:  # type: ignore[attr-defined] # an ordered dictionary's values
-        found.update(value if isinstance(value, tuple) else (value,))
-    return found
 
 
 def refuse_swallowed(kind: type) -> None:
@@ -408,19 +386,16 @@ def refuse_swallowed(kind: type) -> None:
     register_module_module_registration_hook(check)
 
 
-_CLASSES: dict[type[PreTrainedModel], type[PreTrainedModel]] = {}
-
 refuse_swallowed(PrivateModel)
+
+
+_CLASSES: dict[type[PreTrainedModel], type[PreTrainedModel]] = {}
 
 
 def private_class(original: type[PreTrainedModel]) -> type[PreTrainedModel]:
     """The private subclass of a model class: one per class, so that isinstance means something."""
-    if original not in _CLASSES:
-        _CLASSES[original] = _make_class(original)
-    return _CLASSES[original]
-
-
-def _make_class(original: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    if original in _CLASSES:
+        return _CLASSES[original]
     signature = inspect.signature(original.forward)
     finish = getattr(original, "finish", lambda output, config: output)
 
@@ -437,14 +412,10 @@ def _make_class(original: type[PreTrainedModel]) -> type[PreTrainedModel]:
     # generate() asks forward for its arguments, so it must answer like the original
     forward.__signature__ = signature  # type: ignore[attr-defined]
     forward.__doc__ = f"{original.__name__}.forward, computed by the parties."
-    body = {
-        "forward": forward,
-        "original_class": original,
-        "__module__": __name__,
-        "__doc__": f"{original.__name__}, private.",
-    }
+    body = {"forward": forward, "original_class": original, "__module__": __name__}
+    body["__doc__"] = f"{original.__name__}, private."
     if issubclass(original, GenerationMixin):
         body["generate"] = _with_drafts(original.generate)
-    made: type[PreTrainedModel] = type(f"Private{original.__name__}", (PrivateModel, original), body)
+    made = _CLASSES[original] = type(f"Private{original.__name__}", (PrivateModel, original), body)
     known_to_pipelines(made, original)
     return made

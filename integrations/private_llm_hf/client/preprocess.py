@@ -10,7 +10,7 @@ anything is sent.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,16 @@ from private_llm.errors import ConfigError, DomainError
 from private_llm.typed_settings import check_types
 from private_llm_hf.client.session_client import Secret, SessionClient
 from private_llm_hf.wire.codec import text_of
-from private_llm_hf.wire.commands import CacheEdit, Call, CallOrEdit, CopyCache, CropCache, ResetCache, SelectRows
+from private_llm_hf.wire.commands import (
+    CacheEdit,
+    Call,
+    CallOrEdit,
+    CopyCache,
+    CropCache,
+    Encoded,
+    ResetCache,
+    SelectRows,
+)
 
 if TYPE_CHECKING:
     from private_llm_hf.client.model import PrivateModel
@@ -181,6 +190,7 @@ def _dry_run_once(model: PrivateModel, plan: CallPlan) -> list[CallOrEdit]:
 
 
 # -- Whether the requests that come are those that were planned -------------------------------------------------------
+_HANDLES = ("cache", "encode_to", "encoded", "handle", "to")
 _WORDS = {SelectRows: "select", CropCache: "crop", ResetCache: "reset", CopyCache: "copy"}
 
 
@@ -214,9 +224,8 @@ class Schedule:
             for real, planned in zip(handles_of(message), handles_of(want), strict=False)
         )
         one_to_one = len(set(named.values())) == len(named)
-        if not (
-            fresh and one_to_one and text_of(_renamed(message, named), ordered=True) == text_of(want, ordered=True)
-        ):
+        renamed = _renamed(message, lambda handle: named.get(handle, 0))  # of one that nobody planned 0, which none is
+        if not (fresh and one_to_one and text_of(renamed, ordered=True) == text_of(want, ordered=True)):
             raise DomainError(
                 f"preprocessing: request {self._next + 1} of {len(self.entries)} was planned as {_words(want)}; got "
                 f"{_words(message)}. Make the planned calls in their order, or plan again with model.preprocess(...), "
@@ -229,27 +238,14 @@ class Schedule:
 
 def handles_of(message: CallOrEdit) -> list[int]:
     """The handles in a request, in a fixed order."""
-    if isinstance(message, Call):
-        encoded = None if message.encoded is None else message.encoded.handle
-        found = [message.cache, message.encode_to, encoded]
-    else:
-        found = [message.handle, message.to if isinstance(message, CopyCache) else None]
-    return [handle for handle in found if handle is not None]
+    held = (getattr(message, each, None) for each in _HANDLES)
+    return [each.handle if isinstance(each, Encoded) else each for each in held if each is not None]
 
 
-def _renamed(message: CallOrEdit, names: dict[int, int]) -> CallOrEdit:
-    """A request with planned handles for its own; one that nobody planned becomes 0, which no handle is."""
-    if isinstance(message, CopyCache):
-        return CopyCache(names.get(message.handle, 0), names.get(message.to, 0))
-    if not isinstance(message, Call):
-        return replace(message, handle=names.get(message.handle, 0))
-    encoded = message.encoded
-    return replace(
-        message,
-        cache=None if message.cache is None else names.get(message.cache, 0),
-        encode_to=None if message.encode_to is None else names.get(message.encode_to, 0),
-        encoded=None if encoded is None else replace(encoded, handle=names.get(encoded.handle, 0)),
-    )
+def _renamed(message: Any, name: Callable[[int], int]) -> Any:  # noqa: ANN401 - a request, or the encoder output in it
+    """A request with other handles."""
+    found = {each: held for each in _HANDLES if (held := getattr(message, each, None)) is not None}
+    return replace(message, **{k: name(v) if isinstance(v, int) else _renamed(v, name) for k, v in found.items()})
 
 
 def _words(message: CallOrEdit) -> str:

@@ -6,6 +6,8 @@ never the additive finfo.min mask, which no fixed-point number holds.
 
 from __future__ import annotations
 
+import functools
+
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
@@ -23,7 +25,6 @@ from private_llm_hf.party.cache import AttentionBreak, HeldKeys
 
 NAME = "private_llm"
 """What `config._attn_implementation` is set to."""
-
 
 SPARSE = "private_llm_sparse_heads"
 """Attribute of an attention module whose heads are predicted."""
@@ -74,21 +75,15 @@ def private_attention(
     graph_break = this_call.graph_break
     if isinstance(graph_break, AttentionBreak) and not graph_break.reached:
         alone = position_bias is None and s_aux is None and not hasattr(module, SPARSE)
-
-        def attend_again(
-            query: SecretTensor, key: SecretTensor, value: SecretTensor, mask: Tensor | None
-        ) -> SecretTensor:  # fmt: skip
-            made, _ = _attention(module, query, key, value, mask, scaling, softcap, position_bias, s_aux)
-            return made
-
-        return graph_break.attended(query, key, value, attention_mask, alone, attend_again), None
-    return _attention(module, query, key, value, attention_mask, scaling, softcap, position_bias, s_aux)
+        again = functools.partial(_attention, module, scaling, softcap, position_bias, s_aux)
+        return graph_break.attended(query, key, value, attention_mask, alone, again), None
+    return _attention(module, scaling, softcap, position_bias, s_aux, query, key, value, attention_mask), None
 
 
 def _attention(
-    module: nn.Module, query: SecretTensor, key: SecretTensor, value: SecretTensor, attention_mask: Tensor | None,
-    scaling: float | None, softcap: float | None, position_bias: Tensor | None, s_aux: Tensor | None,
-) -> tuple[SecretTensor, None]:  # fmt: skip
+    module: nn.Module, scaling: float | None, softcap: float | None, position_bias: Tensor | None,
+    s_aux: Tensor | None, query: SecretTensor, key: SecretTensor, value: SecretTensor, attention_mask: Tensor | None,
+) -> SecretTensor:  # fmt: skip
     attention_mask, addend = read_mask(attention_mask)
     layer = key.layer if isinstance(key, HeldKeys) else None
     merged = 1 if layer is None else layer.policy.merged_heads
@@ -120,19 +115,13 @@ def _attention(
         layer.attended(None)
     else:
         out, mass = attend_and_weigh(
-            query.value(full=True),
-            key.to_operand(),
-            value.to_operand(),
-            attention_mask,
-            scale,
-            softcap,
-            _bias(_sum(position_bias, addend)),
+            query.value(full=True), key.to_operand(), value.to_operand(), attention_mask, scale, softcap,
+            _bias(_sum(position_bias, addend)), sinks=sinks,
             counted=0 if layer is None else layer.policy.mass_queries(query.shape[2]),
-            sinks=sinks,
-        )
+        )  # fmt: skip
         if layer is not None:
             layer.attended(mass)
-    return SecretTensor(out.view(lambda part: part.transpose(1, 2))), None
+    return SecretTensor(out.view(lambda part: part.transpose(1, 2)))
 
 
 def _merged(

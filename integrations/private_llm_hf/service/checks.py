@@ -28,6 +28,7 @@ from private_llm_hf.party.calls import refuse_unknown, table_of
 from private_llm_hf.party.model_description import validate_input_shape
 from private_llm_hf.party.session_state import SessionState
 from private_llm_hf.transformers_versions import CACHE
+from private_llm_hf.vision.network import image_shape
 from private_llm_hf.wire.commands import CacheEdit, Call, CopyCache, CropCache, Encoded, ResetCache, Tokens, Values
 
 _MASKS = ("attention_mask", "decoder_attention_mask")
@@ -82,7 +83,7 @@ def _check_input(model: PreTrainedModel, which: Architecture, call: Call) -> Tok
         wanted: tuple[int | None, ...] = (None, None)
     elif which.kind == "vision":
         any_size = (None,) * max(len(shape), 2)  # where sizes are the layers' business, as many as it has
-        wanted = any_size if which.images == "any" else (None, *check.image_shape(model.config))
+        wanted = any_size if which.images == "any" else (None, *image_shape(model.config))
     else:
         wanted = (None, None, model.get_input_embeddings().embedding_dim)
     fits = len(shape) == len(wanted)

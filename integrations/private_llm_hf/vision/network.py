@@ -66,9 +66,34 @@ def _setting(value: object) -> bool:
     )
 
 
-_size = _one_or_two(_count)
-_pad = _one_or_two(_whole)
-_output = _one_or_two(lambda value: value is None or _count(value))
+_CHECKS: dict[str, Check] = {
+    **dict.fromkeys(("in_channels", "out_channels", "groups", "in_features", "out_features", "num_features"), _count),
+    **dict.fromkeys(("kernel_size", "stride", "dilation"), _one_or_two(_count)),
+    **dict.fromkeys(("bias", "affine", "elementwise_affine", "ceil_mode", "count_include_pad"), _flag),
+    **dict.fromkeys(("start_dim", "end_dim"), _dim),
+    "normalized_shape": _count,
+    "eps": _real,
+    "padding": _one_or_two(_whole),
+    "output_size": _one_or_two(lambda value: value is None or _count(value)),
+    "dim": lambda value: value is None or _dim(value),
+}
+"""What an argument may be, by its name."""
+
+_OPTIONS: dict[type[nn.Module], str] = {
+    nn.Conv2d: "in_channels out_channels kernel_size stride padding dilation groups bias",
+    nn.Linear: "in_features out_features bias",
+    nn.BatchNorm2d: "num_features eps affine",
+    nn.BatchNorm1d: "num_features eps affine",
+    nn.LayerNorm: "normalized_shape eps elementwise_affine",
+    nn.AvgPool2d: "kernel_size stride padding ceil_mode count_include_pad",
+    nn.MaxPool2d: "kernel_size stride padding dilation ceil_mode",
+    nn.AdaptiveAvgPool2d: "output_size",
+    nn.Flatten: "start_dim end_dim",
+    nn.Softmax: "dim",
+    nn.LogSoftmax: "dim",
+    **dict.fromkeys((nn.Dropout, nn.Dropout2d, nn.Identity), ""),
+}
+"""Module types and their constructor arguments, in the order in which functions that do the same take them."""
 
 
 @dataclass(frozen=True)
@@ -79,40 +104,13 @@ class LayerKind:
     options: dict[str, Check]
 
 
-_NORM: dict[str, Check] = {"num_features": _count, "eps": _real, "affine": _flag}
 KINDS: dict[str, LayerKind] = {
-    "Conv2d": LayerKind(
-        nn.Conv2d,
-        {
-            "in_channels": _count, "out_channels": _count, "kernel_size": _size, "stride": _size, "padding": _pad,
-            "dilation": _size, "groups": _count, "bias": _flag,
-        },
-    ),
-    "Linear": LayerKind(nn.Linear, {"in_features": _count, "out_features": _count, "bias": _flag}),
-    "BatchNorm2d": LayerKind(nn.BatchNorm2d, _NORM),
-    "BatchNorm1d": LayerKind(nn.BatchNorm1d, _NORM),
-    "LayerNorm": LayerKind(nn.LayerNorm, {"normalized_shape": _count, "eps": _real, "elementwise_affine": _flag}),
-    "AvgPool2d": LayerKind(
-        nn.AvgPool2d,
-        {"kernel_size": _size, "stride": _size, "padding": _pad, "ceil_mode": _flag, "count_include_pad": _flag},
-    ),
-    "MaxPool2d": LayerKind(
-        nn.MaxPool2d,
-        {"kernel_size": _size, "stride": _size, "padding": _pad, "dilation": _size, "ceil_mode": _flag},
-    ),
-    "AdaptiveAvgPool2d": LayerKind(nn.AdaptiveAvgPool2d, {"output_size": _output}),
-    **{
-        made.module.__name__: LayerKind(
-            made.module, {name: allowed.__contains__ for name, allowed in made.settings.items()}
-        )
-        for made in ACTIVATIONS if made.module is not None
-    },
-    "Flatten": LayerKind(nn.Flatten, {"start_dim": _dim, "end_dim": _dim}),
-    "Dropout": LayerKind(nn.Dropout, {}),
-    "Dropout2d": LayerKind(nn.Dropout2d, {}),
-    "Identity": LayerKind(nn.Identity, {}),
-    "Softmax": LayerKind(nn.Softmax, {"dim": lambda value: value is None or _dim(value)}),
-    "LogSoftmax": LayerKind(nn.LogSoftmax, {"dim": lambda value: value is None or _dim(value)}),
+    kind.__name__: LayerKind(kind, {name: _CHECKS[name] for name in names.split()}) for kind, names in _OPTIONS.items()
+} | {
+    made.module.__name__: LayerKind(
+        made.module, {name: allowed.__contains__ for name, allowed in made.settings.items()}
+    )
+    for made in ACTIVATIONS if made.module is not None
 }  # fmt: skip
 """The closed list; classes with a handler of a user (`register_handler`) come after it."""
 

@@ -34,24 +34,14 @@ def _called(op: object) -> object:
     return name if op is getattr(Tensor, name, None) else op
 
 
-_AS_MODULE: dict[object, tuple[str, tuple[str, ...]]] = {
-    **{
-        _called(op): (made.module.__name__, tuple(made.settings) or ("inplace",))
-        for made in ACTIVATIONS
-        if made.module is not None
-        for op in made.ops
-    },
-    F.max_pool2d: ("MaxPool2d", ("kernel_size", "stride", "padding", "dilation", "ceil_mode", "return_indices")),
-    F.avg_pool2d: ("AvgPool2d", ("kernel_size", "stride", "padding", "ceil_mode", "count_include_pad")),
-    F.adaptive_avg_pool2d: ("AdaptiveAvgPool2d", ("output_size",)),
-    F.dropout: ("Dropout", ("p", "training", "inplace")),
-    F.softmax: ("Softmax", ("dim",)),
-    torch.softmax: ("Softmax", ("dim",)),
-    "softmax": ("Softmax", ("dim",)),
-    F.log_softmax: ("LogSoftmax", ("dim",)),
-    torch.log_softmax: ("LogSoftmax", ("dim",)),
-}
-"""Functions that become modules, with the names of their arguments after the input."""
+_AS_MODULE: dict[object, str] = {
+    **{_called(op): made.module.__name__ for made in ACTIVATIONS if made.module is not None for op in made.ops},
+    F.max_pool2d: "MaxPool2d", F.avg_pool2d: "AvgPool2d", F.adaptive_avg_pool2d: "AdaptiveAvgPool2d",
+    F.dropout: "Dropout", F.softmax: "Softmax", torch.softmax: "Softmax", "softmax": "Softmax",
+    F.log_softmax: "LogSoftmax", torch.log_softmax: "LogSoftmax",
+}  # fmt: skip
+"""Functions that become modules; after the input they take the module's arguments, and then these."""
+_MORE = {"MaxPool2d": ("return_indices",), "AvgPool2d": ("divisor_override",), "Dropout": ("p", "training", "inplace")}
 
 _AS_FUNCTION: dict[object, str] = {
     operator.add: "add", torch.add: "add", "add": "add", operator.mul: "mul", torch.mul: "mul", "mul": "mul",
@@ -158,7 +148,7 @@ class _Describer:
         if target is getattr and node.args[1:] == ("shape",):
             self._add(node, {"function": "size", "args": [self._json(node.args[0])]}, "size")
         elif target in _AS_MODULE:
-            self._as_module(node, *_AS_MODULE[target])
+            self._as_module(node, _AS_MODULE[target])
         elif target in _AS_FUNCTION:
             name = _AS_FUNCTION[target]
             args = [self._json(arg) for arg in node.args]
@@ -174,13 +164,18 @@ class _Describer:
             self._unmatched.append(f"{node.name} ({shown})")
             self._skip(node)
 
-    def _as_module(self, node: fx.Node, kind: str, names: Sequence[str]) -> None:
-        options = dict(zip(names, node.args[1:], strict=False)) | dict(node.kwargs)
-        options.pop("input", None)
-        in_place = bool(options.pop("inplace", False))
-        wrong = options.pop("training", False) or options.pop("return_indices", False) or options.pop("dtype", None)
-        options = {key: value for key, value in options.items() if key in KINDS[kind].options}
-        if wrong or any(isinstance(value, fx.Node) for value in options.values()):
+    def _as_module(self, node: fx.Node, kind: str) -> None:
+        own = KINDS[kind].options
+        names = (*own, *_MORE.get(kind, ("inplace",)))
+        given = dict(zip(names, node.args[1:], strict=False)) | dict(node.kwargs)
+        in_place = bool(given.pop("inplace", False))
+        options = {name: value for name, value in given.items() if name in own}
+        more = [value for name, value in given.items() if name not in (*own, "input", "p")]
+        if (
+            len(node.args) - 1 > len(names)
+            or any(more)
+            or any(isinstance(value, fx.Node) for value in options.values())
+        ):
             self._unmatched.append(f"{node.name} ({kind} with arguments that have no rule)")
             self._skip(node)
             return
