@@ -23,9 +23,10 @@ from tests.sparsity.test_private import answer, close, saved
 
 
 @pytest.mark.parametrize(("change", "message"), [({"units": 0}, "sizes or names"), ({"budget": 999}, "sizes or names"),
-                                                 ({"readers": ["model.decoder"]}, "no block"), ({"kind": "x"}, "sizes"),
+                                                 ({"readers": ["model.decoder"]}, "no block"),
+                                                 ({"kind": "x"}, "kind: got"),
                                                  ({"more": 1}, "not as this version"), ({"width": 63}, "other sizes"),
-                                                 ({"hidden": "gelu"}, "want 'linear' or 'relu'"),
+                                                 ({"hidden": "gelu"}, "one of 'linear', 'relu'"),
                                                  ({"activation": None}, "sizes or names"),
                                                  ({"rank": 65}, "sizes or names"),
                                                  ({"readers": ["x"] * 9}, "sizes or names"),

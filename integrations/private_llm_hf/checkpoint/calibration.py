@@ -321,7 +321,7 @@ def _check_ring(largest: Largest, config: PrivateConfig) -> None:
         f"{found}: values beyond that are garbage, of which the check of ranges sees only what outgrows everything. "
         f"{room}; `calibrate=False` silences this for images that you have tried (private-llm diff)",
         TightRange,
-        stacklevel=4,
+        stacklevel=5,
     )
 
 
@@ -351,4 +351,4 @@ def warn_of_small_rows(largest: Largest, config: PrivateConfig) -> None:
 
 
 def _warn(text: str) -> None:
-    warnings.warn(text, LowPrecision, stacklevel=6)
+    warnings.warn(text, LowPrecision, stacklevel=7)

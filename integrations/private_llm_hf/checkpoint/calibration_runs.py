@@ -78,11 +78,7 @@ def checkpoint_ranges(
         return UNKNOWN
     if images is not None:
         images = check_images(model_class, config, images)
-    model = checkpoint.load(model_class, config)
-    with emulated(private_config.approximations, model):
-        if architecture(config).kind == "vision":
-            return _seen(model, private_config, images)
-        return calibrate(model, private_config, batches(model, checkpoint.tokenizer(), text))
+    return _calibrated(checkpoint.load(model_class, config), private_config, checkpoint.tokenizer, text, images)
 
 
 def loaded_ranges(model: nn.Module, private_config: PrivateConfig, images: Tensor | None = None) -> Ranges:
@@ -93,19 +89,29 @@ def loaded_ranges(model: nn.Module, private_config: PrivateConfig, images: Tenso
     """
     if not isinstance(model, PreTrainedModel) or not can_calibrate(model.config, private_config):
         return UNKNOWN
-    with AS_GIVEN, evaluating(model), emulated(private_config.approximations, model):
-        if architecture(model.config).kind == "vision":
-            return _seen(model, private_config, images)
-        return calibrate(model, private_config, batches(model, _tokenizer_beside(model)))
+
+    def tokenizer() -> PreTrainedTokenizerBase | None:
+        """In the folder that the model was loaded from."""
+        folder = str(getattr(model.config, "_name_or_path", "") or "")
+        if not folder or not Path(folder).is_dir():
+            return None
+        found = Checkpoint(folder, local_files_only=True).tokenizer()
+        return found if found is not None and len(found) <= model.get_input_embeddings().weight.shape[0] else None
+
+    with AS_GIVEN, evaluating(model):
+        return _calibrated(model, private_config, tokenizer, None, images)
 
 
-def _tokenizer_beside(model: PreTrainedModel) -> PreTrainedTokenizerBase | None:
-    """The tokenizer in the folder that a model was loaded from."""
-    folder = str(getattr(model.config, "_name_or_path", "") or "")
-    if not folder or not Path(folder).is_dir():
-        return None
-    found = Checkpoint(folder, local_files_only=True).tokenizer()
-    return found if found is not None and len(found) <= model.get_input_embeddings().weight.shape[0] else None
+def _calibrated(
+    model: PreTrainedModel, config: PrivateConfig, tokenizer: Callable[[], PreTrainedTokenizerBase | None],
+    text: str | None, images: Tensor | None,
+) -> Ranges:  # fmt: skip
+    with emulated(config.approximations, model):
+        if architecture(model.config).kind != "vision":
+            return calibrate(model, config, batches(model, tokenizer(), text))
+        if images is None:
+            images = _noise(model, config)
+        return UNKNOWN if images is None else calibrate(model, config, [functools.partial(_look, images=images)])
 
 
 def check_ranges(model: nn.Module, ranges: Ranges) -> None:
@@ -146,30 +152,26 @@ def batches(
     return [functools.partial(_run, ids=row) for row in rows]
 
 
-def _seen(model: PreTrainedModel, private_config: PrivateConfig, images: Tensor | None) -> Ranges:
-    if images is None:
-        if isinstance(model, Network) and model.config.image_shape is None:
-            if private_config.ring == 64:
-                return UNKNOWN
-            images = fitting_inputs(model)
-            if images is None and private_config.guard:
-                warnings.warn(
-                    "this network does not say what images it takes, and none of the usual sizes fits, so it was not "
-                    "calibrated, and without that a 32-bit ring has no check of ranges: patch(model, config, "
-                    "images=some_images) gives both",
-                    TightRange,
-                    stacklevel=5,
-                )
-            if images is None:
-                return UNKNOWN
-        else:
-            images = pictures(model.config)
-    shown = images
+def _noise(model: PreTrainedModel, config: PrivateConfig) -> Tensor | None:
+    """Pictures of noise; None for a network that does not say what it takes, if that is not needed, or not found."""
+    if not isinstance(model, Network) or model.config.image_shape is not None:
+        return pictures(model.config)
+    if config.ring == 64:
+        return None
+    images = fitting_inputs(model)
+    if images is None and config.guard:
+        warnings.warn(
+            "this network does not say what images it takes, and none of the usual sizes fits, so it was not "
+            "calibrated, and without that a 32-bit ring has no check of ranges: patch(model, config, "
+            "images=some_images) gives both",
+            TightRange,
+            stacklevel=6,
+        )
+    return images
 
-    def look(model: nn.Module) -> object:
-        return model(shown.to(next(model.parameters(), shown)))
 
-    return calibrate(model, private_config, [look])
+def _look(model: nn.Module, images: Tensor) -> object:
+    return model(images.to(next(model.parameters(), images)))
 
 
 def _every_kind(model: PreTrainedModel, length: int) -> Tensor:
@@ -214,26 +216,29 @@ def with_fine_weights(
     gains = _gains(model, config)
     tables = {id(part.weight) for part in model.modules() if isinstance(part, nn.Embedding)}
     groups: dict[tuple[str, int], list[tuple[str, float]]] = {}
-    wanted_of = dict.fromkeys(gains, FOLDED_WEIGHT_BITS)
     coarse: dict[str, float] = {}
     for name, part in model.named_modules():
         if not isinstance(part, nn.Linear | nn.Conv2d | Conv1D) or name not in ranges.modules or name in folded:
             continue
         if id(part.weight) in tables or config.weights == "public":
-            coarse[name] = _root_mean_square(part.weight)
+            coarse[name] = _root_mean_square(part.weight, part.weight.numel())
             continue
-        inputs = part.weight.shape[0 if isinstance(part, Conv1D) else 1]
-        size = _root_mean_square(
-            part.weight if name not in gains else _columns(part) * gains[name], part.weight.numel()
-        )
+        outputs = 1 if isinstance(part, Conv1D) else 0
+        inputs, weight = part.weight.shape[1 - outputs], part.weight.detach()
+        if name in gains:
+            weight = torch.linalg.vector_norm(weight, dim=outputs, dtype=torch.float64) * gains[name]
+        size = _root_mean_square(weight, part.weight.numel())
         groups.setdefault((name.rpartition(".")[0], inputs), []).append((name, size))
     modules = ranges.to_dict()
     for members in groups.values():
         sizes = [size for _, size in members]
         wanted = max(
-            (wanted_of.get(name, WEIGHT_BITS) - math.floor(math.log2(size)) for name, size in members if size),
+            (
+                (FOLDED_WEIGHT_BITS if name in gains else WEIGHT_BITS) - math.floor(math.log2(size))
+                for name, size in members if size
+            ),
             default=0,
-        )
+        )  # fmt: skip
         outputs = max(modules[name].get("output", REACH) for name, _ in members)
         bits = min(wanted, Ring(config.ring).value_bits - 1 - config.frac_bits - outputs, _MOST_WEIGHT_BITS)
         if bits > config.frac_bits:
@@ -252,22 +257,14 @@ def with_fine_weights(
             "have more of them here: answers may differ from the plaintext model's. Scale them up and what they are "
             "multiplied with down",
             LowPrecision,
-            stacklevel=5,
+            stacklevel=6,
         )
     return Ranges(modules)
 
 
-def _root_mean_square(weight: Tensor, count: int | None = None) -> float:
-    """Of `count` entries (default: those of `weight`), which may be norms of several."""
-    largest = float(torch.linalg.vector_norm(weight.detach(), dtype=torch.float64))
-    return largest / math.sqrt(max(weight.numel() if count is None else count, 1))
-
-
-def _columns(layer: nn.Linear | nn.Conv2d | Conv1D) -> Tensor:
-    """For each input of a linear layer, the norm of its weights."""
-    outputs = 1 if isinstance(layer, Conv1D) else 0
-    made: Tensor = torch.linalg.vector_norm(layer.weight.detach(), dim=outputs, dtype=torch.float64)
-    return made
+def _root_mean_square(weight: Tensor, count: int) -> float:
+    """Of `count` entries; those of `weight` may be norms of several."""
+    return float(torch.linalg.vector_norm(weight.detach(), dtype=torch.float64)) / math.sqrt(max(count, 1))
 
 
 def _gains(model: nn.Module, config: PrivateConfig) -> dict[str, Tensor]:

@@ -76,19 +76,16 @@ def check_attention(name: object) -> None:
 def want_config(what: str, name: str) -> None:
     """Raises ConfigError for names that transformers would look up as a hub id and report upon as one."""
     path = Path(name)
-    wrong = None
-    if not name.strip():
-        wrong = "got an empty name"
-    elif path.is_file():
-        wrong = "it is a file"
-    elif not path.exists() and (
-        name.startswith((".", "~")) or path.is_absolute() or len(path.parts) > 2 or "\\" in name
+    a_path = name.startswith((".", "~")) or path.is_absolute() or len(path.parts) > 2 or "\\" in name
+    held = any((path / each).is_file() for each in ("config.json", "adapter_config.json"))
+    for wrong, why in (
+        (not name.strip(), "got an empty name"),
+        (path.is_file(), "it is a file"),
+        (not path.exists() and a_path, "no such folder"),
+        (path.is_dir() and not held, "the folder holds no config.json"),
     ):
-        wrong = "no such folder"
-    elif path.is_dir() and not any((path / each).is_file() for each in ("config.json", "adapter_config.json")):
-        wrong = "the folder holds no config.json"
-    if wrong is not None:
-        raise ConfigError(f"{what} of {name!r}: {wrong} (want a model folder or a hub id)")
+        if wrong:
+            raise ConfigError(f"{what} of {name!r}: {why} (want a model folder or a hub id)")
 
 
 @contextmanager

@@ -35,8 +35,6 @@ _REFUSED = {
     "output_router_logits": "router logits stay at the parties",
     "head_mask": "masks of heads are not supported",
 }
-
-
 _GENERATE_S = ("tokenizer", "assistant_tokenizer", "is_first_iteration", "next_sequence_length")
 """Arguments of generate() itself (for stop strings, for its own steps), which it hands on to every forward."""
 
@@ -113,10 +111,11 @@ class ForwardCall:
             self._start_with(self.labels)
         encoded = self.given.pop("encoder_outputs", None)
         if encoded is None:
-            names = ("input_ids", "inputs_embeds")
-            prompt = {name: self.given.pop(name) for name in names if name in self.given}
-            encoded = encode_prompt(self.model, attention_mask=self.given.get("attention_mask"), **prompt)
-            self._start_with_prompt(prompt.get("input_ids"))
+            prompt = {name: self.given.get(name) for name in ("input_ids", "inputs_embeds", "attention_mask")}
+            encoded = encode_prompt(self.model, **prompt)
+            ids = prompt["input_ids"]
+            if not self._decodes and isinstance(ids, Tensor) and shifts_prompts(self.model.original_class):
+                self.given["decoder_input_ids"] = self.model.shifted(ids)  # BART's decoder and its like reads it
         if not isinstance(encoded, PrivateEncoderOutput) or encoded.keeper.parties is not self.parties:
             raise DomainError("encoder_outputs: want what this model's get_encoder() or generate() returned")
         for name in ("input_ids", "inputs_embeds"):
@@ -132,20 +131,18 @@ class ForwardCall:
         output["encoder_last_hidden_state"] = encoded.last_hidden_state
         return output
 
-    def _start_with_prompt(self, ids: object) -> None:
-        """BART's decoder and its like, without inputs of its own, reads the prompt, shifted."""
-        decoder = any(name in self.given for name in ("decoder_input_ids", "decoder_inputs_embeds"))
-        if not decoder and isinstance(ids, Tensor) and shifts_prompts(self.model.original_class):
-            self.given["decoder_input_ids"] = self.model.shifted(ids)
+    @property
+    def _decodes(self) -> list[object]:
+        """The decoder's own inputs, if it has some."""
+        return [self.given[n] for n in ("decoder_input_ids", "decoder_inputs_embeds") if n in self.given]
 
     def _start_with(self, labels: Labels) -> None:
         """A decoder without inputs of its own reads the labels, shifted after its start token."""
-        names = ("decoder_input_ids", "decoder_inputs_embeds")
-        if labels.of_tokens and not any(name in self.given for name in names):
-            self.given[names[0]] = self.model.shifted(labels.labels)
-        read = next((self.given[name] for name in names if name in self.given), None)
-        if isinstance(read, Tensor) and read.ndim > 1:  # what is not is refused as an input
-            labels.check(read.shape[0], read.shape[1], self.given.get("logits_to_keep"))
+        if labels.of_tokens and not self._decodes:
+            self.given["decoder_input_ids"] = self.model.shifted(labels.labels)
+        for read in self._decodes[:1]:
+            if isinstance(read, Tensor) and read.ndim > 1:  # what is not is refused as an input
+                labels.check(read.shape[0], read.shape[1], self.given.get("logits_to_keep"))
 
     # -- pieces ---------------------------------------------------------------------------------------------------
     def take_secret(self, prefix: str) -> tuple[int, int]:
@@ -296,16 +293,12 @@ def _is_empty(value: object) -> bool:
     return isinstance(value, dict | tuple | list) and not value
 
 
-def encode_prompt(
-    model: PrivateModel,
-    input_ids: Tensor | None = None,
-    attention_mask: Tensor | None = None,
-    inputs_embeds: Tensor | None = None,
-) -> PrivateEncoderOutput:
-    """Run an encoder-decoder model's encoder at the parties; they keep the result, the client gets a handle."""
-    call = ForwardCall(
-        model, {"input_ids": input_ids, "inputs_embeds": inputs_embeds, "attention_mask": attention_mask}
-    )
+def encode_prompt(model: PrivateModel, **given: Tensor | None) -> PrivateEncoderOutput:
+    """Run an encoder-decoder model's encoder at the parties; they keep the result, the client gets a handle.
+
+    given: `input_ids` or `inputs_embeds`, and `attention_mask`.
+    """
+    call = ForwardCall(model, given)
     rows, length = call.take_secret("")
     check.check_positions(model.config, length)
     call.take_mask("attention_mask", rows, length)
@@ -362,7 +355,9 @@ def chunks(
         public = {name: _of_tokens(value, name, start, stop, past) for name, value in call.public.items()}
         if "logits_to_keep" in public:
             public["logits_to_keep"] = max(wanted, 1)
-        public = {name: value for name, value in public.items() if name != "attention_mask" or not _all(value)}
+        mask = public.get("attention_mask")
+        if isinstance(mask, Tensor) and bool(mask.all()):
+            del public["attention_mask"]
         yield (
             replace(
                 call, public=public, outputs=call.outputs if wanted > 0 else (), more=stop < length,
@@ -387,10 +382,6 @@ def _of_tokens(value: Tensor | bool | int, name: str, start: int, stop: int, pas
     if not isinstance(value, Tensor):
         return value
     return value[:, : past + stop] if name == "attention_mask" else value[:, start:stop]
-
-
-def _all(mask: object) -> bool:
-    return isinstance(mask, Tensor) and bool(mask.all())
 
 
 def _secret(secret: Secret, rows: int, start: int, stop: int) -> Secret:

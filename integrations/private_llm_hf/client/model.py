@@ -329,7 +329,8 @@ class _Encoder(nn.Module):
         self, input_ids: torch.Tensor | None = None, attention_mask: torch.Tensor | None = None,
         inputs_embeds: torch.Tensor | None = None, **_: object,
     ) -> ModelOutput:  # fmt: skip
-        return encode_prompt(self._model[0], input_ids, attention_mask, inputs_embeds)
+        given = {"input_ids": input_ids, "attention_mask": attention_mask, "inputs_embeds": inputs_embeds}
+        return encode_prompt(self._model[0], **given)
 
 
 def _with_drafts(original: Callable[..., Any]) -> Callable[..., Any]:

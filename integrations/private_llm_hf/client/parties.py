@@ -97,7 +97,6 @@ class Parties(SessionClient):
     # -- one call at a time ---------------------------------------------------------------------------------
     @contextmanager
     def _call(self) -> Iterator[None]:
-        """One call at a time; end the session if it fails or is interrupted halfway."""
         with self.alone(), self._guarded():
             yield
 
@@ -120,16 +119,12 @@ class Parties(SessionClient):
         except TransportError as error:
             raise _remote_error(type(error)(named(self.config, str(error)))) from None
         finally:
-            if not finished:
-                self._end_session("an earlier call failed or was interrupted")
-
-    def _end_session(self, reason: str) -> None:
-        if self._over is None:
-            self._over = reason
-            try:
-                self.transport.abort(f"the client stopped: {reason}")
-            finally:  # an interrupt may come here too
-                self.shutdown()
+            if not finished and self._over is None:
+                self._over = "an earlier call failed or was interrupted"
+                try:
+                    self.transport.abort(f"the client stopped: {self._over}")
+                finally:  # an interrupt may come here too
+                    self.shutdown()
 
     def tell(self, message: Message, parties: Iterable[int] | None = None) -> None:
         """Send a command to every party, or to these."""
@@ -232,10 +227,7 @@ class Parties(SessionClient):
 
     # -- calls --------------------------------------------------------------------------------------------------
     def forward(self, call: Call, secrets: list[Secret]) -> tuple[str, dict[str, Tensor]]:
-        """Run the model once: name of its output class and the opened outputs (float64).
-
-        secrets: the inputs listed in call.secret, in that order: ring elements, or token ids with their vocabulary.
-        """
+        """As `SessionClient.forward`."""
         with self.alone():
             place = self.place_of(call)
             with self._call(), self.asking(call, secrets, place) as answer:
@@ -277,7 +269,7 @@ class Parties(SessionClient):
         return answer.class_, opened
 
     def command(self, edit: CacheEdit) -> None:
-        """Change a cache, without an answer; an error surfaces at the next call."""
+        """As `SessionClient.command`."""
         with self.alone():
             planned = self.place_of(edit) is not None
             with self._call():
@@ -286,16 +278,12 @@ class Parties(SessionClient):
 
     # -- preprocessing ------------------------------------------------------------------------------------------
     def preprocess(self, entries: list[CallOrEdit]) -> int:
-        """Let the helping party run ahead for these requests (none: forget what was preprocessed); bytes stored.
-
-        Raises ConfigError where preprocessing cannot be apart.
-        """
+        """As `SessionClient.preprocess`; without entries what was preprocessed is forgotten."""
         self._check_helped()
         with self._call():
             return self.prepare(entries)()
 
     def _check_helped(self) -> int:
-        """The party that runs ahead. Raises ConfigError where none does."""
         helper = self.config.helper
         if helper is None:
             raise ConfigError(f"preprocess: want protocol {names_where(lambda facts: facts.helper is not None)}")
@@ -304,7 +292,7 @@ class Parties(SessionClient):
     def prepare(self, entries: list[CallOrEdit]) -> Callable[[], int]:
         """The first half of `preprocess`; what is returned waits for the parties and gives the bytes stored.
 
-        Raises ConfigError as `preprocess`.
+        Raises ConfigError where no party runs ahead.
         """
         helper = self._check_helped()
         self._drop_schedule()
@@ -350,11 +338,11 @@ class Parties(SessionClient):
 
     # -- handles ------------------------------------------------------------------------------------------------
     def new_handle(self) -> int:
-        """A number for something that the parties keep."""
+        """As `SessionClient.new_handle`."""
         return next(self._handles)
 
     def release(self, handle: int) -> None:
-        """Forget a handle with the next call (callable from a finalizer: sends nothing itself)."""
+        """As `SessionClient.release`."""
         self._unused.append(handle)
         for filled in self._filled.values():
             filled.discard(handle)
@@ -364,7 +352,7 @@ class Parties(SessionClient):
 
     # -- costs and end --------------------------------------------------------------------------------------------
     def costs(self, reset: bool = False) -> Costs:
-        """What everybody sent since the last reset (control messages apart)."""
+        """As `SessionClient.costs`."""
         with self._call():
             self.tell(TellCosts(reset))
             rows = [self._answer(party, CostRows) for party in self.members]

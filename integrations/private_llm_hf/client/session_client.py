@@ -113,29 +113,14 @@ class PrivateCache(Cache):  # type: ignore[misc]
         if policy.ranked(held, self.position, length) < held and policy.newest is not None:
             self._newest = min(self._newest, policy.newest)
 
-    def belongs_to(self, parties: SessionClient) -> bool:
-        """Whether this handle is of that session."""
-        return self._parties is parties
-
-    @property
-    def is_compileable(self) -> bool:
-        """Never: there is nothing here to compile."""
-        return False
+    is_compileable, is_croppable = False, True
+    is_linear = (False,)
+    """It holds positions, which generate() does not send again; of no layers, all would be linear."""
 
     @property
     def is_initialized(self) -> bool:
         """Whether something was cached."""
         return self.position > 0
-
-    @property
-    def is_croppable(self) -> bool:
-        """Always."""
-        return True
-
-    @property
-    def is_linear(self) -> list[bool]:
-        """Never: it holds positions, which generate() does not send again. (Of no layers, all would be.)"""
-        return [False]
 
     def __len__(self) -> int:
         return 0
@@ -173,25 +158,22 @@ class PrivateCache(Cache):  # type: ignore[misc]
             "a PrivateCache is a handle; keys and values are with the parties, secret ones only as shares"
         )
 
-    def _select(self, index: Tensor) -> None:
-        if index.ndim != 1 or not 0 <= int(index.min()) <= int(index.max()) < max(self.rows, 1):
-            raise DomainError(f"cache rows: got {index.tolist()}; want indices below {self.rows}")
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the rows `indices`, as `reorder_cache`."""
+        if indices.ndim != 1 or not 0 <= int(indices.min()) <= int(indices.max()) < max(self.rows, 1):
+            raise DomainError(f"cache rows: got {indices.tolist()}; want indices below {self.rows}")
         if self.position:
-            self._parties.command(SelectRows(self.handle, index.to(torch.int64).cpu()))
-        self.rows = len(index)
+            self._parties.command(SelectRows(self.handle, indices.to(torch.int64).cpu()))
+        self.rows = len(indices)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Continue with rows `beam_idx` (int64 [n]; the parties see these indices). Raises DomainError for others."""
         if beam_idx.tolist() != list(range(self.rows)):
-            self._select(beam_idx)
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the rows `indices`, as `reorder_cache`."""
-        self._select(indices)
+            self.batch_select_indices(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row `repeats` times, as `reorder_cache`. Raises DomainError for fewer than 1."""
-        self._select(torch.arange(self.rows).repeat_interleave(repeats))
+        self.batch_select_indices(torch.arange(self.rows).repeat_interleave(repeats))
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last `tokens_to_remove` positions (0 or negative, as transformers counts them).
@@ -220,7 +202,7 @@ class PrivateCache(Cache):  # type: ignore[misc]
 
 def check_cache(cache: object, parties: SessionClient) -> PrivateCache:
     """The cache as a handle of this session. Raises DomainError for anything else."""
-    if not isinstance(cache, PrivateCache) or not cache.belongs_to(parties):
+    if not isinstance(cache, PrivateCache) or cache._parties is not parties:
         raise DomainError(
             f"{CACHE}: got {type(cache).__name__}; want the handle that an earlier call of this model returned (the "
             "cache itself lives at the parties)"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -24,6 +24,7 @@ from private_llm.nn.predicted import ActivityPredictor, FreshActivation, SparseF
 from private_llm.oblivious.level_noise import LevelNoise
 from private_llm.protocols.session import Session
 from private_llm.sparsity_config import CometConfig
+from private_llm.typed_settings import check_types, settings_of
 from private_llm_hf.models.attention_interface import SPARSE
 
 KEY = "private_sparsity"
@@ -72,26 +73,24 @@ class SparseBlock:
         return {**asdict(self), "readers": list(self.readers)}
 
     @classmethod
-    def from_dict(cls, values: object) -> SparseBlock:
+    def from_dict(cls, values: Any) -> SparseBlock:  # noqa: ANN401 - a JSON value
         """Raises PatchMismatch for anything but what `to_dict` gives, with sizes that a model may have."""
-        if not isinstance(values, Mapping):
-            raise PatchMismatch(f"{KEY}: got {type(values).__name__}; want an object for each block")
-        names = [item.name for item in fields(cls)]
         try:
-            refuse_unknown(values, names, f"{KEY}: ")
+            refuse_unknown(values, settings_of(cls))
             made = cls(**{**values, "readers": tuple(values["readers"])})
+            check_types(made)
         except (ConfigError, KeyError, TypeError) as error:
-            raise PatchMismatch(f"{KEY}: not as this version writes it ({str(error)[:_SHOWN]})") from None
+            raise _malformed(error) from None
         sizes = (made.width, made.units, made.block, made.rank, made.budget)
-        texts = (made.name, made.writer, *made.readers, *([] if made.activation is None else [made.activation]))
-        fit = all(type(size) is int and 0 < size <= _MOST for size in sizes) and all(type(t) is str for t in texts)
         whole = (made.kind == "ffn") == (made.activation is not None) and (made.kind == "ffn" or made.block == 1)
-        whole = whole and made.kind in ("ffn", "heads") and 0 < len(made.readers) <= _MOST_READERS
-        if not fit or not whole or made.budget > made.units or made.rank > made.width:
-            raise PatchMismatch(f"{KEY}: block {str(made.name)[:_SHOWN]!r} has sizes or names that no model has")
-        if made.hidden not in ("linear", "relu"):
-            raise PatchMismatch(f"{KEY}: hidden: got {str(made.hidden)[:_SHOWN]!r}; want 'linear' or 'relu'")
+        whole = whole and all(0 < size <= _MOST for size in sizes) and 0 < len(made.readers) <= _MOST_READERS
+        if not whole or made.budget > made.units or made.rank > made.width:
+            raise PatchMismatch(f"{KEY}: block {made.name[:_SHOWN]!r} has sizes or names that no model has")
         return made
+
+
+def _malformed(why: object = "share the model again") -> PatchMismatch:
+    return PatchMismatch(f"{KEY}: not as this version writes it ({str(why)[:_SHOWN]})")
 
 
 def sparse_blocks(config: PretrainedConfig) -> tuple[SparseBlock, ...]:
@@ -101,7 +100,7 @@ def sparse_blocks(config: PretrainedConfig) -> tuple[SparseBlock, ...]:
         return ()
     fits = isinstance(held, Mapping) and set(held) == {"blocks", "settings"} and isinstance(held["blocks"], list)
     if not fits or len(held["blocks"]) > _MOST_BLOCKS:
-        raise PatchMismatch(f"{KEY}: not as this version writes it; share the model again")
+        raise _malformed()
     shared_settings(config)
     return tuple(SparseBlock.from_dict(values) for values in held["blocks"])
 
@@ -116,11 +115,11 @@ def shared_settings(config: object) -> CometConfig | None:
         return None
     chosen = held.get("settings") if isinstance(held, Mapping) else None
     if not isinstance(chosen, Mapping):
-        raise PatchMismatch(f"{KEY}: not as this version writes it; share the model again")
+        raise _malformed()
     try:
         return CometConfig.from_dict(chosen)
     except (ConfigError, TypeError) as error:
-        raise PatchMismatch(f"{KEY}: not as this version writes it ({str(error)[:_SHOWN]})") from None
+        raise _malformed(error) from None
 
 
 def adopted(config: PrivateConfig, model: object) -> PrivateConfig:
@@ -156,19 +155,21 @@ def check_sparsity(model: PreTrainedModel, config: CometConfig | None) -> None:
     """
     kinds = {block.kind for block in sparse_blocks(model.config)}
     chosen = shared_settings(model.config)
-    if config is not None and chosen is not None and config.orders != chosen.orders:
+    if config is None:
+        if kinds:
+            raise ConfigError("the model was shared with predictors of its activity; want sparsity=CometConfig()")
+        return
+    if chosen is not None and config.orders != chosen.orders:
         raise ConfigError(
             f"sparsity: got orders={config.orders!r}; the model was shared with orders={chosen.orders!r}, so its "
             "neurons lie in another order: want the same, or share it anew"
         )
-    if config is not None and chosen is not None and config.levels == "budget" != chosen.levels:
+    if chosen is not None and config.levels == "budget" != chosen.levels:
         raise ConfigError(
             f"sparsity: got levels='budget'; the model was shared with levels={chosen.levels!r}, so it has no budgets: "
             "want the same, or share it anew"
         )
-    if config is None and kinds:
-        raise ConfigError("the model was shared with predictors of its activity; want sparsity=CometConfig()")
-    if config is not None and not kinds & set(config.kinds):
+    if not kinds & set(config.kinds):
         wanted = " or ".join("neurons" if kind == "ffn" else "heads" for kind in config.kinds)
         raise ConfigError(
             f"sparsity: the model has no predictors of {wanted}; want CometConfig(predictors='folder'), as written by "
@@ -213,8 +214,7 @@ def _make_sparse(model: PreTrainedModel, block: SparseBlock, config: CometConfig
         first.forward = _before(fresh, first)
         activation.forward = fresh.run
         return
-    readers = [model.get_submodule(name) for name in block.readers]
-    path = block.name.rpartition(".")[0]
+    readers, path = [model.get_submodule(name) for name in block.readers], block.name.rpartition(".")[0]
     name = f"{path}.{'+'.join(reader.rpartition('.')[2] for reader in block.readers)}".lstrip(".")
     writer = model.get_submodule(block.writer)
     sparse: SparseHeads | SparseFeedForward
