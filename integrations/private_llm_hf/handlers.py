@@ -11,9 +11,8 @@ the last the module's own forward runs on shares. The first handler that matches
 
 from __future__ import annotations
 
-import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -116,10 +115,9 @@ def _gelu(module: nn.Module) -> Handler | None:
 
 
 def _experts(module: nn.Module) -> Handler | None:
-    if is_experts(module):
-        return Handler("all experts on all tokens", "number of experts", PrivateExperts)
-    if is_clamped_experts(module):
-        return Handler("all experts on all tokens", "number of experts", PrivateClampedExperts)
+    experts = PrivateExperts if is_experts(module) else PrivateClampedExperts if is_clamped_experts(module) else None
+    if experts is not None:
+        return Handler("all experts on all tokens", "number of experts", experts)
     found = router_of(module)
     if found is None:
         return None
@@ -133,20 +131,14 @@ def _experts(module: nn.Module) -> Handler | None:
 
 def _esm(module: nn.Module) -> Handler | None:
     """A GELU that is spelled by hand in the module around it."""
-    made: dict[str, Make] = {"EsmIntermediate": PrivateEsmIntermediate, "EsmLMHead": PrivateEsmLMHead}
-    make = made.get(type(module).__name__)
+    make = {"EsmIntermediate": PrivateEsmIntermediate, "EsmLMHead": PrivateEsmLMHead}.get(type(module).__name__)
     return None if make is None else Handler("secret GELU", make=make, wide=True)
 
 
 def _by_name(module: nn.Module) -> Handler | None:
     """Rules of models/modules.json: operations that tensors have rules for."""
-    kind = type(module).__name__
-    return next((handler for names, handler in _rules() if names.fullmatch(kind)), None)
-
-
-@functools.cache
-def _rules() -> list[tuple[re.Pattern[str], Handler]]:
-    return [(re.compile(names), Handler(**rule)) for names, rule in read_facts("modules.json").items()]
+    rule = _named(read_facts("modules.json"), module)
+    return None if rule is None else Handler(**rule)
 
 
 _FINDERS: tuple[Find, ...] = (lambda module: _of_users.get(type(module)), _norm, _gelu, _experts, _esm, _by_name)
@@ -154,8 +146,12 @@ _FINDERS: tuple[Find, ...] = (lambda module: _of_users.get(type(module)), _norm,
 
 def match(section: str, module: nn.Module) -> Any:  # noqa: ANN401 - a JSON value
     """What a section of models/replacements.json says of a class."""
-    kind = type(module).__name__
-    return next((facts for names, facts in table(section).items() if re.fullmatch(names, kind)), None)
+    return _named(table(section), module)
+
+
+def _named(rules: Mapping[str, Any], module: nn.Module) -> Any:  # noqa: ANN401 - a JSON value
+    """The first of these whose pattern is the name of the module's class."""
+    return next((facts for names, facts in rules.items() if re.fullmatch(names, type(module).__name__)), None)
 
 
 # -- ESM spells a GELU by hand, and leaves its embeddings out for tokens that were looked up --------------------------

@@ -100,8 +100,8 @@ def norm_of(module: nn.Module) -> Norm | None:
     random = np.random.default_rng(width)
     made = {name: torch.from_numpy(random.uniform(0.5, 1.5, width)).float() for name in held}
     rows = torch.from_numpy(random.normal(0.01, 1.0, (len(_SIZES), width))).float() * torch.tensor(_SIZES)[:, None]
-    found = _results(module, made, rows)
-    if found is None:
+    found = next(tried(module, lambda name, _: made[name], (rows,)), None)
+    if not isinstance(found, Tensor) or found.shape != rows.shape or not found.is_floating_point():
         return None
     for norm in _candidates(module):
         wanted = norm.plain(rows, made.get("weight"), made.get("bias"))
@@ -118,20 +118,30 @@ def _width(module: nn.Module) -> int | None:
     return _WIDTH if _own_numbers(module) else None
 
 
-def _results(module: nn.Module, weights: dict[str, Tensor], rows: Tensor) -> Tensor | None:
-    """What a copy of the module with these weights makes of rows; None if it takes no rows, or returns others."""
-    tried = copy.copy(module)
-    tried._parameters = {
-        name: nn.Parameter(weights[name], requires_grad=False) if name in weights else None
-        for name in module._parameters
-    }
-    forward: Callable[[Tensor], object] = type(module).forward.__get__(tried)
-    try:
-        with torch.no_grad():
-            made = forward(rows.clone())
-    except CANNOT:
-        return None
-    return made if isinstance(made, Tensor) and made.shape == rows.shape and made.is_floating_point() else None
+def tried(
+    module: nn.Module, weights: Callable[[str, Tensor], Tensor], *calls: tuple[Tensor, ...],
+    **settings: object,
+) -> Iterator[object]:  # fmt: skip
+    """What a copy of a module makes of each of these arguments that it takes.
+
+    weights: gives another value for a parameter, its own or a child's, by name and value. settings: attributes.
+    """
+    copied = copy.copy(module)
+    copied._modules = {name: copy.copy(child) for name, child in module._modules.items()}
+    for holder in (copied, *copied.children()):
+        holder._parameters = {
+            name: None if value is None else nn.Parameter(weights(name, value), requires_grad=False)
+            for name, value in holder._parameters.items()
+        }
+    vars(copied).update(settings)
+    forward: Callable[..., object] = type(module).forward.__get__(copied)
+    for given in calls:
+        try:
+            with torch.no_grad():
+                made = forward(*(value.clone() for value in given))
+        except CANNOT:
+            continue
+        yield made
 
 
 def _candidates(module: nn.Module) -> Iterator[Norm]:

@@ -8,10 +8,10 @@ it; one that computes anything else is no router.
 
 from __future__ import annotations
 
-import copy
+import contextlib
 import inspect
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -25,7 +25,7 @@ from private_llm.errors import PlaintextLeak, UnsupportedOp
 from private_llm.exact.maximum import Groups, among_largest, among_largest_of_groups
 from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.secret import SecretTensor
-from private_llm_hf.models.norms import CANNOT
+from private_llm_hf.models.norms import CANNOT, tried
 
 _ROWS, _WIDTH = 32, 16
 """Tokens that a router is tried on, and their size."""
@@ -165,16 +165,16 @@ def router_of(module: nn.Module) -> tuple[Routing, RouterParts] | None:
     if not 0 < k <= count:
         return None
     random = np.random.default_rng(count)
-    tried, rows, offset, correction = (
+    matrix, rows, offset, correction = (
         torch.from_numpy(random.normal(mean, size, shape)).float()
         for mean, size, shape in (
             (0.0, 0.5, (count, _WIDTH)), (0.0, 1.0, (_ROWS, _WIDTH)), (0.0, 0.5, count), (-0.5, 0.5, count),
         )
     )  # fmt: skip
-    found = _weights(_copied(module, parts, tried, offset, correction), rows, correction)
+    found = _weights(module, matrix, offset, rows, correction)
     if found is None:
         return None
-    logits = F.linear(rows, tried, None if bias is None else offset)
+    logits = F.linear(rows, matrix, None if bias is None else offset)
     for routing in _candidates(module, k, count):
         if torch.allclose(found, routing.plain(logits, correction), rtol=_TOLERANCE, atol=_TOLERANCE):
             return routing, parts
@@ -202,37 +202,20 @@ def _parts(module: nn.Module) -> RouterParts | None:
     return RouterParts(linear, path.partition(".")[0])
 
 
-def _copied(module: nn.Module, parts: RouterParts, weight: Tensor, bias: Tensor, correction: Tensor) -> nn.Module:
-    """A copy of the router with these weights, for tokens of `_WIDTH` entries."""
-    tried = copy.copy(module)
-    tried._modules = {name: copy.copy(child) for name, child in module.named_children()}
-    for holder in (tried, *tried.children()):
-        values: dict[str, nn.Parameter | None] = dict.fromkeys(holder._parameters)
-        for name, value in holder._parameters.items():
-            if value is not None:
-                made = weight if value.ndim == 2 and value.shape[0] > 1 else bias if name == "bias" else correction
-                values[name] = nn.Parameter(made if value.ndim == made.ndim else made.view(value.shape), False)
-        holder._parameters = values
-    for name in ("hidden_dim", "hidden_size"):
-        if name in vars(tried):
-            setattr(tried, name, _WIDTH)
-    return tried
+def _weights(module: nn.Module, matrix: Tensor, bias: Tensor, rows: Tensor, correction: Tensor) -> Tensor | None:
+    """Weights of all experts [T, n] that a router with these weights gives; None if it gives something else."""
 
+    def random(name: str, value: Tensor) -> Tensor:
+        made = matrix if value.ndim == 2 and value.shape[0] > 1 else bias if name == "bias" else correction
+        return made if value.ndim == made.ndim else made.view(value.shape)
 
-def _weights(tried: nn.Module, rows: Tensor, correction: Tensor) -> Tensor | None:
-    """Weights of all experts [T, n] that a router gives; None if it gives something else."""
-    forward: Callable[..., object] = type(tried).forward.__get__(tried)
-    wanted = [p for p in inspect.signature(forward).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
-    more = [correction][: len(wanted) - 1]
-    for tokens in (rows, rows.unsqueeze(0)):
-        try:
-            with torch.no_grad():
-                made = forward(tokens.clone(), *more)
-            if isinstance(made, tuple) and len(made) == 3 and all(isinstance(value, Tensor) for value in made):
-                _, values, index = made
-                return torch.zeros(len(rows), len(correction)).scatter_(-1, index, values.float())
-        except CANNOT:
-            continue
+    taken = inspect.signature(type(module).forward).parameters.values()
+    more = (correction,)[: sum(each.kind is each.POSITIONAL_OR_KEYWORD for each in taken) - 2]
+    sizes = {name: _WIDTH for name in ("hidden_dim", "hidden_size") if name in vars(module)}
+    for made in tried(module, random, (rows, *more), (rows.unsqueeze(0), *more), **sizes):
+        if isinstance(made, tuple) and len(made) == 3 and all(isinstance(value, Tensor) for value in made):
+            with contextlib.suppress(*CANNOT):
+                return torch.zeros(len(rows), len(correction)).scatter_(-1, made[2], made[1].float())
     return None
 
 
