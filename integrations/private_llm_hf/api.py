@@ -216,7 +216,12 @@ def _open(
         if private_config.plan is not None:
             require_agreement(model_class, plain, _open_small, AT_NODES)
     patch_plan = _fitting(model_class, plain, spec, private_config, tried)
-    check_reveal(spec.model, private_config)
+    name = model_class.__name__
+    if private_config.reveal == "token" and not spec.model.can_generate():
+        raise ConfigError(f"reveal='token' is for models that generate; {name} does not")
+    classifies = issubclass(model_class, Network) or name.endswith("Classification")
+    if private_config.reveal == "class" and not classifies:
+        raise ConfigError(f"reveal='class' is for classifiers; {name} is none")
     parties = start(private_config, mesh)
     try:
         description = describe(model_class, config, folded=spec.folded)
@@ -373,15 +378,6 @@ def share_checkpoint(
         _stream(functools.partial(checkpoint.stream, model_class, source_config, spec.source), spec, sparse, sink)
         checkpoint.write_client_folder(client, config, model_class)
     return writer.paths
-
-
-def check_reveal(model: PreTrainedModel, private_config: PrivateConfig) -> None:
-    """Raises ConfigError if what the client wants to open does not exist for this model."""
-    name = type(model).__name__
-    if private_config.reveal == "token" and not model.can_generate():
-        raise ConfigError(f"reveal='token' is for models that generate; {name} does not")
-    if private_config.reveal == "class" and not (isinstance(model, Network) or name.endswith("Classification")):
-        raise ConfigError(f"reveal='class' is for classifiers; {name} is none")
 
 
 def _checked(private_config: PrivateConfig | None, ranges: Ranges | None = None) -> PrivateConfig:

@@ -18,7 +18,6 @@ from transformers import PreTrainedModel
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError
 from private_llm.ranges import QUANTITIES, UNKNOWN, Ranges, layer_of
-from private_llm.token_sharding import ShardingPlan
 from private_llm_hf.handlers import handler_of
 from private_llm_hf.models.cache_policies import check_cache_policy, check_prompt_chunk
 from private_llm_hf.models.norms import FoldedNorm
@@ -93,8 +92,13 @@ def make_patch_plan(model: PreTrainedModel, config: PrivateConfig) -> PatchPlan:
         kind = type(module).__name__
         handler = handler_of(module)
         if name in nodes and config.plan is not None:
+            becomes, states = "its own forward at CompNodes", "tokens, states" if config.split is None else "states"
+            seen = f"{states} of 1 in {config.plan.alpha} rows"
+            if "Attention" in kind:
+                becomes = f"attention at {config.plan.attn_nodes} AttnNodes"
+                seen = f"q, k, v of at most 2 in {config.plan.beta} shards"
             if not _is_list(module):
-                rows.append(PatchRow(name or "(model)", kind, *_node_rule(kind, config.plan, config.split), own))
+                rows.append(PatchRow(name or "(model)", kind, becomes, seen, own))
         elif handler is not None:
             rows.append(PatchRow(name, kind, handler.becomes, handler.public, own))
         elif not _is_list(module):
@@ -105,14 +109,12 @@ def make_patch_plan(model: PreTrainedModel, config: PrivateConfig) -> PatchPlan:
     total = sum(unique.values()) + sum(part.taken for part in model.modules() if isinstance(part, FoldedNorm))
     tables = [m for m in model.modules() if isinstance(m, nn.Embedding)]
     embedding = {id(table.weight): table.weight.numel() for table in tables}
-    secret = "secret-shared" if config.weights == "secret" else "public"
+    secret, heading = "secret-shared" if config.weights == "secret" else "public", "public"
     if config.facts is not None and not config.facts.hides:
         secret = f"NOT protected (protocol '{config.protocol}')"
     if config.plan is not None:
         before = "" if config.split is None else f"'{config.protocol}' up to layer {config.split - 1}, then "
         secret = f"public; {before}statistical protection only, {config.plan.nodes} nodes"
-    heading = "public"
-    if config.plan is not None:
         heading = "each node sees" if config.split is None else "public, or each node sees"
     return PatchPlan(type(model).__name__, tuple(rows), secret, total, sum(embedding.values()), heading)
 
@@ -159,23 +161,9 @@ def ranges_table(ranges: Ranges) -> Table:
         for quantity, exponent in known.items():
             here.setdefault(quantity, []).append(exponent)
     for name, exponents in layers.items():
-        table.add_row(name, *(_span(exponents.get(quantity, [])) for quantity in QUANTITIES))
+        met = [sorted({*exponents.get(quantity, ())}) for quantity in QUANTITIES]
+        table.add_row(name, *(" to ".join(map(str, each[:1] + each[1:][-1:])) for each in met))
     return table
-
-
-def _span(exponents: list[int]) -> str:
-    if not exponents:
-        return ""
-    low, high = min(exponents), max(exponents)
-    return str(low) if low == high else f"{low} to {high}"
-
-
-def _node_rule(kind: str, plan: ShardingPlan, split: int | None) -> tuple[str, str]:
-    """(becomes, seen) of a module that nodes run."""
-    if "Attention" in kind:
-        return f"attention at {plan.attn_nodes} AttnNodes", f"q, k, v of at most 2 in {plan.beta} shards"
-    what = "tokens, states" if split is None else "states"
-    return "its own forward at CompNodes", f"{what} of 1 in {plan.alpha} rows"
 
 
 def _at_nodes(model: PreTrainedModel, config: PrivateConfig) -> frozenset[str]:

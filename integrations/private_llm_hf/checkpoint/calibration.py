@@ -42,11 +42,8 @@ _COMPARED = {op: made.name for made in ACTIVATIONS if made.compared for op in ma
 _SUMS = {torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__, Tensor.add_, Tensor.__iadd__}
 _SAME = {F.dropout, torch.dropout, Tensor.to, Tensor.float, Tensor.contiguous, Tensor.view, Tensor.reshape}
 
-
 ROUNDING = 4e-4
 """One unit of a row with fewer fractional bits may be this part of its smallest root mean square: error about 1e-4."""
-
-
 VISIBLE = 2e-3
 """One unit may be this part of a row's root mean square before a warning says so: logits are then off by 0.01."""
 
@@ -112,7 +109,10 @@ class Largest(TorchFunctionMode):
         self, func: TorchArg, types: Sequence[type], args: Sequence[TorchArg] = (), kwargs: TorchArg = None
     ) -> TorchArg:
         out = func(*args, **(kwargs or {}))
-        multiplies = func in _LAYERS or (func in _TIMES and self._of_two_secrets(args))
+        multiplies = func in _LAYERS
+        if func in _TIMES and len(args) > 1 and all(isinstance(a, Tensor) and a.is_floating_point() for a in args[:2]):
+            # two values (gate and up), not a value with a table or a weight
+            multiplies = args[0].dim() > 1 and args[0].shape == args[1].shape and self._scope not in self.widths
         self.readers.see(func, args, kwargs, out, self._scope, multiplies)
         if multiplies:
             self._note_rows_of("output", out)
@@ -158,12 +158,6 @@ class Largest(TorchFunctionMode):
             self._note_rows_of("output", out, scope)
             self._note_largest("peak", out, scope)
             self._convolved = None
-
-    def _of_two_secrets(self, args: Sequence[TorchArg]) -> bool:
-        """Whether a product looks like one of two values (gate and up), not of a value with a table or a weight."""
-        if len(args) < 2 or not all(isinstance(a, Tensor) and a.is_floating_point() for a in args[:2]):
-            return False
-        return args[0].dim() > 1 and args[0].shape == args[1].shape and self._scope not in self.widths
 
     def _note_rows_of(self, quantity: str, x: Tensor, scope: str | None = None) -> None:
         """Norms of rows, or where these are short, of the pieces that the check of ranges sums up."""
@@ -255,7 +249,13 @@ def ranges_of(largest: Largest, config: PrivateConfig) -> Ranges:
     """Exponents with head room for what was met. Raises DomainError naming the module whose values do not fit."""
     modules: dict[str, dict[str, int]] = {}
     for name, met in largest.largest.items():
-        _check_relu(name, met.get("relu", 0.0), config)
+        reached, bits = met.get("relu", 0.0), config.relu_bits
+        if bits is not None and reached >= 2.0 ** (bits - 1 - config.frac_bits):
+            raise DomainError(
+                f"module '{name}' gets {reached:.3g}, and relu_bits={bits} with {config.frac_bits} fractional bits "
+                f"states less than {2.0 ** (bits - 1 - config.frac_bits):g}. Nothing was sent. Want "
+                f"relu_bits={math.floor(math.log2(reached)) + 2 + config.frac_bits} or more (None: 2^20)"
+            )
         entry = max(met.get(key, 0.0) for key in ("peak", "entry"))
         limits = {"product": REACH + 5, "largest score": _MOST_SCORE}
         for reached, limit in ((entry, REACH), *((met.get(key, 0.0), most) for key, most in limits.items())):
@@ -286,16 +286,6 @@ def ranges_of(largest: Largest, config: PrivateConfig) -> Ranges:
         if product in modules and all(fit < config.frac_bits for fit in fits):
             modules[product]["frac"] = min(fits)
     return Ranges({name: known for name, known in modules.items() if known})
-
-
-def _check_relu(name: str, reached: float, config: PrivateConfig) -> None:
-    """Raise DomainError if what a ReLU was given leaves the range that `relu_bits` states."""
-    if config.relu_bits is not None and reached >= 2.0 ** (config.relu_bits - 1 - config.frac_bits):
-        raise DomainError(
-            f"module '{name}' gets {reached:.3g}, and relu_bits={config.relu_bits} with {config.frac_bits} fractional "
-            f"bits states less than {2.0 ** (config.relu_bits - 1 - config.frac_bits):g}. Nothing was sent. Want "
-            f"relu_bits={math.floor(math.log2(reached)) + 2 + config.frac_bits} or more (None: 2^20)"
-        )
 
 
 def _check_ring(largest: Largest, config: PrivateConfig) -> None:

@@ -20,20 +20,12 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
-from transformers import (
-    AutoConfig,
-    AutoImageProcessor,
-    AutoTokenizer,
-    GenerationConfig,
-    PretrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import find_adapter_config_file
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError, PatchMismatch, PrivateLLMError, listed
-from private_llm_hf.checkpoint.dense import FOREIGN, TIED, dense_model, first_line, quantisation, without_quantisation
+from private_llm_hf.checkpoint.dense import FOREIGN, TIED, dense_model, first_line, without_quantisation
 from private_llm_hf.checkpoint.loaded import as_built
 from private_llm_hf.checkpoint.sentence_vectors import copy_sentence_files
 from private_llm_hf.checkpoint.source import check_attention, check_options, readable_files, want_config
@@ -90,7 +82,9 @@ class Checkpoint:
         options = {**self._where, **self._settings, **self.tokenizer_options}
         with self._readable():
             try:
-                config, unused = AutoConfig.from_pretrained(self.source, return_unused_kwargs=True, **options)
+                config, unused = transformers.AutoConfig.from_pretrained(
+                    self.source, return_unused_kwargs=True, **options
+                )
             except (OSError, ValueError) as error:
                 if isinstance(error, PrivateLLMError) or self.gguf_file is not None:
                     raise
@@ -122,7 +116,7 @@ class Checkpoint:
         Attention of another machine (FlashAttention) may have no package here, and does not matter to a private model.
         Raises ConfigError for attention of somebody's own.
         """
-        self._quantised = quantisation(config) or self._quantised
+        self._quantised = getattr(config, "quantization_config", None) or self._quantised
         check_attention(config._attn_implementation)
         config = copy.deepcopy(config)
         config._attn_implementation = None
@@ -142,7 +136,9 @@ class Checkpoint:
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
         """Its tokenizer; None without one (for some families transformers makes up an empty one)."""
         try:
-            found = AutoTokenizer.from_pretrained(self.tokenizer_source, **self.tokenizer_options, **self._where)
+            found = transformers.AutoTokenizer.from_pretrained(
+                self.tokenizer_source, **self.tokenizer_options, **self._where
+            )
         except (OSError, ValueError, KeyError):
             return None
         return found if found.vocab_size > 0 else None
@@ -196,7 +192,11 @@ class Checkpoint:
             if unpack is not None:
                 more["quantization_config"] = unpack(dequantize=True)
         elif self._quantised is not None:
-            settings.quantization_config = _unpacking(self._quantised)
+            settings.quantization_config = unpacking = copy.deepcopy(self._quantised)
+            if isinstance(unpacking, dict):
+                unpacking["dequantize"] = True  # loaders that do not know it ignore it
+            elif hasattr(unpacking, "dequantize"):
+                unpacking.dequantize = True
         with self._readable(), readable_files(self.source), LOADING:
             model, info = model_class.from_pretrained(
                 self.source, config=settings, dtype=torch.float32, output_loading_info=True, **more, **hf
@@ -226,7 +226,7 @@ class Checkpoint:
             generation.save_pretrained(folder)
         if architecture(config).kind == "vision":
             with contextlib.suppress(OSError, ValueError):  # plain networks and tests have none
-                AutoImageProcessor.from_pretrained(self.source, **self._where).save_pretrained(folder)
+                transformers.AutoImageProcessor.from_pretrained(self.source, **self._where).save_pretrained(folder)
             return
         copy_sentence_files(self.source, folder, **self._where)
         tokenizer = self.tokenizer()
@@ -273,7 +273,9 @@ class Checkpoint:
         if self.gguf_file is not None:
             return f"{self.source!r} with gguf_file={self.gguf_file!r}"
         if self._quantised is not None:
-            return f"{self.source!r} (quantised: {_method(self._quantised)})"
+            settings = self._quantised if isinstance(self._quantised, dict) else vars(self._quantised)
+            method = settings.get("quant_method")
+            return f"{self.source!r} (quantised: {getattr(method, 'value', method)})"
         return f"{self.source!r}" + ("" if self._base is None else f" (adapter of {self._base.source!r})")
 
 
@@ -320,21 +322,6 @@ def _base_of_adapter(source: str, where: dict[str, Any], settings: dict[str, Any
 def _of_base(options: dict[str, Any]) -> dict[str, Any]:
     """An adapter's options without those that say where in its repository it lies."""
     return {key: value for key, value in options.items() if key not in ("revision", "subfolder")}
-
-
-def _method(quantised: Any) -> str:  # noqa: ANN401 - a dictionary, or one of transformers' classes
-    found = quantised.get("quant_method") if isinstance(quantised, dict) else getattr(quantised, "quant_method", None)
-    return str(getattr(found, "value", found))
-
-
-def _unpacking(quantised: Any) -> Any:  # noqa: ANN401 - a dictionary, or one of transformers' classes
-    """The quantisation settings of a checkpoint, asking for plain weights where its loader knows how."""
-    settings = copy.deepcopy(quantised)
-    if isinstance(settings, dict):
-        settings["dequantize"] = True  # loaders that do not know it ignore it
-    elif hasattr(settings, "dequantize"):
-        settings.dequantize = True
-    return settings
 
 
 @contextlib.contextmanager

@@ -57,15 +57,9 @@ def unwrapped(model: nn.Module) -> nn.Module:
         model = inner
 
 
-def quantisation(config: PretrainedConfig) -> object:
-    """What a configuration says of quantised weights; None if nothing."""
-    found: object = getattr(config, "quantization_config", None)
-    return found
-
-
 def without_quantisation(config: PretrainedConfig) -> PretrainedConfig:
     """The configuration of the same model with plain weights."""
-    if quantisation(config) is None:
+    if getattr(config, "quantization_config", None) is None:
         return config
     plain = copy.deepcopy(config)
     del plain.quantization_config
@@ -96,7 +90,8 @@ def _merged(model: nn.Module, owned: bool) -> nn.Module:
         given = sample_inputs(base)
         wanted, calls = outputs(mine, given), recorded(mine, dict(base.named_modules()), given)
         _separate(base)
-        end = "unload" if _disabled(mine) else "merge_and_unload"
+        off = any(getattr(layer, "disable_adapters", False) is True for layer in mine.modules())  # the base answers
+        end = "unload" if off else "merge_and_unload"
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=TIED)
             plain = getattr(mine, end)() if adapted else _without_layers(mine)
@@ -139,11 +134,6 @@ def _separate(model: nn.Module) -> None:
         for own, weight in list(base._parameters.items()):
             if weight is not None and len(holders[id(weight)]) > 1:
                 base._parameters[own] = nn.Parameter(weight.detach().clone(), requires_grad=False)
-
-
-def _disabled(model: nn.Module) -> bool:
-    """Whether the adapters of a peft model are switched off, so that the base model answers."""
-    return any(getattr(layer, "disable_adapters", False) is True for layer in model.modules())
 
 
 def _without_layers(model: nn.Module) -> nn.Module:

@@ -11,7 +11,7 @@ import copy
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 from torch import Tensor, nn
@@ -21,38 +21,12 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from private_llm.errors import PatchMismatch, listed
+from private_llm_hf.checkpoint import given_parts, sample_inputs, weights
 from private_llm_hf.checkpoint.dense import first_line
-from private_llm_hf.checkpoint.given_parts import (
-    ATTENTION,
-    check_buffers,
-    check_settings,
-    pairs,
-    part,
-    strange_modules,
-    value,
-)
+from private_llm_hf.checkpoint.given_parts import pairs, part, value
 from private_llm_hf.checkpoint.model_spec import sent_values
 from private_llm_hf.checkpoint.own_code import of_user, replaced_forwards
-from private_llm_hf.checkpoint.sample_inputs import (
-    EQUAL,
-    difference,
-    evaluating,
-    first_difference,
-    generated,
-    longer_inputs,
-    outputs,
-    recorded,
-    sample_inputs,
-)
-from private_llm_hf.checkpoint.weights import (
-    AS_GIVEN,
-    POOLER,
-    STATISTICS,
-    WeightList,
-    dense_weight,
-    skeleton,
-    without_weights,
-)
+from private_llm_hf.checkpoint.sample_inputs import difference, evaluating, outputs, recorded
 
 _ELSEWHERE = 1e-2
 """As EQUAL, where accelerate moves the model between devices, whose kernels differ."""
@@ -70,16 +44,19 @@ def as_built(model: PreTrainedModel, config: PretrainedConfig) -> PreTrainedMode
     are not copied. Raises PatchMismatch, with the module's name, where the two consist of other classes, compute
     something else, hold other buffers, settings (eps, scaling) or configurations, or where weights are missing.
     """
-    with AS_GIVEN, evaluating(model):
+    with weights.AS_GIVEN, evaluating(model):
         return _as_built(model, config)
 
 
 def _as_built(model: PreTrainedModel, config: PretrainedConfig) -> PreTrainedModel:
-    given = sample_inputs(model)
+    given = sample_inputs.sample_inputs(model)
     config = _as_given(model, config)
-    built = without_weights(type(model), _as_read(config))
+    sent = sent_values(config)
+    read = AutoConfig.for_model(sent.pop("model_type"), **sent)  # as parties do: what was set may become something else
+    read._attn_implementation = config._attn_implementation
+    built = weights.without_weights(type(model), read)
     built.eval()
-    strange = strange_modules(model, built)
+    strange = given_parts.strange_modules(model, built)
     if strange:
         raise PatchMismatch(
             f"patch: {len(strange)} module(s) of this {type(model).__name__} are not those of its class: "
@@ -91,24 +68,23 @@ def _as_built(model: PreTrainedModel, config: PretrainedConfig) -> PreTrainedMod
         with _unpacked(model):
             wanted = outputs(model, given)
     except Exception as error:
-        check_settings(model, built)
+        given_parts.check_settings(model, built)
         raise PatchMismatch(
             f"patch: this {type(model).__name__} does not run in the clear on a short text "
             f"({type(error).__name__}: {first_line(error)}); want a model that runs with {', '.join(given)}"
         ) from error
-    check_buffers(model, built)
+    given_parts.check_buffers(model, built)
     made = outputs(built, given)
-    check_settings(model, built)
-    allowed = (
-        EQUAL if len({weight.device for weight in (*model.parameters(), *built.parameters())}) == 1 else _ELSEWHERE
-    )
+    given_parts.check_settings(model, built)
+    devices = {weight.device for weight in (*model.parameters(), *built.parameters())}
+    allowed = sample_inputs.EQUAL if len(devices) == 1 else _ELSEWHERE
     found = difference(wanted, made, allowed)
     replaced = [f"forward of '{name}'" for name in replaced_forwards(model)]
     attention = _own_attention(model)
     if attention is not None:
         replaced.append(f"attention function {attention!r}")
     if found is None and replaced:
-        given = longer_inputs(config, given)
+        given = sample_inputs.longer_inputs(config, given)
         found = _longer_difference(model, built, given, allowed)
         if found is not None:
             raise PatchMismatch(
@@ -122,7 +98,7 @@ def _as_built(model: PreTrainedModel, config: PretrainedConfig) -> PreTrainedMod
     both = pairs(model, built)
     mine = recorded(model, {name: pair[0] for name, pair in both.items()}, given)
     theirs = recorded(built, {name: pair[1] for name, pair in both.items()}, given)
-    name = first_difference(mine, theirs, allowed)
+    name = sample_inputs.first_difference(mine, theirs, allowed)
     raise PatchMismatch(
         f"patch: '{name or type(model).__name__}' ({type(both[name][1]).__name__}) does not compute what its class "
         f"and the model's configuration say, from which the parties build it ({found}); undo the change, or change the "
@@ -137,7 +113,7 @@ def _longer_difference(
     first = {name: value[:, :1] if name.endswith("input_ids") else value for name, value in given.items()}
     runs: list[tuple[Callable[..., dict[str, Tensor]], dict[str, Tensor]]] = [(outputs, given), (outputs, first)]
     if model.can_generate():
-        runs.append((generated, given))
+        runs.append((sample_inputs.generated, given))
     for run, inputs in runs:
         try:
             with _unpacked(model):
@@ -153,22 +129,24 @@ def _longer_difference(
 # -- what the configuration should say ------------------------------------------------------------------------------
 def _as_given(model: PreTrainedModel, config: PretrainedConfig) -> PretrainedConfig:
     """The configuration with the sizes that the model has."""
-    bare = skeleton(type(model), config)
+    bare = weights.skeleton(type(model), config)
     text = config.get_text_config()
     changes: dict[str, object] = {}
-    rows = _rows(model)
-    if rows is not None and isinstance(getattr(text, "vocab_size", None), int) and rows != text.vocab_size:
-        changes["vocab_size"] = rows
+    with suppress(NotImplementedError, AttributeError):
+        table, stated = model.get_input_embeddings(), text.vocab_size
+        if isinstance(table, nn.Embedding) and isinstance(stated, int) and len(table.weight) != stated:
+            changes["vocab_size"] = len(table.weight)
     layers = _layers(model, bare, getattr(text, "num_hidden_layers", None))
     if layers is not None:
         changes["num_hidden_layers"] = layers
         kinds = getattr(text, "layer_types", None)
         if isinstance(kinds, list):
             changes["layer_types"] = kinds[:layers]
-    untied = any(_untied(model, name, source) for name, source in WeightList.of(bare).tied.items())
+    untied = any(_untied(model, name, source) for name, source in weights.WeightList.of(bare).tied.items())
     own = _own_attention(model)
-    pooled = _pooled(model, bare)
-    if not changes and not untied and own is None and pooled is None:
+    pooled = part(model, "pooler") is not None
+    repooled = weights.POOLER in inspect.signature(type(model)).parameters and pooled == (part(bare, "pooler") is None)
+    if not changes and not untied and own is None and not repooled:
         return config
     changed = copy.deepcopy(config)
     for name, size in changes.items():
@@ -177,7 +155,7 @@ def _as_given(model: PreTrainedModel, config: PretrainedConfig) -> PretrainedCon
         changed.tie_word_embeddings = changed.get_text_config().tie_word_embeddings = False
     if own is not None:
         changed._attn_implementation = "sdpa" if own == "eager" else "eager"
-    if pooled is not None:
+    if repooled:
         changed.add_pooling_layer = pooled
     return changed
 
@@ -188,32 +166,8 @@ def _own_attention(model: PreTrainedModel) -> str | None:
     used = [each[name] for each in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS) if name in each.valid_keys()]
     if name not in ALL_ATTENTION_FUNCTIONS.valid_keys():  # "eager": the function in the file of the class
         used.append(getattr(sys.modules[type(model).__module__], "eager_attention_forward", None))
-    return name if name not in (None, *ATTENTION) or any(each is not None and of_user(each) for each in used) else None
-
-
-def _pooled(model: PreTrainedModel, bare: PreTrainedModel) -> bool | None:
-    """Whether the model was built with a pooler; None where that is what its configuration says."""
-    usual = inspect.signature(type(model)).parameters.get(POOLER)
-    if usual is None or (part(model, "pooler") is None) == (part(bare, "pooler") is None):
-        return None
-    return part(model, "pooler") is not None
-
-
-def _as_read(config: PretrainedConfig) -> PretrainedConfig:
-    """The configuration as parties read it: what was set on it may become something else on the way."""
-    values = sent_values(config)
-    read = AutoConfig.for_model(values.pop("model_type"), **values)
-    read._attn_implementation = config._attn_implementation
-    return read
-
-
-def _rows(model: PreTrainedModel) -> int | None:
-    """Tokens in the table of embeddings."""
-    try:
-        table = model.get_input_embeddings()
-    except (NotImplementedError, AttributeError):
-        return None
-    return table.weight.shape[0] if isinstance(table, nn.Embedding) else None
+    own = name not in (None, *given_parts.ATTENTION) or any(each is not None and of_user(each) for each in used)
+    return name if own else None
 
 
 def _layers(model: nn.Module, bare: nn.Module, count: object) -> int | None:
@@ -240,7 +194,7 @@ def _take_weights(model: PreTrainedModel, built: PreTrainedModel) -> None:
             f"patch: weight '{name}' is not in the model's configuration, from which the parties build it; want the "
             f"class as transformers loads it ({type(owner).__name__}.{own} would be lost)"
         )
-    wanted = WeightList.of(built)
+    wanted = weights.WeightList.of(built)
     made: dict[str, nn.Parameter] = {}
     empty: list[str] = []
     for name, shape in wanted.shapes.items():
@@ -267,7 +221,7 @@ def _take_weights(model: PreTrainedModel, built: PreTrainedModel) -> None:
     if len({weight.device for weight in made.values()}) > 1:  # a model over several devices: together again
         made = {name: nn.Parameter(weight.detach().cpu(), requires_grad=False) for name, weight in made.items()}
     for path, module in built.named_modules(remove_duplicate=False):
-        for own in (*module._parameters, *(STATISTICS if isinstance(module, _BatchNorm) else ())):
+        for own in (*module._parameters, *(weights.STATISTICS if isinstance(module, _BatchNorm) else ())):
             name = f"{path}.{own}" if path else own
             taken = made.get(wanted.tied.get(name, name))
             if taken is not None and own in module._parameters:
@@ -277,7 +231,7 @@ def _take_weights(model: PreTrainedModel, built: PreTrainedModel) -> None:
 
 
 def _dense(name: str, found: Tensor) -> Tensor:
-    return dense_weight(name, found.detach() if type(found) in (Tensor, nn.Parameter) else found)
+    return weights.dense_weight(name, found.detach() if type(found) in (Tensor, nn.Parameter) else found)
 
 
 def _surplus(model: nn.Module, built: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
@@ -301,7 +255,7 @@ def _unpacked(model: nn.Module) -> Iterator[None]:
     try:
         for path, module in model.named_modules():
             for own, value in module.named_parameters(recurse=False):
-                plain = dense_weight(f"{path}.{own}" if path else own, value)
+                plain = weights.dense_weight(f"{path}.{own}" if path else own, value)
                 if plain is not value:
                     held.append((module, own, value))
                     module._parameters[own] = nn.Parameter(plain, requires_grad=False)

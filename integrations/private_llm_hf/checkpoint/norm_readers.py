@@ -87,7 +87,8 @@ class _Trace(TorchFunctionMode):
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
-        replaced = _replaced(model)
+        away = [n for n, part in model.named_modules() if _runs_otherwise(part) or expands_latents(part)]
+        replaced = tuple(f"{name}." for name in away)  # what lies in modules that run otherwise at the parties
         shared = _shared(model)
         self._norms: dict[nn.Module, str] = {}
         self._layers: dict[nn.Module, str] = {}
@@ -131,8 +132,11 @@ class _Trace(TorchFunctionMode):
         given = list(tensors_in((args, kwargs or {})))
         for value in given:
             owner = self._owners.get(id(value))
-            if owner is not None and owner is not running:
-                self._leaves(owner)
+            if owner is not None and owner is not running:  # somebody else looks at its weights
+                if owner in self._norms:
+                    self._lost.add(owner)
+                else:
+                    self._read[owner].add(None)
         told = out is not None and not any(True for _ in tensors_in(out))  # shapes and types, which are public
         if running in self._layers or told:
             return out
@@ -147,13 +151,6 @@ class _Trace(TorchFunctionMode):
     def _norm_of(self, value: object) -> nn.Module | None:
         found = self._rows.get(id(value))
         return None if found is None else found[1]
-
-    def _leaves(self, owner: nn.Module) -> None:
-        """Somebody else has looked at the weights of a norm or a layer."""
-        if owner in self._norms:
-            self._lost.add(owner)
-        else:
-            self._read[owner].add(None)
 
     def norms_of_layers(self) -> dict[str, str]:
         only = {layer: next(iter(read)) for layer, read in self._read.items() if len(read) == 1}
@@ -175,15 +172,6 @@ def _is_norm(module: nn.Module) -> bool:
     handler = handler_of(module)
     of_user = handler is not None and handler.settings is not None
     return not of_user and getattr(module, "weight", None) is not None and spelled_norm(module) is not None
-
-
-def _replaced(model: nn.Module) -> tuple[str, ...]:
-    """Beginnings of the names of what lies in modules that run otherwise at the parties."""
-    found = []
-    for name, module in model.named_modules():
-        if _runs_otherwise(module) or expands_latents(module):
-            found.append(f"{name}.")
-    return tuple(found)
 
 
 def _runs_otherwise(module: nn.Module) -> bool:
@@ -291,16 +279,11 @@ def with_readers(ranges: Ranges, readers: ResultReaders, config: PrivateConfig) 
     }  # fmt: skip
     for name in followed:
         modules[name]["read"] = max(
-            ranges.modules[each]["output"] + _factor_bits(each, ranges, readers, followed, config)
+            ranges.modules[each]["output"]
+            + (
+                min(config.frac_bits, READ_BITS) if readers.factors[each] <= followed
+                else ranges.modules[each].get("weight", config.frac_bits)  # of the other factor
+            )
             for each in readers.of[name] if each is not None
         )  # fmt: skip
     return Ranges(modules)
-
-
-def _factor_bits(
-    reader: str, ranges: Ranges, readers: ResultReaders, followed: set[str], config: PrivateConfig
-) -> int:  # fmt: skip
-    """Fractional bits of the other factor of a product."""
-    if readers.factors[reader] <= followed:
-        return min(config.frac_bits, READ_BITS)
-    return ranges.modules[reader].get("weight", config.frac_bits)

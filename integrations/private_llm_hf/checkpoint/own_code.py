@@ -54,7 +54,8 @@ def refuse_own_code(model: nn.Module) -> None:
         own_hooks = filter(of_user, (*module._forward_hooks.values(), *module._forward_pre_hooks.values()))
         if not all(map(_prunes, own_hooks)):
             raise PatchMismatch(f"patch: '{called}' has a forward hook, which parties do not run; remove it")
-        if not all(is_own_kind(type(hook)) for hook in _moving_hooks(module)):
+        moving = getattr(module, "_hf_hook", None)  # accelerate's own way of hooks
+        if not all(is_own_kind(type(hook)) for hook in (moving, *getattr(moving, "hooks", ())) if hook is not None):
             raise PatchMismatch(f"patch: '{called}' has a hook (_hf_hook) that parties do not run; remove it")
         if id(module) in lost and not is_own_kind(kind):
             raise PatchMismatch(
@@ -121,12 +122,6 @@ def _prunes(hook: object) -> bool:
     """Whether a hook only multiplies a weight with a mask, which somebody's own method of pruning made before."""
     base, kind = prune.BasePruningMethod, type(hook)
     return issubclass(kind, base) and kind.__call__ is base.__call__ and kind.apply_mask is base.apply_mask
-
-
-def _moving_hooks(module: nn.Module) -> tuple[object, ...]:
-    """What accelerate's own way of hooks has on a module."""
-    hook = getattr(module, "_hf_hook", None)
-    return () if hook is None else (hook, *getattr(hook, "hooks", ()))
 
 
 def _around(code: Any, of_class: object) -> Iterator[Any]:  # noqa: ANN401 - a function, method or partial

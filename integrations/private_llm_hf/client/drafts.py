@@ -17,6 +17,7 @@ that follow draw from that remainder in turn.
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -153,13 +154,9 @@ class LookUp(Draft):
                 if found == paths:
                     return
                 if text[start : start + size] == end:
-                    tree.add(_continued(text, start + size, length))
+                    following = itertools.cycle(text[start + size :])  # where it ends too soon, what repeats goes on
+                    tree.add(list(itertools.islice(following, length)))
                     found = len(tree.leaves()) - known
-
-
-def _continued(text: list[int], start: int, length: int) -> list[int]:
-    """The text from `start` on, again and again where it ends before `length` tokens: what repeats goes on."""
-    return [text[start + place % (len(text) - start)] for place in range(length)]
 
 
 class ModelDraft(Draft):

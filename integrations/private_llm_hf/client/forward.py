@@ -101,8 +101,11 @@ class ForwardCall:
         kind = architecture(self.config).kind
         if kind == "decoder" and type(self.model).__name__.endswith("ForSequenceClassification"):
             check.check_last_token(self.config, rows, mask, self.ids)
-        if reads_first_token(self.model.original_class):
-            check.check_first_token(mask)
+        if reads_first_token(self.model.original_class) and mask is not None and not bool(mask[:, 0].all()):
+            raise DomainError(
+                "attention_mask: got padding on the left, where this model reads its first token; want it on the right "
+                "(padding_side='right')"
+            )
         return self._call(cache, length, None)
 
     # -- two stacks ---------------------------------------------------------------------------------------------
@@ -170,7 +173,10 @@ class ForwardCall:
             value = check.check_embeds(name, value, self.model.embedding_width)
             length = value.shape[1]
         self.listed.append(Values(name, tuple(value.shape)))
-        self.secrets.append(check.encode_values(name, value, self.parties.ring, self.parties.config.frac_bits))
+        try:
+            self.secrets.append(self.parties.ring.encode(value, self.parties.config.frac_bits))
+        except DomainError as error:  # NaN, infinite or too large
+            raise DomainError(f"{name}: {error}") from None
         return value.shape[0], length
 
     def _cache(self, rows: int, length: int) -> PrivateCache | None:
@@ -220,11 +226,11 @@ class ForwardCall:
             value = self.given.pop(name, None)
             if value is not None:
                 found[name] = check.check_index(name, value, rows, length)
-        if "position_ids" not in found and architecture(self.config).positions == "after padding":
-            seen = torch.ones(rows, length, dtype=torch.int64)
+        if "position_ids" not in found and architecture(self.config).positions == "after padding":  # RoBERTa's
+            seen, padding = torch.ones(rows, length, dtype=torch.int64), self.config.pad_token_id
             if self.ids is not None:  # as the plaintext model: by its tokens, whatever the mask says
-                seen = (self.ids != self.config.pad_token_id).to(torch.int64)
-            found["position_ids"] = check.padding_positions(self.config, seen)
+                seen = (self.ids != padding).to(torch.int64)
+            found["position_ids"] = torch.cumsum(seen, dim=1) * seen + padding
         if "position_ids" in found:
             check.check_position_values(self.config, found["position_ids"])
         self.public.update(found)
@@ -236,13 +242,17 @@ class ForwardCall:
                 raise DomainError(f"logits_to_keep: got {keep!r}; want a number of last positions, or 0 for all")
             self.public["logits_to_keep"] = keep
         self.given.pop("use_cache", None)
-        left = sorted(name for name, value in self.given.items() if value is not False and not _is_empty(value))
+        empty = [name for name, value in self.given.items() if isinstance(value, dict | tuple | list) and not value]
+        left = sorted(name for name, value in self.given.items() if value is not False and name not in empty)
         if left:
             raise UnsupportedOp(f"forward argument(s) {', '.join(left)}: no private rule; leave them out")
-        asked = Call(
-            self.public, tuple(self.listed), None if cache is None else cache.handle,
-            None if encoded is None else _reference(encoded), None, OPENED,
-        )  # fmt: skip
+        read = None
+        if encoded is not None:  # rows of it, unless it is all in order
+            index = encoded.row_index
+            plain = torch.equal(index, torch.arange(encoded.source_rows))
+            read = Encoded(encoded.handle, None if plain else index)
+        handle = None if cache is None else cache.handle
+        asked = Call(self.public, tuple(self.listed), handle, read, None, OPENED)
         spend_positions(self.parties, asked.rows * length)
         kind, opened = self._run_chunks(asked, cache, length)
         values: dict[str, Any] = {name: value.to(torch.float32) for name, value in opened.items()}
@@ -288,11 +298,6 @@ class ForwardCall:
         return kind, opened[0] if len(opened) == 1 else joined(opened, by_token)
 
 
-def _is_empty(value: object) -> bool:
-    """Whether an argument says nothing, such as the encoded pictures of a text without any."""
-    return isinstance(value, dict | tuple | list) and not value
-
-
 def encode_prompt(model: PrivateModel, **given: Tensor | None) -> PrivateEncoderOutput:
     """Run an encoder-decoder model's encoder at the parties; they keep the result, the client gets a handle.
 
@@ -317,13 +322,6 @@ def _as_logits(index: Tensor, count: int) -> Tensor:
         raise DomainError("the parties revealed an index out of range; their shares do not fit together")
     logits = torch.full((*index.shape, count), float("-inf"))
     return logits.scatter_(-1, index.unsqueeze(-1), 0.0)
-
-
-def _reference(encoded: PrivateEncoderOutput) -> Encoded:
-    """Which kept encoder output, and which of its rows (None: all in order)."""
-    index = encoded.row_index
-    plain = torch.equal(index, torch.arange(encoded.source_rows))
-    return Encoded(encoded.handle, None if plain else index)
 
 
 def _output_class(name: str, model: PrivateModel) -> type[ModelOutput]:

@@ -182,9 +182,7 @@ def _real(value: object, share: bool) -> bool:
 
 
 def _tokens(value: object) -> list[int]:
-    """The whole numbers anywhere in a setting."""
-    if isinstance(value, Mapping):
-        return _tokens(list(value))
-    if isinstance(value, list | tuple):
+    """The whole numbers anywhere in a setting; of a mapping in its keys."""
+    if isinstance(value, list | tuple | Mapping):
         return [token for item in value for token in _tokens(item)]
     return [value] if isinstance(value, int) else []

@@ -1,4 +1,4 @@
-"""Checks of what a user passes in, before anything is sent, and its encoding as ring elements.
+"""Checks of what a user passes in, before anything is sent.
 
 Every check raises DomainError saying what came, what is wanted and what to do. `Labels` are looked at like inputs, and
 give the loss.
@@ -17,7 +17,6 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.loss import loss_utils
 
 from private_llm.errors import DomainError, UnsupportedOp
-from private_llm.ring.ring import Ring
 from private_llm_hf.models.architectures import architecture
 from private_llm_hf.vision.network import image_shape
 
@@ -113,12 +112,6 @@ def max_positions(config: PretrainedConfig) -> int | None:
     return limit - config.pad_token_id - 1 if positions == "after padding" else limit
 
 
-def padding_positions(config: PretrainedConfig, mask: Tensor) -> Tensor:
-    """RoBERTa's position ids from a mask [B, S] that is 0 where the plaintext model sees its padding token."""
-    offset: int = config.pad_token_id
-    return torch.cumsum(mask, dim=1) * mask + offset
-
-
 def check_position_values(config: PretrainedConfig, positions: Tensor) -> None:
     """Refuse positions outside the table."""
     limit = getattr(config, "max_position_embeddings", None)
@@ -144,15 +137,6 @@ def check_last_token(config: PretrainedConfig, rows: int, mask: Tensor | None, i
         )
 
 
-def check_first_token(mask: Tensor | None) -> None:
-    """A classifier that reads the first token wants one there."""
-    if mask is not None and not bool(mask[:, 0].all()):
-        raise DomainError(
-            "attention_mask: got padding on the left, where this model reads its first token; want it on the right "
-            "(padding_side='right')"
-        )
-
-
 def check_embeds(name: str, embeds: object, width: int | None) -> Tensor:
     """Embeddings [B, S, width] as floats on the CPU, none of the three 0; width None: any."""
     wanted = f"a floating-point tensor [batch, length, {width or 'hidden'}]"
@@ -171,14 +155,6 @@ def check_pixels(name: str, pixels: object, config: PretrainedConfig) -> Tensor:
     return checked.cpu()
 
 
-def encode_values(name: str, values: Tensor, ring: Ring, frac: int) -> Tensor:
-    """Real inputs as ring elements; DomainError names the input if a value is NaN, infinite or too large."""
-    try:
-        return ring.encode(values, frac)
-    except DomainError as error:
-        raise DomainError(f"{name}: {error}") from None
-
-
 # -- `labels=`: the loss that the plaintext class would return, computed at the client from the logits that it opens ---
 # Labels stay with the client; no party learns that there are any. Each kind of head has its own loss, as transformers
 # has (`transformers.loss.loss_utils`).
@@ -192,12 +168,6 @@ _HEADS = {
     "LMHeadModel": "next tokens",
     "ForConditionalGeneration": "tokens",
 }
-
-
-def _shifts(original: type[PreTrainedModel]) -> bool:
-    """Whether a decoder's loss compares each position with the next label: transformers' own loss does."""
-    source = inspect.getsource(original.forward)
-    return "loss_function(" in source or "[..., :-1, :]" in source or "[:, :-1, :]" in source
 
 
 class Labels:
@@ -214,7 +184,8 @@ class Labels:
             raise UnsupportedOp(
                 f"labels: {name} has no head whose loss is known; take its outputs and compute the loss"
             )
-        if kind == "next tokens" and not _shifts(original):
+        shifting = ("loss_function(", "[..., :-1, :]", "[:, :-1, :]")  # transformers' own loss does
+        if kind == "next tokens" and not any(map(inspect.getsource(original.forward).__contains__, shifting)):
             raise UnsupportedOp(
                 f"labels: {name} does not compare them with the next tokens, as other decoders do; take its logits and "
                 "compute the loss"
@@ -222,9 +193,7 @@ class Labels:
         if reveal != "logits":
             raise UnsupportedOp(f"labels: the loss needs logits, and reveal={reveal!r} does not open them")
         self._kind, self._config = kind, copy.copy(config)  # the loss may note a problem type in its configuration
-        self._count = config.get_text_config().vocab_size if kind.endswith("tokens") else config.num_labels
-        if kind == "classes of tokens":
-            self._count = config.num_labels
+        self._count = config.num_labels if kind.startswith("classes") else config.get_text_config().vocab_size
         given = _tensor("labels", labels, "a tensor", ())
         if kind != "classes":
             given = self._integers(labels)

@@ -11,7 +11,7 @@ import inspect
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -196,10 +196,9 @@ class PrivateModel:
     @functools.cached_property
     def embedding_width(self) -> int | None:
         """Numbers of an embedded token, if the model has a table of tokens."""
-        try:
+        with suppress(NotImplementedError):
             return getattr(skeleton(self.original_class, self.config).get_input_embeddings(), "embedding_dim", None)
-        except NotImplementedError:
-            return None
+        return None
 
     device, dtype = torch.device("cpu"), torch.float32
     """Where inputs are expected and outputs appear, and what outputs are."""

@@ -38,27 +38,10 @@ from private_llm_hf.checkpoint.weights import Sink, encode_weight
 from private_llm_hf.client.costs import Costs, rows_of
 from private_llm_hf.client.preprocess import Schedule, handles_of
 from private_llm_hf.client.session_client import Secret, SessionClient
+from private_llm_hf.wire import commands
 from private_llm_hf.wire.answers import Alive, CostRows, Loaded, Outputs, Prepared, StoredFile
 from private_llm_hf.wire.codec import M, Message
-from private_llm_hf.wire.commands import (
-    CacheEdit,
-    Call,
-    CallOrEdit,
-    Description,
-    EndOfWeights,
-    Forward,
-    Hello,
-    LoadFile,
-    LoadModel,
-    ManageCache,
-    Preprocess,
-    Slices,
-    Stop,
-    TellCosts,
-    Weight,
-    recv_message,
-    send_message,
-)  # fmt: skip
+from private_llm_hf.wire.commands import CacheEdit, Call, CallOrEdit, Description, Slices, recv_message, send_message
 
 _REMOTE = re.compile(rf"({HEARSAY}(?:{WHO})): (\w+): (.*)", re.DOTALL)
 
@@ -164,7 +147,7 @@ class Parties(SessionClient):
                     f"the parties hold share files of another model than this {description.class_}; start them with "
                     "its files, or load the model they hold"
                 )
-            self.tell(LoadFile())
+            self.tell(commands.LoadFile())
             self.ranges = Ranges(self.answers(Loaded).ranges)
             self.transport.ledger.reset()
             return True
@@ -174,7 +157,7 @@ class Parties(SessionClient):
 
         Raises ShareFileError if they differ.
         """
-        self.tell(Hello(wanted))
+        self.tell(commands.Hello(wanted))
         answers = [self._answer(party, StoredFile) for party in self.members]
         if any(answer != answers[0] for answer in answers[1:]):
             raise ShareFileError(
@@ -190,10 +173,10 @@ class Parties(SessionClient):
         stop_behind: the module after which it ends, if it is split.
         """
         with self._call():
-            self.tell(LoadModel(description, stop_behind))
+            self.tell(commands.LoadModel(description, stop_behind))
             ranges = Ranges(description.ranges)
             yield self._publish if self.config.weights == "public" else self._sharing(ranges)
-            self.tell(EndOfWeights())
+            self.tell(commands.EndOfWeights())
             self.ranges = Ranges(self.answers(Loaded).ranges)
             self.transport.ledger.reset()
 
@@ -205,7 +188,7 @@ class Parties(SessionClient):
                 self.transport.send(party, "weight key", packed_key(key))
 
         def share(name: str, tensor: Tensor) -> None:
-            self.tell(Weight(name, tuple(tensor.shape)))
+            self.tell(commands.Weight(name, tuple(tensor.shape)))
             sharing, frac = dealer.begin(name), ranges.frac_of_weight(name, self.config.frac_bits)
             for piece in pieces(tensor):
                 elements = encode_weight(name, piece, self.ring, frac)
@@ -217,7 +200,7 @@ class Parties(SessionClient):
 
     def _publish(self, name: str, tensor: Tensor) -> None:
         """Public weights: everybody gets them as they are."""
-        self.tell(Weight(name, tuple(tensor.shape)))
+        self.tell(commands.Weight(name, tuple(tensor.shape)))
         for piece in pieces(tensor):
             encode_weight(name, piece, self.ring, self.config.frac_bits)  # refuses what the ring cannot hold
             # links carry integers, so that no plaintext float passes by mistake: this one is public, bits as they are
@@ -242,14 +225,14 @@ class Parties(SessionClient):
             self.ask(call, secrets)
             yield self.opened
             return
-        self.tell(Forward(call, at=place), self.members if self._ask_all else self.online)
+        self.tell(commands.Forward(call, at=place), self.members if self._ask_all else self.online)
         with self.end.section(section_label(*place)):  # masks of a preprocessed call
             self._share(secrets)
             yield functools.partial(self.opened, self.online)
 
     def ask(self, call: Call, secrets: list[Secret], slices: Slices | None = None) -> None:
         """The first half of `forward`: command and inputs."""
-        self.tell(Forward(call, self._take_unused(), slices=slices))
+        self.tell(commands.Forward(call, self._take_unused(), slices=slices))
         self._share(secrets)
 
     def _share(self, secrets: list[Secret]) -> None:
@@ -274,7 +257,7 @@ class Parties(SessionClient):
             planned = self.place_of(edit) is not None
             with self._call():
                 if not planned:  # the parties have a plan's
-                    self.tell(ManageCache(edit))
+                    self.tell(commands.ManageCache(edit))
 
     # -- preprocessing ------------------------------------------------------------------------------------------
     def preprocess(self, entries: list[CallOrEdit]) -> int:
@@ -297,7 +280,7 @@ class Parties(SessionClient):
         helper = self._check_helped()
         self._drop_schedule()
         schedule = Schedule(next(self._plans), entries)
-        self.tell(Preprocess(schedule.number, tuple(entries), self._take_unused()))
+        self.tell(commands.Preprocess(schedule.number, tuple(entries), self._take_unused()))
 
         def prepared() -> int:
             answers = [self._answer(party, Prepared) for party in self.members]
@@ -354,7 +337,7 @@ class Parties(SessionClient):
     def costs(self, reset: bool = False) -> Costs:
         """As `SessionClient.costs`."""
         with self._call():
-            self.tell(TellCosts(reset))
+            self.tell(commands.TellCosts(reset))
             rows = [self._answer(party, CostRows) for party in self.members]
             mine: Ledger = self.transport.ledger
             rows.append(rows_of(mine))
@@ -382,7 +365,7 @@ class Parties(SessionClient):
 
     def stop(self) -> None:
         """Tell the parties that the session ends."""
-        self.tell(Stop())
+        self.tell(commands.Stop())
 
 
 def _remote_error(error: TransportError) -> PrivateLLMError:

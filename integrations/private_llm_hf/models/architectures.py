@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import inspect
@@ -78,7 +79,13 @@ def _known(model_type: str) -> Architecture:
     if "positions" not in facts or "images" not in facts:
         usual = CONFIG_MAPPING[model_type] if model_type in CONFIG_MAPPING_NAMES else object
         limited = _mentions(usual, "max_position_embeddings") or _mentions(usual, "max_seq_len")
-        counted = facts["kind"] == "encoder" and _counts_after_padding(usual)
+        source = ""
+        with contextlib.suppress(
+            ImportError, OSError, TypeError
+        ):  # where a package is missing, no such model runs here
+            name = usual.__module__.replace("configuration_", "modeling_")
+            source = inspect.getsource(importlib.import_module(name)) if facts["kind"] == "encoder" else ""
+        counted = "create_position_ids_from_input_ids" in source  # by the tokens that are not padding, as RoBERTa does
         facts.setdefault("positions", "after padding" if counted else "limited" if limited else "unlimited")
         facts.setdefault("images", "sized" if _mentions(usual, "image_size") else "any")
     return Architecture(**facts)
@@ -130,15 +137,6 @@ def refuse_loading(config: object) -> None:
         refuse_loading(value)
 
 
-def _counts_after_padding(config_class: type) -> bool:
-    """Whether the models of this configuration number positions by the tokens that are not padding, as RoBERTa does."""
-    name = config_class.__module__.replace("configuration_", "modeling_")
-    try:
-        return "create_position_ids_from_input_ids" in inspect.getsource(importlib.import_module(name))
-    except (ImportError, OSError, TypeError):  # no such file, or a package is missing: no such model runs here
-        return False
-
-
 def _mentions(config_class: type, name: str) -> bool:
     """Whether configurations of this class have this number, under whatever name."""
     return hasattr(config_class, name) or name in getattr(config_class, "attribute_map", {})
@@ -151,7 +149,11 @@ def compared(way: Literal["shares", "token sharding"] = "shares") -> frozenset[s
 
 
 def table(section: str) -> Any:  # noqa: ANN401 - a JSON value
-    """A section of replacements.json: what of a family is done in another way."""
+    """A section of replacements.json: what of a family is done in another way.
+
+    positions_by_mask: types that number positions by unmasked tokens unless they are given numbers. batch_first:
+    encoders in which every tensor has the rows of the batch, or all their tokens in order, first.
+    """
     return read_facts("replacements.json")[section]
 
 
@@ -162,20 +164,10 @@ def attention_of(model_type: str, cls: type[PreTrainedModel]) -> str:
     return found
 
 
-def numbers_by_mask(model_type: str) -> bool:
-    """Whether models of a type number positions by unmasked tokens unless they are given numbers."""
-    return model_type in table("positions_by_mask")
-
-
 def reads_first_token(model_class: type[PreTrainedModel]) -> bool:
     """Whether a classifier reads the first token even where it is padding, and attention to padding is not defined."""
     classifies = model_class.__name__.endswith("ForSequenceClassification")
     return classifies and getattr(model_class.config_class, "model_type", "") in table("first_token")
-
-
-def keeps_rows_first(model_type: str) -> bool:
-    """Whether every tensor of an encoder has the rows of the batch, or all their tokens in order, first."""
-    return model_type in table("batch_first")
 
 
 @functools.cache
@@ -185,15 +177,12 @@ def read_facts(name: str) -> Any:  # noqa: ANN401 - a JSON value
 
 
 # -- which inputs a model class reads, and what to use instead of one whose inputs cannot be shared -------------------
-_READ = ("input_ids", "pixel_values")
-
-
 def require_inputs(model_class: type[PreTrainedModel], config: PretrainedConfig) -> None:
     """Raise PatchMismatch, with what to use instead, for a class that reads neither one text a row nor one image."""
     name, kind = model_class.__name__, architecture(config).kind
     takes = inspect.signature(model_class.forward).parameters
     said = None
-    if model_class.main_input_name not in _READ:
+    if model_class.main_input_name not in ("input_ids", "pixel_values"):
         said = f"{model_class.main_input_name} (sound or other signals); run it in the clear before a model of text"
     elif kind == "vision" and "input_ids" in takes:
         said = "texts and images at once; use the class for images alone, such as one for image classification"

@@ -25,7 +25,7 @@ from private_llm.protocols.session import Session
 from private_llm.protocols.share import Index, Share
 from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.secret import SecretTensor
-from private_llm_hf.models.architectures import architecture, numbers_by_mask
+from private_llm_hf.models.architectures import architecture, table
 from private_llm_hf.party.calls import CallResult, answer, model_name, run_alone, run_model, taken
 from private_llm_hf.party.session_state import SessionState
 from private_llm_hf.service.checks import kept_positions
@@ -187,7 +187,7 @@ def _public(model: PreTrainedModel, requests: Batch, spans: Sequence[_Span]) -> 
         masks = [span.mask(own.get("attention_mask")) for own, span in zip(each, spans, strict=True)]
         public["attention_mask"] = torch.cat(masks)
     if architecture(model.config).kind == "decoder":
-        by_mask = numbers_by_mask(model.config.model_type)
+        by_mask = model.config.model_type in table("positions_by_mask")
         found = [_positions(own, span, by_mask) for own, span in zip(each, spans, strict=True)]
         public["position_ids"] = _left(found)
         return public

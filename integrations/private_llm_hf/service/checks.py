@@ -21,7 +21,7 @@ from private_llm.config import PrivateConfig
 from private_llm.errors import DomainError, TransportError, UnsupportedOp
 from private_llm.kv_policies.fixed import KEEP_ALL, NoCache
 from private_llm_hf.client import inputs as check
-from private_llm_hf.models.architectures import Architecture, architecture, keeps_rows_first
+from private_llm_hf.models.architectures import Architecture, architecture, table
 from private_llm_hf.models.cache_policies import BOUNDED, depends_on_longest, layer_kinds
 from private_llm_hf.models.miniature import miniature
 from private_llm_hf.party.calls import refuse_unknown, table_of
@@ -192,7 +192,7 @@ def batch_key(model: PreTrainedModel, config: PrivateConfig, call: Call, past: i
     wanted = (item.name, call.outputs, call.public.get("use_cache"), "logits_to_keep" in given)
     which = architecture(model.config)
     if which.kind == "encoder":
-        whole = keeps_rows_first(model.config.model_type) and call.cache is None
+        whole = model.config.model_type in table("batch_first") and call.cache is None
         return ("rows", *wanted, item.shape[1:], tuple(sorted(given - {"attention_mask"}))) if whole else None
     if which.kind != "decoder" or not given <= _DECODER or not _tolerates_padding(model):
         return None

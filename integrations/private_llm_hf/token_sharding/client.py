@@ -26,7 +26,7 @@ from private_llm_hf.checkpoint.model_spec import model_class
 from private_llm_hf.checkpoint.weights import Sink
 from private_llm_hf.client.parties import Parties
 from private_llm_hf.client.session_client import Secret
-from private_llm_hf.models.architectures import architecture, numbers_by_mask
+from private_llm_hf.models.architectures import architecture, table
 from private_llm_hf.token_sharding.attention_calls import attention_calls
 from private_llm_hf.token_sharding.commands import AttnForward, CompForward, CropTo, LoadNode, NodeEdit
 from private_llm_hf.token_sharding.cut import Cut
@@ -161,7 +161,7 @@ class Nodes(Parties):
         cls = model_class(description.class_)
         config = cls.config_class.from_dict(dict(description.config))
         calls = attention_calls(cls, config)[cut.count if cut else 0 :]
-        self._by_mask = numbers_by_mask(config.model_type)
+        self._by_mask = config.model_type in table("positions_by_mask")
         self._last_only = reads_last_token(cls, config)
         accepts = sorted(set(inspect.signature(cls.forward).parameters))
         self.tell(LoadNode(description, disk, cut, tuple(calls), tuple(accepts)))
