@@ -255,7 +255,6 @@ def _fitting(
     model_class: type[PreTrainedModel], plain: PretrainedConfig, spec: ModelSpec, private_config: PrivateConfig,
     tried: bool = False,
 ) -> PatchPlan:  # fmt: skip
-    """What runs in the place of each module, if all fits the ring. Raises PatchMismatch and ConfigError."""
     patch_plan = make_patch_plan(spec.model, private_config)
     check_ring(spec.model, private_config)
     if not tried:
@@ -311,7 +310,6 @@ def _stream(weights: Callable[[Sink], None], spec: ModelSpec, sparse: SharedPred
 
 
 def _open_small(model: PreTrainedModel, settings: PrivateConfig) -> PreTrainedModel:
-    """Make a small model private for a trial."""
     generation = getattr(model, "generation_config", None)
     return _open(
         type(model), model.config, settings, lambda wanted, sink, local: stream_loaded(model, wanted, sink), generation,
@@ -394,7 +392,6 @@ def _checked(private_config: PrivateConfig | None, ranges: Ranges | None = None)
 def _found(
     source: str, auto: type[_AutoPrivate], options: dict[str, Any]
 ) -> tuple[Checkpoint, type[PreTrainedModel], PretrainedConfig]:
-    """A checkpoint with its class and configuration. Raises ConfigError and PatchMismatch."""
     checkpoint = Checkpoint(source, **options)
     config = checkpoint.config()
     model_class = _model_class(auto.auto_class, config)
@@ -403,7 +400,6 @@ def _found(
 
 
 def _model_class(auto_class: type[_BaseAutoModelClass], config: PretrainedConfig) -> type[PreTrainedModel]:
-    """The class that transformers would load. Raises PatchMismatch."""
     architecture(config)
     mapping = auto_class._model_mapping
     if type(config) not in mapping:

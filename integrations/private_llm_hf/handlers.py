@@ -95,7 +95,6 @@ def handler_of(module: nn.Module) -> Handler | None:
 
 
 def _norm(module: nn.Module) -> Handler | None:
-    """A norm is one by what it computes."""
     norm = norm_of(module)
     if norm is None:
         return None
@@ -105,7 +104,6 @@ def _norm(module: nn.Module) -> Handler | None:
 
 
 def _gelu(module: nn.Module) -> Handler | None:
-    """A GELU that is spelled by hand."""
     kind = match("gelus", module)
     if kind is None:
         return None

@@ -167,7 +167,6 @@ def ranges_table(ranges: Ranges) -> Table:
 
 
 def _at_nodes(model: PreTrainedModel, config: PrivateConfig) -> frozenset[str]:
-    """Names of the modules that run at nodes of a sharding plan alone: all, or what is called after a split."""
     if config.protocol == "cascade":
         return frozenset(name for name, _ in model.named_modules())
     if config.split is None or model.config.num_hidden_layers <= config.split:  # a party's model ends there

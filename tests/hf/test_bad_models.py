@@ -92,8 +92,8 @@ def test_a_task_without_a_class(tmp_path: Path) -> None:
     [
         (lambda x: [x], DomainError, "images: got list; want a floating-point tensor"),
         (lambda x: x.numpy(), DomainError, "images: got ndarray; want"),
-        (lambda x: x.to(torch.uint8), DomainError, r"images: got torch.uint8; want"),
-        (lambda x: x[:0], DomainError, r"images: got shape \(0, 1, 8, 8\)"),
+        (lambda x: x.to(torch.uint8), DomainError, r"images: got torch.uint8, .*; want"),
+        (lambda x: x[:0], DomainError, r"images: got .*shape \(0, 1, 8, 8\)"),
         (lambda x: x[:, :, :5], DomainError, r"images of shape \(2, 1, 5, 8\) do not fit Network"),
         (lambda x: x * float("nan"), DomainError, "images: got NaN or infinite"),
         (lambda x: x.to("meta"), DomainError, "images: got a tensor on device meta"),

@@ -205,7 +205,6 @@ class Largest(TorchFunctionMode):
         self.widths[self._scope] = x.shape[-1]
 
     def _note_gain(self, weight: Tensor | None = None, offset: float = 0.0, **_: object) -> None:
-        """The weights of a norm, with what is added to them."""
         if weight is not None:
             self._note_largest("gain", weight + offset)
 

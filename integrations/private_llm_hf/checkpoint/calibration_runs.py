@@ -175,7 +175,6 @@ def _look(model: nn.Module, images: Tensor) -> object:
 
 
 def _every_kind(model: PreTrainedModel, length: int) -> Tensor:
-    """Token ids for ROWS rows: those with the largest and smallest embeddings, then from all over the vocabulary."""
     table = model.get_input_embeddings().weight
     vocabulary = table.shape[0]
     sizes = table.detach().float().norm(dim=1).cpu()

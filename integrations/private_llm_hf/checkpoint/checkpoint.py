@@ -181,7 +181,6 @@ class Checkpoint:
     def _load(
         self, model_class: type[PreTrainedModel], config: PretrainedConfig, hf: dict[str, object]
     ) -> tuple[PreTrainedModel, set[str]]:
-        """The model and the weights that it lacks."""
         if self._base is not None:
             return self._merged(*self._base._load(model_class, config, _of_base(hf)))
         settings = copy.deepcopy(config)
@@ -204,7 +203,6 @@ class Checkpoint:
         return dense_model(model), set(info["missing_keys"])
 
     def _merged(self, model: PreTrainedModel, missing: set[str]) -> tuple[PreTrainedModel, set[str]]:
-        """The base model with this adapter in its weights."""
         with self._readable():
             from peft import PeftModel, load_peft_weights
 
@@ -293,7 +291,6 @@ def _resize(model: PreTrainedModel, adapter: dict[str, Tensor]) -> None:
 
 
 def _check_dtype(name: str, value: object) -> None:
-    """Refuse what is no floating-point dtype of torch, its name, "auto" or None."""
     found = getattr(torch, value.removeprefix("torch."), None) if isinstance(value, str) else value
     if value in (None, "auto") or (isinstance(found, torch.dtype) and found.is_floating_point):
         return
@@ -304,7 +301,6 @@ def _check_dtype(name: str, value: object) -> None:
 
 
 def _base_of_adapter(source: str, where: dict[str, Any], settings: dict[str, Any]) -> Checkpoint | None:
-    """The checkpoint that an adapter (peft) was made for; None if `source` is none."""
     try:
         found = find_adapter_config_file(source, **where)
     except (OSError, ValueError):

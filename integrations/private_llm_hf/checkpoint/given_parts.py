@@ -75,7 +75,6 @@ def strange_modules(model: nn.Module, built: nn.Module) -> list[str]:
 
 
 def _same_kind(mine: nn.Module | None, wanted: nn.Module) -> bool:
-    """Whether both are of one class, or of two that compute the same in evaluation."""
     first, second = _kind(mine), _kind(wanted)
     if mine is None or first is second:
         return first is second
@@ -240,7 +239,6 @@ def _same_function(found: types.FunctionType, wanted: types.FunctionType) -> boo
 
 # -- configurations ---------------------------------------------------------------------------------------------------
 def _check_configurations(model: PreTrainedModel, built: PreTrainedModel) -> None:
-    """Raise for copies of the configuration in modules that say something else than the one that is built from."""
     whole, read = sent_values(model.config), sent_values(built.config)
     corrected = {key: each for key, each in whole.items() if each != read.get(key)}
     seen = set()

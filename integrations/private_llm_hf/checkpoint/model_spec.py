@@ -54,9 +54,8 @@ def accepted_class(name: object, config: object) -> type[PreTrainedModel]:
         found = model_class(name if isinstance(name, str) else "")
     except (ImportError, RuntimeError) as error:  # transformers' own, for what it lacks here
         raise PatchMismatch(f"model class {name!r} cannot be loaded here: {type(error).__name__}") from None
-    if getattr(found.config_class, "model_type", None) != model_type and found.__name__ not in classes_of(
-        str(model_type)
-    ):
+    own = getattr(found.config_class, "model_type", None) == model_type
+    if not own and found.__name__ not in classes_of(str(model_type)):
         raise PatchMismatch(f"model class {name!r} is none of architecture '{model_type}'")
     return found
 
@@ -70,12 +69,9 @@ def describe(
     model_class: type[PreTrainedModel], config: PretrainedConfig, ranges: Ranges = UNKNOWN, folded: Folded = NONE_FOLDED
 ) -> Description:  # fmt: skip
     """What parties need to know to build a model: class, configuration, a digest of both, ranges, folded norms."""
-    values = sent_values(config)
-    facts = {"class": model_class.__name__, "config": values}
-    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-    return Description(
-        model_class.__name__, values, digest, ranges.to_dict(), {norm: tuple(layers) for norm, layers in folded.items()}
-    )
+    name, values = model_class.__name__, sent_values(config)
+    digest = hashlib.sha256(json.dumps({"class": name, "config": values}, sort_keys=True).encode()).hexdigest()
+    return Description(name, values, digest, ranges.to_dict(), {n: tuple(layers) for n, layers in folded.items()})
 
 
 def folds_norms(config: PrivateConfig) -> bool:

@@ -126,7 +126,6 @@ class _Trace(TorchFunctionMode):
     def __torch_function__(
         self, func: TorchArg, types: Sequence[type], args: Sequence[TorchArg] = (), kwargs: TorchArg = None
     ) -> TorchArg:
-        """Run the operation, and see which rows and weights it is given."""
         out = func(*args, **(kwargs or {}))
         running = self._running[-1] if self._running else None
         given = list(tensors_in((args, kwargs or {})))
@@ -180,7 +179,6 @@ def _runs_otherwise(module: nn.Module) -> bool:
 
 
 def _shared(model: PreTrainedModel) -> set[int]:
-    """Weights that have more than one place."""
     places = dict(model.named_parameters(remove_duplicate=False))
     uses = Counter(id(value) for value in places.values())
     tied = model.get_expanded_tied_weights_keys(all_submodels=True)

@@ -50,7 +50,6 @@ def read_tensor(descriptor: int, start: int, shape: tuple[int, ...], dtype: torc
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor; empty ones have none."""
     return tensor.view(-1).numpy().data.cast("B") if tensor.numel() else memoryview(b"")
 
 
@@ -81,9 +80,7 @@ class OffloadFile:
 
     def read(self, name: str) -> Tensor | None:
         """A tensor, or None if there is none of that name."""
-        if name not in self._places:
-            return None
-        return read_tensor(self._file.fileno(), *self._places[name])
+        return read_tensor(self._file.fileno(), *self._places[name]) if name in self._places else None
 
 
 # -- a safetensors file of one's own that is open for as long as it is used: what was checked is what is read ---------
@@ -146,8 +143,7 @@ class OpenedFile:
         out = read_tensor(self._descriptor, start, shape, dtype)
         self.check()
         if name in self._unread:
-            raw = out.view(-1).numpy().data.cast("B") if out.numel() else b""
-            if hashlib.blake2b(raw, digest_size=32).digest() != self._digests[name]:
+            if hashlib.blake2b(_bytes(out), digest_size=32).digest() != self._digests[name]:
                 raise self._changed()
             self._unread.discard(name)
         return out
@@ -167,7 +163,6 @@ class OpenedFile:
         )
 
     def _bytes(self, start: int, size: int) -> bytes:
-        """Bytes of the file. Raises OSError if it ends before."""
         found = b""
         while len(found) < size:
             piece = os.pread(self._descriptor, size - len(found), start + len(found))

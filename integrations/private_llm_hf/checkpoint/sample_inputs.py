@@ -94,22 +94,17 @@ def fitting_inputs(network: Network) -> Tensor | None:
     None if no size is right. The network computes on each that is tried, in plaintext.
     """
     weighted = (module for module in network.modules() if getattr(module, "weight", None) is not None)
-    first = next(weighted, None)
+    first, shapes = next(weighted, None), list[tuple[int, ...]]()
     if isinstance(first, nn.Linear):
-        shapes: list[tuple[int, ...]] = [(first.in_features,)]
+        shapes = [(first.in_features,)]
     elif isinstance(first, nn.Conv2d):
         shapes = [(first.in_channels, side, side) for side in _SIDES]
-    else:
-        return None
     random = np.random.default_rng(_SEED)
     for shape in shapes:
         rough = torch.from_numpy(random.uniform(-SPAN, SPAN, (4, *shape))).float()
-        try:
-            with torch.no_grad():
-                network(rough[:1])
-        except (RuntimeError, ValueError):  # PyTorch's, for sizes that do not fit
-            continue
-        return rough
+        with torch.no_grad(), contextlib.suppress(RuntimeError, ValueError):  # PyTorch's, for sizes that do not fit
+            network(rough[:1])
+            return rough
     return None
 
 
@@ -176,7 +171,7 @@ def outputs(model: nn.Module, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
     device = weights[0].device if weights else torch.device("cpu")
     dtype = next((value.dtype for value in weights if value.is_floating_point()), torch.float32)
     moved = {name: value.to(device, dtype if value.is_floating_point() else None) for name, value in given.items()}
-    with torch.no_grad(), evaluating(model), _eager():
+    with _running(model):
         made = model(**moved, return_dict=True)
     named = made.items() if isinstance(made, Mapping) else enumerate(tensors_in(made))
     return {str(name): _seen(value) for name, value in named if isinstance(value, Tensor)}
@@ -190,7 +185,7 @@ def generated(model: PreTrainedModel, given: Mapping[str, Tensor]) -> dict[str, 
         return_dict_in_generate=True,
     )  # fmt: skip
     ids = given["input_ids"].to(device)
-    with torch.no_grad(), evaluating(model), _eager():
+    with _running(model):
         made = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
     return {f"logits of step {step}": _seen(value) for step, value in enumerate(made.logits)}
 
@@ -243,6 +238,15 @@ def recorded(model: nn.Module, parts: Mapping[str, nn.Module], given: Mapping[st
     return calls
 
 
+@contextlib.contextmanager
+def _running(model: nn.Module) -> Iterator[None]:
+    """Without gradients and the compiler, which a process that has not loaded it has not used."""
+    with torch.no_grad(), evaluating(model), contextlib.ExitStack() as stack:
+        if "torch._dynamo" in sys.modules:
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        yield
+
+
 def _alike(first: list[Tensor], second: list[Tensor], allowed: float) -> bool:
     return len(first) == len(second) and all(_same(a, b, allowed) for a, b in zip(first, second, strict=True))
 
@@ -281,11 +285,3 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
-
-
-def _eager() -> contextlib.AbstractContextManager[object]:
-    """Without the compiler; a process that has not loaded it has compiled nothing."""
-    if "torch._dynamo" not in sys.modules:
-        return contextlib.nullcontext()
-    made: contextlib.AbstractContextManager[object] = torch.compiler.set_stance("force_eager")
-    return made

@@ -67,28 +67,24 @@ class ShareWriter:
         if not overwrite:
             refuse_taken(*sorted(folder.glob("party*.safetensors")))  # a link to nowhere, too
         self._files: list[_Out] = []
+        common = {
+            "format": next(form for form, cipher in FORMATS.items() if cipher == mask_cipher(config)),
+            "sharing": secrets.token_hex(16),
+            "description": json.dumps(description.to_dict()),
+            "agreement": json.dumps({key: getattr(config, key) for key in _AGREE}),
+            "shapes": json.dumps(wanted.shapes),
+        }
         try:
-            self._begin(description, wanted)
+            for party, path in enumerate(self.paths):
+                keys = json.dumps([seed.raw().hex() for seed in self._dealer.keys(party)])
+                if overwrite:
+                    partial_path(path).unlink(missing_ok=True)
+                shapes = wanted.shapes if sends_parts(config, party) else {}
+                metadata = {**common, "party": str(party), "keys": keys}
+                self._files.append(_Out(partial_path(path), metadata, shapes, self._ring))
         except BaseException:
             self._discard()
             raise
-
-    def _begin(self, description: Description, wanted: WeightList) -> None:
-        config, sharing = self._config, secrets.token_hex(16)
-        for party, path in enumerate(self.paths):
-            metadata = {
-                "format": next(form for form, cipher in FORMATS.items() if cipher == mask_cipher(config)),
-                "party": str(party),
-                "sharing": sharing,
-                "description": json.dumps(description.to_dict()),
-                "agreement": json.dumps({key: getattr(config, key) for key in _AGREE}),
-                "shapes": json.dumps(wanted.shapes),
-                "keys": json.dumps([seed.raw().hex() for seed in self._dealer.keys(party)]),
-            }
-            holds_data = sends_parts(config, party)
-            if self._overwrite:
-                partial_path(path).unlink(missing_ok=True)
-            self._files.append(_Out(partial_path(path), metadata, wanted.shapes if holds_data else {}, self._ring))
 
     def __call__(self, name: str, tensor: Tensor) -> None:
         """Share one weight. Raises DomainError with its name if the ring cannot hold it."""
@@ -116,7 +112,6 @@ class ShareWriter:
             self._discard()
 
     def _publish(self) -> None:
-        """Give all files their names, or none."""
         named: list[Path] = []
         try:
             for path in self.paths:
@@ -137,8 +132,7 @@ class ShareWriter:
 
 
 def _dtype(ring: Ring) -> str:
-    """How safetensors calls ring elements."""
-    return "I64" if ring.bits == 64 else "I32"
+    return f"I{ring.bits}"  # as safetensors calls them
 
 
 def partial_path(path: Path) -> Path:
@@ -184,11 +178,7 @@ class _Out:
             end += math.prod(shape) * ring.bytes
             self._next[name] = start
             self._hashes[name] = hashlib.blake2b(digest_size=32)
-            header[name] = {
-                "dtype": _dtype(ring),
-                "shape": list(shape),
-                "data_offsets": [start, end],
-            }
+            header[name] = {"dtype": _dtype(ring), "shape": list(shape), "data_offsets": [start, end]}
         raw = json.dumps(header).encode()
         raw += b" " * (-len(raw) % 8)
         self._blank_at = 8 + raw.index(f'"digest": "{_BLANK}"'.encode()) + len('"digest": "')
@@ -215,7 +205,6 @@ class _Out:
         self._file.close()
 
     def discard(self) -> None:
-        """Delete the file if it has not taken another name."""
         with contextlib.suppress(OSError):  # what could not be written (a full disk) is not missed
             self._file.close()
         self._path.unlink(missing_ok=True)
@@ -229,7 +218,6 @@ def _digest(metadata: dict[str, str], parts: dict[str, bytes]) -> str:
 
 
 def _facts(metadata: dict[str, str]) -> tuple[dict[str, tuple[int, ...]], tuple[Seed, ...], Description]:
-    """Shapes, mask seeds and model. Raises one of _MALFORMED for anything that `ShareWriter` would not write."""
     shapes = {name: tuple(shape) for name, shape in json.loads(metadata["shapes"]).items()}
     if not all(type(size) is int and 0 <= size < 1 << 40 for shape in shapes.values() for size in shape):
         raise ValueError("a shape that is none")

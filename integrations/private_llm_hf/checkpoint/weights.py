@@ -50,7 +50,6 @@ POOLER = "add_pooling_layer"
 
 
 def _arguments(cls: type[PreTrainedModel], config: PretrainedConfig) -> dict[str, bool]:
-    """What a class is built with beside its configuration."""
     said = getattr(config, POOLER, None)
     return {POOLER: bool(said)} if said is not None and POOLER in inspect.signature(cls).parameters else {}
 
@@ -139,9 +138,8 @@ class WeightList:
         shapes = {n: tuple(p.shape) for n, p in model.named_parameters(remove_duplicate=False) if n not in tied}
         values = model.state_dict()
         norms = [name for name, module in model.named_modules() if isinstance(module, _BatchNorm)]
-        statistics = [n for norm in norms for n in (f"{norm}.{s}" for s in STATISTICS) if n in values]
-        shapes |= {n: tuple(values[n].shape) for n in statistics}
-        return cls(shapes, tied)
+        statistics = [f"{norm}.{own}" for norm in norms for own in STATISTICS]
+        return cls(shapes | {n: tuple(values[n].shape) for n in statistics if n in values}, tied)
 
     def count(self) -> int:
         """Number of weights."""
@@ -182,7 +180,9 @@ class Collector:
             self._sink(target, tensor.detach())
 
     def finish(self) -> None:
-        """Raises PatchMismatch if weights are missing."""
+        """Raises what was noted, and PatchMismatch if weights are missing."""
+        if self.error is not None:
+            raise self.error from None
         missing = sorted(set(self._wanted.shapes) - self._seen)
         if missing:
             raise PatchMismatch(
@@ -226,13 +226,9 @@ def stream_checkpoint(
     try:
         with LOADING:
             cls.from_pretrained(source, config=settings, quantization_config=_StreamConfig(collector), **hf)
-    except RuntimeError:
-        # transformers records what a conversion raised and reports a RuntimeError of its own at the end
-        if collector.error is not None:
-            raise collector.error from None
-        raise
-    if collector.error is not None:
-        raise collector.error
+    except RuntimeError:  # transformers records what a conversion raised, and reports one of its own at the end
+        if collector.error is None:
+            raise
     collector.finish()
 
 
@@ -284,16 +280,14 @@ class _Take(ConversionOps):  # type: ignore[misc]
         self.collector = collector
 
     def convert(self, input_dict: dict[str, Any], **_: object) -> dict[str, Any]:
-        out = {}
-        for name, value in input_dict.items():
-            tensor = value[0] if isinstance(value, list) else value
+        tensors = {name: value[0] if isinstance(value, list) else value for name, value in input_dict.items()}
+        for name, tensor in tensors.items():
             if self.collector.error is None:
                 try:
                     self.collector.take(name, tensor)
                 except PrivateLLMError as error:
                     self.collector.error = error
-            out[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-        return out
+        return {n: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for n, tensor in tensors.items()}
 
 
 @register_quantizer(_METHOD)

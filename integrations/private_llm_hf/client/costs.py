@@ -196,7 +196,6 @@ def layer_of(scope: str) -> str:
 
 
 def _lines(title: str, rows: dict[str, tuple[int, int]]) -> list[str]:
-    """(bytes, rounds) by name as aligned lines, the largest first."""
     ranked = sorted(rows.items(), key=lambda row: row[1], reverse=True)
     shown, rest = ranked[:_SHOWN], [row for _, row in ranked[_SHOWN:]]
     if rest:
@@ -210,7 +209,6 @@ def _lines(title: str, rows: dict[str, tuple[int, int]]) -> list[str]:
 
 
 def _kind_lines(parts: dict[str, PartCost]) -> list[str]:
-    """Seconds and Gbit/s by kind as aligned lines."""
     width = max((len(name) for name in parts), default=0)
     told = [
         f"  {name:<{width}} {part.seconds:>9.3f} s {size(part.bytes_total):>11} {part.gbit_per_s:>7.3f} Gbit/s"

@@ -198,7 +198,6 @@ class ModelDraft(Draft):
         return scores.log_softmax(-1)
 
     def _copied(self, rows: int) -> DynamicCache:
-        """The cache of the text, for paths that begin with it."""
         pairs = [(layer.keys, layer.values) for layer in self._cache.layers]
         copied = DynamicCache(pairs)
         copied.batch_repeat_interleave(rows)
@@ -207,7 +206,6 @@ class ModelDraft(Draft):
     def _likeliest(
         self, tree: Tree, text: list[int], scores: Tensor, paths: int, length: int, kept: int | None
     ) -> None:  # fmt: skip
-        """The greedy path, and by beam search the likeliest others."""
         sums, tokens = scores.topk(paths)
         made, cache = tokens[:, None], self._copied(paths)
         for _ in range(length - 1):

@@ -180,7 +180,6 @@ class ForwardCall:
         return value.shape[0], length
 
     def _cache(self, rows: int, length: int) -> PrivateCache | None:
-        """The cache this call continues or starts, if any."""
         cache = self.given.pop(CACHE, None)
         caches = architecture(self.config).caches and CACHE in self.model.accepts
         wanted = self.given.pop("use_cache", getattr(self.config, "use_cache", False) and caches)
@@ -220,7 +219,6 @@ class ForwardCall:
         return checked
 
     def _positions(self, rows: int, length: int, mask: Tensor | None) -> None:
-        """Public positions and segment numbers."""
         found: dict[str, Tensor] = {}
         for name in ("position_ids", "token_type_ids"):
             value = self.given.pop(name, None)
@@ -325,7 +323,6 @@ def _as_logits(index: Tensor, count: int) -> Tensor:
 
 
 def _output_class(name: str, model: PrivateModel) -> type[ModelOutput]:
-    """The output class that the original forward returns."""
     home = sys.modules[model.original_class.__module__]
     found = getattr(modeling_outputs, name, None) or getattr(home, name, None)
     if not (isinstance(found, type) and issubclass(found, ModelOutput) and is_dataclass(found)):

@@ -133,7 +133,6 @@ def _try_again(config: PrivateConfig, error: Exception, failed: int, notice: Cal
 def _session(
     config: PrivateConfig, number: int, transport: Transport, stored: ShareFile | NodeCheckpoint | None
 ) -> str | None:
-    """Serve one client and close the links. Returns None, or why it failed."""
     try:
         with closing(transport):
             return run_party(config, number, transport, stored)
@@ -145,7 +144,6 @@ def _session(
 def _stored(
     config: PrivateConfig, number: int, share_file: Path | None, checkpoint: str | None
 ) -> ShareFile | NodeCheckpoint | None:
-    """What a party or node holds of a model before a client comes."""
     if checkpoint is not None:
         if config.plan is None or config.protocol != "cascade" or number >= config.plan.alpha:
             raise ConfigError(

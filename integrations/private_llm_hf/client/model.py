@@ -63,8 +63,6 @@ _NOT_GENERATED = {
 
 
 def _refused(error: type[PrivateLLMError], reason: str) -> Callable[..., NoReturn]:
-    """A method that a model without weights does not have."""
-
     def refuse(*_: object, **__: object) -> NoReturn:
         raise error(reason)
 
@@ -333,8 +331,6 @@ class _Encoder(nn.Module):
 
 
 def _with_drafts(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A model's generate() that takes `speculation`, too."""
-
     def generate(self: PrivateModel, *args: Any, speculation: SpeculationConfig | None = None, **kwargs: Any) -> Any:  # noqa: ANN401
         """As transformers' own, which runs at the client; with `speculation` drafts propose tokens, and passes of the
         private model check several at once (docs/speculation.md). The text is the same, when sampled in distribution.

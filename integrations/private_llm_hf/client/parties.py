@@ -92,7 +92,6 @@ class Parties(SessionClient):
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
-        """End the session if what is inside fails or is interrupted."""
         if self._over is not None:
             raise PartyFailed(f"this session is over ({self._over}); load the model again")
         finished = False
@@ -199,7 +198,6 @@ class Parties(SessionClient):
         return share
 
     def _publish(self, name: str, tensor: Tensor) -> None:
-        """Public weights: everybody gets them as they are."""
         self.tell(commands.Weight(name, tuple(tensor.shape)))
         for piece in pieces(tensor):
             encode_weight(name, piece, self.ring, self.config.frac_bits)  # refuses what the ring cannot hold

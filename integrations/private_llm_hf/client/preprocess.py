@@ -243,13 +243,11 @@ def handles_of(message: CallOrEdit) -> list[int]:
 
 
 def _renamed(message: Any, name: Callable[[int], int]) -> Any:  # noqa: ANN401 - a request, or the encoder output in it
-    """A request with other handles."""
     found = {each: held for each in _HANDLES if (held := getattr(message, each, None)) is not None}
     return replace(message, **{k: name(v) if isinstance(v, int) else _renamed(v, name) for k, v in found.items()})
 
 
 def _words(message: CallOrEdit) -> str:
-    """A request for people: shapes and the names of public facts."""
     if not isinstance(message, Call):
         return f"'{_WORDS[type(message)]}' of a cache"
     inputs = ", ".join(f"{item.name} {item.shape}" for item in message.secret)

@@ -64,7 +64,6 @@ def decoding(config: SpeculationConfig, streamer: BaseStreamer | None) -> Callab
 def _refuse(
     model: PreTrainedModel, ids: Tensor, generation: GenerationConfig, facts: dict[str, Any], config: SpeculationConfig
 ) -> None:
-    """Raise for what the loop does not do, before anything is sent."""
     if len(ids) != 1 or (generation.num_beams or 1) > 1 or (generation.num_return_sequences or 1) > 1:
         raise ConfigError(f"speculation: got {len(ids)} rows, or beams; want one prompt, greedy or sampled")
     if model.config.is_encoder_decoder or facts.get("inputs_embeds") is not None:
@@ -190,7 +189,6 @@ class DraftRows:
 
 
 def _open_counts(passes: Passes, draft: Draft, config: SpeculationConfig, limit: int) -> None:
-    """Passes until the text is over; the cache follows what was accepted."""
     text, lengths = passes.text, DraftLength(config.paths, config.longest)
     while not text.over:
         new = text.ids[passes.cached :]

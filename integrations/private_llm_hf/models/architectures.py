@@ -80,9 +80,7 @@ def _known(model_type: str) -> Architecture:
         usual = CONFIG_MAPPING[model_type] if model_type in CONFIG_MAPPING_NAMES else object
         limited = _mentions(usual, "max_position_embeddings") or _mentions(usual, "max_seq_len")
         source = ""
-        with contextlib.suppress(
-            ImportError, OSError, TypeError
-        ):  # where a package is missing, no such model runs here
+        with contextlib.suppress(ImportError, OSError, TypeError):  # no such model runs here
             name = usual.__module__.replace("configuration_", "modeling_")
             source = inspect.getsource(importlib.import_module(name)) if facts["kind"] == "encoder" else ""
         counted = "create_position_ids_from_input_ids" in source  # by the tokens that are not padding, as RoBERTa does

@@ -105,7 +105,6 @@ def _is_size(value: object) -> bool:
 
 
 def _small(values: dict[str, Any], renamed: Mapping[str, str]) -> dict[str, Any]:
-    """All sizes of a configuration, and of those inside it, made small."""
     made = dict(values)
     sizes = {**WIDTHS, **COUNTS}
     for name, own in _own_names(values, renamed):

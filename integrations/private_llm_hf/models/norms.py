@@ -111,7 +111,6 @@ def norm_of(module: nn.Module) -> Norm | None:
 
 
 def _width(module: nn.Module) -> int | None:
-    """Entries of a row for a norm without weights."""
     stated = getattr(module, "normalized_shape", None)
     if isinstance(stated, tuple | list | torch.Size):
         return int(stated[0]) if len(stated) == 1 else None

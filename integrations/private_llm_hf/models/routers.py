@@ -229,7 +229,6 @@ def _candidates(module: nn.Module, k: int, count: int) -> Iterator[Routing]:
 
 
 def _groups(module: nn.Module, k: int, count: int) -> Iterator[Groups | None]:
-    """No groups, and those that the module's settings name."""
     yield None
     groups, kept = getattr(module, "num_group", None), getattr(module, "topk_group", None)
     if type(groups) is not int or type(kept) is not int or groups < 2 or count % groups or not 0 < kept < groups:

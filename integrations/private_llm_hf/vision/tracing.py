@@ -82,8 +82,6 @@ def describe_module(module: nn.Module) -> tuple[NetworkDescription, dict[str, nn
 
 
 class _Tracer(fx.Tracer):
-    """Stops at PyTorch's own modules, and at those with a handler of a user."""
-
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return kind_name(type(m)) is not None or super().is_leaf_module(m, module_qualified_name)
 
@@ -143,7 +141,6 @@ class _Describer:
         self._add_module(node, name, module, node.args, bool(getattr(module, "inplace", False)))
 
     def _call(self, node: fx.Node) -> None:
-        """A function or a method of a tensor."""
         target: object = node.target
         if target is getattr and node.args[1:] == ("shape",):
             self._add(node, {"function": "size", "args": [self._json(node.args[0])]}, "size")
@@ -241,7 +238,6 @@ def _pool_first(steps: list[dict[str, Any]], facts: dict[str, dict[str, Any]]) -
 
 
 def _refusal(module: nn.Module) -> str | None:
-    """Why a leaf module may not be described, if so."""
     name = type(module).__name__
     if kind_name(type(module)) is None:
         return name
@@ -269,7 +265,6 @@ def _own_code(module: nn.Module) -> str | None:
 
 
 def _facts(module: nn.Module) -> dict[str, Any]:
-    """Type and constructor arguments of a module."""
     name = kind_name(type(module))
     kind = kind_of(name)
     facts: dict[str, Any] = {"type": name}
