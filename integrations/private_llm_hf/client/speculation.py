@@ -167,28 +167,18 @@ class DraftLength:
         """Tokens that a pass with so many drafted ones gives."""
         return (1.0 - self.acceptance ** (length + 1)) / (1.0 - self.acceptance)
 
-    def seconds(self, tokens: int) -> float:
-        """What a pass over so many tokens takes, relative to one over none before two sizes were measured."""
-        base, slope = self._line()
-        return base + slope * tokens
-
     def choose(self) -> int:
         """The number of tokens to draft next; the first two passes measure two sizes."""
         if len(self.fastest) < 2:
             return min(4 + 2 * len(self.fastest), self.longest)
-        return max(
-            range(1, self.longest + 1), key=lambda k: self.expected(k) / self.seconds(self.paths * (k + 1))
-        )  # fmt: skip
-
-    def _line(self) -> tuple[float, float]:
-        """Least squares through the fastest passes; neither number below 0, so that noise cannot turn the choice."""
+        # least squares through the fastest passes; neither number below 0, so that noise cannot turn the choice
         sizes = torch.tensor([float(size) for size in self.fastest], dtype=torch.float64)
         times = torch.tensor(list(self.fastest.values()), dtype=torch.float64)
-        if len(sizes) < 2:
-            return 1.0, 0.0
         apart = sizes - sizes.mean()
         slope = max(0.0, float((apart * (times - times.mean())).sum() / apart.square().sum()))
-        return max(float(times.mean() - slope * sizes.mean()), 0.0) + 1e-9, slope
+        base = max(float(times.mean() - slope * sizes.mean()), 0.0) + 1e-9
+        lengths = range(1, self.longest + 1)
+        return max(lengths, key=lambda k: self.expected(k) / (base + slope * self.paths * (k + 1)))
 
 
 # -- Which policies of the KV cache drafts may run under: those whose text stays that of single tokens ----------------

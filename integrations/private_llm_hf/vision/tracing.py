@@ -43,13 +43,11 @@ _AS_MODULE: dict[object, str] = {
 """Functions that become modules; after the input they take the module's arguments, and then these."""
 _MORE = {"MaxPool2d": ("return_indices",), "AvgPool2d": ("divisor_override",), "Dropout": ("p", "training", "inplace")}
 
+_OF_TORCH = ("add", "mul", "flatten", "reshape", "permute", "transpose", "unsqueeze", "squeeze", "mean")
 _AS_FUNCTION: dict[object, str] = {
-    operator.add: "add", torch.add: "add", "add": "add", operator.mul: "mul", torch.mul: "mul", "mul": "mul",
-    torch.cat: "cat", torch.flatten: "flatten", "flatten": "flatten", torch.reshape: "reshape", "reshape": "reshape",
-    "view": "reshape", torch.permute: "permute", "permute": "permute", torch.transpose: "transpose",
-    "transpose": "transpose", torch.unsqueeze: "unsqueeze", "unsqueeze": "unsqueeze", torch.squeeze: "squeeze",
-    "squeeze": "squeeze", torch.mean: "mean", "mean": "mean", "size": "size", operator.getitem: "item",
-    "contiguous": "same",
+    **{way: name for name in _OF_TORCH for way in (getattr(torch, name), name)},  # the methods have the same names
+    operator.add: "add", operator.mul: "mul", operator.getitem: "item", torch.cat: "cat", "view": "reshape",
+    "size": "size", "contiguous": "same",
 }  # fmt: skip
 _PLAIN = ("add", "mul")
 """Functions that take their operands alone."""
@@ -167,7 +165,7 @@ class _Describer:
         given = dict(zip(names, node.args[1:], strict=False)) | dict(node.kwargs)
         in_place = bool(given.pop("inplace", False))
         options = {name: value for name, value in given.items() if name in own}
-        more = [value for name, value in given.items() if name not in (*own, "input", "p")]
+        more = [value for name, value in given.items() if name not in (*own, "input", "p", "_stacklevel")]
         if (
             len(node.args) - 1 > len(names)
             or any(more)
