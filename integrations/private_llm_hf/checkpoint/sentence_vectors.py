@@ -76,16 +76,14 @@ class SentenceVectors:
         return (F.normalize(made, dim=-1) if self.unit else made)[:, : self.kept]
 
 
-def _mean(states: Tensor, mask: Tensor) -> Tensor:
-    return (states * mask).sum(1) / mask.sum(1)
-
-
 _WAYS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "cls": lambda states, mask: states[:, 0],
     "max": lambda states, mask: states.masked_fill(mask == 0, float("-inf")).amax(1),
-    "mean": _mean,
+    "mean": lambda states, mask: (states * mask).sum(1) / mask.sum(1),
     "mean_sqrt_len_tokens": lambda states, mask: (states * mask).sum(1) / mask.sum(1).sqrt(),
-    "weightedmean": lambda states, mask: _mean(states, mask * torch.arange(1, mask.shape[1] + 1).to(mask)[:, None]),
+    "weightedmean": lambda states, mask: _WAYS["mean"](
+        states, mask * torch.arange(1, mask.shape[1] + 1).to(mask)[:, None]
+    ),
     "lasttoken": lambda states, mask: states[torch.arange(len(states)), mask[..., 0].sum(1).long() - 1],
 }
 
@@ -116,7 +114,9 @@ def sentence_vectors(source: str | Path, **download: Any) -> SentenceVectors:  #
             "pooling, which is not done here; serve the model without its default prompt"
         )
     reads = next(filter(None, (_settings(source, name, download) for name in _TRANSFORMER)), {})
-    _check_usual(source, reads)
+    for name, value in reads.items():
+        if name not in ("max_seq_length", "do_lower_case") and value not in (None, False, {}, _USUAL.get(name)):
+            raise ConfigError(f"{source}: the transformer's setting {name!r} is {value!r}, which is not followed here")
     return SentenceVectors(
         _pooling(source, pooling), len(kinds) == 3, prompt, bool(reads.get("do_lower_case")),
         _count(source, reads, "max_seq_length"), _count(source, whole, "truncate_dim"),
@@ -161,12 +161,6 @@ def _count(source: str | Path, settings: Mapping[str, Any], name: str) -> int | 
     if found is not None and (not isinstance(found, int) or found < 1):
         raise ConfigError(f"{source}: {name}: got {found!r}; want a number from 1 on, or null")
     return found
-
-
-def _check_usual(source: str | Path, settings: Mapping[str, Any]) -> None:
-    for name, value in settings.items():
-        if name not in ("max_seq_length", "do_lower_case") and value not in (None, False, {}, _USUAL.get(name)):
-            raise ConfigError(f"{source}: the transformer's setting {name!r} is {value!r}, which is not followed here")
 
 
 def _settings(source: str | Path, name: str, download: dict[str, Any]) -> Mapping[str, Any]:

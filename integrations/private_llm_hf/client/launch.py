@@ -92,8 +92,7 @@ def serve_party(
     Raises ConfigError, ShareFileError and PatchMismatch before listening; an error inside a session, or while others
     connect, ends that session only.
     """
-    if config.party_mode != "remote":
-        config = replace(config, party_mode="remote")
+    config = replace(config, party_mode="remote")
     if not 0 <= number < config.endpoints:
         raise ConfigError(f"party: got {number}; want 0 to {config.endpoints - 1} for {config.protocol!r}")
     compile_ahead(config, party=True)
@@ -108,26 +107,18 @@ def serve_party(
             notice(f"{called(config, number)} waits for the others at {config.hosts[number]}")
             try:
                 transport = connect(config, number, wait_s=_FOREVER_S, acceptor=acceptor)
-            except ConfigError as error:
-                if not served and not failed:
+            except (ConfigError, TransportError, OSError) as error:  # another's doing: it may be right the next time
+                if isinstance(error, ConfigError) and not served and not failed:
                     raise ConfigError(named(config, str(error))) from None
-                failed = _try_again(config, error, failed, notice)
-                continue
-            except (TransportError, OSError) as error:  # another endpoint's doing: it may be right the next time
-                failed = _try_again(config, error, failed, notice)
+                pause = min(_PAUSE_S * 2**failed, _LONGEST_PAUSE_S)  # longer each time: nobody is served meanwhile
+                notice(f"no session: {named(config, str(error))}; trying again in {pause:g} s")
+                time.sleep(pause)
+                failed += 1
                 continue
             failed = 0
             reason = _session(config, number, transport, stored)
             served += 1
             notice(f"session {served} ended" + (f": {reason}" if reason else ""))
-
-
-def _try_again(config: PrivateConfig, error: Exception, failed: int, notice: Callable[[str], None]) -> int:
-    """Say why the others were not reached, and pause: longer each time, because nobody can be served meanwhile."""
-    pause = min(_PAUSE_S * 2**failed, _LONGEST_PAUSE_S)
-    notice(f"no session: {named(config, str(error))}; trying again in {pause:g} s")
-    time.sleep(pause)
-    return failed + 1
 
 
 def _session(

@@ -16,15 +16,12 @@ from private_llm.errors import PatchMismatch
 from private_llm_hf.checkpoint.dense import first_line
 from private_llm_hf.checkpoint.weights import skeleton, stored_buffers
 
-WIDTHS = {
+SIZES = {
     "hidden_size": 32, "n_embd": 32, "d_model": 32, "intermediate_size": 64, "ffn_dim": 64, "n_inner": 64, "d_ff": 64,
     "d_kv": 8, "embedding_size": 16, "head_dim": 8, "rotary_dim": 4, "decoder_ffn_dim": 64, "encoder_ffn_dim": 64,
     "moe_intermediate_size": 16, "shared_expert_intermediate_size": 32, "kv_lora_rank": 16, "q_lora_rank": 16,
     "qk_rope_head_dim": 8, "qk_nope_head_dim": 4, "v_head_dim": 8, "word_embed_proj_dim": 32,
-    "input_embedding_size": 32, "output_embedding_size": 32, "mlp_dim": 64,
-    "pooler_hidden_size": 32,
-}  # fmt: skip
-COUNTS = {
+    "input_embedding_size": 32, "output_embedding_size": 32, "mlp_dim": 64, "pooler_hidden_size": 32,
     "num_hidden_layers": 2, "n_layer": 2, "n_layers": 2, "num_layers": 2, "num_decoder_layers": 2, "encoder_layers": 2,
     "decoder_layers": 2, "num_attention_heads": 4, "n_head": 4, "n_heads": 4, "num_heads": 4,
     "encoder_attention_heads": 4, "decoder_attention_heads": 4, "vocab_size": 128, "max_position_embeddings": 64,
@@ -76,25 +73,24 @@ def miniature(model_class: type[PreTrainedModel], config: PretrainedConfig) -> P
 
 def small_config(config: PretrainedConfig) -> PretrainedConfig:
     """The same settings with small sizes."""
-    values = _small(config.to_dict(), dict(config.attribute_map))
-    return type(config)(**_arguments(values))
+    return _built(config, _small(config.to_dict(), dict(config.attribute_map)))
 
 
 def _few_layers(config: PretrainedConfig) -> PretrainedConfig:
     values = config.to_dict()
-    wanted = {own: COUNTS[name] for name, own in _own_names(values, dict(config.attribute_map)) if name in _LAYERS}
-    return type(config)(**_arguments(_cut({**values, **wanted}, values)))
+    wanted = {own: SIZES[name] for name, own in _own_names(values, dict(config.attribute_map)) if name in _LAYERS}
+    return _built(config, _cut({**values, **wanted}, values))
 
 
-def _arguments(values: dict[str, Any]) -> dict[str, Any]:
+def _built(config: PretrainedConfig, values: dict[str, Any]) -> PretrainedConfig:
     left_out = {"model_type", "transformers_version", "_name_or_path", "architectures", "dtype", "torch_dtype"}
     left_out |= {"out_features", "out_indices", "stage_names"}  # stages by name, which only backbones give out
-    return {key: copy.deepcopy(value) for key, value in values.items() if key not in left_out}
+    return type(config)(**{key: copy.deepcopy(value) for key, value in values.items() if key not in left_out})
 
 
 def _own_names(values: Mapping[str, Any], renamed: Mapping[str, str]) -> list[tuple[str, str]]:
     """(usual name, name in this configuration) of sizes that it states."""
-    sizes = {**WIDTHS, **COUNTS, **_AT_MOST}
+    sizes = {**SIZES, **_AT_MOST}
     if isinstance(values.get("depths"), list | tuple):  # a number of layers by another name is one of stages
         sizes = {name: size for name, size in sizes.items() if name not in _DEPTHS}
     return [(name, renamed.get(name, name)) for name in sizes if _is_size(values.get(renamed.get(name, name)))]
@@ -106,16 +102,15 @@ def _is_size(value: object) -> bool:
 
 def _small(values: dict[str, Any], renamed: Mapping[str, str]) -> dict[str, Any]:
     made = dict(values)
-    sizes = {**WIDTHS, **COUNTS}
     for name, own in _own_names(values, renamed):
-        made[own] = min(values[own], _AT_MOST[name]) if name in _AT_MOST else sizes[name]
+        made[own] = min(values[own], _AT_MOST[name]) if name in _AT_MOST else SIZES[name]
     heads = next((values[own] for name, own in _own_names(values, renamed) if name in _HEADS), None)
     for name in _KEYS:
         own = renamed.get(name, name)
         if _is_size(values.get(own)):
             made[own] = 4 if values[own] == heads else 1 if values[own] == 1 else 2
     for name in _TOKENS:
-        if isinstance(values.get(name), list) or (_is_size(values.get(name)) and values[name] >= COUNTS["vocab_size"]):
+        if isinstance(values.get(name), list) or (_is_size(values.get(name)) and values[name] >= SIZES["vocab_size"]):
             made[name] = _TOKENS.index(name)
     for name, value in values.items():
         if isinstance(value, dict) and "model_type" in value:
@@ -163,7 +158,7 @@ def _cut(made: dict[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _small_rope(rope: dict[str, Any], made: Mapping[str, Any]) -> dict[str, Any]:
     """Factors for as many frequencies as a head has now."""
-    width = made.get("head_dim") or WIDTHS["hidden_size"] // COUNTS["num_attention_heads"]
+    width = made.get("head_dim") or SIZES["hidden_size"] // SIZES["num_attention_heads"]
     share = rope.get("partial_rotary_factor") or made.get("partial_rotary_factor") or 1.0
     count = max(1, int(width * share) // 2)
     return {
