@@ -1,8 +1,8 @@
 """The patch plan: every module of a model, what runs in its place, what of it stays public.
 
-Made from the configuration alone, on the meta device, before anything is sent. Under secret sharing a module without a
-handler runs its own forward on shares; whether it can, and whether that is right, is tried (trial.py). Nodes of token
-sharding need no handlers: they run every module's own forward in the clear, and the table says what they see.
+Made from the configuration alone, on the meta device, before anything is sent. A module without a handler runs its own
+forward on shares; whether it can, is tried (trial.py). Nodes of token sharding run every module's own forward in the
+clear, and the table says what they see.
 """
 
 from __future__ import annotations

@@ -2,9 +2,8 @@
 
 A mode of PyTorch sees the operations that private rules exist for, hooks say in which module they run. Of each module
 only the largest values stay, as exponents with head room (`private_llm.ranges`); no value and no token goes anywhere.
-
-Which products may leave fewer fractional bits: those that are added to a residual stream before a norm that can then
-do with one sum of squares. The stream is followed from the product over sums to the norm that reads it.
+Products that are added to a residual stream may leave fewer fractional bits if the norm that reads it can then do with
+one sum of squares: streams are followed from the product over sums to that norm.
 """
 
 from __future__ import annotations

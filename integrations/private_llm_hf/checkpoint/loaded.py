@@ -1,8 +1,8 @@
 """A model in memory as the parties will build it: from its class and configuration, with its weights.
 
 What was changed after loading the parties cannot know. So the model is built again, without a copy of its weights, and
-both compute one short text: where they agree, what was built again goes on; where not, the first module that differs
-is named. What a short text does not show (a window, an eps, numbers of positions) is compared as it stands.
+both compute one short text: where they differ, the first such module is named. What a short text does not show (a
+window, an eps, numbers of positions) is compared as it stands.
 """
 
 from __future__ import annotations

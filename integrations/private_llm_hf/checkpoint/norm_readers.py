@@ -1,9 +1,9 @@
 """Norms whose output linear layers alone read: found by following it through a forward on the meta device.
 
-A norm's weight can then be part of those layers (models/folds.py). A norm is none of them if its output goes
-anywhere else: into a sum, a product, an expert, an output of the model; if a layer that reads it reads something else,
-too, or has a weight that another module uses; if somebody looks at its weight; and if a module around it is replaced
-at the parties, where it may do anything else. Where the forward does not run without values, no norm is.
+A norm's weight can then be part of those layers (models/folds.py). A norm is none of them if its output goes anywhere
+else (a sum, a product, an expert, the model's output), if a layer that reads it reads something else, too, or shares
+its weight, if somebody looks at the norm's weight, if a module around it is replaced at the parties, or if the forward
+does not run without values.
 """
 
 from __future__ import annotations

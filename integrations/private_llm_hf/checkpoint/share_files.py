@@ -1,13 +1,12 @@
 """Share files: one safetensors file per party with its shares of a model, written and read tensor by tensor.
 
 A file holds the party's mask seeds in its metadata (the format names their cipher) and, for the evaluators, one masked
-tensor per weight; party 0's file is a header. It is as secret as the party (mode 0600). The metadata names format,
-party, model, protocol and the sharing (a random number, equal in the files of one sharing), so that a file of another
-party, model or sharing is refused; a digest of the data catches damage.
+tensor per weight; party 0's file is a header. It is as secret as the party (mode 0600). Metadata name format, party,
+model, protocol and the sharing (a random number), so that a file of another one is refused; a digest catches damage.
 
-Headers come first, laid out from the model's shapes, with space for the digest. Files are written under other names,
-as new files that follow no link, and take their own when all of them are whole: a sharing is there for all parties or
-for none, and one that was there before is not touched unless that is asked for.
+Headers come first, laid out from the model's shapes, with space for the digest. Files are new, follow no link, and take
+their names when all of them are whole: a sharing is there for all parties or for none, and one that was there before is
+touched only if that is asked for.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Weights on their way from a checkpoint (or a loaded model) into shares: one tensor at a time.
 
-transformers' own loader reads a checkpoint, with its renames, conversions, shards and safe loading. A quantizer, the
-entry point that transformers offers, sees each tensor as it is read, hands it to a sink and leaves an empty (meta) one:
-no second copy of the model ever exists. Tied weights are streamed once, under the name that the model ties them to.
+transformers' own loader reads a checkpoint, with its renames, conversions, shards and safe loading. A quantizer, its
+entry point for that, sees each tensor as it is read, hands it to a sink and leaves an empty (meta) one, so there is no
+second copy of the model. Tied weights are streamed once, under the name that the model ties them to.
 """
 
 from __future__ import annotations

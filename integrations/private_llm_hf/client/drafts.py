@@ -5,14 +5,14 @@ A tree holds what may follow the text: each node is a token after its parent. Fr
 
 1. p is what the model gives the next token here, after all logits processors (greedy: 1 for the likeliest).
 2. The drafted tokens x that follow here are tried in their order. One drawn from q is kept with the probability
-   min(1, p(x) / q(x)); if it is not, p becomes max(p - q, 0), and one that was certain (no q) is kept with p(x); if it
-   is not, p(x) becomes 0. p is scaled to 1 again.
+   min(1, p(x) / q(x)), else p becomes max(p - q, 0); one that was certain (no q) is kept with p(x), else p(x) becomes
+   0. p is scaled to 1 again.
 3. A token that is kept is the place to go on from; if none is, the next token is drawn from what is left of p.
 
 Source: Leviathan et al. 2023 (arXiv 2211.17192), algorithm 1, for one token; SpecInfer (arXiv 2305.09781), algorithm 2,
-for several, which may be drawn without replacement as in Sequoia (arXiv 2402.12374), each q being what its own draw was
-made from. For one try, sum_x q(x) min(1, p(x) / q(x)) delta_x + (rejected) * max(p - q, 0) / (its sum) = p; the tries
-that follow draw from that remainder in turn.
+for several, drawn without replacement as in Sequoia (arXiv 2402.12374), each q being what its own draw was made from:
+sum_x q(x) min(1, p(x) / q(x)) delta_x + (rejected) * max(p - q, 0) / (its sum) = p, and the tries draw from that
+remainder in turn.
 """
 
 from __future__ import annotations

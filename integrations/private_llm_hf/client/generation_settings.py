@@ -1,5 +1,5 @@
-"""What users give generate(), looked at before anything is sent: transformers finds much of it late, or in errors of
-Python that name no argument, and some settings that contradict drafts would be ignored.
+"""What users give generate(), looked at before anything is sent: transformers finds much of it late, or in errors that
+name no argument, and would ignore settings that contradict drafts.
 """
 
 from __future__ import annotations

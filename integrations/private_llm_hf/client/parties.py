@@ -1,11 +1,9 @@
 """The client's link to the parties: commands out, results opened, errors named, nothing left hanging.
 
-One call = one command (public facts) to every party, the secret inputs as shares, and the parties' answer, which
-states the shapes that are then opened. Every party must give the same answer. After any failure the session is
-over: it is aborted everywhere, and later calls repeat the reason.
-
-What the parties learn from commands: shapes, attention masks, positions, which cache a call continues, how many
-tokens are generated, and in beam search which beams survive (indices, not tokens).
+One call = one command (public facts) to every party, the secret inputs as shares, and the parties' answer, which must
+be the same of all and states the shapes that are then opened. After any failure the session is over: it is aborted
+everywhere, and later calls repeat the reason. What the parties learn from commands: shapes, attention masks, positions,
+which cache a call continues, how many tokens are generated, and in beam search which beams survive (indices).
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """Preprocessing ahead of the data: which calls are planned, and whether the calls that come are those.
 
 What the helping party contributes to a call depends on public facts alone: shapes, masks, positions, which cache is
-continued. A preprocessing plan is made by a dry run: the user's own program (`generate()`, or one forward) runs
-against a stand-in for the parties that answers zeros and writes down what was asked. The parties run ahead for
-exactly these requests, and the client compares each later request with the next one of them (`Schedule`) before
-anything is sent.
+continued. A plan is made by a dry run of the user's own program (`generate()`, or one forward) against a stand-in for
+the parties that answers zeros and writes down what was asked. The parties run ahead for exactly these requests, and the
+client compares each later one with the next of them (`Schedule`) before anything is sent.
 """
 
 from __future__ import annotations

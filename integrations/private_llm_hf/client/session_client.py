@@ -1,8 +1,7 @@
 """What a private model needs of those who compute for it, and the client's handles of what they keep: no values.
 
-Those are parties of secret sharing, parallel sessions of them, nodes of token sharding, one after the other, and
-stand-ins that record a dry run or count what it would cost. Dropping a handle frees what it stands for with the next
-call.
+Those are parties of secret sharing, nodes of token sharding, or both, and stand-ins that record a dry run or count what
+it would cost. Dropping a handle frees what it stands for with the next call.
 """
 
 from __future__ import annotations

@@ -3,9 +3,8 @@
     private.generate(**inputs, speculation=SpeculationConfig())                        looked up in the text itself
     private.generate(**inputs, speculation=SpeculationConfig(draft="my_draft", paths=4))
 
-A pass of the private model over several tokens has as many rounds as one over a single token, so tokens that a draft
-proposes are checked together. The text is the one that the private model alone would write: the same when greedy, of
-the same distribution when sampled.
+A pass over several tokens has as many rounds as one over a single token, so drafted tokens are checked together. The
+text is the one that the private model alone would write: the same when greedy, of the same distribution when sampled.
 """
 
 from __future__ import annotations

@@ -2,13 +2,12 @@
 
 1. The draft proposes a tree of tokens after the text; its paths become rows of a batch.
 2. One pass of the private model reads the last token and the drafted ones of every row, on one shared cache.
-3. `acceptance.accept` keeps a path and draws the token after it. The cache goes on with the row of that path, cut back
-   to what was kept. What the parties see: the number of rows and tokens of a pass, which row went on, and how far it
-   was cut back. Under fixed counts (the default) they see the same numbers in every pass: window, advance, row 0; if
-   the text is to stay exact, also which passes went on by nothing. Why that matters: arXiv 2411.01076 (When Speculation
-   Spills Secrets).
+3. `drafts.accept` keeps a path and draws the token after it. The cache goes on with the row of that path, cut back to
+   what was kept. The parties see the numbers of rows and tokens of a pass, which row went on and how far it was cut
+   back: under fixed counts (the default) the same in every pass, and if the text is to stay exact, which passes went on
+   by nothing. Why that matters: arXiv 2411.01076 (When Speculation Spills Secrets).
 
-Works for a plaintext model as well, whose cache has the same methods: that is how tests compare.
+A plaintext model's cache has the same methods: that is how tests compare.
 """
 
 from __future__ import annotations

@@ -4,14 +4,13 @@ A norm before linear layers: with n(x) the normalised rows, g = weight + offset 
 
     W (g * n(x) + h) + b  =  (W diag(g)) n(x) + (W h + b)
 
-so that a norm's second product, one secret element times another, is none. Which layers read which norms is part of a
-model's description (`Folded`): a norm is folded into all of its readers or into none (checkpoint/norm_readers.py).
-Layers without a bias get one where the norm has one.
+so that one secret element times another is saved. A norm is folded into all of its readers or into none
+(checkpoint/norm_readers.py), which a model's description says (`Folded`). Layers get a bias where the norm has one.
 
-A batch norm after a layer: in inference y = (x - mean) / sqrt(var + eps) * gain + shift is one factor and one addend
-per channel. Both go into the convolution or linear layer before it, W' = factor * W and b' = factor * (b - mean) +
-shift. Elsewhere the parties get factor and addend: one product per element. Either way statistics never leave the
-owner, and the parties know from the public structure alone which case is which.
+A batch norm in inference is one factor and one addend per channel, y = (x - mean) / sqrt(var + eps) * gain + shift.
+Both go into the layer before it, W' = factor * W and b' = factor * (b - mean) + shift; without one, the parties get
+factor and addend: one product per element. Statistics never leave the owner; the public structure says which case is
+which.
 """
 
 from __future__ import annotations

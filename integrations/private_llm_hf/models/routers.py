@@ -1,9 +1,8 @@
 """Routers of mixtures of experts: which k experts a token goes to, and with which weights; all of it secret.
 
-Families spell few formulas in many ways: scores are a softmax or sigmoids of a linear layer; k are chosen by score, or
-by score plus a learned correction that balances the experts, among all or among the best groups; weights are the
-scores of those chosen, maybe divided by their sum, times a number. Which of them a module spells is found by trying
-it; one that computes anything else is no router.
+Scores are a softmax or sigmoids of a linear layer; k are chosen by score, or by score plus a learned correction, among
+all or among the best groups; weights are the scores of those chosen, maybe divided by their sum, times a number. Which
+of these a module spells is found by trying it; one that computes anything else is no router.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
 A description is JSON: `modules` maps names to a type of a closed list and its constructor arguments, `steps` says
 which module or function runs on which earlier values (value 0 is the input, step k makes value k), `head` is the name
 of a last softmax, which is left to the client. No code travels; whoever receives a description checks all of it.
-`Network` is the `PreTrainedModel` that runs a description, so that plans, share files, estimates and
-`save_pretrained` work as for every other model.
+`Network` is the `PreTrainedModel` that runs one, so that plans, share files and estimates work as for other models.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """From a module to its description (see `network`): torch.fx follows its forward once, at the owner of the model.
 
-Functions of PyTorch that do a module's work (`F.relu`, `F.max_pool2d`) become modules of their own, so that plans and
-costs name them. What may not be described is refused with its name: unknown modules and functions, weights used
-outside modules, hooks, control flow on values.
+Functions of PyTorch that do a module's work (`F.relu`) become modules of their own, so that plans and costs name them.
+Refused by name: unknown modules and functions, weights used outside modules, hooks, control flow on values.
 """
 
 from __future__ import annotations
