@@ -51,8 +51,6 @@ class Checkpoint:
         check_options(options)
         self.source = str(source)
         self.gguf_file: str | None = options.pop("gguf_file", None)
-        for name in ("dtype", "torch_dtype"):
-            _check_dtype(name, options.pop(name, None))
         if self.gguf_file is None and self.source.endswith(".gguf") and Path(self.source).is_file():
             folder, name = Path(self.source).parent, Path(self.source).name
             raise ConfigError(
@@ -288,16 +286,6 @@ def _resize(model: PreTrainedModel, adapter: dict[str, Tensor]) -> None:
             if rows != model.get_input_embeddings().weight.shape[0]:
                 model.resize_token_embeddings(rows, mean_resizing=False)
             return
-
-
-def _check_dtype(name: str, value: object) -> None:
-    found = getattr(torch, value.removeprefix("torch."), None) if isinstance(value, str) else value
-    if value in (None, "auto") or (isinstance(found, torch.dtype) and found.is_floating_point):
-        return
-    raise ConfigError(
-        f"{name}: got {value!r}; want 'auto' or a floating-point dtype (it changes nothing: weights are shared in "
-        "fixed point, see PrivateConfig.ring and frac_bits, and outputs are float32)"
-    )
 
 
 def _base_of_adapter(source: str, where: dict[str, Any], settings: dict[str, Any]) -> Checkpoint | None:

@@ -96,7 +96,9 @@ class _Trace(TorchFunctionMode):
         for name, module in model.named_modules():
             if name.startswith(replaced) or any(id(value) in shared for value in module.parameters(recurse=False)):
                 continue
-            if _is_norm(module):
+            handler = handler_of(module)
+            of_user = handler is not None and handler.settings is not None
+            if not of_user and getattr(module, "weight", None) is not None and spelled_norm(module) is not None:
                 self._norms[module] = name
             elif type(module) in (nn.Linear, Conv1D) and not _runs_otherwise(module):
                 self._layers[module] = name
@@ -165,12 +167,6 @@ class _Trace(TorchFunctionMode):
             if norm is not None and norm not in lost:
                 found.setdefault(self._norms[norm], []).append(self._layers[layer])
         return {norm: tuple(layers) for norm, layers in found.items()}
-
-
-def _is_norm(module: nn.Module) -> bool:
-    handler = handler_of(module)
-    of_user = handler is not None and handler.settings is not None
-    return not of_user and getattr(module, "weight", None) is not None and spelled_norm(module) is not None
 
 
 def _runs_otherwise(module: nn.Module) -> bool:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 from safetensors import SafetensorError, safe_open
@@ -50,6 +51,14 @@ def check_options(options: dict[str, Any]) -> None:
     for name, advice in _ADVICE.items():
         if options.pop(name, None) not in (None, False):
             raise ConfigError(f"from_pretrained: {name} has no meaning for a private model: {advice}")
+    for name in ("dtype", "torch_dtype"):
+        value = options.pop(name, None)
+        found = getattr(torch, value.removeprefix("torch."), None) if isinstance(value, str) else value
+        if value not in (None, "auto") and not (isinstance(found, torch.dtype) and found.is_floating_point):
+            raise ConfigError(
+                f"{name}: got {value!r}; want 'auto' or a floating-point dtype (it changes nothing: weights are shared "
+                "in fixed point, see PrivateConfig.ring and frac_bits, and outputs are float32)"
+            )
     given = options.get("config")
     if isinstance(given, PrivateConfig):
         raise ConfigError(

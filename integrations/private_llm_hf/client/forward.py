@@ -262,7 +262,10 @@ class ForwardCall:
             values["loss"] = self.labels.loss(values["logits"])
         if cache is not None:
             values[CACHE] = cache
-        made = _output_class(kind, self.model)
+        home = sys.modules[self.model.original_class.__module__]
+        made = getattr(modeling_outputs, kind, None) or getattr(home, kind, None)
+        if not (isinstance(made, type) and issubclass(made, ModelOutput) and is_dataclass(made)):
+            raise DomainError(f"the parties returned an unknown output class {kind!r}")
         names = {field.name for field in fields(made)}  # heads that do not generate hand no cache back
         return made(**{name: value for name, value in values.items() if name in names})
 
@@ -322,14 +325,6 @@ def _as_logits(index: Tensor, count: int) -> Tensor:
     return logits.scatter_(-1, index.unsqueeze(-1), 0.0)
 
 
-def _output_class(name: str, model: PrivateModel) -> type[ModelOutput]:
-    home = sys.modules[model.original_class.__module__]
-    found = getattr(modeling_outputs, name, None) or getattr(home, name, None)
-    if not (isinstance(found, type) and issubclass(found, ModelOutput) and is_dataclass(found)):
-        raise DomainError(f"the parties returned an unknown output class {name!r}")
-    return found
-
-
 # -- a long prompt as calls of a chunk each on one KV cache ----------------------------------------------------------
 # The largest arrays of a call at a party are its scores, [heads, queries, keys]: in chunks they grow with the prompt,
 # not with its square. Chunks have one size, so that their programs are the same for all prompts; the rest comes first.
@@ -347,11 +342,13 @@ def chunks(
     while start < length:
         stop = start + (((length - start) % size) or size)
         wanted = min(stop - start, stop - length + int(kept)) if by_token else int(stop == length)
-        public = {name: _of_tokens(value, name, start, stop, past) for name, value in call.public.items()}
+        public = {name: x[:, start:stop] if isinstance(x, Tensor) else x for name, x in call.public.items()}
+        mask = call.public.get("attention_mask")  # of all positions so far
+        if isinstance(mask, Tensor):
+            public["attention_mask"] = mask[:, : past + stop]
         if "logits_to_keep" in public:
             public["logits_to_keep"] = max(wanted, 1)
-        mask = public.get("attention_mask")
-        if isinstance(mask, Tensor) and bool(mask.all()):
+        if isinstance(mask, Tensor) and bool(mask[:, : past + stop].all()):
             del public["attention_mask"]
         yield (
             replace(
@@ -370,13 +367,6 @@ def joined(opened: Sequence[dict[str, Tensor]], by_token: bool) -> dict[str, Ten
     if not by_token:
         return last
     return {name: torch.cat([each[name] for each in opened if name in each], dim=1) for name in last}
-
-
-def _of_tokens(value: Tensor | bool | int, name: str, start: int, stop: int, past: int) -> Tensor | bool | int:
-    """What of a public argument belongs to a chunk: a mask is of all positions so far, others are of new ones."""
-    if not isinstance(value, Tensor):
-        return value
-    return value[:, : past + stop] if name == "attention_mask" else value[:, start:stop]
 
 
 def _secret(secret: Secret, rows: int, start: int, stop: int) -> Secret:

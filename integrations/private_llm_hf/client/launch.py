@@ -58,8 +58,13 @@ def start_parties(config: PrivateConfig, mesh: LocalMesh | None = None) -> Parti
         if mode == "threads":
             at_once = None if config.plan is None else nodes_at_once(config.endpoints)
             return _start_threads(config, mesh or LocalMesh(config.endpoints, config.timeout_s, at_once))
-        if mode == "processes":
-            return _start_processes(config)
+        if mode == "processes":  # over sockets of this machine; they end when this process does
+            transport, stop = start_children(config, "private_llm_hf.party.party:run_party", {})
+            try:
+                return join_parallel_sessions(config, transport, stop)
+            except BaseException:
+                stop()
+                raise
         if mode == "distributed":
             return _start_distributed(config)
         transport = connect(config, CLIENT)
@@ -209,13 +214,3 @@ def _start_distributed(config: PrivateConfig) -> Parties:
         mesh.close()
 
     return join_parallel_sessions(config, transport, shutdown)
-
-
-def _start_processes(config: PrivateConfig) -> Parties:
-    """Parties as child processes over sockets of this machine; they end when this process does."""
-    transport, stop = start_children(config, "private_llm_hf.party.party:run_party", {})
-    try:
-        return join_parallel_sessions(config, transport, stop)
-    except BaseException:
-        stop()
-        raise

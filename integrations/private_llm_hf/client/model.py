@@ -358,31 +358,17 @@ def _with_drafts(original: Callable[..., Any]) -> Callable[..., Any]:
 # transformers' pipelines warn with a list of all classes unless a model's class is in their tables of names. And torch
 # accepts a module under any attribute name, also one that the owner's class computes: sentence-transformers has a
 # property `auto_model`, so assigning to it would change nothing, and texts would go through the plaintext model.
-def known_to_pipelines(private: type[PreTrainedModel], original: type[PreTrainedModel]) -> None:
-    """Put a private class into every table of class names that has its original; no model type leads to it."""
-    for title, table in vars(modeling_auto).items():
-        if not title.endswith("_MAPPING_NAMES"):
-            continue
-        if any(original.__name__ in (names if isinstance(names, tuple) else (names,)) for names in table.values()):
-            table[private.__name__] = private.__name__
+def _refuse_swallowed(owner: nn.Module, name: str, module: nn.Module | None) -> None:
+    if isinstance(module, PrivateModel) and isinstance(getattr(type(owner), name, None), property):
+        others = [n for n, held in owner.named_children() if isinstance(held, PreTrainedModel)]
+        hint = f"; assign to '{others[0]}', which holds the model" if others else ""
+        raise ConfigError(
+            f"{type(owner).__name__}.{name} is a property, so what is assigned to it is never used and the "
+            f"plaintext model would go on answering{hint}"
+        )
 
 
-def refuse_swallowed(kind: type) -> None:
-    """From now on, assigning a module of this class where the owner has a property raises ConfigError."""
-
-    def check(owner: nn.Module, name: str, module: nn.Module | None) -> None:
-        if isinstance(module, kind) and isinstance(getattr(type(owner), name, None), property):
-            others = [n for n, held in owner.named_children() if isinstance(held, PreTrainedModel)]
-            hint = f"; assign to '{others[0]}', which holds the model" if others else ""
-            raise ConfigError(
-                f"{type(owner).__name__}.{name} is a property, so what is assigned to it is never used and the "
-                f"plaintext model would go on answering{hint}"
-            )
-
-    register_module_module_registration_hook(check)
-
-
-refuse_swallowed(PrivateModel)
+register_module_module_registration_hook(_refuse_swallowed)
 
 
 _CLASSES: dict[type[PreTrainedModel], type[PreTrainedModel]] = {}
@@ -413,5 +399,8 @@ def private_class(original: type[PreTrainedModel]) -> type[PreTrainedModel]:
     if issubclass(original, GenerationMixin):
         body["generate"] = _with_drafts(original.generate)
     made = _CLASSES[original] = type(f"Private{original.__name__}", (PrivateModel, original), body)
-    known_to_pipelines(made, original)
+    tables = [table for title, table in vars(modeling_auto).items() if title.endswith("_MAPPING_NAMES")]
+    for table in tables:  # into every one that has its original; no model type leads to it
+        if any(original.__name__ in (names if isinstance(names, tuple) else (names,)) for names in table.values()):
+            table[made.__name__] = made.__name__
     return made

@@ -307,7 +307,7 @@ class Parties(SessionClient):
     def _drop_schedule(self) -> None:
         """Forget it; the helping party frees what it computed ahead with the next request that it receives."""
         if self._schedule is not None:
-            self._unused.extend(self._schedule.planned_handles)
+            self._unused.extend({handle for entry in self._schedule.entries for handle in handles_of(entry)})
             self._schedule = None
 
     @property

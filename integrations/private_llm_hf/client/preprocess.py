@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from transformers import PretrainedConfig
 
 from private_llm.errors import ConfigError, DomainError
 from private_llm.typed_settings import check_types
@@ -112,10 +113,10 @@ class _Noted(Exception):
 class DryRun(SessionClient):
     """Stands where the link to the parties stands, and writes down what is asked of them."""
 
-    def __init__(self, parties: SessionClient, generating: bool, vocabulary: int, kind: str) -> None:
+    def __init__(self, parties: SessionClient, generating: bool, model: PretrainedConfig) -> None:
         self.config, self.ring = parties.config, parties.ring
         self.entries: list[CallOrEdit] = []
-        self._parties, self._generating, self._vocabulary, self._kind = parties, generating, vocabulary, kind
+        self._parties, self._generating, self._model = parties, generating, model
         self._held: dict[int, tuple[int, int]] = {}  # by cache: entries, positions
 
     def forward(self, call: Call, secrets: list[Secret]) -> tuple[str, dict[str, Tensor]]:
@@ -136,15 +137,16 @@ class DryRun(SessionClient):
                     "nothing is evicted"
                 )
             self._held[call.cache] = held, position
+        kind = "Seq2SeqLMOutput" if self._model.is_encoder_decoder else "CausalLMOutputWithPast"
         if call.encode_to is not None or call.more:
-            return self._kind, {}
+            return kind, {}
         if not self._generating:
             raise _Noted
         rows, length = call.secret[0].shape[:2]
         shown = min(int(call.public.get("logits_to_keep", 0)) or length, length)
         if self.config.reveal == "token":
-            return self._kind, {"token": torch.zeros(rows, shown)}
-        return self._kind, {"logits": torch.zeros(rows, shown, self._vocabulary)}
+            return kind, {"token": torch.zeros(rows, shown)}
+        return kind, {"logits": torch.zeros(rows, shown, self._model.get_text_config().vocab_size)}
 
     def command(self, edit: CacheEdit) -> None:
         """As `SessionClient.command`."""
@@ -164,28 +166,21 @@ class DryRun(SessionClient):
 def dry_run(model: PrivateModel, plans: tuple[CallPlan, ...]) -> list[CallOrEdit]:
     """The requests that these plans will make, in order. Raises ConfigError, and whatever the calls would raise."""
     made: list[CallOrEdit] = []
+    generation = copy.deepcopy(getattr(model, "generation_config", None))
+    if generation is not None:
+        generation.eos_token_id = None  # nothing ends early
     for plan in plans:
         if isinstance(plan, GeneratePlan | ForwardPlan):
             check_types(plan, f"preprocess: {type(plan).__name__}.")
         if not isinstance(plan, GeneratePlan | ForwardPlan) or plan.times < 1:
             raise ConfigError(f"preprocess: got {plan!r}; want GeneratePlan or ForwardPlan with times of at least 1")
+        if isinstance(plan, GeneratePlan) and generation is None:
+            raise ConfigError(f"preprocess: {model.original_class.__name__} does not generate; want a ForwardPlan")
         for _ in range(plan.times):
-            made += _dry_run_once(model, plan)
+            stand_in = DryRun(model.parties, isinstance(plan, GeneratePlan), model.config)
+            plan.run(type(model)(model.config, stand_in, model.patch_plan, copy.deepcopy(generation)))
+            made += stand_in.entries
     return made
-
-
-def _dry_run_once(model: PrivateModel, plan: CallPlan) -> list[CallOrEdit]:
-    generating = isinstance(plan, GeneratePlan)
-    generation = copy.deepcopy(getattr(model, "generation_config", None))
-    if generation is not None:
-        generation.eos_token_id = None  # nothing ends early
-    elif generating:
-        raise ConfigError(f"preprocess: {model.original_class.__name__} does not generate; want a ForwardPlan")
-    kind = "Seq2SeqLMOutput" if model.config.is_encoder_decoder else "CausalLMOutputWithPast"
-    vocabulary = model.config.get_text_config().vocab_size if generating else 0
-    stand_in = DryRun(model.parties, generating, vocabulary, kind)
-    plan.run(type(model)(model.config, stand_in, model.patch_plan, generation))
-    return stand_in.entries
 
 
 # -- Whether the requests that come are those that were planned -------------------------------------------------------
@@ -205,11 +200,6 @@ class Schedule:
     def finished(self) -> bool:
         """Whether every request was made."""
         return self._next == len(self.entries)
-
-    @property
-    def planned_handles(self) -> set[int]:
-        """The handles under which the helping party keeps what it computed ahead."""
-        return {handle for entry in self.entries for handle in handles_of(entry)}
 
     def take(self, message: CallOrEdit, known: set[int]) -> int:
         """The place of a request, which must be the next one; `known`: handles that other calls have filled.

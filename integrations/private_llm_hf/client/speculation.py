@@ -189,8 +189,15 @@ def check_drafts(policy: object, limit: int, counts: FixedCounts | None) -> None
     limit: the most tokens that the cache will hold. counts: how passes read; None: as many drafts as they like, the
     first of them in the prompt's pass.
     """
-    if not isinstance(policy, CachePolicy) or _all_seen(policy, limit) or _evicts_by_the_prompt(policy, counts):
+    if not isinstance(policy, CachePolicy):
         return
+    chosen = policy.selection is not None and policy.selection.shape(limit) is not None
+    if not chosen and policy.ranked(limit, limit, limit) == limit == policy.ranked(limit, limit, 1):
+        return  # every query of such a text sees all before it, however passes cut it
+    evicts = policy.eviction is not None and policy.selection is None and policy.newest is not None
+    alone = counts is not None and not counts.reserve and (policy.newest or 0) >= counts.window
+    if evicts and alone and policy.ranked(_LONG, _LONG, 1) == _LONG:
+        return  # the prompt alone evicts, in a pass of its own, and no pass over drafts does
     raise ConfigError(
         f"drafts: kv_cache {policy.name!r} evicts or chooses entries of a text of up to {limit} tokens, and a pass "
         "over several drafted tokens does so otherwise than passes over single ones, so the text would change. Drafts "
@@ -199,19 +206,6 @@ def check_drafts(policy: object, limit: int, counts: FixedCounts | None) -> None
         "every=None and recent of at least the tokens of a window; want one of these, or no drafts (leave speculation, "
         "assistant_model and prompt_lookup_num_tokens out)"
     )
-
-
-def _all_seen(policy: CachePolicy, limit: int) -> bool:
-    """Whether every query of a text of `limit` tokens sees all before it, however passes cut it."""
-    chosen = policy.selection is not None and policy.selection.shape(limit) is not None
-    return not chosen and policy.ranked(limit, limit, limit) == limit == policy.ranked(limit, limit, 1)
-
-
-def _evicts_by_the_prompt(policy: CachePolicy, counts: FixedCounts | None) -> bool:
-    """Whether the prompt alone evicts, in a pass of its own, and no pass over drafts does."""
-    if counts is None or counts.reserve or policy.eviction is None or policy.selection is not None:
-        return False
-    return policy.newest is not None and policy.newest >= counts.window and policy.ranked(_LONG, _LONG, 1) == _LONG
 
 
 _LONG = 1 << 20

@@ -39,24 +39,17 @@ def check_cache_policy(model: PreTrainedModel, config: PrivateConfig) -> None:
             "a window over positions cannot follow, and every layer of this model has one; use SlidingWindow(...) or "
             "KeepAll(), or set the window in its config to None if no text will be longer"
         )
-    if policy.sharing.layers > 1 and _key_heads(text) > 1 and config.sparsity is not None and config.sparsity.heads:
+    groups = getattr(text, "num_key_value_heads", None)
+    groups = int(groups or (1 if getattr(text, "multi_query", False) else text.num_attention_heads))
+    if policy.sharing.layers > 1 and groups > 1 and config.sparsity is not None and config.sparsity.heads:
         raise ConfigError(
             f"kv_cache: shared_layers: got {policy.sharing.layers} with heads that are predicted, whose order differs "
             "from layer to layer, so a layer cannot use another's choices; want shared_layers=1 or "
             "CometConfig(heads=False)"
         )
-    if policy.merged_heads > 1:
-        _check_merging(model, config, text)
-
-
-def _key_heads(text: PretrainedConfig) -> int:
-    groups = getattr(text, "num_key_value_heads", None)
-    return int(groups or (1 if getattr(text, "multi_query", False) else text.num_attention_heads))
-
-
-def _check_merging(model: PreTrainedModel, config: PrivateConfig, text: PretrainedConfig) -> None:
-    heads, groups = text.num_attention_heads, _key_heads(text)
-    merged = config.kv_cache.merged_heads
+    merged, heads = policy.merged_heads, text.num_attention_heads
+    if merged <= 1:
+        return
     if not can_merge(heads, groups, merged):
         raise ConfigError(
             f"{type(model).__name__}: kv_cache: got {merged} merged heads for {heads} query heads and {groups} key "

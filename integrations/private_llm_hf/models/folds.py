@@ -180,13 +180,6 @@ def fold_batch_norms(model: nn.Module) -> tuple[Fold, ...]:
     return tuple(folds)
 
 
-def _takes_up(layer: nn.Module, norm: nn.Module) -> bool:
-    """Whether a layer's weights can hold a norm: one output per channel."""
-    if not isinstance(layer, nn.Conv2d | nn.Linear) or not isinstance(norm, _BatchNorm):
-        return False
-    return norm.num_features == (layer.out_channels if isinstance(layer, nn.Conv2d) else layer.out_features)
-
-
 def _layers_before(model: nn.Module) -> dict[str, str]:
     """Norms and the layers whose outputs they normalise: from a network's steps, or by the families' naming."""
     if isinstance(model, Network):
@@ -199,7 +192,10 @@ def _layers_before(model: nn.Module) -> dict[str, str]:
                 if re.fullmatch(names, type(module).__name__) and norm in module._modules:
                     found[f"{path}.{norm}" if path else norm] = f"{path}.{layer}" if path else layer
     modules = dict(model.named_modules())
-    return {norm: layer for norm, layer in found.items() if _takes_up(modules[layer], modules[norm])}
+    outputs = {name: module.out_channels for name, module in modules.items() if isinstance(module, nn.Conv2d)}
+    outputs |= {name: module.out_features for name, module in modules.items() if isinstance(module, nn.Linear)}
+    channels = {name: module.num_features for name, module in modules.items() if isinstance(module, _BatchNorm)}
+    return {norm: layer for norm, layer in found.items() if channels.get(norm, 0) == outputs.get(layer)}
 
 
 # -- weights on their way ----------------------------------------------------------------------------------------------

@@ -258,7 +258,9 @@ class Network(PreTrainedModel):  # type: ignore[misc]
         modules = self._description["modules"]
         for name in dict.fromkeys(step["module"] for step in self._description["steps"] if "module" in step):
             self._place(name, build_module(modules[name]))
-        self._last_use = _last_uses(self._description["steps"])
+        self._last_use: dict[int, list[int]] = {}  # values that are not needed after a step
+        for source, places in users_of(self._description["steps"]).items():
+            self._last_use.setdefault(places[-1], []).append(source)
         self.post_init()
 
     @classmethod
@@ -350,14 +352,6 @@ def _named(value: object) -> list[int]:
     if isinstance(value, list):
         return [found for item in value for found in _named(item)]
     return [value["value"]] if isinstance(value, dict) else []
-
-
-def _last_uses(steps: list[Any]) -> dict[int, list[int]]:
-    """Values that are not needed after a step."""
-    done: dict[int, list[int]] = {}
-    for source, places in users_of(steps).items():
-        done.setdefault(places[-1], []).append(source)
-    return done
 
 
 AutoConfig.register(NetworkConfig.model_type, NetworkConfig)
