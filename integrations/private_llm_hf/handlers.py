@@ -21,16 +21,9 @@ from torch import Tensor, nn
 
 from private_llm.errors import ConfigError
 from private_llm.nn.modules import PrivateGELU, PrivateQuickGELU
+from private_llm_hf.models import routers
 from private_llm_hf.models.architectures import read_facts, table
 from private_llm_hf.models.norms import FoldedNorm, norm_of
-from private_llm_hf.models.routers import (
-    PrivateClampedExperts,
-    PrivateExperts,
-    PrivateRouter,
-    is_clamped_experts,
-    is_experts,
-    router_of,
-)
 
 Make = Callable[[Any], nn.Module]
 AnyMake = TypeVar("AnyMake", bound=Make)
@@ -104,33 +97,30 @@ def _norm(module: nn.Module) -> Handler | None:
 
 
 def _gelu(module: nn.Module) -> Handler | None:
+    """A GELU that is spelled by hand, or in the module around it."""
     kind = match("gelus", module)
-    if kind is None:
-        return None
-    return Handler(
-        "secret GELU", make=lambda _: PrivateQuickGELU() if kind == "quick" else PrivateGELU(kind), wide=True
-    )
+    make = {"EsmIntermediate": PrivateEsmIntermediate, "EsmLMHead": PrivateEsmLMHead}.get(type(module).__name__)
+    if kind is not None:
+        return Handler(
+            "secret GELU", "", lambda _: PrivateQuickGELU() if kind == "quick" else PrivateGELU(kind), wide=True
+        )
+    return None if make is None else Handler("secret GELU", make=make, wide=True)
 
 
 def _experts(module: nn.Module) -> Handler | None:
-    experts = PrivateExperts if is_experts(module) else PrivateClampedExperts if is_clamped_experts(module) else None
-    if experts is not None:
-        return Handler("all experts on all tokens", "number of experts", experts)
-    found = router_of(module)
+    if routers.is_experts(module):
+        return Handler("all experts on all tokens", "number of experts", routers.PrivateExperts)
+    if routers.is_clamped_experts(module):
+        return Handler("all experts on all tokens", "number of experts", routers.PrivateClampedExperts)
+    found = routers.router_of(module)
     if found is None:
         return None
     routing, parts = found
     return Handler(
         f"secret {routing.score}, comparisons of all pairs",
         "experts a token" if routing.groups is None else "experts a token, groups",
-        lambda router: PrivateRouter(router, routing, parts),
+        lambda router: routers.PrivateRouter(router, routing, parts),
     )
-
-
-def _esm(module: nn.Module) -> Handler | None:
-    """A GELU that is spelled by hand in the module around it."""
-    make = {"EsmIntermediate": PrivateEsmIntermediate, "EsmLMHead": PrivateEsmLMHead}.get(type(module).__name__)
-    return None if make is None else Handler("secret GELU", make=make, wide=True)
 
 
 def _by_name(module: nn.Module) -> Handler | None:
@@ -139,7 +129,7 @@ def _by_name(module: nn.Module) -> Handler | None:
     return None if rule is None else Handler(**rule)
 
 
-_FINDERS: tuple[Find, ...] = (lambda module: _of_users.get(type(module)), _norm, _gelu, _experts, _esm, _by_name)
+_FINDERS: tuple[Find, ...] = (lambda module: _of_users.get(type(module)), _norm, _gelu, _experts, _by_name)
 
 
 def match(section: str, module: nn.Module) -> Any:  # noqa: ANN401 - a JSON value

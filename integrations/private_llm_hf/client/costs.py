@@ -119,12 +119,9 @@ class Costs:
 
     def layer_kinds(self) -> dict[str, PartCost]:
         """The same for all modules of one class together, what took longest first."""
-        parts = self._parts(lambda scope, op: self._kind_of(scope))
+        # siblings that are one product (`q_proj+k_proj`) are of one class
+        parts = self._parts(lambda scope, op: self.kinds.get(scope.partition("+")[0], scope or layer_of(scope)))
         return dict(sorted(parts.items(), key=lambda part: part[1].seconds, reverse=True))
-
-    def _kind_of(self, name: str) -> str:
-        """The class of a module; siblings that are one product (`q_proj+k_proj`) are of one class."""
-        return self.kinds.get(name.partition("+")[0], name or layer_of(name))
 
     def _sums(self, group: Grouping) -> dict[str, tuple[int, int]]:
         parts = self._parts(group, timed=False)
@@ -162,7 +159,14 @@ class Costs:
             layers[layer_of(name)] = (before[0] + sent, before[1] + rounds)
         parts = (("link", links), ("layer", layers), ("operation", self.by_op()))
         told = [line for title, rows in parts for line in _lines(title, rows)]
-        return "\n".join([repr(self), *told, *_kind_lines(self.layer_kinds())])
+        kinds = {name: part for name, part in list(self.layer_kinds().items())[:_SHOWN] if part.seconds}
+        width = max(map(len, kinds), default=0)
+        told += ["by kind, slowest party"] if kinds else []
+        told += [
+            f"  {name:<{width}} {part.seconds:>9.3f} s {size(part.bytes_total):>11} {part.gbit_per_s:>7.3f} Gbit/s"
+            for name, part in kinds.items()
+        ]
+        return "\n".join([repr(self), *told])
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON output."""
@@ -206,12 +210,3 @@ def _lines(title: str, rows: dict[str, tuple[int, int]]) -> list[str]:
         f"  {n:<{width}} {size(sent):>11}{count}".rstrip() for (n, (sent, _)), count in zip(shown, rounds, strict=True)
     ]
     return [f"by {title}", *told] if told else []
-
-
-def _kind_lines(parts: dict[str, PartCost]) -> list[str]:
-    width = max((len(name) for name in parts), default=0)
-    told = [
-        f"  {name:<{width}} {part.seconds:>9.3f} s {size(part.bytes_total):>11} {part.gbit_per_s:>7.3f} Gbit/s"
-        for name, part in list(parts.items())[:_SHOWN] if part.seconds
-    ]  # fmt: skip
-    return ["by kind, slowest party", *told] if told else []

@@ -150,21 +150,15 @@ def _cut(made: dict[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in made.items():
         if isinstance(value, list) and len(value) == before and before > count > 0:
             made[name] = value[:count]
+    width = made.get("head_dim") or SIZES["hidden_size"] // SIZES["num_attention_heads"]
     for name in ("rope_parameters", "rope_scaling"):
         if isinstance(made.get(name), dict):
-            made[name] = _small_rope(made[name], made)
+            rope = made[name] = dict(made[name])
+            share = rope.get("partial_rotary_factor") or made.get("partial_rotary_factor") or 1.0
+            for factor in ("short_factor", "long_factor"):
+                if isinstance(rope.get(factor), list):
+                    rope[factor] = rope[factor][: max(1, int(width * share) // 2)]
     return made
-
-
-def _small_rope(rope: dict[str, Any], made: Mapping[str, Any]) -> dict[str, Any]:
-    """Factors for as many frequencies as a head has now."""
-    width = made.get("head_dim") or SIZES["hidden_size"] // SIZES["num_attention_heads"]
-    share = rope.get("partial_rotary_factor") or made.get("partial_rotary_factor") or 1.0
-    count = max(1, int(width * share) // 2)
-    return {
-        name: value[:count] if name in ("short_factor", "long_factor") and isinstance(value, list) else value
-        for name, value in rope.items()
-    }
 
 
 def filled(model: PreTrainedModel) -> PreTrainedModel:
