@@ -56,8 +56,11 @@ _FOREIGN = (ArithmeticError, AttributeError, LookupError, OSError, RuntimeError,
 """What Python, torch and transformers raise of settings that they cannot use."""
 
 
-def given_to_generate(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """All arguments by name, those of a `generation_config` among them. Raises ConfigError where that is none."""
+def check_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any], vocabulary: int, speculation: object) -> None:
+    """Raise ConfigError for what generate() cannot use, and beside drafts, DomainError for inputs that are no batch.
+
+    vocabulary: how many tokens there are. Settings of a `generation_config` count as those given one by one.
+    """
     names = list(inspect.signature(GenerationMixin.generate).parameters)[1:]
     found = {**dict(zip(names, args, strict=False)), **kwargs}
     config = found.get("generation_config")
@@ -66,11 +69,7 @@ def given_to_generate(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[
             f"generation_config: got {type(config).__name__}; want a GenerationConfig of transformers, or its settings "
             "one by one: generate(..., max_new_tokens=20)"
         )
-    return {**({} if config is None else config.to_diff_dict()), **found}
-
-
-def check_inputs(given: Mapping[str, Any]) -> None:
-    """Raise DomainError for inputs that are no batch of rows in a tensor; what is in it, the call looks at."""
+    given = {**({} if config is None else config.to_diff_dict()), **found}
     for name in set(given) & set(_INPUTS):
         value = given[name]
         if value is None:
@@ -83,13 +82,12 @@ def check_inputs(given: Mapping[str, Any]) -> None:
         check_values(name, value)
         if value.ndim < 2:
             raise DomainError(f"{name}: got shape {tuple(value.shape)}; want [batch, length]")
+    _check_settings(given, vocabulary)
+    if speculation is not None:
+        _check_beside_drafts(given, speculation)
 
 
-def check_settings(given: Mapping[str, Any], vocabulary: int) -> None:
-    """Raise ConfigError for settings of another type or size than generate() can use.
-
-    given: as `given_to_generate` returns it. vocabulary: how many tokens there are.
-    """
+def _check_settings(given: Mapping[str, Any], vocabulary: int) -> None:
     for name in set(given) & set(_WHOLE):
         _want(name, given[name], _whole(given[name], _WHOLE[name]), f"a whole number of at least {_WHOLE[name]}")
     for name in set(given) & set(_REAL):
@@ -119,8 +117,7 @@ def check_settings(given: Mapping[str, Any], vocabulary: int) -> None:
         raise ConfigError("synced_gpus: got True; a private model has one client, so leave it out")
 
 
-def check_beside_drafts(given: Mapping[str, Any], speculation: object) -> None:
-    """Raise ConfigError for what is no SpeculationConfig, and for arguments that it would leave out."""
+def _check_beside_drafts(given: Mapping[str, Any], speculation: object) -> None:
     if not isinstance(speculation, SpeculationConfig):
         hint = f"SpeculationConfig(draft={speculation!r})" if isinstance(speculation, str) else "a SpeculationConfig"
         raise ConfigError(f"speculation: got {speculation!r}; want {hint}, or None")

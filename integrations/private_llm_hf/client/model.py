@@ -31,14 +31,7 @@ from private_llm_hf.checkpoint.sample_inputs import output_shape
 from private_llm_hf.checkpoint.weights import skeleton
 from private_llm_hf.client.costs import Costs
 from private_llm_hf.client.forward import ForwardCall, encode_prompt
-from private_llm_hf.client.generation_settings import (
-    as_config_errors,
-    check_beside_drafts,
-    check_inputs,
-    check_settings,
-    check_token_alone,
-    given_to_generate,
-)
+from private_llm_hf.client.generation_settings import as_config_errors, check_arguments, check_token_alone
 from private_llm_hf.client.inputs import check_generated
 from private_llm_hf.client.preprocess import CallPlan, Preprocessed, dry_run
 from private_llm_hf.client.session_client import PrivateCache, SessionClient, check_cache
@@ -338,11 +331,7 @@ def _with_drafts(original: Callable[..., Any]) -> Callable[..., Any]:
         Raises, before anything is sent, ConfigError for arguments that generate() cannot use, and ConfigError,
         DomainError and UnsupportedOp for what speculation does not do (`decoding`).
         """
-        given = given_to_generate(args, kwargs)
-        check_inputs(given)
-        check_settings(given, self.config.get_text_config().vocab_size)
-        if speculation is not None:
-            check_beside_drafts(given, speculation)
+        check_arguments(args, kwargs, self.config.get_text_config().vocab_size, speculation)
         with ExitStack() as streaming:
             streaming.enter_context(as_config_errors(lambda: self.asked))
             if kwargs.get("streamer") is not None:

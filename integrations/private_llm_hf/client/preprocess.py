@@ -21,16 +21,7 @@ from private_llm.errors import ConfigError, DomainError
 from private_llm.typed_settings import check_types
 from private_llm_hf.client.session_client import Secret, SessionClient
 from private_llm_hf.wire.codec import text_of
-from private_llm_hf.wire.commands import (
-    CacheEdit,
-    Call,
-    CallOrEdit,
-    CopyCache,
-    CropCache,
-    Encoded,
-    ResetCache,
-    SelectRows,
-)
+from private_llm_hf.wire.commands import CacheEdit, Call, CallOrEdit, Encoded
 
 if TYPE_CHECKING:
     from private_llm_hf.client.model import PrivateModel
@@ -185,7 +176,6 @@ def dry_run(model: PrivateModel, plans: tuple[CallPlan, ...]) -> list[CallOrEdit
 
 # -- Whether the requests that come are those that were planned -------------------------------------------------------
 _HANDLES = ("cache", "encode_to", "encoded", "handle", "to")
-_WORDS = {SelectRows: "select", CropCache: "crop", ResetCache: "reset", CopyCache: "copy"}
 
 
 class Schedule:
@@ -238,7 +228,7 @@ def _renamed(message: Any, name: Callable[[int], int]) -> Any:  # noqa: ANN401 -
 
 def _words(message: CallOrEdit) -> str:
     if not isinstance(message, Call):
-        return f"'{_WORDS[type(message)]}' of a cache"
+        return f"'{type(message).__name__}'"
     inputs = ", ".join(f"{item.name} {item.shape}" for item in message.secret)
     facts = [
         f"{name}={value}" if not isinstance(value, Tensor) else f"{name} {tuple(value.shape)}"

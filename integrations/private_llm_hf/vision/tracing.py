@@ -16,15 +16,7 @@ from torch import Tensor, fx, nn
 
 from private_llm.errors import PatchMismatch, listed
 from private_llm.nn.activations import ACTIVATIONS
-from private_llm_hf.vision.network import (
-    HEADS,
-    KINDS,
-    NetworkDescription,
-    check_description,
-    kind_name,
-    kind_of,
-    users_of,
-)
+from private_llm_hf.vision.network import HEADS, KINDS, check_description, kind_name, kind_of, users_of
 
 
 def _called(op: object) -> object:
@@ -58,7 +50,7 @@ _ALIASES = ("Identity", "Dropout", "Dropout2d", "same")
 _VIEWS = ("Flatten", "flatten", "reshape", "permute", "transpose", "unsqueeze", "squeeze")
 
 
-def describe_module(module: nn.Module) -> tuple[NetworkDescription, dict[str, nn.Module]]:
+def describe_module(module: nn.Module) -> tuple[dict[str, Any], dict[str, nn.Module]]:
     """The description of `module` and its modules by name. Raises PatchMismatch listing what has no rule."""
     root = nn.Sequential(module) if kind_name(type(module)) else module
     if root is module and _own_code(module) is not None:
@@ -96,7 +88,7 @@ class _Describer:
         self._memory: list[int] = [0]
         self._written: dict[int, int] = {}
 
-    def run(self) -> tuple[NetworkDescription, dict[str, nn.Module]]:
+    def run(self) -> tuple[dict[str, Any], dict[str, nn.Module]]:
         result: object = None
         for node in self._nodes:
             if node.op == "placeholder":
