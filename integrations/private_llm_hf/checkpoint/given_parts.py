@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -88,10 +87,7 @@ def _same_kind(mine: nn.Module | None, wanted: nn.Module) -> bool:
 
 
 def _kind(module: nn.Module | None) -> type | None:
-    if module is None:
-        return None
-    kind: type = parametrize.type_before_parametrizations(module)
-    return kind
+    return None if module is None else parametrize.type_before_parametrizations(module)
 
 
 def _called(kind: type | None) -> str:
@@ -216,8 +212,9 @@ def _same(found: Any, wanted: Any) -> bool:  # noqa: ANN401 - anything that a mo
     if isinstance(wanted, functools.partial):
         parts = ("func", "args", "keywords")
         return isinstance(found, functools.partial) and all(_same(getattr(found, p), getattr(wanted, p)) for p in parts)
-    if isinstance(wanted, types.FunctionType):
-        return isinstance(found, types.FunctionType) and _same_function(found, wanted)
+    if isinstance(wanted, types.FunctionType):  # the same code, with the same values around it
+        alike = isinstance(found, types.FunctionType) and found.__code__ is wanted.__code__
+        return alike and _same(_around(found), _around(wanted))
     if isinstance(wanted, types.BuiltinFunctionType | type):
         return found is wanted
     if isinstance(wanted, types.MethodType):
@@ -230,11 +227,9 @@ def _same(found: Any, wanted: Any) -> bool:  # noqa: ANN401 - anything that a mo
     return found is not _MISSING
 
 
-def _same_function(found: types.FunctionType, wanted: types.FunctionType) -> bool:
-    """The same code, with the same values around it."""
-    cells = [[cell.cell_contents for cell in each.__closure__ or ()] for each in (found, wanted)]
-    defaults = [(each.__defaults__ or (), each.__kwdefaults__ or {}) for each in (found, wanted)]
-    return found.__code__ is wanted.__code__ and _same(cells[0], cells[1]) and _same(defaults[0], defaults[1])
+def _around(function: types.FunctionType) -> list[object]:
+    cells = [cell.cell_contents for cell in function.__closure__ or ()]
+    return [cells, function.__defaults__ or (), function.__kwdefaults__ or {}]
 
 
 # -- configurations ---------------------------------------------------------------------------------------------------
@@ -253,20 +248,16 @@ def _check_configurations(model: PreTrainedModel, built: PreTrainedModel) -> Non
                 continue
             seen.add((id(found), id(wanted), type(mine)))
             name = _joined(path, own)
-            for key, here, there in _differences(sent_values(found), sent_values(wanted)):
-                old = key in _OF_THE_WHOLE and not _reads(type(mine), key)
-                if not old and (key not in corrected or corrected[key] != here):
+            said, asked = sent_values(found), sent_values(wanted)
+            for key in sorted({*said, *asked}):
+                here, there = said.get(key, _MISSING), asked.get(key, _MISSING)
+                if here == there or (key in _OF_THE_WHOLE and not _reads(type(mine), key)):
+                    continue
+                if key not in corrected or corrected[key] != here:
                     _differs(f"{name}.{key}", here, there)
             way = found._attn_implementation
             if way not in (None, *ATTENTION, model.config._attn_implementation):
                 _differs(f"{name}._attn_implementation", way, wanted._attn_implementation)
-
-
-def _differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> Iterator[tuple[str, object, object]]:
-    for key in sorted({*found, *wanted}):
-        here, there = found.get(key, _MISSING), wanted.get(key, _MISSING)
-        if here != there:
-            yield key, here, there
 
 
 def _reads(kind: type, key: str) -> bool:

@@ -220,8 +220,7 @@ class PrivateEncoderOutput(BaseModelOutput):  # type: ignore[misc]
     def of(cls, parties: SessionClient, rows: int, length: int) -> PrivateEncoderOutput:
         """A new handle for `rows` encoded inputs of `length` positions."""
         out = cls(last_hidden_state=torch.arange(rows).view(rows, 1, 1))
-        keeper = _Keeper(parties)
-        out.keeper, out.source_rows, out.length = keeper, rows, length
+        out.keeper, out.source_rows, out.length = _Keeper(parties), rows, length
         return out
 
     @property

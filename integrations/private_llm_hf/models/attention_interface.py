@@ -116,7 +116,7 @@ def _attention(
     else:
         out, mass = attend_and_weigh(
             query.value(full=True), key.to_operand(), value.to_operand(), attention_mask, scale, softcap,
-            _bias(_sum(position_bias, addend)), sinks=sinks,
+            _bias(position_bias, addend), sinks=sinks,
             counted=0 if layer is None else layer.policy.mass_queries(query.shape[2]),
         )  # fmt: skip
         if layer is not None:
@@ -136,12 +136,9 @@ def _merged(
     return apart(attend(query, key, value, mask, scale, softcap), merged, shared)
 
 
-def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:
-    return other if one is None else one if other is None else one + other
-
-
-def _bias(bias: Tensor | None) -> Fixed | Tensor | None:
-    """A position bias (T5) as an addend, secret or public; public zeros are none."""
+def _bias(one: Tensor | None, other: Tensor | None) -> Fixed | Tensor | None:
+    """A position bias (T5) and what a mask adds as one addend, secret or public; public zeros are none."""
+    bias = other if one is None else one if other is None else one + other
     if isinstance(bias, SecretTensor):
         return bias.to_fixed()
     return bias if bias is not None and bool(bias.any()) else None

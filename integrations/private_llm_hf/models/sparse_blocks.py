@@ -211,8 +211,14 @@ def _make_sparse(model: PreTrainedModel, block: SparseBlock, config: CometConfig
         activation = model.get_submodule(block.activation or "")
         level = LevelNoise(config.epsilon, config.delta) if config.levels == "noisy" else block.budget
         fresh = FreshActivation(predictor, activation, block.block, level)
-        first.forward = _before(fresh, first)
-        activation.forward = fresh.run
+        inner = first.forward
+
+        def predict_first(x: torch.Tensor) -> torch.Tensor:
+            fresh.predict(x)
+            made: torch.Tensor = inner(x)
+            return made
+
+        first.forward, activation.forward = predict_first, fresh.run
         return
     readers, path = [model.get_submodule(name) for name in block.readers], block.name.rpartition(".")[0]
     name = f"{path}.{'+'.join(reader.rpartition('.')[2] for reader in block.readers)}".lstrip(".")
@@ -226,17 +232,6 @@ def _make_sparse(model: PreTrainedModel, block: SparseBlock, config: CometConfig
     writer.forward = sparse.write
     for index, reader in enumerate(readers):
         reader.forward = functools.partial(sparse.read, index)
-
-
-def _before(told: FreshActivation, first: nn.Module) -> Any:  # noqa: ANN401 - a module's forward
-    inner = first.forward
-
-    def run(x: torch.Tensor) -> torch.Tensor:
-        told.predict(x)
-        made: torch.Tensor = inner(x)
-        return made
-
-    return run
 
 
 def _check(model: PreTrainedModel, block: SparseBlock, taken: set[str]) -> None:
@@ -260,16 +255,12 @@ def _check(model: PreTrainedModel, block: SparseBlock, taken: set[str]) -> None:
     if isinstance(layers[block.predictor.rpartition(".")[0]], nn.Sequential | nn.ModuleList | nn.ModuleDict):
         raise PatchMismatch(f"{said} (a list of modules can hold no predictor)")
     widths = [layer_sizes(layers[name]) for name in linear]
-    if widths[0][0] != block.width or not _fits(block, [size[1] for size in widths[:-1]], widths[-1][0]):
+    held = [size[1] for size in widths[:-1]] + [widths[-1][0]]  # what readers give, and the writer takes
+    fits = all(size == block.units * block.block for size in held)
+    if block.kind == "heads":
+        fits = "." in block.name and held[-1] % block.units == 0 and held[0] % block.units == 0
+    if widths[0][0] != block.width or not fits:
         raise PatchMismatch(f"{KEY}: block '{block.name}' is of other sizes in this {type(model).__name__}")
-
-
-def _fits(block: SparseBlock, outputs: list[int], written: int) -> bool:
-    """Whether readers of these outputs, and a writer of that many inputs, have a block's units."""
-    neurons = block.units * block.block
-    if block.kind == "ffn":
-        return written == neurons and all(size == neurons for size in outputs)
-    return "." in block.name and written % block.units == 0 and outputs[0] % block.units == 0
 
 
 def layer_sizes(layer: nn.Module) -> tuple[int, int]:
