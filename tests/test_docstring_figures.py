@@ -25,6 +25,7 @@ from private_llm.protocols.share import BitShare
 from private_llm.ring.ring import Ring
 from private_llm.tensor.fixed import Fixed, arithmetic
 from tests.harness import TRIO, run_meta
+from tests.protocols.edge_prices import lookup_price, reveal_price
 
 R, N, F = Ring(64), 64_000, 18
 
@@ -51,14 +52,14 @@ FORMULAS: list[tuple[Callable[..., object], list[Cost]]] = [
     (Protocol.msb, [p.msb(N, bits) for p in (trio, quad_cost) for bits in (64, 39)] + [trio.msb_ripple(N, 64)]),
     (Protocol.inject, [p.inject(R, N, 1, weighted, 0) for p in (trio, quad_cost) for weighted in (1, 0)]),
     (Protocol.a2b, [trio.a2b(R, N), quad_cost.a2b(R, N)]),
-    (Protocol.lookup, [p.lookup(R, N, 1, public) for p in (trio, quad_cost) for public in (False, True)]),
+    (Protocol.lookup, [lookup_price(p, R, N, 1, public) for p in ("trio", "quad") for public in (False, True)]),
     (Protocol.permutation, [dealer.permutation(N)]),
     (
         Protocol.shuffle,
         [p.shuffle(R, N, undo) for p in (trio, dealer) for undo in (False, True)]
         + [p.shuffle(R, moved, left=left) for p in (trio, dealer) for moved, left in ((N, 0), (0, N))],
     ),
-    (Protocol.reveal, [trio.reveal_to_client(R, N)]),
+    (Protocol.reveal, [reveal_price("trio", R, N)]),
     (Protocol.receive_input, [Cost({(CLIENT, 1): 8 * N})]),
 ]
 
@@ -82,7 +83,7 @@ def test_bits_of_a_gate_and_what_quad_adds_once() -> None:
     opened = quad_cost.open_shuffled(N).total - quad_cost.verify().total
     assert states(docstring(Protocol.open_shuffled), opened * 8 // N)
     assert states(docstring(Protocol.open_shuffled), opened - 4 * N // 8)
-    revealed = quad_cost.reveal_to_client(R, N).total - quad_cost.verify().total
+    revealed = reveal_price("quad", R, N).total - quad_cost.verify().total
     assert states(docstring(Protocol.reveal), revealed - 16 * N)
 
 

@@ -44,7 +44,6 @@ from private_llm.kernels.forms import BilinearForm
 from private_llm.net.ledger import Cost
 from private_llm.protocols.arithmetic import BitWidths, taking_part
 from private_llm.protocols.ends import PartySetup
-from private_llm.protocols.exact import ExactTruncation
 from private_llm.protocols.permutation import Moved, Permutation, drawn, inverse, known
 from private_llm.protocols.prices import Prices
 from private_llm.protocols.share import Share
@@ -60,14 +59,6 @@ class DealerPrices(Prices):
         """Fresh masks for operands of these many elements: all of them each way, 1 round; nothing from the dealer."""
         count = sum(operands) * ring.bytes
         return Cost({(1, 2): count, (2, 1): count}, 1)
-
-    def index_from_client(self, ring: Ring, count: int, domain: int) -> Cost:
-        """One-hot rows: `domain` elements an index (8 domain bytes in a 64-bit ring) to each computing party."""
-        return self.input_from_client(ring, count * domain)
-
-    def lookup(self, ring: Ring, count: int, width: int, public: bool = False) -> Cost:
-        """One-hot rows times a table: one finish; local for a public table."""
-        return Cost() if public else self.finish(ring, count * width, 0, helped=True)
 
     def permutation(self, size: int) -> Cost:
         """One of the sub-permutations, 4 bytes an element, to party 2."""
@@ -186,7 +177,3 @@ class TwoPartyDealer(Trio):
         theirs, told = both.split_with_sizes([kind.count, kind.left.count])
         m = kind.move(kind.plus(kind.move(theirs.view(kind.shape), then), d), kind.end(known(last)))
         return kind.minus(kind.minus(m, own), told.view(kind.left.shape)), y
-
-
-class ExactDealer(ExactTruncation, TwoPartyDealer):
-    """`dealer` with exact divisions; what they cost more is in `protocols/exact.py`."""

@@ -25,7 +25,7 @@ from private_llm.protocols.share import BitShare, Share
 
 
 class ExactTruncation(Protocol):
-    """Named before a protocol among the bases of a class, makes its divisions exact: `ExactTrio` is the example.
+    """Named before a protocol among the bases of a class, makes its divisions exact.
 
     What divides by 2^0 costs what it costs there. Errors are the protocol's.
     """

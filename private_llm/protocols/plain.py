@@ -118,10 +118,6 @@ class Plain(Protocol):
         nothing = torch.zeros(0, dtype=self.ring.dtype, device=bits.parts[0].device)
         return self._quotient("a choice by bits", made, (Share((nothing,)) if x is None else x,), shift)
 
-    def xor(self, x: BitShare, y: BitShare) -> BitShare:
-        """x ^ y."""
-        return BitShare((x.parts[0] ^ y.parts[0],), x.count)
-
     def invert(self, x: BitShare) -> BitShare:
         """~x."""
         return BitShare((~x.parts[0],), x.count)

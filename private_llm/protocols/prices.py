@@ -14,14 +14,12 @@ from typing import Literal
 from private_llm.config import PrivateConfig
 from private_llm.kernels.ops import packed_words
 from private_llm.net.ledger import Cost
-from private_llm.net.transport import CLIENT
 from private_llm.protocol_facts import may_take_keys
 from private_llm.protocols.arithmetic import BitWidths
 from private_llm.protocols.carry import carry_plan
 from private_llm.protocols.one_step import GIVEN_BITS, PiecesShape, Waves
 from private_llm.protocols.share import words_for
 from private_llm.ring.comparison_keys import key_words
-from private_llm.ring.dpf import key_words as index_words
 from private_llm.ring.ring import Ring
 
 
@@ -128,22 +126,6 @@ class Prices:
         opened = 8 * packed_words(count, plan.wide)
         summed = Cost({(0, 2): 8 * pre, (1, 2): opened, (2, 1): opened}, 1)
         return summed + self.inject(ring, count, 1, 1, 0, None if plan.bits >= ring.bits else plan.bits)
-
-    def input_from_client(self, ring: Ring, count: int) -> Cost:
-        """`receive_input` of `count` elements: one to each evaluator; no round is booked for waiting for the client."""
-        return Cost({(CLIENT, 1): count * ring.bytes, (CLIENT, 2): count * ring.bytes})
-
-    def index_from_client(self, ring: Ring, count: int, domain: int) -> Cost:
-        """`receive_index` of `count` indices below `domain`: two keys of key_words(domain) words for each party."""
-        return Cost({(CLIENT, party): 2 * 8 * count * index_words(domain) for party in range(3)})
-
-    def reveal_to_client(self, ring: Ring, count: int) -> Cost:
-        """`reveal_to_client` of `count` elements, with the verification before it (quad: 2 rounds)."""
-        return Cost({(1, CLIENT): count * ring.bytes, (2, CLIENT): count * ring.bytes})
-
-    def lookup(self, ring: Ring, count: int, width: int, public: bool = False) -> Cost:
-        """`lookup` of `count` indices in a table of `width` columns, shared or public: one finish; indices apart."""
-        return self.finish(ring, count * width, 0, helped=not public)
 
     def permutation(self, size: int) -> Cost:
         """`permutation` of `size` elements: from streams that the parties share; nothing is sent."""

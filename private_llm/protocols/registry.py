@@ -18,17 +18,19 @@ from private_llm.errors import ConfigError
 from private_llm.net.ledger import Cost
 from private_llm.net.transport import Transport
 from private_llm.protocol_facts import ProtocolFacts, add_facts, protocol_facts, protocol_names, remove_facts
-from private_llm.protocols.dealer import ExactDealer, TwoPartyDealer, dealer_prices
+from private_llm.protocols.dealer import TwoPartyDealer, dealer_prices
 from private_llm.protocols.ends import ClientEnd, PartySetup
+from private_llm.protocols.exact import ExactTruncation
 from private_llm.protocols.plain import CheckedPlain, Plain, PlainClient, open_plain
 from private_llm.protocols.prices import Adder, Prices, trio_prices
 from private_llm.protocols.protocol import Protocol
-from private_llm.protocols.quad.bits import ExactQuad, Quad
+from private_llm.protocols.quad.bits import Quad
 from private_llm.protocols.quad.client import QuadClient, open_quad, share_of
 from private_llm.protocols.quad.cost import quad_prices
 from private_llm.protocols.share import Share, cleartext
 from private_llm.protocols.trio.client import TrioClient, open_trio
-from private_llm.protocols.trio.party import ExactTrio, Trio
+from private_llm.protocols.trio.division import TrioDivision
+from private_llm.protocols.trio.party import Trio
 from private_llm.ring.ring import Ring
 
 __all__ = ["PartySetup", "Pricing", "ProtocolSpec", "protocol_names", "protocol_spec", "register", "unregister"]
@@ -90,8 +92,9 @@ def unregister(name: str) -> None:
     del _SPECS[name]
 
 
-def _either(usual: MakesParty, exact: MakesParty) -> MakesParty:
+def _either(usual: type[TrioDivision]) -> MakesParty:
     """An end with usual or exact divisions, as it was asked for."""
+    exact: MakesParty = type(f"Exact{usual.__name__}", (ExactTruncation, usual), {})
     return lambda setup: (exact if setup.exact else usual)(setup)
 
 
@@ -108,16 +111,16 @@ _SPECS = {
     spec.facts.name: spec
     for spec in (
         ProtocolSpec(
-            protocol_facts("trio"), party=_either(Trio, ExactTrio), client=TrioClient, open=open_trio,
+            protocol_facts("trio"), party=_either(Trio), client=TrioClient, open=open_trio,
             hold=_masked_part_first, mask_holders=TrioClient.mask_holders, cost=trio_prices,
         ),
         ProtocolSpec(
-            protocol_facts("quad"), party=_either(Quad, ExactQuad), client=QuadClient, open=open_quad,
+            protocol_facts("quad"), party=_either(Quad), client=QuadClient, open=open_quad,
             hold=lambda config, party, masks, part: share_of(party, masks, part),
             mask_holders=QuadClient.mask_holders, cost=quad_prices,
         ),
         ProtocolSpec(
-            protocol_facts("dealer"), party=_either(TwoPartyDealer, ExactDealer),
+            protocol_facts("dealer"), party=_either(TwoPartyDealer),
             client=partial(TrioClient, one_hot=True), open=open_trio, hold=_masked_part_first,
             mask_holders=TrioClient.mask_holders, cost=dealer_prices,
         ),

@@ -16,6 +16,7 @@ from private_llm.protocols.registry import protocol_names, protocol_spec
 from private_llm.protocols.session import client_end
 from private_llm.protocols.share import Share
 from private_llm.ring.ring import Ring
+from tests.protocols.edge_prices import index_price, lookup_price
 from tests.protocols.parties import Run, ring_values, run_ring
 
 PROTOCOLS = protocol_names()
@@ -279,7 +280,7 @@ def test_lookup_of_secret_indices(protocol: str, ring: int, public: bool) -> Non
     indices = torch.tensor([0, 36, 5, 5, 17])
     program = lambda p, t, i: p.lookup(i, table if public else t)  # noqa: E731
     run = run_ring(config(protocol, ring), [table], program, (5, 6), secret_index=(indices, 37))
-    check(run, table[indices], prices(protocol).lookup(Ring(ring), 5, 6, public), protocol)
+    check(run, table[indices], lookup_price(protocol, Ring(ring), 5, 6, public), protocol)
 
 
 @every
@@ -288,15 +289,14 @@ def test_indices_from_the_client(protocol: str, ring: int) -> None:
     client = client_end(config(protocol, ring), transport)
     transport.ledger.reset()
     client.share_index(torch.zeros(3, dtype=torch.int64), 37)
-    wanted = Cost({(CLIENT, 0): 24}) if protocol == "plain" else prices(protocol).index_from_client(Ring(ring), 3, 37)
-    assert transport.ledger.cost() == wanted
+    assert transport.ledger.cost() == index_price(protocol, Ring(ring), 3, 37)
 
 
 def test_lookup_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("private_llm.protocols.trio.arithmetic._LOOKUP_CELLS", 80)
     table, indices = ring_values(64, (37, 6), 64, 1), torch.tensor([0, 36, 5, 5, 17])
     run = run_ring(config("trio", 64), [table], lambda p, t, i: p.lookup(i, t), (5, 6), secret_index=(indices, 37))
-    check(run, table[indices], trio_cost.lookup(Ring(64), 5, 6), "trio")
+    check(run, table[indices], lookup_price("trio", Ring(64), 5, 6), "trio")
 
 
 @every

@@ -32,7 +32,6 @@ from torch import Tensor
 
 from private_llm.kernels import ops
 from private_llm.protocols.carry import CarryPlan
-from private_llm.protocols.exact import ExactTruncation
 from private_llm.protocols.protocol import Weights, check_low
 from private_llm.protocols.quad.shuffle import QuadShuffles
 from private_llm.protocols.share import BitShare, Share
@@ -179,7 +178,3 @@ class Quad(QuadShuffles):
         known_bits = bits.parts[0] ^ bits.parts[1]
         ops.inject_terms(known_bits, m, held, told.view(extra, count), weighted, w, c, first, value)
         return value
-
-
-class ExactQuad(ExactTruncation, Quad):
-    """`quad` with exact divisions; what they cost more is in `protocols/exact.py`."""

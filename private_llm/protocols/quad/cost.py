@@ -7,13 +7,11 @@ no round: nobody waits for party 0.
 from __future__ import annotations
 
 from private_llm.net.ledger import Cost
-from private_llm.net.transport import CLIENT
 from private_llm.protocols.arithmetic import BitWidths
 from private_llm.protocols.carry import carry_plan
 from private_llm.protocols.prices import Prices, trio_prices
 from private_llm.protocols.quad.client import DIGEST_BYTES, TAG_BYTES
 from private_llm.protocols.share import words_for
-from private_llm.ring.dpf import key_words
 from private_llm.ring.ring import Ring
 
 
@@ -76,20 +74,6 @@ class QuadPrices(Prices):
     def verify(self) -> Cost:
         """Two tags of 16 bytes to party 0, one verdict of 1 byte to each other; 2 rounds, whatever was computed."""
         return Cost({(1, 0): TAG_BYTES, (2, 0): TAG_BYTES, (0, 1): 1, (0, 2): 1, (0, 3): 1}, 2)
-
-    def input_from_client(self, ring: Ring, count: int) -> Cost:
-        """The client sends one element to each of parties 0, 1 and 2."""
-        return Cost({(CLIENT, party): count * ring.bytes for party in (0, 1, 2)})
-
-    def reveal_to_client(self, ring: Ring, count: int) -> Cost:
-        """`verify`, then one element each from parties 0 and 1 and a digest each from 2 and 3."""
-        size = count * ring.bytes
-        opened = {(0, CLIENT): size, (1, CLIENT): size, (2, CLIENT): DIGEST_BYTES, (3, CLIENT): DIGEST_BYTES}
-        return self.verify() + Cost(opened)
-
-    def index_from_client(self, ring: Ring, count: int, domain: int) -> Cost:
-        """Four point-function keys for each of four parties, 8 key_words(domain) bytes each."""
-        return Cost({(CLIENT, party): 4 * 8 * count * key_words(domain) for party in range(4)})
 
     def moved(self, size: int, undo: bool, left: int | None) -> Cost:
         """By four sub-permutations: 12 elements for each, and two digests; 3 rounds."""

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache, lru_cache
-from operator import xor
 from typing import TypeGuard
 
 import numpy as np
@@ -204,10 +203,6 @@ class TrioBits(TrioArithmetic):
         return (parts[0] ^ parts[1], *parts[1:]) if self.role else parts
 
     # -- gates ----------------------------------------------------------------------------------------------
-    def xor(self, x: BitShare, y: BitShare) -> BitShare:
-        """Local."""
-        return BitShare(tuple(map(xor, x.parts, y.parts)), x.count)
-
     def invert(self, x: BitShare) -> BitShare:
         """Local: the evaluators invert B."""
         return x if self.role == 0 else BitShare((~x.parts[0], *x.parts[1:]), x.count)

@@ -66,7 +66,6 @@ from private_llm.kernels.trace_hook import as_array
 from private_llm.net.ledger import Cost
 from private_llm.protocols.arithmetic import BitWidths
 from private_llm.protocols.ends import PartySetup
-from private_llm.protocols.exact import ExactTruncation
 from private_llm.protocols.one_step import GIVEN_BITS, Exponential, Pieces, PiecesShape, Waves, turns
 from private_llm.protocols.prices import Adder, Prices
 from private_llm.protocols.share import BitShare, Share
@@ -270,10 +269,6 @@ class Trio(TrioShuffles):
         theirs = self.transport.exchange(3 - self.role, "waves", ops.pack_fields(mine, plan.wide))
         opened = mine + ops.unpack_fields(theirs, count, plan.wide)
         waves.widened(opened, g, rest, plan, self.role == 1, piece)
-
-
-class ExactTrio(ExactTruncation, Trio):
-    """`trio` with exact divisions; what they cost more is in `protocols/exact.py`."""
 
 
 def _common_seed(setup: PartySetup) -> Seed:

@@ -15,6 +15,7 @@ from private_llm.protocols.protocol import Protocol
 from private_llm.protocols.session import client_end, meta_session
 from private_llm.protocols.share import Share
 from private_llm.ring.ring import Ring
+from tests.protocols.edge_prices import index_price
 from tests.protocols.parties import ring_values, run_ring
 from tests.protocols.test_uniform import CHI_SQUARE_255, N, Tap, chi_square, program
 from tests.recording import RecordingTransport
@@ -111,7 +112,7 @@ def test_one_hot_indices_have_the_stated_price(ring: int) -> None:
     client = client_end(config(ring=ring), transport)
     transport.ledger.reset()
     client.share_index(torch.tensor([3, 1, 4]), 37)
-    assert transport.ledger.cost() == dealer_cost.index_from_client(Ring(ring), 3, 37)
+    assert transport.ledger.cost() == index_price("dealer", Ring(ring), 3, 37)
 
 
 @pytest.mark.parametrize("wrong", [-1, 37])
