@@ -211,35 +211,30 @@ class PrivateConfig:
         check_approximations(self.approximations, self.ring, sharded=self.plan is not None)
         self._check_kv_cache()
         self._check_sparsity()
-        top = 20 if self.ring == 64 else 13
-        if not 4 <= self.frac_bits <= top:
-            raise ConfigError(f"frac_bits: got {self.frac_bits}; want 4 to {top} in a {self.ring}-bit ring")
-        if (self.bandwidth_mbit is not None and not self.bandwidth_mbit > 0) or not self.latency_ms >= 0:
-            raise ConfigError(
-                f"bandwidth_mbit, latency_ms: got {self.bandwidth_mbit!r}, {self.latency_ms!r}; want a positive and a "
-                "non-negative number"
-            )
-        if self.relu_bits is not None and not self.frac_bits < self.relu_bits <= self.ring:
-            raise ConfigError(
-                f"relu_bits: got {self.relu_bits}; want more than frac_bits ({self.frac_bits}), at most {self.ring}"
-            )
-        if isinstance(self.prompt_chunk, int) and self.prompt_chunk < 1:
-            raise ConfigError(f"prompt_chunk: got {self.prompt_chunk}; want 1 or more tokens, 'auto' or None")
-        if not 0 <= self.relu_low < self.frac_bits:
-            raise ConfigError(f"relu_low: got {self.relu_low}; want 0 or more, below frac_bits ({self.frac_bits})")
-        if not 1 <= self.parallel_sessions <= MAX_PARALLEL_SESSIONS:
-            raise ConfigError(f"parallel_sessions: got {self.parallel_sessions!r}; want 1 to {MAX_PARALLEL_SESSIONS}")
+        top, most, bits = 20 if self.ring == 64 else 13, MAX_PARALLEL_SESSIONS, self.frac_bits
+        relu, chunk, mbit = self.relu_bits, self.prompt_chunk, self.bandwidth_mbit
+        for key, fits, want in (
+            ("frac_bits", 4 <= bits <= top, f"4 to {top} in a {self.ring}-bit ring"),
+            ("bandwidth_mbit", mbit is None or mbit > 0, "a positive number, or None"),
+            ("latency_ms", self.latency_ms >= 0, "a non-negative number"),
+            (
+                "relu_bits",
+                relu is None or bits < relu <= self.ring,
+                f"more than frac_bits ({bits}), at most {self.ring}",
+            ),
+            ("relu_low", 0 <= self.relu_low < bits, f"0 or more, below frac_bits ({bits})"),
+            ("prompt_chunk", not isinstance(chunk, int) or chunk >= 1, "1 or more tokens, 'auto' or None"),
+            ("parallel_sessions", 1 <= self.parallel_sessions <= most, f"1 to {most}"),
+            ("timeout_s", self.timeout_s > 0, "a positive number of seconds"),
+            ("busy_wait_s", self.busy_wait_s >= 0, "0 or more seconds"),
+            ("idle_s", self.idle_s is None or self.idle_s > 0, "a positive number of seconds, or None"),
+        ):
+            if not fits:
+                raise ConfigError(f"{key}: got {getattr(self, key)!r}; want {want}")
         if self.rotate_roles and (self.facts is None or not self.facts.equal_parties or self.parallel_sessions == 1):
             equals = names_where(lambda facts: facts.equal_parties)
             raise ConfigError(
                 f"rotate_roles: want protocol {equals} (whose parties are equals) and parallel_sessions above 1"
-            )
-        if not self.timeout_s > 0:
-            raise ConfigError(f"timeout_s: got {self.timeout_s!r}; want a positive number of seconds")
-        if not self.busy_wait_s >= 0 or not (self.idle_s is None or self.idle_s > 0):
-            raise ConfigError(
-                f"busy_wait_s, idle_s: got {self.busy_wait_s!r}, {self.idle_s!r}; want 0 or more seconds, and a "
-                "positive number of seconds or None"
             )
         if self.party_mode == "remote" and len(self.hosts) != self.endpoints:
             given = f"{len(self.hosts)} address{'' if len(self.hosts) == 1 else 'es'}"

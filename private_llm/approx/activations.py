@@ -32,12 +32,11 @@ from private_llm.tensor.fixed import Fixed
 def gelu(x: Fixed, approximate: str = "none") -> Fixed:
     """GELU of x (any shape) by erf or "tanh" (Hendrycks and Gimpel 2016), for |x| < 2^20 - 2^10.
 
-    64-bit ring only, else DomainError.
-    relu(x) - g(|x|), g five waves (bump.py): absolute error at most 2e-4, both spellings, 130.3 bytes an element, 6
-    rounds (18 fractional bits). Without waves (quad, plain, exact divisions) a polynomial of degree 8 in three
-    products: error 2e-4, exactly x or 0 beyond 4.02, 11 rounds. By comparison keys 2 rounds, error 2e-4. Where
-    `PrivateConfig.approximations` names another system's GELU, that one, which has one formula for both spellings.
-    Raises UnsupportedOp for another spelling.
+    64-bit ring only, else DomainError. relu(x) - g(|x|), g five waves (bump.py): absolute error at most 2e-4, both
+    spellings, 130.3 bytes an element, 6 rounds (18 fractional bits). Without waves (quad, plain, exact divisions) a
+    polynomial of degree 8 in three products: error 2e-4, exactly x or 0 beyond 4.02, 11 rounds. By comparison keys 2
+    rounds, error 2e-4. Where `PrivateConfig.approximations` names another system's GELU, that one, which has one
+    formula for both spellings. Raises UnsupportedOp for another spelling.
     """
     other = approximations_of(x.session.config.approximations)
     if other is not None:
@@ -86,7 +85,6 @@ def sigmoid(x: Fixed) -> Fixed:
 
 
 def _price(prices: Prices, ring: Ring, count: int, bits: int, low: int) -> Cost:
-    """Of the comparison, two injections and the chain."""
     fold = prices.msb(count, bits, 3, low) + prices.inject(ring, count, 3, 3, 0)
     return fold + price(tables.LOGISTIC.chain, ring, count, prices) + prices.inject(ring, count, 1, 1, 0)
 
@@ -157,12 +155,10 @@ def exp(x: Fixed, frac: int = 24) -> Fixed:
 
 
 def _clip_span(x: Fixed) -> tuple[int, int]:
-    """Of the comparison that clears what is below the range of the exponential."""
     return coarse_span(x, extra=1, resolution=0)
 
 
 def _exp_price(prices: Prices, ring: Ring, count: int, frac: int, own: bool, bits: int, low: int) -> Cost:
-    """Of the comparison and the exponential, if the protocol has its own; else of it, an injection and the chain."""
     compared = prices.msb(count, bits, 1, low)
     if own:
         return compared + prices.exponential(ring, count, one_step.TOTAL_BITS - frac)

@@ -128,7 +128,6 @@ def rectified_minus(x: Fixed, bump: Fitted) -> Fixed:
 
 
 def _by_waves(x: Fixed, made: WaveSum, plan: Waves) -> Fixed:
-    """The same by waves."""
     top, factor = made.top, made.factor
     rows = coarse_bits(x, [-top, 0.0, top], resolution=made.resolution)
     proto, negative, sides = x.proto, rows.row(1), x.proto.xor(rows.some(0, 2), rows.some(1, 2))
@@ -149,7 +148,6 @@ def _read(made: WaveSum, frac: int) -> int:
 def _price(
     prices: Prices, ring: Ring, count: int, bump: Fitted, plan: Waves | None, bits: int, low: int
 ) -> Cost:  # fmt: skip
-    """Of the comparison, and of the waves and their narrow injection; or of two injections and the chain."""
     compared = prices.msb(count, bits, 3, low)
     if plan is not None:
         turned = prices.inject(ring, count, 2, 2, 0, plan.angle_bits)

@@ -110,7 +110,6 @@ def need_wide_ring(x: Fixed, what: str) -> None:
 
 
 def _form(proto: Protocol, values: list[Share], form: Form) -> Share:
-    """One local affine combination."""
     (first, weight), *more = form.terms
     if weight == 1 and not more:
         total = values[first]
@@ -120,7 +119,6 @@ def _form(proto: Protocol, values: list[Share], form: Form) -> Share:
 
 
 def _weighted(values: list[Share], form: Form, part: int) -> Tensor:
-    """The sum of weighted values at one part of the shares."""
     (first, weight), *more = form.terms
     out = values[first].parts[part] * weight
     for index, weight in more:

@@ -45,9 +45,7 @@ class Curve:
 def takes_curve(curve: Curve, x: Fixed, frac: int, other: Callable[..., Cost], *facts: Hashable) -> bool:
     """Whether `evaluate` is the way to go, where another one costs other(prices, *facts).
 
-    That is if the ring has room for it, and it pays.
-
-    Local and public.
+    That is if the ring has room for it, and it pays. Local and public.
     """
     if not x.session.protocol.has_keys or x.session.ring.bits != 64 or LARGEST - curve.size - 2 * x.frac < LEADING:
         return False

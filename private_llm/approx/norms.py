@@ -81,13 +81,12 @@ def layer_norm(
 
     x [.., width] gives [.., width]; weight and bias [width]. Mean squares of rows stay below 2^square, and if `gain` is
     given, weights below 2^gain (0 without one): a secret weight then takes 2 rounds less, unless the ring has no room
-    for it.
-    Relative error of a row 1e-4 (5e-5 where one sum is enough) and 2^-17 absolute. With a known range that fits: 33
-    bytes an element without weight, 64 with a secret one, 48 with a public one, 4 to 5 kB a row; 15 rounds without
-    weight, 16 with a public, 17 with a secret one; one more for the mean where the width is no power of two. Without
-    known range: 16 to 18 bytes an element and 4 to 5 kB a row more, and 3 rounds. By comparison keys, in rows of known
-    range, 9 rounds with a secret weight, relative error of a row 2e-4. Raises DomainError for eps <= 0, a 32-bit ring,
-    or rows with too many fractional bits for their width.
+    for it. Relative error of a row 1e-4 (5e-5 where one sum is enough) and 2^-17 absolute. With a known range that
+    fits: 33 bytes an element without weight, 64 with a secret one, 48 with a public one, 4 to 5 kB a row; 15 rounds
+    without weight, 16 with a public, 17 with a secret one; one more for the mean where the width is no power of two.
+    Without known range: 16 to 18 bytes an element and 4 to 5 kB a row more, and 3 rounds. By comparison keys, in rows
+    of known range, 9 rounds with a secret weight, relative error of a row 2e-4. Raises DomainError for eps <= 0, a
+    32-bit ring, or rows with too many fractional bits for their width.
     """
     need_wide_ring(x, "layer_norm")
     width, reach = x.shape[-1], LARGEST
@@ -317,7 +316,6 @@ def _root_bits(d: Fixed) -> int:
 
 
 def _squares(d: Fixed, frac: int) -> Fixed:
-    """Sums of squares of the rows, [.., width] to [.., 1]."""
     row, column = d.view(lambda part: part.unsqueeze(-2)), d.view(lambda part: part.unsqueeze(-1))
     return row.matmul(column, frac=frac).view(lambda part: part.squeeze(-1))
 

@@ -125,7 +125,6 @@ def chosen_below(
 
 
 def _price(prices: Prices, ring: Ring, count: int, bits: int, rows: int, low: int, weighted: int) -> Cost:
-    """Of a comparison and an injection."""
     return prices.msb(count, bits, rows, low) + prices.inject(ring, count, rows, weighted, 0)
 
 

@@ -101,7 +101,6 @@ def is_cut(x: Fixed) -> bool:
 
 
 def _cut_width(x: Fixed) -> int:
-    """Bits of differences of cut entries, with their sign."""
     return CUT_BITS + reach(x) + 2
 
 

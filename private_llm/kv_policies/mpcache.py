@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from private_llm.errors import ConfigError, refuse_unknown
 from private_llm.kv_policies.policy import BudgetedPolicy, Eviction, LayerSharing, Level, Selection, check_pool, whole
+from private_llm.typed_settings import check_types
 
 
 @dataclass(frozen=True)
@@ -47,14 +48,10 @@ class MPCacheConfig(BudgetedPolicy):
         check_observed(self.observed)
         whole(self, shared_layers=1, apart=0)
         check_pool(self, self.pool)
-        if isinstance(self.alpha, bool) or not isinstance(self.alpha, int | float) or not 0 <= self.alpha <= 1:
+        check_types(self, "kv_cache: ", but=("levels", "name"))
+        if not 0 <= self.alpha <= 1:
             raise ConfigError(f"kv_cache: alpha: got {self.alpha!r}; want a number from 0 to 1")
         object.__setattr__(self, "alpha", float(self.alpha))  # 1 and 1.0 are one setting, as in `share`
-        gathers = ("auto", "scores", "shuffled-scores", "keys")
-        if self.gather not in gathers:
-            raise ConfigError(f"kv_cache: gather: got {self.gather!r}; want one of {', '.join(map(repr, gathers))}")
-        if not isinstance(self.drop, bool):
-            raise ConfigError(f"kv_cache: drop: got {self.drop!r}; want True or False")
         object.__setattr__(self, "levels", checked_levels(self.levels))
 
     def entries(self, held: int, position: int, queries: int) -> int:
@@ -116,9 +113,8 @@ def check_observed(observed: float | int) -> None:
 
 
 def checked_levels(given: object) -> tuple[Level, ...]:
-    """Levels from Level objects or JSON: mappings with size and kept, or pairs.
-
-    Raises ConfigError for anything else, and unless sizes divide each other, from large to small.
+    """Levels from Level objects or JSON: mappings with size and kept, or pairs. Raises ConfigError for anything else,
+    and unless sizes divide each other, from large to small.
     """
     if not isinstance(given, list | tuple):
         raise ConfigError(f"kv_cache: levels: got {given!r}; want a list of sizes and shares, such as [[32, 0.5]]")

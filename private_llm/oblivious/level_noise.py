@@ -125,8 +125,7 @@ def noisy_choose(session: Session, active: BitShare, noise: LevelNoise, expected
 
     Coins (120 gates each, at most 60; 6 rounds), then one shuffle and opening of n + 2 T bits: 3 kB (quad 5) and for
     each of these bits 1 byte in trio, 5 in dealer and 2 in quad; 9, 8 and 12 rounds. expected: the count that a session
-    on meta tensors takes for granted; it has no part elsewhere. Raises DomainError for more than one
-    vector.
+    on meta tensors takes for granted; it has no part elsewhere. Raises DomainError for more than one vector.
     """
     if active.rows != 1:
         raise DomainError(f"noisy_choose: got {active.rows} vectors; want one")
@@ -177,7 +176,6 @@ def _tossed(protocol: Protocol, coins: Sequence[Coin]) -> BitShare:
 
 
 def _taken(bits: BitShare, columns: Tensor) -> BitShare:
-    """Columns of bits, which may repeat. Local."""
     return relaned(bits, lambda part: part[:, columns.to(part.device)], len(columns))
 
 

@@ -126,7 +126,6 @@ def _checked(x: Fixed, k: int, method: str, bits: int | None) -> tuple[int, int,
 
 
 def _all(x: Fixed) -> BitShare:
-    """Ones, one for each entry. Local."""
     uniform = x.proto.random_bits(1, x.numel())
     return x.proto.invert(x.proto.xor(uniform, uniform))
 
@@ -168,7 +167,6 @@ def _partners(width: int) -> tuple[Tensor, Tensor]:
 
 
 def _rank_bits(width: int) -> int:
-    """Of a rank minus k, with its sign."""
     return (width - 1).bit_length() + 1
 
 

@@ -103,7 +103,6 @@ class TwoPartyDealer(Trio):
         return super().bilinear(form, x, y, shift, select, widths)
 
     def _operands(self, x: Share, y: Share) -> tuple[Share, Share]:
-        """Both operands under fresh masks, if the products of this session want that."""
         if not self.remask:
             return x, y
         held = [x] if x is y else [x, y]

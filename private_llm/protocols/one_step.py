@@ -344,7 +344,6 @@ def _turned(angle: decimal.Decimal, count: int) -> tuple[list[int], list[int]]:
 
 
 def _series(angle: decimal.Decimal) -> tuple[decimal.Decimal, decimal.Decimal]:
-    """Cosine and sine of a small angle."""
     term, sums = decimal.Decimal(1), [decimal.Decimal(0)] * 4
     for n in range(24):
         sums[n % 4] += term

@@ -93,7 +93,6 @@ def unregister(name: str) -> None:
 
 
 def _either(usual: type[TrioDivision]) -> MakesParty:
-    """An end with usual or exact divisions, as it was asked for."""
     exact: MakesParty = type(f"Exact{usual.__name__}", (ExactTruncation, usual), {})
     return lambda setup: (exact if setup.exact else usual)(setup)
 

@@ -263,7 +263,6 @@ def _wanted(config: PrivateConfig, device: torch.device | None) -> str:
 
 
 def _greeting(config: PrivateConfig, cipher: str) -> bytes:
-    """A digest of what all endpoints agree upon, and of the cipher that this one wants."""
     return hashlib.blake2b(config.agreement() + cipher.encode(), digest_size=32, person=b"pllm-hello").digest()
 
 

@@ -247,7 +247,6 @@ def encrypted(encryptor: CipherContext, blocks: Array) -> Array:
 
 
 def _joined(encryptors: list[CipherContext], seeds: Array) -> Array:
-    """The ciphers' outputs [blocks, .., 2]."""
     if len(encryptors) == 1:
         return encrypted(encryptors[0], seeds)[None]
     return np.stack([encrypted(each, seeds) for each in encryptors])

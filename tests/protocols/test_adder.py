@@ -57,5 +57,5 @@ def test_a_protocol_decides_by_its_own_prices(protocol: str, ripples: bool) -> N
 
 @pytest.mark.parametrize("wrong", [{"bandwidth_mbit": 0.0}, {"latency_ms": -1.0}, {"bandwidth_mbit": -5.0}])
 def test_a_network_that_cannot_exist_is_refused(wrong: dict[str, float]) -> None:
-    with pytest.raises(ConfigError, match="bandwidth_mbit, latency_ms: got"):
+    with pytest.raises(ConfigError, match=r"(bandwidth_mbit|latency_ms): got"):
         PrivateConfig.from_dict(wrong)

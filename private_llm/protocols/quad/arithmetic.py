@@ -287,8 +287,6 @@ class QuadArithmetic(QuadRecords):
 
 @dataclass(frozen=True)
 class _Elementwise(BilinearForm):
-    """x y, broadcasting."""
-
     tag = "mul"
 
     def product(self, x: Tensor, y: Tensor) -> Tensor:

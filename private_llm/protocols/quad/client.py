@@ -84,7 +84,6 @@ def open_quad(
 
 
 def _digest_of(transport: Transport, party: int) -> bytes:
-    """The digest of a party that opens nothing itself."""
     sent = transport.recv(party, "reveal digest", (DIGEST_BYTES,), torch.uint8)
     return bytes(DIGEST_BYTES) if sent.is_meta else as_bytes(sent)
 

@@ -128,7 +128,6 @@ def _others(group: Sequence[int], party: int) -> list[int]:
 
 
 def _group_seeds(setup: PartySetup) -> list[Seed | None]:
-    """The seeds of `GROUPS`, of the cipher of this session."""
     if setup.counting:
         zero = Seed(bytes(32))
         return [zero if setup.party in group else None for group in GROUPS]

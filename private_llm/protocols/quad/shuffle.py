@@ -97,7 +97,6 @@ class QuadShuffles(QuadArithmetic):
         ]
 
     def _parts(self, held: list[Tensor | None], minus: Step) -> tuple[Tensor, ...]:
-        """This party's share from its components."""
         u, a2, a1, value = held
         if self.party == 3:
             return known(a1), known(a2), known(u)

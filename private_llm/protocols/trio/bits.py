@@ -56,7 +56,6 @@ class TrioBits(TrioArithmetic):
         return self._msb_prefix(x, offsets, width, low, carry_plan(width - 1 - low))
 
     def _ripples(self, count: int, width: int, thresholds: int, low: int) -> bool:
-        """Whether this comparison takes the ripple adder, by the prices of this protocol."""
         prices = self.prices
         return self.adder.ripples(
             lambda: prices.msb(count, width, thresholds, low), lambda: prices.msb_ripple(count, width, thresholds, low)
@@ -148,7 +147,6 @@ class TrioBits(TrioArithmetic):
         return ops.transpose_bits(padded.view(-1), width)
 
     def _msb_ripple(self, x: Share, offsets: Sequence[int], width: int, low: int) -> BitShare:
-        """One gate a position."""
         words, thresholds = words_for(x.numel()), len(offsets)
         s = self._share_mask_bits(x, width)
         planes = None if self.role == 0 else self._threshold_planes(x, offsets, width)

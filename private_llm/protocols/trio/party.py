@@ -140,7 +140,6 @@ class Trio(TrioShuffles):
         return share, Share(((masked + opened[-1] - mask).view(shape), mask.view(shape)))
 
     def _send_keys(self, x: Share, shape: PiecesShape) -> None:
-        """Party 0: make keys for its masks, and send them."""
         count, words = x.numel(), shape.words
         key_words = comparison_keys.key_words(shape.levels, words)
         more = words + (words > 2)
@@ -304,7 +303,6 @@ def _blocks(count: int, shape: PiecesShape) -> int:
 
 
 def _rows(outputs: Sequence[int], share: Share) -> dict[int, Share]:
-    """The shares of several outputs, one for each row."""
     return dict(zip(outputs, (Share(parts) for parts in zip(*share.parts, strict=True)), strict=True))
 
 

@@ -73,7 +73,6 @@ class TrioShuffles(TrioBits):
         return (self._back if undo else self._forth)((parts[0], parts[1]), order, kind)
 
     def _some(self, kind: Moved, arrays: int, which: int = 0) -> list[Tensor]:
-        """Fresh masks of the shape of a component."""
         fresh = self._streams[which].draw(arrays * kind.count, kind.dtype, self.device)
         return list(fresh.view(arrays, *kind.shape))
 
@@ -100,7 +99,6 @@ class TrioShuffles(TrioBits):
         return kind.minus(kind.minus(m, own), theirs), y
 
     def _last_masks(self, kind: Moved) -> Parts:
-        """Party 0's masks after the last sub-permutation: y1, y2."""
         return self._some(kind.left, 1)[0], self._some(kind.left, 1, 1)[0]
 
     def _ended(self, z: Tensor, last: Tensor, kind: Moved) -> Parts:
