@@ -13,9 +13,8 @@ from typer.testing import CliRunner
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError
 from private_llm.kv_policies import POLICIES
-from private_llm.kv_policies.fixed import KeepAll, SlidingWindow
 from private_llm.kv_policies.mpcache import MPCacheConfig
-from private_llm.kv_policies.policy import CachePolicy, Level
+from private_llm.kv_policies.policy import CachePolicy, KeepAll, Level, SlidingWindow
 from private_llm.kv_policies.rivals import H2O, HeadMerging, InfLLM, SnapKV
 
 

@@ -13,11 +13,11 @@ from private_llm_hf.transformers_versions import warn_if_untested
 if TYPE_CHECKING:
     from private_llm.config import PrivateConfig as PrivateConfig
     from private_llm.config import TLSConfig as TLSConfig
-    from private_llm.kv_policies.fixed import KeepAll as KeepAll
-    from private_llm.kv_policies.fixed import NoCache as NoCache
-    from private_llm.kv_policies.fixed import SlidingWindow as SlidingWindow
     from private_llm.kv_policies.mpcache import MPCacheConfig as MPCacheConfig
+    from private_llm.kv_policies.policy import KeepAll as KeepAll
     from private_llm.kv_policies.policy import Level as Level
+    from private_llm.kv_policies.policy import NoCache as NoCache
+    from private_llm.kv_policies.policy import SlidingWindow as SlidingWindow
     from private_llm.kv_policies.rivals import H2O as H2O
     from private_llm.kv_policies.rivals import TOVA as TOVA
     from private_llm.kv_policies.rivals import HeadMerging as HeadMerging
@@ -52,9 +52,8 @@ else:
         __name__,
         {
             "private_llm.config": "PrivateConfig TLSConfig",
-            "private_llm.kv_policies.fixed": "KeepAll NoCache SlidingWindow",
             "private_llm.kv_policies.mpcache": "MPCacheConfig",
-            "private_llm.kv_policies.policy": "Level",
+            "private_llm.kv_policies.policy": "KeepAll Level NoCache SlidingWindow",
             "private_llm.kv_policies.rivals": "H2O TOVA HeadMerging InfLLM LongCache SnapKV",
             "private_llm.ranges": "Ranges",
             "private_llm.sparsity_config": "CometConfig",

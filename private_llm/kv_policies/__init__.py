@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from private_llm.errors import ConfigError, refuse_unknown
-from private_llm.kv_policies.fixed import KeepAll, NoCache, SlidingWindow
 from private_llm.kv_policies.mpcache import MPCacheConfig
-from private_llm.kv_policies.policy import CachePolicy
+from private_llm.kv_policies.policy import CachePolicy, KeepAll, NoCache, SlidingWindow
 from private_llm.kv_policies.rivals import H2O, TOVA, HeadMerging, InfLLM, LongCache, SnapKV
 
 _KINDS: tuple[type[CachePolicy], ...] = (

@@ -9,7 +9,7 @@ shares: `nn/evicting.py` and `nn/selecting.py`; a plaintext model:
 
 How many stay is a function of public lengths (`entries`), the same for all rows, heads and layers: the client knows it
 without being told, and no shape depends on a secret. Which ones stay is secret. Policies that choose by positions alone
-(`fixed.py`) declare neither, and answer with public indices instead.
+(`SlidingWindow`) declare neither, and answer with public indices instead.
 
 The settings are part of what all endpoints must agree upon (`PrivateConfig.agreement`), and a name that is not in
 `kv_policies.POLICIES` is refused.
@@ -287,6 +287,74 @@ class BudgetedPolicy(CachePolicy):
     def newest(self) -> int | None:
         """The recent ones; all, if nothing is ever evicted."""
         return None if self.gamma == 1 and self.most is None else self.recent
+
+
+@dataclass(frozen=True)
+class KeepAll(CachePolicy):
+    """Nothing is evicted."""
+
+    name = "keep-all"
+
+
+KEEP_ALL = KeepAll()
+"""The default."""
+
+
+@dataclass(frozen=True)
+class NoCache(CachePolicy):
+    """Nothing is cached: every token runs the whole text again, as `use_cache=False` does. For comparison."""
+
+    name = "no-cache"
+
+    def entries(self, held: int, position: int, queries: int) -> int:
+        """None."""
+        return 0
+
+    @property
+    def newest(self) -> int:
+        """None."""
+        return 0
+
+
+@dataclass(frozen=True)
+class SlidingWindow(CachePolicy):
+    """The first `first` tokens of each row and the last `recent` positions stay (StreamingLLM: attention sinks).
+
+    Padding on the left does not count as first tokens. Entries keep the positions that they were made at; StreamingLLM
+    numbers them anew within the cache, which lets a text outgrow the model's positions; here it cannot. A query sees
+    what was held before its call, and its call: a prompt is read whole. Raises ConfigError for recent < 1 or first < 0.
+    """
+
+    name = "sliding-window"
+    recent: int = 256
+    first: int = 4
+
+    def __post_init__(self) -> None:
+        whole(self, recent=1, first=0)
+
+    def entries(self, held: int, position: int, queries: int) -> int:
+        """At most `first + recent`."""
+        return min(held, self.first + self.recent)
+
+    @property
+    def newest(self) -> int:
+        """The recent ones."""
+        return self.recent
+
+    def after_step(self, facts: CacheFacts, mass: Tensor | None) -> Tensor | None:
+        """Of a row with fewer tokens than fit, the padding before them stays too: all rows are of one length."""
+        import torch  # settings do without, and it takes a second to import
+
+        kept = self.first + self.recent
+        if facts.positions.shape[-1] <= kept:
+            return None
+        start = torch.zeros(1, dtype=torch.int64)
+        if facts.padding is not None:  # a row of padding alone, so far, starts after it
+            start = torch.where(facts.padding.any(-1), facts.padding.int().argmax(-1), facts.position)
+        start = start.clamp(max=facts.position - kept).view(-1, 1, 1)
+        positions = facts.positions
+        stays = (positions >= start) & (positions < start + self.first) | (positions >= facts.position - self.recent)
+        return stays.nonzero()[:, -1].view(*stays.shape[:2], -1)
 
 
 def whole(policy: CachePolicy, **least: int) -> None:

@@ -19,9 +19,8 @@ import torch
 from torch import Tensor
 
 from private_llm.errors import DomainError, ProtocolAbort
-from private_llm.protocols.permutation import Permutation, ShuffledBits, owner_order, relaned
 from private_llm.protocols.session import Session
-from private_llm.protocols.share import BitShare
+from private_llm.protocols.share import BitShare, Permutation, ShuffledBits, owner_order, relaned
 from private_llm.tensor.fixed import Fixed, arithmetic
 
 

@@ -24,9 +24,8 @@ from torch import Tensor
 from private_llm.errors import DomainError
 from private_llm.net.ledger import Cost
 from private_llm.oblivious.budget import shuffled_back
-from private_llm.protocols.permutation import Permutation
 from private_llm.protocols.prices import Prices
-from private_llm.protocols.share import BitShare, words_for
+from private_llm.protocols.share import BitShare, Permutation, words_for
 from private_llm.ring.ring import Ring
 from private_llm.tensor.fixed import Fixed, arithmetic
 

@@ -26,10 +26,9 @@ from torch import Tensor
 from private_llm.net.ledger import Cost
 from private_llm.oblivious import counting
 from private_llm.oblivious.counting import DEPTHS, column_sums, copies, each, joined, xor_all
-from private_llm.protocols.permutation import packed, unpacked
 from private_llm.protocols.protocol import Protocol
 from private_llm.protocols.registry import Pricing
-from private_llm.protocols.share import BitShare, words_for
+from private_llm.protocols.share import BitShare, packed, unpacked, words_for
 from private_llm.tensor.fixed import Fixed
 
 _DIGITS = (1, 2, 3, 4)

@@ -35,10 +35,9 @@ from torch import Tensor
 from private_llm.errors import ConfigError, DomainError
 from private_llm.oblivious.budget import ChosenUnits
 from private_llm.oblivious.counting import each
-from private_llm.protocols.permutation import packed, relaned, unpacked
 from private_llm.protocols.protocol import Protocol
 from private_llm.protocols.session import Session
-from private_llm.protocols.share import BitShare
+from private_llm.protocols.share import BitShare, packed, relaned, unpacked
 
 _PRECISION = 64
 """Random bits of a coin; a power of two."""

@@ -23,9 +23,8 @@ from private_llm.exact.comparisons import reach
 from private_llm.net.ledger import Cost
 from private_llm.oblivious import counting, digit_search, sort_network
 from private_llm.oblivious.sort_network import Order
-from private_llm.protocols.permutation import packed, relaned
 from private_llm.protocols.registry import Pricing
-from private_llm.protocols.share import BitShare
+from private_llm.protocols.share import BitShare, packed, relaned
 from private_llm.tensor.fixed import Fixed
 
 Method = Literal["auto", "pairs", "network", "search"]

@@ -44,9 +44,8 @@ from private_llm.kernels.forms import BilinearForm
 from private_llm.net.ledger import Cost
 from private_llm.protocols.arithmetic import BitWidths, taking_part
 from private_llm.protocols.ends import PartySetup
-from private_llm.protocols.permutation import Moved, Permutation, drawn, inverse, known
 from private_llm.protocols.prices import Prices
-from private_llm.protocols.share import Share
+from private_llm.protocols.share import Moved, Permutation, Share, drawn, inverse, known
 from private_llm.protocols.trio.party import Trio
 from private_llm.protocols.trio.shuffle import Parts
 from private_llm.ring.ring import Ring

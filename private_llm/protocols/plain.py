@@ -30,9 +30,22 @@ from private_llm.kernels.forms import BilinearForm
 from private_llm.net.transport import CLIENT, Transport
 from private_llm.protocols.arithmetic import BitWidths
 from private_llm.protocols.ends import ClientEnd
-from private_llm.protocols.permutation import Moved, Permutation, ShuffledBits, drawn, inverse, known, packed, unpacked
 from private_llm.protocols.protocol import Protocol, Weights, check_injected, check_low
-from private_llm.protocols.share import BitShare, Index, Share, cleartext, words_for
+from private_llm.protocols.share import (
+    BitShare,
+    Index,
+    Moved,
+    Permutation,
+    Share,
+    ShuffledBits,
+    cleartext,
+    drawn,
+    inverse,
+    known,
+    packed,
+    unpacked,
+    words_for,
+)
 from private_llm.ring.prg import Seed
 from private_llm.ring.ring import Ring
 

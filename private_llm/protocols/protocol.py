@@ -21,8 +21,17 @@ from private_llm.net.ledger import Cost
 from private_llm.net.transport import CLIENT
 from private_llm.protocols.arithmetic import Arithmetic
 from private_llm.protocols.one_step import Exponential, Pieces, PiecesShape, Waves
-from private_llm.protocols.permutation import Moved, Permutation, ShuffledBits, moved_bits, moved_rows, unpacked
-from private_llm.protocols.share import BitShare, Index, Share
+from private_llm.protocols.share import (
+    BitShare,
+    Index,
+    Moved,
+    Permutation,
+    Share,
+    ShuffledBits,
+    moved_bits,
+    moved_rows,
+    unpacked,
+)
 
 Weights = Sequence[int | Tensor]
 """Public ring constants: one per bit row, each an int or a tensor of 1 or `count` elements (flattened)."""

@@ -1,12 +1,20 @@
-"""What one party holds of secret values: ring components (`Share`) and bitsliced words (`BitShare`)."""
+"""What one party holds: of secret values ring components (`Share`) and bitsliced words (`BitShare`), and secret orders.
+
+`p` stands for pi(x)[i] = x[p[i]], so the permutation p after q is q[p]. A secret permutation is a product of
+sub-permutations; a party holds those that it knows, and None for the others.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from private_llm.errors import DomainError, ProtocolAbort
+from private_llm.kernels.trace_hook import as_array
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,3 +104,164 @@ def cleartext(elements: Tensor, watched: bool = False) -> Share:
 def words_for(count: int) -> int:
     """64-bit words that hold one bit per element: ceil(count / 64)."""
     return (count + 63) // 64
+
+
+# -- secret orders -----------------------------------------------------------------------------------------------------
+@dataclass(eq=False, slots=True)
+class Permutation:
+    """This party's hold on a secret permutation of `size` elements. `repr` shows nothing of it.
+
+    reuse: whether several openings may share this order. Openings in one order are linked: they tell which elements
+    are the same ones, and known inputs tell which ones these are (docs/threat-model.md). Without it a second one is
+    refused.
+    """
+
+    size: int
+    parts: tuple[Tensor | None, ...] = field(repr=False)
+    reuse: bool = False
+    openings: int = field(default=0, repr=False)
+
+    def spend(self, openings: int) -> None:
+        """Count bit vectors that are about to be opened. Raises ProtocolAbort for a second one without `reuse`."""
+        if self.openings + openings > 1 and not self.reuse:
+            raise ProtocolAbort(
+                f"open_shuffled: got {self.openings + openings} bit vectors in one secret order, which links them; "
+                "draw a permutation for each, or declare permutation(size, reuse=True)"
+            )
+        self.openings += openings
+
+    def __reduce_ex__(self, protocol: object) -> str:
+        raise TypeError("a secret permutation is not serialised")
+
+
+@dataclass(frozen=True, slots=True)
+class ShuffledBits:
+    """Bits that were shuffled by `order`: the one kind of value that parties may open among themselves."""
+
+    bits: BitShare
+    order: Permutation
+
+    def __repr__(self) -> str:
+        return f"ShuffledBits(rows={self.bits.rows}, count={self.bits.count})"
+
+
+def drawn(words: Tensor, blocks: int = 1) -> Tensor:
+    """The permutation that sorts uniform 64-bit words [n], each of `blocks` equal runs in itself: int64 [n].
+
+    Its bias is below n^2 / 2^64. Local.
+    """
+    runs = words.view(blocks, -1)
+    if words.device.type == "cpu":  # NumPy sorts five times as fast, in the same order
+        order = torch.from_numpy(np.argsort(as_array(runs), kind="stable"))
+    else:
+        order = torch.argsort(runs, stable=True)
+    starts = torch.arange(blocks, device=order.device) * runs.shape[1]
+    return (order + starts[:, None]).view(-1)
+
+
+def owner_order(size: int) -> Permutation:
+    """The secret order in which a model owner stored what `size` bits are about; no party knows any of it.
+
+    It is kept as long as the weights are, so openings in it are linked (docs/threat-model.md).
+    """
+    return Permutation(size, (), reuse=True)
+
+
+def inverse(p: Tensor) -> Tensor:
+    """q with q[p[i]] = i: int64 [n]. Local."""
+    made = torch.empty_like(p)
+    made[p] = torch.arange(p.numel(), dtype=p.dtype, device=p.device)
+    return made
+
+
+def known(part: Tensor | None) -> Tensor:
+    """A sub-permutation that this party must hold. Raises ProtocolAbort for one that it does not know."""
+    if part is None:
+        raise ProtocolAbort("a party moves values in an order that it does not know")
+    return part
+
+
+@dataclass(frozen=True)
+class Moved:
+    """What a shuffle moves: arrays of one shape in a group (ring elements under +, words under ^).
+
+    shape: of one component. dtype: of its numbers. move: puts the elements of a component in the order of an index.
+    places: of what was moved, the rows that are wanted, public int64 [m]; None: all.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+    move: Callable[[Tensor, Tensor], Tensor]
+    plus: Callable[[Tensor, Tensor], Tensor]
+    minus: Callable[[Tensor, Tensor], Tensor]
+    places: Tensor | None = None
+
+    @property
+    def left(self) -> Moved:
+        """What is wanted of it."""
+        if self.places is None:
+            return self
+        return replace(self, shape=torch.Size((len(self.places), *self.shape[1:])), places=None)
+
+    def end(self, last: Tensor) -> Tensor:
+        """Of the last sub-permutation, where the wanted rows come from."""
+        return last if self.places is None else last[self.places.to(last.device)]
+
+    @property
+    def count(self) -> int:
+        """Numbers in a component."""
+        return self.shape.numel()
+
+
+def moved_rows(x: Share, order: Permutation, undo: bool, places: Tensor | None) -> Moved:
+    """Rows of a share [n, ...]. Raises DomainError unless n is the size of the permutation, and for places with `undo`,
+    or that are no int64 [m] below n.
+    """
+    if places is not None and undo:
+        raise DomainError("shuffle: got places to put rows back; want none: all come back")
+    if places is not None and not _inside(places, order.size):
+        raise DomainError(f"shuffle: got places {places.dtype} {tuple(places.shape)}; want int64 [m] from 0 to n - 1")
+    if not x.shape or x.shape[0] != order.size:
+        raise DomainError(f"shuffle: got rows {tuple(x.shape)}; want {order.size} in the first dimension")
+    return Moved(x.shape, x.parts[0].dtype, lambda part, p: part[p], torch.add, torch.sub, places)
+
+
+def _inside(places: Tensor, size: int) -> bool:
+    if places.ndim != 1 or places.dtype != torch.int64:
+        return False
+    return places.is_meta or not places.numel() or bool(places.min() >= 0 and places.max() < size)
+
+
+def moved_bits(x: BitShare, order: Permutation) -> Moved:
+    """Bit vectors, all in the same new order. Raises DomainError unless their length is the permutation's size."""
+    if x.count != order.size:
+        raise DomainError(f"shuffle_bits: got vectors of {x.count} bits; want {order.size}")
+    return Moved(x.parts[0].shape, torch.int64, _move_lanes, torch.bitwise_xor, torch.bitwise_xor)
+
+
+def unpacked(words: Tensor, count: int) -> Tensor:
+    """Words [rows, words] to one byte a bit: uint8 [rows, count]. Local."""
+    shifts = torch.arange(8, dtype=torch.uint8, device=words.device)
+    octets = words.contiguous().view(torch.uint8)
+    return ((octets[:, :, None] >> shifts) & 1).view(words.shape[0], 64 * words.shape[1])[:, :count]
+
+
+def packed(bits: Tensor) -> Tensor:
+    """0/1 bytes [rows, count] to words [rows, ceil(count / 64)]; lanes beyond `count` are 0. Local."""
+    rows, count = bits.shape
+    if not count:
+        return bits.new_zeros((rows, 0), dtype=torch.int64)
+    padded = torch.zeros((rows, 64 * words_for(count)), dtype=torch.uint8, device=bits.device)
+    padded[:, :count] = bits
+    weights = torch.ones(8, dtype=torch.uint8, device=bits.device) << torch.arange(8, device=bits.device)
+    octets = (padded.view(rows, padded.shape[1] // 8, 8) * weights.to(torch.uint8)).sum(2, dtype=torch.uint8)
+    return octets.view(torch.int64)
+
+
+def relaned(bits: BitShare, change: Callable[[Tensor], Tensor], count: int) -> BitShare:
+    """Bits as `change` arranges bytes [rows, bits.count] into [rows, count]. Local."""
+    return BitShare(tuple(packed(change(unpacked(part, bits.count))) for part in bits.parts), count)
+
+
+def _move_lanes(words: Tensor, p: Tensor) -> Tensor:
+    return packed(unpacked(words, p.numel())[:, p])

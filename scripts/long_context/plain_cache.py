@@ -25,9 +25,8 @@ from long_context.plain_attention import (
     representatives,
 )
 from private_llm.errors import ConfigError, DomainError, UnsupportedOp
-from private_llm.kv_policies.fixed import NoCache
 from private_llm.kv_policies.padding import Arranged, arranged, queries_that_count
-from private_llm.kv_policies.policy import CacheFacts, CachePolicy, ClusterShape, Selection
+from private_llm.kv_policies.policy import CacheFacts, CachePolicy, ClusterShape, NoCache, Selection
 from private_llm.nn.kv_cache import columns_at
 
 

@@ -9,9 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from private_llm.errors import ConfigError
-from private_llm.kv_policies.fixed import SlidingWindow
 from private_llm.kv_policies.mpcache import MPCacheConfig
-from private_llm.kv_policies.policy import CachePolicy, Level, Selection
+from private_llm.kv_policies.policy import CachePolicy, Level, Selection, SlidingWindow
 from private_llm.kv_policies.rivals import H2O, TOVA, InfLLM, LongCache, SnapKV
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))

@@ -25,9 +25,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from private_llm.errors import ConfigError, PrivateLLMError, UnsupportedOp
-from private_llm.kv_policies.fixed import KEEP_ALL
 from private_llm.kv_policies.mpcache import MPCacheConfig
-from private_llm.kv_policies.policy import CachePolicy, Level
+from private_llm.kv_policies.policy import KEEP_ALL, CachePolicy, Level
 from private_llm.kv_policies.rivals import H2O, TOVA, HeadMerging, InfLLM, LongCache, SnapKV
 from private_llm.net.local import LocalMesh
 from private_llm.net.transport import Transport

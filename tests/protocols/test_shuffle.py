@@ -15,11 +15,20 @@ from private_llm.errors import DomainError, ProtocolAbort, UnsupportedOp
 from private_llm.net.ledger import Cost
 from private_llm.net.transport import Transport
 from private_llm.protocols.ends import ClientEnd
-from private_llm.protocols.permutation import Permutation, ShuffledBits, drawn, inverse, known, packed, unpacked
 from private_llm.protocols.protocol import Protocol
 from private_llm.protocols.registry import protocol_names
 from private_llm.protocols.session import Session
-from private_llm.protocols.share import BitShare, Share
+from private_llm.protocols.share import (
+    BitShare,
+    Permutation,
+    Share,
+    ShuffledBits,
+    drawn,
+    inverse,
+    known,
+    packed,
+    unpacked,
+)
 from private_llm.ring.ring import Ring
 from tests.protocols.parties import Run, ring_values, run_ring
 from tests.protocols.test_suite import config, prices

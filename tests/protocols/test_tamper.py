@@ -18,10 +18,9 @@ from private_llm.config import PrivateConfig
 from private_llm.errors import PartyFailed, ProtocolAbort, TransportError
 from private_llm.kernels.forms import Conv2d
 from private_llm.net.transport import CLIENT
-from private_llm.protocols.permutation import ShuffledBits, owner_order
 from private_llm.protocols.protocol import Protocol
 from private_llm.protocols.quad.arithmetic import QuadArithmetic
-from private_llm.protocols.share import Share
+from private_llm.protocols.share import Share, ShuffledBits, owner_order
 from tests.protocols.cheating import Mislabels, Outcome, Program, Swaps, added, play, replaced, replayed
 from tests.protocols.parties import ring_values
 from tests.recording import Alter, flip

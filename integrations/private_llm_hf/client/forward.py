@@ -14,7 +14,7 @@ from transformers.modeling_outputs import ModelOutput
 
 from private_llm.approximations import approximations_of
 from private_llm.errors import ConfigError, DomainError, UnsupportedOp
-from private_llm.kv_policies.fixed import NoCache
+from private_llm.kv_policies.policy import NoCache
 from private_llm.tensor.range_check import require
 from private_llm_hf.client import inputs as check
 from private_llm_hf.client.inputs import Labels

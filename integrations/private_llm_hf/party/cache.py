@@ -18,8 +18,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache
 
 from private_llm.errors import DomainError, UnsupportedOp
-from private_llm.kv_policies.fixed import KEEP_ALL
-from private_llm.kv_policies.policy import CacheFacts, CachePolicy
+from private_llm.kv_policies.policy import KEEP_ALL, CacheFacts, CachePolicy
 from private_llm.nn.evicting import EvictingLayer
 from private_llm.nn.kv_cache import CacheRows, KVBuffer
 from private_llm.replay.graph_break import GraphBreak, this_call

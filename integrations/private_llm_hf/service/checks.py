@@ -19,7 +19,7 @@ from transformers.models.auto import modeling_auto
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import DomainError, TransportError, UnsupportedOp
-from private_llm.kv_policies.fixed import KEEP_ALL, NoCache
+from private_llm.kv_policies.policy import KEEP_ALL, NoCache
 from private_llm_hf.client import inputs as check
 from private_llm_hf.models.architectures import Architecture, architecture, table
 from private_llm_hf.models.cache_policies import BOUNDED, depends_on_longest, layer_kinds

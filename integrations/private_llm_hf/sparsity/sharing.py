@@ -17,7 +17,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from private_llm.errors import ConfigError, PatchMismatch
-from private_llm.protocols.permutation import drawn
+from private_llm.protocols.share import drawn
 from private_llm.ring.prg import Seed
 from private_llm.sparsity_config import CometConfig
 from private_llm_hf.checkpoint.model_spec import ModelSpec

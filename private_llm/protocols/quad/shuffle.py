@@ -34,11 +34,10 @@ import torch
 from torch import Tensor
 
 from private_llm.errors import ProtocolAbort, UnsupportedOp
-from private_llm.protocols.permutation import Moved, Permutation, ShuffledBits, drawn, inverse, known
 from private_llm.protocols.quad.arithmetic import QuadArithmetic
 from private_llm.protocols.quad.client import DIGEST_BYTES, as_bytes, as_tensor, digest
 from private_llm.protocols.quad.records import Member, same
-from private_llm.protocols.share import BitShare, words_for
+from private_llm.protocols.share import BitShare, Moved, Permutation, ShuffledBits, drawn, inverse, known, words_for
 
 Step = Callable[[Tensor, Tensor], Tensor]
 

@@ -30,8 +30,7 @@ from torch import Tensor
 
 from private_llm.errors import ProtocolAbort, UnsupportedOp
 from private_llm.protocols.ends import PartySetup
-from private_llm.protocols.permutation import Moved, Permutation, ShuffledBits, drawn, inverse, known
-from private_llm.protocols.share import BitShare, words_for
+from private_llm.protocols.share import BitShare, Moved, Permutation, ShuffledBits, drawn, inverse, known, words_for
 from private_llm.protocols.trio.bits import TrioBits
 from private_llm.ring.prg import Prg
 
