@@ -394,18 +394,14 @@ def _found(
 ) -> tuple[Checkpoint, type[PreTrainedModel], PretrainedConfig]:
     checkpoint = Checkpoint(source, **options)
     config = checkpoint.config()
-    model_class = _model_class(auto.auto_class, config)
-    require_inputs(model_class, config)
-    return checkpoint, model_class, checkpoint.settled(model_class, config)
-
-
-def _model_class(auto_class: type[_BaseAutoModelClass], config: PretrainedConfig) -> type[PreTrainedModel]:
     architecture(config)
-    mapping = auto_class._model_mapping
+    mapping = auto.auto_class._model_mapping
     if type(config) not in mapping:
-        raise PatchMismatch(f"{auto_class.__name__} has no class for '{config.model_type}' models")
+        raise PatchMismatch(f"{auto.auto_class.__name__} has no class for '{config.model_type}' models")
     found = mapping[type(config)]
     classes: tuple[type[PreTrainedModel], ...] = found if isinstance(found, tuple) else (found,)
     named = {known.__name__: known for known in classes}
     names = [name for name in getattr(config, "architectures", None) or [] if name in named]
-    return named[names[0]] if names else classes[0]
+    model_class = named[names[0]] if names else classes[0]
+    require_inputs(model_class, config)
+    return checkpoint, model_class, checkpoint.settled(model_class, config)

@@ -189,11 +189,19 @@ def _untied(model: nn.Module, name: str, source: str) -> bool:
 # -- modules and weights --------------------------------------------------------------------------------------------
 def _take_weights(model: PreTrainedModel, built: PreTrainedModel) -> None:
     """Give the weights of the one to the other, without a copy."""
-    for name, owner, own in _surplus(model, built):
-        raise PatchMismatch(
-            f"patch: weight '{name}' is not in the model's configuration, from which the parties build it; want the "
-            f"class as transformers loads it ({type(owner).__name__}.{own} would be lost)"
-        )
+    for path, (mine, module) in pairs(model, built).items():
+        known = {*module._parameters, *module._buffers}
+        held = {**mine._parameters, **mine._buffers}
+        if not held.keys() >= module._parameters.keys():
+            continue  # pruning puts some in their place
+        for own, found in held.items():
+            stored = found is not None and found.is_floating_point() and own not in mine._non_persistent_buffers_set
+            if stored and own not in known:
+                raise PatchMismatch(
+                    f"patch: weight '{path}{'.' if path else ''}{own}' is not in the model's configuration, from which "
+                    "the parties build it; want the class as transformers loads it "
+                    f"({type(mine).__name__}.{own} would be lost)"
+                )
     wanted = weights.WeightList.of(built)
     made: dict[str, nn.Parameter] = {}
     empty: list[str] = []
@@ -232,17 +240,6 @@ def _take_weights(model: PreTrainedModel, built: PreTrainedModel) -> None:
 
 def _dense(name: str, found: Tensor) -> Tensor:
     return weights.dense_weight(name, found.detach() if type(found) in (Tensor, nn.Parameter) else found)
-
-
-def _surplus(model: nn.Module, built: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    """Weights that somebody added to modules whose own weights are all there (pruning puts some in their place)."""
-    for path, (mine, module) in pairs(model, built).items():
-        if any(own not in mine._parameters and own not in mine._buffers for own in module._parameters):
-            continue
-        for own, found in (*mine._parameters.items(), *mine._buffers.items()):
-            stored = found is not None and found.is_floating_point() and own not in mine._non_persistent_buffers_set
-            if stored and own not in module._parameters and own not in module._buffers:
-                yield (f"{path}.{own}" if path else own), mine, own
 
 
 @contextmanager

@@ -95,8 +95,14 @@ class ForwardCall:
         past = cache.position if cache is not None else 0
         check.check_positions(self.config, past + length)
         mask = self.take_mask("attention_mask", rows, past + length)
-        if cache is not None and mask is not None and not bool(mask.all()):
-            self._check_padding()
+        config, other = self.parties.config, approximations_of(self.parties.config.approximations)
+        chooses = cache is not None and config.kv_cache.selection is not None
+        if chooses and other is not None and other.squares and mask is not None and not bool(mask.all()):
+            raise UnsupportedOp(
+                f"attention_mask: got padding under kv_cache {config.kv_cache.name!r}, which chooses clusters, with "
+                f"approximations={config.approximations!r}, whose softmax squares scores: padding in a chosen cluster, "
+                "far below all others, would weigh most; want rows of one length, or another of the two settings"
+            )
         self._positions(rows, length, mask)
         kind = architecture(self.config).kind
         if kind == "decoder" and type(self.model).__name__.endswith("ForSequenceClassification"):
@@ -110,8 +116,12 @@ class ForwardCall:
 
     # -- two stacks ---------------------------------------------------------------------------------------------
     def _decode(self) -> ModelOutput:
-        if self.labels is not None:
-            self._start_with(self.labels)
+        if self.labels is not None:  # a decoder without inputs of its own reads them, shifted after its start token
+            if self.labels.of_tokens and not self._decodes:
+                self.given["decoder_input_ids"] = self.model.shifted(self.labels.labels)
+            for read in self._decodes[:1]:
+                if isinstance(read, Tensor) and read.ndim > 1:  # what is not is refused as an input
+                    self.labels.check(read.shape[0], read.shape[1], self.given.get("logits_to_keep"))
         encoded = self.given.pop("encoder_outputs", None)
         if encoded is None:
             prompt = {name: self.given.get(name) for name in ("input_ids", "inputs_embeds", "attention_mask")}
@@ -138,14 +148,6 @@ class ForwardCall:
     def _decodes(self) -> list[object]:
         """The decoder's own inputs, if it has some."""
         return [self.given[n] for n in ("decoder_input_ids", "decoder_inputs_embeds") if n in self.given]
-
-    def _start_with(self, labels: Labels) -> None:
-        """A decoder without inputs of its own reads the labels, shifted after its start token."""
-        if labels.of_tokens and not self._decodes:
-            self.given["decoder_input_ids"] = self.model.shifted(labels.labels)
-        for read in self._decodes[:1]:
-            if isinstance(read, Tensor) and read.ndim > 1:  # what is not is refused as an input
-                labels.check(read.shape[0], read.shape[1], self.given.get("logits_to_keep"))
 
     # -- pieces ---------------------------------------------------------------------------------------------------
     def take_secret(self, prefix: str) -> tuple[int, int]:
@@ -197,16 +199,6 @@ class ForwardCall:
         if checked.position and checked.rows != rows:
             raise DomainError(f"{CACHE}: got a cache of {checked.rows} rows; want {rows}, as many as the inputs")
         return checked
-
-    def _check_padding(self) -> None:
-        config = self.parties.config
-        other = approximations_of(config.approximations)
-        if config.kv_cache.selection is not None and other is not None and other.squares:
-            raise UnsupportedOp(
-                f"attention_mask: got padding under kv_cache {config.kv_cache.name!r}, which chooses clusters, with "
-                f"approximations={config.approximations!r}, whose softmax squares scores: padding in a chosen cluster, "
-                "far below all others, would weigh most; want rows of one length, or another of the two settings"
-            )
 
     def take_mask(self, name: str, rows: int, length: int) -> Tensor | None:
         """A padding mask; one that masks nothing is left out."""

@@ -25,7 +25,7 @@ from private_llm.net.children import start_children
 from private_llm.net.local import LocalMesh
 from private_llm.net.rendezvous import connect, open_acceptor
 from private_llm.net.roles import called, named, named_errors
-from private_llm.net.transport import CLIENT, Transport
+from private_llm.net.transport import CLIENT
 from private_llm_hf.checkpoint.share_files import ShareFile
 from private_llm_hf.client.parallel_sessions import join_parallel_sessions
 from private_llm_hf.client.parties import Parties
@@ -121,20 +121,14 @@ def serve_party(
                 failed += 1
                 continue
             failed = 0
-            reason = _session(config, number, transport, stored)
+            try:
+                with closing(transport):
+                    reason = run_party(config, number, transport, stored)
+            except Exception as error:  # noqa: BLE001 - the end of a session: no client ends the party
+                _LOG.exception("%s: a session did not end in order", called(config, number))
+                reason = f"{called(config, number)}: {type(error).__name__}"
             served += 1
             notice(f"session {served} ended" + (f": {reason}" if reason else ""))
-
-
-def _session(
-    config: PrivateConfig, number: int, transport: Transport, stored: ShareFile | NodeCheckpoint | None
-) -> str | None:
-    try:
-        with closing(transport):
-            return run_party(config, number, transport, stored)
-    except Exception as error:  # noqa: BLE001 - the end of a session: nothing that a client caused ends the party
-        _LOG.exception("%s: a session did not end in order", called(config, number))
-        return f"{called(config, number)}: {type(error).__name__}"
 
 
 def _stored(

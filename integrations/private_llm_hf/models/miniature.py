@@ -117,23 +117,18 @@ def _small(values: dict[str, Any], renamed: Mapping[str, str]) -> dict[str, Any]
             made[name] = _small(value, {})
         if name in _STAGES and isinstance(value, list) and all(_is_size(size) for size in value):
             made[name] = [1 if _STAGES[name] == 1 else max(8, size // _STAGES[name] // 8 * 8) for size in value]
-    if isinstance(values.get("depths"), list | tuple):
-        made |= _small_stages(values)
-    return _cut(made, values)
-
-
-def _small_stages(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Sizes of a network of images in stages: their sides halve from stage to stage, so that they begin larger."""
-    made: dict[str, Any] = {"image_size": _STAGED_SIDE} if _is_size(values.get("image_size")) else {}
-    if _is_size(values.get("patch_size")):
-        made["patch_size"] = values["patch_size"]
-    heads = values.get("num_heads")
-    if _is_size(values.get("embed_dim")) and isinstance(heads, list | tuple):
-        made["embed_dim"] = 8 * heads[0]
+    if not isinstance(values.get("depths"), list | tuple):
+        return _cut(made, values)
+    # a network of images in stages: sides halve from stage to stage, so that they begin larger
+    stated = {name for name in ("image_size", "patch_size", "embed_dim", "window_size") if _is_size(values.get(name))}
+    made |= {"image_size": _STAGED_SIDE} if "image_size" in stated else {}
+    made |= {"patch_size": values["patch_size"]} if "patch_size" in stated else {}
+    if "embed_dim" in stated and isinstance(values.get("num_heads"), list | tuple):
+        made["embed_dim"] = 8 * values["num_heads"][0]
         made["depths"] = [min(depth, 2) for depth in values["depths"]]  # windows are shifted in every second layer
-        if _is_size(values.get("window_size")) and _is_size(values.get("patch_size")):  # the last stage is one window
+        if {"window_size", "patch_size"} <= stated:  # the last stage is one window
             made |= {"window_size": 2, "image_size": values["patch_size"] * 2 ** len(values["depths"])}
-    return made
+    return _cut(made, values)
 
 
 def _cut(made: dict[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
