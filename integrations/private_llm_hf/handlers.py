@@ -11,6 +11,7 @@ the last the module's own forward runs on shares. The first handler that matches
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -99,12 +100,13 @@ def _norm(module: nn.Module) -> Handler | None:
 def _gelu(module: nn.Module) -> Handler | None:
     """A GELU that is spelled by hand, or in the module around it."""
     kind = match("gelus", module)
-    make = {"EsmIntermediate": PrivateEsmIntermediate, "EsmLMHead": PrivateEsmLMHead}.get(type(module).__name__)
+    forwards: dict[str, Callable[..., Tensor]] = {"EsmIntermediate": _esm_intermediate, "EsmLMHead": _esm_head}
+    forward = forwards.get(type(module).__name__)
     if kind is not None:
         return Handler(
             "secret GELU", "", lambda _: PrivateQuickGELU() if kind == "quick" else PrivateGELU(kind), wide=True
         )
-    return None if make is None else Handler("secret GELU", make=make, wide=True)
+    return forward and Handler("secret GELU", make=functools.partial(_with_forward, forward), wide=True)
 
 
 def _experts(module: nn.Module) -> Handler | None:
@@ -147,30 +149,18 @@ UNMASKED = 1 - 0.15 * 0.8
 """The part of tokens that ESM's training left unmasked, by which a text without masks is scaled."""
 
 
-class PrivateEsmIntermediate(nn.Module):
-    """The first half of the feed-forward block."""
-
-    def __init__(self, original: Any) -> None:  # noqa: ANN401 - transformers' module
-        super().__init__()
-        self.dense = original.dense
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        """[.., H] to [.., intermediate]."""
-        return F.gelu(self.dense(hidden_states))
+def _esm_intermediate(module: Any, hidden_states: Tensor) -> Tensor:  # noqa: ANN401 - transformers' module
+    return F.gelu(module.dense(hidden_states))
 
 
-class PrivateEsmLMHead(nn.Module):
-    """The head over the vocabulary."""
+def _esm_head(module: Any, features: Tensor, **_: object) -> Tensor:  # noqa: ANN401 - transformers' module
+    made: Tensor = module.decoder(module.layer_norm(F.gelu(module.dense(features)))) + module.bias
+    return made
 
-    def __init__(self, original: Any) -> None:  # noqa: ANN401 - transformers' module
-        super().__init__()
-        self.dense, self.layer_norm, self.decoder = original.dense, original.layer_norm, original.decoder
-        self.bias = original.bias
 
-    def forward(self, features: Tensor, **_: object) -> Tensor:
-        """[.., H] to [.., vocabulary]."""
-        made: Tensor = self.decoder(self.layer_norm(F.gelu(self.dense(features)))) + self.bias
-        return made
+def _with_forward(forward: Callable[..., Tensor], module: nn.Module) -> nn.Module:
+    vars(module)["forward"] = functools.partial(forward, module)
+    return module
 
 
 def is_esm(module: nn.Module) -> bool:

@@ -150,7 +150,7 @@ class Checkpoint:
         local: only if nothing need be downloaded. Raises PatchMismatch for weights that are missing or cannot be made
         plain, OSError without a checkpoint.
         """
-        if self.gguf_file is None and self._base is None and self._quantised is None:
+        if not self._special:
             with readable_files(self.source):
                 stream_checkpoint(model_class, self.source, config, wanted, sink, **self._options(local))
         else:

@@ -153,7 +153,7 @@ class Passes:
         def chances(number: int) -> Tensor:
             if number != ROOT:
                 prefix.append(tree.nodes[number].token)
-            row, column = rows.place(number)
+            row, column = rows.places[number]
             raw = logits[row, column]
             scores: Tensor = self._processors(torch.tensor([prefix]), raw[None].clone())[0]
             met.append((scores, raw))
@@ -171,20 +171,17 @@ class DraftRows:
     """The paths of a tree as rows of drafted tokens, filled up to the same number and length for every tree."""
 
     def __init__(self, tree: Tree, paths: int, length: int, filler: int) -> None:
-        self._places = {ROOT: (0, 0)}
+        self.places = {ROOT: (0, 0)}
+        """Row and column of the logits after each node."""
         self.tokens = [[filler] * length for _ in range(paths)]
         for row, leaf in enumerate(tree.leaves()):
             for column, number in enumerate(tree.path(leaf)):
                 self.tokens[row][column] = tree.nodes[number].token
-                self._places.setdefault(number, (row, column + 1))
-
-    def place(self, number: int) -> tuple[int, int]:
-        """Row and column of the logits after a node."""
-        return self._places[number]
+                self.places.setdefault(number, (row, column + 1))
 
     def row_of(self, kept: list[int]) -> int:
         """A row that begins with these nodes."""
-        return self._places[kept[-1]][0] if kept else 0
+        return self.places[kept[-1]][0] if kept else 0
 
 
 def _open_counts(passes: Passes, draft: Draft, config: SpeculationConfig, limit: int) -> None:
