@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from difflib import get_close_matches
 
 
@@ -90,3 +91,13 @@ def refuse_unknown(found: Iterable[str], known: Iterable[str], where: str = "") 
         raise ConfigError(
             f"{where}unknown key(s) {', '.join(unknown)}{meant(unknown, names)}; known keys: {', '.join(names)}"
         )
+
+
+@contextmanager
+def undoing(undo: Callable[[], object]) -> Iterator[None]:
+    """Call `undo` if what is inside fails or is interrupted."""
+    try:
+        yield
+    except BaseException:
+        undo()
+        raise

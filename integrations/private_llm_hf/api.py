@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import functools
 import itertools
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,13 @@ from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
 from private_llm.approximations import warn_of_functions
 from private_llm.config import PrivateConfig
-from private_llm.errors import ConfigError, PatchMismatch, ShareFileError
+from private_llm.errors import ConfigError, PatchMismatch, ShareFileError, undoing
 from private_llm.kernels.ahead import compile_ahead
 from private_llm.net.local import LocalMesh
 from private_llm.protocol_facts import CASCADE
 from private_llm.ranges import UNKNOWN, Ranges
 from private_llm_hf.checkpoint.calibration_runs import check_ranges, checkpoint_ranges, loaded_ranges
-from private_llm_hf.checkpoint.checkpoint import Checkpoint, made_or_removed
+from private_llm_hf.checkpoint.checkpoint import Checkpoint
 from private_llm_hf.checkpoint.dense import dense_model, unwrapped, without_quantisation
 from private_llm_hf.checkpoint.loaded import as_built
 from private_llm_hf.checkpoint.model_spec import ModelSpec, describe, folds_norms
@@ -223,7 +224,7 @@ def _open(
     if private_config.reveal == "class" and not classifies:
         raise ConfigError(f"reveal='class' is for classifiers; {name} is none")
     parties = start(private_config, mesh)
-    try:
+    with undoing(parties.close):
         description = describe(model_class, config, folded=spec.folded)
         if not parties.use_stored(description, mine):
             known = ranges if isinstance(ranges, Ranges) else ranges()
@@ -231,9 +232,6 @@ def _open(
             description = dataclasses.replace(description, ranges=known.to_dict())
             with parties.loading(description) as sink:
                 _stream(lambda into: weights(spec.source, into, False), spec, sparse, sink)
-    except BaseException:
-        parties.close()
-        raise
     patch_plan = dataclasses.replace(patch_plan, ranges=parties.ranges)
     made = private_class(model_class)(config, parties, patch_plan, generation)
     made.joins = functools.partial(_join_again, private_config, description, start)
@@ -292,12 +290,9 @@ def _join_again(private_config: PrivateConfig, description: Description, start: 
             "`private-llm gateway`, which hold share files"
         )
     parties = start(private_config, None)
-    try:
+    with undoing(parties.close):
         if not parties.use_stored(description, lambda: None):
             raise ShareFileError("the parties hold no share file, and the model's weights are not here any more")
-    except BaseException:
-        parties.close()
-        raise
     return parties
 
 
@@ -362,8 +357,9 @@ def share_checkpoint(
         ranges = checkpoint_ranges(checkpoint, model_class, source_config, private_config)
     check_ranges(spec.model, ranges)
     description = describe(model_class, config, ranges, spec.folded)
+    remove = functools.partial(shutil.rmtree, client, ignore_errors=True)
     with (
-        made_or_removed(client),
+        undoing(remove if not client.exists() else lambda: None),
         ShareWriter(target, private_config, description, wanted, overwrite) as writer,
     ):
         done = itertools.count(1)

@@ -10,7 +10,6 @@ import contextlib
 import copy
 import json
 import os
-import shutil
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -306,15 +305,3 @@ def _base_of_adapter(source: str, where: dict[str, Any], settings: dict[str, Any
 def _of_base(options: dict[str, Any]) -> dict[str, Any]:
     """An adapter's options without those that say where in its repository it lies."""
     return {key: value for key, value in options.items() if key not in ("revision", "subfolder")}
-
-
-@contextlib.contextmanager
-def made_or_removed(folder: Path) -> Iterator[None]:
-    """A folder that is made inside does not stay behind an error; one that was there stays as it is."""
-    there = folder.exists()
-    try:
-        yield
-    except BaseException:
-        if not there:
-            shutil.rmtree(folder, ignore_errors=True)
-        raise

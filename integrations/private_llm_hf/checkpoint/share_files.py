@@ -25,7 +25,7 @@ from typing import Any
 from torch import Tensor
 
 from private_llm.config import PrivateConfig
-from private_llm.errors import ConfigError, ShareFileError
+from private_llm.errors import ConfigError, ShareFileError, undoing
 from private_llm.net.roles import named
 from private_llm.protocols.share import Share
 from private_llm.protocols.weight_sharing import Dealer, assemble, keys_held, mask_cipher, pieces, sends_parts
@@ -73,7 +73,7 @@ class ShareWriter:
             "agreement": json.dumps({key: getattr(config, key) for key in _AGREE}),
             "shapes": json.dumps(wanted.shapes),
         }
-        try:
+        with undoing(self._discard):
             for party, path in enumerate(self.paths):
                 keys = json.dumps([seed.raw().hex() for seed in self._dealer.keys(party)])
                 if overwrite:
@@ -81,9 +81,6 @@ class ShareWriter:
                 shapes = wanted.shapes if sends_parts(config, party) else {}
                 metadata = {**common, "party": str(party), "keys": keys}
                 self._files.append(_Out(partial_path(path), metadata, shapes, self._ring))
-        except BaseException:
-            self._discard()
-            raise
 
     def __call__(self, name: str, tensor: Tensor) -> None:
         """Share one weight. Raises DomainError with its name if the ring cannot hold it."""
@@ -111,18 +108,14 @@ class ShareWriter:
             self._discard()
 
     def _publish(self) -> None:
-        named: list[Path] = []
-        try:
+        with contextlib.ExitStack() as undo:
             for path in self.paths:
                 if not self._overwrite:
                     os.close(_create(path))  # now the name is ours to replace, and nobody else's file
-                    named.append(path)
+                    undo.callback(path.unlink, missing_ok=True)
             for path in self.paths:
                 partial_path(path).replace(path)
-        except BaseException:
-            for path in named:
-                path.unlink(missing_ok=True)
-            raise
+            undo.pop_all()
 
     def _discard(self) -> None:
         """Close all files, and delete what has not taken its name."""
@@ -183,12 +176,9 @@ class _Out:
         self._blank_at = 8 + raw.index(f'"digest": "{_BLANK}"'.encode()) + len('"digest": "')
         self._data_at = 8 + len(raw)
         self._file = os.fdopen(_create(path), "r+b")
-        try:
+        with undoing(self.discard):
             self._file.write(len(raw).to_bytes(8, "little") + raw)
             self._file.truncate(self._data_at + end)
-        except BaseException:
-            self.discard()
-            raise
 
     def append(self, name: str, part: Tensor) -> None:
         raw = part.contiguous().numpy().data

@@ -84,16 +84,15 @@ def check_index(name: str, value: object, rows: int, length: int) -> Tensor:
     return _tensor(name, value, wanted, _INTEGERS, 1 if one else rows, length).to(device="cpu", dtype=torch.int64)
 
 
+GENERATED = "generate: prompt and new tokens take"
+"""What would cross the model's positions is refused before its first token; the last one needs no position."""
+
+
 def check_positions(config: PretrainedConfig, length: int, said: str = "sequence length: got") -> None:
-    """Refuse sequences beyond the model's positions. said: what has such a length."""
+    """Refuse sequences beyond the model's positions. said: what has such a length (`GENERATED`)."""
     limit = max_positions(config)
     if limit is not None and length > limit:
         raise DomainError(f"{said} {length} positions; the model has {limit} (shorten the prompt or max_new_tokens)")
-
-
-def check_generated(config: PretrainedConfig, length: int) -> None:
-    """Refuse a generation that would cross the model's positions, before its first token (the last one needs none)."""
-    check_positions(config, length, "generate: prompt and new tokens take")
 
 
 def max_positions(config: PretrainedConfig) -> int | None:

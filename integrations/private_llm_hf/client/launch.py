@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from private_llm.config import PrivateConfig
-from private_llm.errors import ConfigError, TransportError
+from private_llm.errors import ConfigError, TransportError, undoing
 from private_llm.kernels.address import trim_allocator
 from private_llm.kernels.ahead import compile_ahead
 from private_llm.kernels.parallel import nodes_at_once, threads_per_node, threads_per_party
@@ -60,11 +60,8 @@ def start_parties(config: PrivateConfig, mesh: LocalMesh | None = None) -> Parti
             return _start_threads(config, mesh or LocalMesh(config.endpoints, config.timeout_s, at_once))
         if mode == "processes":  # over sockets of this machine; they end when this process does
             transport, stop = start_children(config, "private_llm_hf.party.party:run_party", {})
-            try:
+            with undoing(stop):
                 return join_parallel_sessions(config, transport, stop)
-            except BaseException:
-                stop()
-                raise
         if mode == "distributed":
             return _start_distributed(config)
         transport = connect(config, CLIENT)

@@ -32,7 +32,7 @@ from private_llm_hf.checkpoint.weights import skeleton
 from private_llm_hf.client.costs import Costs
 from private_llm_hf.client.forward import ForwardCall, encode_prompt
 from private_llm_hf.client.generation_settings import as_config_errors, check_arguments, check_token_alone
-from private_llm_hf.client.inputs import check_generated
+from private_llm_hf.client.inputs import GENERATED, check_positions
 from private_llm_hf.client.preprocess import CallPlan, Preprocessed, dry_run
 from private_llm_hf.client.session_client import PrivateCache, SessionClient, check_cache
 from private_llm_hf.client.speculation import SpeculationConfig, check_drafts
@@ -233,7 +233,7 @@ class PrivateModel:
             if getattr(generation_config, name, None) not in (None, False):
                 raise UnsupportedOp(f"{name}: {reason}")
         if not self.config.is_encoder_decoder:
-            check_generated(self.config, max_cache_length)
+            check_positions(self.config, max_cache_length, GENERATED)
         if generation_mode == GenerationMode.ASSISTED_GENERATION:
             check_drafts(self.parties.config.kv_cache, generation_config.max_length, None)
         if generation_config.cache_implementation not in (None, "dynamic"):

@@ -26,7 +26,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from private_llm.errors import ConfigError, DomainError, UnsupportedOp
 from private_llm_hf.client.drafts import ROOT, Draft, Tree, accept
-from private_llm_hf.client.inputs import check_generated
+from private_llm_hf.client.inputs import GENERATED, check_positions
 from private_llm_hf.client.speculation import DraftLength, FixedCounts, SpeculationConfig, check_drafts
 from private_llm_hf.transformers_versions import CACHE
 
@@ -215,7 +215,7 @@ def _fixed_counts(passes: Passes, draft: Draft, paths: int, counts: FixedCounts,
     text = passes.text
     prompt = len(text.ids)
     if not counts.exact:
-        check_generated(passes.config, limit + counts.window)
+        check_positions(passes.config, limit + counts.window, GENERATED)
     logits = passes.read([text.ids[passes.cached :]], 1)
     passes.take(Tree(), DraftRows(Tree(), 1, 0, text.ids[-1]), logits)
     passes.go_on(0, 1, min(counts.reserve, passes.cached - 1))
