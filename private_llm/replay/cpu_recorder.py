@@ -335,7 +335,7 @@ class CpuRecorder(StepRecorder[Operand]):
         for each in found:
             if isinstance(each, Operand):
                 each.memory.last = len(self._events)
-        returned = {x.untyped_storage().data_ptr() for x in (*outputs, *self.publics.all())}
+        returned = {x.untyped_storage().data_ptr() for x in (*outputs, *self._publics, *self._encodings.values())}
         left = (each() for each in self._seen)
         if any(x is not None and x.untyped_storage().data_ptr() not in returned for x in left):
             raise UnsupportedOp("a value that outlives the step")

@@ -118,40 +118,36 @@ def _order(unit: _Unit, other: _Touch, mine: _Touch, joins: bool = True) -> None
 
 def _touched(unit: _Unit, found: Mapping[Slot, Tensor]) -> tuple[list[_Touch], list[_Touch]]:
     """What a unit reads and writes."""
-    if unit.statement is not None:
-        made = unit.statement
-        reads = [_touch_of(unit.order, view, found, made.count) for view in made.views]
-        return reads, [_touch_of(unit.order, made.out, found, made.count)]
+    if (made := unit.statement) is not None:
+
+        def touch(view: View) -> _Touch:
+            x, key = tensor_of(view.name, found), _key(view, found)
+            return _touch(unit.order, x, view.offset, view.dims, key, made.count)
+
+        return [touch(view) for view in made.views], [touch(made.out)]
     node = unit.node
     given = [
         found[name] if isinstance(name, Slot) else name for name in leaves((node.arguments, node.named), Slot, Tensor)
     ]
-    whole = [_whole(unit.order, x) for x in given if not isinstance(x, SeededTensor)]
-    written = [_whole(unit.order, found[slot]) for slot in (*node.made, *node.written)]
-    return whole, written
+    read = [x for x in given if not isinstance(x, SeededTensor)]
+    written = [found[slot] for slot in (*node.made, *node.written)]
+
+    def whole(x: Tensor) -> _Touch:  # by a kernel, in an order of its own
+        return _touch(unit.order, x, 0, zip(x.shape, x.stride(), strict=True), None, -1)
+
+    return [whole(x) for x in read], [whole(x) for x in written]
 
 
-def _whole(unit: int, x: Tensor) -> _Touch:
-    """All of a tensor, by a kernel that reads it in an order of its own."""
-    first = int(x.storage_offset())
-    last = first + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
-    return _Touch(unit, _storage(x), *_bytes(x, first, last), None, -1)
-
-
-def _touch_of(unit: int, view: View, found: Mapping[Slot, Tensor], count: int) -> _Touch:
-    x = tensor_of(view.name, found)
-    first = int(x.storage_offset()) + view.offset
-    last = first + sum((size - 1) * stride for size, stride in view.dims)
-    return _Touch(unit, _storage(x), *_bytes(x, first, last), _key(view, found), count)
+def _touch(
+    unit: int, x: Tensor, offset: int, dims: Iterable[tuple[int, int]], key: object, count: int
+) -> _Touch:  # fmt: skip
+    first = int(x.storage_offset()) + offset
+    last = first + sum((size - 1) * stride for size, stride in dims)
+    return _Touch(unit, _storage(x), first * x.itemsize, (last + 1) * x.itemsize - 1, key, count)
 
 
 def _storage(x: Tensor) -> int:
     return int(x.untyped_storage()._cdata)
-
-
-def _bytes(x: Tensor, first: int, last: int) -> tuple[int, int]:
-    """The first and the last byte of elements of a tensor's memory."""
-    return first * x.itemsize, (last + 1) * x.itemsize - 1
 
 
 Group = list[_Unit]
@@ -172,23 +168,16 @@ def _scheduled(units: Sequence[_Unit]) -> list[GraphNode | list[Group]]:
         if len(later) < len(left):
             left = later
             continue
-        batch = _batch(left, done)
+        batch: list[_Unit] = []
+        chosen = set(done)
+        for unit in left:  # statements that may be launched now, together
+            if unit.statement is not None and unit.waits <= done and unit.joins <= chosen:
+                batch.append(unit)
+                chosen.add(unit.order)
         steps.append(_groups(batch))
-        chosen = {unit.order for unit in batch}
-        done |= chosen
-        left = [unit for unit in left if unit.order not in chosen]
+        done = chosen
+        left = [unit for unit in left if unit.order not in done]
     return steps
-
-
-def _batch(left: Sequence[_Unit], done: set[int]) -> list[_Unit]:
-    """Statements that may be launched now, together."""
-    batch: list[_Unit] = []
-    inside: set[int] = set()
-    for unit in left:
-        if unit.statement is not None and unit.waits <= done and unit.joins <= done | inside:
-            batch.append(unit)
-            inside.add(unit.order)
-    return batch
 
 
 def _groups(batch: Sequence[_Unit]) -> list[Group]:

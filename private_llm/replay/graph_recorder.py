@@ -188,7 +188,7 @@ class GraphRecorder(StepRecorder[Slot]):
         for each in filled:
             if isinstance(each, TorchCall) and any(map(self._elsewhere, tensors_of((each.arguments, each.named)))):
                 raise UnsupportedOp(f"{_name(each.function)}: an operand that is not on {self._device}")
-        returned = {_memory(x) for x in (*outputs, *self.publics.all())}
+        returned = {_memory(x) for x in (*outputs, *self._publics, *self._encodings.values())}
         changing, left = self._changing, [weakref.ref(x) for x in self._tensors]
         self._tensors, self._fixed = [], {}
         if any(x is not None and _memory(x) in changing - returned for x in (each() for each in left)):

@@ -54,14 +54,10 @@ _FAILED = threading.Event()
 class Pool:
     """The memory that graphs of several programs share."""
 
-    def __init__(self) -> None:
-        self._handle: Any = None
-
+    @functools.cached_property
     def handle(self) -> Any:  # noqa: ANN401 - PyTorch's
         """As a capture takes it."""
-        if self._handle is None:
-            self._handle = torch.cuda.graph_pool_handle()
-        return self._handle
+        return torch.cuda.graph_pool_handle()
 
 
 def captured(pool: Pool, launches: Callable[[], None]) -> torch.cuda.CUDAGraph:
@@ -72,7 +68,7 @@ def captured(pool: Pool, launches: Callable[[], None]) -> torch.cuda.CUDAGraph:
     if _FAILED.is_set():
         raise UnsupportedOp("no graphs: a capture failed in this process")
     graph = torch.cuda.CUDAGraph()
-    graph.capture_begin(pool=pool.handle(), capture_error_mode="thread_local")
+    graph.capture_begin(pool=pool.handle, capture_error_mode="thread_local")
     try:
         launches()
     except Exception:

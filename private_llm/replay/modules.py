@@ -191,13 +191,13 @@ def _rows(x: SecretTensor) -> int:
 @dataclass(frozen=True)
 class _Facts:
     """Public facts of a call: whether the result is one tensor, which results are coarse, which inputs were settled
-    anew (and are coarse), and whose check was put off: a result's or an input's, its number, and the bits of its sums.
+    anew (and are coarse), and whose check was put off: its number among results and inputs, and the bits of its sums.
     """
 
     alone: bool
     coarse: tuple[bool, ...]
     settled: tuple[tuple[int, bool], ...]
-    put_off: tuple[bool, int, int] | None
+    put_off: tuple[int, int] | None
 
 
 class _ModuleCall:
@@ -228,8 +228,8 @@ class _ModuleCall:
             args[number].set_value(value, coarse)
         checks.deferred = None
         if facts.put_off is not None:
-            of_result, number, bits = facts.put_off
-            checks.deferred = ((results if of_result else args)[number], bits)
+            number, bits = facts.put_off
+            checks.deferred = [*results, *args][number], bits
         return results[0] if facts.alone else tuple(results)
 
     def _compute(self, inputs: Sequence[Fixed]) -> tuple[Sequence[Fixed], Hashable]:
@@ -242,7 +242,10 @@ class _ModuleCall:
         results = list(made) if isinstance(made, tuple | list) else [made]
         pairs = enumerate(zip(args, inputs, strict=True))
         settled = [(n, x) for n, (x, was) in pairs if x.value(masked=True) is not was]
-        put_off = _put_off(checks.deferred, results, args)
+        put_off, pending = None, checks.deferred
+        if pending is not None:
+            found = (n for n, x in enumerate([*results, *args]) if x is pending[0])
+            put_off = next(((n, pending[1]) for n in found), None)
         secret = [x for x in results if isinstance(x, SecretTensor) and x.hidden is None]
         own = {id(mine): given for mine, given in zip(args, self._args, strict=True)}
         handed_on = any(x.shares_memory_with(mine) for x in secret for mine in args)
@@ -264,16 +267,3 @@ class _ModuleCall:
             tuple([(n, x.coarse) for n, x in settled]), put_off,
         )  # fmt: skip
         return [*(x.value(masked=True) for x in secret), *(x.value(masked=True) for _, x in settled)], facts
-
-
-def _put_off(
-    pending: tuple[Any, int] | None, results: Sequence[object], args: Sequence[object]
-) -> tuple[bool, int, int] | None:  # fmt: skip
-    """Whose check is put off, if it is a result's or an argument's."""
-    if pending is None:
-        return None
-    for of_result, tensors in ((True, results), (False, args)):
-        for number, x in enumerate(tensors):
-            if x is pending[0]:
-                return of_result, number, pending[1]
-    return None

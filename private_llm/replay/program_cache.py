@@ -49,7 +49,7 @@ from private_llm.replay.regions import (
     uses_cuda_graphs,
     with_parts,
 )
-from private_llm.replay.transports import LiveTransport, ReplayTransport, TraceLog, recorded_by
+from private_llm.replay.transports import LiveTransport, ReplayTransport, TraceLog, recorded_by, unrecorded
 from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.scale import encode_public
 
@@ -142,10 +142,10 @@ class ProgramCache:
             return self._repeat(call, region.compiled)
         self._alone(call)
         self.uncompiled += not refused
-        if refused or (region.calls <= warmup and call.graph_break is None):  # others may have a program all the same
+        if not refused and region.calls <= warmup and call.graph_break is not None:
+            return functools.partial(self._plain, call, call.graph_break)
+        if refused or region.calls <= warmup:  # others may have a program all the same
             return self._without(call)
-        if region.calls <= warmup:
-            return functools.partial(self._plain, call)
         return self._record(call) if region.compiled is None else self._check(call, region.compiled)
 
     def _links(self, session: Session) -> LiveTransport:
@@ -183,7 +183,7 @@ class ProgramCache:
         call.region.refused_all |= facts is None
         return made, facts
 
-    def _plain(self, call: _Call, compute: Compute) -> Result:
+    def _plain(self, call: _Call, graph_break: GraphBreak, compute: Compute) -> Result:
         """As always, but what is within is not recorded by itself, and the graph break is watched."""
 
         @contextmanager
@@ -193,15 +193,13 @@ class ProgramCache:
                 yield
             self.paused = True
 
-        if call.graph_break is None:
-            return self._computed(call, compute)
-        call.graph_break.outside, self.paused = outside, True
+        graph_break.outside, self.paused = outside, True
         try:
-            with with_break(call.graph_break):
+            with with_break(graph_break):
                 made = self._computed(call, compute)
         finally:
             self.paused = False
-        call.region.refused_all |= self._lacks_break(call.graph_break)
+        call.region.refused_all |= self._lacks_break(graph_break)
         return made
 
     def _lacks_break(self, graph_break: GraphBreak) -> bool:
@@ -310,7 +308,7 @@ class ProgramCache:
 
         @contextmanager
         def outside() -> Iterator[None]:
-            with watcher.outside(), traced_by(None), recorded_by(protocol, watcher.inner), self._inside_break():
+            with unrecorded(), traced_by(None), recorded_by(protocol, watcher.inner), self._inside_break():
                 yield
 
         def enter() -> str | None:

@@ -27,39 +27,14 @@ Encoding = tuple[int, tuple[int, ...], tuple[int, ...], int, int]
 """Number of a public tensor; shape, strides and offset (from its first element) of a view of it; fractional bits."""
 
 
-class PublicTensors:
-    """Those of one recording. made: ring elements of views of them."""
-
-    def __init__(self) -> None:
-        self.tensors: list[Tensor] = []
-        self.made: dict[Encoding, Tensor] = {}
-
-    def encoding(self, values: Tensor, bits: int) -> Encoding | None:
-        """How ring elements of `values` are made; None if they are no view of a public tensor."""
-        place = values.untyped_storage().data_ptr()
-        for number, each in enumerate(self.tensors):
-            if each.untyped_storage().data_ptr() == place and each.dtype == values.dtype:
-                offset = int(values.storage_offset() - each.storage_offset())
-                return number, tuple(values.shape), values.stride(), offset, bits
-        return None
-
-    def all(self) -> list[Tensor]:
-        """The tensors, and the ring elements that were made of them."""
-        return [*self.tensors, *self.made.values()]
-
-    def clear(self) -> None:
-        """Let go of them."""
-        self.tensors.clear()
-        self.made.clear()
-
-
 class StepRecorder(TraceHook, TracedTransport, Generic[Place]):
     """Records while `operations` is the mode of PyTorch, it watches the thread, and is the party's links."""
 
     def __init__(self, transport: Transport, streams: Sequence[Prg], device: torch.device) -> None:
         """device: where the party computes."""
         TracedTransport.__init__(self, transport)
-        self.publics = PublicTensors()
+        self._publics: list[Tensor] = []  # that change
+        self._encodings: dict[Encoding, Tensor] = {}  # ring elements of views of them
         self._streams, self._device = list(streams), device
         self._events: list[Any] = []
         self._drawn: dict[tuple[int, int], list[Place]] = {}  # by stream and number of graph breaks before
@@ -100,7 +75,7 @@ class StepRecorder(TraceHook, TracedTransport, Generic[Place]):
         """This step cannot be repeated as a program; what was held for it is let go."""
         super().stop(reason)
         for held in vars(self).values():
-            if isinstance(held, list | dict | set | PublicTensors):
+            if isinstance(held, list | dict | set):
                 held.clear()
 
     def public(self, x: Tensor) -> Place:
@@ -110,7 +85,7 @@ class StepRecorder(TraceHook, TracedTransport, Generic[Place]):
         """
         if not x.numel():
             raise UnsupportedOp("a public tensor without elements")
-        self.publics.tensors.append(x)
+        self._publics.append(x)
         return self.given(x)
 
     def encoded(self, values: Tensor, bits: int, make: Callable[[], Tensor]) -> Tensor:
@@ -125,15 +100,24 @@ class StepRecorder(TraceHook, TracedTransport, Generic[Place]):
         if not self.changes(values):
             self.constant(made)
             return made
-        key = self.publics.encoding(values, bits)
+        key = self._encoding_of(values, bits)
         if key is None:
             self.stop("ring elements of public values that are computed")
             return made
-        held = self.publics.made.get(key)
+        held = self._encodings.get(key)
         if held is None:
-            held = self.publics.made[key] = made.clone()
+            held = self._encodings[key] = made.clone()
             self.given(held)
         return held
+
+    def _encoding_of(self, values: Tensor, bits: int) -> Encoding | None:
+        """How ring elements of `values` are made; None if they are no view of a public tensor."""
+        place = values.untyped_storage().data_ptr()
+        for number, each in enumerate(self._publics):
+            if each.untyped_storage().data_ptr() == place and each.dtype == values.dtype:
+                offset = int(values.storage_offset() - each.storage_offset())
+                return number, tuple(values.shape), values.stride(), offset, bits
+        return None
 
     def graph_break(self, given: Sequence[Tensor], made: Sequence[Tensor]) -> Sequence[Tensor]:
         """Python has computed the graph break of this step; returns what the step goes on with."""
@@ -193,11 +177,7 @@ class StepRecorder(TraceHook, TracedTransport, Generic[Place]):
 
     def encodings(self) -> dict[Encoding, Place]:
         """Ring elements of public tensors, which whoever repeats the program makes anew."""
-        return {key: self.place(held) for key, held in self.publics.made.items()}
-
-    def outside(self) -> AbstractContextManager[None]:
-        """Inside, nothing is part of the step."""
-        return unrecorded()
+        return {key: self.place(held) for key, held in self._encodings.items()}
 
     def send(self, to: int, tag: str, payload: Tensor) -> None:
         """As a recorder; the copy is no part of the step."""

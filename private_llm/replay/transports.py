@@ -78,10 +78,6 @@ class TracedTransport(PassingTransport):
         """Inside, PyTorch tells of operations, if they are written down."""
         return nullcontext()
 
-    def outside(self) -> AbstractContextManager[None]:
-        """Inside, nothing is part of the step."""
-        return nullcontext()
-
     def send(self, to: int, tag: str, payload: Tensor) -> None:
         """Tell, and let the inner transport send a copy and book it: under its own numbers, where it has others."""
         self.record_send(to, tag, payload)

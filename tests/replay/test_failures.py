@@ -42,7 +42,7 @@ _CALLS = ("plain", "recorded", "checked", "repeated")
 
 STEP_ITSELF = frozenset({
     # computes or sends for the step, calls what may fail where an error is caught, or says that there was one
-    "programs_of", "uses_cuda_graphs", "ProgramCache.__init__", "Arena.__init__", "Pool.__init__", "ProgramCache.run",
+    "programs_of", "uses_cuda_graphs", "ProgramCache.__init__", "Arena.__init__", "ProgramCache.run",
     "ProgramCache._computed", "ProgramCache._plain", "ProgramCache._lacks_break", "ProgramCache._inside_break",
     "ProgramCache._refuse", "ProgramCache._links", "ProgramCache._alone",
     "ProgramCache._without", "ProgramCache._without.<locals>.hidden", "CallPoints.__init__", "CallPoints.next",
@@ -51,11 +51,11 @@ STEP_ITSELF = frozenset({
     "ProgramCache._watched.<locals>.run", "GraphBreak.run",
     "GraphBreak.refuse", "GraphBreak.unhook", "with_break", "recorded_by", "unrecorded", "noted.<locals>.guarded",
     "TracedTransport.send", "TracedTransport._recv", "TracedTransport.stop", "TracedTransport.operations",
-    "TracedTransport.outside", "StepRecorder.stop",
-    "StepRecorder.operations", "_Operations.__init__", "_Operations.__torch_dispatch__", "StepRecorder.outside",
+    "StepRecorder.stop",
+    "StepRecorder.operations", "_Operations.__init__", "_Operations.__torch_dispatch__",
     "StepRecorder.send", "StepRecorder._recv", "StepRecorder.encoded", "StepRecorder.graph_break",
     "StepRecorder.computing", "CpuRecorder.operated", "CpuRecorder.parallel_region",
-    "GraphRecorder.operated", "GraphRecorder.computed", "PublicTensors.clear",
+    "GraphRecorder.operated", "GraphRecorder.computed",
 })  # fmt: skip
 BEGUN = frozenset({
     # of a program that is repeated: masks are drawn and messages are on their way
