@@ -140,9 +140,9 @@ def test_workers_of_libraries(model: PreTrainedModel) -> None:
 def test_a_store_of_masks_is_its_makers(tmp_path: Path) -> None:
     """The place in the file is shared, so a child that read would leave its parent at a wrong one."""
     store, x = OfflineStore(tmp_path), torch.arange(5)
-    store.append("x", x)
-    in_fork(lambda: store.append("x", x))
-    store.append("y", x)
+    store.append("x", x.dtype, 5, [x])
+    in_fork(lambda: store.append("x", x.dtype, 5, [x]))
+    store.append("y", x.dtype, 5, [x])
     in_fork(lambda: (store.close(), gc.collect(), store.rewind()))
     in_fork(store.rewind)
     store.end_call()

@@ -45,7 +45,9 @@ def open_named_listeners(parties: int) -> list[socket.socket]:
     made: list[socket.socket] = []
     try:
         while sys.platform == "linux" and len(made) < parties and _holds_enough():
-            made.append(_listen_named(_UNIX + secrets.token_hex(_NAME_BYTES)))
+            made.append(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            made[-1].bind(b"\0" + (_UNIX + secrets.token_hex(_NAME_BYTES)).encode())
+            made[-1].listen(_BACKLOG)
     except OSError:
         for listener in made:
             listener.close()
@@ -166,17 +168,6 @@ def set_options(sock: socket.socket, pause_s: int) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, pause_s)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, pause_s)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
-
-
-def _listen_named(name: str) -> socket.socket:
-    made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        made.bind(b"\0" + name.encode())
-        made.listen(_BACKLOG)
-    except OSError:
-        made.close()
-        raise
-    return made
 
 
 def listen(address: Address, *, anywhere: bool) -> socket.socket:

@@ -17,13 +17,11 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import socket
-import ssl
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import Tensor
 
@@ -372,12 +370,3 @@ class Admission:
         for sock, _ in caller.lines.values():
             with contextlib.suppress(OSError):
                 sock.close()
-
-
-def caller_name(sock: socket.socket) -> str:
-    """The user whose certificate the other end has shown, "" for a client without a name or without TLS."""
-    if not isinstance(sock, ssl.SSLSocket):
-        return ""
-    certificate: Any = sock.getpeercert() or {}
-    names = [str(value) for part in certificate.get("subject", ()) for key, value in part if key == "commonName"]
-    return names[0].partition(":")[2] if len(names) == 1 else ""

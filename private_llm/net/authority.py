@@ -123,6 +123,11 @@ _LONGEST = 36500
 """Days that a certificate is valid at most: dates of certificates end with the year 9999."""
 _PARTY = re.compile(r"party(0|[1-9][0-9]?)")
 _CA_KEY, _CA = "ca.key", "ca.pem"
+_NOT_USED = dict.fromkeys(
+    ("content_commitment", "key_encipherment", "data_encipherment", "key_agreement", "encipher_only", "decipher_only"),
+    False,
+)
+"""Uses that no key has."""
 _NO_PASSWORD = serialization.NoEncryption()
 
 PrivateKey = ec.EllipticCurvePrivateKey
@@ -160,14 +165,11 @@ class Authority:
         self.key, self.certificate = key, certificate
 
     @classmethod
-    def new(cls, name: str, start: datetime.datetime, span: datetime.timedelta) -> Authority:
-        """One with a new key that is valid for `span` from `start`."""
-        key = ec.generate_private_key(ec.SECP256R1())
-        certificate = (
-            _builder(_name(name), _name(name), key.public_key(), start, start + span)
-            .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-            .add_extension(_usage(signs_certificates=True), critical=True)
-            .sign(key, hashes.SHA256())
+    def new(cls, start: datetime.datetime, span: datetime.timedelta) -> Authority:
+        """One with a new key, and a name that no other has, that is valid for `span` from `start`."""
+        key, name = ec.generate_private_key(ec.SECP256R1()), f"private-llm local CA {secrets.token_hex(4)}"
+        certificate = _builder(_name(name), _name(name), key.public_key(), start, start + span, authority=True).sign(
+            key, hashes.SHA256()
         )
         return cls(key, certificate)
 
@@ -188,24 +190,17 @@ class Authority:
         ends = min(start + span, self.certificate.not_valid_after_utc)
         uses = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
         return (
-            _builder(_name(name), self.certificate.subject, key, start, ends)
-            .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-            .add_extension(_usage(signs_certificates=False), critical=True)
+            _builder(_name(name), self.certificate.subject, key, start, ends, authority=False)
             .add_extension(x509.ExtendedKeyUsage(uses), critical=False)
             .sign(self.key, hashes.SHA256())
         )
-
-
-def authority_name() -> str:
-    """A name that no other CA has."""
-    return f"private-llm local CA {secrets.token_hex(4)}"
 
 
 def make_authority(folder: Path, days: float) -> CertificateFacts:
     """Write `ca.key` (mode 600, of its keeper alone) and `ca.pem` (for everybody). Raises ConfigError if one exists."""
     span = check_days(days)
     _refuse_taken(folder / _CA_KEY, folder / _CA)
-    made = Authority.new(authority_name(), datetime.datetime.now(datetime.UTC), span)
+    made = Authority.new(datetime.datetime.now(datetime.UTC), span)
     folder.mkdir(parents=True, exist_ok=True)
     write_key(folder / _CA_KEY, made.key)
     write_certificate(folder / _CA, made.certificate)
@@ -283,8 +278,9 @@ def _name(text: str) -> x509.Name:
 
 
 def _builder(
-    subject: x509.Name, issuer: x509.Name, key: PublicKey, start: datetime.datetime, ends: datetime.datetime
-) -> x509.CertificateBuilder:
+    subject: x509.Name, issuer: x509.Name, key: PublicKey, start: datetime.datetime, ends: datetime.datetime, *,
+    authority: bool,
+) -> x509.CertificateBuilder:  # fmt: skip
     return (
         x509.CertificateBuilder()
         .subject_name(subject)
@@ -293,20 +289,10 @@ def _builder(
         .serial_number(x509.random_serial_number())
         .not_valid_before(start - SKEW)
         .not_valid_after(ends)
-    )
-
-
-def _usage(*, signs_certificates: bool) -> x509.KeyUsage:
-    return x509.KeyUsage(
-        digital_signature=not signs_certificates,
-        content_commitment=False,
-        key_encipherment=False,
-        data_encipherment=False,
-        key_agreement=False,
-        key_cert_sign=signs_certificates,
-        crl_sign=signs_certificates,
-        encipher_only=False,
-        decipher_only=False,
+        .add_extension(x509.BasicConstraints(ca=authority, path_length=0 if authority else None), critical=True)
+        .add_extension(
+            x509.KeyUsage(not authority, key_cert_sign=authority, crl_sign=authority, **_NOT_USED), critical=True
+        )
     )
 
 
@@ -371,7 +357,7 @@ def make_certificates(
     places = {user: user_folder(folder, user) for user in users}
     folder.mkdir(parents=True, exist_ok=True)
     start, span = start or datetime.datetime.now(datetime.UTC), datetime.timedelta(days=days)
-    authority = Authority.new(authority_name(), start, span)  # named so that two sets never look like one
+    authority = Authority.new(start, span)
 
     def issue(name: str, place: Path, file: str) -> TLSConfig:
         key = ec.generate_private_key(ec.SECP256R1())

@@ -58,7 +58,7 @@ def start_children(
     """
     listeners = open_named_listeners(config.endpoints)
     hosts, token = hosts_of(listeners), secrets.token_bytes(32)
-    end = _start(config, entry, extra, listeners, hosts, token.hex())
+    end = start_servers(config, entry, extra, listeners, hosts, token.hex())
     try:
         transport = connect(config, CLIENT, hosts=hosts, token=token)
     except BaseException:
@@ -73,23 +73,16 @@ def start_children(
 
 
 def start_servers(
-    config: PrivateConfig, entry: str, extra: Mapping[str, Any], listeners: Sequence[socket.socket]
-) -> Callable[[], None]:
-    """Start all parties as servers, each at its own listening socket; a function that ends them (idempotent; does
-    nothing in a fork).
-
-    A server that is killed is started again.
-    What is named runs as function(config, party, listener, **extra), where extra must be JSON. The listeners are
-    closed here. Raises PartyFailed if the parties do not start.
-    """
-    return _start(config, entry, extra, listeners)
-
-
-def _start(
     config: PrivateConfig, entry: str, extra: Mapping[str, Any], listeners: Sequence[socket.socket],
     hosts: Sequence[str] = (), token: str | None = None,
 ) -> Callable[[], None]:  # fmt: skip
-    """Start all parties, and wait until each has started; a function that ends them. token: None for servers."""
+    """Start all parties as servers, each at its own listening socket; a function that ends them (idempotent; does
+    nothing in a fork).
+
+    What is named runs as function(config, party, listener, **extra), where extra must be JSON. A server that is killed
+    is started again. With a token they are no servers, but connect at `hosts`, as `start_children` says.
+    The listeners are closed here. Raises PartyFailed if the parties do not start.
+    """
     order = {
         "config": config.to_dict(),
         "hosts": hosts,

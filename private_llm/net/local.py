@@ -94,11 +94,6 @@ class LocalMesh:
         self.links = {pair: _Link(lent=lent and max(pair) < _PARTIES) for pair in pairs}
         self.on_devices: set[int] = set()  # endpoints that take tensors of a GPU as they are
 
-    @property
-    def failure(self) -> str | None:
-        """Why the session ended, in whichever parallel session."""
-        return self.parallel_sessions.failure
-
     def turn(self) -> AbstractContextManager[Any]:
         """Around all that a party does."""
         return self.turns or _NO_TURNS

@@ -72,11 +72,7 @@ class OfflineStore:
             return 0
 
     # -- writing ----------------------------------------------------------------------------------------------
-    def append(self, tag: str, payload: Tensor) -> None:
-        """Store one message."""
-        self.append_pieces(tag, payload.dtype, payload.numel(), pieces_of(payload))
-
-    def append_pieces(self, tag: str, dtype: torch.dtype, count: int, pieces: Iterable[Tensor]) -> None:
+    def append(self, tag: str, dtype: torch.dtype, count: int, pieces: Iterable[Tensor]) -> None:
         """Store one message of `count` elements that comes as in `pieces_of`.
 
         Raises ShareFileError, before the first piece, for more than the disk has room for.
@@ -260,7 +256,7 @@ def store_call(
             problem = f"what is prepared takes more than the {room} bytes that are left for it on disk"
         if problem is None:
             try:
-                store.append_pieces(frame.tag, frame.dtype, frame.count, coming)
+                store.append(frame.tag, frame.dtype, frame.count, coming)
             except (ShareFileError, OSError) as error:
                 if room is None:
                     raise

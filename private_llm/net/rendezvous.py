@@ -22,10 +22,10 @@ from collections.abc import Callable, Iterator, Sequence
 from private_llm.config import PrivateConfig
 from private_llm.errors import PartiesBusy, TransportError
 from private_llm.net.addresses import Address, addresses_of, listen, open_connection, set_options, shown
-from private_llm.net.admission import HANDSHAKE_S, Acceptor, Admission, caller_name
+from private_llm.net.admission import HANDSHAKE_S, Acceptor, Admission
 from private_llm.net.hello import CALLER_BYTES, Greeted, answer, greet
 from private_llm.net.sockets import Pair, SocketTransport
-from private_llm.net.tls import Credentials, explain
+from private_llm.net.tls import Credentials, caller_name, explain
 from private_llm.net.transport import CLIENT, endpoint_name
 
 _LOG = logging.getLogger("private_llm")
@@ -212,16 +212,8 @@ class _Mesh:
             try:
                 plain = open_connection(self._addresses[peer], min(HANDSHAKE_S, self._left() + 0.01))
                 with self._handshake(plain, server=False) as sock:
-                    greeted = greet(
-                        sock,
-                        self._me,
-                        peer,
-                        inbound,
-                        self._token,
-                        self._caller,
-                        parallel_session,
-                        self._parallel_sessions,
-                    )
+                    who = self._token, self._caller
+                    greeted = greet(sock, self._me, peer, inbound, *who, parallel_session, self._parallel_sessions)
                     self._keep(sock, greeted, sends=inbound)
                 return
             except ssl.SSLEOFError:

@@ -108,9 +108,7 @@ def check_name(sock: socket.socket, endpoint: int, users: Users | None = None) -
     """
     if not isinstance(sock, ssl.SSLSocket):
         return
-    certificate: Any = sock.getpeercert() or {}
-    subject = [pair for part in certificate.get("subject", ()) for pair in part]
-    names = [str(value) for key, value in subject if key == "commonName"]
+    names = _names(sock)
     if endpoint == CLIENT and len(names) == 1 and is_client(names[0]):
         if users is not None:
             users.check(names[0])
@@ -119,6 +117,17 @@ def check_name(sock: socket.socket, endpoint: int, users: Users | None = None) -
             f"certificate of {endpoint_name(endpoint)}: got the name {' and '.join(names) or 'none'}; want "
             f"{common_name(endpoint)}; check the order of hosts and which certificate each endpoint uses"
         )
+
+
+def caller_name(sock: socket.socket) -> str:
+    """The user whose certificate the other end has shown, "" for a client without a name or without TLS."""
+    names = _names(sock) if isinstance(sock, ssl.SSLSocket) else []
+    return names[0].partition(":")[2] if len(names) == 1 else ""
+
+
+def _names(sock: ssl.SSLSocket) -> list[str]:
+    certificate: Any = sock.getpeercert() or {}
+    return [str(value) for part in certificate.get("subject", ()) for key, value in part if key == "commonName"]
 
 
 def explain(error: ssl.SSLError, who: str) -> str:

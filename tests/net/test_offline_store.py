@@ -18,6 +18,7 @@ from private_llm.net.offline_store import (
     OfflineStore,
     OfflineStoreTransport,
     OfflineTransport,
+    pieces_of,
     store_call,
 )
 from private_llm.net.transport import MetaTransport
@@ -30,12 +31,16 @@ MESSAGES = [
 ]
 
 
+def append(store: OfflineStore, tag: str, payload: torch.Tensor) -> None:
+    store.append(tag, payload.dtype, payload.numel(), pieces_of(payload))
+
+
 def written(folder: Path) -> OfflineStore:
     """Two calls with the messages above."""
     store = OfflineStore(folder)
     for _ in range(2):
         for tag, payload in MESSAGES:
-            store.append(tag, payload)
+            append(store, tag, payload)
         store.end_call()
     return store
 
@@ -76,7 +81,7 @@ def test_no_two_pieces_look_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(module, "_PIECE", 64)
     store = OfflineStore(tmp_path)
     for _ in range(2):
-        store.append("zeros", torch.zeros(32, dtype=torch.int64))
+        append(store, "zeros", torch.zeros(32, dtype=torch.int64))
     raw = os.pread(store._file.fileno(), store.nbytes, 0)
     store.close()
     messages = [raw[at + 64 : at + 64 + 4 * 80] for at in (0, 64 + 4 * 80)]
@@ -88,7 +93,7 @@ def test_the_file_has_no_name_and_looks_random(tmp_path: Path) -> None:
     contents = []
     for _ in range(2):
         store = OfflineStore(tmp_path)
-        store.append("mul", torch.zeros(40_000, dtype=torch.int64))
+        append(store, "mul", torch.zeros(40_000, dtype=torch.int64))
         store.rewind()
         assert list(tmp_path.iterdir()) == []
         assert os.readlink(f"/proc/self/fd/{store._file.fileno()}").startswith(str(tmp_path))

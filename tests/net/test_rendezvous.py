@@ -103,7 +103,7 @@ def test_ports_where_names_are_refused(monkeypatch, small):
         monkeypatch.setattr(addresses, "_SEND_BUFFER", 1 << 30)  # more than any system grants
     else:
         monkeypatch.setattr(addresses, "_holds_enough", lambda: True)
-        monkeypatch.setattr(addresses, "_listen_named", refused)
+        monkeypatch.setattr(addresses.secrets, "token_hex", refused)
     listeners = open_named_listeners(2)
     assert [each.family for each in listeners] == [socket.AF_INET] * 2
     for each in listeners:
