@@ -102,7 +102,6 @@ class DistMesh:
             dist.destroy_process_group()
 
     def _gathered(self, what: str, mine: str) -> list[str]:
-        """What each rank says."""
         self._store.set(f"{what} {self.rank}", mine)
         names = [f"{what} {rank}" for rank in range(self._world)]
         self._store.wait(names, datetime.timedelta(seconds=self._config.timeout_s))

@@ -131,7 +131,6 @@ def _get(sock: socket.socket) -> tuple[Frame, bytes]:
 
 
 def _expect(sock: socket.socket, peer: int, sequence: int, size: int) -> bytes:
-    """The next hello of `peer`, of `size` bytes."""
     frame, body = _get(sock)
     if frame.kind is FrameKind.ABORT:
         refusal = PartiesBusy if frame.tag == _BUSY else TransportError

@@ -228,14 +228,12 @@ class Incoming:
         return self._end - self._start >= HEADER_BYTES and self._buffer[self._start + 5] == FrameKind.DATA
 
     def _has_note(self) -> bool:
-        """Whether a whole note lies at the front of the buffer."""
         if self._end - self._start < HEADER_BYTES:
             return False
         frame = self._checked(self._buffer[self._start : self._start + HEADER_BYTES])
         return self._end - self._start >= HEADER_BYTES + frame.nbytes
 
     def _take_note(self) -> None:
-        """Act upon the note at the front of the buffer."""
         if self._notes is not None and self._notes.lacks():
             raise TransportError(f"from {endpoint_name(self.peer)}: more notes than any endpoint has reason to send")
         frame = self._checked(self._buffer[self._start : self._start + HEADER_BYTES])
@@ -254,7 +252,6 @@ class Incoming:
 
     # -- bytes ------------------------------------------------------------------------------------------
     def _need(self, count: int, idle: Idle) -> None:
-        """Have at least `count` bytes in the buffer."""
         while self._end - self._start < count:
             got = self._read_some(self._space(), idle)  # moves `_end` first
             self._end += got
@@ -276,7 +273,6 @@ class Incoming:
             done += self._read_some(view[done:], idle)
 
     def _read_some(self, view: memoryview, idle: Idle) -> int:
-        """Wait for at least one byte."""
         silence = 0.0
         while True:
             count = self._read(view)

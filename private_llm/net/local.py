@@ -35,8 +35,6 @@ _SMALL = 1024
 
 
 class _Link:
-    """One direction between two endpoints."""
-
     def __init__(self, *, lent: bool) -> None:
         self.items = new_link(lent=lent)
         self.ahead = 0
@@ -188,7 +186,6 @@ class LocalTransport(Transport):
         link.items.put((tag, payload, counted, Ready(payload) if payload.is_cuda else None))
 
     def _make_room(self, link: _Link, to: int) -> None:
-        """Wait while the receiver is too far behind."""
         if link.ahead <= _MAX_AHEAD:
             return
         with self.aside(), link.room:

@@ -267,7 +267,6 @@ def store_call(
 
 
 def _coming(transport: Transport, helper: int, frame: Frame) -> Iterator[Tensor]:
-    """The pieces of an announced message as they come."""
     step = _PIECE // frame.dtype.itemsize
     for start in range(0, frame.count, step):
         size = min(step, frame.count - start)

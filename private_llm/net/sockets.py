@@ -238,7 +238,6 @@ class SocketTransport(Transport):
             time.sleep(_FIRST_HAND_S / 20)
 
     def _glance(self, but: Incoming) -> None:
-        """Act upon notes from all others."""
         for link in self._in.values():
             if link is not but:
                 link.glance()
@@ -272,7 +271,6 @@ class SocketTransport(Transport):
             out.note(FrameKind.WAITING, bytes([root]))
 
     def _wait_for_room(self, to: int) -> None:
-        """Wait until the receiver has taken enough of what is queued for it."""
         link, inn = self._out[to], self._in[to]
         silence, moved = 0.0, link.moved
         while not link.has_room(self._slice):

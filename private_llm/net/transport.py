@@ -278,7 +278,6 @@ class PlacedTransport(PassingTransport):
         return self._inner.barrier_end()
 
     def _carried(self, to: int, payload: Tensor) -> Tensor:
-        """What the inner links take of a payload."""
         if not payload.is_cuda or self._inner.carries_device_tensors(to):
             return payload
         if payload.device not in self._staging:

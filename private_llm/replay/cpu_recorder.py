@@ -145,8 +145,6 @@ class CpuRecorder(StepRecorder[Operand]):
         return Operand(memory, int(x.storage_offset()) * x.element_size(), tuple(x.shape), x.stride(), x.dtype)
 
     def _views(self, arguments: Any) -> Any:  # noqa: ANN401 - whatever PyTorch takes
-        """Arguments of an operation that is called again."""
-
         def view(x: Tensor) -> Operand | Tensor:
             if x.numel() and x.untyped_storage().data_ptr() in self._weights_begin:
                 raise UnsupportedOp("an operation on weights")
@@ -290,7 +288,6 @@ class CpuRecorder(StepRecorder[Operand]):
                 raise UnsupportedOp(f"gives {type(x).__name__} of a value that changes")
 
     def _follow(self, func: Any, operation: _Operation, x: Tensor) -> None:  # noqa: ANN401 - as above
-        """Of the result x of an operation."""
         if not x.numel() or self.reason is not None:
             return
         written, start = operation.written, x.untyped_storage().data_ptr()

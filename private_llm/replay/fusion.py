@@ -90,7 +90,6 @@ def _units(nodes: Sequence[GraphNode], found: Mapping[Slot, Tensor]) -> list[_Un
 
 
 def _link(units: Sequence[_Unit], found: Mapping[Slot, Tensor]) -> None:
-    """Who waits for whom."""
     readers: defaultdict[int, list[_Touch]] = defaultdict(list)
     writers: defaultdict[int, list[_Touch]] = defaultdict(list)
     for unit in units:
@@ -117,7 +116,6 @@ def _order(unit: _Unit, other: _Touch, mine: _Touch, joins: bool = True) -> None
 
 
 def _touched(unit: _Unit, found: Mapping[Slot, Tensor]) -> tuple[list[_Touch], list[_Touch]]:
-    """What a unit reads and writes."""
     if (made := unit.statement) is not None:
 
         def touch(view: View) -> _Touch:
@@ -233,7 +231,6 @@ class _Emission:
         return kept
 
     def _demand(self, slots: Iterable[Slot]) -> None:
-        """See that these are there."""
         for slot in slots:
             node = self._source.get(slot)
             if node is None or slot in self._there:

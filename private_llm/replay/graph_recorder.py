@@ -95,7 +95,6 @@ class GraphRecorder(StepRecorder[Slot]):
         return _memory(x) in self._changing
 
     def _used(self, x: Tensor) -> Slot | Tensor:
-        """A tensor as a node meets it."""
         found = self._slots.get(id(x))
         if found is None and self.changes(x):
             self.stop("a view that was made unseen")
@@ -105,7 +104,6 @@ class GraphRecorder(StepRecorder[Slot]):
         self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], made: Sequence[Tensor],
         written: Sequence[Tensor],
     ) -> None:  # fmt: skip
-        """A node, whose results are `made`."""
         used, named = mapped((tuple(args), kwargs), Tensor, self._used)
         given = list(tensors_of((args, kwargs)))
         changes, known = any(map(self.changes, given)), {_memory(x) for x in given}
@@ -218,7 +216,6 @@ class GraphRecorder(StepRecorder[Slot]):
 
 
 def _with(event: GraphEvent, constants: Mapping[Slot, Tensor]) -> GraphEvent:
-    """A node with the constants among its arguments."""
     if not isinstance(event, TorchCall) or constants.keys().isdisjoint(slots_of((event.arguments, event.named))):
         return event
     arguments, named = mapped((event.arguments, event.named), Slot, lambda slot: constants.get(slot, slot))

@@ -78,7 +78,6 @@ class JointProgram:
         return stop
 
     def _captured(self, number: int) -> torch.cuda.CUDAGraph:
-        """A section as a graph. Raises UnsupportedOp where an earlier capture failed."""
         with torch.cuda.device(self._device):
             torch.cuda.current_stream().synchronize()
             with ALONE, torch.cuda.stream(torch.cuda.Stream(self._device)):

@@ -201,8 +201,6 @@ class _Facts:
 
 
 class _ModuleCall:
-    """One call of a module with secret tensors."""
-
     def __init__(
         self, forward: Callable[..., Any], module: _Module, alike: Hashable, args: Sequence[SecretTensor]
     ) -> None:  # fmt: skip

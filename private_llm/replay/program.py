@@ -166,7 +166,6 @@ class Program:
 
     @functools.cached_property
     def _constants(self) -> int:
-        """Bytes."""
         found = {each.data_ptr(): each.untyped_storage().nbytes() for each in self.keep if isinstance(each, Tensor)}
         return sum(found.values())
 
@@ -286,7 +285,6 @@ def _doing(
 
 
 def _words(event: Event) -> Sequence[Word]:
-    """The row of an event."""
     if isinstance(event, ProgramStep):
         return event.code.address, *event.row
     if isinstance(event, Parallel):

@@ -135,7 +135,6 @@ class ProgramCache:
         return started(compute)
 
     def _started(self, call: _Call, warmup: int) -> Callable[[Compute], Result]:
-        """How this call is computed, ready to begin."""
         region, name = call.region, call.binding.name
         refused = region.refused_all or name in region.refused
         if name in region.checked and region.compiled is not None:
@@ -177,7 +176,6 @@ class ProgramCache:
         region.refused_all |= region.compiled is None
 
     def _computed(self, call: _Call, compute: Compute) -> Result:
-        """As always."""
         self.counts["plain"] += 1
         made, facts = compute(call.inputs)
         call.region.refused_all |= facts is None
