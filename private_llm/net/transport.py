@@ -15,14 +15,10 @@ itself: PyTorch keeps pinned memory that nobody holds any more for the next mess
 gives it away only when the copies that used it are done, so a frame may wait in a socket's queue, and a copy to the GPU
 go on, without anybody's care. Which device is next is asked at every message, because the layers of a model may lie on
 different ones; the same messages are sent and counted as without this.
-
-Links with a latency, for measurements: what is sent leaves later, and the sender does not wait for it.
 """
 
 from __future__ import annotations
 
-import queue
-import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -289,41 +285,3 @@ class PlacedTransport(PassingTransport):
 
     def _recv(self, frm: int, tag: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return onto(self._inner._recv(frm, tag, shape, dtype), torch.device(self._where()))
-
-
-_Item = tuple[float, str, Tensor]
-
-
-class DelayedTransport(PassingTransport):
-    """The links of `inner`; every tensor sent leaves `seconds` after it was given, in order."""
-
-    def __init__(self, inner: Transport, seconds: float) -> None:
-        super().__init__(inner)
-        self._seconds = seconds
-        self._queues: dict[int, queue.SimpleQueue[_Item | None]] = {}
-        self._failure: TransportError | None = None
-
-    def _send(self, to: int, tag: str, payload: Tensor) -> None:
-        if self._failure is not None:
-            raise self._failure
-        if to not in self._queues:
-            self._queues[to] = queue.SimpleQueue()
-            threading.Thread(target=self._carry, args=(to,), name=f"delayed to {to}", daemon=True).start()
-        self._queues[to].put((time.monotonic() + self._seconds, tag, payload))
-
-    def _carry(self, to: int) -> None:
-        """Send what is due, until the end."""
-        while (item := self._queues[to].get()) is not None:
-            due, tag, payload = item
-            time.sleep(max(0.0, due - time.monotonic()))
-            try:
-                self._inner._send(to, tag, payload)
-            except TransportError as error:
-                self._failure = error
-                return
-
-    def close(self) -> None:
-        """As the inner transport, once what was given has left."""
-        for each in self._queues.values():
-            each.put(None)
-        self._inner.close()

@@ -28,11 +28,11 @@ from typing import Any
 import scripts_folder  # noqa: F401 - finds `bench`
 import torch
 from bench.rows import provenance
+from delayed_links import parties_apart
 from private_llm_cli.commands.models import demo_model, quiet, smollm2_model
 from private_llm_hf import AutoPrivateModelForCausalLM, SpeculationConfig
 from private_llm_hf.api import share_checkpoint
 from private_llm_hf.models import smollm2
-from private_llm_hf.service.local import LocalParties
 from rich.console import Console
 from rich.progress import track
 from torch import Tensor
@@ -108,7 +108,7 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             with tempfile.TemporaryDirectory() as shares:
                 share_checkpoint(folder, shares, config)
                 with (
-                    LocalParties(config, {"model": shares}, latency_ms=latency) as parties,
+                    parties_apart(config, {"model": shares}, latency) as parties,
                     AutoPrivateModelForCausalLM.from_pretrained(f"{shares}/client", parties.config) as model,
                 ):
                     model.cost(reset=True)

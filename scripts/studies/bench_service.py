@@ -25,10 +25,10 @@ from typing import Any
 
 import scripts_folder  # noqa: F401 - finds `bench`
 from bench.rows import provenance
+from delayed_links import parties_apart
 from private_llm_cli.commands.models import demo_model, quiet
 from private_llm_hf import AutoPrivateModelForCausalLM, GeneratePlan
 from private_llm_hf.api import share_checkpoint
-from private_llm_hf.service.local import LocalParties
 from rich.console import Console
 from rich.progress import track
 from transformers import AutoTokenizer
@@ -81,7 +81,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
         share_checkpoint(source, folder, config)
         client = str(Path(folder) / "client")
         tokenizer = AutoTokenizer.from_pretrained(client)
-        with LocalParties(config, {"model": folder}, latency_ms=args.latency) as parties:
+        with parties_apart(config, {"model": folder}, args.latency) as parties:
             first = AutoPrivateModelForCausalLM.from_pretrained(client, parties.config)
             models = [first, *(first.open_session() for _ in range(max(args.sessions) - 1))]
             together(models[:1], tokenizer, args.new)  # compiles kernels

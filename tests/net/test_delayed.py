@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 
 import torch
+from delayed_links import DelayedTransport
 
 from private_llm.net.local import LocalMesh
-from private_llm.net.transport import DelayedTransport
 
 
 def test_tensors_arrive_later_and_in_order() -> None:

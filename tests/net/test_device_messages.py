@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from delayed_links import DelayedTransport
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -15,7 +16,7 @@ from private_llm.net import incoming
 from private_llm.net import transport as transports
 from private_llm.net.local import LocalMesh
 from private_llm.net.parallel_sessions import parallel_session_links
-from private_llm.net.transport import CLIENT, DelayedTransport, PlacedTransport, Ready, Staging, Transport, onto
+from private_llm.net.transport import CLIENT, PlacedTransport, Ready, Staging, Transport, onto
 from private_llm.protocols.quad.records import Member, MemberTransport
 
 from .mesh import couple

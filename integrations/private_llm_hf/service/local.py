@@ -33,13 +33,13 @@ class LocalParties:
     """All parties of a service. `config`: with which clients on this machine reach them."""
 
     def __init__(
-        self, config: PrivateConfig, models: Mapping[str, str | Path], latency_ms: float = 0.0,
+        self, config: PrivateConfig, models: Mapping[str, str | Path],
         users: Sequence[str] = (), ready_s: float = 900.0, tell: Callable[[str], None] = lambda text: None,
         **limits: Any,  # noqa: ANN401 - ServiceSettings'
     ) -> None:  # fmt: skip
-        """models: folders of share files, by name. limits: settings of `ServiceSettings`. latency_ms: between parties,
-        for measurements. users: clients with a certificate each (see `config_of`; `config` is the first one's).
-        ready_s: seconds that they may take to load the models and link; `tell` hears now and then who still does.
+        """models: folders of share files, by name. limits: settings of `ServiceSettings`. users: clients with a
+        certificate each (see `config_of`; `config` is the first one's). ready_s: seconds that they may take to load the
+        models and link; `tell` hears now and then who still does.
 
         When it returns, all parties are ready. Raises ConfigError for settings that a service does not have,
         PartyFailed if the parties do not start, or are not ready in time.
@@ -58,7 +58,6 @@ class LocalParties:
                 "tls": [dataclasses.asdict(certificates[party]) for party in range(config.endpoints)],
                 "models": {name: str(folder) for name, folder in models.items()},
                 "limits": limits,
-                "latency_ms": latency_ms,
             }
             (self._folder / "state").mkdir()
             extra["state"] = str(self._folder / "state")
@@ -109,7 +108,7 @@ class LocalParties:
 
 def serve(
     config: PrivateConfig, number: int, listener: socket.socket, tls: list[dict[str, Any]], models: dict[str, str],
-    limits: dict[str, Any], latency_ms: float, state: str,
+    limits: dict[str, Any], state: str,
 ) -> None:  # fmt: skip
     """Be one of them, until its process ends."""
     values = {**config.to_dict(), "tls": tls[number]}
@@ -118,7 +117,7 @@ def serve(
         own, settings = PrivateConfig.from_dict(values), ServiceSettings(paths, **limits)
         observer = Observer()
         observer.links_up = (Path(state) / f"up{number}").touch  # type: ignore[method-assign] # `LocalParties` looks
-        service = PartyService(own, number, settings, observer, listener, latency_ms)
+        service = PartyService(own, number, settings, observer, listener)
     except Exception as error:
         told = Path(state) / f"telling{number}"
         told.write_text(str(error) if isinstance(error, PrivateLLMError) else type(error).__name__)

@@ -29,7 +29,6 @@ from private_llm.net.admission import Acceptor, Admission, ClientLink
 from private_llm.net.rendezvous import Unreached, connect, open_acceptor
 from private_llm.net.roles import HEARSAY, WHO, called, named, named_errors
 from private_llm.net.sockets import SocketTransport
-from private_llm.net.transport import DelayedTransport
 from private_llm.protocols.session import join
 from private_llm_hf.party.agreement import Ack, Commit, Proposal, RequestRef, Transcript, Vote, joined, tally
 from private_llm_hf.service.batch_executor import ServiceLinks, run_requests
@@ -67,13 +66,9 @@ class PartyService:
 
     def __init__(
         self, config: PrivateConfig, number: int, settings: ServiceSettings, observer: Observer | None = None,
-        listener: socket.socket | None = None, latency_ms: float = 0.0,
+        listener: socket.socket | None = None,
     ) -> None:  # fmt: skip
-        """listener: this party's listening socket, if the process that started it has chosen the port.
-
-        latency_ms: what is sent to other parties leaves so much later, for measurements.
-        """
-        self._latency = latency_ms / 1e3
+        """listener: this party's listening socket, if the process that started it has chosen the port."""
         self.settings, self.observer, self.rows = settings, observer or Observer(), settings.rows
         self._models, self.config = open_models(settings.models, _checked(config, number), number)
         self.number = number
@@ -160,7 +155,7 @@ class PartyService:
             self.observer.links_down(reason, re.fullmatch(rf"{HEARSAY}(?:{WHO}) {_STOPPED}", reason) is not None)
 
     def _serve(self, mesh: SocketTransport) -> None:
-        links = ServiceLinks(DelayedTransport(mesh, self._latency) if self._latency else mesh)
+        links = ServiceLinks(mesh)
         session = join(self.config, self.number, links, client=False)
         with torch.no_grad():
             for model in self._models.values():
