@@ -14,7 +14,7 @@ from torch import Tensor
 
 from private_llm.errors import DomainError, UnsupportedOp
 from private_llm.kernels.seeded_tensor import StreamKey
-from private_llm.net.ledger import AS_IT_IS, HERE, OWNER, Ledger, LedgerDelta, Scope
+from private_llm.net.ledger import AS_IT_IS, HERE, OWNER, LedgerDelta, Scope
 from private_llm.net.transport import CLIENT
 from private_llm.protocols.session import PendingRangeCheck, Session
 from private_llm.protocols.share import Share
@@ -62,31 +62,6 @@ def _relative(name: str, here: str, owner: str) -> Scope:
     if owner and (name == owner or name.startswith(f"{owner}.")):
         return OWNER, name[len(owner) :]
     return (HERE, "") if name == here else (AS_IT_IS, name)
-
-
-class _Ledgers:
-    """What a ledger said at one time."""
-
-    def __init__(self, ledger: Ledger, owner: str) -> None:
-        self._here, self._owner = ledger.scope_name, owner
-        self._held = Counter(ledger.sent), Counter(ledger.rounds), Counter(ledger.macs)
-
-    def scope(self, name: str) -> Scope:
-        """What is booked under a name."""
-        return _relative(name, self._here, self._owner)
-
-    def delta(self, ledger: Ledger) -> LedgerDelta:
-        """What it says more now."""
-        sent, rounds, macs = self._held
-        more_sent, more_rounds = Counter(ledger.sent) - sent, Counter(ledger.rounds) - rounds
-        for key in [key for key in more_sent if key[2] == CLIENT]:  # "still computing", which comes when it comes
-            del more_sent[key]
-        more_macs = Counter(ledger.macs) - macs
-        return LedgerDelta(
-            tuple([(self.scope(scope), op, to, count) for (scope, op, to), count in more_sent.items()]),
-            tuple([(self.scope(scope), op, count) for (scope, op), count in more_rounds.items()]),
-            tuple([(self.scope(scope), count) for scope, count in more_macs.items()]),
-        )
 
 
 @dataclass(frozen=True)
@@ -143,13 +118,23 @@ class SideEffects:
         self._start()
 
     def _start(self) -> None:
-        self._before = _Ledgers(self._session.protocol.ledger, self._owner)
-        self._owed = len(self._session.checks.pending)
+        ledger = self._session.protocol.ledger
+        self._here, self._owed = ledger.scope_name, len(self._session.checks.pending)
+        self._before = Counter(ledger.sent), Counter(ledger.rounds), Counter(ledger.macs)
 
     def pause(self) -> None:
         """What comes is of the graph break."""
-        self._delta = self._delta.plus(self._before.delta(self._session.protocol.ledger))
+        ledger, (sent, rounds, macs) = self._session.protocol.ledger, self._before
+        sent, rounds, macs = Counter(ledger.sent) - sent, Counter(ledger.rounds) - rounds, Counter(ledger.macs) - macs
+        # but for "still computing" to the client, which comes when it comes
+        booked = tuple([(self._scope(at), op, to, n) for (at, op, to), n in sent.items() if to != CLIENT])
+        waited = tuple([(self._scope(at), op, n) for (at, op), n in rounds.items()])
+        computed = tuple([(self._scope(at), n) for at, n in macs.items()])
+        self._delta = self._delta.plus(LedgerDelta(booked, waited, computed))
         self._new += self._session.checks.pending[self._owed :]
+
+    def _scope(self, name: str) -> Scope:
+        return _relative(name, self._here, self._owner)
 
     def exit_hook(
         self, record: Callable[[Sequence[Tensor], Sequence[Tensor]], Sequence[Tensor]]
@@ -159,7 +144,7 @@ class SideEffects:
         def exit_(values: Sequence[Fixed], made: Fixed) -> Fixed:
             given = [part for x in values for part in x.share.parts]
             parts = record(given, made.share.parts)
-            scope = self._before.scope(self._session.protocol.ledger.scope_name)
+            scope = self._scope(self._session.protocol.ledger.scope_name)
             module = _relative(self._session.numerics.module, self._module, self._owner)
             self._break = BreakRecord(tuple(x.form for x in values), made.form, scope, module, len(self._new))
             self._start()
