@@ -179,19 +179,6 @@ class StepRecorder(TraceHook, TracedTransport, Generic[Place]):
         """Ring elements of public tensors, which whoever repeats the program makes anew."""
         return {key: self.place(held) for key, held in self._encodings.items()}
 
-    def send(self, to: int, tag: str, payload: Tensor) -> None:
-        """As a recorder; the copy is no part of the step."""
-        with unrecorded():
-            super().send(to, tag, payload)
-
-    def _recv(self, frm: int, tag: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        with unrecorded():
-            return super()._recv(frm, tag, shape, dtype)
-
-    def record_unsized(self) -> None:
-        """A message came whose size is not known before."""
-        self.stop("a message of unknown size")
-
 
 def _memory_ran_out(error: Exception) -> bool:
     """Of PyTorch's allocators that of the CPU has no class of its own for it."""

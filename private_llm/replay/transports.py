@@ -80,28 +80,30 @@ class TracedTransport(PassingTransport):
 
     def send(self, to: int, tag: str, payload: Tensor) -> None:
         """Tell, and let the inner transport send a copy and book it: under its own numbers, where it has others."""
-        self.record_send(to, tag, payload)
-        copied = self._copied(payload)
-        self._inner.send(to, tag, payload if copied is None else copied)
+        with unrecorded():
+            self.record_send(to, tag, payload)
+            copied = self._copied(payload)
+            self._inner.send(to, tag, payload if copied is None else copied)
 
     def _recv(self, frm: int, tag: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        payload = super()._recv(frm, tag, shape, dtype)
-        copied = self._copied(payload)
-        payload = payload if copied is None else copied
-        self.record_receive(frm, tag, payload)
-        return payload
+        with unrecorded():
+            payload = super()._recv(frm, tag, shape, dtype)
+            copied = self._copied(payload)
+            payload = payload if copied is None else copied
+            self.record_receive(frm, tag, payload)
+            return payload
 
     @noted
     def _copied(self, payload: Tensor) -> Tensor:
         return payload.clone()
 
     def _recv_bytes(self, frm: int, tag: str, most: int) -> bytes:
-        self.record_unsized()
+        self.stop("a message of unknown size")
         return super()._recv_bytes(frm, tag, most)
 
     def wait(self, frm: int) -> None:
         """As the inner transport; no step that is repeated waits for a command."""
-        self.record_unsized()
+        self.stop("a message of unknown size")
         super().wait(frm)
 
     @noted
@@ -113,9 +115,6 @@ class TracedTransport(PassingTransport):
     def record_receive(self, frm: int, tag: str, payload: Tensor) -> None:
         """A message has come."""
         self.trace.received.append((frm, tag, payload.clone()))
-
-    def record_unsized(self) -> None:
-        """A message came whose size is not known before."""
 
 
 class TraceLog(TraceHook, TracedTransport):

@@ -53,7 +53,7 @@ STEP_ITSELF = frozenset({
     "TracedTransport.send", "TracedTransport._recv", "TracedTransport.stop", "TracedTransport.operations",
     "StepRecorder.stop",
     "StepRecorder.operations", "_Operations.__init__", "_Operations.__torch_dispatch__",
-    "StepRecorder.send", "StepRecorder._recv", "StepRecorder.encoded", "StepRecorder.graph_break",
+    "StepRecorder.encoded", "StepRecorder.graph_break",
     "StepRecorder.computing", "CpuRecorder.operated", "CpuRecorder.parallel_region",
     "GraphRecorder.operated", "GraphRecorder.computed",
 })  # fmt: skip
