@@ -109,13 +109,16 @@ class Ledger:
         self._settle()
         return self._macs
 
-    def swap_counts(
-        self, sent: dict[tuple[str, str, int], int], rounds: dict[tuple[str, str], int], macs: dict[str, int]
-    ) -> tuple[dict[tuple[str, str, int], int], dict[tuple[str, str], int], dict[str, int]]:
-        """Count in these from now on; returns those before."""
-        before = self.sent, self.rounds, self.macs
-        self._sent, self._rounds, self._macs = sent, rounds, macs
-        return before
+    @contextmanager
+    def apart(self) -> Iterator[Ledger]:
+        """Inside, all is counted in another ledger, which is given, and not in this one."""
+        other, before = Ledger(self.party), (self.sent, self.rounds, self.macs)
+        self._sent, self._rounds, self._macs = other.sent, other.rounds, other.macs
+        try:
+            yield other
+        finally:
+            self._settle()
+            self._sent, self._rounds, self._macs = before
 
     def add_again(self, entry: LedgerDelta, owner: str) -> None:
         """Book what was booked before, for an owner of this name: it is only counted until somebody reads."""

@@ -65,10 +65,6 @@ class GraphRecorder(StepRecorder[Slot]):
         self._changing.add(_memory(x))
         return slot
 
-    def arrives(self, x: Tensor) -> Slot:
-        """As the interface says."""
-        return self.given(x)
-
     def place(self, x: Tensor) -> Slot:
         """As the interface says."""
         slot = self._used(x)

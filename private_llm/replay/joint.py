@@ -58,16 +58,14 @@ class JointProgram:
         """Whether these are the programs of all parties."""
         return all(held() is each for held, each in zip(self._programs, programs, strict=True))
 
-    def launch(self, number: int) -> None:
-        """Compute a section for all parties. Raises TransportError where programs do not send what others wait for."""
+    def launch(self, number: int, _: object = None) -> bool:
+        """Compute a section for all parties, once all have come; True. Raises TransportError where programs do not send
+        what others wait for.
+        """
         if self._graphs:
             self._graphs[number].replay()
         else:
             self._compute(number, [nullcontext() for _ in self.found])
-
-    def launched(self, number: int, _: object) -> bool:
-        """`launch`, once all have come."""
-        self.launch(number)
         return True
 
     def break_before(self, party: int, number: int) -> BreakEvent[Slot]:
@@ -163,7 +161,7 @@ def run_together(
     for number in range(1, joint.count):
         program.resume(joint.break_before(end.me, number), found, graph_break)
         program.draw(transport, number)
-        end.wait((*point, number), None, functools.partial(joint.launched, number), follows=True)
+        end.wait((*point, number), None, functools.partial(joint.launch, number), follows=True)
     return program.results(found)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -130,7 +130,7 @@ class _Priced:
         owed = secrets[0].session.checks.pending if secrets else []
         before = len(owed)
         forms, untouched = [secret.value().form for secret in secrets], self._untouched(leaves, caches)
-        with _apart(self._at.ledger) as counts:
+        with self._at.ledger.apart() as counts:
             output = self._forward(*args, **kwargs)
         _book(counts, self._at.ledger)
         scopes = {*(key[0] for key in counts.sent), *(key[0] for key in counts.rounds), *counts.macs}
@@ -148,7 +148,7 @@ class _Priced:
         return [versions, *([n for i, n in _lengths(cache) if i != self._at.number] for cache in caches)]
 
     def _replay(self, ran: _Ran, secrets: list[SecretTensor], caches: list[Cache]) -> object:
-        with _apart(self._at.ledger):
+        with self._at.ledger.apart():
             for secret, rescaled in zip(secrets, ran.rescaled, strict=True):
                 if rescaled:
                     secret.to_fixed()  # is remembered by the argument, and booked below
@@ -158,17 +158,6 @@ class _Priced:
         for cache in caches:
             _copy_layer(cache, ran.at.number, self._at.number)
         return _again(ran.output)
-
-
-@contextmanager
-def _apart(ledger: Ledger) -> Iterator[Ledger]:
-    """Book what is inside here, and not in the ledger."""
-    counts = Ledger(ledger.party)
-    outside = ledger.swap_counts(counts.sent, counts.rounds, counts.macs)
-    try:
-        yield counts
-    finally:
-        ledger.swap_counts(*outside)
 
 
 def _book(counts: Ledger, ledger: Ledger, named: Callable[[str], str] = str) -> None:
