@@ -203,13 +203,13 @@ def test_the_entry_gives_what_it_says_for_types() -> None:
 @pytest.mark.parametrize(
     ("path", "line", "wrong"),
     [
-        ("scripts/a.py", "from private_llm.token_sharding import Step", False),
-        ("scripts/a.py", "from private_llm.token_sharding.nodes.facts import Step", True),
+        ("scripts/a.py", "from private_llm.token_sharding import ForwardStep", False),
+        ("scripts/a.py", "from private_llm.token_sharding.nodes.facts import ForwardStep", True),
         ("scripts/a.py", "from private_llm.token_sharding.nodes import facts", True),
         ("private_llm_cli/app.py", "def f():\n    import private_llm.token_sharding.plans", True),
-        ("tests/hf/a.py", "from private_llm.token_sharding.nodes.facts import Step", True),
+        ("tests/hf/a.py", "from private_llm.token_sharding.nodes.facts import ForwardStep", True),
         ("tests/hf/a.py", "from private_llm.token_sharding.nodes import facts", False),
-        ("tests/token_sharding/a.py", "from private_llm.token_sharding.nodes.facts import Step", False),
+        ("tests/token_sharding/a.py", "from private_llm.token_sharding.nodes.facts import ForwardStep", False),
     ],
 )
 def test_the_checker_sees_what_goes_past_the_entry(path: str, line: str, wrong: bool) -> None:
@@ -251,7 +251,7 @@ def test_modules_do_not_import_each_other_in_a_circle(package: str) -> None:
         ("private_llm.nn.linear", "from .norm import x", True),
         ("private_llm", "from private_llm.nn.linear import x", True),
         ("private_llm.config", "from private_llm.token_sharding import ShardingPlan", False),
-        ("private_llm.config", "from private_llm.token_sharding import Step", True),
+        ("private_llm.config", "from private_llm.token_sharding import ForwardStep", True),
         ("private_llm.net.wire", "def f():\n    from private_llm.token_sharding import Exchange", True),
     ],
 )

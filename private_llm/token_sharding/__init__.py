@@ -13,10 +13,9 @@ from private_llm.importing import lazy_names
 if TYPE_CHECKING:
     from private_llm.token_sharding.nodes.attn_node import AttnNode as AttnNode
     from private_llm.token_sharding.nodes.exchange import Exchange as Exchange
-    from private_llm.token_sharding.nodes.facts import MOST_TOKENS as MOST_TOKENS
     from private_llm.token_sharding.nodes.facts import AttentionCall as AttentionCall
+    from private_llm.token_sharding.nodes.facts import ForwardStep as ForwardStep
     from private_llm.token_sharding.nodes.facts import Piece as Piece
-    from private_llm.token_sharding.nodes.facts import Step as Step
     from private_llm.token_sharding.nodes.facts import allowed as allowed
     from private_llm.token_sharding.nodes.facts import attend as attend
     from private_llm.token_sharding.nodes.facts import combine as combine
@@ -52,8 +51,7 @@ else:
             "private_llm.token_sharding.nodes.stage_costs": "HELD Card Sent Stage attention_stages cache_bytes "
             "cards comp_sizes paper_bytes paper_seconds seconds_of shard_sizes",
             "private_llm.token_sharding.nodes.exchange": "Exchange",
-            "private_llm.token_sharding.nodes.facts": "MOST_TOKENS AttentionCall Piece Step allowed attend combine "
-            "key_bias",
+            "private_llm.token_sharding.nodes.facts": "AttentionCall Piece ForwardStep allowed attend combine key_bias",
             "private_llm.token_sharding.nodes.floats": "number_type recv_floats send_floats",
         },
     )

@@ -27,7 +27,7 @@ from private_llm.config import PrivateConfig
 from private_llm.kernels.parallel import nodes_at_once, usable_cores
 from private_llm.net.ledger import Ledger
 from private_llm.net.transport import CLIENT
-from private_llm.token_sharding import ShardingPlan, Step
+from private_llm.token_sharding import ForwardStep, ShardingPlan
 
 if TYPE_CHECKING:
     from private_llm_hf.client.costs import Costs
@@ -209,16 +209,15 @@ class _Alone:
         self._nodes = Undistributed(plan, attention_calls(type(model), model.config))
         self._model = type(model)(cascade_config(model.config)).eval()
         self._model.load_state_dict(model.state_dict(), assign=True)
-        listen(self._model, self)
+        listen(self._model, self._attend)
 
-    def attend(self, module: object, rows: tuple[Tensor, Tensor, Tensor], *_: object) -> Tensor:
-        """An attention call of the model."""
+    def _attend(self, module: object, rows: tuple[Tensor, Tensor, Tensor], *_: object) -> Tensor:
         return self._nodes.attend(*rows)
 
     def __call__(self, input_ids: Tensor, **inputs: Any) -> Any:  # noqa: ANN401 - the model's own
         """As the model's forward."""
         batch, length = input_ids.shape
-        self._nodes.begin(Step(None, batch, 0, length))
+        self._nodes.begin(ForwardStep(None, batch, 0, length))
         return self._model(input_ids=input_ids, **inputs)
 
     def cost(self, reset: bool) -> Costs:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from private_llm.token_sharding import AttentionCall, ShardingPlan, Step, allowed, attend, combine, key_bias
+from private_llm.token_sharding import AttentionCall, ForwardStep, ShardingPlan, allowed, attend, combine, key_bias
 
 
 class Undistributed:
@@ -20,7 +20,7 @@ class Undistributed:
         self._next = 0
         self._rules: dict[tuple[AttentionCall, int, int], tuple[Tensor | None, Tensor | None]] = {}
 
-    def begin(self, step: Step) -> None:
+    def begin(self, step: ForwardStep) -> None:
         """A forward starts."""
         self._step, self._next = step, 0
         self._rules.clear()  # most layers make the same call

@@ -21,14 +21,14 @@ from transformers import PreTrainedModel
 
 from private_llm.errors import PrivateLLMError
 from private_llm.net.transport import PlacedTransport, Staging, Transport
-from private_llm.token_sharding import AttnNode, Exchange, ShardingPlan, Step
+from private_llm.token_sharding import AttnNode, Exchange, ForwardStep, ShardingPlan
 from private_llm.token_sharding.nodes import attn_node
 from private_llm.token_sharding.nodes.floats import ZeroShares
 from tests.hf import tiny
 
 GPU = torch.device("cuda:0")
 PLAN = ShardingPlan(2, 3, 1, accept_weak_plan=True)
-STEP = Step(None, 2, 0, 12)
+STEP = ForwardStep(None, 2, 0, 12)
 
 
 class NoGuards(TorchFunctionMode):
@@ -139,8 +139,8 @@ def test_an_attn_node_keeps_its_cache_on_its_gpu(
     calls = attention_calls(type(model), model.config)
     with fake, NoGuards(), torch.no_grad():
         node = AttnNode(PLAN, PlacedTransport(wire, lambda: GPU), calls)
-        node.run(Step(1, 2, 0, 12))
-        node.run(Step(1, 2, 12, 6))
+        node.run(ForwardStep(1, 2, 0, 12))
+        node.run(ForwardStep(1, 2, 12, 6))
         kept = [tensor for pair in node._kept[1].values() for tensor in pair]
         assert {tensor.device for tensor in kept} == {GPU}
         node.select(1, torch.tensor([1, 0]))

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers.models.bloom import modeling_bloom
 from transformers.models.falcon import modeling_falcon
 
-from private_llm.token_sharding import ShardingPlan, Step, key_bias
+from private_llm.token_sharding import ForwardStep, ShardingPlan, key_bias
 from tests.hf import tiny
 from tests.hf.test_cascade import ERROR, PLAN, same, settings, text
 from tests.token_sharding.nodes.prices import layer_bytes
@@ -55,7 +55,7 @@ def test_the_bias_is_the_family_s_own_far_out(name: str, build: object) -> None:
     mask[1, :700] = 0
     own = build.build_alibi_tensor(mask, 6, torch.float32).view(2, 6, 1500)  # type: ignore[attr-defined]
     right = own / math.sqrt(8) if name == "falcon" else own
-    found = key_bias(call, Step(None, 2, 0, 1500, mask.bool()), range(1500))
+    found = key_bias(call, ForwardStep(None, 2, 0, 1500, mask.bool()), range(1500))
     assert torch.allclose(found, right, rtol=1e-6, atol=0)
 
 

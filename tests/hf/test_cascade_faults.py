@@ -179,7 +179,7 @@ def test_a_client_that_asks_for_the_impossible(step: list[object]) -> None:
     private = patch(tiny.build("llama"), CONFIG)
     transport = private.parties.transport
     sizes = dict(zip(("batch", "past", "new"), step, strict=False))
-    facts = {"message": "Step", "handle": None, **sizes, "padding": None}
+    facts = {"message": "ForwardStep", "handle": None, **sizes, "padding": None}
     send_raw(transport, 3, {"message": "AttnForward", "step": facts, "free": []})
     text = r"^AttnNode \(0, 1\) \(party 3\): control message from the client: AttnForward.*step.*: (got|missing) "
     with pytest.raises(TransportError, match=text):

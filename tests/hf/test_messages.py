@@ -55,7 +55,7 @@ from private_llm_hf.wire.commands import (
 )  # fmt: skip
 
 from private_llm.errors import DomainError, TransportError
-from private_llm.token_sharding import AttentionCall, Step
+from private_llm.token_sharding import AttentionCall, ForwardStep
 from tests.hf.raw import facts_of
 
 MODEL = Description("OPTForCausalLM", {"model_type": "opt", "deep": [1, {"a": None}]}, "digest", {"x": {"output": -3}})
@@ -67,7 +67,7 @@ CALL = Call(
     None, OPENED,
 )  # fmt: skip
 SELECT = SelectRows(7, torch.tensor([2, 0, 0]))
-STEP = Step(4, 2, 1, 2, MASK)
+STEP = ForwardStep(4, 2, 1, 2, MASK)
 COMMANDS: tuple[Message, ...] = (
     Hello(), Stop(), EndOfWeights(), LoadFile(), LoadLike(2), LoadModel(MODEL, "model.layers.3"),
     LoadModel(MODEL, None), Weight("lm_head.weight", (128, 64)), Weight("scalar", ()),
@@ -80,7 +80,7 @@ NODE_COMMANDS: tuple[Message, ...] = (
     LoadNode(MODEL, True, Cut("model.layers", 2, 64, True), (AttentionCall(4, 2, 16, 16, 0.25),), ("input_ids",)),
     LoadNode(MODEL, False, None, (AttentionCall(2, 2, 8, 8, 1.0, slopes=(0.5, 0.25), back=3, coarse=True),
                                   AttentionCall(2, 2, 8, 8, 1.0, softcap=30.0, ahead=0)), ()),
-    AttnForward(STEP, (1,)), AttnForward(Step(None, 1, 0, 3), ()), CropTo(7, 12), SELECT, CopyCache(7, 8),
+    AttnForward(STEP, (1,)), AttnForward(ForwardStep(None, 1, 0, 3), ()), CropTo(7, 12), SELECT, CopyCache(7, 8),
     ResetCache(7), CompForward(STEP, "tokens", 2, IDS, (1, 2), IDS), CompForward(STEP, "states", 2, IDS, (), None),
 )  # fmt: skip
 ANSWERS: tuple[Message, ...] = (

@@ -6,7 +6,7 @@ import pytest
 import torch
 from undistributed import Undistributed
 
-from private_llm.token_sharding import ShardingPlan, Step
+from private_llm.token_sharding import ForwardStep, ShardingPlan
 from tests.token_sharding.nodes.test_nodes import CAUSAL, FULL, WINDOW, Session
 
 PLANS = [ShardingPlan(1, 1, 1, partials="open"), ShardingPlan(3, 2, 1), ShardingPlan(3, 4, 2, partials="open")]
@@ -18,7 +18,7 @@ def test_sharded_attention_without_links(plan: ShardingPlan) -> None:
     session = Session(plan, calls, 2, 29)
     padding = torch.ones(2, 29, dtype=torch.bool)
     padding[1, :4] = False
-    step = Step(None, 2, 0, 29, padding)
+    step = ForwardStep(None, 2, 0, 29, padding)
     nodes = Undistributed(plan, calls)
     nodes.begin(step)
     for rows, right in zip(session.rows, session.truth(step), strict=True):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,8 +25,8 @@ from private_llm.token_sharding import AttentionCall
 NAME = "private_llm_cascade"
 """What `config._attn_implementation` is set to."""
 
-_LISTENER = "private_llm_listener"
-"""Under which a module keeps the `Listener` of its attention calls."""
+_ATTEND = "private_llm_attend"
+"""Under which a module keeps what its attention calls are handed to."""
 
 MaskRule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """transformers' mask function: (batch, head, query, key) indices to whether the query sees the key."""
@@ -35,28 +35,31 @@ _LONGEST = 1 << 17
 """Positions over which a mask's rule is examined, if the model has no limit of its own."""
 
 
-class Listener(Protocol):
-    """What a model's attention calls are handed to."""
+Attend = Callable[[nn.Module, tuple[Tensor, Tensor, Tensor], Tensor | None, dict[str, Any]], Tensor]
+"""What a model's attention calls are handed to: module, queries, keys and values [B, heads, n, D], mask and further
+arguments; returns attention [B, H, n, E]."""
 
-    def attend(
-        self, module: nn.Module, rows: tuple[Tensor, Tensor, Tensor], mask: Tensor | None, facts: dict[str, Any]
-    ) -> Tensor:
-        """Queries, keys and values [B, heads, n, D] to attention [B, H, n, E]."""
-        ...
+
+def shape_alone(module: nn.Module, rows: tuple[Tensor, Tensor, Tensor], *_: object) -> Tensor:
+    """An attention that has a shape and nothing else."""
+    q, _k, v = rows
+    return q.new_empty(*q.shape[:3], v.shape[3])
 
 
 def register() -> None:
     """Make `NAME` known to transformers."""
     AttentionInterface.register(NAME, _attention)
     AttentionMaskInterface.register(NAME, _mask)
-    register_falcon(NAME)
+    falcon.FALCON_ATTENTION_CLASSES[NAME] = InterfaceFalconAttention
 
 
-def listen(model: PreTrainedModel, listener: Listener) -> None:
-    """Send this model's attention calls to `listener`."""
-    through_interface(model)
+def listen(model: PreTrainedModel, attend: Attend) -> None:
+    """Send this model's attention calls to `attend`."""
     for module in model.modules():
-        module.__dict__[_LISTENER] = listener
+        module.__dict__[_ATTEND] = attend
+        if type(module) is bloom.BloomAttention:
+            module.__class__ = InterfaceBloomAttention
+            module.config = model.config
 
 
 def _mask(*_: object, mask_function: MaskRule, device: torch.device | str = "cpu", **__: object) -> Tensor:
@@ -68,41 +71,14 @@ def _mask(*_: object, mask_function: MaskRule, device: torch.device | str = "cpu
 def _attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **facts: object
 ) -> tuple[Tensor, None]:
-    listener: Listener = module.__dict__[_LISTENER]
     for name in ("position_bias", "s_aux", "head_mask"):
         if facts.get(name) is not None:
             raise UnsupportedOp(f"{type(module).__name__}: token sharding has no rule for '{name}' in attention")
-    out = listener.attend(module, (query, key, value), attention_mask, facts)
+    out: Tensor = module.__dict__[_ATTEND](module, (query, key, value), attention_mask, facts)
     return out.transpose(1, 2).contiguous(), None
 
 
 # -- what the calls look like ------------------------------------------------------------------------------------
-class _AttentionRecorder:
-    """Notes every attention call of a forward without values."""
-
-    def __init__(self, longest: int) -> None:
-        self.calls: list[AttentionCall] = []
-        self._longest = longest
-
-    def attend(
-        self, module: nn.Module, rows: tuple[Tensor, Tensor, Tensor], mask: Tensor | None, facts: dict[str, Any]
-    ) -> Tensor:
-        q, k, v = rows
-        rule = getattr(mask, "_cascade_rule", None)
-        if rule is None and (mask is not None or getattr(module, "is_causal", False)):
-            raise PatchMismatch(f"{type(module).__name__}: its mask does not come from transformers' mask functions")
-        back, ahead = (None, None) if rule is None else span(rule, self._longest)
-        scale = facts.get("scaling")
-        self.calls.append(
-            AttentionCall(
-                q.shape[1], k.shape[1], q.shape[3], v.shape[3],
-                float(q.shape[3] ** -0.5 if scale is None else scale), facts.get("softcap"), back, ahead,
-                facts.get("slopes"), bool(facts.get("coarse")),
-            )
-        )  # fmt: skip
-        return q.new_empty(*q.shape[:3], v.shape[3])
-
-
 def span(rule: MaskRule, longest: int) -> tuple[int | None, int | None]:
     """(back, ahead) of a mask that depends on the distance of query and key alone; None: no limit within `longest`.
 
@@ -138,7 +114,28 @@ def attention_calls(model_class: type[PreTrainedModel], config: PretrainedConfig
     Raises PatchMismatch for models whose attention does not go through transformers' attention interface, and for
     masks and arguments without a rule.
     """
-    calls = run_without_values(model_class, config)
+    calls: list[AttentionCall] = []
+    longest = int(getattr(config, "max_position_embeddings", 0) or _LONGEST)
+
+    def note(
+        module: nn.Module, rows: tuple[Tensor, Tensor, Tensor], mask: Tensor | None, facts: dict[str, Any]
+    ) -> Tensor:
+        q, k, v = rows
+        rule = getattr(mask, "_cascade_rule", None)
+        if rule is None and (mask is not None or getattr(module, "is_causal", False)):
+            raise PatchMismatch(f"{type(module).__name__}: its mask does not come from transformers' mask functions")
+        back, ahead = (None, None) if rule is None else span(rule, longest)
+        scale = facts.get("scaling")
+        calls.append(
+            AttentionCall(
+                q.shape[1], k.shape[1], q.shape[3], v.shape[3],
+                float(q.shape[3] ** -0.5 if scale is None else scale), facts.get("softcap"), back, ahead,
+                facts.get("slopes"), bool(facts.get("coarse")),
+            )
+        )  # fmt: skip
+        return shape_alone(module, rows)
+
+    run_without_values(model_class, config, attend=note)
     if not calls:
         raise PatchMismatch(
             f"{model_class.__name__}: its attention does not go through transformers' attention interface"
@@ -147,11 +144,10 @@ def attention_calls(model_class: type[PreTrainedModel], config: PretrainedConfig
 
 
 def run_without_values(
-    model_class: type[PreTrainedModel],
-    config: PretrainedConfig,
-    prepare: Callable[[PreTrainedModel], object] = lambda model: None,
-) -> list[AttentionCall]:
-    """One forward over two tokens on the meta device and its attention calls; `prepare` may hang hooks on the model.
+    model_class: type[PreTrainedModel], config: PretrainedConfig,
+    prepare: Callable[[PreTrainedModel], object] = lambda model: None, attend: Attend = shape_alone,
+) -> None:  # fmt: skip
+    """One forward over two tokens on the meta device; `prepare` may hang hooks on the model.
 
     Raises PatchMismatch if it cannot be built or run in this way.
     """
@@ -162,8 +158,7 @@ def run_without_values(
             model = model_class(cascade_config(config)).eval()
     except (KeyError, ValueError) as error:
         raise PatchMismatch(f"{name} does not take another attention implementation: {error}") from None
-    recorder = _AttentionRecorder(int(getattr(config, "max_position_embeddings", 0) or _LONGEST))
-    listen(model, recorder)
+    listen(model, attend)
     prepare(model)
     ids = torch.zeros(1, 2, dtype=torch.int64, device="meta")
     facts = {"position_ids": torch.zeros_like(ids), "attention_mask": torch.ones_like(ids), "use_cache": False}
@@ -172,25 +167,11 @@ def run_without_values(
             model(input_ids=ids, return_dict=True, **facts)
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
         raise PatchMismatch(f"{name} does not run on plain token ids [batch, length]: {error}") from None
-    return recorder.calls
 
 
 # -- Falcon and Bloom, whose own attention bypasses transformers' attention interface: here it goes through it ---------
 # Both fuse queries, keys and values. ALiBi leaves as `slopes`, one a head, for whoever computes the scores: Bloom adds
 # slope x position to scaled scores, Falcon (`coarse`) rounds that product to bfloat16 and scales it with the scores.
-def register_falcon(name: str) -> None:
-    """Let Falcon take the attention implementation `name`."""
-    falcon.FALCON_ATTENTION_CLASSES[name] = InterfaceFalconAttention
-
-
-def through_interface(model: PreTrainedModel) -> None:
-    """Make Bloom's attention layers call the attention implementation of the model's configuration."""
-    for module in model.modules():
-        if type(module) is bloom.BloomAttention:
-            module.__class__ = InterfaceBloomAttention
-            module.config = model.config
-
-
 class InterfaceFalconAttention(falcon.FalconAttention):  # type: ignore[misc]
     """Falcon's attention: rotary or ALiBi; one key and value head, one a group, or one a query head."""
 

@@ -21,7 +21,15 @@ from private_llm.net.roles import called
 from private_llm.net.transport import Transport
 from private_llm.protocols.plain import PlainClient
 from private_llm.ring.ring import Ring
-from private_llm.token_sharding import Setting, ShardingPlan, Step, recv_floats, refuse_weak, send_floats, warn_weak
+from private_llm.token_sharding import (
+    ForwardStep,
+    Setting,
+    ShardingPlan,
+    recv_floats,
+    refuse_weak,
+    send_floats,
+    warn_weak,
+)
 from private_llm_hf.checkpoint.model_spec import model_class
 from private_llm_hf.checkpoint.weights import Sink
 from private_llm_hf.client.parties import Parties
@@ -54,7 +62,7 @@ MOST_NODES = 250
 def join_nodes(config: PrivateConfig, transport: Transport, shutdown: Callable[[], None]) -> Nodes:
     """The client's end, after agreeing with every node."""
     agree(config, transport, list(range(plan_of(config).nodes)))
-    return Nodes(config, transport, PlainClient(transport, Ring(config.ring)), shutdown)
+    return Nodes(config, transport, shutdown)
 
 
 def check_sharding(
@@ -86,42 +94,29 @@ def check_sharding(
 
 @dataclass(frozen=True)
 class NodeStep:
-    """One forward as the client plans it: `new` positions after `past`, and whose they are.
+    """One forward as the client plans it, and whose its positions are.
 
     rows: for each CompNode with new positions, their places among the new ones. positions: the numbers that the
     model gives them, [batch, new]. wanted: positions whose logits come back.
     """
 
-    handle: int | None
-    batch: int
-    past: int
-    new: int
+    at: ForwardStep
     rows: dict[int, list[int]]
-    padding: Tensor | None
     positions: Tensor
     token_types: Tensor | None
     wanted: range
 
-    @property
-    def total(self) -> int:
-        """Positions so far."""
-        return self.past + self.new
-
     def due(self, rows: Sequence[int]) -> Due:
         """What the CompNode of these rows owes."""
-        positions = tuple(self.past + row for row in rows)
-        return Due(self.batch, positions, tuple(p for p in positions if p in self.wanted))
+        positions = tuple(self.at.past + row for row in rows)
+        return Due(self.at.batch, positions, tuple(p for p in positions if p in self.wanted))
 
 
 class Nodes(Parties):
     """All nodes of one session, as the client sees them."""
 
-    plan: ShardingPlan
-
-    def __init__(
-        self, config: PrivateConfig, transport: Transport, end: PlainClient, shutdown: Callable[[], None]
-    ) -> None:
-        super().__init__(config, transport, end, shutdown)
+    def __init__(self, config: PrivateConfig, transport: Transport, shutdown: Callable[[], None]) -> None:
+        super().__init__(config, transport, PlainClient(transport, Ring(config.ring)), shutdown)
         self.plan = plan_of(config)
         self.members = range(self.plan.nodes)
         self._by_mask = self._last_only = False
@@ -143,14 +138,13 @@ class Nodes(Parties):
             return True
 
     @contextmanager
-    def loading(self, description: Description, stop_behind: str | None = None) -> Iterator[Sink]:
-        """Tell the nodes the model: its public weights go to every CompNode. Nodes run it to its end."""
-        with self.loading_behind(description, None) as sink:
-            yield sink
+    def loading(
+        self, description: Description, stop_behind: str | None = None, cut: Cut | None = None
+    ) -> Iterator[Sink]:
+        """Tell the nodes the model: its public weights go to every CompNode. Nodes run it to its end.
 
-    @contextmanager
-    def loading_behind(self, description: Description, cut: Cut | None) -> Iterator[Sink]:
-        """The same; cut: where a split cuts the model, if it does."""
+        cut: where a split cuts the model, if it does.
+        """
         with self._call():
             self._load(description, disk=False, cut=cut)
             yield self._send_weight
@@ -190,7 +184,7 @@ class Nodes(Parties):
                     send_floats(self.transport, node, "values", [values[:, rows]])
 
                 return self.run(step, "values", feed)
-            ids = secret[0].view(step.batch, step.new)
+            ids = secret[0].view(step.at.batch, step.at.new)
             return self.run(
                 step, "tokens", lambda node, rows: self.transport.send(node, "tokens", ids[:, rows].contiguous())
             )
@@ -209,13 +203,10 @@ class Nodes(Parties):
         if positions is None:
             positions = self._positions(past, total, batch, padding)
         keep = 1 if self._last_only else int(public.get("logits_to_keep", 0))
-        rows = {}
-        for node in range(self.plan.alpha):
-            mine = self.plan.rows_of_comp(node, past, total)
-            if mine:
-                rows[node] = [p - past for p in mine]
+        mine = {node: self.plan.rows_of_comp(node, past, total) for node in range(self.plan.alpha)}
         return NodeStep(
-            handle, batch, past, new, rows, None if padding is None else padding.bool(), positions,
+            ForwardStep(handle, batch, past, new, None if padding is None else padding.bool()),
+            {node: [p - past for p in held] for node, held in mine.items() if held}, positions,
             _tensor(public, "token_type_ids"), range(max(past, total - keep) if keep else past, total),
         )  # fmt: skip
 
@@ -224,19 +215,19 @@ class Nodes(Parties):
 
         source: what the rows are, "tokens", "values" (embeddings) or "states" (from the parties of a split).
         """
-        facts, types = Step(step.handle, step.batch, step.past, step.new, step.padding), step.token_types
+        at, types = step.at, step.token_types
         with self._call():
-            self._wake_attention(facts)
+            self._wake_attention(at)
             for node, rows in step.rows.items():
                 command = CompForward(
-                    facts, source, len(rows), step.positions[:, rows], step.due(rows).wanted,
+                    at, source, len(rows), step.positions[:, rows], step.due(rows).wanted,
                     None if types is None else types[:, rows],
                 )  # fmt: skip
                 send_message(self.transport, node, command)
                 feed(node, rows)
             kind, found = self._outputs(step)
-        if step.handle is not None:
-            self._lengths[step.handle] = step.total
+        if at.handle is not None:
+            self._lengths[at.handle] = at.total
         merged = in_order(found)
         if self._last_only:
             merged["logits"] = merged["logits"][:, 0]
@@ -258,7 +249,7 @@ class Nodes(Parties):
                 f"front of {plan.front}; want {least} or more (use a smaller plan, or accept_weak_plan)"
             )
 
-    def _wake_attention(self, step: Step) -> None:
+    def _wake_attention(self, step: ForwardStep) -> None:
         """Tell the AttnNodes of every shard with new rows; each is told of caches that are gone when it next wakes."""
         for handle in self._take_unused():
             self._lengths.pop(handle, None)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from private_llm.errors import DomainError
-from private_llm.token_sharding import MOST_TOKENS, AttentionCall, Step
+from private_llm.token_sharding import AttentionCall, ForwardStep
 from private_llm_hf.token_sharding.cut import Cut
 from private_llm_hf.wire.codec import Dims, Message, OneOf
 from private_llm_hf.wire.commands import CopyCache, Count, Description, Handle, Hello, ResetCache, SelectRows, TellCosts
@@ -42,24 +42,12 @@ class LoadNode(Message):
                 raise DomainError(f"attention call: got {sizes} heads, groups and sizes; want each 1 to {_WIDEST}")
 
 
-def _check_step(step: Step) -> None:
-    """Raise DomainError for what no text has, before lists are made of it."""
-    if step.total > MOST_TOKENS:
-        raise DomainError(f"step: got {step.past} positions and {step.new} new ones; want up to {MOST_TOKENS}")
-    mask = step.padding
-    if mask is not None and (mask.dtype != torch.bool or tuple(mask.shape) != (step.batch, step.total)):
-        raise DomainError(f"padding: got {mask.dtype} {tuple(mask.shape)}; want bool {(step.batch, step.total)}")
-
-
 @dataclass(frozen=True)
 class AttnForward(Message):
     """An AttnNode's part of a forward; no answer. free: caches that nobody needs any more."""
 
-    step: Step
+    step: ForwardStep
     free: tuple[Handle, ...]
-
-    def __post_init__(self) -> None:
-        _check_step(self.step)
 
 
 @dataclass(frozen=True)
@@ -70,7 +58,7 @@ class CompForward(Message):
     positions, token_types: [batch, rows]. wanted: positions whose logits come back.
     """
 
-    step: Step
+    step: ForwardStep
     source: Annotated[str, OneOf(("tokens", "values", "states"))]
     rows: Count
     positions: ByRow
@@ -78,7 +66,6 @@ class CompForward(Message):
     token_types: ByRow | None
 
     def __post_init__(self) -> None:
-        _check_step(self.step)
         want = (self.step.batch, self.rows)
         for name, value in (("positions", self.positions), ("token_types", self.token_types)):
             if value is not None and tuple(value.shape) != want:

@@ -17,7 +17,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from private_llm.errors import ConfigError, DomainError, PatchMismatch
 from private_llm.tensor.secret import SecretTensor
 from private_llm_hf.checkpoint.weights import skeleton
-from private_llm_hf.token_sharding.attention_calls import cascade_config, listen, register
+from private_llm_hf.token_sharding.attention_calls import cascade_config, listen, register, shape_alone
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Cut:
             raise ConfigError(f"split: got {count}; want 1 to {layers - 1} for a model of {layers} layers")
         register()
         model = skeleton(kind, cascade_config(config))  # whose masks nobody looks at
-        listen(model, _Nobody())
+        listen(model, shape_alone)
         paths = [p for p, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == layers]
         if len(paths) != 1:
             raise PatchMismatch(f"{kind.__name__}: found {paths or 'no list of layers'}; a split needs exactly one")
@@ -67,16 +67,6 @@ class Cut:
                 setattr(made, name, value[: self.count])  # a fact for each layer
         made.num_hidden_layers = self.count
         return made
-
-
-class _Nobody:
-    """An attention that has a shape and nothing else."""
-
-    def attend(
-        self, module: nn.Module, rows: tuple[Tensor, Tensor, Tensor], mask: Tensor | None, facts: dict[str, Any]
-    ) -> Tensor:
-        q, _, v = rows
-        return q.new_empty(*q.shape[:3], v.shape[3])
 
 
 class Reached(Exception):

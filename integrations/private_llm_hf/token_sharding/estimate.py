@@ -11,7 +11,6 @@ import inspect
 import itertools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,13 +20,19 @@ from transformers.pytorch_utils import Conv1D
 from private_llm.config import PrivateConfig
 from private_llm.net.ledger import CONTROL, Ledger
 from private_llm.net.transport import CLIENT, MetaTransport
-from private_llm.protocols.plain import PlainClient
-from private_llm.ring.ring import Ring
-from private_llm.token_sharding import HELD, AttentionCall, Exchange, Sent, Stage, Step, attention_stages, cache_bytes
+from private_llm.token_sharding import (
+    HELD,
+    AttentionCall,
+    Exchange,
+    Sent,
+    Stage,
+    attention_stages,
+    cache_bytes,
+)
 from private_llm_hf.checkpoint.model_spec import describe
 from private_llm_hf.checkpoint.weights import WeightList, skeleton
 from private_llm_hf.client.costs import Costs, layer_of, rows_of
-from private_llm_hf.token_sharding.attention_calls import attention_calls
+from private_llm_hf.token_sharding.attention_calls import attention_calls, shape_alone
 from private_llm_hf.token_sharding.client import Due, Nodes, NodeStep
 from private_llm_hf.token_sharding.commands import LoadNode
 from private_llm_hf.token_sharding.cut import Cut
@@ -68,12 +73,9 @@ class _MetaComp(CompNode):
     def _count(self, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         self._macs[layer_of(self._names[module])] += output.numel() * inputs[0].shape[-1]
 
-    def attend(
-        self, module: nn.Module, rows: tuple[Tensor, Tensor, Tensor], mask: Tensor | None, facts: dict[str, Any]
-    ) -> Tensor:
+    def _attend(self, module: nn.Module, rows: tuple[Tensor, Tensor, Tensor], *_: object) -> Tensor:
         self._attended.append(layer_of(self._names[module]))
-        q, _, v = rows
-        return q.new_empty(*q.shape[:3], v.shape[3])
+        return shape_alone(module, rows)
 
     def look(self, source: str, batch: int, rows: int, wanted: int) -> _Forward:
         """One forward on so many rows, with logits of so many of them."""
@@ -115,8 +117,7 @@ class MetaNodes(Nodes):
         progress: Callable[[], None], cut: Cut | None = None,
     ) -> None:  # fmt: skip
         """cut: where a split begins, if there is one."""
-        transport = MetaTransport(CLIENT)
-        super().__init__(config, transport, PlainClient(transport, Ring(config.ring)), lambda: None)
+        super().__init__(config, MetaTransport(CLIENT), lambda: None)
         self._first = config.endpoints - self.plan.nodes
         self.calls = attention_calls(kind, settings)[0 if cut is None else cut.count :]
         self._last_only = reads_last_token(kind, settings)
@@ -150,8 +151,8 @@ class MetaNodes(Nodes):
         """Zeros in place of answers, after the forward was counted."""
         looks = {node: self._look(step, node) for node in step.rows}
         self._forwards.append(self._stages(step, self._sent() - self._before, looks))
-        if step.handle is not None:
-            self._kept[step.handle] = (step.batch, step.total)
+        if step.at.handle is not None:
+            self._kept[step.at.handle] = (step.at.batch, step.at.total)
         self._progress()
         zero = torch.zeros(())
         found = [
@@ -163,20 +164,19 @@ class MetaNodes(Nodes):
     def _look(self, step: NodeStep, node: int) -> _Forward:
         """Costs depend on how many rows there are and how many are wanted, not on which."""
         due = step.due(step.rows[node])
-        size = (self._source, step.batch, len(due.rows), len(due.wanted))
+        size = (self._source, step.at.batch, len(due.rows), len(due.wanted))
         if size not in self._known:
             self._known[size] = self._comp.look(*size)
         return self._known[size]
 
     def _stages(self, step: NodeStep, given: Sent, looks: Mapping[int, _Forward]) -> list[Stage]:
         """One forward: inputs, two stages for each attention, outputs with what is computed outside the layers."""
-        facts = Step(step.handle, step.batch, step.past, step.new)
         made: dict[AttentionCall, tuple[Stage, Stage]] = {}
         macs = {self._first + node: dict(look.macs) for node, look in looks.items()}
         stages = [Stage(AROUND, "input", given)] if given else []
         for call, layer in zip(self.calls, next(iter(looks.values())).layers, strict=True):
             if call not in made:
-                out, back = attention_stages(self.plan, call, facts)
+                out, back = attention_stages(self.plan, call, step.at)
                 made[call] = self._numbered(out), self._numbered(back)
             out, back = made[call]
             work = {node: layers.pop(layer, 0) for node, layers in macs.items()}

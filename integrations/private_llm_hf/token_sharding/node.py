@@ -100,7 +100,9 @@ class Node:
     def _obey(self, command: NodeCommand) -> None:
         match command:
             case Hello():  # which model this CompNode holds, if it holds one
-                send_message(self.transport, CLIENT, claim(self._checkpoint))
+                held = self._checkpoint
+                facts = (None,) * 3 if held is None else (held.description.model, held.description.class_, held.digest)
+                send_message(self.transport, CLIENT, NodeModel(*facts))
             case LoadNode():
                 self._load(command)
             case AttnForward():
@@ -209,12 +211,9 @@ class CompNode:
         self._accepts = frozenset(loaded.accepts)
         self._last_only = reads_last_token(kind, settings)
         self._width = settings.get_text_config().hidden_size
-        listen(self.model, self)
+        listen(self.model, self._attend)
 
-    def attend(
-        self, module: nn.Module, rows: tuple[Tensor, Tensor, Tensor], mask: Tensor | None, facts: dict[str, Any]
-    ) -> Tensor:
-        """An attention call of the model."""
+    def _attend(self, module: nn.Module, rows: tuple[Tensor, Tensor, Tensor], *_: object) -> Tensor:
         return self._exchange.attend(*rows)
 
     def run(self, command: CompForward) -> tuple[str, dict[str, Tensor]]:
@@ -314,15 +313,8 @@ class NodeCheckpoint:
         return cls(describe(found, config), weights, digest.text())
 
 
-def claim(checkpoint: NodeCheckpoint | None) -> NodeModel:
-    """What a CompNode says of the model that it holds."""
-    if checkpoint is None:
-        return NodeModel(None, None, None)
-    return NodeModel(checkpoint.description.model, checkpoint.description.class_, checkpoint.digest)
-
-
 def agreed(answers: Mapping[str, NodeModel]) -> NodeModel:
-    """What all CompNodes hold, from the `claim` of each. Raises ConfigError that names one with something else."""
+    """What all CompNodes hold, from the answer of each. Raises ConfigError that names one with something else."""
     (first, want), *others = answers.items()
     for name, found in others:
         if None in (found.model, want.model) and found != want:

@@ -56,7 +56,7 @@ class SplitParties(Parties):
         before = replace(describe(kind, short), ranges=description.ranges)
         wanted = ModelSpec.of(kind, short).shared.shapes
         last = f"{cut.path}.{cut.count - 1}"
-        with super().loading(before, last) as parties, self._nodes.loading_behind(description, cut) as nodes:
+        with super().loading(before, last) as parties, self._nodes.loading(description, cut=cut) as nodes:
 
             def sink(name: str, tensor: Tensor) -> None:
                 if name in wanted:

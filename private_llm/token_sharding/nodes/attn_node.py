@@ -18,7 +18,7 @@ from torch import Tensor
 
 from private_llm.errors import TransportError
 from private_llm.net.transport import Transport
-from private_llm.token_sharding.nodes.facts import AttentionCall, Step, allowed, attend, key_bias
+from private_llm.token_sharding.nodes.facts import AttentionCall, ForwardStep, allowed, attend, key_bias
 from private_llm.token_sharding.nodes.floats import (
     ZeroShares,
     encode,
@@ -51,7 +51,7 @@ class AttnNode:
         for zeros in self._zeros.values():
             zeros.join()
 
-    def run(self, step: Step) -> None:
+    def run(self, step: ForwardStep) -> None:
         """All layers of one forward. Raises TransportError for a step that does not continue what is kept."""
         kept: Kept = {} if step.handle is None else self._kept.setdefault(step.handle, {})
         keys = {shard: self._plan.rows_of_shard(shard, 0, step.total) for shard in sorted(set(self.shards))}
@@ -75,7 +75,7 @@ class AttnNode:
                     self._answer(layer, shard, q, own, held, rules[call, shard])
 
     def _receive(
-        self, kept: Kept, layer: int, shard: int, call: AttentionCall, step: Step, rows: int
+        self, kept: Kept, layer: int, shard: int, call: AttentionCall, step: ForwardStep, rows: int
     ) -> tuple[Tensor, Tensor]:
         """The new rows of one shard: keys and values go to the cache, queries come back, with their own keys."""
         heads = ((call.heads, call.dim), (call.groups, call.dim), (call.groups, call.value_dim))
@@ -125,13 +125,10 @@ class AttnNode:
                 kept[layer, shard] = k[:, :, :rows], v[:, :, :rows]
 
 
-def _rules(call: AttentionCall, step: Step, rows: list[int], keys: list[int], device: torch.device) -> _Rules:
-    seen, bias, own_bias = allowed(call, step, rows, keys), key_bias(call, step, keys), key_bias(call, step, rows)
-    return (
-        None if seen is None else seen.to(device),
-        None if bias is None else bias.to(device),
-        None if own_bias is None else own_bias.to(device),
-    )
+def _rules(call: AttentionCall, step: ForwardStep, rows: list[int], keys: list[int], device: torch.device) -> _Rules:
+    made = allowed(call, step, rows, keys), key_bias(call, step, keys), key_bias(call, step, rows)
+    seen, bias, own_bias = (None if each is None else each.to(device) for each in made)
+    return seen, bias, own_bias
 
 
 def _nothing(call: AttentionCall, like: Tensor) -> tuple[Tensor, Tensor]:

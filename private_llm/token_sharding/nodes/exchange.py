@@ -13,7 +13,7 @@ from torch import Tensor
 
 from private_llm.errors import DomainError
 from private_llm.net.transport import Transport
-from private_llm.token_sharding.nodes.facts import AttentionCall, Step, combine
+from private_llm.token_sharding.nodes.facts import AttentionCall, ForwardStep, combine
 from private_llm.token_sharding.nodes.floats import decode, number_type, recv_floats, send_floats
 from private_llm.token_sharding.plans import ShardingPlan
 
@@ -23,12 +23,12 @@ class Exchange:
 
     def __init__(self, plan: ShardingPlan, transport: Transport, calls: Sequence[AttentionCall]) -> None:
         self._plan, self._transport, self._calls = plan, transport, calls
-        self._step: Step | None = None
+        self._step: ForwardStep | None = None
         self._next = 0
         self._local: dict[int, Tensor | None] = {}  # by query shard: places of its rows among the node's (None: all)
         self._filled: list[int] = []
 
-    def begin(self, step: Step) -> list[int]:
+    def begin(self, step: ForwardStep) -> list[int]:
         """A forward starts: this node's new positions, ascending."""
         me = self._transport.me
         rows = self._plan.rows_of_comp(me, step.past, step.total)
@@ -61,7 +61,7 @@ class Exchange:
             out.index_copy_(2, index.to(out.device), found)
         return out
 
-    def _combined(self, step: Step, call: AttentionCall, shard: int, rows: int) -> Tensor:
+    def _combined(self, step: ForwardStep, call: AttentionCall, shard: int, rows: int) -> Tensor:
         """The attention of one query shard's new rows, from the partial results of its AttnNodes."""
         shape = (step.batch, call.heads, rows)
         expected = [(shape, torch.float32), ((*shape, call.value_dim), number_type(self._plan))]
@@ -71,7 +71,7 @@ class Exchange:
             pieces.append((out, lse))
         return combine(pieces)
 
-    def _summed(self, step: Step, call: AttentionCall, shard: int, rows: int) -> Tensor:
+    def _summed(self, step: ForwardStep, call: AttentionCall, shard: int, rows: int) -> Tensor:
         """The same from masked results, of which only the sum is known."""
         shape = (step.batch, call.heads, rows, call.value_dim + 1)
         nodes = [self._plan.attn_endpoint(shard, other) for other in range(self._plan.beta)]
@@ -83,7 +83,7 @@ class Exchange:
             raise DomainError(f"the model made {self._next} attention calls; want {len(self._calls)}")
         self._step = None
 
-    def _current(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Step, AttentionCall]:
+    def _current(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[ForwardStep, AttentionCall]:
         if self._step is None or self._next >= len(self._calls):
             raise DomainError("an attention call outside a forward that the nodes agreed upon")
         call = self._calls[self._next]

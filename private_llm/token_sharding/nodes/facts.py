@@ -58,11 +58,11 @@ class AttentionCall:
 
 
 @dataclass(frozen=True)
-class Step:
+class ForwardStep:
     """One forward: `new` positions after `past`, for `batch` texts.
 
     handle: the cache it continues (None: nothing is kept). padding: boolean [batch, past + new], False at padding.
-    Raises DomainError for numbers that are none or beyond `MOST_TOKENS`.
+    Raises DomainError for what no text has: a node makes lists of positions, so it checks before.
     """
 
     handle: int | None
@@ -76,6 +76,11 @@ class Step:
             value = getattr(self, name)
             if type(value) is not int or not least <= value <= MOST_TOKENS:
                 raise DomainError(f"{name} of a step: got {value!r}; want {least} to {MOST_TOKENS}")
+        if self.total > MOST_TOKENS:
+            raise DomainError(f"step: got {self.past} positions and {self.new} new ones; want up to {MOST_TOKENS}")
+        mask = self.padding
+        if mask is not None and (mask.dtype != torch.bool or tuple(mask.shape) != (self.batch, self.total)):
+            raise DomainError(f"padding: got {mask.dtype} {tuple(mask.shape)}; want bool {(self.batch, self.total)}")
 
     @property
     def total(self) -> int:
@@ -83,7 +88,7 @@ class Step:
         return self.past + self.new
 
 
-def allowed(call: AttentionCall, step: Step, queries: Sequence[int], keys: Sequence[int]) -> Tensor | None:
+def allowed(call: AttentionCall, step: ForwardStep, queries: Sequence[int], keys: Sequence[int]) -> Tensor | None:
     """Which of `keys` (positions) each of `queries` sees: boolean, broadcastable to [B, H, q, k]; None: all of them."""
     q = torch.tensor(queries).view(-1, 1)
     k = torch.tensor(keys).view(1, -1)
@@ -97,7 +102,7 @@ def allowed(call: AttentionCall, step: Step, queries: Sequence[int], keys: Seque
     return None if bool(mask.all()) else mask
 
 
-def key_bias(call: AttentionCall, step: Step, keys: Sequence[int]) -> Tensor | None:
+def key_bias(call: AttentionCall, step: ForwardStep, keys: Sequence[int]) -> Tensor | None:
     """What ALiBi adds to the scores of each of `keys` (positions), [B or 1, H, k]; None for a call without slopes.
 
     slope x the number of unmasked positions before the key, as Bloom and Falcon count (transformers,

@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from private_llm.token_sharding.nodes.facts import AttentionCall, Step
+from private_llm.token_sharding.nodes.facts import AttentionCall, ForwardStep
 from private_llm.token_sharding.nodes.floats import number_type, partial_bytes
 from private_llm.token_sharding.plans import ShardingPlan
 
@@ -70,7 +70,7 @@ def seconds_of(stages: Iterable[Stage], bandwidth_mbit: float, latency_ms: float
     return sum(stage.seconds(bandwidth_mbit * 1e6 / 8, latency_ms / 1e3, gmacs * 1e9) for stage in stages)
 
 
-def attention_stages(plan: ShardingPlan, call: AttentionCall, step: Step, layer: str = "") -> tuple[Stage, Stage]:
+def attention_stages(plan: ShardingPlan, call: AttentionCall, step: ForwardStep) -> tuple[Stage, Stage]:
     """One attention of a forward: rows out, partial results back. Bytes are exactly those of a run.
 
     Multiply-adds of an AttnNode: heads x rows x keys x (dim + value_dim) for each order of its shards; pairs that the
@@ -79,8 +79,8 @@ def attention_stages(plan: ShardingPlan, call: AttentionCall, step: Step, layer:
     size = number_type(plan).itemsize
     new = shard_sizes(plan, step.past, step.total)
     keys = shard_sizes(plan, 0, step.total)
-    rows: dict[tuple[int, int], int] = {}
-    partial: dict[tuple[int, int], int] = {}
+    rows: dict[tuple[int, int], int] = defaultdict(int)
+    partial: dict[tuple[int, int], int] = defaultdict(int)
     macs: dict[int, int] = defaultdict(int)
     for shard, count in enumerate(new):
         if not count:
@@ -88,15 +88,11 @@ def attention_stages(plan: ShardingPlan, call: AttentionCall, step: Step, layer:
         comp = plan.owner(shard)
         for other in range(plan.beta):
             attn = plan.attn_endpoint(shard, other)
-            _add(rows, (comp, attn), step.batch * count * call.row * size)
+            rows[comp, attn] += step.batch * count * call.row * size
             if keys[other] or plan.masked:
-                _add(partial, (attn, comp), step.batch * count * partial_bytes(plan, call))
+                partial[attn, comp] += step.batch * count * partial_bytes(plan, call)
                 macs[attn] += step.batch * call.heads * count * keys[other] * (call.dim + call.value_dim)
-    return Stage(layer, "rows", rows), Stage(layer, "partial", partial, dict(macs))
-
-
-def _add(sent: dict[tuple[int, int], int], link: tuple[int, int], count: int) -> None:
-    sent[link] = sent.get(link, 0) + count
+    return Stage("", "rows", dict(rows)), Stage("", "partial", dict(partial), dict(macs))
 
 
 def shard_sizes(plan: ShardingPlan, start: int, stop: int) -> list[int]:

@@ -252,11 +252,11 @@ def examine(plan: ShardingPlan, nodes: Sequence[int], name: str, rho: int, setti
             "attention": list(_result_steps(plan, nodes, held, own, known, length, setting)),
         }
         for kind, found in steps.items():
-            gaps = [gap for gap, unknown in found if not unknown <= held]
+            gaining = [(gap, solved) for gap, unknown, solved in found if not unknown <= held]
             before = cheapest[kind]
-            cheapest[kind] = min([*gaps, *([] if before is None else [before])], default=None)
-        algebra = algebra or bool(_algebra(plan, own, known, length, setting) - held)
-        won = set().union(*(unknown for found in steps.values() for gap, unknown in found if gap < rho))
+            cheapest[kind] = min([*(gap for gap, _ in gaining), *([] if before is None else [before])], default=None)
+            algebra = algebra or any(solved for _, solved in gaining)
+        won = set().union(*(unknown for found in steps.values() for gap, unknown, _ in found if gap < rho))
         if not won:
             new = known - given
             counts = len(held), len(new & held), len(new - held)
@@ -264,8 +264,8 @@ def examine(plan: ShardingPlan, nodes: Sequence[int], name: str, rho: int, setti
         known |= won
 
 
-_Step = tuple[int, frozenset[int]]
-"""A search: its exponent of V, and the positions that it wins."""
+_Step = tuple[int, frozenset[int], bool]
+"""A search: its exponent of V, the positions that it wins, and whether linear algebra wins them as well."""
 
 
 def _row_steps(held: Sequence[int], known: set[int], length: int, setting: Setting) -> Iterator[_Step]:
@@ -273,12 +273,12 @@ def _row_steps(held: Sequence[int], known: set[int], length: int, setting: Setti
     if not setting.causal:
         everything = frozenset(range(length)) - known
         if held and everything:
-            yield len(everything), everything
+            yield len(everything), everything, False
         return
     for position in held:
         unknown = frozenset(p for p in range(position + 1) if p not in known)
         if unknown:
-            yield len(unknown), unknown
+            yield len(unknown), unknown, False
             return
 
 
@@ -298,10 +298,9 @@ def _result_steps(
             for count, row in enumerate(rows, 1):
                 unknown = frozenset(p for p in summed if p < row or not setting.causal)
                 if unknown:
-                    yield max(1, len(unknown) - count * setting.queries + 1), unknown
+                    yield max(1, len(unknown) - count * setting.queries + 1), unknown, False
         return
-    for _, unknown in _open(plan, own, known, length, setting):
-        yield len(unknown), unknown
+    yield from _open(plan, own, known, length, setting)
 
 
 def _sums(plan: ShardingPlan, nodes: Sequence[int]) -> Iterator[tuple[set[int], set[int]]]:
@@ -320,22 +319,8 @@ def _sums(plan: ShardingPlan, nodes: Sequence[int]) -> Iterator[tuple[set[int], 
                 yield {shard}, {(begin + step) % plan.beta for step in range(1, steps)}
 
 
-def _algebra(plan: ShardingPlan, own: Sequence[int], known: set[int], length: int, setting: Setting) -> set[int]:
-    """What open results give away by linear algebra: unknown tokens of a shard, if as many rows speak of them."""
-    if plan.masked or (setting.split and not setting.causal):
-        return set()
-    return {
-        p
-        for rows, unknown in _open(plan, own, known, length, setting)
-        if rows * setting.queries >= len(unknown)
-        for p in unknown
-    }
-
-
-def _open(
-    plan: ShardingPlan, own: Sequence[int], known: set[int], length: int, setting: Setting
-) -> Iterator[tuple[int, frozenset[int]]]:
-    """By shard, the first unknown tokens that a row of `own` speaks of, and how many rows speak of just these."""
+def _open(plan: ShardingPlan, own: Sequence[int], known: set[int], length: int, setting: Setting) -> Iterator[_Step]:
+    """By shard, the first unknown tokens that a row of `own` speaks of; solved if as many rows speak of just these."""
     front = next((p for p in range(length) if p not in known), length)
     for shard in range(plan.beta):
         keys = [p for p in plan.rows_of_shard(shard, 0, length) if p not in known]
@@ -348,7 +333,7 @@ def _open(
             if not unknown:
                 continue
             if not setting.split or (unknown[0] == front and unknown[-1] - front == len(unknown) - 1):
-                yield counts[seen], frozenset(unknown)
+                yield len(unknown), frozenset(unknown), counts[seen] * setting.queries >= len(unknown)
             break
 
 

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from attacks.row_matching import Rows
 from private_llm.errors import DomainError
-from private_llm.token_sharding import Step, allowed, attend, combine, key_bias
+from private_llm.token_sharding import ForwardStep, allowed, attend, combine, key_bias
 
 
 class _Reached(Exception):
@@ -49,7 +49,7 @@ class RowsAt:
         self._model.load_state_dict(weights, assign=True)
         self._model.tie_weights()
         self._model.eval()
-        listen(self._model, self)
+        listen(self._model, self.attend)
         self._places = "position_ids" in inspect.signature(type(model).forward).parameters
         self._known: list[int] = []
         self._prefix: list[tuple[Tensor, Tensor]] = []
@@ -123,7 +123,7 @@ class RowsAt:
         self._fresh.append((k, v))
         call = self._calls[layer]
         count, heads, new, _ = q.shape
-        step = Step(None, 1, self._start, new)
+        step = ForwardStep(None, 1, self._start, new)
         tail, text = list(range(self._start, step.total)), list(range(self._start))
         own = attend(q, k, v, allowed(call, step, tail, tail), call.scale, call.softcap, key_bias(call, step, tail))
         if not text:

@@ -9,7 +9,16 @@ import torch
 from torch import Tensor
 
 from attacks.row_matching import Row, Rows
-from private_llm.token_sharding import AttentionCall, Piece, ShardingPlan, Step, allowed, attend, key_bias, number_type
+from private_llm.token_sharding import (
+    AttentionCall,
+    ForwardStep,
+    Piece,
+    ShardingPlan,
+    allowed,
+    attend,
+    key_bias,
+    number_type,
+)
 
 ALL = -1
 """Stands for the query shard where results are of the whole text."""
@@ -50,7 +59,7 @@ class View:
 
     def bias(self, position: int) -> Tensor | None:
         """What ALiBi adds to the scores of a position, [H]."""
-        made = key_bias(self.call, Step(None, 1, 0, self.length), [position])
+        made = key_bias(self.call, ForwardStep(None, 1, 0, self.length), [position])
         return None if made is None else made[0, :, 0]
 
 
@@ -74,7 +83,7 @@ def view_of(plan: ShardingPlan, nodes: Sequence[int], call: AttentionCall, layer
     seen |= {p: (rows[0][p], rows[1][p], rows[2][p]) for p in own}
     results: dict[tuple[int, int], Piece] = {}
     q, k, v = (part.transpose(0, 1).unsqueeze(0) for part in sent)
-    step = Step(None, 1, 0, length)
+    step = ForwardStep(None, 1, 0, length)
     for shard in result_shards(plan):
         keys = list(range(length)) if shard == ALL else plan.rows_of_shard(shard, 0, length)
         if not keys or not own:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from private_llm.errors import DomainError
 from private_llm.token_sharding.nodes import facts
-from private_llm.token_sharding.nodes.facts import AttentionCall, Step, key_bias
+from private_llm.token_sharding.nodes.facts import AttentionCall, ForwardStep, key_bias
 from private_llm.token_sharding.plans import ShardingPlan
 from tests.token_sharding.nodes.prices import layer_bytes
 from tests.token_sharding.nodes.test_nodes import CAUSAL, Session
@@ -21,7 +21,7 @@ WINDOW = AttentionCall(2, 2, 8, 8, 0.3, back=4, ahead=0, slopes=(0.5, 0.25))
 PLANS = [ShardingPlan(1, 4, 1), ShardingPlan(3, 4, 2), ShardingPlan(2, 3, 3)]
 
 
-def slowly(call: AttentionCall, rows: tuple[Tensor, Tensor, Tensor], step: Step) -> Tensor:
+def slowly(call: AttentionCall, rows: tuple[Tensor, Tensor, Tensor], step: ForwardStep) -> Tensor:
     """Attention of the new positions, one query at a time: the bias counts a key's unmasked predecessors."""
     q, k, v = (t.double() for t in rows)
     out = torch.zeros(step.batch, call.heads, step.new, call.value_dim, dtype=torch.float64)
@@ -45,7 +45,7 @@ def slowly(call: AttentionCall, rows: tuple[Tensor, Tensor, Tensor], step: Step)
     return out
 
 
-def check(session: Session, step: Step) -> None:
+def check(session: Session, step: ForwardStep) -> None:
     for call, rows, found in zip(session.calls, session.rows, session.step(step), strict=True):
         right = slowly(call, rows, step)
         assert float((found.double() - right).abs().max()) < 5e-6, call
@@ -57,26 +57,26 @@ def test_prefill_and_decoding_with_padding_on_the_left_and_within(plan: Sharding
     padding = torch.ones(2, 21, dtype=torch.bool)
     padding[1, :5] = False
     padding[0, 7:9] = False
-    check(session, Step(1, 2, 0, 17, padding[:, :17]))
-    check(session, Step(1, 2, 17, 1, padding[:, :18]))
-    check(session, Step(1, 2, 18, 3, padding))
+    check(session, ForwardStep(1, 2, 0, 17, padding[:, :17]))
+    check(session, ForwardStep(1, 2, 17, 1, padding[:, :18]))
+    check(session, ForwardStep(1, 2, 18, 3, padding))
 
 
 def test_without_padding() -> None:
-    check(Session(ShardingPlan(3, 4, 2), [FINE, COARSE], 2, 15), Step(None, 2, 0, 15))
+    check(Session(ShardingPlan(3, 4, 2), [FINE, COARSE], 2, 15), ForwardStep(None, 2, 0, 15))
 
 
 def test_slopes_cost_no_bytes() -> None:
     plan = ShardingPlan(3, 4, 2)
     session = Session(plan, [FINE, COARSE], 2, 15)
-    session.step(Step(None, 2, 0, 15))
+    session.step(ForwardStep(None, 2, 0, 15))
     bare = [AttentionCall(c.heads, c.groups, c.dim, c.value_dim, c.scale, ahead=0) for c in (FINE, COARSE)]
     assert sum(session.sent().values()) == layer_bytes(plan, bare, 2, 15)
 
 
 def test_a_coarse_product_is_rounded_before_it_is_scaled() -> None:
     """Eight bits hold 301 as 300, and 0.70703125 x 300 = 212.1 as 212 (0.70703125 x 301 would be 213)."""
-    step = Step(None, 1, 0, 400)
+    step = ForwardStep(None, 1, 0, 400)
     coarse = AttentionCall(1, 1, 8, 8, 0.3, slopes=(0.70703125,), coarse=True)
     fine = AttentionCall(1, 1, 8, 8, 0.3, slopes=(0.70703125,))
     assert key_bias(coarse, step, [2, 301]).flatten().tolist() == pytest.approx([0.3 * 1.4140625, 0.3 * 212.0])

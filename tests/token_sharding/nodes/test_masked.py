@@ -10,7 +10,7 @@ from torch import Tensor
 
 from private_llm.errors import DomainError, TransportError
 from private_llm.net.local import LocalMesh
-from private_llm.token_sharding.nodes.facts import AttentionCall, Step
+from private_llm.token_sharding.nodes.facts import AttentionCall, ForwardStep
 from private_llm.token_sharding.nodes.floats import FRAC, ZeroShares, decode, encode, own_scores
 from private_llm.token_sharding.plans import ShardingPlan
 from tests.token_sharding.nodes.prices import layer_bytes
@@ -19,7 +19,7 @@ from tests.token_sharding.nodes.test_nodes import CAUSAL, FULL, WINDOW, Session
 PLAN = ShardingPlan(3, 2, 1)
 
 
-def partials(session: Session, step: Step) -> tuple[dict[int, Tensor], list[Tensor]]:
+def partials(session: Session, step: ForwardStep) -> tuple[dict[int, Tensor], list[Tensor]]:
     """One layer's messages to CompNode 0 by sender, and the attention that came of them."""
     sent: dict[int, Tensor] = {}
     for node in range(session.plan.alpha, session.plan.nodes):
@@ -41,7 +41,7 @@ def bits(numbers: Tensor) -> Tensor:
 
 
 def test_a_message_alone_is_uniform_and_the_sum_without_one_is_nothing() -> None:
-    step = Step(None, 2, 0, 240)
+    step = ForwardStep(None, 2, 0, 240)
     first, _ = partials(Session(PLAN, [CAUSAL], 2, 240), step)
     again, result = partials(Session(PLAN, [CAUSAL], 2, 240), step)
     assert sorted(first) == [PLAN.attn_endpoint(0, other) for other in range(3)]
@@ -60,7 +60,7 @@ def test_a_message_alone_is_uniform_and_the_sum_without_one_is_nothing() -> None
 
 def test_shards_without_tokens_send_masks_all_the_same() -> None:
     plan = ShardingPlan(3, 4, 2)
-    sent, (found,) = partials(session := Session(plan, [CAUSAL], 1, 3), step := Step(None, 1, 0, 3))
+    sent, (found,) = partials(session := Session(plan, [CAUSAL], 1, 3), step := ForwardStep(None, 1, 0, 3))
     assert len(sent) == plan.beta
     assert not any((numbers == 0).any() for numbers in sent.values())
     assert float((found - session.truth(step)[0]).abs().max()) < 2e-6
@@ -104,13 +104,13 @@ def steep(nats: float) -> Session:
 @pytest.mark.parametrize("nats", [-30.0, 0.0, 15.0, 22.0])
 def test_tokens_that_outweigh_all_others(nats: float) -> None:
     session = steep(nats)
-    (found,), (right,) = session.step(Step(None, 1, 0, 15)), session.truth(Step(None, 1, 0, 15))
+    (found,), (right,) = session.step(ForwardStep(None, 1, 0, 15)), session.truth(ForwardStep(None, 1, 0, 15))
     assert float((found - right).abs().max()) < 2e-6
 
 
 def test_what_a_sum_cannot_hold_is_an_error() -> None:
     with pytest.raises(DomainError, match=r"attention call 1: some keys weigh more than 2\^38 / 3 times"):
-        steep(27.0).step(Step(None, 1, 0, 15))
+        steep(27.0).step(ForwardStep(None, 1, 0, 15))
     half = (torch.ones(1, 1, 1, 2), torch.full((1, 1, 1), (61.5 - FRAC) * math.log(2))), torch.zeros(1, 1, 1)
     assert float(encode(*half, 1).abs().max()) < 2.0**62
     with pytest.raises(DomainError, match=r"weigh more than 2\^38 / 2 times"):

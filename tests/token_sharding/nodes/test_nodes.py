@@ -16,7 +16,7 @@ from private_llm.net.local import LocalMesh
 from private_llm.net.transport import Transport
 from private_llm.token_sharding.nodes.attn_node import AttnNode
 from private_llm.token_sharding.nodes.exchange import Exchange
-from private_llm.token_sharding.nodes.facts import AttentionCall, Step, allowed, attend
+from private_llm.token_sharding.nodes.facts import AttentionCall, ForwardStep, allowed, attend
 from private_llm.token_sharding.plans import ShardingPlan
 from tests.token_sharding.nodes.prices import layer_bytes
 
@@ -50,7 +50,7 @@ class Session:
 
         self.rows = [(make(c.heads, c.dim), make(c.groups, c.dim), make(c.groups, c.value_dim)) for c in calls]
 
-    def step(self, step: Step) -> list[Tensor]:
+    def step(self, step: ForwardStep) -> list[Tensor]:
         """Attention of each call for the new positions, put together from all CompNodes."""
         results = [torch.full((self.batch, c.heads, step.new, c.value_dim), torch.nan) for c in self.calls]
         errors: list[BaseException] = []
@@ -80,7 +80,7 @@ class Session:
             raise errors[0]
         return results
 
-    def truth(self, step: Step) -> list[Tensor]:
+    def truth(self, step: ForwardStep) -> list[Tensor]:
         everything, new = list(range(step.total)), list(range(step.past, step.total))
         return [
             attend(q[:, :, new], k[:, :, everything], v[:, :, everything], allowed(c, step, new, everything), c.scale,
@@ -92,7 +92,7 @@ class Session:
         return merge([link.ledger for link in self.links]).sent
 
 
-def check(session: Session, step: Step) -> None:
+def check(session: Session, step: ForwardStep) -> None:
     for found, right in zip(session.step(step), session.truth(step), strict=True):
         assert float((found - right).abs().max()) < 2e-6
 
@@ -102,7 +102,7 @@ def test_one_forward_of_all_kinds_of_attention(plan: ShardingPlan) -> None:
     session = Session(plan, [FULL, CAUSAL, WINDOW, LOCAL], 2, 29)
     padding = torch.ones(2, 29, dtype=torch.bool)
     padding[1, :4] = False
-    step = Step(None, 2, 0, 29, padding)
+    step = ForwardStep(None, 2, 0, 29, padding)
     found, right = session.step(step), session.truth(step)
     for a, b in zip(found, right, strict=True):
         assert float((a - b)[0].abs().max()) < 2e-6
@@ -113,16 +113,16 @@ def test_one_forward_of_all_kinds_of_attention(plan: ShardingPlan) -> None:
 def test_decoding_continues_the_cache(plan: ShardingPlan) -> None:
     session = Session(plan, [CAUSAL, WINDOW], 2, 20)
     for past, new in [(0, 13), (13, 1), (14, 1), (15, 4), (19, 1)]:
-        check(session, Step(1, 2, past, new))
+        check(session, ForwardStep(1, 2, past, new))
 
 
 def test_a_new_token_wakes_one_comp_node_and_beta_attn_nodes() -> None:
     plan = ShardingPlan(3, 4, 2)
     session = Session(plan, [CAUSAL], 1, 30)
-    session.step(Step(1, 1, 0, 29))
+    session.step(ForwardStep(1, 1, 0, 29))
     for link in session.links:
         link.ledger.reset()
-    check(session, Step(1, 1, 29, 1))
+    check(session, ForwardStep(1, 1, 29, 1))
     comp, shard = plan.comp_of(29), plan.shard_of(29)
     awake = {sender for sender, _ in session.sent()}
     assert awake == {comp, *(plan.attn_endpoint(shard, other) for other in range(plan.beta))}
@@ -134,7 +134,7 @@ def test_a_new_token_wakes_one_comp_node_and_beta_attn_nodes() -> None:
 def test_bytes_are_the_formula_s(plan: ShardingPlan, length: int) -> None:
     calls = [FULL, CAUSAL]
     session = Session(plan, calls, 2, length)
-    session.step(Step(None, 2, 0, length))
+    session.step(ForwardStep(None, 2, 0, length))
     assert sum(session.sent().values()) == layer_bytes(plan, calls, 2, length)
 
 
@@ -159,7 +159,7 @@ def test_half_precision_on_the_wire() -> None:
     """Rows of about 1 carry a relative error of 2^-11; scores and results inherit it."""
     plan = ShardingPlan(3, 2, 1, wire="float16")
     session = Session(plan, [FULL, CAUSAL], 2, 29)
-    step = Step(None, 2, 0, 29)
+    step = ForwardStep(None, 2, 0, 29)
     for found, right in zip(session.step(step), session.truth(step), strict=True):
         assert 0 < float((found - right).abs().max()) < 1e-2
     assert sum(session.sent().values()) == layer_bytes(plan, [FULL, CAUSAL], 2, 29)
@@ -168,37 +168,37 @@ def test_half_precision_on_the_wire() -> None:
 def test_caches_are_selected_cropped_copied_and_freed() -> None:
     plan = ShardingPlan(3, 2, 2)
     session = Session(plan, [CAUSAL], 2, 20)
-    session.step(Step(1, 2, 0, 15))
+    session.step(ForwardStep(1, 2, 0, 15))
     for node in session.attns:
         node.copy(1, 2)
         node.crop(2, 11)
-    check(session, Step(2, 2, 11, 3))
-    check(session, Step(1, 2, 15, 1))
+    check(session, ForwardStep(2, 2, 11, 3))
+    check(session, ForwardStep(1, 2, 15, 1))
     for node in session.attns:
         node.select(1, torch.tensor([1, 0]))
     session.rows = [(q.flip(0), k.flip(0), v.flip(0)) for q, k, v in session.rows]
-    check(session, Step(1, 2, 16, 2))
+    check(session, ForwardStep(1, 2, 16, 2))
     for node in session.attns:
         node.free(1)
-    check(session, Step(1, 2, 0, 4))
+    check(session, ForwardStep(1, 2, 0, 4))
 
 
 def test_a_node_that_lost_a_part_of_its_cache_does_not_go_on() -> None:
     session = Session(ShardingPlan(3, 2, 2), [CAUSAL], 2, 20)
-    session.step(Step(1, 2, 0, 15))
+    session.step(ForwardStep(1, 2, 0, 15))
     for node in session.attns:
         node.crop(1, 11)
     with pytest.raises(TransportError, match="a step at position 15 does not continue the cache of this node"):
-        session.step(Step(1, 2, 15, 1))
+        session.step(ForwardStep(1, 2, 15, 1))
 
 
 def test_a_model_that_disagrees_is_refused() -> None:
     exchange = Exchange(ShardingPlan(1, 4, 1), LocalMesh(2).transport(0), [CAUSAL])
-    exchange.begin(Step(None, 1, 0, 2))
+    exchange.begin(ForwardStep(None, 1, 0, 2))
     wrong = torch.zeros(1, 4, 2, 9)
     with pytest.raises(DomainError, match="attention call 1: got heads, groups, sizes"):
         exchange.attend(wrong, wrong, wrong)
     exchange = Exchange(ShardingPlan(1, 4, 1), LocalMesh(2).transport(0), [CAUSAL])
-    exchange.begin(Step(None, 1, 0, 2))
+    exchange.begin(ForwardStep(None, 1, 0, 2))
     with pytest.raises(DomainError, match="made 0 attention calls; want 1"):
         exchange.end()

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from private_llm.token_sharding.nodes.facts import AttentionCall, Step
+from private_llm.token_sharding.nodes.facts import AttentionCall, ForwardStep
 from private_llm.token_sharding.nodes.stage_costs import (
     Card,
     Stage,
@@ -28,7 +28,7 @@ PLANS = [
     ShardingPlan(3, 4, 2, wire="float16", partials="open"),
 ]  # fmt: skip
 CALLS = [FULL, CAUSAL, WINDOW]
-STEPS = [Step(1, 2, 0, 17), Step(1, 2, 17, 1), Step(1, 2, 18, 3)]
+STEPS = [ForwardStep(1, 2, 0, 17), ForwardStep(1, 2, 17, 1), ForwardStep(1, 2, 18, 3)]
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=str)
@@ -62,16 +62,16 @@ def test_bytes_of_every_link_and_the_cache_are_those_of_a_run(plan: ShardingPlan
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 @pytest.mark.parametrize("length", [3, 17, 64])
 def test_a_forward_s_sum_is_that_of_the_format(plan: ShardingPlan, length: int) -> None:
-    stages = [stage for call in CALLS for stage in attention_stages(plan, call, Step(None, 2, 0, length))]
+    stages = [stage for call in CALLS for stage in attention_stages(plan, call, ForwardStep(None, 2, 0, length))]
     assert sum(sum(stage.sent.values()) for stage in stages) == layer_bytes(plan, CALLS, 2, length)
 
 
 def test_attention_work_is_all_pairs_of_the_plain_attention_and_of_new_rows_only() -> None:
     """Every query meets every key in one node; a decode step computes one row against all keys."""
     plan = ShardingPlan(3, 4, 2)
-    _, back = attention_stages(plan, FULL, Step(None, 2, 0, 29))
+    _, back = attention_stages(plan, FULL, ForwardStep(None, 2, 0, 29))
     assert sum(back.macs.values()) == 2 * 4 * 29 * 29 * (8 + 6)
-    _, back = attention_stages(plan, FULL, Step(1, 2, 28, 1))
+    _, back = attention_stages(plan, FULL, ForwardStep(1, 2, 28, 1))
     assert sum(back.macs.values()) == 2 * 4 * 1 * 29 * (8 + 6)
     shard = plan.shard_of(28)
     assert set(back.macs) <= {plan.attn_endpoint(shard, other) for other in range(plan.beta)}
@@ -120,7 +120,7 @@ def test_equation_2_by_hand() -> None:
 def test_stages_differ_from_equation_2_where_they_should(plan: ShardingPlan) -> None:
     """Rows out: the same. Back: one number less a row and head, both shards of a node, and the receiving card."""
     call, tokens, bandwidth, latency = AttentionCall(3, 1, 4, 4, 1.0), 50, 100.0, 0.25
-    out, back = attention_stages(plan, call, Step(None, 1, 0, tokens))
+    out, back = attention_stages(plan, call, ForwardStep(None, 1, 0, tokens))
     rows, queries = max(comp_sizes(plan, 0, tokens)), shard_sizes(plan, 0, tokens)
     no_queries = paper_seconds(plan.beta, 4, 4, 3, 1, rows, 0, bandwidth, latency)
     assert out.seconds(bandwidth, latency, 1.0) + latency == pytest.approx(no_queries)
