@@ -9,7 +9,7 @@ import pytest
 import torch
 from bench.catalogue import make
 from bench.measure import measure
-from private_llm_cli.commands.terminal_chat import chat
+from private_llm_cli.commands.generate import demo_chat
 from private_llm_hf.models import smollm2
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -43,7 +43,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.usefixtures("model")
 @pytest.mark.full
 def test_a_chat_in_figures(capsys: pytest.CaptureFixture[str]) -> None:
-    chat("a b c", CONFIG, 3, True, None)
+    demo_chat("a b c", CONFIG, 3, True, None)
     made = json.loads(capsys.readouterr().out)
     assert made["private_text"] == made["plain_text"] != ""
     assert made["tokens_equal"] == made["tokens"] == 3
@@ -53,7 +53,7 @@ def test_a_chat_in_figures(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.usefixtures("model")
 def test_a_chat_in_words(capsys: pytest.CaptureFixture[str]) -> None:
-    chat("a b c", CONFIG, 3, False, None)
+    demo_chat("a b c", CONFIG, 3, False, None)
     lines = capsys.readouterr().out.splitlines()
     said = {line.split()[0]: line.split()[1:] for line in lines if line}
     assert said["prompt"] == ["a", "b", "c"]
@@ -65,7 +65,7 @@ def test_a_chat_in_words(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_chat_of_no_tokens() -> None:
     with pytest.raises(ConfigError, match="max-new-tokens: got 0"):
-        chat("a", CONFIG, 0, True, None)
+        demo_chat("a", CONFIG, 0, True, None)
 
 
 @pytest.mark.usefixtures("model")

@@ -247,7 +247,7 @@ def test_what_nobody_foresaw_is_one_message_with_a_way_to_its_traceback(
     def fails(*_: object) -> None:
         raise RuntimeError("the reason\nand more")
 
-    monkeypatch.setattr(doctor, "doctor", fails)
+    monkeypatch.setattr(doctor, "examine", fails)
     told = run("doctor", code=1)
     assert told.splitlines() == [
         "private-llm: unforeseen RuntimeError: the reason; `private-llm --traceback ...` shows where it comes from"
@@ -436,7 +436,7 @@ def test_a_missing_extra_is_named(run: Run, monkeypatch: pytest.MonkeyPatch) -> 
 
     wanted = ["torch>=2.6", 'pydantic-settings>=2.4; extra == "hosting"', 'ruff; extra == "test"']
     monkeypatch.setattr(app.metadata, "requires", lambda _: wanted)
-    monkeypatch.setattr(doctor, "doctor", fails)
+    monkeypatch.setattr(doctor, "examine", fails)
     assert run("doctor", code=2).strip() == (
         "private-llm: this command needs the Python package 'pydantic_settings', which is not installed: pip install "
         "'private-llm[hosting]' (in a checkout: '.[hosting]')"

@@ -114,7 +114,8 @@ def estimate(
         return
     more |= options.plan_of("".join(plan or []), accept_weak_plan, split)
     config = options.config_of(protocol, ring, **more)
-    run(model, config, as_json, seq, new, batch, bandwidth, latency, gmacs, image, sparsity, ranges)
+    work = Workload(model, seq, new, batch, sparsity)
+    run(work, config, as_json, Hardware.of(bandwidth, latency, gmacs, config.plan is not None), image, ranges)
 
 
 def doctor(
@@ -122,6 +123,21 @@ def doctor(
     threats: Annotated[bool, typer.Option("--threats", help="Print the threat model instead (Markdown).")] = False,
 ) -> None:
     """What this machine can do: versions, processor, speeds, warnings."""
-    from private_llm_cli.commands.doctor import doctor as run
+    from private_llm.config import VERSION
+    from private_llm.threat import markdown
+    from private_llm_cli.commands.output import CONSOLE, emit_json, emit_table
 
-    run(as_json, threats)
+    if threats:
+        CONSOLE.print(markdown(), markup=False, highlight=False, soft_wrap=True)
+        return
+    from private_llm_cli.commands.doctor import examine
+
+    report = examine()
+    if as_json:
+        emit_json(report)
+        return
+    words = {key: ", ".join(map(str, value)) or "none" for key, value in report.items() if isinstance(value, list)}
+    rows = [(key.replace("_", " "), words.get(key, value)) for key, value in report.items() if key != "warnings"]
+    emit_table(f"private-llm {VERSION}", ("what", "found"), [(k, "not installed" if v is None else v) for k, v in rows])
+    for warning in report["warnings"]:
+        CONSOLE.print(f"[yellow]warning:[/] {warning}")

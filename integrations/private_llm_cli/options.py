@@ -108,20 +108,17 @@ Split = Annotated[
 ]
 
 
-def config_of(protocol: str, ring: int, mode: PartyMode = PartyMode.AUTO, **more: Any) -> PrivateConfig:  # noqa: ANN401
+def config_of(
+    protocol: str, ring: int, mode: PartyMode = PartyMode.AUTO, frac_bits: int | None = None, **more: Any,  # noqa: ANN401
+) -> PrivateConfig:  # fmt: skip
     """The configuration of a command. Raises ConfigError for settings that do not go together."""
     values: dict[str, Any] = {"protocol": protocol, "ring": ring, "plugins": PLUGINS.get(), **more}
     if "hosts" in more and mode is not PartyMode.AUTO:
         raise ConfigError(f"party-mode: got {mode.value!r} with --hosts, where the parties run already; leave it out")
     values.setdefault("party_mode", mode.value)
-    if ring == 32:
-        values.setdefault("frac_bits", 12)
+    if frac_bits is not None or ring == 32:
+        values["frac_bits"] = 12 if frac_bits is None else frac_bits
     return PrivateConfig.from_dict({**values, "insecure": protocol != CASCADE and not protocol_facts(protocol).hides})
-
-
-def bits(frac_bits: int | None) -> dict[str, Any]:
-    """Settings of --frac-bits."""
-    return {} if frac_bits is None else {"frac_bits": frac_bits}
 
 
 def adder_of(text: str) -> dict[str, Any]:
@@ -341,7 +338,7 @@ class RemoteRun(Run, Links):
 
     def config(self, **more: Any) -> PrivateConfig:  # noqa: ANN401 - those of `config_of`
         """The configuration of a client."""
-        more |= self.link_settings("client") | bits(self.frac_bits)
+        more |= self.link_settings("client") | {"frac_bits": self.frac_bits}
         return super().config(reveal=self.reveal, weights=self.weights, busy_wait_s=self.busy_wait, **more)
 
 

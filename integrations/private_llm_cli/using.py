@@ -36,14 +36,14 @@ def demo(
     config = run.config(**sharding.settings())
 
     from private_llm_cli.commands.generate import demo as show
+    from private_llm_cli.commands.generate import demo_chat
     from private_llm_cli.commands.models import CHAT_PROMPT, DEMO_PROMPT, LONG_PROMPT
-    from private_llm_cli.commands.terminal_chat import chat
 
     new_tokens = min(new_tokens, 4) if tiny else new_tokens
     if model is options.DemoModel.SMOLLM2:
         if plot is not None:
             raise ConfigError("plot: want --model bundled, whose few layers a picture can show")
-        chat(prompt or CHAT_PROMPT, config, new_tokens, as_json, cache)
+        demo_chat(prompt or CHAT_PROMPT, config, new_tokens, as_json, cache)
         return
     if cache is not None:
         raise ConfigError("cache: want --model smollm2; the bundled model is not converted")

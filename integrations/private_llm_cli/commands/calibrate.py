@@ -47,7 +47,7 @@ def calibrate(
     from private_llm_cli.commands.parties import auto_class
 
     quiet()
-    config = options.config_of("trio", ring, **options.bits(frac_bits))
+    config = options.config_of("trio", ring, frac_bits=frac_bits)
     if image and text is not None:
         raise ConfigError("calibrate: give a text or images, as the model takes")
     try:
@@ -102,7 +102,7 @@ def diff(
     from private_llm_hf.api import ranges_of_checkpoint
     from private_llm_hf.tools.compare import compare
 
-    config = options.config_of("plain", ring, approximations=approximations, **options.bits(frac_bits))
+    config = options.config_of("plain", ring, approximations=approximations, frac_bits=frac_bits)
     source, known = model or demo_model(), ranges_from(ranges)
     if image is None:
         plain = plaintext_model(source)

@@ -119,18 +119,24 @@ def show(
 ) -> None:
     """What stands in certificates and requests: name, days left, fingerprint."""
     from private_llm.net.authority import certificate_facts, read_request
+    from private_llm_cli.commands.output import emit_json
 
     for path in files:
+        found: list[tuple[dict[str, object], str]] = []
         if path.suffix == ".csr":
             asked = read_request(path)
-            values: dict[str, object] = {"name": asked.name, "key_fingerprint": asked.fingerprint}
-            text = f"{path}: request for {asked.name}\n  SHA-256 of its key {asked.fingerprint}"
-            _emit({"file": str(path), **values}, text, as_json)
-            continue
-        for facts in certificate_facts(path):
-            values = {key: str(value) for key, value in dataclasses.asdict(facts).items()}
-            days = round(facts.days_left(), 1)
-            _emit({"file": str(path), **values, "days_left": days}, f"{path}: {_text(facts, days)}", as_json)
+            text = f"request for {asked.name}\n  SHA-256 of its key {asked.fingerprint}"
+            found.append(({"subject": asked.name, "key_fingerprint": asked.fingerprint}, text))
+        else:
+            for facts in certificate_facts(path):
+                values = {key: str(value) for key, value in dataclasses.asdict(facts).items()}
+                subject, days = values.pop("name"), round(facts.days_left(), 1)
+                found.append(({"subject": subject, **values, "days_left": days}, _text(facts, days)))
+        for row, text in found:
+            if as_json:
+                emit_json({"name": "certs", "file": str(path), **row})
+            else:
+                _say(f"{path}: {text}")
 
 
 def _text(facts: CertificateFacts, days: float) -> str:
@@ -142,18 +148,9 @@ def _text(facts: CertificateFacts, days: float) -> str:
     )
 
 
-def _emit(values: dict[str, object], text: str, as_json: bool) -> None:
-    from private_llm_cli.commands.output import emit_json
-
-    if as_json:
-        emit_json({"name": "certs", **{("subject" if key == "name" else key): each for key, each in values.items()}})
-    else:
-        for line in text.splitlines():
-            _say(line)
-
-
 def _say(line: str) -> None:
     from private_llm.net.wire import legible
     from private_llm_cli.commands.output import CONSOLE
 
-    CONSOLE.print(legible(line), highlight=False, markup=False, emoji=False, soft_wrap=True)  # :AB: is no emoji
+    for each in line.splitlines():
+        CONSOLE.print(legible(each), highlight=False, markup=False, emoji=False, soft_wrap=True)  # :AB: is no emoji

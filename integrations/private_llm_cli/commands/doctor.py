@@ -20,26 +20,10 @@ from private_llm.kernels import ops
 from private_llm.kernels.parallel import usable_cores
 from private_llm.ring.prg import Seed
 from private_llm.ring.ring import RING64
-from private_llm.threat import markdown
-from private_llm_cli.commands.output import CONSOLE, emit_json, emit_table, progress_bar
+from private_llm_cli.commands.output import progress_bar
 
 _PACKAGES = ("torch", "transformers", "accelerate", "numba", "triton", "cryptography", "safetensors", "numpy")
 _FLAGS = ("aes", "vaes", "avx2", "avx512f", "avx512_vnni", "amx_int8", "amx_bf16", "neon", "asimd")
-
-
-def doctor(as_json: bool, threats: bool) -> None:
-    """Print the report, or the threat model."""
-    if threats:
-        CONSOLE.print(markdown(), markup=False, highlight=False, soft_wrap=True)
-        return
-    report = examine()
-    if as_json:
-        emit_json(report)
-        return
-    rows = [(key.replace("_", " "), _show(value)) for key, value in report.items() if key != "warnings"]
-    emit_table(f"private-llm {VERSION}", ("what", "found"), rows)
-    for warning in report["warnings"]:
-        CONSOLE.print(f"[yellow]warning:[/] {warning}")
 
 
 def examine() -> dict[str, Any]:
@@ -185,9 +169,3 @@ def _warnings(report: dict[str, Any]) -> list[str]:
     if report["gpus"] and report["triton"] is None:
         found.append("a GPU without triton: its kernels cannot run (pip install triton)")
     return found
-
-
-def _show(value: object) -> str:
-    if isinstance(value, list):
-        return ", ".join(map(str, value)) or "none"
-    return "not installed" if value is None else str(value)

@@ -24,44 +24,41 @@ if TYPE_CHECKING:
 
 
 def estimate(
-    model: str, config: PrivateConfig, as_json: bool, sequence: int, new_tokens: int, batch: int,
-    bandwidth: float, latency: float, gmacs: float | None, image: str | None = None,
-    sparsity: str = "", ranges: Path | None = None,
-) -> None:  # fmt: skip
+    work: Workload, config: PrivateConfig, as_json: bool, hardware: Hardware, image: str | None, ranges: Path | None
+) -> None:
     """Count the costs on meta tensors and print them per layer.
 
-    sparsity: as `PlannedSparsity.parse` reads it. ranges: a file of `calibrate`; without it every module has one size.
+    work.sparsity: as `PlannedSparsity.parse` reads it. ranges: a file of `calibrate`; without it every module has one
+    size.
     """
     from private_llm_hf.models.architectures import architecture
     from private_llm_hf.sparsity.price import PlannedSparsity
     from private_llm_hf.tools.estimate import estimate as run
 
     known = ranges_from(ranges) or UNKNOWN
-    hardware = Hardware.of(bandwidth, latency, gmacs, config.plan is not None)
-    model_class, model_config = shape_of(model)
+    model_class, model_config = shape_of(work.model)
     vision = architecture(model_config).kind == "vision"
     if image is not None and not vision:
-        raise ConfigError(f"image: {model!r} reads text; give --seq")
-    replaced = None
-    if sparsity:
-        planned = PlannedSparsity.parse(sparsity)
+        raise ConfigError(f"image: {work.model!r} reads text; give --seq")
+    if work.sparsity:
+        planned = PlannedSparsity.parse(work.sparsity)
         config = replace(config, sparsity=planned.settings)
         model_config, replaced = planned.applied(model_class, model_config)
+        work = replace(work, replaced=replaced)
     asked = [config] if config.kv_cache == KEEP_ALL else [config, replace(config, kv_cache=KEEP_ALL)]
-    with progress_bar(max(1, new_tokens) * len(asked), quiet=as_json) as step:
+    pixels = None if image is None else options.parse_shape(image)
+    with progress_bar(max(1, work.new) * len(asked), quiet=as_json) as step:
         step("building the model", 0)
         found, *beside = (
             run(
-                model_class, model_config, each, sequence, new_tokens, batch,
-                lambda: step("counting forwards"), None if image is None else options.parse_shape(image),
-                ranges=known,
+                model_class, model_config, each, work.sequence, work.new, work.batch,
+                lambda: step("counting forwards"), pixels, ranges=known,
             )
             for each in asked
         )  # fmt: skip
-    saved = saving(beside[0], found, config.kv_cache, new_tokens, hardware) if beside else None
+    saved = saving(beside[0], found, config.kv_cache, work.new, hardware) if beside else None
     if vision:
-        sequence = 0
-    work = Workload(model, sequence, new_tokens, batch, sparsity, replaced)
+        work = replace(work, sequence=0)
     if as_json:
         kept = {} if saved is None else {"kv_cache": saved}
         emit_json({**_summary(work, found, config, hardware), **kept})
@@ -127,8 +124,7 @@ def _tables(work: Workload, found: Estimate, config: PrivateConfig, hardware: Ha
         each = duration(hardware.seconds(one))
         rows.append((name, len(group), size(one.bytes_total), one.rounds, f"{macs / 1e9:.2f} G", each))
     headings = ("layer", "times", "bytes each", "rounds each", "multiply-adds each", "time each")
-    link = hardware.link
-    caption = f"{link.bandwidth_mbit:g} Mbit/s, {link.latency_ms:g} ms one way, {', '.join(hardware.speeds(config))}"
+    caption = f"{hardware.link}, {', '.join(hardware.speeds(config))}"
     by = "" if _adder(config) == "prefix" else f", adder {_adder(config)}"
     emit_table(f"{work}, {config.protocol}{by}", headings, rows, caption)
     total = duration(sum(hardware.seconds(layer) for layer in layers))
@@ -177,15 +173,14 @@ def saving(full: Estimate, kept: Estimate, policy: CachePolicy, new: int, hardwa
     policy; full: bytes_total, rounds, seconds and cache bytes of the whole run; prompt and token: full and kept bytes,
     rounds and seconds until the first new token, and of each later one on average (None without any).
     """
-    whole = {name: _sum(found, hardware) for name, found in (("full", full), ("kept", kept))}
-    first = {name: found if found.prompt is None else found.prompt for name, found in (("full", full), ("kept", kept))}
-    prompt = {name: _sum(found, hardware) for name, found in first.items()}
+    runs = {"full": full, "kept": kept}
+    whole = {name: _sum(found, hardware) for name, found in runs.items()}
+    prompt = {name: _sum(found.prompt or found, hardware) for name, found in runs.items()}
     token = {
         name: {key: (costs[key] - prompt[name][key]) / (new - 1) for key in costs} for name, costs in whole.items()
     } if new > 1 else None  # fmt: skip
     costs = whole["full"]
-    in_full = {"bytes_total": costs["bytes"], "rounds": costs["rounds"], "seconds": costs["seconds"]}
-    full_run = {**in_full, "cache": full.cache_bytes}
+    full_run = {"bytes_total": costs.pop("bytes"), **costs, "cache": full.cache_bytes}
     return {"policy": policy.to_dict(), "full": full_run, "prompt": prompt, "token": token}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +48,9 @@ class LinkSpeed:
                 f"link: got {self.bandwidth_mbit:g} Mbit/s and {self.latency_ms:g} ms; want a positive bandwidth and "
                 "a latency of at least 0"
             )
+
+    def __str__(self) -> str:
+        return f"{self.bandwidth_mbit:g} Mbit/s, {self.latency_ms:g} ms one way"
 
     def seconds(self, count: int) -> float:
         """Time that `count` bytes occupy one direction."""
@@ -129,22 +133,16 @@ class Busiest:
 
 def busiest(stages: Iterable[Stage], hardware: Hardware) -> Busiest:
     """Of all nodes; the client is none."""
-    sent: dict[tuple[int, int], int] = {}
-    macs: dict[int, int] = {}
+    sent: Counter[tuple[int, int]] = Counter()
+    macs: Counter[int] = Counter()
     for stage in stages:
-        for link, count in stage.sent.items():
-            sent[link] = sent.get(link, 0) + count
-        for node, count in stage.macs.items():
-            macs[node] = macs.get(node, 0) + count
-    through = cards(sent)
-    return max(
-        (
-            Busiest(n, card, macs.get(n, 0), hardware.link.seconds(card.most) + macs.get(n, 0) / hardware.floats / 1e9)
-            for n, card in through.items()
-            if n != CLIENT
-        ),
-        key=lambda one: one.seconds,
-    )
+        sent.update(stage.sent)
+        macs.update(stage.macs)
+    nodes = (
+        Busiest(n, card, macs[n], hardware.link.seconds(card.most) + macs[n] / hardware.floats / 1e9)
+        for n, card in cards(sent).items() if n != CLIENT
+    )  # fmt: skip
+    return max(nodes, key=lambda one: one.seconds)
 
 
 def _per_token(sharded: Sharded, hardware: Hardware) -> float | None:
@@ -228,7 +226,6 @@ def compare_plans(
         for row in rows:
             emit_json(row)
         return
-    link = hardware.link
     emit_table(
         f"{work}: plans",
         ("plan", "nodes", "CompNode sees", "AttnNode sees", "bytes", "prompt", "each token", "in all", "searches"),
@@ -241,9 +238,9 @@ def compare_plans(
             )
             for row in rows
         ],
-        f"{link.bandwidth_mbit:g} Mbit/s a network card, {link.latency_ms:g} ms one way, "
-        f"{', '.join(hardware.speeds(config))}; plan: alpha,c,m; sees: the largest part of the text that one node "
-        "of the kind holds; prompt, each token: time on the nodes; searches: what the audit says of them",
+        f"{hardware.link} of each network card, {', '.join(hardware.speeds(config))}; plan: alpha,c,m; sees: the "
+        "largest part of the text that one node of the kind holds; prompt, each token: time on the nodes; searches: "
+        "what the audit says of them",
     )  # fmt: skip
 
 

@@ -5,17 +5,22 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from rich.markup import escape
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError
 from private_llm_cli.commands.calibrate import ranges_from
 from private_llm_cli.commands.doctor import machine
-from private_llm_cli.commands.models import demo_model, gguf_options, loaded_from, plaintext_model, tokenizer_of
+from private_llm_cli.commands.models import (
+    demo_model,
+    gguf_options,
+    loaded_from,
+    plaintext_model,
+    smollm2_model,
+    tokenizer_of,
+)
 from private_llm_cli.commands.output import (
     CONSOLE,
     duration,
@@ -63,8 +68,8 @@ def generate(
     facts = {"model": source, "prompt": prompt}
     try:
         made = run(
-            lambda: loaded_from(AutoPrivateModelForCausalLM, source, config, **form), tokenizer, prompt, new_tokens,
-            as_json, sampling, preprocess, text,
+            lambda: loaded_from(AutoPrivateModelForCausalLM, source, config, **form), _inputs(tokenizer, prompt),
+            new_tokens, as_json, sampling, preprocess, text,
         )  # fmt: skip
     except Exception as error:
         if as_json and text.arrived:
@@ -88,11 +93,9 @@ def demo(prompt: str, config: PrivateConfig, new_tokens: int, as_json: bool, plo
     mesh = _recording(config, plot)
     source = demo_model()
     tokenizer, plain = tokenizer_of(source), plaintext_model(source)
-    made = run(lambda: patch(plain, config, mesh), tokenizer, prompt, new_tokens, as_json, {"do_sample": False})
-    start = len(made.prompt)
-    reference = plain.generate(**_inputs(tokenizer, prompt), max_new_tokens=new_tokens, do_sample=False)[0]
-    equal, total = agreement(made.ids[start:], reference[start:])
-    texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in (made.ids, reference)]
+    inputs = _inputs(tokenizer, prompt)
+    made = run(lambda: patch(plain, config, mesh), inputs, new_tokens, as_json, {"do_sample": False})
+    reference = plain.generate(**inputs, max_new_tokens=new_tokens, do_sample=False)[0]
     layers = by_layer(made.costs)
     if plot is not None:
         from private_llm_cli.commands.plot import plot_costs, plot_nodes
@@ -101,32 +104,93 @@ def demo(prompt: str, config: PrivateConfig, new_tokens: int, as_json: bool, plo
             plot_costs(layers, mesh.waits if mesh is not None else (), config, made.clock.last, plot)
         else:
             plot_nodes(made.costs, mesh.sent if mesh is not None else (), config, made.clock.arrived, plot)
+    facts = _facts(made, reference, tokenizer, prompt, config)
     if as_json:
-        facts = {"name": "demo", "prompt": prompt, "private_text": texts[0], "plain_text": texts[1]}
         parts = [{"name": layer.name, "bytes": layer.bytes_total, "rounds": layer.rounds} for layer in layers]
-        emit_json({**facts, "tokens_equal": equal, "tokens": total, **figures(made, config), "layers": parts})
+        emit_json({**facts, "layers": parts})
         return
-    CONSOLE.print(f"[bold]prompt   [/] {escape(prompt)}", highlight=False)
-    CONSOLE.print(f"[bold]private  [/] {escape(texts[0])}", highlight=False)
-    CONSOLE.print(f"[bold]plaintext[/] {escape(texts[1])}", highlight=False)
+    for label, text in (("prompt", prompt), ("private", facts["private_text"]), ("plaintext", facts["plain_text"])):
+        _say(label, f"{text}\n")
     note = ""
-    if equal < total:
-        gap = margin(plain, reference[: start + equal])
+    if facts["tokens_equal"] < facts["tokens"]:
+        gap = margin(plain, reference[: len(made.prompt) + facts["tokens_equal"]])
         note = f"; at the first difference the plaintext model's two best logits are {gap:.4f} apart"
-    CONSOLE.print(f"[bold]agreement[/] {equal} of {total} tokens{note}\n", highlight=False)
+    _say("agreement", f"{facts['tokens_equal']} of {facts['tokens']} tokens{note}\n\n")
     emit_table("bytes by link", ("link", "bytes"), [(name, size(n)) for name, n in by_link(made.costs, config).items()])
     rows = [(layer.name, size(layer.bytes_total), layer.rounds) for layer in layers]
     if len(rows) > 1:  # nodes of a sharding plan do not book by layer
         emit_table("cost by layer, all tokens", ("layer", "bytes", "rounds"), rows)
-    CONSOLE.print(cost_line(made), highlight=False)
-    if config.party_mode != "remote":
-        CONSOLE.print("All parties ran on this machine, which protects nobody from its owner.", style="yellow")
+    _say_cost(cost_line(made), config)
     if plot is not None:
         CONSOLE.print(f"plot written to {plot}", highlight=False)
 
 
+def demo_chat(prompt: str, config: PrivateConfig, new_tokens: int, as_json: bool, cache: Path | None) -> None:
+    """Ask SmolLM2 in plaintext and in private, greedily: the private answer as it comes, below the plaintext model's.
+
+    cache: where the converted model is kept. Raises ConfigError if the model's package is not installed.
+    """
+    from private_llm_hf import patch
+    from private_llm_hf.models import smollm2
+
+    if new_tokens < 1:
+        raise ConfigError(f"max-new-tokens: got {new_tokens}; want at least 1")
+    if config.party_mode == "auto":  # thousands of small steps a token: threads would wait for the interpreter's lock
+        config = replace(config, party_mode="processes")
+    with progress_bar(None, as_json) as step:
+        step("loading the model; its first use converts it", 0)
+        source = smollm2_model(cache)
+        tokenizer, plain = tokenizer_of(source), plaintext_model(source)
+        inputs = smollm2.chat(tokenizer, [prompt])
+        step("plaintext answer", 0)
+        reference = plain.generate(**inputs, max_new_tokens=new_tokens, do_sample=False)[0]
+    start = inputs["input_ids"].shape[1]
+    if not as_json:
+        answer = tokenizer.decode(reference[start:], skip_special_tokens=True)
+        for label, text in (("model", smollm2.NAME), ("prompt", prompt), ("plaintext", answer)):
+            _say(label, f"{text}\n")
+    labelled = False
+
+    def show(text: str) -> None:
+        nonlocal labelled
+        _say("" if labelled else "private", text)
+        labelled = True
+
+    stream = TextStream(tokenizer, show if not as_json else lambda _: None)
+    made = run(lambda: patch(plain, config), inputs, new_tokens, as_json, {"do_sample": False}, text=stream)
+    facts = _facts(made, reference, tokenizer, prompt, config)
+    if as_json:
+        emit_json({**facts, "model": "smollm2", "protocol": config.protocol, "frac_bits": config.frac_bits})
+        return
+    show("\n")
+    _say("agreement", f"{facts['tokens_equal']} of {facts['tokens']} tokens\n\n")
+    _say_cost(f"{start} tokens of prompt; {cost_line(made)}", config)
+
+
+def _say(label: str, text: str) -> None:
+    """Text as it is, after a label unless this is empty."""
+    if label:
+        CONSOLE.print(f"[bold]{label:<9}[/] ", end="", highlight=False)
+    show_text(text)
+
+
+def _say_cost(line: str, config: PrivateConfig) -> None:
+    CONSOLE.print(line, highlight=False)
+    if config.party_mode != "remote":
+        CONSOLE.print("All parties ran on this machine, which protects nobody from its owner.", style="yellow")
+
+
+def _facts(made: Made, reference: Tensor, tokenizer: Any, prompt: str, config: PrivateConfig) -> dict[str, Any]:  # noqa: ANN401
+    """For JSON: both texts from their tokens, prompts included; how many of the first tokens are equal; costs."""
+    answers = [ids[len(made.prompt) :] for ids in (made.ids, reference)]
+    equal, total = agreement(*answers)
+    private, plain = (tokenizer.decode(ids, skip_special_tokens=True) for ids in answers)
+    texts = {"name": "demo", "prompt": prompt, "private_text": private, "plain_text": plain}
+    return {**texts, "tokens_equal": equal, "tokens": total, **figures(made, config)}
+
+
 def run(
-    load: Callable[[], Any], tokenizer: Any, prompt: str, new_tokens: int, quiet: bool, sampling: dict[str, Any],  # noqa: ANN401
+    load: Callable[[], Any], inputs: Any, new_tokens: int, quiet: bool, sampling: dict[str, Any],  # noqa: ANN401
     preprocess: bool = False, text: TextStream | None = None,
 ) -> Made:  # fmt: skip
     """Share the model (`load`), generate, and collect times and costs.
@@ -137,7 +201,6 @@ def run(
 
     if new_tokens < 1:
         raise ConfigError(f"max-new-tokens: got {new_tokens}; want at least 1")
-    inputs = _inputs(tokenizer, prompt)
     with ExitStack() as shown:
         step = shown.enter_context(progress_bar(new_tokens, quiet))
         step("sharing the weights", 0)

@@ -56,7 +56,7 @@ def share(
     more = predictors.sparse_settings()
     if predictors.sparsity == options.SHARED:
         raise ConfigError("sparsity: whoever shares a model holds its predictors; want the folder of them")
-    config = options.config_of(protocol, ring, prg=prg, **options.bits(frac_bits), **more)
+    config = options.config_of(protocol, ring, prg=prg, frac_bits=frac_bits, **more)
     from private_llm_hf.api import share_checkpoint
 
     from private_llm.net.roles import named
@@ -152,7 +152,6 @@ def party(
     more["idle_s"] = idle or None
     more |= (
         devices(device, device_map, max_memory, offload_folder, weights_at_rest)
-        | options.bits(frac_bits)
         | options.adder_of(adder)
         | {"parallel_sessions": parallel_sessions, "rotate_roles": rotate_roles}
         | sharding.settings()
@@ -163,7 +162,9 @@ def party(
         raise ConfigError(
             f"sparsity: got {predictors.sparsity!r}; a party holds no predictors: want 'shared', or a share file"
         )
-    config = options.config_of(protocol, ring, reveal=reveal, matmul=matmul, offline_folder=offline_folder, **more)
+    config = options.config_of(
+        protocol, ring, reveal=reveal, matmul=matmul, offline_folder=offline_folder, frac_bits=frac_bits, **more
+    )
     from private_llm_hf.client.launch import serve_party
 
     serve_party(config, index, shares, sessions, notice, model or None)

@@ -14,9 +14,6 @@ from private_llm_hf.token_sharding.cut import Cut
 from private_llm_hf.wire.codec import Dims, Message, OneOf
 from private_llm_hf.wire.commands import CopyCache, Count, Description, Handle, Hello, ResetCache, SelectRows, TellCosts
 
-_WIDEST = 1 << 24
-"""Heads of an attention call, and numbers of a head, at most."""
-
 ByRow = Annotated[Tensor, Dims(2, torch.int64)]
 """A number for each of a node's rows, [batch, rows]."""
 
@@ -34,12 +31,6 @@ class LoadNode(Message):
     behind: Cut | None
     calls: tuple[AttentionCall, ...]
     accepts: tuple[str, ...]
-
-    def __post_init__(self) -> None:
-        for call in self.calls:
-            sizes = (call.heads, call.groups, call.dim, call.value_dim)
-            if not all(1 <= size <= _WIDEST for size in sizes):
-                raise DomainError(f"attention call: got {sizes} heads, groups and sizes; want each 1 to {_WIDEST}")
 
 
 @dataclass(frozen=True)

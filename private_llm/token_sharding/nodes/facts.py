@@ -19,6 +19,9 @@ from private_llm.errors import DomainError
 MOST_TOKENS = 1 << 20
 """Positions of a text at most, and texts of a batch: nodes list positions before anything else could stop a step."""
 
+_WIDEST = 1 << 24
+"""Heads of an attention call, and numbers of a head, at most."""
+
 
 @dataclass(frozen=True)
 class AttentionCall:
@@ -27,7 +30,7 @@ class AttentionCall:
     heads, groups: query heads and key/value heads. dim, value_dim: of a head. scale, softcap: of the scores.
     back, ahead: a query at position p sees keys from p - back to p + ahead (None: as far as the text goes).
     slopes: of each head (ALiBi; see `key_bias`). coarse: slope times position is a bfloat16 that `scale` multiplies.
-    Raises DomainError for slopes that are not one a head, or beside a softcap.
+    Raises DomainError for sizes that no model has, and for slopes that are not one a head, or beside a softcap.
     """
 
     heads: int
@@ -42,6 +45,9 @@ class AttentionCall:
     coarse: bool = False
 
     def __post_init__(self) -> None:
+        sizes = (self.heads, self.groups, self.dim, self.value_dim)
+        if not all(1 <= size <= _WIDEST for size in sizes):
+            raise DomainError(f"attention call: got {sizes} heads, groups and sizes; want each 1 to {_WIDEST}")
         if self.slopes is None:
             return
         object.__setattr__(self, "slopes", tuple(self.slopes))  # JSON has lists

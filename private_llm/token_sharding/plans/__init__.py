@@ -174,5 +174,4 @@ class ShardingPlan:
         """Positions below `length` whose hidden states, or their projections, a node sees."""
         if endpoint < self.alpha:
             return frozenset(self.rows_of_comp(endpoint, 0, length))
-        pair = self.attn_shards(endpoint)
-        return frozenset(p for p in range(length) if self.shard_of(p) in pair)
+        return frozenset(p for shard in self.attn_shards(endpoint) for p in self.rows_of_shard(shard, 0, length))
