@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -138,7 +139,7 @@ class ParallelSessions(Parties):
     def forward(self, call: Call, secrets: list[Secret]) -> tuple[str, dict[str, Tensor]]:
         """As `Parties.forward`, every parallel session its rows, all at the same time.
 
-        Raises TransportError if they give different answers, UnsupportedOp and DomainError as `SessionRows.of_call`.
+        Raises TransportError if they give different answers, UnsupportedOp and DomainError as `SessionRows.of`.
         """
         with self.alone():
             place = self.place_of(call)
@@ -148,16 +149,16 @@ class ParallelSessions(Parties):
 
     def _run(self, call: Call, secrets: list[Secret], planned: Rows | None) -> tuple[str, dict[str, Tensor]]:
         """planned: the rows of a call that was preprocessed."""
-        held, picks = self._kept.of_call(call)
-        where = self._reserved(held or planned, call.rows, self._kept.together(call))
+        held, picks = self._kept.of(call)
+        where = self._reserved(held or planned or [], call.rows, self._kept.together(call))
         with where as rows, self._using(rows), ExitStack() as stack:
             waiting = []
-            for number, part, mine in parts_of_call(call, rows, picks):
+            for number, part, mine in parts_of(call, rows, picks):
                 each = self._every[number]
                 place = None if planned is None else each.place_of(part)
                 waiting.append(stack.enter_context(each.asking(part, secrets_of(secrets, mine, call.rows), place)))
             answers = [answer() for answer in waiting]
-        self._kept.keep_call(call, rows)
+        self._kept.keep(call, rows)
         if len({(kind, *opened) for kind, opened in answers}) != 1:
             raise TransportError(
                 "the parallel sessions gave different answers: they do not run the same model or version"
@@ -165,11 +166,11 @@ class ParallelSessions(Parties):
         return answers[0][0], {name: torch.cat([opened[name] for _, opened in answers]) for name in answers[0][1]}
 
     @contextmanager
-    def _reserved(self, rows: Rows | None, total: int, together: int) -> Iterator[Rows]:
+    def _reserved(self, rows: Rows, total: int, together: int) -> Iterator[Rows]:
         """The parallel sessions of a call: those that hold what it continues, or idle ones; other calls keep off while
         it runs."""
         with self._choice:
-            rows = spread(total, together, self._busy) if rows is None else rows
+            rows = rows or spread(total, together, self._busy)
             self._busy = [calls + bool(count) for calls, count in zip(self._busy, rows, strict=True)]
         try:
             yield rows
@@ -181,14 +182,14 @@ class ParallelSessions(Parties):
         """Cache management in every parallel session that holds rows of the cache."""
         with self.alone():
             planned = self.place_of(edit) is not None
-            rows, picks = self._kept.of_command(edit)
+            rows, picks = self._kept.of(edit)
             with self._using(rows):
-                for number, part in parts_of_command(edit, rows, picks):
+                for number, part, _ in parts_of(edit, rows, picks):
                     if planned:
                         self._every[number].place_of(part)
                     else:
                         self._every[number].tell(ManageCache(part))
-            self._kept.keep_command(edit)
+            self._kept.keep(edit, rows)
 
     # -- preprocessing ----------------------------------------------------------------------------------------
     def preprocess(self, entries: list[CallOrEdit]) -> int:
@@ -232,6 +233,7 @@ class ParallelSessions(Parties):
 
 
 # -- Which rows of a batch are whose ----------------------------------------------------------------------------------
+Entry = TypeVar("Entry", bound=CallOrEdit)
 Rows = list[int]
 """How many rows each parallel session holds."""
 Picks = list[Tensor | None]
@@ -246,47 +248,38 @@ class SessionRows:
         self._rows: dict[int, Rows] = {}
         self._groups: dict[int, int] = {}
 
-    def of_call(self, call: Call) -> tuple[Rows | None, Picks]:
-        """The rows of a call that continues what is kept, or None. Raises DomainError for another number of rows.
+    def of(self, entry: CallOrEdit) -> tuple[Rows, Picks]:
+        """The rows of what a request continues or changes (empty: nothing that is kept), and which of them it means.
 
-        Raises UnsupportedOp as `of_command`.
+        Raises DomainError for a call of another number of rows, UnsupportedOp if a row would change its parallel
+        session.
         """
-        found: Rows | None
-        picks: Picks = [None] * self._number
-        encoded = call.encoded
+        whole: Picks = [None] * self._number
+        if isinstance(entry, SelectRows):
+            return self._rows[entry.handle], self._picked(entry.handle, entry.index)[1]
+        if not isinstance(entry, Call):
+            return self._rows[entry.handle], whole
+        encoded = entry.encoded
         if encoded is not None and encoded.rows is not None:
             found, picks = self._picked(encoded.handle, encoded.rows)
         else:
-            handles = (None if encoded is None else encoded.handle, call.cache)
-            found = next((self._rows[h] for h in handles if h is not None and h in self._rows), None)
-        if found is not None and sum(found) != call.rows:
-            raise DomainError(f"rows: got {call.rows}; want {sum(found)}, as many as the cache or encoder output has")
+            handles = (None if encoded is None else encoded.handle, entry.cache)
+            found, picks = next((self._rows[h] for h in handles if h is not None and h in self._rows), []), whole
+        if found and sum(found) != entry.rows:
+            raise DomainError(f"rows: got {entry.rows}; want {sum(found)}, as many as the cache or encoder output has")
         return found, picks
 
-    def keep_call(self, call: Call, rows: Rows) -> None:
-        """A call was made with these rows: what it fills has them, too."""
-        for kept in (call.cache, call.encode_to):
-            if kept is not None:
-                self._rows[kept] = rows
-
-    def of_command(self, edit: CacheEdit) -> tuple[Rows, Picks]:
-        """The rows of a cache that a command is about.
-
-        Raises UnsupportedOp if one would change its parallel session.
-        """
-        rows = self._rows[edit.handle]
-        if isinstance(edit, SelectRows):
-            return rows, self._picked(edit.handle, edit.index)[1]
-        return rows, [None] * len(rows)
-
-    def keep_command(self, edit: CacheEdit) -> None:
-        """A command was given: what it changes has other rows now. Errors as `of_command`."""
-        if isinstance(edit, ResetCache):
-            self._rows.pop(edit.handle)
-        elif isinstance(edit, CopyCache):
-            self._rows[edit.to] = self._rows[edit.handle]
-        elif isinstance(edit, SelectRows):
-            self._rows[edit.handle] = self._picked(edit.handle, edit.index)[0]
+    def keep(self, entry: CallOrEdit, rows: Rows) -> None:
+        """A request was made with these rows: what it fills has them, and what it changes has others now."""
+        match entry:
+            case Call():
+                self._rows |= {kept: rows for kept in (entry.cache, entry.encode_to) if kept is not None}
+            case ResetCache():
+                self._rows.pop(entry.handle)
+            case CopyCache():
+                self._rows[entry.to] = rows
+            case SelectRows():
+                self._rows[entry.handle] = self._picked(entry.handle, entry.index)[0]
 
     def _picked(self, handle: int, index: Tensor) -> tuple[Rows, Picks]:
         """Chosen rows of a kept state, parallel session by parallel session. Raises UnsupportedOp if a row would change
@@ -328,22 +321,31 @@ def spread(total: int, together: int, busy: Sequence[int]) -> Rows:
     return rows
 
 
-def parts_of_call(call: Call, rows: Rows, picks: Picks) -> Iterator[tuple[int, Call, slice]]:
-    """Of each parallel session that takes part: number, part of the call, and which rows of the batch these are."""
+def parts_of(entry: Entry, rows: Rows, picks: Picks) -> Iterator[tuple[int, Entry, slice]]:
+    """Of each parallel session that takes part: number, part of the request, and which rows of the batch these are."""
     start = 0
     for number, (count, index) in enumerate(zip(rows, picks, strict=True)):
         if count:
-            yield number, _part(call, slice(start, start + count), index), slice(start, start + count)
+            yield number, _part(entry, slice(start, start + count), index), slice(start, start + count)
         start += count
 
 
-def parts_of_command(edit: CacheEdit, rows: Rows, picks: Picks) -> Iterator[tuple[int, CacheEdit]]:
-    """For each parallel session that holds rows: its number and its part of a command about a cache."""
-    for number, (count, index) in enumerate(zip(rows, picks, strict=True)):
-        if count and index is not None and isinstance(edit, SelectRows):
-            yield number, replace(edit, index=index)
-        elif count:
-            yield number, edit
+def _part(entry: Entry, rows: slice, index: Tensor | None) -> Entry:
+    """The rows `rows` of a request; index: those of what a parallel session keeps."""
+    if isinstance(entry, SelectRows):
+        return entry if index is None else replace(entry, index=index)
+    if not isinstance(entry, Call):
+        return entry
+    total, count, encoded = entry.rows, rows.stop - rows.start, entry.encoded
+    return replace(
+        entry,
+        secret=tuple(replace(item, shape=(count, *item.shape[1:])) for item in entry.secret),
+        public={
+            name: value[rows] if isinstance(value, Tensor) and value.shape[0] == total else value
+            for name, value in entry.public.items()
+        },
+        encoded=encoded if index is None or encoded is None else replace(encoded, rows=index),
+    )
 
 
 def plan_parallel_sessions(entries: Sequence[CallOrEdit], number: int) -> tuple[list[Rows], list[list[CallOrEdit]]]:
@@ -352,34 +354,14 @@ def plan_parallel_sessions(entries: Sequence[CallOrEdit], number: int) -> tuple[
     kept, every = SessionRows(number), list[Rows]()
     parts: list[list[CallOrEdit]] = [[] for _ in range(number)]
     for entry in entries:
+        rows, picks = kept.of(entry)
         if isinstance(entry, Call):
-            held, picks = kept.of_call(entry)
-            rows = spread(entry.rows, 1, [0] * number) if held is None else held
-            kept.keep_call(entry, rows)
-            for place, part, _ in parts_of_call(entry, rows, picks):
-                parts[place].append(part)
-        else:
-            rows, picks = kept.of_command(entry)
-            kept.keep_command(entry)
-            for place, edit in parts_of_command(entry, rows, picks):
-                parts[place].append(edit)
+            rows = rows or spread(entry.rows, 1, [0] * number)
+        kept.keep(entry, rows)
+        for place, part, _ in parts_of(entry, rows, picks):
+            parts[place].append(part)
         every.append(rows)
     return every, parts
-
-
-def _part(call: Call, rows: slice, index: Tensor | None) -> Call:
-    """The rows `rows` of a call."""
-    total, count = call.rows, rows.stop - rows.start
-    encoded = call.encoded
-    return replace(
-        call,
-        secret=tuple(replace(item, shape=(count, *item.shape[1:])) for item in call.secret),
-        public={
-            name: value[rows] if isinstance(value, Tensor) and value.shape[0] == total else value
-            for name, value in call.public.items()
-        },
-        encoded=encoded if index is None or encoded is None else replace(encoded, rows=index),
-    )
 
 
 def secrets_of(secrets: Sequence[Secret], rows: slice, total: int) -> list[Secret]:
