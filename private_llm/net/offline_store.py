@@ -234,33 +234,33 @@ class OfflineStoreTransport(PassingTransport):
 
 
 def store_call(
-    transport: Transport, helper: int, store: OfflineStore, beat: Callable[[], None] = lambda: None,
-    room: int | None = None,
+    transport: Transport, helper: int, store: OfflineStore | None, beat: Callable[[], None] = lambda: None,
+    room: int | None = None, problem: str | None = None,
 ) -> str | None:  # fmt: skip
     """Write the messages of one call of `helper` to the store as they come; `beat` is called for each.
 
     Raises TransportError for an announcement that is malformed, ShareFileError for one that the disk has no room for.
     room: bytes that the call may take. Then what takes more, or goes wrong with the disk, is received and dropped, so
-    that the links go on, and the reason is returned.
+    that the links go on, and the reason is returned; without a store that is `problem`, and all is dropped.
     """
-    problem, start = None, store.nbytes
+    start = 0 if store is None else store.nbytes
     while True:
         raw = transport.recv(helper, ANNOUNCED, (HEADER_BYTES,), torch.uint8)
         frame = wire.decode(raw.cpu().numpy().tobytes())
         if frame.kind is FrameKind.BYE:
-            if problem is None:
+            if store is not None:
                 store.end_call()
             return problem
         coming = _coming(transport, helper, frame)
-        if problem is None and room is not None and store.nbytes - start + frame.nbytes > room:
-            problem = f"what is prepared takes more than the {room} bytes that are left for it on disk"
-        if problem is None:
+        if store is not None and room is not None and store.nbytes - start + frame.nbytes > room:
+            problem, store = f"what is prepared takes more than the {room} bytes that are left for it on disk", None
+        if store is not None:
             try:
                 store.append(frame.tag, frame.dtype, frame.count, coming)
             except (ShareFileError, OSError) as error:
                 if room is None:
                     raise
-                problem = str(error)
+                problem, store = str(error), None
         for _ in coming:
             pass
         beat()

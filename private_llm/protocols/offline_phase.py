@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from private_llm.errors import ConfigError
 from private_llm.net.offline_store import OfflineStore, OfflineStoreTransport, OfflineTransport, store_call
 from private_llm.net.transport import Transport
 from private_llm.protocols.session import Session
@@ -35,7 +36,7 @@ class OfflinePhase:
         nothing. beat: called when there is progress.
 
         room: bytes that may be added on disk; then what the disk does not take is received and dropped, and why is
-        returned. Without it ShareFileError is raised. Raises ConfigError for a folder that cannot be written.
+        returned. Without it ShareFileError is raised, and ConfigError for a folder that cannot be written.
         """
         session, helper, keepers = self._session, self._session.config.helper, self._session.config.offline_receivers
         if session.party == helper:
@@ -43,8 +44,14 @@ class OfflinePhase:
                 run()
             OfflineTransport(self._links).end_call(keepers)
         elif helper is not None and session.party in keepers:
-            self._store = self._store or OfflineStore(session.config.offline_folder)
-            return store_call(self._links, helper, self._store, beat, room)
+            problem = None
+            try:
+                self._store = self._store or OfflineStore(session.config.offline_folder)
+            except ConfigError as error:
+                if room is None:
+                    raise
+                problem = str(error)
+            return store_call(self._links, helper, self._store, beat, room, problem)
         return None
 
     @contextmanager
