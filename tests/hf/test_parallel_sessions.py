@@ -124,7 +124,7 @@ def parties_of(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, int], party.P
 
 
 def weight(member: party.Party, path: str = "fc1") -> tuple[torch.Tensor, ...]:
-    return member.ready().get_submodule(f"model.decoder.layers.0.{path}").weight.to_fixed().share.parts
+    return member.ready().model.get_submodule(f"model.decoder.layers.0.{path}").weight.to_fixed().share.parts
 
 
 def test_parallel_sessions_of_one_role_assignment_hold_one_share_others_have_masks_of_their_own(

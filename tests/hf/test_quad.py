@@ -82,7 +82,7 @@ def test_no_party_reaches_weights_or_tokens(monkeypatch: pytest.MonkeyPatch) -> 
         assert sorted(each.number for each in seen) == [0, 1, 2, 3]
         for each in seen:
             memory = memory_of(each)
-            bias = each.model.model.decoder.layers[0].fc1.bias.value(masked=True).share.parts
+            bias = each.state.model.model.decoder.layers[0].fc1.bias.value(masked=True).share.parts
             assert all(part[:4].numpy().tobytes() in memory for part in bias), "the search finds what a party holds"
             assert [name for name, pattern in forbidden.items() if pattern in memory] == []
 

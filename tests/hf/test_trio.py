@@ -144,7 +144,7 @@ def test_no_party_reaches_weights_or_tokens(
             memory = memory_of(each)
             assert b"a public mark" in memory, "the search must find what a party does hold"
             assert [name for name, pattern in forbidden.items() if pattern in memory] == []
-            bias = each.model.model.decoder.layers[0].fc1.bias.value(masked=True).share.parts
+            bias = each.state.model.model.decoder.layers[0].fc1.bias.value(masked=True).share.parts
             assert bias[0][:4].numpy().tobytes() in memory
             shares.append(bias)
     # and the control: the parties' shares together do hold the canary

@@ -14,31 +14,41 @@ from torch import nn
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import PrivateLLMError, TransportError
+from private_llm.net.ledger import Ledger
 from private_llm.net.roles import HEARSAY, WHO, named
 from private_llm.net.transport import CLIENT, Transport
+from private_llm_hf.client.costs import rows_of
 from private_llm_hf.wire.answers import Alive
 from private_llm_hf.wire.codec import M
-from private_llm_hf.wire.commands import Stop, recv_message, send_message
+from private_llm_hf.wire.commands import MOST_BYTES, Stop, TellCosts, recv_message, send_message
 
 _LOG = logging.getLogger("private_llm")
 _REPORTED = re.compile(rf"{HEARSAY}(?:(?:{WHO}): \w+: |the client stopped)")
 
 
 def serve_commands(
-    transport: Transport, kinds: tuple[type[M], ...], obey: Callable[[M], None], heartbeat: Heartbeat
-) -> None:
-    """Obey commands of these kinds until the client stops.
+    transport: Transport, kinds: tuple[type[M], ...], obey: Callable[[M], None], heartbeat: Heartbeat,
+    most: int = MOST_BYTES,
+) -> None:  # fmt: skip
+    """Obey commands of these kinds, of `most` bytes each, until the client stops.
 
     Raises what ended the session otherwise, TransportError for a command that is none of these or malformed.
     """
     while True:
         transport.wait(CLIENT)
-        command: M | Stop = recv_message(transport, CLIENT, (*kinds, Stop))
+        command: M | Stop = recv_message(transport, CLIENT, (*kinds, Stop), most)
         if isinstance(command, Stop):
             return
         heartbeat.start()
         with torch.no_grad():
             obey(command)
+
+
+def tell_costs(transport: Transport, ledger: Ledger, command: TellCosts) -> None:
+    """Answer what was sent."""
+    send_message(transport, CLIENT, rows_of(ledger))
+    if command.reset:
+        ledger.reset()
 
 
 class Heartbeat:

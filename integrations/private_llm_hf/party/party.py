@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import assert_never, get_args
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 from transformers.modeling_outputs import ModelOutput
 
 from private_llm.config import PrivateConfig
@@ -24,15 +23,9 @@ from private_llm.net.parallel_sessions import RoleAssignment, assignment, parall
 from private_llm.net.transport import CLIENT, Transport
 from private_llm.protocols.offline_phase import OfflinePhase, section_label
 from private_llm.protocols.session import Session, join
-from private_llm.protocols.weight_sharing import KEY_BYTES, assemble, keys_held, pieces, sends_parts, unpacked_key
-from private_llm.ranges import Ranges
 from private_llm.replay.program_cache import forget
-from private_llm.ring.prg import Seed
-from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.secret import SecretTensor
-from private_llm_hf.checkpoint.offload import Offloaded, OffloadFile
 from private_llm_hf.checkpoint.share_files import ShareFile
-from private_llm_hf.client.costs import rows_of
 from private_llm_hf.party.agreement import Transcript
 from private_llm_hf.party.calls import (
     CallResult,
@@ -45,28 +38,21 @@ from private_llm_hf.party.calls import (
     refuse_unknown,
     run_alone,
 )
-from private_llm_hf.party.command_loop import Heartbeat, reported, serve_commands
-from private_llm_hf.party.model import build_party_model, release
-from private_llm_hf.party.model_description import (
-    Shapes,
-    take_described,
-    validate_model_description,
-)
-from private_llm_hf.party.placement import Weights, keeps_seeds, warn_of_copies, weights_of_file, weights_of_model
-from private_llm_hf.party.session_state import SessionState
-from private_llm_hf.token_sharding.cut import states_before_cut, stop_behind
+from private_llm_hf.party.command_loop import Heartbeat, reported, serve_commands, tell_costs
+from private_llm_hf.party.loading import LoadedModel, receive_weights
+from private_llm_hf.party.model import release
+from private_llm_hf.party.placement import weights_of_file
+from private_llm_hf.token_sharding.cut import states_before_cut
 from private_llm_hf.token_sharding.node import Node, NodeCheckpoint
 from private_llm_hf.wire import commands
 from private_llm_hf.wire.answers import Loaded, Prepared, StoredFile
 from private_llm_hf.wire.codec import Message
 from private_llm_hf.wire.commands import (
-    CacheEdit,
     Call,
     Forward,
     LoadModel,
     PartyCommand,
     Slices,
-    recv_weight,
     send_message,
 )
 
@@ -88,10 +74,7 @@ class Party:
         self.parallel_sessions = {} if parallel_sessions is None else parallel_sessions
         self.parallel_sessions[parallel_session] = self
         self.session: Session = join(config, self.role, links)
-        self.model: PreTrainedModel | None = None
-        self.offloaded: dict[str, Offloaded] = {}
-        self.loaded: LoadModel | None = None
-        self.state: SessionState | None = None
+        self.state: LoadedModel | None = None
         self._heartbeat = Heartbeat(links, config.timeout_s / 4)
         self.plan, self.ahead = PreprocessingPlan(0, ()), OfflinePhase(self.session, links)
         self._transcript = Transcript(self.session)
@@ -115,25 +98,22 @@ class Party:
             case Forward():
                 self.forward(command)
             case commands.ManageCache():
-                self.manage_cache(command.edit)
+                self.ready().edit("", command.edit)
             case commands.Preprocess():
                 self._preprocess(command)
             case commands.TellCosts():
-                self._answer(rows_of(self.transport.ledger))
-                if command.reset:
-                    self.transport.ledger.reset()
+                tell_costs(self.transport, self.transport.ledger, command)
             case _:
                 assert_never(command)
 
     def _forget(self) -> None:
         """Free what is large now: this object and its parts refer to each other, so Python would do it much later."""
         self.ahead.close()
-        model, self.model = self.model, None
-        if model is not None:
-            release(model)
+        state, self.state = self.state, None
+        if state is not None:
+            release(state.model)
+            state.offloaded = {}
         forget(self.session)
-        self.offloaded.clear()
-        self.state = None
 
     def _compare(self, parties: Iterable[int]) -> None:
         """Before a call under quad: were all who compute it told the same? Raises ProtocolAbort if not."""
@@ -146,41 +126,30 @@ class Party:
     # -- the model --------------------------------------------------------------------------------------------
     def _load(self, command: commands.Load) -> None:
         forget(self.session)  # programs of a model that was loaded before
-        weights: Weights
+        self.state = self._loaded(command)
+        self.transport.ledger.reset()
+        self._answer(Loaded(self.session.numerics.ranges.to_dict()))
+
+    def _loaded(self, command: commands.Load) -> LoadedModel:
+        session, beat = self.session, self._heartbeat.beat
         if isinstance(command, commands.LoadFile):
             if self.share_file is None:
                 raise ShareFileError("the client wants a model that this party holds no share file of")
             self._check_assignment(tuple(range(self.config.parties)), "a share file")
-            loaded = LoadModel(self.share_file.description, None)
-            weights = weights_of_file(self.session, self.share_file)
-        elif isinstance(command, commands.LoadLike):
+            weights = weights_of_file(session, self.share_file)
+            return LoadedModel(session, LoadModel(self.share_file.description, None), weights, beat)
+        if isinstance(command, commands.LoadLike):
             other = self.parallel_sessions.get(command.parallel_session)
-            if other is None or other.loaded is None:
+            if other is None or other.state is None:
                 raise TransportError(
                     f"parallel session {command.parallel_session} of this party has no model that another could take"
                 )
             if self.config.weights == "secret":
                 self._check_assignment(other.assignment, f"the model of parallel session {command.parallel_session}")
-            self.session.numerics.lazy_masks = other.session.numerics.lazy_masks
-            loaded, weights = other.loaded, weights_of_model(self.session, other.ready(), other.offloaded)
-        elif self.share_file is not None:
+            return other.state.again(session, beat)
+        if self.share_file is not None:
             raise ShareFileError("this party was started with a share file and serves the model of that file only")
-        else:
-            loaded, described = command, command.description
-            shapes = self._announced(described)
-            self.session.numerics.lazy_masks = keeps_seeds(self.session, shapes.values())
-            weights = dict(self._receive_weights(shapes, Ranges(described.ranges)))
-        self.loaded, facts = loaded, loaded.description
-        self.session.numerics.ranges = Ranges(facts.ranges)
-        self.offloaded = {name: value for name, value in weights.items() if isinstance(value, Offloaded)}
-        self.model = build_party_model(
-            facts.config, facts.class_, weights, self.session, self._heartbeat.beat, facts.folded
-        )
-        self.state = SessionState(self.model, self.session)
-        if loaded.stop_behind is not None:
-            stop_behind(self.model, loaded.stop_behind)
-        self.transport.ledger.reset()
-        self._answer(Loaded(self.session.numerics.ranges.to_dict()))
+        return LoadedModel(session, command, receive_weights(session, self.transport, command.description, beat), beat)
 
     def _check_assignment(self, shared: RoleAssignment, what: str) -> None:
         """Raise TransportError for shares of other roles: parties would compute with, and see, what is not theirs."""
@@ -189,54 +158,6 @@ class Party:
                 f"{what} was shared for the roles {shared}, and this parallel session plays {self.assignment}: want "
                 "weights that are dealt for every role assignment"
             )
-
-    def _announced(self, description: commands.Description) -> Shapes:
-        """The weights that a client must send for the model that it describes."""
-        masks = keys_held(self.config, self.role) if self.config.weights_at_rest == "resident" else 0
-        each = self.session.ring.bytes * max(1, masks + sends_parts(self.config, self.role))
-        if self.config.weights == "public":
-            each = torch.float32.itemsize
-        return validate_model_description(description, each, whole=self.config.offload_folder is None)
-
-    def _receive_weights(self, wanted: Shapes, ranges: Ranges) -> Iterator[tuple[str, Fixed | Tensor | Offloaded]]:
-        public = self.config.weights == "public"
-        count = 0 if public else keys_held(self.config, self.role)
-        raw = [self.transport.recv(CLIENT, "weight key", (KEY_BYTES,), torch.uint8) for _ in range(count)]
-        keys = [unpacked_key(key) for key in raw]
-        warn_of_copies(self.session, keys)
-        offload = None if self.config.offload_folder is None else OffloadFile(self.config.offload_folder)
-        while True:
-            header = recv_weight(self.transport)
-            self._heartbeat.beat()
-            if header is None:
-                return
-            name, shape, received = header.name, take_described(wanted, header), None
-            if public:
-                received = self._receive_pieces(shape, torch.int32).view(torch.float32)
-            elif sends_parts(self.config, self.role):
-                received = self._receive_pieces(shape, self.session.ring.dtype)
-            made = functools.partial(self._weight, keys, shape, name, ranges)
-            if offload is None:
-                yield name, made(received)
-                continue
-            if received is not None:
-                offload.write(name, received)
-            yield name, Offloaded(shape, functools.partial(_read, made, offload, name))
-
-    def _weight(
-        self, keys: list[Seed], shape: tuple[int, ...], name: str, ranges: Ranges, received: Tensor | None
-    ) -> Fixed | Tensor:
-        """One weight from what the client sent for it; masks come from their seeds."""
-        if self.config.weights == "public" and received is not None:
-            return received
-        share = assemble(self.config, self.role, keys, received, shape, name, self.session.numerics.lazy_masks)
-        return Fixed(self.session, share, ranges.frac_of_weight(name, self.session.frac))
-
-    def _receive_pieces(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        whole = torch.empty(shape, dtype=dtype)
-        for piece in pieces(whole):
-            piece.copy_(self.transport.recv(CLIENT, "weight", tuple(piece.shape), dtype))
-        return whole
 
     # -- calls -----------------------------------------------------------------------------------------------
     def _preprocess(self, command: commands.Preprocess) -> None:
@@ -276,19 +197,19 @@ class Party:
 
     def _run_planned(self, planned: PlannedCall, parties: Iterable[int]) -> None:
         for edit in planned.edits:
-            self.manage_cache(edit)
+            self.ready().edit("", edit)
         self._run(planned.call, parties)
 
     def _run(self, call: Call, parties: Iterable[int], slices: Slices | None = None) -> None:
         """parties: who computes for the client now; nobody, and the client hears nothing, if a helper runs ahead."""
         refuse_unknown(call)
-        model, state = self.ready(), self._state()
-        secrets = receive_inputs(self.session.protocol.on(torch.device(self.session.device)), model, call)
+        state = self.ready()
+        secrets = receive_inputs(self.session.protocol.on(torch.device(self.session.device)), state.model, call)
         if parties:
             self._compare(parties)
         if slices is not None:
             inputs = arguments(state, "", call, secrets)
-            self._pass_on(states_before_cut(model, inputs), slices)
+            self._pass_on(states_before_cut(state.model, inputs), slices)
             return
         self._reveal(run_alone(state, "", call, secrets), bool(parties))
 
@@ -313,29 +234,15 @@ class Party:
         with self.transport.ledger.scope("states to the nodes"):
             self.session.protocol.reveal(pieces)
 
-    def ready(self) -> PreTrainedModel:
-        """The model, once it is loaded. Raises TransportError before."""
-        if self.model is None:
-            raise TransportError("a call arrived before a model was loaded")
-        return self.model
-
-    def _state(self) -> SessionState:
-        """What is kept for the model. Raises TransportError before it is loaded."""
+    def ready(self) -> LoadedModel:
+        """The model and what is kept for it. Raises TransportError before it is loaded."""
         if self.state is None:
             raise TransportError("a request arrived before a model was loaded")
         return self.state
 
-    def manage_cache(self, edit: CacheEdit) -> None:
-        """Crop, select, copy or forget entries. Raises TransportError and DomainError as `SessionState.edit`."""
-        self._state().edit("", edit)
-
 
 def _rows_of(rows: list[int], part: Tensor) -> Tensor:
     return part[:, rows]
-
-
-def _read(made: Callable[[Tensor | None], Fixed | Tensor], offload: OffloadFile, name: str) -> Fixed | Tensor:
-    return made(offload.read(name))
 
 
 def run_party(

@@ -9,69 +9,58 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from private_llm.config import PrivateConfig
-from private_llm.errors import ConfigError, ShareFileError
+from private_llm.errors import ConfigError, ShareFileError, TransportError
 from private_llm.protocols.session import NumericContext, RangeChecks, Session
 from private_llm.ranges import Ranges
-from private_llm_hf.checkpoint.offload import Offloaded
 from private_llm_hf.checkpoint.share_files import ShareFile
 from private_llm_hf.models.sparse_blocks import adopted
-from private_llm_hf.party.model import build_party_model, empty_model, release
-from private_llm_hf.party.placement import weights_of_file, weights_of_model
-from private_llm_hf.party.session_state import SessionState
+from private_llm_hf.party.loading import LoadedModel
+from private_llm_hf.party.model import empty_model, release
+from private_llm_hf.party.placement import weights_of_file
 from private_llm_hf.patch_plan import check_ring, make_patch_plan
 from private_llm_hf.wire.answers import StoredFile
+from private_llm_hf.wire.commands import LoadModel
 
 
 class ServedModel:
-    """One model at one party. `session`, `model` and `state` are of the parties' present links."""
-
-    session: Session
-    model: PreTrainedModel
-    state: SessionState
+    """One model at one party. state: of the parties' present links."""
 
     def __init__(self, name: str, path: Path, config: PrivateConfig, number: int) -> None:
         """Reads the header and checks the whole file. Raises as `open_model`."""
         self.name, self.file = name, open_model(path, config, number)
-        self._built: PreTrainedModel | None = None
-        self._offloaded: dict[str, Offloaded] = {}
-        self._seeds = False
+        description = self.file.description
+        self.digest, self.ranges = description.model, Ranges(description.ranges)
+        self.stored = StoredFile(self.digest, self.file.sharing)
+        self._state: LoadedModel | None = None
 
     @property
-    def digest(self) -> str:
-        """Of its configuration and class: by this a client names it."""
-        return self.file.description.model
+    def state(self) -> LoadedModel:
+        """The model as it runs now, and what sessions keep. Raises TransportError before the parties are connected."""
+        if self._state is None:
+            raise TransportError("the parties connect with each other; try again")
+        return self._state
 
     @property
-    def stored(self) -> StoredFile:
-        """What a client is told of it."""
-        return StoredFile(self.digest, self.file.sharing)
+    def model(self) -> PreTrainedModel:
+        """As it runs now."""
+        return self.state.model
 
     @property
-    def ranges(self) -> Ranges:
-        """With which it was shared."""
-        return Ranges(self.file.description.ranges)
+    def session(self) -> Session:
+        """The parties' own."""
+        return self.state.session
 
     def begin(self, session: Session) -> None:
         """Build the model for the parties' new session; no cache is left of the one before. Local.
 
         Raises PatchMismatch for a model that cannot run under the session's settings.
         """
-        self.session = replace(session, numerics=NumericContext(), checks=RangeChecks())
-        self.session.numerics.ranges, self.session.numerics.lazy_masks = self.ranges, self._seeds
-        before = self._built
-        if before is None:
-            weights = weights_of_file(self.session, self.file)
-            self._seeds = self.session.numerics.lazy_masks
-            self._offloaded = {name: value for name, value in weights.items() if isinstance(value, Offloaded)}
-        else:
-            weights = weights_of_model(self.session, before, self._offloaded)
-        facts = self.file.description
-        self.model = self._built = build_party_model(
-            facts.config, facts.class_, weights, self.session, folded=facts.folded
-        )
-        self.state = SessionState(self.model, self.session)
+        session, before = replace(session, numerics=NumericContext(), checks=RangeChecks()), self._state
         if before is not None:
-            release(before)
+            self._state = before.again(session)
+            release(before.model)
+            return
+        self._state = LoadedModel(session, LoadModel(self.file.description, None), weights_of_file(session, self.file))
 
 
 def open_model(path: Path, config: PrivateConfig, number: int) -> ShareFile:

@@ -28,9 +28,8 @@ from private_llm.token_sharding import AttnNode, Exchange, ShardingPlan, recv_fl
 from private_llm_hf.checkpoint.checkpoint import Checkpoint
 from private_llm_hf.checkpoint.model_spec import ModelSpec, accepted_class, describe, named_class
 from private_llm_hf.checkpoint.weights import WeightsDigest, WithoutWeights
-from private_llm_hf.client.costs import rows_of
 from private_llm_hf.models.architectures import architecture
-from private_llm_hf.party.command_loop import Heartbeat, serve_commands
+from private_llm_hf.party.command_loop import Heartbeat, serve_commands, tell_costs
 from private_llm_hf.party.model import release
 from private_llm_hf.party.model_description import take_described, validate_model_description
 from private_llm_hf.token_sharding.attention_calls import cascade_config, listen, register
@@ -110,9 +109,7 @@ class Node:
             case CompForward():
                 self._compute(command)
             case TellCosts():
-                send_message(self.transport, CLIENT, rows_of(self.transport.ledger))
-                if command.reset:
-                    self.transport.ledger.reset()
+                tell_costs(self.transport, self.transport.ledger, command)
             case SelectRows() | CropTo() | ResetCache() | CopyCache():
                 self._edit(command)
             case _:

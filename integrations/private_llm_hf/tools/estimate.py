@@ -37,9 +37,9 @@ from private_llm_hf.client.costs import Costs, layer_of, rows_of
 from private_llm_hf.client.model import private_class
 from private_llm_hf.client.session_client import Secret, SessionClient
 from private_llm_hf.models.architectures import architecture, read_facts
-from private_llm_hf.party.model import build_party_model, empty_model, meta_parameters
+from private_llm_hf.party.loading import LoadedModel
+from private_llm_hf.party.model import empty_model, meta_parameters
 from private_llm_hf.party.party import Party
-from private_llm_hf.party.session_state import SessionState
 from private_llm_hf.patch_plan import make_patch_plan
 from private_llm_hf.token_sharding.client import check_sharding
 from private_llm_hf.token_sharding.cut import Cut, stop_behind
@@ -50,7 +50,7 @@ from private_llm_hf.vision.network import Network, image_shape
 from private_llm_hf.vision.networks import BUILDERS
 from private_llm_hf.wire.answers import Outputs
 from private_llm_hf.wire.codec import Message
-from private_llm_hf.wire.commands import CacheEdit, Call, Description, Forward
+from private_llm_hf.wire.commands import CacheEdit, Call, Description, Forward, LoadModel
 
 
 @dataclass(frozen=True)
@@ -150,13 +150,9 @@ class _MetaParty(Party):
         self.session = session
         session.numerics.ranges = Ranges(description.ranges)
         self.answer = Outputs("", ())
-        parameters = meta_parameters(empty, session)
-        self.model = build_party_model(
-            description.config, description.class_, parameters, session, folded=description.folded
-        )
-        self.state = SessionState(self.model, session)
+        self.state = LoadedModel(session, LoadModel(description, None), dict(meta_parameters(empty, session)))
         if not every_layer and not session.numerics.ranges.modules:  # with ranges, no two layers are equal
-            price_once(self.model, self.transport.ledger)
+            price_once(self.state.model, self.transport.ledger)
         self.transport.ledger.reset()
 
     def _compare(self, parties: Iterable[int]) -> None:
@@ -168,19 +164,21 @@ class _MetaParty(Party):
 
     def weight_bytes(self) -> int:
         """Memory of this party's shares of the weights, tied ones once; public ones are kept with their ring form."""
-        weights = list(self.ready().parameters())
+        weights = list(self.ready().model.parameters())
         kept = self.session.ring.bytes if self.config.weights == "public" else 0
         return sum(_bytes(weight) + kept * weight.numel() for weight in weights)
 
     def seeds_bytes(self) -> int:
         config, party = self.config, self.session.party
-        return sum(bytes_at_rest(config, party, tuple(weight.shape), True) for weight in self.ready().parameters())
+        return sum(
+            bytes_at_rest(config, party, tuple(weight.shape), True) for weight in self.ready().model.parameters()
+        )
 
     def cache_bytes(self) -> int:
         """Memory of the shares in the caches that are kept."""
         return sum(
             _bytes(value)
-            for cache in self._state().caches()
+            for cache in self.ready().caches()
             for layer in getattr(cache, "layers", ())
             for value in (layer.keys, layer.values)
             if value is not None
@@ -229,7 +227,7 @@ class _MetaParties(SessionClient):
 
     def command(self, edit: CacheEdit) -> None:
         for party in self.parties:
-            party.manage_cache(edit)
+            party.ready().edit("", edit)
 
     def new_handle(self) -> int:
         return next(self._numbers)
@@ -270,7 +268,7 @@ class _MetaSplit(_MetaParties):
         cut = Cut.of(model_class, settings, config.split or 0)
         super().__init__(config, describe(model_class, cut.shortened(settings), ranges), lambda: None, every_layer)
         for party in self.parties:
-            stop_behind(party.ready(), f"{cut.path}.{cut.count - 1}")
+            stop_behind(party.ready().model, f"{cut.path}.{cut.count - 1}")
         self._nodes = MetaNodes(config, model_class, settings, progress, cut)
 
     def forward(self, call: Call, secrets: list[Secret]) -> tuple[str, dict[str, Tensor]]:
