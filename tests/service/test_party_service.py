@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -247,8 +247,8 @@ def test_a_client_that_names_different_models_is_sent_away(start: Start, plain: 
         liar = model.open_session()
         for session in running.services[1]._sessions.values():
             if session.id != min(running.services[1]._sessions, key=lambda n: running.services[1]._sessions[n].began):
-                other = SimpleNamespace(**{**vars(session.model), "digest": "another"})
-                session.model = other  # type: ignore[assignment]
+                session.model = copy.copy(session.model)
+                session.model.digest = "another"
         with pytest.raises(TransportError, match="different things"):
             text_of(liar, 6)
         assert same(text_of(model, 6), text_of(plain, 6))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 from private_llm_hf import AutoPrivateModelForCausalLM, ForwardPlan, GeneratePlan, PrivateConfig
 from private_llm_hf.party.calls import PreprocessingPlan
+from private_llm_hf.service.party_service import PartyService
 from private_llm_hf.service.preprocessing_store import PreprocessingStore
 from private_llm_hf.wire.commands import Call, CropCache, Preprocess, Tokens
 from transformers import AutoModelForCausalLM
@@ -152,6 +154,22 @@ def test_the_disk_is_bounded(start: Start, plain: Any, room: int) -> None:
         greedy = model.open_session()
         with pytest.raises(ConfigError, match=f"more than the {room} bytes that are left for it on disk; plan fewer"):
             greedy.preprocess(PLAN)
+        assert same(text_of(model, 1), text_of(plain, 1))
+        assert on_disk(running) == 0
+    assert not any(watch.downs for watch in running.watches)
+
+
+def test_a_folder_that_cannot_be_opened_is_told_at_the_start_and_ends_who_plans_alone(start: Start, plain: Any) -> None:
+    running = start()
+    settings, nowhere = running.services[2].settings, "/nowhere/at/all"
+    with pytest.raises(ConfigError, match="store folder '/nowhere/at/all'"):
+        PartyService(replace(running.configs[2], offline_folder=nowhere), 2, settings)
+    with running.model() as model:
+        object.__setattr__(running.services[2].config, "offline_folder", nowhere)  # it goes while the party serves
+        for _ in range(2):
+            other = model.open_session()
+            with pytest.raises(ConfigError, match=r"store folder '/nowhere/at/all'.*; plan fewer"):
+                other.preprocess(PLAN)
         assert same(text_of(model, 1), text_of(plain, 1))
         assert on_disk(running) == 0
     assert not any(watch.downs for watch in running.watches)

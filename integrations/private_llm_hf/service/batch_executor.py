@@ -16,11 +16,11 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 from torch import Tensor
 
-from private_llm.errors import DomainError, PrivateLLMError, ProtocolAbort, TransportError
+from private_llm.errors import DomainError, PrivateLLMError, ProtocolAbort, ShareFileError, TransportError
 from private_llm.net.direct import End
 from private_llm.net.transport import CLIENT, PassingTransport, Transport
+from private_llm.protocols.offline_phase import section_label
 from private_llm.protocols.share import Index, Share
-from private_llm.ring.prg import Prg
 from private_llm_hf.party.calls import outputs_message, receive_inputs
 from private_llm_hf.party.session_state import SessionState
 from private_llm_hf.service.batch import BatchedRequest, run_batch
@@ -77,54 +77,71 @@ def run_requests(
     """Answer these requests; rows and positions that were computed.
 
     A request's own mistake, and a DomainError or other error of the whole batch, ends the sessions of their requests;
-    it is not raised. Raises TransportError and ProtocolAbort when the parties cannot go on.
+    it is not raised. Raises as `compute`.
     """
-    accepted = [request for request in requests if _prepared(model, request, quota)]
-    if not accepted:
+    accepted = [request for request in requests if accepts(model, request, quota)]
+    if not accepted or not compute(model, links, accepted, quota):
         return 0, 0
+    rows = sum(request.call.rows for request in accepted)
+    for request in accepted:
+        add_part(request.session.costs, links.ledger, request.call.rows, rows)
+        request.done.set()
+    return rows, sum(math.prod(r.call.secret[0].shape[:2]) for r in accepted)
+
+
+def accepts(model: ServedModel, request: Request, quota: KVCacheQuota) -> bool:
+    """Bring the caches of a request to where its call wants them; False, and its session ends, if the call is bad."""
+    state, owner, call = model.state, request.owner, request.call
+    if request.error is not None:
+        return False
     try:
-        batch = [BatchedRequest(r.session.id, r.call, tuple(_received(model, links, r))) for r in accepted]
+        change(state, owner, request.edits, quota.limits)
+        state.free(request.session.id, request.free)
+        check_fits(model, owner, call, quota.limits)
+        if request.planned is None:  # a plan's caches are reserved when it begins
+            new = math.prod(call.secret[0].shape[:2]) if call.cache or call.encode_to else 0
+            quota.reserve(owner, request.session.user, model.name, state.positions(owner) + new)
+    except Exception as error:  # noqa: BLE001 - it follows from public facts, so it is the same at all parties
+        give_up(model, request, quota, refusal(request, error))
+    return request.error is None
+
+
+def give_up(model: ServedModel, request: Request, quota: KVCacheQuota, error: PrivateLLMError) -> None:
+    """The session of a request ends; nothing that the request half did is left."""
+    model.session.checks.clear()
+    model.state.forget(request.owner)
+    if request.planned is None:  # the account of a plan is the same at all parties: it ends with the session
+        quota.release(request.owner)
+    request.fail(error)
+
+
+def compute(
+    model: ServedModel, links: ServiceLinks, requests: Sequence[Request], quota: KVCacheQuota, heard: bool = True
+) -> bool:
+    """Run requests that `accepts` let pass as one batch, and open to each client what is its own; False if all failed.
+
+    heard: the clients hear what comes (not when a helping party runs ahead). Raises TransportError, ProtocolAbort and
+    ShareFileError when the parties cannot go on.
+    """
+    try:
+        batch = [BatchedRequest(r.owner, r.call, tuple(_received(model, links, r))) for r in requests]
         answers = run_batch(model.state, batch)
-    except (TransportError, ProtocolAbort):
+    except (TransportError, ProtocolAbort, ShareFileError):
         raise
     except PrivateLLMError as error:  # the same at all parties: it follows from public facts
-        model.session.checks.clear()
-        for request in accepted:
-            model.state.forget(request.session.id)
-            quota.release(request.session.id)
-            request.fail(type(error)(str(error)))
-        return 0, 0
+        for request in requests:
+            give_up(model, request, quota, type(error)(str(error)))
+        return False
     opened, receivers = [], []
-    for request, answer in zip(accepted, answers, strict=True):
-        request.session.answer(outputs_message(answer))
+    for request, answer in zip(requests, answers, strict=True):
+        if heard:
+            request.session.answer(outputs_message(answer))
         for _, fixed in answer.outputs:
             opened.append((CLIENT, fixed.share))
             receivers.append(request.session.give)
     links.serve((), receivers)
     if opened:
         model.session.protocol.reveal(opened)
-    rows = sum(request.call.rows for request in accepted)
-    for request in accepted:
-        add_part(request.session.costs, links.ledger, request.call.rows, rows)
-        request.done.set()
-    tokens = sum(math.prod(r.call.secret[0].shape[:2]) for r in accepted)
-    return rows, tokens
-
-
-def _prepared(model: ServedModel, request: Request, quota: KVCacheQuota) -> bool:
-    """Bring a session's caches to where its call wants them; False, and its session ends, if the call is bad."""
-    state, owner, call = model.state, request.session.id, request.call
-    try:
-        change(state, owner, request.edits, quota.limits)
-        state.free(owner, request.free)
-        check_fits(model, owner, call, quota.limits)
-        new = math.prod(call.secret[0].shape[:2]) if call.cache or call.encode_to else 0
-        quota.reserve(owner, request.session.user, model.name, state.positions(owner) + new)
-    except Exception as error:  # noqa: BLE001 - it follows from public facts, so it is the same at all parties
-        state.forget(owner)
-        quota.release(owner)
-        request.fail(refusal(request, error))
-        return False
     return True
 
 
@@ -168,16 +185,13 @@ def _check_handles(handles: Collection[int | None]) -> None:
 
 
 def _received(model: ServedModel, links: ServiceLinks, request: Request) -> list[Share | Index]:
-    """A call's secret inputs, as shares of the parties' session."""
-    session = model.session
-    if not request.session.masks:
-        request.session.masks = session.protocol.input_masks(request.session.keys)
+    """A call's secret inputs, as shares of the parties' session, masked by the streams of its client. Local."""
+    mine, protocol = request.session, model.session.protocol
+    if request.planned is not None:
+        masks = protocol.input_masks(mine.keys, section_label(request.planned.plan, request.planned.number))
+    else:
+        masks = mine.masks = mine.masks or protocol.input_masks(mine.keys)
     links.serve(request.frames, ())
-    return inputs_received(model, request.session.masks, request.call)
-
-
-def inputs_received(model: ServedModel, masks: list[Prg], call: Call) -> list[Share | Index]:
-    """A call's secret inputs, masked by these streams of its client. Local: they came before."""
-    protocol = model.session.protocol.on(torch.device(model.session.device))
-    with protocol.inputs_of(masks):
-        return receive_inputs(protocol, model.model, call)
+    protocol = protocol.on(torch.device(model.session.device))
+    with torch.no_grad(), protocol.ledger.scope(""), protocol.inputs_of(masks):
+        return receive_inputs(protocol, model.model, request.call)

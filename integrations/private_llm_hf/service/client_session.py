@@ -18,26 +18,25 @@ from typing import TYPE_CHECKING, assert_never, get_args
 import torch
 from torch import Tensor
 
-from private_llm.errors import ConfigError, DomainError, PartyFailed, PrivateLLMError, ShareFileError, TransportError
+from private_llm.errors import ConfigError, DomainError, PartyFailed, ShareFileError, TransportError
 from private_llm.kernels.address import trim_allocator
 from private_llm.net.admission import ClientLink
 from private_llm.net.incoming import Allowance
 from private_llm.net.ledger import Ledger
-from private_llm.net.roles import named
 from private_llm.net.transport import CLIENT, Transport
 from private_llm.protocols.registry import protocol_spec
 from private_llm.protocols.session import meet_client, receiving_end
 from private_llm.ring.dpf import key_words
 from private_llm.ring.prg import Prg, Seed
-from private_llm_hf.client.costs import rows_of
 from private_llm_hf.party.agreement import digest
 from private_llm_hf.party.calls import PlannedCall, PreprocessingPlan, receive_inputs, table_of
+from private_llm_hf.party.command_loop import Heartbeat, reported, serve_commands, tell_costs
 from private_llm_hf.party.model_description import validate_input_shape
 from private_llm_hf.service.served_model import ServedModel
 from private_llm_hf.wire import commands
-from private_llm_hf.wire.answers import Alive, Loaded, Outputs, Prepared
+from private_llm_hf.wire.answers import Loaded, Outputs, Prepared
 from private_llm_hf.wire.codec import Message, text_of
-from private_llm_hf.wire.commands import CacheEdit, Call, Forward, PartyCommand, Stop, recv_message, send_message
+from private_llm_hf.wire.commands import CacheEdit, Call, Forward, PartyCommand, send_message
 
 if TYPE_CHECKING:
     from private_llm_hf.service.party_service import PartyService
@@ -54,8 +53,7 @@ MOST_CALLS = 1 << 12
 _KEYS = 4
 """Keys of point functions for each index, at most (quad)."""
 
-_Command = PartyCommand | Stop
-_COMMANDS: tuple[type[_Command], ...] = get_args(_Command)
+_COMMANDS: tuple[type[PartyCommand], ...] = get_args(PartyCommand)
 
 
 @dataclass(frozen=True)
@@ -90,6 +88,11 @@ class ClientInputRecorder(Transport):
         self._link.wait(frm)
 
 
+def owner_of(session: str) -> str:
+    """Under this name the caches of a session's plan are kept: no other call can name them."""
+    return f"{session} plan"
+
+
 @dataclass(eq=False)
 class Request:
     """A call that waits for a batch. edits: changes of caches that come before it. free: handles that nobody needs.
@@ -105,10 +108,10 @@ class Request:
     free: tuple[int, ...]
     frames: Sequence[ReceivedTensor]
     facts: dict[str, str]
-    since: float = field(default_factory=time.monotonic)
     planned: PlannedCall | None = None
     prepares: bool = False
     drop: bool = False
+    since: float = field(default_factory=time.monotonic)
     stored: int = 0
     digests: tuple[str, ...] = ()
     error: Exception | None = None
@@ -116,6 +119,11 @@ class Request:
 
     def __repr__(self) -> str:
         return f"Request({self.session.short}, {self.number})"
+
+    @property
+    def owner(self) -> str:
+        """Under which name its caches are kept."""
+        return self.session.id if self.planned is None else owner_of(self.session.id)
 
     def fail(self, error: Exception) -> None:
         """It will not be answered."""
@@ -133,7 +141,7 @@ class ClientSession:
         self.costs = Ledger(host.number)
         self.keys: list[Seed] = []
         self.masks: list[Prg] = []
-        self.model: ServedModel | None = None
+        self.model: ServedModel = host.model_of(None)
         self._edits: list[CacheEdit] = []
         self._plan = PreprocessingPlan(0, ())
         self._drop = False
@@ -141,7 +149,7 @@ class ClientSession:
         self._sending = threading.Lock()
         self._answered = True
         self._cut: str | None = None
-        self._questions = Allowance(_EACH_S, _AT_ONCE)
+        self._questions, self._heartbeat = Allowance(_EACH_S, _AT_ONCE), Heartbeat(link, host.config.timeout_s / 4)
         self._thread = threading.Thread(target=self._run, name=f"session {self.short}", daemon=True)
 
     def start(self) -> None:
@@ -178,49 +186,27 @@ class ClientSession:
     def _run(self) -> None:
         reason: str | None = None
         try:
-            self.keys = meet_client(self.host.config, self.host.number, self.link)
-            while self._obey():
-                pass
-        except PrivateLLMError as error:
-            reason = self._cut or self._told(error)
-        except Exception as error:  # noqa: BLE001 - the end of a session: whatever its client caused ends it alone
-            _LOG.exception("session %s stops", self.short)
-            reason = f"party {self.host.number}: {type(error).__name__}"
+            reason = reported(self.host.config, self.host.number, self.link, self._serve)
         finally:
-            self._leave(reason)
-
-    def _told(self, error: PrivateLLMError) -> str:
-        """The reason of an end, as the client reads it. What the client said itself is not repeated to it."""
-        if isinstance(error, PartyFailed):
-            return str(error)
-        return named(self.host.config, f"party {self.host.number}: {type(error).__name__}: {error}")
-
-    def _leave(self, reason: str | None) -> None:
-        try:
-            if reason is not None:
-                self.link.abort(reason)
-        finally:
-            self.host.over(self, reason)
+            self.host.over(self, reason and (self._cut or reason))
             self.link.close()
             trim_allocator()
 
-    def _obey(self) -> bool:
-        """Take the next command; False if it was the last."""
-        self._await_reader()
-        self.link.wait(CLIENT)
-        command: _Command = recv_message(self.link, CLIENT, _COMMANDS, self.host.limits.message_bytes)
-        if not isinstance(command, Forward | commands.ManageCache | Stop):
+    def _serve(self) -> None:
+        self.keys = meet_client(self.host.config, self.host.number, self.link)
+        serve_commands(self.link, _COMMANDS, self._obey, self._heartbeat, self.host.limits.message_bytes)
+
+    def _obey(self, command: PartyCommand) -> None:
+        if not isinstance(command, Forward | commands.ManageCache):
             time.sleep(self._questions.lacks())
         match command:
-            case Stop():
-                return False
             case commands.Hello():
                 before, self.model = self.model, self.host.model_of(command.model)
                 if self.model is not before:  # what was prepared is another model's, and fits no call of this one
                     self._plan = PreprocessingPlan(self._plan.number, ())
                 send_message(self.link, CLIENT, self.model.stored)
             case commands.LoadFile():
-                send_message(self.link, CLIENT, Loaded(self._served().ranges.to_dict()))
+                send_message(self.link, CLIENT, Loaded(self.model.ranges.to_dict()))
             case Forward():
                 self._forward(command)
             case commands.ManageCache():
@@ -228,16 +214,14 @@ class ClientSession:
                 self._check_edit(command.edit)
                 self._edits.append(command.edit)
             case commands.TellCosts():
-                send_message(self.link, CLIENT, rows_of(self.costs))
-                if command.reset:
-                    self.costs.reset()
+                tell_costs(self.link, self.costs, command)
             case commands.LoadModel() | commands.LoadLike():
                 raise ShareFileError("this party serves the models of its share files only, none that clients send")
             case commands.Preprocess():
                 self._preprocess(command)
             case _:
                 assert_never(command)
-        return True
+        self._await_reader()
 
     def _await_reader(self) -> None:
         """Wait until the client has read what was sent to it: who only asks would fill this machine's memory."""
@@ -254,11 +238,6 @@ class ClientSession:
                 f"rows of a cache: got {edit.index.numel()}; this service takes {self.host.rows} at a time"
             )
 
-    def _served(self) -> ServedModel:
-        if self.model is None:
-            self.model = self.host.model_of(None)
-        return self.model
-
     def _forward(self, command: Forward) -> None:
         """Receive what a call needs, and wait until a batch has answered it."""
         if command.slices is not None:
@@ -269,21 +248,20 @@ class ClientSession:
             command = replace(command, call=planned.call)
         self._answered = planned is not None and self.host.number == self.host.config.helper
         frames = self._receive(command.call, planned is not None)
-        edits: list[CacheEdit] = []
+        edits = () if planned is None else planned.edits
         if planned is None:
-            edits, self._edits = self._edits, []
-        self._run_request(command.call, self._facts(command, edits, frames), edits, command.free, frames, planned)
+            edits, self._edits = tuple(self._edits), []
+        facts = self._facts(command, edits, frames)
+        self._run_request(command.call, edits, command.free, facts, frames, planned)
 
     def _run_request(
-        self, call: Call, facts: dict[str, str], edits: Sequence[CacheEdit] = (), free: tuple[int, ...] = (),
+        self, call: Call, edits: tuple[CacheEdit, ...], free: tuple[int, ...], facts: dict[str, str],
         frames: Sequence[ReceivedTensor] = (), planned: PlannedCall | None = None, prepares: bool = False,
     ) -> Request:  # fmt: skip
         """Wait until a batch has run a request. Raises what went wrong with it."""
         self._requests += 1
         drop, self._drop = self._drop, False
-        request = Request(
-            self, self._requests, call, tuple(edits), free, frames, facts, planned=planned, prepares=prepares, drop=drop
-        )
+        request = Request(self, self._requests, call, edits, free, frames, facts, planned, prepares, drop)
         self.host.submit(request)
         self._await(request)
         if request.error is not None:
@@ -310,7 +288,7 @@ class ClientSession:
         free, stored, digests = command.free, 0, list[str]()
         self._drop, self._answered = True, False
         for planned in plan.calls:
-            request = self._run_request(planned.call, facts, free=free, planned=planned, prepares=True)
+            request = self._run_request(planned.call, planned.edits, free, facts, planned=planned, prepares=True)
             free, stored, digests = (), stored + request.stored, [*digests, *request.digests]
         self._plan, self._answered = plan, True
         send_message(self.link, CLIENT, Prepared(stored, tuple(digests), ask_all=True))
@@ -319,7 +297,7 @@ class ClientSession:
         """Raise for inputs that are larger than this service takes, and for another vocabulary than the model's."""
         if not call.secret:
             raise TransportError("a call has one secret input; got none")
-        model = self._served()
+        model = self.model
         for item in call.secret:
             shape = validate_input_shape(item.shape)
             if shape[0] > self.host.rows:
@@ -338,7 +316,7 @@ class ClientSession:
         end = receiving_end(self.host.config, self.host.number, recorder)
         with end.section("planned") if planned else nullcontext():
             self._check_inputs(call, getattr(end, "one_hot", False))
-            receive_inputs(end, self._served().model, call)
+            receive_inputs(end, self.model.model, call)
         return recorder.frames
 
     def _facts(self, command: Message, edits: Sequence[CacheEdit], frames: Sequence[ReceivedTensor]) -> dict[str, str]:
@@ -349,27 +327,24 @@ class ClientSession:
         """
         spec = protocol_spec(self.host.config.protocol)
         text = text_of([command, list(edits)], ordered=True)
-        facts = {"call": digest(text.encode()), "model": digest(self._served().digest.encode())}
+        facts = {"call": digest(text.encode()), "model": digest(self.model.digest.encode())}
         facts["earlier"] = self._earlier
         self._earlier = digest(self._earlier.encode(), facts["call"].encode())
         facts["user"] = digest(self.user.encode())
         for mask, key in zip(spec.masks_of(self.host.number), self.keys, strict=True):
             facts[f"mask {mask}"] = digest(key.raw())
         values = [frame.payload for frame in frames if frame.tag == "input"]
-        if values and self._served().session.protocol.same_inputs:
+        if values and self.model.session.protocol.same_inputs:
             facts["values"] = digest(*(value.contiguous().view(-1).numpy().data.cast("B") for value in values))
         return facts
 
     def _await(self, request: Request) -> None:
         """Wait for a batch, and tell the client meanwhile that it waits. Raises PartyFailed if it is gone."""
-        beat, last = self.host.config.timeout_s / 4, time.monotonic()
+        self._heartbeat.start()
         while not request.done.wait(_TICK_S):
             if self._cut is not None:
                 raise PartyFailed(self._cut)
             self.link.look()
-            now = time.monotonic()
-            if now - last > beat:
-                last = now
-                with self._sending:
-                    if not self._answered:
-                        send_message(self.link, CLIENT, Alive())
+            with self._sending:
+                if not self._answered:
+                    self._heartbeat.beat()

@@ -26,6 +26,7 @@ from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError, PrivateLLMError, ProtocolAbort, TransportError
 from private_llm.kernels.address import tune_allocator
 from private_llm.net.admission import Acceptor, Admission, ClientLink
+from private_llm.net.offline_store import OfflineStore
 from private_llm.net.rendezvous import Unreached, connect, open_acceptor
 from private_llm.net.roles import HEARSAY, WHO, called, named, named_errors
 from private_llm.net.sockets import SocketTransport
@@ -71,6 +72,10 @@ class PartyService:
         """listener: this party's listening socket, if the process that started it has chosen the port."""
         self.settings, self.observer, self.rows = settings, observer or Observer(), settings.rows
         self._models, self.config = open_models(settings.models, _checked(config, number), number)
+        if number in self.config.offline_receivers and settings.offline_bytes:
+            OfflineStore(
+                self.config.offline_folder
+            ).close()  # a folder that cannot be written is told before anybody comes
         self.number = number
         self._listener = listener
         self._scheduler, self._preprocessing = Scheduler(settings), PreprocessingStore()
@@ -287,7 +292,7 @@ class PartyService:
             return RequestSize(None, 0)
 
     def _measure(self, request: Request) -> RequestSize:
-        model = self._model(request)
+        model = request.session.model
         held = functools.partial(model.state.past, request.session.id)
         past = past_of(held, request.call, request.edits, request.free)
         alone = self._quarantine.runs_alone(request.session.user)
@@ -355,7 +360,7 @@ class PartyService:
         if not requests:
             return
         began = time.perf_counter()
-        model = self._model(requests[0])
+        model = requests[0].session.model
         links.ledger.reset()
         try:
             rows, tokens = self._run_batch(model, links, requests)
@@ -412,16 +417,13 @@ class PartyService:
         first = requests[0]
         if first.planned is None:
             return run_requests(model, links, requests, self._quota)
-        model.state.free(first.session.id, first.free)
+        model.state.free(first.session.id, first.free)  # at those, too, who do not run it
         if first.prepares:
             room = self._preprocessing.free_bytes(first.session.user, self.settings.offline_bytes)
             self._preprocessing.prepare(model, links, first, f"ahead {self._step}", room)
         else:
             self._preprocessing.run_prepared(model, links, first)
         return first.call.rows, math.prod(first.call.secret[0].shape[:2])
-
-    def _model(self, request: Request) -> ServedModel:
-        return request.session.model or self.model_of(None)
 
 
 def _checked(config: PrivateConfig, number: int) -> PrivateConfig:

@@ -7,18 +7,13 @@ ends, and when the parties connect anew.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import torch
-
-from private_llm.errors import ConfigError, PrivateLLMError, ProtocolAbort, ShareFileError, TransportError
-from private_llm.net.transport import CLIENT
-from private_llm.protocols.offline_phase import OfflinePhase, section_label
-from private_llm.protocols.session import Session
-from private_llm_hf.party.calls import CallResult, PlannedCall, outputs_message, run_alone
-from private_llm_hf.service.batch_executor import ServiceLinks, change, check_fits, inputs_received, refusal
-from private_llm_hf.service.client_session import Request
+from private_llm.errors import ConfigError, PrivateLLMError, ShareFileError, TransportError
+from private_llm.protocols.offline_phase import OfflinePhase
+from private_llm_hf.party.calls import PlannedCall
+from private_llm_hf.service.batch_executor import ServiceLinks, accepts, compute, give_up
+from private_llm_hf.service.client_session import Request, owner_of
 from private_llm_hf.service.limits import KVCacheQuota, add_part
 from private_llm_hf.service.served_model import ServedModel
 
@@ -73,7 +68,6 @@ class PreprocessingStore:
             prepared.phase.close()
         self._plans.clear()
 
-    # -- before -------------------------------------------------------------------------------------------------
     def prepare(self, model: ServedModel, links: ServiceLinks, request: Request, label: str, room: int) -> None:
         """One call of a plan. label: of its masks, never used before. room: bytes that may be added on disk.
 
@@ -81,24 +75,25 @@ class PreprocessingStore:
         not take, or that does not fit on a disk, ends its session (ConfigError, DomainError, UnsupportedOp) and nothing
         else. Raises TransportError for a request that no plan has.
         """
-        session, planned = model.session, _planned(request)
+        planned, owner = _planned(request), request.session.id
         if planned.index == 0:
-            self.forget(request.session.id)
-            self._plans[request.session.id] = _PreparedPlan(
-                model, request.session.user, planned.plan, OfflinePhase(session, links)
-            )
-            self._reserve(model, request, planned)
-        prepared = self._plans[request.session.id]
+            self.forget(owner)
+            phase = OfflinePhase(model.session, links)
+            self._plans[owner] = _PreparedPlan(model, request.session.user, planned.plan, phase)
+            try:  # all that the plan will keep: what it keeps so far differs between the parties
+                self.quota.reserve(request.owner, request.session.user, model.name, planned.positions)
+            except PrivateLLMError as error:
+                give_up(model, request, self.quota, error)
+        prepared = self._plans[owner]
         prepared.labels.append(label)
         before = prepared.nbytes
-        links.serve((), ())
 
         def send() -> None:
-            if self._fits(model, request):
-                _open(session, _computed(model, request))
+            if accepts(model, request, self.quota):
+                compute(model, links, [request], self.quota, heard=False)
 
-        problem = prepared.phase.prepare(label, lambda: _alone(model, request, send), room=room)
-        request.digests = tuple(session.protocol.take_digests())
+        problem = prepared.phase.prepare(label, send, room=room)
+        request.digests = tuple(model.session.protocol.take_digests())
         if problem is not None:
             prepared.phase.close()
             request.fail(ConfigError(f"preprocess: {problem}; plan fewer calls"))
@@ -106,7 +101,6 @@ class PreprocessingStore:
         add_part(request.session.costs, links.ledger, 1, 1)
         request.done.set()
 
-    # -- when the data are there ----------------------------------------------------------------------------------
     def run_prepared(self, model: ServedModel, links: ServiceLinks, request: Request) -> None:
         """A call that was prepared: the helping party is silent, what it sent comes from the store.
 
@@ -117,86 +111,19 @@ class PreprocessingStore:
         prepared = self._plans.get(request.session.id)
         if prepared is None or prepared.plan != planned.plan or planned.index >= len(prepared.labels):
             raise TransportError("a call was prepared at some parties only")
-        links.serve(request.frames, ())
-
-        def answer() -> None:
-            if not self._fits(model, request):
-                return
+        if session.party != session.config.helper and accepts(model, request, self.quota):
             try:
                 with prepared.phase.following(prepared.labels[planned.index]):
-                    result = _computed(model, request)
-                    request.session.answer(outputs_message(result))
-                    links.serve((), [request.session.give for _ in result.outputs])
-                    _open(session, result)
+                    compute(model, links, [request], self.quota)
             except ShareFileError as error:
                 raise TransportError(str(error)) from None
-
-        if session.party != session.config.helper:
-            _alone(model, request, answer)
         add_part(request.session.costs, links.ledger, 1, 1)
         if planned.last:
             self.forget(request.session.id)
         request.done.set()
-
-    # -- both -----------------------------------------------------------------------------------------------------
-    def _reserve(self, model: ServedModel, request: Request, planned: PlannedCall) -> None:
-        """Count all that the plan will keep from its beginning on: what it keeps so far differs between the parties."""
-        try:
-            self.quota.reserve(owner_of(request.session.id), request.session.user, model.name, planned.positions)
-        except PrivateLLMError as error:
-            _give_up(model, request, error)
-
-    def _fits(self, model: ServedModel, request: Request) -> bool:
-        """Bring the plan's caches to where the call wants them; False, and the session ends, if the call is bad."""
-        planned, owner = _planned(request), owner_of(request.session.id)
-        try:
-            change(model.state, owner, planned.edits, self.quota.limits)
-            check_fits(model, owner, planned.call, self.quota.limits)
-        except Exception as error:  # noqa: BLE001 - as in `batch_executor`
-            _give_up(model, request, refusal(request, error))
-        return request.error is None
-
-
-def owner_of(session: str) -> str:
-    """Under this name the caches of a session's plan are kept: no other call can name them."""
-    return f"{session} plan"
 
 
 def _planned(request: Request) -> PlannedCall:
     if request.planned is None:
         raise TransportError("a call that nobody planned")
     return request.planned
-
-
-def _give_up(model: ServedModel, request: Request, error: PrivateLLMError) -> None:
-    """The session ends; nothing that it half did is left."""
-    model.session.checks.clear()
-    model.state.forget(owner_of(request.session.id))
-    request.fail(error)
-
-
-def _computed(model: ServedModel, request: Request) -> CallResult:
-    """Inside a section: inputs and the model."""
-    session, planned = model.session, _planned(request)
-    masks = session.protocol.input_masks(request.session.keys, section_label(planned.plan, planned.number))
-    with torch.no_grad(), session.protocol.ledger.scope(""):
-        secrets = inputs_received(model, masks, planned.call)
-        return run_alone(model.state, owner_of(request.session.id), planned.call, secrets)
-
-
-def _open(session: Session, result: CallResult) -> None:
-    if result.outputs:
-        session.protocol.reveal([(CLIENT, fixed.share) for _, fixed in result.outputs])
-
-
-def _alone(model: ServedModel, request: Request, run: Callable[[], None]) -> None:
-    """What goes wrong with a call ends its session: it follows from public facts, so it is the same at all who compute.
-
-    Raises TransportError and ProtocolAbort, which end all.
-    """
-    try:
-        run()
-    except (TransportError, ProtocolAbort):
-        raise
-    except PrivateLLMError as error:
-        _give_up(model, request, error)
