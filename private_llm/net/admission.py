@@ -216,18 +216,18 @@ class _Admitted:
 
 
 class Admission:
-    """The clients of one party. `open`: whether any may come in now; why not is in `closed_because`.
-
-    out_for: seconds for which a user is not let in.
-    """
+    """The clients of one party. `open`: whether any may come in now; why not is in `closed_because`."""
 
     def __init__(
         self, me: int, timeout: float, idle_s: float | None, sessions: int, per_user: int, waiting: int,
         arrived: Callable[[ClientLink], None], refused: Callable[[str], None] = lambda reason: None,
-        busy: Callable[[str], None] = lambda user: None,
+        busy: Callable[[str], None] = lambda user: None, out_for: Callable[[str], float] = lambda user: 0.0,
     ) -> None:  # fmt: skip
-        """sessions, per_user: at a time. waiting: clients in line. arrived: is given each client that is connected."""
-        self.refused, self._busy = refused, busy
+        """sessions, per_user: at a time. waiting: clients in line. arrived: is given each client that is connected.
+
+        out_for: seconds for which a user is not let in.
+        """
+        self.refused, self._busy, self.out_for = refused, busy, out_for
         self._me, self._timeout, self._idle = me, timeout, idle_s
         self._sessions, self._per_user, self._waiting = sessions, per_user, waiting
         self._arrived = arrived
@@ -235,7 +235,6 @@ class Admission:
         self._line: dict[bytes, tuple[str, float]] = {}
         self._lock = threading.Lock()
         self.open, self.closed_because = False, "the parties connect with each other"
-        self.out_for: Callable[[str], float] = lambda user: 0.0
 
     def admit(self, caller: Greeted, user: str) -> None:
         """Let a client in that has proved who it is, or raise PartiesBusy.

@@ -137,7 +137,7 @@ def test_a_party_that_comes_back_knows_of_no_plan(start: Start, plain: Any) -> N
 
 def test_one_user_has_half_of_the_disk() -> None:
     def prepared(user: str, nbytes: int) -> Any:
-        return SimpleNamespace(user=user, nbytes=nbytes)
+        return SimpleNamespace(user=user, phase=SimpleNamespace(nbytes=nbytes))
 
     store = PreprocessingStore()
     store._plans = {"a": prepared("eve", 300), "b": prepared("eve", 100), "c": prepared("", 50)}

@@ -29,12 +29,6 @@ if TYPE_CHECKING:
     from private_llm_hf.party.model import RepeatedLayer
 
 
-def _looked_at() -> None:
-    """A layer asked for a length, which may decide what it computes."""
-    if this_call.graph_break is not None:
-        this_call.graph_break.refuse("the length of a cache")
-
-
 class HeldKeys(SecretTensor):
     """The keys that a layer under an evicting policy hands to attention: they know which layer to ask."""
 
@@ -164,7 +158,8 @@ class SecretCacheLayer(PositionsLayer):
 
     def get_seq_length(self) -> int:
         """The number of the next position."""
-        _looked_at()
+        if this_call.graph_break is not None:  # a length may decide what is computed
+            this_call.graph_break.refuse("the length of a cache")
         return self.buffer.position
 
     def reset(self) -> None:

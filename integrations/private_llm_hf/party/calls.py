@@ -196,15 +196,12 @@ class PreprocessingPlan:
 
 def _planned_calls(plan: int, requests: Sequence[CallOrEdit]) -> tuple[PlannedCall, ...]:
     """One for each call; changes of caches after the last one matter to nobody."""
-    places = [number for number, request in enumerate(requests) if isinstance(request, Call)]
-    calls = [request for request in requests if isinstance(request, Call)]
-    held = sum(math.prod(call.secret[0].shape[:2]) for call in calls if call.secret and (call.cache or call.encode_to))
+    calls = [(number, request) for number, request in enumerate(requests) if isinstance(request, Call)]
+    kept = (call for _, call in calls if call.secret and (call.cache or call.encode_to))
+    held, start = sum(math.prod(call.secret[0].shape[:2]) for call in kept), 0
     found: list[PlannedCall] = []
-    edits: list[CacheEdit] = []
-    for number, request in enumerate(requests):
-        if isinstance(request, Call):
-            found.append(PlannedCall(plan, number, len(found), request, tuple(edits), number == places[-1], held))
-            edits = []
-        else:
-            edits.append(request)
+    for number, call in calls:
+        edits = tuple(edit for edit in requests[start:number] if not isinstance(edit, Call))
+        found.append(PlannedCall(plan, number, len(found), call, edits, number == calls[-1][0], held))
+        start = number + 1
     return tuple(found)

@@ -12,8 +12,7 @@ apart (tensor/range_check.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +20,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from private_llm.protocols.session import Session
 from private_llm.protocols.share import Index, Share
 from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.secret import SecretTensor
@@ -108,8 +106,11 @@ def _run_shared(state: SessionState, requests: Batch) -> list[CallResult]:
     inputs |= _public(model, requests, spans)
     inputs[model_name(requests[0].call.secret[0])] = _secret(state, requests, spans)
     rows = spans[-1].start + spans[-1].rows
-    with _apart(session, rows):
+    session.checks.batch = rows  # each row has a verdict of its own
+    try:
         made = answer(session, run_model(model, session, inputs), requests[0].call.outputs)
+    finally:
+        session.checks.batch = None
     keep = kept_positions(requests[0].call)
     width = max(span.length for span in spans)
     return [_own(made, span, width if keep == 0 else 0) for span in spans]
@@ -125,16 +126,6 @@ def _spans(requests: Batch, pasts: Sequence[int]) -> list[_Span]:
     return spans
 
 
-@contextmanager
-def _apart(session: Session, rows: int) -> Iterator[None]:
-    """Each row has a verdict of its own."""
-    session.checks.batch = rows
-    try:
-        yield
-    finally:
-        session.checks.batch = None
-
-
 # -- inputs -------------------------------------------------------------------------------------------------------
 def _secret(state: SessionState, requests: Batch, spans: Sequence[_Span]) -> SecretTensor:
     """The secret inputs of all requests, as the model takes them, [rows, columns, width]: one lookup for all."""
@@ -146,21 +137,15 @@ def _secret(state: SessionState, requests: Batch, spans: Sequence[_Span]) -> Sec
         joined = _joined_index([each for each in held if isinstance(each, Index)])
         found = taken(state, item, joined, (rows, width) if same else (count,))
         return found if same else found.viewed(lambda part: _padded(part, spans, width))
-    flat = _joined([each.map(_flat) for each in held if isinstance(each, Share)])
-    return SecretTensor(Fixed(state.session, flat.map(lambda part: _padded(part, spans, width)), state.session.frac))
+    columns = zip(*(each.parts for each in held if isinstance(each, Share)), strict=True)
+    flat = [torch.cat([part.reshape(-1, part.shape[-1]) for part in column]) for column in columns]
+    padded = Share(tuple(_padded(part, spans, width) for part in flat))
+    return SecretTensor(Fixed(state.session, padded, state.session.frac))
 
 
 def _joined_index(held: Sequence[Index]) -> Index:
     keys = tuple(torch.cat(column) for column in zip(*(each.keys for each in held), strict=True))
     return Index(keys, sum(each.count for each in held), held[0].domain, held[0].one_hot)
-
-
-def _joined(held: Sequence[Share]) -> Share:
-    return Share(tuple(torch.cat(column) for column in zip(*(each.parts for each in held), strict=True)))
-
-
-def _flat(part: Tensor) -> Tensor:
-    return part.reshape(-1, part.shape[-1])
 
 
 def _padded(flat: Tensor, spans: Sequence[_Span], width: int) -> Tensor:

@@ -88,13 +88,12 @@ class PartyService:
         self._up = threading.Event()
         self._last_live = 0.0
         self._alone_since = time.monotonic()
+        self._quarantine = ClientQuarantine()
         self.admission = Admission(
             number, self.config.timeout_s, self.config.idle_s, settings.sessions, settings.sessions_per_user,
             settings.waiting, self._arrived, lambda reason: self.observer.refused("a caller", reason),
-            self.observer.busy,
+            self.observer.busy, self._quarantine.seconds_barred,
         )  # fmt: skip
-        self._quarantine = ClientQuarantine()
-        self.admission.out_for = self._quarantine.seconds_barred
 
     @property
     def ready(self) -> bool:
@@ -249,9 +248,7 @@ class PartyService:
         votes = [self._hear(links, party, Vote) for party in range(1, self.config.parties)]
         if any(len(vote.facts) != len(requests) for vote in votes):
             raise ProtocolAbort(_APART)
-        over = self._lost(votes)
-        runs: list[Request] = []
-        places = []
+        over, places = self._lost(votes), []
         for place, verdict in enumerate(tally([vote.facts for vote in votes], [r.facts for r in requests])):
             request = requests[place]
             if request.session.id in over or request.session.id in ended:
@@ -259,13 +256,12 @@ class PartyService:
             if verdict is None:
                 self._scheduler.requeue(request, self.config.timeout_s)
             elif verdict:
-                runs.append(request)
                 places.append(place)
             else:
                 request.session.cut("the client told the parties different things")
         commit = Commit(self._step, tuple(places), (*ended, *sorted(over)))
         self._tell_others(links, commit)
-        self._carry_out(links, runs, proposal, commit)
+        self._carry_out(links, [requests[place] for place in places], proposal, commit)
 
     def _tell_others(self, links: ServiceLinks, message: Proposal | Commit) -> None:
         for party in range(1, self.config.parties):

@@ -28,10 +28,6 @@ class _PreparedPlan:
     phase: OfflinePhase
     labels: list[str] = field(default_factory=list)
 
-    @property
-    def nbytes(self) -> int:
-        return self.phase.nbytes
-
 
 class PreprocessingStore:
     """The prepared plans of all sessions at this party. Used by the thread that computes, at the same place of the
@@ -47,11 +43,11 @@ class PreprocessingStore:
     @property
     def nbytes(self) -> int:
         """On this party's disk."""
-        return sum(prepared.nbytes for prepared in self._plans.values())
+        return sum(prepared.phase.nbytes for prepared in self._plans.values())
 
     def free_bytes(self, user: str, most: int) -> int:
         """Bytes that a user's plans may still take of `most`: half of them at most for one with a name."""
-        own = sum(prepared.nbytes for prepared in self._plans.values() if prepared.user == user)
+        own = sum(prepared.phase.nbytes for prepared in self._plans.values() if prepared.user == user)
         return min(most - self.nbytes, most - most // 2 - own) if user else most - self.nbytes
 
     def forget(self, session: str) -> None:
@@ -86,7 +82,7 @@ class PreprocessingStore:
                 give_up(model, request, self.quota, error)
         prepared = self._plans[owner]
         prepared.labels.append(label)
-        before = prepared.nbytes
+        before = prepared.phase.nbytes
 
         def send() -> None:
             if accepts(model, request, self.quota):
@@ -97,7 +93,7 @@ class PreprocessingStore:
         if problem is not None:
             prepared.phase.close()
             request.fail(ConfigError(f"preprocess: {problem}; plan fewer calls"))
-        request.stored = prepared.nbytes - before
+        request.stored = prepared.phase.nbytes - before
         add_part(request.session.costs, links.ledger, 1, 1)
         request.done.set()
 

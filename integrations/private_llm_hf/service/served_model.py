@@ -9,7 +9,7 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from private_llm.config import PrivateConfig
-from private_llm.errors import ConfigError, ShareFileError, TransportError
+from private_llm.errors import ConfigError, ShareFileError
 from private_llm.protocols.session import NumericContext, RangeChecks, Session
 from private_llm.ranges import Ranges
 from private_llm_hf.checkpoint.share_files import ShareFile
@@ -23,7 +23,11 @@ from private_llm_hf.wire.commands import LoadModel
 
 
 class ServedModel:
-    """One model at one party. state: of the parties' present links."""
+    """One model at one party. `session`, `model` and `state` are of the parties' present links."""
+
+    session: Session
+    model: PreTrainedModel
+    state: LoadedModel
 
     def __init__(self, name: str, path: Path, config: PrivateConfig, number: int) -> None:
         """Reads the header and checks the whole file. Raises as `open_model`."""
@@ -31,36 +35,21 @@ class ServedModel:
         description = self.file.description
         self.digest, self.ranges = description.model, Ranges(description.ranges)
         self.stored = StoredFile(self.digest, self.file.sharing)
-        self._state: LoadedModel | None = None
-
-    @property
-    def state(self) -> LoadedModel:
-        """The model as it runs now, and what sessions keep. Raises TransportError before the parties are connected."""
-        if self._state is None:
-            raise TransportError("the parties connect with each other; try again")
-        return self._state
-
-    @property
-    def model(self) -> PreTrainedModel:
-        """As it runs now."""
-        return self.state.model
-
-    @property
-    def session(self) -> Session:
-        """The parties' own."""
-        return self.state.session
+        self._built: LoadedModel | None = None
 
     def begin(self, session: Session) -> None:
         """Build the model for the parties' new session; no cache is left of the one before. Local.
 
         Raises PatchMismatch for a model that cannot run under the session's settings.
         """
-        session, before = replace(session, numerics=NumericContext(), checks=RangeChecks()), self._state
-        if before is not None:
-            self._state = before.again(session)
+        self.session, before = replace(session, numerics=NumericContext(), checks=RangeChecks()), self._built
+        if before is None:
+            description, weights = LoadModel(self.file.description, None), weights_of_file(self.session, self.file)
+            self.state = self._built = LoadedModel(self.session, description, weights)
+        else:
+            self.state = self._built = before.again(self.session)
             release(before.model)
-            return
-        self._state = LoadedModel(session, LoadModel(self.file.description, None), weights_of_file(session, self.file))
+        self.model = self.state.model
 
 
 def open_model(path: Path, config: PrivateConfig, number: int) -> ShareFile:
