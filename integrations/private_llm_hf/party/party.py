@@ -47,14 +47,7 @@ from private_llm_hf.token_sharding.node import Node, NodeCheckpoint
 from private_llm_hf.wire import commands
 from private_llm_hf.wire.answers import Loaded, Prepared, StoredFile
 from private_llm_hf.wire.codec import Message
-from private_llm_hf.wire.commands import (
-    Call,
-    Forward,
-    LoadModel,
-    PartyCommand,
-    Slices,
-    send_message,
-)
+from private_llm_hf.wire.commands import Call, Forward, LoadModel, PartyCommand, Slices, send_message
 
 _COMMANDS: tuple[type[PartyCommand], ...] = get_args(PartyCommand)
 
