@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from typing import Annotated
@@ -144,38 +143,31 @@ class KVCacheQuota:
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
-        self._held: dict[str, dict[str, int]] = {}
-        self._users: dict[str, str] = {}
-        self._of_user: Counter[str] = Counter()
+        self._held: dict[tuple[str, str, str], int] = {}  # by owner, user and model
 
     def reserve(self, owner: str, user: str, model: str, positions: int) -> None:
         """A session keeps so many positions of a model from now on. Raises DomainError for more than it may."""
-        before = self._held.setdefault(owner, {})
-        self._users[owner] = user
-        own = sum(before.values()) - before.get(model, 0) + positions
+        others = {key: held for key, held in self._held.items() if (key[0], key[2]) != (owner, model)}
+        own = positions + sum(held for key, held in others.items() if key[0] == owner)
+        of_user = positions + sum(held for key, held in others.items() if key[1] == user)
+        in_all = positions + sum(others.values())
         if own > self.limits.positions:
             raise DomainError(f"caches: got {own} positions; this service keeps {self.limits.positions} for a session")
-        more = positions - before.get(model, 0)
-        if user and self._of_user[user] + more > self.limits.of_user:
+        if user and of_user > self.limits.of_user:
             raise DomainError(
-                f"caches: the sessions of user {user!r} would hold {self._of_user[user] + more} positions; this "
-                f"service keeps {self.limits.of_user} for a user"
+                f"caches: the sessions of user {user!r} would hold {of_user} positions; this service keeps "
+                f"{self.limits.of_user} for a user"
             )
-        if self._of_user.total() + more > self.limits.in_all:
+        if in_all > self.limits.in_all:
             raise DomainError(
-                f"caches: the sessions of all clients would hold {self._of_user.total() + more} positions; this "
-                f"service keeps {self.limits.in_all}: try again later"
+                f"caches: the sessions of all clients would hold {in_all} positions; this service keeps "
+                f"{self.limits.in_all}: try again later"
             )
-        before[model] = positions
-        self._of_user[user] += more
+        self._held = {**others, (owner, user, model): positions}
 
     def release(self, owner: str) -> None:
         """A session is over."""
-        held = sum(self._held.pop(owner, {}).values())
-        user = self._users.pop(owner, "")
-        self._of_user[user] -= held
-        if not self._of_user[user]:
-            del self._of_user[user]
+        self._held = {key: held for key, held in self._held.items() if key[0] != owner}
 
 
 # -- users in whose batches the parties' records differed (quad) ------------------------------------------------------
