@@ -270,7 +270,9 @@ class SessionRows:
         return found, picks
 
     def keep(self, entry: CallOrEdit, rows: Rows) -> None:
-        """A request was made with these rows: what it fills has them, and what it changes has others now."""
+        """A request was made with these rows: what it fills has them, and what it changes has others now. Raises
+        UnsupportedOp as `of`.
+        """
         match entry:
             case Call():
                 self._rows |= {kept: rows for kept in (entry.cache, entry.encode_to) if kept is not None}
