@@ -75,11 +75,11 @@ def test_generate_from_share_files_in_two_sessions(shared: Path, config: Private
 
 
 def test_parties_wait_for_their_client_longer_than_the_timeout(shared: Path, config: PrivateConfig) -> None:
-    patient = replace(config, timeout_s=2.0)
+    patient = replace(config, timeout_s=1.2)
     with running(patient, files(shared / "one")):
-        time.sleep(3.0)
+        time.sleep(1.8)
         with AutoPrivateModelForCausalLM.from_pretrained(str(shared / "one" / "client"), patient) as private:
-            time.sleep(3.0)  # and between its calls
+            time.sleep(1.8)  # and between its calls
             assert private(BATCH["input_ids"]).logits.shape == (2, 5, 128)
 
 
