@@ -7,15 +7,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from private_llm.errors import ConfigError, refuse_unknown
-from private_llm.kv_policies.mpcache import MPCacheConfig
-from private_llm.kv_policies.policy import CachePolicy, KeepAll, NoCache, SlidingWindow
-from private_llm.kv_policies.rivals import H2O, TOVA, HeadMerging, InfLLM, LongCache, SnapKV
+from private_llm.kv_policies import mpcache, policy, rivals
+from private_llm.kv_policies.policy import CachePolicy
 
-_KINDS: tuple[type[CachePolicy], ...] = (
-    KeepAll, NoCache, SlidingWindow, MPCacheConfig, H2O, TOVA, SnapKV, InfLLM, LongCache, HeadMerging,
-)  # fmt: skip
-POLICIES: dict[str, type[CachePolicy]] = {policy.name: policy for policy in _KINDS}
-"""The policies on offer, by name."""
+POLICIES: dict[str, type[CachePolicy]] = {
+    kind.name: kind
+    for module in (policy, mpcache, rivals)
+    for kind in vars(module).values()
+    if isinstance(kind, type) and issubclass(kind, CachePolicy) and "name" in vars(kind)
+}
+"""The policies on offer, by name: the classes of these files that have one."""
 
 
 def policy_of(values: Mapping[str, Any]) -> CachePolicy:
