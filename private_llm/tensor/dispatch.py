@@ -33,7 +33,7 @@ def implements(*ops: object) -> Callable[[R], R]:
     def register(rule: R) -> R:
         for op in dict.fromkeys(ops):  # some of PyTorch's functions are equal under two names
             if op in _RULES:
-                raise ConfigError(f"{op_name(op)} already has the private rule {_RULES[op].__name__}")
+                raise ConfigError(f"{op_name(op)} already has a private rule")
             _RULES[op] = rule
         return rule
 

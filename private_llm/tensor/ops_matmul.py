@@ -83,10 +83,7 @@ def _ring_operand(x: Fixed, y: Tensor) -> Tensor:
     return x.session.ring.encode(y, x.session.frac).to(device)
 
 
-@implements(Tensor.__rmatmul__)
-def rmatmul(x: Tensor, y: Tensor) -> SecretTensor:
-    """y @ x, as `matmul`."""
-    return matmul(y, x)
+implements(Tensor.__rmatmul__)(lambda x, y: matmul(y, x))
 
 
 @implements(torch.nn.functional.linear)

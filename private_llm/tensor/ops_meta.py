@@ -16,63 +16,34 @@ def _getter(name: str) -> TorchArg:
     return getattr(Tensor, name).__get__
 
 
-@implements(Tensor.size)
-def size(x: SecretTensor, dim: int | None = None) -> TorchArg:
-    """Public shape."""
-    return x.shape if dim is None else x.shape[dim]
-
-
-@implements(Tensor.dim, Tensor.ndimension)
-def dim(x: SecretTensor) -> int:
-    """Number of dimensions."""
-    return x.ndim
-
-
-@implements(Tensor.numel, torch.numel, Tensor.nelement)
-def numel(x: SecretTensor) -> int:
-    """Number of elements."""
-    return x.shape.numel()
-
-
-@implements(Tensor.__len__)
-def length(x: SecretTensor) -> int:
-    """Extent of the first dimension."""
-    return x.shape[0]
-
-
-@implements(Tensor.element_size, _getter("itemsize"))
-def element_size(x: SecretTensor, *_: object) -> int:
+def _held_bytes(x: SecretTensor) -> int:
     """Bytes this party really holds per element (all parts)."""
     parts = x.value(masked=True).share.parts
     return len(parts) * parts[0].element_size()
 
 
-@implements(_getter("nbytes"))
-def nbytes(x: SecretTensor, *_: object) -> int:
-    """Bytes this party really holds."""
-    return element_size(x) * numel(x)
-
-
-@implements(Tensor.stride)
-def stride(x: SecretTensor, dim: int | None = None) -> TorchArg:
-    """Strides of a contiguous tensor of this shape (the parts may lie otherwise)."""
-    strides = torch.empty(x.shape, device="meta").stride()
-    return strides if dim is None else strides[dim]
-
-
-@implements(Tensor.data_ptr)
-def data_ptr(x: SecretTensor) -> int:
-    """A number that is unique among live secrets (tools that look for tied weights compare it); no values lie there."""
-    return id(x.value(masked=True).share)
+implements(Tensor.size)(lambda x, dim=None: x.shape if dim is None else x.shape[dim])
+implements(Tensor.dim, Tensor.ndimension)(lambda x: x.ndim)
+implements(Tensor.numel, torch.numel, Tensor.nelement)(lambda x: x.shape.numel())
+implements(Tensor.__len__)(lambda x: x.shape[0])
+implements(Tensor.__hash__)(id)
+implements(Tensor.element_size, _getter("itemsize"))(lambda x, *_: _held_bytes(x))
+implements(_getter("nbytes"))(lambda x, *_: _held_bytes(x) * x.shape.numel())
+# Those of a contiguous tensor of this shape: the parts may lie otherwise.
+implements(Tensor.stride)(lambda x, dim=None: torch.empty(x.shape, device="meta").stride(dim))
+# A number that is unique among live secrets (tools that look for tied weights compare it); no values lie there.
+implements(Tensor.data_ptr)(lambda x: id(x.value(masked=True).share))
+implements(_getter("is_cuda"))(lambda x, *_: x.device.type == "cuda")
+implements(_getter("is_cpu"))(lambda x, *_: x.device.type == "cpu")
+implements(Tensor.get_device)(lambda x: -1 if x.device.index is None else x.device.index)
+# Parameters ask for a gradient at their creation, and there is no graph to leave.
+implements(Tensor.requires_grad_)(lambda x, requires_grad=True: x)
+implements(_getter("data"), Tensor.detach, torch.detach)(lambda x, *_: x.viewed(lambda part: part))
 
 
 def _constant(value: object, *ops: object) -> None:
     """What all secrets answer alike."""
-
-    def rule(x: SecretTensor, *_: object, **__: object) -> object:
-        return value
-
-    implements(*ops)(rule)
+    implements(*ops)(lambda *_, **__: value)
 
 
 # Outwardly a contiguous float tensor, and a leaf: there is no graph, no gradient, and shares are never written to.
@@ -90,36 +61,6 @@ _constant(
     *(_getter(n) for n in ("is_sparse_csr", "is_mps", "is_xpu", "is_xla", "is_ipu", "is_maia", "is_mtia")),
     _getter("retains_grad"),
 )  # fmt: skip
-
-
-@implements(_getter("is_cuda"))
-def is_cuda(x: SecretTensor, *_: object) -> bool:
-    """Whether the shares lie on a GPU."""
-    return bool(x.device.type == "cuda")
-
-
-@implements(_getter("is_cpu"))
-def is_cpu(x: SecretTensor, *_: object) -> bool:
-    """Whether the shares lie in main memory."""
-    return bool(x.device.type == "cpu")
-
-
-@implements(Tensor.get_device)
-def get_device(x: SecretTensor) -> int:
-    """Index of the GPU, -1 on the CPU."""
-    return -1 if x.device.index is None else x.device.index
-
-
-@implements(Tensor.__hash__)
-def identity(x: SecretTensor) -> int:
-    """Hash by identity, as all tensors."""
-    return id(x)
-
-
-@implements(Tensor.requires_grad_)
-def requires_grad_(x: SecretTensor, requires_grad: bool = True) -> SecretTensor:
-    """Nothing: parameters ask for it at creation, and no gradient exists."""
-    return x
 
 
 @implements(Tensor.__deepcopy__)
@@ -144,12 +85,6 @@ def refuse_values(*args: object, **kwargs: object) -> NoReturn:
         "a secret tensor was asked for its values (bool, item, tolist, numpy, storage, comparison, ...); "
         "control flow and exports need public data: reveal the value to the client, or decide without it"
     )
-
-
-@implements(_getter("data"))
-def data(x: SecretTensor, *_: object) -> SecretTensor:
-    """The tensor itself: there is no graph to leave."""
-    return x.viewed(lambda part: part)
 
 
 @implements(Tensor.data.__set__, Tensor.copy_, Tensor.set_)  # type: ignore[attr-defined]

@@ -101,10 +101,7 @@ def sub(x: Operand, y: Operand, *, alpha: float = 1) -> SecretTensor:
     return plus(x, -y) if isinstance(x, SecretTensor) else plus(neg(_secret(y, "sub")), x)
 
 
-@implements(torch.rsub, Tensor.__rsub__)
-def rsub(x: Operand, y: Operand) -> SecretTensor:
-    """y - x; cost as `add`."""
-    return sub(y, x)
+implements(torch.rsub, Tensor.__rsub__)(lambda x, y: sub(y, x))
 
 
 @implements(torch.neg, Tensor.neg, Tensor.__neg__, torch.negative, Tensor.negative)
@@ -153,10 +150,7 @@ def div(x: Operand, y: Operand, *, rounding_mode: str | None = None) -> SecretTe
     return mul(x, 1.0 / y)
 
 
-@implements(torch.square, Tensor.square)
-def square(x: SecretTensor) -> SecretTensor:
-    """x*x: one truncating product, 2 rounds, 30.75 bytes an element in trio (64-bit ring, 18 bits)."""
-    return mul(x, x)
+implements(torch.square, Tensor.square)(lambda x: mul(x, x))
 
 
 @implements(torch.pow, Tensor.pow, Tensor.__pow__)
@@ -255,29 +249,18 @@ def cast_type(x: SecretTensor, dtype: TorchArg = None, **_: object) -> TorchArg:
     return "torch.FloatTensor" if dtype is None else to(x, dtype) if isinstance(dtype, torch.dtype) else x
 
 
-@implements(Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.type_as)
-@implements(Tensor.contiguous, Tensor.resolve_conj, Tensor.resolve_neg)
-def same(x: SecretTensor, *_: object, **__: object) -> SecretTensor:
-    """Nothing to change."""
-    return x
-
-
-@implements(Tensor.cpu)
-def cpu(x: SecretTensor, *_: object, **__: object) -> SecretTensor:
-    """Shares to main memory."""
-    return to(x, torch.device("cpu"))
-
-
 @implements(Tensor.cuda)
 def cuda(x: SecretTensor, device: TorchArg = None, *_: object, **__: object) -> SecretTensor:
     """Shares to a GPU."""
     return to(x, torch.device("cuda", device) if isinstance(device, int) else torch.device(device or "cuda"))
 
 
-@implements(torch.clone, Tensor.clone)
-def clone(x: SecretTensor, **_: object) -> SecretTensor:
-    """A new tensor object; shares are never written to, so they are not copied."""
-    return x.duplicate()
+implements(Tensor.cpu)(lambda x, *_, **__: to(x, torch.device("cpu")))
+implements(torch.clone, Tensor.clone)(lambda x, **_: x.duplicate())  # shares are never written to: no copy
+implements(
+    Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.type_as, Tensor.contiguous, Tensor.resolve_conj,
+    Tensor.resolve_neg,
+)(lambda x, *_, **__: x)  # fmt: skip
 
 
 @implements(torch.nn.functional.dropout, torch.dropout, torch.nn.functional.dropout2d)
@@ -304,31 +287,16 @@ def like(x: SecretTensor, *_: object, **__: object) -> NoReturn:
 class SecretComplex:
     """Secret pairs [.., 2] that stand for complex numbers [..]; no tensor, so that nothing else can be done to it."""
 
-    __slots__ = ("_pairs",)
+    __slots__ = ("device", "pairs", "shape")
 
     def __init__(self, pairs: Tensor) -> None:
-        self._pairs = pairs
-
-    @property
-    def pairs(self) -> Tensor:
-        """Real and imaginary parts, [.., 2]."""
-        return self._pairs
-
-    @property
-    def shape(self) -> torch.Size:
-        """Public shape."""
-        return self._pairs.shape[:-1]
-
-    @property
-    def device(self) -> torch.device:
-        """Where public operands should live."""
-        return self._pairs.device
+        self.pairs, self.shape, self.device = pairs, pairs.shape[:-1], pairs.device
 
     def __mul__(self, other: Tensor) -> SecretComplex:
         """Times public complex numbers: as four products by public tensors, local. Raises UnsupportedOp for others."""
         if isinstance(other, SecretTensor) or not isinstance(other, Tensor) or not other.is_complex():
             raise UnsupportedOp("secret complex numbers can only be multiplied by public complex tensors")
-        real, imaginary = self._pairs[..., 0], self._pairs[..., 1]
+        real, imaginary = self.pairs.unbind(-1)
         turned = (
             sub(mul(real, other.real), mul(imaginary, other.imag)),
             add(mul(real, other.imag), mul(imaginary, other.real)),

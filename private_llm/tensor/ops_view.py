@@ -30,100 +30,48 @@ from private_llm.tensor.scale import CONSTANT_BITS, dyadic, encoded
 from private_llm.tensor.secret import SecretTensor
 
 
-def _register(method: Callable[..., Tensor], *ops: object) -> None:
-    def rule(x: SecretTensor, *args: TorchArg, **kwargs: TorchArg) -> SecretTensor:
-        return x.viewed(lambda part: method(part, *args, **kwargs))
-
-    rule.__name__ = method.__name__
-    implements(*ops)(rule)
+def _moved(method: Callable[..., Tensor], *ops: object) -> None:
+    """Each part goes through `method`, with the other arguments of the call."""
+    implements(*ops)(lambda x, *args, **kwargs: x.viewed(lambda part: method(part, *args, **kwargs)))
 
 
-# `view` becomes `reshape`: parts need not be contiguous where the outer tensor says so.
-_register(Tensor.reshape, Tensor.reshape, torch.reshape)
-_register(Tensor.transpose, Tensor.transpose, torch.transpose, torch.swapaxes, Tensor.swapaxes)
-_register(Tensor.permute, Tensor.permute, torch.permute)
-_register(Tensor.t, Tensor.t, torch.t, Tensor.T.__get__)  # type: ignore[attr-defined]
-_register(Tensor.unsqueeze, Tensor.unsqueeze, torch.unsqueeze)
-_register(Tensor.squeeze, Tensor.squeeze, torch.squeeze)
-_register(Tensor.flatten, Tensor.flatten, torch.flatten)
-_register(Tensor.unflatten, Tensor.unflatten, torch.unflatten)
-_register(Tensor.expand, Tensor.expand)
-_register(Tensor.broadcast_to, Tensor.broadcast_to, torch.broadcast_to)
-_register(Tensor.repeat, Tensor.repeat)
-_register(Tensor.tile, Tensor.tile, torch.tile)
-_register(Tensor.narrow, Tensor.narrow, torch.narrow)
-_register(Tensor.select, Tensor.select, torch.select)
-_register(Tensor.movedim, Tensor.movedim, torch.movedim)
-_register(Tensor.flip, Tensor.flip, torch.flip)
-_register(Tensor.roll, Tensor.roll, torch.roll)
-_register(Tensor.diagonal, Tensor.diagonal, torch.diagonal)
-_register(Tensor.tril, Tensor.tril, torch.tril)
-_register(Tensor.triu, Tensor.triu, torch.triu)
-
-
-@implements(Tensor.mT.__get__)  # type: ignore[attr-defined]
-def matrix_transpose(x: SecretTensor, *_: object) -> SecretTensor:
-    """Swap the last two dimensions. Local, as all here."""
-    return x.viewed(lambda part: part.transpose(-1, -2))
+for _name in (
+    "reshape", "transpose", "swapaxes", "permute", "t", "unsqueeze", "squeeze", "flatten", "unflatten", "expand",
+    "broadcast_to", "repeat", "tile", "narrow", "select", "movedim", "flip", "roll", "diagonal", "tril", "triu",
+):  # fmt: skip
+    _moved(getattr(Tensor, _name), *(getattr(home, _name) for home in (Tensor, torch) if hasattr(home, _name)))
+_moved(Tensor.t, Tensor.T.__get__)  # type: ignore[attr-defined]
+_moved(lambda part, *_: part.transpose(-1, -2), Tensor.mT.__get__)  # type: ignore[attr-defined]
+_moved(lambda part, other: part.reshape(other.shape), Tensor.view_as, Tensor.reshape_as)
+_moved(lambda part, other: part.expand(other.shape), Tensor.expand_as)
 
 
 @implements(Tensor.view)
 def view(x: SecretTensor, *shape: TorchArg) -> SecretTensor:
-    """Another shape. Raises UnsupportedOp for a dtype instead of a shape."""
+    """`reshape`, for parts need not lie as the outer tensor says. Raises UnsupportedOp for a dtype."""
     if len(shape) == 1 and isinstance(shape[0], torch.dtype):
         raise UnsupportedOp("view of a secret tensor as another dtype")
     return x.viewed(lambda part: part.reshape(*shape))
 
 
-@implements(Tensor.view_as, Tensor.reshape_as)
-def view_as(x: SecretTensor, other: Tensor) -> SecretTensor:
-    """The shape of another tensor."""
-    shape = other.shape
-    return x.viewed(lambda part: part.reshape(shape))
+def _cut(method: Callable[..., Sequence[Tensor]], *ops: object) -> None:
+    """Pieces of a secret, as `method` cuts its parts. Local."""
+
+    def rule(x: SecretTensor, *args: TorchArg, **kwargs: TorchArg) -> tuple[SecretTensor, ...]:
+        pieces = zip(*(method(part, *args, **kwargs) for part in x.value(masked=True).share.parts), strict=True)
+        if x.hidden is None:
+            return tuple(x.view_of_parts(parts) for parts in pieces)
+        hidden = method(x.hidden, *args, **kwargs)
+        return tuple(x.view_of_parts(parts, mask) for parts, mask in zip(pieces, hidden, strict=True))
+
+    implements(*ops)(rule)
 
 
-@implements(Tensor.expand_as)
-def expand_as(x: SecretTensor, other: Tensor) -> SecretTensor:
-    """Broadcast to the shape of another tensor."""
-    shape = other.shape
-    return x.viewed(lambda part: part.expand(shape))
-
-
-@implements(Tensor.detach, torch.detach)
-def detach(x: SecretTensor) -> SecretTensor:
-    """The same shares in a new object."""
-    return x.viewed(lambda part: part)
-
-
-def _pieces(x: SecretTensor, cut: Callable[[Tensor], Sequence[Tensor]]) -> tuple[SecretTensor, ...]:
-    pieces = zip(*(cut(part) for part in x.value(masked=True).share.parts), strict=True)
-    if x.hidden is None:
-        return tuple(x.view_of_parts(parts) for parts in pieces)
-    return tuple(x.view_of_parts(parts, hidden) for parts, hidden in zip(pieces, cut(x.hidden), strict=True))
-
-
-@implements(Tensor.chunk, torch.chunk)
-def chunk(x: SecretTensor, chunks: int, dim: int = 0) -> tuple[SecretTensor, ...]:
-    """`chunks` pieces (or fewer) along a dimension, as torch.chunk. Local."""
-    return _pieces(x, lambda part: part.chunk(chunks, dim))
-
-
-@implements(Tensor.split, torch.split, torch.functional.split)
-def split(x: SecretTensor, split_size: int | list[int], dim: int = 0) -> tuple[SecretTensor, ...]:
-    """Pieces of `split_size` (or of these sizes) along a dimension. Local."""
-    return _pieces(x, lambda part: torch.split(part, split_size, dim))
-
-
-@implements(Tensor.unbind, torch.unbind)
-def unbind(x: SecretTensor, dim: int = 0) -> tuple[SecretTensor, ...]:
-    """Slices along a dimension, which disappears."""
-    return _pieces(x, lambda part: part.unbind(dim))
-
-
-@implements(Tensor.__iter__)
-def iterate(x: SecretTensor) -> TorchArg:
-    """Slices along the first dimension."""
-    return iter(unbind(x))
+_cut(torch.chunk, Tensor.chunk, torch.chunk)
+_cut(Tensor.split, Tensor.split)
+_cut(torch.split, torch.split, torch.functional.split)
+_cut(torch.unbind, Tensor.unbind, torch.unbind)
+implements(Tensor.__iter__)(lambda x: iter(torch.unbind(x)))
 
 
 @implements(torch.nn.functional.pad)

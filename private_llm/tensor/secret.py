@@ -31,11 +31,13 @@ _CPU = torch.device("cpu")
 class SecretTensor(Guarded):
     """One party's share of a tensor; everything but its values is public. `repr` shows the shape only."""
 
-    __slots__ = ("_coarse", "_family", "_fixed", "_hidden")
-    _coarse: bool
+    __slots__ = ("_family", "_fixed", "coarse", "hidden")
     _fixed: Fixed
     _family: list[weakref.ref[SecretTensor]] | None
-    _hidden: Tensor | None
+    coarse: bool
+    """Whether this value is meant to have fewer fractional bits than the session (massive residual streams)."""
+    hidden: Tensor | None
+    """Public mask (bool, this shape), True where an entry stands for minus infinity, or None."""
 
     @staticmethod
     def __new__(cls: type[SecretTensor], fixed: Fixed) -> SecretTensor:
@@ -47,8 +49,8 @@ class SecretTensor(Guarded):
         )
         self._fixed = fixed
         self._family = None
-        self._hidden = None
-        self._coarse = False
+        self.hidden = None
+        self.coarse = False
         return self
 
     @classmethod
@@ -108,37 +110,23 @@ class SecretTensor(Guarded):
         minus infinity, with whatever lies there. Without it raises UnsupportedOp for such entries (softmax removes
         them).
         """
-        if self._hidden is not None and not masked:
+        if self.hidden is not None and not masked:
             raise UnsupportedOp("a tensor with masked (minus infinity) entries can only be reshaped or go into softmax")
         if full and self._fixed.width is not None:
             self._fixed = self._fixed.restore_high_bits()
         return self._fixed
-
-    @property
-    def coarse(self) -> bool:
-        """Whether this value is meant to have fewer fractional bits than the session (massive residual streams)."""
-        return self._coarse
-
-    @coarse.setter
-    def coarse(self, value: bool) -> None:
-        self._coarse = value
 
     def coarsen(self, frac: int) -> Fixed:
         """The share with `frac` fractional bits, from now on; one truncation, 1 round, if it has more.
 
         Marks it as `coarse`.
         """
-        self._fixed, self._coarse = self.value(full=True).rescale(frac), True
+        self._fixed, self.coarse = self.value(full=True).rescale(frac), True
         return self._fixed
 
     def set_value(self, fixed: Fixed, coarse: bool) -> None:
         """From now on hold `fixed`, the same value with other fractional bits, as after `to_fixed`. Local."""
-        self._fixed, self._coarse = fixed, coarse
-
-    @property
-    def hidden(self) -> Tensor | None:
-        """Public mask (bool, this shape), True where an entry stands for minus infinity, or None."""
-        return self._hidden
+        self._fixed, self.coarse = fixed, coarse
 
     def shown(self) -> SecretTensor:
         """The same shares, no entry of which stands for minus infinity."""
@@ -147,18 +135,18 @@ class SecretTensor(Guarded):
     def duplicate(self) -> SecretTensor:
         """A new object for the same (never written) shares, which shares no memory by PyTorch's rules. Local."""
         out = SecretTensor(self._fixed)
-        out._hidden, out._coarse = self._hidden, self._coarse
+        out.hidden, out.coarse = self.hidden, self.coarse
         return out
 
     def masked(self, hidden: Tensor) -> SecretTensor:
         """The same shares with `hidden` entries (public, this shape) standing for minus infinity. Local."""
         out = SecretTensor(self._fixed)
-        out._hidden = hidden if self._hidden is None else hidden | self._hidden
+        out.hidden = hidden if self.hidden is None else hidden | self.hidden
         return out
 
     def viewed(self, reorder: Callable[[Tensor], Tensor]) -> SecretTensor:
         """Apply a reordering to all parts and the mask; the result counts as sharing memory with this tensor. Local."""
-        hidden = None if self._hidden is None else reorder(self._hidden)
+        hidden = None if self.hidden is None else reorder(self.hidden)
         return self.view_of_parts(tuple(map(reorder, self._fixed.share.parts)), hidden)
 
     def view_of_parts(self, parts: tuple[Tensor, ...], hidden: Tensor | None = None) -> SecretTensor:
@@ -168,12 +156,12 @@ class SecretTensor(Guarded):
         """
         x = self._fixed
         out = SecretTensor(x.with_share(Share(parts)))
-        out._coarse = self._coarse
+        out.coarse = self.coarse
         if self._family is None:
             self._family = [weakref.ref(self)]
         self._family.append(weakref.ref(out))
         out._family = self._family
-        out._hidden = hidden
+        out.hidden = hidden
         return out
 
     def shares_memory_with(self, other: SecretTensor) -> bool:
@@ -182,7 +170,7 @@ class SecretTensor(Guarded):
 
     def inherit_flags(self, other: SecretTensor) -> SecretTensor:
         """This tensor, which is coarse where `other` is and refuses in-place operations where `other` does. Local."""
-        self._family, self._coarse = other._family, other._coarse
+        self._family, self.coarse = other._family, other.coarse
         if self._family is not None:
             self._family.append(weakref.ref(self))
         return self
@@ -198,7 +186,7 @@ class SecretTensor(Guarded):
                 "in-place operation on a secret tensor that is a view, has views, or would change its shape; "
                 "use the out-of-place form"
             )
-        self._fixed, self._hidden, self._coarse = value._fixed, value._hidden, value._coarse
+        self._fixed, self.hidden, self.coarse = value._fixed, value.hidden, value.coarse
         self._family = None
         return self
 
