@@ -134,15 +134,27 @@ def _searched(allowed: Tensor, shape: tuple[int, int, int, int], device: torch.d
     return Pattern(shape, select, rows, tuple(apart.sum(-1).tolist()), lengths.nonzero().view(-1).to(device), digest)
 
 
+@dataclass(frozen=True, eq=False)
+class AttentionCall:
+    """What attention is asked: query [B, H, q, D] and which of the n entries held may be seen.
+
+    mask: public, bool [B or 1, H or 1, q, n], True where allowed, None: all; it may leave heads out. tokens: the same
+    before heads were left out, [B or 1, 1, q, n]: what the last query may not see is padding. sinks: a score for each
+    head [H] that takes part in its softmax and brings no value: one entry more a row.
+    """
+
+    query: Fixed
+    mask: Tensor | None
+    tokens: Tensor | None
+    scale: float
+    softcap: float | None = None
+    sinks: Fixed | None = None
+
+
 def attend(
-    query: Fixed,
-    key: Fixed,
-    value: Fixed,
-    mask: Tensor | None,
-    scale: float,
-    softcap: float | None = None,
+    query: Fixed, key: Fixed, value: Fixed, mask: Tensor | None, scale: float, softcap: float | None = None,
     bias: Fixed | Tensor | None = None,
-) -> Fixed:
+) -> Fixed:  # fmt: skip
     """softmax(scale * q k^T, capped, + bias) v: q [B, H, q, D], k and v [B, G, k, D] with G dividing H.
 
     mask: public, boolean, True where allowed. bias: broadcastable to [B, H, q, k], secret or public. Returns [B, H, q,
@@ -152,38 +164,39 @@ def attend(
     the scale are removed in one truncation. Raises DomainError if G does not divide H, for rows longer than 65,536 and
     in a 32-bit ring.
     """
-    return attend_and_weigh(query, key, value, mask, scale, softcap, bias, counted=0)[0]
+    return attend_and_weigh(AttentionCall(query, mask, None, scale, softcap), key, value, bias)[0]
 
 
 def attend_and_weigh(
-    query: Fixed, key: Fixed, value: Fixed, mask: Tensor | None, scale: float, softcap: float | None,
-    bias: Fixed | Tensor | None, counted: int, sinks: Fixed | None = None, among: Tensor | None = None,
+    call: AttentionCall, key: Fixed, value: Fixed, bias: Fixed | Tensor | None = None, counted: int = 0,
+    among: Tensor | None = None,
 ) -> tuple[Fixed, Fixed | None]:  # fmt: skip
     """As `attend`, with sinks and the attention mass that each key got from the last `counted` queries, or None for 0.
 
-    sinks: a score for each head [H] that takes part in its softmax and brings no value: one entry more a row.
     The mass is [B, G, k]: the sum of the probabilities over these queries and over the H / G heads that share the key
     head; queries that see nothing add nothing, nor do those that `among`, bool [B or 1, counted],
     leaves out. It is a local sum, so asking for it sends nothing.
     """
+    query = call.query
     batch, heads, queries, _ = query.shape
     groups, keys = key.shape[1], key.shape[2]
     if heads % groups:
         raise DomainError(f"attention: got {heads} query heads for {groups} key heads; want a multiple")
-    pattern = pattern_of(mask, batch, heads, queries, keys, query.share.parts[0].device)
+    pattern = pattern_of(call.mask, batch, heads, queries, keys, query.share.parts[0].device)
     if pattern.select is not None and not pattern.rows.count:
         nobody = _nothing(query, (batch, groups, keys)) if counted else None
         return _nothing(query, (batch, heads, queries, value.shape[-1])), nobody
-    if bias is None and sinks is None and not counted and among is None:
+    if bias is None and call.sinks is None and not counted and among is None:
         if queries <= _FEW and pattern.select is None:
-            return _repeated(query, key, value, scale, softcap), None
+            return _repeated(call, key, value), None
         if _is_repeated_chunk(query.session, pattern):
-            return _repeated_chunk(query, key, value, pattern, scale, softcap), None
-    return _attended(query, key, value, pattern, scale, softcap, bias, sinks, counted, among=among)
+            return _repeated_chunk(call, key, value, pattern), None
+    return _attended(call, key, value, pattern, bias, counted, among=among)
 
 
-def _repeated(query: Fixed, key: Fixed, value: Fixed, scale: float, softcap: float | None) -> Fixed:
+def _repeated(call: AttentionCall, key: Fixed, value: Fixed) -> Fixed:
     """Attention of few queries to all keys: beside those of a cache, padded to a length that repeats."""
+    query, scale, softcap = call.query, call.scale, call.softcap
     inputs, in_place = [query, key, value], list[Fixed]()
     decoding = key.shape[2] > query.shape[2] and repeats(query.session)
     # The same bits as at later steps: a layer that is repeated goes on with what attention gives.
@@ -194,7 +207,7 @@ def _repeated(query: Fixed, key: Fixed, value: Fixed, scale: float, softcap: flo
     def compute(x: Sequence[Fixed]) -> Sequence[Fixed]:
         pattern = Pattern((*x[0].shape[:3], x[-1].shape[2]), None, _ALL)
         present = x[1].share.parts[0] if len(x) > 3 else None
-        return (_attended(x[0], x[-2], x[-1], pattern, scale, softcap, None, None, 0, present)[0],)
+        return (_attended(AttentionCall(x[0], None, None, scale, softcap), x[-2], x[-1], pattern, present=present)[0],)
 
     with alike(query.session) if decoding or first else nullcontext():
         return repeat(query.session, ("attention", scale, softcap), inputs, compute, _PATIENCE, in_place)[0]
@@ -206,27 +219,26 @@ def _is_repeated_chunk(session: Session, pattern: Pattern) -> bool:
     return pattern.shape[2] in chunks and sum(pattern.entries) <= _MOST_ENTRIES and uses_cuda_graphs(session)
 
 
-def _repeated_chunk(
-    query: Fixed, key: Fixed, value: Fixed, pattern: Pattern, scale: float, softcap: float | None
-) -> Fixed:
+def _repeated_chunk(call: AttentionCall, key: Fixed, value: Fixed, pattern: Pattern) -> Fixed:
     """Attention of a chunk, the same for all layers and prompts that see the same."""
+    scale, softcap = call.scale, call.softcap
 
     def compute(x: Sequence[Fixed]) -> Sequence[Fixed]:
-        return (_attended(x[0], x[1], x[2], pattern, scale, softcap, None, None, 0)[0],)
+        return (_attended(AttentionCall(x[0], None, None, scale, softcap), x[1], x[2], pattern)[0],)
 
     what = ("attention of a chunk", scale, softcap, pattern.digest)
-    return repeat(query.session, what, [query, key, value], compute, _PATIENCE)[0]
+    return repeat(call.query.session, what, [call.query, key, value], compute, _PATIENCE)[0]
 
 
 def _attended(
-    query: Fixed, key: Fixed, value: Fixed, pattern: Pattern, scale: float, softcap: float | None,
-    bias: Fixed | Tensor | None, sinks: Fixed | None, counted: int, present: Tensor | None = None,
-    among: Tensor | None = None,
+    call: AttentionCall, key: Fixed, value: Fixed, pattern: Pattern, bias: Fixed | Tensor | None = None,
+    counted: int = 0, present: Tensor | None = None, among: Tensor | None = None,
 ) -> tuple[Fixed, Fixed | None]:  # fmt: skip
     """`attend_and_weigh` where some query sees something. present: see `kv_cache`; with all keys alone."""
-    (batch, heads, queries, keys), groups, depth = pattern.shape, key.shape[1], query.shape[3]
+    (batch, heads, queries, keys), groups, depth = pattern.shape, key.shape[1], call.query.shape[3]
+    scale, softcap, sinks = call.scale, call.softcap, call.sinks
     grouped = (batch, groups, heads // groups * queries)
-    query = query.view(lambda part: part.reshape(*grouped, depth))
+    query = call.query.view(lambda part: part.reshape(*grouped, depth))
     alone = bias is None and sinks is None  # the range of scores tells nothing of what is added to them
     if softcap is None:
         width = score_width(query.session, alone)

@@ -10,6 +10,7 @@ nothing is compared or opened for them. What is public of all this are numbers o
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +20,7 @@ from private_llm.errors import UnsupportedOp
 from private_llm.exact.maximum import concatenated
 from private_llm.kv_policies.padding import Arranged, arranged, padding_last, queries_that_count
 from private_llm.kv_policies.policy import CachePolicy, ClusterShape, Eviction
-from private_llm.nn.attention import attend_and_weigh
+from private_llm.nn.attention import AttentionCall, attend_and_weigh
 from private_llm.nn.clusters import representatives
 from private_llm.nn.kv_cache import KVBuffer
 from private_llm.nn.selecting import FORBIDDEN, Chosen, attend_to_chosen, choose_clusters, reordered
@@ -29,22 +30,6 @@ from private_llm.protocols.share import Share
 from private_llm.tensor.fixed import Fixed
 
 _NOT_CHOSEN = "kv_cache: the layer whose choices this one shares has made none in this call"
-
-
-@dataclass(frozen=True, eq=False)
-class AttentionCall:
-    """What attention is asked: query [B, H, q, D] and which of the n entries held may be seen.
-
-    mask: bool [B or 1, H or 1, q, n], None: all; it may leave heads out. tokens: the same before heads were left out,
-    [B or 1, 1, q, n]: what the last query may not see is padding.
-    """
-
-    query: Fixed
-    mask: Tensor | None
-    tokens: Tensor | None
-    scale: float
-    softcap: float | None = None
-    sinks: Fixed | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,15 +80,10 @@ class EvictingLayer:
         counted, among = (0, None) if self.leader is not None else queries_that_count(self.policy, queries, tokens)
         chosen = self._choose(call.query, keys, values.shape[-1], tokens)
         if chosen is None:
-            out, mass = attend_and_weigh(
-                call.query, keys, values, call.mask, call.scale, call.softcap, self._penalty_of(call.query), counted,
-                call.sinks, among,
-            )  # fmt: skip
+            out, mass = attend_and_weigh(call, keys, values, self._penalty_of(call.query), counted, among)
         else:
-            out, mass = attend_to_chosen(
-                call.query, keys, values, call.mask, call.scale, call.softcap, call.sinks, chosen,
-                None if self._penalty is None else self._penalty.scale_int(int(FORBIDDEN)), weigh=counted > 0,
-            )  # fmt: skip
+            addend = None if self._penalty is None else self._penalty.scale_int(int(FORBIDDEN))
+            out, mass = attend_to_chosen(call, keys, values, chosen, addend, weigh=counted > 0)
             if mass is not None and among is not None:
                 mass = mass.scale_int(among[:, None].to(mass.share.parts[0]))
         self._count(mass if counted else None, counted * call.query.shape[1] // keys.shape[1])
@@ -309,13 +289,8 @@ class EvictingLayer:
 
     def copy(self, leader: EvictingLayer | None) -> EvictingLayer:
         """Another layer with the same entries so far, which follows `leader`."""
-        twin = EvictingLayer(self.policy, leader)
-        twin.buffer = self.buffer.copy()
-        twin._mass, twin._mass_bound = self._mass, self._mass_bound
-        twin._penalty, twin._hidden = self._penalty, self._hidden
-        twin._clusters = None if self._clusters is None else list(self._clusters)
-        twin._rows = self._rows
-        twin.chosen, twin.evicted = self.chosen, self.evicted
+        twin = copy.copy(self)
+        twin.leader, twin.buffer = leader, self.buffer.copy()
         return twin
 
     def state(self) -> tuple[object, ...]:

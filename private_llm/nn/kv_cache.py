@@ -10,6 +10,7 @@ bytes.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -321,9 +322,7 @@ class KVBuffer:
 
     def copy(self) -> KVBuffer:
         """Another cache with the same entries so far; no memory is copied before one of them goes on. Local."""
-        twin = KVBuffer()
-        twin.position, twin.positions = self.position, self.positions
-        twin.hidden, twin.tokens, twin.newest = self.hidden, self.tokens, self.newest
+        twin = copy.copy(self)
         if self._rows is not None:
             twin._rows = (self._rows[0].copy(), self._rows[1].copy())
         return twin

@@ -93,16 +93,20 @@ class _SparseBlock(ABC):
     """
 
     def __init__(
-        self, predictor: ActivityPredictor, readers: Sequence[nn.Module], writer: nn.Module, budget: int | None,
-        name: str,
+        self, predictor: ActivityPredictor, readers: Sequence[nn.Module], writer: nn.Module, count: int,
+        budget: int | None, name: str,
     ) -> None:  # fmt: skip
-        """budget: units that a position opens, None for as many as are active. name: the module as which the
-        readers' product is computed.
+        """Layers are linear, or Conv1D of transformers. count: neurons of a unit, or heads. budget: units that a
+        position opens, None for as many as are active. name: the module as which the readers' product is computed.
         """
-        self._predictor, self._readers, self._writer = predictor, list(readers), writer
+        self._predictor, self._readers, self._writer, self._count = predictor, list(readers), writer, count
         self._budget, self._name = budget, name
         self._write: Callable[[Tensor], Tensor] = writer.forward
         self._pieces = SharedProducts()
+        self._lay_out()
+
+    def _lay_out(self) -> None:  # noqa: B027 - not every block wants it
+        """Move the writer's weights to where they are read fastest."""
 
     def read(self, index: int, x: Tensor) -> Tensor:
         """The outputs of reader `index` for x [.., K].
@@ -128,22 +132,20 @@ class _SparseBlock(ABC):
 class SparseFeedForward(_SparseBlock):
     """FC1 (gate, up) and FC2 (down) of one block at the predicted neurons, whose units lie in the owner's order.
 
-    block: neurons of a unit. `read` gives the chosen neurons of all positions, 1-D in row-major order.
+    `read` gives the chosen neurons of all positions, 1-D in row-major order.
     """
 
-    def __init__(
-        self, predictor: ActivityPredictor, readers: Sequence[nn.Module], writer: nn.Module, block: int,
-        budget: int | None, name: str,
-    ) -> None:  # fmt: skip
-        """Layers are linear, or Conv1D of transformers."""
-        super().__init__(predictor, readers, writer, budget, name)
-        self._block, self._wanted = block, _NOTHING
-        self._lead: tuple[int, ...] = ()
-        if isinstance(writer.weight, SecretTensor):  # the weights of a neuron side by side, where they are read alone
-            writer.weight = nn.Parameter(writer.weight.viewed(_by_neuron(writer)), requires_grad=False)
+    _wanted, _lead = _NOTHING, tuple[int, ...]()
+
+    def _lay_out(self) -> None:
+        """The weights of a neuron side by side, where they are read alone; no copy where they lie so already."""
+        weight, turned = self._writer.weight, _is_turned(self._writer)
+        if isinstance(weight, SecretTensor):
+            made = weight.viewed(lambda part: part.contiguous() if turned else part.t().contiguous().t())
+            self._writer.weight = nn.Parameter(made, requires_grad=False)
 
     def _chosen(self, x: SecretTensor, units: Tensor, lead: tuple[int, ...]) -> Sequence[Tensor]:
-        self._lead, self._wanted = lead, units.repeat_interleave(self._block, dim=1)
+        self._lead, self._wanted = lead, units.repeat_interleave(self._count, dim=1)
         pieces: list[Tensor] = []
         for layers in _as_products(self._readers):
             many = len(layers)
@@ -227,27 +229,20 @@ class SparseHeads(_SparseBlock):
     """Predicted attention heads of one block, whose heads lie in the owner's order.
 
     Queries of other heads are not computed, and `allowed` takes them out of the attention mask, so they have no scores,
-    no softmax and no output. Keys and values are those of all heads, which later queries may need. `read` gives
-    [B, length, N]; queries of heads left out are zero.
+    no softmax and no output. Keys and values are those of all heads, which later queries may need. The layer of the
+    queries is the first reader. `read` gives [B, length, N]; queries of heads left out are zero.
     """
 
-    def __init__(
-        self, predictor: ActivityPredictor, readers: Sequence[nn.Module], writer: nn.Module, heads: int,
-        budget: int | None, name: str,
-    ) -> None:  # fmt: skip
-        """readers: the layer of the queries first."""
-        super().__init__(predictor, readers, writer, budget, name)
-        self._heads = heads
-        self._active: Tensor | None = None
+    _active: Tensor | None = None
 
     def _chosen(self, x: SecretTensor, units: Tensor, lead: tuple[int, ...]) -> Sequence[Tensor]:
-        self._active = units.view(*lead, self._heads)
+        self._active = units.view(*lead, self._count)
         made: list[Tensor] = []
         for layers in _as_products(self._readers):
             sizes = [_outputs(layer) for layer in layers]
             wanted = [torch.ones(len(units), size, dtype=torch.bool) for size in sizes]
             if not made:
-                wanted[0] = units.cpu().repeat_interleave(sizes[0] // self._heads, dim=1)
+                wanted[0] = units.cpu().repeat_interleave(sizes[0] // self._count, dim=1)
             places = torch.cat(wanted, dim=1)
             flat, _ = _at_wanted(x, layers, places, self._budget is not None)
             whole = flat.viewed(functools.partial(_spread, wanted=places, lead=lead))
@@ -262,8 +257,8 @@ class SparseHeads(_SparseBlock):
         active, self._active = self._active, None
         if active is None:
             raise UnsupportedOp("sparse attention ran without its first layer, whose input predicts the heads")
-        if heads != self._heads:
-            raise UnsupportedOp(f"{self._name}: {self._heads} heads are predicted, but attention has {heads}")
+        if heads != self._count:
+            raise UnsupportedOp(f"{self._name}: {self._count} heads are predicted, but attention has {heads}")
         rows = active.transpose(1, 2)[..., None]
         return rows.expand(*rows.shape[:-1], keys) if mask is None else mask[..., :keys].to(rows.device) & rows
 
@@ -311,11 +306,6 @@ def _at_wanted(
 def _is_turned(layer: nn.Module) -> bool:
     """Whether a layer's weight is [inputs, outputs], as transformers' Conv1D has it."""
     return not isinstance(layer, nn.Linear)
-
-
-def _by_neuron(writer: nn.Module) -> Callable[[Tensor], Tensor]:
-    """The same weight with the entries of each input side by side; no copy where they lie so already."""
-    return (lambda part: part.contiguous()) if _is_turned(writer) else (lambda part: part.t().contiguous().t())
 
 
 def _outputs(layer: nn.Module) -> int:

@@ -24,7 +24,7 @@ from private_llm.approx.activations import precise_tanh
 from private_llm.exact.maximum import concatenated
 from private_llm.kv_policies.padding import Arranged
 from private_llm.kv_policies.policy import ClusterShape
-from private_llm.nn.attention import mixed_values, pattern_of, scaled, score_width, soften
+from private_llm.nn.attention import AttentionCall, mixed_values, pattern_of, scaled, score_width, soften
 from private_llm.nn.selection_costs import LIKENESS_BITS, LIKENESS_REACH, cheapest_gather, composes
 from private_llm.oblivious.chosen_rows import ChosenRows, OneHotRows, one_hot_rows, shuffled_rows
 from private_llm.oblivious.topk import largest_bits
@@ -165,27 +165,26 @@ def _rows(likeness: Fixed, there: int, kept: int, gather: str) -> ChosenRows:
 
 
 def attend_to_chosen(
-    query: Fixed, key: Fixed, value: Fixed, mask: Tensor | None, scale: float, softcap: float | None,
-    sinks: Fixed | None, chosen: Chosen, addend: Fixed | None = None, weigh: bool = True,
-) -> tuple[Fixed, Fixed | None]:  # fmt: skip
+    call: AttentionCall, key: Fixed, value: Fixed, chosen: Chosen, addend: Fixed | None = None, weigh: bool = True
+) -> tuple[Fixed, Fixed | None]:
     """Attention of q [B, H, 1, D] to the chosen of k, v [B, G, n, D]: [B, H, 1, Dv]; each entry's mass [B, G, n].
 
-    mask: public, bool [B or 1, H or 1, 1, n]; a row without any entry stays zero (heads that are left out), otherwise
-    it may differ between rows of the batch alone. addend: secret, to the scores [B, G, 1, n], after `softcap`. weigh:
+    The mask [B or 1, H or 1, 1, n]: a row without any entry stays zero (heads that are left out), otherwise it may
+    differ between rows of the batch alone. addend: secret, to the scores [B, G, 1, n], after `softcap`. weigh:
     whether masses are wanted, which `gather="keys"` pays for. Probabilities are those of `softmax` on the first, the
     chosen and the newest entries. Domain and errors as `attend`.
     """
     if chosen.gather == "keys":
-        return _attend_to_gathered(query, key, value, mask, scale, softcap, sinks, chosen, addend, weigh)
-    batch, heads = query.shape[:2]
+        return _attend_to_gathered(call, key, value, chosen, addend, weigh)
+    batch, heads = call.query.shape[:2]
     groups, entries, shape = key.shape[1], key.shape[2], chosen.shape
-    shared, seen, takes = heads // groups, _seen(mask, batch), len(chosen.levels)
-    scores = _scores(query, key, scale, softcap, seen is None and addend is None, takes, seen)
+    shared, seen, takes = heads // groups, _seen(call.mask, batch), len(chosen.levels)
+    scores = _scores(call, key, seen is None and addend is None, takes, seen)
     scores = chosen.in_order(scores)
     addend = None if addend is None else chosen.in_order(addend)
     slots = scores.shape[3]
     penalty = _penalty(scores, (batch, groups, 1, slots), chosen.seen(seen), addend)
-    if penalty is not None and softcap is None:
+    if penalty is not None and call.softcap is None:
         scores, penalty = scores + penalty, None
     elif penalty is not None:  # a cap would hide it: one column more to take
         scores = concatenated([scores, penalty.rescale(scores.frac)], 2)
@@ -195,7 +194,7 @@ def attend_to_chosen(
     pieces = [taken, *(scores.view(lambda part, s=s: part[..., s]) for s in _outside(shape, slots))]  # type: ignore[misc]
     near = concatenated(pieces, 3)
     penalty = None if penalty is None else near.view(lambda part: part[:, :, shared:])
-    weights = _weights(near.view(lambda part: part[:, :, :shared]), mask, softcap, sinks, heads, penalty)
+    weights = _weights(near.view(lambda part: part[:, :, :shared]), call, penalty)
     weights = weights.view(lambda part: part.reshape(batch, groups, shared, -1))
     count = shape.chosen
     rows = weights.view(lambda part: part[..., :count].transpose(2, 3).reshape(batch * groups, count, shared))
@@ -208,14 +207,13 @@ def attend_to_chosen(
 
 
 def _attend_to_gathered(
-    query: Fixed, key: Fixed, value: Fixed, mask: Tensor | None, scale: float, softcap: float | None,
-    sinks: Fixed | None, chosen: Chosen, addend: Fixed | None, weigh: bool,
-) -> tuple[Fixed, Fixed | None]:  # fmt: skip
+    call: AttentionCall, key: Fixed, value: Fixed, chosen: Chosen, addend: Fixed | None, weigh: bool
+) -> tuple[Fixed, Fixed | None]:
     """The paper's way: keys and values of the chosen clusters are gathered, then attended to."""
-    batch, heads, _, depth = query.shape
+    query, (batch, heads, _, depth) = call.query, call.query.shape
     groups, entries, shape = key.shape[1], key.shape[2], chosen.shape
     shared, end = heads // groups, shape.first + shape.clustered
-    seen = _seen(mask, batch)
+    seen = _seen(call.mask, batch)
     key = key if seen is None else key.scale_int(seen.unsqueeze(-1).to(key.share.parts[0]))
     made = [key.rescale(query.session.frac), value.rescale(query.session.frac)]
     both = chosen.in_order(concatenated(made, 3), 2)
@@ -227,9 +225,9 @@ def _attend_to_gathered(
     pieces = [taken, *(both.view(lambda part, s=s: part[:, :, s]) for s in _outside(shape, both.shape[2]))]  # type: ignore[misc]
     held = concatenated(pieces, 2)
     near = held.view(lambda part: part[..., :depth])
-    scores = _scores(query, near, scale, softcap, seen is None and addend is None, 0)
+    scores = _scores(call, near, seen is None and addend is None, 0)
     penalty = None if penalty is None else _column(held.view(lambda part: part[..., -1:]))
-    weights = _weights(scores, mask, softcap, sinks, heads, penalty)
+    weights = _weights(scores, call, penalty)
     weights = weights.view(lambda part: part.reshape(batch, groups, shared, -1))
     there = held.view(lambda part: part[..., depth : depth + value.shape[-1]])
     out = mixed_values(weights, there, pattern_of(None, batch, heads, 1, held.shape[2]))
@@ -244,17 +242,15 @@ def _attend_to_gathered(
     return out, chosen.in_place(mass, entries, 2)
 
 
-def _scores(
-    query: Fixed, key: Fixed, scale: float, softcap: float | None, alone: bool, takes: int, seen: Tensor | None = None
-) -> Fixed:
+def _scores(call: AttentionCall, key: Fixed, alone: bool, takes: int, seen: Tensor | None = None) -> Fixed:
     """Scores [B, G, H / G, n], with the fractional bits and in the lowest bits that softmax reads after `takes` choices
     of rows; zeros where `seen` [B, 1, n] says so. Watched.
 
     Where nothing is narrow they keep all fractional bits, truncated when few are left. alone: nothing is added.
     """
-    session, groups = query.session, key.shape[1]
-    grouped = query.view(lambda part: part.reshape(len(part), groups, -1, part.shape[-1]))
-    grouped = scaled(grouped, scale if softcap is None else scale / softcap)
+    session, groups, softcap = call.query.session, key.shape[1], call.softcap
+    grouped = call.query.view(lambda part: part.reshape(len(part), groups, -1, part.shape[-1]))
+    grouped = scaled(grouped, call.scale if softcap is None else call.scale / softcap)
     grouped = grouped.rescale(session.frac) if grouped.frac > session.frac + SLACK else grouped
     turned = key.view(lambda part: part.transpose(-1, -2))
     width = score_width(session, alone) if softcap is None and narrows(session) else None
@@ -300,14 +296,12 @@ def _penalty(like: Fixed, shape: tuple[int, ...], seen: Tensor | None, addend: F
     return made + ((~seen)[:, None] * -FORBIDDEN).to(like.share.parts[0].device).double()
 
 
-def _weights(
-    scores: Fixed, mask: Tensor | None, softcap: float | None, sinks: Fixed | None, heads: int, penalty: Fixed | None
-) -> Fixed:
+def _weights(scores: Fixed, call: AttentionCall, penalty: Fixed | None) -> Fixed:
     """Softmax of gathered scores [B, G, shared, n] with many fractional bits; zeros for heads that are left out.
 
     penalty: to be added after the cap, [B, G, 1, n].
     """
-    batch, frac = scores.shape[0], scores.session.frac
+    (batch, heads), mask, softcap, frac = call.query.shape[:2], call.mask, call.softcap, scores.session.frac
     scores = scores.rescale(frac if softcap is None else frac + SLACK)
     if softcap is not None:
         scores = times_scalar(SecretTensor(precise_tanh(scores)), softcap).rescale(frac)
@@ -322,9 +316,6 @@ def _weights(
         active = active.expand(-1, -1, -1, scores.shape[-1])
         pattern = pattern_of(active, batch, heads, 1, scores.shape[-1], device)
         scores = scores.view(lambda part: part.reshape(-1)[pattern.select])
-    every = None if sinks is None else _of_rows(sinks.rescale(scores.frac), pattern.row_numbers(device) % heads)
+    rows = pattern.row_numbers(device) % heads
+    every = None if call.sinks is None else call.sinks.rescale(scores.frac).view(lambda part: part[rows])
     return soften(scores, pattern, every)
-
-
-def _of_rows(sinks: Fixed, rows: Tensor) -> Fixed:
-    return sinks.view(lambda part: part[rows])

@@ -28,8 +28,8 @@ from private_llm.kv_policies.policy import CachePolicy
 from private_llm.net.ledger import Cost
 from private_llm.net.local import LocalMesh
 from private_llm.net.transport import CLIENT
-from private_llm.nn.attention import attend
-from private_llm.nn.evicting import AttentionCall, EvictingLayer
+from private_llm.nn.attention import AttentionCall, attend
+from private_llm.nn.evicting import EvictingLayer
 from private_llm.nn.merged_heads import apart, merge_heads
 from private_llm.protocols.session import Session, join, join_as_client, meta_session
 from private_llm.protocols.share import Share

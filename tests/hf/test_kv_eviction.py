@@ -30,7 +30,8 @@ from private_llm.kv_policies.policy import KEEP_ALL, CachePolicy, Level
 from private_llm.kv_policies.rivals import H2O, TOVA, HeadMerging, InfLLM, LongCache, SnapKV
 from private_llm.net.local import LocalMesh
 from private_llm.net.transport import Transport
-from private_llm.nn.evicting import AttentionCall, EvictingLayer
+from private_llm.nn.attention import AttentionCall
+from private_llm.nn.evicting import EvictingLayer
 from private_llm.sparsity_config import CometConfig
 from private_llm.tensor.fixed import Fixed
 from tests.hf import families, test_sinks, tiny

@@ -15,7 +15,8 @@ from private_llm.config import PrivateConfig
 from private_llm.kv_policies.mpcache import MPCacheConfig
 from private_llm.kv_policies.policy import CachePolicy, Eviction, Level, Selection
 from private_llm.kv_policies.rivals import H2O, TOVA, InfLLM, LongCache, SnapKV
-from private_llm.nn.evicting import AttentionCall, EvictingLayer
+from private_llm.nn.attention import AttentionCall
+from private_llm.nn.evicting import EvictingLayer
 from private_llm.nn.selection_costs import GATHERS
 from private_llm.protocols.registry import protocol_names
 from private_llm.protocols.session import Session

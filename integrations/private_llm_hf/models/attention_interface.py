@@ -13,8 +13,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 from private_llm.errors import DomainError, UnsupportedOp
-from private_llm.nn.attention import attend, attend_and_weigh
-from private_llm.nn.evicting import AttentionCall
+from private_llm.nn.attention import AttentionCall, attend, attend_and_weigh
 from private_llm.nn.merged_heads import apart, merge_heads
 from private_llm.nn.ops_softmax import read_mask
 from private_llm.nn.predicted import SparseHeads
@@ -102,38 +101,31 @@ def _attention(
         attention_mask = sparse.allowed(attention_mask, query.shape[1], key.shape[2])
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     sinks = None if s_aux is None else _secret(s_aux, query)
+    call = AttentionCall(query.value(full=True), attention_mask, tokens, scale, softcap, sinks)
     if layer is not None and layer.evicting is not None:
-        call = AttentionCall(query.value(full=True), attention_mask, tokens, scale, softcap, sinks)
         out = layer.evicting.attend(call, query.shape[2])
         layer.attended(None)
     elif layer is not None and merged > 1:
         if sinks is not None or position_bias is not None:
             raise UnsupportedOp(f"{type(module).__name__}: heads with sinks or biases of their own cannot be merged")
-        out = _merged(
-            module, query.value(full=True), key.to_operand(), value.to_operand(), attention_mask, scale, softcap, merged
-        )
+        out = _merged(module, call, key.to_operand(), value.to_operand(), merged)
         layer.attended(None)
     else:
-        out, mass = attend_and_weigh(
-            query.value(full=True), key.to_operand(), value.to_operand(), attention_mask, scale, softcap,
-            _bias(position_bias, addend), sinks=sinks,
-            counted=0 if layer is None else layer.policy.mass_queries(query.shape[2]),
-        )  # fmt: skip
+        counted = 0 if layer is None else layer.policy.mass_queries(query.shape[2])
+        bias = _bias(position_bias, addend)
+        out, mass = attend_and_weigh(call, key.to_operand(), value.to_operand(), bias, counted)
         if layer is not None:
             layer.attended(mass)
     return SecretTensor(out.view(lambda part: part.transpose(1, 2)))
 
 
-def _merged(
-    module: nn.Module, query: Fixed, key: Fixed, value: Fixed, mask: Tensor | None, scale: float,
-    softcap: float | None, merged: int,
-) -> Fixed:  # fmt: skip
+def _merged(module: nn.Module, call: AttentionCall, key: Fixed, value: Fixed, merged: int) -> Fixed:
     """Attention by merged heads. Raises UnsupportedOp for heads that are left out, DomainError as `merge_heads`."""
-    if mask is not None and mask.shape[1] != 1:
+    if call.mask is not None and call.mask.shape[1] != 1:
         raise UnsupportedOp(f"{type(module).__name__}: heads that are predicted cannot be merged; want heads=False")
-    shared = query.shape[1] // key.shape[1]
-    query, key, value, scale = merge_heads(query, key, value, merged, scale)
-    return apart(attend(query, key, value, mask, scale, softcap), merged, shared)
+    shared = call.query.shape[1] // key.shape[1]
+    query, key, value, scale = merge_heads(call.query, key, value, merged, call.scale)
+    return apart(attend(query, key, value, call.mask, scale, call.softcap), merged, shared)
 
 
 def _bias(one: Tensor | None, other: Tensor | None) -> Fixed | Tensor | None:
