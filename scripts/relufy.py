@@ -19,6 +19,8 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,14 +30,14 @@ import torch
 import transformers
 from accelerate import Accelerator
 from bench.rows import provenance
-from private_llm_hf.sparsity.recordings import share_of_zeros
+from private_llm_hf.checkpoint.sample_inputs import evaluating
 from private_llm_hf.sparsity.relufy import ACTIVATIONS, relufy, save_relufied
-from private_llm_hf.sparsity.sites import activations_of
+from private_llm_hf.sparsity.sites import Site, activations_of
 from private_llm_hf.tools.texts import encode, load_texts, loss_of, total_nll, windows
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from safetensors.torch import load_model, save_model
-from torch import Tensor
+from torch import Tensor, nn
 from train_demo_model import Done, batches, divide, load_optimizers, save_checkpoint
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
@@ -87,6 +89,26 @@ def figures(
             "sparsity_by_layer": [round(share, 4) for share in shares.values()],
         }
     return found
+
+
+def share_of_zeros(
+    model: PreTrainedModel, sites: Iterable[Site], batches: Iterable[Mapping[str, Any]]
+) -> dict[str, float]:
+    """By name of each feed-forward site, the share of neurons that do not reach the next layer. Keeps nothing."""
+    blocks = [site for site in sites if site.kind == "ffn"]
+    counts = {site.name: [0, 0] for site in blocks}
+    with ExitStack() as stack, torch.no_grad():
+        for site in blocks:
+
+            def look(_: nn.Module, received: tuple[Any, ...], found: list[int] = counts[site.name]) -> None:
+                found[0] += int((received[0] == 0).sum())
+                found[1] += received[0].numel()
+
+            stack.callback(model.get_submodule(site.writer).register_forward_pre_hook(look).remove)
+        stack.enter_context(evaluating(model))
+        for batch in batches:
+            model(**batch)
+    return {name: zeros / max(1, total) for name, (zeros, total) in counts.items()}
 
 
 def tune(

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from private_llm_hf.sparsity.predictor import HeadActivity
-from private_llm_hf.sparsity.recordings import Recording, RecordingWriter, record, recordings, share_of_zeros
+from private_llm_hf.sparsity.recordings import Recording, RecordingWriter, record, recordings
 from private_llm_hf.sparsity.sites import find_sites
 
 from private_llm.errors import ConfigError, DomainError
@@ -40,18 +40,6 @@ def test_what_is_recorded_is_what_the_model_does(name: str, tmp_path: Path) -> N
         else:
             projection = model.get_submodule(recording.site.writer)
             assert torch.equal(active, HeadActivity(projection, 4, 0.3)(reached))
-
-
-def test_the_share_of_zeros_is_the_share_of_inactive_neurons(tmp_path: Path) -> None:
-    model, given = sparse("opt"), batch("opt")
-    sites = find_sites(model, given)
-    record(model, sites, [given], tmp_path)
-    want = {
-        recording.site.name: 1 - float(recording.read(torch.arange(len(recording)))[1].float().mean())
-        for recording in recordings(tmp_path)
-        if recording.site.kind == "ffn"
-    }
-    assert share_of_zeros(model, sites, [given]) == pytest.approx(want)
 
 
 def test_recording_ends_at_the_asked_number_of_positions(tmp_path: Path) -> None:

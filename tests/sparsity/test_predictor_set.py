@@ -182,7 +182,7 @@ FIRST = "model.decoder.layers.0.fc1"
         (lambda facts: facts["predictors"][0]["site"].update(width="64"), "width: got '64'; want a whole number"),
         (lambda facts: facts["predictors"][0]["config"].update(rank=10**12), "fc1.weight is .*; want .*1000000000000"),
         (lambda facts: facts.update(more=1), "unknown key.*more"),
-        (lambda facts: facts.pop("predictors"), "predictors incomplete"),
+        (lambda facts: facts.pop("predictors"), "predictors: is not there; want a list"),
         (lambda facts: facts["predictors"][0].update(more=1), "unknown key.*more"),
         (lambda facts: facts["predictors"][0]["config"].update(rank=0), "rank: got 0"),
         (lambda facts: facts["predictors"][0]["config"].update(threshold=float("nan")), "threshold: got nan"),

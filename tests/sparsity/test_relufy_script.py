@@ -9,9 +9,13 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
+from private_llm_hf.sparsity.recordings import record, recordings
 from private_llm_hf.sparsity.relufy import load_relufied
+from private_llm_hf.sparsity.sites import find_sites
 
 from private_llm.errors import PatchMismatch
+from tests.sparsity.models import batch, sparse
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -91,3 +95,15 @@ def test_what_cannot_work_is_refused(script: ModuleType, tmp_path: Path, monkeyp
     monkeypatch.setattr(script, "figures", lambda *_: {})
     with pytest.raises(PatchMismatch, match="'relu' already"):
         script.main(script.parse_args(words))
+
+
+def test_the_share_of_zeros_is_the_share_of_inactive_neurons(script: ModuleType, tmp_path: Path) -> None:
+    model, given = sparse("opt"), batch("opt")
+    sites = find_sites(model, given)
+    record(model, sites, [given], tmp_path)
+    want = {
+        recording.site.name: 1 - float(recording.read(torch.arange(len(recording)))[1].float().mean())
+        for recording in recordings(tmp_path)
+        if recording.site.kind == "ffn"
+    }
+    assert script.share_of_zeros(model, sites, [given]) == pytest.approx(want)

@@ -42,7 +42,7 @@ from private_llm_hf.sparsity.sites import Site
 FORMAT, VERSION = "private-llm predictors", 2
 _FACTS, _TENSORS = "predictors.json", "predictors.safetensors"
 _READ = (1, VERSION)
-_KEYS = ("format", "version", "model", "tensors", "predictors")
+_FILE: dict[str, type] = {"format": str, "version": int, "model": dict, "tensors": str, "predictors": list}
 _MODEL: dict[str, type] = {"class": str, "config": dict, "model": str, "weights": str}
 _ROW: dict[str, type] = {"site": dict, "config": dict, "measures": dict}
 _SITE: dict[str, type] = {
@@ -213,11 +213,8 @@ def _facts(folder: Path) -> dict[str, Any]:
     if facts.get("version") not in _READ:
         read = " and ".join(map(str, _READ))
         raise ConfigError(f"{path}: version {facts.get('version')!r}; this private-llm reads {read}: train again")
-    refuse_unknown(facts, _KEYS, f"{path}: ")
-    missing = sorted(set(_KEYS) - set(facts))
-    if missing:
-        raise ConfigError(f"{path}: {', '.join(missing)} incomplete; copy it again")
-    _of_types(facts, {"model": dict, "tensors": str, "predictors": list}, f"{path}: ")
+    refuse_unknown(facts, _FILE, f"{path}: ")
+    _of_types(facts, _FILE, f"{path}: ")
     _of_types(facts["model"], _MODEL, f"{path}: model: ")
     for row in facts["predictors"]:
         _of_types({"predictor": row}, {"predictor": dict}, f"{path}: ")

@@ -151,26 +151,6 @@ def record(
     return max(writer.rows for writer in writers)
 
 
-def share_of_zeros(
-    model: PreTrainedModel, sites: Iterable[Site], batches: Iterable[Mapping[str, Any]]
-) -> dict[str, float]:
-    """By name of each feed-forward site, the share of neurons that do not reach the next layer. Keeps nothing."""
-    blocks = [site for site in sites if site.kind == "ffn"]
-    counts = {site.name: [0, 0] for site in blocks}
-    with ExitStack() as stack, torch.no_grad():
-        for site in blocks:
-
-            def look(_: nn.Module, received: tuple[Any, ...], found: list[int] = counts[site.name]) -> None:
-                found[0] += int((received[0] == 0).sum())
-                found[1] += received[0].numel()
-
-            stack.callback(model.get_submodule(site.writer).register_forward_pre_hook(look).remove)
-        stack.enter_context(evaluating(model))
-        for batch in batches:
-            model(**batch)
-    return {name: zeros / max(1, total) for name, (zeros, total) in counts.items()}
-
-
 def _listen(
     model: PreTrainedModel, site: Site, writer: RecordingWriter, tolerance: float, most: int | None, stack: ExitStack
 ) -> None:

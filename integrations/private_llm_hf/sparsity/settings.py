@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, Self
 
 from private_llm.errors import ConfigError, refuse_unknown
+from private_llm.typed_settings import check_types
 
 Kind = Literal["ffn", "heads"]
 KINDS: tuple[Kind, ...] = ("ffn", "heads")
 
 
 class _Settings:
-    """Reading and writing as JSON."""
+    """Reading and writing as JSON, and refusals."""
+
+    def _demand(self, name: str, fits: bool, wanted: str) -> None:
+        if not fits:
+            raise ConfigError(f"{name}: got {getattr(self, name)!r}; want {wanted}")
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)  # type: ignore[call-overload, no-any-return]
@@ -49,19 +53,13 @@ class PredictorConfig(_Settings):
     tolerance: float = 0.1
 
     def __post_init__(self) -> None:
-        for name in ("rank", "block"):
-            _whole(name, getattr(self, name), 1)
-        if self.kind not in KINDS:
-            raise ConfigError(f"kind: got {self.kind!r}; want one of {', '.join(KINDS)}")
-        if self.hidden not in ("linear", "relu"):
-            raise ConfigError(f"hidden: got {self.hidden!r}; want 'linear' or 'relu'")
-        if self.kind == "heads" and self.block != 1:
-            raise ConfigError(f"block: got {self.block} for heads; want 1, heads are predicted one by one")
-        _number("threshold", self.threshold, -math.inf, math.inf)
-        _number("target_recall", self.target_recall, 0.0, 1.0)
-        _number("tolerance", self.tolerance, 0.0, 1.0)
-        if self.budget is not None:
-            _number("budget", self.budget, 0.0, 1.0, closed=True)
+        check_types(self)
+        self._demand("rank", self.rank >= 1, "at least 1")
+        self._demand("block", self.block >= 1, "at least 1")
+        self._demand("block", self.kind != "heads" or self.block == 1, "1 for heads, which are predicted one by one")
+        self._demand("target_recall", 0 < self.target_recall < 1, "a number above 0 and below 1")
+        self._demand("tolerance", 0 < self.tolerance < 1, "a number above 0 and below 1")
+        self._demand("budget", self.budget is None or 0 < self.budget <= 1, "a number above 0 and at most 1")
 
 
 @dataclass(frozen=True)
@@ -84,24 +82,9 @@ class TrainingConfig(_Settings):
     group: bool = True
 
     def __post_init__(self) -> None:
-        for name, least in (("epochs", 0), ("batch", 1), ("patience", 1), ("seed", 0)):
-            _whole(name, getattr(self, name), least)
-        if self.most_rows is not None:
-            _whole("most_rows", self.most_rows, 2)
-        _number("rate", self.rate, 0.0, math.inf)
-        _number("decay", self.decay, -1e-300, math.inf)
-        _number("validation", self.validation, 0.0, 1.0)
-
-
-def _whole(name: str, value: object, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ConfigError(f"{name}: got {value!r}; want a whole number of at least {least}")
-
-
-def _number(name: str, value: object, low: float, high: float, closed: bool = False) -> None:
-    """Strictly between the bounds, or up to the higher one."""
-    fits = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not fits or not (low < float(value) < high or (closed and value == high)):  # type: ignore[arg-type]
-        where = "a finite number" if math.isinf(low) else f"a number above {max(low, 0.0):g}"
-        where += "" if math.isinf(high) else f" and {'at most' if closed else 'below'} {high:g}"
-        raise ConfigError(f"{name}: got {value!r}; want {where}")
+        check_types(self)
+        for name, least in (("epochs", 0), ("batch", 1), ("patience", 1), ("seed", 0), ("decay", 0)):
+            self._demand(name, getattr(self, name) >= least, f"at least {least}")
+        self._demand("most_rows", self.most_rows is None or self.most_rows >= 2, "at least 2")
+        self._demand("rate", self.rate > 0, "a number above 0")
+        self._demand("validation", 0 < self.validation < 1, "a number above 0 and below 1")

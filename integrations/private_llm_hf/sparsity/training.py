@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -80,11 +81,7 @@ def train_predictor(
         read = recording.batches(train, _READ)
         start_from_regression(predictor, ((x, (predictor.counts(active) > 0).double()) for x, active in read))
     model, optimizer = accelerator.prepare(predictor, optimizer)
-
-    def scored() -> Iterator[tuple[Tensor, Tensor]]:
-        for x, active in recording.batches(held_out, _READ):
-            yield predictor(x.to(accelerator.device)).cpu(), predictor.counts(active)
-
+    scored = partial(_scored, predictor, recording, held_out)
     while not done.finished:
         if done.epoch:  # the first validation is of the starting point
             _epoch(recording, train, predictor, training, done, model, optimizer, accelerator)
@@ -198,28 +195,24 @@ def _mean(counts: Tensor) -> Tensor:
     return counts.sum() / (counts > 0).sum().clamp_min(1)
 
 
-def _plain(predictor: Predictor, recording: Recording, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+def _scored(predictor: Predictor, recording: Recording, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     for x, active in recording.batches(rows, _READ):
-        yield predictor(x), predictor.counts(active)
+        yield predictor(x.to(predictor.fc1.weight.device)).cpu(), predictor.counts(active)
 
 
 def _within_budget(predictor: Predictor, recording: Recording, rows: Tensor) -> float:
     """The threshold that loses least where a run draws within the budget: the higher it is, the surer what is drawn."""
-    scores, _ = next(_plain(predictor, recording, rows))
+    scored = partial(_scored, predictor, recording, rows)
+    scores, _ = next(scored())
     shares = predictor.most / predictor.units * 2.0 ** torch.arange(-2.0, 2.5, 0.5)
     some = scores.flatten()[:: max(1, scores.numel() >> 20)]
     tried = [0.0, *torch.quantile(some, (1 - shares).clamp_min(0)).tolist()]
-
-    def recall(threshold: float) -> float:
-        return _measure(lambda: _plain(predictor, recording, rows), threshold, predictor.most).recall
-
-    best: float = max(tried, key=recall)
-    return best
+    return float(max(tried, key=lambda threshold: _measure(scored, threshold, predictor.most).recall))
 
 
 def _measured(predictor: Predictor, recording: Recording, rows: Tensor) -> Measures:
     budget = None if predictor.config.budget is None else predictor.most
-    return _measure(lambda: _plain(predictor, recording, rows), predictor.config.threshold, budget)
+    return _measure(partial(_scored, predictor, recording, rows), predictor.config.threshold, budget)
 
 
 def _measure(scored: Scored, threshold: float, budget: int | None = None) -> Measures:
