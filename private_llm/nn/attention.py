@@ -329,7 +329,7 @@ def _divided_last(
 def _mass(weights: Fixed, groups: int, counted: int, among: Tensor | None) -> Fixed:
     """Probabilities [B, H, q, k] of the last `counted` queries, summed over them and the heads of a group. Local."""
     batch, _, _, keys = weights.shape
-    newest = weights.view(lambda part: part[:, :, -counted:])
+    newest = weights[:, :, -counted:]
     if among is not None:
         newest = newest.scale_int(among[:, None, :, None].to(newest.share.parts[0]))
     newest = newest.view(lambda part: part.reshape(batch, groups, -1, keys))

@@ -70,23 +70,19 @@ def _tournament(top: Fixed, bottom: Fixed, size: int, first: bool) -> tuple[Fixe
     top, bottom = _grouped(top, size), _grouped(bottom, size)
     while size > 1:
         half = size // 2
-        rest = [_some(x, 2 * half, size) for x in (top, bottom)]
+        rest = [x[:, :, :, 2 * half :] for x in (top, bottom)]
         if first:
-            pair = _both(_some(top, 0, half), _some(top, half, 2 * half))
+            pair = _both(top[:, :, :, :half], top[:, :, :, half : 2 * half])
         else:
-            halves = [_some(x, start, start + half) for start in (0, half) for x in (top, bottom)]
+            halves = [x[:, :, :, start : start + half] for start in (0, half) for x in (top, bottom)]
             # the smallest is the largest of the negatives: one comparison for both
             won = _larger(halves[0].stack(-halves[1]), halves[2].stack(-halves[3]))
-            pair = won.view(lambda part: part[0]), -won.view(lambda part: part[1])
+            pair = won[0], -won[1]
         odd = size % 2
         top = concatenated([pair[0], rest[0]], 3) if odd else pair[0]
         bottom = concatenated([pair[1], rest[1]], 3) if odd else pair[1]
         first, size = False, half + odd
     return tuple(x.view(lambda part: part.squeeze(3)) for x in (top, bottom))  # type: ignore[return-value]
-
-
-def _some(x: Fixed, start: int, stop: int) -> Fixed:
-    return x.view(lambda part: part[:, :, :, start:stop])
 
 
 def _larger(a: Fixed, b: Fixed) -> Fixed:
@@ -112,7 +108,7 @@ def _heavy(keys: Fixed, mass: Fixed | None, size: int, count: int) -> Fixed:
     """Sums of the keys of most attention; without any attention, of the first ones."""
     grouped = _grouped(keys, size)
     if mass is None or count >= size:
-        return grouped.view(lambda part: part[:, :, :, :count]).sum(3)
+        return grouped[:, :, :, :count].sum(3)
     marks = largest(_grouped(mass, size), count)
     chosen = marks.view(lambda part: part.unsqueeze(-2)).matmul(grouped, frac=keys.frac)
     return chosen.view(lambda part: part.squeeze(-2))

@@ -142,8 +142,8 @@ class EvictingLayer:
                 fresh = reordered(keys, order.order, 2)
                 fresh = fresh.scale_int(order.tokens[:, None, :, None].to(keys.share.parts[0]))  # may be anything
                 mass = None if mass is None else reordered(mass, order.order, 2)
-            fresh = fresh.view(lambda part: part[:, :, start:stop])
-            mass = None if mass is None else mass.view(lambda part: part[:, :, start:stop])
+            fresh = fresh[:, :, start:stop]
+            mass = None if mass is None else mass[:, :, start:stop]
             made = representatives(fresh, selection, mass)
             old = self._clusters
             self._clusters = made if old is None else [
@@ -211,7 +211,7 @@ class EvictingLayer:
             bound = max(bound, below)
         order = None if tokens is None else padding_last(tokens, first, newest=newest)
         mass = mass if order is None else reordered(mass, order, 2)
-        middle = mass.view(lambda part: part[:, :, first : held - newest])
+        middle = mass[:, :, first : held - newest]
         wanted = kept - first - newest
         marks = largest(middle, wanted, bits=middle.frac + bound.bit_length() + 2)
         made = compact(marks.view(lambda part: part.flatten(0, 1)), wanted)
@@ -228,7 +228,7 @@ class EvictingLayer:
         size = keys.shape[-1]
         pairs = zip(keys.share.parts, values.share.parts, strict=True)
         both = self._kept(keys.with_share(Share(tuple(torch.cat(pair, 3) for pair in pairs))), evicted)
-        stay = [both.view(lambda part: part[..., :size]), both.view(lambda part: part[..., size:])]
+        stay = [both[..., :size], both[..., size:]]
         self.buffer.replace(stay[0], values.with_share(stay[1].share), evicted.croppable, evicted.tokens)
         self._clusters = None
         if self._mass is not None:
@@ -257,17 +257,17 @@ class EvictingLayer:
         end = held - evicted.newest
         rows = x.view(lambda part: part[:, :, evicted.first : end].flatten(0, 1))
         middle = evicted.middle.take(rows).view(lambda part: part.view(batch, groups, -1, width))
-        first = x.view(lambda part: part[:, :, : evicted.first])
-        return concatenated([first, middle, x.view(lambda part: part[:, :, end:])], 2)
+        first = x[:, :, : evicted.first]
+        return concatenated([first, middle, x[:, :, end:]], 2)
 
     # -- rows --------------------------------------------------------------------------------------------------
     def crop(self, count: int) -> None:
         """Forget the last `count` positions; errors as `KVBuffer.crop`."""
         self.buffer.crop(count)
         length = self.buffer.length
-        self._mass = None if self._mass is None or not length else self._mass.view(lambda part: part[:, :, :length])
+        self._mass = None if self._mass is None or not length else self._mass[:, :, :length]
         if self._penalty is not None:
-            self._penalty = self._penalty.view(lambda part: part[..., :length]) if length else None
+            self._penalty = self._penalty[..., :length] if length else None
             self._hidden = self._hidden if length else 0
         selection = self.policy.selection
         if self._clusters is not None and selection is not None:
@@ -313,10 +313,10 @@ def _joined(old: Fixed, new: Fixed, start: int, kept: Tensor | None) -> Fixed:
     more = old.shape[2] - start
     if kept is not None and more > 0:
         stay = (torch.arange(start, old.shape[2]) < kept[:, None])[:, None, :, None].to(new.share.parts[0])
-        mine = old.view(lambda part: part[:, :, start:]).scale_int(stay)
-        beside = new.view(lambda part: part[:, :, :more]).scale_int(1 - stay)
-        new = concatenated([mine + beside, new.view(lambda part: part[:, :, more:])], 2)
-    return concatenated([old.view(lambda part: part[:, :, :start]), new], 2)
+        mine = old[:, :, start:].scale_int(stay)
+        beside = new[:, :, :more].scale_int(1 - stay)
+        new = concatenated([mine + beside, new[:, :, more:]], 2)
+    return concatenated([old[:, :, :start], new], 2)
 
 
 def _longer(x: Fixed, length: int) -> Fixed:

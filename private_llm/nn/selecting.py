@@ -182,8 +182,7 @@ def attend_to_chosen(
     scores = _scores(call, key, seen is None and addend is None, takes, seen)
     scores = chosen.in_order(scores)
     addend = None if addend is None else chosen.in_order(addend)
-    slots = scores.shape[3]
-    penalty = _penalty(scores, (batch, groups, 1, slots), chosen.seen(seen), addend)
+    penalty = _penalty(scores, (batch, groups, 1, scores.shape[3]), chosen.seen(seen), addend)
     if penalty is not None and call.softcap is None:
         scores, penalty = scores + penalty, None
     elif penalty is not None:  # a cap would hide it: one column more to take
@@ -191,17 +190,15 @@ def attend_to_chosen(
     columns, end = scores.shape[2], shape.first + shape.clustered
     rows = scores.view(lambda part: part[..., shape.first : end].transpose(2, 3).reshape(batch * groups, -1, columns))
     taken = chosen.take(rows).view(lambda part: part.view(batch, groups, -1, columns).transpose(2, 3))
-    pieces = [taken, *(scores.view(lambda part, s=s: part[..., s]) for s in _outside(shape, slots))]  # type: ignore[misc]
-    near = concatenated(pieces, 3)
-    penalty = None if penalty is None else near.view(lambda part: part[:, :, shared:])
-    weights = _weights(near.view(lambda part: part[:, :, :shared]), call, penalty)
+    near = concatenated([taken, scores[..., : shape.first], scores[..., end:]], 3)
+    penalty = None if penalty is None else near[:, :, shared:]
+    weights = _weights(near[:, :, :shared], call, penalty)
     weights = weights.view(lambda part: part.reshape(batch, groups, shared, -1))
     count = shape.chosen
     rows = weights.view(lambda part: part[..., :count].transpose(2, 3).reshape(batch * groups, count, shared))
     spread = chosen.put_back(rows).view(lambda part: part.view(batch, groups, -1, shared).transpose(2, 3))
-    first = weights.view(lambda part: part[..., count : count + shape.first])
-    tail = weights.view(lambda part: part[..., count + shape.first :])
-    whole = chosen.in_place(concatenated([first, spread, tail], 3), entries)
+    around = [weights[..., count : count + shape.first], spread, weights[..., count + shape.first :]]
+    whole = chosen.in_place(concatenated(around, 3), entries)
     out = mixed_values(whole, value, pattern_of(None, batch, heads, 1, entries))
     return out.view(lambda part: part.reshape(batch, heads, 1, -1)), whole.sum(2)
 
@@ -222,14 +219,13 @@ def _attend_to_gathered(
     both = both if penalty is None else concatenated([both, _column(penalty.rescale(query.session.frac))], 3)
     rows = both.view(lambda part: part[:, :, shape.first : end].reshape(batch * groups, -1, part.shape[-1]))
     taken = chosen.take(rows).view(lambda part: part.unflatten(0, (batch, groups)))
-    pieces = [taken, *(both.view(lambda part, s=s: part[:, :, s]) for s in _outside(shape, both.shape[2]))]  # type: ignore[misc]
-    held = concatenated(pieces, 2)
-    near = held.view(lambda part: part[..., :depth])
+    held = concatenated([taken, both[:, :, : shape.first], both[:, :, end:]], 2)
+    near = held[..., :depth]
     scores = _scores(call, near, seen is None and addend is None, 0)
-    penalty = None if penalty is None else _column(held.view(lambda part: part[..., -1:]))
+    penalty = None if penalty is None else _column(held[..., -1:])
     weights = _weights(scores, call, penalty)
     weights = weights.view(lambda part: part.reshape(batch, groups, shared, -1))
-    there = held.view(lambda part: part[..., depth : depth + value.shape[-1]])
+    there = held[..., depth : depth + value.shape[-1]]
     out = mixed_values(weights, there, pattern_of(None, batch, heads, 1, held.shape[2]))
     out = out.view(lambda part: part.reshape(batch, heads, 1, -1))
     if not weigh:
@@ -237,8 +233,7 @@ def _attend_to_gathered(
     rows = weights.view(lambda part: part[..., : shape.chosen].sum(2, dtype=part.dtype).view(batch * groups, -1, 1))
     spread = chosen.put_back(rows).view(lambda part: part.view(batch, groups, -1))
     rest = weights.view(lambda part: part[..., shape.chosen :].sum(2, dtype=part.dtype))
-    first, tail = (rest.view(lambda part, s=s: part[..., s]) for s in (slice(0, shape.first), slice(shape.first, None)))  # type: ignore[misc]
-    mass = concatenated([first, spread, tail], 2)
+    mass = concatenated([rest[..., : shape.first], spread, rest[..., shape.first :]], 2)
     return out, chosen.in_place(mass, entries, 2)
 
 
@@ -270,11 +265,6 @@ def _column(x: Fixed) -> Fixed:
 def _zeros(like: Fixed, shape: tuple[int, ...]) -> Tensor:
     part = like.share.parts[0]
     return torch.zeros(shape, dtype=part.dtype, device=part.device)
-
-
-def _outside(shape: ClusterShape, entries: int) -> tuple[slice, slice]:
-    """Entries that are in no cluster: the first ones and the newest."""
-    return slice(0, shape.first), slice(shape.first + shape.clustered, entries)
 
 
 def _seen(mask: Tensor | None, batch: int) -> Tensor | None:
@@ -317,5 +307,5 @@ def _weights(scores: Fixed, call: AttentionCall, penalty: Fixed | None) -> Fixed
         pattern = pattern_of(active, batch, heads, 1, scores.shape[-1], device)
         scores = scores.view(lambda part: part.reshape(-1)[pattern.select])
     rows = pattern.row_numbers(device) % heads
-    every = None if call.sinks is None else call.sinks.rescale(scores.frac).view(lambda part: part[rows])
+    every = None if call.sinks is None else call.sinks.rescale(scores.frac)[rows]
     return soften(scores, pattern, every)

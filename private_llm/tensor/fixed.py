@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -86,6 +87,10 @@ class Fixed:
         What it returns decides about the shape. A function that is not linear gives garbage, and no error.
         """
         return Fixed(self.session, self.share.map(reorder), self.frac, self.width)
+
+    def __getitem__(self, index: Any) -> Fixed:  # noqa: ANN401 - what indexes a tensor
+        """The same index of every part. Local."""
+        return self.view(lambda part: part[index])
 
     def restore_high_bits(self) -> Fixed:
         """This value with all bits of its ring elements right: local if they are, else 1 round.
