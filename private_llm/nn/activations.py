@@ -20,7 +20,7 @@ from private_llm.errors import UnsupportedOp
 from private_llm.exact.comparisons import SHORTEST, clamp, relu
 from private_llm.ranges import REACH
 from private_llm.tensor.dispatch import implements
-from private_llm.tensor.fixed import Fixed
+from private_llm.tensor.fixed import READ_BITS, Fixed
 from private_llm.tensor.range_check import watch_compared, watch_flat
 from private_llm.tensor.secret import SecretTensor
 
@@ -65,7 +65,7 @@ class Activation:
         if self.name == "gelu" and (other := approximations_of(config.approximations)) is not None:
             most = most if other.gelu_bits is None else min(most, other.gelu_bits)
         watch_compared(x, x.session.frac + most, rows=known is not None)
-        return x.to_activation_operand() if self.narrow else x.to_fixed()
+        return x.to_operand(narrow=True, least=READ_BITS) if self.narrow else x.to_fixed()
 
 
 def _clamp(x: Fixed, min: float | None = None, max: float | None = None) -> Fixed:

@@ -119,7 +119,7 @@ def linear_by(
     """
     frac = x.session.exponent("frac")
     frac = None if frac is None else min(frac, x.session.frac)
-    out = SecretTensor(made(_in_range(x.to_narrow_operand(), weight_frac), frac))
+    out = SecretTensor(made(_in_range(x.to_operand(narrow=True), weight_frac), frac))
     out.coarse = frac is not None and frac < x.session.frac
     out = out if bias is None else plus(out, bias, narrow=True)  # the calibrated size is that of the sum
     watch(out.value() if rows is None else out.value().view(rows))
@@ -140,7 +140,7 @@ def addmm(bias: Tensor, x: Tensor, y: Tensor, *, beta: float = 1, alpha: float =
     if isinstance(x, SecretTensor) and isinstance(y, SecretTensor):
         same_session(x, y)
         made = SecretTensor(
-            layer_product(_in_range(x.to_narrow_operand(), y.value(full=True).frac), y.value(full=True), None)
+            layer_product(_in_range(x.to_operand(narrow=True), y.value(full=True).frac), y.value(full=True), None)
         )
     else:
         made = matmul(x, y)

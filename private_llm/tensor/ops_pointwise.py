@@ -124,8 +124,8 @@ def mul(x: Operand, y: Operand) -> SecretTensor:
         session = x.session
         followed = x.shape == y.shape and x.dim() > 1  # by calibration, which knows who reads such products alone
         frac = read_frac(session) if followed else session.frac
-        product = x.to_narrow_operand().mul(
-            y.to_narrow_operand(), frac, session.exponent("output"), read_width(session, frac) if followed else None
+        product = x.to_operand(narrow=True).mul(
+            y.to_operand(narrow=True), frac, session.exponent("output"), read_width(session, frac) if followed else None
         )
         watch(product if product.share.parts[0].dim() else product.view(lambda part: part.reshape(1)))
         return SecretTensor(product)

@@ -41,7 +41,7 @@ from private_llm.kernels.ops import ring_matmul
 from private_llm.protocols.session import PendingRangeCheck, Session
 from private_llm.protocols.share import Share
 from private_llm.ranges import REACH
-from private_llm.tensor.fixed import Fixed, negative
+from private_llm.tensor.fixed import READ_BITS, Fixed, negative
 from private_llm.tensor.secret import SecretTensor
 
 SKETCHES = 4
@@ -119,7 +119,7 @@ def watch_compared(x: SecretTensor, bits: int, rows: bool = False) -> None:
     has more.
     """
     watch_pending(x.session, instead=x)
-    value = x.to_activation_operand()
+    value = x.to_operand(narrow=True, least=READ_BITS)
     bits -= x.session.frac - value.frac
     if rows and x.dim() > 1 and x.shape[-1] >= PIECE:
         watch(value, bits)

@@ -20,7 +20,7 @@ from private_llm.protocols.plain import CheckedPlain
 from private_llm.protocols.session import Session
 from private_llm.protocols.share import Index, Share
 from private_llm.tensor.dispatch import Guarded, TorchArg, dispatch, op_name
-from private_llm.tensor.fixed import READ_BITS, Fixed
+from private_llm.tensor.fixed import Fixed
 
 SLACK = 6
 """Fractional bits above the session's that sums and scores of attention accept without truncating first."""
@@ -84,24 +84,16 @@ class SecretTensor(Guarded):
             x = self._fixed = x.rescale(x.session.frac)
         return x
 
-    def to_operand(self) -> Fixed:
+    def to_operand(self, narrow: bool = False, least: int | None = None) -> Fixed:
         """The share with no more fractional bits than the session's, for products have no bit to spare; truncates as
         `to_fixed` if it has more.
-        """
-        x = self.value(full=True)
-        return x if x.frac <= x.session.frac else self.to_fixed()
 
-    def to_narrow_operand(self) -> Fixed:
-        """As `to_operand`, maybe right in its lowest bits alone, for products that know how many they need."""
-        x = self.value()
-        return x if x.frac <= x.session.frac else self.to_fixed()
-
-    def to_activation_operand(self) -> Fixed:
-        """As `to_narrow_operand`, but with fewer bits than the session's only where that is READ_BITS or more; else as
-        `to_fixed`.
+        narrow: maybe right in its lowest bits alone, for products that know how many they need. least: not with fewer
+        fractional bits than these, or the session's if that has fewer.
         """
-        x = self.value()
-        return x if min(x.session.frac, READ_BITS) <= x.frac <= x.session.frac else self.to_fixed()
+        x = self.value(full=not narrow)
+        fits = x.frac <= x.session.frac and (least is None or x.frac >= min(x.session.frac, least))
+        return x if fits else self.to_fixed()
 
     def value(self, full: bool = False, masked: bool = False) -> Fixed:
         """The share as it is, maybe right in its lowest bits alone (`Fixed.width`).

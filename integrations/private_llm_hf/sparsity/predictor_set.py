@@ -49,6 +49,9 @@ _SITE: dict[str, type] = {
     "name": str, "kind": str, "layer": int, "width": int, "units": int, "readers": list, "writer": str
 }  # fmt: skip
 _CALLED = {str: "a text", dict: "an object", list: "a list", int: "a whole number"}
+OTHER_ACTIVITY = (
+    ": what they predict is another model's activity; load the checkpoint that they were trained on, or train anew"
+)
 _SHOWN, _LONG = 4, 60
 """Differing settings that an error names, and characters of a value that it shows."""
 
@@ -154,10 +157,7 @@ class PredictorSet:
         if not isinstance(model, PreTrainedModel) or any(value.is_meta for value in model.parameters()):
             return
         if weights_digest(model) != self.model["weights"]:
-            raise ConfigError(
-                f"predictors of the same architecture with other weights{self._named()}: what they predict is another "
-                "model's activity; load the checkpoint that they were trained on, or train anew"
-            )
+            raise ConfigError(f"predictors of the same architecture with other weights{self._named()}{OTHER_ACTIVITY}")
 
     def with_measures(self, data: str, found: Mapping[str, Measures]) -> PredictorSet:
         """The same set, with measures of each named site on some data."""

@@ -28,7 +28,7 @@ from private_llm_hf.models.attention_interface import NAME
 from private_llm_hf.models.norms import spelled_norm
 from private_llm_hf.models.sparse_blocks import KEY, SparseBlock, facts_of, layer_sizes
 from private_llm_hf.sparsity.predictor import Predictor
-from private_llm_hf.sparsity.predictor_set import PredictorSet, SitePredictor
+from private_llm_hf.sparsity.predictor_set import OTHER_ACTIVITY, PredictorSet, SitePredictor
 
 
 class SharedPredictors:
@@ -86,10 +86,7 @@ class SharedPredictors:
 
         weights(take)
         if digest.text() != self._weights:
-            raise ConfigError(
-                "sparsity: predictors of the same architecture with other weights: what they predict is another "
-                "model's activity; load the checkpoint that they were trained on, or train anew"
-            )
+            raise ConfigError(f"sparsity: predictors of the same architecture with other weights{OTHER_ACTIVITY}")
         if left:
             raise PatchMismatch(
                 f"sparsity: '{min(left)}' is tied to another weight, so its units have no secret order of their own; "
@@ -118,9 +115,8 @@ class SharedPredictors:
                 index = grouping.long()[index]
             elif not kept:
                 return order
-            for name in block.readers:
-                self._move_outputs(model, name, index)
-            self._move_inputs(model, block.writer, index)
+            for name in (*block.readers, block.writer):
+                self._move(model, name, index, outputs=name != block.writer)
             _refuse_between(model, block)
             return order
         groups = getattr(model.config, "num_key_value_heads", None) or block.units
@@ -155,19 +151,16 @@ class SharedPredictors:
                     "of keys: heads of fused or compressed projections cannot be put in a secret order; want "
                     "CometConfig(heads=False)"
                 )
-            self._move_outputs(model, full, wholes if size == len(wholes) else shared)
+            self._move(model, full, wholes if size == len(wholes) else shared, outputs=True)
         _refuse_per_head(model, path, heads, depth, groups)
-        self._move_inputs(model, block.writer, wholes)
+        self._move(model, block.writer, wholes, outputs=False)
         return order
 
-    def _move_outputs(self, model: PreTrainedModel, name: str, index: Tensor) -> None:
+    def _move(self, model: PreTrainedModel, name: str, index: Tensor, outputs: bool) -> None:
         turned = isinstance(model.get_submodule(name), Conv1D)
-        self._moves.setdefault(f"{name}.weight", []).append((1 if turned else 0, index))
-        self._moves.setdefault(f"{name}.bias", []).append((0, index))
-
-    def _move_inputs(self, model: PreTrainedModel, name: str, index: Tensor) -> None:
-        turned = isinstance(model.get_submodule(name), Conv1D)
-        self._moves.setdefault(f"{name}.weight", []).append((0 if turned else 1, index))
+        self._moves.setdefault(f"{name}.weight", []).append((int(turned == outputs), index))
+        if outputs:
+            self._moves.setdefault(f"{name}.bias", []).append((0, index))
 
 
 def shared_predictors(
