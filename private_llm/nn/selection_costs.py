@@ -35,14 +35,13 @@ GATHERS: tuple[Gather, ...] = ("scores", "shuffled-scores", "keys")
 
 
 def gather_cost(
-    pricing: Pricing, shape: ClusterShape, blocks: int, shared: int, depth: int, value_size: int, gather: str,
-    column: bool = False, weigh: bool = False,
-) -> Cost:  # fmt: skip
+    pricing: Pricing, shape: ClusterShape, blocks: int, shared: int, depth: int, value_size: int, gather: str
+) -> Cost:
     """What the way of bringing chosen entries together decides about: `rows_cost` and `moving_cost`.
 
     Without ranking, softmax and the product with values, which are alike for all ways.
     """
-    moving = moving_cost(pricing, shape, blocks, shared, depth, value_size, gather, column, weigh)
+    moving = moving_cost(pricing, shape, blocks, shared, depth, value_size, gather)
     return rows_cost(pricing, shape, blocks, gather, composes(shape, shared, depth, value_size, gather)) + moving
 
 
@@ -116,19 +115,10 @@ def moving_cost(
 
 @lru_cache(maxsize=1024)
 def _cheapest(
-    pricing: Pricing,
-    shape: ClusterShape,
-    blocks: int,
-    shared: int,
-    depth: int,
-    value_size: int,
+    pricing: Pricing, shape: ClusterShape, blocks: int, shared: int, depth: int, value_size: int,
     ways: tuple[Gather, ...],
-) -> Gather:
-    made = {
-        gather: sum(gather_cost(pricing, shape, blocks, shared, depth, value_size, gather).sent.values())
-        for gather in ways
-    }
-    return min(ways, key=lambda gather: made[gather])
+) -> Gather:  # fmt: skip
+    return min(ways, key=lambda way: gather_cost(pricing, shape, blocks, shared, depth, value_size, way).total)
 
 
 def cheapest_gather(

@@ -215,14 +215,14 @@ class Fixed:
         """Times public integers (broadcasting): no truncation, same `frac`. Local."""
         return self.with_share(self.proto.mul_public(self.share, factor))
 
-    def scale(self, factor: float | Tensor, frac: int | None = None, bits: int | None = None) -> Fixed:
-        """Times public reals held with `bits` fractional bits (default: the session's): one truncation to `frac` bits.
+    def scale(self, factor: float | Tensor, frac: int | None = None) -> Fixed:
+        """Times public reals held with the session's fractional bits: one truncation to `frac` bits.
 
         1 round, 14.75 bytes an element. Broadcasts. Raises DomainError for a constant that the ring cannot hold, and
-        for a `frac` above self.frac + bits.
+        for a `frac` above self.frac and the session's together.
         """
-        out = self.session.frac if frac is None else frac
-        bits = self.session.frac if bits is None else bits
+        bits = self.session.frac
+        out = bits if frac is None else frac
         raw = self.proto.mul_public(self.restore_high_bits().share, self.encode(factor, bits))
         return Fixed(self.session, self.proto.truncate(raw, self.frac + bits - out), out)
 
@@ -301,26 +301,19 @@ class Fixed:
         return x.proto.msb(x.share, _offsets(tuple(thresholds), self.frac), bits, low)
 
     def select(
-        self,
-        bits: BitShare,
-        weights: Sequence[float | int],
-        constants: Sequence[float],
-        frac: int | None = None,
-        weight_bits: int = 0,
+        self, bits: BitShare, weights: Sequence[int], constants: Sequence[float], frac: int | None = None
     ) -> Fixed:
         """sum over rows of bit_k * (weights_k * x + constants_k), in the shape of x: one step.
 
-        Weights carry `weight_bits` fractional bits (0: integers); the result has `frac` bits (default: those of x). 1
-        round and 16 bytes an element, 8 for each row, 8 more for each with a weight (with a `width` as many bits for
-        each 8 bytes); weights with fractional bits add a truncation (2 rounds). Raises DomainError for constants that
-        the ring cannot hold, or that are not one for each row, and for bits of another number of elements than x.
+        The result has `frac` fractional bits (default: those of x). 1 round and 16 bytes an element, 8 for each row, 8
+        more for each with a weight (with a `width` as many bits for each 8 bytes); bits that are dropped add a
+        truncation (2 rounds). Raises DomainError for constants that the ring cannot hold, or that are not one for each
+        row, and for bits of another number of elements than x.
         """
         out = self.frac if frac is None else frac
-        total = self.frac + weight_bits
-        ring = self.session.ring
-        w, c = _encoded(tuple(weights), weight_bits, ring), _encoded(tuple(constants), total, ring)
-        x = self.restore_high_bits() if total > out else self
-        raw = self.proto.inject(bits, x.share, w, c, total - out, x.width)
+        x = self.restore_high_bits() if self.frac > out else self
+        constants = _encoded(tuple(constants), self.frac, self.session.ring)
+        raw = self.proto.inject(bits, x.share, tuple(weights), constants, self.frac - out, x.width)
         shape = self.shape
         return x.with_share(raw.map(lambda part: part.reshape(shape)), out)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from private_llm_hf import patch
-from private_llm_hf.sparsity.predictor import Counter, Predictor, block_counts
+from private_llm_hf.sparsity.predictor import Predictor, block_counts, measures_of
 from private_llm_hf.sparsity.predictor_run import predicted_only
 from private_llm_hf.sparsity.predictor_set import PredictorSet, SitePredictor, fingerprint
 from private_llm_hf.sparsity.settings import PredictorConfig, TrainingConfig
@@ -97,12 +97,12 @@ def test_a_trained_predictor_counts_and_expands_in_its_grouping(tmp_path: Path) 
     alone = torch.zeros(1, 10, dtype=torch.bool)
     alone[0, 2] = True
     assert trained.predictor.expand(alone)[0].nonzero()[:, 0].tolist() == sorted(order[8:12].tolist())
-    counter = Counter()
     with torch.no_grad():
         chosen = trained.predictor.predict(x)
-    counter.add(chosen, trained.predictor.counts(active))
     kept = trained.predictor.expand(chosen)
-    assert counter.measures().recall == pytest.approx(float(kept[active].float().mean()))
+    assert measures_of([(chosen, trained.predictor.counts(active))]).recall == pytest.approx(
+        float(kept[active].float().mean())
+    )
     plain = train_predictor(recording, PredictorConfig(rank=6, block=4), TrainingConfig(epochs=0, group=False))
     assert plain.predictor.grouping is None
     assert plain.validation.activity > trained.validation.activity

@@ -4,15 +4,13 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from private_llm_hf.sparsity.predictor import Counter, Measures, threshold_for
+from private_llm_hf.sparsity.predictor import Measures, measures_of, threshold_for
 from torch import Tensor
 
 
 def test_shares_are_counted_over_all_batches() -> None:
-    counter = Counter()
-    counter.add(torch.tensor([[True, True, False, False]]), torch.tensor([[3.0, 0, 1, 0]]))
-    counter.add(torch.tensor([[True, False, False, False]]), torch.tensor([[1.0, 0, 0, 0]]))
-    found = counter.measures()
+    first = torch.tensor([[True, True, False, False]]), torch.tensor([[3.0, 0, 1, 0]])
+    found = measures_of([first, (torch.tensor([[True, False, False, False]]), torch.tensor([[1.0, 0, 0, 0]]))])
     # of 5 active neurons 4 are in predicted blocks; of 3 predicted blocks 2 are active; of 8 blocks 3 are active
     assert found == Measures(2, recall=4 / 5, precision=2 / 3, activity=3 / 8, predicted=3 / 8, most=2)
     assert found.f1 == pytest.approx(2 * (4 / 5) * (2 / 3) / (4 / 5 + 2 / 3))
@@ -20,17 +18,14 @@ def test_shares_are_counted_over_all_batches() -> None:
 
 def test_within_a_budget_shares_are_those_of_what_a_run_draws() -> None:
     """Two of four predicted are drawn; where one is predicted, one of the three others fills up."""
-    counter = Counter()
-    counter.add(torch.tensor([[True] * 4 + [False]]), torch.tensor([[1.0, 1, 0, 0, 1]]), budget=2)
-    counter.add(torch.tensor([[True] + [False] * 4]), torch.tensor([[0.0, 4, 0, 0, 0]]), budget=2)
-    found = counter.measures()
+    first = torch.tensor([[True] * 4 + [False]]), torch.tensor([[1.0, 1, 0, 0, 1]])
+    found = measures_of([first, (torch.tensor([[True] + [False] * 4]), torch.tensor([[0.0, 4, 0, 0, 0]]))], budget=2)
     assert found == Measures(2, recall=(1 + 1) / 7, precision=1 / 3, activity=4 / 10, predicted=3 / 10, most=2)
 
 
 def test_where_nothing_happens_nothing_is_missed() -> None:
-    counter = Counter()
-    counter.add(torch.zeros(2, 3, dtype=torch.bool), torch.zeros(2, 3))
-    assert (counter.measures().recall, counter.measures().precision) == (1.0, 1.0)
+    found = measures_of([(torch.zeros(2, 3, dtype=torch.bool), torch.zeros(2, 3))])
+    assert (found.recall, found.precision) == (1.0, 1.0)
     assert threshold_for(0.9, lambda: iter([(torch.randn(2, 3), torch.zeros(2, 3))])) == 0.0
 
 

@@ -48,7 +48,7 @@ WHOLE: dict[str, Callable[[Fixed, Fixed], Fixed]] = {
     "a constant": lambda x, y: x.scale(0.3), "a polynomial": lambda x, y: x.poly([1.0, 2.0, 3.0]),
     "a comparison of all bits": lambda x, y: arithmetic(x.session, x.less_than([0.0]), [1.0], 18),
     "a long comparison": lambda x, y: arithmetic(x.session, x.less_than([0.0], bits=47), [1.0], 18),
-    "a choice with fractional weights": lambda x, y: x.select(y.less_than([0.0]), [0.5], [0.0], weight_bits=4),
+    "a choice that drops bits": lambda x, y: x.select(y.less_than([0.0]), [1], [0.0], frac=14),
     "a sum with a whole one": lambda x, y: (y + x).mul(y),
     "a row of both": lambda x, y: concatenated([y, x], -1).view(lambda part: part[:, 4:]).mul(y),
     "a tensor of a model": lambda x, y: SecretTensor(x).value(full=True),

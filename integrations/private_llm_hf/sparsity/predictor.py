@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
@@ -184,42 +184,28 @@ class Measures:
         return asdict(self)
 
 
-class Counter:
-    """Adds up predictions."""
+def measures_of(found: Iterable[tuple[Tensor, Tensor]], budget: int | None = None) -> Measures:
+    """Of predictions bool [N, units], scores above the threshold, and active neurons per unit [N, units], in batches.
 
-    def __init__(self) -> None:
-        self._rows = self._units = self._active_units = self._predicted = self._most = 0
-        self._active = self._found = self._right = 0.0
-
-    def add(self, predicted: Tensor, counts: Tensor, budget: int | None = None) -> None:
-        """bool [N, units] of scores above the threshold, and active neurons per unit [N, units].
-
-        budget: units that every position computes, drawn as a run draws them; None: those that are predicted.
-        """
+    budget: units that every position computes, drawn as a run draws them; None: those that are predicted.
+    """
+    rows = units = active_units = predicted_units = most = 0
+    every = reached = right = 0.0
+    for predicted, counts in found:
         active, many = counts > 0, predicted.sum(1, keepdim=True).double()
         within = many if budget is None else many.clamp(max=budget)
         others = counts.shape[1] - many
         filled = torch.zeros_like(many) if budget is None else (budget - within) / others.clamp_min(1)
         chances = torch.where(predicted, within / many.clamp_min(1), filled)
-        self._rows += len(counts)
-        self._units += counts.numel()
-        self._right += float((chances * (predicted & active)).sum())
-        self._predicted += int(within.sum())
-        self._most = max(self._most, int(within.max())) if len(counts) else self._most
-        self._active += float(counts.sum())
-        self._found += float((chances * counts).sum())
-        self._active_units += int(active.sum())
-
-    def measures(self) -> Measures:
-        """Of all that was added."""
-        return Measures(
-            rows=self._rows,
-            recall=self._found / self._active if self._active else 1.0,
-            precision=self._right / self._predicted if self._predicted else 1.0,
-            activity=self._active_units / max(1, self._units),
-            predicted=self._predicted / max(1, self._units),
-            most=self._most,
-        )
+        rows, units, active_units = rows + len(counts), units + counts.numel(), active_units + int(active.sum())
+        right += float((chances * (predicted & active)).sum())
+        predicted_units += int(within.sum())
+        most = max(most, int(within.max())) if len(counts) else most
+        every += float(counts.sum())
+        reached += float((chances * counts).sum())
+    recall = reached / every if every else 1.0
+    precision = right / predicted_units if predicted_units else 1.0
+    return Measures(rows, recall, precision, active_units / max(1, units), predicted_units / max(1, units), most)
 
 
 def threshold_for(recall: float, scored: Scored) -> float:

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from private_llm.errors import ConfigError
-from private_llm_hf.sparsity.predictor import Counter, Measures, Predictor, Scored, threshold_for
+from private_llm_hf.sparsity.predictor import Measures, Predictor, Scored, measures_of, threshold_for
 from private_llm_hf.sparsity.recordings import Recording
 from private_llm_hf.sparsity.settings import PredictorConfig, TrainingConfig
 
@@ -216,10 +216,7 @@ def _measured(predictor: Predictor, recording: Recording, rows: Tensor) -> Measu
 
 
 def _measure(scored: Scored, threshold: float, budget: int | None = None) -> Measures:
-    counter = Counter()
-    for scores, counts in scored():
-        counter.add(scores > threshold, counts, budget)
-    return counter.measures()
+    return measures_of(((scores > threshold, counts) for scores, counts in scored()), budget)
 
 
 def _save(
