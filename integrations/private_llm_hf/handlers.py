@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from private_llm.errors import ConfigError
-from private_llm.nn.modules import PrivateGELU, PrivateQuickGELU
+from private_llm.nn.modules import PrivateQuickGELU
 from private_llm_hf.models import routers
 from private_llm_hf.models.architectures import read_facts, table
 from private_llm_hf.models.norms import FoldedNorm, norm_of
@@ -103,9 +103,7 @@ def _gelu(module: nn.Module) -> Handler | None:
     forwards: dict[str, Callable[..., Tensor]] = {"EsmIntermediate": _esm_intermediate, "EsmLMHead": _esm_head}
     forward = forwards.get(type(module).__name__)
     if kind is not None:
-        return Handler(
-            "secret GELU", "", lambda _: PrivateQuickGELU() if kind == "quick" else PrivateGELU(kind), wide=True
-        )
+        return Handler("secret GELU", "", lambda _: PrivateQuickGELU() if kind == "quick" else nn.GELU(kind), wide=True)
     return forward and Handler("secret GELU", make=functools.partial(_with_forward, forward), wide=True)
 
 

@@ -1,4 +1,4 @@
-"""Norms and GELUs as one module each: what replaces the families' own spellings of them."""
+"""Norms and the quick GELU as one module each: what replaces the families' own spellings of them."""
 
 from __future__ import annotations
 
@@ -59,18 +59,6 @@ class PrivateLayerNorm(nn.Module):
     def extra_repr(self) -> str:
         """Constants, no values."""
         return f"eps={self.eps}, offset={self.offset}"
-
-
-class PrivateGELU(nn.Module):
-    """GELU of a tensor of any shape; `approximate` is "tanh" or "none" (erf). On a secret: `approx.gelu`."""
-
-    def __init__(self, approximate: str) -> None:
-        super().__init__()
-        self.approximate = approximate
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Pointwise, same shape; 130 bytes an element and 6 rounds on a secret (trio, 18 bits; by keys: `gelu`)."""
-        return F.gelu(input, approximate=self.approximate)
 
 
 class PrivateQuickGELU(nn.Module):
