@@ -144,37 +144,35 @@ def _try(model: PreTrainedModel, make_private: Callable[[], PreTrainedModel], on
             ) from error
         try:
             with make_private() as private:
-                for case, expected in zip(cases, wanted, strict=True):
-                    _compare(model, case, expected, case.run(private))
-        except _Differs as difference:
+                found = (_difference(case, right, case.run(private)) for case, right in zip(cases, wanted, strict=True))
+                difference = next(filter(None, found), None)
+        except Exception as refused:  # whatever a foreign forward raises at a party or here
+            first = str(refused) or type(refused).__name__
+            raise PatchMismatch(f"{name}: {_refusals(model, first) if on_shares else first}") from refused
+        if difference is not None:
             raise PatchMismatch(
                 f"{name}: its private result would be wrong. A small model of this class with random weights, "
                 f"{difference}, so nothing was sent. {_first_difference(model) if on_shares else ''}Report the class, "
                 "or replace the modules that differ with private_llm_hf.register_handler"
-            ) from None
-        except Exception as refused:  # whatever a foreign forward raises at a party or here
-            first = str(refused) or type(refused).__name__
-            raise PatchMismatch(f"{name}: {_refusals(model, first) if on_shares else first}") from refused
+            )
 
 
-class _Differs(Exception):
-    """The two results of a case are not the same."""
-
-
-def _compare(model: PreTrainedModel, case: _Case, wanted: dict[str, Tensor], found: dict[str, Tensor]) -> None:
+def _difference(case: _Case, wanted: dict[str, Tensor], found: dict[str, Tensor]) -> str | None:
+    """Where the two results of a case are not the same."""
     for output in sorted(set(wanted) & set(found)):
         right, value = wanted[output].float(), found[output].float()
         if right.shape != value.shape:
-            raise _Differs(f"{case.name}, gives {output} of shape {tuple(value.shape)} instead of {tuple(right.shape)}")
+            return f"{case.name}, gives {output} of shape {tuple(value.shape)} instead of {tuple(right.shape)}"
         rows = right.shape[:2] if case.mask is not None and right.shape[:2] == case.mask.shape else None
         if rows is not None and case.mask is not None:
             right, value = right[case.mask.bool()], value[case.mask.bool()]
         allowed = max(_SPREAD * float(right.std()), _LEAST)
         error = float((right - value).abs().max())
         if not error <= allowed:
-            raise _Differs(f"{case.name}, is off by {error:.3g} in {output} where {allowed:.2g} is allowed")
+            return f"{case.name}, is off by {error:.3g} in {output} where {allowed:.2g} is allowed"
     if not set(wanted) & set(found):
-        raise _Differs(f"{case.name}, opens {sorted(found) or 'nothing'} where the model gives {sorted(wanted)}")
+        return f"{case.name}, opens {sorted(found) or 'nothing'} where the model gives {sorted(wanted)}"
+    return None
 
 
 # -- the cases --------------------------------------------------------------------------------------------------------
