@@ -9,7 +9,10 @@ row would give 1e-2, independent ones 1e-3. The bound lies between; ten times it
 from __future__ import annotations
 
 import torch
+from private_llm_hf.checkpoint.share_files import ShareFile
 from torch import Tensor
+
+from private_llm.protocols.share import Share
 
 LOGIT_ERROR = 4e-3
 
@@ -25,3 +28,8 @@ def worst(private: Tensor, plain: Tensor, mask: Tensor | None = None) -> float:
 
 
 GREEDY = {"max_new_tokens": 4, "do_sample": False}
+
+
+def shares_of(file: ShareFile) -> dict[str, Share]:
+    """All shares of a file."""
+    return {name: file.weight(name) for name in file.shapes}

@@ -29,7 +29,7 @@ from transformers.utils import is_peft_available
 from private_llm.errors import ConfigError, PatchMismatch
 from private_llm.ranges import Ranges
 from tests.hf import tiny
-from tests.hf.compare import GREEDY, LOGIT_ERROR, worst
+from tests.hf.compare import GREEDY, LOGIT_ERROR, shares_of, worst
 from tests.hf.conftest import PLAIN, TRIO
 from tests.hf.gguf_file import write_gguf
 
@@ -71,7 +71,7 @@ def test_a_model_from_a_gguf_file_can_be_patched(gguf_folder: Path) -> None:
 
 def test_a_gguf_file_is_shared_with_its_tokenizer(gguf_folder: Path, tmp_path: Path) -> None:
     share_checkpoint(str(gguf_folder), tmp_path, TRIO, gguf_file="tiny.Q4_1.gguf")
-    masked, mask = (dict(ShareFile.open(share_path(tmp_path, p), TRIO, p).weights()) for p in (1, 0))
+    masked, mask = (shares_of(ShareFile.open(share_path(tmp_path, p), TRIO, p)) for p in (1, 0))
     plain, description = (
         reference(gguf_folder).state_dict(),
         ShareFile.open(share_path(tmp_path, 1), TRIO, 1).description,

@@ -20,7 +20,7 @@ from private_llm.net.local import LocalMesh
 from private_llm.net.transport import Transport
 from private_llm.ranges import Ranges
 from tests.hf import tiny
-from tests.hf.compare import BATCH, GREEDY, LOGIT_ERROR, MASK, worst
+from tests.hf.compare import BATCH, GREEDY, LOGIT_ERROR, MASK, shares_of, worst
 from tests.hf.test_remote import free_ports, running
 from tests.hf.test_trio import CANARY, PROMPT, memory_of
 from tests.recording import RecordingTransport
@@ -51,7 +51,7 @@ def test_the_four_share_files_add_up_to_the_weights(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "checkpoint")
     share_checkpoint(str(tmp_path / "checkpoint"), tmp_path / "shares", QUAD)
     files = [ShareFile.open(share_path(tmp_path / "shares", p), QUAD, p) for p in range(4)]
-    held, ranges = [dict(each.weights()) for each in files], Ranges(files[0].description.ranges)
+    held, ranges = [shares_of(each) for each in files], Ranges(files[0].description.ranges)
     spec, weights = ModelSpec.of(type(model), model.config, fold_norms_too=True), dict[str, torch.Tensor]()
     stream_loaded(model, spec.source, spec.folding(weights.__setitem__))
     assert all(each.keys() == weights.keys() for each in held)

@@ -23,6 +23,7 @@ from safetensors import safe_open
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError, DomainError, ShareFileError
 from tests.hf import tiny
+from tests.hf.compare import shares_of
 from tests.hf.conftest import PLAIN, TRIO
 
 PARTY_FILES = [0, 1, 2]
@@ -36,7 +37,7 @@ def shared(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_three_files_add_up_to_the_weights(shared: Path) -> None:
-    files = [dict(ShareFile.open(share_path(shared, p), TRIO, p).weights()) for p in PARTY_FILES]
+    files = [shares_of(ShareFile.open(share_path(shared, p), TRIO, p)) for p in PARTY_FILES]
     model, state = tiny.build("llama"), dict[str, torch.Tensor]()
     spec = ModelSpec.of(type(model), model.config, fold_norms_too=True)
     stream_loaded(model, spec.source, spec.folding(state.__setitem__))
@@ -107,7 +108,7 @@ def test_two_sharings_differ(checkpoint: Path, shared: Path, tmp_path: Path) -> 
     share_checkpoint(str(checkpoint), tmp_path, TRIO)
     one, two = (ShareFile.open(share_path(folder, 1), TRIO, 1) for folder in (shared, tmp_path))
     assert one.sharing != two.sharing
-    first, second = (dict(file.weights())["lm_head.weight"].parts for file in (one, two))
+    first, second = (shares_of(file)["lm_head.weight"].parts for file in (one, two))
     assert not any(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
@@ -241,7 +242,7 @@ def test_large_tensors_go_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("private_llm.protocols.weight_sharing.PIECE", 256)
     tiny.build("opt").save_pretrained(tmp_path / "checkpoint")
     share_checkpoint(str(tmp_path / "checkpoint"), tmp_path, TRIO)
-    parts = [dict(ShareFile.open(share_path(tmp_path, p), TRIO, p).weights()) for p in PARTY_FILES]
+    parts = [shares_of(ShareFile.open(share_path(tmp_path, p), TRIO, p)) for p in PARTY_FILES]
     for name, weight in tiny.build("opt").state_dict().items():
         if name in parts[0]:
             masked, mask = parts[1][name].parts[0], parts[0][name].parts[1]
@@ -364,10 +365,10 @@ def test_a_mapped_file_is_changed_without_its_times(shared: Path, tmp_path: Path
 def test_another_file_of_the_same_name_is_not_read(shared: Path, tmp_path: Path) -> None:
     path = Path(shutil.copy(share_path(shared, 1), share_path(tmp_path, 1)))
     file = ShareFile.open(path, TRIO, 1)
-    want = dict(ShareFile.open(share_path(shared, 1), TRIO, 1).weights())
+    want = shares_of(ShareFile.open(share_path(shared, 1), TRIO, 1))
     (tmp_path / "other").write_bytes(bytes(path.stat().st_size))
     (tmp_path / "other").replace(path)
-    for name, share in file.weights():
+    for name, share in shares_of(file).items():
         assert all(torch.equal(part, other) for part, other in zip(share.parts, want[name].parts, strict=True))
 
 

@@ -69,8 +69,8 @@ class Shares:
                 self._sign(case["header"])
         try:
             found = ShareFile.open(self._path, self._config, 1)
-            for _, share in found.weights():
-                share.map(torch.sum)
+            for name in found.shapes:
+                found.weight(name).map(torch.sum)
         except PrivateLLMError as error:
             fit_to_print(error)
 

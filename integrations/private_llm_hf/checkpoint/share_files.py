@@ -17,7 +17,6 @@ import json
 import math
 import os
 import secrets
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -293,8 +292,3 @@ class ShareFile:
         if name in self.stored.entries:
             received = self.stored.read(name, Ring(self.config.ring).dtype)
         return assemble(self.config, self.party, list(self.keys), received, shape, name, seeds)
-
-    def weights(self) -> Iterator[tuple[str, Share]]:
-        """All shares, one after the other."""
-        for name in self.shapes:
-            yield name, self.weight(name)

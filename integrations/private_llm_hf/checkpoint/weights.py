@@ -141,10 +141,6 @@ class WeightList:
         statistics = [f"{norm}.{own}" for norm in norms for own in STATISTICS]
         return cls(shapes | {n: tuple(values[n].shape) for n in statistics if n in values}, tied)
 
-    def count(self) -> int:
-        """Number of weights."""
-        return sum(torch.Size(shape).numel() for shape in self.shapes.values())
-
 
 class Collector:
     """Checks a stream of named tensors against a `WeightList` and passes each weight on once."""
