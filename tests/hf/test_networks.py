@@ -157,6 +157,8 @@ def _two_inputs() -> nn.Module:
     (lambda: nn.Sequential(nn.BatchNorm2d(2, track_running_stats=False)), "track_running_stats=False"),
     (lambda: nn.Sequential(nn.MaxPool2d(2, return_indices=True)), "return_indices=True"),
     (lambda: nn.Sequential(nn.AvgPool2d(2, divisor_override=3)), "divisor_override=3"),
+    (lambda: _Body(lambda y, layer: F.avg_pool2d(y, 2, divisor_override=3)), "AvgPool2d with arguments"),
+    (lambda: _Body(lambda y, layer: F.avg_pool2d(y, 2, 2, 0, False, True, 3)), "AvgPool2d with arguments"),
     (lambda: nn.Sequential(nn.LayerNorm((2, 2))), "LayerNorm over 2 dimensions"),
     (lambda: nn.Sequential(nn.Softmax(dim=1), nn.Linear(2, 2)), "may only be the last step"),
     (lambda: _Body(lambda y, layer: torch.linalg.inv(y)), r"linalg_inv \(linalg_inv\)"),
