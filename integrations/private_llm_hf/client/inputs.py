@@ -12,7 +12,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.loss import loss_utils
 
@@ -186,10 +185,15 @@ class Labels:
             raise UnsupportedOp(f"labels: the loss needs logits, and reveal={reveal!r} does not open them")
         self._kind, self._config = kind, copy.copy(config)  # the loss may note a problem type in its configuration
         self._count = config.num_labels if kind.startswith("classes") else config.get_text_config().vocab_size
-        given = _tensor("labels", labels, "a tensor", ())
+        self.labels = _tensor("labels", labels, "a tensor", ()).detach().cpu()
         if kind != "classes":
-            given = self._integers(labels)
-        self.labels = given.detach().cpu()
+            self.labels = _tensor("labels", self.labels, "integers [batch, length]", _INTEGERS[:2], None, None)
+            self.labels = self.labels.long().contiguous()
+            counted = self.labels[self.labels != _IGNORED]
+            if counted.numel() and (int(counted.min()) < 0 or int(counted.max()) >= self._count):
+                raise DomainError(
+                    f"labels: got one out of range; want 0 to {self._count - 1}, or {_IGNORED} to leave it out"
+                )
 
     @property
     def of_tokens(self) -> bool:
@@ -202,40 +206,24 @@ class Labels:
         kept: the call's `logits_to_keep`; a loss wants the logits of all positions.
         """
         if self._kind == "classes":
-            self._try(rows)
-            return
-        if tuple(self.labels.shape) != (rows, length):
+            try:
+                self.loss(torch.zeros(rows, self._count))  # labels of a wrong kind, shape or range fail here
+            except (RuntimeError, ValueError, IndexError) as error:
+                raise DomainError(
+                    f"labels: got {self.labels.dtype} {tuple(self.labels.shape)} for {rows} row(s) and {self._count} "
+                    f"class(es): {str(error).splitlines()[0]}"
+                ) from None
+        elif tuple(self.labels.shape) != (rows, length):
             raise DomainError(f"labels: got shape {tuple(self.labels.shape)}; want ({rows}, {length}), as the inputs")
-        if kept:
+        elif kept:
             raise DomainError(f"labels: got logits_to_keep={kept!r}; want the logits of all positions, so leave it out")
 
     def loss(self, logits: Tensor) -> Tensor:
         """The loss, a float32 scalar."""
+        found: Tensor
         if self._kind == "classes":
             found = loss_utils.ForSequenceClassificationLoss(self.labels, logits, self._config)
-        elif self._kind == "next tokens":
-            found = loss_utils.ForCausalLMLoss(logits, self.labels, self._count)
         else:
-            flat = logits.reshape(-1, self._count)
-            found = functional.cross_entropy(flat, self.labels.reshape(-1).long(), ignore_index=_IGNORED)
-        made: Tensor = found
-        return made
-
-    def _integers(self, given: object) -> Tensor:
-        labels = _tensor("labels", given, "integers [batch, length]", _INTEGERS[:2], None, None)
-        counted = labels[labels != _IGNORED]
-        if counted.numel() and (int(counted.min()) < 0 or int(counted.max()) >= self._count):
-            raise DomainError(
-                f"labels: got one out of range; want 0 to {self._count - 1}, or {_IGNORED} to leave it out"
-            )
-        return labels
-
-    def _try(self, rows: int) -> None:
-        """The loss of made-up logits: labels of a wrong kind, shape or range fail here."""
-        try:
-            self.loss(torch.zeros(rows, self._count))
-        except (RuntimeError, ValueError, IndexError) as error:
-            raise DomainError(
-                f"labels: got {self.labels.dtype} {tuple(self.labels.shape)} for {rows} row(s) and {self._count} "
-                f"class(es): {str(error).splitlines()[0]}"
-            ) from None
+            known = loss_utils.ForCausalLMLoss if self._kind == "next tokens" else loss_utils.ForMaskedLMLoss
+            found = known(logits.contiguous(), self.labels, self._count)
+        return found
