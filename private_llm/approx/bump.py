@@ -19,8 +19,6 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
-import numpy as np
-
 from private_llm.approx.chain import Chain, evaluate, need_wide_ring, price
 from private_llm.approx.curves import Curve, takes_curve
 from private_llm.approx.curves import evaluate as by_keys
@@ -31,8 +29,6 @@ from private_llm.protocols.prices import Prices
 from private_llm.protocols.share import BitShare
 from private_llm.ring.ring import Ring
 from private_llm.tensor.fixed import Fixed
-
-Array = np.ndarray[tuple[int], np.dtype[np.float64]]
 
 SECRET_BITS = 17
 """Fractional bits of a wave's secret numbers, less those by which its coefficients are below 1."""
@@ -57,14 +53,6 @@ class WaveSum:
     constant: float
     waves: tuple[tuple[float, float], ...]
     error: float
-
-    def value(self, t: Array) -> Array:
-        """The sum in float64."""
-        angle = t * (2 * np.pi * self.factor / 2 ** (self.factor_bits + self.period_log2))
-        total = np.full_like(t, self.constant)
-        for k, (c, s) in enumerate(self.waves, 1):
-            total += c * np.cos(k * angle) + s * np.sin(k * angle)
-        return total
 
 
 def angle_frac(frac: int) -> int:

@@ -95,14 +95,6 @@ class LevelNoise:
         """Dummies of an opening, 2 T: the largest noise."""
         return 2 * self.mean
 
-    def distribution(self) -> Floats:
-        """Chance of 0, 1, .. 2 T active dummies, but for the rounding of coins."""
-        return _distribution(self, _values(self))
-
-    def spent(self) -> float:
-        """The delta of this noise at its epsilon: at most the one asked for."""
-        return _delta(self, _values(self))
-
     def coins(self) -> list[Coin]:
         """All coins; their weights add up to 2 T."""
         low = max(_values(self).bit_length() - 4, 0)
@@ -181,7 +173,7 @@ def _taken(bits: BitShare, columns: Tensor) -> BitShare:
 @lru_cache(maxsize=64)
 def _values(noise: LevelNoise) -> int:
     """T + 1: the least one with which noise keeps to its delta."""
-    at = bisect_left(_SIZES, -noise.delta, key=lambda values: -_delta(noise, values))
+    at = bisect_left(_SIZES, -noise.delta, key=lambda values: -spent(noise, values))
     if at == len(_SIZES):
         raise ConfigError(
             f"LevelNoise: got epsilon={noise.epsilon} at sensitivity={noise.sensitivity} and delta={noise.delta}, "
@@ -190,21 +182,24 @@ def _values(noise: LevelNoise) -> int:
     return _SIZES[at]
 
 
-def _distribution(noise: LevelNoise, values: int) -> Floats:
-    """Of T + G1 - G2: P(T + d) ~ q^|d| (1 - q^(2 (T - |d| + 1))), the pairs of numbers that are d apart summed up."""
+def distribution(noise: LevelNoise, values: int) -> Floats:
+    """Chance of 0, 1, .. 2 T active dummies, T = values - 1, but for the rounding of coins.
+
+    Of T + G1 - G2: P(T + d) ~ q^|d| (1 - q^(2 (T - |d| + 1))), the pairs of numbers that are d apart summed up.
+    """
     apart = np.abs(np.arange(1 - values, values))
     rate = noise.epsilon / noise.sensitivity
     chances = np.exp(-rate * apart) * -np.expm1(-2 * rate * (values - apart))
     return np.asarray(chances / chances.sum())
 
 
-def _delta(noise: LevelNoise, values: int) -> float:
+def spent(noise: LevelNoise, values: int) -> float:
     """What P(one) exceeds exp(epsilon) P(other) by, over all numbers, for counts `sensitivity` apart.
 
     The distribution is symmetric and log-concave, so neither the other direction nor nearer counts exceed it by more.
     Rounding moves at most 2^-65 of each of 60 coins' chances.
     """
-    chances = np.pad(_distribution(noise, values), (0, noise.sensitivity))
+    chances = np.pad(distribution(noise, values), (0, noise.sensitivity))
     other = np.concatenate([np.zeros(noise.sensitivity), chances[: -noise.sensitivity]])
     rounding = (1 + math.exp(noise.epsilon)) * 60 * 2.0 ** -(_PRECISION + 1)
     return float(np.maximum(chances - math.exp(noise.epsilon) * other, 0).sum()) + rounding

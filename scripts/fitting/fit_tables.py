@@ -273,12 +273,18 @@ def basis(t: Array, period: float, waves: int) -> np.ndarray[tuple[int, int], np
     return np.stack([np.ones_like(t), *(f(angle) for angle in angles for f in (np.cos, np.sin))], 1)
 
 
+def waved(made: WaveSum, t: Array) -> Array:
+    """The sum of waves in float64."""
+    rows = basis(t, 2.0 ** (made.factor_bits + made.period_log2) / made.factor, len(made.waves))
+    return np.asarray(rows @ np.array([made.constant, *(c for wave in made.waves for c in wave)]))
+
+
 def wave_error(made: WaveSum, tail: Callable[[Array], Array]) -> float:
     """The largest error, between the points of the fit as well."""
     t = points(made.top, made.resolution, 20_011)
-    beyond, early = float(made.value(np.array([made.top]))[0]), np.array([made.top - 2.0**-made.resolution])
+    beyond, early = float(waved(made, np.array([made.top]))[0]), np.array([made.top - 2.0**-made.resolution])
     saturated = max(abs(beyond), abs(beyond - float(tail(early)[0])))
-    return max(float(np.abs(made.value(t) - tail(t)).max()), saturated)
+    return max(float(np.abs(waved(made, t) - tail(t)).max()), saturated)
 
 
 def summed(made: Function, count: int, fewer: int | None = None) -> WaveSum:

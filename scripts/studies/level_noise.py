@@ -29,7 +29,7 @@ from private_llm.config import PrivateConfig
 from private_llm.exact.comparisons import relu
 from private_llm.net.ledger import Cost, merge
 from private_llm.oblivious.budget import ChosenUnits, choose
-from private_llm.oblivious.level_noise import LevelNoise, noisy_choose
+from private_llm.oblivious.level_noise import LevelNoise, distribution, noisy_choose
 from private_llm.oblivious.sparse_products import sparse_input_product, sparse_output_product
 from private_llm.protocols.session import Session, meta_session
 from private_llm.protocols.share import BitShare, Share
@@ -154,7 +154,7 @@ def rows_of(shape: Shape, noises: Sequence[LevelNoise], told: Told) -> list[Row]
 def share_told(texts: Tensor, noise: LevelNoise | None, seed: int = 0) -> float:
     """How often the likelier of two texts is the one that was run, from counts [texts, positions]; a tie is a half."""
     counts = texts.numpy()
-    chances = np.ones(1) if noise is None else noise.distribution()
+    chances = np.ones(1) if noise is None else distribution(noise, noise.mean + 1)
     drawn = np.random.default_rng(seed).choice(len(chances), size=counts.shape, p=chances)
     opened, right, pairs = counts + drawn, 0.0, 0
     for one in range(len(counts)):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from private_llm.errors import ConfigError, DomainError
 from private_llm.net.ledger import Cost
-from private_llm.oblivious.level_noise import LevelNoise, dummy_bits, noisy_choose
+from private_llm.oblivious.level_noise import LevelNoise, distribution, dummy_bits, noisy_choose, spent
 from private_llm.protocols.prices import Prices
 from private_llm.protocols.registry import protocol_names
 from private_llm.protocols.session import Session
@@ -65,15 +65,15 @@ def made_by(noise: LevelNoise) -> np.ndarray:
 def test_coins_make_the_distribution_and_it_keeps_the_promise(noise: LevelNoise) -> None:
     chances = made_by(noise)
     assert len(chances) == noise.dummies + 1
-    assert np.allclose(chances, noise.distribution(), rtol=1e-9, atol=1e-15)
+    assert np.allclose(chances, distribution(noise, noise.mean + 1), rtol=1e-9, atol=1e-15)
     assert np.allclose(chances @ np.arange(len(chances)), noise.mean)
     for apart in range(1, noise.sensitivity + 1):
         for sign in (1, -1):
             lower, upper = (np.pad(chances, pad)[::sign] for pad in ((0, apart), (apart, 0)))
             exceeds = np.maximum(lower - math.exp(noise.epsilon) * upper, 0).sum()
-            assert exceeds <= noise.spent() * (1 + 1e-5) + 1e-14
-    assert exceeds == pytest.approx(noise.spent(), rel=1e-5, abs=1e-14)
-    assert noise.spent() <= noise.delta
+            assert exceeds <= spent(noise, noise.mean + 1) * (1 + 1e-5) + 1e-14
+    assert exceeds == pytest.approx(spent(noise, noise.mean + 1), rel=1e-5, abs=1e-14)
+    assert spent(noise, noise.mean + 1) <= noise.delta
 
 
 @pytest.mark.parametrize("epsilon", [0.5, 0.1, 0.05, 0.01])
@@ -102,7 +102,7 @@ def test_what_is_opened_beyond_the_count_has_the_distribution(protocol: str) -> 
             run = run_parties(config(protocol), program, [pattern(5, active)])
             seen.update(sorted(found)[:: len(run.ledgers)])  # all parties open alike
         assert min(seen) >= active
-        wanted = 500 * SMALL.distribution()
+        wanted = 500 * distribution(SMALL, SMALL.mean + 1)
         got = np.array([seen[active + number] for number in range(len(wanted))])
         assert got.sum() == 500
         common = wanted >= 2
