@@ -86,11 +86,7 @@ def _square(x: Fixed, rows: Rows) -> Fixed:
     """Entries of rows as [count, longest]: shorter rows have copies of their last entry. Local."""
     lengths = torch.tensor(rows.lengths, dtype=torch.int64)[:, None]
     places = lengths.cumsum(0) - lengths + torch.arange(rows.longest).minimum(lengths - 1)
-
-    def picked(part: Tensor) -> Tensor:
-        return part.new_empty(places.shape) if part.is_meta else part[places.to(part.device)]
-
-    return x.view(picked)
+    return x.view(lambda part: part[places.to(part.device)])
 
 
 def is_cut(x: Fixed) -> bool:

@@ -64,7 +64,7 @@ def _max_along(x: Fixed, dim: int, kernel: int, stride: int, padding: int, dilat
 
 
 def _picked(x: Fixed, dim: int, index: Tensor) -> Fixed:
-    return x.view(lambda part: part.index_select(dim, index.to("cpu" if part.is_meta else part.device)))
+    return x.view(lambda part: part.index_select(dim, index.to(part.device)))
 
 
 def _rows(x: Fixed, start: int, stop: int) -> Fixed:

@@ -77,24 +77,13 @@ class Rows:
 
     def sum(self, x: Fixed) -> Fixed:
         """x [total] to row sums [count], same fractional bits."""
-
-        def add_up(part: Tensor) -> Tensor:
-            if part.is_meta:
-                return part.new_empty(self.count)
-            zero = torch.zeros(self.count, dtype=part.dtype, device=part.device)
-            return zero.index_add(0, self.numbers(part.device).row_of_entry, part)
-
-        return x.view(add_up)
+        return x.view(
+            lambda part: part.new_zeros(self.count).index_add(0, self.numbers(part.device).row_of_entry, part)
+        )
 
     def spread(self, x: Fixed) -> Fixed:
         """x [count] to one copy per entry, [total]."""
-
-        def copied(part: Tensor) -> Tensor:
-            if part.is_meta:
-                return part.new_empty(self.total)
-            return part.index_select(0, self.numbers(part.device).row_of_entry)
-
-        return x.view(copied)
+        return x.view(lambda part: part.index_select(0, self.numbers(part.device).row_of_entry))
 
     def append(self, x: Fixed, last: Fixed) -> Fixed:
         """x [total] with one more entry at the end of each row, of `last` [count], as entries of `longer`.

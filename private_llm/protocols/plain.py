@@ -156,8 +156,6 @@ class Plain(Protocol):
     def lookup(self, index: Index, table: Share | Tensor) -> Share:
         """Rows [count, D] of a table [domain, D]."""
         rows = table if isinstance(table, Tensor) else table.parts[0]
-        if rows.is_meta:
-            return Share((torch.empty((index.count, rows.shape[1]), dtype=self.ring.dtype, device="meta"),))
         return Share((rows[index.keys[0]],))
 
     def _order(self, size: int, blocks: int) -> tuple[Tensor | None, ...]:
