@@ -15,7 +15,6 @@ import threading
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -59,17 +58,12 @@ class Direct:
             for end, row in self._ends:
                 end.lend(row)
         except BaseException:
-            self._take_back()
+            self.__exit__()
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._take_back()
-
-    def _take_back(self) -> None:
-        """All of them, whatever becomes of one."""
+    def __exit__(self, *_: object) -> None:
+        """Take all of them back, whatever becomes of one."""
         failed: BaseException | None = None
         left, tried = self._ends[::-1], -1
         while left:

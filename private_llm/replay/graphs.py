@@ -37,7 +37,7 @@ from private_llm.replay.events import (
 )
 from private_llm.replay.fusion import compile_launches, fused
 from private_llm.replay.program import Arena
-from private_llm.replay.transports import ProgramTransport
+from private_llm.replay.transports import LiveTransport, ProgramTransport
 from private_llm.ring.prg import ChaCha
 
 MOST_BYTES = 1 << 30
@@ -218,23 +218,10 @@ class GraphProgram:
         self._kept: dict[Slot, Tensor] = {}
         self._tried = False
 
-    def run(
-        self, transport: ProgramTransport, arena: Arena, given: Sequence[Tensor], weights: Sequence[int],
-        graph_break: Inner | None,
-    ) -> list[Tensor]:  # fmt: skip
-        """The step of these inputs, node by node; arena and weights (`Program.run`) are not needed. Results are tensors
-        of their own.
-
-        Rounds and bytes as recorded. Raises what the links raise, and DomainError for a graph break without one.
-        """
-        self.take(given)
-        self.draw(transport, 0)
-        return self._run(transport, graph_break)
-
     def ready(
         self, transport: ProgramTransport, arena: Arena, given: Sequence[Tensor], weights: Sequence[int]
     ) -> Callable[[Inner | None], list[Tensor]]:  # fmt: skip
-        """As `Program.ready`."""
+        """As `Program.ready`; arena and weights are not needed. Rounds and bytes as recorded."""
         self.take(given)
         return functools.partial(self._draw_and_run, transport)
 
@@ -247,8 +234,11 @@ class GraphProgram:
         _copy_all([self.fixed[slot] for slot in self._inputs], given)
 
     def run_drawn(self, transport: ProgramTransport, graph_break: Inner | None) -> list[Tensor]:
-        """The step, by graphs, once its inputs and first masks are there."""
-        if self.device.type == "cuda" and not self._tried:
+        """The step, by graphs, once its inputs and first masks are there; node by node when it is checked.
+
+        Raises what the links raise, and DomainError for a graph break without one.
+        """
+        if self.device.type == "cuda" and not self._tried and isinstance(transport, LiveTransport):
             self._tried = True
             try:
                 with torch.cuda.device(self.device):

@@ -213,19 +213,14 @@ class Program:
         with teams.lent(self._pieces) as team:
             return int(steps.run(table, self._place, first, len(self.events), links, team))
 
-    def run(
-        self, transport: ProgramTransport, arena: Arena, inputs: Sequence[Tensor], weights: tuple[int, ...] = (),
-        inner: Inner | None = None,
-    ) -> list[Tensor]:  # fmt: skip
-        """Outputs in memory of their own. weights: addresses of the module's memories. inner: what its graph break
-        computes, in another arena. Raises what `transport` and `inner` raise.
-        """
-        return self.ready(transport, arena, inputs, weights)(inner)
-
     def ready(
         self, transport: ProgramTransport, arena: Arena, inputs: Sequence[Tensor], weights: tuple[int, ...]
     ) -> Callable[[Inner | None], list[Tensor]]:  # fmt: skip
-        """As `run`, up to where it draws, sends or receives: what fails before can still be computed in Python."""
+        """What runs it, ready to draw, send or receive: what fails before can still be computed in Python. It gives
+        outputs in memory of their own, and raises what `transport` and the graph break, in another arena, raise.
+
+        weights: addresses of the module's memories.
+        """
         bound = self.bind(arena)
         for place, given in zip(bound.inputs, inputs, strict=True):
             place.copy_(given)

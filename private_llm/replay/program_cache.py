@@ -343,9 +343,8 @@ class ProgramCache:
                 raise UnsupportedOp(f"its check: {reason}")
             given.extend(call.encoded(compiled.encodings))
             replayed = ReplayTransport(trace_log.trace)
-            again = compiled.program.run(
-                replayed, self._arenas[self._place], given, call.binding.addresses, break_check.replay
-            )
+            program, addresses = compiled.program, call.binding.addresses
+            again = program.ready(replayed, self._arenas[self._place], given, addresses)(break_check.replay)
             same = len(again) == len(outputs) and all(map(torch.equal, again, outputs))
             agrees = compiled.outcome == outcome and replayed.agrees(trace_log.trace)
             if not (same and agrees and break_check.same):
