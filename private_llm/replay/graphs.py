@@ -245,9 +245,6 @@ class GraphProgram:
                     self._capture()
             except (UnsupportedOp, RuntimeError) as error:
                 warnings.warn(f"a step runs without CUDA graphs, which is slower: {error}", stacklevel=2)
-        return self._run(transport, graph_break)
-
-    def _run(self, transport: ProgramTransport, graph_break: Inner | None) -> list[Tensor]:
         found, left = dict(self.fixed) if self._graphs is None else self._kept, 0
         for number, segment in enumerate(self.segments):
             if self._graphs is None:
