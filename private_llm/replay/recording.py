@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from private_llm.errors import UnsupportedOp
-from private_llm.kernels.trace_hook import TraceHook
 from private_llm.net.transport import Transport
 from private_llm.replay.events import BreakEvent, Masks, Place, Receive, Send, tensors_of
 from private_llm.replay.transports import TracedTransport, noted, unrecorded
@@ -27,15 +26,15 @@ Encoding = tuple[int, tuple[int, ...], tuple[int, ...], int, int]
 """Number of a public tensor; shape, strides and offset (from its first element) of a view of it; fractional bits."""
 
 
-class StepRecorder(TraceHook, TracedTransport, Generic[Place]):
+class StepRecorder(TracedTransport, Generic[Place]):
     """Records while `operations` is the mode of PyTorch, it watches the thread, and is the party's links."""
 
     def __init__(self, transport: Transport, streams: Sequence[Prg], device: torch.device) -> None:
         """device: where the party computes."""
-        TracedTransport.__init__(self, transport)
+        super().__init__(transport, streams)
         self._publics: list[Tensor] = []  # that change
         self._encodings: dict[Encoding, Tensor] = {}  # ring elements of views of them
-        self._streams, self._device = list(streams), device
+        self._device = device
         self._events: list[Any] = []
         self._drawn: dict[tuple[int, int], list[Place]] = {}  # by stream and number of graph breaks before
         self._breaks = 0

@@ -61,12 +61,13 @@ def noted(note: Callable[..., Made]) -> Callable[..., Made | None]:
     return guarded
 
 
-class TracedTransport(PassingTransport):
+class TracedTransport(TraceHook, PassingTransport):
     """Links that tell of every message; who receives or sends has a copy of its own, while all is written down."""
 
-    def __init__(self, inner: Transport) -> None:
+    def __init__(self, inner: Transport, streams: Sequence[Prg]) -> None:
+        """streams: of the session's masks."""
         super().__init__(inner)
-        self.inner, self.trace = inner, Trace()
+        self.inner, self.trace, self._streams = inner, Trace(), list(streams)
         self.reason: str | None = None
         """Why not all of the step was written down, or None."""
 
@@ -117,12 +118,8 @@ class TracedTransport(PassingTransport):
         self.trace.received.append((frm, tag, payload.clone()))
 
 
-class TraceLog(TraceHook, TracedTransport):
+class TraceLog(TracedTransport):
     """Writes down what a run meets outside, and nothing of what it computes."""
-
-    def __init__(self, transport: Transport, streams: Sequence[Prg]) -> None:
-        TracedTransport.__init__(self, transport)
-        self._streams = list(streams)
 
     @noted
     def masks_drawn(self, stream: object, out: Tensor) -> None:
