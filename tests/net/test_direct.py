@@ -39,15 +39,15 @@ def sends(transport: SocketTransport | RoleTransport, to: int, tag: str, *payloa
     places = [Memory(8 * each.numel(), 0, len(payloads)) for each in payloads]
     whole = [Operand(place, 0, each.shape, each.stride()) for place, each in zip(places, payloads, strict=True)]
     events: list[Event] = [Send(to, tag, each) for each in whole]
-    Program(events, whole, [], [], []).run(LiveTransport(transport, []), Arena(), payloads)
+    Program(events, whole, [], [], []).ready(LiveTransport(transport, []), Arena(), payloads, ())(None)
 
 
 def receives(transport: SocketTransport | RoleTransport, frm: int, tag: str, *sizes: int) -> list[Tensor]:
     """What a program receives."""
     whole = [Operand(Memory(8 * size, 0, len(sizes)), 0, (size,), (1,)) for size in sizes]
-    return Program([Receive(frm, tag, each) for each in whole], [], whole, [], []).run(
-        LiveTransport(transport, []), Arena(), []
-    )
+    return Program([Receive(frm, tag, each) for each in whole], [], whole, [], []).ready(
+        LiveTransport(transport, []), Arena(), [], ()
+    )(None)
 
 
 def together(first: Callable[[], object], second: Callable[[], list[Tensor]]) -> list[Tensor]:
