@@ -20,12 +20,14 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor, StoppingCriteria, TemperatureLogitsWarper, TopPLogitsWarper
 
-from private_llm_gateway.constrained import Grammar, Written
+from private_llm_gateway.constrained import Grammar
 from private_llm_gateway.decoding import DecodedText, TokenTexts
 
 Finish = Literal["stop", "length"]
 _GREEDY = 1e-4
 """Temperatures below are greedy: logits divided by them would be infinite."""
+_TRIES = 16
+"""Tokens that are drawn, where the text must be closed soon, before what closes it is taken."""
 _TAIL = 16
 """Tokens of the prompt that the first token's text is decoded behind: a character of theirs may not be whole."""
 
@@ -98,7 +100,7 @@ class Completion:
         self.generator = torch.Generator().manual_seed(
             secrets.randbits(62) if params.seed is None else (params.seed * 1_000_003 + sample) % (1 << 62)
         )
-        self.written = None if params.grammar is None else Written(params.grammar, ends)
+        self.written = None if params.grammar is None else params.grammar.written()
         self._spoken = DecodedText(texts, prompt[-_TAIL:])
         self._before = len(self._spoken.text)
         self._shown = self._told = 0
@@ -222,9 +224,21 @@ class CompletionStopper(StoppingCriteria):  # type: ignore[misc]
 
 
 def choose(answer: Completion, logits: Tensor) -> int:
-    """The token that follows logits [V]."""
-    params = answer.params
+    """The token that follows logits [V]. Near the end, one after which what a grammar has begun can still be closed."""
     scores = _changed(answer, logits.to(torch.float64))
+    token = _drawn(answer, scores)
+    if answer.written is None or (closing := answer.written.closing(answer.left)) is None:
+        return token
+    for _ in range(_TRIES):
+        if answer.written.closes(token, answer.left - 1):
+            return token
+        scores[token] = float("-inf")
+        token = _drawn(answer, scores)
+    return [*closing, *answer.ends, token][0]
+
+
+def _drawn(answer: Completion, scores: Tensor) -> int:
+    params = answer.params
     if params.temperature < _GREEDY:
         return int(scores.argmax())
     warped = TemperatureLogitsWarper(float(params.temperature))(None, scores[None])
@@ -261,7 +275,5 @@ def _changed(answer: Completion, scores: Tensor) -> Tensor:
     if params.added is not None:
         scores = scores.index_add(0, params.added[0].long(), params.added[1])
     if answer.written is not None:
-        allowed = answer.written.allowed(len(scores), answer.left)
-        if bool(allowed.any()):
-            scores = scores.masked_fill(~allowed, float("-inf"))
+        scores = scores.masked_fill(~answer.written.allowed(len(scores)), float("-inf"))
     return scores

@@ -1,209 +1,240 @@
-"""Which tokens may come next so that the text stays one of a grammar, and can still be completed in time.
+"""Answers that are JSON of a schema: which tokens may come next, as llguidance finds it, and how to end in time.
 
-Tokens are kept as a tree of their characters, which is walked with the grammar's state, so that tokens that begin alike
-are looked at once. What is found for a state is remembered, for a bounded number of states.
+llguidance bounds what one token costs. It bounds neither how deep it recurses, nor what it takes to meet several
+patterns at once, so a schema that asks for these is refused here.
 """
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
-from dataclasses import dataclass, field
-from typing import Any
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from private_llm_gateway.decoding import TokenTexts
 from private_llm_gateway.errors import ApiError, bad
-from private_llm_gateway.grammar import GrammarNode, State, TooWide, WorkBudget, start
 
-_MOST_WORK = 60_000
-"""Looks at ways to go on, to find what may follow one state: a tenth of a second, besides one look at each branch of
-the vocabulary. An object with 12 members of several types takes 2,000, one with 1,500 optional members 20,000."""
-_REMEMBERED = 4 * _MOST_WORK
-"""Of what was found, what is kept of a grammar."""
-_ONE_AT_A_TIME = threading.Lock()
-"""Grammars of all requests together keep one processor busy at most."""
-_CLOSING = 4
-"""Characters of a shortest end that take as long as one of them."""
-_LONGEST = 64
-"""Characters of a token that is used under a grammar."""
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+_PARAM = "response_format.json_schema.schema"
+_FORM = {
+    "lenient": False, "coerce_one_of": False, "item_separator": ",", "key_separator": ":", "whitespace_pattern": " ?",
+    "json_allowed_escapes": '"\\bfnrt',
+}  # fmt: skip
+"""One space at most where JSON allows any, and no `\\u` escapes, which could write half a surrogate pair."""
+_LIMITS: dict[str, Any] = {"initial_lexer_fuel": 200_000, "max_items_in_row": 20_000, "verbose_errors": False}
+"""A start takes a tenth of a second at most; a row holds an object of 5,000 optional members."""
+_MOST_TEXT = 1 << 17
+"""Characters of a schema."""
+_MOST_LEVELS = 512
+"""Levels of a schema, each definition's added: the library ends the process at some 1,300, in threads of 8 MiB."""
+_UNBOUNDED = ("allOf", "multipleOf", "patternProperties", "x-guidance")
+_ALONE = ("$ref", "anyOf", "oneOf")
+_PARTS = ("properties", "$defs", "definitions", "items", "additionalProperties", "prefixItems", "anyOf", "oneOf")
+_BESIDE = re.compile(r"properties|additionalProperties|items|prefixItems|pattern|format|enum|const|m(in|ax)[A-Z].*")
+_TARGET = re.compile(r"#(/(\$defs|definitions)/[^/%]+)?")
+_ERRORS = (
+    # what the library says, and what the client is told: nothing of the schema's own values
+    (r"Unimplemented keys: \[.*?\]", ""),
+    (r"Unknown format", "format"),
+    (r"oneOf constraints", "oneOf whose options may hold together; want anyOf"),
+    (r"look-around|not supported", "pattern or reference"),
+    (r"regex parse error", "pattern, which is no regular expression"),
+    (r"Unsatisfiable|NoExtension|Regex is empty", "contradiction: no text fits it"),
+    (r"Pointer|Resource|circular", "$ref, which leads nowhere"),
+    (r"Expected|must be|Invalid type", "value of a keyword; want what JSON Schema says of it"),
+    (r"", "size: it says too much at one place; want fewer alternatives, or shorter patterns"),
+)
+
+_NEAR = 64
+"""Tokens before the end of an answer in which it is looked whether the text can be closed."""
+
+_CLOSERS = (b'"', b":", b"}", b"]", b"0")
 
 
-class TokenTree:
-    """What each token of a vocabulary adds to a text, by its characters. Parts of characters are left out."""
+class TokenTable:
+    """The tokens that a model writes with, by their bytes. ends: those that end a text.
 
-    def __init__(self, tokenizer: Any, size: int) -> None:  # noqa: ANN401 - a transformers tokenizer
-        anchor = tokenizer("a", add_special_tokens=False)["input_ids"]
-        before = tokenizer.decode(anchor)
-        special = set(tokenizer.all_special_ids)
-        known = min(size, len(tokenizer))
-        self.root = _Branch()
-        for first in range(0, known, 4096):
-            rows = [[*anchor, number] for number in range(first, min(first + 4096, known))]
-            for number, text in enumerate(tokenizer.batch_decode(rows), first):
-                added = text[len(before) :]
-                usable = text.startswith(before) and 0 < len(added) <= _LONGEST and "\ufffd" not in added
-                if usable and number not in special:
-                    self.root.add(added, number)
+    Raises ApiError (501) without llguidance.
+    """
 
-    def count(self, text: str) -> int:
-        """How many tokens write this text, taking the longest each time (one a character where none fits)."""
-        found, at = 0, 0
-        while at < len(text):
-            at += max(1, self.root.longest(text, at))
-            found += 1
+    def __init__(self, texts: TokenTexts, size: int, ends: tuple[int, ...]) -> None:
+        try:
+            from llguidance import LLTokenizer, TokenizerWrapper
+        except ImportError:
+            told = "response_format: the gateway lacks llguidance: pip install 'private-llm[gateway]'"
+            raise ApiError(501, told, param="response_format", code="unsupported_parameter") from None
+        words = [texts.bytes_of(token) or b"" for token in range(size)]
+        self.ends = tuple(token for token in ends if token < size) or (size,)
+        self.size, self.lengths = size, torch.tensor([len(word) for word in words])
+        self.quote, self.colon, *self.closers = (words.index(each) if each in words else 0 for each in _CLOSERS)
+        named = _Named([*words, *[b""] * (self.ends == (size,))], self.ends[0], sorted({*texts.special, *self.ends}))
+        self.tokens = named.tokenizer = LLTokenizer(TokenizerWrapper(named), eos_token=list(self.ends))
+
+
+class _Named:
+    """Tokens as the library wants them told. A text that must come is written by the longest that fit."""
+
+    tokenizer: Any
+    bos_token_id = None
+
+    def __init__(self, tokens: list[bytes], eos_token_id: int, special: list[int]) -> None:
+        self.tokens, self.eos_token_id = tokens, eos_token_id
+        self.special_token_ids = [token for token in special if token < len(tokens)]
+
+    def __call__(self, text: str) -> list[int]:
+        found: list[int] = self.tokenizer.greedy_tokenize(text)
         return found
 
 
-@dataclass
-class _Branch:
-    """Tokens that begin alike."""
-
-    tokens: list[int] = field(default_factory=list)
-    further: dict[str, _Branch] = field(default_factory=dict)
-
-    def add(self, text: str, number: int) -> None:
-        """Put a token where its text ends."""
-        at = self
-        for character in text:
-            at = at.further.setdefault(character, _Branch())
-        at.tokens.append(number)
-
-    def longest(self, text: str, start_at: int) -> int:
-        """Characters of the longest token that `text` goes on with."""
-        at, best = self, 0
-        for taken, character in enumerate(text[start_at : start_at + _LONGEST], 1):
-            found = at.further.get(character)
-            if found is None:
-                break
-            at = found
-            best = taken if at.tokens else best
-        return best
-
-
-@dataclass(frozen=True, eq=False)
-class Following:
-    """Tokens that may follow (int32 [T]), the number of the state that each leads to (int32 [T]), these states, and how
-    many tokens complete each (int64 [S]). looks: what finding them took.
-    """
-
-    tokens: Tensor
-    leads: Tensor
-    states: tuple[State, ...]
-    closing: Tensor
-    looks: int
-
-    @property
-    def size(self) -> int:
-        """What keeping it takes, in looks: each leaves some 300 bytes, and a token 8."""
-        return 1 + self.looks + len(self.tokens) // 32
-
-    def after(self, token: int) -> State | None:
-        """The state that one of the tokens leads to."""
-        found = self.leads[self.tokens == token].tolist()
-        return self.states[found[0]] if found else None
-
-
 class Grammar:
-    """A grammar over one vocabulary. Thread-safe. Raises ApiError (400) where it goes on in too many ways."""
+    """JSON of a schema, written with a model's tokens. Raises ApiError (400) for a schema that will not do."""
 
-    def __init__(self, node: GrammarNode, tree: TokenTree) -> None:
-        self.tree = tree
+    def __init__(self, schema: object, table: TokenTable) -> None:
+        from llguidance import LLMatcher, LLParserLimits
+
+        root = {} if schema is True else schema
+        if not isinstance(root, dict):
+            raise bad(_PARAM, f"schema: got {type(root).__name__}; want an object")
         try:
-            self.start = start(node, WorkBudget(_MOST_WORK))
-        except TooWide:
-            raise _too_wide() from None
-        self._known: OrderedDict[State, Following] = OrderedDict()
-        self._held = 0
-        self._lock = threading.Lock()
+            text = json.dumps(root, allow_nan=False)
+            if len(text) > _MOST_TEXT:
+                raise bad(_PARAM, f"schema: has more than {_MOST_TEXT} characters", "invalid_value")
+            made = LLMatcher.grammar_from_json_schema(text, overrides=_FORM)  # type: ignore[arg-type]
+        except ValueError:
+            told = "schema: deeper than 127 levels, or a number that no float holds"
+            raise bad(_PARAM, told, "invalid_value") from None
+        _check(root)
+        self.table = table
+        self._start = LLMatcher(table.tokens, made, log_level=0, limits=LLParserLimits(**_LIMITS))
+        self._start.compute_bitmask()  # shows at once that no text fits
+        _check_error(self._start)
 
-    def following(self, state: State) -> Following:
-        """All tokens that may follow. Raises ApiError (400) for too many ways."""
-        with self._lock:
-            found = self._known.get(state)
-            if found is not None:
-                self._known.move_to_end(state)
-                return found
-        try:
-            with _ONE_AT_A_TIME:
-                made = self._walk(state)
-        except TooWide:
-            raise _too_wide() from None
-        with self._lock:
-            if self._known.setdefault(state, made) is made:
-                self._held += made.size
-            while self._held > _REMEMBERED:
-                self._held -= self._known.popitem(last=False)[1].size
-        return made
-
-    def _walk(self, state: State) -> Following:
-        reached: dict[State, _Reached] = {}
-        open_ = [(self.tree.root, _Reached(state))]
-        work = WorkBudget(_MOST_WORK)
-        while open_:
-            branch, at = open_.pop()
-            known = at.after
-            for character, below in branch.further.items():
-                if character not in known:
-                    after = at.state.after(character, work)
-                    known[character] = None if after is None else reached.setdefault(after, _Reached(after))
-                found = known[character]
-                if found is not None:
-                    found.tokens += below.tokens
-                    if below.further:
-                        open_.append((below, found))
-        ended = [each for each in reached.values() if each.tokens]
-        for each in ended:
-            work.look(1 + each.state.size // _CLOSING)
-        leads = [number for number, each in enumerate(ended) for _ in each.tokens]
-        return Following(
-            torch.tensor([token for each in ended for token in each.tokens], dtype=torch.int32),
-            torch.tensor(leads, dtype=torch.int32),
-            tuple(each.state for each in ended),
-            torch.tensor([self.tree.count(each.state.closing()) for each in ended], dtype=torch.int64),
-            _MOST_WORK - work.left,
-        )
-
-
-@dataclass(eq=False, slots=True)
-class _Reached:
-    """A state that some tokens lead to. after: by the next character."""
-
-    state: State
-    tokens: list[int] = field(default_factory=list)
-    after: dict[str, _Reached | None] = field(default_factory=dict)
-
-
-def _too_wide() -> ApiError:
-    told = "schema: it says the same in too many ways; want fewer alternatives at one place"
-    return bad("response_format.json_schema.schema", told, "unsupported_schema")
+    def written(self) -> Written:
+        """A text that has not begun."""
+        return Written(self._start.deep_copy(), self.table)
 
 
 class Written:
-    """How far one answer has come in a grammar."""
+    """How far one answer has come in a grammar. Its methods raise ApiError (400) where the schema asks too much."""
 
-    def __init__(self, grammar: Grammar, ends: tuple[int, ...]) -> None:
-        self._grammar, self._ends = grammar, ends
-        self.state = grammar.start
+    def __init__(self, matcher: LLMatcher, table: TokenTable) -> None:
+        self._matcher, self._table = matcher, table
 
     @property
     def finished(self) -> bool:
         """Whether nothing may follow."""
-        return self.state.finished
+        return self._matcher.is_stopped()
 
-    def allowed(self, vocabulary: int, left: int) -> Tensor:
-        """Which tokens may come (bool [vocabulary]) if `left` tokens, this one included, are all there are."""
-        mask = torch.zeros(vocabulary, dtype=torch.bool)
-        choices = self._grammar.following(self.state)
-        most = left - 1
-        if self.state.complete:
-            mask[list(self._ends)] = True
-        elif choices.states:  # where none completes it in time, those that come nearest
-            most = max(most, int(choices.closing.min()))
-        mask[choices.tokens[(choices.closing <= most)[choices.leads]]] = True
+    def allowed(self, count: int) -> Tensor:
+        """Which of a model's tokens may come (bool [count])."""
+        mask = torch.zeros(count, dtype=torch.bool)
+        found = torch.frombuffer(bytearray(self._matcher.compute_logit_bias()), dtype=torch.uint8)
+        _check_error(self._matcher)
+        known = min(count, self._table.size)
+        mask[:known] = found[:known] > 0
         return mask
 
     def take(self, token: int) -> None:
         """The token that came."""
-        self.state = self._grammar.following(self.state).after(token) or self.state
+        self._matcher.consume_token(token)
+        _check_error(self._matcher)
+
+    def closing(self, left: int) -> list[int] | None:
+        """Tokens that complete the text, found by closing what is open first; None if it takes more than `left`, or if
+        the end is far.
+        """
+        if left > _NEAR:
+            return None
+        made: list[int] = []
+        while not self._matcher.is_accepting() and len(made) <= left:
+            made.append(self._next())
+            self.take(made[-1])
+        self._matcher.rollback(len(made))
+        return made if len(made) <= left else None
+
+    def closes(self, token: int, left: int) -> bool:
+        """Whether the text can be completed in `left` tokens after this one."""
+        if token in self._table.ends:
+            return True
+        self.take(token)
+        found = self.closing(left)
+        self._matcher.rollback(1)
+        return found is not None
+
+    def _next(self) -> int:
+        table = self._table
+        in_string = self._matcher.validate_tokens([table.colon])  # or before a value, where nothing can be closed
+        for token in () if in_string else table.closers:
+            if self._matcher.validate_tokens([token]):
+                return token
+        if self._matcher.validate_tokens([table.quote]):
+            return table.quote
+        allowed = self.allowed(table.size)
+        return int(self._table.lengths.masked_fill(~allowed, -1).argmax())
+
+
+def _check(root: dict[str, Any]) -> None:
+    """Raises ApiError (400) for what the library takes without bounds."""
+    levels: Counter[str] = Counter()
+    open_ = [(root, "", "", 1)]
+    while open_:
+        schema, where, home, level = open_.pop()
+        levels[home] = max(levels[home], level)
+        place = where or "the top"
+        _refuse((name for name in _UNBOUNDED if name in schema), f"at {place}")
+        alone = next((name for name in _ALONE if name in schema), None)
+        if alone is not None:
+            others = (name for name in schema if name != alone and (name in _ALONE or _BESIDE.fullmatch(name)))
+            _refuse(others, f"beside {alone} at {place}; want it inside")
+        if "$ref" in schema and not _TARGET.fullmatch(str(schema["$ref"])):
+            raise _unsupported(f"$ref at {place}; want #/$defs/NAME or #/definitions/NAME of this schema")
+        for name, part in _parts(schema):
+            begins = name.startswith(("$defs/", "definitions/"))
+            inside = f"{where}/{name}"
+            open_.append((part, inside, inside, 1) if begins else (part, inside, home, level + 1))
+    if sum(levels.values()) > _MOST_LEVELS:
+        raise bad(_PARAM, f"schema: deeper than {_MOST_LEVELS} levels, those of definitions added", "invalid_value")
+
+
+def _parts(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The schemas that stand in one, with their places."""
+    for name in (
+        "properties",
+        "$defs",
+        "definitions",
+        "items",
+        "additionalProperties",
+        "prefixItems",
+        "anyOf",
+        "oneOf",
+    ):
+        value = schema.get(name)
+        if name in ("items", "additionalProperties") and isinstance(value, dict):
+            yield name, value
+        elif isinstance(value, dict | list):
+            for key, part in value.items() if isinstance(value, dict) else enumerate(value):
+                if isinstance(part, dict):
+                    yield f"{name}/{key}", part
+
+
+def _refuse(names: Iterable[str], where: str) -> None:
+    if told := ", ".join(sorted(names)):
+        raise _unsupported(f"{told} {where}")
+
+
+def _check_error(matcher: LLMatcher) -> None:
+    """Raises ApiError (400) with the error of a matcher that has one."""
+    if matcher.is_error():
+        said = matcher.get_error()
+        found, told = next((each, told) for words, told in _ERRORS if (each := re.search(words, said)))
+        raise _unsupported(told or ", ".join(json.loads(found[0].partition(": ")[2])))
+
+
+def _unsupported(what: str) -> ApiError:
+    return bad(_PARAM, f"schema: unsupported {what}", "unsupported_schema")

@@ -12,7 +12,6 @@ from private_llm_gateway.completion import Completion, SamplingParams
 from private_llm_gateway.constrained import Grammar
 from private_llm_gateway.errors import ApiError, bad
 from private_llm_gateway.fields import Fields, refuse_others, refuse_unsupported
-from private_llm_gateway.json_schema import of_schema
 from private_llm_gateway.served import Served
 
 _MOST_LOGPROBS = 20
@@ -179,7 +178,7 @@ def _grammar(fields: Fields, served: Served) -> Grammar | None:
         raise bad("response_format.json_schema", "response_format.json_schema: want an object with name and schema",
                   "missing_required_parameter")  # fmt: skip
     refuse_others(named, ("name", "description", "schema", "strict"), {}, "response_format.json_schema.")
-    return Grammar(of_schema(named["schema"]), served.tree)
+    return Grammar(named["schema"], served.table)
 
 
 # -- prompts: tokens of messages, texts and token ids; what does not fit the model is refused ------------------------

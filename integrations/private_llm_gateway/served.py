@@ -16,9 +16,8 @@ from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError
 from private_llm.net.addresses import parse_address
 from private_llm.protocol_facts import CASCADE
-from private_llm_gateway.constrained import Grammar, TokenTree
+from private_llm_gateway.constrained import Grammar, TokenTable
 from private_llm_gateway.decoding import TokenTexts
-from private_llm_gateway.json_schema import any_object
 from private_llm_gateway.pool import SessionPool
 from private_llm_gateway.settings import is_loopback
 
@@ -38,7 +37,7 @@ class Served:
     tokenizer: Any
     vectors: SentenceVectors = field(default_factory=SentenceVectors)
     _encoding: Any = field(default_factory=threading.Lock, repr=False, compare=False)
-    _planting: Any = field(default_factory=threading.Lock, repr=False, compare=False)
+    _tabling: Any = field(default_factory=threading.Lock, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         kind = architecture(self.pool.first.config).kind
@@ -104,19 +103,19 @@ class Served:
         return TokenTexts(self.tokenizer)
 
     @cached_property
-    def tree(self) -> TokenTree:
-        """The same, as a tree that grammars walk. It takes seconds, so that requests together make one."""
-        with self._planting:
-            if "tree" not in self.__dict__:
-                self.__dict__["tree"] = TokenTree(self.tokenizer, self.vocabulary)
+    def table(self) -> TokenTable:
+        """The same, as grammars take it. It may take seconds, so that requests together make one."""
+        with self._tabling:
+            if "table" not in self.__dict__:
+                self.__dict__["table"] = TokenTable(self.texts, self.vocabulary, self.ends)
                 if gc.get_freeze_count():  # as `serve` does: it stays, and is large
                     gc.freeze()
-            return cast("TokenTree", self.__dict__["tree"])
+            return cast("TokenTable", self.__dict__["table"])
 
     @cached_property
     def any_object(self) -> Grammar:
         """Any JSON object."""
-        return Grammar(any_object(), self.tree)
+        return Grammar({"type": "object"}, self.table)
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         """All tokens of a text, none cut off. `special`: with those that the model wants around it."""

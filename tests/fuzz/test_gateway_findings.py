@@ -5,14 +5,21 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+from private_llm_gateway.constrained import Grammar, TokenTable
+from private_llm_gateway.decoding import TokenTexts
 from private_llm_gateway.errors import ApiError
 from private_llm_gateway.fields import Fields, body_of
 from private_llm_gateway.guard import Guard
-from private_llm_gateway.json_schema import of_schema
 from private_llm_gateway.pool import SessionPool
 from private_llm_gateway.settings import GatewaySettings
 
 from private_llm.errors import DomainError
+from tests.gateway.small_gateway import tokenizer
+
+
+@pytest.fixture(scope="module")
+def table() -> TokenTable:
+    return TokenTable(TokenTexts(tokenizer()), 4096, (2,))
 
 
 @pytest.mark.parametrize(
@@ -49,15 +56,15 @@ def test_a_number_that_no_float_holds(value: float) -> None:
 
 
 @pytest.mark.parametrize("name", [["a"], {"a": 1}, None, 3])
-def test_a_required_name_that_is_none(name: object) -> None:
-    with pytest.raises(ApiError, match="required names without a property"):
-        of_schema({"type": "object", "properties": {"a": {"type": "integer"}}, "required": [name]})
+def test_a_required_name_that_is_none(name: object, table: TokenTable) -> None:
+    with pytest.raises(ApiError, match="value of a keyword"):
+        Grammar({"type": "object", "properties": {"a": {"type": "integer"}}, "required": [name]}, table)
 
 
-@pytest.mark.parametrize("schema", [{"const": 1e999}, {"enum": [1, [{"a": -1e999}]]}])
-def test_a_constant_that_no_json_holds(schema: object) -> None:
+@pytest.mark.parametrize("schema", [{"const": 1e999}, {"enum": [1, [{"a": -1e999}]]}, {"const": 10**400}])
+def test_a_constant_that_no_json_holds(schema: object, table: TokenTable) -> None:
     with pytest.raises(ApiError, match="a number that no float holds"):
-        of_schema(schema)
+        Grammar(schema, table)
 
 
 @pytest.mark.parametrize("origin", ["http://[", "http://[::1", "null", "http://127.0.0.1:1@evil.example"])

@@ -109,7 +109,8 @@ WRONG: dict[str, dict[str, list[Any]]] = {
         ],
         "unsupported_schema": [
             ("response_format.json_schema.schema",
-             {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"pattern": SECRET}}}}),
+             {"response_format": {"type": "json_schema",
+                                  "json_schema": {"name": "a", "schema": {"not": {"const": SECRET}}}}}),
         ],
     },
     "completions": {
@@ -455,7 +456,7 @@ def test_collections_do_not_look_through_models(monkeypatch: pytest.MonkeyPatch)
     app.serve(FastAPI(), GatewaySettings(port=0), ready=lambda: frozen.append("ready"))
     assert frozen == ["models", "ready", "begun"]
     monkeypatch.setattr(gc, "get_freeze_count", lambda: 1)
-    monkeypatch.setattr(served, "TokenTree", lambda *_: frozen.append("tree"))
-    one = SimpleNamespace(_planting=threading.Lock(), tokenizer=None, vocabulary=1)
-    assert Served.tree.func(one) is None  # type: ignore[arg-type]
-    assert frozen[3:] == ["tree", "models"]
+    monkeypatch.setattr(served, "TokenTable", lambda *_: frozen.append("table"))
+    one = SimpleNamespace(_tabling=threading.Lock(), texts=None, vocabulary=1, ends=())
+    assert Served.table.func(one) is None  # type: ignore[arg-type]
+    assert frozen[3:] == ["table", "models"]

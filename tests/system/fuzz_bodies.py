@@ -127,7 +127,7 @@ def _write(
 def _write_one(answer: Completion, tell: SendChunk) -> None:
     answer.end_if_full()
     for token in _TOKENS:
-        if answer.finish is None and answer.writing.grammar is None:
+        if answer.finish is None and answer.params.grammar is None:
             answer.take(token, -1.5, ((token, -1.5), (5, -2.0)))
             if (piece := answer.new()) is not None:
                 tell(piece, Usage())
