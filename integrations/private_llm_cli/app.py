@@ -1,7 +1,7 @@
 """The command line: its commands in the order of `--help`, and what becomes of errors.
 
 A command's options and its work are in one file of `commands/`, which imports PyTorch when it runs. Where the work
-imports it at once, its options are in `using.py` or `measuring.py`.
+imports it at once, its options are in `using.py`.
 Errors of the library, and files that cannot be read or written, are one message on stderr and exit code 2; what
 nobody foresaw is one message and exit code 1. `private-llm --traceback COMMAND` shows the traceback of any of them.
 """
@@ -25,9 +25,8 @@ from private_llm_cli.commands.classify import classify
 from private_llm_cli.commands.parties import party, share
 from private_llm_cli.commands.predictors import predictors
 from private_llm_cli.help_pages import Command, Group
-from private_llm_cli.measuring import audit, doctor, estimate
 from private_llm_cli.options import PLUGINS
-from private_llm_cli.using import chat, demo, gateway, generate
+from private_llm_cli.using import audit, chat, demo, doctor, estimate, gateway, generate
 
 app = typer.Typer(
     name="private-llm",

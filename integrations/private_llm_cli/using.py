@@ -1,18 +1,23 @@
-"""What users of models type where the work imports PyTorch at once: demonstration, text, chat, gateway for clients.
+"""What users type where the work imports PyTorch at once: demonstration, text, chat, gateways, costs and protection.
 
 Each function parses the options of the command of its name, and imports what runs it (`commands/`) when it is called.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from private_llm.config import VERSION
 from private_llm.errors import ConfigError
+from private_llm.protocol_facts import CASCADE
+from private_llm.token_sharding import ShardingPlan
 from private_llm_cli import options
+from private_llm_cli.kv_cache import KvCacheOption, kv_cache_of
 
 
 @options.grouped
@@ -145,3 +150,129 @@ def chat(
     if not model and config.hosts:
         raise ConfigError("model: got none with --hosts; want the client folder that the model's owner gave you")
     terminal_chat(model, config, new_tokens, chosen)
+
+
+# -- costs and protection: audits of plans, estimates, and what this machine can do ------------------------------------
+def audit(
+    plan: Annotated[str, typer.Argument(help="alpha,c,m[,rho], for instance 8,8,2.")],
+    colluding: Annotated[str, typer.Option(help="Endpoint numbers of nodes that share what they see: 0,1.")] = "",
+    split: Annotated[bool, typer.Option("--split", help="The first layers run under secret sharing.")] = False,
+    bidirectional: Annotated[bool, typer.Option("--bidirectional", help="An encoder: no causal mask.")] = False,
+    length: Annotated[int | None, typer.Option(help="Tokens of the text (default: four periods of the plan).")] = None,
+    known_prefix: Annotated[int, typer.Option(help="Tokens at the front that everybody knows, or padding.")] = 0,
+    queries: Annotated[int, typer.Option(help="Query heads that share a key head (grouped queries).")] = 1,
+    as_json: options.Json = False,
+) -> None:
+    """What a sharding plan (protocol 'cascade') protects: gaps, cost of the cheapest attack, verdict."""
+    from private_llm.token_sharding import Setting, fewest
+    from private_llm.token_sharding import audit as examine
+    from private_llm_cli.commands.output import CONSOLE, emit_json
+
+    if not plan:
+        raise ConfigError("plan: got an empty text; want alpha,c,m or alpha,c,m,rho, for instance 8,8,2")
+    listed = [node.strip() for node in colluding.split(",")] if colluding else []
+    if not all(node.isdecimal() for node in listed):
+        raise ConfigError(f"colluding: got {colluding!r}; want endpoint numbers, for instance 0,1")
+    setting = Setting(split, not bidirectional, length, known_prefix, queries)
+    sharding, numbers = ShardingPlan(**options.plan_of(plan)["plan"]), [int(node) for node in listed]
+    found = examine(sharding, colluding=numbers or None, setting=setting)
+    breakers = [] if numbers else fewest(sharding, setting=setting)
+    if as_json:
+        emit_json(
+            {
+                "name": "audit", **dataclasses.asdict(sharding), "nodes": sharding.nodes,
+                "setting": dataclasses.asdict(setting), "sound": found.sound, "notes": found.notes,
+                "findings": [dataclasses.asdict(finding) for finding in found.findings],
+                "fewest": breakers,
+            }
+        )  # fmt: skip
+        return
+    CONSOLE.print(str(found), highlight=False, markup=False)
+    if breakers:
+        names = " + ".join(sharding.describe(node) for node in breakers)
+        CONSOLE.print(f"the fewest nodes found that break it: {names}", highlight=False, markup=False)
+
+
+def estimate(
+    model: Annotated[
+        str, typer.Argument(help=f"A config.json, model folder or hub id; or one of {', '.join(options.SHAPES)}.")
+    ],
+    seq: Annotated[int, typer.Option("--seq", help="Tokens of the prompt.")] = 128,
+    new: Annotated[int, typer.Option("--new", help="Tokens to generate; 0: one forward.")] = 0,
+    batch: Annotated[int, typer.Option(help="Rows.")] = 1,
+    as_json: options.Json = False,
+    protocol: options.Protocol = "trio",
+    ring: options.RingBits = 64,
+    reveal: options.Reveal = "logits",
+    bandwidth: Annotated[float, typer.Option(help="Mbit/s of each direction of a link.")] = 1000.0,
+    latency: Annotated[float, typer.Option(help="One-way latency in ms.")] = 1.0,
+    gmacs: Annotated[float | None, typer.Option(help="GMAC/s of a party (default: this machine's).")] = None,
+    image: Annotated[
+        str | None, typer.Option(help="Images: channels x height x width, for instance 3x224x224.")
+    ] = None,
+    matmul: options.Matmul = "masked",
+    adder: options.Adder = None,
+    weights: options.Weights = "secret",
+    plan: Annotated[
+        list[str] | None, typer.Option("--plan", help="Under 'cascade': alpha,c,m[,rho]; several are compared.")
+    ] = None,
+    plans: Annotated[bool, typer.Option("--plans", help="Under 'cascade': compare usual plans.")] = False,
+    accept_weak_plan: options.WeakPlan = False,
+    split: options.Split = None,
+    kv_cache: KvCacheOption = "",
+    sparsity: Annotated[
+        str,
+        typer.Option(
+            help="As if predictors left out these shares: neurons=0.9,heads=0.5 and, after further commas, "
+            "block=16, rank=128, heads-rank=32, levels=open or levels=budget."
+        ),
+    ] = "",
+    ranges: options.RangesFile = None,
+) -> None:
+    """What a run will cost, without weights and without hardware."""
+    from private_llm_cli.commands.estimate import estimate as run
+    from private_llm_cli.commands.estimate_plans import Hardware, Workload, compare_plans
+
+    more: dict[str, Any] = {"reveal": reveal, "matmul": matmul, "weights": weights, **kv_cache_of(kv_cache)}
+    if adder is not None:
+        more |= {"adder": adder.value, "bandwidth_mbit": bandwidth, "latency_ms": latency}
+    given = [ShardingPlan(**options.plan_of(text)["plan"]) for text in plan or []]
+    if ranges is not None and protocol == CASCADE:
+        raise ConfigError("ranges: nodes of token sharding compute in floating point; leave out --ranges")
+    if plans or len(given) > 1:
+        if sparsity:
+            raise ConfigError("sparsity: needs secret shares of the weights; compare plans without --sparsity")
+        config = options.config_of(protocol, ring, **more, **options.plan_of("", split=split))
+        if image is not None:
+            raise ConfigError("image: token sharding is for text; leave out --image")
+        hardware = Hardware.of(bandwidth, latency, gmacs, sharded=True)
+        compare_plans(Workload(model, seq, new, batch), config, given, plans, as_json, hardware)
+        return
+    more |= options.plan_of("".join(plan or []), accept_weak_plan, split)
+    config = options.config_of(protocol, ring, **more)
+    work = Workload(model, seq, new, batch, sparsity)
+    run(work, config, as_json, Hardware.of(bandwidth, latency, gmacs, config.plan is not None), image, ranges)
+
+
+def doctor(
+    as_json: options.Json = False,
+    threats: Annotated[bool, typer.Option("--threats", help="Print the threat model instead (Markdown).")] = False,
+) -> None:
+    """What this machine can do: versions, processor, speeds, warnings."""
+    from private_llm.threat import markdown
+    from private_llm_cli.commands.output import CONSOLE, emit_json, emit_table
+
+    if threats:
+        CONSOLE.print(markdown(), markup=False, highlight=False, soft_wrap=True)
+        return
+    from private_llm_cli.commands.doctor import examine
+
+    report = examine()
+    if as_json:
+        emit_json(report)
+        return
+    words = {key: ", ".join(map(str, value)) or "none" for key, value in report.items() if isinstance(value, list)}
+    rows = [(key.replace("_", " "), words.get(key, value)) for key, value in report.items() if key != "warnings"]
+    emit_table(f"private-llm {VERSION}", ("what", "found"), [(k, "not installed" if v is None else v) for k, v in rows])
+    for warning in report["warnings"]:
+        CONSOLE.print(f"[yellow]warning:[/] {warning}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -133,12 +134,11 @@ def margin(model: Any, ids: Tensor) -> float:  # noqa: ANN401 - a transformers m
 
 def by_link(costs: Costs, config: PrivateConfig) -> dict[str, int]:
     """Bytes by link, in words; the links of a sharding plan's nodes by what the nodes do (there may be thousands)."""
-    found: dict[str, int] = {}
+    found: Counter[str] = Counter()
     for (frm, to), count in sorted(costs.cost.sent.items()):
         if count:
-            name = f"{_who(frm, config)} to {_who(to, config)}"
-            found[name] = found.get(name, 0) + count
-    return found
+            found[f"{_who(frm, config)} to {_who(to, config)}"] += count
+    return dict(found)
 
 
 def _who(endpoint: int, config: PrivateConfig) -> str:

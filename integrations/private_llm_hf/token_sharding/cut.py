@@ -48,10 +48,9 @@ class Cut:
         paths = [p for p, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == layers]
         if len(paths) != 1:
             raise PatchMismatch(f"{kind.__name__}: found {paths or 'no list of layers'}; a split needs exactly one")
-        first = stop_behind(model, f"{paths[0]}.0")
+        stop_behind(model, f"{paths[0]}.0")
         ids = torch.zeros(1, 2, dtype=torch.int64, device="meta")
         reached = _run_to(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False})
-        first.remove()
         return cls(paths[0], count, reached.states.shape[-1], reached.tuples)
 
     def belongs_before(self, name: str) -> bool:
@@ -78,13 +77,13 @@ class Reached(Exception):
         self.states: Tensor = output[0] if self.tuples else output
 
 
-def stop_behind(model: nn.Module, path: str) -> torch.utils.hooks.RemovableHandle:
+def stop_behind(model: nn.Module, path: str) -> None:
     """Let every forward end with `Reached` behind the module at `path`."""
 
     def leave(module: nn.Module, inputs: object, output: object) -> None:
         raise Reached(output)
 
-    return model.get_submodule(path).register_forward_hook(leave)
+    model.get_submodule(path).register_forward_hook(leave)
 
 
 def _run_to(model: nn.Module, inputs: dict[str, Any]) -> Reached:
