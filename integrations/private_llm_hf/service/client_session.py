@@ -23,7 +23,7 @@ from private_llm.kernels.address import trim_allocator
 from private_llm.net.admission import ClientLink
 from private_llm.net.incoming import Allowance
 from private_llm.net.ledger import Ledger
-from private_llm.net.transport import CLIENT, Transport
+from private_llm.net.transport import CLIENT, PassingTransport, Transport
 from private_llm.protocols.registry import protocol_spec
 from private_llm.protocols.session import meet_client, receiving_end
 from private_llm.ring.dpf import key_words
@@ -67,25 +67,20 @@ class ReceivedTensor:
         return f"Frame({self.tag!r}, shape={tuple(self.payload.shape)})"
 
 
-class ClientInputRecorder(Transport):
+class ClientInputRecorder(PassingTransport):
     """A client's link that remembers what is received over it; nothing can be sent."""
 
     def __init__(self, link: Transport) -> None:
-        super().__init__(link.me)
+        super().__init__(link)
         self.frames: list[ReceivedTensor] = []
-        self._link = link
 
     def _send(self, to: int, tag: str, payload: Tensor) -> None:
         raise TransportError(f"'{tag}': nothing is sent while a client's inputs are received")
 
     def _recv(self, frm: int, tag: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        payload = self._link.recv(frm, tag, shape, dtype)
+        payload = super()._recv(frm, tag, shape, dtype)
         self.frames.append(ReceivedTensor(tag, payload))
         return payload
-
-    def wait(self, frm: int) -> None:
-        """As the client's link."""
-        self._link.wait(frm)
 
 
 def owner_of(session: str) -> str:
@@ -242,15 +237,13 @@ class ClientSession:
         """Receive what a call needs, and wait until a batch has answered it."""
         if command.slices is not None:
             raise TransportError("a party service takes no calls of a split")
-        planned = None
-        if command.at is not None:
+        if command.at is None:
+            planned, edits, self._edits = None, tuple(self._edits), []
+        else:
             planned = self._plan.take(command.at)
-            command = replace(command, call=planned.call)
+            command, edits = replace(command, call=planned.call), planned.edits
         self._answered = planned is not None and self.host.number == self.host.config.helper
         frames = self._receive(command.call, planned is not None)
-        edits = () if planned is None else planned.edits
-        if planned is None:
-            edits, self._edits = tuple(self._edits), []
         facts = self._facts(command, edits, frames)
         self._run_request(command.call, edits, command.free, facts, frames, planned)
 
@@ -297,14 +290,13 @@ class ClientSession:
         """Raise for inputs that are larger than this service takes, and for another vocabulary than the model's."""
         if not call.secret:
             raise TransportError("a call has one secret input; got none")
-        model = self.model
         for item in call.secret:
             shape = validate_input_shape(item.shape)
             if shape[0] > self.host.rows:
                 raise DomainError(f"{item.name}: got {shape[0]} rows; this service takes {self.host.rows} at a time")
             count = math.prod(shape)
             if isinstance(item, commands.Tokens):
-                table_of(model.model, item)  # refuses another vocabulary: the size of what is sent follows from it
+                table_of(self.model.model, item)  # refuses another vocabulary: the size of what is sent follows from it
                 count *= item.vocabulary if one_hot else _KEYS * key_words(item.vocabulary)
             most = self.host.limits.elements
             if count > most:
