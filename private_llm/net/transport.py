@@ -6,15 +6,11 @@ Bytes whose number the computation does not tell (commands) come in one frame, t
 takes at most, and compares that with what the frame announces before it has memory for them.
 `exchange` is the one operation that counts an online round.
 
-A transport for a party that computes on several devices: what arrives is moved to where it is needed.
-
-Between threads of one process a tensor on a GPU travels as it is, if its receiver computes on GPUs, too. What a GPU
-does for one stream it does in order; who works on another stream than the sender waits, on the GPU, until the sender's
-has come to the message. All other links carry main memory, from and to GPUs pinned, which a GPU reads and writes
-itself: PyTorch keeps pinned memory that nobody holds any more for the next message of that size (a power of two), and
-gives it away only when the copies that used it are done, so a frame may wait in a socket's queue, and a copy to the GPU
-go on, without anybody's care. Which device is next is asked at every message, because the layers of a model may lie on
-different ones; the same messages are sent and counted as without this.
+Between threads of one process a tensor on a GPU travels as it is, if its receiver computes on GPUs, too; one that works
+on another stream than the sender waits, on the GPU, until the sender's has come to the message. All other links carry
+main memory, from and to GPUs pinned: PyTorch gives that away only when the copies that used it are done, so a frame may
+wait in a socket's queue, and a copy to the GPU go on, without anybody's care. Layers of a model may lie on different
+devices, so the next one is asked for at every message; what is sent and counted stays the same.
 """
 
 from __future__ import annotations
