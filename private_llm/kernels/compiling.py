@@ -81,10 +81,13 @@ def _warn(why: str) -> None:
 _warned: list[str] = []
 
 
-def compiled(function: Callable[..., Any]) -> Any:  # noqa: ANN401 - Numba ships no types
-    """`function` as a kernel that releases Python's lock, compiled when it first meets arguments of some types."""
+def compiled(function: Callable[..., Any], inlined: bool = False) -> Any:  # noqa: ANN401 - Numba ships no types
+    """`function` as a kernel that releases Python's lock, compiled when it first meets arguments of some types.
+
+    inlined: whether kernels that call it take its code in.
+    """
     with _cached() as cache:
-        made = njit(nogil=True, cache=cache, no_cfunc_wrapper=True)(function)
+        made = njit(nogil=True, cache=cache, no_cfunc_wrapper=True, forceinline=inlined)(function)
     compile_now = made.compile
 
     def compile_once(signature: Any) -> Any:  # noqa: ANN401 - Numba's own

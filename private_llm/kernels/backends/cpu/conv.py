@@ -132,7 +132,7 @@ def tile_product(
                 _windows(xs, o // each * geometry[12], spots, width, offsets[k:], steps, tile, pitch)
                 for v in range(0, width, panel):
                     cpu_matmul.rows_times_panel(
-                        ws, o * inner + k, inner, each, tile, v, pitch, steps, edge, v, pitch
+                        ws, o * inner + k, inner, each, tile, v, pitch, None, 0, steps, edge, v, pitch
                     )  # fmt: skip
             spread(edge, pitch, each, n, width, outs, o * image, geometry)
 

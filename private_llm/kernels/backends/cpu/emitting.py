@@ -13,7 +13,8 @@ from numba.extending import intrinsic
 I8, I32, I64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
 ADDRESS = types.intp
 ZERO, ARRAY = "zero", "array"
-"""Arguments of any type of elements, given as its bits, and arrays, given as the address of the first element."""
+"""Arguments of any type of elements, given as its bits, and arrays or None, given as the address of the first element.
+"""
 Value = Any
 Type = Any
 Function = Any
@@ -30,7 +31,9 @@ def emitted(*kinds: Type, returns: Type = types.void) -> Callable[[Callable[...,
             def codegen(context: Type, builder: Value, _: object, values: Sequence[Value]) -> Value:
                 seen = []
                 for kind, each, value in zip(kinds, given, values, strict=True):
-                    if kind == ARRAY:
+                    if each is types.none:
+                        value = None
+                    elif kind == ARRAY:
                         value = context.make_array(each)(context, builder, value).data
                     seen.append(each.bitwidth if kind == ZERO else value)
                 made = write(builder, *seen)

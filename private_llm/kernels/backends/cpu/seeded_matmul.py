@@ -105,7 +105,7 @@ def _dot_product(
             write_lines(keys, (start + n * inner + k) * size, inner * size, count, steps * size, lines, gap)
             whole = steps - steps % lanes
             if whole:
-                rows_times_lines(xs, k, x_pitch, rows, ys, 0, pitch, count, whole, outs, n, out_pitch)
+                rows_times_lines(xs, k, x_pitch, rows, ys, 0, pitch, None, 0, count, whole, outs, n, out_pitch)
             if whole < steps:
                 for m in range(rows):
                     for j in range(count):
@@ -135,17 +135,17 @@ def _row_product(
             length = panels * width * size  # what lies beyond the last column is multiplied, too, and left out
             write_lines(keys, (start + k * columns + n) * size, columns * size, steps, length, lines, gap)
             if rows == 1 and count == _WIDE * width:
-                row_wide(xs, k, 0, ys, 0, pitch, steps, outs, n, 0)
+                row_wide(xs, k, 0, ys, 0, pitch, None, 0, steps, outs, n, 0)
                 continue
             for c in range(0, count - count % width, width):
-                rows_times_panel(xs, k, x_pitch, rows, ys, c, pitch, steps, outs, n + c, out_pitch)
+                rows_times_panel(xs, k, x_pitch, rows, ys, c, pitch, None, 0, steps, outs, n + c, out_pitch)
             left = count % width
             if left:
                 for m in range(0, rows, ROWS_IN_CACHE):
                     some = min(ROWS_IN_CACHE, rows - m)
                     edge[:] = 0
                     at = m * x_pitch + k
-                    rows_times_panel(xs, at, x_pitch, some, ys, count - left, pitch, steps, edge, 0, width)
+                    rows_times_panel(xs, at, x_pitch, some, ys, count - left, pitch, None, 0, steps, edge, 0, width)
                     for i in range(some):
                         for j in range(left):
                             outs[(m + i) * out_pitch + n + count - left + j] += edge[i * width + j]

@@ -89,26 +89,27 @@ def _emit(
             builder.store(total, builder.bitcast(at, vector.as_pointer()), align=element.width // 8)
 
 
-def tile(rows: int, vectors: int, along_k: bool, listed: bool = False) -> Function:
+def tile(rows: int, vectors: int, along_k: bool) -> Function:
     """out[m, v] += sum_k x[m, k] y[k, v] for a tile held in registers; steps must be positive.
 
     `along_k`: lanes run over k, `v` counts rows of y, and steps is a multiple of the lanes. Otherwise lanes
-    run over the columns of y. Arguments: x, y, steps and out; arrays are flat, each with the offset of its first
-    element and a row pitch. If `listed`, there are a list and a place in it before steps, and line i of y is its row
-    number list[place + i], wherever that lies.
+    run over the columns of y. Arguments: x, y, a list, a place in it, steps and out; arrays are flat, each with the
+    offset of its first element and a row pitch. Line i of y is its row number list[place + i], wherever that lies, or
+    row number place + i where the list is None.
     """
 
     place = (ARRAY, ADDRESS, ADDRESS)
 
-    @emitted(*place, *place, *(ARRAY, ADDRESS) * listed, ADDRESS, *place)
+    @emitted(*place, *place, ARRAY, ADDRESS, ADDRESS, *place)
     def made(
-        builder: Value, xs: Value, x0: Value, dx: Value, ys: Value, y0: Value, dy: Value, *rest: Value
+        builder: Value, xs: Value, x0: Value, dx: Value, ys: Value, y0: Value, dy: Value, numbers: Value, first: Value,
+        steps: Value, outs: Value, o0: Value, do: Value,
     ) -> None:  # fmt: skip
-        *chosen, steps, outs, o0, do = rest
+        if numbers is None:
+            y0 = builder.add(y0, builder.mul(dy, first))
 
         def line(number: Value) -> Value:
-            if chosen:
-                numbers, first = chosen
+            if numbers is not None:
                 number = builder.load(builder.gep(numbers, [builder.add(first, number)]))
             return builder.mul(dy, number)
 
