@@ -107,53 +107,37 @@ def block_carries(
     g2 = m2 s2 ^ (m2 ^ s2) g10 with g10 = m1 s1 ^ (m1 ^ s1) m0 s0;  p = (m2 ^ s2)(m1 ^ s1)(m0 ^ s0).
     Only the `first` evaluator adds the terms without s.
     """
-    count = blocks.size
+    count, part, width = blocks.size, slice(begin, end), end - begin
     m, mono, out = table(m_at, rows, words), table(mono_at, mono_rows, words), table(out_at, 2 * count - 1, words)
     one = np.uint64(0xFFFFFFFFFFFFFFFF) if first else np.uint64(0)
+    ones, none = np.full(width, np.uint64(0xFFFFFFFFFFFFFFFF)), np.zeros(width, np.uint64)
     row, bit = 0, low
     for j in range(count):
-        size, g = blocks[j], out[j]
-        m0, r0 = m[bit], mono[row]
-        if size == 1:
-            for w in range(begin, end):
-                g[w] ^= m0[w] & r0[w]
-            if j > 0:
-                p = out[count + j - 1]
-                for w in range(begin, end):
-                    p[w] ^= (m0[w] & one) ^ r0[w]
-            row += 1
-        elif size == 2:
-            m1, r1, r2 = m[bit + 1], mono[row + 1], mono[row + 2]
-            for w in range(begin, end):
-                g[w] ^= (m1[w] & r1[w]) ^ (m1[w] & m0[w] & r0[w]) ^ (m0[w] & r2[w])
-            if j > 0:
-                p = out[count + j - 1]
-                for w in range(begin, end):
-                    p[w] ^= (m1[w] & m0[w] & one) ^ (m1[w] & r0[w]) ^ (m0[w] & r1[w]) ^ r2[w]
-            row += 3
-        else:
-            m1, m2 = m[bit + 1], m[bit + 2]
-            r1, r2, r3 = mono[row + 1], mono[row + 2], mono[row + 3]
-            r4, r5, r6 = mono[row + 4], mono[row + 5], mono[row + 6]
-            for w in range(begin, end):
-                a, b, c = m0[w], m1[w], m2[w]
+        size, g = blocks[j], out[j, part]
+        # a smaller block is one of three whose lowest bits have m = 1 and s = 0: they generate nothing, and pass on
+        m0, m1 = m[bit, part] if size == 3 else ones, m[bit + size - 2, part] if size > 1 else ones
+        m2, r3 = m[bit + size - 1, part], mono[row + (1 << (size - 1)) - 1, part]
+        r1, r5 = (mono[row + size - 2, part], mono[row + 3 * size - 4, part]) if size > 1 else (none, none)
+        r0, r2, r4, r6 = none, none, none, none
+        if size == 3:
+            r0, r2, r4, r6 = mono[row, part], mono[row + 2, part], mono[row + 4, part], mono[row + 6, part]
+        for w in range(width):
+            a, b, c = m0[w], m1[w], m2[w]
+            ab = a & b
+            g[w] ^= (c & (r3[w] ^ (b & r1[w]) ^ (ab & r0[w]) ^ (a & r2[w]))) ^ (b & r5[w]) ^ (ab & r4[w]) ^ (a & r6[w])
+        if j > 0:
+            p = out[count + j - 1, part]
+            for w in range(width):
+                a, b = m0[w], m1[w]
                 ab = a & b
-                g[w] ^= (
-                    (c & (r3[w] ^ (b & r1[w]) ^ (ab & r0[w]) ^ (a & r2[w]))) ^ (b & r5[w]) ^ (ab & r4[w]) ^ (a & r6[w])
+                p[w] ^= (
+                    (m2[w] & ((ab & one) ^ (b & r0[w]) ^ (a & r1[w]) ^ r2[w]))
+                    ^ (ab & r3[w])
+                    ^ (b & r4[w])
+                    ^ (a & r5[w])
+                    ^ r6[w]
                 )
-            if j > 0:
-                p = out[count + j - 1]
-                for w in range(begin, end):
-                    a, b = m0[w], m1[w]
-                    ab = a & b
-                    p[w] ^= (
-                        (m2[w] & ((ab & one) ^ (b & r0[w]) ^ (a & r1[w]) ^ r2[w]))
-                        ^ (ab & r3[w])
-                        ^ (b & r4[w])
-                        ^ (a & r5[w])
-                        ^ r6[w]
-                    )
-            row += 7
+        row += (1 << size) - 1
         bit += size
 
 
@@ -205,69 +189,58 @@ def join_carries(
 ) -> None:  # fmt: skip
     """Xor shares of the joined (g, p) from masked rows b, this evaluator's mask shares and product shares."""
     one = np.uint64(0xFFFFFFFFFFFFFFFF) if first else np.uint64(0)
-    made = groups.size
+    made, part, width = groups.size, slice(begin, end), end - begin
     b, lam = table(b_at, 2 * count - 1, words), table(lam_at, 2 * count - 1, words)
     prod, out = table(prod_at, prod_rows, words), table(out_at, 2 * made - 1, words)
+    ones, none = np.full(width, np.uint64(0xFFFFFFFFFFFFFFFF)), np.zeros(width, np.uint64)
     row = base = 0
     for j in range(made):
-        g = out[j]
-        if groups[j] == 3:
-            bg0, bg1, bg2 = b[base], b[base + 1], b[base + 2]
-            bp1, bp2 = b[count + base], b[count + base + 1]
-            lg0, lg1, lg2 = lam[base], lam[base + 1], lam[base + 2]
-            lp1, lp2 = lam[count + base], lam[count + base + 1]
-            q0, q1, q2, q3 = prod[row], prod[row + 1], prod[row + 2], prod[row + 3]
-            for w in range(begin, end):
-                x, y, z = bp2[w], bp1[w], bg0[w]
-                u = bg1[w]
-                g[w] ^= (
-                    (bg2[w] & one)
-                    ^ lg2[w]
-                    ^ (x & u & one)
-                    ^ (x & lg1[w])
-                    ^ (u & lp2[w])
-                    ^ q0[w]
-                    ^ (x & y & z & one)
+        g, three = out[j, part], groups[j] == 3
+        bg0, bg1, lg0, lg1 = b[base, part], b[base + 1, part], lam[base, part], lam[base + 1, part]
+        bp1, lp1 = b[count + base, part], lam[count + base, part]
+        # a group of two is one of three whose highest member generates nothing, and passes on
+        bg2, lg2 = (b[base + 2, part], lam[base + 2, part]) if three else (none, none)
+        bp2, lp2 = (b[count + base + 1, part], lam[count + base + 1, part]) if three else (ones, none)
+        q0, q1, q2 = (prod[row, part], prod[row + 1, part], prod[row + 2, part]) if three else (none, none, none)
+        q3 = prod[row + 3, part] if three else prod[row, part]
+        for w in range(width):
+            x, y, z = bp2[w], bp1[w], bg0[w]
+            u = bg1[w]
+            g[w] ^= (
+                (bg2[w] & one)
+                ^ lg2[w]
+                ^ (x & u & one)
+                ^ (x & lg1[w])
+                ^ (u & lp2[w])
+                ^ q0[w]
+                ^ (x & y & z & one)
+                ^ (y & z & lp2[w])
+                ^ (x & z & lp1[w])
+                ^ (x & y & lg0[w])
+                ^ (z & q1[w])
+                ^ (y & q2[w])
+                ^ (x & q3[w])
+            )
+        row += 4 if three else 1
+        if j > 0:
+            p = out[made + j - 1, part]
+            bp0, lp0 = b[count + base - 1, part], lam[count + base - 1, part]
+            q4, q5, q6 = (
+                (prod[row, part], prod[row + 1, part], prod[row + 2, part]) if three else (none, prod[row, part], none)
+            )
+            for w in range(width):
+                x, y, z = bp2[w], bp1[w], bp0[w]
+                p[w] ^= (
+                    (x & y & z & one)
                     ^ (y & z & lp2[w])
                     ^ (x & z & lp1[w])
-                    ^ (x & y & lg0[w])
+                    ^ (x & y & lp0[w])
                     ^ (z & q1[w])
-                    ^ (y & q2[w])
-                    ^ (x & q3[w])
+                    ^ (y & q4[w])
+                    ^ (x & q5[w])
+                    ^ q6[w]
                 )
-            row += 4
-            if j > 0:
-                p = out[made + j - 1]
-                bp0, lp0 = b[count + base - 1], lam[count + base - 1]
-                q4, q5, q6 = prod[row], prod[row + 1], prod[row + 2]
-                for w in range(begin, end):
-                    x, y, z = bp2[w], bp1[w], bp0[w]
-                    p[w] ^= (
-                        (x & y & z & one)
-                        ^ (y & z & lp2[w])
-                        ^ (x & z & lp1[w])
-                        ^ (x & y & lp0[w])
-                        ^ (z & q1[w])
-                        ^ (y & q4[w])
-                        ^ (x & q5[w])
-                        ^ q6[w]
-                    )
-                row += 3
-        else:
-            bg0, bg1 = b[base], b[base + 1]
-            lg0, lg1 = lam[base], lam[base + 1]
-            bp1, lp1, q0 = b[count + base], lam[count + base], prod[row]
-            for w in range(begin, end):
-                g[w] ^= (
-                    (bg1[w] & one) ^ lg1[w] ^ (bp1[w] & bg0[w] & one) ^ (bp1[w] & lg0[w]) ^ (bg0[w] & lp1[w]) ^ q0[w]
-                )
-            row += 1
-            if j > 0:
-                p = out[made + j - 1]
-                bp0, lp0, q1 = b[count + base - 1], lam[count + base - 1], prod[row]
-                for w in range(begin, end):
-                    p[w] ^= (bp1[w] & bp0[w] & one) ^ (bp1[w] & lp0[w]) ^ (bp0[w] & lp1[w]) ^ q1[w]
-                row += 1
+            row += 3 if three else 1
         base += groups[j]
 
 
