@@ -9,6 +9,7 @@ copies of PyTorch become strided loops over at most `DIMS` dimensions.
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -145,51 +146,21 @@ def _overloaded(x: Value, m: Value) -> Callable[[Value, int], Value]:
     return (lambda x, m: x[m]) if isinstance(x, types.Array) else (lambda x, m: x)
 
 
-@compiled
-def _dense(operation: int, factor: int, out: Array, x: Value, y: Value) -> None:
-    """A line of `combine` without gaps, where x or y may be one number for all: each loop becomes vectors."""
-    if operation == ADD:
-        for m in range(len(out)):
-            out[m] = _at(x, m) + _at(y, m)
-    elif operation == SUB:
-        for m in range(len(out)):
-            out[m] = _at(x, m) - _at(y, m)
-    elif operation == MUL:
-        for m in range(len(out)):
-            out[m] = _at(x, m) * _at(y, m)
-    elif operation == XOR:
-        for m in range(len(out)):
-            out[m] = _at(x, m) ^ _at(y, m)
-    elif operation == AND:
-        for m in range(len(out)):
-            out[m] = _at(x, m) & _at(y, m)
-    elif operation == RIGHT:
-        for m in range(len(out)):
-            out[m] = _at(x, m) >> _at(y, m)
-    else:
-        for m in range(len(out)):
-            out[m] = _at(x, m) + factor * _at(y, m)
+def _loops(name: str, taken: str, count: str, out: str, x: str, y: str) -> Any:  # noqa: ANN401 - Numba ships no types
+    """A line of `combine`: a loop for each operation, over these elements."""
+    lines = [f"def {name}(operation, factor, {taken}):"]
+    for number, formula in enumerate(_FORMULAS):
+        value = "".join({"x": x, "y": y}.get(each, each) for each in re.split(r"\b", formula))
+        lines += [f"    if operation == {number}:", f"        for m in range({count}):", f"            {out} = {value}"]
+    made: dict[str, Any] = {"__name__": __name__, "_at": _at}
+    exec(compile("\n".join(lines), __file__, "exec"), made)  # of names in this package alone
+    return compiled(made[name])
 
 
-@compiled
-def _apart(
-    operation: int, factor: int, count: int, out: int, so: int, x: int, sx: int, y: int, sy: int
-) -> None:  # fmt: skip
-    """A line with gaps."""
-    outs, xs, ys = flat(out, 1 << 40, SIGNED), flat(x, 1 << 40, SIGNED), flat(y, 1 << 40, SIGNED)
-    times = 1 if operation == ADD else -1 if operation == SUB else factor
-    for m in range(count):
-        one, other = xs[m * sx], ys[m * sy]
-        if operation == MUL:
-            outs[m * so] = one * other
-        elif operation == XOR:
-            outs[m * so] = one ^ other
-        elif operation == AND:
-            outs[m * so] = one & other
-        elif operation == RIGHT:
-            outs[m * so] = one >> other
-        else:
-            outs[m * so] = one + times * other
+_dense = _loops("_dense", "out, x, y", "len(out)", "out[m]", "_at(x, m)", "_at(y, m)")
+"""Without gaps, where x or y may be one number for all: each loop becomes vectors."""
+_apart = _loops("_apart", "count, out, so, x, sx, y, sy", "count", "out[m * so]", "x[m * sx]", "y[m * sy]")
+"""With gaps."""
 
 
 @compiled
@@ -204,7 +175,10 @@ def _line(
     elif so == 1 and sx == 0 and sy == 1:
         _dense(operation, factor, flat(out, count, SIGNED), flat(x, 1, SIGNED)[0], flat(y, count, SIGNED))
     else:
-        _apart(operation, factor, count, out, so, x, sx, y, sy)
+        most = 1 << 40
+        _apart(
+            operation, factor, count, flat(out, most, SIGNED), so, flat(x, most, SIGNED), sx, flat(y, most, SIGNED), sy
+        )
 
 
 @CompiledStep
