@@ -70,12 +70,6 @@ def main() -> None:
         summed = limbs | {"SHARE": 4, "ADD": True, "BLOCK": 1024}
         build(triton_planes.add_up_kernel, {"sums": TABLE, "out": ring}, summed)
         build(triton_conv.conv_kernel, pointers(ring, "x w out"), tile | {"KH": 3, "KW": 2}, num_warps=2, num_stages=1)
-        build(
-            triton_few_rows.gather_kernel, pointers(ring, "table out") | {"index": WORDS}, {"BW": triton_few_rows.WORDS}
-        )
-    values = pointers(WORDS, "values words")
-    for kernel in (triton_trunc.pack_kernel, triton_trunc.unpack_kernel):
-        build(kernel, values, {"F": 23, "BLOCK": triton_trunc.BLOCK})
     rows = pointers(TABLE, "factors rows") | pointers(WORDS, "x m mono b lam prod out")
     for kernel in (
         triton_bits.row_products_kernel, triton_bits.block_carries_kernel, triton_bits.join_carries_kernel

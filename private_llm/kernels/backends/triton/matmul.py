@@ -1,4 +1,4 @@
-"""Ring matrix products on GPUs (Triton): which kernel makes one, by its size, and rows of a table by public numbers.
+"""Ring matrix products on GPUs (Triton): which kernel makes one, by its size.
 
 A few rows (a decoded token is one) meet a matrix in integer multiplications, as fast as it is read: to take it apart
 into digits would be for one use. Parts of K are summed by different programs and added to the result atomically. More
@@ -162,25 +162,3 @@ def listed_product(x: Tensor, y: Tensor, listed: Tensor, turned: bool, onto: Ten
 
 def _stack(x: Tensor, batch: torch.Size) -> Tensor:
     return x.expand(*batch, *x.shape[-2:]).reshape(batch.numel(), *x.shape[-2:])
-
-
-# -- rows of a table --------------------------------------------------------------------------------------------------
-WORDS = 1024
-"""Elements of one row per program."""
-
-
-@triton.jit
-def gather_kernel(table, index, out, width, BW: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
-    """out[i] = table[index[i]] for rows of `width` elements."""
-    i_r, i_w = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    o_w = i_w * BW + tl.arange(0, BW)
-    m_w = o_w < width
-    i_from = tl.load(index + i_r)
-    # [BW]
-    tl.store(out + i_r * width + o_w, tl.load(table + i_from * width + o_w, mask=m_w), mask=m_w)
-
-
-def gather_rows(table: Tensor, index: Tensor, out: Tensor) -> None:
-    """See `ops.gather_rows`; the numbers were checked."""
-    rows, width = out.shape
-    gather_kernel[(rows, triton.cdiv(width, WORDS))](table, index, out, width, BW=WORDS)
