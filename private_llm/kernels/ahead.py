@@ -124,10 +124,12 @@ def jobs(protocol: str) -> Iterator[tuple[Any, tuple[Any, ...]]]:
         yield steps.combine, ()
     found = (aes.write_bytes,) * aes.usable() + (amx.product,) * amx.usable()
     found += (comparison_keys.children, comparison_keys.leaves) if protocol != "dealer" else ()
-    found += (trunc.check_told, trunc.check_piece, trunc.check_part, trunc.check_opening) if protocol == "quad" else ()
+    found += tuple(kernel for name, kernel in trunc.KERNELS.items() if name.startswith("check") and protocol == "quad")
     for kernel in found:
         yield kernel, _types(kernel)
-    some = (waves.hidden, waves.summed, waves.wraps, waves.widened, seeded_matmul.in_register_tiles)
+    some = (
+        waves.hidden, waves.summed, trunc.KERNELS["wraps"], trunc.KERNELS["widened"], seeded_matmul.in_register_tiles
+    )  # fmt: skip
     for later in (False, True):  # what some models and settings do without comes last
         chosen = {kernel: step for kernel, (step, _) in steps.KERNELS.items() if (kernel in some) == later}
         for kernel in chosen:

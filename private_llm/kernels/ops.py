@@ -21,17 +21,17 @@ from private_llm.kernels import conv, matmul, shapes
 from private_llm.kernels.address import ZERO, Array, addresses
 from private_llm.kernels.backends.cpu import bits as cpu_bits
 from private_llm.kernels.backends.cpu import trunc as cpu_trunc
-from private_llm.kernels.backends.cpu.trunc import BLOCK
 from private_llm.kernels.devices import triton_module
+from private_llm.kernels.fields import STEPS
 from private_llm.kernels.parallel import parallel_for
 from private_llm.kernels.seeded_tensor import KeyStream, dense
 from private_llm.kernels.shapes import Pair
 from private_llm.kernels.shapes import packed_words as packed_words
 from private_llm.kernels.trace_hook import this_thread
 
-_TRANSPOSE_S, _ROW_S, _INJECT_S, _FIELD_S = 2e-9, 1e-9, 1e-9, 1e-9
+_TRANSPOSE_S, _ROW_S, _INJECT_S = 2e-9, 1e-9, 1e-9
 """About what one thread takes: for the transposition of an element, for one row's word of a comparison, for one row's
-element of an injection, for packing a field and what goes with it."""
+element of an injection."""
 WORDS = 8
 """Threads take multiples of so many words of bits: whole lines of the cache."""
 
@@ -68,16 +68,23 @@ def _words(
         _gpu("bits", kernel.__name__, *operands[:-1], *plan, operands[-1], writes=1)
 
 
-def _fields(
-    kernel: Callable[..., None], seconds: float, like: Tensor, operands: tuple[Tensor, ...], plan: tuple[int, ...],
-    made: tuple[Tensor, ...],
-) -> None:  # fmt: skip
-    """Write `made` by a kernel of packed fields, for the elements of `like`, each of which takes so long."""
-    if like.is_cpu:
+def field_step(
+    name: str, operands: tuple[Tensor, ...], numbers: tuple[int, ...], width: int, made: tuple[Tensor, ...] = (),
+    count: int | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """What a step of `kernels.fields` makes of [count] ring elements, and words of fields; or write to `made`."""
+    step, like = STEPS[name], operands[0]
+    if count is None:
         count = like.numel()
-        parallel_for(count, seconds, BLOCK, kernel, *addresses(*operands, *made), *plan, count, ZERO[like.dtype])
+    if not made:
+        words, room = packed_words(count, width), like.new_zeros if like.is_cuda else like.new_empty
+        made = tuple([room(words, dtype=torch.int64) if x in step.packed else room(count) for x in step.writes])
+    if like.is_cpu:
+        given = (*addresses(*operands, *made), *numbers, width, count, ZERO[like.dtype])
+        parallel_for(count, step.seconds, cpu_trunc.BLOCK, cpu_trunc.KERNELS[name], *given)
     elif not like.is_meta:
-        _gpu("trunc", kernel.__name__, *operands, *plan, *made, writes=len(made))
+        _gpu("trunc", name, *operands, *numbers, width, *made, writes=len(made))
+    return made
 
 
 def ring_matmul(x: Tensor, y: Tensor) -> Tensor:
@@ -258,9 +265,7 @@ def pack_fields(values: Tensor, f: int) -> Tensor:
     _check_fields(f)
     if values.dtype != torch.int64:
         raise DomainError(f"fields: got {values.dtype}; want int64")
-    words = torch.zeros(packed_words(values.numel(), f), dtype=torch.int64, device=values.device)
-    _fields(cpu_trunc.pack_fields, _FIELD_S, values, (values,), (f,), (words,))
-    return words
+    return field_step("pack_fields", (values,), (), f)[0]
 
 
 def unpack_fields(words: Tensor, count: int, f: int) -> Tensor:
@@ -270,9 +275,7 @@ def unpack_fields(words: Tensor, count: int, f: int) -> Tensor:
         raise DomainError(
             f"fields: got {words.numel()} {words.dtype}; want {packed_words(count, f)} int64 for {count} of {f} bits"
         )
-    values = torch.empty(count, dtype=torch.int64, device=words.device)
-    _fields(cpu_trunc.unpack_fields, _FIELD_S, values, (words,), (f,), (values,))
-    return values
+    return field_step("unpack_fields", (words,), (), f, count=count)[0]
 
 
 def _check_fields(f: int) -> None:
@@ -282,97 +285,55 @@ def _check_fields(f: int) -> None:
 
 def trunc_helper(
     error: Tensor, g1: Tensor, g2: Tensor, z1: Tensor, rho1: Tensor, zeta1: Tensor, zeta2: Tensor, f: int, width: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """Party 0's step of the truncation: (a1, a2, z2, rho2).
 
     Elements [n] are divided by 2^f, 1 <= f <= bits - 3; rho and zeta are fields of 1 <= width <= f bits, packed into
     `packed_words(n, width)` words: results are right in their lowest bits - f + width bits. Nobody looks at sizes, f
     and width here.
     """
-    made = torch.empty_like(z1), torch.empty_like(z1), torch.empty_like(z1), torch.zeros_like(rho1)
-    operands = (error, g1, g2, z1, rho1, zeta1, zeta2)
-    _fields(cpu_trunc.trunc_helper, 4 * _FIELD_S, z1, operands, (f, width), made)
-    return made
+    return field_step("trunc_helper", (error, g1, g2, z1, rho1, zeta1, zeta2), (f,), width)
 
 
-def trunc_open(
-    mine: Tensor, theirs: Tensor, rho: Tensor, zeta: Tensor, f: int, width: int
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def trunc_open(mine: Tensor, theirs: Tensor, rho: Tensor, zeta: Tensor, f: int, width: int) -> tuple[Tensor, ...]:
     """Evaluator's first step: (w [n], packed fields to exchange); operands as in `trunc_helper`."""
-    made = torch.empty_like(mine), torch.zeros_like(rho)
-    _fields(cpu_trunc.trunc_open, 3 * _FIELD_S, mine, (mine, theirs, rho, zeta), (f, width), made)
-    return made
+    return field_step("trunc_open", (mine, theirs, rho, zeta), (f,), width)
 
 
 def trunc_close(
     w: Tensor, mine: Tensor, theirs: Tensor, z: Tensor, zeta: Tensor, f: int, width: int
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, ...]:
     """Evaluator's last step: (value plus the other's mask, own mask), [n] each; operands as in `trunc_helper`."""
-    made = torch.empty_like(w), torch.empty_like(w)
-    _fields(cpu_trunc.trunc_close, 3 * _FIELD_S, w, (w, mine, theirs, z, zeta), (f, width), made)
-    return made
+    return field_step("trunc_close", (w, mine, theirs, z, zeta), (f,), width)
 
 
-# -- local steps of a checked truncation (protocols/quad/arithmetic.py): fused on CPUs, elsewhere composed of the above.
-# `composed` asks for that on CPUs, too. Operands are rows [n] of ring elements, or words of f-bit fields.
-def check_opening(first: Tensor, second: Tensor, summands: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+# -- local steps of a checked truncation (protocols/quad/arithmetic.py), of rows [n] and words of f-bit fields
+Three = tuple[Tensor, Tensor, Tensor]
+
+
+def check_opening(first: Tensor, second: Tensor, summands: Three) -> tuple[Tensor, ...]:
     """(R, first + second + R + 2^(bits-2)) with R the sum of the summands."""
-    e, g1, g2 = summands
-    if not first.is_cpu:
-        r = e + g1 + g2
-        return r, first + second + r + (1 << (r.element_size() * 8 - 2))
-    made = torch.empty_like(g1), torch.empty_like(g1)
-    _fields(cpu_trunc.check_opening, _FIELD_S, g1, (first, second, e, g1, g2), (), made)
-    return made
+    return field_step("check_opening", (first, second, *summands), (), 0)
 
 
-def check_told(
-    w: Tensor, t1: Tensor, t2: Tensor, t3: Tensor, half: Tensor, own: Tensor, f: int, composed: bool = False
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def check_told(w: Tensor, t1: Tensor, t2: Tensor, t3: Tensor, half: Tensor, own: Tensor, f: int) -> tuple[Tensor, ...]:
     """(u, high, beta, value): the new mask, what party 0 is told of w, and the value to be recorded.
 
     u = t1 + t3 2^(bits-f); high = (~w >> f) - t1; beta = 1 - msb(w) - t2 mod 2^f; value = half + own + u.
     """
-    if composed or not w.is_cpu:
-        none, no_fields = torch.zeros_like(w), torch.zeros_like(t2)
-        u, _, high, beta = trunc_helper(~w, none, none, t1, t2, t3, no_fields, f, f)
-        return u, high, beta, half + own + u
-    made = torch.empty_like(w), torch.empty_like(w), torch.zeros_like(t2), torch.empty_like(w)
-    _fields(cpu_trunc.check_told, 3 * _FIELD_S, w, (w, t1, t2, t3, half, own), (f,), made)
-    return made
+    return field_step("check_told", (w, t1, t2, t3, half, own), (f,), f)
 
 
-def check_piece(
-    summands: tuple[Tensor, Tensor, Tensor], t1: Tensor, t2: Tensor, t3: Tensor, f: int, composed: bool = False
-) -> tuple[Tensor, Tensor]:
+def check_piece(summands: Three, t1: Tensor, t2: Tensor, t3: Tensor, f: int) -> tuple[Tensor, ...]:
     """(fields, u): fields = msb(R) t2 + t3 mod 2^f; u = t1 + t3 2^(bits-f), with R the sum of the summands."""
-    e, g1, g2 = summands
-    if composed or not t1.is_cpu:
-        r = e + g1 + g2
-        w, fields = trunc_open(_less(r), torch.zeros_like(r), t2, t3, f, f)
-        return fields, trunc_close(w, fields, torch.zeros_like(t2), t1, t3, f, f)[1]
-    made = torch.zeros_like(t2), torch.empty_like(t1)
-    _fields(cpu_trunc.check_piece, 3 * _FIELD_S, t1, (e, g1, g2, t1, t2, t3), (f,), made)
-    return made
+    return field_step("check_piece", (*summands, t1, t2, t3), (f,), f)
 
 
 def check_part(
-    r: Tensor, beta: Tensor, theirs: Tensor, high: Tensor, a1: Tensor, a2: Tensor, f: int, composed: bool = False
-) -> tuple[Tensor, Tensor]:
+    r: Tensor, beta: Tensor, theirs: Tensor, high: Tensor, a1: Tensor, a2: Tensor, f: int
+) -> tuple[Tensor, ...]:
     """(made, made + a1 + a2): made = (~r >> f) + (msb(r) beta + theirs) 2^(bits-f) - 2^(bits-2-f) - high."""
-    if composed or not r.is_cpu:
-        none = torch.zeros_like(beta)
-        w, fields = trunc_open(_less(r), torch.zeros_like(r), beta, none, f, f)
-        made = trunc_close(w, fields, theirs, high, none, f, f)[0]
-        return made, made + a1 + a2
-    results = torch.empty_like(r), torch.empty_like(r)
-    _fields(cpu_trunc.check_part, 3 * _FIELD_S, r, (r, beta, theirs, high, a1, a2), (f,), results)
-    return results
-
-
-def _less(r: Tensor) -> Tensor:
-    """~r less the 2^(bits-2) that `trunc_open` adds."""
-    return ~r - (1 << (r.element_size() * 8 - 2))
+    return field_step("check_part", (r, beta, theirs, high, a1, a2), (f,), f)
 
 
 def chacha20(key: Tensor, counter: Tensor, offset: int, out: Tensor) -> None:

@@ -24,8 +24,8 @@ from private_llm.kernels.devices import held_on
 from private_llm.kernels.parallel import parallel_for
 from private_llm.kernels.shapes import packed_words
 
-_WAVE_S, _WRAP_S = 4e-9, 3e-9
-"""About what one thread takes for an element: of one wave, of what is wrapped by."""
+_WAVE_S = 4e-9
+"""About what one thread takes for an element of one wave."""
 
 Integers = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
@@ -84,24 +84,16 @@ def summed(masked: Tensor, shares: Tensor, plan: WaveTables, turns: Tensor, firs
 
 def wraps(g1: Tensor, g2: Tensor, drawn: Tensor, plan: WaveTables) -> Tensor:
     """Party 0's message: what masks [n] wrap by, where the upper bit opened is 0 and where it is 1, less `drawn`."""
-    message = torch.zeros_like(drawn)
-    if g1.is_cpu:
-        count, sizes = g1.numel(), (plan.shift, plan.narrow, plan.above)
-        given = (*addresses(g1, g2, drawn, message), count, *sizes, drawn.numel() // 2)
-        parallel_for(count, _WRAP_S, BLOCK, cpu.wraps, *given)
-    elif not g1.is_meta:
-        message = wraps_by_operations(g1, g2, drawn, plan)
+    message = torch.zeros_like(drawn) if drawn.is_cuda else torch.empty_like(drawn)
+    operands, made = (g1, g2, *drawn.view(2, -1)), tuple(message.view(2, -1))
+    ops.field_step("wraps", operands, (plan.shift, plan.narrow, (1 << plan.narrow) - 1), plan.above, made)
     return message
 
 
 def widened(opened: Tensor, g: Tensor, shares: Tensor, plan: WaveTables, first: bool, piece: Tensor) -> None:
     """Subtract from piece [n] an evaluator's share of the value that `opened` [n] is masked."""
-    if piece.is_cpu:
-        count, sizes = piece.numel(), (plan.shift, plan.narrow, plan.above)
-        given = (*addresses(opened, g, shares, piece), shares.numel() // 2, count, *sizes, first)
-        parallel_for(count, _WRAP_S, BLOCK, cpu.widened, *given)
-    elif not piece.is_meta:
-        piece -= widened_by_operations(opened, g, shares, plan, first)
+    numbers = (plan.shift, plan.narrow, (1 << plan.narrow) - 1, int(first))
+    ops.field_step("widened", (opened, g, *shares.view(2, -1)), numbers, plan.above, (piece,))
 
 
 # -- on any device ----------------------------------------------------------------------------------------------------
@@ -127,30 +119,6 @@ def summed_by_operations(masked: Tensor, shares: Tensor, plan: WaveTables, turns
         cosines, sines = (ops.unpack_fields(packed, count, width) for packed in (first, second))
         piece += (left * cosines + right * sines) << (int(plan.sizes[4]) - own)
     return piece
-
-
-def wraps_by_operations(g1: Tensor, g2: Tensor, drawn: Tensor, plan: WaveTables) -> Tensor:
-    """`wraps` on any device."""
-    h = _kept(g1, plan) + _kept(g2, plan)
-    over, top = h >> plan.narrow, (h >> (plan.narrow - 1)) & 1
-    width, made = plan.above, []
-    for value, fields in zip((over + top, over), drawn.view(2, -1), strict=True):
-        made.append(ops.pack_fields(value - ops.unpack_fields(fields.contiguous(), len(h), width), width))
-    return torch.cat(made)
-
-
-def widened_by_operations(opened: Tensor, g: Tensor, shares: Tensor, plan: WaveTables, first: bool) -> Tensor:
-    """What `widened` subtracts, on any device."""
-    m, width = _kept(opened, plan), plan.above
-    zeros, ones = (ops.unpack_fields(row.contiguous(), len(m), width) for row in shares.view(2, -1))
-    wrap = torch.where((m >> (plan.narrow - 1)) == 1, ones, zeros)
-    value = (wrap << plan.narrow) - _kept(g, plan)
-    return value + m - (1 << (plan.narrow - 2)) if first else value
-
-
-def _kept(values: Tensor, plan: WaveTables) -> Tensor:
-    """The bits that a division leaves."""
-    return (values >> plan.shift) & ((1 << plan.narrow) - 1)
 
 
 def _rows(words: Tensor, count: int, plan: WaveTables) -> list[tuple[Tensor, Tensor]]:

@@ -16,6 +16,7 @@ from private_llm.kernels.backends.triton import planes as triton_planes
 from private_llm.kernels.backends.triton import prg as triton_prg
 from private_llm.kernels.backends.triton import seeded_matmul as triton_seeded
 from private_llm.kernels.backends.triton import trunc as triton_trunc
+from private_llm.kernels.fields import STEPS
 
 TARGET = GPUTarget("cuda", 90, 32)
 WORDS, TABLE = "*i64", "*i32"
@@ -37,11 +38,11 @@ def pointers(kind: str, names: str) -> dict[str, str]:
 
 def main() -> None:
     for bits, ring in ((64, "*i64"), (32, "*i32")):
-        low = {"F": 18, "BITS": bits, "BLOCK": triton_trunc.BLOCK}
-        fields = pointers(WORDS, "rho rho1 rho2 zeta zeta1 zeta2 packed")
-        build(triton_trunc.helper_kernel, pointers(ring, "error g1 g2 z1 a1 a2 z2") | fields, low)
-        build(triton_trunc.open_kernel, pointers(ring, "mine theirs w") | fields, low)
-        build(triton_trunc.close_kernel, pointers(ring, "w z half own") | fields | pointers(WORDS, "mine theirs"), low)
+        for name, step in STEPS.items():
+            kinds = {f"{x}_at": WORDS if x in step.packed else ring for x in step.operands}
+            numbers = dict(zip(step.numbers, (18, 20, (1 << 20) - 1, 1), strict=False))
+            sizes = {"WIDTH": 18, "BITS": bits, "BLOCK": triton_trunc.BLOCK}
+            build(triton_trunc.KERNELS[name], kinds, numbers | sizes)
         table = pointers(TABLE, "extra") | pointers(WORDS, "bits")
         build(triton_bits.transpose_kernel, {"x": ring, "out": WORDS}, {"BR": triton_bits.ROWS, "BW": 16})
         build(triton_bits.inject_products_kernel, table | pointers(ring, "lam out"), {"BN": 512})

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -331,6 +332,34 @@ def trunc_close(
     wraps = _fields(mine, w.numel(), width) + _fields(theirs, w.numel(), width)
     half = _shift_right(w, f) + (wraps << (bits - f)).to(w.dtype) - (1 << (bits - 2 - f)) - own
     return half, own
+
+
+# -- sums of waves --------------------------------------------------------------------------------------------
+
+
+def wraps(g1: Tensor, g2: Tensor, drawn: Tensor, plan: Any) -> Tensor:
+    """What masks [n] wrap by, where the upper bit opened is 0 and where it is 1, less `drawn`."""
+    h = _kept(g1, plan) + _kept(g2, plan)
+    over, top = h >> plan.narrow, (h >> (plan.narrow - 1)) & 1
+    made = [
+        pack_fields(value - _fields(fields, len(h), plan.above), plan.above)
+        for value, fields in zip((over + top, over), drawn.view(2, -1), strict=True)
+    ]
+    return torch.cat(made)
+
+
+def widened(opened: Tensor, g: Tensor, shares: Tensor, plan: Any, first: bool) -> Tensor:
+    """What is subtracted: an evaluator's share of the value that `opened` [n] is masked."""
+    m = _kept(opened, plan)
+    zeros, ones = (_fields(row, len(m), plan.above) for row in shares.view(2, -1))
+    wrap = torch.where((m >> (plan.narrow - 1)) == 1, ones, zeros)
+    value = (wrap << plan.narrow) - _kept(g, plan)
+    return value + m - (1 << (plan.narrow - 2)) if first else value
+
+
+def _kept(values: Tensor, plan: Any) -> Tensor:
+    """The bits that a division leaves."""
+    return (values >> plan.shift) & ((1 << plan.narrow) - 1)
 
 
 # -- streams --------------------------------------------------------------------------------------------------

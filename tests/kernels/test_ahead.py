@@ -41,7 +41,7 @@ HELD = """
 from private_llm.kernels import ahead
 from private_llm.kernels.backends.cpu import comparison_keys, trunc, waves
 def jobs(protocol):
-    for kernel in (waves.placed, comparison_keys.children, trunc.unpack_fields):
+    for kernel in (waves.placed, comparison_keys.children, trunc.KERNELS["unpack_fields"]):
         yield kernel, ahead._types(kernel)
 ahead.jobs = jobs
 ahead.main()

@@ -12,6 +12,7 @@ from private_llm.kernels import waves
 from private_llm.kernels.shapes import packed_words
 from private_llm.protocols.one_step import Waves, turns
 from private_llm.ring.ring import RING64
+from tests.kernels import reference
 from tests.kernels.cases import Draw
 
 SIZES = [1, 63, 511, 512, 513, 1600]
@@ -44,8 +45,22 @@ def test_kernels_and_operations_agree(
         assert torch.equal(piece, waves.summed_by_operations(x, secrets, plan, table, plan.first if first else 0))
         total = x.clone()
         waves.widened(x, y, rest, plan, first, total)
-        assert torch.equal(x - total, waves.widened_by_operations(x, y, rest, plan, first))
-    assert torch.equal(waves.wraps(x, y, rest, plan), waves.wraps_by_operations(x, y, rest, plan))
+        assert torch.equal(x - total, reference.widened(x, y, rest, plan, first))
+    assert torch.equal(waves.wraps(x, y, rest, plan), reference.wraps(x, y, rest, plan))
+
+
+@pytest.mark.parametrize("count", SIZES)
+def test_kernels_of_gpus_agree(count: int) -> None:
+    kernels = pytest.importorskip("private_llm.kernels.backends.triton.trunc")
+    plan = waves_of(SILU.waves, 18)
+    x, y, _, rest = operands(count, plan)
+    message, sizes = torch.zeros_like(rest), (plan.shift, plan.narrow, (1 << plan.narrow) - 1)
+    kernels.wraps(x, y, *rest.view(2, -1), *sizes, plan.above, *message.view(2, -1))
+    assert torch.equal(message, reference.wraps(x, y, rest, plan))
+    for first in (True, False):
+        total = x.clone()
+        kernels.widened(x, y, *rest.view(2, -1), *sizes, first, plan.above, total)
+        assert torch.equal(x - total, reference.widened(x, y, rest, plan, first))
 
 
 def test_nothing() -> None:

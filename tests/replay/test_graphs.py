@@ -67,14 +67,14 @@ def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waves, "weighed", weighed)
     monkeypatch.setattr(waves, "placed", waves.placed_by_operations)
     monkeypatch.setattr(waves, "hidden", waves.hidden_by_operations)
-    monkeypatch.setattr(waves, "wraps", waves.wraps_by_operations)
+    monkeypatch.setattr(waves, "wraps", announced(waves.wraps, 0))
+    monkeypatch.setattr(waves, "widened", announced(waves.widened, 1))
     monkeypatch.setattr(
         waves, "summed",
         lambda masked, shares, plan, turns, first: waves.summed_by_operations(
             masked, shares, plan, turns, plan.first if first else 0
         ),
     )  # fmt: skip
-    monkeypatch.setattr(waves, "widened", lambda *given: given[-1].sub_(waves.widened_by_operations(*given[:-1])))
 
     for module in (program_cache, modules, joint, attention):
         monkeypatch.setattr(module, "uses_cuda_graphs", lambda session: True)

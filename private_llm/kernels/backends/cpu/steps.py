@@ -123,9 +123,9 @@ KERNELS = {
     kernel: _step(kernel)
     for kernel in (
         bits.transpose_bits, bits.block_monomials, bits.block_carries, bits.join_products, bits.join_carries,
-        bits.inject_products, bits.inject_terms, trunc.pack_fields, trunc.unpack_fields, trunc.trunc_helper,
-        trunc.trunc_open, trunc.trunc_close, waves.weighed, waves.placed, waves.hidden, waves.summed, waves.wraps,
-        waves.widened, matmul.dot_product, matmul.row_product,
+        bits.inject_products, bits.inject_terms,
+        *(kernel for name, kernel in trunc.KERNELS.items() if not name.startswith("check")),  # of quad, which has none
+        waves.weighed, waves.placed, waves.hidden, waves.summed, matmul.dot_product, matmul.row_product,
         *(seeded_matmul.in_register_tiles,) * aes.usable(),  # elsewhere it cannot be compiled
     )
 }  # fmt: skip
@@ -134,7 +134,9 @@ KERNELS = {
 
 # -- what PyTorch does ------------------------------------------------------------------------------------------------
 ADD, SUB, MUL, XOR, AND, RIGHT, ADD_TIMES = range(7)
-"""What `combine` computes; RIGHT shifts the signed x to the right by y, the last is x + factor y."""
+"""What `combine` computes."""
+_FORMULAS = ("x + y", "x - y", "x * y", "x ^ y", "x & y", "x >> y", "x + factor * y")
+"""The same of one element; x is shifted as a signed number."""
 
 
 def _at(x: Value, m: int) -> Value:

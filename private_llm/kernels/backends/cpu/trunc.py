@@ -1,4 +1,4 @@
-"""Fused local steps of the wrap-free truncation on the CPU (Numba, GIL-free), with packed fields.
+"""Local steps on ring elements and packed fields on the CPU (Numba, GIL-free), made of `kernels.fields`.
 
 Operands are addresses (`address`) of n elements of the type of `zero` (uint32 or uint64), or of packed words. Packed
 arrays hold one f-bit field per element in ceil(n f / 64) words: each full block of 512 elements is 64 rows of
@@ -9,14 +9,14 @@ up to the last element, so calls may share the work.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
-from private_llm.kernels.address import WORD, Read, Written, Zero, flat
+from private_llm.kernels.address import WORD, Array, flat
 from private_llm.kernels.compiling import compiled
-
-Array = np.ndarray[Any, Any]
+from private_llm.kernels.fields import STEPS, FieldStep
 
 BLOCK = 512
 
@@ -84,229 +84,47 @@ def clear(words: Array, n: int, f: int, begin: int, end: int) -> None:
     words[at:last] = WORD
 
 
-@compiled
-def pack_fields(values: Read, words: Written, f: int, n: int, zero: Zero, begin: int, end: int) -> None:
-    """The lowest f bits of n elements as packed fields."""
-    source, made = flat(values, n, zero), flat(words, (n * f + 63) // 64, WORD)
-    kind = source.dtype.type
-    mask = kind((kind(1) << kind(f)) - kind(1))
-    fields = np.empty(BLOCK, dtype=kind)
-    clear(made, n, f, begin, end)
-    for start in range(begin, end, BLOCK):
-        count = min(BLOCK, n - start)
-        for j in range(count):
-            fields[j] = source[start + j] & mask
-        pack(fields, start, count, f, made)
+def _source(name: str, step: FieldStep) -> Iterator[str]:
+    """Lines of a kernel: operands, numbers, width of a field, n, `zero`, and which elements.
+
+    Operands are x_at; x_all is what lies there, x_part elements of one block, x_fields a block's unpacked fields.
+    """
+    elements = [x for x in step.operands if x not in step.packed]
+    packed, read = (tuple(x for x in names if x in step.packed) for names in (step.writes, step.reads))
+    taken = [f"{x}_at: {'Written' if x in step.writes else 'Read'}" for x in step.operands]
+    numbers = [f"{x}_given: int" for x in step.numbers]
+    yield f"def {name}({', '.join([*taken, *numbers])}, width: int, n: int, zero: Zero, begin: int, end: int):"
+    yield from (f"    {x}_all = flat({x}_at, n, zero)" for x in elements)
+    yield from (f"    {x}_all = flat({x}_at, (n * width + 63) // 64, WORD)" for x in step.packed)
+    yield f"    kind, bits = {elements[0]}_all.dtype.type, {elements[0]}_all.itemsize * 8"
+    yield "    one, top, mask = kind(1), kind(bits - 1), kind((1 << width) - 1)"
+    yield "    quarter = kind(1) << kind(bits - 2)"
+    yield from (f"    {x} = kind({x}_given)" for x in step.numbers)
+    yield from ("    up = kind(bits - f_given)" for x in step.numbers if x == "f")
+    rooms = dict(zip(packed, read, strict=False))  # a result takes the room of a field that was read: fewer arrays
+    yield from (f"    {x}_fields = np.empty(BLOCK, dtype=kind)" for x in (*read, *packed[len(read) :]))
+    yield from (f"    clear({x}_all, n, width, begin, end)" for x in packed)
+    yield "    for start in range(begin, end, BLOCK):"
+    yield "        count = min(BLOCK, n - start)"
+    yield from (f"        unpack({x}_all, start, count, width, {x}_fields)" for x in read)
+    yield from (f"        {x}_part = {x}_all[start : start + count]" for x in elements)
+    yield "        for j in range(count):"
+    yield from (f"            {x} = {x}_{'fields' if x in read else 'part'}[j]" for x in step.reads)
+    for line in step.lines:
+        result, value = line.split(" = ")
+        yield f"            {result} = kind({value})"  # Numba widens sums of 32 bits
+    yield from (
+        f"            {rooms.get(x, x)}_fields[j] = {x} & mask" if x in packed else f"            {x}_part[j] = {x}"
+        for x in step.writes
+    )
+    yield from (f"        pack({rooms.get(x, x)}_fields, start, count, width, {x}_all)" for x in packed)
 
 
-@compiled
-def unpack_fields(words: Read, values: Written, f: int, n: int, zero: Zero, begin: int, end: int) -> None:
-    """The inverse of `pack_fields`: elements below 2^f."""
-    made, source = flat(values, n, zero), flat(words, (n * f + 63) // 64, WORD)
-    for start in range(begin, end, BLOCK):
-        count = min(BLOCK, n - start)
-        unpack(source, start, count, f, made[start : start + count])
+def _made(name: str, step: FieldStep) -> Any:  # noqa: ANN401 - Numba ships no types
+    scope: dict[str, Any] = {"__name__": __name__, "np": np, "flat": flat, "WORD": WORD, "BLOCK": BLOCK}
+    scope |= {"pack": pack, "unpack": unpack, "clear": clear}
+    exec(compile("\n".join(_source(name, step)), __file__, "exec"), scope)  # of names in this package alone
+    return compiled(scope[name])
 
 
-@compiled
-def trunc_helper(
-    error: Read, g1: Read, g2: Read, z1: Read, rho1: Read, zeta1: Read, zeta2: Read, a1: Written, a2: Written,
-    z2: Written, rho2: Written, f: int, width: int, n: int, zero: Zero, begin: int, end: int,
-) -> None:  # fmt: skip
-    """Party 0: R = error + g1 + g2; z2 = (R >> f) - z1; rho2 = msb(R) - rho1 mod 2^width; masks a1, a2."""
-    errors, first, second, mask1 = flat(error, n, zero), flat(g1, n, zero), flat(g2, n, zero), flat(z1, n, zero)
-    out1, out2, rests = flat(a1, n, zero), flat(a2, n, zero), flat(z2, n, zero)
-    words = (n * width + 63) // 64
-    rho, zetas1, zetas2 = flat(rho1, words, WORD), flat(zeta1, words, WORD), flat(zeta2, words, WORD)
-    packed = flat(rho2, words, WORD)
-    kind = errors.dtype.type
-    mask = kind((1 << width) - 1)
-    bits = errors.itemsize * 8
-    up = kind(bits - f)
-    down = kind(f)
-    top = kind(bits - 1)
-    r_f = np.empty(BLOCK, dtype=kind)
-    one_f = np.empty(BLOCK, dtype=kind)
-    two_f = np.empty(BLOCK, dtype=kind)
-    for start in range(begin, end, BLOCK):
-        count = min(BLOCK, n - start)
-        unpack(rho, start, count, width, r_f)
-        unpack(zetas1, start, count, width, one_f)
-        unpack(zetas2, start, count, width, two_f)
-        stop = start + count
-        error_b, first_b, second_b = errors[start:stop], first[start:stop], second[start:stop]
-        mask_b = mask1[start:stop]
-        out1_b, out2_b, rest_b = out1[start:stop], out2[start:stop], rests[start:stop]
-        for j in range(count):
-            r = kind(error_b[j] + first_b[j] + second_b[j])  # Numba widens 32-bit sums
-            rest = kind((r >> down) - mask_b[j])
-            rest_b[j] = rest
-            r_f[j] = kind((r >> top) - r_f[j]) & mask
-            out1_b[j] = mask_b[j] + kind(one_f[j] << up)
-            out2_b[j] = rest + kind(two_f[j] << up)
-        pack(r_f, start, count, width, packed)
-
-
-@compiled
-def trunc_open(
-    mine: Read, theirs: Read, rho: Read, zeta: Read, w: Written, packed: Written, f: int, width: int, n: int,
-    zero: Zero, begin: int, end: int,
-) -> None:  # fmt: skip
-    """Evaluator: w = mine + theirs + 2^(bits-2); packed = (1 - msb(w)) * rho + zeta mod 2^width, to be exchanged."""
-    first, second, out = flat(mine, n, zero), flat(theirs, n, zero), flat(w, n, zero)
-    words = (n * width + 63) // 64
-    rhos, zetas, fields = flat(rho, words, WORD), flat(zeta, words, WORD), flat(packed, words, WORD)
-    kind = out.dtype.type
-    mask = kind((1 << width) - 1)
-    bits = out.itemsize * 8
-    offset = kind(1) << kind(bits - 2)
-    top = kind(bits - 1)
-    r_f = np.empty(BLOCK, dtype=kind)
-    z_f = np.empty(BLOCK, dtype=kind)
-    for start in range(begin, end, BLOCK):
-        count = min(BLOCK, n - start)
-        unpack(rhos, start, count, width, r_f)
-        unpack(zetas, start, count, width, z_f)
-        stop = start + count
-        first_b, second_b, out_b = first[start:stop], second[start:stop], out[start:stop]
-        for j in range(count):
-            value = kind(first_b[j] + second_b[j] + offset)
-            out_b[j] = value
-            wraps = kind(kind(1) - (value >> top))
-            z_f[j] = kind(z_f[j] + wraps * r_f[j]) & mask
-        pack(z_f, start, count, width, fields)
-
-
-@compiled
-def trunc_close(
-    w: Read, mine: Read, theirs: Read, z: Read, zeta: Read, half: Written, own: Written, f: int, width: int, n: int,
-    zero: Zero, begin: int, end: int,
-) -> None:  # fmt: skip
-    """Evaluator: own = z + zeta 2^(bits-f); half = (w >> f) + (mine + theirs) 2^(bits-f) - 2^(bits-2-f) - own."""
-    values, masks, halves, owns = flat(w, n, zero), flat(z, n, zero), flat(half, n, zero), flat(own, n, zero)
-    words = (n * width + 63) // 64
-    first, second, zetas = flat(mine, words, WORD), flat(theirs, words, WORD), flat(zeta, words, WORD)
-    kind = values.dtype.type
-    bits = values.itemsize * 8
-    up = kind(bits - f)
-    down = kind(f)
-    offset = kind(1) << kind(bits - 2 - f)
-    m_f = np.empty(BLOCK, dtype=kind)
-    t_f = np.empty(BLOCK, dtype=kind)
-    z_f = np.empty(BLOCK, dtype=kind)
-    for start in range(begin, end, BLOCK):
-        count = min(BLOCK, n - start)
-        unpack(first, start, count, width, m_f)
-        unpack(second, start, count, width, t_f)
-        unpack(zetas, start, count, width, z_f)
-        stop = start + count
-        value_b, mask_b, half_b, own_b = values[start:stop], masks[start:stop], halves[start:stop], owns[start:stop]
-        for j in range(count):
-            a = kind(mask_b[j] + (kind(z_f[j]) << up))
-            own_b[j] = a
-            half_b[j] = (value_b[j] >> down) + kind(kind(m_f[j] + t_f[j]) << up) - offset - a
-
-
-# -- a checked truncation  ------------------------------------------------------------------------
-@compiled
-def check_told(
-    w: Read, t1: Read, t2: Read, t3: Read, half: Read, own: Read, u: Written, high: Written, beta: Written,
-    value: Written, f: int, n: int, zero: Zero, begin: int, end: int,
-) -> None:  # fmt: skip
-    """u = t1 + t3 2^(bits-f); high = (~w >> f) - t1; beta = 1 - msb(w) - t2 mod 2^f; value = half + own + u."""
-    opened, masks, halves, owns = flat(w, n, zero), flat(t1, n, zero), flat(half, n, zero), flat(own, n, zero)
-    masks_out, highs, values = flat(u, n, zero), flat(high, n, zero), flat(value, n, zero)
-    words = (n * f + 63) // 64
-    second, third, packed = flat(t2, words, WORD), flat(t3, words, WORD), flat(beta, words, WORD)
-    kind = opened.dtype.type
-    mask = kind((1 << f) - 1)
-    bits = opened.itemsize * 8
-    up, down, top = kind(bits - f), kind(f), kind(bits - 1)
-    t_f = np.empty(BLOCK, dtype=kind)
-    s_f = np.empty(BLOCK, dtype=kind)
-    for start in range(begin, end, BLOCK):
-        count = min(BLOCK, n - start)
-        unpack(second, start, count, f, t_f)
-        unpack(third, start, count, f, s_f)
-        for j in range(count):
-            i = start + j
-            turned = kind(~opened[i])
-            t_f[j] = kind((turned >> top) - t_f[j]) & mask
-            highs[i] = kind((turned >> down) - masks[i])
-            made = kind(masks[i] + kind(s_f[j] << up))
-            masks_out[i] = made
-            values[i] = halves[i] + owns[i] + made
-        pack(t_f, start, count, f, packed)
-
-
-@compiled
-def check_piece(
-    e: Read, g1: Read, g2: Read, t1: Read, t2: Read, t3: Read, fields: Written, u: Written, f: int, n: int, zero: Zero,
-    begin: int, end: int,
-) -> None:  # fmt: skip
-    """fields = msb(e + g1 + g2) t2 + t3 mod 2^f; u = t1 + t3 2^(bits-f)."""
-    error, one, two = flat(e, n, zero), flat(g1, n, zero), flat(g2, n, zero)
-    masks, masks_out = flat(t1, n, zero), flat(u, n, zero)
-    words = (n * f + 63) // 64
-    second, third, packed = flat(t2, words, WORD), flat(t3, words, WORD), flat(fields, words, WORD)
-    kind = one.dtype.type
-    mask = kind((1 << f) - 1)
-    bits = one.itemsize * 8
-    up, top = kind(bits - f), kind(bits - 1)
-    t_f = np.empty(BLOCK, dtype=kind)
-    s_f = np.empty(BLOCK, dtype=kind)
-    for start in range(begin, end, BLOCK):
-        count = min(BLOCK, n - start)
-        unpack(second, start, count, f, t_f)
-        unpack(third, start, count, f, s_f)
-        for j in range(count):
-            i = start + j
-            masks_out[i] = masks[i] + kind(s_f[j] << up)
-            r = kind(error[i] + one[i] + two[i])
-            t_f[j] = kind((r >> top) * t_f[j] + s_f[j]) & mask
-        pack(t_f, start, count, f, packed)
-
-
-@compiled
-def check_part(
-    r: Read, beta: Read, theirs: Read, high: Read, a1: Read, a2: Read, made: Written, value: Written, f: int, n: int,
-    zero: Zero, begin: int, end: int,
-) -> None:  # fmt: skip
-    """made = (~r >> f) + (msb(r) beta + theirs) 2^(bits-f) - 2^(bits-2-f) - high; value = made + a1 + a2."""
-    masked, highs, first, second = flat(r, n, zero), flat(high, n, zero), flat(a1, n, zero), flat(a2, n, zero)
-    parts, values = flat(made, n, zero), flat(value, n, zero)
-    words = (n * f + 63) // 64
-    known, told_fields = flat(beta, words, WORD), flat(theirs, words, WORD)
-    kind = masked.dtype.type
-    bits = masked.itemsize * 8
-    up, down, top = kind(bits - f), kind(f), kind(bits - 1)
-    offset = kind(1) << kind(bits - 2 - f)
-    b_f = np.empty(BLOCK, dtype=kind)
-    t_f = np.empty(BLOCK, dtype=kind)
-    for start in range(begin, end, BLOCK):
-        count = min(BLOCK, n - start)
-        unpack(known, start, count, f, b_f)
-        unpack(told_fields, start, count, f, t_f)
-        for j in range(count):
-            i = start + j
-            field = kind((masked[i] >> top) * b_f[j] + t_f[j])
-            turned = kind(~masked[i])
-            own = kind((turned >> down) + kind(field << up) - offset - highs[i])
-            parts[i] = own
-            values[i] = own + first[i] + second[i]
-
-
-@compiled
-def check_opening(
-    first: Read, second: Read, e: Read, g1: Read, g2: Read, r: Written, value: Written, n: int, zero: Zero, begin: int,
-    end: int,
-) -> None:  # fmt: skip
-    """r = e + g1 + g2; value = first + second + r + 2^(bits-2)."""
-    x, y, a, b, c = flat(first, n, zero), flat(second, n, zero), flat(e, n, zero), flat(g1, n, zero), flat(g2, n, zero)
-    sums, values = flat(r, n, zero), flat(value, n, zero)
-    kind = sums.dtype.type
-    offset = kind(1) << kind(sums.itemsize * 8 - 2)
-    for i in range(begin, end):
-        total = kind(a[i] + b[i] + c[i])
-        sums[i] = total
-        values[i] = x[i] + y[i] + total + offset
+KERNELS = {name: _made(name, step) for name, step in STEPS.items()}

@@ -109,65 +109,6 @@ def summed(
         out[start : start + count] = total[:count]
 
 
-@compiled
-def wraps(
-    g1: Read, g2: Read, drawn: Read, message: Written, n: int, shift: int, narrow: int, width: int, words: int,
-    begin: int, end: int,
-) -> None:  # fmt: skip
-    """message = shares of what the masks wrap by, [2 n] fields of `width` bits, less the fields of `drawn`.
-
-    g1 and g2 are masks modulo 2^(shift + narrow); h = (g1 >> shift) + (g2 >> shift) of which the upper bit counts, and
-    the one before it where what is opened has none. First the fields for an upper bit of 0, then those for 1.
-    """
-    one, other = flat(g1, n, WORD), flat(g2, n, WORD)
-    source, made = flat(drawn, 2 * words, WORD), flat(message, 2 * words, WORD)
-    for top in range(2):
-        clear(made[top * words : (top + 1) * words], n, width, begin, end)
-    fields = np.empty(BLOCK, np.uint64)
-    down, cut = np.uint64(shift), (np.uint64(1) << np.uint64(narrow)) - np.uint64(1)
-    kept = (np.uint64(1) << np.uint64(width)) - np.uint64(1)
-    for start in range(begin, end, BLOCK):
-        count = min(BLOCK, n - start)
-        for top in range(2):
-            unpack(source[top * words : (top + 1) * words], start, count, width, fields)
-            for j in range(count):
-                h = ((one[start + j] >> down) & cut) + ((other[start + j] >> down) & cut)
-                value = h >> np.uint64(narrow)
-                if not top:
-                    value += (h >> np.uint64(narrow - 1)) & np.uint64(1)
-                fields[j] = (value - fields[j]) & kept
-            pack(fields, start, count, width, made[top * words : (top + 1) * words])
-
-
-@compiled
-def widened(
-    opened: Read, g: Read, shares: Read, piece: Written, words: int, n: int, shift: int, narrow: int, width: int,
-    first: bool, begin: int, end: int,
-) -> None:  # fmt: skip
-    """piece [n] -= an evaluator's share of the narrow value that `opened` [n] is masked.
-
-    shares are those that `wraps` made, [2 n] fields of `width` bits in two rows of so many words: it is right in the
-    lowest narrow + width bits.
-    """
-    w, mine, out = flat(opened, n, WORD), flat(g, n, WORD), flat(piece, n, WORD)
-    source = flat(shares, 2 * words, WORD)
-    zeros, ones = np.empty(BLOCK, np.uint64), np.empty(BLOCK, np.uint64)
-    down, up = np.uint64(shift), np.uint64(narrow)
-    cut, top = (np.uint64(1) << up) - np.uint64(1), np.uint64(narrow - 1)
-    half = np.uint64(1) << np.uint64(narrow - 2)
-    for start in range(begin, end, BLOCK):
-        count = min(BLOCK, n - start)
-        unpack(source[:words], start, count, width, zeros)
-        unpack(source[words:], start, count, width, ones)
-        for j in range(count):
-            m = (w[start + j] >> down) & cut
-            wrap = ones[j] if m >> top else zeros[j]
-            value = (wrap << up) - ((mine[start + j] >> down) & cut)
-            if first:
-                value += m - half
-            out[start + j] -= value
-
-
 # -- exponentials: words of bits, four rows [4, n]; `digits` is `Digits`, tables have an entry for each half -----------
 @compiled
 def _flag(words: Array, place: int) -> int:

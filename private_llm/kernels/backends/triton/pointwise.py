@@ -61,13 +61,17 @@ def kernel(batch: Batch) -> tuple[Any, tuple[int, ...]]:
 
 @cache
 def _kernel_of(text: str) -> Any:  # noqa: ANN401 - Triton's
-    name = f"<pointwise {hashlib.sha256(text.encode()).hexdigest()[:16]}>"
-    linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)  # where Triton reads sources
-    made: dict[str, Any] = {"tl": tl, "__name__": __name__}
-    exec(compile(text, name, "exec"), made)  # of kinds and places alone: no text of a user is in it
-    function = made["batch_kernel"]
-    plain = [each for each in function.__annotations__ if each != "BLOCK"]
-    return triton.jit(function, do_not_specialize=plain)
+    return jit_of(text, "batch_kernel", {"tl": tl, "__name__": __name__})
+
+
+def jit_of(text: str, name: str, scope: dict[str, Any]) -> Any:  # noqa: ANN401 - Triton's
+    """The kernel `name` of a source that a module of this package has written; arguments with types are numbers."""
+    file = f"<{name} {hashlib.sha256(text.encode()).hexdigest()[:16]}>"
+    linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)  # where Triton reads sources
+    made = dict(scope)
+    exec(compile(text, file, "exec"), made)  # of kinds and places alone: no text of a user is in it
+    plain = [each for each, kind in made[name].__annotations__.items() if kind != "tl.constexpr"]
+    return triton.jit(made[name], do_not_specialize=plain)
 
 
 def source(batch: Batch) -> tuple[str, tuple[int, ...]]:

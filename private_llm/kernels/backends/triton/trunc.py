@@ -1,4 +1,4 @@
-"""Fused local steps of the wrap-free truncation on GPUs (Triton); formulas and packing as in `cpu_trunc`.
+"""Local steps on ring elements and packed fields on GPUs (Triton), made of `kernels.fields`; packing as in `cpu_trunc`.
 
 One program takes one block of 512 elements. Fields straddle words, so packing ors each field into the one
 or two zeroed words it touches, atomically: the order does not matter.
@@ -6,11 +6,14 @@ or two zeroed words it touches, atomically: the order does not matter.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import triton
 import triton.language as tl
-from torch import Tensor
+
+from private_llm.kernels.backends.triton.pointwise import jit_of
+from private_llm.kernels.fields import STEPS, FieldStep
 
 BLOCK = 512
 
@@ -64,126 +67,53 @@ def _store_ring(x, b_x, o_n, m_n, BITS: tl.constexpr):  # type: ignore[no-untype
         tl.store(x + o_n, b_x.to(tl.int32, bitcast=True), mask=m_n)
 
 
-@triton.jit
-def pack_kernel(values, words, n, F: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
-    """The lowest F bits of each element."""
-    i_start = tl.program_id(0).to(tl.int64) * BLOCK
-    o_n = i_start + tl.arange(0, BLOCK)
-    m_n = o_n < n
-    o_word, o_next, o_off = _places(i_start, n, F, BLOCK)
-    # [BLOCK]
-    b_fields = _load_ring(values, o_n, m_n, 64) & ((1 << F) - 1)
-    _or_fields(words, b_fields, o_word, o_next, o_off, m_n, F)
+def _source(name: str, step: FieldStep) -> Iterator[str]:
+    """Lines of a kernel: operands, n, numbers, width of a field, and bits of an element."""
+    taken = ", ".join([f"{x}_at" for x in step.operands])
+    constants = ", ".join([f"{x}: tl.constexpr" for x in (*step.numbers, "WIDTH", "BITS", "BLOCK")])
+    yield f"def {name}_kernel({taken}, n, {constants}):"
+    yield "    kind: tl.constexpr = tl.uint64 if BITS == 64 else tl.uint32"
+    yield "    one: tl.constexpr = 1"
+    yield "    top: tl.constexpr = BITS - 1"
+    yield "    quarter: tl.constexpr = 1 << (BITS - 2)"
+    yield from ("    up: tl.constexpr = BITS - f" for x in step.numbers if x == "f")
+    yield "    i_start = tl.program_id(0).to(tl.int64) * BLOCK"
+    yield "    o_n = i_start + tl.arange(0, BLOCK)"
+    yield "    m_n = o_n < n"
+    yield "    o_word, o_next, o_off = _places(i_start, n, WIDTH, BLOCK)"
+    for x in step.reads:
+        packed = f"_load_fields({x}_at, o_word, o_next, o_off, m_n, WIDTH).to(kind)"
+        yield f"    {x} = {packed if x in step.packed else f'_load_ring({x}_at, o_n, m_n, BITS)'}"
+    for line in step.lines:
+        result, value = line.split(" = ")
+        yield f"    {result} = ({value}).to(kind)"
+    for x in step.writes:
+        if x in step.packed:
+            yield f"    {x} = {x}.to(tl.uint64) & ((1 << WIDTH) - 1)"
+            yield f"    _or_fields({x}_at, {x}, o_word, o_next, o_off, m_n, WIDTH)"
+        else:
+            yield f"    _store_ring({x}_at, {x}, o_n, m_n, BITS)"
 
 
-@triton.jit
-def unpack_kernel(words, values, n, F: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
-    """The inverse."""
-    i_start = tl.program_id(0).to(tl.int64) * BLOCK
-    o_n = i_start + tl.arange(0, BLOCK)
-    m_n = o_n < n
-    o_word, o_next, o_off = _places(i_start, n, F, BLOCK)
-    _store_ring(values, _load_fields(words, o_word, o_next, o_off, m_n, F), o_n, m_n, 64)
+KERNELS = {
+    name: jit_of("\n".join([*_source(name, step), ""]), f"{name}_kernel", globals()) for name, step in STEPS.items()
+}
 
 
-@triton.jit
-def helper_kernel(  # type: ignore[no-untyped-def]  # noqa: ANN201
-    error, g1, g2, z1, rho1, zeta1, zeta2, a1, a2, z2, rho2, n,  # noqa: ANN001
-    F: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """R = error + g1 + g2; z2 = (R >> f) - z1; rho2 = msb(R) - rho1; a_i = z_i + zeta_i 2^(bits-f)."""
-    i_start = tl.program_id(0).to(tl.int64) * BLOCK
-    o_n = i_start + tl.arange(0, BLOCK)
-    m_n = o_n < n
-    o_word, o_next, o_off = _places(i_start, n, WIDTH, BLOCK)
-    # [BLOCK]
-    b_r = _load_ring(error, o_n, m_n, BITS) + _load_ring(g1, o_n, m_n, BITS) + _load_ring(g2, o_n, m_n, BITS)
-    b_z1 = _load_ring(z1, o_n, m_n, BITS)
-    b_z2 = (b_r >> F) - b_z1
-    b_rho = (b_r >> (BITS - 1)).to(tl.uint64) - _load_fields(rho1, o_word, o_next, o_off, m_n, WIDTH)
-    b_one = _load_fields(zeta1, o_word, o_next, o_off, m_n, WIDTH).to(b_r.dtype)
-    b_two = _load_fields(zeta2, o_word, o_next, o_off, m_n, WIDTH).to(b_r.dtype)
-    _store_ring(z2, b_z2, o_n, m_n, BITS)
-    _store_ring(a1, b_z1 + (b_one << (BITS - F)), o_n, m_n, BITS)
-    _store_ring(a2, b_z2 + (b_two << (BITS - F)), o_n, m_n, BITS)
-    _or_fields(rho2, b_rho & ((1 << WIDTH) - 1), o_word, o_next, o_off, m_n, WIDTH)
+def _launcher(name: str, step: FieldStep) -> Callable[..., None]:
+    """Of a step: operands that are read, numbers, width of a field, and what is written, with packed words of zero."""
+    elements = next(number for number, x in enumerate(step.operands) if x not in step.packed)
+
+    def launch(*given: Any) -> None:  # noqa: ANN401 - tensors and numbers
+        read, last = len(step.operands) - len(step.writes), len(given) - len(step.writes)
+        operands, numbers, width = given[:read] + given[last:], map(int, given[read : last - 1]), given[last - 1]
+        like = operands[elements]
+        if n := like.numel():
+            sizes = {"WIDTH": width, "BITS": like.element_size() * 8, "BLOCK": BLOCK}
+            chosen = dict(zip(step.numbers, numbers, strict=True))
+            KERNELS[name][(triton.cdiv(n, BLOCK),)](*operands, n, **chosen, **sizes)
+
+    return launch
 
 
-@triton.jit
-def open_kernel(  # type: ignore[no-untyped-def]  # noqa: ANN201
-    mine, theirs, rho, zeta, w, packed, n,  # noqa: ANN001
-    F: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """w = mine + theirs + 2^(bits-2); packed = (1 - msb(w)) rho + zeta mod 2^width."""
-    i_start = tl.program_id(0).to(tl.int64) * BLOCK
-    o_n = i_start + tl.arange(0, BLOCK)
-    m_n = o_n < n
-    o_word, o_next, o_off = _places(i_start, n, WIDTH, BLOCK)
-    # [BLOCK]
-    b_w = _load_ring(mine, o_n, m_n, BITS) + _load_ring(theirs, o_n, m_n, BITS) + (1 << (BITS - 2))
-    _store_ring(w, b_w, o_n, m_n, BITS)
-    b_rho = _load_fields(rho, o_word, o_next, o_off, m_n, WIDTH)
-    b_zeta = _load_fields(zeta, o_word, o_next, o_off, m_n, WIDTH)
-    b_stays = tl.where((b_w >> (BITS - 1)) == 0, b_rho, 0 * b_rho)
-    _or_fields(packed, (b_stays + b_zeta) & ((1 << WIDTH) - 1), o_word, o_next, o_off, m_n, WIDTH)
-
-
-@triton.jit
-def close_kernel(  # type: ignore[no-untyped-def]  # noqa: ANN201
-    w, mine, theirs, z, zeta, half, own, n,  # noqa: ANN001
-    F: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """own = z + zeta 2^(bits-f); half = (w >> f) + (mine + theirs) 2^(bits-f) - 2^(bits-2-f) - own."""
-    i_start = tl.program_id(0).to(tl.int64) * BLOCK
-    o_n = i_start + tl.arange(0, BLOCK)
-    m_n = o_n < n
-    o_word, o_next, o_off = _places(i_start, n, WIDTH, BLOCK)
-    # [BLOCK]
-    b_w = _load_ring(w, o_n, m_n, BITS)
-    b_zeta = _load_fields(zeta, o_word, o_next, o_off, m_n, WIDTH).to(b_w.dtype)
-    b_wraps = _load_fields(mine, o_word, o_next, o_off, m_n, WIDTH)
-    b_wraps += _load_fields(theirs, o_word, o_next, o_off, m_n, WIDTH)
-    b_own = _load_ring(z, o_n, m_n, BITS) + (b_zeta << (BITS - F))
-    b_half = (b_w >> F) + (b_wraps.to(b_w.dtype) << (BITS - F)) - (1 << (BITS - 2 - F)) - b_own
-    _store_ring(own, b_own, o_n, m_n, BITS)
-    _store_ring(half, b_half, o_n, m_n, BITS)
-
-
-def _launch(kernel: Any, like: Tensor, *arguments: Tensor, **sizes: int) -> None:  # noqa: ANN401 - Triton's
-    """A program for each block of elements of `like`, if there are any."""
-    n = like.numel()
-    if n:
-        kernel[(triton.cdiv(n, BLOCK),)](*arguments, n, **sizes, BLOCK=BLOCK)
-
-
-def pack_fields(values: Tensor, f: int, words: Tensor) -> None:
-    """See `ops.pack_fields`; words must be zero, as all packed results."""
-    _launch(pack_kernel, values, values, words, F=f)
-
-
-def unpack_fields(words: Tensor, f: int, values: Tensor) -> None:
-    """See `ops.unpack_fields`."""
-    _launch(unpack_kernel, values, words, values, F=f)
-
-
-def trunc_helper(
-    error: Tensor, g1: Tensor, g2: Tensor, z1: Tensor, rho1: Tensor, zeta1: Tensor, zeta2: Tensor, f: int, width: int,
-    *made: Tensor,
-) -> None:  # fmt: skip
-    """See `ops.trunc_helper`."""
-    bits = z1.element_size() * 8
-    _launch(helper_kernel, z1, error, g1, g2, z1, rho1, zeta1, zeta2, *made, F=f, WIDTH=width, BITS=bits)
-
-
-def trunc_open(mine: Tensor, theirs: Tensor, rho: Tensor, zeta: Tensor, f: int, width: int, *made: Tensor) -> None:
-    """See `ops.trunc_open`."""
-    bits = mine.element_size() * 8
-    _launch(open_kernel, mine, mine, theirs, rho, zeta, *made, F=f, WIDTH=width, BITS=bits)
-
-
-def trunc_close(
-    w: Tensor, mine: Tensor, theirs: Tensor, z: Tensor, zeta: Tensor, f: int, width: int, *made: Tensor
-) -> None:  # fmt: skip
-    """See `ops.trunc_close`."""
-    bits = w.element_size() * 8
-    _launch(close_kernel, w, w, mine, theirs, z, zeta, *made, F=f, WIDTH=width, BITS=bits)
+globals().update({name: _launcher(name, step) for name, step in STEPS.items()})
