@@ -91,12 +91,14 @@ class SessionPool:
         """A further private model for a request that has one, unless somebody waits for it: then None. Raises as
         `session`.
         """
-        model = self._take_spare()
-        if model is None:
+        with self._changed:
+            none = self._waiting or self._closed or (not self._idle and self._opened == self.size)
+            model = None if none else self._pop()
+        if none:
             yield None
             return
-        with self._using(model):
-            yield model
+        with self._using(self._open() if model is None else model) as found:
+            yield found
 
     def renew(self, model: Any) -> None:  # noqa: ANN401
         """Give a model whose session ended a new one. Raises PartyFailed and other errors of the library."""
@@ -175,22 +177,14 @@ class SessionPool:
                 self._check(until, gone, waited=False)
             finally:
                 self._waiting -= 1
-            if self._idle:
-                return self._pop()
-            self._opened += 1
-        return self._open()
-
-    def _take_spare(self) -> Any:  # noqa: ANN401
-        with self._changed:
-            if self._waiting or self._closed or (not self._idle and self._opened == self.size):
-                return None
-            if self._idle:
-                return self._pop()
-            self._opened += 1
-        return self._open()
+            model = self._pop()
+        return self._open() if model is None else model
 
     def _pop(self) -> Any:  # noqa: ANN401
-        """An idle model, one whose session goes on if there is one."""
+        """An idle model, one whose session goes on if there is one; None counts a session that is to be opened."""
+        if not self._idle:
+            self._opened += 1
+            return None
         live = [at for at, model in enumerate(self._idle) if id(model) not in self._ended]
         return self._idle.pop(live[-1] if live else -1)
 
