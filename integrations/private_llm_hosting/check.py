@@ -135,10 +135,5 @@ def _operator(settings: HostingSettings) -> Iterator[CheckResult]:
         raise ConfigError(f"operator.address: port {address[1]} is this party's own in hosts; want another one")
     with closing(listen(address, anywhere=False)) as sock:
         local = sock.getsockname()[0] in ("127.0.0.1", "::1")
-    text = f"{address[0]}:{address[1]} is free"
-    if local:
-        yield CheckResult("operator port", text)
-    else:
-        yield CheckResult(
-            "operator port", f"{text}; it has no authentication: let the firewall admit operators only", "warning"
-        )
+    more = "" if local else "; it has no authentication: let the firewall admit operators only"
+    yield CheckResult("operator port", f"{address[0]}:{address[1]} is free{more}", "ok" if local else "warning")

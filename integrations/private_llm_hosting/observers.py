@@ -36,8 +36,8 @@ class LogObserver(Observer):
     """Writes a line per event; passes as "debug". What repeats itself often is counted instead of written."""
 
     def __init__(self) -> None:
-        self._each, self._all = Throttle(_MOST, _PERIOD_S), Throttle(_MOST_IN_ALL, _PERIOD_S)
-        self._sessions, self._every = Throttle(_SESSIONS, _PERIOD_S), Throttle(_SESSIONS_IN_ALL, _PERIOD_S)
+        self._refusals = Throttle(_MOST, _PERIOD_S), Throttle(_MOST_IN_ALL, _PERIOD_S)
+        self._sessions = Throttle(_SESSIONS, _PERIOD_S), Throttle(_SESSIONS_IN_ALL, _PERIOD_S)
         self._awaited = Throttle(1, _AWAITED_S)
 
     def links_up(self) -> None:
@@ -63,23 +63,25 @@ class LogObserver(Observer):
 
     def session_began(self, session: str, user: str) -> None:
         """As `Observer`."""
-        self._session(logging.INFO, "session began", {"event": "session_began", "session": session, "user": user})
+        self._session(logging.INFO, "session began", event="session_began", session=session, user=user)
 
     def session_ended(self, session: str, user: str, seconds: float, reason: str | None) -> None:
         """As `Observer`."""
+        level, message = (logging.INFO, "session ended") if reason is None else (logging.WARNING, "session was ended")
         more = {"event": "session_ended", "session": session, "user": user, "seconds": round(seconds, 3)}
-        if reason is None:
-            self._session(logging.INFO, "session ended", more)
-        else:
-            self._session(logging.WARNING, "session was ended", {**more, "reason": reason})
+        self._session(level, message, **more, **({} if reason is None else {"reason": reason}))
 
     def refused(self, who: str, reason: str) -> None:
         """As `Observer`."""
-        self._repeated("refused", "a caller was refused", who, reason, class_of(reason))
+        told = "a caller was refused"
+        _repeated(
+            self._refusals, class_of(reason), logging.WARNING, told, event="refused", user=who, reason=reason or None
+        )
 
     def busy(self, user: str) -> None:
         """As `Observer`."""
-        self._repeated("busy", "a client was told to come later", user, "", "busy")
+        told = "a client was told to come later"
+        _repeated(self._refusals, "busy", logging.WARNING, told, event="busy", user=user)
 
     def batch_done(self, facts: BatchFacts) -> None:
         """As `Observer`."""
@@ -95,26 +97,16 @@ class LogObserver(Observer):
         """As `Observer`."""
         _LOG.info("no session begins any more; waiting for those that run", extra={"event": "draining"})
 
-    def _session(self, level: int, message: str, extra: dict[str, object]) -> None:
-        """A line about a session, unless there were too many like it."""
-        held = _let(self._sessions, self._every, message, str(extra["user"]))
-        if held is not None:
-            _LOG.log(level, message, extra={**extra, "suppressed": held or None})
-
-    def _repeated(self, event: str, message: str, user: str, reason: str, kind: str) -> None:
-        held = _let(self._each, self._all, kind, user)
-        if held is not None:
-            extra = {"event": event, "user": user, "reason": reason or None, "suppressed": held or None}
-            _LOG.warning(message, extra=extra)
+    def _session(self, level: int, message: str, **extra: object) -> None:
+        _repeated(self._sessions, message, level, message, **extra)
 
 
-def _let(each: Throttle, every: Throttle, kind: str, user: str) -> int | None:
-    """None: hold a line back. Otherwise how many were held back since the last one."""
-    held = each.let(kind, user)
-    if held is None:
-        return None
-    in_all = every.let()
-    return None if in_all is None else held + in_all
+def _repeated(throttles: tuple[Throttle, Throttle], kind: str, level: int, message: str, **extra: object) -> None:
+    """A line, unless there were too many of its kind and user, or in all; the next one counts those held back."""
+    held = throttles[0].let(kind, str(extra["user"]))
+    in_all = None if held is None else throttles[1].let()
+    if held is not None and in_all is not None:
+        _LOG.log(level, message, extra={**extra, "suppressed": held + in_all or None})
 
 
 class Observers(Observer):

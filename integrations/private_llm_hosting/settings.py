@@ -96,13 +96,9 @@ class _File(BaseSettings):
 
     @classmethod
     def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        cls, settings_cls: type[BaseSettings], init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource, *_: object, **__: object,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:  # fmt: skip
         """The environment before the file, which is handed in as keywords."""
         return env_settings, init_settings
 
@@ -200,12 +196,7 @@ def _tls(tls: _Tls, base: Path) -> dict[str, str | None]:
     allow = None if tls.allow is None else ",".join(tls.allow)
     if tls.allow_file is not None:
         allow = str(base / tls.allow_file)
-    return {
-        "certificate": str(base / tls.certificate),
-        "key": str(base / tls.key),
-        "ca": str(base / tls.ca),
-        "allow": allow,
-    }
+    return {name: str(base / getattr(tls, name)) for name in ("certificate", "key", "ca")} | {"allow": allow}
 
 
 def _share_file(path: Path, party: int) -> Path:

@@ -139,8 +139,8 @@ def test_repeated_refusals_are_counted_instead(lines, monkeypatch: pytest.Monkey
     lines("json")
     now = [0.0]
     observer = LogObserver()
-    for name in ("_each", "_all"):
-        monkeypatch.setattr(getattr(observer, name), "_clock", lambda: now[0])
+    for throttle in observer._refusals:
+        monkeypatch.setattr(throttle, "_clock", lambda: now[0])
     for _ in range(1000):
         observer.refused("10.0.0.1", "the other end does not speak TLS")
     observer.refused("10.0.0.2", "the other end does not speak TLS")
@@ -235,8 +235,8 @@ def test_sessions_without_end_do_not_fill_the_log(lines, monkeypatch: pytest.Mon
     lines("json")
     now = [0.0]
     observer = LogObserver()
-    for name in ("_sessions", "_every"):
-        monkeypatch.setattr(getattr(observer, name), "_clock", lambda: now[0])
+    for throttle in observer._sessions:
+        monkeypatch.setattr(throttle, "_clock", lambda: now[0])
     for _ in range(1000):
         observer.session_began("0123456789ab", "eve")
         observer.session_ended("0123456789ab", "eve", 0.01, "it went away")
