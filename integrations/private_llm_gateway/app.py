@@ -137,8 +137,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 
 async def _other_error(request: Request, error: Exception) -> Response:
-    told = in_words(error)
-    return JSONResponse(told.body(), told.status)
+    return in_words(error).response()
 
 
 # -- answers before the parties are ready: 503 with the cause ---------------------------------------------------------
@@ -155,10 +154,9 @@ def answering_meanwhile(settings: GatewaySettings, listening: socket.socket) -> 
         if scope["path"] == "/health":  # asks for no token, so it names nobody
             await JSONResponse({"status": "starting"}, 503)(scope, receive, send)
             return
-        told = ApiError(
-            503, f"the gateway is starting: {why}", SERVER, None, "party_unavailable", settings.retry_after_s
-        )
-        await JSONResponse(told.body(), told.status, told.headers())(scope, receive, send)
+        told = f"the gateway is starting: {why}"
+        error = ApiError(503, told, SERVER, None, "party_unavailable", settings.retry_after_s)
+        await error.response()(scope, receive, send)
 
     server = uvicorn.Server(_config(Guard(app, settings), settings, lifespan="off", timeout_graceful_shutdown=1))
     own = listening.dup()  # closed by the server; the socket itself goes on listening

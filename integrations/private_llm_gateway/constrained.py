@@ -100,15 +100,14 @@ class Grammar:
 
         root = {} if schema is True else schema
         if not isinstance(root, dict):
-            raise bad(_PARAM, f"schema: got {type(root).__name__}; want an object")
+            raise bad(_PARAM, f"got {type(root).__name__}; want an object", "invalid_type")
         try:
             text = json.dumps(root, allow_nan=False)
             if len(text) > _MOST_TEXT:
-                raise bad(_PARAM, f"schema: has more than {_MOST_TEXT} characters", "invalid_value")
+                raise bad(_PARAM, f"has more than {_MOST_TEXT} characters")
             made = LLMatcher.grammar_from_json_schema(text, overrides=_FORM)  # type: ignore[arg-type]
         except ValueError:
-            told = "schema: deeper than 127 levels, or a number that no float holds"
-            raise bad(_PARAM, told, "invalid_value") from None
+            raise bad(_PARAM, "deeper than 127 levels, or a number that no float holds") from None
         _check(root)
         self.table = table
         self._start = LLMatcher(table.tokens, made, log_level=0, limits=LLParserLimits(**_LIMITS))
@@ -199,7 +198,7 @@ def _check(root: dict[str, Any]) -> None:
             inside = f"{where}/{name}"
             open_.append((part, inside, inside, 1) if begins else (part, inside, home, level + 1))
     if sum(levels.values()) > _MOST_LEVELS:
-        raise bad(_PARAM, f"schema: deeper than {_MOST_LEVELS} levels, those of definitions added", "invalid_value")
+        raise bad(_PARAM, f"deeper than {_MOST_LEVELS} levels, those of definitions added")
 
 
 def _parts(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -237,4 +236,4 @@ def _check_error(matcher: LLMatcher) -> None:
 
 
 def _unsupported(what: str) -> ApiError:
-    return bad(_PARAM, f"schema: unsupported {what}", "unsupported_schema")
+    return bad(_PARAM, f"unsupported {what}", "unsupported_schema")

@@ -18,7 +18,7 @@ from starlette.responses import JSONResponse, Response
 
 from private_llm_gateway import engine, requests, responses
 from private_llm_gateway.completion import CompletionChunk
-from private_llm_gateway.errors import ApiError, bad, in_words
+from private_llm_gateway.errors import bad, in_words
 from private_llm_gateway.fields import Fields, body_of, refuse_unsupported
 from private_llm_gateway.request_executor import ClientGone, RequestExecutor, RequestTask
 from private_llm_gateway.requests import Wanted, check_context, find_model, of_field
@@ -62,11 +62,8 @@ class Endpoints:
                 response: Response = await endpoint(request)
             except ClientGone:
                 response = Response(status_code=499)
-            except ApiError as error:
-                response = JSONResponse(error.body(), error.status, error.headers())
             except Exception as error:  # noqa: BLE001 - whatever it is, the client is told in the envelope
-                told = in_words(error)
-                response = JSONResponse(told.body(), told.status, told.headers())
+                response = in_words(error).response()
             if isinstance(response, EventSourceResponse):
                 response.body_iterator = self._until_told(response.body_iterator, path, began)
             else:
@@ -160,10 +157,10 @@ class Endpoints:
         fields = Fields(body)
         form = "float" if body.get("encoding_format") is None else body["encoding_format"]
         if form not in ("float", "base64"):
-            raise bad("encoding_format", "encoding_format: want float or base64", "invalid_value")
+            raise bad("encoding_format", "want float or base64")
         if fields.integer("dimensions", 1, 1 << 20) not in (None, served.size):
-            raise bad("dimensions", f"dimensions: unsupported; this model's vectors have {served.size}",
-                      "unsupported_parameter")  # fmt: skip
+            told = f"unsupported; this model's vectors have {served.size}"
+            raise bad("dimensions", told, "unsupported_parameter")
         rows = of_field(served, "input", body.get("input"), self.settings.max_choices)
         check_context(served, max(map(len, rows)), 0, "input")
         return served, rows, form == "base64"

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from starlette.responses import JSONResponse
+
 from private_llm.errors import PartiesBusy, PrivateLLMError, ProtocolAbort, TransportError
 
 INVALID = "invalid_request_error"
@@ -41,10 +43,14 @@ class ApiError(Exception):
             made["Connection"] = "close"
         return {**made, "WWW-Authenticate": "Bearer"} if self.status == 401 else made
 
+    def response(self, **more: str) -> JSONResponse:
+        """The answer that says so. more: further headers."""
+        return JSONResponse(self.body(), self.status, {**self.headers(), **more})
 
-def bad(param: str | None, message: str, code: str | None = None) -> ApiError:
-    """400 for a field."""
-    return ApiError(400, message, INVALID, param, code)
+
+def bad(param: str, told: str, code: str = "invalid_value") -> ApiError:
+    """400 for a field, which the message names first."""
+    return ApiError(400, f"{param}: {told}", INVALID, param, code)
 
 
 def in_words(error: BaseException) -> ApiError:

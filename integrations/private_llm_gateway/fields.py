@@ -12,7 +12,7 @@ from itertools import islice
 from types import UnionType
 from typing import Any
 
-from private_llm_gateway.errors import bad
+from private_llm_gateway.errors import ApiError, bad
 
 _TEXT = (
     "model", "max_tokens", "temperature", "top_p", "seed", "n", "stop", "logprobs", "logit_bias", "presence_penalty",
@@ -42,6 +42,7 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "documents": ([],), "truncation": ("disabled",), "truncate": (False, "NONE"),
 }  # fmt: skip
 _MOST_NAME = 64
+_WANTED = "want an object as OpenAI's API describes it"
 # 32,768: a chat of 2,000 messages has 20,000 texts, commas and brackets, and 2,048 texts to embed have 4,100
 _MOST_VALUES = 1 << 15
 _MOST_STOP = 1024
@@ -54,14 +55,15 @@ def body_of(raw: bytes) -> dict[str, Any]:
     try:
         text = raw.decode("utf-8-sig")
         if sum(1 for _ in islice(_PART.finditer(text), _MOST_VALUES + 1)) > _MOST_VALUES:  # would hold up everybody
-            raise bad(None, f"the body has more than {_MOST_VALUES} texts, lists, objects and commas", "invalid_value")
+            told = f"the body has more than {_MOST_VALUES} texts, lists, objects and commas"
+            raise ApiError(400, told, code="invalid_value")
         found = json.loads(text, parse_constant=_no_number)
         if any(each["lone"] for each in _ESCAPE.finditer(text)):  # no text has lone surrogates: no tokenizer takes them
             raise ValueError("a lone surrogate")
     except (ValueError, RecursionError):
-        raise bad(None, "the body is no JSON; want an object as OpenAI's API describes it", "invalid_json") from None
+        raise ApiError(400, "the body is no JSON; " + _WANTED, code="invalid_json") from None
     if not isinstance(found, dict):
-        raise bad(None, "the body is JSON, but no object; want one as OpenAI's API describes it", "invalid_json")
+        raise ApiError(400, "the body is JSON, but no object; " + _WANTED, code="invalid_json")
     return found
 
 
@@ -88,7 +90,7 @@ def refuse_others(
             value == each and isinstance(value, bool) == isinstance(each, bool) for each in neutral.get(name, ())
         ):
             told = f"{where}{name}" if len(name) <= _MOST_NAME else f"{where}{name[:_MOST_NAME]}..."
-            raise bad(told, f"{told}: unsupported here; leave it out", "unsupported_parameter")
+            raise bad(told, "unsupported here; leave it out", "unsupported_parameter")
 
 
 class Fields:
@@ -101,7 +103,7 @@ class Fields:
         """A text that must be there."""
         value = self.body.get(name)
         if not isinstance(value, str) or not value:
-            raise bad(name, f"{name}: {_kind(value)}; want a text", _code(value))
+            raise bad(name, f"{_kind(value)}; want a text", _code(value))
         return value
 
     def flag(self, name: str) -> bool:
@@ -112,14 +114,14 @@ class Fields:
         """A number in a range."""
         value = self._of(name, int | float, "a number")
         if value is not None and not low <= value <= high:  # also of NaN, and of whole numbers that no float holds
-            raise bad(name, f"{name}: out of range; want {low:g} to {high:g}", "invalid_value")
+            raise bad(name, f"out of range; want {low:g} to {high:g}")
         return None if value is None else float(value)
 
     def integer(self, name: str, low: int, high: int) -> int | None:
         """A whole number in a range."""
         value: int | None = self._of(name, int, "a whole number")
         if value is not None and not low <= value <= high:
-            raise bad(name, f"{name}: out of range; want {low} to {high}", "invalid_value")
+            raise bad(name, f"out of range; want {low} to {high}")
         return value
 
     def mapping(self, name: str) -> dict[str, Any]:
@@ -129,7 +131,7 @@ class Fields:
     def _of(self, name: str, kind: type | UnionType, wanted: str) -> Any:  # noqa: ANN401 - of that kind, or None
         value = self.body.get(name)
         if value is not None and (not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool)):
-            raise bad(name, f"{name}: {_kind(value)}; want {wanted}", _code(value))
+            raise bad(name, f"{_kind(value)}; want {wanted}", _code(value))
         return value
 
     def stops(self) -> tuple[str, ...]:
@@ -137,9 +139,9 @@ class Fields:
         value = self.body.get("stop")
         listed = [value] if isinstance(value, str) else [] if value is None else value
         if not isinstance(listed, list) or len(listed) > 4 or not all(isinstance(s, str) and s for s in listed):
-            raise bad("stop", "stop: want a text, or a list of up to four, none empty", "invalid_value")
+            raise bad("stop", "want a text, or a list of up to four, none empty")
         if any(len(text) > _MOST_STOP for text in listed):
-            raise bad("stop", f"stop: want texts of {_MOST_STOP} characters at most", "invalid_value")
+            raise bad("stop", f"want texts of {_MOST_STOP} characters at most")
         return tuple(listed)
 
     def bias(self, vocabulary: int) -> tuple[tuple[int, float], ...]:
@@ -148,11 +150,7 @@ class Fields:
         for token, value in self.mapping("logit_bias").items():
             good = token.isascii() and token.isdecimal() and len(token) < 10 and int(token) < vocabulary
             if not good or isinstance(value, bool) or not isinstance(value, int | float) or not -100 <= value <= 100:
-                raise bad(
-                    "logit_bias",
-                    f"logit_bias: want numbers from -100 to 100 by token ids from 0 to {vocabulary - 1}",
-                    "invalid_value",
-                )
+                raise bad("logit_bias", f"want numbers from -100 to 100 by token ids from 0 to {vocabulary - 1}")
             made[int(token)] = made.get(int(token), 0.0) + float(value)
         return tuple(made.items())
 

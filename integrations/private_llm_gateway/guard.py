@@ -10,9 +10,9 @@ import asyncio
 import hmac
 import time
 from collections.abc import Mapping
+from typing import Literal
 from urllib.parse import urlsplit
 
-from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -56,8 +56,8 @@ class Guard:
             body = await self._body(headers, receive, most)
         except ApiError as error:
             unread = "transfer-encoding" in headers or headers.get("content-length", "0") != "0"
-            told = error.headers() | ({"Connection": "close"} if unread else {})  # reading on would be work for nothing
-            await JSONResponse(error.body(), error.status, told)(scope, receive, send)
+            closing = {"Connection": "close"} if unread else {}  # reading on would be work for nothing
+            await error.response(**closing)(scope, receive, send)
             return
         if body is None:  # the client left
             return
@@ -74,13 +74,13 @@ class Guard:
 
     def _check(self, path: str, headers: Mapping[str, str]) -> None:
         host = headers.get("host", "")
-        name = _name(f"//{host}")
+        name = _part(f"//{host}", "hostname")
         if name is None or (not self._any_name and name not in self._names):
             raise ApiError(
                 403, "host: this gateway is not called by that name; start it with --allow-host", code="unknown_host"
             )
         origin = headers.get("origin")
-        if origin is not None and _place(origin) != host.lower():
+        if origin is not None and _part(origin, "netloc") != host.lower():
             raise ApiError(403, "origin: pages of other sites may not call this gateway", code="origin_not_allowed")
         token = self.settings.token
         if token is None or _is_open(path):
@@ -142,19 +142,12 @@ def _check_form(method: str, headers: Mapping[str, str]) -> None:
         raise ApiError(415, "want a body without Content-Encoding", code="unsupported_media_type")
 
 
-def _name(address: str) -> str | None:
+def _part(address: str, name: Literal["hostname", "netloc"]) -> str | None:
     try:
-        found = urlsplit(address).hostname
+        found: str | None = getattr(urlsplit(address), name)
     except ValueError:
         return None
     return None if found is None else found.lower()
-
-
-def _place(origin: str) -> str | None:
-    try:
-        return urlsplit(origin).netloc.lower()
-    except ValueError:
-        return None
 
 
 def _too_large(most: int) -> ApiError:

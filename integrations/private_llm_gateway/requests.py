@@ -58,14 +58,15 @@ def find_model(models: Mapping[str, Served], body: Mapping[str, Any], kind: str)
     name = Fields(body).text("model")
     if name not in models:
         offered = ", ".join(models)
-        raise ApiError(404, f"The model does not exist here; want one of: {offered}", param="model",
-                       code="model_not_found")  # fmt: skip
+        told = f"The model does not exist here; want one of: {offered}"
+        raise ApiError(404, told, param="model", code="model_not_found")
     served = models[name]
     if served.kind != kind:
-        does = "writes text (/v1/chat/completions, /v1/completions)" if served.kind == "decoder" else (
-            "gives vectors (/v1/embeddings)")  # fmt: skip
-        raise bad("model", f"model: {name!r} is an {served.kind} model, which {does}"
-                  .replace("an decoder", "a decoder"), "model_not_supported")  # fmt: skip
+        does = {
+            "decoder": "a decoder model, which writes text (/v1/chat/completions, /v1/completions)",
+            "encoder": "an encoder model, which gives vectors (/v1/embeddings)",
+        }
+        raise bad("model", f"{name!r} is {does[served.kind]}", "model_not_supported")
     return served
 
 
@@ -78,12 +79,11 @@ def chat(models: Mapping[str, Served], body: Mapping[str, Any], most: int) -> Wa
     told = fields.flag("logprobs")
     top = fields.integer("top_logprobs", 0, _MOST_LOGPROBS)
     if top and not told:
-        raise bad("top_logprobs", "top_logprobs: want logprobs true as well", "invalid_value")
+        raise bad("top_logprobs", "want logprobs true as well")
     room = _ANY if served.context is None else max(1, served.context - len(prompt))
     limit, older = (fields.integer(name, 1, _ANY) for name in ("max_completion_tokens", "max_tokens"))
     if None not in (limit, older) and limit != older:
-        raise bad("max_tokens", "max_tokens: got another number than max_completion_tokens; want one of the two",
-                  "invalid_value")  # fmt: skip
+        raise bad("max_tokens", "got another number than max_completion_tokens; want one of the two")
     limit = limit or older or min(room, 1 << 20)
     check_context(served, len(prompt), limit, "messages")
     params = _sampling_params(fields, served, limit, (top or 0) if told else None)
@@ -111,7 +111,7 @@ def _wanted(
 ) -> Wanted:  # fmt: skip
     n = fields.integer("n", 1, most) or 1
     if n * len(prompts) > most:
-        raise bad("n", f"n: {len(prompts)} prompts with {n} answers each; want {most} answers at most", "invalid_value")
+        raise bad("n", f"{len(prompts)} prompts with {n} answers each; want {most} answers at most")
     groups = tuple(
         tuple(Completion(number * n + sample, prompt, params, served.texts, served.ends, sample) for sample in range(n))
         for number, prompt in enumerate(prompts)
@@ -119,7 +119,7 @@ def _wanted(
     stream = fields.flag("stream")
     options = fields.mapping("stream_options")
     if options and not stream:
-        raise bad("stream_options", "stream_options: want stream true as well", "invalid_value")
+        raise bad("stream_options", "want stream true as well")
     refuse_others(options, ("include_usage",), {"include_obfuscation": (False,)}, "stream_options.")
     return Wanted(served, chat, groups, stream, Fields(options).flag("include_usage"), logprobs, echo)
 
@@ -145,39 +145,32 @@ def _sampling_params(fields: Fields, served: Served, limit: int, logprobs: int |
         names = ("temperature", "top_p", "presence_penalty", "frequency_penalty", "logit_bias", "logprobs",
                  "response_format")  # fmt: skip
         given = next((name for name in names if fields.body.get(name)), "temperature")
-        raise bad(
-            given,
-            f"{given}: the parties open only the most likely token (reveal='token'), so logits cannot be used; leave "
-            "it out, or start the gateway with --reveal logits",
-            "unsupported_parameter",
+        told = (
+            "the parties open only the most likely token (reveal='token'), so logits cannot be used; leave it out, or "
         )
+        raise bad(given, f"{told}start the gateway with --reveal logits", "unsupported_parameter")
     return params
 
 
 def _grammar(fields: Fields, served: Served) -> Grammar | None:
     """`response_format`: none for free text."""
-    form = fields.mapping("response_format")
+    form, place, wanted = fields.mapping("response_format"), "response_format", "want text, json_object or json_schema"
     if form and "type" not in form:
-        raise bad("response_format.type", "response_format.type: missing; want text, json_object or json_schema",
-                  "missing_required_parameter")  # fmt: skip
+        raise bad(f"{place}.type", f"missing; {wanted}", "missing_required_parameter")
     kind = form.get("type", "text")
     if kind != "json_schema" and form.keys() & {"schema", "json_schema"}:
-        raise bad("response_format", "response_format: a schema wants type json_schema, and to be named json_schema",
-                  "unsupported_parameter")  # fmt: skip
-    refuse_others(form, ("type", "json_schema"), {}, "response_format.")
+        raise bad(place, "a schema wants type json_schema, and to be named json_schema", "unsupported_parameter")
+    refuse_others(form, ("type", "json_schema"), {}, f"{place}.")
     if kind == "text":
         return None
     if kind == "json_object":
         return served.any_object
     if kind != "json_schema":
-        raise bad(
-            "response_format.type", "response_format.type: want text, json_object or json_schema", "invalid_value"
-        )
-    named = form.get("json_schema")
+        raise bad(f"{place}.type", wanted)
+    named, place = form.get("json_schema"), f"{place}.json_schema"
     if not isinstance(named, dict) or "schema" not in named:
-        raise bad("response_format.json_schema", "response_format.json_schema: want an object with name and schema",
-                  "missing_required_parameter")  # fmt: skip
-    refuse_others(named, ("name", "description", "schema", "strict"), {}, "response_format.json_schema.")
+        raise bad(place, "want an object with name and schema", "missing_required_parameter")
+    refuse_others(named, ("name", "description", "schema", "strict"), {}, f"{place}.")
     return Grammar(named["schema"], served.table)
 
 
@@ -189,11 +182,11 @@ def of_messages(served: Served, messages: object) -> list[int]:
     """
     wanted = f'want a list of 1 to {_MOST_MESSAGES} messages, as [{{"role": "user", "content": "Hello"}}]'
     if messages is None:
-        raise bad("messages", f"messages: missing; {wanted}", "missing_required_parameter")
+        raise bad("messages", f"missing; {wanted}", "missing_required_parameter")
     if not isinstance(messages, list):
-        raise bad("messages", f"messages: got no list; {wanted}", "invalid_type")
+        raise bad("messages", f"got no list; {wanted}", "invalid_type")
     if not 0 < len(messages) <= _MOST_MESSAGES:
-        raise bad("messages", f"messages: got {len(messages)}; {wanted}", "invalid_value")
+        raise bad("messages", f"got {len(messages)}; {wanted}")
     listed = [_message(message, f"messages[{at}]") for at, message in enumerate(messages)]
     if not served.tokenizer.chat_template:
         text = "\n".join(message["content"] for message in listed)
@@ -201,66 +194,54 @@ def of_messages(served: Served, messages: object) -> list[int]:
     try:
         text = served.tokenizer.apply_chat_template(listed, add_generation_prompt=True, tokenize=False)
     except jinja2.TemplateError:
-        raise bad(
-            "messages", "messages: the model's chat template refuses this order of roles", "invalid_value"
-        ) from None
+        raise bad("messages", "the model's chat template refuses this order of roles") from None
     return _checked(served, served.encode(_short(served, text, "messages"), special=False), "messages")
 
 
 def of_field(served: Served, name: str, value: object, most: int) -> list[list[int]]:
     """Token rows of a field that is a text, token ids, or a list of either. Raises ApiError (400)."""
-    if value is None:
-        raise bad(name, f"{name}: missing; want a text, token ids, or a list of these", "missing_required_parameter")
-    if isinstance(value, str) or _is_ids(value):
-        value = [value]
-    if not isinstance(value, list) or not value:
-        raise bad(name, f"{name}: want a text, token ids, or a list of these", "invalid_type")
-    if len(value) > most:
-        raise bad(name, f"{name}: got {len(value)} items; want {most} at most", "invalid_value")
-    rows = []
-    for item in value:
-        if isinstance(item, str):
-            rows.append(_checked(served, served.encode(_short(served, item, name)), name))
-        elif _is_ids(item):
-            rows.append(_checked(served, item, name))
-        else:
-            raise bad(name, f"{name}: want a text, token ids, or a list of these", "invalid_type")
-    return rows
+    listed = [value] if isinstance(value, str) or _is_ids(value) else value
+    if not isinstance(listed, list) or not listed or not all(isinstance(item, str) or _is_ids(item) for item in listed):
+        missing, code = ("missing; ", "missing_required_parameter") if value is None else ("", "invalid_type")
+        raise bad(name, f"{missing}want a text, token ids, or a list of these", code)
+    if len(listed) > most:
+        raise bad(name, f"got {len(listed)} items; want {most} at most")
+    texts = ((served.encode(_short(served, item, name)) if isinstance(item, str) else item) for item in listed)
+    return [_checked(served, ids, name) for ids in texts]
 
 
 def check_context(served: Served, prompt: int, wanted: int, param: str) -> None:
     """Raises ApiError (400) where prompt and answer do not fit the model: nothing is cut off."""
     limit = served.context
     if limit is not None and prompt + wanted > limit:
-        raise bad(
-            param,
-            f"This model's maximum context length is {limit} tokens. However, you requested {prompt + wanted} tokens "
-            f"({prompt} in the {param}, {wanted} in the completion). Please reduce the length of the {param} or "
-            "completion.",
-            "context_length_exceeded",
-        )
+        told = f"you requested {prompt + wanted} tokens ({prompt} in the {param}, {wanted} in the completion). "
+        raise _too_long(served, param, f"{told}Please reduce the length of the {param} or completion.")
 
 
 def _short(served: Served, text: str, param: str) -> str:
     """A text that may fit the model: others are not taken apart, which others would wait for."""
     if served.context is not None and len(text) > served.context * _MOST_CHARACTERS:
-        told = f"This model's maximum context length is {served.context} tokens. However, the {param} has {len(text)} "
-        raise bad(param, f"{told}characters. Please reduce its length.", "context_length_exceeded")
+        raise _too_long(served, param, f"the {param} has {len(text)} characters. Please reduce its length.")
     return text
+
+
+def _too_long(served: Served, param: str, told: str) -> ApiError:
+    told = f"This model's maximum context length is {served.context} tokens. However, {told}"
+    return ApiError(400, told, param=param, code="context_length_exceeded")
 
 
 def _message(message: object, where: str) -> dict[str, str]:
     """What a chat template is told of a message. It may make something of a name; most do not."""
     if not isinstance(message, dict):
-        raise bad(where, f"{where}: want an object with role and content", "invalid_type")
+        raise bad(where, "want an object with role and content", "invalid_type")
     role, name = message.get("role"), message.get("name")
     if role in ("tool", "function"):
         raise _unsupported(f"{where}.role")
     if role not in _ROLES:
-        raise bad(f"{where}.role", f"{where}.role: want one of {', '.join(_ROLES)}", "invalid_value")
+        raise bad(f"{where}.role", f"want one of {', '.join(_ROLES)}")
     refuse_others(message, ("role", "content", "name", *_OUT_OF_BAND), _NO_CALLS, f"{where}.")
     if name is not None and not isinstance(name, str):
-        raise bad(f"{where}.name", f"{where}.name: want a text", "invalid_type")
+        raise bad(f"{where}.name", "want a text", "invalid_type")
     told = {"role": "system" if role == "developer" else role}
     told["content"] = _content(message.get("content"), f"{where}.content")
     return {**told, "name": name} if name else told
@@ -270,21 +251,21 @@ def _content(content: Any, where: str) -> str:  # noqa: ANN401 - as it came
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise bad(where, f"{where}: want a text, or a list of parts of type 'text'", "invalid_type")
+        raise bad(where, "want a text, or a list of parts of type 'text'", "invalid_type")
     parts = []
     for at, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else None
         if kind != "text":
             raise _unsupported(f"{where}[{at}].type")
         if not isinstance(part.get("text"), str):
-            raise bad(f"{where}[{at}].text", f"{where}[{at}].text: want a text", "invalid_type")
+            raise bad(f"{where}[{at}].text", "want a text", "invalid_type")
         refuse_others(part, ("type", "text", *_OUT_OF_BAND), {}, f"{where}[{at}].")
         parts.append(part["text"])
     return "".join(parts)
 
 
 def _unsupported(where: str) -> ApiError:
-    return bad(where, f"{where}: unsupported here; this model reads and writes text only", "unsupported_parameter")
+    return bad(where, "unsupported here; this model reads and writes text only", "unsupported_parameter")
 
 
 def _is_ids(value: object) -> bool:
@@ -297,8 +278,8 @@ def _is_ids(value: object) -> bool:
 
 def _checked(served: Served, ids: list[int], name: str) -> list[int]:
     if not ids:
-        raise bad(name, f"{name}: got no tokens; want at least one", "invalid_value")
+        raise bad(name, "got no tokens; want at least one")
     vocabulary = served.vocabulary
     if not all(0 <= token < vocabulary for token in ids):
-        raise bad(name, f"{name}: a token id is out of range; want 0 to {vocabulary - 1}", "invalid_value")
+        raise bad(name, f"a token id is out of range; want 0 to {vocabulary - 1}")
     return ids
