@@ -151,7 +151,7 @@ def test_repeated_refusals_are_counted_instead(lines, monkeypatch: pytest.Monkey
     for number in range(5000):
         observer.refused(f"10.0.{number}", "the other end does not speak TLS")
     assert len(lines("json")) == 59
-    assert len(observer._each._windows) <= 257
+    assert len(observer._refusals[0]._windows) <= 257
 
 
 def test_the_throttle_forgets_what_is_over() -> None:
