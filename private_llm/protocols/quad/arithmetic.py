@@ -40,7 +40,7 @@ from torch import Tensor
 
 from private_llm.errors import ProtocolAbort
 from private_llm.kernels import ops
-from private_llm.kernels.forms import BilinearForm, Matmul
+from private_llm.kernels.forms import BilinearForm
 from private_llm.kernels.shapes import broadcast
 from private_llm.net.transport import CLIENT
 from private_llm.protocols.arithmetic import BitWidths, taking_part
@@ -180,6 +180,8 @@ class QuadArithmetic(QuadRecords):
         self.ledger.add_macs(form.macs(x.shape, y.shape) * 3)
         return self._multiply(form, x, y, shift, select)
 
+    _table_product = bilinear
+
     def _multiply(self, form: BilinearForm, x: Share, y: Share, shift: int, select: Tensor | None = None) -> Share:
         (x0, x1, x2), (y0, y1, y2) = x.parts, y.parts
         mirror = known = None
@@ -245,12 +247,6 @@ class QuadArithmetic(QuadRecords):
             main, check = (None, mirror) if self.role == 0 else (piece, None)
             return self._finish_checked("lookup", piece.shape, main, check, 0, helped=False)
         return self._finish_checked("lookup", piece.shape, piece, mirror, 0, True, mirror)
-
-    def _lookup_rows(self, rows: Share, table: Share | Tensor) -> Share:
-        if isinstance(table, Tensor):
-            return rows.map(lambda part: ops.ring_matmul(part, table))
-        with self.ledger.op("lookup"):
-            return self.bilinear(Matmul(), rows, table)
 
     def _lookup_mirror(self, keys: Sequence[Tensor], domain: int, table: Share | Tensor) -> Tensor:
         """Pieces of the rows at parties 0 (keys a, V) and 3 (a, u), and the rest at 1 and 2 (u, V)."""

@@ -100,10 +100,10 @@ def meet_groups(transport: Transport, party: int, held: Sequence[Seed]) -> list[
     Raises ProtocolAbort if members hold different keys.
     """
     mine = [group for group in GROUPS if party in group]
+    met = [(number, other) for number, group in enumerate(mine) for other in group if other != party]
     shares = [secrets.token_bytes(32) for _ in mine]
-    for group, share in zip(mine, shares, strict=True):
-        for other in _others(group, party):
-            transport.send(other, "group key", as_tensor(share))
+    for number, other in met:
+        transport.send(other, "group key", as_tensor(shares[number]))
     made = {}
     for group, share in zip(mine, shares, strict=True):
         parts = [share if p == party else as_bytes(transport.recv(p, "group key", (32,), torch.uint8)) for p in group]
@@ -113,18 +113,12 @@ def meet_groups(transport: Transport, party: int, held: Sequence[Seed]) -> list[
         hashlib.blake2b(made[group].raw() + extra, digest_size=64, person=b"pllm-group-sum").digest()
         for group, extra in zip(mine, extras, strict=True)
     ]
-    for group, checksum in zip(mine, sums, strict=True):
-        for other in _others(group, party):
-            transport.send(other, "group digest", as_tensor(checksum))
-    for group, checksum in zip(mine, sums, strict=True):
-        for other in _others(group, party):
-            if not bytes_eq(as_bytes(transport.recv(other, "group digest", (64,), torch.uint8)), checksum):
-                raise ProtocolAbort("parties hold different keys: one of them, or the client, breaks the rules")
+    for number, other in met:
+        transport.send(other, "group digest", as_tensor(sums[number]))
+    for number, other in met:
+        if not bytes_eq(as_bytes(transport.recv(other, "group digest", (64,), torch.uint8)), sums[number]):
+            raise ProtocolAbort("parties hold different keys: one of them, or the client, breaks the rules")
     return [made.get(group) for group in GROUPS]
-
-
-def _others(group: Sequence[int], party: int) -> list[int]:
-    return [p for p in group if p != party]
 
 
 def _group_seeds(setup: PartySetup) -> list[Seed | None]:

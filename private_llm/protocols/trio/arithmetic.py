@@ -55,6 +55,9 @@ class TrioArithmetic(TrioDivision):
             piece = piece.reshape(-1)[select.to(piece.device)]
         return self._finish(form.tag, piece.shape, piece, shift, True, widths)
 
+    _table_product = bilinear
+    """Of a shared table, which dealer masks once, whatever it does to operands."""
+
     def poly(self, x: Share, coefficients: Sequence[int], shift: int = 0) -> Share:
         """c(M - a) by Taylor's formula around the public M: party 0 shares a^2 (and a^3), and there is no E."""
         return self._finish("poly", x.shape, self._poly_piece(x, coefficients), shift, helped=False)
@@ -130,8 +133,7 @@ class TrioArithmetic(TrioDivision):
         if isinstance(table, Tensor):
             return rows.map(lambda part: ops.ring_matmul(part, table))
         with self.ledger.op("lookup"):
-            # The table is masked once, whatever a subclass does.
-            return TrioArithmetic.bilinear(self, Matmul(), rows, table)
+            return self._table_product(Matmul(), rows, table)
 
     def _lookup_piece(self, keys: Sequence[Tensor], domain: int, table: Share | Tensor) -> Tensor:
         # Party 0 has key 0 of (0, 1) and (0, 2), party 1 key 1 of (0, 1) and key 0 of (1, 2), party 2 the rest.
