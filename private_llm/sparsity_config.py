@@ -10,9 +10,6 @@ from typing import Any, Literal
 from private_llm.errors import ConfigError, refuse_unknown
 from private_llm.typed_settings import check_types, settings_of
 
-_SAID_BELOW = ("predictors", "neuron_budget", "head_budget", "positions", "epsilon", "delta")
-"""Settings whose own checks say more than their types."""
-
 
 @dataclass(frozen=True)
 class CometConfig:
@@ -49,9 +46,7 @@ class CometConfig:
     positions: int | None = None
 
     def __post_init__(self) -> None:
-        check_types(self, "sparsity: ", but=_SAID_BELOW)
-        if self.predictors is not None and not isinstance(self.predictors, str):
-            raise ConfigError(f"sparsity: predictors: got {self.predictors!r}; want the path of a folder, or None")
+        check_types(self, "sparsity: ")
         if not (self.neurons or self.heads):
             raise ConfigError("sparsity: neither neurons nor heads are left out; want one of them, or sparsity=None")
         if not self.kinds:
@@ -60,11 +55,11 @@ class CometConfig:
             share = getattr(self, key)
             if share is None:
                 continue
-            if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
+            if not 0 < share <= 1:
                 raise ConfigError(f"sparsity: {key}: got {share!r}; want a share above 0 and at most 1")
             if self.levels != "budget":
                 raise ConfigError(f"sparsity: {key}: levels={self.levels!r} opens what is active; leave the budget out")
-        if self.positions is not None and (type(self.positions) is not int or self.positions < 1):
+        if self.positions is not None and self.positions < 1:
             raise ConfigError(f"sparsity: positions: got {self.positions!r}; want a number of at least 1, or None")
         if self.positions is not None and self.orders != "kept":
             raise ConfigError("sparsity: positions: fresh orders serve one opening each; want orders='kept', or None")
@@ -76,7 +71,7 @@ class CometConfig:
             raise ConfigError(f"sparsity: levels={self.levels!r} goes with orders={wanted!r}; got {self.orders!r}")
         for key, most in (("epsilon", 8), ("delta", 1)):
             value = getattr(self, key)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= most:
+            if not 0 < value <= most:
                 raise ConfigError(f"sparsity: {key}: got {value!r}; want a number above 0 and at most {most}")
 
     @property
