@@ -5,8 +5,8 @@ Keys are the callables PyTorch hands to `__torch_function__`; they are compared 
 
 `Guarded`: what all tensors without readable values have in common: every way out is shut.
 
-Functions go through the closed table of `dispatch`; what gets past `__torch_function__` is refused by
-`__torch_dispatch__`; pickling, numpy, dlpack and printing of values are refused by name.
+Functions go through the closed table of `dispatch`; for what gets past `__torch_function__`, `__torch_dispatch__`
+raises; pickling, numpy, dlpack and printing of values raise, too.
 """
 
 from __future__ import annotations

@@ -309,7 +309,7 @@ class SecretComplex:
     def __torch_function__(
         cls, func: TorchArg, types: Sequence[type], args: Sequence[TorchArg] = (), kwargs: TorchArg = None
     ) -> TorchArg:
-        """Products, and the way back to pairs; everything else is refused."""
+        """Products, and the way back to pairs; everything else raises."""
         if func is torch.view_as_real:
             return args[0].pairs
         if func in (torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__):

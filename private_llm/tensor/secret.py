@@ -2,7 +2,7 @@
 
 Outside it is float32 with a public shape, so that model code works unchanged (masks built from
 `torch.finfo(x.dtype)`, `.to(dtype)`); inside it holds a `Fixed`. Shares are never written to: an in-place
-operation rebinds the object, and is refused where another tensor shares its memory.
+operation rebinds the object, and raises where another tensor shares its memory.
 
 `SecretIndex`: token ids that only the client knows; good for one thing, looking up rows of a table.
 """
@@ -288,7 +288,7 @@ class SecretIndex(Guarded):
     def __torch_function__(
         cls, func: TorchArg, types: Sequence[type], args: Sequence[TorchArg] = (), kwargs: TorchArg = None
     ) -> TorchArg:
-        """Lookup and public facts; everything else is refused. The keys stay in main memory until a lookup."""
+        """Lookup and public facts; everything else raises. The keys stay in main memory until a lookup."""
         if func is torch.Tensor.to:
             return args[0]
         if func not in _ALLOWED:

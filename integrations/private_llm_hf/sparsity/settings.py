@@ -25,7 +25,7 @@ class _Settings:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Raises ConfigError for unknown keys and for values that are refused."""
+        """Raises ConfigError for unknown keys and wrong values."""
         refuse_unknown(values, {item.name for item in fields(cls)}, f"{cls.__name__}: ")  # type: ignore[arg-type]
         return cls(**values)
 
