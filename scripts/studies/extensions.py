@@ -244,7 +244,7 @@ def added(extension: Extension, folder: Path) -> None:
             raise ValueError(f"{name}: no line begins with {before!r}")
         (folder / name).write_text("".join([*lines[:at], text, *lines[at:]]), "utf-8")
     if extension.plugin:
-        (folder / "one_more.py").write_text(extension.plugin, "utf-8")
+        (folder / "one_more").with_suffix(".py").write_text(extension.plugin, "utf-8")
 
 
 def tried(extension: Extension) -> str:
