@@ -134,7 +134,7 @@ def jobs(protocol: str) -> Iterator[tuple[Any, tuple[Any, ...]]]:
         chosen = {kernel: step for kernel, (step, _) in steps.KERNELS.items() if (kernel in some) == later}
         for kernel in chosen:
             yield kernel, _types(kernel)
-        for step in (*chosen.values(), *(() if later else (steps.copy, steps.sum_last, steps.gather))):
+        for step in (*chosen.values(), *(() if later else (steps.sum_last, steps.gather))):
             if replayed:
                 yield step, ()
 

@@ -86,7 +86,7 @@ def copy(emit: Emit, out: Tensor, x: Tensor) -> None:
     if x.dtype != torch.int64 or out.dtype != torch.int64:
         raise UnsupportedOp(f"a copy of {x.dtype} to {out.dtype}")
     if out.numel():
-        emit(steps.copy, _row(out.shape, [out, x]))
+        emit(steps.combine, [*_row(out.shape, [out, x, x]), steps.COPY, 1])
 
 
 def _sum(

@@ -93,7 +93,7 @@ if compiling.FOLDER is not None:
     from numba.core.caching import IndexDataCacheFile
     IndexDataCacheFile.save = full
 exec(open("{shifted}").read())
-print(steps.copy.address > 0, steps.combine.address > 0)
+print(steps.gather.address > 0, steps.combine.address > 0)
 """
 
 

@@ -133,9 +133,9 @@ KERNELS = {
 
 
 # -- what PyTorch does ------------------------------------------------------------------------------------------------
-ADD, SUB, MUL, XOR, AND, RIGHT, ADD_TIMES = range(7)
+ADD, SUB, MUL, XOR, AND, RIGHT, ADD_TIMES, COPY = range(8)
 """What `combine` computes."""
-_FORMULAS = ("x + y", "x - y", "x * y", "x ^ y", "x & y", "x >> y", "x + factor * y")
+_FORMULAS = ("x + y", "x - y", "x * y", "x ^ y", "x & y", "x >> y", "x + factor * y", "x")
 """The same of one element; x is shifted as a signed number."""
 
 
@@ -197,30 +197,6 @@ def combine(row: Row) -> None:
 
 
 @compiled
-def _copied(out: Array, x: Array) -> None:
-    """Elements without gaps."""
-    for m in range(len(out)):
-        out[m] = x[m]
-
-
-@CompiledStep
-def copy(row: Row) -> None:
-    """out = x. The row: sizes of 4 dimensions, then address and 4 strides of out and x in elements."""
-    a = carray(row, 14)
-    out, x = flat(a[4], 1 << 40, SIGNED), flat(a[9], 1 << 40, SIGNED)
-    for i in range(a[0]):
-        for j in range(a[1]):
-            for k in range(a[2]):
-                to = i * a[5] + j * a[6] + k * a[7]
-                at = i * a[10] + j * a[11] + k * a[12]
-                if a[8] == 1 and a[13] == 1:
-                    _copied(flat(a[4] + 8 * to, a[3], SIGNED), flat(a[9] + 8 * at, a[3], SIGNED))
-                else:
-                    for m in range(a[3]):
-                        out[to + m * a[8]] = x[at + m * a[13]]
-
-
-@compiled
 def _summed(x: Array) -> int:
     """Of elements without gaps."""
     total = np.int64(0)
@@ -231,7 +207,10 @@ def _summed(x: Array) -> int:
 
 @CompiledStep
 def sum_last(row: Row) -> None:
-    """out [n0, n1, n2] = the sum of x [n0, n1, n2, n3] over its last dimension; the row as that of `copy`."""
+    """out [n0, n1, n2] = the sum of x [n0, n1, n2, n3] over its last dimension.
+
+    The row: sizes of 4 dimensions, then address and 4 strides of out and x in elements.
+    """
     a = carray(row, 14)
     out, x = flat(a[4], 1 << 40, SIGNED), flat(a[9], 1 << 40, SIGNED)
     for i in range(a[0]):
