@@ -107,33 +107,22 @@ class GatewayMetrics:
     """The figures of one gateway: requests, tokens, bytes, rounds, seconds. Nothing of any prompt or answer."""
 
     def __init__(self, models: Mapping[str, Served], runner: RequestExecutor) -> None:
-        self.registry = CollectorRegistry()
-        self._requests = Counter(
-            "private_llm_requests", "Answered requests.", ["endpoint", "status"], registry=self.registry
-        )
-        self._tokens = Counter(
-            "private_llm_tokens", "Tokens of prompts and answers.", ["model", "kind"], registry=self.registry
-        )
-        self._bytes = Counter(
-            "private_llm_bytes", "Bytes sent over all links, parties' among them.", ["model"], registry=self.registry
-        )
-        self._rounds = Counter("private_llm_rounds", "Rounds of the parties.", ["model"], registry=self.registry)
-        self._seconds = Histogram(
-            "private_llm_seconds", "From request to whole answer.", ["endpoint"], registry=self.registry,
-            buckets=_SECONDS,
-        )  # fmt: skip
-        gauges = {
-            name: Gauge(f"private_llm_{name}", told, ["model"], registry=self.registry)
-            for name, told in (
-                ("sessions_in_use", "Sessions that serve a request."),
-                ("requests_in_flight", "Requests that run or wait."),
-                ("ready", "1 if the parties did what was asked last."),
-            )
-        }
+        self.registry = registry = CollectorRegistry()
+        counter = partial(Counter, namespace="private_llm", registry=registry)
+        self._requests = counter("requests", "Answered requests.", ["endpoint", "status"])
+        self._tokens = counter("tokens", "Tokens of prompts and answers.", ["model", "kind"])
+        self._bytes = counter("bytes", "Bytes sent over all links, parties' among them.", ["model"])
+        self._rounds = counter("rounds", "Rounds of the parties.", ["model"])
+        told = "From request to whole answer."
+        self._seconds = Histogram("private_llm_seconds", told, ["endpoint"], registry=registry, buckets=_SECONDS)
+        gauge = partial(Gauge, labelnames=["model"], namespace="private_llm", registry=registry)
+        in_use = gauge("sessions_in_use", "Sessions that serve a request.")
+        in_flight = gauge("requests_in_flight", "Requests that run or wait.")
+        ready = gauge("ready", "1 if the parties did what was asked last.")
         for name, served in models.items():
-            gauges["sessions_in_use"].labels(name).set_function(partial(getattr, served.pool, "in_use"))
-            gauges["requests_in_flight"].labels(name).set_function(partial(runner.taken.__getitem__, name))
-            gauges["ready"].labels(name).set_function(partial(getattr, served.pool, "healthy"))
+            in_use.labels(name).set_function(partial(getattr, served.pool, "in_use"))
+            in_flight.labels(name).set_function(partial(runner.taken.__getitem__, name))
+            ready.labels(name).set_function(partial(getattr, served.pool, "healthy"))
 
     def answered(self, endpoint: str, status: int, seconds: float) -> None:
         """A request is over. endpoint: one of the gateway's, so that there are few."""
