@@ -143,6 +143,17 @@ def test_every_module_of_the_product_is_used_by_it() -> None:
     assert unused == set(UNUSED), "move it to scripts/studies or tests, or say in UNUSED why users need it"
 
 
+def test_every_class_has_a_name_of_its_own() -> None:
+    """Whoever searches for a name finds one thing, also where it begins with an underscore."""
+    homes: dict[str, list[str]] = {}
+    for package, folder in PACKAGES.items():
+        for name, path in modules(folder, package).items():
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.ClassDef):
+                    homes.setdefault(node.name.lstrip("_"), []).append(name)
+    assert {name: found for name, found in homes.items() if len(found) > 1} == {}
+
+
 def test_nothing_in_the_product_imports_scripts_or_tests() -> None:
     folders = (ROOT / "scripts", ROOT / "tests" / "system")
     files = [path for folder in folders for path in folder.rglob("*.py")]

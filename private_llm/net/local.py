@@ -41,7 +41,7 @@ class _Link:
         self.room = threading.Condition()
 
 
-class _ParallelSessions:
+class _SessionMeshes:
     """The meshes of all parallel sessions of one session, and why it ended."""
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ class LocalMesh:
         self.timeout = timeout
         self.turns = None if at_once is None else threading.Semaphore(at_once)
         self.number, self.origin = 0, Origin()
-        self.parallel_sessions = _ParallelSessions()
+        self.parallel_sessions = _SessionMeshes()
         self.parallel_sessions.meshes[0] = self
         self.others: list[LocalMesh] = []  # of this session, made here; no circle, so that links end with the mesh
         self.clear()

@@ -135,7 +135,7 @@ def _searched(allowed: Tensor, shape: tuple[int, int, int, int], device: torch.d
 
 
 @dataclass(frozen=True, eq=False)
-class AttentionCall:
+class AttentionQuery:
     """What attention is asked: query [B, H, q, D] and which of the n entries held may be seen.
 
     mask: public, bool [B or 1, H or 1, q, n], True where allowed, None: all; it may leave heads out. tokens: the same
@@ -164,11 +164,11 @@ def attend(
     the scale are removed in one truncation. Raises DomainError if G does not divide H, for rows longer than 65,536 and
     in a 32-bit ring.
     """
-    return attend_and_weigh(AttentionCall(query, mask, None, scale, softcap), key, value, bias)[0]
+    return attend_and_weigh(AttentionQuery(query, mask, None, scale, softcap), key, value, bias)[0]
 
 
 def attend_and_weigh(
-    call: AttentionCall, key: Fixed, value: Fixed, bias: Fixed | Tensor | None = None, counted: int = 0,
+    call: AttentionQuery, key: Fixed, value: Fixed, bias: Fixed | Tensor | None = None, counted: int = 0,
     among: Tensor | None = None,
 ) -> tuple[Fixed, Fixed | None]:  # fmt: skip
     """As `attend`, with sinks and the attention mass that each key got from the last `counted` queries, or None for 0.
@@ -194,7 +194,7 @@ def attend_and_weigh(
     return _attended(call, key, value, pattern, bias, counted, among=among)
 
 
-def _repeated(call: AttentionCall, key: Fixed, value: Fixed) -> Fixed:
+def _repeated(call: AttentionQuery, key: Fixed, value: Fixed) -> Fixed:
     """Attention of few queries to all keys: beside those of a cache, padded to a length that repeats."""
     query, scale, softcap = call.query, call.scale, call.softcap
     inputs, in_place = [query, key, value], list[Fixed]()
@@ -207,7 +207,7 @@ def _repeated(call: AttentionCall, key: Fixed, value: Fixed) -> Fixed:
     def compute(x: Sequence[Fixed]) -> Sequence[Fixed]:
         pattern = Pattern((*x[0].shape[:3], x[-1].shape[2]), None, _ALL)
         present = x[1].share.parts[0] if len(x) > 3 else None
-        return (_attended(AttentionCall(x[0], None, None, scale, softcap), x[-2], x[-1], pattern, present=present)[0],)
+        return (_attended(AttentionQuery(x[0], None, None, scale, softcap), x[-2], x[-1], pattern, present=present)[0],)
 
     with alike(query.session) if decoding or first else nullcontext():
         return repeat(query.session, ("attention", scale, softcap), inputs, compute, _PATIENCE, in_place)[0]
@@ -219,19 +219,19 @@ def _is_repeated_chunk(session: Session, pattern: Pattern) -> bool:
     return pattern.shape[2] in chunks and sum(pattern.entries) <= _MOST_ENTRIES and uses_cuda_graphs(session)
 
 
-def _repeated_chunk(call: AttentionCall, key: Fixed, value: Fixed, pattern: Pattern) -> Fixed:
+def _repeated_chunk(call: AttentionQuery, key: Fixed, value: Fixed, pattern: Pattern) -> Fixed:
     """Attention of a chunk, the same for all layers and prompts that see the same."""
     scale, softcap = call.scale, call.softcap
 
     def compute(x: Sequence[Fixed]) -> Sequence[Fixed]:
-        return (_attended(AttentionCall(x[0], None, None, scale, softcap), x[1], x[2], pattern)[0],)
+        return (_attended(AttentionQuery(x[0], None, None, scale, softcap), x[1], x[2], pattern)[0],)
 
     what = ("attention of a chunk", scale, softcap, pattern.digest)
     return repeat(call.query.session, what, [call.query, key, value], compute, _PATIENCE)[0]
 
 
 def _attended(
-    call: AttentionCall, key: Fixed, value: Fixed, pattern: Pattern, bias: Fixed | Tensor | None = None,
+    call: AttentionQuery, key: Fixed, value: Fixed, pattern: Pattern, bias: Fixed | Tensor | None = None,
     counted: int = 0, present: Tensor | None = None, among: Tensor | None = None,
 ) -> tuple[Fixed, Fixed | None]:  # fmt: skip
     """`attend_and_weigh` where some query sees something. present: see `kv_cache`; with all keys alone."""

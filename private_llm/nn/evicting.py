@@ -20,7 +20,7 @@ from private_llm.errors import UnsupportedOp
 from private_llm.exact.maximum import concatenated
 from private_llm.kv_policies.padding import Arranged, arranged, padding_last, queries_that_count
 from private_llm.kv_policies.policy import CachePolicy, ClusterShape, Eviction
-from private_llm.nn.attention import AttentionCall, attend_and_weigh
+from private_llm.nn.attention import AttentionQuery, attend_and_weigh
 from private_llm.nn.clusters import representatives
 from private_llm.nn.kv_cache import KVBuffer
 from private_llm.nn.selecting import FORBIDDEN, Chosen, attend_to_chosen, choose_clusters, reordered
@@ -66,7 +66,7 @@ class EvictingLayer:
         self._rows: Tensor | None = None  # `Arranged.clusters` when clusters were made, where there is padding
 
     # -- attention ---------------------------------------------------------------------------------------------
-    def attend(self, call: AttentionCall, queries: int) -> Fixed:
+    def attend(self, call: AttentionQuery, queries: int) -> Fixed:
         """Attention of the call whose `queries` new entries the buffer holds already: [B, H, q, Dv]. Then evicts.
 
         A single query attends to what the policy selects, several to all entries. Costs: `selection_costs.py`. Raises
@@ -176,7 +176,7 @@ class EvictingLayer:
         elif mass is not None:
             self._mass, self._mass_bound = self._mass + mass, self._mass_bound + bound
 
-    def _evict(self, call: AttentionCall, queries: int) -> None:
+    def _evict(self, call: AttentionQuery, queries: int) -> None:
         """After a call: forget all but as many entries as the policy says, and make clusters of a prompt's rest."""
         eviction, buffer = self.policy.eviction, self.buffer
         held, alive = buffer.length, buffer.length - self._hidden
@@ -194,7 +194,7 @@ class EvictingLayer:
             tokens = _tokens(call.tokens, keys.shape[2]) if buffer.length == held else buffer.tokens
             self._representatives(keys, tokens)
 
-    def _rank(self, eviction: Eviction, call: AttentionCall, kept: int, newest: int) -> Evicted:
+    def _rank(self, eviction: Eviction, call: AttentionQuery, kept: int, newest: int) -> Evicted:
         """Which entries stay: the top of their masses, padding last."""
         held, first = self.buffer.length, eviction.first
         if self._mass is None:

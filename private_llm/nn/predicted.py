@@ -87,7 +87,7 @@ class ActivityPredictor(nn.Module):
             return opened_units(x.session, bits, positions, budget, self.expected)
 
 
-class _SparseBlock(ABC):
+class _PredictedBlock(ABC):
     """Layers of one input of which outputs are computed where a predictor says so; their forward functions become
     `read`, that of the layer after them `write`.
     """
@@ -129,7 +129,7 @@ class _SparseBlock(ABC):
         """All readers' outputs at the opened units, bool [positions, units]."""
 
 
-class SparseFeedForward(_SparseBlock):
+class SparseFeedForward(_PredictedBlock):
     """FC1 (gate, up) and FC2 (down) of one block at the predicted neurons, whose units lie in the owner's order.
 
     `read` gives the chosen neurons of all positions, 1-D in row-major order.
@@ -225,7 +225,7 @@ class FreshActivation:
         return SecretTensor(back.view(lambda part: part.reshape(h.shape)))
 
 
-class SparseHeads(_SparseBlock):
+class SparseHeads(_PredictedBlock):
     """Predicted attention heads of one block, whose heads lie in the owner's order.
 
     Queries of other heads are not computed, and `allowed` takes them out of the attention mask, so they have no scores,

@@ -24,7 +24,7 @@ from private_llm.approx.activations import precise_tanh
 from private_llm.exact.maximum import concatenated
 from private_llm.kv_policies.padding import Arranged
 from private_llm.kv_policies.policy import ClusterShape
-from private_llm.nn.attention import AttentionCall, mixed_values, pattern_of, scaled, score_width, soften
+from private_llm.nn.attention import AttentionQuery, mixed_values, pattern_of, scaled, score_width, soften
 from private_llm.nn.selection_costs import LIKENESS_BITS, LIKENESS_REACH, cheapest_gather, composes
 from private_llm.oblivious.chosen_rows import ChosenRows, OneHotRows, one_hot_rows, shuffled_rows
 from private_llm.oblivious.topk import largest_bits
@@ -165,7 +165,7 @@ def _rows(likeness: Fixed, there: int, kept: int, gather: str) -> ChosenRows:
 
 
 def attend_to_chosen(
-    call: AttentionCall, key: Fixed, value: Fixed, chosen: Chosen, addend: Fixed | None = None, weigh: bool = True
+    call: AttentionQuery, key: Fixed, value: Fixed, chosen: Chosen, addend: Fixed | None = None, weigh: bool = True
 ) -> tuple[Fixed, Fixed | None]:
     """Attention of q [B, H, 1, D] to the chosen of k, v [B, G, n, D]: [B, H, 1, Dv]; each entry's mass [B, G, n].
 
@@ -204,7 +204,7 @@ def attend_to_chosen(
 
 
 def _attend_to_gathered(
-    call: AttentionCall, key: Fixed, value: Fixed, chosen: Chosen, addend: Fixed | None, weigh: bool
+    call: AttentionQuery, key: Fixed, value: Fixed, chosen: Chosen, addend: Fixed | None, weigh: bool
 ) -> tuple[Fixed, Fixed | None]:
     """The paper's way: keys and values of the chosen clusters are gathered, then attended to."""
     query, (batch, heads, _, depth) = call.query, call.query.shape
@@ -237,7 +237,7 @@ def _attend_to_gathered(
     return out, chosen.in_place(mass, entries, 2)
 
 
-def _scores(call: AttentionCall, key: Fixed, alone: bool, takes: int, seen: Tensor | None = None) -> Fixed:
+def _scores(call: AttentionQuery, key: Fixed, alone: bool, takes: int, seen: Tensor | None = None) -> Fixed:
     """Scores [B, G, H / G, n], with the fractional bits and in the lowest bits that softmax reads after `takes` choices
     of rows; zeros where `seen` [B, 1, n] says so. Watched.
 
@@ -286,7 +286,7 @@ def _penalty(like: Fixed, shape: tuple[int, ...], seen: Tensor | None, addend: F
     return made + ((~seen)[:, None] * -FORBIDDEN).to(like.share.parts[0].device).double()
 
 
-def _weights(scores: Fixed, call: AttentionCall, penalty: Fixed | None) -> Fixed:
+def _weights(scores: Fixed, call: AttentionQuery, penalty: Fixed | None) -> Fixed:
     """Softmax of gathered scores [B, G, shared, n] with many fractional bits; zeros for heads that are left out.
 
     penalty: to be added after the cap, [B, G, 1, n].

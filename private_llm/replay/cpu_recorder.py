@@ -46,7 +46,7 @@ MOST_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, repr=False)  # of tensors, which may be shares
-class _Operation:
+class _TracedOperation:
     """Arguments of one of PyTorch's: the tensors among them, whether one varies, and that which is written to."""
 
     args: Sequence[Any]
@@ -269,9 +269,9 @@ class CpuRecorder(StepRecorder[Operand]):
         return made
 
     @noted
-    def _begun(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Operation:  # noqa: ANN401 - as above
+    def _begun(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _TracedOperation:  # noqa: ANN401 - as above
         tensors = list(tensors_of((args, kwargs)))
-        operation = _Operation(
+        operation = _TracedOperation(
             args, kwargs, tensors, any(map(self._varies, tensors)),
             next(iter(all_written_by(func, args, kwargs)), None),
         )  # fmt: skip
@@ -280,14 +280,14 @@ class CpuRecorder(StepRecorder[Operand]):
         return operation
 
     @noted
-    def _ended(self, func: Any, operation: _Operation, made: Any) -> None:  # noqa: ANN401 - as above
+    def _ended(self, func: Any, operation: _TracedOperation, made: Any) -> None:  # noqa: ANN401 - as above
         for x in made if isinstance(made, list | tuple) else (made,):
             if isinstance(x, Tensor):
                 self._follow(func, operation, x)
             elif operation.changes:
                 raise UnsupportedOp(f"gives {type(x).__name__} of a value that changes")
 
-    def _follow(self, func: Any, operation: _Operation, x: Tensor) -> None:  # noqa: ANN401 - as above
+    def _follow(self, func: Any, operation: _TracedOperation, x: Tensor) -> None:  # noqa: ANN401 - as above
         if not x.numel() or self.reason is not None:
             return
         written, start = operation.written, x.untyped_storage().data_ptr()
@@ -311,7 +311,7 @@ class CpuRecorder(StepRecorder[Operand]):
                 del self._into[before:]
                 self._called(func, operation, None if written is not None else x)
 
-    def _called(self, func: Any, operation: _Operation, made: Tensor | None) -> None:  # noqa: ANN401 - as above
+    def _called(self, func: Any, operation: _TracedOperation, made: Tensor | None) -> None:  # noqa: ANN401 - as above
         """An operation that no step computes is called again, if its result has the same shape every time."""
         args = operation.args
         numbers = func in loops.MOVES and all(index.dtype == torch.int64 for index in tensors_of(args[1:]))

@@ -207,7 +207,9 @@ class _Emission:
 
     def of(self, steps: Sequence[GraphNode | list[Group]]) -> list[GraphNode]:
         """All nodes."""
-        drafts = [step if isinstance(step, TorchCall) else [_Draft(g, self._found) for g in step] for step in steps]
+        drafts = [
+            step if isinstance(step, TorchCall) else [_FusedGroup(g, self._found) for g in step] for step in steps
+        ]
         kept = self._kept(drafts)
         for step in drafts:
             node = step if isinstance(step, TorchCall) else _launched(step, kept, self._found)
@@ -218,7 +220,7 @@ class _Emission:
         self._demand(self._needed)
         return self._made
 
-    def _kept(self, drafts: Sequence[GraphNode | list[_Draft]]) -> set[int]:
+    def _kept(self, drafts: Sequence[GraphNode | list[_FusedGroup]]) -> set[int]:
         """Storages that others than the group which writes them read."""
         names = [*self._needed, *(slot for slot in self._found if slot not in self._source)]
         for step in drafts:
@@ -257,7 +259,7 @@ class _Emission:
         return GraphNode(torch.empty_strided, (tuple(x.shape), x.stride()), named, (slot,), False)
 
 
-class _Draft:
+class _FusedGroup:
     """A group as operations on values; read: tensors of which it loads."""
 
     def __init__(self, group: Group, found: Mapping[Slot, Tensor]) -> None:
@@ -284,7 +286,7 @@ class _Draft:
             self.operations.append((made, given))
 
 
-def _launched(drafts: Sequence[_Draft], kept: set[int], found: Mapping[Slot, Tensor]) -> GraphNode | None:
+def _launched(drafts: Sequence[_FusedGroup], kept: set[int], found: Mapping[Slot, Tensor]) -> GraphNode | None:
     """The launch of a batch; None if nobody reads what it makes."""
     names: list[Name] = []
     numbers: dict[object, int] = {}

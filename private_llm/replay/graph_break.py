@@ -70,11 +70,11 @@ class GraphBreak(ABC):
             return made
 
 
-class _Thread(threading.local):
+class _CallState(threading.local):
     graph_break: GraphBreak | None = None
 
 
-this_call = _Thread()
+this_call = _CallState()
 """Its `graph_break` is that of the region which this thread computes in Python, or None."""
 
 

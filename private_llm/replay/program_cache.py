@@ -60,7 +60,7 @@ MOST_HELD = 256 << 20
 
 
 @dataclass
-class _Call:
+class _RegionCall:
     """One call of a region. point: which of the other parties' calls it is (`replay.joint`)."""
 
     session: Session
@@ -116,7 +116,7 @@ class ProgramCache:
         one goes, for good.
         """
         point = self._points.next(session, self._place > 0, inputs, binding)
-        call = _Call(session, inputs, binding, graph_break, point)
+        call = _RegionCall(session, inputs, binding, graph_break, point)
         try:
             if in_place:
                 memories = tuple([part.untyped_storage() for x in in_place for part in x.share.parts])
@@ -134,7 +134,7 @@ class ProgramCache:
             started = self._without(call)
         return started(compute)
 
-    def _started(self, call: _Call, warmup: int) -> Callable[[Compute], Result]:
+    def _started(self, call: _RegionCall, warmup: int) -> Callable[[Compute], Result]:
         region, name = call.region, call.binding.name
         refused = region.refused_all or name in region.refused
         if name in region.checked and region.compiled is not None:
@@ -153,12 +153,12 @@ class ProgramCache:
             held = self._live_transport = LiveTransport(protocol.transport, protocol.mask_streams)
         return held
 
-    def _alone(self, call: _Call) -> None:
+    def _alone(self, call: _RegionCall) -> None:
         """This call is not one that all parties repeat together."""
         if call.point is not None and (end := end_of(call.session, self._links(call.session).barrier_end)) is not None:
             end.skip(call.point)
 
-    def _without(self, call: _Call) -> Callable[[Compute], Result]:
+    def _without(self, call: _RegionCall) -> Callable[[Compute], Result]:
         """As always, at a party that has no program, while others may have one."""
 
         def hidden(compute: Compute) -> Result:
@@ -167,7 +167,7 @@ class ProgramCache:
 
         return hidden if uses_cuda_graphs(call.session) else functools.partial(self._computed, call)
 
-    def _refuse(self, call: _Call, error: Exception) -> None:
+    def _refuse(self, call: _RegionCall, error: Exception) -> None:
         """From now on Python computes: for this binding, where there is a program for others."""
         region, name = call.region, call.binding.name
         self.refused[str(error) or type(error).__name__] += 1
@@ -175,13 +175,13 @@ class ProgramCache:
         region.refused.add(name)
         region.refused_all |= region.compiled is None
 
-    def _computed(self, call: _Call, compute: Compute) -> Result:
+    def _computed(self, call: _RegionCall, compute: Compute) -> Result:
         self.counts["plain"] += 1
         made, facts = compute(call.inputs)
         call.region.refused_all |= facts is None
         return made, facts
 
-    def _plain(self, call: _Call, graph_break: GraphBreak, compute: Compute) -> Result:
+    def _plain(self, call: _RegionCall, graph_break: GraphBreak, compute: Compute) -> Result:
         """As always, but what is within is not recorded by itself, and the graph break is watched."""
 
         @contextmanager
@@ -217,7 +217,7 @@ class ProgramCache:
         finally:
             self._place = before
 
-    def _region(self, call: _Call, key: Hashable) -> RegionState:
+    def _region(self, call: _RegionCall, key: Hashable) -> RegionState:
         # a graph reads the memories with which it was captured, in the pool of its place
         alone = (call.binding.name, self._place) if uses_cuda_graphs(call.session) else ()
         key = (key, alone, tuple([(tuple(x.shape), x.form, len(x.share.parts)) for x in call.inputs]))
@@ -251,7 +251,7 @@ class ProgramCache:
             total -= size
             del self._regions[key]
 
-    def _record(self, call: _Call) -> Callable[[Compute], Result]:
+    def _record(self, call: _RegionCall) -> Callable[[Compute], Result]:
         protocol, binding, graph_break = call.session.protocol, call.binding, call.graph_break
         recorder: StepRecorder[Any]
         if uses_cuda_graphs(call.session):
@@ -294,7 +294,7 @@ class ProgramCache:
         )  # fmt: skip
 
     def _watched(
-        self, call: _Call, what: str, watcher: TraceLog | StepRecorder[Any], leaves: Callable[[Sequence[Tensor],
+        self, call: _RegionCall, what: str, watcher: TraceLog | StepRecorder[Any], leaves: Callable[[Sequence[Tensor],
         Sequence[Tensor]], Sequence[Tensor]], given: Sequence[Fixed], finish: Callable[[SideEffects, Sequence[Fixed],
         Hashable], None]
     ) -> Callable[[Compute], Result]:  # fmt: skip
@@ -329,7 +329,7 @@ class ProgramCache:
 
         return run
 
-    def _check(self, call: _Call, compiled: CompiledRegion) -> Callable[[Compute], Result]:
+    def _check(self, call: _RegionCall, compiled: CompiledRegion) -> Callable[[Compute], Result]:
         protocol, graph_break = call.session.protocol, call.graph_break
         trace_log, break_check = TraceLog(protocol.transport, protocol.mask_streams), BreakCheck()
         given = [part.contiguous().clone() for part in call.parts()]
@@ -353,7 +353,7 @@ class ProgramCache:
 
         return self._watched(call, "checked", trace_log, break_check.record, call.inputs, finish)
 
-    def _repeat(self, call: _Call, compiled: CompiledRegion) -> Callable[[Compute], Result]:
+    def _repeat(self, call: _RegionCall, compiled: CompiledRegion) -> Callable[[Compute], Result]:
         session, point, program, outcome = call.session, call.point, compiled.program, compiled.outcome
         transport, parts = self._links(session), call.parts()
         each = len(parts) // len(call.inputs)
@@ -380,7 +380,7 @@ class ProgramCache:
         return repeat
 
     def _inner(
-        self, call: _Call, record: BreakRecord, graph_break: GraphBreak, parts: Sequence[Tensor]
+        self, call: _RegionCall, record: BreakRecord, graph_break: GraphBreak, parts: Sequence[Tensor]
     ) -> Sequence[Tensor]:  # fmt: skip
         with self._inside_break():
             return record.compute(call.session, graph_break, call.binding.name, parts)

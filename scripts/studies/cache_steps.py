@@ -28,7 +28,7 @@ from private_llm.kv_policies.policy import CachePolicy
 from private_llm.net.ledger import Cost
 from private_llm.net.local import LocalMesh
 from private_llm.net.transport import CLIENT
-from private_llm.nn.attention import AttentionCall, attend
+from private_llm.nn.attention import AttentionQuery, attend
 from private_llm.nn.evicting import EvictingLayer
 from private_llm.nn.merged_heads import apart, merge_heads
 from private_llm.protocols.session import Session, join, join_as_client, meta_session
@@ -101,7 +101,7 @@ class Layers:
     def _attend(self, layer: EvictingLayer, query: Fixed, queries: int) -> None:
         scale, merged = self.shape.depth**-0.5, self.policy.merged_heads
         if merged == 1:
-            layer.attend(AttentionCall(query, None, None, scale), queries)
+            layer.attend(AttentionQuery(query, None, None, scale), queries)
             return
         keys, values = layer.buffer.keys, layer.buffer.values
         if keys is not None and values is not None:

@@ -30,7 +30,7 @@ from private_llm.kv_policies.policy import KEEP_ALL, CachePolicy, Level
 from private_llm.kv_policies.rivals import H2O, TOVA, HeadMerging, InfLLM, LongCache, SnapKV
 from private_llm.net.local import LocalMesh
 from private_llm.net.transport import Transport
-from private_llm.nn.attention import AttentionCall
+from private_llm.nn.attention import AttentionQuery
 from private_llm.nn.evicting import EvictingLayer
 from private_llm.sparsity_config import CometConfig
 from private_llm.tensor.fixed import Fixed
@@ -341,7 +341,7 @@ def test_each_layer_forgets_before_the_next_attends(monkeypatch: pytest.MonkeyPa
     seen: list[tuple[int, int]] = []
     original = EvictingLayer.attend
 
-    def watched(layer: EvictingLayer, call: AttentionCall, queries: int) -> Fixed:
+    def watched(layer: EvictingLayer, call: AttentionQuery, queries: int) -> Fixed:
         out = original(layer, call, queries)
         rows = layer.buffer._rows
         if rows is None:

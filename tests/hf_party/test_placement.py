@@ -116,7 +116,7 @@ def test_a_hook_moves_plain_and_secret_inputs() -> None:
         def forward(self, *args: Any, **kwargs: Any) -> None:
             seen.extend([*args, *kwargs.values()])
 
-    module = placement.add_hook_to_module(Sees(), placement._Placed(torch.device("meta"), True, {}))
+    module = placement.add_hook_to_module(Sees(), placement._PlacementHook(torch.device("meta"), True, {}))
     module(torch.ones(2), [torch.ones(3)], mask=(torch.ones(1), None), name="x")
     assert seen[0].is_meta
     assert seen[1][0].is_meta

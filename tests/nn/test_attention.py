@@ -19,7 +19,7 @@ from private_llm.config import PrivateConfig
 from private_llm.errors import DomainError, UnsupportedOp
 from private_llm.exact.ragged_rows import Rows
 from private_llm.net.ledger import Cost
-from private_llm.nn.attention import AttentionCall, Pattern, _attended, attend, attend_and_weigh, pattern_of
+from private_llm.nn.attention import AttentionQuery, Pattern, _attended, attend, attend_and_weigh, pattern_of
 from private_llm.nn.kv_cache import padded_length, repeats
 from private_llm.protocols.prices import trio_prices as cost
 from private_llm.protocols.session import Session, meta_session
@@ -73,7 +73,7 @@ def test_masks_and_grouped_heads(mask: str, groups: int) -> None:
 def test_a_sink_takes_its_part_of_every_row(mask: str, groups: int) -> None:
     q, k, v = noise(2, 4, 5, 8), noise(2, groups, 7, 8, seed=1), noise(2, groups, 7, 6, seed=2)
     allowed, sinks = MASKS[mask], torch.tensor([-30.0, 0.5, 2.0, 30.0], dtype=torch.float64)
-    call = AttentionCall(fixed(S, q), allowed, None, 8**-0.5, sinks=fixed(S, sinks, 12))
+    call = AttentionQuery(fixed(S, q), allowed, None, 8**-0.5, sinks=fixed(S, sinks, 12))
     got, _ = attend_and_weigh(call, fixed(S, k), fixed(S, v))
     k, v = k.repeat_interleave(4 // groups, 1), v.repeat_interleave(4 // groups, 1)
     scores = (q @ k.transpose(-1, -2) * 8**-0.5).masked_fill(~allowed, -1e30)
@@ -90,7 +90,7 @@ def test_sinks_cost_an_entry_a_row() -> None:
             return Fixed(session, Share(parts), session.frac)
 
         heads = empty(4) if sinks else None
-        call = AttentionCall(empty(2, 4, 5, 8), MASKS["causal"], None, 0.25, sinks=heads)
+        call = AttentionQuery(empty(2, 4, 5, 8), MASKS["causal"], None, 0.25, sinks=heads)
         attend_and_weigh(call, empty(2, 4, 7, 8), empty(2, 4, 7, 6))
         return session.protocol.ledger.cost().total
 
@@ -104,7 +104,7 @@ def test_sinks_cost_an_entry_a_row() -> None:
 def test_attention_mass_is_the_column_sums_of_softmax(mask: str, groups: int, counted: int) -> None:
     q, k, v = noise(2, 4, 5, 8), noise(2, groups, 7, 8, seed=1), noise(2, groups, 7, 6, seed=2)
     allowed = MASKS[mask].expand(2, -1, 5, 7)
-    call = AttentionCall(fixed(S, q), allowed, None, 0.25)
+    call = AttentionQuery(fixed(S, q), allowed, None, 0.25)
     mixed, mass = attend_and_weigh(call, fixed(S, k), fixed(S, v), counted=counted)
     scores = (q @ k.repeat_interleave(4 // groups, 1).transpose(-1, -2) * 0.25).masked_fill(~allowed, -1e30)
     want = (scores.softmax(-1) * allowed)[:, :, -counted:].sum(2).view(2, groups, -1, 7).sum(2)
@@ -121,7 +121,7 @@ def test_attention_mass_under_every_protocol(protocol: str) -> None:
     mask = MASKS["padding"]
 
     def mass(_: Session, query: Fixed, key: Fixed, value: Fixed) -> Fixed:
-        found = attend_and_weigh(AttentionCall(query, mask, None, 0.25), key, value, counted=3)[1]
+        found = attend_and_weigh(AttentionQuery(query, mask, None, 0.25), key, value, counted=3)[1]
         if found is None:
             raise AssertionError("no mass")
         return found
@@ -142,7 +142,7 @@ def test_attention_mass_sends_nothing_and_is_not_made_unasked() -> None:
         )
         session.protocol.ledger.reset()
         mask = torch.ones(1, 1, 6, 6, dtype=torch.bool).tril()
-        _, mass = attend_and_weigh(AttentionCall(q, mask, None, 0.25), k, v, counted=counted)
+        _, mass = attend_and_weigh(AttentionQuery(q, mask, None, 0.25), k, v, counted=counted)
         ledger = session.protocol.ledger
         return (dict(ledger.sent), dict(ledger.rounds), dict(ledger.macs)), mass is not None
 
@@ -345,7 +345,7 @@ def test_padded_keys_change_nothing_but_bytes(keys: int, sign: float, known: dic
     pattern = Pattern((2, 4, 1, keys), None, Rows(()))
 
     def alone(session: Session, query: Fixed, key: Fixed, value: Fixed) -> Fixed:
-        call = AttentionCall(query, None, None, 0.25)
+        call = AttentionQuery(query, None, None, 0.25)
         return _attended(call, key, value, pattern)[0] if _ranged(session, **known) else query
 
     without = run_parties(PrivateConfig(), alone, [q, k, v]).cost

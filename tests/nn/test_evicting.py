@@ -15,7 +15,7 @@ from private_llm.config import PrivateConfig
 from private_llm.kv_policies.mpcache import MPCacheConfig
 from private_llm.kv_policies.policy import CachePolicy, Eviction, Level, Selection
 from private_llm.kv_policies.rivals import H2O, TOVA, InfLLM, LongCache, SnapKV
-from private_llm.nn.attention import AttentionCall
+from private_llm.nn.attention import AttentionQuery
 from private_llm.nn.evicting import EvictingLayer
 from private_llm.nn.selection_costs import GATHERS
 from private_llm.protocols.registry import protocol_names
@@ -164,7 +164,7 @@ def private(case: Case, session: Session, *given: Fixed, tokens: Tensor | None =
             start = layer.buffer.position
             layer.buffer.append(k, v)
             mask = layer.buffer.columns(table(tokens, start, step), case.heads)
-            out.append(layer.attend(AttentionCall(q, mask, mask, 0.5, case.cap, sinks), step))
+            out.append(layer.attend(AttentionQuery(q, mask, mask, 0.5, case.cap, sinks), step))
         for layer in layers:
             layer.chosen = layer.evicted = None
         done += step
@@ -352,7 +352,7 @@ def test_entries_without_any_attention_stay_before_hidden_ones() -> None:
         x = fixed(session, noise(1, 1, new, 4, seed=start, scale=12))
         layer.buffer.append(x, x)
         mask = table(torch.ones(1, 17, dtype=torch.bool), start, new)
-        layer.attend(AttentionCall(x, mask, mask, 0.5), new)
+        layer.attend(AttentionQuery(x, mask, mask, 0.5), new)
         penalty = layer._penalty
         if penalty is None:
             raise AssertionError("nothing was hidden")
@@ -375,7 +375,7 @@ def test_hidden_entries_beside_one_of_much_attention_stay_hidden() -> None:
         query, held = fixed(session, torch.ones(1, 4, new, 4, dtype=torch.float64)), fixed(session, key)
         layer.buffer.append(held, held)
         mask = table(torch.ones(1, 20, dtype=torch.bool), start, new)
-        layer.attend(AttentionCall(query, mask, mask, 0.5), new)
+        layer.attend(AttentionQuery(query, mask, mask, 0.5), new)
         penalty = layer._penalty
         if penalty is None:
             raise AssertionError("nothing was hidden")

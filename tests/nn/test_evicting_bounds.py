@@ -11,7 +11,7 @@ from private_llm.errors import DomainError, UnsupportedOp
 from private_llm.kv_policies.mpcache import MPCacheConfig
 from private_llm.net.ledger import Cost
 from private_llm.nn.attention import attend
-from private_llm.nn.evicting import AttentionCall, EvictingLayer
+from private_llm.nn.evicting import AttentionQuery, EvictingLayer
 from private_llm.protocols.registry import Pricing
 from private_llm.protocols.session import Session
 from private_llm.tensor.fixed import Fixed
@@ -30,7 +30,7 @@ def test_the_budget_is_kept_again_as_soon_as_so_many_more_are_held() -> None:
         layer.buffer.append(x, x)
         mask = table(torch.ones(1, 17, dtype=torch.bool), layer.buffer.position - new, new)
         mask = layer.buffer.columns(mask, 1)
-        layer.attend(AttentionCall(x, mask, mask, 0.5), new)
+        layer.attend(AttentionQuery(x, mask, mask, 0.5), new)
         held.append(layer.buffer.length)
     assert held == [8, 9, 10, 8, 9, 10, 8, 9]
 
@@ -45,7 +45,7 @@ def test_what_follows_an_eviction_cannot_be_cropped(drop: bool, short: int) -> N
     tokens[0, :short] = False
     layer.buffer.append(x, x)
     mask = table(tokens, 0, 17)
-    layer.attend(AttentionCall(x, mask, mask, 0.5), 17)
+    layer.attend(AttentionQuery(x, mask, mask, 0.5), 17)
     with pytest.raises(DomainError, match="only the last 2 can be removed"):
         layer.crop(3)
     layer.crop(2)
@@ -60,7 +60,7 @@ def test_a_leader_that_has_not_chosen_is_named() -> None:
     layer.buffer.append(x, x)
     mask = table(torch.ones(1, 17, dtype=torch.bool), 0, 17)
     with pytest.raises(UnsupportedOp, match="whose choices this one shares has made none"):
-        layer.attend(AttentionCall(x, mask, mask, 0.5), 17)
+        layer.attend(AttentionQuery(x, mask, mask, 0.5), 17)
 
 
 # -- costs ----------------------------------------------------------------------------------------------------
@@ -78,7 +78,7 @@ def test_an_eviction_costs_what_the_formula_says_and_a_follower_pays_a_shuffle(p
             for layer in (first,) if leader else (first, EvictingLayer(policy, first)):
                 session.protocol.ledger.reset()
                 layer.buffer.append(k, v)
-                out = layer.attend(AttentionCall(q, mask, mask, 0.5), 21)
+                out = layer.attend(AttentionQuery(q, mask, mask, 0.5), 21)
             return out
 
         cost = run_parties(made, program, inputs).cost

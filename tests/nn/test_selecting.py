@@ -14,7 +14,7 @@ from torch import Tensor
 from private_llm.config import PrivateConfig
 from private_llm.kv_policies.policy import ClusterShape, Level, Selection
 from private_llm.net.ledger import Cost
-from private_llm.nn.attention import AttentionCall, pattern_of, score_width, soften
+from private_llm.nn.attention import AttentionQuery, pattern_of, score_width, soften
 from private_llm.nn.selecting import FORBIDDEN, attend_to_chosen, choose_clusters
 from private_llm.nn.selection_costs import (
     GATHERS,
@@ -110,7 +110,7 @@ def private(
 
     sinks = known(SINKS[: case.heads]) if case.sinks else None
     more = None if addend is None else known(addend)
-    out, mass = attend_to_chosen(AttentionCall(q, mask, None, 0.5, case.cap, sinks), k, v, chosen, more)
+    out, mass = attend_to_chosen(AttentionQuery(q, mask, None, 0.5, case.cap, sinks), k, v, chosen, more)
     if mass is None:
         raise AssertionError("no mass")
     return [out, mass]
@@ -310,7 +310,7 @@ def test_a_layer_that_follows_pays_no_choice(gather: str, protocol: str) -> None
     def followed(session: Session, q: Fixed, k: Fixed, v: Fixed, *levels: Fixed) -> Fixed:
         chosen = choose_clusters(q, levels, case.shape, gather, case.value_size)
         session.protocol.ledger.reset()
-        return attend_to_chosen(AttentionCall(q, None, None, 0.5), k, v, chosen, weigh=False)[0]
+        return attend_to_chosen(AttentionQuery(q, None, None, 0.5), k, v, chosen, weigh=False)[0]
 
     size = (case.blocks, case.heads // case.groups, case.depth, case.value_size)
     want = step_cost(pricing, case.shape, *size, gather, 18, 19, leads=False, width=width_of(protocol))
@@ -332,7 +332,7 @@ def test_padding_under_a_cap_is_a_column_more(gather: str, protocol: str) -> Non
         def program(session: Session, q: Fixed, k: Fixed, v: Fixed, *levels: Fixed) -> Fixed:
             chosen = choose_clusters(q, levels, case.shape, gather, case.value_size)
             session.protocol.ledger.reset()
-            return attend_to_chosen(AttentionCall(q, mask, None, 0.5, cap), k, v, chosen, weigh=False)[0]
+            return attend_to_chosen(AttentionQuery(q, mask, None, 0.5, cap), k, v, chosen, weigh=False)[0]
 
         return ran(case, protocol, program)
 

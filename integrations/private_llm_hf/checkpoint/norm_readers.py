@@ -58,12 +58,12 @@ def norms_read(model_class: type[PreTrainedModel], config: PretrainedConfig) -> 
     return {} if found is None else found[0].norms_of_layers()
 
 
-def _traced(model_class: type[PreTrainedModel], config: PretrainedConfig) -> tuple[_Trace, object] | None:
+def _traced(model_class: type[PreTrainedModel], config: PretrainedConfig) -> tuple[_NormTrace, object] | None:
     """The trace of a forward, and what it returned; None if it does not run without values."""
     settings = copy.deepcopy(config)
     settings._attn_implementation = "eager"  # others look into the mask
     model = skeleton(model_class, settings)
-    trace = _Trace(model)
+    trace = _NormTrace(model)
     given: dict[str, object]
     if architecture(config).kind == "vision":
         given = {"pixel_values": torch.zeros(1, *image_shape(config), device="meta")}
@@ -82,7 +82,7 @@ def _traced(model_class: type[PreTrainedModel], config: PretrainedConfig) -> tup
         return None
 
 
-class _Trace(TorchFunctionMode):
+class _NormTrace(TorchFunctionMode):
     """Follows the rows that norms return, from operation to operation."""
 
     def __init__(self, model: PreTrainedModel) -> None:

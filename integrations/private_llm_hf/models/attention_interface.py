@@ -13,7 +13,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 from private_llm.errors import DomainError, UnsupportedOp
-from private_llm.nn.attention import AttentionCall, attend, attend_and_weigh
+from private_llm.nn.attention import AttentionQuery, attend, attend_and_weigh
 from private_llm.nn.merged_heads import apart, merge_heads
 from private_llm.nn.ops_softmax import read_mask
 from private_llm.nn.predicted import SparseHeads
@@ -101,7 +101,7 @@ def _attention(
         attention_mask = sparse.allowed(attention_mask, query.shape[1], key.shape[2])
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     sinks = None if s_aux is None else _secret(s_aux, query)
-    call = AttentionCall(query.value(full=True), attention_mask, tokens, scale, softcap, sinks)
+    call = AttentionQuery(query.value(full=True), attention_mask, tokens, scale, softcap, sinks)
     if layer is not None and layer.evicting is not None:
         out = layer.evicting.attend(call, query.shape[2])
         layer.attended(None)
@@ -119,7 +119,7 @@ def _attention(
     return SecretTensor(out.view(lambda part: part.transpose(1, 2)))
 
 
-def _merged(module: nn.Module, call: AttentionCall, key: Fixed, value: Fixed, merged: int) -> Fixed:
+def _merged(module: nn.Module, call: AttentionQuery, key: Fixed, value: Fixed, merged: int) -> Fixed:
     """Attention by merged heads. Raises UnsupportedOp for heads that are left out, DomainError as `merge_heads`."""
     if call.mask is not None and call.mask.shape[1] != 1:
         raise UnsupportedOp(f"{type(module).__name__}: heads that are predicted cannot be merged; want heads=False")

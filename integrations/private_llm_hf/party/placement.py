@@ -261,10 +261,10 @@ class Placement:
             plain = any(not isinstance(p, SecretTensor) for p in module._parameters.values() if p is not None)
             move = (several or (plain and device.type == "cuda")) and self.where(path) is not None
             if move or stored:
-                add_hook_to_module(module, _Placed(device, move, stored))
+                add_hook_to_module(module, _PlacementHook(device, move, stored))
 
 
-class _Placed(ModelHook):  # type: ignore[misc]
+class _PlacementHook(ModelHook):  # type: ignore[misc]
     """Before a module runs, its inputs come to `device` and its stored weights are read; afterwards these go."""
 
     def __init__(self, device: torch.device, move: bool, stored: Mapping[str, Offloaded]) -> None:

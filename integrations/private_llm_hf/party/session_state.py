@@ -38,7 +38,7 @@ class CacheMember:
 
 
 @dataclass
-class _Group:
+class _CacheGroup:
     """A cache and whose its rows are, in order."""
 
     cache: AnyCache
@@ -66,7 +66,7 @@ class SessionState:
 
     def __init__(self, model: PreTrainedModel, session: Session) -> None:
         self.model, self.session = model, session
-        self._groups: dict[Key, _Group] = {}
+        self._groups: dict[Key, _CacheGroup] = {}
         self._encoded: dict[Key, SecretTensor] = {}
 
     # -- facts ------------------------------------------------------------------------------------------------
@@ -105,7 +105,7 @@ class SessionState:
         key = (owner, handle)
         group = self._groups.get(key)
         if group is None:
-            self._groups[key] = group = _Group(self.model.new_cache(), {key: CacheMember(0)})
+            self._groups[key] = group = _CacheGroup(self.model.new_cache(), {key: CacheMember(0)})
         elif len(group.members) > 1:
             group = self._joined([key])
         return group.cache
@@ -126,7 +126,7 @@ class SessionState:
             return group.cache if group is not None and same else self._joined(keys).cache
         self._leave(keys)
         width = max(new for _, _, new in wanted)
-        made = _Group(self.model.new_cache(), {key: CacheMember(rows, width - new) for key, rows, new in wanted})
+        made = _CacheGroup(self.model.new_cache(), {key: CacheMember(rows, width - new) for key, rows, new in wanted})
         self._groups |= dict.fromkeys(keys, made)
         return made.cache
 
@@ -161,7 +161,7 @@ class SessionState:
                 made = copy.deepcopy(self.cache(*key))
                 to = (owner, edit.to)
                 self._leave([to])
-                self._groups[to] = _Group(made, {to: CacheMember(0)})
+                self._groups[to] = _CacheGroup(made, {to: CacheMember(0)})
 
     def free(self, owner: str, handles: Iterable[int]) -> None:
         """Forget what has these numbers."""
@@ -174,7 +174,7 @@ class SessionState:
         """Forget all that a session keeps."""
         self.free(owner, self.handles(owner))
 
-    def _select(self, key: Key, group: _Group, index: torch.Tensor) -> None:
+    def _select(self, key: Key, group: _CacheGroup, index: torch.Tensor) -> None:
         rows = group.rows(key)
         if rows and (not index.numel() or int(index.max()) >= rows):
             raise DomainError(f"rows of a cache: got {index.tolist()[:20]}; want one or more below {rows}")
@@ -186,7 +186,7 @@ class SessionState:
         else:
             self.cache(*key).reorder_cache(index)
 
-    def _joined(self, keys: Sequence[Key]) -> _Group:
+    def _joined(self, keys: Sequence[Key]) -> _CacheGroup:
         """These caches, which hold something, as rows of a new one; those that they leave stay together."""
         pieces = [self._groups[key].piece(key) for key in keys]
         lengths = {key: self.past(*key) for key in keys}
@@ -194,7 +194,7 @@ class SessionState:
         width = cache.get_seq_length()
         rows = [piece.rows for _, piece in pieces]
         self._leave(keys)
-        made = _Group(cache, {k: CacheMember(n, width - lengths[k]) for k, n in zip(keys, rows, strict=True)})
+        made = _CacheGroup(cache, {k: CacheMember(n, width - lengths[k]) for k, n in zip(keys, rows, strict=True)})
         self._groups |= dict.fromkeys(keys, made)
         return made
 

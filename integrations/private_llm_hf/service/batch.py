@@ -80,7 +80,7 @@ def _abandon(state: SessionState, requests: Batch) -> None:
 
 
 @dataclass(frozen=True)
-class _Span:
+class _RowSpan:
     """Where a request lies: rows start .. start + rows - 1, the last `length` new columns, behind `past` of its own."""
 
     start: int
@@ -116,18 +116,18 @@ def _run_shared(state: SessionState, requests: Batch) -> list[CallResult]:
     return [_own(made, span, width if keep == 0 else 0) for span in spans]
 
 
-def _spans(requests: Batch, pasts: Sequence[int]) -> list[_Span]:
+def _spans(requests: Batch, pasts: Sequence[int]) -> list[_RowSpan]:
     columns = max(pasts) + max(request.call.secret[0].shape[1] for request in requests)
     spans, start = [], 0
     for request, past in zip(requests, pasts, strict=True):
         length = request.call.secret[0].shape[1]
-        spans.append(_Span(start, request.call.rows, length, past, columns - past - length))
+        spans.append(_RowSpan(start, request.call.rows, length, past, columns - past - length))
         start += request.call.rows
     return spans
 
 
 # -- inputs -------------------------------------------------------------------------------------------------------
-def _secret(state: SessionState, requests: Batch, spans: Sequence[_Span]) -> SecretTensor:
+def _secret(state: SessionState, requests: Batch, spans: Sequence[_RowSpan]) -> SecretTensor:
     """The secret inputs of all requests, as the model takes them, [rows, columns, width]: one lookup for all."""
     item, held = requests[0].call.secret[0], [request.inputs[0] for request in requests]
     rows, width = spans[-1].start + spans[-1].rows, max(span.length for span in spans)
@@ -148,7 +148,7 @@ def _joined_index(held: Sequence[Index]) -> Index:
     return Index(keys, sum(each.count for each in held), held[0].domain, held[0].one_hot)
 
 
-def _padded(flat: Tensor, spans: Sequence[_Span], width: int) -> Tensor:
+def _padded(flat: Tensor, spans: Sequence[_RowSpan], width: int) -> Tensor:
     """[tokens of all, size] as [rows, width, size]: the first of a row once more for each column before it.
 
     Zeros would leave the ranges of norms; what a token makes of itself does not.
@@ -162,7 +162,7 @@ def _padded(flat: Tensor, spans: Sequence[_Span], width: int) -> Tensor:
     return torch.cat(made)
 
 
-def _public(model: PreTrainedModel, requests: Batch, spans: Sequence[_Span]) -> dict[str, Any]:
+def _public(model: PreTrainedModel, requests: Batch, spans: Sequence[_RowSpan]) -> dict[str, Any]:
     """Masks, positions and the rest. No mask where nobody has one and nothing is padded."""
     each = [request.call.public for request in requests]
     public: dict[str, Any] = {name: each[0][name] for name in ("use_cache", "logits_to_keep") if name in each[0]}
@@ -182,7 +182,7 @@ def _public(model: PreTrainedModel, requests: Batch, spans: Sequence[_Span]) -> 
     return public
 
 
-def _positions(public: dict[str, Any], span: _Span, by_mask: bool) -> Tensor:
+def _positions(public: dict[str, Any], span: _RowSpan, by_mask: bool) -> Tensor:
     """[rows, length]: those that are given, else as the model counts: from the mask, or on from the past."""
     given, mask = public.get("position_ids"), public.get("attention_mask")
     if isinstance(given, Tensor):
@@ -204,7 +204,7 @@ def _left(each: Sequence[Tensor]) -> Tensor:
 
 
 # -- outputs ------------------------------------------------------------------------------------------------------
-def _own(every: CallResult, span: _Span, width: int) -> CallResult:
+def _own(every: CallResult, span: _RowSpan, width: int) -> CallResult:
     """A request's rows; and where outputs are of all `width` columns (0: as many of each request), its own ones."""
     rows = slice(span.start, span.start + span.rows)
 

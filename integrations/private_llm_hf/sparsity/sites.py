@@ -59,7 +59,7 @@ class Site:
 
 
 @dataclass(frozen=True)
-class _ModuleCall:
+class _LeafCall:
     """One call of a leaf: what it is, what it received and returned (kept, so that identity means something)."""
 
     what: Literal["linear", "activation"]
@@ -94,14 +94,14 @@ def activations_of(model: PreTrainedModel, inputs: Mapping[str, Any]) -> list[tu
     return [(site, model.get_submodule(str(site.activation))) for site in _blocks(model, _watch(model, inputs))]
 
 
-def _watch(model: PreTrainedModel, inputs: Mapping[str, Any]) -> list[_ModuleCall]:
+def _watch(model: PreTrainedModel, inputs: Mapping[str, Any]) -> list[_LeafCall]:
     """Calls of linear layers and of whatever may be an activation, in order, in one run without gradients."""
-    calls: list[_ModuleCall] = []
+    calls: list[_LeafCall] = []
 
     def hook(name: str, what: Literal["linear", "activation"]) -> Any:  # noqa: ANN401 - a hook
         def note(_: nn.Module, received: tuple[Any, ...], returned: Any) -> None:  # noqa: ANN401
             if received and isinstance(received[0], Tensor) and isinstance(returned, Tensor):
-                calls.append(_ModuleCall(what, name, received[0], returned))
+                calls.append(_LeafCall(what, name, received[0], returned))
 
         return note
 
@@ -122,7 +122,7 @@ def _may_activate(module: nn.Module) -> bool:
     return leaf and weightless and not isinstance(module, _NO_ACTIVATION)
 
 
-def _feed_forward(model: PreTrainedModel, calls: list[_ModuleCall]) -> list[Site]:
+def _feed_forward(model: PreTrainedModel, calls: list[_LeafCall]) -> list[Site]:
     blocks = _blocks(model, calls)
     sparse = [site for site in blocks if zeroes(model.get_submodule(str(site.activation)))]
     if not sparse:
@@ -135,7 +135,7 @@ def _feed_forward(model: PreTrainedModel, calls: list[_ModuleCall]) -> list[Site
     return sparse
 
 
-def _blocks(model: PreTrainedModel, calls: list[_ModuleCall]) -> list[Site]:
+def _blocks(model: PreTrainedModel, calls: list[_LeafCall]) -> list[Site]:
     found: dict[str, Site] = {}
     makers = {id(call.returned): call for call in calls if call.what == "linear"}
     for place, call in enumerate(calls):
@@ -173,8 +173,8 @@ def _blocks(model: PreTrainedModel, calls: list[_ModuleCall]) -> list[Site]:
     return list(found.values())
 
 
-def _attention(model: PreTrainedModel, calls: list[_ModuleCall]) -> list[Site]:
-    groups: dict[str, list[_ModuleCall]] = {}
+def _attention(model: PreTrainedModel, calls: list[_LeafCall]) -> list[Site]:
+    groups: dict[str, list[_LeafCall]] = {}
     for call in calls:
         inside = _attention_above(model, call.name) if call.what == "linear" else None
         if inside is not None:

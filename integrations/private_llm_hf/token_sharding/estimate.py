@@ -46,7 +46,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 @dataclasses.dataclass(frozen=True)
-class _Forward:
+class _NodeForward:
     """What one CompNode's forward is: class and shapes of its outputs, multiply-adds by layer, layers that attend."""
 
     kind: str
@@ -77,7 +77,7 @@ class _MetaComp(CompNode):
         self._attended.append(layer_of(self._names[module]))
         return shape_alone(module, rows)
 
-    def look(self, source: str, batch: int, rows: int, wanted: int) -> _Forward:
+    def look(self, source: str, batch: int, rows: int, wanted: int) -> _NodeForward:
         """One forward on so many rows, with logits of so many of them."""
         self._attended.clear()
         self._macs.clear()
@@ -93,7 +93,7 @@ class _MetaComp(CompNode):
         with torch.no_grad():
             kind, outputs = self._forward(given, torch.zeros(wanted, dtype=torch.int64, device="meta"))
         shapes = {name: value.shape for name, value in outputs.items()}
-        return _Forward(kind, shapes, dict(self._macs), tuple(self._attended))
+        return _NodeForward(kind, shapes, dict(self._macs), tuple(self._attended))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,7 +126,7 @@ class MetaNodes(Nodes):
         accepts = tuple(sorted(inspect.signature(kind.forward).parameters))
         loaded = LoadNode(describe(kind, settings), False, cut, tuple(self.calls), accepts)
         self._comp = _MetaComp(config, loaded, kept)
-        self._known: dict[tuple[str, int, int, int], _Forward] = {}
+        self._known: dict[tuple[str, int, int, int], _NodeForward] = {}
         self._progress = progress
         self._kept: dict[int, tuple[int, int]] = {}
         self._weight_bytes = HELD * sum(torch.Size(shape).numel() for shape in kept.values())
@@ -161,7 +161,7 @@ class MetaNodes(Nodes):
         ]
         return next(iter(looks.values())).kind, found
 
-    def _look(self, step: NodeStep, node: int) -> _Forward:
+    def _look(self, step: NodeStep, node: int) -> _NodeForward:
         """Costs depend on how many rows there are and how many are wanted, not on which."""
         due = step.due(step.rows[node])
         size = (self._source, step.at.batch, len(due.rows), len(due.wanted))
@@ -169,7 +169,7 @@ class MetaNodes(Nodes):
             self._known[size] = self._comp.look(*size)
         return self._known[size]
 
-    def _stages(self, step: NodeStep, given: Sent, looks: Mapping[int, _Forward]) -> list[Stage]:
+    def _stages(self, step: NodeStep, given: Sent, looks: Mapping[int, _NodeForward]) -> list[Stage]:
         """One forward: inputs, two stages for each attention, outputs with what is computed outside the layers."""
         made: dict[AttentionCall, tuple[Stage, Stage]] = {}
         macs = {self._first + node: dict(look.macs) for node, look in looks.items()}

@@ -72,7 +72,7 @@ def compare(
     spec = ModelSpec.of(type(model), model.config, folds_norms(config))
     truth = _truth(model, spec)
     private, session = _under_plain(model, spec, config, ranges, CheckedPlain)
-    expected, found = _Outputs(truth), _Outputs(private)
+    expected, found = _ModuleOutputs(truth), _ModuleOutputs(private)
     stopped = None
     with torch.no_grad():
         if architecture(model.config).kind == "vision":
@@ -136,7 +136,7 @@ def _embedding(model: PreTrainedModel, argument: str) -> nn.Module:
     return found
 
 
-class _Outputs:
+class _ModuleOutputs:
     """The first tensor that each module returns, in float64, by name; the last call of a module counts."""
 
     def __init__(self, model: nn.Module) -> None:

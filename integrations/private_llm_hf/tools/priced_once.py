@@ -42,7 +42,7 @@ class _Unknown(Exception):
 
 
 @dataclass(frozen=True)
-class _Place:
+class _ModulePlace:
     """A module's name, the number of its layer, and where it books."""
 
     name: str
@@ -58,7 +58,7 @@ class _Ran:
     left for the end of the call.
     """
 
-    at: _Place
+    at: _ModulePlace
     counts: Ledger
     output: Any
     rescaled: tuple[bool, ...]
@@ -88,14 +88,14 @@ def price_once(model: nn.Module, ledger: Ledger) -> None:
             numbers = {getattr(part, name) for part in layer.modules() for name in _NUMBERS if hasattr(part, name)}
             if len(numbers) > 1:
                 continue
-            at = _Place(f"{path}.{place}", next(iter(numbers), place), ledger)
+            at = _ModulePlace(f"{path}.{place}", next(iter(numbers), place), ledger)
             for name, part in layer.named_children():
                 if not isinstance(part, (nn.ModuleList, nn.Dropout, nn.Identity)):
                     _attach(part, replace(at, name=f"{at.name}.{name}"), known, forever)
             _attach(layer, at, known, forever)
 
 
-def _attach(part: nn.Module, at: _Place, known: dict[Hashable, _Ran], forever: dict[Hashable, _Ran]) -> None:
+def _attach(part: nn.Module, at: _ModulePlace, known: dict[Hashable, _Ran], forever: dict[Hashable, _Ran]) -> None:
     priced = _Priced(part.forward, at, _built(part), known, forever)
     part.forward = functools.update_wrapper(functools.partial(_Priced.run, priced), part.forward)
 
@@ -104,7 +104,7 @@ class _Priced:
     """A layer's forward, or the bookings of an equal one."""
 
     def __init__(
-        self, forward: Callable[..., Any], at: _Place, built: Hashable, known: dict[Hashable, _Ran],
+        self, forward: Callable[..., Any], at: _ModulePlace, built: Hashable, known: dict[Hashable, _Ran],
         forever: dict[Hashable, _Ran],
     ) -> None:  # fmt: skip
         """known: of this forward of the model. forever: of all, for what no cache was given to."""
