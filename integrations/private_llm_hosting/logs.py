@@ -69,7 +69,7 @@ def configure_logs(
     party: str, log_format: Literal["text", "json"], level: str, stream: TextIO | None = None
 ) -> logging.Handler:
     """Send what the library logs, and Python's warnings, to `stream` (default: stderr). Returns the handler."""
-    handler = _Handler(stream or sys.stderr)
+    handler = _LogHandler(stream or sys.stderr)
     handler.setFormatter(LogFormatter(party, log_format == "json"))
     logging.captureWarnings(True)
     for name in (LOGGER, "py.warnings"):
@@ -80,7 +80,7 @@ def configure_logs(
     return handler
 
 
-class _Handler(logging.StreamHandler[TextIO]):
+class _LogHandler(logging.StreamHandler[TextIO]):
     """A stream that may be gone: that does not end the party."""
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's name

@@ -155,7 +155,7 @@ class OperatorPort:
             return HTTPStatus.NOT_FOUND, _TEXT, b"want /live, /ready or /metrics\n"
 
         try:
-            self._server = _Server(address, answer)
+            self._server = _PortServer(address, answer)
         except OSError as error:
             raise ConfigError(
                 f"operator.address: cannot listen at {address[0]}:{address[1]} ({error.strerror}); choose a free port"
@@ -171,7 +171,7 @@ class OperatorPort:
         self._thread.join()
 
 
-class _Server(ThreadingHTTPServer):
+class _PortServer(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 64
     allow_reuse_address = True
@@ -179,7 +179,7 @@ class _Server(ThreadingHTTPServer):
     def __init__(self, address: Address, answer: Callable[[str], HttpAnswer]) -> None:
         self.answer, self._places = answer, threading.BoundedSemaphore(_CALLERS)
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-        super().__init__(address, _Handler)
+        super().__init__(address, _PortHandler)
 
     def server_bind(self) -> None:
         """As the base class, but looks up no name of this host, which may take long."""
@@ -209,9 +209,9 @@ class _Server(ThreadingHTTPServer):
         """A caller that went away is nobody's business."""
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _PortHandler(BaseHTTPRequestHandler):
     timeout = _TIMEOUT_S
-    server: _Server
+    server: _PortServer
 
     def do_GET(self) -> None:
         """Answer one request."""

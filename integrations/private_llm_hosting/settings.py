@@ -57,7 +57,7 @@ class _Tls(_Table):
     allow_file: Path | None = None
 
 
-class _Limits(_Table):
+class _LimitsTable(_Table):
     sessions: int = ServiceSettings.sessions
     sessions_per_user: int = ServiceSettings.sessions_per_user
     waiting: int = ServiceSettings.waiting
@@ -90,7 +90,7 @@ class _File(BaseSettings):
     models: dict[str, Path]
     tls: _Tls | None = None
     computation: dict[str, Any] = Field(default_factory=dict)
-    limits: _Limits = _Limits()
+    limits: _LimitsTable = _LimitsTable()
     operator: _Operator = _Operator()
     log: _Log = _Log()
 
@@ -220,7 +220,7 @@ def _in_words(error: Any, values: Mapping[str, Any]) -> str:  # noqa: ANN401 - p
     return f"{place}: got {found}; want: {error['msg'].removeprefix('Input should be ')}"
 
 
-_TABLES: tuple[type[_Table], ...] = (_Tls, _Limits, _Operator, _Log)
+_TABLES: tuple[type[_Table], ...] = (_Tls, _LimitsTable, _Operator, _Log)
 
 
 # -- The settings file as an example, with every table explained ------------------------------------------------------

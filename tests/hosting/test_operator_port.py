@@ -100,7 +100,7 @@ def test_certificates_in_figures(place: Place) -> None:
 def test_callers_that_only_sit_there_do_not_keep_others_out_for_long(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("private_llm_hosting.run._Handler.timeout", 0.3)
+    monkeypatch.setattr("private_llm_hosting.run._PortHandler.timeout", 0.3)
     idle = [socket.create_connection(place.port.address, timeout=10) for _ in range(40)]
     idle[0].sendall(b"GET /li")
     idle[1].sendall(b"\x16\x03\x01" + b"x" * 2000)
