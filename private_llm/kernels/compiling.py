@@ -192,7 +192,7 @@ def _noted(name: str) -> Iterator[None]:
         NOTE.ends()
 
 
-class _Listener(event.Listener):  # type: ignore[misc]
+class _CompileListener(event.Listener):  # type: ignore[misc]
     """Tells of compilations of this package's kernels."""
 
     def on_start(self, event: Any) -> None:  # noqa: ANN401 - Numba's own
@@ -211,7 +211,7 @@ class _Listener(event.Listener):  # type: ignore[misc]
             NOTE.ends()
 
 
-event.register("numba:compile", _Listener())
+event.register("numba:compile", _CompileListener())
 
 
 def why_compiling() -> str:

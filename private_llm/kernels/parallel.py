@@ -90,7 +90,7 @@ def parallel_for(count: int, unit_s: float, step: int, kernel: Callable[..., Non
         run_parallel(partial(launch, kernel, *arguments), split_range(count, pieces, step))
 
 
-class _Pieces:
+class _SharedWork:
     """Pieces of an operation on other threads, which write to memory that its caller frees: none may outlast it."""
 
     def __init__(self, work: Callable[[int, int], None]) -> None:
@@ -147,7 +147,7 @@ def run_parallel(work: Callable[[int, int], None], ranges: Sequence[tuple[int, i
     if this_thread.hook is not None:
         this_thread.hook.parallel_region(work, ranges)
         return
-    pieces, whole = _Pieces(work), False
+    pieces, whole = _SharedWork(work), False
     try:
         for first, last in ranges[1:]:
             _workers().submit(pieces.compute, first, last)
