@@ -21,7 +21,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,16 @@ import transformers
 from accelerate import Accelerator
 from bench.rows import provenance
 from private_llm_hf.checkpoint.sample_inputs import evaluating
-from private_llm_hf.sparsity.relufy import ACTIVATIONS, relufy, save_relufied
+from private_llm_hf.sparsity.relufy import (
+    ACTIVATIONS,
+    FACTS,
+    GATED,
+    T5_NAME,
+    Activation,
+    Relufied,
+    activation_key,
+    put_in_place,
+)
 from private_llm_hf.sparsity.sites import Site, activations_of
 from private_llm_hf.tools.texts import encode, load_texts, loss_of, total_nll, windows
 from rich.console import Console
@@ -57,6 +66,71 @@ class Tuned(Done):
 
     best: float = math.inf
     since: int = 0
+
+
+def relufy(
+    model: PreTrainedModel, inputs: Mapping[str, Any], activation: Activation = "relu", shift: float = 1.0
+) -> Relufied:
+    """Swap the activation of every feed-forward block, in place. inputs: of one short call, to find the blocks.
+
+    Raises ConfigError for an unknown activation or a shift that is not a finite number; PatchMismatch for a model
+    without feed-forward blocks, one that has this activation, dReLU for blocks without a gate, or a configuration that
+    does not name its activation.
+    """
+    kind = type(model).__name__
+    if not torch.tensor(float(shift)).isfinite():
+        raise ConfigError(f"shift: got {shift}; want a finite number")
+    blocks = activations_of(model, inputs)
+    if not blocks:
+        raise PatchMismatch(f"{kind}: no feed-forward block with an activation of its own; nothing to swap")
+    key = activation_key(model.config)
+    old = str(getattr(model.config, key))
+    if old.removeprefix(GATED) == activation:
+        raise PatchMismatch(f"{kind}: its activation is {old!r} already; train predictors for it as it is")
+    ungated = [site.name for site, _ in blocks if len(site.readers) != 2]
+    if activation == "drelu" and ungated:
+        raise PatchMismatch(f"{kind}: dReLU needs a gate and an up projection, '{ungated[0]}' has none; use 'relu'")
+    firsts = [model.get_submodule(site.name) for site, _ in blocks]
+    folds = activation == "shifted-relu" and _have_biases(model, blocks)
+    made = Relufied(
+        activation, old, activation in ("relu", "relu2") or folds, tuple(str(site.activation) for site, _ in blocks),
+        tuple(site.readers[1] for site, _ in blocks) if activation == "drelu" else (),
+        float(shift) if activation == "shifted-relu" else 0.0,
+    )  # fmt: skip
+    if folds:
+        with torch.no_grad():
+            for first in firsts:
+                first.get_parameter("bias").sub_(made.shift)
+    put_in_place(model, made)
+    return made
+
+
+def save_relufied(model: PreTrainedModel, made: Relufied, folder: str | Path, report: Mapping[str, Any]) -> None:
+    """Write the model and relufied.json: what was swapped, and `report` (figures before and after).
+
+    Raises PatchMismatch for a configuration that names no activation.
+    """
+    folder = Path(folder)
+    model.save_pretrained(folder)
+    if not made.native:
+        path = folder / "config.json"
+        config = json.loads(path.read_text(encoding="utf-8"))
+        names = {activation_key(model.config), T5_NAME} & set(config)  # T5 writes its activation twice
+        config |= dict.fromkeys(names, f"private_llm_{made.activation.replace('-', '_')}")
+        path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    facts = {"relufied": {**asdict(made), "modules": list(made.modules), "ups": list(made.ups)}, "report": dict(report)}
+    (folder / FACTS).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+
+
+def _have_biases(model: PreTrainedModel, blocks: list[tuple[Site, nn.Module]]) -> bool:
+    """Whether every FC1 or gate has a bias; zeros are put in where only a setting of the model is in the way."""
+    if getattr(model.config, "mlp_bias", None) is False:
+        layers = [model.get_submodule(name) for site, _ in blocks for name in (*site.readers, site.writer)]
+        for layer in layers:
+            weight = layer.get_parameter("weight")
+            layer.bias = nn.Parameter(torch.zeros(weight.shape[0], dtype=weight.dtype, device=weight.device))
+        model.config.mlp_bias = True
+    return all(isinstance(model.get_submodule(site.name).bias, Tensor) for site, _ in blocks)
 
 
 def start(args: argparse.Namespace) -> PreTrainedModel:

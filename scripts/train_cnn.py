@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from private_llm_hf.vision.network import Network
-from private_llm_hf.vision.networks import digits, lenet5, small_lenet, small_resnet
+from private_llm_hf.vision.networks import digits, lenet5, shortcut
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
 
@@ -93,6 +93,42 @@ def tensors(rows: Any, image: str, label: str, shape: tuple[int, int], grey: boo
         picture = row[image].convert("L" if grey else "RGB").resize(shape[::-1])
         made.append(torch.from_numpy(np.array(picture)).reshape(*shape, -1).permute(2, 0, 1))
     return torch.stack(made) / 255.0, torch.tensor(rows[label])
+
+
+def small_lenet(classes: int = 10) -> nn.Sequential:
+    """LeNet's pattern for images [B, 1, 8, 8], with batch norms."""
+    return nn.Sequential(
+        nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.AvgPool2d(2),
+        nn.Conv2d(16, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.AvgPool2d(2),
+        nn.Flatten(), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, classes),
+    )  # fmt: skip
+
+
+class ResidualBlock(nn.Module):
+    """Two convolutions and the input, or its projection, added."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.first = nn.Sequential(
+            nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU()
+        )
+        self.second = nn.Sequential(nn.Conv2d(outputs, outputs, 3, padding=1, bias=False), nn.BatchNorm2d(outputs))
+        self.shortcut = shortcut(inputs, outputs, stride)
+        self.last = nn.ReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, inputs, H, W] to [B, outputs, H/stride, W/stride]."""
+        made: Tensor = self.last(self.second(self.first(x)) + self.shortcut(x))
+        return made
+
+
+def small_resnet(channels: int = 1, classes: int = 10, width: int = 16) -> nn.Sequential:
+    """Three residual blocks after a stem, for images [B, channels, H, W] of any size from 4 x 4."""
+    return nn.Sequential(
+        nn.Conv2d(channels, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU(),
+        ResidualBlock(width, width, 1), ResidualBlock(width, 2 * width, 2), ResidualBlock(2 * width, 4 * width, 2),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4 * width, classes),
+    )  # fmt: skip
 
 
 def build(kind: str, shape: torch.Size, classes: int) -> nn.Sequential:

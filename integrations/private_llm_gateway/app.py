@@ -172,19 +172,9 @@ def answering_meanwhile(settings: GatewaySettings, listening: socket.socket) -> 
 # -- the chat page: files of this package, with headers that let it load nothing from elsewhere ------------------------
 # The page itself holds no secret and needs no token; what it asks of the gateway does. Its text is inserted as text,
 # and browsers that know trusted types refuse anything else.
-CONTENT_SECURITY_POLICY = "; ".join(
-    (
-        "default-src 'none'",
-        "script-src 'self'",
-        "style-src 'self'",
-        "img-src 'self'",
-        "connect-src 'self'",
-        "base-uri 'none'",
-        "form-action 'none'",
-        "frame-ancestors 'none'",
-        "require-trusted-types-for 'script'",
-        "trusted-types 'none'",
-    )
+CONTENT_SECURITY_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
 )
 """No inline script or style, nothing from another origin, no frame around it."""
 
@@ -196,12 +186,7 @@ HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-cache",
 }
-_TYPES = {
-    ".html": "text/html; charset=utf-8",
-    ".css": "text/css; charset=utf-8",
-    ".js": "text/javascript; charset=utf-8",
-    ".svg": "image/svg+xml",
-}
+_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 
 
 def _read() -> dict[str, tuple[bytes, str]]:
@@ -226,5 +211,5 @@ def file(name: str) -> Response:
     """What the page loads; 404 for anything else."""
     found = _FILES.get(name)
     if found is None:
-        return Response("no such file", 404, HEADERS, "text/plain; charset=utf-8")
+        return Response("no such file", 404, HEADERS, "text/plain")
     return Response(found[0], 200, HEADERS, found[1])

@@ -179,7 +179,22 @@ class StreamSlice:
     lines: int
 
 
-class SeededTensor(Tensor):
+class Unprinted(Tensor):
+    """A tensor of which texts show its `repr` alone, and that no file or wire takes as it is (PlaintextLeak)."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        return repr(self)
+
+    def __format__(self, spec: str) -> str:
+        return repr(self)
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise PlaintextLeak("shares and masks never leave their party by pickle or torch.save; write a share file")
+
+
+class SeededTensor(Unprinted):
     """Integers [lines, ..] from streams, or a matrix [.., lines] if `turned`; `repr` shows the shape only.
 
     Never changed in place (UnsupportedOp), never pickled or exported (PlaintextLeak).
@@ -261,15 +276,6 @@ class SeededTensor(Tensor):
 
     def __repr__(self, **_: object) -> str:  # type: ignore[override]
         return f"SeededTensor(shape={tuple(self.shape)}, dtype={self.dtype})"
-
-    def __str__(self) -> str:
-        return repr(self)
-
-    def __format__(self, spec: str) -> str:
-        return repr(self)
-
-    def __reduce_ex__(self, protocol: object) -> NoReturn:
-        raise PlaintextLeak("a mask never leaves its party through pickle or torch.save")
 
     def __deepcopy__(self, memo: object) -> SeededTensor:
         """Itself: it is never changed."""

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from private_llm.config import PrivateConfig
-from private_llm.errors import ConfigError, TransportError
+from private_llm.errors import ConfigError, TransportError, undoing
 from private_llm.net.transport import CLIENT
 
 Address = tuple[str, int]
@@ -83,14 +83,11 @@ def open_connection(address: Address, timeout: float) -> socket.socket:
     if not is_named(address):
         return socket.create_connection(address, timeout=timeout)
     made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
+    with undoing(made.close):
         made.settimeout(timeout)
         made.connect(b"\0" + address[0].encode())
         if not same_user(made):
             raise PermissionError(errno.EPERM, "another user listens there")
-    except BaseException:
-        made.close()
-        raise
     return made
 
 

@@ -26,7 +26,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from private_llm.config import PrivateConfig
-from private_llm.errors import PartyFailed
+from private_llm.errors import PartyFailed, undoing
 from private_llm.forks import Origin
 from private_llm.importing import python_like_this
 from private_llm.kernels.compile_note import NOTE
@@ -59,11 +59,8 @@ def start_children(
     listeners = open_named_listeners(config.endpoints)
     hosts, token = hosts_of(listeners), secrets.token_bytes(32)
     end = start_servers(config, entry, extra, listeners, hosts, token.hex())
-    try:
+    with undoing(end):
         transport = connect(config, CLIENT, hosts=hosts, token=token)
-    except BaseException:
-        end()
-        raise
 
     def stop() -> None:
         end()
@@ -92,11 +89,8 @@ def start_servers(
         "listeners": [listener.fileno() for listener in listeners],
     }
     child, origin = _spawn(config, listeners), Origin()
-    try:
+    with undoing(lambda: _end(child)):
         _hand_over(child, order, len(listeners))
-    except BaseException:
-        _end(child)
-        raise
     for listener in listeners:
         listener.close()
 

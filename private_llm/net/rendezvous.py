@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from private_llm.config import PrivateConfig
-from private_llm.errors import PartiesBusy, TransportError
+from private_llm.errors import PartiesBusy, TransportError, undoing
 from private_llm.net.addresses import Address, addresses_of, listen, open_connection, set_options, shown
 from private_llm.net.admission import HANDSHAKE_S, Acceptor, Admission
 from private_llm.net.hello import CALLER_BYTES, Greeted, answer, greet
@@ -80,11 +80,8 @@ def connect(
         if acceptor is None and me != CLIENT:
             acceptor = Acceptor(listener or listen(addresses[me], anywhere=config.tls is not None), config.endpoints)
             stack.callback(acceptor.close)
-        try:
+        with undoing(mesh.close):
             parallel_sessions = [SocketTransport(me, pairs, config.timeout_s, idle_s) for pairs in mesh.open(acceptor)]
-        except BaseException:
-            mesh.close()
-            raise
     for parallel_session in parallel_sessions:
         parallel_session.join(parallel_sessions)
     return parallel_sessions[0]
@@ -260,16 +257,12 @@ class _Mesh:
     @contextlib.contextmanager
     def _handshake(self, sock: socket.socket, *, server: bool) -> Iterator[socket.socket]:
         """Options for small frames and dead hosts, then TLS; the socket is closed if that or the block fails."""
-        try:
+        with undoing(lambda: _part(sock)):
             set_options(sock, max(1, int(self._timeout / 4)))
             if self._credentials:
-                secured = self._credentials.wrap(sock, server=server)
-                sock = secured
-                secured.do_handshake()
+                sock = self._credentials.wrap(sock, server=server)
+                sock.do_handshake()
             yield sock
-        except BaseException:
-            _part(sock)
-            raise
 
     def _refuse(self, reason: str) -> None:
         """Remember why a caller was refused, and log it unless the one before was refused for the same reason."""

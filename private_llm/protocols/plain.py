@@ -171,7 +171,6 @@ class Plain(Protocol):
         return tuple(kind.move(part, inverse(p) if undo else kind.end(p)) for part in parts)
 
     def _opened(self, x: ShuffledBits) -> Tensor:
-        x.order.spend(x.bits.rows)
         return x.bits.parts[0]
 
     def reveal(self, pieces: Sequence[tuple[int, Share]]) -> None:

@@ -260,11 +260,17 @@ class Protocol(Arithmetic):
         all). Raises ProtocolAbort for a second vector in an order that is not declared for reuse, and for a lie (quad);
         UnsupportedOp in preprocessed calls.
         """
+        if self.runs_ahead:
+            raise UnsupportedOp(
+                "open_shuffled: a party runs ahead of the data and cannot receive what is opened; want calls that "
+                "are not preprocessed"
+            )
+        x.order.spend(x.bits.rows)
         return unpacked(self._opened(x), x.bits.count).bool()
 
     @abstractmethod
     def _opened(self, x: ShuffledBits) -> Tensor:
-        """The words that are opened, after `Permutation.spend`."""
+        """The words that are opened."""
 
     # -- the edges of the sharing --------------------------------------------------------------------------------
     @abstractmethod

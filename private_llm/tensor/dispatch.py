@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from private_llm.errors import ConfigError, PlaintextLeak, UnsupportedOp
+from private_llm.kernels.seeded_tensor import Unprinted
 
 TorchArg = Any
 """Whatever PyTorch accepts or returns at this place."""
@@ -79,19 +80,10 @@ def _refuse(op: object, args: Sequence[object], kwargs: Mapping[str, object]) ->
     )
 
 
-class Guarded(torch.Tensor):
+class Guarded(Unprinted):
     """A wrapper tensor whose values no code may read; subclasses answer for shape, dtype and functions."""
 
     __slots__ = ()
-
-    def __str__(self) -> str:
-        return repr(self)
-
-    def __format__(self, spec: str) -> str:
-        return repr(self)
-
-    def __reduce_ex__(self, protocol: object) -> NoReturn:
-        raise PlaintextLeak("a share never leaves its party through pickle or torch.save; write a share file")
 
     def __array__(self, *_: object, **__: object) -> NoReturn:
         raise PlaintextLeak("numpy: a share is not an array; reveal it to the client on purpose")

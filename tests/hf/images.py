@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 import transformers as tr
-from private_llm_hf.vision.networks import alexnet, lenet5, small_lenet, small_resnet, vgg16, vgg16_imagenet
+from private_llm_hf.vision.networks import alexnet, lenet5, vgg16, vgg16_imagenet
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from train_cnn import small_lenet, small_resnet
 
 HF = {
     "resnet-basic": (

@@ -223,7 +223,7 @@ def test_other_protocols_share_rows_too(plaintext: PreTrainedModel, protocol: st
 
 
 def test_images_share_rows_too() -> None:
-    from private_llm_hf.vision.networks import small_lenet
+    from train_cnn import small_lenet
 
     torch.manual_seed(3)
     network, images = small_lenet().eval(), torch.randn(5, 1, 8, 8)

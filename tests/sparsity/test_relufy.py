@@ -9,8 +9,9 @@ import pytest
 import torch
 import transformers
 from private_llm_hf import PrivateConfig, patch
-from private_llm_hf.sparsity.relufy import ACTIVATIONS, Activation, load_relufied, relufy, save_relufied
+from private_llm_hf.sparsity.relufy import ACTIVATIONS, Activation, load_relufied
 from private_llm_hf.sparsity.sites import ReLULinear, ShiftedReLU, find_sites, zeroes
+from relufy import relufy, save_relufied
 from torch import nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel

@@ -35,7 +35,7 @@ from private_llm.ring.ring import Ring
 from private_llm_hf.checkpoint.weights import Sink, encode_weight
 from private_llm_hf.client.costs import Costs, rows_of
 from private_llm_hf.client.preprocess import Schedule, handles_of
-from private_llm_hf.client.session_client import Secret, SessionClient
+from private_llm_hf.client.session_client import Secret, SessionClient, share
 from private_llm_hf.wire import commands
 from private_llm_hf.wire.answers import Alive, CostRows, Loaded, Outputs, Prepared, StoredFile
 from private_llm_hf.wire.codec import M, Message
@@ -223,20 +223,13 @@ class Parties(SessionClient):
             return
         self.tell(commands.Forward(call, at=place), self.members if self._ask_all else self.online)
         with self.end.section(section_label(*place)):  # masks of a preprocessed call
-            self._share(secrets)
+            share(self.end, secrets)
             yield functools.partial(self.opened, self.online)
 
     def ask(self, call: Call, secrets: list[Secret], slices: Slices | None = None) -> None:
         """The first half of `forward`: command and inputs."""
         self.tell(commands.Forward(call, self._take_unused(), slices=slices))
-        self._share(secrets)
-
-    def _share(self, secrets: list[Secret]) -> None:
-        for secret in secrets:
-            if isinstance(secret, Tensor):
-                self.end.share(secret)
-            else:
-                self.end.share_index(*secret)
+        share(self.end, secrets)
 
     def opened(self, parties: Iterable[int] | None = None) -> tuple[str, dict[str, Tensor]]:
         """The second half: what comes back."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError, DomainError, UnsupportedOp
 from private_llm.kv_policies.policy import CachePolicy
+from private_llm.protocols.ends import ClientEnd
 from private_llm.ranges import UNKNOWN, Ranges
 from private_llm.ring.ring import Ring
 from private_llm_hf.client.costs import Costs
@@ -26,6 +28,15 @@ from private_llm_hf.wire.commands import CacheEdit, Call, CallOrEdit, CopyCache,
 
 Secret = Tensor | tuple[Tensor, int]
 """Ring elements, or token ids (int64) and the size of their vocabulary."""
+
+
+def share(end: ClientEnd, secrets: Iterable[Secret]) -> None:
+    """Send the inputs of a call, in order."""
+    for secret in secrets:
+        if isinstance(secret, Tensor):
+            end.share(secret)
+        else:
+            end.share_index(*secret)
 
 
 class SessionClient(ABC):

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from private_llm.errors import undoing
 from private_llm.protocols.share import Index, Share
 from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.secret import SecretTensor
@@ -54,12 +55,8 @@ def run_batch(state: SessionState, requests: Batch) -> list[CallResult]:
     Opens nothing. Returns what each request opens, its verdict [rows] under GUARD (alone: [1]). After an error the
     caches of all requests are gone, and nothing is owed.
     """
-    try:
-        with torch.no_grad(), state.session.protocol.ledger.scope(""):
-            return _run(state, requests)
-    except BaseException:
-        _abandon(state, requests)
-        raise
+    with undoing(lambda: _abandon(state, requests)), torch.no_grad(), state.session.protocol.ledger.scope(""):
+        return _run(state, requests)
 
 
 def _run(state: SessionState, requests: Batch) -> list[CallResult]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from private_llm.config import PrivateConfig, TLSConfig
-from private_llm.errors import PartyFailed, PrivateLLMError
+from private_llm.errors import PartyFailed, PrivateLLMError, undoing
 from private_llm.forks import Origin
 from private_llm.net.addresses import hosts_of, open_listeners
 from private_llm.net.authority import make_certificates, user_folder
@@ -45,7 +45,7 @@ class LocalParties:
         PartyFailed if the parties do not start, or are not ready in time.
         """
         self._folder, self._origin = Path(tempfile.mkdtemp(prefix="private-llm-")), Origin()
-        try:
+        with undoing(self._remove):
             certificates = make_certificates(self._folder / "certs", config.endpoints, users=users)
             listeners = open_listeners(config.endpoints)
             config = dataclasses.replace(config, party_mode="remote", hosts=hosts_of(listeners))
@@ -62,14 +62,8 @@ class LocalParties:
             (self._folder / "state").mkdir()
             extra["state"] = str(self._folder / "state")
             self._stop = start_servers(config, "private_llm_hf.service.local:serve", extra, listeners)
-            try:
+            with undoing(self._stop):
                 self._await(config.endpoints, ready_s, tell)
-            except BaseException:
-                self._stop()
-                raise
-        except BaseException:
-            self._remove()
-            raise
 
     def _await(self, parties: int, ready_s: float, tell: Callable[[str], None]) -> None:
         """Wait until all are ready. Raises PartyFailed if one cannot start, or they take longer than `ready_s`."""

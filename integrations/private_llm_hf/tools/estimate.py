@@ -35,7 +35,7 @@ from private_llm_hf.checkpoint.calibration_runs import check_ranges
 from private_llm_hf.checkpoint.model_spec import ModelSpec, describe, folds_norms
 from private_llm_hf.client.costs import Costs, layer_of, rows_of
 from private_llm_hf.client.model import private_class
-from private_llm_hf.client.session_client import Secret, SessionClient
+from private_llm_hf.client.session_client import Secret, SessionClient, share
 from private_llm_hf.models.architectures import architecture, read_facts
 from private_llm_hf.party.loading import LoadedModel
 from private_llm_hf.party.model import empty_model, meta_parameters
@@ -213,11 +213,7 @@ class _MetaParties(SessionClient):
         return self._count(Forward(call), secrets)
 
     def _count(self, command: Forward, secrets: list[Secret]) -> tuple[str, dict[str, Tensor]]:
-        for secret in secrets:
-            if isinstance(secret, Tensor):
-                self.end.share(secret)
-            else:
-                self.end.share_index(*secret)
+        share(self.end, secrets)
         with torch.no_grad(), QuickShapes():  # type: ignore[no-untyped-call]  # PyTorch's constructor
             for party in self.parties:
                 party.forward(command)

@@ -76,37 +76,11 @@ def _vgg_features(width: int, pool: type[nn.Module]) -> Sequence[nn.Module]:
     return layers
 
 
-def small_lenet(classes: int = 10) -> nn.Sequential:
-    """LeNet's pattern for images [B, 1, 8, 8], with batch norms."""
-    return nn.Sequential(
-        nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.AvgPool2d(2),
-        nn.Conv2d(16, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.AvgPool2d(2),
-        nn.Flatten(), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, classes),
-    )  # fmt: skip
-
-
-def _shortcut(inputs: int, outputs: int, stride: int) -> nn.Module:
+def shortcut(inputs: int, outputs: int, stride: int) -> nn.Module:
+    """What a residual block adds: its input, or a projection of it."""
     if stride == 1 and inputs == outputs:
         return nn.Identity()
     return nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
-
-
-class ResidualBlock(nn.Module):
-    """Two convolutions and the input, or its projection, added."""
-
-    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
-        super().__init__()
-        self.first = nn.Sequential(
-            nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU()
-        )
-        self.second = nn.Sequential(nn.Conv2d(outputs, outputs, 3, padding=1, bias=False), nn.BatchNorm2d(outputs))
-        self.shortcut = _shortcut(inputs, outputs, stride)
-        self.last = nn.ReLU()
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[B, inputs, H, W] to [B, outputs, H/stride, W/stride]."""
-        made: Tensor = self.last(self.second(self.first(x)) + self.shortcut(x))
-        return made
 
 
 class Bottleneck(nn.Module):
@@ -118,7 +92,7 @@ class Bottleneck(nn.Module):
         self.first = nn.Sequential(nn.Conv2d(inputs, width, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU())
         self.second = nn.Sequential(nn.Conv2d(width, width, 3, stride, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU())
         self.third = nn.Sequential(nn.Conv2d(width, outputs, 1, bias=False), nn.BatchNorm2d(outputs))
-        self.shortcut = _shortcut(inputs, outputs, stride)
+        self.shortcut = shortcut(inputs, outputs, stride)
         self.last = nn.ReLU()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -139,15 +113,6 @@ def resnet50(classes: int = 1000, width: int = 64, pool: type[nn.Module] = nn.Av
             layers.append(Bottleneck(inputs, width << stage, 2 if stage and not place else 1))
             inputs = 4 * width << stage
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, classes))
-
-
-def small_resnet(channels: int = 1, classes: int = 10, width: int = 16) -> nn.Sequential:
-    """Three residual blocks after a stem, for images [B, channels, H, W] of any size from 4 x 4."""
-    return nn.Sequential(
-        nn.Conv2d(channels, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU(),
-        ResidualBlock(width, width, 1), ResidualBlock(width, 2 * width, 2), ResidualBlock(2 * width, 4 * width, 2),
-        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4 * width, classes),
-    )  # fmt: skip
 
 
 BUILDERS: dict[str, tuple[Callable[[], nn.Sequential], tuple[int, int, int]]] = {

@@ -64,10 +64,7 @@ class QuadArithmetic(QuadRecords):
     # -- local ---------------------------------------------------------------------------------------------------
     def add_public(self, x: Share, c: int | Tensor) -> Share:
         """Parties 0, 1 and 2 add c to their masked component. Local."""
-        if isinstance(c, Tensor):
-            x, c = self._matched(x, c)
-        else:
-            c = self.ring.constant(c)
+        x, c = self._matched(x, c)
         a, b, third = x.parts
         if self.party == 0:
             return Share((a, b, third + c))

@@ -138,14 +138,13 @@ class TrioDivision(Protocol):
     # -- local ---------------------------------------------------------------------------------------------
     def add_public(self, x: Share, c: int | Tensor) -> Share:
         """The evaluators add c to their masked component. Local."""
-        if isinstance(c, Tensor):
-            x, c = self._matched(x, c)
-        else:
-            c = self.ring.constant(c)
+        x, c = self._matched(x, c)
         return x if self.role == 0 else Share((x.parts[0] + c, x.parts[1]))
 
-    def _matched(self, x: Share, c: Tensor) -> tuple[Share, Tensor]:
+    def _matched(self, x: Share, c: int | Tensor) -> tuple[Share, int | Tensor]:
         """x expanded to the shape of its sum with public constants, and these as ring elements."""
+        if not isinstance(c, Tensor):
+            return x, self.ring.constant(c)
         shape = broadcast(x.shape, c.shape)
         if shape != x.shape:
             x = x.map(lambda part: part.expand(shape))

@@ -28,7 +28,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from private_llm.errors import ProtocolAbort, UnsupportedOp
+from private_llm.errors import ProtocolAbort
 from private_llm.protocols.ends import PartySetup
 from private_llm.protocols.share import BitShare, Moved, Permutation, ShuffledBits, drawn, inverse, known, words_for
 from private_llm.protocols.trio.bits import TrioBits
@@ -155,12 +155,6 @@ class TrioShuffles(TrioBits):
     # -- opening ---------------------------------------------------------------------------------------------
     def _opened(self, x: ShuffledBits) -> Tensor:
         """The evaluators exchange their masks, 1 bit each way, and party 1 tells party 0 the masked bits."""
-        if self._apart:
-            raise UnsupportedOp(
-                "open_shuffled: the helping party runs ahead of the data and cannot receive what is opened; want calls "
-                "that are not preprocessed"
-            )
-        x.order.spend(x.bits.rows)
         masked, own = x.bits.parts[:2]
         if self.role == 0:
             return self.transport.recv(1, "open", tuple(masked.shape), torch.int64) ^ masked ^ own
