@@ -1,15 +1,16 @@
 """Answers that are JSON of a schema: which tokens may come next, as llguidance finds it, and how to end in time.
 
 llguidance bounds what one token costs. It bounds neither how deep it recurses, nor what it takes to meet several
-patterns at once, so a schema that asks for these is refused here.
+patterns at once or to begin, so a schema that asks for these is refused here, and a start has a stack of its own.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,12 +28,19 @@ _FORM = {
     "json_allowed_escapes": '"\\bfnrt',
 }  # fmt: skip
 """One space at most where JSON allows any, and no `\\u` escapes, which could write half a surrogate pair."""
-_LIMITS: dict[str, Any] = {"initial_lexer_fuel": 200_000, "max_items_in_row": 20_000, "verbose_errors": False}
-"""A start takes a tenth of a second at most; a row holds an object of 5,000 optional members."""
+_LIMITS: dict[str, Any] = {
+    "initial_lexer_fuel": 200_000, "max_grammar_size": 50_000, "max_items_in_row": 20_000, "verbose_errors": False,
+}  # fmt: skip
+"""A row holds an object of 4,000 optional members."""
 _MOST_TEXT = 1 << 17
 """Characters of a schema."""
+_MOST_PARTS = 1 << 12
+"""Lists and objects of a schema, those of its values too: 4,096 take half a second at most."""
 _MOST_LEVELS = 512
-"""Levels of a schema, each definition's added: the library ends the process at some 1,300, in threads of 8 MiB."""
+"""Levels of a schema, each definition's added: the library ends the process at some 1,300, in 8 MiB of stack."""
+_STACK = 16 << 20
+"""Bytes of stack of a start. Threads have 2 MiB where the process's own may grow without end."""
+_STARTING = threading.Lock()
 _UNBOUNDED = ("allOf", "multipleOf", "patternProperties", "x-guidance")
 _ALONE = ("$ref", "anyOf", "oneOf")
 _PARTS = ("properties", "$defs", "definitions", "items", "additionalProperties", "prefixItems", "anyOf", "oneOf")
@@ -105,12 +113,15 @@ class Grammar:
             text = json.dumps(root, allow_nan=False)
             if len(text) > _MOST_TEXT:
                 raise bad(_PARAM, f"has more than {_MOST_TEXT} characters")
+            if text.count("[") + text.count("{") > _MOST_PARTS:
+                raise bad(_PARAM, f"has more than {_MOST_PARTS} lists and objects")
             made = LLMatcher.grammar_from_json_schema(text, overrides=_FORM)  # type: ignore[arg-type]
         except ValueError:
             raise bad(_PARAM, "deeper than 127 levels, or a number that no float holds") from None
         _check(root)
         self.table = table
-        self._start = LLMatcher(table.tokens, made, log_level=0, limits=LLParserLimits(**_LIMITS))
+        limits = LLParserLimits(**_LIMITS)
+        self._start = _with_stack(lambda: LLMatcher(table.tokens, made, log_level=0, limits=limits))
         self._start.compute_bitmask()  # shows at once that no text fits
         _check_error(self._start)
 
@@ -176,6 +187,20 @@ class Written:
             return table.quote
         allowed = self.allowed(table.size)
         return int(self._table.lengths.masked_fill(~allowed, -1).argmax())
+
+
+def _with_stack(start: Callable[[], LLMatcher]) -> LLMatcher:
+    """What `start` makes, in a thread with `_STACK` bytes of stack; one at a time."""
+    made: list[LLMatcher] = []
+    thread = threading.Thread(target=lambda: made.append(start()), name="grammar")
+    with _STARTING:
+        before = threading.stack_size(_STACK)
+        try:
+            thread.start()
+        finally:
+            threading.stack_size(before)
+        thread.join()
+    return made[0]
 
 
 def _check(root: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 import threading
 import time
@@ -168,6 +169,8 @@ def nested(depth: int, part: dict[str, Any]) -> dict[str, Any]:
         (nested(200, {}), "deeper than 127 levels"),
         ({"enum": ["a" * 80_000, "b" * 80_000]}, "more than 131072 characters"),
         ({"properties": {"a" * 140_000: {}}}, "more than 131072 characters"),
+        ({"enum": [json.loads("[" * 100 + str(at) + "]" * 100) for at in range(300)]}, "more than 4096 lists"),
+        ({"prefixItems": [{"maxItems": at * 1000} for at in range(3000)], "minItems": 3000}, "too much"),
         (chained(16, lambda part: {**part, "pattern": "(a|b)*a(a|b){9}"}), r"pattern beside \$ref"),
         ({"type": "string", "pattern": "(a|b)*a(a|b){18}", "minLength": 500}, "too much"),
         ({"anyOf": [{"type": "string", "maxLength": most} for most in range(1, 1500)]}, "too much"),
@@ -180,6 +183,8 @@ def nested(depth: int, part: dict[str, Any]) -> dict[str, Any]:
         "deep",
         "long values",
         "long names",
+        "deep values",
+        "array lengths",
         "patterns",
         "states",
         "lengths",
@@ -191,6 +196,26 @@ def test_schemas_that_take_too_much_are_refused(client: OpenAI, schema: dict[str
     form: Any = {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}
     with pytest.raises(openai.BadRequestError, match=named):
         client.chat.completions.create(**WILD, max_tokens=9, response_format=form)
+
+
+def test_deep_schemas_in_threads_with_little_stack() -> None:
+    """As where a process's own stack may grow without end: threads have 2 MiB of it then."""
+    ran = subprocess.run([sys.executable, "-c", DEEP], capture_output=True, text=True, check=False)
+    assert (ran.returncode, ran.stdout) == (0, "made\n"), ran.stderr[-500:]
+
+
+DEEP = """
+import threading
+from tests.gateway.test_json_mode import Grammar, TokenTable, TokenTexts, chained, nested, tokenizer
+table = TokenTable(TokenTexts(tokenizer()), 4096, (2,))
+def work():
+    Grammar(chained(5, lambda part: nested(99, part)), table)
+    print("made")
+threading.stack_size(2 << 20)
+thread = threading.Thread(target=work)
+thread.start()
+thread.join()
+"""
 
 
 def pair(part: dict[str, Any]) -> dict[str, Any]:
