@@ -26,7 +26,7 @@ from private_llm_gateway.decoding import DecodedText, TokenTexts
 Finish = Literal["stop", "length"]
 _GREEDY = 1e-4
 """Temperatures below are greedy: logits divided by them would be infinite."""
-_TRIES = 16
+_TRIES = 4
 """Tokens that are drawn, where the text must be closed soon, before what closes it is taken."""
 _TAIL = 16
 """Tokens of the prompt that the first token's text is decoded behind: a character of theirs may not be whole."""
