@@ -229,7 +229,7 @@ def choose(answer: Completion, logits: Tensor) -> int:
     token = _drawn(answer, scores)
     if answer.written is None or (closing := answer.written.closing(answer.left)) is None:
         return token
-    for _ in range(_TRIES):
+    for _ in range(_TRIES if answer.written.patient else 0):
         if answer.written.closes(token, answer.left - 1):
             return token
         scores[token] = float("-inf")

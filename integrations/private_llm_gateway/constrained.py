@@ -41,7 +41,11 @@ _MOST_LEVELS = 512
 _STACK = 16 << 20
 """Bytes of stack of a start. Threads have 2 MiB where the process's own may grow without end."""
 _STARTING = threading.Lock()
-_UNBOUNDED = ("allOf", "multipleOf", "patternProperties", "x-guidance")
+_REFUSED = (
+    "allOf", "multipleOf", "patternProperties", "x-guidance",  # without bounds
+    "$dynamicRef", "$recursiveRef", "additionalItems", "unevaluatedItems", "unevaluatedProperties", "%lark", "grammars",
+)  # fmt: skip
+"""The others mean something in one draft alone, or in the library's own grammars, and it would pass them over."""
 _ALONE = ("$ref", "anyOf", "oneOf")
 _PARTS = ("properties", "$defs", "definitions", "items", "additionalProperties", "prefixItems", "anyOf", "oneOf")
 _BESIDE = re.compile(r"properties|additionalProperties|items|prefixItems|pattern|format|enum|const|m(in|ax)[A-Z].*")
@@ -62,6 +66,8 @@ _ERRORS = (
 _NEAR = 64
 """Tokens before the end of an answer in which it is looked whether the text can be closed."""
 
+_STEPS = 1024
+"""Tokens that are tried in an answer to see how it can be closed, besides those that close it."""
 _CLOSERS = (b'"', b":", b"}", b"]", b"0")
 
 
@@ -135,6 +141,14 @@ class Written:
 
     def __init__(self, matcher: LLMatcher, table: TokenTable) -> None:
         self._matcher, self._table = matcher, table
+        self._close: list[int] | None = None  # from here on, if it was looked for
+        self._after: tuple[int, list[int]] | None = None  # the token that was tried last, and how to close then
+        self._steps = 0
+
+    @property
+    def patient(self) -> bool:
+        """Whether other ways to close may still be tried: so many steps take a fifth of a second at most."""
+        return self._steps < _STEPS
 
     @property
     def finished(self) -> bool:
@@ -152,6 +166,14 @@ class Written:
 
     def take(self, token: int) -> None:
         """The token that came."""
+        self._consume(token)
+        if self._after is not None and self._after[0] == token:
+            self._close = self._after[1]
+        else:
+            self._close = self._close[1:] if self._close and self._close[0] == token else None
+        self._after = None
+
+    def _consume(self, token: int) -> None:
         self._matcher.consume_token(token)
         _check_error(self._matcher)
 
@@ -161,20 +183,27 @@ class Written:
         """
         if left > _NEAR:
             return None
+        if self._close is None:
+            self._close = self._closed(left)
+        return self._close
+
+    def _closed(self, left: int) -> list[int] | None:
         made: list[int] = []
         while not self._matcher.is_accepting() and len(made) <= left:
             made.append(self._next())
-            self.take(made[-1])
+            self._consume(made[-1])
         self._matcher.rollback(len(made))
+        self._steps += len(made)
         return made if len(made) <= left else None
 
     def closes(self, token: int, left: int) -> bool:
         """Whether the text can be completed in `left` tokens after this one."""
         if token in self._table.ends:
             return True
-        self.take(token)
-        found = self.closing(left)
+        self._consume(token)
+        found = self._closed(left)
         self._matcher.rollback(1)
+        self._after = None if found is None else (token, found)
         return found is not None
 
     def _next(self) -> int:
@@ -211,7 +240,7 @@ def _check(root: dict[str, Any]) -> None:
         schema, where, home, level = open_.pop()
         levels[home] = max(levels[home], level)
         place = where or "the top"
-        _refuse((name for name in _UNBOUNDED if name in schema), f"at {place}")
+        _refuse((name for name in _REFUSED if name in schema), f"at {place}")
         alone = next((name for name in _ALONE if name in schema), None)
         if alone is not None:
             others = (name for name in schema if name != alone and (name in _ALONE or _BESIDE.fullmatch(name)))
@@ -228,16 +257,7 @@ def _check(root: dict[str, Any]) -> None:
 
 def _parts(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """The schemas that stand in one, with their places."""
-    for name in (
-        "properties",
-        "$defs",
-        "definitions",
-        "items",
-        "additionalProperties",
-        "prefixItems",
-        "anyOf",
-        "oneOf",
-    ):
+    for name in _PARTS:
         value = schema.get(name)
         if name in ("items", "additionalProperties") and isinstance(value, dict):
             yield name, value

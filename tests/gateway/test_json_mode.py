@@ -126,6 +126,9 @@ def test_the_seed_says_what_is_written() -> None:
         ({"allOf": [{"type": "null"}]}, "allOf at the top"),
         ({"type": "object", "patternProperties": {}}, "patternProperties"),
         ({"x-guidance": {"item_separator": "and"}}, "x-guidance"),
+        ({"$schema": "http://json-schema.org/draft-07/schema#", "unevaluatedItems": False}, "unevaluatedItems"),
+        ({"type": "array", "items": [{}], "additionalItems": False}, "additionalItems"),
+        ({"properties": {"a": {"%lark": "start: /a/"}}}, "%lark at /properties/a"),
         ({"anyOf": [{"type": "string"}], "pattern": "a"}, "pattern beside anyOf"),
         ({"oneOf": [{"type": "string", "pattern": "a"}, {"type": "string", "pattern": "b"}]}, "oneOf"),
         ({"type": "string", "pattern": "(?=a)b"}, "pattern"),
@@ -270,6 +273,19 @@ def test_large_schemas_are_written(schema: dict[str, Any]) -> None:
             name: list(dict.fromkeys(schema[name])) for name in ("required", "type") if type(schema.get(name)) is list
         }
         jsonschema.validate(json.loads(answer.text), {**schema, **once})
+
+
+def test_the_search_for_an_end_is_bounded() -> None:
+    """Where hardly any token leaves a way to close, few are tried; the text ends in time all the same."""
+    coder = tokenizer()
+    table = TokenTable(TokenTexts(coder), 4096, (2,))
+    grammar = Grammar({"type": "string", "pattern": "^[b-y]{522}$"}, table)
+    answer = Completion(0, [], SamplingParams(63, seed=1, grammar=grammar), TokenTexts(coder), (2,))
+    while answer.finish is None:
+        answer.take(choose(answer, torch.zeros(4096)))
+    assert (answer.finish, len(answer.text)) == ("stop", 524)
+    assert answer.written is not None
+    assert answer.written._steps <= constrained._STEPS + 5 * 63
 
 
 def test_a_text_that_goes_on_in_too_many_ways(monkeypatch: pytest.MonkeyPatch) -> None:
