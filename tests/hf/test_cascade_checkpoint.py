@@ -143,7 +143,7 @@ def damaged(checkpoint: Path, folder: Path) -> str:
     "said", [{}, {"model": "a", "class_": None, "weights": "b"}, {"model": 1, "class_": "b", "weights": "c"}]
 )
 def test_a_node_that_does_not_say_what_it_holds(monkeypatch: pytest.MonkeyPatch, said: dict[str, object]) -> None:
-    monkeypatch.setattr(cascade_node, "claim", lambda checkpoint: make_dataclass("NodeModel", said)(**said))
+    monkeypatch.setattr(cascade_node, "NodeModel", lambda *facts: make_dataclass("NodeModel", said)(**said))
     config = PrivateConfig(protocol="cascade", plan=PLAN, timeout_s=20)
     with pytest.raises(TransportError, match=r"from CompNode 0 \(party 0\): NodeModel"):
         patch(tiny.build("llama"), config)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -124,7 +124,7 @@ class PrivateCache(Cache):  # type: ignore[misc]
             self._newest = min(self._newest, policy.newest)
 
     is_compileable, is_croppable = False, True
-    is_linear = (False,)
+    is_linear: ClassVar[list[bool]] = [False]
     """It holds positions, which generate() does not send again; of no layers, all would be linear."""
 
     @property

@@ -75,7 +75,7 @@ def load_relufied(folder: str | Path) -> PreTrainedModel:
     """
     folder = Path(folder)
     if not (folder / FACTS).is_file():
-        raise ConfigError(f"{folder}: no {FACTS}; want a folder that scripts/relufy.py wrote")
+        raise ConfigError(f"{folder}: no {FACTS}; want a folder that scripts/relufy.py of the repository wrote")
     facts = json.loads((folder / FACTS).read_text(encoding="utf-8"))["relufied"]
     refuse_unknown(facts, Relufied.__dataclass_fields__, f"{FACTS}: ")
     made = Relufied(**{**facts, "modules": tuple(facts["modules"]), "ups": tuple(facts["ups"])})

@@ -130,7 +130,7 @@ def _feed_forward(model: PreTrainedModel, calls: list[_LeafCall]) -> list[Site]:
         raise PatchMismatch(
             f"{type(model).__name__}: no feed-forward block whose activation makes exact zeros (found: "
             f"{', '.join(names) or 'no activation after a linear layer'}); want ReLU or one of its relatives: "
-            "scripts/relufy.py swaps GELU and SiLU for one and tunes the model"
+            "scripts/relufy.py of the repository swaps GELU and SiLU for one and tunes the model"
         )
     return sparse
 
