@@ -41,7 +41,7 @@ class H2O(BudgetedPolicy):
             )
 
     def mass_queries(self, queries: int) -> int:
-        """All."""
+        """All queries of the call."""
         return queries
 
     @property
@@ -63,7 +63,7 @@ class TOVA(BudgetedPolicy):
     recent: int = 1
 
     def mass_queries(self, queries: int) -> int:
-        """The newest."""
+        """The newest query alone."""
         return 1
 
     @property
@@ -90,7 +90,7 @@ class SnapKV(BudgetedPolicy):
         check_pool(self, self.pool)
 
     def mass_queries(self, queries: int) -> int:
-        """The window."""
+        """The last `recent` queries."""
         return min(queries, self.recent)
 
     @property
