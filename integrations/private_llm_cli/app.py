@@ -63,7 +63,7 @@ _STUDIES = ("cascade", "comet", "kernels", "mpcache", "pigeon", "wan")
 @app.command("bench", hidden=True, context_settings={"ignore_unknown_options": True})
 @app.command("kv-budget", hidden=True, context_settings={"ignore_unknown_options": True})
 def _moved(context: typer.Context, words: Annotated[list[str] | None, typer.Argument(hidden=True)] = None) -> None:
-    """Moved to a script of the repository."""
+    """In a checkout of the repository: python scripts/bench/run.py, or python scripts/long_context/kv_budget.py."""
     given, name = words or [], context.info_name
     table = next((word for word in given if name == "bench" and word in _STUDIES), None)
     script = "bench/run.py" if name == "bench" else "long_context/kv_budget.py"
