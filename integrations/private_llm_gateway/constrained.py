@@ -11,6 +11,7 @@ import re
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -220,16 +221,13 @@ class Written:
 
 def _with_stack(start: Callable[[], LLMatcher]) -> LLMatcher:
     """What `start` makes, in a thread with `_STACK` bytes of stack; one at a time."""
-    made: list[LLMatcher] = []
-    thread = threading.Thread(target=lambda: made.append(start()), name="grammar")
-    with _STARTING:
+    with _STARTING, ThreadPoolExecutor(1, "grammar") as pool:
         before = threading.stack_size(_STACK)
         try:
-            thread.start()
+            made = pool.submit(start)
         finally:
             threading.stack_size(before)
-        thread.join()
-    return made[0]
+        return made.result()
 
 
 def _check(root: dict[str, Any]) -> None:

@@ -33,7 +33,7 @@ class FieldStep:
 
 
 def _step(reads: str, writes: str, numbers: str, seconds: float, *lines: str) -> FieldStep:
-    """reads, writes: names, of packed fields with [] behind them."""
+    """reads, writes: names, those of packed fields with [] after them."""
     packed = frozenset(name[:-2] for name in f"{reads} {writes}".split() if name.endswith("[]"))
     names = [tuple(each.replace("[]", "").split()) for each in (reads, writes, numbers)]
     return FieldStep(names[0], names[1], packed, names[2], seconds * 1e-9, lines)
