@@ -78,8 +78,7 @@ def check_approximations(name: str, ring: int, sharded: bool) -> None:
 
 
 def emulated(name: str, model: nn.Module | None = None) -> AbstractContextManager[None]:
-    """Inside, plaintext operations compute GELU and softmax of that name, and `model`, a model of transformers, those
-    that it spells by hand.
+    """Inside, plaintext operations compute GELU and softmax of that name; so does what `model` spells by hand.
 
     Other models compute with the operations meanwhile, too. SiLU, x sigmoid(1.702 x) and norms stay.
     """

@@ -2,8 +2,7 @@
 
 A fork copies keys, counters of streams and open connections. A parent and a child that both use them mask two prompts
 alike, and whoever sees both messages learns the difference of the prompts. So keys, streams, stores of masks,
-connections and sessions remember the process that made them; in a fork of it they raise, and closing them there ends
-nothing.
+connections and sessions remember the process that made them; in a fork they raise, and closing them ends nothing.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Help pages: options in groups, each name whole, also in a terminal of 80 columns; and a hint for misspelt ones.
 
-Typer's tables cut off names where there are many columns. Here a name that is too long for its column stands in a line
-of its own.
+Typer's tables cut off names where there are many columns. Here a name too long for its column has a line of its own.
 """
 
 from __future__ import annotations

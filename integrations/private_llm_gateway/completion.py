@@ -36,8 +36,7 @@ _TAIL = 16
 class SamplingParams:
     """How to write. logprobs: how many of the likeliest tokens to report beside each token's own (None: nothing).
 
-    temperature 0 is greedy. frequency, presence, bias: added to logits as OpenAI defines them. grammar: what the text
-    must be.
+    temperature 0 is greedy. frequency, presence, bias: added to logits, as OpenAI's. grammar: what the text must be.
     """
 
     max_tokens: int

@@ -179,9 +179,7 @@ class Written:
         _check_error(self._matcher)
 
     def closing(self, left: int) -> list[int] | None:
-        """Tokens that complete the text, found by closing what is open first; None if it takes more than `left`, or if
-        the end is far.
-        """
+        """Tokens that complete the text, found by closing what is open first; None if more than `left`."""
         if left > _NEAR:
             return None
         if self._close is None:

@@ -18,9 +18,7 @@ _MOST_TOLD = 1000
 
 
 class ApiError(Exception):
-    """What a client is told, in 1,000 characters at most. status: of HTTP. param: the field of the request that is
-    wrong.
-    """
+    """What a client is told, in 1,000 characters at most. status: of HTTP. param: the field that is wrong."""
 
     def __init__(
         self, status: int, message: str, kind: str = INVALID, param: str | None = None, code: str | None = None,

@@ -46,8 +46,7 @@ class SessionPool:
     """Private models on sessions of their own. Thread-safe.
 
     first: a private model (what `from_pretrained` and `patch` return). size: sessions at most. open_session: makes a
-    further model on a new session (default: `first.open_session`). Raises ConfigError for more than one session where
-    none can be opened.
+    further model on a new session (default: `first.open_session`). Raises ConfigError for a size that cannot be.
     """
 
     def __init__(self, first: Any, size: int, open_session: Callable[[], Any] | None = None) -> None:  # noqa: ANN401
@@ -88,9 +87,7 @@ class SessionPool:
 
     @contextmanager
     def spare_session(self) -> Iterator[Any]:
-        """A further private model for a request that has one, unless somebody waits for it: then None. Raises as
-        `session`.
-        """
+        """A further private model for a request that has one; None if somebody waits for it. Raises as `session`."""
         with self._changed:
             none = self._waiting or self._closed or (not self._idle and self._opened == self.size)
             model = None if none else self._pop()

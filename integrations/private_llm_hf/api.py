@@ -76,8 +76,7 @@ class _AutoPrivate:
         others change the model's configuration. Quantised weights are unpacked and adapters merged where transformers
         or peft can.
         Raises, before anything is sent, DomainError naming a module whose values fit no fixed-point format;
-        PatchMismatch for architectures, modules or checkpoints without a rule; ConfigError for unknown arguments
-        and settings.
+        PatchMismatch for what has no rule (architectures, modules, checkpoints); ConfigError for unknown arguments.
         """
         private_config = _checked(private_config, ranges)
         compile_ahead(private_config)
@@ -319,9 +318,9 @@ def ranges_of_checkpoint(
 ) -> Ranges:  # fmt: skip
     """Calibrate a checkpoint on `text` (default: a bundled one) for `from_pretrained(..., ranges=...)`.
 
-    images: a prepared batch for a model of images (default: pictures of noise). Runs the plaintext model in this
-    process. Raises DomainError naming a module whose values fit no fixed-point format; PatchMismatch and ConfigError as
-    `from_pretrained`.
+    images: a prepared batch for a model of images (default: pictures of noise). Runs the plaintext model here. Raises
+    DomainError naming a module whose values fit no fixed-point format; else as `from_pretrained` (PatchMismatch,
+    ConfigError).
     """
     return checkpoint_ranges(*_found(source, auto, hf_kwargs), _checked(private_config), text, images)
 

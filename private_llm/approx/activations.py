@@ -1,7 +1,6 @@
 """The pointwise smooth functions: GELU, SiLU, softplus, the logistic function, tanh and e^x. Tables: tables.py.
 
-Tanh is Lambert's continued fraction u / (1 + u^2 / (3 + u^2 / (5 + ...))), cut at 13, a quotient of odd
-over even powers,
+Tanh is Lambert's continued fraction u / (1 + u^2 / (3 + u^2 / (5 + ...))), cut at 13: odd over even powers,
 
     tanh u ~ u (135135 + 17325 u^2 + 378 u^4 + u^6) / (135135 + 62370 u^2 + 3150 u^4 + 28 u^6),
 
@@ -71,9 +70,9 @@ def sigmoid(x: Fixed) -> Fixed:
     """The logistic function 1 / (1 + e^-x) of x (any shape), for |x| < 2^20 - 2^10; 64-bit ring only, else DomainError.
 
     s(t) = 1 / (1 + e^t) at t = min(|x|, 10) by a polynomial of degree 12 in four products; s itself where x < 0, else
-    1 - s. The fold to t takes one comparison of three rows and one injection; choosing the side another. Absolute error
-    at most 1e-4; exactly 0 or 1 beyond 10.02. 275 bytes an element, 13 rounds (18 fractional bits). By comparison keys
-    2 rounds, error 5e-5.
+    1 - s. The fold to t takes a comparison of three rows and an injection; the side another. Error at most 1e-4;
+    exactly 0 or 1 beyond 10.02. 275 bytes an element, 13 rounds (18 fractional bits). By comparison keys 2 rounds,
+    error 5e-5.
     """
     made = tables.LOGISTIC
     if takes_curve(made.curve, x, x.frac, _price, x.session.ring, x.numel(), *coarse_span(x)):
@@ -133,9 +132,8 @@ def exp(x: Fixed, frac: int = 24) -> Fixed:
 
     Under trio and dealer one coarse comparison, then the masks' own exponentials (protocols/one_step.py): error
     3e-5, and 4e-6 below -8; zero below -15, maybe from -14 on. 78 bytes an element, 5 rounds. Else (quad, plain) clip
-    at -14 (one coarse comparison, one injection), then a polynomial of degree 16 in four products (chain.py) whose
-    error shrinks with e^(x/2): at most 5e-5, and 2e-6 below -8. 12 rounds. By comparison keys (curves.py) 2 rounds,
-    error 5e-5.
+    at -14 (a coarse comparison, an injection), then a polynomial of degree 16 in four products (chain.py) whose error
+    shrinks with e^(x/2): 5e-5, 2e-6 below -8. 12 rounds. By comparison keys (curves.py) 2 rounds, error 5e-5.
     """
     own = x.session.protocol.has_exponentials
     span = _clip_span(x) if own else coarse_span(x, extra=1, resolution=2)

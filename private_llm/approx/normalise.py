@@ -81,8 +81,7 @@ def power(
 
     The shape of x. Relative error: the cubic's, and the rounding of y and of the result. Rounds: the comparison's (3 or
     4), 2 for y, 2 for the cubic, 1 for step 4 and 1 more if `frac` makes it truncate; 2 by comparison keys (lines.py),
-    with a relative error of 6e-5. Raises DomainError for an empty range, one too wide for the ring at x's fractional
-    bits, or a 32-bit ring.
+    with a relative error of 6e-5. Raises DomainError for an empty range, one too wide for x, or a 32-bit ring.
     """
     if x.session.protocol.has_keys and 0 < low < high:
         plan = _plan(cells, cubic, low, high, gain, cells.bits + math.ceil(math.log2(high)))

@@ -111,8 +111,7 @@ def rms_norm(
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension, of the shape of x [.., width]; weight [width].
 
     Error, bytes and `gain` as `layer_norm`, without its mean and bias. 14 rounds without weight, 15 with a public, 16
-    with a secret one (14 with `gain`); 3 more without known range; by comparison keys 8 with a secret one (6). Raises
-    as `layer_norm`.
+    with a secret one (14 with `gain`); 3 more without known range; by keys 8 (6). Raises as `layer_norm`.
     """
     need_wide_ring(x, "rms_norm")
     lines = lines_of(x, eps, square)
@@ -123,8 +122,7 @@ def rms_norm(
 def lines_of(x: Fixed, eps: float, square: int, centred: bool = False) -> Lines | WideLines | None:
     """The inverse roots of rows of x, or of their deviations, by comparison keys; None if another way is.
 
-    Rows are then squared with `line_bits`, and sums reach down to 2^-REACH of the largest that the ring holds.
-    Local and public.
+    Rows are then squared with `line_bits`, and sums reach down to 2^-REACH of the ring's largest. Local and public.
     """
     if not x.session.protocol.has_keys or not x.numel():
         return None
@@ -141,9 +139,7 @@ def lines_of(x: Fixed, eps: float, square: int, centred: bool = False) -> Lines 
 
 @lru_cache(maxsize=256)
 def _lines(frac: int, width: int, eps: float, square: int, centred: bool) -> Lines | WideLines | None:
-    """Lines for rows with `frac` fractional bits; where their range is too wide, two copies of one table, if these
-    reach all of it.
-    """
+    """Lines for rows with `frac` fractional bits; of a range too wide for one table two copies, if they reach all."""
     fine = line_bits(frac, width, square)
     smaller = _ratio_squared(width) if centred else 1.0
     if not one_sum(fine, width, square) or not eps > 0:
@@ -175,8 +171,7 @@ def _ratio_squared(width: int) -> float:
 def _deviations(x: Fixed, fine: int) -> Fixed:
     """(x - mean) width / 2^ceil(log2 width), with `fine` fractional bits: a truncation an element, if that drops bits.
 
-    Local in rows so short that the division leaves no more bits than that. A norm does not see the factor, and so its
-    mean needs no division.
+    Local in rows so short that the division leaves no more bits than that. A norm does not see the factor: no division.
     """
     width, whole = x.shape[-1], _log2(x.shape[-1])
     apart = x.scale_int(width) - x.sum(-1, keepdim=True)

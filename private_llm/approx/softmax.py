@@ -75,8 +75,7 @@ def softmax_ragged(x: Fixed, rows: Rows, sink: Fixed | None = None) -> Fixed:
 def unscaled(x: Fixed, frac: int, present: Tensor | None = None) -> tuple[Fixed, Fixed]:
     """Softmax before its last product: (e^(x - m) with `frac` fractional bits [..., n], 1 / their sum [..., 1]).
 
-    Domain, errors, cost and `present` otherwise as for `softmax`, for what is divided later: sums of a row's e times
-    anything.
+    Domain, errors, cost and `present` otherwise as for `softmax`, for what is divided later: sums of a row's e.
     """
     check_width(x.shape[-1])
     e = exp(x - maximum(x, coarse=True), frac)

@@ -106,9 +106,8 @@ def chosen_below(
 ) -> Fixed:
     """sum over k of [x < threshold_k] (weights_k x + constants_k), in the shape of x; span: as `exact_span`.
 
-    One comparison and one injection, 5 or 4 rounds, or comparison keys, 1 round, where those are the way to go
-    (`PrivateConfig.adder`). Bytes of both: protocols/prices.py. Raises DomainError as `Fixed.less_than` and
-    `Fixed.select`.
+    One comparison and one injection, 5 or 4 rounds, or comparison keys, 1 round, where `PrivateConfig.adder` says so.
+    Bytes of both: protocols/prices.py. Raises DomainError as `Fixed.less_than` and `Fixed.select`.
     """
     bits, low = span
     if not x.session.protocol.has_keys:

@@ -1,7 +1,6 @@
 """Maximum of rows by a tournament of pairs, and which entries of a row are among its k largest.
 
-A tournament has ceil(log2 n) levels, n - 1 comparisons. max(a, b) = a - [a < b] (a - b): one comparison, one injection
-of its bit.
+A tournament has ceil(log2 n) levels, n - 1 comparisons. max(a, b) = a - [a < b] (a - b): a comparison, an injection.
 
 A maximum that may be a little off needs few bits of its entries (`is_cut`): cut to CUT_BITS fractional bits, which is
 local, and to the bits of their differences, they meet exactly in a ring of 26 bits (13 with a small known range), in
@@ -210,8 +209,7 @@ def argmax(x: Fixed) -> Fixed:
     """Index of the first maximum over the last dimension: [..., n] to [...], with 0 fractional bits. |x| < 2^20.
 
     Exact, in rings of 32 and 64 bits. 90 bytes per entry (trio, 18 fractional bits, 64-bit ring), ceil(log2 n) levels
-    of 5 rounds: 80 for a vocabulary of 50,272. By comparison keys ceil(log2 n) + 2 rounds. Raises DomainError for n =
-    0.
+    of 5 rounds: 80 for a vocabulary of 50,272. By keys ceil(log2 n) + 2 rounds. Raises DomainError for n = 0.
     """
     return first_maximum(x)[1]
 

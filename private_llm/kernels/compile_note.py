@@ -93,9 +93,7 @@ class _Note:
         self._clear.wait(_IDLE_S)
 
     def answers(self) -> None:
-        """A party hands over an answer: a client on its terminal may begin to write the text, so nothing is shown there
-        any more.
-        """
+        """A party hands over an answer: a client on its terminal may write the text, so nothing is shown now."""
         if self.of_client and not self.others:
             self.take(None)
 
@@ -133,9 +131,7 @@ def shown_by(tell: Tell | None) -> Iterator[None]:
 
 
 class Streamed:
-    """A streamer of transformers': once it was given an answer's first token, nobody writes to its terminal of kernels,
-    until `close`.
-    """
+    """A streamer of transformers'; from an answer's first token to `close` nobody tells its terminal of kernels."""
 
     def __init__(self, streamer: Any) -> None:  # noqa: ANN401 - transformers' own
         self._streamer, self._given, self._quiet = streamer, 0, ExitStack()

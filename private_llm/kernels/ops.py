@@ -30,8 +30,8 @@ from private_llm.kernels.shapes import packed_words as packed_words
 from private_llm.kernels.trace_hook import this_thread
 
 _TRANSPOSE_S, _ROW_S, _INJECT_S = 2e-9, 1e-9, 1e-9
-"""About what one thread takes: for the transposition of an element, for one row's word of a comparison, for one row's
-element of an injection."""
+"""About what one thread takes: to transpose an element, for a word of a comparison's row, an element of an injection's.
+"""
 WORDS = 8
 """Threads take multiples of so many words of bits: whole lines of the cache."""
 
@@ -289,8 +289,7 @@ def trunc_helper(
     """Party 0's step of the truncation: (a1, a2, z2, rho2).
 
     Elements [n] are divided by 2^f, 1 <= f <= bits - 3; rho and zeta are fields of 1 <= width <= f bits, packed into
-    `packed_words(n, width)` words: results are right in their lowest bits - f + width bits. Nobody looks at sizes, f
-    and width here.
+    `packed_words(n, width)` words: results are right in their lowest bits - f + width bits. Nothing is checked.
     """
     return field_step("trunc_helper", (error, g1, g2, z1, rho1, zeta1, zeta2), (f,), width)
 

@@ -77,8 +77,7 @@ def split_range(total: int, pieces: int, step: int = 1) -> list[tuple[int, int]]
 def parallel_for(count: int, unit_s: float, step: int, kernel: Callable[..., None], *arguments: Any) -> None:  # noqa: ANN401
     """Launch a kernel for 0 .. count on as many threads as are worth it; its last two arguments say which part.
 
-    unit_s: about what one of them takes on one thread. step: parts are cut at multiples of it. arguments: addresses,
-    sizes and plans.
+    unit_s: about what one takes a thread. step: parts are cut at multiples of it. arguments: addresses, sizes, plans.
     """
     seconds = count * unit_s
     pieces = 1 if seconds < _SMALL_S else threads(seconds)

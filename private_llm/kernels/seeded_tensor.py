@@ -101,8 +101,7 @@ class StreamKey:
 
     @property
     def place(self) -> tuple[int, int]:
-        """Where the key lies that kernels take, and its bytes. Raises UnsupportedOp on processors without AES
-        instructions."""
+        """Where the key lies that kernels take, and its bytes. Raises UnsupportedOp without AES instructions."""
         address = self.rounds
         if self._rounds is None or address is None:
             raise UnsupportedOp("round keys on a processor without AES instructions")

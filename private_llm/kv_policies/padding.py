@@ -58,8 +58,7 @@ class Arranged:
     def ready(self, before: Tensor | None, made: int) -> tuple[int, Tensor]:
         """From which cluster of the first level on some row's are new, and how many of each row are what they were.
 
-        before: `clusters` when the first `made` were made. What is new may be made again for all rows, but rows keep
-        what they had.
+        before: `clusters` when the first `made` were made. All rows may get new ones, but keep what they had.
         """
         own = self.clusters[1]
         if before is None or before.shape != self.clusters.shape or not torch.equal(before[0], self.clusters[0]):

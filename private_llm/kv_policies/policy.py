@@ -174,8 +174,7 @@ class CachePolicy:
     def entries(self, held: int, position: int, queries: int) -> int:
         """How many of `held` entries stay after a call of `queries` new tokens, which `held` and `position` include.
 
-        position: the number of the next position. The first call fills an empty cache: then position == queries.
-        Default: all.
+        position: the number of the next position; at the first call, of an empty cache, it is queries. Default: all.
         """
         return held
 
@@ -225,8 +224,7 @@ class CachePolicy:
         return self.after_step(facts, mass)
 
     def after_step(self, facts: CacheFacts, mass: Tensor | None) -> Tensor | None:
-        """Of a policy without `eviction`: ascending public indices into the entries held, int64 [kept] or [B or 1, G
-        or 1, kept]; None: all.
+        """Without `eviction`: ascending public indices of entries, int64 [kept] or [B or 1, G or 1, kept]; None: all.
 
         mass: a `SecretTensor` [B, G, held], the attention that entries got from the queries that `mass_queries` asked
         for, in this call; None if it asked for none.

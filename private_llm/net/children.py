@@ -51,8 +51,7 @@ Run = Callable[..., str | None]
 def start_children(
     config: PrivateConfig, entry: str, extra: Mapping[str, Any]
 ) -> tuple[SocketTransport, Callable[[], None]]:
-    """Start all parties; the client's transport to them, and a function that ends them (idempotent; does
-    nothing in a fork).
+    """Start all parties; the client's transport, and a function that ends them (idempotent; nothing in a fork).
 
     extra must be JSON. Raises PartyFailed if they do not start.
     """
@@ -73,8 +72,7 @@ def start_servers(
     config: PrivateConfig, entry: str, extra: Mapping[str, Any], listeners: Sequence[socket.socket],
     hosts: Sequence[str] = (), token: str | None = None,
 ) -> Callable[[], None]:  # fmt: skip
-    """Start all parties as servers, each at its own listening socket; a function that ends them (idempotent; does
-    nothing in a fork).
+    """Start all parties as servers at these sockets; a function that ends them (idempotent; nothing in a fork).
 
     What is named runs as function(config, party, listener, **extra), where extra must be JSON. A server that is killed
     is started again. With a token they are no servers, but connect at `hosts`, as `start_children` says.

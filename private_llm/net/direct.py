@@ -139,8 +139,7 @@ class BarrierEnd:
     def wait(
         self, point: Point, given: Given, action: Callable[[Sequence[Given]], Made], follows: bool = False
     ) -> Made | None:  # fmt: skip
-        """What `action` makes of what all parties gave, in their order; the last one to come calls its own. None if not
-        all of them wait here.
+        """What the last one's `action` makes of what all parties gave, in their order; None unless all wait here.
 
         follows: all have met at an earlier point, after which all wait here, too. Raises PartyFailed if the session has
         ended, or if a party does not come in time, and at the last to come what `action` raises.

@@ -180,9 +180,7 @@ class Incoming:
         self._notes = Allowance(each_s, at_once)
 
     def give_up(self, reason: str) -> None:
-        """Take no further byte. Callable from any thread: the one that reads, however fast bytes come, raises
-        PartyFailed.
-        """
+        """Take no further byte. From any thread: the one that reads, however fast bytes come, raises PartyFailed."""
         self.ended = self.ended or reason
 
     def close(self) -> None:

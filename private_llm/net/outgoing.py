@@ -31,8 +31,7 @@ from private_llm.net.wire import BLOCKED, HEADER_BYTES, FrameKind, cause
 MAX_AHEAD = 256 << 20
 """Bytes a sender may run ahead of its receiver before it waits (bounds memory)."""
 _DRAIN_S = 0.5
-"""How long programs wait until what is queued was written once; a peer that reads takes less, unless it waits for the
-same."""
+"""How long programs wait until what is queued was written once; a peer that reads takes less."""
 _LOOK_S = 2e-3
 """How often it looks whether something has come meanwhile."""
 _POLL_MS = 200

@@ -36,8 +36,7 @@ def assignments(parties: int) -> tuple[RoleAssignment, ...]:
 
 
 def assignment(parties: int, parallel_session: int, rotate_roles: bool) -> RoleAssignment:
-    """Who plays which role in a parallel session: with `rotate_roles` another assignment in each, until all were
-    used."""
+    """Who plays which role in a parallel session: with `rotate_roles` another assignment in each."""
     every = assignments(parties)
     return every[parallel_session % len(every)] if rotate_roles else tuple(range(parties))
 

@@ -90,8 +90,7 @@ def connect(
 def open_acceptor(config: PrivateConfig, me: int) -> Acceptor:
     """Listen at party `me`'s address in config.hosts, for many sessions: hand the acceptor to `connect`, and close it.
 
-    Raises ConfigError for settings that do not allow a safe connection (as `connect`), TransportError if the port is
-    taken.
+    Raises ConfigError for settings that allow no safe connection (as `connect`), TransportError for a taken port.
     """
     addresses = addresses_of(config, me, (), b"")
     if config.tls is not None:
@@ -129,8 +128,7 @@ class _Mesh:
         self._done = False
 
     def open(self, acceptor: Acceptor | None) -> list[dict[int, Pair]]:
-        """Make the connections of all parallel sessions, or raise TransportError. Afterwards further callers are told
-        "busy"."""
+        """Connect all parallel sessions, or raise TransportError. Afterwards further callers are told "busy"."""
         if acceptor is not None:
             acceptor.lead_to(self._receive)
         while not self._complete():

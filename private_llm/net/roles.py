@@ -38,8 +38,7 @@ def named(config: PrivateConfig, text: str) -> str:
 def attributed(endpoint: int, reason: str) -> str:
     """A reason that `endpoint` gave for the end of a session, as others may read it.
 
-    What it says of itself stays; what names another is marked as passed on, so that nobody can put words into
-    another's mouth.
+    What it says of itself stays; what names another is marked as passed on: nobody speaks for another.
     """
     if endpoint == CLIENT:
         own, name = "the client ", "the client"

@@ -130,8 +130,7 @@ class SocketTransport(Transport):
             raise self._fail(error, frm, f"while '{tag}' of {endpoint_name(frm)} was awaited") from None
 
     def _show_life(self) -> None:
-        """Tell every endpoint, in every parallel session, that this client works: a call may concern only some of
-        them."""
+        """Tell every endpoint, in every parallel session, that this client works: a call may need only some."""
         self._life = time.monotonic()
         for parallel_session in self._parallel_sessions:
             for out in parallel_session._out.values():

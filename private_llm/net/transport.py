@@ -93,8 +93,7 @@ class Transport(ABC):
         """Block, however long, until a frame from `frm` is there (it stays); PartyFailed if the session stops."""
 
     def parallel_session(self, number: int) -> Transport:
-        """This endpoint's links of parallel session `number`, with a ledger of their own; parallel session 0 is this
-        transport.
+        """This endpoint's links of parallel session `number` (0: this transport), with a ledger of their own.
 
         Every parallel session belongs to one thread, and the end of one is the end of all. Raises ConfigError if these
         links carry one parallel session only.

@@ -4,8 +4,7 @@ Two numbers that are often equal are kept apart: `position`, the number of the n
 positions use, and how wide a mask is), and `length`, how many entries are held. They part when entries are evicted:
 `keep` drops entries by public indices, and those that stay remember the positions they were made at, so neither the
 keys nor the masks change their meaning. Where entries were chosen by secrets (`replace`), nobody knows the positions of
-those that stayed; keys carry their own, and all later queries may see them. Everything here is local: no rounds, no
-bytes.
+those that stayed; keys carry their own, and all later queries may see them. Everything here is local.
 """
 
 from __future__ import annotations
@@ -50,9 +49,7 @@ class HeldShare(Share):
 
 
 class GrowingRows:
-    """Shares [B, G, length, D] in buffers that grow by half. What lies beyond `length` belongs to these rows, and may
-    be anything.
-    """
+    """Shares [B, G, length, D] in buffers that grow by half; what lies beyond `length` may be anything."""
 
     def __init__(self, first: Fixed) -> None:
         self.session, self.frac, self.parts = first.session, first.frac, first.share.parts
@@ -383,9 +380,7 @@ def padded_length(length: int) -> int:
 
 
 def padded(rows: Fixed) -> Fixed:
-    """Keys or values [B, G, k, D] as [B, G, `padded_length` of k, D]. Local; those of a cache are views of it, right
-    until it changes.
-    """
+    """Keys or values [B, G, k, D] as [B, G, `padded_length` of k, D]. Local; of a cache, views until it changes."""
     length, held = rows.shape[2], rows.share
     total = padded_length(length)
     share = held.repeated(total) if isinstance(held, HeldShare) else None

@@ -41,8 +41,7 @@ def gain(weight: Tensor | None, offset: float = 0.0) -> Fixed | Tensor | None:
 def _measured(
     x: SecretTensor, weight: Tensor | None, eps: float, centred: bool = False
 ) -> tuple[Fixed, int, int | None]:
-    """A norm's input, and what is known of it: mean squares of rows below 2^square, weights below 2^gain (or None; of
-    none, 0).
+    """A norm's input, and what is known: mean squares of rows below 2^square, weights below 2^gain (of none, 0).
 
     Where calibration found that all rows can do with fewer fractional bits, so that one sum of squares is enough, the
     entries are cut to those. It lets the products of a residual sum leave no more, so that this happens once at most,

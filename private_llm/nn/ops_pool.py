@@ -30,8 +30,7 @@ def max_pool2d_rule(
 ) -> SecretTensor:  # fmt: skip
     """Maxima over windows of [B, C, H, W] or [C, H, W]; `exact.pool.max_pool2d`, at its cost, |x| < 2^20.
 
-    Raises UnsupportedOp for return_indices, DomainError for other shapes, a padding above half the window, or no
-    window.
+    Raises UnsupportedOp for return_indices, DomainError for other shapes, padding above half the window, no window.
     """
     if return_indices:
         raise UnsupportedOp("max_pool2d with return_indices: where a maximum was stays secret")

@@ -70,8 +70,7 @@ def _read_mask(query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool)
 def read_mask(mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
     """(allowed, bias) from a public mask, boolean or additive, or from a secret addend. Local.
 
-    allowed: public booleans, True where attention is allowed; None: everywhere. bias: what is added to scores, or None;
-    public zeros are none.
+    allowed: public booleans, True where attention is allowed; None: everywhere. bias: added to scores, or None.
     """
     if mask is None or mask.dtype == torch.bool:
         return mask, None

@@ -43,8 +43,7 @@ class ActivityPredictor(nn.Module):
     """score = fc2 a(fc1 x), a unit is predicted active where its score is not negative (Comet, section 4.1).
 
     fc1 [rank, width] and fc2 [units, rank] with biases. hidden: a, "linear" or "relu". The owner takes the threshold
-    off the bias of fc2. name: of the module in its model. expected: units that a position is supposed to open, for
-    counting costs.
+    off the bias of fc2. name: of the module in its model. expected: units a position opens where costs are counted.
     """
 
     def __init__(self, width: int, rank: int, units: int, hidden: Literal["linear", "relu"] = "linear") -> None:

@@ -28,8 +28,7 @@ from private_llm.tensor.fixed import Fixed, arithmetic
 class ChosenUnits:
     """Chosen elements in a secret order.
 
-    order: of `size` elements and then dummies, if there are any. places: where the chosen ones lie in it, int64
-    [chosen], public.
+    order: of `size` elements and then dummies, if any. places: of the chosen ones in it, int64 [chosen], public.
     """
 
     order: Permutation
@@ -76,8 +75,7 @@ def choose(session: Session, active: BitShare, budget: int, vectors: int = 1) ->
     active: one row of all vectors' bits. Cost: `filled`, one shuffle of as many bits, and the opening: of vectors of
     128, 1024 and 16,384 a bit is 35, 40 and 46 bytes in trio (10 or 11 rounds in all), 40, 44 and 50 in dealer (8 or
     9). How many are active is not learned, only where the chosen ones lie in the secret order. Raises DomainError for a
-    budget outside 1 to the vectors' length, or vectors of unequal length; ProtocolAbort if what is opened is not as
-    many places.
+    budget outside 1 to the length, or vectors of unequal length; ProtocolAbort if other than so many are opened.
     """
     units = check_budget(active, vectors, budget)
     protocol = session.protocol
@@ -138,9 +136,8 @@ def opened_units(
     3) and 3 bits a bit in trio; with a budget two shuffles of bits, a bit made a number, two small comparisons and a
     gate more. What the comparisons cost grows with the digits of `units`: of 128, 1024 and 16,384 units a bit is 35, 40
     and 46 bytes in trio (10 or 11 rounds in all), 40, 44 and 50 in dealer (8 or 9); nothing if it is all units.
-    expected: without a budget, how many units a vector opens where costs are counted instead of computed (None: all of
-    them). Raises DomainError for a budget outside 1 to units, or for vectors of unequal length, ProtocolAbort if
-    parties disagree.
+    expected: without a budget, how many units a vector opens where costs are counted (None: all). Raises DomainError
+    for a budget outside 1 to units, or for vectors of unequal length, ProtocolAbort if parties disagree.
     """
     units = check_budget(active, vectors, budget)
     if budget == units:

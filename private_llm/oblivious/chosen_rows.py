@@ -191,9 +191,7 @@ def first_places(blocks: int, rows: int, kept: int) -> Tensor:
 
 
 def _places(opened: Tensor, blocks: int, kept: int) -> Tensor | None:
-    """int64 [blocks, kept]: flat places of the numbers 1 .. kept in each block; None if what is opened is no such
-    arrangement.
-    """
+    """int64 [blocks, kept]: flat places of the numbers 1 .. kept in each block; None if they are not there."""
     rows = opened.shape[1] // blocks
     if opened.is_meta:
         return first_places(blocks, rows, kept)

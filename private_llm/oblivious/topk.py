@@ -1,13 +1,11 @@
 """The k largest entries of secret rows, without opening anything: which they are, and what they are in order.
 
-What is sent, and how often, depends on public shapes alone. Of equal entries the first ones count. Three methods with
-one outcome, chosen by their cost: ranks of all pairs, a network (sort_network.py) and a search for the k-th largest
-(digit_search.py).
+What is sent, and how often, depends on public shapes alone. Of equal entries the first ones count. Three methods,
+chosen by cost: ranks of all pairs, a network (sort_network.py) and a search for the k-th largest (digit_search.py).
 
 By ranks every pair of a row is compared once, so the depth hardly grows with n. [a comes before b] counts for the rank
 of b, its inverse for that of a. An entry's rank is how many of the n - 1 others come before it (counting.py), and one
-more comparison of log2 n bits says which ranks are below k. n (n - 1) / 2 comparisons a row: for rows of some tens of
-entries.
+more comparison of log2 n bits says which ranks are below k. n (n - 1) / 2 comparisons a row: for some tens of entries.
 """
 
 from __future__ import annotations

@@ -31,8 +31,7 @@ so M' = pi(x) + z1 + z2 at both. Party 2 lacks c1, d1 and z1, which make what it
 Undoing exchanges the parts: rho_i^-1 comes first and tau_i^-1 last. 2 elements before, 1 each way; 1 round.
 
 The dealer knows pi. A last sub-permutation of parties 1 and 2 alone (trio/shuffle.py) hides the order from it as well,
-for 1 element each way more, in the same round (undone in a round of its own): of the wanted rows alone, where only some
-are.
+for 1 element each way more, in the same round (undone in a round of its own), of the wanted rows alone.
 """
 
 from __future__ import annotations

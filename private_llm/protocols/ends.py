@@ -84,16 +84,14 @@ class PartyEnd(ABC):
     def section(self, label: str, links: Links = lambda transport: transport) -> AbstractContextManager[None]:
         """Inside, masks are drawn apart (once for each `label`), over `links`: the helper may run ahead. Local.
 
-        Raises UnsupportedOp for a protocol without separate preprocessing, ProtocolAbort for a label that was used
-        before.
+        Raises UnsupportedOp for a protocol without separate preprocessing, ProtocolAbort for a used label.
         """
         raise _not_ahead(f"protocol '{self.name}'")
 
     def input_masks(self, keys: Sequence[Seed], label: str = "") -> list[Prg]:
         """Streams of the masks of one client's inputs, from its keys that this party holds, in order. Local.
 
-        label: of the `section` that the client makes these inputs in, "" for none. Empty for a protocol that does not
-        mask inputs.
+        label: of the `section` that the client makes these inputs in, "" for none. Empty if inputs are not masked.
         """
         return []
 
@@ -104,8 +102,7 @@ class PartyEnd(ABC):
     def take_digests(self) -> list[str]:
         """What the client needs of a party that ran ahead to check what others will open (hexadecimal, in order).
 
-        Empty but at party 3 of quad, where each is the 32-byte digest of one opening's masks; what was taken is
-        forgotten.
+        Empty but at party 3 of quad: 32 bytes of one opening's masks each; what was taken is forgotten.
         """
         return []
 
@@ -145,16 +142,14 @@ class ClientEnd(ABC):
     def share(self, elements: Tensor) -> None:
         """Share ring elements of any shape with the parties, who call `receive_input` with the same shape.
 
-        8 bytes each (4 in the 32-bit ring) to two parties (trio, dealer), three (quad) or one (plain). No round is
-        booked.
+        8 bytes each (4 in the 32-bit ring) to two parties (trio, dealer), three (quad) or one. No round is booked.
         """
 
     @abstractmethod
     def share_index(self, indices: Tensor, domain: int) -> None:
         """Share int64 indices [T] below `domain`; the parties call `receive_index(T, domain)`.
 
-        Bytes: as `receive_index`. No round is booked. Raises DomainError for an index outside the domain; the message
-        does not name the index.
+        Bytes: as `receive_index`. No round is booked. Raises DomainError for an index outside the domain, unnamed.
         """
 
     @abstractmethod

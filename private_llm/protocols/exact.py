@@ -3,8 +3,7 @@
 With y = truncate(z), which is the floor or one unit more, d = z - y 2^f lies in [-2^f, 2^f) and is negative iff y is
 too high, so floor(z / 2^f) = y - [d < 0]. A product is therefore made without division first. Price, besides the
 product: one truncation, one comparison of f + 1 bits, one bit to arithmetic: 1 + 3 + 1 rounds at f = 18, and
-49.4 bytes an element in trio, 86.6 in quad (64 bits). It removes the rounding's dependence on the masks; nothing else
-changes.
+49.4 bytes an element in trio, 86.6 in quad (64 bits). Rounding no longer depends on the masks.
 """
 
 # mypy: disable-error-code="safe-super"

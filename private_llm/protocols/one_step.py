@@ -15,8 +15,7 @@ not be known; PLACE_BITS bits of them are told apart, and multiples follow by 2 
 fractional bits from factors and most_secret more from secrets. It is needed modulo 2^wide alone, wide = shift + frac +
 1: below 1/2 in absolute value, it is divided by 2^shift and leaves `frac` bits and a sign. A wave of small amplitude
 has fewer secret bits, b, and is multiplied by 2^(most_secret - b): its shares need as many bits less. (SecFormer, Luo
-et al. 2024, opens x less a random number whose sines its dealer has shared; here the mask that x has anyway is that
-number.)
+et al. 2024, opens x less a random number whose sines its dealer has shared; here x's mask is that.)
 """
 
 from __future__ import annotations
@@ -138,9 +137,7 @@ TOTAL_BITS = FACTOR_BITS + SECRET_BITS
 """Fractional bits of the result before its division."""
 
 GIVEN_BITS = TOTAL_BITS + 4
-"""Bits that a result below e^TOP is a number of, before its division: shares need no more, where the protocol may send
-less than whole ones.
-"""
+"""Bits that a result below e^TOP is a number of, before its division: where the protocol may, shares have no more."""
 
 _COARSE_BITS, _FINE_BITS = 42, 20
 """Fractional bits of the two tables of e^(-r)."""

@@ -1,8 +1,7 @@
 """`plain`: one party, no secrecy, the same interface and fixed-point arithmetic as the real protocols.
 
-It exists as the reference the suite compares every protocol with, and to tell an approximation's error
-from a protocol's (`CheckedPlain` is the same with every range checked). A session refuses to start it without
-`insecure=True`.
+It exists as the reference the suite compares every protocol with, and to tell an approximation's error from a
+protocol's (`CheckedPlain` checks every range). A session refuses to start it without `insecure=True`.
 
 With every range checked it is the protocol of debug sessions (`debug_ranges`). A share has two parts: the ring
 elements, and the same values as real numbers, which never wrap (share.cleartext). Local steps do the same to both. Each

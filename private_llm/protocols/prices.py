@@ -27,8 +27,7 @@ class Prices:
     """Bytes by link and online rounds of each primitive: Trio's. Other protocols say what differs.
 
     Counts are numbers of elements, widths numbers of columns, shifts and ranges numbers of bits; e is the bytes of an
-    element, bits are packed into words of 8 bytes. Link (0, 2) carries all preprocessing, (1, 2) and (2, 1) the online
-    phase.
+    element, bits are packed into words of 8 bytes. Link (0, 2) carries preprocessing, (1, 2) and (2, 1) the rest.
     """
 
     def finish(self, ring: Ring, count: int, shift: int, helped: bool) -> Cost:
@@ -165,8 +164,8 @@ BLOCK_S = 6e-9
 class Adder:
     """How comparisons add: few rounds (prefix), few bytes (ripple), or not at all (keys). `PrivateConfig.adder`.
 
-    With the network that the choice is made for: Mbit/s each way, one-way latency in ms. Without a bandwidth "auto" is
-    the prefix adder.
+    With the network that it is chosen for: Mbit/s each way, one-way latency in ms. Without one "auto" is the prefix
+    adder.
     """
 
     kind: Literal["auto", "prefix", "ripple", "keys"] = "auto"

@@ -128,8 +128,7 @@ class Protocol(Arithmetic):
 
         1 round, or 2 for each different shift above 0. 64-bit ring, degree 1, b bits without the d lowest: 64 (b - 1 -
         d) bytes of keys an element, and some 60 bytes. Errors: only the rounding of a shift. Raises DomainError for
-        bits and low as `msb`, and UnsupportedOp under a protocol without comparison keys (only trio and dealer have
-        them).
+        bits and low as `msb`, and UnsupportedOp without comparison keys (only trio and dealer have them).
         """
         raise UnsupportedOp("comparison keys: this protocol has none; want trio or dealer, or another adder")
 
@@ -149,8 +148,7 @@ class Protocol(Arithmetic):
         Of angles the lowest plan.angle_bits bits count, of x plan.bits, and as many are right. 64-bit ring. Error of
         the sum: 2 units, and what its tables lose (`protocols.waves`). 2 rounds; bytes an element in trio: 4 bits / 8,
         2 wide / 8, and those of the waves' shares and of 2 (bits - narrow) bits. Raises DomainError in a 32-bit ring
-        and unless there are one row of bits and as many angles, and UnsupportedOp under a protocol without it
-        (`has_waves`).
+        and unless there are one row of bits and as many angles, and UnsupportedOp unless the protocol `has_waves`.
         """
         raise UnsupportedOp("sums of waves: this protocol has none; want trio or dealer, without exact divisions")
 
@@ -221,8 +219,7 @@ class Protocol(Arithmetic):
         places: int64 [m], public: the only rows of the result that are wanted, without `undo`. The shape of x, or
         [m, ...]. Bytes a moved element: trio 40, dealer 48, quad 96 (and 64 in all); with places 16 and 32, and 24 and
         16 for each that is wanted. Rounds: trio 2 (3 to undo), dealer 1 (2), quad 3. Raises DomainError unless n is the
-        permutation's size, and for other places; in quad UnsupportedOp in preprocessed calls, and ProtocolAbort for a
-        lie.
+        permutation's size, and for other places; in quad UnsupportedOp in preprocessed calls, ProtocolAbort for a lie.
         """
         return Share(self._moved(x.parts, order, moved_rows(x, order, undo, places), undo))
 
@@ -284,8 +281,7 @@ class Protocol(Arithmetic):
     def verify(self) -> None:
         """Make sure that no party has deviated so far; openings do it first. Raises ProtocolAbort.
 
-        Semi-honest protocols trust that nobody has, and do nothing. Quad: 35 bytes in all and 2 rounds, whatever was
-        computed.
+        Semi-honest protocols do nothing. Quad: 35 bytes in all and 2 rounds, whatever was computed.
         """
 
     @abstractmethod

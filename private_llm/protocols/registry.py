@@ -1,8 +1,7 @@
 """The protocols there are: one `ProtocolSpec` each, which sessions, model owners and clients read.
 
-`register` adds a protocol to those of this library, for this process: parties that run as processes, or on other
-machines, must register it, too (`PrivateConfig.plugins`). What settings and texts say of it is its `ProtocolFacts`
-(protocol_facts.py).
+`register` adds a protocol to those of this library, for this process: parties in other processes must register it, too
+(`PrivateConfig.plugins`). What settings and texts say of it is its `ProtocolFacts` (protocol_facts.py).
 """
 
 from __future__ import annotations

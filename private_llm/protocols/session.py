@@ -128,8 +128,7 @@ def join(config: PrivateConfig, party: int, transport: Transport, client: bool =
     Sends a 64-byte greeting to each other endpoint, receives a 32-byte key from the client for each mask of inputs that
     this party knows, and makes the protocol's end (quad: group keys; where comparison keys may be taken, 32 bytes from
     party 0 to each other party, too). client: False for parties that serve many clients, each of whom meets them by
-    `meet_client`. Raises ConfigError when another endpoint runs other settings or another version, or a device is not
-    here.
+    `meet_client`. Raises ConfigError for other settings or another version elsewhere, or a device that is not here.
     """
     device = device_for(config.device, party)
     others = [p for p in range(config.parties) if p != party]
@@ -141,16 +140,14 @@ def join(config: PrivateConfig, party: int, transport: Transport, client: bool =
 def meet_client(config: PrivateConfig, party: int, transport: Transport) -> list[Seed]:
     """Agree with a client on settings, over links of its own; its keys of input masks that this party holds, in order.
 
-    A 64-byte greeting each way, and 32 bytes for each key. Raises ConfigError when the client runs other settings or
-    another version.
+    A 64-byte greeting each way, and 32 bytes for each key. Raises ConfigError for a client with other settings.
     """
     _meet(config, transport, [CLIENT])
     return [_input_key(transport) for _ in range(keys_held(config, party))]
 
 
 def receiving_end(config: PrivateConfig, party: int, transport: Transport) -> Protocol:
-    """An end that knows no key, to count costs, or to receive what a client sends for an input, of which it makes no
-    share.
+    """An end that knows no key, to count costs, or to receive what a client sends, of which it makes no share.
 
     Nothing is sent. Raises ConfigError for a protocol that there is not.
     """

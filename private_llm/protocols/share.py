@@ -112,8 +112,7 @@ class Permutation:
     """This party's hold on a secret permutation of `size` elements. `repr` shows nothing of it.
 
     reuse: whether several openings may share this order. Openings in one order are linked: they tell which elements
-    are the same ones, and known inputs tell which ones these are (docs/threat-model.md). Without it a second one is
-    refused.
+    are the same ones, and known inputs tell which (docs/threat-model.md). Without it a second one is refused.
     """
 
     size: int

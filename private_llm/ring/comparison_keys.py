@@ -4,8 +4,7 @@ alpha has `levels` bits and beta is a row of 64-bit words; each holder's key giv
 2^32) of the function's value at any public x, without a word between the holders. A key alone is pseudorandom.
 Construction: Boyle, Chandran, Gilboa, Gupta, Ishai, Kumar, Rathee, "Function secret sharing for mixed-mode and
 fixed-point secure computation" (Eurocrypt 2021), figure 1. A node's seed s makes its children's seeds AES_L(s) ^ s,
-AES_R(s) ^ s and the words of its two sides by further keys; the lowest bit of a child is its control bit, and is
-cleared.
+AES_R(s) ^ s and the words of its two sides by further keys; the lowest bit of a child, its control bit, is cleared.
 
 The keys of AES are known to both holders and to who makes keys, and to nobody else; they are derived from a seed of the
 session, anew every EPOCH comparison keys (`Ciphers`). So work that is done for one of them, or before, is of no use for
@@ -109,8 +108,8 @@ def make_keys(alpha: Array, beta: Array, levels: int, first: Prg, second: Prg, c
     """What both holders have of the keys of alpha uint64 [n] and beta uint64 [n, words]: uint64 [n, key_words].
 
     The roots, 2 words each, are drawn from the streams of the two holders, who draw the same (`roots`) and have the
-    same ciphers. Only the lowest `levels` bits of alpha count. Raises DomainError for levels outside 1 to 64, and for
-    no words or too many.
+    same ciphers. Only the lowest `levels` bits of alpha count. Raises DomainError for levels outside 1 to 64, no or too
+    many words.
     """
     count, words = beta.shape
     _check(levels, words)

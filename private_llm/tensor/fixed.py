@@ -40,8 +40,8 @@ class Fixed:
     """A secret real tensor: value = ring element / 2^frac. All methods are local unless they say otherwise.
 
     Bytes and rounds: trio, 64-bit ring, 18 fractional bits (`PrivateConfig.frac_bits`); for others the formulas are in
-    protocols/prices.py. Before a truncation |ring element| < 2^(ring bits - 2); values beyond are garbage, and found in
-    debug sessions only.
+    protocols/prices.py. Before a truncation |ring element| < 2^(ring bits - 2); beyond is garbage, which debug sessions
+    find.
 
     width: how many of the ring's lowest bits are right, where others are not (products with `width`); None: all are.
     The value fits them: |ring element| < 2^(width-2). It goes along with what is made of the value: sums, products with

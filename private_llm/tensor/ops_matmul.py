@@ -57,8 +57,7 @@ def matmul(x: Tensor, y: Tensor) -> SecretTensor:
     """x @ y; at least one of them secret; shapes as torch.matmul. The result has the session's fractional bits.
 
     Two secrets: 2 rounds, 30.75 bytes an output in trio (64-bit ring, 18 bits); one: as `product_public`. Raises
-    DomainError for secrets of two sessions and for a plain operand that the ring cannot hold, PlaintextLeak if neither
-    is secret.
+    DomainError for secrets of two sessions and a plain operand too large, PlaintextLeak if neither is secret.
     """
     if isinstance(x, SecretTensor) and isinstance(y, SecretTensor):
         same_session(x, y)
@@ -91,8 +90,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> SecretTenso
     """x @ weight.T + bias, [.., N]: x [.., K] secret; weight [N, K] and bias [N] each secret or plain.
 
     Secret weight: 2 rounds, 30.75 bytes an output in trio (64-bit ring, 18 bits); plain: 1 round, 14.75. Calibration
-    may give the result fewer fractional bits. Raises UnsupportedOp for a plain x, DomainError for weights of another
-    session.
+    may take bits off the result. Raises UnsupportedOp for a plain x, DomainError for another session's weights.
     """
     if not isinstance(x, SecretTensor):
         raise UnsupportedOp("linear of a plain input with secret weights; share the input (Session input) first")

@@ -99,8 +99,7 @@ class SecretTensor(Guarded):
         """The share as it is, maybe right in its lowest bits alone (`Fixed.width`).
 
         full: with all bits right, from now on; local, 1 round for a narrow one. masked: also where entries stand for
-        minus infinity, with whatever lies there. Without it raises UnsupportedOp for such entries (softmax removes
-        them).
+        minus infinity, with whatever lies there. Else raises UnsupportedOp for such entries (softmax removes them).
         """
         if self.hidden is not None and not masked:
             raise UnsupportedOp("a tensor with masked (minus infinity) entries can only be reshaped or go into softmax")

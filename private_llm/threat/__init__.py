@@ -1,8 +1,7 @@
 """What is hidden from whom: one entry per protocol and per shortcut, as data that the documentation is made from.
 
-An entry states which corruption it withstands, what each role learns beyond its own input and output, and who
-proved it. Protocols bring theirs (protocol_facts.py). `docs/threat-model.md` is `markdown()` of these entries; a test
-compares them.
+An entry states which corruption it withstands, what each role learns beyond its own input and output, and who proved
+it. Protocols bring theirs (protocol_facts.py). A test compares docs/threat-model.md with `markdown()`.
 """
 
 from __future__ import annotations

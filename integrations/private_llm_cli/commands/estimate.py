@@ -28,8 +28,7 @@ def estimate(
 ) -> None:
     """Count the costs on meta tensors and print them per layer.
 
-    work.sparsity: as `PlannedSparsity.parse` reads it. ranges: a file of `calibrate`; without it every module has one
-    size.
+    work.sparsity: as `PlannedSparsity.parse` reads it. ranges: a file of `calibrate`, else all modules have one size.
     """
     from private_llm_hf.models.architectures import architecture
     from private_llm_hf.sparsity.price import PlannedSparsity

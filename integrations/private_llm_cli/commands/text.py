@@ -55,9 +55,7 @@ class TokenClock:
 
 
 def is_text(given: str) -> bool:
-    """Whether what was typed or piped is text: bytes that are not of its encoding come as lone surrogates, which
-    tokenizers do not take.
-    """
+    """Whether input is text: bytes that are not of its encoding come as lone surrogates, which tokenizers refuse."""
     return not any("\ud800" <= character <= "\udfff" for character in given)
 
 

@@ -1,7 +1,6 @@
 """Checks of what a user passes in, before anything is sent.
 
-Every check raises DomainError saying what came, what is wanted and what to do. `Labels` are looked at like inputs, and
-give the loss.
+Every check raises DomainError saying what came, what is wanted and what to do. `Labels`, checked alike, give the loss.
 """
 
 from __future__ import annotations

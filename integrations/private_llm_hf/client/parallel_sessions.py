@@ -1,5 +1,4 @@
-"""Several parallel sessions as one set of parties: the rows of a batch are spread over them, and they run at the same
-time.
+"""Several parallel sessions as one set of parties: a batch's rows are spread over them, and all run at once.
 
 Rows go to parallel sessions in order, as evenly as possible. A call with fewer rows than parallel sessions takes
 parallel sessions that are idle, so calls from several threads of the user run at the same time, each in parallel
@@ -60,8 +59,7 @@ def join_parallel_sessions(config: PrivateConfig, transport: Transport, shutdown
 
 
 class ParallelSessions(Parties):
-    """What all parallel sessions do together. A parallel session's own lock guards its links; the end of the session is
-    kept here."""
+    """What all parallel sessions do together. Each one's own lock guards its links; the end is kept here."""
 
     def __init__(self, config: PrivateConfig, every: Sequence[Parties]) -> None:
         super().__init__(config, every[0].transport, every[0].end, every[0].shutdown)
@@ -106,8 +104,7 @@ class ParallelSessions(Parties):
 
     @contextmanager
     def loading(self, description: Description, stop_behind: str | None = None) -> Iterator[Sink]:
-        """One sharing, with masks of its own, for every assignment; parallel sessions of equal assignment use the same
-        shares."""
+        """One sharing, with masks of its own, for every assignment; sessions of equal assignment share it."""
         first: dict[RoleAssignment, int] = {}
         rotate = self.config.rotate_roles and self.config.weights == "secret"
         like = {
@@ -167,8 +164,7 @@ class ParallelSessions(Parties):
 
     @contextmanager
     def _reserved(self, rows: Rows, total: int, together: int) -> Iterator[Rows]:
-        """The parallel sessions of a call: those that hold what it continues, or idle ones; other calls keep off while
-        it runs."""
+        """The parallel sessions of a call, its own while it runs: those that hold what it continues, or idle ones."""
         with self._choice:
             rows = rows or spread(total, together, self._busy)
             self._busy = [calls + bool(count) for calls, count in zip(self._busy, rows, strict=True)]
@@ -193,8 +189,7 @@ class ParallelSessions(Parties):
 
     # -- preprocessing ----------------------------------------------------------------------------------------
     def preprocess(self, entries: list[CallOrEdit]) -> int:
-        """As `Parties.preprocess`, in every parallel session. Raises UnsupportedOp, before anything is sent, as
-        `command` does."""
+        """As `Parties.preprocess`, in every parallel session. Raises UnsupportedOp as `command`, with nothing sent."""
         self._check_helped()
         planned, parts = plan_parallel_sessions(entries, len(self._every))
         schedule = Schedule(next(self._plans), entries)
@@ -251,8 +246,7 @@ class SessionRows:
     def of(self, entry: CallOrEdit) -> tuple[Rows, Picks]:
         """The rows of what a request continues or changes (empty: nothing that is kept), and which of them it means.
 
-        Raises DomainError for a call of another number of rows, UnsupportedOp if a row would change its parallel
-        session.
+        Raises DomainError for another number of rows, UnsupportedOp if a row would change its parallel session.
         """
         whole: Picks = [None] * self._number
         if isinstance(entry, SelectRows):
@@ -270,9 +264,7 @@ class SessionRows:
         return found, picks
 
     def keep(self, entry: CallOrEdit, rows: Rows) -> None:
-        """A request was made with these rows: what it fills has them, and what it changes has others now. Raises
-        UnsupportedOp as `of`.
-        """
+        """A request was made with these rows: what it fills or changes has them now. Raises UnsupportedOp as `of`."""
         match entry:
             case Call():
                 self._rows |= {kept: rows for kept in (entry.cache, entry.encode_to) if kept is not None}
@@ -284,8 +276,7 @@ class SessionRows:
                 self._rows[entry.handle] = self._picked(entry.handle, entry.index)[0]
 
     def _picked(self, handle: int, index: Tensor) -> tuple[Rows, Picks]:
-        """Chosen rows of a kept state, parallel session by parallel session. Raises UnsupportedOp if a row would change
-        its parallel session."""
+        """Chosen rows of a kept state, by parallel session. Raises UnsupportedOp if a row would change its own."""
         rows = self._rows[handle]
         owner = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor(rows))[index]
         if bool((owner[1:] < owner[:-1]).any()):
@@ -351,8 +342,7 @@ def _part(entry: Entry, rows: slice, index: Tensor | None) -> Entry:
 
 
 def plan_parallel_sessions(entries: Sequence[CallOrEdit], number: int) -> tuple[list[Rows], list[list[CallOrEdit]]]:
-    """Of planned requests, one after the other in idle parallel sessions: the rows of each, and the requests of every
-    parallel session."""
+    """Of planned requests, one after the other: the rows of each, and the requests of every parallel session."""
     kept, every = SessionRows(number), list[Rows]()
     parts: list[list[CallOrEdit]] = [[] for _ in range(number)]
     for entry in entries:

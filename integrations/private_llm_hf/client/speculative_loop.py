@@ -241,8 +241,7 @@ def _fixed_counts(passes: Passes, draft: Draft, paths: int, counts: FixedCounts,
 
 
 def _pass(passes: Passes, draft: Draft, paths: int, counts: FixedCounts, window: int) -> bool:
-    """Read the window after the cache, and accept what it proposed; whether row 0 begins with `advance` tokens of the
-    text."""
+    """Read the window after the cache, and accept proposals; whether row 0 begins with `advance` text tokens."""
     text, start, drafted = passes.text, passes.cached, Tree()
     known = text.ids[start : start + window]
     # The draft takes the steps of a whole window, so that its time does not tell how many are used.

@@ -9,8 +9,7 @@ so that one secret element times another is saved. A norm is folded into all of 
 
 A batch norm in inference is one factor and one addend per channel, y = (x - mean) / sqrt(var + eps) * gain + shift.
 Both go into the layer before it, W' = factor * W and b' = factor * (b - mean) + shift; without one, the parties get
-factor and addend: one product per element. Statistics never leave the owner; the public structure says which case is
-which.
+factor and addend: one product per element. Statistics never leave the owner; public structure says which.
 """
 
 from __future__ import annotations

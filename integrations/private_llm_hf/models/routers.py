@@ -38,8 +38,7 @@ LEAST_SUM = 2.0**-8
 class Routing:
     """Scores of all experts, k of them chosen; `normal`: divided by their sum; times `scale`.
 
-    corrected: what the learned correction is added to before the choice. groups: of which only the best are chosen
-    from.
+    corrected: what the learned correction is added to before the choice. groups: only the best are chosen from.
     """
 
     k: int

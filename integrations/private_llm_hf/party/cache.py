@@ -112,9 +112,7 @@ class SecretCacheLayer(PositionsLayer):
         return None if held is None else SecretTensor(held)
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
-        """Append and return everything held; keys as `HeldKeys` if the policy evicts. Raises UnsupportedOp for plain
-        tensors.
-        """
+        """Append, return all that is held; keys as `HeldKeys` if the policy evicts. Raises UnsupportedOp if plain."""
         if not (isinstance(key_states, SecretTensor) and isinstance(value_states, SecretTensor)):
             raise UnsupportedOp("a secret cache takes secret keys and values only")
         self.is_initialized = True

@@ -1,5 +1,4 @@
-"""A model at a party: built from its share file, from what a client describes and sends, or from what another session
-of the same party holds."""
+"""A model at a party: from its share file, from what a client sends, or from another session of the party."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def build_party_model(
     is emptied: a weight that becomes part of a larger one (query, key and value) is not kept beside it.
     Modules lie where the session's device_map says. `progress` is called after each weight, and later whenever a
     module runs. folded: norms whose weights are part of other layers. The result also has `new_cache()`. Raises
-    PatchMismatch for modules without a rule and for missing, surplus or misshapen weights, ConfigError for a device_map
+    PatchMismatch for modules without a rule and missing, surplus or misshapen weights, ConfigError for a device_map
     that does not fit.
     """
     model = empty_model(config, class_name, folded)
@@ -77,8 +77,7 @@ def build_party_model(
 
 
 def meta_parameters(model: PreTrainedModel, session: Session) -> dict[str, Fixed | Tensor]:
-    """Weights without values for a whole model (as `empty_model` makes it): what `build_party_model` takes in a meta
-    session.
+    """Weights without values for an `empty_model`: what `build_party_model` takes in a meta session.
 
     Public weights that meet secrets only (matrices, filters, the table of tokens) have no memory. Others also meet
     public values (positions, masks), so they are real: zeros that take the memory of one number.

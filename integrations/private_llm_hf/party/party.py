@@ -59,8 +59,7 @@ class Party:
         self, config: PrivateConfig, number: int, transport: Transport, share_file: ShareFile | None,
         parallel_sessions: dict[int, Party] | None = None, parallel_session: int = 0,
     ) -> None:  # fmt: skip
-        """parallel sessions: where the parallel sessions of one party find each other; this one enters itself as number
-        `parallel session`."""
+        """peers: where one party's parallel sessions find each other; this one enters itself as its number."""
         links = parallel_session_links(transport, config.parties, parallel_session, config.rotate_roles)
         self.config, self.number, self.transport, self.share_file = config, number, links, share_file
         self.role, self.assignment = links.me, assignment(config.parties, parallel_session, config.rotate_roles)
@@ -173,8 +172,7 @@ class Party:
         """The command of the same name: run the model once.
 
         Raises UnsupportedOp for inputs or outputs that parties do not take or open, TransportError before a model is
-        loaded and for a vocabulary, shape or node that is not the model's, ProtocolAbort for another call than the next
-        one of a plan.
+        loaded and for a vocabulary, shape or node that is not its, ProtocolAbort for a call out of order.
         """
         with self.transport.ledger.scope(""):  # the time of inputs and opening
             self._free(command.free)

@@ -143,9 +143,7 @@ class SessionState:
 
     # -- changes ----------------------------------------------------------------------------------------------
     def edit(self, owner: str, edit: CacheEdit) -> None:
-        """Crop, select, copy or forget entries. Raises TransportError for a cache that is not there, DomainError for
-        rows that it has not.
-        """
+        """Crop, select, copy or forget entries. Raises TransportError for no such cache, DomainError for a bad row."""
         key = (owner, edit.handle)
         group = self._groups.get(key)
         if group is None:

@@ -37,8 +37,7 @@ from private_llm_hf.wire.commands import Call
 class BatchedRequest:
     """One session's request in a batch.
 
-    owner: the session. inputs: as received, in the order of `call.secret` (an `Index` for Tokens, a `Share` for
-    Values).
+    owner: the session. inputs: as received, in the order of `call.secret` (Tokens: `Index`, Values: `Share`).
     """
 
     owner: str

@@ -1,7 +1,6 @@
 """What a call of one client must fulfil before it may enter a batch that others share, and which may share one.
 
-All of it is public: names, shapes, masks, positions, handles; every party finds the same. What passes here runs to its
-end.
+All of it is public: names, shapes, masks, positions, handles; all parties find the same. What passes runs to its end.
 """
 
 from __future__ import annotations
@@ -39,8 +38,7 @@ def check_call(state: SessionState, owner: str, call: Call) -> None:
     """Refuse a call that could not run to its end, before anything runs. Local; depends on public facts alone.
 
     Raises UnsupportedOp for inputs, outputs and arguments that the model or parties do not take, TransportError for
-    shapes that no input has, another vocabulary and handles of nothing, DomainError for rows and positions that do not
-    fit.
+    shapes that no input has, another vocabulary and handles of nothing, DomainError for rows or positions that do not.
     """
     model, config = state.model, state.session.config
     refuse_unknown(call)

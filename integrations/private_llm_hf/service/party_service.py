@@ -109,9 +109,7 @@ class PartyService:
             self._scheduler.wake()
 
     def run(self) -> None:
-        """Serve until drained. Raises ConfigError if settings do not allow a safe connection, TransportError for a port
-        that is taken.
-        """
+        """Serve until drained. Raises ConfigError if no safe connection can be, TransportError for a taken port."""
         tune_allocator()
         with named_errors(self.config):
             listener = self._listener

@@ -76,8 +76,7 @@ def require_agreement(
     """Compare a small model of this class with its plaintext self, unless that was done before.
 
     settings: ON_SHARES or AT_NODES. A handler of a user, and code put in place of transformers', is tried with every
-    class, each time. Raises PatchMismatch naming the modules and operations without a rule, or the first module that
-    differs.
+    class, each time. Raises PatchMismatch naming what has no rule, or the first module that differs.
     """
     bare = skeleton(model_class, config)
     sharded = settings == AT_NODES

@@ -43,8 +43,7 @@ class Description(Message):
     """What parties need to know to build a model.
 
     class_: of transformers, or `Network`. config: its configuration, checked in party/model_description.py. model: a
-    digest of both. ranges: as `Ranges.to_dict`. folded: norms whose weights are part of the layers that read them, with
-    these.
+    digest of both. ranges: as `Ranges.to_dict`. folded: norms that are part of the layers that read them, with these.
     """
 
     class_: str

@@ -32,9 +32,7 @@ class TrioClient(ClientEnd):
     mask_holders: tuple[tuple[int, ...], ...] = ((0, 1), (0, 2))
     """Who knows the masks a1 and a2 of inputs."""
     key_holders: tuple[tuple[tuple[int, int], ...], ...] = (((0, 0), (1, 0)), ((0, 1), (2, 0)), ((1, 1), (2, 1)))
-    """Which keys each party gets for an index: (pair, end), of pairs of parties (0, 1), (0, 2) and (1, 2), see
-    `TrioArithmetic.lookup`.
-    """
+    """Which keys each party gets for an index (`TrioArithmetic.lookup`): (pair, end), pairs (0, 1), (0, 2), (1, 2)."""
 
     def __init__(self, transport: Transport, ring: Ring, one_hot: bool = False) -> None:
         super().__init__(transport, ring)

@@ -2,8 +2,7 @@
 
 Sharing of x with masks a = a1 + a2: party 0 holds (a1, a2), party 1 (x + a2, a1), party 2 (x + a1, a2); both
 evaluators know M = x + a. Party 0 sends to party 2 only (comparison keys to both: trio/party.py), and its streams
-with party 1 and party 2 replace all its other messages. But for lookups by keys it works with masks alone, so it may
-be ahead of the data.
+with party 1 and party 2 replace all its other messages. But for lookups by keys it needs no data: it may be ahead.
 
 Finishing without shift: party 0 sends g - E to party 2 (g known to party 1, who subtracts it); the
 evaluators add fresh masks z1, z2 and exchange. Pre: 1 element; online: 1 each way; 1 round.
@@ -220,8 +219,7 @@ class TrioDivision(Protocol):
     ) -> tuple[Share, tuple[Tensor, ...]]:
         """The share, and what was opened: w at an evaluator, the summands of R at the helper.
 
-        along: masked elements [n] that the evaluators exchange in the same message; the other's are what is opened
-        last.
+        along: masked elements [n] that the evaluators exchange in the same message; the other's are opened last.
         """
         if not 0 < shift <= self.ring.bits - 3:
             raise self._beyond(shift)

@@ -135,8 +135,7 @@ def attend(
 
     bias [B or 1, H, s] is added to all scores of a key.
     H is a multiple of G (grouped queries). Returns out [B, H, n, E] and lse [B, H, n], in the dtype of q. One pass
-    without a score matrix: float32 on a GPU (kernels/backends/triton/attention.py); on a CPU PyTorch's own kernel,
-    where it can.
+    without a score matrix: float32 on a GPU (triton/attention.py); on a CPU by PyTorch, where it can.
     """
     batch, heads, rows, _ = q.shape
     groups, keys = k.shape[1], k.shape[2]

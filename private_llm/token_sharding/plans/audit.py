@@ -147,8 +147,7 @@ def audit(
 ) -> Audit:
     """Examine every node alone, or one set of colluding nodes (endpoint numbers).
 
-    Single nodes are listed by kind, with the worst that one of them can do. Raises ConfigError for a node that the
-    plan does not have.
+    Single nodes are listed by kind, with the worst that one can do. Raises ConfigError for a node that is not there.
     """
     rho = plan.rho if rho is None else rho
     setting = setting or Setting()

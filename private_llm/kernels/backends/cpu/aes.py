@@ -7,8 +7,7 @@ blocks; eight of them are under way at a time. One core of a Sapphire Rapids mak
 A node of a tree of seeds needs one block under several fixed keys at once. Their round keys are interleaved,
 [11, KEYS, 2] (`tables`), so that with VAES one instruction works on the block under all keys.
 
-For processors for which `usable()` is true only: elsewhere these functions are never compiled, and OpenSSL's cipher
-gives the same blocks.
+For processors for which `usable()` is true only: elsewhere nothing here is compiled, and OpenSSL gives the same.
 """
 
 from __future__ import annotations

@@ -64,8 +64,7 @@ def correct(
     """One level of making keys: seeds [2, n, 2], control [2, n] and total [n, words] become those of the next level.
 
     left, right [2, n, 2], left_words, right_words [blocks, 2, n, 2] are the ciphers' outputs of the seeds (adding the
-    seed makes them one-way), turn [n] the bits of alpha. Writes corrections: side [n, 2], values [n, words], and two
-    bits of bits [n].
+    seed makes them one-way), turn [n] the bits of alpha. Writes side [n, 2], values [n, words], two bits of bits [n].
     """
     count, words = total.shape
     one = np.uint64(1)
@@ -198,8 +197,7 @@ def follow(
 
     root [n, 2], key [n, words of a key]; ciphers [3, 11, 4, 2]: tables (`aes`) of the left and the right side, each
     of a child and two blocks of words, and of two blocks at the end. nodes int64 [levels]: at most so many different
-    ways do the points of a key go that far, those of one way neighbours. So many steps are taken whatever x is: time
-    tells nothing of it.
+    ways do the points of a key go that far, those of one way neighbours. Steps do not depend on x: time tells nothing.
     """
     points, count, words = total.shape
     at_tables, table_bytes = ciphers.ctypes.data, ciphers.itemsize * ciphers.size // 3

@@ -68,9 +68,7 @@ def shuffled(builder: Value, places: Sequence[int], first: Value, other: Value |
 
 
 def loop(builder: Value, count: Value, step: int, body: Callable[[Value], Value]) -> Value:
-    """Instructions for k = 0, step, .. below `count`, at least once; what follows goes on after them. Returns what the
-    body gives.
-    """
+    """Instructions for k = 0, step, .. below `count`, at least once. Returns what the body gives."""
     entry = builder.block
     start, done = builder.append_basic_block("step"), builder.append_basic_block("done")
     builder.branch(start)

@@ -9,8 +9,7 @@ the operating system, which says how many messages there are (`net/memory_link.p
 others in the order in which they were made.
 
 Nothing here decides what a peer did wrong. What is not simply there, or not exactly the awaited frame, is left to
-Python: a note, another header, a broken connection, silence. One that is full is waited for, unless the peer has
-written meanwhile.
+Python: a note, another header, a broken connection, silence. A full one is waited for, unless the peer has written.
 """
 
 from __future__ import annotations

@@ -118,9 +118,7 @@ def _flag(words: Array, place: int) -> int:
 
 @compiled
 def _cut(value: int, digits: Array) -> tuple[int, int, int]:
-    """Which sixteen (0 or 1), the upper and the lower half of the rest; digits: bits dropped, of the rest, of the lower
-    half.
-    """
+    """Which sixteen (0 or 1), upper and lower half of the rest; digits: bits dropped, of the rest, of the half."""
     low = value >> digits[0]
     rest = low & ((1 << digits[1]) - 1)
     return (low >> digits[1]) & 1, rest >> digits[2], rest & ((1 << digits[2]) - 1)

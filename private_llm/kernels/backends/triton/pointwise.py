@@ -1,8 +1,7 @@
 """Batches of elementwise operations as one Triton kernel each, whose source is written here; see `kernels.pointwise`.
 
 A program takes `BLOCK` elements of one group. Only the kinds of operations and views stand in the source; sizes,
-strides and numbers are arguments, as addresses are. So layers share kernels although their ranges differ, and so do the
-lengths of a cache.
+strides and numbers are arguments, as addresses are. So layers of other ranges, or longer caches, share kernels.
 """
 
 from __future__ import annotations
