@@ -52,20 +52,18 @@ class Ring:
         """
         if values.device.type == "meta":
             return torch.empty(values.shape, dtype=self.dtype, device="meta")
-        scaled = values.detach().to(torch.float64) * float(1 << frac)
-        if scaled.numel():
-            bad = ~torch.isfinite(scaled)
-            if bool(bad.any()):
+        scaled = (values.detach() if values.requires_grad else values).to(torch.float64) * float(1 << frac)
+        limit = float(2 ** (self.bits - 2))
+        if scaled.numel() and not float(scaled.abs().max()) < limit:  # NaN if one of them is
+            if bad := int((~torch.isfinite(scaled)).sum()):
                 raise DomainError(
-                    f"{int(bad.sum())} of {values.numel()} values are NaN or infinite; want finite numbers "
+                    f"{bad} of {values.numel()} values are NaN or infinite; want finite numbers "
                     "(replace them before sharing)"
                 )
-            limit = float(2 ** (self.bits - 2))
-            if float(scaled.abs().max()) >= limit:
-                raise DomainError(
-                    f"a value exceeds the ring: |v| must stay below {limit / (1 << frac):g} with {frac} "
-                    f"fractional bits in a {self.bits}-bit ring (scale the tensor, or lower frac_bits)"
-                )
+            raise DomainError(
+                f"a value exceeds the ring: |v| must stay below {limit / (1 << frac):g} with {frac} "
+                f"fractional bits in a {self.bits}-bit ring (scale the tensor, or lower frac_bits)"
+            )
         return scaled.round().to(self.dtype)
 
     def decode(self, elements: Tensor, frac: int) -> Tensor:

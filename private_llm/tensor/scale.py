@@ -110,11 +110,10 @@ def encoded(x: Fixed, values: Tensor, bits: int) -> Tensor:
 def _encoded(x: Fixed, values: Tensor, bits: int) -> Tensor:
     """`encoded`, unwatched."""
     where = x.share.parts[0].device
-    version = None if values.is_inference() else values._version
-    key = (values.data_ptr(), values.shape, values.stride(), values.dtype, version, bits, where)
+    key = _key(values, 0, values.shape, values.stride(), bits, where)
     recent = _encodings.setdefault(x.session, OrderedDict())
     found = recent.get(key)
-    if found is None or version is None:
+    if found is None or values.is_inference():
         found = (values, x.session.ring.encode(values, bits).to(where))
         recent[key] = found
         if len(recent) > _CACHED:
@@ -124,9 +123,22 @@ def _encoded(x: Fixed, values: Tensor, bits: int) -> Tensor:
     return found[1]
 
 
+def _key(
+    values: Tensor, offset: int, shape: tuple[int, ...], stride: tuple[int, ...], bits: int, where: torch.device
+) -> tuple[object, ...]:  # fmt: skip
+    """Equal for equal views of a tensor that lives and is unchanged; offset: from its first element."""
+    version = None if values.is_inference() else values._version
+    return values.data_ptr() + offset * values.itemsize, shape, stride, values.dtype, version, bits, where
+
+
 def encode_public(x: Fixed, values: Tensor, view: tuple[int, tuple[int, ...], tuple[int, ...], int, int]) -> Tensor:
     """`encoded` for a view of public values: (any number, shape, strides, offset, fractional bits)."""
     _, shape, stride, offset, bits = view
+    if this_thread.hook is None and not values.is_inference():
+        key = _key(values, offset, shape, stride, bits, x.share.parts[0].device)
+        recent = _encodings.get(x.session)
+        if recent is not None and key in recent:  # without a view: each layer asks for each table
+            return recent[key][1]
     return encoded(x, values.as_strided(shape, stride, int(values.storage_offset()) + offset), bits)
 
 
