@@ -178,8 +178,9 @@ def _rows_of(x: Fixed, batch: int) -> Tensor:
     return torch.arange(batch).repeat_interleave(count // batch)
 
 
-_FEW = 1 << 12
-"""Comparisons of a token are fewer; a prompt's are many, so that Python is little of their time and a program large."""
+_FEW, _FEW_ON_GPUS = 1 << 12, 1 << 18
+"""Comparisons of a token are fewer; a prompt's are many, so that Python is little of their time and a program large. On
+GPUs Python is most of it for longer."""
 
 Compute = Callable[[Sequence[Fixed]], Sequence[Fixed]]
 
@@ -206,41 +207,39 @@ def verdict(
         return Fixed(session, session.protocol.on(ones.device).public(ones), 0)
     if not owed:
         return None
-    alike: dict[int, list[Share]] = {}
-    for sums, bits, _ in owed:
-        alike.setdefault(bits, []).append(sums)
     device = owed[0][0].parts[0].device
-    both = []
-    for bits, shares in alike.items():
-        flat = Fixed(session, _joined(shares, device), 0)
-        proto, bound = flat.proto, 1 << bits
-        both += [proto.add_public(flat.share, -bound), proto.add_public(proto.neg(flat.share), -bound)]
-    every = Fixed(session, _joined(both, device), 0)
+    columns = zip(*[sums.parts for sums, _, _ in owed], strict=True)
+    flat = Fixed(session, Share(tuple([torch.cat([part.to(device) for part in column]) for column in columns])), 0)
+    spans = tuple([(sums.numel(), bits) for sums, bits, _ in owed])
+    bounds = _bounds(spans, session.ring.dtype, str(device))
 
     def compute(sums: Sequence[Fixed]) -> Sequence[Fixed]:
-        left = 1 - negative(sums[0])
-        count = left.sum(0, keepdim=True) if batch is None else _by_row(left, owed, list(alike), batch)
-        return (negative(-count, every.numel().bit_length() + 2),)
+        both = sums[0].view(lambda part: torch.cat([part, -part]))
+        left = 1 - negative(both.with_share(both.proto.add_public(both.share, bounds)))
+        count = left.sum(0, keepdim=True) if batch is None else _by_row(left, owed, batch)
+        return (negative(-count, bounds.numel().bit_length() + 2),)
 
-    return (run if every.numel() <= _FEW else _computed)(session, "verdict", (every,), compute)[0]
+    few = bounds.numel() <= (_FEW if device.type == "cpu" else _FEW_ON_GPUS)
+    return (run if few else _computed)(session, ("verdict", spans), (flat,), compute)[0]
 
 
-def _by_row(left: Fixed, owed: list[PendingRangeCheck], bounds: list[int], batch: int) -> Fixed:
-    """How many sums of each row of the batch left their range; `left`: bound by bound, each sum twice. Local."""
-    index = torch.cat([
-        rows for bound in bounds for _ in range(2) for _, bits, rows in owed if bits == bound and rows is not None
-    ])  # fmt: skip
+@lru_cache(maxsize=16)
+def _bounds(spans: tuple[tuple[int, int], ...], dtype: torch.dtype, device: str) -> Tensor:
+    """-2^bits for each sum and for its negative; spans: how many sums, one after the other, have how many bits."""
+    counts, bits = zip(*spans, strict=True)
+    bounds = torch.tensor([-(1 << each) for each in bits], dtype=dtype)
+    return bounds.repeat_interleave(torch.tensor(counts)).repeat(2).to(device)
+
+
+def _by_row(left: Fixed, owed: list[PendingRangeCheck], batch: int) -> Fixed:
+    """How many sums of each row of the batch left their range; `left`: each sum, then each negative. Local."""
+    index = torch.cat([rows for _, _, rows in owed if rows is not None]).repeat(2)
 
     def added(part: Tensor) -> Tensor:
         sums = part.new_zeros(batch + 1).index_add(0, index.to(part.device), part)
         return sums[:batch] + sums[batch:]
 
     return left.view(added)
-
-
-def _joined(shares: list[Share], device: torch.device) -> Share:
-    columns = zip(*[share.parts for share in shares], strict=True)
-    return Share(tuple([torch.cat([part.to(device) for part in column]) for column in columns]))
 
 
 def require(flag: Tensor, images: bool = False) -> None:
