@@ -36,9 +36,8 @@ Table = Array
 Flags = Array
 Words1 = Array
 Words2 = Array
-Words3 = Array
 """What a kernel's arguments are, read off its annotations (`steps`, `ahead`): addresses of what is read, of what is
-written (and may be read), of a module's round keys; int64 [n] and [n, 4], uint8 [n], and uint64 of 1 to 3 dimensions.
+written (and may be read), of a module's round keys; int64 [n] and [n, 4], uint8 [n], and uint64 of 1 or 2 dimensions.
 """
 
 

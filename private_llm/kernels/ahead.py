@@ -123,7 +123,7 @@ def jobs(protocol: str) -> Iterator[tuple[Any, tuple[Any, ...]]]:
         yield steps.run, _types(steps.run)
         yield steps.combine, ()
     found = (aes.write_bytes,) * aes.usable() + (amx.product,) * amx.usable()
-    found += (comparison_keys.children, comparison_keys.leaves) if protocol != "dealer" else ()
+    found += (comparison_keys.expand,) * (aes.usable() and protocol != "dealer")
     found += tuple(kernel for name, kernel in trunc.KERNELS.items() if name.startswith("check") and protocol == "quad")
     for kernel in found:
         yield kernel, _types(kernel)
@@ -143,7 +143,7 @@ def _types(kernel: Any) -> tuple[Any, ...]:  # noqa: ANN401 - Numba ships no typ
     """Of a kernel's arguments, as they are annotated (`kernels.address`)."""
     known = {
         "bool": types.boolean, "Zero": types.uint64, "Plan": types.int64[::1], "Table": types.int64[:, ::1],
-        "Flags": types.uint8[::1], **{f"Words{n}": types.Array(types.uint64, n, "C") for n in (1, 2, 3)},
+        "Flags": types.uint8[::1], "Words1": types.uint64[::1], "Words2": types.uint64[:, ::1],
     }  # fmt: skip
     taken = inspect.signature(kernel.py_func).parameters.values()
     return tuple(known.get(str(each.annotation), types.int64) for each in taken)

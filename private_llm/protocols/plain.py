@@ -155,7 +155,7 @@ class Plain(Protocol):
     def lookup(self, index: Index, table: Share | Tensor) -> Share:
         """Rows [count, D] of a table [domain, D]."""
         rows = table if isinstance(table, Tensor) else table.parts[0]
-        return Share((rows[index.keys[0]],))
+        return Share((rows[index.to(rows.device).keys[0]],))
 
     def _order(self, size: int, blocks: int) -> tuple[Tensor | None, ...]:
         return (drawn(Seed.fresh().stream("plain permutations").words(size, self.device), blocks),)

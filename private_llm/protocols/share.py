@@ -84,7 +84,7 @@ class Index:
     domain: int
     one_hot: bool = False
 
-    def to(self, device: torch.device) -> Index:
+    def to(self, device: torch.device | str) -> Index:
         """The same with its keys on another device. Local."""
         return replace(self, keys=tuple(key.to(device) for key in self.keys))
 

@@ -12,6 +12,9 @@ leaf corrections 2: 5 + 2n words, for a vocabulary of 50,257 (n = 15) 280 bytes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import cache
+
 import numpy as np
 import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
@@ -19,14 +22,16 @@ from torch import Tensor
 
 from private_llm.errors import DomainError
 from private_llm.kernels.address import Array
+from private_llm.kernels.backends.cpu import aes
 from private_llm.kernels.backends.cpu import comparison_keys as cpu_dpf
+from private_llm.kernels.parallel import parallel_for
 from private_llm.kernels.trace_hook import as_array
 from private_llm.ring.comparison_keys import encrypted
 from private_llm.ring.prg import Prg
 from private_llm.ring.ring import Ring
 
-_LEFT, _RIGHT, _LEAF = (Cipher(algorithms.AES(label), modes.ECB()) for label in (
-    b"private-llm.dpfL", b"private-llm.dpfR", b"private-llm.dpfO"))  # fmt: skip
+_LABELS = b"private-llm.dpfL", b"private-llm.dpfR", b"private-llm.dpfO"
+_LEFT, _RIGHT, _LEAF = (Cipher(algorithms.AES(label), modes.ECB()) for label in _LABELS)
 
 
 def depth(domain: int) -> int:
@@ -84,36 +89,58 @@ def make_keys(indices: Tensor, domain: int, prg: Prg) -> tuple[Tensor, Tensor]:
     return made[0].contiguous(), made[1].contiguous()
 
 
-def expand(keys: Tensor, domain: int, holder: int, ring: Ring) -> Tensor:
-    """This holder's additive share of the one-hot rows [T, domain]; `holder` is 0 or 1, as in `make_keys`.
+def expand(
+    keys: Sequence[Tensor], domain: int, holders: Sequence[int], ring: Ring, device: torch.device | str = "cpu"
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """The holder's additive shares of the one-hot rows [T, domain] of several keys [T, words], all of one size; each of
+    `holders` is 0 or 1, as in `make_keys`.
 
-    Made on the CPU, and moved to the device of the keys.
+    Made on the CPU, and moved to the device.
     """
-    tokens = keys.shape[0]
-    if keys.is_meta:
-        return torch.empty((tokens, domain), dtype=ring.dtype, device="meta")
-    words = as_array(keys).view(np.uint64)
-    levels = depth(domain)
-    seeds = np.ascontiguousarray(words[:, None, :2])
-    control = np.full((tokens, 1), holder, dtype=np.uint64)
-    packed = words[:, 2 + 2 * levels]
-    one = np.uint64(1)
-    left, right, leaf = (cipher.encryptor() for cipher in (_LEFT, _RIGHT, _LEAF))
+    tokens, place = len(keys[0]), torch.device(device)
+    if keys[0].is_meta or place.type == "meta":
+        return tuple(torch.empty((len(keys), tokens, domain), dtype=ring.dtype, device="meta").unbind())
+    words = np.concatenate([as_array(each) for each in keys]).view(np.uint64)
+    made = torch.empty((len(words), domain), dtype=ring.dtype, pin_memory=place.type == "cuda")
+    out = made.numpy().view(np.uint64 if ring.bits == 64 else np.uint32)
+    if aes.usable():
+        below = min(depth(domain), cpu_dpf.UNIT)
+        units, (sides, leaf) = -(-domain // (2 << below)), _tables()
+        negated = np.repeat(np.array(holders, dtype=np.uint64), tokens)
+        plan = (words, negated, depth(domain), sides.ctypes.data, leaf.ctypes.data, out)
+        parallel_for(len(words) * units, _NODE_S * (3 << below), 1, cpu_dpf.expand, *plan)
+    else:
+        for number, holder in enumerate(holders):
+            rows = slice(number * tokens, (number + 1) * tokens)
+            _expand_by_levels(words[rows], domain, holder, out[rows])
+    return tuple(made.to(place, non_blocking=True).view(len(keys), tokens, domain).unbind())
+
+
+_NODE_S = 3e-9
+"""About what a node of a tree takes one thread."""
+
+
+@cache
+def _tables() -> Array:
+    """Of the processor's AES: of the left and the right child, and of leaves."""
+    left, right, leaf = map(aes.round_keys, _LABELS)
+    return aes.tables([[left, right], [leaf, leaf]])
+
+
+def _expand_by_levels(words: Array, domain: int, holder: int, out: Array) -> None:
+    """Rows of one holder's keys, where the processor has no AES."""
+    tokens, levels, one = len(words), depth(domain), np.uint64(1)
+    seeds, control, packed = words[:, None, :2], np.full((tokens, 1), holder, dtype=np.uint64), words[:, 2 + 2 * levels]
     for level in range(levels):
-        out = np.empty((tokens, 2 << level, 2), dtype=np.uint64)
-        bits = np.empty((tokens, 2 << level), dtype=np.uint64)
-        cpu_dpf.children(
-            seeds, control, encrypted(left, seeds), encrypted(right, seeds),
-            np.ascontiguousarray(words[:, 2 + 2 * level : 4 + 2 * level]),
-            (packed >> np.uint64(2 * level)) & one, (packed >> np.uint64(2 * level + 1)) & one, out, bits,
-        )  # fmt: skip
+        child = np.stack([_one_way(_LEFT, seeds), _one_way(_RIGHT, seeds)], 2)
+        fixes = np.stack([packed >> np.uint64(2 * level), packed >> np.uint64(2 * level + 1)], 1) & one
+        bits = (child[..., 0] & one) ^ (control[..., None] & fixes[:, None])
+        child[..., 0] &= ~one
+        child ^= control[..., None, None] * words[:, None, None, 2 + 2 * level : 4 + 2 * level]
         needed = (domain + (1 << (levels - level)) - 1) >> (levels - level)  # blocks that cover the domain
-        seeds, control = np.ascontiguousarray(out[:, :needed]), np.ascontiguousarray(bits[:, :needed])
-    share = torch.empty((tokens, domain), dtype=ring.dtype)
-    unsigned = share.numpy().view(np.uint64 if ring.bits == 64 else np.uint32)
-    final = np.ascontiguousarray(words[:, 3 + 2 * levels :])
-    cpu_dpf.leaves(seeds, encrypted(leaf, seeds), control, final, holder == 1, unsigned)
-    return share.to(keys.device)
+        seeds, control = child.reshape(tokens, -1, 2)[:, :needed], bits.reshape(tokens, -1)[:, :needed]
+    made = (_one_way(_LEAF, seeds) + control[..., None] * words[:, None, 3 + 2 * levels :]).reshape(tokens, -1)
+    out[:] = np.uint64(0) - made[:, :domain] if holder else made[:, :domain]
 
 
 def _one_way(cipher: Cipher[modes.ECB], seeds: Array) -> Array:

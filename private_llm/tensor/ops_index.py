@@ -160,11 +160,11 @@ def _looked_up(tokens: SecretIndex, weight: Tensor) -> SecretTensor:
         raise UnsupportedOp(f"lookup of indices below {tokens.share.domain} in a table of {weight.shape[0]} rows")
     if isinstance(weight, SecretTensor):
         table = weight.to_operand()
-        share = table.proto.lookup(tokens.share.to(table.share.parts[0].device), table.share)
+        share = table.proto.lookup(tokens.share, table.share)
         frac = table.frac
     else:
         where = torch.device(session.device) if session.device == "meta" else weight.device
-        share = session.protocol.on(where).lookup(tokens.share.to(where), ring_weight(session, weight, where))
+        share = session.protocol.on(where).lookup(tokens.share, ring_weight(session, weight, where))
         frac = session.frac
     shape = (*tokens.shape, weight.shape[1])
     return SecretTensor(Fixed(session, share.map(lambda part: part.reshape(shape)), frac))

@@ -39,9 +39,9 @@ print(sorted(set(compiled()) - before))
 """
 HELD = """
 from private_llm.kernels import ahead
-from private_llm.kernels.backends.cpu import comparison_keys, trunc, waves
+from private_llm.kernels.backends.cpu import trunc, waves
 def jobs(protocol):
-    for kernel in (waves.placed, comparison_keys.children, trunc.KERNELS["unpack_fields"]):
+    for kernel in (waves.placed, waves.hidden, trunc.KERNELS["unpack_fields"]):
         yield kernel, ahead._types(kernel)
 ahead.jobs = jobs
 ahead.main()
@@ -70,7 +70,7 @@ def test_processes_compile_note_that_all_is_kept_and_end(tmp_path: Path) -> None
     kept = [path.name for path in tmp_path.rglob("*.*")]
     assert len([name for name in kept if name.endswith(".ahead")]) == 1
     made = {name.partition("-")[0] for name in kept if name.endswith(".nbi")}
-    assert {"waves.placed", "comparison_keys.children", "trunc.unpack_fields"} <= made
+    assert {"waves.placed", "waves.hidden", "trunc.unpack_fields"} <= made
 
 
 def test_processes_end_with_their_parent(tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ def keys_sent(protocol: str, *indices: Tensor, domain: int = DOMAIN) -> list[Ten
 
 def readings(keys: Tensor) -> list[Tensor]:
     """Everything [T, DOMAIN] that comes of one key alone, or of two: both roles of each, their sum and difference."""
-    alone = [expand(key, DOMAIN, holder, RING) for key in keys for holder in (0, 1)]
+    alone = [rows for key in keys for rows in expand((key, key), DOMAIN, (0, 1), RING)]
     return alone + [made for a, b in itertools.combinations(alone, 2) for made in (a + b, a - b)]
 
 

@@ -132,16 +132,16 @@ def test_a_lookup_happens_where_the_table_lies(number: int, public: bool) -> Non
     assert {part.device for part in rows.to_fixed().share.parts} == {META}
 
 
-def test_rows_of_a_point_function_come_back_to_the_device_of_its_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_a_point_function_come_to_the_device_that_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """`expand` computes in main memory; a stand-in for another device sees where the result goes."""
     moved: list[object] = []
 
-    def to(self: Tensor, *where: object) -> Tensor:
+    def to(self: Tensor, *where: object, **_: bool) -> Tensor:
         moved.append(where)
         return self
 
     monkeypatch.setattr(Tensor, "to", to)
-    expand(torch.zeros(2, key_words(10), dtype=torch.int64), 10, 0, RING64)
+    expand([torch.zeros(2, key_words(10), dtype=torch.int64)], 10, [0], RING64, "cpu")
     assert moved == [(torch.device("cpu"),)]
 
 

@@ -7,32 +7,44 @@ import pytest
 import torch
 
 from private_llm.errors import DomainError
+from private_llm.kernels.backends.cpu import aes
 from private_llm.ring import dpf
 from private_llm.ring.prg import Seed
 from private_llm.ring.ring import RING32, RING64, Ring
 
 
 @pytest.mark.parametrize("ring", [RING64, RING32])
-@pytest.mark.parametrize("domain", [1, 2, 3, 5, 64, 129, 1000])
+@pytest.mark.parametrize("domain", [1, 2, 3, 5, 64, 129, 1000, 1024, 1025, 3073])
 def test_shares_sum_to_the_one_hot_row(ring: Ring, domain: int) -> None:
     indices = torch.arange(domain) if domain < 200 else torch.tensor([0, 1, 511, 512, domain - 1])
     keys = dpf.make_keys(indices, domain, Seed.fresh().stream("t"))
-    total = sum(dpf.expand(keys[b], domain, b, ring) for b in (0, 1))
+    first, second = dpf.expand(keys, domain, (0, 1), ring)
+    total = first + second
     assert torch.equal(total, torch.nn.functional.one_hot(indices, domain).to(ring.dtype))
+
+
+@pytest.mark.parametrize("ring", [RING64, RING32])
+@pytest.mark.parametrize("domain", [1, 3, 129, 3073])
+def test_processors_without_aes_make_the_same(ring: Ring, domain: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = dpf.make_keys(torch.tensor([0, domain // 2, domain - 1]), domain, Seed.fresh().stream("t"))
+    made = dpf.expand(keys, domain, (0, 1), ring)
+    monkeypatch.setattr(aes, "usable", lambda: False)
+    for fast, slow in zip(made, dpf.expand(keys, domain, (0, 1), ring), strict=True):
+        assert torch.equal(fast, slow)
 
 
 def test_a_vocabulary_costs_280_bytes_a_key() -> None:
     keys = dpf.make_keys(torch.tensor([50256, 0]), 50257, Seed.fresh().stream("t"))
     assert keys[0].shape == (2, 35)
-    total = dpf.expand(keys[0], 50257, 0, RING64) + dpf.expand(keys[1], 50257, 1, RING64)
+    first, second = dpf.expand(keys, 50257, (0, 1), RING64)
+    total = first + second
     assert total.nonzero().tolist() == [[0, 50256], [1, 0]]
 
 
 def test_one_key_and_its_expansion_look_uniform() -> None:
     """Chi-square of bytes, 255 degrees of freedom, p = 1e-9, for a constant index."""
     keys = dpf.make_keys(torch.full((64,), 7), 1024, Seed.fresh().stream("t"))
-    for holder in (0, 1):
-        share = dpf.expand(keys[holder], 1024, holder, RING64)
+    for share in dpf.expand(keys, 1024, (0, 1), RING64):
         counts = np.bincount(np.frombuffer(share.numpy().tobytes(), np.uint8), minlength=256)
         expected = share.numel() * 8 / 256
         assert ((counts - expected) ** 2 / expected).sum() < 378

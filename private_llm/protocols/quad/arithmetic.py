@@ -48,7 +48,6 @@ from private_llm.protocols.quad.client import as_tensor, digest, unmask
 from private_llm.protocols.quad.records import QuadRecords
 from private_llm.protocols.share import Index, Share
 from private_llm.protocols.trio.arithmetic import powers
-from private_llm.ring.dpf import expand
 
 
 class QuadArithmetic(QuadRecords):
@@ -237,7 +236,7 @@ class QuadArithmetic(QuadRecords):
         {1, 2}), where parties 1 and 2 hold the same key. With a public table those for a suffice.
         """
         if index.one_hot:
-            return self._lookup_rows(Share(index.keys), table)
+            return self._lookup_rows(index, table)
         piece = self._in_chunks(index, lambda keys: self._lookup_piece(keys, index.domain, table))
         mirror = self._in_chunks(index, lambda keys: self._lookup_mirror(keys[2:], index.domain, table))
         if isinstance(table, Tensor):
@@ -250,10 +249,10 @@ class QuadArithmetic(QuadRecords):
         if isinstance(table, Tensor):
             if self.role:
                 return torch.empty((keys[0].shape[0], table.shape[1]), dtype=self.ring.dtype, device=self.device)
-            return ops.ring_matmul(expand(keys[0], domain, 1 if self.party == 0 else 0, self.ring), table)
+            return ops.ring_matmul(self._expanded(keys[:1], domain, 1 if self.party == 0 else 0)[0], table)
         self.ledger.add_macs(2 * keys[0].shape[0] * table.numel())
         ends = {0: (1, 0), 3: (0, 0)}.get(self.party, (1, 1))
-        first, second = (expand(key, domain, end, self.ring) for key, end in zip(keys, ends, strict=True))
+        first, second = self._expanded(keys, domain, *ends)
         a, b, third = table.parts
         if self.role:
             return ops.ring_matmul_pair(-first, third, second, a + b + third)

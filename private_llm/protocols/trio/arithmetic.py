@@ -106,7 +106,8 @@ class TrioArithmetic(TrioDivision):
         """`index_keys` for each index; with `one_hot` rows of `domain` shared elements."""
         if self.one_hot:
             return Index(self.receive_input((count, domain)).parts, count, domain, one_hot=True)
-        keys = self.transport.recv(CLIENT, "index", (self.index_keys, count, key_words(domain)), torch.int64)
+        links = self.transport.where_it_comes()  # `expand` reads keys in main memory, on any device
+        keys = links.recv(CLIENT, "index", (self.index_keys, count, key_words(domain)), torch.int64)
         return Index(tuple(keys), count, domain)
 
     def lookup(self, index: Index, table: Share | Tensor) -> Share:
@@ -117,19 +118,25 @@ class TrioArithmetic(TrioDivision):
         the same; with a public table they are local.
         """
         if index.one_hot:
-            return self._lookup_rows(Share(index.keys), table)
+            return self._lookup_rows(index, table)
         piece = self._in_chunks(index, lambda keys: self._lookup_piece(keys, index.domain, table))
         if isinstance(table, Tensor):
             return self._finish("lookup", piece.shape, piece if self.role else None, 0, helped=False)
         return self._finish("lookup", piece.shape, piece, 0, helped=True)
 
-    def _in_chunks(self, index: Index, piece: Callable[[list[Tensor]], Tensor]) -> Tensor:
+    def _in_chunks(self, index: Index, piece: Callable[[Sequence[Tensor]], Tensor]) -> Tensor:
         """What `piece` makes of the keys, a limited number of expanded entries at a time."""
         chunk = max(1, _LOOKUP_CELLS // index.domain)
-        pieces = [piece([key[at : at + chunk] for key in index.keys]) for at in range(0, index.count, chunk)]
-        return torch.cat(pieces) if len(pieces) > 1 else pieces[0]
+        if index.count <= chunk:
+            return piece(index.keys)
+        starts = range(0, index.count, chunk)
+        return torch.cat([piece([key[at : at + chunk] for key in index.keys]) for at in starts])
 
-    def _lookup_rows(self, rows: Share, table: Share | Tensor) -> Share:
+    def _expanded(self, keys: Sequence[Tensor], domain: int, *holders: int) -> tuple[Tensor, ...]:
+        return expand(keys, domain, holders, self.ring, self.device)
+
+    def _lookup_rows(self, index: Index, table: Share | Tensor) -> Share:
+        rows = Share(index.to(self.device).keys)
         if isinstance(table, Tensor):
             return rows.map(lambda part: ops.ring_matmul(part, table))
         with self.ledger.op("lookup"):
@@ -140,13 +147,11 @@ class TrioArithmetic(TrioDivision):
         if isinstance(table, Tensor):
             if self.role == 0:
                 return torch.empty((keys[0].shape[0], table.shape[1]), dtype=self.ring.dtype, device=self.device)
-            return ops.ring_matmul(expand(keys[1], domain, self.role - 1, self.ring), table)
+            return ops.ring_matmul(self._expanded(keys[1:2], domain, self.role - 1)[0], table)
         self.ledger.add_macs(2 * keys[0].shape[0] * table.numel())
-        first = expand(keys[0], domain, 0 if self.role == 0 else 1, self.ring)
+        first, second = self._expanded(keys[:2], domain, min(self.role, 1), max(self.role - 1, 0))
         if self.role == 0:
-            second = expand(keys[1], domain, 0, self.ring)
             return ops.ring_matmul_pair(first, table.parts[0], second, table.parts[1])
-        second = expand(keys[1], domain, self.role - 1, self.ring)
         return ops.ring_matmul_pair(second, table.parts[0], second - first, table.parts[1])
 
     def reveal(self, pieces: Sequence[tuple[int, Share]]) -> None:

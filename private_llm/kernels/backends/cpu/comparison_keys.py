@@ -1,59 +1,16 @@
 """Local steps of comparison keys and of distributed point functions on the CPU (Numba); blocks are pairs of uint64.
 
-Of comparison keys `make` and `follow` take whole keys, with the processor's AES; `correct`, `descend` and `finish` are
-the same level by level, for processors without, where the caller runs the cipher.
+`make`, `follow` and `expand` take whole keys, with the processor's AES; all others are the same level by level, for
+processors without, where the caller runs the cipher.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from private_llm.kernels.address import Array, Words1, Words2, Words3, flat
+from private_llm.kernels.address import Array, Read, Words1, Words2, flat
 from private_llm.kernels.backends.cpu.aes import LINE, descend_three, descend_two, encrypt_three, encrypt_two
 from private_llm.kernels.compiling import compiled
-
-
-@compiled
-def children(
-    seeds: Words3, bits: Words2, left: Words3, right: Words3, cw: Words2, cw_left: Words1, cw_right: Words1,
-    out: Words3, out_bits: Words2,
-) -> None:  # fmt: skip
-    """One level down: seeds [T, m, 2] and control bits [T, m] to out [T, 2m, 2] and out_bits [T, 2m].
-
-    `left`, `right` [T, m, 2] are the block cipher's outputs of the seeds; adding the seed makes them one-way
-    (Matyas-Meyer-Oseas). The lowest bit of a child is its control bit. `cw` [T, 2] corrects children of a set bit.
-    """
-    tokens, width, _ = seeds.shape
-    one = np.uint64(1)
-    for t in range(tokens):
-        for i in range(width):
-            for side in range(2):
-                block = left if side == 0 else right
-                low = block[t, i, 0] ^ seeds[t, i, 0]
-                high = block[t, i, 1] ^ seeds[t, i, 1]
-                control = low & one
-                if bits[t, i]:
-                    low ^= cw[t, 0]
-                    high ^= cw[t, 1]
-                    control ^= cw_left[t] if side == 0 else cw_right[t]
-                out[t, 2 * i + side, 0] = low & ~one
-                out[t, 2 * i + side, 1] = high
-                out_bits[t, 2 * i + side] = control
-
-
-@compiled
-def leaves(seeds: Words3, blocks: Words3, bits: Words2, final: Words2, negate: bool, out: Words2) -> None:
-    """Additive shares of the one-hot rows: two 64-bit leaves a seed. out [T, domain] (32 or 64 bits)."""
-    tokens, domain = out.shape
-    kind = out.dtype.type
-    for t in range(tokens):
-        for v in range(domain):
-            i = v >> 1
-            side = v & 1
-            value = blocks[t, i, side] ^ seeds[t, i, side]
-            if bits[t, i]:
-                value += final[t, side]
-            out[t, v] = kind(np.uint64(0) - value if negate else value)
 
 
 @compiled
@@ -260,6 +217,54 @@ def follow(
                 for word in range(words):
                     total[point, n, word] = leaves[node_of[e, point], 2 + word]
     room[:] = np.uint64(0)  # `lines` does not own its memory: without a use after the loops Numba frees it before them
+
+
+UNIT = 9
+"""Levels of a subtree that `expand` takes at a time: its 512 blocks stay in the fastest memory."""
+
+
+@compiled
+def expand(
+    keys: Words2, holders: Words1, levels: int, sides: Read, leaf: Read, out: Words2, first: int, last: int
+) -> None:  # fmt: skip
+    """Additive shares of one-hot rows, out [T, domain] (32 or 64 bits), of keys [T, 5 + 2 levels]: units first .. last.
+
+    sides, leaf: addresses of tables (`aes`) of the left and the right child, and of leaves. A unit is a subtree of
+    `UNIT` levels, or of all; a row has as many as cover it. A node's control bit is the lowest bit of its seed.
+    """
+    domain, kind, one = out.shape[1], out.dtype.type, np.uint64(1)
+    below = min(levels, UNIT)
+    above, each = levels - below, (domain + (2 << below) - 1) // (2 << below)
+    nodes = np.empty((1 << below, 2), dtype=np.uint64)
+    room = np.zeros(2 * _WORDS, dtype=np.uint64)
+    at_line = (room.ctypes.data + LINE - 1) // LINE * LINE
+    line = flat(at_line, _WORDS, room[0])
+    for unit in range(first, last):
+        key, holder, place = keys[unit // each], holders[unit // each], unit % each
+        packed, final = key[2 + 2 * levels], key[3 + 2 * levels :]
+        nodes[0, 0], nodes[0, 1] = key[0] | holder, key[1]
+        for level in range(levels):
+            fix_left = key[2 + 2 * level] | ((packed >> np.uint64(2 * level)) & one)
+            fix_right = key[2 + 2 * level] | ((packed >> np.uint64(2 * level + 1)) & one)
+            fix_high = key[3 + 2 * level]
+            for i in range((1 << max(0, level - above)) - 1, -1, -1):  # children lie where later nodes lay
+                mask = np.uint64(0) - (nodes[i, 0] & one)
+                encrypt_two(nodes[i, 0] & ~one, nodes[i, 1], sides, at_line)
+                if level >= above:
+                    nodes[2 * i, 0], nodes[2 * i, 1] = line[0] ^ (mask & fix_left), line[1] ^ (mask & fix_high)
+                    nodes[2 * i + 1, 0], nodes[2 * i + 1, 1] = line[2] ^ (mask & fix_right), line[3] ^ (mask & fix_high)
+                elif (place >> (above - 1 - level)) & 1:
+                    nodes[0, 0], nodes[0, 1] = line[2] ^ (mask & fix_right), line[3] ^ (mask & fix_high)
+                else:
+                    nodes[0, 0], nodes[0, 1] = line[0] ^ (mask & fix_left), line[1] ^ (mask & fix_high)
+        start = place * (2 << below)
+        for i in range(min(1 << below, (domain - start + 1) // 2)):
+            mask = np.uint64(0) - (nodes[i, 0] & one)
+            encrypt_two(nodes[i, 0] & ~one, nodes[i, 1], leaf, at_line)
+            for side in range(min(2, domain - start - 2 * i)):
+                value = line[side] + (final[side] & mask)
+                out[unit // each, start + 2 * i + side] = kind(np.uint64(0) - value if holder else value)
+    room[:] = np.uint64(0)  # as in `follow`
 
 
 @compiled
