@@ -1,6 +1,5 @@
 """Imports that cost little: names of a package that are imported when somebody asks for them, and imports without
-collections of garbage, of which Python makes many while transformers is imported (a tenth of the time). And processes
-that import from where this one does.
+collections of garbage (a tenth of transformers' time). And processes that import from where this one does.
 """
 
 from __future__ import annotations

@@ -132,9 +132,7 @@ def _check_framing(headers: Mapping[str, str]) -> None:
 
 
 def _check_form(method: str, headers: Mapping[str, str]) -> None:
-    """Raises ApiError (415) for a body that says itself that it is no JSON. A page of another site cannot send JSON
-    without asking first, which is refused.
-    """
+    """Raises ApiError (415) for a body that says it is no JSON: pages of other sites must ask first to send JSON."""
     kind = headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if method == "POST" and kind != "application/json":
         raise ApiError(415, "want a body of Content-Type: application/json", code="unsupported_media_type")

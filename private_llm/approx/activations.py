@@ -60,8 +60,7 @@ def softplus(x: Fixed) -> Fixed:
     """Softplus, log(1 + e^x), of x (any shape), for |x| < 2^20 - 2^10; 64-bit ring only, else DomainError.
 
     relu(x) - g(|x|) with g(t) = -log(1 + e^-t), a polynomial of degree 12 in four products (bump.py). Absolute error at
-    most 1e-4; exactly x or 0 beyond 10.02. 243 bytes an element, 13 rounds (18 fractional bits); by
-    comparison keys 2 rounds.
+    most 1e-4; exactly x or 0 beyond 10.02. 243 bytes an element, 13 rounds; by keys 2.
     """
     return rectified_minus(x, tables.SOFTPLUS)
 
@@ -71,8 +70,7 @@ def sigmoid(x: Fixed) -> Fixed:
 
     s(t) = 1 / (1 + e^t) at t = min(|x|, 10) by a polynomial of degree 12 in four products; s itself where x < 0, else
     1 - s. The fold to t takes a comparison of three rows and an injection; the side another. Error at most 1e-4;
-    exactly 0 or 1 beyond 10.02. 275 bytes an element, 13 rounds (18 fractional bits). By comparison keys 2 rounds,
-    error 5e-5.
+    exactly 0 or 1 beyond 10.02. 275 bytes an element, 13 rounds. By comparison keys 2 rounds, error 5e-5.
     """
     made = tables.LOGISTIC
     if takes_curve(made.curve, x, x.frac, _price, x.session.ring, x.numel(), *coarse_span(x)):

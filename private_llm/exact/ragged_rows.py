@@ -144,9 +144,7 @@ class EntryNumbers:
 
     @cached_property
     def tournament(self) -> tuple[TournamentLevel, ...]:
-        """ceil(log2 of the longest) levels; 32 bytes an entry. How many positions each has is told by the CPU, so that
-        nobody waits for the device.
-        """
+        """ceil(log2 of the longest) levels; 32 bytes an entry. Positions are counted on the CPU: nobody waits."""
         made, lengths, known = [], self.lengths, torch.tensor(self._lengths, dtype=torch.int64)
         while known.numel() and int(known.max()) > 1:
             pairs, left_over = int((known // 2).sum()), int((known % 2).sum())

@@ -13,8 +13,7 @@ from torch import Tensor
 from private_llm.errors import ConfigError, UnsupportedOp
 
 ALONE = threading.RLock()
-"""Held while a CUDA graph is captured, and while kernels are timed, which waits for the whole GPU and so would break a
-capture of another thread."""
+"""Held while a CUDA graph is captured, and while kernels are timed, which would break another thread's capture."""
 
 
 def device_for(name: str, party: int) -> torch.device:

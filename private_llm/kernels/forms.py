@@ -1,8 +1,7 @@
 """Bilinear forms: what a protocol can multiply in one step, whatever the inner size.
 
-A protocol needs of a form only that it is linear in each operand: it multiplies shares, adds what each party
-holds, and finishes an output-sized result. A new layer that is linear in its input and in its weight is a
-new form here; no protocol changes.
+A protocol needs of a form only that it is linear in each operand: it multiplies shares, adds what each party holds, and
+finishes an output-sized result. A new bilinear layer is a new form here; no protocol changes.
 
 A bilinear form of rows: their inner products with others, and their products with one row for all, in one step.
 """

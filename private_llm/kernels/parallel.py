@@ -3,8 +3,7 @@
 The kernels release Python's lock, so threads of one process compute side by side. How many an operation may use is the
 calling thread's `torch.get_num_threads()`: parties that are threads of one process already keep their cores busy and
 set it to their part of the machine; a party with a process of its own leaves it at all cores. Pieces write to
-separate memory and are cut the same way for the same number of threads, and ring sums do not depend on their order, so
-results are the same for any number.
+separate memory and are cut the same way for the same number of threads, so results are the same for any number.
 """
 
 from __future__ import annotations

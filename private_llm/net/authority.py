@@ -2,13 +2,11 @@
 
 1. Whoever keeps the CA makes it once (`make_authority`); its key signs, and never leaves that folder.
 2. An endpoint makes its key and a request (`make_request`); the key stays with it, the request is public.
-3. The CA's keeper signs (`sign_request`) once the fingerprint of the request was compared over another channel: that is
-   what ties the name to the organisation.
+3. The CA's keeper signs (`sign_request`) once the request's fingerprint was compared over another channel.
 
 Only the name and the public key of a request are taken over; what it asks for besides is ignored.
 
-`make_certificates` makes a whole set at once, to try things out on one machine and for tests: the key of its CA signs
-this set and is never written.
+`make_certificates` makes a whole set at once, to try things out on one machine: the key of its CA is never written.
 """
 
 from __future__ import annotations

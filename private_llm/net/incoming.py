@@ -1,7 +1,6 @@
 """The receiving end of a one-way connection: reads frames (`outgoing.py` writes them).
 
-It knows nothing about time limits: after each slice of silence a receiver calls `idle`, and `sockets.py` decides
-whether the peer counts as dead.
+After each slice of silence a receiver calls `idle`, and `sockets.py` decides whether the peer counts as dead.
 """
 
 from __future__ import annotations

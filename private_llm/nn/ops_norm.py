@@ -44,8 +44,7 @@ def _measured(
     """A norm's input, and what is known: mean squares of rows below 2^square, weights below 2^gain (of none, 0).
 
     Where calibration found that all rows can do with fewer fractional bits, so that one sum of squares is enough, the
-    entries are cut to those. It lets the products of a residual sum leave no more, so that this happens once at most,
-    where a model's values become massive.
+    entries are cut to those. Products of a residual sum then leave no more, so this happens once at most.
     """
     value = x.value(full=True) if x.value(full=True).frac <= x.session.frac else x.to_fixed()
     width, known = x.shape[-1], x.session.exponent("square")

@@ -8,8 +8,7 @@ Zeros (SIMM, Protocol 3): the entries of a column of x that are not zero multipl
 each entry of x and each row of y takes part once (Theorem 2: least masked elements, and no multiply-add for a zero).
 Columns with entries in the same rows are one block product.
 
-What is wanted, or may be other than zero, is public; a secret pattern is opened in a secret order first
-(`Protocol.open_shuffled`).
+What is wanted, or may be other than zero, is public; a secret one is opened in a secret order first.
 """
 
 from __future__ import annotations

@@ -164,8 +164,7 @@ BLOCK_S = 6e-9
 class Adder:
     """How comparisons add: few rounds (prefix), few bytes (ripple), or not at all (keys). `PrivateConfig.adder`.
 
-    With the network that it is chosen for: Mbit/s each way, one-way latency in ms. Without one "auto" is the prefix
-    adder.
+    With the network it is chosen for: Mbit/s each way, one-way latency in ms. Without one "auto" is the prefix adder.
     """
 
     kind: Literal["auto", "prefix", "ripple", "keys"] = "auto"

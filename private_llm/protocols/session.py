@@ -229,8 +229,7 @@ def _meet(
     """Exchange settings digests, the cipher for `device` and entropy with `others`; one fresh pairwise seed for each.
 
     Both ends contribute 32 bytes, so no seed repeats as long as one of them has fresh entropy. Streams are ChaCha20
-    where all parties said so, else AES: the only place that decides what prg="auto" is. A client draws from no stream
-    of parties, and its word does not count.
+    where all parties said so, else AES: the only place that decides what prg="auto" is. A client's word does not count.
     """
     mine = {other: secrets.token_bytes(32) for other in others}
     digests = {cipher: _greeting(config, cipher) for cipher in CIPHERS}

@@ -96,7 +96,6 @@ def cleartext(elements: Tensor, watched: bool = False) -> Share:
     """The share of `plain`: the elements themselves; if `watched` (debug_ranges), and real numbers that never wrap.
 
     Every local step does the same to both, so they differ by a multiple of the ring's size as soon as one wraps.
-    Single precision is enough to tell that.
     """
     return Share((elements, elements.to(torch.float32))) if watched else Share((elements,))
 

@@ -39,9 +39,7 @@ def sends_parts(config: PrivateConfig, party: int) -> bool:
 
 
 def mask_cipher(config: PrivateConfig) -> str:
-    """The cipher of masks of weights for parties with this configuration: `prg` where it names one; "auto": ChaCha20
-    where it puts shares on GPUs, else AES.
-    """
+    """The cipher of masks of weights: `prg` where it names one; "auto": ChaCha20 with shares on GPUs, else AES."""
     if config.prg in CIPHERS:
         return config.prg
     places = [config.device, *(config.device_map.values() if isinstance(config.device_map, Mapping) else ())]

@@ -111,8 +111,7 @@ def divided(total: Fixed, counts: float | Tensor) -> Fixed:
     """Sums to means, total / counts; counts are positive numbers, or a tensor of them that broadcasts.
 
     A power of two is exact and local. Another factor is local while counts < 2^(room - 14) (room - 8 in a 32-bit ring),
-    room = 2 f - frac bits, else 1 truncation of the results; errors as in the header. More fractional bits come
-    out (in a 64-bit ring, or for one number).
+    room = 2 f - frac bits, else 1 truncation of the results; errors as in the header. More fractional bits come out.
     """
     session = total.session
     largest = float(counts.max()) if isinstance(counts, Tensor) else float(counts)

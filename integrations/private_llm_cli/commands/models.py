@@ -142,9 +142,7 @@ def _unusable(what: str, source: str, error: Exception) -> ConfigError:
 
 
 def _want_hub(what: str, source: str) -> None:
-    """Raises ConfigError for a name that is no folder, while the hub does not answer: transformers would try for a
-    minute before it says so.
-    """
+    """Raises ConfigError for no folder while the hub does not answer: transformers would try for a minute."""
     from huggingface_hub import constants, errors, get_session, try_to_load_from_cache
 
     if constants.HF_HUB_OFFLINE or Path(source).exists():

@@ -287,8 +287,7 @@ def ranges_of(largest: Largest, config: PrivateConfig) -> Ranges:
 
 
 def _check_ring(largest: Largest, config: PrivateConfig) -> None:
-    """Raise DomainError for the module that outgrows what a product of a 32-bit ring can hold, and warn (TightRange) of
-    one that comes near to it."""
+    """Raise DomainError for the module that outgrows a product of a 32-bit ring; warn (TightRange) of one near it."""
     limit = 2.0 ** (Ring(config.ring).value_bits - 2 * config.frac_bits)
     peaks = {name: met["peak"] for name, met in largest.largest.items() if "peak" in met}
     worst = max(peaks, key=lambda name: peaks[name], default=None)

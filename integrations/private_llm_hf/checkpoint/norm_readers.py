@@ -2,8 +2,7 @@
 
 A norm's weight can then be part of those layers (models/folds.py). A norm is none of them if its output goes anywhere
 else (a sum, a product, an expert, the model's output), if a layer that reads it reads something else, too, or shares
-its weight, if somebody looks at the norm's weight, if a module around it is replaced at the parties, or if the forward
-does not run without values.
+its weight, if somebody looks at the norm's weight, if a module around it is replaced, or if the forward needs values.
 """
 
 from __future__ import annotations

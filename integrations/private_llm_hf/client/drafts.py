@@ -11,8 +11,7 @@ A tree holds what may follow the text: each node is a token after its parent. Fr
 
 Source: Leviathan et al. 2023 (arXiv 2211.17192), algorithm 1, for one token; SpecInfer (arXiv 2305.09781), algorithm 2,
 for several, drawn without replacement as in Sequoia (arXiv 2402.12374), each q being what its own draw was made from:
-sum_x q(x) min(1, p(x) / q(x)) delta_x + (rejected) * max(p - q, 0) / (its sum) = p, and the tries draw from that
-remainder in turn.
+sum_x q(x) min(1, p(x) / q(x)) delta_x + (rejected) * max(p - q, 0) / (its sum) = p; tries draw from that in turn.
 """
 
 from __future__ import annotations
@@ -163,8 +162,7 @@ class ModelDraft(Draft):
     """A plaintext model of the same vocabulary, with a cache of its own.
 
     Greedy: its greedy path and the likeliest others by beam search, certain. Sampled: first tokens drawn without
-    replacement, each followed by a drawn path; every draw is from the model's chances under the caller's logits
-    processors.
+    replacement, each followed by a drawn path; every draw under the caller's logits processors.
     """
 
     def __init__(self, model: PreTrainedModel, processors: LogitsProcessorList, sample: bool) -> None:

@@ -100,8 +100,7 @@ def meta_parameters(model: PreTrainedModel, session: Session) -> dict[str, Fixed
 def release(model: nn.Module) -> None:
     """Let go of a model's weights and of all else that it holds, at once; it cannot run afterwards.
 
-    A module whose forward was replaced refers to itself, so Python would free it only when it next looks for such
-    circles: many sessions later.
+    A module whose forward was replaced refers to itself, so Python would free it many sessions later.
     """
     for module in list(model.modules()):
         vars(module).clear()
@@ -118,8 +117,7 @@ def new_cache(model: PreTrainedModel, policy: CachePolicy) -> SecretCache | Secr
 def empty_model(config: Mapping[str, Any], class_name: str, folded: Folded = NONE_FOLDED) -> PreTrainedModel:
     """The module tree without weights and with real (public) buffers; batch norms are folded away.
 
-    Norms that are `folded` have no weight. Raises PatchMismatch, before anything is built, for a class that
-    `architecture()` does not accept.
+    Norms that are `folded` have no weight. Raises PatchMismatch first for a class that `architecture()` refuses.
     """
     cls = accepted_class(class_name, config)
     register()

@@ -6,8 +6,7 @@
     one verdict of the range check for each row  `RangeChecks.batch`
 
 Rounds are those of one request and bytes those of a batch. Every party runs the same batches in the same order. What a
-client gets depends on its own rows alone, but for the order of roundings, and for what the range check cannot tell
-apart (tensor/range_check.py).
+client gets depends on its own rows alone, but for roundings, and what the range check cannot tell apart.
 """
 
 from __future__ import annotations

@@ -30,9 +30,7 @@ class _PreparedPlan:
 
 
 class PreprocessingStore:
-    """The prepared plans of all sessions at this party. Used by the thread that computes, at the same place of the
-    same step at every party.
-    """
+    """The prepared plans of all sessions at this party, for the thread that computes, alike at every party."""
 
     quota: KVCacheQuota
     """Of the parties' present links."""

@@ -312,8 +312,7 @@ def train_set(
     """Train a predictor for each recording whose kind is in `configs`, and measure it on those of `test`.
 
     checkpoints: folder of one file a site, from which an interrupted run goes on. budget_share: give each layer the
-    smallest budget that this share of the validation positions keeps to (`fit_budget`). Raises ConfigError for
-    recordings of another model.
+    smallest budget that this share of validation positions keeps to. Raises ConfigError for another model's recordings.
     """
     digest = describe(type(model), model.config).model
     members = []

@@ -53,8 +53,7 @@ def sparsity_price(model: Any, sequence: int, new_tokens: int, batch: int = 1) -
     """Of `new_tokens` after `sequence` tokens (0: one forward; images do not count tokens), by the estimator.
 
     model: a private model with predictors. Where levels are not budgets, as many units count as the predictors in the
-    settings' folder predicted on the text of their measurement. Raises ConfigError without predictors and as
-    `estimate`.
+    settings' folder predicted on the text of their measurement. Raises ConfigError without any, and as `estimate`.
     """
     private: PrivateConfig = replace(model.parties.config, **_HERE)
     settings = private.sparsity or CometConfig()

@@ -87,8 +87,7 @@ class Estimate:
 
     Under token sharding weights are those of a CompNode, and the cache is that of the fullest AttnNode; after a split
     both are of a party, and `sharded` has those of the nodes. seeds_bytes: the weights of each party with
-    weights_at_rest="seeds"; () where there are no masks. prompt: when text is generated, the part of it that comes
-    before the first new token.
+    weights_at_rest="seeds"; () where there are no masks. prompt: of a generation, the part before its first new token.
     """
 
     costs: Costs

@@ -3,13 +3,11 @@
 Roles of Trio's code: 0 is played by parties 0 and 3, roles 1 and 2 by parties 1 and 2. What role 0 sends to role 2 is
 sent by party 3; party 0 computes the same bytes and absorbs them into its transcript with party 2, who absorbs what it
 received. Party 0 runs behind the others: it receives, recomputes and records, and sends nothing before `verify`. A
-`Member` addresses a party itself. Plain numbers from 4 on are endpoints without a role: nodes after a split, the
-client.
+`Member` addresses a party itself. Numbers from 4 on have no role: nodes after a split, the client.
 
 Records. The transcript of (0, i), i = 1, 2, is all bytes that parties 0 and i must both hold, in order. Each absorbs
 its own copy into a GMAC tag (a polynomial over GF(2^128), NIST SP 800-38D) whose key is used once, drawn from a stream
-that only the two share. Different sequences of L bytes get equal tags with probability at most (L / 16 + 2) / 2^128,
-for whoever lacks the key.
+that only the two share. Different sequences of L bytes get equal tags with probability at most (L / 16 + 2) / 2^128.
 
 Verdict. Parties 1 and 2 send their tags to party 0; party 0 compares and tells all others the one answer. What parties
 run, and on which inputs, must be compared before (`PartyEnd.compares`), not by party 0 alone. Why party 0 alone judges:
@@ -21,8 +19,7 @@ guess that product in its own transcript, and read from the verdict whether the 
 answer never says which transcript differed. A tag goes to the one other holder of its key only.
 
 Group keys. Each of three members sends the two others 32 fresh bytes; the key is the hash of the three in order. All
-three then compare a digest of the key (and of what else the group must hold alike): whoever sent different bytes to
-two members is found out.
+three then compare a digest of the key (and of what else they must hold alike): different bytes are found out.
 """
 
 from __future__ import annotations

@@ -2,9 +2,8 @@
 
 A secret x is masked by a1 + a2. Party 0 holds (a1, a2), party 1 (x + a2, a1), party 2 (x + a1, a2):
 one party alone sees uniform numbers; two together could open x (honest majority).
-Inputs: a1 comes from a key of client, party 0 and party 1, a2 from one of client, party 0 and party 2,
-so party 0 receives nothing and the evaluators one element each. Outputs: the evaluators send one
-element each; the parties learn nothing.
+Inputs: a1 comes from a key of client, party 0 and party 1, a2 from one of client, party 0 and party 2, so party 0
+receives nothing and the evaluators one element each. Outputs: the evaluators send one element each.
 """
 
 from __future__ import annotations

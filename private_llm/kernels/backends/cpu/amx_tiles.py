@@ -7,8 +7,7 @@ line or tile of vector instructions, in LLVM's types: Numba's array indexing wou
 over i + j < 4 of 2^(8 (i + j)) x_i y_j mod 2^32: ten products of bytes. Plane i of the left operand holds the bytes x_i
 of 64 steps of 16 rows, plane j of the right one the bytes y_j of 64 steps of 16 columns, four steps to a group. Ten
 instructions on eight tiles make 16 x 64 x 16 multiply-adds, where shifted copies take sixteen on sixteen; and a block
-of the left operand is a quarter as large, so that it stays in the first-level cache. Both operands are packed byte by
-byte, which the copies save.
+of the left operand is a quarter as large, so that it stays in the first-level cache.
 """
 
 from __future__ import annotations

@@ -22,8 +22,7 @@ def transpose_bits(
     x [n] of the type of `zero`, out [rows, words].
 
     Eight blocks of 64 elements go side by side, so each step of the recursive transposition
-    (Knuth 7.1.3; Usuba) is one vector instruction. Elements of 32 bits begin with the first step done: two
-    of them, 32 apart, share a word.
+    (Knuth 7.1.3; Usuba) is one vector instruction. Elements of 32 bits begin with the first step done.
     """
     x, out = flat(x_at, n, zero), table(out_at, rows, words)
     buf = np.zeros((64, 8), dtype=np.uint64)

@@ -1,5 +1,4 @@
-"""Frames of plain sockets and of links between threads, written and read by compiled programs, without Python in
-between (Numba, GIL-free; Linux).
+"""Frames of plain sockets and of links between threads, written and read by compiled programs (Numba, GIL-free; Linux).
 
 A frame of a socket is what `net/wire.py` says: 8 words of header, of which two are the same for a whole connection,
 then the number of the frame and the number of elements (both big-endian), and 4 words of tag; then 64-bit elements.

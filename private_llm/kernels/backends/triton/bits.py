@@ -200,8 +200,7 @@ def inject_terms_kernel(  # type: ignore[no-untyped-def]  # noqa: ANN201
 # -- which rows meet --------------------------------------------------------------------------------------------------
 NONE = -1
 """A row that does not exist. A block or group smaller than three is one of three whose missing part changes nothing: a
-block gets a lowest bit with m = 1, s = 0 (it generates nothing and lets a carry pass), a group a highest member with
-generate 0 and propagate 1."""
+block gets a lowest bit with m = 1, s = 0, a group a highest member with generate 0 and propagate 1."""
 
 
 def monomial_factors(low: int, blocks: Sequence[int]) -> list[list[int]]:

@@ -100,8 +100,7 @@ def rows_kernel(  # type: ignore[no-untyped-def]  # noqa: ANN201
 ):  # fmt: skip
     """out [M, width], rows N apart, += x w for x [M, lines], w [lines, width] from element `start` of the stream on.
 
-    A program takes every `period`-th line: these begin at one place of a block. HELD: += z y, y [lines, width] in
-    memory.
+    A program takes every `period`-th line, at one place of a block. HELD: += z y, y [lines, width] in memory.
     """
     i_j, i_part, i_phase = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     E: tl.constexpr = 64 // BYTES
