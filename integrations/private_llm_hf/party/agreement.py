@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Annotated
 
 from private_llm.errors import ProtocolAbort
@@ -24,7 +23,6 @@ from private_llm_hf.wire.codec import Between, Message, text_of
 from private_llm_hf.wire.commands import recv_message, send_message
 
 
-@dataclass(frozen=True)
 class Told(Message):
     """To each other party, before a call: digests by name. Those of one name must be equal at all who state it."""
 
@@ -94,7 +92,6 @@ StepNumber = Annotated[int, Between(0, 1 << 62)]
 """The number of a step, from 1 since the parties connected."""
 
 
-@dataclass(frozen=True)
 class RequestRef(Message):
     """A request: the session that it belongs to, and its number there, from 1."""
 
@@ -102,7 +99,6 @@ class RequestRef(Message):
     number: StepNumber
 
 
-@dataclass(frozen=True)
 class Proposal(Message):
     """From party 0: have you got these? live: the sessions that party 0 serves, now and then (None: not said)."""
 
@@ -111,7 +107,6 @@ class Proposal(Message):
     live: tuple[str, ...] | None
 
 
-@dataclass(frozen=True)
 class Vote(Message):
     """To party 0: for each request of the proposal what this party holds of it, or None if it is not there (yet).
 
@@ -125,7 +120,6 @@ class Vote(Message):
     leaving: bool
 
 
-@dataclass(frozen=True)
 class Commit(Message):
     """From party 0: the requests at these places of its proposal run next. ended: sessions to forget first."""
 
@@ -134,7 +128,6 @@ class Commit(Message):
     ended: tuple[str, ...]
 
 
-@dataclass(frozen=True)
 class Ack(Message):
     """To party 0: the batch is over here. A helping party is through with its own part long before the others."""
 

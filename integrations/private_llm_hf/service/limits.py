@@ -45,7 +45,6 @@ _MESSAGE_EACH = 16
 Size = Annotated[int, Between(1, 1 << 62)]
 
 
-@dataclass(frozen=True)
 class Limits(Message):
     """Sent by each party to each other one when they connect.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated
 
 import torch
@@ -18,7 +17,6 @@ ByRow = Annotated[Tensor, Dims(2, torch.int64)]
 """A number for each of a node's rows, [batch, rows]."""
 
 
-@dataclass(frozen=True)
 class LoadNode(Message):
     """Build the model, or the attention of it. Answered by `NodeLoaded`.
 
@@ -33,7 +31,6 @@ class LoadNode(Message):
     accepts: tuple[str, ...]
 
 
-@dataclass(frozen=True)
 class AttnForward(Message):
     """An AttnNode's part of a forward; no answer. free: caches that nobody needs any more."""
 
@@ -41,7 +38,6 @@ class AttnForward(Message):
     free: tuple[Handle, ...]
 
 
-@dataclass(frozen=True)
 class CompForward(Message):
     """A CompNode's part of a forward: its rows of the model. Answered by `NodeOutputs`.
 
@@ -63,7 +59,6 @@ class CompForward(Message):
                 raise DomainError(f"{name}: got shape {tuple(value.shape)}; want {want}")
 
 
-@dataclass(frozen=True)
 class CropTo(Message):
     """Forget the positions of a cache from `length` on."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Annotated
 
 from private_llm.errors import DomainError
@@ -18,12 +17,10 @@ MOST_OPENED = 1 << 36
 Number = Annotated[int, Between(0, 1 << 62)]
 
 
-@dataclass(frozen=True)
 class Alive(Message):
     """Still computing; the answer comes later."""
 
 
-@dataclass(frozen=True)
 class StoredFile(Message):
     """The share file that a party holds: digest of its model, number of its sharing; None if it holds none."""
 
@@ -35,7 +32,6 @@ class StoredFile(Message):
             raise DomainError(f"a share file: got model {self.model} and sharing {self.sharing}; want both or neither")
 
 
-@dataclass(frozen=True)
 class NodeModel(Message):
     """The checkpoint that a CompNode holds: digests of model and weights, and its class; None if it holds none."""
 
@@ -48,19 +44,16 @@ class NodeModel(Message):
             raise DomainError("the model of a node: got a part of model, class and weights; want all of them or none")
 
 
-@dataclass(frozen=True)
 class Loaded(Message):
     """The model is there. ranges: with which a party works."""
 
     ranges: dict[str, dict[str, int]]
 
 
-@dataclass(frozen=True)
 class NodeLoaded(Message):
     """A node is ready."""
 
 
-@dataclass(frozen=True)
 class Output(Message):
     """An output that is opened next. frac: its fractional bits."""
 
@@ -73,7 +66,6 @@ class Output(Message):
             raise DomainError(f"output '{self.name}': got shape {self.shape}; want at most {MOST_OPENED} elements")
 
 
-@dataclass(frozen=True)
 class Outputs(Message):
     """A call is done. class_: of the model's output."""
 
@@ -81,7 +73,6 @@ class Outputs(Message):
     outputs: tuple[Output, ...]
 
 
-@dataclass(frozen=True)
 class NodeOutput(Message):
     """An output that a CompNode sends next."""
 
@@ -89,7 +80,6 @@ class NodeOutput(Message):
     shape: Annotated[tuple[int, ...], ShapeOf(MOST_OPENED)]
 
 
-@dataclass(frozen=True)
 class NodeOutputs(Message):
     """A CompNode's part of a forward is done; token_sharding/client.py checks it. class_: of the model's output."""
 
@@ -97,7 +87,6 @@ class NodeOutputs(Message):
     outputs: tuple[NodeOutput, ...]
 
 
-@dataclass(frozen=True)
 class Prepared(Message):
     """A preprocessing plan was prepared. stored: bytes. digests: digests (hex) of what a quad's helper opens later.
 
@@ -109,7 +98,6 @@ class Prepared(Message):
     ask_all: bool = False
 
 
-@dataclass(frozen=True)
 class CostRows(Message):
     """A ledger without control messages: what went to whom, rounds, multiply-adds and seconds, by module."""
 

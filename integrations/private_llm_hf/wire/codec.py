@@ -14,9 +14,10 @@ import json
 import math
 import reprlib
 import types
+import typing
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Annotated, Any, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
+from dataclasses import Field, dataclass, field
+from typing import Annotated, Any, ClassVar, NoReturn, TypeVar, Union, get_args, get_origin
 
 import torch
 from torch import Tensor
@@ -29,13 +30,18 @@ _TENSOR = "__tensor__"
 _DTYPES = {"int64": torch.int64, "int32": torch.int32, "bool": torch.bool}
 _MOST_DIMENSIONS = 8
 
-
 _MOST_ITEMS = 1 << 22
 """Values of one message: a small text of brackets and commas would become gigabytes."""
 
 
+@typing.dataclass_transform(frozen_default=True, field_specifiers=(field,))
 class Message:
-    """Base of what travels alone. Raises DomainError when it is made of values that none of its kind has."""
+    """What travels: subclasses are frozen dataclasses. Raises DomainError for values that none of its kind has."""
+
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+
+    def __init_subclass__(cls) -> None:
+        dataclass(frozen=True)(cls)
 
 
 M = TypeVar("M", bound=Message)
@@ -305,7 +311,7 @@ def _items(readers: Sequence[Reader], values: list[object]) -> tuple[object, ...
 
 def _fields(kind: type) -> Reader:
     """A dataclass: every field, no other, and what the class itself refuses."""
-    hints = get_type_hints(kind, include_extras=True)
+    hints = typing.get_type_hints(kind, include_extras=True)
     readers = {field.name.rstrip("_"): (field.name, _reader(hints[field.name])) for field in dataclasses.fields(kind)}
     wanted = {NAME, *readers}
 

@@ -6,7 +6,7 @@ plan, to parallel sessions. Commands to the nodes of token sharding are in token
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Annotated, Any
 
 import torch
@@ -38,7 +38,6 @@ Fact = Tensor | bool | int
 """A public argument of a model."""
 
 
-@dataclass(frozen=True)
 class Description(Message):
     """What parties need to know to build a model.
 
@@ -67,7 +66,6 @@ class Description(Message):
 
 
 # -- requests -------------------------------------------------------------------------------------------------
-@dataclass(frozen=True)
 class Tokens(Message):
     """A secret input that comes as shares of indices into a vocabulary. shape: [rows, length]."""
 
@@ -76,7 +74,6 @@ class Tokens(Message):
     vocabulary: int
 
 
-@dataclass(frozen=True)
 class Values(Message):
     """A secret input that comes as shares of real numbers. shape: [rows, ...]."""
 
@@ -84,7 +81,6 @@ class Values(Message):
     shape: Annotated[tuple[int, ...], ShapeOf(1 << 62)]
 
 
-@dataclass(frozen=True)
 class Encoded(Message):
     """An encoder's output that the parties keep. rows: which of its rows (None: all, in order)."""
 
@@ -92,7 +88,6 @@ class Encoded(Message):
     rows: RowIndex | None
 
 
-@dataclass(frozen=True)
 class Call(Message):
     """Run the model once.
 
@@ -114,7 +109,6 @@ class Call(Message):
         return self.secret[0].shape[0]
 
 
-@dataclass(frozen=True)
 class SelectRows(Message):
     """Continue a cache with these of its rows."""
 
@@ -126,7 +120,6 @@ class SelectRows(Message):
             raise DomainError(f"rows of a cache: got {int(self.index.min())}; want none below 0")
 
 
-@dataclass(frozen=True)
 class CropCache(Message):
     """Forget the last `count` positions of a cache."""
 
@@ -134,14 +127,12 @@ class CropCache(Message):
     count: Count
 
 
-@dataclass(frozen=True)
 class ResetCache(Message):
     """Forget all that a cache holds."""
 
     handle: Handle
 
 
-@dataclass(frozen=True)
 class CopyCache(Message):
     """A second cache, called `to`, that starts where the first one is."""
 
@@ -160,7 +151,6 @@ Slices = tuple[tuple[int, tuple[Count, ...]], ...]
 
 
 # -- commands -------------------------------------------------------------------------------------------------
-@dataclass(frozen=True)
 class Hello(Message):
     """What do you hold? Answered by `StoredFile`, or a node's `NodeModel`.
 
@@ -170,19 +160,16 @@ class Hello(Message):
     model: str | None = None
 
 
-@dataclass(frozen=True)
 class LoadFile(Message):
     """Build the model of the share file that the party holds. Answered by `Loaded`, as all that load."""
 
 
-@dataclass(frozen=True)
 class LoadLike(Message):
     """Build the model from the shares of another parallel session of the same party."""
 
     parallel_session: Annotated[int, Between(0, 255)]
 
 
-@dataclass(frozen=True)
 class LoadModel(Message):
     """Build this model from the weights that follow, each after a `Weight`, up to `EndOfWeights`.
 
@@ -193,7 +180,6 @@ class LoadModel(Message):
     stop_behind: str | None
 
 
-@dataclass(frozen=True)
 class Weight(Message):
     """A weight follows."""
 
@@ -201,12 +187,10 @@ class Weight(Message):
     shape: Annotated[tuple[int, ...], ShapeOf(1 << 62)]
 
 
-@dataclass(frozen=True)
 class EndOfWeights(Message):
     """That was the last weight."""
 
 
-@dataclass(frozen=True)
 class Forward(Message):
     """Run the model once. Answered by `Outputs`.
 
@@ -220,14 +204,12 @@ class Forward(Message):
     slices: Slices | None = None
 
 
-@dataclass(frozen=True)
 class ManageCache(Message):
     """Change a cache; no answer. Those of a plan are not sent: the parties know them."""
 
     edit: CacheEdit
 
 
-@dataclass(frozen=True)
 class Preprocess(Message):
     """Run ahead for these requests. Answered by `Prepared`. plan: its number, higher than that of any before."""
 
@@ -236,14 +218,12 @@ class Preprocess(Message):
     free: tuple[Handle, ...]
 
 
-@dataclass(frozen=True)
 class TellCosts(Message):
     """What did you send? Answered by `CostRows`. reset: then count anew."""
 
     reset: bool
 
 
-@dataclass(frozen=True)
 class Stop(Message):
     """The session ends."""
 
