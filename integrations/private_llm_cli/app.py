@@ -37,20 +37,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     cls=Group,
 )
-for command in (
-    demo,
-    generate,
-    chat,
-    gateway,
-    audit,
-    classify,
-    share,
-    calibrate,
-    party,
-    estimate,
-    diff,
-    doctor,
-):
+for command in (demo, generate, chat, gateway, audit, classify, share, calibrate, party, estimate, diff, doctor):
     app.command(cls=Command)(command)
 app.add_typer(certs)
 app.add_typer(predictors)

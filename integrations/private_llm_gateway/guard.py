@@ -49,7 +49,9 @@ class Guard:
             return
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         try:
-            _check_framing(headers)
+            if "transfer-encoding" in headers and "content-length" in headers:
+                # of two lengths: where a proxy before this gateway reads two requests, too
+                raise ApiError(400, "want Content-Length or Transfer-Encoding, not both of them", code=_FRAMING)
             self._check(scope["path"], headers)
             _check_form(scope["method"], headers)
             most = self.settings.max_body if scope["method"] == "POST" and not _is_open(scope["path"]) else 0
@@ -123,12 +125,6 @@ class Guard:
 def _is_open(path: str) -> bool:
     """Whether an address is answered without a token."""
     return path in _OPEN or path.startswith(_OPEN_BELOW)
-
-
-def _check_framing(headers: Mapping[str, str]) -> None:
-    """Raises ApiError (400) for a body of two lengths: where a proxy before this gateway reads two requests, too."""
-    if "transfer-encoding" in headers and "content-length" in headers:
-        raise ApiError(400, "want Content-Length or Transfer-Encoding, not both of them", code=_FRAMING)
 
 
 def _check_form(method: str, headers: Mapping[str, str]) -> None:

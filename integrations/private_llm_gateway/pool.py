@@ -45,14 +45,14 @@ def _tried(join: Callable[[], Any]) -> Any:  # noqa: ANN401
 class SessionPool:
     """Private models on sessions of their own. Thread-safe.
 
-    first: a private model (what `from_pretrained` and `patch` return). size: sessions at most. open_session: makes a
-    further model on a new session (default: `first.open_session`). Raises ConfigError for a size that cannot be.
+    first: a private model (what `from_pretrained` and `patch` return). size: sessions at most. Raises ConfigError
+    for a size that cannot be.
     """
 
-    def __init__(self, first: Any, size: int, open_session: Callable[[], Any] | None = None) -> None:  # noqa: ANN401
+    def __init__(self, first: Any, size: int) -> None:  # noqa: ANN401
         if size < 1:
             raise ConfigError(f"sessions: got {size}; want at least 1")
-        opening = open_session or getattr(first, "open_session", None)
+        opening: Callable[[], Any] | None = getattr(first, "open_session", None)
         if opening is None and size > 1:
             raise ConfigError(f"sessions: got {size}; these parties serve one session at a time, so want 1")
         self.first, self.size, self._opening = first, size, opening

@@ -160,13 +160,10 @@ class Served:
             holds += " and of the weights"
         if config.protocol == CASCADE or (config.facts is not None and not config.facts.hides):
             holds = "text and weights in the clear" if config.protocol != CASCADE else "some tokens, and the weights"
-        made = []
+        facts, made = config.facts, []
         for number in range(config.endpoints):
             host = config.hosts[number] if config.hosts else "this machine"
-            what = "masks only: it deals random numbers" if self._deals(number) else holds
+            deals = facts is not None and facts.dealer and number == facts.helper
+            what = "masks only: it deals random numbers" if deals else holds
             made.append({"name": f"party {number}", "host": host, "holds": what})
         return made
-
-    def _deals(self, number: int) -> bool:
-        facts = self.config.facts
-        return facts is not None and facts.dealer and number == facts.helper

@@ -100,7 +100,9 @@ def _norm(module: nn.Module) -> Handler | None:
 def _gelu(module: nn.Module) -> Handler | None:
     """A GELU that is spelled by hand, or in the module around it."""
     kind = match("gelus", module)
-    forwards: dict[str, Callable[..., Tensor]] = {"EsmIntermediate": _esm_intermediate, "EsmLMHead": _esm_head}
+    forwards: dict[str, Callable[..., Tensor]] = {
+        "EsmIntermediate": lambda module, hidden_states: F.gelu(module.dense(hidden_states)), "EsmLMHead": _esm_head,
+    }  # fmt: skip
     forward = forwards.get(type(module).__name__)
     if kind is not None:
         return Handler("secret GELU", "", lambda _: PrivateQuickGELU() if kind == "quick" else nn.GELU(kind), wide=True)
@@ -145,10 +147,6 @@ def _named(rules: Mapping[str, Any], module: nn.Module) -> Any:  # noqa: ANN401 
 # -- ESM spells a GELU by hand, and leaves its embeddings out for tokens that were looked up --------------------------
 UNMASKED = 1 - 0.15 * 0.8
 """The part of tokens that ESM's training left unmasked, by which a text without masks is scaled."""
-
-
-def _esm_intermediate(module: Any, hidden_states: Tensor) -> Tensor:  # noqa: ANN401 - transformers' module
-    return F.gelu(module.dense(hidden_states))
 
 
 def _esm_head(module: Any, features: Tensor, **_: object) -> Tensor:  # noqa: ANN401 - transformers' module

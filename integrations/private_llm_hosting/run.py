@@ -199,7 +199,6 @@ class _PortServer(ThreadingHTTPServer):
             self.shutdown_request(request)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:  # noqa: ANN401 - of the base class
-        """One connection."""
         try:
             super().process_request_thread(request, client_address)
         finally:
@@ -214,7 +213,6 @@ class _PortHandler(BaseHTTPRequestHandler):
     server: _PortServer
 
     def do_GET(self) -> None:
-        """Answer one request."""
         status, kind, body = self.server.answer(self.path.partition("?")[0])
         with contextlib.suppress(OSError):
             self.send_response(status)

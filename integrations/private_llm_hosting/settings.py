@@ -15,13 +15,7 @@ from typing import Annotated, Any, Literal
 
 from private_llm_hf.service.settings import ServiceSettings
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
-from pydantic_settings import (
-    BaseSettings,
-    NoDecode,
-    PydanticBaseSettingsSource,
-    SettingsConfigDict,
-    SettingsError,
-)
+from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict, SettingsError
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError, refuse_unknown

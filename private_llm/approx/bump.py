@@ -67,12 +67,9 @@ def waves_of(made: WaveSum, frac: int, bits: int = 64) -> Waves:
     bits: how many of the lowest bits of results are read.
     """
     whole = 1 << PUBLIC_BITS
-    waves = tuple(Wave(round(c * whole), round(s * whole), _secret_bits(abs(c) + abs(s))) for c, s in made.waves)
+    bits_of = [max(1, SECRET_BITS - 1 + math.frexp(abs(c) + abs(s))[1]) for c, s in made.waves]
+    waves = tuple(Wave(round(c * whole), round(s * whole), n) for (c, s), n in zip(made.waves, bits_of, strict=True))
     return Waves(frac, angle_frac(frac) + made.factor_bits + made.period_log2, made.constant, waves, bits)
-
-
-def _secret_bits(size: float) -> int:
-    return max(1, SECRET_BITS - 1 + math.frexp(size)[1])
 
 
 @dataclass(frozen=True, eq=False)

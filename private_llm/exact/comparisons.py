@@ -157,6 +157,6 @@ def clamp(x: Fixed, low: float | None = None, high: float | None = None) -> Fixe
     return chosen_below(x, [low, high], [-1, 1], [low, -high], bounded_span(x, low, high)) + high
 
 
-def hardtanh(x: Fixed, low: float = -1.0, high: float = 1.0) -> Fixed:
+def hardtanh(x: Fixed, min_val: float = -1.0, max_val: float = 1.0) -> Fixed:
     """The clamp that PyTorch calls hardtanh: two bounds, so 85 bytes an element and 5 rounds. Errors as `clamp`."""
-    return clamp(x, low, high)
+    return clamp(x, min_val, max_val)

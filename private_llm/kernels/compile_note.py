@@ -36,7 +36,6 @@ class _Note:
         self.begin_anew()
 
     def begin_anew(self) -> None:
-        """Nothing is compiled, and nothing is shown."""
         self._lock, self._clear = threading.Lock(), threading.Event()
         self._clear.set()  # no bar is on the terminal
         self._running, self._idle_since, self._name = 0, 0.0, ""
@@ -54,7 +53,6 @@ class _Note:
                 self._shown = False
 
     def ends(self) -> None:
-        """So much for it."""
         with self._lock:
             self._running, self._idle_since = self._running - 1, time.monotonic()
 

@@ -196,7 +196,6 @@ class _CompileListener(event.Listener):  # type: ignore[misc]
     """Tells of compilations of this package's kernels."""
 
     def on_start(self, event: Any) -> None:  # noqa: ANN401 - Numba's own
-        """A compilation starts."""
         function = event.data["dispatcher"].py_func
         if function.__module__.startswith("private_llm."):
             NOTE.begins(function.__name__, why_compiling)
@@ -206,7 +205,6 @@ class _CompileListener(event.Listener):  # type: ignore[misc]
                 _warn(_NOT_KEPT)
 
     def on_end(self, event: Any) -> None:  # noqa: ANN401 - Numba's own
-        """It is over."""
         if event.data["dispatcher"].py_func.__module__.startswith("private_llm."):
             NOTE.ends()
 

@@ -89,7 +89,8 @@ def launch(batch: Batch, *operands: Tensor) -> None:
         values: list[Tensor] = []
         for operation in group.operations:
             given = [_read(each, values, operands, group.count) for each in operation.arguments]
-            cast = [x if _keeps(operation.name, n) else x.to(operation.dtype) for n, x in enumerate(given)]
+            kept = 1 if operation.name == "where" else 0  # its condition keeps its type
+            cast = [*given[:kept], *(x.to(operation.dtype) for x in given[kept:])]
             values.append(OPERATIONS[operation.name](*cast).to(operation.made))
         for place, number in group.stores:
             out = _strided(place, operands)
@@ -101,11 +102,6 @@ def compile_all(calls: Sequence[tuple[Batch, Sequence[Tensor]]]) -> None:
     on_gpus = [(batch, operands) for batch, operands in calls if operands[0].is_cuda]
     if on_gpus:
         ops.on_gpu("pointwise", "compile_all", on_gpus[0][1][0], on_gpus)
-
-
-def _keeps(name: str, number: int) -> bool:
-    """Whether an argument keeps its type: the condition of `where`."""
-    return name == "where" and number == 0
 
 
 def _strided(place: Place, operands: Sequence[Tensor]) -> Tensor:

@@ -88,7 +88,9 @@ class Acceptor:
     def _accept(self) -> None:
         self._listener.settimeout(_TICK_S)
         while not self._closed:
-            self._cut_late()
+            with self._lock:
+                for caller in [c for c in self._callers if time.monotonic() - c.since > HANDSHAKE_S]:
+                    self._cut(caller)
             try:
                 sock, address = self._listener.accept()
             except TimeoutError:
@@ -129,11 +131,6 @@ class Acceptor:
             elif len(self._callers) >= self._most:
                 self._cut(self._callers[0])
             self._callers.append(caller)
-
-    def _cut_late(self) -> None:
-        with self._lock:
-            for caller in [c for c in self._callers if time.monotonic() - c.since > HANDSHAKE_S]:
-                self._cut(caller)
 
     def _cut(self, caller: _Caller) -> None:
         """End a caller's connection; the thread that answers it notices."""

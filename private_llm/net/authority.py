@@ -42,9 +42,9 @@ class CertificateFacts:
     fingerprint: str
     authority: bool
 
-    def days_left(self, now: datetime.datetime | None = None) -> float:
+    def days_left(self) -> float:
         """Days until it expires; negative afterwards."""
-        return (self.ends - (now or datetime.datetime.now(datetime.UTC))).total_seconds() / 86400
+        return (self.ends - datetime.datetime.now(datetime.UTC)).total_seconds() / 86400
 
 
 def common_name_of(name: x509.Name) -> str:

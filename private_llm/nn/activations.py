@@ -17,7 +17,7 @@ from private_llm.approx import activations as approx
 from private_llm.approx.activations import WIDE_TOP, wide_exp
 from private_llm.approximations import approximations_of
 from private_llm.errors import UnsupportedOp
-from private_llm.exact.comparisons import SHORTEST, clamp, relu
+from private_llm.exact.comparisons import SHORTEST, clamp, hardtanh, relu
 from private_llm.ranges import REACH
 from private_llm.tensor.dispatch import implements
 from private_llm.tensor.fixed import READ_BITS, Fixed
@@ -75,10 +75,6 @@ def _clamp(x: Fixed, min: float | None = None, max: float | None = None) -> Fixe
     return clamp(x, min, max)
 
 
-def _hardtanh(x: Fixed, min_val: float = -1.0, max_val: float = 1.0) -> Fixed:
-    return clamp(x, min_val, max_val)
-
-
 def _exp(x: Fixed) -> Fixed:
     """e^x for x up to 12, in excess of which a checked session stops and another gives e^12.
 
@@ -109,7 +105,7 @@ ACTIVATIONS = (
     Activation("sigmoid", approx.sigmoid, (torch.sigmoid, Tensor.sigmoid, F.sigmoid), nn.Sigmoid),
     Activation("tanh", approx.precise_tanh, (torch.tanh, Tensor.tanh, F.tanh), nn.Tanh),
     Activation("relu6", lambda x: clamp(x, 0.0, 6.0), (F.relu6,), nn.ReLU6, compared=True),
-    Activation("hardtanh", _hardtanh, (F.hardtanh,), compared=True),
+    Activation("hardtanh", hardtanh, (F.hardtanh,), compared=True),
     Activation("clamp", _clamp, (torch.clamp, Tensor.clamp, torch.clip, Tensor.clip)),
     Activation("exp", _exp, (torch.exp, Tensor.exp)),
     Activation("softplus", _softplus, (F.softplus,)),

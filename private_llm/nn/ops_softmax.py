@@ -53,18 +53,12 @@ def attention_rule(
     operands = (query, key, value)
     if dropout_p or not all(isinstance(t, SecretTensor) and t.ndim == 4 for t in operands):
         raise UnsupportedOp("scaled_dot_product_attention needs 4-D secret q, k, v and no dropout")
-    allowed, bias = _read_mask(query, key, attn_mask, is_causal)
+    if is_causal:
+        attn_mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool).tril()[None, None]
+    allowed, bias = read_mask(attn_mask)
     q, k, v = (t for t in operands if isinstance(t, SecretTensor))
     factor = query.shape[-1] ** -0.5 if scale is None else scale
     return SecretTensor(attend(q.value(full=True), k.to_operand(), v.to_operand(), allowed, factor, bias=bias))
-
-
-def _read_mask(query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool) -> tuple[Tensor | None, Tensor | None]:
-    """(allowed, bias) from PyTorch's two kinds of mask."""
-    if is_causal:
-        square = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool).tril()
-        return square[None, None], None
-    return read_mask(mask)
 
 
 def read_mask(mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:

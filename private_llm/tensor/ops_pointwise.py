@@ -132,14 +132,9 @@ def mul(x: Operand, y: Operand) -> SecretTensor:
     if not isinstance(x, SecretTensor):
         x, y = y, x
     secret = _secret(x, "mul")
-    if secret.hidden is not None and not isinstance(y, SecretTensor) and _is_positive(y):
+    if secret.hidden is not None and (not isinstance(y, Tensor) or y.numel() == 1) and float(y) > 0:
         return mul(secret.shown(), y).masked(secret.hidden)  # minus infinity stays what it is
     return SecretTensor(times_public(secret, y) if isinstance(y, Tensor) else times_scalar(secret, float(y)))
-
-
-def _is_positive(y: Operand) -> bool:
-    """Whether a public factor is one positive number."""
-    return (y.numel() == 1 and float(y) > 0) if isinstance(y, Tensor) else y > 0
 
 
 @implements(torch.div, torch.true_divide, torch.divide, Tensor.div, Tensor.__truediv__, Tensor.true_divide)

@@ -185,9 +185,7 @@ def mean(x: SecretTensor, dim: Dims = None, keepdim: bool = False, *, dtype: tor
         padded = torch.nn.functional.pad(flat, (0, -count % max(1, width)))
         return padded.reshape(*outer, -1, width).sum(-1, dtype=part.dtype)
 
-    def over_rows(part: Tensor) -> Tensor:
-        return part.sum(-1, dtype=part.dtype)
-
-    made = mean_of(x, rows, over_rows, (width, -(-count // max(1, width))), max(1, count))
+    sizes = width, -(-count // max(1, width))
+    made = mean_of(x, rows, lambda part: part.sum(-1, dtype=part.dtype), sizes, max(1, count))
     shape = [1 if d in dims else size for d, size in enumerate(x.shape)]
     return SecretTensor(made.view(lambda part: part.reshape(shape)) if keepdim else made)

@@ -21,7 +21,6 @@ from private_llm_cli.commands.models import (
     demo_model,
     gguf_options,
     image_config,
-    image_model,
     plaintext_model,
     quiet,
     tokenizer_of,
@@ -108,7 +107,7 @@ def diff(
         plain = plaintext_model(source)
         given = tokenizer_of(source)(prompt or DEMO_PROMPT, return_tensors="pt")["input_ids"]
     else:
-        plain = image_model(source)
+        plain = plaintext_model(source, "AutoModelForImageClassification")
         given = read_images(source, plain.config, [image]).pixels
     with progress_bar(1, as_json) as step:
         step("comparing", 0)

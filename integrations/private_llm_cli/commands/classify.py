@@ -12,7 +12,7 @@ import typer
 
 from private_llm.errors import ConfigError
 from private_llm_cli import options
-from private_llm_cli.commands.models import image_config, image_model
+from private_llm_cli.commands.models import image_config, plaintext_model
 from private_llm_cli.commands.output import CONSOLE, duration, emit_json, emit_table, note_sparsity, progress_bar, size
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def classify(
         raise ConfigError("classify: give a model and image files, or neither (the bundled network and its digits)")
     source = model or digits_model()
     known = image_config(source)
-    plain = None if config.hosts else image_model(source)
+    plain = None if config.hosts else plaintext_model(source, "AutoModelForImageClassification")
     batch = read_images(source, known, images) if images else _digits(count)
     with progress_bar(2, quiet=as_json) as step, torch.no_grad():
         step("sharing the weights", 0)

@@ -133,24 +133,19 @@ def _tables(work: Workload, found: Estimate, config: PrivateConfig, hardware: Ha
             "in sum", ("what", "how much"), [*sharding_rows(work, found, config, hardware), *pace, ("time", total)]
         )
         return
-    costs = found.costs
+    costs, sizes = found.costs, ", ".join(map(size, found.seeds_bytes))
+    seeds = [("the same with weights_at_rest='seeds', party by party", sizes)] if sizes else []
     emit_table(
         "in sum", ("what", "how much"),
         [
             ("bytes over all links", size(costs.bytes_total)),
             ("of these preprocessing, which may be sent before", size(costs.preprocessing.total)),
             ("rounds", costs.rounds),
-            ("memory per party, weights", size(found.weight_bytes)), *_seeds_row(found),
+            ("memory per party, weights", size(found.weight_bytes)), *seeds,
             ("memory per party, cache", size(found.cache_bytes)), *pace,
             ("time (latency, busiest link, matrix products)", total),
         ],
     )  # fmt: skip
-
-
-def _seeds_row(found: Estimate) -> list[tuple[str, object]]:
-    """What weights take at each party if masks stay seeds."""
-    sizes = ", ".join(map(size, found.seeds_bytes))
-    return [("the same with weights_at_rest='seeds', party by party", sizes)] if sizes else []
 
 
 def merge_equal(layers: list[LayerCost]) -> list[tuple[str, list[LayerCost]]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import secrets
 import tempfile
@@ -45,7 +46,8 @@ def gateway(choices: GatewayChoices, config: PrivateConfig, settings: GatewaySet
         with answering_meanwhile(settings, listening) as say:
             served = start_model(choices, config, stack, say)
         _announce(served, settings, shown=not choices.token)
-        serve(create_app({served.name: served}, settings), settings, listening, _say_ready)
+        ready = functools.partial(CONSOLE.print, "ready; Ctrl-C ends it", highlight=False)
+        serve(create_app({served.name: served}, settings), settings, listening, ready)
 
 
 def token_of(choices: GatewayChoices) -> str | None:
@@ -135,10 +137,6 @@ def _announce(served: Served, settings: GatewaySettings, shown: bool) -> None:
         CONSOLE.print(f"[bold]{what:<11}[/]", end="", highlight=False)
         CONSOLE.print(told, markup=False, highlight=False, soft_wrap=True)
     NOTES.print(served.sentence, style="yellow" if served.one_machine else "", markup=False, highlight=False)
-
-
-def _say_ready() -> None:
-    CONSOLE.print("ready; Ctrl-C ends it", highlight=False)
 
 
 # -- Waiting for parties that are still starting, and saying for whom -------------------------------------------------

@@ -85,11 +85,6 @@ def plaintext_model(source: str, auto: str = "AutoModelForCausalLM") -> Any:  # 
     return _load("model", getattr(transformers, auto), source, dtype=torch.float32).eval()
 
 
-def image_model(source: str) -> Any:  # noqa: ANN401 - a transformers model
-    """The image classifier itself, likewise."""
-    return plaintext_model(source, "AutoModelForImageClassification")
-
-
 def image_config(source: str) -> Any:  # noqa: ANN401 - a transformers configuration
     """The configuration of an image classifier, or of any other model. Raises ConfigError."""
     import private_llm_hf  # noqa: F401 - makes plain networks known to transformers

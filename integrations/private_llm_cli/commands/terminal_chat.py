@@ -67,7 +67,10 @@ def terminal_chat(source: str, config: PrivateConfig, new_tokens: int, sampling:
     source: a model, or the client folder of share files with `config.hosts`; "" for SmolLM2 if it is installed, else
     the bundled model. Raises what loading raises, and of lines from a pipe what ended the session.
     """
-    source = source or _default()
+    if not source:
+        from private_llm_hf.models import smollm2
+
+        source = demo_model() if smollm2.missing() is not None else smollm2_model()
     if config.party_mode == "auto" and not config.hosts:  # threads would wait for the interpreter's lock
         config = replace(config, party_mode="processes")
     tokenizer = tokenizer_of(source)
@@ -213,12 +216,6 @@ class TerminalChat:
     def _tell(self, what: str) -> None:
         if self._status is not None:
             self._status.update(what)
-
-
-def _default() -> str:
-    from private_llm_hf.models import smollm2
-
-    return demo_model() if smollm2.missing() is not None else smollm2_model()
 
 
 def _reconnected(model: Any, load: Callable[[], Any]) -> Any:  # noqa: ANN401 - a private model

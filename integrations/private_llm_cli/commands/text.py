@@ -67,14 +67,8 @@ class TextStream(TokenClock):
     rest of its bytes, at most until `end`.
     """
 
-    def __init__(
-        self,
-        tokenizer: Any,  # noqa: ANN401 - a transformers tokenizer
-        write: Callable[[str], None],
-        prompt: bool = False,
-        step: Callable[[str], None] = lambda _: None,
-    ) -> None:
-        super().__init__(step)
+    def __init__(self, tokenizer: Any, write: Callable[[str], None], prompt: bool = False) -> None:  # noqa: ANN401
+        super().__init__(lambda _: None)
         self._tokenizer, self._write, self._prompt = tokenizer, write, prompt
         self.ids: list[int] = []
         self._written = 0

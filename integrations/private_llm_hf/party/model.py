@@ -71,7 +71,9 @@ def build_party_model(
     grouped = _share_inputs(model, session, placement)
     make_sparse(model, session, placement.on_disk)
     _repeat_modules(model, session, grouped)
-    _follow_modules(model, session, progress)
+    for name, module in model.named_modules():
+        if name and not isinstance(module, _CONTAINERS):
+            module.forward = _followed(module.forward, session, name, progress)
     placement.attach(model)
     return model.eval()
 
@@ -282,16 +284,10 @@ def _some(names: list[str]) -> str:
 
 
 # -- costs by module ------------------------------------------------------------------------------------------
-def _follow_modules(model: nn.Module, session: Session, progress: Callable[[], None]) -> None:
-    """While a module runs, its ranges hold and what it sends is booked under its name; report that it runs."""
-    for name, module in model.named_modules():
-        if name and not isinstance(module, _CONTAINERS):
-            module.forward = _followed(module.forward, session, name, progress)
-
-
 def _followed(
     forward: Callable[..., Any], session: Session, name: str, progress: Callable[[], None]
 ) -> Callable[..., Any]:
+    """While a module runs, its ranges hold and what it sends is booked under its name; report that it runs."""
     ledger, numerics = session.protocol.ledger, session.numerics
 
     @functools.wraps(forward)

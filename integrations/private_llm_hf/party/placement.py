@@ -272,7 +272,6 @@ class _PlacementHook(ModelHook):  # type: ignore[misc]
         self._empty: dict[str, nn.Parameter | None] = {}
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:  # noqa: ANN401
-        """Fetch."""
         for own, value in self._offloaded.items():
             self._empty.setdefault(own, module._parameters[own])
             module._parameters[own] = parameter(value, self._device)
@@ -281,7 +280,6 @@ class _PlacementHook(ModelHook):  # type: ignore[misc]
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:  # noqa: ANN401
-        """Drop."""
         module._parameters.update(self._empty)
         return output
 

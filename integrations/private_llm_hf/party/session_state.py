@@ -49,7 +49,11 @@ class _CacheGroup:
         return max(0, position - self.members[key].padding)
 
     def rows(self, key: Key) -> int:
-        return _batch(self.cache) if len(self.members) == 1 else self.members[key].rows
+        if len(self.members) > 1:
+            return self.members[key].rows
+        held = self.cache
+        own = held.self_attention_cache if isinstance(held, SecretEncoderDecoderCache) else held
+        return max((layer.buffer.batch for layer in own.layers), default=0)
 
     def first_row(self, key: Key) -> int:
         before = list(self.members)
@@ -206,8 +210,3 @@ class SessionState:
             left = [key for key in group.members if self._groups.get(key) is group]
             if left and len(left) < len(group.members):
                 self._joined(left)
-
-
-def _batch(cache: AnyCache) -> int:
-    own = cache.self_attention_cache if isinstance(cache, SecretEncoderDecoderCache) else cache
-    return max((layer.buffer.batch for layer in own.layers), default=0)

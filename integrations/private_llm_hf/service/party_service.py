@@ -122,7 +122,6 @@ class PartyService:
                 self._serve_once(acceptor)
 
     def _gone(self) -> bool:
-        """Whether the service should end now."""
         if self._leave_at is None:
             return False
         return not self._sessions or time.monotonic() >= self._leave_at

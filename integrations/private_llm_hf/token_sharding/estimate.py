@@ -20,15 +20,7 @@ from transformers.pytorch_utils import Conv1D
 from private_llm.config import PrivateConfig
 from private_llm.net.ledger import CONTROL, Ledger
 from private_llm.net.transport import CLIENT, MetaTransport
-from private_llm.token_sharding import (
-    HELD,
-    AttentionCall,
-    Exchange,
-    Sent,
-    Stage,
-    attention_stages,
-    cache_bytes,
-)
+from private_llm.token_sharding import HELD, AttentionCall, Exchange, Sent, Stage, attention_stages, cache_bytes
 from private_llm_hf.checkpoint.model_spec import describe
 from private_llm_hf.checkpoint.weights import WeightList, skeleton
 from private_llm_hf.client.costs import Costs, layer_of, rows_of
@@ -180,10 +172,7 @@ class MetaNodes(Nodes):
                 made[call] = self._numbered(out), self._numbered(back)
             out, back = made[call]
             work = {node: layers.pop(layer, 0) for node, layers in macs.items()}
-            stages += [
-                dataclasses.replace(out, layer=layer, macs=work),
-                dataclasses.replace(back, layer=layer),
-            ]
+            stages += [dataclasses.replace(out, layer=layer, macs=work), dataclasses.replace(back, layer=layer)]
         answers = {
             (self._first + node, CLIENT): HELD * sum(size.numel() for size in look.outputs.values())
             for node, look in looks.items()

@@ -139,8 +139,6 @@ def by_stages(forwards: Iterable[Iterable[Stage]]) -> list[LayerCost]:
 
 
 class _MetaParty(Party):
-    """A party that counts."""
-
     def __init__(
         self, config: PrivateConfig, number: int, description: Description, every_layer: bool, empty: PreTrainedModel
     ) -> None:

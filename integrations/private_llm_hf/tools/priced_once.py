@@ -161,7 +161,6 @@ class _Priced:
 
 
 def _book(counts: Ledger, ledger: Ledger, named: Callable[[str], str] = str) -> None:
-    """Book it all, under other names."""
     for (scope, op, to), n in counts.sent.items():
         ledger.sent[named(scope), op, to] += n
     for (scope, op), n in counts.rounds.items():

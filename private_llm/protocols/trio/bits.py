@@ -51,15 +51,10 @@ class TrioBits(TrioArithmetic):
         if not x.numel():
             none = torch.zeros((len(offsets), 0), dtype=torch.int64, device=self.device)
             return BitShare((none,) * len(x.parts), 0)
-        if self._ripples(x.numel(), width, len(offsets), low):
+        prices, given = self.prices, (x.numel(), width, len(offsets), low)
+        if self.adder.ripples(lambda: prices.msb(*given), lambda: prices.msb_ripple(*given)):
             return self._msb_ripple(x, offsets, width, low)
         return self._msb_prefix(x, offsets, width, low, carry_plan(width - 1 - low))
-
-    def _ripples(self, count: int, width: int, thresholds: int, low: int) -> bool:
-        prices = self.prices
-        return self.adder.ripples(
-            lambda: prices.msb(count, width, thresholds, low), lambda: prices.msb_ripple(count, width, thresholds, low)
-        )
 
     def _msb_prefix(self, x: Share, offsets: Sequence[int], width: int, low: int, plan: CarryPlan) -> BitShare:
         if self.role == 0:

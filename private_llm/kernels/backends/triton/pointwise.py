@@ -104,7 +104,9 @@ class _Source:
 
     def add_group(self, group: PointwiseGroup, first: int, last: int) -> None:
         """What programs `first` to `last` - 1 compute."""
-        self._wide = max(group.count + BLOCK, *map(_furthest, _places(group))) >= 1 << 31
+        # an operand's first element is added in 64 bits, and may lie far before what is read of it
+        furthest = (sum((size - 1) * stride for size, stride in place.dims) for place in _places(group))
+        self._wide = max(group.count + BLOCK, *furthest) >= 1 << 31
         start, count = self._number(first), self._number(group.count, self._wide)
         self.lines.append(f"    if (i_b >= {start}) & (i_b < {self._number(last)}):")
         self._line(f"o = (i_b - {start}){'.to(tl.int64)' if self._wide else ''} * BLOCK + tl.arange(0, BLOCK)")
@@ -158,8 +160,3 @@ class _Source:
         else:
             made = f"tl.where({', '.join(given)})" if operation.name == "where" else given[0]
         return f"{made}.to({_TYPES[operation.made]})"
-
-
-def _furthest(place: Place) -> int:
-    """From its first element on, which is added in 64 bits and may lie far before the operand's."""
-    return sum((size - 1) * stride for size, stride in place.dims)
