@@ -52,9 +52,6 @@ _PATIENCE = 2
 """Calls at one length before one is recorded: to record and to check costs as much as ten calls that are repeated save,
 and all layers of up to 16 tokens have one length."""
 
-_MOST_ENTRIES = 1 << 21
-"""Scores of a chunk whose attention is repeated: its positions are constants of a program, some 32 bytes a score."""
-
 SCALE_BITS = 14
 """Bits of a score scale that is no power of two: relative error 2^-14; one truncation of q removes them."""
 
@@ -189,7 +186,7 @@ def attend_and_weigh(
     if bias is None and call.sinks is None and not counted and among is None:
         if queries <= _FEW and pattern.select is None:
             return _repeated(call, key, value), None
-        if _is_repeated_chunk(query.session, pattern):
+        if queries in chunk_sizes(query.session.config) and uses_cuda_graphs(query.session):
             return _repeated_chunk(call, key, value, pattern), None
     return _attended(call, key, value, pattern, bias, counted, among=among)
 
@@ -213,14 +210,10 @@ def _repeated(call: AttentionQuery, key: Fixed, value: Fixed) -> Fixed:
         return repeat(query.session, ("attention", scale, softcap), inputs, compute, _PATIENCE, in_place)[0]
 
 
-def _is_repeated_chunk(session: Session, pattern: Pattern) -> bool:
-    """Whether attention of a whole chunk of a prompt becomes a program: on GPUs, where Python would be most of it."""
-    chunks = chunk_sizes(session.config)
-    return pattern.shape[2] in chunks and sum(pattern.entries) <= _MOST_ENTRIES and uses_cuda_graphs(session)
-
-
 def _repeated_chunk(call: AttentionQuery, key: Fixed, value: Fixed, pattern: Pattern) -> Fixed:
-    """Attention of a chunk, the same for all layers and prompts that see the same."""
+    """Attention of a whole chunk of a prompt on a GPU, where Python would be most of it: the same program for all
+    layers and prompts that see the same.
+    """
     scale, softcap = call.scale, call.softcap
 
     def compute(x: Sequence[Fixed]) -> Sequence[Fixed]:

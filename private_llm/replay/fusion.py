@@ -22,6 +22,7 @@ from private_llm.kernels import pointwise
 from private_llm.kernels.pointwise import Operation, Place, Value, launch
 from private_llm.kernels.seeded_tensor import SeededTensor
 from private_llm.replay.events import GraphNode, Slot, TorchCall, leaves, slots_of
+from private_llm.replay.layouts import storage_of, view_at
 from private_llm.replay.statements import Name, Statement, View, statements_of, tensor_of
 
 
@@ -58,24 +59,32 @@ class _Touch:
         return self.key is not None and self.key == other.key and self.count == other.count
 
 
-def fused(nodes: Sequence[GraphNode], found: Mapping[Slot, Tensor], needed: Collection[Slot]) -> list[GraphNode]:
+def fused(
+    nodes: Sequence[GraphNode], found: Mapping[Slot, Tensor], needed: Collection[Slot], fixed: Collection[Slot],
+    device: torch.device,
+) -> list[GraphNode]:  # fmt: skip
     """The same nodes in fewer launches.
 
-    found: a tensor for each slot, of a run in which all of them were alive, so that no two share memory by chance.
-    needed: slots that are read afterwards.
+    found: for each slot how its tensor lies (`Layouts`). needed: slots that are read afterwards. fixed: those that have
+    memory from the beginning. device: where they will run.
     """
     units = _units(nodes, found)
     _link(units, found)
-    return _Emission(nodes, found, needed).of(_scheduled(units))
+    return _Emission(nodes, found, needed, fixed, device).of(_scheduled(units))
 
 
-def compile_launches(nodes: Sequence[GraphNode], found: Mapping[Slot, Tensor]) -> None:
+def compile_launches(nodes: Sequence[GraphNode], found: Mapping[Slot, Tensor], device: torch.device) -> None:
     """Compile the kernels of all launches among these nodes."""
     pointwise.compile_all([
-        (node.function.args[0], [tensor_of(x, found) for x in node.arguments])
+        (node.function.args[0], [_stand_in(tensor_of(x, found), device) for x in node.arguments])
         for node in nodes
         if isinstance(node.function, partial) and node.function.func is launch
     ])  # fmt: skip
+
+
+def _stand_in(x: Tensor, device: torch.device) -> Tensor:
+    """For a kernel that is compiled: a tensor of this type whose address has the same remainder by 16."""
+    return torch.empty(16, dtype=x.dtype, device=device)[int(x.storage_offset()) % (16 // x.itemsize) :]
 
 
 def _units(nodes: Sequence[GraphNode], found: Mapping[Slot, Tensor]) -> list[_Unit]:
@@ -141,11 +150,7 @@ def _touch(
 ) -> _Touch:  # fmt: skip
     first = int(x.storage_offset()) + offset
     last = first + sum((size - 1) * stride for size, stride in dims)
-    return _Touch(unit, _storage(x), first * x.itemsize, (last + 1) * x.itemsize - 1, key, count)
-
-
-def _storage(x: Tensor) -> int:
-    return int(x.untyped_storage()._cdata)
+    return _Touch(unit, storage_of(x), first * x.itemsize, (last + 1) * x.itemsize - 1, key, count)
 
 
 Group = list[_Unit]
@@ -194,15 +199,18 @@ def _groups(batch: Sequence[_Unit]) -> list[Group]:
 class _Emission:
     """The steps as nodes, each after what it needs: views, and the memory of what batches make."""
 
-    def __init__(self, nodes: Sequence[GraphNode], found: Mapping[Slot, Tensor], needed: Collection[Slot]) -> None:
-        self._found, self._needed = found, needed
+    def __init__(
+        self, nodes: Sequence[GraphNode], found: Mapping[Slot, Tensor], needed: Collection[Slot],
+        fixed: Collection[Slot], device: torch.device,
+    ) -> None:  # fmt: skip
+        self._found, self._needed, self._fixed, self._device = found, needed, fixed, device
         self._source: dict[Slot, GraphNode] = {}
         for node in nodes:
             inside = set(slots_of((node.arguments, node.named)))
             for slot in node.made:
                 if slot not in inside:
                     self._source.setdefault(slot, node)
-        self._there: set[Slot] = set()
+        self._there: set[Slot] = set(fixed)
         self._made: list[GraphNode] = []
 
     def of(self, steps: Sequence[GraphNode | list[Group]]) -> list[GraphNode]:
@@ -222,14 +230,14 @@ class _Emission:
 
     def _kept(self, drafts: Sequence[GraphNode | list[_FusedGroup]]) -> set[int]:
         """Storages that others than the group which writes them read."""
-        names = [*self._needed, *(slot for slot in self._found if slot not in self._source)]
+        names = [*self._needed, *self._fixed, *(slot for slot in self._found if slot not in self._source)]
         for step in drafts:
             if isinstance(step, TorchCall):
                 names += [*slots_of((step.arguments, step.named)), *step.made]
-        kept = {_storage(self._found[slot]) for slot in names}
+        kept = {storage_of(self._found[slot]) for slot in names}
         for step in drafts:
             if not isinstance(step, TorchCall):
-                kept |= {_storage(x) for draft in step for x in draft.read}
+                kept |= {storage_of(x) for draft in step for x in draft.read}
         return kept
 
     def _demand(self, slots: Iterable[Slot]) -> None:
@@ -251,11 +259,10 @@ class _Emission:
         """Where a batch stores what a node made: memory of its own, or that of an argument."""
         x = self._found[slot]
         for each in slots_of((node.arguments, node.named)):
-            if _storage(self._found[each]) == _storage(x):
-                return GraphNode(
-                    torch.Tensor.as_strided, (each, x.shape, x.stride(), x.storage_offset()), {}, (slot,), False
-                )
-        named = {"dtype": x.dtype, "device": x.device}
+            if storage_of(self._found[each]) == storage_of(x):
+                further = int(x.storage_offset() - self._found[each].storage_offset())
+                return GraphNode(view_at, (each, x.shape, x.stride(), further), {}, (slot,), False)
+        named = {"dtype": x.dtype, "device": self._device}
         return GraphNode(torch.empty_strided, (tuple(x.shape), x.stride()), named, (slot,), False)
 
 
@@ -293,7 +300,7 @@ def _launched(drafts: Sequence[_FusedGroup], kept: set[int], found: Mapping[Slot
 
     def place(view: View) -> Place:
         x = tensor_of(view.name, found)
-        number = numbers.setdefault((_storage(x), x.dtype), len(names))
+        number = numbers.setdefault((storage_of(x), x.dtype), len(names))
         if number == len(names):
             names.append(view.name)
         offset = int(x.storage_offset() - tensor_of(names[number], found).storage_offset()) + view.offset
@@ -301,7 +308,7 @@ def _launched(drafts: Sequence[_FusedGroup], kept: set[int], found: Mapping[Slot
 
     groups = []
     for draft in drafts:
-        stores = [each for each in draft.stored.values() if _storage(tensor_of(each[0].name, found)) in kept]
+        stores = [each for each in draft.stored.values() if storage_of(tensor_of(each[0].name, found)) in kept]
         if stores:
             operations = tuple(
                 Operation(
@@ -321,4 +328,4 @@ def _launched(drafts: Sequence[_FusedGroup], kept: set[int], found: Mapping[Slot
 def _key(view: View, found: Mapping[Slot, Tensor]) -> object:
     """Equal for views of the same elements in the same order."""
     x = tensor_of(view.name, found)
-    return _storage(x), int(x.storage_offset()) + view.offset, view.dims, x.dtype
+    return storage_of(x), int(x.storage_offset()) + view.offset, view.dims, x.dtype

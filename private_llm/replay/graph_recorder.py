@@ -8,7 +8,8 @@ results whose shape depends on values, a stream of masks that is not the session
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -21,14 +22,17 @@ from private_llm.kernels.seeded_tensor import SeededTensor
 from private_llm.kernels.trace_hook import traced_by
 from private_llm.net.transport import Transport
 from private_llm.replay.events import GraphNode, Slot, TorchCall, mapped, slots_of, tensors_of
-from private_llm.replay.graphs import GraphEvent, GraphProgram, Pool
+from private_llm.replay.graphs import GraphEvent, GraphProgram
 from private_llm.replay.loops import MOVES, STARTED
 from private_llm.replay.recording import UNFORESEEN, StepRecorder, all_written_by
+from private_llm.replay.rooms import Pool, part_of
 from private_llm.replay.transports import noted, unrecorded
 from private_llm.ring.prg import Prg
 
 MOST_RECORDED = 4 << 30
-"""Bytes of all that a step makes and takes in while it is recorded: all of it is held until the step is over."""
+"""Bytes that a step may hold at a time while it is recorded, constants with it; an eighth of a larger GPU's memory."""
+SWEEP = 64 << 20
+"""After so many bytes more, memory is freed that nobody but the recorder holds."""
 
 
 @dataclass(frozen=True)
@@ -46,14 +50,16 @@ class GraphRecorder(StepRecorder[Slot]):
     def __init__(self, transport: Transport, streams: Sequence[Prg], device: torch.device, pool: Pool) -> None:
         """pool: the memory of the party's graphs."""
         super().__init__(transport, streams, device)
-        self._pool = pool
-        self._tensors: list[Tensor] = []  # by slot; as long as they live, no other one has their number
+        self._pool, self._most = pool, part_of(device, 8, MOST_RECORDED)
+        self._tensors: list[weakref.ref[Tensor]] = []  # by slot
         self._slots: dict[int, Slot] = {}
-        self._fixed: dict[Slot, Tensor] = {}
+        self._constants: defaultdict[int, list[Tensor]] = defaultdict(list)  # by memory, until that changes
+        self._fixed: dict[Slot, Tensor] = {}  # as tensors without memory
         self._changing: set[int] = set()  # memories
-        self._own: set[int] = set()  # memories that were made in this step
+        self._own: dict[int, torch.UntypedStorage] = {}  # that were made in this step; no other one has their number
+        self._there: set[int] = set()  # of them, those that are not freed
         self._written: set[int] = set()  # of them, those to which something is written that changes
-        self._bytes = 0
+        self._bytes = self._swept = 0
 
     # -- what changes ----------------------------------------------------------------------------------------
     def given(self, x: Tensor) -> Slot:
@@ -61,8 +67,8 @@ class GraphRecorder(StepRecorder[Slot]):
         slot = self._slot(x)
         if self.reason is not None:
             raise UnsupportedOp(self.reason)
-        self._fixed[slot] = x
-        self._changing.add(_memory(x))
+        self._fixed[slot] = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+        self._change([_memory(x)])
         return slot
 
     def place(self, x: Tensor) -> Slot:
@@ -74,24 +80,48 @@ class GraphRecorder(StepRecorder[Slot]):
 
     def _slot(self, x: Tensor, known: Container[int] = ()) -> Slot:
         """known: memories that were there before x was made."""
-        found = self._slots.get(id(x))
+        found = self._slot_of(x)
         if found is None:
             found = self._slots[id(x)] = Slot(len(self._tensors))
-            self._tensors.append(x)
+            self._tensors.append(weakref.ref(x))
             memory = _memory(x)
+            if memory not in self._changing:
+                self._constants[memory].append(x)
             if memory not in self._own and memory not in known:
-                self._own.add(memory)
-                self._bytes += x.untyped_storage().nbytes()
-                if self._bytes > MOST_RECORDED:
-                    self.stop(f"more than {MOST_RECORDED >> 20} MiB in one step")
+                self._own[memory] = x.untyped_storage()
+                self._there.add(memory)
+                self._bytes += self._own[memory].nbytes()
+                if self._bytes > min(self._swept + SWEEP, self._most):
+                    self._sweep()
         return found
+
+    def _slot_of(self, x: Tensor) -> Slot | None:
+        found = self._slots.get(id(x))  # another tensor may have had this number
+        return found if found is not None and self._tensors[found.number]() is x else None
+
+    def _sweep(self) -> None:
+        """Free what the step itself would have freed: memory that changes and that no tensor has any more."""
+        for memory in self._there & self._changing:
+            storage = self._own[memory]
+            if torch._C._storage_Use_Count(memory) == 1 and storage.resizable():
+                self._bytes -= storage.nbytes()
+                storage.resize_(0)
+                self._there.discard(memory)
+        self._swept = self._bytes
+        if self._bytes > self._most:
+            self.stop(f"more than {self._most >> 20} MiB in one step")
+
+    def _change(self, memories: Collection[int]) -> None:
+        self._changing.update(memories)
+        for memory in memories:
+            self._constants.pop(memory, None)
 
     def changes(self, x: Tensor) -> bool:
         """Whether the values of x change from run to run."""
         return _memory(x) in self._changing
 
     def _used(self, x: Tensor) -> Slot | Tensor:
-        found = self._slots.get(id(x))
+        found = self._slot_of(x)
         if found is None and self.changes(x):
             self.stop("a view that was made unseen")
         return x if found is None else found
@@ -107,17 +137,17 @@ class GraphRecorder(StepRecorder[Slot]):
         if any(x.device != self._device for x in (*made, *written)):
             self.stop(f"{_name(function)}: values that leave {self._device}")
         touched = {_memory(x) for x in written}
-        if changes and not touched <= self._own:
+        if changes and not touched <= self._own.keys():
             self.stop(f"{_name(function)} writes to memory of before")
         if self.reason is not None:
             return
         slots = tuple([self._slot(x, known) for x in made])
         if changes:
-            self._changing |= memories
+            self._change(memories)
             self._written |= touched
         if self.reason is None:
             views = bool(made) and not written and memories <= known
-            places = tuple([self._slots[id(x)] for x in written if id(x) in self._slots])
+            places = tuple([slot for x in written if (slot := self._slot_of(x)) is not None])
             node = GraphNode(function, used, named, slots, not views and function not in STARTED, places)
             self._events.append(_RecordedNode(node, frozenset(memories), changes))
 
@@ -170,24 +200,20 @@ class GraphRecorder(StepRecorder[Slot]):
         calls = [each for each in events if isinstance(each, TorchCall)]
         used = {slot for each in calls for slot in slots_of((each.arguments, each.named))}
         used |= {x for x in found if isinstance(x, Slot)}
-        constants = {slot: self._tensors[slot.number] for slot in dropped & used}
-        if any(map(self.changes, constants.values())):
+        constants = {slot: x for slot in dropped & used if (x := self._tensors[slot.number]()) is not None}
+        if len(constants) < len(dropped & used) or any(map(self.changes, constants.values())):
             raise UnsupportedOp("another name of what comes from outside")
         filled = [_with(each, constants) for each in events]
         results = [constants.get(x, x) if isinstance(x, Slot) else x for x in found]
-        fixed = {  # zeros, with which a first run does nothing unforeseen
-            slot: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).zero_()
-            for slot, x in self._fixed.items()
-        }
         for each in filled:
             if isinstance(each, TorchCall) and any(map(self._elsewhere, tensors_of((each.arguments, each.named)))):
                 raise UnsupportedOp(f"{_name(each.function)}: an operand that is not on {self._device}")
         returned = {_memory(x) for x in (*outputs, *self._publics, *self._encodings.values())}
-        changing, left = self._changing, [weakref.ref(x) for x in self._tensors]
-        self._tensors, self._fixed = [], {}
-        if any(x is not None and _memory(x) in changing - returned for x in (each() for each in left)):
+        if any(x is not None and _memory(x) in self._changing - returned for x in (each() for each in self._tensors)):
             raise UnsupportedOp("a value that outlives the step")
-        return GraphProgram(filled, inputs, results, self.masks(), fixed, self._device, self._pool)
+        held = sum({_memory(x): x.untyped_storage().nbytes() for x in constants.values()}.values())
+        self._constants.clear()
+        return GraphProgram(filled, inputs, results, self.masks(), self._fixed, self._device, self._pool, held)
 
     def _elsewhere(self, x: Tensor) -> bool:
         """Whether an operation would have to move x; single numbers are read when it is called."""

@@ -1,7 +1,7 @@
 """A recorded step on a GPU: what is computed between two messages is one CUDA graph, started by one call.
 
 Operations and kernels are repeated as they were called, on the same memory. Programs of which none runs within another
-share a pool: what one leaves there another may overwrite, but for what it sends, gives to Python or returns. Masks are
+share a pool: what one leaves there the next one overwrites, so what a program gives to Python is copied. Masks are
 drawn at the beginning and after each graph break (`MaskDraw`), from the same streams as the operations would draw them;
 messages go as `net/transport.py` says.
 """
@@ -9,12 +9,12 @@ messages go as `net/transport.py` says.
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,33 +31,27 @@ from private_llm.replay.events import (
     Send,
     Slot,
     TorchCall,
-    mapped,
     slots_of,
     whole_blocks,
 )
 from private_llm.replay.fusion import compile_launches, fused
+from private_llm.replay.layouts import Layouts, compute, storage_of, view_at
+from private_llm.replay.loops import STARTED
 from private_llm.replay.program import Arena
+from private_llm.replay.rooms import Pool, Rooms, part_of
+from private_llm.replay.statements import statements_of
 from private_llm.replay.transports import LiveTransport, ProgramTransport
 from private_llm.ring.prg import ChaCha
 
 MOST_BYTES = 1 << 30
-"""Largest memory of what comes in of a program: attention takes keys and values of all tokens."""
+"""Largest memory of what comes in of a program; a sixteenth of a larger GPU's memory."""
 MOST_HELD = 2 << 30
-"""The same of all programs of a session: those that run within others, of which each length of a cache has its own, are
-counted apart from these, of which each layer has its own."""
+"""Constants of all programs of a session: those that run within others, of which each length of a cache has its own,
+are counted apart from these, of which each layer has its own."""
 
 
 _FAILED = threading.Event()
 """A capture failed in this process: PyTorch's allocator may believe that it still goes on, so there is no other one."""
-
-
-class Pool:
-    """The memory that graphs of several programs share."""
-
-    @functools.cached_property
-    def handle(self) -> Any:  # noqa: ANN401 - PyTorch's
-        """As a capture takes it."""
-        return torch.cuda.graph_pool_handle()
 
 
 def captured(pool: Pool, launches: Callable[[], None]) -> torch.cuda.CUDAGraph:
@@ -90,8 +84,8 @@ class MaskDraw:
     one call costs a tenth of what two launches a stream cost from Python.
     """
 
-    def __init__(self, device: torch.device, pool: Pool) -> None:
-        self._device, self._pool = device, pool
+    def __init__(self, rooms: Rooms) -> None:
+        self._memory, self._device = rooms, rooms.device
         self._rooms: dict[int, Tensor] = {}  # by stream
         self._streams: list[ChaCha] = []  # whose keys and counters the launches read
         self._graph: torch.cuda.CUDAGraph | None = None
@@ -101,7 +95,7 @@ class MaskDraw:
         starts = [0]
         for x in like:
             starts.append(starts[-1] + whole_blocks(block, x.nbytes))
-        self._rooms[stream] = room = torch.zeros(starts[-1], dtype=torch.uint8, device=self._device)
+        self._rooms[stream] = room = self._memory.take(starts[-1])
         for start, x in zip(starts, like, strict=False):
             yield room[start : start + x.nbytes].view(x.dtype).view(x.shape)
 
@@ -128,8 +122,9 @@ class MaskDraw:
             stream.write_next(room.view(torch.int32))
 
     def _capture(self) -> None:
-        with ALONE, torch.cuda.stream(torch.cuda.Stream(self._device)), suppress(UnsupportedOp, RuntimeError):
-            self._graph = captured(self._pool, self.launch)  # without a graph, Python goes on with the launches
+        pool = self._memory.pool
+        with ALONE, torch.cuda.stream(pool.stream(self._device)), suppress(UnsupportedOp, RuntimeError):
+            self._graph = captured(pool, self.launch)  # without a graph, Python goes on with the launches
 
     def _copy(self, transport: ProgramTransport) -> None:
         for number, room in self._rooms.items():
@@ -178,15 +173,6 @@ def segments_of(events: Sequence[GraphEvent]) -> list[Segment]:
     return [*found, Segment(tuple(nodes), None)]
 
 
-def compute(node: GraphNode, found: dict[Slot, Tensor]) -> None:
-    """Run a node, and note what it makes."""
-    arguments, named = mapped((node.arguments, node.named), Slot, found.__getitem__)
-    made = node.function(*arguments, **named)
-    results = made if isinstance(made, list | tuple) else (made,)
-    for slot, x in zip(node.made, results if node.made else (), strict=True):
-        found[slot] = x
-
-
 def compute_segment(segment: Segment, found: dict[Slot, Tensor]) -> None:
     """Run the nodes of a segment, and let go of what no later one needs."""
     for node, dropped in zip(segment.nodes, segment.dropped, strict=True):
@@ -196,24 +182,26 @@ def compute_segment(segment: Segment, found: dict[Slot, Tensor]) -> None:
 
 
 class GraphProgram:
-    """The same step again. held, size: bytes of its own memory for what comes in."""
+    """The same step again. held: bytes of its constants."""
 
     def __init__(
         self, events: Sequence[GraphEvent], inputs: Sequence[Slot], outputs: Sequence[Slot | Tensor],
-        masks: Sequence[Masks[Slot]], fixed: Mapping[Slot, Tensor], device: torch.device, pool: Pool,
+        masks: Sequence[Masks[Slot]], fixed: Mapping[Slot, Tensor], device: torch.device, pool: Pool, held: int = 0,
     ) -> None:  # fmt: skip
-        """fixed: memory of what comes in from outside. Raises UnsupportedOp or an error of CUDA for no graph."""
-        self.size = self.held = sum(x.nbytes for x in fixed.values())
-        if self.size > MOST_BYTES:
-            raise UnsupportedOp(f"a graph that takes in more than {MOST_BYTES >> 20} MiB")
+        """fixed: how what comes in from outside is laid out. Raises UnsupportedOp or an error of CUDA for no graph."""
+        most, self.held = part_of(device, 16, MOST_BYTES), held
+        if sum(x.nbytes for x in fixed.values()) > most:
+            raise UnsupportedOp(f"a graph that takes in more than {most >> 20} MiB")
         self._inputs, self._outputs, self.device, self.pool = list(inputs), list(outputs), device, pool
-        self.fixed = dict(fixed)
+        self._rooms = Rooms(pool, device)
+        self.fixed: dict[Slot, Tensor] = {}
         self._masks: dict[int, MaskDraw] = {}
         for each in masks:
-            draw = self._masks.setdefault(each.after_break, MaskDraw(device, pool))
+            draw = self._masks.setdefault(each.after_break, MaskDraw(self._rooms))
             rooms = draw.add(each.stream, each.block, [fixed[slot] for slot in each.places])
             self.fixed.update(zip(each.places, rooms, strict=True))
-        self.segments = _few_launches(segments_of(events), self.fixed, outputs)
+        self.fixed |= {slot: self._rooms.like(x) for slot, x in fixed.items() if slot not in self.fixed}
+        self.segments = self._few_launches(segments_of(events))
         self._graphs: list[torch.cuda.CUDAGraph | None] | None = None
         self._kept: dict[Slot, Tensor] = {}
         self._tried = False
@@ -245,7 +233,7 @@ class GraphProgram:
                     self._capture()
             except (UnsupportedOp, RuntimeError) as error:
                 warnings.warn(f"a step runs without CUDA graphs, which is slower: {error}", stacklevel=2)
-        found, left = dict(self.fixed) if self._graphs is None else self._kept, 0
+        found, left = self.fixed | self._kept, 0
         for number, segment in enumerate(self.segments):
             if self._graphs is None:
                 compute_segment(segment, found)
@@ -258,21 +246,21 @@ class GraphProgram:
                     into = self.fixed[payload]
                     into.copy_(transport.receive(frm, tag, tuple(into.shape), into.dtype), non_blocking=into.is_cuda)
                 case BreakEvent() as event:
-                    self.resume(event, found, graph_break)
+                    self.resume(event, graph_break)
                     left += 1
                     self.draw(transport, left)
-        return self.results(found)
+        return self.results()
 
-    def resume(self, event: BreakEvent[Slot], found: Mapping[Slot, Tensor], graph_break: Inner | None) -> None:
+    def resume(self, event: BreakEvent[Slot], graph_break: Inner | None) -> None:
         """Let Python compute a graph break. Raises DomainError for none."""
         if graph_break is None:
             raise DomainError(NO_BREAK)
-        made = graph_break(_copies([found[slot] for slot in event.inputs]))
+        made = graph_break(_copies([self.fixed[slot] for slot in event.inputs]))
         _copy_all([self.fixed[slot] for slot in event.outputs], made)
 
-    def results(self, found: Mapping[Slot, Tensor]) -> list[Tensor]:
+    def results(self) -> list[Tensor]:
         """Copies of what was made, once all is computed."""
-        return _copies([found[x] if isinstance(x, Slot) else x for x in self._outputs])
+        return _copies([self.fixed[x] if isinstance(x, Slot) else x for x in self._outputs])
 
     def draw(self, transport: ProgramTransport, after_break: int) -> None:
         """The masks that are needed after so many graph breaks."""
@@ -282,14 +270,82 @@ class GraphProgram:
     def _capture(self) -> None:
         """A graph of each segment that computes. Raises UnsupportedOp where an earlier capture failed."""
         graphs: list[torch.cuda.CUDAGraph | None] = []
-        found, stream = dict(self.fixed), torch.cuda.Stream(self.device)
+        found, stream = dict(self.fixed), self.pool.stream(self.device)
         stream.wait_stream(torch.cuda.current_stream())
         with ALONE, torch.cuda.stream(stream):
             for segment in self.segments:
                 launches = functools.partial(compute_segment, segment, found)
                 graphs.append(captured(self.pool, launches) if segment.computes else launches())
         torch.cuda.current_stream().wait_stream(stream)
-        self._graphs, self._kept = graphs, found
+        outside = {slot for each in self.segments if not each.computes for node in each.nodes for slot in node.made}
+        sent = {each.stop.payload for each in self.segments if isinstance(each.stop, Send)}
+        self._graphs, self._kept = graphs, {slot: found[slot] for slot in outside | sent}
+
+    def _few_launches(self, segments: Sequence[Segment]) -> list[Segment]:
+        """The segments with few launches each."""
+        layouts, there = Layouts(self.fixed), dict(self.fixed)
+        for segment in _letting_go(segments, {*there, *slots_of(self._outputs)}):
+            layouts.run(list(zip(segment.nodes, segment.dropped, strict=True)), there)
+        del there
+        layouts.end()
+        segments, later, made = self._with_rooms(segments, layouts), set[Slot](), list[Segment]()
+        found = layouts.found
+        for segment in reversed(segments):
+            mine, later = {slot for node in segment.nodes for slot in node.made}, later | {*segment.stopped()}
+            made.append(
+                Segment(tuple(fused(segment.nodes, found, later & mine, self.fixed, self.device)), segment.stop)
+            )
+            later |= {slot for node in segment.nodes for slot in slots_of((node.arguments, node.named))}
+        compile_launches([node for each in made for node in each.nodes], found, self.device)
+        return _letting_go(made[::-1], {*self.fixed})
+
+    def _with_rooms(self, segments: Sequence[Segment], layouts: Layouts) -> list[Segment]:
+        """The segments; what they send, give to Python or return lies in rooms of this program.
+
+        Where an elementwise operation or an empty tensor made its memory, that is the room; otherwise it is copied, but
+        for messages, which are copied anyway when they are sent.
+        """
+        found, outside = layouts.found, {storage_of(x) for slot, x in layouts.found.items() if slot in self.fixed}
+        origins: dict[int, tuple[Slot, GraphNode]] = {}
+        changed: dict[int, int] = {}  # by storage the last segment that writes to it
+        for number, segment in enumerate(segments):
+            for node in segment.nodes:
+                for slot in node.made:
+                    origins.setdefault(storage_of(found[slot]), (slot, node))
+                if node.computes:
+                    changed |= {storage_of(found[slot]): number for slot in (*node.made, *node.written)}
+        numbers, made = itertools.count(1 + max([slot.number for slot in found], default=0)), list[Segment]()
+        for number, segment in enumerate(segments):
+            copied: dict[Slot, Slot] = {}
+            for slot in slots_of(self._outputs if segment.stop is None else segment.stopped()):
+                storage, x = storage_of(found[slot]), found[slot]
+                if slot in self.fixed or slot in copied:
+                    continue
+                first, maker = origins.get(storage, (slot, None))
+                own = maker is not None and (maker.function in STARTED or statements_of(maker, found))
+                if own and storage not in outside and changed.get(storage, 0) <= number:
+                    if first not in self.fixed:
+                        self.fixed[first] = self._rooms.like(found[first])
+                    further = int(x.storage_offset() - found[first].storage_offset())
+                    self.fixed[slot] = view_at(self.fixed[first], x.shape, x.stride(), further)
+                    continue
+                if isinstance(segment.stop, Send):
+                    self.held += x.nbytes
+                    continue
+                copied[slot] = new = Slot(next(numbers))
+                self.fixed[new] = self._rooms.like(torch.empty_like(x))
+                layouts.add(new, self.fixed[new])
+            copies = [
+                GraphNode(torch.ops.aten.copy_.default, (new, slot), {}, (new,), True, (new,))
+                for slot, new in copied.items()
+            ]
+            stop = segment.stop
+            if isinstance(stop, BreakEvent):
+                stop = replace(stop, inputs=tuple([copied.get(slot, slot) for slot in stop.inputs]))
+            made.append(Segment((*segment.nodes, *copies), stop))
+            if segment.stop is None:
+                self._outputs = [copied.get(x, x) if isinstance(x, Slot) else x for x in self._outputs]
+        return made
 
 
 def _copy_all(into: Sequence[Tensor], given: Sequence[Tensor]) -> None:
@@ -309,29 +365,10 @@ def _copies(given: Sequence[Tensor]) -> list[Tensor]:
     return made
 
 
-def _few_launches(
-    segments: Sequence[Segment], fixed: Mapping[Slot, Tensor], outputs: Sequence[object]
-) -> list[Segment]:
-    """The segments with few launches each, found out by a run of which all is kept."""
-    found = dict(fixed)
-    for segment in segments:
-        for node in segment.nodes:
-            compute(node, found)
-    later = {x for x in outputs if isinstance(x, Slot)}
-    made: list[Segment] = []
-    for segment in reversed(segments):
-        later |= set(segment.stopped())
-        mine = {slot for node in segment.nodes for slot in node.made}
-        made.append(Segment(tuple(fused(segment.nodes, found, later & mine)), segment.stop))
-        later |= {slot for node in segment.nodes for slot in slots_of((node.arguments, node.named))}
-    compile_launches([node for each in made for node in each.nodes], found)
-    return _letting_go(made[::-1], {*fixed, *(x for x in outputs if isinstance(x, Slot))})
-
-
 def _letting_go(segments: Sequence[Segment], kept: set[Slot]) -> list[Segment]:
     """The segments, with what nobody needs after each node.
 
-    Kept is what comes in, is sent or returned, and what lies outside the pool, since graphs write to it in each run.
+    Kept is what comes in and goes out, and what lies outside the pool, since graphs write to it in each run.
     """
     last: dict[Slot, tuple[int, int]] = {}
     for number, segment in enumerate(segments):

@@ -38,7 +38,8 @@ _Links = defaultdict[tuple[int, int], deque[tuple[str, Tensor, Any]]]
 class JointProgram:
     """The programs of all parties for one call, section by section: a section ends at a graph break, or at the end.
 
-    found: each party's tensors by slot, after a section was computed.
+    A section begins and ends with what lies in the parties' rooms (`GraphProgram.fixed`), and with what earlier ones
+    left in the pool.
     """
 
     def __init__(self, programs: Sequence[GraphProgram]) -> None:
@@ -46,13 +47,16 @@ class JointProgram:
         self._device, self._pool = programs[0].device, programs[0].pool
         self._programs = [weakref.ref(each) for each in programs]  # no numbers: those of the dead are given again
         self._sections = [_sections(each.segments) for each in programs]
-        self.found: list[dict[Slot, Tensor]] = [dict(each.fixed) for each in programs]
+        self._found: list[dict[Slot, Tensor]] = [dict(each.fixed) for each in programs]
         self.count = len(self._sections[0])
         if any(each.device != self._device for each in programs):
             raise UnsupportedOp("parties on several devices")
         if any(len(each) != self.count for each in self._sections):
             raise UnsupportedOp("programs with different graph breaks")
-        self._graphs = [self._captured(number) for number in range(self.count)] if self._device.type == "cuda" else []
+        self._graphs: list[torch.cuda.CUDAGraph] = []
+        if self._device.type == "cuda":
+            self._graphs = [self._captured(number) for number in range(self.count)]
+            self._found = []  # from now on other graphs of the pool may have this memory as well
 
     def consists_of(self, programs: Sequence[GraphProgram]) -> bool:
         """Whether these are the programs of all parties."""
@@ -65,7 +69,7 @@ class JointProgram:
         if self._graphs:
             self._graphs[number].replay()
         else:
-            self._compute(number, [nullcontext() for _ in self.found])
+            self._compute(number, [nullcontext() for _ in self._found])
         return True
 
     def break_before(self, party: int, number: int) -> BreakEvent[Slot]:
@@ -78,13 +82,13 @@ class JointProgram:
     def _captured(self, number: int) -> torch.cuda.CUDAGraph:
         with torch.cuda.device(self._device):
             torch.cuda.current_stream().synchronize()
-            with ALONE, torch.cuda.stream(torch.cuda.Stream(self._device)):
+            with ALONE, torch.cuda.stream(self._pool.stream(self._device)):
                 return captured(self._pool, functools.partial(self._branches, number))
 
     def _branches(self, number: int) -> None:
         """A section, each party on a stream of its own, which begin and end with the current one."""
         current = torch.cuda.current_stream()
-        branches = [torch.cuda.Stream(self._device) for _ in self.found]
+        branches = [self._pool.stream(self._device, 1 + party) for party in range(len(self._found))]
         for branch in branches:
             branch.wait_stream(current)
         self._compute(number, [torch.cuda.stream(branch) for branch in branches])
@@ -94,7 +98,7 @@ class JointProgram:
     def _compute(self, number: int, branches: Sequence[Any]) -> None:
         """Each party's segments as far as messages for them are there, in turn."""
         links: _Links = defaultdict(deque)
-        running = {party: self._steps(party, number, branches[party], links) for party in range(len(self.found))}
+        running = {party: self._steps(party, number, branches[party], links) for party in range(len(self._found))}
         while running:
             moved = False
             for party in list(running):
@@ -111,7 +115,7 @@ class JointProgram:
 
     def _steps(self, party: int, number: int, branch: Any, links: _Links) -> Iterator[bool]:  # noqa: ANN401 - a stream
         """The section of one party, up to messages that are not there: whether anything was computed since the last."""
-        found, moved = self.found[party], True
+        found, moved = self._found[party], True
         for segment in self._sections[party][number]:
             with branch:
                 compute_segment(segment, found)
@@ -157,12 +161,11 @@ def run_together(
     joint = end.wait(point, program, functools.partial(_started, end.barrier, point[0]))
     if joint is None:
         return program.run_drawn(transport, graph_break)
-    found = joint.found[end.me]
     for number in range(1, joint.count):
-        program.resume(joint.break_before(end.me, number), found, graph_break)
+        program.resume(joint.break_before(end.me, number), graph_break)
         program.draw(transport, number)
         end.wait((*point, number), None, functools.partial(joint.launch, number), follows=True)
-    return program.results(found)
+    return program.results()
 
 
 _held: weakref.WeakKeyDictionary[GraphProgram, JointProgram] = weakref.WeakKeyDictionary()

@@ -214,9 +214,8 @@ class _ModuleCall:
         self._held, self._bits = held, 0 if checks.deferred is None else checks.deferred[1]
         key = (self._alike, held, self._bits, tuple([x.coarse for x in args]))
         values, facts = programs.run(
-            self._session, key, [x.value(masked=True) for x in args], self._compute, self._binding, 1, graph_break,
-            gives_way=_rows(args[0]) > MOST_ROWS,
-        )  # fmt: skip
+            self._session, key, [x.value(masked=True) for x in args], self._compute, self._binding, 1, graph_break
+        )
         if not isinstance(facts, _Facts):
             return self._odd
         results = [SecretTensor(value) for value in values[: len(facts.coarse)]]

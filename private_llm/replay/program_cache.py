@@ -31,7 +31,7 @@ from private_llm.replay.cpu_recorder import CpuRecorder
 from private_llm.replay.events import Inner
 from private_llm.replay.graph_break import GraphBreak, with_break
 from private_llm.replay.graph_recorder import GraphRecorder
-from private_llm.replay.graphs import GraphProgram, Pool
+from private_llm.replay.graphs import GraphProgram
 from private_llm.replay.joint import CallPoints, end_of, run_together
 from private_llm.replay.program import Arena
 from private_llm.replay.recording import Encoding, StepRecorder
@@ -49,6 +49,7 @@ from private_llm.replay.regions import (
     uses_cuda_graphs,
     with_parts,
 )
+from private_llm.replay.rooms import Pool
 from private_llm.replay.transports import LiveTransport, ReplayTransport, TraceLog, recorded_by, unrecorded
 from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.scale import encode_public
@@ -106,14 +107,12 @@ class ProgramCache:
     def run(
         self, session: Session, key: Hashable, inputs: Sequence[Fixed], compute: Compute, binding: WeightBinding =
         NO_WEIGHTS, warmup: int = 1, graph_break: GraphBreak | None = None, in_place: Sequence[Fixed] = (),
-        gives_way: bool = False,
     ) -> Result:  # fmt: skip
         """What `compute` makes of the inputs, and its facts.
 
         key: all that decides what is computed, but sizes and the binding's weights. warmup: calls before one is
         recorded. graph_break: what of this call stays in Python. in_place: values that `compute` takes from elsewhere,
-        which programs read where they lie; such a call has no binding. gives_way: where programs hold too much, this
-        one goes, for good.
+        which programs read where they lie; such a call has no binding.
         """
         point = self._points.next(session, self._place > 0, inputs, binding)
         call = _RegionCall(session, inputs, binding, graph_break, point)
@@ -124,7 +123,6 @@ class ProgramCache:
                 key = (key, layout_of(in_place, call.binding.addresses))
             call.region = self._region(call, key)
             call.region.calls += 1
-            call.region.gives_way = gives_way
             started = self._started(call, warmup)
         except Exception as error:  # noqa: BLE001 - nothing is computed yet, so Python computes as always
             self._refuse(call, error)
@@ -231,10 +229,7 @@ class ProgramCache:
         return found
 
     def _evict(self, region: RegionState) -> None:
-        """Forget programs of a place while all of them, with this new one, hold too much.
-
-        Raises UnsupportedOp for one that gives way: layers would push each other out in every chunk of a prompt.
-        """
+        """Forget programs of a place while all of them, with this new one, hold too much."""
         place = region.place
         held = [
             (key, each.compiled.program.held)
@@ -242,9 +237,6 @@ class ProgramCache:
             if each.compiled is not None and each.place == place
         ]
         total, most = sum(size for _, size in held), graphs.MOST_HELD if place else MOST_HELD
-        if region.gives_way and total > most:
-            region.compiled = None
-            raise UnsupportedOp(f"programs of more than {most >> 20} MiB")
         for key, size in held[:-1]:
             if total <= most:
                 break

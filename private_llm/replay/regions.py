@@ -180,11 +180,10 @@ class CompiledRegion:
 class RegionState:
     """Calls of one key so far. checked, refused: the owners for which the program is right, and is not.
 
-    place: of graphs, whether they run within others: these are counted apart. gives_way: as for `ProgramCache.run`.
+    place: of graphs, whether they run within others: these are counted apart.
     """
 
     place: tuple[object, ...] = ()
-    gives_way: bool = False
     calls: int = 0
     compiled: CompiledRegion | None = None
     refused_all: bool = False

@@ -166,7 +166,7 @@ def _negated_or_chosen(node: GraphNode, found: Mapping[Slot, Tensor]) -> list[St
 def _copied(node: GraphNode, found: Mapping[Slot, Tensor]) -> list[Statement] | None:
     in_place = node.function is _aten.copy_.default
     into, source = node.arguments[:2] if in_place else (node.made[0], node.arguments[0])
-    if isinstance(source, Slot | Tensor) and tensor_of(source, found).device != tensor_of(into, found).device:
+    if isinstance(source, Tensor) and not source.dim() and source.device.type == "cpu":  # a number, perhaps not there
         return None
     return _made("copy", tensor_of(into, found).dtype, into, [source], found)
 

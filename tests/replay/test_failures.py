@@ -42,7 +42,7 @@ _CALLS = ("plain", "recorded", "checked", "repeated")
 
 STEP_ITSELF = frozenset({
     # computes or sends for the step, calls what may fail where an error is caught, or says that there was one
-    "programs_of", "uses_cuda_graphs", "ProgramCache.__init__", "Arena.__init__", "ProgramCache.run",
+    "programs_of", "uses_cuda_graphs", "ProgramCache.__init__", "Arena.__init__", "Pool.__init__", "ProgramCache.run",
     "ProgramCache._computed", "ProgramCache._plain", "ProgramCache._lacks_break", "ProgramCache._inside_break",
     "ProgramCache._refuse", "ProgramCache._links", "ProgramCache._alone",
     "ProgramCache._without", "ProgramCache._without.<locals>.hidden", "CallPoints.__init__", "CallPoints.next",

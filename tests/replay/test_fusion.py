@@ -16,12 +16,13 @@ from private_llm.config import PrivateConfig
 from private_llm.kernels import pointwise
 from private_llm.replay.events import GraphNode, Slot, tensors_of
 from private_llm.replay.fusion import fused
-from private_llm.replay.graphs import compute
+from private_llm.replay.layouts import compute
 from private_llm.replay.program_cache import ProgramCache
 from private_llm.replay.recording import all_written_by
 from private_llm.ring.prg import Seed
 from tests.replay.test_graphs import _as_on_a_gpu, met, small_llama  # noqa: F401 - fixtures
 
+CPU = torch.device("cpu")
 MOST_LAUNCHES = 340
 """Of one party for a decoder layer of a decoded token."""
 
@@ -90,7 +91,7 @@ def test_the_same_values_in_no_more_launches(chosen: list[tuple[int, int, int]])
             values.append(STEPS[step](values[left % len(values)], values[right % len(values)]))
     found = {slot: x for x, slot in zip(nodes.tensors, map(Slot, range(len(nodes.tensors))), strict=True)}
     needed = {nodes.slot(x) for x in values}
-    made = fused(nodes.made, found, needed - {Slot(0), Slot(1)})
+    made = fused(nodes.made, found, needed - {Slot(0), Slot(1)}, (), CPU)
     assert sum(node.computes for node in made) <= sum(node.computes for node in nodes.made)
     again = {Slot(n): x.clone() for n, x in enumerate(before)}
     for node in made:
@@ -105,7 +106,7 @@ def test_what_follows_in_registers_is_one_launch_without_memory() -> None:
     with nodes:
         out = torch.cat([((x + y) * 3 - y) >> 2, x ^ y])
     found = {Slot(n): each for n, each in enumerate(nodes.tensors)}
-    launched = [node for node in fused(nodes.made, found, {nodes.slot(out)}) if node.computes]
+    launched = [node for node in fused(nodes.made, found, {nodes.slot(out)}, (), CPU) if node.computes]
     assert len(launched) == 1
     assert launched[0].function.func is pointwise.launch  # type: ignore[attr-defined]
     assert len(launched[0].arguments) == 3, "two operands and the result"

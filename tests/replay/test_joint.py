@@ -16,10 +16,11 @@ from private_llm.protocols.session import Session
 from private_llm.protocols.share import Share
 from private_llm.replay import joint
 from private_llm.replay.events import BreakEvent, GraphNode, Receive, Send, Slot
-from private_llm.replay.graphs import GraphEvent, GraphProgram, Pool
+from private_llm.replay.graphs import GraphEvent, GraphProgram
 from private_llm.replay.modules import repeated
 from private_llm.replay.program_cache import ProgramCache, programs_of
 from private_llm.replay.regions import Result, WeightBinding
+from private_llm.replay.rooms import Pool
 from private_llm.ring.prg import Seed
 from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.secret import SecretTensor
@@ -62,7 +63,7 @@ def test_a_program_that_was_recorded_anew_is_another_one() -> None:
         each.take([words(1)])
     both = joint._started(barrier, "name", [first, second])
     assert both is not None
-    assert second.results(both.found[1])[0].tolist() == [5, 5]
+    assert second.results()[0].tolist() == [5, 5]
 
 
 def test_messages_that_are_taken_later_leave_programs_apart() -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from private_llm.net.local import LocalMesh
-from private_llm.replay.graphs import MaskDraw, Pool
+from private_llm.replay.graphs import MaskDraw
+from private_llm.replay.rooms import Pool, Rooms
 from private_llm.replay.transports import LiveTransport
 from private_llm.ring.prg import ChaCha, Prg
 
@@ -14,7 +15,7 @@ class Captured:
     """Stands for a CUDA graph: repeats the launches that were captured, with what lay in memory then."""
 
     def __init__(self, draw: MaskDraw) -> None:
-        self.launches = MaskDraw(torch.device("cpu"), Pool())
+        self.launches = MaskDraw(Rooms(Pool(), torch.device("cpu")))
         self.launches._rooms, self.launches._streams = draw._rooms, list(draw._streams)
         self.replayed = 0
 
@@ -33,7 +34,7 @@ def streams(label: str) -> list[Prg]:
 
 def test_a_captured_draw_goes_on_by_itself() -> None:
     """Also where other masks were drawn in between; another session's streams have another graph."""
-    draw, transport = MaskDraw(torch.device("cpu"), Pool()), LocalMesh(2).transport(0)
+    draw, transport = MaskDraw(Rooms(Pool(), torch.device("cpu"))), LocalMesh(2).transport(0)
     like = [torch.zeros(3, 5, dtype=torch.int64), torch.zeros(17, dtype=torch.int32)]
     views = [list(draw.add(number, 64, like[number:])) for number in range(2)]
     graphs: list[Captured] = []

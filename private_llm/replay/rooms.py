@@ -1,0 +1,62 @@
+"""The memory of a GPU's programs: of which none runs within another, those use the same again."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_LINE = 512
+"""Bytes to whose multiples tensors are laid, as PyTorch's allocator does."""
+
+
+def part_of(device: torch.device, part: int, least: int) -> int:
+    """A `part` of a GPU's memory, in bytes, and `least` elsewhere."""
+    if device.type != "cuda":
+        return least
+    return max(least, torch.cuda.get_device_properties(device).total_memory // part)
+
+
+class Pool:
+    """The memory that several programs share: of their graphs, and of what comes in and goes out."""
+
+    def __init__(self) -> None:
+        self.blocks: list[Tensor] = []
+        self._streams: dict[int, torch.cuda.Stream] = {}
+
+    @functools.cached_property
+    def handle(self) -> Any:  # noqa: ANN401 - PyTorch's
+        """As a capture takes it."""
+        return torch.cuda.graph_pool_handle()
+
+    def stream(self, device: torch.device, number: int = 0) -> torch.cuda.Stream:
+        """The same for each capture, because memory that is free is so for one stream only."""
+        if number not in self._streams:
+            self._streams[number] = torch.cuda.Stream(device)
+        return self._streams[number]
+
+
+class Rooms:
+    """Memory of one program for what comes in and goes out, one tensor after the other: that of all of its pool."""
+
+    def __init__(self, pool: Pool, device: torch.device) -> None:
+        self.pool, self.device = pool, device
+        self._block = self._used = 0
+
+    def take(self, size: int) -> Tensor:
+        """So many zeros, uint8."""
+        blocks, whole = self.pool.blocks, -(-size // _LINE) * _LINE
+        while self._block < len(blocks) and self._used + whole > len(blocks[self._block]):
+            self._block, self._used = self._block + 1, 0
+        if self._block == len(blocks):
+            more = max(whole, _LINE, sum(map(len, blocks)) // 2)
+            blocks.append(torch.empty(more, dtype=torch.uint8, device=self.device))
+        first, self._used = self._used, self._used + whole
+        return blocks[self._block][first : first + size].zero_()
+
+    def like(self, x: Tensor) -> Tensor:
+        """Zeros, laid out as x."""
+        count = 1 + sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
+        return self.take(count * x.itemsize).view(x.dtype).as_strided(x.shape, x.stride())
