@@ -24,6 +24,7 @@ from private_llm.net.transport import Transport
 from private_llm.replay.events import GraphNode, Slot, TorchCall, mapped, slots_of, tensors_of
 from private_llm.replay.graphs import GraphEvent, GraphProgram
 from private_llm.replay.loops import MOVES, STARTED
+from private_llm.replay.rebinding import Memories
 from private_llm.replay.recording import UNFORESEEN, StepRecorder, all_written_by
 from private_llm.replay.rooms import Pool, part_of
 from private_llm.replay.transports import noted, unrecorded
@@ -47,8 +48,10 @@ class _RecordedNode:
 class GraphRecorder(StepRecorder[Slot]):
     """Records the programs of a GPU."""
 
-    def __init__(self, transport: Transport, streams: Sequence[Prg], device: torch.device, pool: Pool) -> None:
-        """pool: the memory of the party's graphs."""
+    def __init__(
+        self, transport: Transport, streams: Sequence[Prg], device: torch.device, pool: Pool, weights: Memories = ()
+    ) -> None:
+        """pool: the memory of the party's graphs. weights: of the module."""
         super().__init__(transport, streams, device)
         self._pool, self._most = pool, part_of(device, 8, MOST_RECORDED)
         self._tensors: list[weakref.ref[Tensor]] = []  # by slot
@@ -60,6 +63,8 @@ class GraphRecorder(StepRecorder[Slot]):
         self._there: set[int] = set()  # of them, those that are not freed
         self._written: set[int] = set()  # of them, those to which something is written that changes
         self._bytes = self._swept = 0
+        self._weights = weights
+        self._derived = {x._cdata for x in weights if isinstance(x, torch.UntypedStorage)}  # memories of what they give
 
     # -- what changes ----------------------------------------------------------------------------------------
     def given(self, x: Tensor) -> Slot:
@@ -145,6 +150,8 @@ class GraphRecorder(StepRecorder[Slot]):
         if changes:
             self._change(memories)
             self._written |= touched
+        elif any(isinstance(x, SeededTensor) or _memory(x) in self._derived for x in given):
+            self._derived |= memories
         if self.reason is None:
             views = bool(made) and not written and memories <= known
             places = tuple([slot for x in written if (slot := self._slot_of(x)) is not None])
@@ -203,7 +210,7 @@ class GraphRecorder(StepRecorder[Slot]):
         constants = {slot: x for slot in dropped & used if (x := self._tensors[slot.number]()) is not None}
         if len(constants) < len(dropped & used) or any(map(self.changes, constants.values())):
             raise UnsupportedOp("another name of what comes from outside")
-        filled = [_with(each, constants) for each in events]
+        filled = [_filled(each, constants) if isinstance(each, TorchCall) else each for each in events]
         results = [constants.get(x, x) if isinstance(x, Slot) else x for x in found]
         for each in filled:
             if isinstance(each, TorchCall) and any(map(self._elsewhere, tensors_of((each.arguments, each.named)))):
@@ -212,8 +219,24 @@ class GraphRecorder(StepRecorder[Slot]):
         if any(x is not None and _memory(x) in self._changing - returned for x in (each() for each in self._tensors)):
             raise UnsupportedOp("a value that outlives the step")
         held = sum({_memory(x): x.untyped_storage().nbytes() for x in constants.values()}.values())
+        derivation = self._derivation(constants)
         self._constants.clear()
-        return GraphProgram(filled, inputs, results, self.masks(), self._fixed, self._device, self._pool, held)
+        program = GraphProgram(filled, inputs, results, self.masks(), self._fixed, self._device, self._pool, held)
+        program.weights, program.derivation = self._weights, derivation
+        return program
+
+    def _derivation(self, constants: Mapping[Slot, Tensor]) -> tuple[list[GraphNode], dict[Slot, Tensor]]:
+        """Constants that depend on the module's weights, and the nodes that made them."""
+        made = {slot: x for slot, x in constants.items() if _memory(x) in self._derived}
+        nodes: list[GraphNode] = []
+        for each in self._events if made else ():
+            if isinstance(each, _RecordedNode) and not each.changes and each.memories & self._derived:
+                given = {
+                    slot: self._tensors[slot.number]() for slot in slots_of((each.node.arguments, each.node.named))
+                }
+                outer = {s: x for s, x in given.items() if x is not None and _memory(x) not in self._derived}
+                nodes.append(_filled(each.node, outer))
+        return nodes, made
 
     def _elsewhere(self, x: Tensor) -> bool:
         """Whether an operation would have to move x; single numbers are read when it is called."""
@@ -237,11 +260,11 @@ class GraphRecorder(StepRecorder[Slot]):
         return events, dropped
 
 
-def _with(event: GraphEvent, constants: Mapping[Slot, Tensor]) -> GraphEvent:
-    if not isinstance(event, TorchCall) or constants.keys().isdisjoint(slots_of((event.arguments, event.named))):
-        return event
-    arguments, named = mapped((event.arguments, event.named), Slot, lambda slot: constants.get(slot, slot))
-    return replace(event, arguments=arguments, named=named)
+def _filled(node: GraphNode, constants: Mapping[Slot, Tensor]) -> GraphNode:
+    if constants.keys().isdisjoint(slots_of((node.arguments, node.named))):
+        return node
+    arguments, named = mapped((node.arguments, node.named), Slot, lambda slot: constants.get(slot, slot))
+    return replace(node, arguments=arguments, named=named)
 
 
 def _memory(x: Tensor) -> int:

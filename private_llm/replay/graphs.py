@@ -8,6 +8,7 @@ messages go as `net/transport.py` says.
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import threading
@@ -38,6 +39,7 @@ from private_llm.replay.fusion import compile_launches, fused
 from private_llm.replay.layouts import Layouts, compute, storage_of, view_at
 from private_llm.replay.loops import STARTED
 from private_llm.replay.program import Arena
+from private_llm.replay.rebinding import Memories, Rebinding
 from private_llm.replay.rooms import Pool, Rooms, part_of
 from private_llm.replay.statements import statements_of
 from private_llm.replay.transports import LiveTransport, ProgramTransport
@@ -182,7 +184,9 @@ def compute_segment(segment: Segment, found: dict[Slot, Tensor]) -> None:
 
 
 class GraphProgram:
-    """The same step again. held: bytes of its constants."""
+    """The same step again. held: bytes of its constants. weights, derivation: of the module with which it was recorded,
+    and how constants were made of them (nodes, and the tensors by slot).
+    """
 
     def __init__(
         self, events: Sequence[GraphEvent], inputs: Sequence[Slot], outputs: Sequence[Slot | Tensor],
@@ -205,6 +209,17 @@ class GraphProgram:
         self._graphs: list[torch.cuda.CUDAGraph | None] | None = None
         self._kept: dict[Slot, Tensor] = {}
         self._tried = False
+        self.weights: Memories = ()
+        self.derivation: tuple[list[GraphNode], dict[Slot, Tensor]] = ([], {})
+
+    def bound_to(self, weights: Memories) -> GraphProgram:
+        """The same step of a module with these weights, which lie as its own do: not captured yet, in this memory."""
+        other, rebinding = copy.copy(self), Rebinding(self.weights, weights)
+        other.derivation = self.derivation[0], rebinding.derive(*self.derivation)
+        other.weights, other._graphs, other._kept, other._tried = weights, None, {}, False
+        other._outputs = [rebinding.tensor(x) if isinstance(x, Tensor) else x for x in self._outputs]
+        other.segments = [replace(each, nodes=tuple(map(rebinding.node, each.nodes))) for each in self.segments]
+        return other
 
     def ready(
         self, transport: ProgramTransport, arena: Arena, given: Sequence[Tensor], weights: Sequence[int]

@@ -216,12 +216,11 @@ class ProgramCache:
             self._place = before
 
     def _region(self, call: _RegionCall, key: Hashable) -> RegionState:
-        # a graph reads the memories with which it was captured, in the pool of its place
-        alone = (call.binding.name, self._place) if uses_cuda_graphs(call.session) else ()
-        key = (key, alone, tuple([(tuple(x.shape), x.form, len(x.share.parts)) for x in call.inputs]))
+        place = (self._place,) if uses_cuda_graphs(call.session) else ()  # whose pool its memory is of
+        key = (key, place, tuple([(tuple(x.shape), x.form, len(x.share.parts)) for x in call.inputs]))
         found = self._regions.get(key)
         if found is None:
-            found = self._regions[key] = RegionState(alone[1:])
+            found = self._regions[key] = RegionState(place)
             if len(self._regions) > MOST_PROGRAMS:
                 self._regions.popitem(last=False)
         else:
@@ -250,7 +249,7 @@ class ProgramCache:
             if any(isinstance(x, StreamKey) and not x.on_gpus for x in binding.weights):
                 raise UnsupportedOp("masks of weights that are made in main memory")
             device, pool = torch.device(call.session.device), self._pools[self._place]
-            recorder = GraphRecorder(protocol.transport, protocol.mask_streams, device, pool)
+            recorder = GraphRecorder(protocol.transport, protocol.mask_streams, device, pool, binding.weights)
         else:
             recorder = CpuRecorder(protocol.transport, protocol.mask_streams, binding.places)
         parts: list[Tensor] = []
@@ -335,7 +334,7 @@ class ProgramCache:
                 raise UnsupportedOp(f"its check: {reason}")
             given.extend(call.encoded(compiled.encodings))
             replayed = ReplayTransport(trace_log.trace)
-            program, addresses = compiled.program, call.binding.addresses
+            program, addresses = call.region.program_of(call.binding), call.binding.addresses
             again = program.ready(replayed, self._arenas[self._place], given, addresses)(break_check.replay)
             same = len(again) == len(outputs) and all(map(torch.equal, again, outputs))
             agrees = compiled.outcome == outcome and replayed.agrees(trace_log.trace)
@@ -346,7 +345,8 @@ class ProgramCache:
         return self._watched(call, "checked", trace_log, break_check.record, call.inputs, finish)
 
     def _repeat(self, call: _RegionCall, compiled: CompiledRegion) -> Callable[[Compute], Result]:
-        session, point, program, outcome = call.session, call.point, compiled.program, compiled.outcome
+        session, point, outcome = call.session, call.point, compiled.outcome
+        program = call.region.program_of(call.binding)
         transport, parts = self._links(session), call.parts()
         each = len(parts) // len(call.inputs)
         inner: Inner | None = None

@@ -180,7 +180,8 @@ class CompiledRegion:
 class RegionState:
     """Calls of one key so far. checked, refused: the owners for which the program is right, and is not.
 
-    place: of graphs, whether they run within others: these are counted apart.
+    bound: graphs by owner, but for that with which they were recorded. place: of graphs, whether they run within
+    others: these are counted apart.
     """
 
     place: tuple[object, ...] = ()
@@ -189,6 +190,19 @@ class RegionState:
     refused_all: bool = False
     checked: set[str] = field(default_factory=set)
     refused: set[str] = field(default_factory=set)
+    bound: dict[str, GraphProgram] = field(default_factory=dict)
+
+    def program_of(self, binding: WeightBinding) -> Program | GraphProgram:
+        """That of a binding. Graphs read the memories with which they are captured. Raises UnsupportedOp for none."""
+        if self.compiled is None:
+            raise UnsupportedOp("a region without a program")
+        program = self.compiled.program
+        if isinstance(program, Program) or program.weights is binding.weights:
+            return program
+        found = self.bound.get(binding.name)
+        if found is None or found.weights is not binding.weights:
+            found = self.bound[binding.name] = program.bound_to(binding.weights)
+        return found
 
 
 @dataclass(frozen=True)

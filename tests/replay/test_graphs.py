@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from private_llm.config import PrivateConfig
 from private_llm.errors import UnsupportedOp
 from private_llm.kernels import ops, waves
-from private_llm.kernels.seeded_tensor import SeededTensor
+from private_llm.kernels.seeded_tensor import SeededTensor, StreamKey
 from private_llm.kernels.trace_hook import this_thread, traced_by
 from private_llm.net.local import LocalMesh
 from private_llm.net.transport import PlacedTransport, Transport
@@ -288,10 +288,10 @@ def met(monkeypatch: pytest.MonkeyPatch) -> list[ProgramCache]:
     return found
 
 
-def small_llama() -> LlamaForCausalLM:
+def small_llama(layers: int = 2) -> LlamaForCausalLM:
     torch.manual_seed(0)
     config = LlamaConfig(
-        hidden_size=32, num_attention_heads=2, num_hidden_layers=2, vocab_size=64, intermediate_size=48
+        hidden_size=32, num_attention_heads=2, num_hidden_layers=layers, vocab_size=64, intermediate_size=48
     )
     return LlamaForCausalLM(config).eval()
 
@@ -311,24 +311,42 @@ def test_a_model_is_repeated_layer_by_layer(settings: dict[str, Any], met: list[
     made = sorted(met, key=made_masks)
     most = made_masks(made[2])
     assert [made_masks(each) for each in made] == [0, most // 2, most], "of a product at the helper, and at party 1"
-    assert bool(settings) == bool(most) == (32 not in matrices_of(made[2])), "the helper has no matrix in memory"
+    assert (
+        bool(settings)
+        == bool(most)
+        == (not any(32 in x.shape[1:] for each in graphs_of(made[2]) for x in matrices(each)))
+    ), "the helper has no matrix in memory"
 
 
-def constants(programs: ProgramCache) -> list[Tensor]:
-    """Tensors that graphs take as they are."""
-    found = [region.compiled.program for region in programs._regions.values() if region.compiled is not None]
-    nodes = [node for program in found for segment in program.segments for node in segment.nodes]  # type: ignore[union-attr]
+def graphs_of(programs: ProgramCache) -> list[Any]:
+    """As they were recorded, and bound to other layers."""
+    regions = [region for region in programs._regions.values() if region.compiled is not None]
+    return [each for region in regions for each in (region.compiled.program, *region.bound.values())]  # type: ignore[union-attr]
+
+
+def constants(program: Any) -> list[Tensor]:
+    """Tensors that a graph takes as they are."""
+    nodes = [node for segment in program.segments for node in segment.nodes]
     return [x for node in nodes for x in tensors_of((node.arguments, node.named))]
 
 
 def made_masks(programs: ProgramCache) -> int:
     """How many masks that are made products take."""
-    return sum(isinstance(x, SeededTensor) for x in constants(programs))
+    return sum(isinstance(x, SeededTensor) for each in graphs_of(programs) for x in constants(each))
 
 
-def matrices_of(programs: ProgramCache) -> set[int]:
-    """Lengths of lines of constants in memory that are matrices."""
-    return {x.shape[1] for x in constants(programs) if x.dim() == 2 and not isinstance(x, SeededTensor)}
+def read_by(program: Any) -> set[int]:
+    """Memories of constants, and keys of masks that are made."""
+    found: set[int] = set()
+    for x in constants(program):
+        made = isinstance(x, SeededTensor)
+        found |= {id(piece.key) for piece in x.slices} if made else {x.untyped_storage()._cdata}  # type: ignore[attr-defined]
+    return found
+
+
+def matrices(program: Any) -> list[Tensor]:
+    """Constants in memory that are matrices."""
+    return [x for x in constants(program) if x.dim() == 2 and not isinstance(x, SeededTensor)]
 
 
 @pytest.mark.sampled(2)
@@ -348,21 +366,27 @@ def test_chunks_of_a_prompt_are_repeated(sweep: int, met: list[ProgramCache], mo
             found.append((kept, sum(met[0].refused.values())))
     assert met[0].counts["repeated"] > 0
     assert found[0] == found[1], "a second prompt has the same programs"
-    assert (len(found[0][0]), found[0][1]) == (4, 0), "two layers, the norm after them and the head"
+    assert (len(found[0][0]), found[0][1]) == (3, 0), "layers, the norm after them and the head"
 
 
-def test_layers_share_the_memory_of_what_comes_in_and_goes_out(met: list[ProgramCache]) -> None:
-    """It does not grow with the number of layers: each program begins at the same place."""
-    with patch(small_llama(), PrivateConfig(calibrate=False, prompt_chunk=20)) as private, torch.no_grad():
-        private(torch.arange(80)[None] % 63 + 1, use_cache=False)
+@pytest.mark.parametrize("settings", [{}, {"weights_at_rest": "seeds", "prg": "chacha20"}], ids=("resident", "seeds"))
+def test_layers_share_a_recording_and_its_memory(settings: dict[str, Any], met: list[ProgramCache]) -> None:
+    """One is recorded; others are bound to it and checked. All programs begin at the same place of one memory."""
+    model, ids = small_llama(layers=5), torch.arange(80)[None] % 63 + 1
+    with patch(model, PrivateConfig(calibrate=False, prompt_chunk=20, **settings)) as private, torch.no_grad():
+        assert (private(ids, use_cache=False).logits - model(ids).logits).abs().max() < 4e-3
     for each in met:
-        programs = [
-            region.compiled.program for region in each._regions.values() if region.compiled and region.place == (0,)
-        ]
-        taken = [sum(x.nbytes for x in program.fixed.values()) for program in programs]  # type: ignore[union-attr]
-        assert len(taken) == 4
+        regions = [region for region in each._regions.values() if region.compiled and region.place == (0,)]
+        (layers,) = [region for region in regions if len(region.checked) == 5]
+        assert len(layers.bound) == 4
+        recorded = layers.compiled.program  # type: ignore[union-attr]
+        assert all(bound.fixed is recorded.fixed for bound in layers.bound.values())  # type: ignore[union-attr]
+        for bound in (recorded, *layers.bound.values()):
+            own = {id(x) if isinstance(x, StreamKey) else x._cdata for x in bound.weights}  # type: ignore[union-attr]
+            assert own & read_by(bound)
+            assert not any(own & read_by(other) for other in layers.bound.values() if other is not bound)
+        taken = [sum(x.nbytes for x in region.compiled.program.fixed.values()) for region in regions]  # type: ignore[union-attr]
         assert sum(map(len, each._pools[0].blocks)) < 2 * max(taken)
-        assert sorted(taken)[-2] > 0.9 * max(taken), "the layers"
 
 
 @pytest.mark.parametrize("apart", [False, True])
