@@ -43,18 +43,20 @@ class Rooms:
 
     def __init__(self, pool: Pool, device: torch.device) -> None:
         self.pool, self.device = pool, device
-        self._block = self._used = 0
+        self._used: list[int] = []  # bytes of each block
 
     def take(self, size: int) -> Tensor:
         """So many zeros, uint8."""
-        blocks, whole = self.pool.blocks, -(-size // _LINE) * _LINE
-        while self._block < len(blocks) and self._used + whole > len(blocks[self._block]):
-            self._block, self._used = self._block + 1, 0
-        if self._block == len(blocks):
+        blocks, used, whole = self.pool.blocks, self._used, -(-size // _LINE) * _LINE
+        used += [0] * (len(blocks) - len(used))
+        fitting = (n for n, block in enumerate(blocks) if used[n] + whole <= len(block))
+        if (number := next(fitting, None)) is None:
             more = max(whole, _LINE, sum(map(len, blocks)) // 2)
             blocks.append(torch.empty(more, dtype=torch.uint8, device=self.device))
-        first, self._used = self._used, self._used + whole
-        return blocks[self._block][first : first + size].zero_()
+            used.append(0)
+            number = len(blocks) - 1
+        first, used[number] = used[number], used[number] + whole
+        return blocks[number][first : first + size].zero_()
 
     def like(self, x: Tensor) -> Tensor:
         """Zeros, laid out as x."""
