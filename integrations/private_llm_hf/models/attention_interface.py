@@ -10,7 +10,7 @@ import functools
 
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import sdpa_mask
+from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from private_llm.errors import DomainError, UnsupportedOp
 from private_llm.nn.attention import AttentionQuery, attend, attend_and_weigh
@@ -39,6 +39,10 @@ def register() -> None:
 
 def private_mask(*args: object, **kwargs: object) -> Tensor | None:
     """Boolean mask [B, 1, q, kv], True where attention is allowed; None if it is everywhere."""
+    causal = kwargs.get("mask_function") is causal_mask_function and kwargs.get("attention_mask") is None
+    past, one = kwargs.get("q_offset"), kwargs.get("q_length") == 1 and kwargs.get("kv_offset") == 0
+    if causal and one and isinstance(past, int) and kwargs.get("kv_length") == past + 1:
+        return None  # without twenty small operations for each token
     kwargs.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
     mask: Tensor = sdpa_mask(*args, **kwargs)
     return None if bool(mask.all()) else mask
