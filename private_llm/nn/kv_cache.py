@@ -13,6 +13,7 @@ import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -54,6 +55,7 @@ class GrowingRows:
     def __init__(self, first: Fixed) -> None:
         self.session, self.frac, self.parts = first.session, first.frac, first.share.parts
         self.length = first.shape[2]
+        self._copies = self.parts, self.length, 0  # up to which entry copies of the newest follow these
 
     @classmethod
     def within(cls, buffers: Fixed, length: int) -> GrowingRows:
@@ -62,14 +64,14 @@ class GrowingRows:
         made.length = length
         return made
 
-    def append(self, new: Fixed) -> None:
-        """More entries at the end; the same batch, heads and size."""
-        total = self.length + new.shape[2]
+    def rooms(self, new: int) -> list[Tensor]:
+        """Where the caller writes `new` more entries, one with its copies (`repeated`), before it raises `length`."""
+        total = self.length + new
         if total > self.parts[0].shape[2]:
             self._move(_rounded(total + total // 2 + _SPARE))
-        for part, more in zip(self.parts, new.share.parts, strict=True):
-            part[:, :, self.length : total] = more
-        self.length = total
+        stop = min(padded_length(total), self.parts[0].shape[2]) if new == 1 else total
+        self._copies = self.parts, total, stop
+        return [part.narrow(2, self.length, stop - self.length) for part in self.parts]
 
     def keep(self, index: Tensor) -> None:
         """Only the entries `index` [B or 1, G or 1, kept], with room for the next ones."""
@@ -107,12 +109,15 @@ class GrowingRows:
         """
         if total > self.parts[0].shape[2]:
             self._move(total)
-        for part in self.parts:
-            part[:, :, self.length : total] = part[:, :, self.length - 1 : self.length]
+        parts, length, stop = self._copies
+        if parts is not self.parts or length != self.length or stop < total:
+            for part in self.parts:
+                part[:, :, self.length : total] = part[:, :, self.length - 1 : self.length]
+            self._copies = self.parts, self.length, total
         return Share(self._first(total))
 
     def _first(self, length: int) -> tuple[Tensor, ...]:
-        return tuple([part[:, :, :length] for part in self.parts])
+        return tuple([part.narrow(2, 0, length) for part in self.parts])
 
     def _move(self, capacity: int) -> None:
         self.parts = tuple([_in_buffer(part, capacity) for part in self._first(self.length)])
@@ -217,8 +222,10 @@ class KVBuffer:
         if self._rows is None:
             self._rows = (GrowingRows(key), GrowingRows(value))
         else:
-            for rows, more in zip(self._rows, (key, value), strict=True):
-                rows.append(more)
+            rooms = [room for rows in self._rows for room in rows.rooms(new)]
+            torch._foreach_copy_(rooms, [*key.share.parts, *value.share.parts])
+            for rows in self._rows:
+                rows.length += new
         if self.positions is not None:
             made = torch.arange(self.position, self.position + new).expand(*self.positions.shape[:2], new)
             self.positions = torch.cat([self.positions, made], dim=-1)
@@ -396,6 +403,12 @@ def presence(rows: Fixed) -> Fixed:
     It comes as a value whose parts all are the factor, because values are what changes when a program is repeated.
     """
     length, part = rows.shape[2], rows.share.parts[0]
-    factor = torch.zeros(padded_length(length), dtype=part.dtype, device=part.device)
-    factor[:length] = 1
+    most = 1 << length.bit_length()
+    factor = _ones_then_zeros(most, part.dtype, str(part.device)).narrow(0, most - length, padded_length(length))
     return Fixed(rows.session, Share((factor,) * len(rows.share.parts)), 0)
+
+
+@lru_cache(maxsize=16)
+def _ones_then_zeros(ones: int, dtype: torch.dtype, device: str) -> Tensor:
+    """Every layer's factors are views of it."""
+    return (torch.arange(ones + STEP) < ones).to(dtype).to(device)
