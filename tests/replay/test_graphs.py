@@ -58,6 +58,7 @@ def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, writes in {case.op: int(case.changes) for case in ALL if hasattr(ops, case.op)}.items():
         monkeypatch.setattr(ops, name, announced(getattr(ops, name), writes))
     monkeypatch.setattr(range_check, "ring_matmul", ops.ring_matmul)
+    monkeypatch.setattr(range_check, "_FEW", range_check._FEW_ON_GPUS)
 
     def weighed(masked: Tensor, keep: Tensor, shares: Tensor, digits: Any, factors: Any) -> Tensor:
         piece = torch.empty_like(masked)
