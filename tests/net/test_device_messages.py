@@ -90,6 +90,7 @@ def test_a_receiver_on_another_stream_waits_for_the_sender(
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeTensorMode]:
     only = Stream("default", [])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # fake tensors cannot be pinned where there is a GPU
     monkeypatch.setattr(torch.cuda, "default_stream", lambda device: only)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: only)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: only)
