@@ -10,6 +10,8 @@ prepare_environment test
 prepare_smollm2
 
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+# Where this is set, every process that tests start compiles all modules again.
+unset PYTHONDONTWRITEBYTECODE
 # Counted before OMP_NUM_THREADS is set, because nproc would answer with that.
 workers="$(env -u OMP_NUM_THREADS nproc 2>/dev/null || getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)"
 [ "$workers" -gt 4 ] && workers=4
