@@ -42,7 +42,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
+    gc.freeze()  # to look through all that was imported takes 0.4 s each time
     gc.enable()
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()  # else libraries that count what is left at the end complain
 
 
 @pytest.fixture
