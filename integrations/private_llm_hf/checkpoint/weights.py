@@ -60,7 +60,7 @@ def skeleton(cls: type[PreTrainedModel], config: PretrainedConfig) -> PreTrained
     Raises PatchMismatch for a configuration from which transformers builds no model.
     """
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), _Uninitialised():
             model = cls(config, **_arguments(cls, config))
     except PrivateLLMError:
         raise
@@ -99,8 +99,28 @@ def weights_of_buffers(model: nn.Module) -> None:
             module.register_parameter(name, nn.Parameter(empty, requires_grad=False))
 
 
-class WithoutWeights(TorchFunctionMode):
-    """Layers get their weights on the meta device, where initialisation costs nothing; everything else is real.
+_INITIALISERS = frozenset({
+    "normal_", "uniform_", "trunc_normal_", "xavier_normal_", "xavier_uniform_", "kaiming_normal_", "kaiming_uniform_",
+    "zero_", "zeros_", "ones_", "fill_", "constant_",
+})  # fmt: skip
+
+
+class _Uninitialised(TorchFunctionMode):
+    """Initialisers leave out the meta device, where PyTorch takes up to a millisecond to do nothing."""
+
+    def __torch_function__(
+        self, func: TorchArg, types: Sequence[type], args: Sequence[TorchArg] = (), kwargs: TorchArg = None
+    ) -> TorchArg:
+        kwargs = kwargs or {}
+        if getattr(func, "__name__", "") in _INITIALISERS:
+            weight = args[0] if args else kwargs.get("tensor")
+            if isinstance(weight, Tensor) and weight.is_meta:
+                return weight
+        return func(*args, **kwargs)
+
+
+class WithoutWeights(_Uninitialised):
+    """Layers get their weights on the meta device, uninitialised; everything else is real.
 
     Layers allocate weights by `torch.empty`, buffers (rope frequencies, position numbers) come from values. The mode
     belongs to one thread. (accelerate's init_empty_weights patches the process, where other parties may be threads.)
@@ -109,10 +129,9 @@ class WithoutWeights(TorchFunctionMode):
     def __torch_function__(
         self, func: TorchArg, types: Sequence[type], args: Sequence[TorchArg] = (), kwargs: TorchArg = None
     ) -> TorchArg:
-        kwargs = dict(kwargs or {})
         if func is torch.empty:
-            kwargs["device"] = "meta"
-        return func(*args, **kwargs)
+            kwargs = {**(kwargs or {}), "device": "meta"}
+        return super().__torch_function__(func, types, args, kwargs)
 
 
 def without_weights(cls: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:
