@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from private_llm_cli.commands.models import demo_model, plaintext_model, smollm2_model, tokenizer_of
+from private_llm_cli.commands.models import CHAT_PROMPT, demo_model, plaintext_model, smollm2_model, tokenizer_of
 from torch import Tensor, nn
 
 from bench.link import LinkSpeed, SlowMesh
@@ -112,7 +112,7 @@ def smollm2(shape: Shape) -> WholeWork:
         from private_llm_hf.models import smollm2
 
         folder = smollm2_model()
-        ids = smollm2.chat(tokenizer_of(folder), smollm2.PROMPTS[:1])["input_ids"]
+        ids = smollm2.chat(tokenizer_of(folder), [CHAT_PROMPT])["input_ids"]
         asked["ids"] = ids.repeat(batch, -(-tokens // ids.shape[1]))[:, :tokens]
         model: nn.Module = plaintext_model(folder)
         return model

