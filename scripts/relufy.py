@@ -36,8 +36,8 @@ from private_llm_hf.sparsity.relufy import (
     FACTS,
     GATED,
     T5_NAME,
-    Activation,
     Relufied,
+    ReluKind,
     activation_key,
     put_in_place,
 )
@@ -69,7 +69,7 @@ class Tuned(Done):
 
 
 def relufy(
-    model: PreTrainedModel, inputs: Mapping[str, Any], activation: Activation = "relu", shift: float = 1.0
+    model: PreTrainedModel, inputs: Mapping[str, Any], activation: ReluKind = "relu", shift: float = 1.0
 ) -> Relufied:
     """Swap the activation of every feed-forward block, in place. inputs: of one short call, to find the blocks.
 

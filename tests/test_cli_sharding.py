@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from private_llm_cli.commands.estimate_plans import USUAL, Hardware, LinkSpeed, busiest
-from private_llm_cli.commands.plot import MOST_ROWS, Span, chosen, worked
+from private_llm_cli.commands.plot import MOST_ROWS, TimeSpan, chosen, worked
 from private_llm_hf import PrivateConfig
 from private_llm_hf.tools.estimate import estimate, named_shape
 from transformers import GPT2Config
@@ -154,8 +154,8 @@ def test_a_picture_of_many_nodes_shows_those_that_send_most_and_says_so() -> Non
 
 
 def test_who_worked_is_who_sent_between_two_tokens() -> None:
-    def frame(node: int, end: float, tag: str = "rows") -> Span:
-        return Span(node, 9, tag, end, end)
+    def frame(node: int, end: float, tag: str = "rows") -> TimeSpan:
+        return TimeSpan(node, 9, tag, end, end)
 
     frames = [frame(0, 1.5), frame(4, 2.9), frame(CLIENT, 1.2), frame(1, 3.0), frame(2, 3.1, CONTROL)]
     assert worked(frames, [1.0, 3.0, 4.0]) == [{0, 4}, {1}]

@@ -57,20 +57,20 @@ def _option(panel: str, help_text: str, *names: str, **more: Any) -> Any:  # noq
 
 Json = Annotated[bool, typer.Option("--json", help="Print figures as JSON, one object per line.")]
 Prompt = Annotated[str, typer.Option("--prompt", help="Text to continue.")]
-Tokens = Annotated[int, typer.Option("--max-new-tokens", help="How many tokens at most.")]
+TokensOption = Annotated[int, typer.Option("--max-new-tokens", help="How many tokens at most.")]
 Task = Annotated[str, typer.Option(help="causal-lm, seq2seq, classification, features, image or masked-lm.")]
 GgufFile = Annotated[str | None, typer.Option("--gguf-file", help="A GGUF file in the model's folder or repository.")]
 RangesFile = Annotated[Path | None, _option(PROTOCOL, "A file of `private-llm calibrate --out`.", "--ranges")]
-Protocol = Annotated[
+ProtocolOption = Annotated[
     str,
     _option(PROTOCOL, "'plain' hides nothing (for comparison).", "--protocol", parser=protocol_name, metavar=PROTOCOLS),
 ]
 RingBits = Annotated[int, _option(PROTOCOL, "Bits of the ring: 64 or 32.", "--ring")]
 FracBits = Annotated[int | None, _option(PROTOCOL, "Fractional bits (default: 18; 12 in 32 bits).", "--frac-bits")]
-Matmul = Annotated[str, _option(PROTOCOL, "'masked', or under 'dealer' 'remask': operand-sized traffic.")]
+MatmulOption = Annotated[str, _option(PROTOCOL, "'masked', or under 'dealer' 'remask': operand-sized traffic.")]
 Reveal = Annotated[str, _option(PROTOCOL, "What the client opens: 'logits' or 'token'.", "--reveal")]
-Weights = Annotated[str, _option(PROTOCOL, "'secret', or 'public' for open-weight models.", "--weights")]
-Adder = Annotated[
+WeightsOption = Annotated[str, _option(PROTOCOL, "'secret', or 'public' for open-weight models.", "--weights")]
+AdderOption = Annotated[
     AdderName | None,
     _option(
         PROTOCOL,
@@ -92,18 +92,18 @@ ReluBits = Annotated[
     int | None, _option(PROTOCOL, "Lowest bits that ReLU compares (default: what its range needs).", "--relu-bits")
 ]
 ReluLow = Annotated[int, _option(PROTOCOL, "How many of them, the lowest, ReLU leaves out.", "--relu-low")]
-Approximations = Annotated[
+ApproximationsOption = Annotated[
     str, _option(PROTOCOL, "Whose GELU and softmax: 'ours', or a name that a --plugin registers.", "--approximations")
 ]
-ParallelSessions = Annotated[
+ParallelSessionsOption = Annotated[
     int, _option(PROTOCOL, "Sessions side by side that share the rows of a batch.", "--parallel-sessions")
 ]
 RotateRoles = Annotated[
     bool, _option(PROTOCOL, "Another party plays each role in each parallel session.", "--rotate-roles")
 ]
-Plan = Annotated[str, _option(SHARDING, "Under 'cascade': alpha,c,m[,rho], for instance 8,8,2.", "--plan")]
+PlanOption = Annotated[str, _option(SHARDING, "Under 'cascade': alpha,c,m[,rho], for instance 8,8,2.", "--plan")]
 WeakPlan = Annotated[bool, _option(SHARDING, "Use a plan that its audit calls weak.", "--accept-weak-plan")]
-Split = Annotated[
+SplitOption = Annotated[
     int | None, _option(SHARDING, "First layers under --protocol, the rest on the nodes of --plan.", "--split")
 ]
 
@@ -200,9 +200,9 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
 class Sharding:
     """Settings of token sharding."""
 
-    plan: Plan = ""
+    plan: PlanOption = ""
     accept_weak_plan: WeakPlan = False
-    split: Split = None
+    split: SplitOption = None
 
     def settings(self) -> dict[str, Any]:
         """As `PrivateConfig` has them."""
@@ -272,7 +272,7 @@ class Sparsity(SharedSparsity):
 
 
 @dataclass(frozen=True)
-class Links:
+class LinkOptions:
     """Where the other endpoints are."""
 
     hosts: Annotated[
@@ -312,7 +312,7 @@ class Links:
 class Run(Sparsity):
     """How a model runs on this machine."""
 
-    protocol: Protocol = "trio"
+    protocol: ProtocolOption = "trio"
     ring: RingBits = 64
     party_mode: Annotated[PartyMode, _option(PARTIES, "Parties as threads or as processes.")] = PartyMode.AUTO
     adder: AgreedAdder = ""
@@ -328,12 +328,12 @@ class Run(Sparsity):
 
 
 @dataclass(frozen=True)
-class RemoteRun(Run, Links):
+class RemoteRun(Run, LinkOptions):
     """How a model runs here or at parties on other hosts."""
 
     frac_bits: FracBits = None
     reveal: Reveal = "logits"
-    weights: Weights = "secret"
+    weights: WeightsOption = "secret"
     busy_wait: Annotated[float, _option(PARTIES, "With --hosts: seconds to wait for parties that serve others.")] = 30.0
 
     def config(self, **more: Any) -> PrivateConfig:  # noqa: ANN401 - those of `config_of`

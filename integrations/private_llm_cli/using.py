@@ -25,7 +25,7 @@ def demo(
     run: options.Run,
     sharding: options.Sharding,
     prompt: options.Prompt = "",
-    new_tokens: options.Tokens = 32,
+    new_tokens: options.TokensOption = 32,
     as_json: options.Json = False,
     plot: Annotated[Path | None, typer.Option(help="Write a picture of the costs (.png, .svg).")] = None,
     tiny: Annotated[bool, typer.Option("--tiny", help="Only a few tokens.")] = False,
@@ -62,10 +62,10 @@ def generate(
     run: options.TextRun,
     writing: options.Writing,
     sharding: options.Sharding,
-    new_tokens: options.Tokens = 32,
+    new_tokens: options.TokensOption = 32,
     as_json: options.Json = False,
     preprocess: Annotated[bool, typer.Option("--preprocess", help="What needs no data first, apart.")] = False,
-    matmul: options.Matmul = "masked",
+    matmul: options.MatmulOption = "masked",
     gguf_file: options.GgufFile = None,
     ranges: options.RangesFile = None,
 ) -> None:
@@ -139,7 +139,7 @@ def chat(
             help="Model folder, hub id, or client folder of share files (default: SmolLM2, else the bundled)."
         ),
     ] = "",
-    new_tokens: options.Tokens = 256,
+    new_tokens: options.TokensOption = 256,
 ) -> None:
     """Talk with a private model in the terminal, or with lines from a pipe. /reset, /cost, /quit; Ctrl-C stops."""
     chosen = writing.settings()
@@ -201,7 +201,7 @@ def estimate(
     new: Annotated[int, typer.Option("--new", help="Tokens to generate; 0: one forward.")] = 0,
     batch: Annotated[int, typer.Option(help="Rows.")] = 1,
     as_json: options.Json = False,
-    protocol: options.Protocol = "trio",
+    protocol: options.ProtocolOption = "trio",
     ring: options.RingBits = 64,
     reveal: options.Reveal = "logits",
     bandwidth: Annotated[float, typer.Option(help="Mbit/s of each direction of a link.")] = 1000.0,
@@ -210,15 +210,15 @@ def estimate(
     image: Annotated[
         str | None, typer.Option(help="Images: channels x height x width, for instance 3x224x224.")
     ] = None,
-    matmul: options.Matmul = "masked",
-    adder: options.Adder = None,
-    weights: options.Weights = "secret",
+    matmul: options.MatmulOption = "masked",
+    adder: options.AdderOption = None,
+    weights: options.WeightsOption = "secret",
     plan: Annotated[
         list[str] | None, typer.Option("--plan", help="Under 'cascade': alpha,c,m[,rho]; several are compared.")
     ] = None,
     plans: Annotated[bool, typer.Option("--plans", help="Under 'cascade': compare usual plans.")] = False,
     accept_weak_plan: options.WeakPlan = False,
-    split: options.Split = None,
+    split: options.SplitOption = None,
     kv_cache: KvCacheOption = "",
     sparsity: Annotated[
         str,

@@ -132,12 +132,12 @@ class Grammar:
         self._start.compute_bitmask()  # shows at once that no text fits
         _check_error(self._start)
 
-    def written(self) -> Written:
+    def written(self) -> WrittenText:
         """A text that has not begun."""
-        return Written(self._start.deep_copy(), self.table)
+        return WrittenText(self._start.deep_copy(), self.table)
 
 
-class Written:
+class WrittenText:
     """How far one answer has come in a grammar. Its methods raise ApiError (400) where the schema asks too much."""
 
     def __init__(self, matcher: LLMatcher, table: TokenTable) -> None:

@@ -31,7 +31,7 @@ _FIRST_S = 10.0
 _PING_S = 15
 _LINE_END = "\n"
 """Of a stream's lines, two of an event: clients that look for these do not find those of sse-starlette (CR LF)."""
-Reader = Callable[[Mapping[str, Served], Mapping[str, Any], int], Wanted]
+ReadRequest = Callable[[Mapping[str, Served], Mapping[str, Any], int], Wanted]
 
 _MOST_READING = 2  # bodies at a time: reading holds the interpreter, and a thread of the pool that streams share
 
@@ -84,7 +84,7 @@ class Endpoints:
             self.metrics.answered(path, status, time.monotonic() - began)
 
     # -- texts --------------------------------------------------------------------------------------------------
-    async def _text(self, read: Reader, request: Request) -> Response:
+    async def _text(self, read: ReadRequest, request: Request) -> Response:
         raw = await request.body()
         async with self._reading:
             wanted = await run_in_threadpool(lambda: read(self.models, body_of(raw), self.settings.max_choices))

@@ -140,7 +140,7 @@ def powers(
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _ScalePlan:
     """Public integers of steps 2 and 4: of the last cell, and from each cell to the next."""
 
     thresholds: tuple[float, ...]
@@ -152,13 +152,13 @@ class _Plan:
 
 
 @lru_cache(maxsize=256)
-def _plan(cells: Cells, cubic: Cubic, low: float, high: float, gain: float, weight_bits: int) -> _Plan:
+def _plan(cells: Cells, cubic: Cubic, low: float, high: float, gain: float, weight_bits: int) -> _ScalePlan:
     thresholds, weights = grid(cells, low, high)
     factors = [gain * w ** (-cubic.power) for w in weights]
     factor_bits = weight_bits if cubic.power == -1 and gain == 1 else Y_BITS - math.floor(math.log2(min(factors)))
     *_, last_weight = integers = [round(w * 2.0**weight_bits) for w in weights]
     *_, last_factor = scaled = [round(c * 2.0**factor_bits) for c in factors]
-    return _Plan(thresholds, _differences(integers), last_weight, _differences(scaled), last_factor, factor_bits)
+    return _ScalePlan(thresholds, _differences(integers), last_weight, _differences(scaled), last_factor, factor_bits)
 
 
 def _differences(steps: Sequence[int]) -> tuple[int, ...]:

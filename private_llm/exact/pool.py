@@ -15,9 +15,9 @@ from torch import Tensor
 
 from private_llm.errors import DomainError
 from private_llm.exact.maximum import concatenated, larger
+from private_llm.kernels.shapes import Pair
 from private_llm.tensor.fixed import Fixed
 
-Pair = tuple[int, int]
 Span = tuple[int, int]
 
 

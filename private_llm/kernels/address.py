@@ -84,9 +84,9 @@ ZERO: dict[torch.dtype, Zero] = {torch.int64: WORD, torch.int32: np.uint32(0)}
 
 
 @compiled
-def table(address: int, rows: int, words: int) -> np.ndarray[Any, Any]:
+def table(address: int, rows: int, words: int) -> Array:
     """Array [rows, words] of 64-bit words."""
-    made: np.ndarray[Any, Any] = flat(address, rows * words, WORD).reshape(rows, words)
+    made: Array = flat(address, rows * words, WORD).reshape(rows, words)
     return made
 
 

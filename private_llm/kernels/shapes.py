@@ -13,7 +13,7 @@ from private_llm.errors import DomainError
 RING = (torch.int64, torch.int32)
 
 Size = Sequence[int]
-Pair = Sequence[int]
+Pair = tuple[int, int]
 
 
 @lru_cache(maxsize=1024)

@@ -21,7 +21,7 @@ from llvmlite import ir
 from numba import types
 
 from private_llm.kernels.address import SIGNED, flat
-from private_llm.kernels.backends.cpu.emitting import I64, Value, emitted, pointer
+from private_llm.kernels.backends.cpu.emitting import I64, IrValue, emitted, pointer
 from private_llm.kernels.compiling import compiled
 
 HERE = sys.platform == "linux" and hasattr(os, "eventfd")
@@ -60,33 +60,33 @@ def _worker(team: int, number: int) -> int:
 
 
 @emitted(types.int64, types.int64)
-def call(builder: Value, function: Value, row: Value) -> None:
+def call(builder: IrValue, function: IrValue, row: IrValue) -> None:
     """Call the function at an address with the address of a row."""
     kind = ir.FunctionType(ir.VoidType(), [I64.as_pointer()])
     builder.call(pointer(builder, function, kind), [pointer(builder, row, I64)])
 
 
 @emitted(types.int64, returns=types.int64)
-def _load(builder: Value, address: Value) -> Value:
+def _load(builder: IrValue, address: IrValue) -> IrValue:
     """The word at an address."""
     return builder.load_atomic(pointer(builder, address, I64), "seq_cst", 8)
 
 
 @emitted(types.int64, types.int64, returns=types.int64)
-def _exchange(builder: Value, address: Value, value: Value) -> Value:
+def _exchange(builder: IrValue, address: IrValue, value: IrValue) -> IrValue:
     """Write a word, and return the one before."""
     return builder.atomic_rmw("xchg", pointer(builder, address, I64), value, "seq_cst")
 
 
 @emitted(types.int64, returns=types.int64)
-def _raised(builder: Value, address: Value) -> Value:
+def _raised(builder: IrValue, address: IrValue) -> IrValue:
     """Add one to a word, and return the sum."""
     before = builder.atomic_rmw("add", pointer(builder, address, I64), I64(1), "seq_cst")
     return builder.add(before, I64(1))
 
 
 @emitted(types.int64, types.int64, types.int64, returns=types.boolean)
-def _replaced(builder: Value, address: Value, before: Value, after: Value) -> Value:
+def _replaced(builder: IrValue, address: IrValue, before: IrValue, after: IrValue) -> IrValue:
     """Write `after` where `before` is; whether it was."""
     pair = builder.cmpxchg(pointer(builder, address, I64), before, after, "seq_cst", "seq_cst")
     return builder.extract_value(pair, 1)

@@ -29,7 +29,7 @@ from private_llm.errors import PartiesBusy, TransportError
 from private_llm.forks import Origin
 from private_llm.net.addresses import same_user
 from private_llm.net.hello import Greeted
-from private_llm.net.sockets import Pair, SocketTransport
+from private_llm.net.sockets import SocketPair, SocketTransport
 from private_llm.net.transport import CLIENT
 
 HANDSHAKE_S = 10.0
@@ -177,7 +177,9 @@ class ClientLink(SocketTransport):
     One thread may receive while another sends.
     """
 
-    def __init__(self, me: int, pair: Pair, caller: bytes, user: str, timeout: float, idle_s: float | None) -> None:
+    def __init__(
+        self, me: int, pair: SocketPair, caller: bytes, user: str, timeout: float, idle_s: float | None
+    ) -> None:
         super().__init__(me, {CLIENT: pair}, timeout, idle_s=idle_s)
         self.number, self.user = caller.hex(), user
         self._in[CLIENT].bound_notes(self._slice / _NOTES, 32 * _NOTES)
@@ -328,7 +330,7 @@ class Admission:
             if len(caller.lines) < 2:
                 return
             caller.linked = True
-            pair = Pair(*caller.lines[True], *caller.lines[False])
+            pair = SocketPair(*caller.lines[True], *caller.lines[False])
             caller.link = link = ClientLink(self._me, pair, greeted.caller, caller.user, self._timeout, self._idle)
         self._arrived(link)
 

@@ -45,7 +45,7 @@ _STARTS = 20
 """How often a server is started at most: one that is killed each time again has too little memory, for instance."""
 _PAUSE_S = 0.2
 
-Run = Callable[..., str | None]
+RunParty = Callable[..., str | None]
 
 
 def start_children(
@@ -150,7 +150,7 @@ def main() -> NoReturn:
     """
     order = json.loads(sys.stdin.buffer.readline())
     module, _, name = order["entry"].partition(":")
-    run: Run = getattr(importlib.import_module(module), name)
+    run: RunParty = getattr(importlib.import_module(module), name)
     config = PrivateConfig.from_dict(order["config"])  # a protocol that only the parent registered ends all here
     again = order["token"] is None
     starts = [0] * len(order["listeners"])
@@ -177,7 +177,7 @@ def main() -> NoReturn:
     os._exit(int(failed))  # at once: an orderly end of the interpreter takes seconds and has nothing to do
 
 
-def _be_party(config: PrivateConfig, order: Mapping[str, Any], number: int, run: Run) -> int:
+def _be_party(config: PrivateConfig, order: Mapping[str, Any], number: int, run: RunParty) -> int:
     """Connect and run one party; 0 if it ended well."""
     threading.Thread(target=_die_with_parent, name="parent watch", daemon=True).start()
     if number:  # all of them compile the same kernels, and write to one terminal

@@ -24,7 +24,7 @@ from private_llm.errors import PartiesBusy, TransportError, undoing
 from private_llm.net.addresses import Address, addresses_of, listen, open_connection, set_options, shown
 from private_llm.net.admission import HANDSHAKE_S, Acceptor, Admission
 from private_llm.net.hello import CALLER_BYTES, Greeted, answer, greet
-from private_llm.net.sockets import Pair, SocketTransport
+from private_llm.net.sockets import SocketPair, SocketTransport
 from private_llm.net.tls import Credentials, caller_name, explain
 from private_llm.net.transport import CLIENT, endpoint_name
 
@@ -127,7 +127,7 @@ class _Mesh:
         self._changed = threading.Condition()
         self._done = False
 
-    def open(self, acceptor: Acceptor | None) -> list[dict[int, Pair]]:
+    def open(self, acceptor: Acceptor | None) -> list[dict[int, SocketPair]]:
         """Connect all parallel sessions, or raise TransportError. Afterwards further callers are told "busy"."""
         if acceptor is not None:
             acceptor.lead_to(self._receive)
@@ -137,7 +137,8 @@ class _Mesh:
             self._await_calls()
         made, peers = self._made, {peer for peer, _, _ in self._made}
         return [
-            {p: Pair(*made[(p, True, k)], *made[(p, False, k)]) for p in peers} for k in range(self._parallel_sessions)
+            {p: SocketPair(*made[(p, True, k)], *made[(p, False, k)]) for p in peers}
+            for k in range(self._parallel_sessions)
         ]
 
     def _missing(self, peers: Sequence[int]) -> list[tuple[int, bool, int]]:

@@ -39,7 +39,7 @@ _LIFE_S = 5.0
 """How often a client that works says so to endpoints that may have nothing to do with what it asks for."""
 
 
-class Pair(NamedTuple):
+class SocketPair(NamedTuple):
     """The two connected sockets between this endpoint and one other, and their sessions' names (8 bytes)."""
 
     out: socket.socket
@@ -55,7 +55,7 @@ class SocketTransport(Transport):
     waits for a client that sends nothing at all (None: for ever).
     """
 
-    def __init__(self, me: int, pairs: dict[int, Pair], timeout: float, idle_s: float | None = None) -> None:
+    def __init__(self, me: int, pairs: dict[int, SocketPair], timeout: float, idle_s: float | None = None) -> None:
         super().__init__(me)
         self._origin = Origin()
         self.timeout = timeout

@@ -17,7 +17,7 @@ from private_llm.protocols.session import Session
 from private_llm.protocols.share import Share
 from private_llm.tensor.secret import SecretTensor
 
-Read = Callable[[nn.Module], tuple[Tensor, Tensor | None]]
+ReadWeights = Callable[[nn.Module], tuple[Tensor, Tensor | None]]
 """Gives a layer's weight and bias."""
 
 
@@ -52,7 +52,9 @@ class SharedProducts:
 class SharedInput:
     """Computes all layers of a group when the first is called, and hands the others their piece (`Pieces`)."""
 
-    def __init__(self, layers: Sequence[nn.Linear], name: str, session: Session, read: Read | None = None) -> None:
+    def __init__(
+        self, layers: Sequence[nn.Linear], name: str, session: Session, read: ReadWeights | None = None
+    ) -> None:
         """layers: linear layers of one input size K.
 
         With `read`, which gives a layer's weight and bias, nothing is kept: each product reads anew. name: the module

@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 
 from private_llm.errors import DomainError, UnsupportedOp
-from private_llm.exact.pool import Pair, Span, adaptive_spans, max_pool2d, spans, window_sums
+from private_llm.exact.pool import Span, adaptive_spans, max_pool2d, spans, window_sums
+from private_llm.kernels.shapes import Pair
 from private_llm.ranges import REACH
 from private_llm.tensor.dispatch import TorchArg, implements
 from private_llm.tensor.ops_conv import pair

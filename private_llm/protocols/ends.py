@@ -19,7 +19,7 @@ from private_llm.protocol_facts import names_where
 from private_llm.ring.prg import Prg, Seed
 from private_llm.ring.ring import Ring
 
-Links = Callable[[Transport], Transport]
+WrapLinks = Callable[[Transport], Transport]
 """What puts something between a protocol and its links."""
 
 
@@ -81,7 +81,7 @@ class PartyEnd(ABC):
         """Whether this is inside a `section`."""
         return False
 
-    def section(self, label: str, links: Links = lambda transport: transport) -> AbstractContextManager[None]:
+    def section(self, label: str, links: WrapLinks = lambda transport: transport) -> AbstractContextManager[None]:
         """Inside, masks are drawn apart (once for each `label`), over `links`: the helper may run ahead. Local.
 
         Raises UnsupportedOp for a protocol without separate preprocessing, ProtocolAbort for a used label.

@@ -19,7 +19,7 @@ from torch import Tensor
 from private_llm.kernels.forms import BilinearForm
 from private_llm.protocols.arithmetic import BitWidths
 from private_llm.protocols.one_step import Exponential, Pieces
-from private_llm.protocols.protocol import Protocol, Weights, check_low
+from private_llm.protocols.protocol import BitWeights, Protocol, check_low
 from private_llm.protocols.share import BitShare, Share
 
 
@@ -70,7 +70,7 @@ class ExactTruncation(Protocol):
         return self.truncate(super().poly(x, coefficients), shift)
 
     def inject(
-        self, bits: BitShare, x: Share | None, weights: Weights, constants: Weights, shift: int = 0,
+        self, bits: BitShare, x: Share | None, weights: BitWeights, constants: BitWeights, shift: int = 0,
         low: int | None = None,
     ) -> Share:  # fmt: skip
         """Weighted bits, exactly divided: 1 round, then `truncate`; 1-D [count]."""

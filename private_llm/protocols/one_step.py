@@ -23,18 +23,16 @@ from __future__ import annotations
 import decimal
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from private_llm.errors import DomainError
+from private_llm.kernels.address import Array
 from private_llm.kernels.shapes import packed_words
-from private_llm.kernels.waves import Digits, Factors, Secrets
+from private_llm.kernels.waves import Digits, Factors, Integers, Secrets
 from private_llm.ring.comparison_keys import shared_ways
-
-Array = np.ndarray[Any, Any]
 
 Polynomial = tuple[int, ...]
 """Coefficients of 1, x, x^2: integers, modulo the ring size."""
@@ -229,8 +227,6 @@ TABLE_BITS = 30
 
 _HALF_BITS = PLACE_BITS // 2
 _PI = decimal.Decimal("3.14159265358979323846264338327950288419716939937510582097494459")
-
-Integers = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from private_llm.kernels.forms import BilinearForm
 from private_llm.net.transport import CLIENT, Transport
 from private_llm.protocols.arithmetic import BitWidths
 from private_llm.protocols.ends import ClientEnd
-from private_llm.protocols.protocol import Protocol, Weights, check_injected, check_low
+from private_llm.protocols.protocol import BitWeights, Protocol, check_injected, check_low
 from private_llm.protocols.share import (
     BitShare,
     Index,
@@ -113,7 +113,7 @@ class Plain(Protocol):
         return BitShare((packed(rows),), flat.numel())
 
     def inject(
-        self, bits: BitShare, x: Share | None, weights: Weights, constants: Weights, shift: int = 0,
+        self, bits: BitShare, x: Share | None, weights: BitWeights, constants: BitWeights, shift: int = 0,
         low: int | None = None,
     ) -> Share:  # fmt: skip
         """floor(sum of bit_k * (w_k x + c_k) / 2^shift), 1-D [count]; all bits of it, whatever `low` says."""

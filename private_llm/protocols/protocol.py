@@ -33,11 +33,11 @@ from private_llm.protocols.share import (
     unpacked,
 )
 
-Weights = Sequence[int | Tensor]
+BitWeights = Sequence[int | Tensor]
 """Public ring constants: one per bit row, each an int or a tensor of 1 or `count` elements (flattened)."""
 
 
-def check_injected(bits: BitShare, x: Share | None, weights: Weights, constants: Weights) -> None:
+def check_injected(bits: BitShare, x: Share | None, weights: BitWeights, constants: BitWeights) -> None:
     """Raise DomainError unless x has bits.count elements, and weights and constants are one for each row. Local."""
     for given in (weights, constants):
         if len(given) != bits.rows:
@@ -94,7 +94,7 @@ class Protocol(Arithmetic):
 
     @abstractmethod
     def inject(
-        self, bits: BitShare, x: Share | None, weights: Weights, constants: Weights, shift: int = 0,
+        self, bits: BitShare, x: Share | None, weights: BitWeights, constants: BitWeights, shift: int = 0,
         low: int | None = None,
     ) -> Share:  # fmt: skip
         """sum over rows k of bit_k * (weights[k] * x + constants[k]), divided by 2^shift.

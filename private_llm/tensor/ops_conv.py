@@ -10,6 +10,7 @@ from torch import Tensor
 
 from private_llm.errors import UnsupportedOp
 from private_llm.kernels.forms import Conv2d
+from private_llm.kernels.shapes import Pair
 from private_llm.tensor.dispatch import TorchArg, implements
 from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.ops_matmul import ring_weight
@@ -17,8 +18,6 @@ from private_llm.tensor.ops_pointwise import plus
 from private_llm.tensor.range_check import watch_later
 from private_llm.tensor.scale import same_session
 from private_llm.tensor.secret import SecretTensor
-
-Pair = tuple[int, int]
 
 
 def pair(value: TorchArg) -> Pair:

@@ -12,7 +12,7 @@ from private_llm.kernels.forms import Matmul
 from private_llm.protocols.session import Session
 from private_llm.tensor.dispatch import implements
 from private_llm.tensor.fixed import Fixed, read_frac, read_width
-from private_llm.tensor.ops_pointwise import Operand, mul, plus
+from private_llm.tensor.ops_pointwise import AnyOperand, mul, plus
 from private_llm.tensor.range_check import watch
 from private_llm.tensor.scale import same_session
 from private_llm.tensor.secret import SecretTensor
@@ -155,7 +155,7 @@ def baddbmm(bias: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float = 1, al
 
 
 def _combined(
-    bias: Operand, made: SecretTensor, beta: float, alpha: float, narrow: bool = False
+    bias: AnyOperand, made: SecretTensor, beta: float, alpha: float, narrow: bool = False
 ) -> SecretTensor:  # fmt: skip
     made = made if alpha == 1 else mul(made, alpha)
     if beta == 0:

@@ -18,7 +18,7 @@ from private_llm.tensor.range_check import watch
 from private_llm.tensor.scale import aligned, encoded, same_session, times_public, times_scalar
 from private_llm.tensor.secret import SecretTensor
 
-Operand = SecretTensor | Tensor | float | int
+AnyOperand = SecretTensor | Tensor | float | int
 
 MINUS_INFINITY = -1e9
 """Public addends at or below this stand for minus infinity (masks use finfo.min or -inf)."""
@@ -30,7 +30,7 @@ def _secret(x: object, op: str) -> SecretTensor:
     return x
 
 
-def plus(x: SecretTensor, y: Operand, narrow: bool = False) -> SecretTensor:
+def plus(x: SecretTensor, y: AnyOperand, narrow: bool = False) -> SecretTensor:
     """x + y for a secret x, broadcasting; a public y may hold minus infinities (additive mask, 2-D or more).
 
     narrow: as for `aligned`.
@@ -75,7 +75,7 @@ def _plus_public(x: SecretTensor, y: Tensor, narrow: bool) -> SecretTensor:
 
 
 @implements(torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__)
-def add(x: Operand, y: Operand, *, alpha: float = 1) -> SecretTensor:
+def add(x: AnyOperand, y: AnyOperand, *, alpha: float = 1) -> SecretTensor:
     """Sum x + alpha * y, broadcasting. Local where both have the same fractional bits, or at most 6 surplus bits.
 
     Else one truncation (1 round) of each operand that has more than the session's; beside a coarse secret, of the finer
@@ -91,7 +91,7 @@ def add(x: Operand, y: Operand, *, alpha: float = 1) -> SecretTensor:
 
 
 @implements(torch.sub, torch.subtract, Tensor.sub, Tensor.__sub__)
-def sub(x: Operand, y: Operand, *, alpha: float = 1) -> SecretTensor:
+def sub(x: AnyOperand, y: AnyOperand, *, alpha: float = 1) -> SecretTensor:
     """Difference x - alpha * y; cost as `add`."""
     if alpha != 1:
         y = mul(y, alpha) if isinstance(y, SecretTensor) else y * alpha
@@ -111,7 +111,7 @@ def neg(x: SecretTensor) -> SecretTensor:
 
 
 @implements(torch.mul, torch.multiply, Tensor.mul, Tensor.__mul__, Tensor.__rmul__, Tensor.multiply)
-def mul(x: Operand, y: Operand) -> SecretTensor:
+def mul(x: AnyOperand, y: AnyOperand) -> SecretTensor:
     """Product x*y, broadcasting. Two secrets: one truncating product.
 
     That is 2 rounds and 30.75 bytes an output in trio (64-bit ring, 18 bits), less where calibration knows the size of
@@ -138,7 +138,7 @@ def mul(x: Operand, y: Operand) -> SecretTensor:
 
 
 @implements(torch.div, torch.true_divide, torch.divide, Tensor.div, Tensor.__truediv__, Tensor.true_divide)
-def div(x: Operand, y: Operand, *, rounding_mode: str | None = None) -> SecretTensor:
+def div(x: AnyOperand, y: AnyOperand, *, rounding_mode: str | None = None) -> SecretTensor:
     """Secret / public: `mul` by 1 / y. Raises UnsupportedOp for a secret y and for a rounding mode."""
     if isinstance(y, SecretTensor) or rounding_mode is not None:
         raise UnsupportedOp("division by a secret, or with rounding, has no private rule; add one in nn/ops_norm.py")
@@ -149,7 +149,7 @@ implements(torch.square, Tensor.square)(lambda x: mul(x, x))
 
 
 @implements(torch.pow, Tensor.pow, Tensor.__pow__)
-def power(x: Operand, exponent: Operand) -> SecretTensor:
+def power(x: AnyOperand, exponent: AnyOperand) -> SecretTensor:
     """Integer powers 1 (local), 2 and 3 of a secret: one truncating product less than the exponent, 2 rounds each.
 
     Raises UnsupportedOp for any other exponent or a plain base.
@@ -176,7 +176,7 @@ _in_place(div, Tensor.div_, Tensor.__itruediv__)
 
 # -- masks --------------------------------------------------------------------------------------------------
 @implements(torch.where, Tensor.where)
-def where(condition: Tensor, x: Operand, y: Operand) -> SecretTensor:
+def where(condition: Tensor, x: AnyOperand, y: AnyOperand) -> SecretTensor:
     """Selection by a public condition; -inf on one side hides those entries.
 
     Local; the sum of the sides costs as `add`. Raises UnsupportedOp for a secret condition.
@@ -192,7 +192,7 @@ def where(condition: Tensor, x: Operand, y: Operand) -> SecretTensor:
     return add(_kept(x, condition), _kept(y, ~condition))
 
 
-def _kept(x: Operand, condition: Tensor) -> Operand:
+def _kept(x: AnyOperand, condition: Tensor) -> AnyOperand:
     """x where the condition holds, 0 elsewhere."""
     if isinstance(x, SecretTensor):
         return SecretTensor(times_public(x, condition)) if condition.numel() > 1 else mul(x, float(condition))

@@ -147,17 +147,17 @@ def _log2(count: int) -> int:
     return max(0, count - 1).bit_length()
 
 
-Dims = int | Sequence[int] | None
+AnyDims = int | Sequence[int] | None
 
 
-def _dims(x: SecretTensor, dim: Dims) -> list[int]:
+def _dims(x: SecretTensor, dim: AnyDims) -> list[int]:
     every = range(x.ndim) if dim is None or (not isinstance(dim, int) and not dim) else dim
     return [every % max(1, x.ndim)] if isinstance(every, int) else sorted(d % x.ndim for d in every)
 
 
 @implements(torch.sum, Tensor.sum)
 def total(
-    x: SecretTensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+    x: SecretTensor, dim: AnyDims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> SecretTensor:
     """Sum over dimensions; local.
 
@@ -169,7 +169,9 @@ def total(
 
 
 @implements(torch.mean, Tensor.mean)
-def mean(x: SecretTensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> SecretTensor:
+def mean(
+    x: SecretTensor, dim: AnyDims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> SecretTensor:
     """Mean over dimensions, up to any number of entries (see the header): in rows of 2^f, then over these rows.
 
     Local for a power of two or at most 16 entries (18 fractional bits, 64-bit ring), else 1 truncation of the means;

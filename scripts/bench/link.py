@@ -13,7 +13,7 @@ from collections import deque
 
 import torch
 from private_llm_cli.commands.estimate_plans import LinkSpeed as LinkSpeed
-from private_llm_cli.commands.plot import RecordingTransport, Span
+from private_llm_cli.commands.plot import TimelineTransport, TimeSpan
 from torch import Tensor
 
 from private_llm.net.ledger import CONTROL
@@ -96,8 +96,8 @@ class RecordingMesh(SlowMesh):
     """A `SlowMesh` (by default without any delay) that keeps every wait in `waits`, every frame in `sent`."""
 
     def __init__(self, parties: int, timeout: float, speed: LinkSpeed | None = None) -> None:
-        self.waits: list[Span] = []
-        self.sent: list[Span] = []
+        self.waits: list[TimeSpan] = []
+        self.sent: list[TimeSpan] = []
         super().__init__(parties, timeout, speed or LinkSpeed(float("inf"), 0.0), "bench")
         self.instant = frozenset(["bench", CONTROL])
 
@@ -108,11 +108,11 @@ class RecordingMesh(SlowMesh):
     def occupy(self, link: tuple[int, int], tag: str, count: int) -> float:
         """Queue `count` bytes on a wire: when the last of them has left."""
         end = super().occupy(link, tag, count)
-        self.sent.append(Span(*link, tag, end - self.speed.seconds(count), end, self.number))
+        self.sent.append(TimeSpan(*link, tag, end - self.speed.seconds(count), end, self.number))
         return end
 
 
-class _TimedTransport(RecordingTransport, SlowTransport):
+class _TimedTransport(TimelineTransport, SlowTransport):
     """Notes waits; frames are noted as their wires carry them."""
 
     _send = SlowTransport._send

@@ -54,7 +54,7 @@ _PLUGIN = typer.Option(
 def bench(
     names: Annotated[list[str] | None, typer.Argument(help="Works (default: all but large ones).")] = None,
     as_json: options.Json = False,
-    protocol: options.Protocol = "trio",
+    protocol: options.ProtocolOption = "trio",
     ring: options.RingBits = 64,
     n: Annotated[int | None, typer.Option("--n", help="How many elements, rows, tokens or images.")] = None,
     repeat: Repeat = 5,
@@ -62,7 +62,7 @@ def bench(
     party_mode: Annotated[
         options.PartyMode, typer.Option("--party-mode", help="auto: threads.")
     ] = options.PartyMode.AUTO,
-    parallel_sessions: options.ParallelSessions = 1,
+    parallel_sessions: options.ParallelSessionsOption = 1,
     rotate_roles: options.RotateRoles = False,
     bandwidth: Bandwidth = None,
     latency: Latency = None,
@@ -71,11 +71,11 @@ def bench(
     ] = None,
     tiny: Tiny = False,
     preprocess: Annotated[bool, typer.Option("--preprocess", help="Preprocessing first, timed apart.")] = False,
-    matmul: options.Matmul = "masked",
-    adder: options.Adder = None,
+    matmul: options.MatmulOption = "masked",
+    adder: options.AdderOption = None,
     relu_bits: options.ReluBits = None,
     relu_low: options.ReluLow = 0,
-    approximations: options.Approximations = OURS,
+    approximations: options.ApproximationsOption = OURS,
     plugin: Annotated[list[str] | None, _PLUGIN] = None,
 ) -> None:
     """Measure operations, layers and models: time, bytes, rounds and error against float64."""

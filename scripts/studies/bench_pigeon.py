@@ -36,9 +36,9 @@ def main(
     party_mode: Annotated[
         options.PartyMode, typer.Option("--party-mode", help="auto: the faster of threads and processes.")
     ] = options.PartyMode.AUTO,
-    parallel_sessions: options.ParallelSessions = 1,
+    parallel_sessions: options.ParallelSessionsOption = 1,
     rotate_roles: options.RotateRoles = False,
-    adder: options.Adder = None,
+    adder: options.AdderOption = None,
     relu_bits: options.ReluBits = None,
     relu_low: options.ReluLow = 0,
     imagenet: Annotated[bool, typer.Option("--imagenet", help="ResNet-50 and VGG-16 on ImageNet images, too.")] = False,

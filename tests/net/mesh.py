@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from private_llm.config import PrivateConfig
 from private_llm.net.addresses import hosts_of, open_listeners
 from private_llm.net.rendezvous import connect
-from private_llm.net.sockets import Pair, SocketTransport
+from private_llm.net.sockets import SocketPair, SocketTransport
 from private_llm.net.transport import CLIENT
 
 TOKEN = b"a token of one test session"
@@ -26,15 +26,15 @@ def couple(timeout=10.0, room=1 << 20):
     there, back = socket.socketpair(), socket.socketpair()
     for each in (*there, *back):
         each.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, room if each is there[0] else 1 << 20)
-    zero = SocketTransport(0, {1: Pair(there[0], SESSION, back[1], SESSION)}, timeout)
-    one = SocketTransport(1, {0: Pair(back[0], SESSION, there[1], SESSION)}, timeout)
+    zero = SocketTransport(0, {1: SocketPair(there[0], SESSION, back[1], SESSION)}, timeout)
+    one = SocketTransport(1, {0: SocketPair(back[0], SESSION, there[1], SESSION)}, timeout)
     return zero, one
 
 
 def raw_peer(timeout=10.0):
     """Endpoint 0, and the bare sockets on which a test writes and reads as party 1 would."""
     there, back = socket.socketpair(), socket.socketpair()
-    return SocketTransport(0, {1: Pair(there[0], SESSION, back[1], SESSION)}, timeout), back[0], there[1]
+    return SocketTransport(0, {1: SocketPair(there[0], SESSION, back[1], SESSION)}, timeout), back[0], there[1]
 
 
 def open_mesh(timeout=20.0, tls=None, protocol="trio"):

@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 from private_llm_hf import PrivateConfig, patch
-from private_llm_hf.sparsity.relufy import ACTIVATIONS, Activation, load_relufied
+from private_llm_hf.sparsity.relufy import ACTIVATIONS, ReluKind, load_relufied
 from private_llm_hf.sparsity.sites import ReLULinear, ShiftedReLU, find_sites, zeroes
 from relufy import relufy, save_relufied
 from torch import nn
@@ -34,7 +34,7 @@ def answer(model: PreTrainedModel, name: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("name", "activation"), NATIVE)
-def test_transformers_loads_what_it_has_a_name_for(name: str, activation: Activation, tmp_path: Path) -> None:
+def test_transformers_loads_what_it_has_a_name_for(name: str, activation: ReluKind, tmp_path: Path) -> None:
     model = build(name)
     before = answer(model, name)
     made = relufy(model, batch(name), activation, shift=0.3)
@@ -48,7 +48,7 @@ def test_transformers_loads_what_it_has_a_name_for(name: str, activation: Activa
 
 
 @pytest.mark.parametrize(("name", "activation"), OURS)
-def test_what_transformers_lacks_fails_there_and_loads_here(name: str, activation: Activation, tmp_path: Path) -> None:
+def test_what_transformers_lacks_fails_there_and_loads_here(name: str, activation: ReluKind, tmp_path: Path) -> None:
     model = build(name)
     made = relufy(model, batch(name), activation, shift=0.3)
     assert not made.native
@@ -60,7 +60,7 @@ def test_what_transformers_lacks_fails_there_and_loads_here(name: str, activatio
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_the_gated_block_computes_the_formula(activation: Activation) -> None:
+def test_the_gated_block_computes_the_formula(activation: ReluKind) -> None:
     model = build("llama")
     mlp = model.model.layers[0].mlp
     gate, up, down = (layer.weight for layer in (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
@@ -84,7 +84,7 @@ def test_a_shift_goes_into_the_bias_of_an_ungated_block() -> None:
 
 
 def test_drelu_is_sparser_than_relu() -> None:
-    def active(activation: Activation) -> float:
+    def active(activation: ReluKind) -> float:
         model, seen = build("llama"), []
         relufy(model, batch("llama"), activation)
         model.model.layers[0].mlp.down_proj.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
@@ -115,7 +115,7 @@ def test_tuning_reaches_the_layers_that_were_replaced() -> None:
         ("bloom", "relu", "no setting that names its activation"),
     ],
 )
-def test_models_that_cannot_be_changed_are_refused(name: str, activation: Activation, message: str) -> None:
+def test_models_that_cannot_be_changed_are_refused(name: str, activation: ReluKind, message: str) -> None:
     model = build(name)
     before = answer(model, name)
     with pytest.raises(PatchMismatch, match=message):
@@ -124,7 +124,7 @@ def test_models_that_cannot_be_changed_are_refused(name: str, activation: Activa
 
 
 @pytest.mark.parametrize("activation", ["relu2", "shifted-relu", "drelu"])
-def test_private_runs_take_what_transformers_has_and_refuse_the_rest(activation: Activation) -> None:
+def test_private_runs_take_what_transformers_has_and_refuse_the_rest(activation: ReluKind) -> None:
     model = build("llama")
     with torch.no_grad():
         for value in model.parameters():

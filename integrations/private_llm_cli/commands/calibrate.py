@@ -95,7 +95,7 @@ def diff(
     as_json: options.Json = False,
     image: Annotated[Path | None, typer.Option(help="For a classifier of images: the image file.")] = None,
     ranges: options.RangesFile = None,
-    approximations: options.Approximations = OURS,
+    approximations: options.ApproximationsOption = OURS,
 ) -> None:
     """Layer by layer against plaintext (with the same functions): errors, and values that leave the ring."""
     from private_llm_hf.api import ranges_of_checkpoint

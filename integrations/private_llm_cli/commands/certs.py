@@ -30,9 +30,9 @@ def trial(
     out: Annotated[str, typer.Option("--out", help="Folder for ca.pem and one certificate per endpoint.")] = "",
     parties: Annotated[int | None, typer.Option(help="How many parties (default: those of --protocol).")] = None,
     days: Annotated[float, typer.Option(help="How long they are valid.")] = 365.0,
-    protocol: options.Protocol = "trio",
-    plan: options.Plan = "",
-    split: options.Split = None,
+    protocol: options.ProtocolOption = "trio",
+    plan: options.PlanOption = "",
+    split: options.SplitOption = None,
     user: Annotated[
         list[str] | None, typer.Option("--user", help="Name of a user with a certificate of its own; repeat.")
     ] = None,

@@ -23,7 +23,7 @@ _SHOWN = 10
 
 
 @dataclass(frozen=True)
-class Batch:
+class Examples:
     """Images with names, and what they show if that is known."""
 
     names: list[str]
@@ -95,7 +95,7 @@ def classify(
     _table(batch, columns, facts)
 
 
-def _table(batch: Batch, columns: list[list[str]], facts: dict[str, Any]) -> None:
+def _table(batch: Examples, columns: list[list[str]], facts: dict[str, Any]) -> None:
     """columns: private classes, and the plaintext model's where there is one."""
     rows = list(zip(batch.names, *columns, strict=True))
     emit_table("private classes", ("image", "private", "plaintext")[: 1 + len(columns)], rows[:_SHOWN])
@@ -114,16 +114,16 @@ def _classes(output: Any) -> Tensor:  # noqa: ANN401 - logits, or a transformers
     return logits.argmax(-1)
 
 
-def _digits(count: int) -> Batch:
+def _digits(count: int) -> Examples:
     from private_llm_hf.vision.networks import digits
 
     pixels, labels = (part[:count] for part in digits(held_out=True))
     if count < 1:
         raise ConfigError(f"count: got {count}; want at least 1")
-    return Batch([f"digit {index}, a {label}" for index, label in enumerate(labels.tolist())], pixels, labels)
+    return Examples([f"digit {index}, a {label}" for index, label in enumerate(labels.tolist())], pixels, labels)
 
 
-def read_images(source: str, config: Any, files: Sequence[Path]) -> Batch:  # noqa: ANN401 - a transformers configuration
+def read_images(source: str, config: Any, files: Sequence[Path]) -> Examples:  # noqa: ANN401 - a transformers configuration
     """Image files as the model's own processor prepares them; a plain network gets values from 0 to 1."""
     import numpy as np
     import torch
@@ -140,11 +140,11 @@ def read_images(source: str, config: Any, files: Sequence[Path]) -> Batch:  # no
 
         processor = AutoImageProcessor.from_pretrained(source)
         prepared = processor(images=[picture.convert("RGB") for picture in pictures], return_tensors="pt")
-        return Batch(names, prepared["pixel_values"], None)
+        return Examples(names, prepared["pixel_values"], None)
     channels, height, width = image_shape(config)
     mode = {1: "L", 3: "RGB"}.get(channels)
     if mode is None:
         raise ConfigError(f"images: this network takes {channels} channels; files have 1 or 3")
     values = [np.array(picture.convert(mode).resize((width, height)), dtype=np.float32) / 255 for picture in pictures]
     pixels = torch.from_numpy(np.stack(values)).reshape(-1, height, width, channels).permute(0, 3, 1, 2)
-    return Batch(names, pixels, None)
+    return Examples(names, pixels, None)

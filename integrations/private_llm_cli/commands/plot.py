@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 # -- What pictures are drawn from: a mesh that notes when whom waited for a frame of whom -----------------------------
 @dataclass(frozen=True)
-class Span:
+class TimeSpan:
     """One endpoint's wait for a frame of a peer, or a frame on its way to it (seconds of time.perf_counter)."""
 
     endpoint: int
@@ -47,16 +47,16 @@ class RecordingMesh(LocalMesh):
     lends = False
 
     def __init__(self, parties: int, timeout: float) -> None:
-        self.waits: list[Span] = []
-        self.sent: list[Span] = []
+        self.waits: list[TimeSpan] = []
+        self.sent: list[TimeSpan] = []
         super().__init__(parties, timeout)
 
-    def transport(self, me: int) -> RecordingTransport:
+    def transport(self, me: int) -> TimelineTransport:
         """The transport of endpoint `me`."""
-        return RecordingTransport(self, me)
+        return TimelineTransport(self, me)
 
 
-class RecordingTransport(LocalTransport):
+class TimelineTransport(LocalTransport):
     """One endpoint of a `RecordingMesh`."""
 
     def __init__(self, mesh: RecordingMesh, me: int) -> None:
@@ -65,7 +65,7 @@ class RecordingTransport(LocalTransport):
 
     def _send(self, to: int, tag: str, payload: Tensor) -> None:
         now = time.perf_counter()
-        self._sent.append(Span(self.me, to, tag, now, now, self._parallel_session))
+        self._sent.append(TimeSpan(self.me, to, tag, now, now, self._parallel_session))
         super()._send(to, tag, payload)
 
     def _recv(self, frm: int, tag: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -85,7 +85,7 @@ class RecordingTransport(LocalTransport):
     def _waiting(self, frm: int, tag: str) -> Iterator[None]:
         started = time.perf_counter()
         yield
-        self._waits.append(Span(self.me, frm, tag, started, time.perf_counter(), self._parallel_session))
+        self._waits.append(TimeSpan(self.me, frm, tag, started, time.perf_counter(), self._parallel_session))
 
 
 # -- The picture of costs ----------------------------------------------------------------------------------------------
@@ -93,7 +93,7 @@ _COLOURS = ("#4c72b0", "#dd8452", "#55a868", "#8172b3", "#c44e52", "#937860")
 
 
 def plot_costs(
-    layers: Sequence[LayerCost], waits: Sequence[Span], config: PrivateConfig, span: tuple[float, float], path: Path
+    layers: Sequence[LayerCost], waits: Sequence[TimeSpan], config: PrivateConfig, span: tuple[float, float], path: Path
 ) -> None:
     """Bars of each layer's bytes by sender; below, the parties' work in `span` (seconds of time.perf_counter)."""
     pyplot = load_pyplot()
@@ -156,7 +156,7 @@ _KINDS = {"party": "#937860", "CompNode": "#4c72b0", "AttnNode": "#dd8452"}
 
 
 def plot_nodes(
-    costs: Costs, frames: Sequence[Span], config: PrivateConfig, arrived: Sequence[float], path: Path
+    costs: Costs, frames: Sequence[TimeSpan], config: PrivateConfig, arrived: Sequence[float], path: Path
 ) -> None:
     """Bars of each node's bytes by what they are; below, who sent anything between one token and the next.
 
@@ -205,7 +205,7 @@ def chosen(config: PrivateConfig, sent: dict[int, int]) -> tuple[list[int], str]
     return [*range(first), *sorted(most)], f"{title} ({room} AttnNodes that send most)"
 
 
-def worked(frames: Sequence[Span], arrived: Sequence[float]) -> list[set[int]]:
+def worked(frames: Sequence[TimeSpan], arrived: Sequence[float]) -> list[set[int]]:
     """For each token, the endpoints besides the client that sent a frame until it came."""
     made: list[set[int]] = []
     for start, end in itertools.pairwise(arrived):

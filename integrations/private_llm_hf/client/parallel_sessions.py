@@ -65,12 +65,12 @@ class ParallelSessions(Parties):
         super().__init__(config, every[0].transport, every[0].end, every[0].shutdown)
         self._every = every
         self._kept = SessionRows(len(every))
-        self._planned: list[Rows] = []
+        self._planned: list[RowNumbers] = []
         self._busy = [0] * len(every)
         self._choice = threading.Lock()
 
     @contextmanager
-    def _using(self, rows: Rows) -> Iterator[None]:
+    def _using(self, rows: RowNumbers) -> Iterator[None]:
         """Have the parallel sessions that hold rows for oneself."""
         with ExitStack() as stack:
             for each, count in zip(self._every, rows, strict=True):  # in this order: nobody waits in a circle
@@ -144,7 +144,7 @@ class ParallelSessions(Parties):
                 return self._run(call, secrets, self._planned[place[1]])
         return self._run(call, secrets, None)
 
-    def _run(self, call: Call, secrets: list[Secret], planned: Rows | None) -> tuple[str, dict[str, Tensor]]:
+    def _run(self, call: Call, secrets: list[Secret], planned: RowNumbers | None) -> tuple[str, dict[str, Tensor]]:
         """planned: the rows of a call that was preprocessed."""
         held, picks = self._kept.of(call)
         where = self._reserved(held or planned or [], call.rows, self._kept.together(call))
@@ -163,7 +163,7 @@ class ParallelSessions(Parties):
         return answers[0][0], {name: torch.cat([opened[name] for _, opened in answers]) for name in answers[0][1]}
 
     @contextmanager
-    def _reserved(self, rows: Rows, total: int, together: int) -> Iterator[Rows]:
+    def _reserved(self, rows: RowNumbers, total: int, together: int) -> Iterator[RowNumbers]:
         """The parallel sessions of a call, its own while it runs: those that hold what it continues, or idle ones."""
         with self._choice:
             rows = rows or spread(total, together, self._busy)
@@ -229,7 +229,7 @@ class ParallelSessions(Parties):
 
 # -- Which rows of a batch are whose ----------------------------------------------------------------------------------
 Entry = TypeVar("Entry", bound=CallOrEdit)
-Rows = list[int]
+RowNumbers = list[int]
 """How many rows each parallel session holds."""
 Picks = list[Tensor | None]
 """For each parallel session which of its own rows are meant; None: all."""
@@ -240,10 +240,10 @@ class SessionRows:
 
     def __init__(self, number: int) -> None:
         self._number = number
-        self._rows: dict[int, Rows] = {}
+        self._rows: dict[int, RowNumbers] = {}
         self._groups: dict[int, int] = {}
 
-    def of(self, entry: CallOrEdit) -> tuple[Rows, Picks]:
+    def of(self, entry: CallOrEdit) -> tuple[RowNumbers, Picks]:
         """The rows of what a request continues or changes (empty: nothing that is kept), and which of them it means.
 
         Raises DomainError for another number of rows, UnsupportedOp if a row would change its parallel session.
@@ -263,7 +263,7 @@ class SessionRows:
             raise DomainError(f"rows: got {entry.rows}; want {sum(found)}, as many as the cache or encoder output has")
         return found, picks
 
-    def keep(self, entry: CallOrEdit, rows: Rows) -> None:
+    def keep(self, entry: CallOrEdit, rows: RowNumbers) -> None:
         """A request was made with these rows: what it fills or changes has them now. Raises UnsupportedOp as `of`."""
         match entry:
             case Call():
@@ -275,7 +275,7 @@ class SessionRows:
             case SelectRows():
                 self._rows[entry.handle] = self._picked(entry.handle, entry.index)[0]
 
-    def _picked(self, handle: int, index: Tensor) -> tuple[Rows, Picks]:
+    def _picked(self, handle: int, index: Tensor) -> tuple[RowNumbers, Picks]:
         """Chosen rows of a kept state, by parallel session. Raises UnsupportedOp if a row would change its own."""
         rows = self._rows[handle]
         owner = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor(rows))[index]
@@ -304,7 +304,7 @@ class SessionRows:
         self._groups.pop(handle, None)
 
 
-def spread(total: int, together: int, busy: Sequence[int]) -> Rows:
+def spread(total: int, together: int, busy: Sequence[int]) -> RowNumbers:
     """Groups of rows over the parallel sessions in order; few groups go to those with the fewest calls (`busy`)."""
     groups, numbers = total // together, range(len(busy))
     chosen = sorted(sorted(numbers, key=lambda number: busy[number])[:groups])
@@ -314,7 +314,7 @@ def spread(total: int, together: int, busy: Sequence[int]) -> Rows:
     return rows
 
 
-def parts_of(entry: Entry, rows: Rows, picks: Picks) -> Iterator[tuple[int, Entry, slice]]:
+def parts_of(entry: Entry, rows: RowNumbers, picks: Picks) -> Iterator[tuple[int, Entry, slice]]:
     """Of each parallel session that takes part: number, part of the request, and which rows of the batch these are."""
     start = 0
     for number, (count, index) in enumerate(zip(rows, picks, strict=True)):
@@ -341,9 +341,11 @@ def _part(entry: Entry, rows: slice, index: Tensor | None) -> Entry:
     )
 
 
-def plan_parallel_sessions(entries: Sequence[CallOrEdit], number: int) -> tuple[list[Rows], list[list[CallOrEdit]]]:
+def plan_parallel_sessions(
+    entries: Sequence[CallOrEdit], number: int
+) -> tuple[list[RowNumbers], list[list[CallOrEdit]]]:
     """Of planned requests, one after the other: the rows of each, and the requests of every parallel session."""
-    kept, every = SessionRows(number), list[Rows]()
+    kept, every = SessionRows(number), list[RowNumbers]()
     parts: list[list[CallOrEdit]] = [[] for _ in range(number)]
     for entry in entries:
         rows, picks = kept.of(entry)

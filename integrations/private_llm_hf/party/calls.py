@@ -26,7 +26,7 @@ from private_llm_hf.party.model_description import validate_input_shape
 from private_llm_hf.party.session_state import SessionState
 from private_llm_hf.transformers_versions import CACHE
 from private_llm_hf.wire.answers import GUARD, Output, Outputs
-from private_llm_hf.wire.commands import OPENED, PUBLIC, CacheEdit, Call, CallOrEdit, Place, Tokens, Values
+from private_llm_hf.wire.commands import OPENED, PUBLIC, CacheEdit, Call, CallOrEdit, CallPlace, Tokens, Values
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ class PreprocessingPlan:
         """Whether every call was made."""
         return self._next == len(self.calls)
 
-    def take(self, at: Place) -> PlannedCall:
+    def take(self, at: CallPlace) -> PlannedCall:
         """The call at this place, which must be the next one. Raises ProtocolAbort for another."""
         planned = None if self.finished else self.calls[self._next]
         if planned is None or at != (self.number, planned.number):

@@ -38,14 +38,14 @@ from private_llm_hf.models.cache_policies import expanded, expands_latents, wind
 from private_llm_hf.models.folds import NONE_FOLDED, Folded, fold_batch_norms, fold_norms
 from private_llm_hf.models.sparse_blocks import attach_predictors, make_sparse
 from private_llm_hf.party.cache import Attention, AttentionBreak, SecretCache, SecretEncoderDecoderCache
-from private_llm_hf.party.placement import Placement, Value
+from private_llm_hf.party.placement import PlacedValue, Placement
 from private_llm_hf.patch_plan import make_patch_plan
 from private_llm_hf.transformers_versions import CACHE
 
 _HOLES = 1 << 23
 """Weights whose joining leaves holes worth returning: 64 MB of each part of a share, in the 64-bit ring."""
 
-AnyValue = TypeVar("AnyValue", bound=Value)
+AnyValue = TypeVar("AnyValue", bound=PlacedValue)
 
 
 def build_party_model(

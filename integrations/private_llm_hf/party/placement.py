@@ -161,7 +161,7 @@ def _again(session: Session, value: Offloaded) -> Fixed | Tensor:
 
 DISK = "disk"
 
-Value = Fixed | SecretTensor | Tensor | Offloaded
+PlacedValue = Fixed | SecretTensor | Tensor | Offloaded
 
 
 class Placement:
@@ -200,7 +200,7 @@ class Placement:
         return self._devices[self._main if where in (None, DISK) else where]
 
     # -- weights ------------------------------------------------------------------------------------------------
-    def settle(self, places: Sequence[tuple[str, nn.Module, str]], value: Value) -> None:
+    def settle(self, places: Sequence[tuple[str, nn.Module, str]], value: PlacedValue) -> None:
         """Put one weight where its modules (path, module, own name) lie; a tied one once on each device.
 
         Raises ConfigError for a weight on disk that nobody has stored.
@@ -284,7 +284,7 @@ class _PlacementHook(ModelHook):  # type: ignore[misc]
         return output
 
 
-def parameter(value: Value, device: torch.device) -> nn.Parameter:
+def parameter(value: PlacedValue, device: torch.device) -> nn.Parameter:
     """A weight as a parameter on `device`."""
     if isinstance(value, Offloaded):
         value = value.read()

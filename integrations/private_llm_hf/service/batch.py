@@ -44,10 +44,10 @@ class BatchedRequest:
     inputs: tuple[Share | Index, ...]
 
 
-Batch = Sequence[BatchedRequest]
+RequestBatch = Sequence[BatchedRequest]
 
 
-def run_batch(state: SessionState, requests: Batch) -> list[CallResult]:
+def run_batch(state: SessionState, requests: RequestBatch) -> list[CallResult]:
     """Run the model once for requests of equal `batch_key` that `check_call` let pass; one alone may be with any key.
 
     Opens nothing. Returns what each request opens, its verdict [rows] under GUARD (alone: [1]). After an error the
@@ -57,7 +57,7 @@ def run_batch(state: SessionState, requests: Batch) -> list[CallResult]:
         return _run(state, requests)
 
 
-def _run(state: SessionState, requests: Batch) -> list[CallResult]:
+def _run(state: SessionState, requests: RequestBatch) -> list[CallResult]:
     if len(requests) == 1:
         (request,) = requests
         return [run_alone(state, request.owner, request.call, request.inputs)]
@@ -66,7 +66,7 @@ def _run(state: SessionState, requests: Batch) -> list[CallResult]:
     return [answer for _, answer in sorted(zip(order, found, strict=True), key=lambda pair: pair[0])]
 
 
-def _abandon(state: SessionState, requests: Batch) -> None:
+def _abandon(state: SessionState, requests: RequestBatch) -> None:
     """Forget what a batch that failed left half done: checks owed, and caches whose layers may differ in length."""
     state.session.checks.clear()
     for request in requests:
@@ -90,7 +90,7 @@ class _RowSpan:
         return torch.constant_pad_nd(own.to(torch.int64), (self.padding, 0))
 
 
-def _run_shared(state: SessionState, requests: Batch) -> list[CallResult]:
+def _run_shared(state: SessionState, requests: RequestBatch) -> list[CallResult]:
     model, session = state.model, state.session
     cached = [((r.owner, r.call.cache), r.call.rows, r.call.secret[0].shape[1]) for r in requests if r.call.cache]
     pasts = [0 if r.call.cache is None else state.past(r.owner, r.call.cache) for r in requests]
@@ -111,7 +111,7 @@ def _run_shared(state: SessionState, requests: Batch) -> list[CallResult]:
     return [_own(made, span, width if keep == 0 else 0) for span in spans]
 
 
-def _spans(requests: Batch, pasts: Sequence[int]) -> list[_RowSpan]:
+def _spans(requests: RequestBatch, pasts: Sequence[int]) -> list[_RowSpan]:
     columns = max(pasts) + max(request.call.secret[0].shape[1] for request in requests)
     spans, start = [], 0
     for request, past in zip(requests, pasts, strict=True):
@@ -122,7 +122,7 @@ def _spans(requests: Batch, pasts: Sequence[int]) -> list[_RowSpan]:
 
 
 # -- inputs -------------------------------------------------------------------------------------------------------
-def _secret(state: SessionState, requests: Batch, spans: Sequence[_RowSpan]) -> SecretTensor:
+def _secret(state: SessionState, requests: RequestBatch, spans: Sequence[_RowSpan]) -> SecretTensor:
     """The secret inputs of all requests, as the model takes them, [rows, columns, width]: one lookup for all."""
     item, held = requests[0].call.secret[0], [request.inputs[0] for request in requests]
     rows, width = spans[-1].start + spans[-1].rows, max(span.length for span in spans)
@@ -157,7 +157,7 @@ def _padded(flat: Tensor, spans: Sequence[_RowSpan], width: int) -> Tensor:
     return torch.cat(made)
 
 
-def _public(model: PreTrainedModel, requests: Batch, spans: Sequence[_RowSpan]) -> dict[str, Any]:
+def _public(model: PreTrainedModel, requests: RequestBatch, spans: Sequence[_RowSpan]) -> dict[str, Any]:
     """Masks, positions and the rest. No mask where nobody has one and nothing is padded."""
     each = [request.call.public for request in requests]
     public: dict[str, Any] = {name: each[0][name] for name in ("use_cache", "logits_to_keep") if name in each[0]}

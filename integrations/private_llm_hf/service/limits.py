@@ -42,7 +42,7 @@ _MESSAGE = 1 << 20
 _MESSAGE_EACH = 16
 """Bytes of a command, and for each position of it: a mask and position numbers, as JSON."""
 
-Size = Annotated[int, Between(1, 1 << 62)]
+LimitSize = Annotated[int, Between(1, 1 << 62)]
 
 
 class Limits(Message):
@@ -52,10 +52,10 @@ class Limits(Message):
     clients. elements: of the largest array of one call or batch.
     """
 
-    positions: Size
-    of_user: Size
-    in_all: Size
-    elements: Size
+    positions: LimitSize
+    of_user: LimitSize
+    in_all: LimitSize
+    elements: LimitSize
 
     @classmethod
     def own(cls, settings: ServiceSettings, config: PrivateConfig, models: Iterable[PretrainedConfig]) -> Limits:

@@ -300,14 +300,14 @@ def _listen(model: PreTrainedModel, member: SitePredictor, chance: torch.Generat
 
 
 # -- predictors for all recorded sites, one after the other; what is done already is not done again -------------------
-Step = Callable[[Site, int, float], None]
+TrainingProgress = Callable[[Site, int, float], None]
 """Called after each epoch: the site, the epoch, the best F1 so far."""
 
 
 def train_set(
     model: PreTrainedModel, recorded: Path, configs: Mapping[Kind, PredictorConfig], training: TrainingConfig,
     checkpoints: Path | None = None, test: Path | None = None, budget_share: float | None = None, name: str = "",
-    accelerator: Accelerator | None = None, step: Step | None = None,
+    accelerator: Accelerator | None = None, step: TrainingProgress | None = None,
 ) -> PredictorSet:  # fmt: skip
     """Train a predictor for each recording whose kind is in `configs`, and measure it on those of `test`.
 

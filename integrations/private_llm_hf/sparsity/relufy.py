@@ -24,8 +24,8 @@ from private_llm.errors import ConfigError, PatchMismatch, refuse_unknown
 from private_llm_hf.checkpoint.model_spec import named_class
 from private_llm_hf.sparsity.sites import ReLULinear, ShiftedReLU
 
-Activation = Literal["relu", "relu2", "shifted-relu", "drelu"]
-ACTIVATIONS: tuple[Activation, ...] = ("relu", "relu2", "shifted-relu", "drelu")
+ReluKind = Literal["relu", "relu2", "shifted-relu", "drelu"]
+ACTIVATIONS: tuple[ReluKind, ...] = ("relu", "relu2", "shifted-relu", "drelu")
 FACTS = "relufied.json"
 _KEYS = ("hidden_act", "hidden_activation", "activation_function", "feed_forward_proj", "activation")
 """Names under which configurations keep their activation."""
@@ -40,7 +40,7 @@ class Relufied:
     Raises ConfigError for an unknown activation.
     """
 
-    activation: Activation
+    activation: ReluKind
     replaced: str
     native: bool
     modules: tuple[str, ...]

@@ -24,6 +24,7 @@ from private_llm.token_sharding import HELD, AttentionCall, Exchange, Sent, Stag
 from private_llm_hf.checkpoint.model_spec import describe
 from private_llm_hf.checkpoint.weights import WeightList, skeleton
 from private_llm_hf.client.costs import Costs, layer_of, rows_of
+from private_llm_hf.party.model_description import Shapes
 from private_llm_hf.token_sharding.attention_calls import attention_calls, shape_alone
 from private_llm_hf.token_sharding.client import Due, Nodes, NodeStep
 from private_llm_hf.token_sharding.commands import LoadNode
@@ -32,9 +33,6 @@ from private_llm_hf.token_sharding.node import CompNode, plan_of, reads_last_tok
 
 AROUND = "input, head and output"
 """What belongs to no layer."""
-
-
-Shapes = dict[str, tuple[int, ...]]
 
 
 @dataclasses.dataclass(frozen=True)

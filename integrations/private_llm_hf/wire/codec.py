@@ -180,11 +180,11 @@ def _finite(text: str) -> float:
     return number
 
 
-Reader = Callable[[object], Any]
+ReadValue = Callable[[object], Any]
 
 
 @functools.cache
-def _reader(hint: object) -> Reader:
+def _reader(hint: object) -> ReadValue:
     """What reads a value of a type."""
     origin, inner = get_origin(hint), get_args(hint)
     if origin is Annotated:
@@ -246,7 +246,7 @@ def _tensor(value: object) -> Tensor:
         raise Unfit(value, f"a tensor of {name}") from None
 
 
-def _checked(reader: Reader, checks: tuple[Callable[[Any], None], ...]) -> Reader:
+def _checked(reader: ReadValue, checks: tuple[Callable[[Any], None], ...]) -> ReadValue:
     def read(value: object) -> object:
         found = reader(value)
         for check in checks:
@@ -256,7 +256,7 @@ def _checked(reader: Reader, checks: tuple[Callable[[Any], None], ...]) -> Reade
     return read
 
 
-def _one_of(members: tuple[object, ...]) -> Reader:
+def _one_of(members: tuple[object, ...]) -> ReadValue:
     """A union: a dataclass is found by its name, anything else by trying."""
     empty = type(None) in members
     classes = [member for member in members if isinstance(member, type) and dataclasses.is_dataclass(member)]
@@ -281,7 +281,7 @@ def _one_of(members: tuple[object, ...]) -> Reader:
     return read
 
 
-def _dict(reader: Reader, value: object) -> dict[str, object]:
+def _dict(reader: ReadValue, value: object) -> dict[str, object]:
     if type(value) is not dict:
         raise Unfit(value, "an object")
     try:
@@ -290,26 +290,26 @@ def _dict(reader: Reader, value: object) -> dict[str, object]:
         raise error.inside("items") from None
 
 
-def _list(reader: Reader, value: object) -> tuple[object, ...]:
+def _list(reader: ReadValue, value: object) -> tuple[object, ...]:
     if type(value) is not list:
         raise Unfit(value, "a list")
     return _items([reader] * len(value), value)
 
 
-def _row(readers: tuple[Reader, ...], value: object) -> tuple[object, ...]:
+def _row(readers: tuple[ReadValue, ...], value: object) -> tuple[object, ...]:
     if type(value) is not list or len(value) != len(readers):
         raise Unfit(value, f"a list of {len(readers)}")
     return _items(readers, value)
 
 
-def _items(readers: Sequence[Reader], values: list[object]) -> tuple[object, ...]:
+def _items(readers: Sequence[ReadValue], values: list[object]) -> tuple[object, ...]:
     try:
         return tuple([reader(value) for reader, value in zip(readers, values, strict=True)])
     except Unfit as error:
         raise error.inside("items") from None
 
 
-def _fields(kind: type) -> Reader:
+def _fields(kind: type) -> ReadValue:
     """A dataclass: every field, no other, and what the class itself refuses."""
     hints = typing.get_type_hints(kind, include_extras=True)
     readers = {field.name.rstrip("_"): (field.name, _reader(hints[field.name])) for field in dataclasses.fields(kind)}

@@ -143,7 +143,7 @@ class CopyCache(Message):
 CacheEdit = SelectRows | CropCache | ResetCache | CopyCache
 CallOrEdit = Call | CacheEdit
 
-Place = tuple[Count, Count]
+CallPlace = tuple[Count, Count]
 """Of a request that was preprocessed: the number of its preprocessing plan, and its own in it."""
 
 Slices = tuple[tuple[int, tuple[Count, ...]], ...]
@@ -200,7 +200,7 @@ class Forward(Message):
 
     call: Call
     free: tuple[Handle, ...] = ()
-    at: Place | None = None
+    at: CallPlace | None = None
     slices: Slices | None = None
 
 

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from private_llm.kernels import ops
 from private_llm.protocols.carry import CarryPlan
-from private_llm.protocols.protocol import Weights, check_low
+from private_llm.protocols.protocol import BitWeights, check_low
 from private_llm.protocols.quad.shuffle import QuadShuffles
 from private_llm.protocols.share import BitShare, Share
 from private_llm.protocols.trio.bits import plan_sizes
@@ -147,7 +147,7 @@ class Quad(QuadShuffles):
 
     # -- bits to numbers --------------------------------------------------------------------------------------
     def inject(
-        self, bits: BitShare, x: Share | None, weights: Weights, constants: Weights, shift: int = 0,
+        self, bits: BitShare, x: Share | None, weights: BitWeights, constants: BitWeights, shift: int = 0,
         low: int | None = None,
     ) -> Share:  # fmt: skip
         """As Trio's, and its mirror: as many elements from party 2; one check."""
@@ -156,7 +156,9 @@ class Quad(QuadShuffles):
         mirror = self._inject_mirror(bits, x, weights, constants)
         return self._finish_checked("inject", torch.Size((bits.count,)), piece, mirror, shift, helped=False)
 
-    def _inject_mirror(self, bits: BitShare, x: Share | None, weights: Weights, constants: Weights) -> Tensor | None:
+    def _inject_mirror(
+        self, bits: BitShare, x: Share | None, weights: BitWeights, constants: BitWeights
+    ) -> Tensor | None:
         """Additive pieces of the sum at parties 0 and 3."""
         count, rows = bits.count, bits.rows
         weighted, products = self._weighted(x, weights)

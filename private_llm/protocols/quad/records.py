@@ -38,7 +38,7 @@ from torch import Tensor
 
 from private_llm.errors import ProtocolAbort, TransportError, UnsupportedOp
 from private_llm.net.transport import CLIENT, PassingTransport, Transport
-from private_llm.protocols.ends import Links, PartySetup
+from private_llm.protocols.ends import PartySetup, WrapLinks
 from private_llm.protocols.protocol import Protocol
 from private_llm.protocols.quad.client import MASK_GROUPS, TAG_BYTES, as_bytes, as_tensor
 from private_llm.protocols.quad.cost import quad_prices
@@ -216,7 +216,7 @@ class QuadRecords(TrioBits):
         return self.party % 3
 
     @contextmanager
-    def section(self, label: str, links: Links = lambda transport: transport) -> Iterator[None]:
+    def section(self, label: str, links: WrapLinks = lambda transport: transport) -> Iterator[None]:
         """As Trio's, with `links` below the roles, so that what comes from a store is recorded; party 3 is ahead.
 
         Raises UnsupportedOp for parties that compute on other devices.

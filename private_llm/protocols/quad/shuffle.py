@@ -39,7 +39,7 @@ from private_llm.protocols.quad.client import DIGEST_BYTES, as_bytes, as_tensor,
 from private_llm.protocols.quad.records import Member, same
 from private_llm.protocols.share import BitShare, Moved, Permutation, ShuffledBits, drawn, inverse, known, words_for
 
-Step = Callable[[Tensor, Tensor], Tensor]
+OrderStep = Callable[[Tensor, Tensor], Tensor]
 
 _STEPS = (1, 2, 3, 0)
 """In each the party of that number does not know the sub-permutation."""
@@ -85,7 +85,7 @@ class QuadShuffles(QuadArithmetic):
         )
         return moved if places is None else tuple(part[places.to(part.device)] for part in moved)
 
-    def _components(self, parts: tuple[Tensor, ...], plus: Step) -> list[Tensor | None]:
+    def _components(self, parts: tuple[Tensor, ...], plus: OrderStep) -> list[Tensor | None]:
         """(u, a2, a1, V), None for the one that this party lacks."""
         first, second, third = parts
         if self.party == 3:
@@ -95,7 +95,7 @@ class QuadShuffles(QuadArithmetic):
             self.party
         ]
 
-    def _parts(self, held: list[Tensor | None], minus: Step) -> tuple[Tensor, ...]:
+    def _parts(self, held: list[Tensor | None], minus: OrderStep) -> tuple[Tensor, ...]:
         u, a2, a1, value = held
         if self.party == 3:
             return known(a1), known(a2), known(u)

@@ -24,12 +24,12 @@ from torch import Tensor
 from private_llm.errors import DomainError
 from private_llm.kernels import ops
 from private_llm.protocols.carry import CarryPlan, carry_plan
-from private_llm.protocols.protocol import Weights, check_injected, check_low
+from private_llm.protocols.protocol import BitWeights, check_injected, check_low
 from private_llm.protocols.share import BitShare, Share, words_for
 from private_llm.protocols.trio.arithmetic import TrioArithmetic
 from private_llm.ring.ring import Ring
 
-Flags = np.ndarray[tuple[int], np.dtype[np.bool_]]
+BitFlags = np.ndarray[tuple[int], np.dtype[np.bool_]]
 
 
 class TrioBits(TrioArithmetic):
@@ -225,7 +225,7 @@ class TrioBits(TrioArithmetic):
 
     # -- bits to numbers --------------------------------------------------------------------------------------
     def inject(
-        self, bits: BitShare, x: Share | None, weights: Weights, constants: Weights, shift: int = 0,
+        self, bits: BitShare, x: Share | None, weights: BitWeights, constants: BitWeights, shift: int = 0,
         low: int | None = None,
     ) -> Share:  # fmt: skip
         """Pre: 1 element per row, 1 more per row with a weight; online: one finish without E."""
@@ -234,7 +234,7 @@ class TrioBits(TrioArithmetic):
         piece = self._inject_piece(bits, x, weights, constants, low)
         return self._finish("inject", torch.Size((bits.count,)), piece, shift, helped=False, low=low)
 
-    def _weighted(self, x: Share | None, weights: Weights) -> tuple[Flags, int]:
+    def _weighted(self, x: Share | None, weights: BitWeights) -> tuple[BitFlags, int]:
         """Which bit rows multiply x, and how many."""
         if x is None:
             return _flags((False,) * len(weights))
@@ -243,7 +243,7 @@ class TrioBits(TrioArithmetic):
         return _flags(tuple([isinstance(w, Tensor) or w != 0 for w in weights]))
 
     def _inject_piece(
-        self, bits: BitShare, x: Share | None, weights: Weights, constants: Weights, low: int | None = None
+        self, bits: BitShare, x: Share | None, weights: BitWeights, constants: BitWeights, low: int | None = None
     ) -> Tensor | None:
         """This evaluator's additive piece of the sum (None at the helper, who sends its products)."""
         count, rows = bits.count, bits.rows
@@ -273,7 +273,7 @@ class TrioBits(TrioArithmetic):
         ops.inject_terms(bits.parts[0].contiguous(), m, mine, shares, weighted, w, c, self.role == 1, value)
         return value
 
-    def _rows(self, values: Weights) -> Tensor:
+    def _rows(self, values: BitWeights) -> Tensor:
         """Public constants as [rows, 1], or [rows, count] when one of them is a tensor."""
         if _whole(values):
             return _column(tuple(values), self.ring, self.device)
@@ -291,13 +291,13 @@ _NUMBERS = {int, bool}
 """Types of public constants that are no tensors."""
 
 
-def _whole(values: Weights) -> TypeGuard[Sequence[int]]:
+def _whole(values: BitWeights) -> TypeGuard[Sequence[int]]:
     """Whether all constants are numbers, none a tensor. They are many: types are compared in one step."""
     return {*map(type, values)} <= _NUMBERS
 
 
 @lru_cache(maxsize=1024)
-def _flags(rows: tuple[bool, ...]) -> tuple[Flags, int]:
+def _flags(rows: tuple[bool, ...]) -> tuple[BitFlags, int]:
     """Flags as the kernels take them, and how many are set; never written to."""
     return np.array(rows, dtype=np.bool_), sum(rows)
 

@@ -50,14 +50,14 @@ from private_llm.errors import DomainError, ProtocolAbort
 from private_llm.kernels import ops
 from private_llm.kernels.shapes import broadcast
 from private_llm.protocols.arithmetic import BitWidths
-from private_llm.protocols.ends import Links, PartySetup
+from private_llm.protocols.ends import PartySetup, WrapLinks
 from private_llm.protocols.prices import Adder, Prices, trio_prices
 from private_llm.protocols.protocol import Protocol
 from private_llm.protocols.share import Share
 from private_llm.ring.comparison_keys import Ciphers
 from private_llm.ring.prg import Prg, Seed
 
-Receive = Callable[[str, tuple[int, ...], torch.dtype], Tensor]
+ReceiveFrom = Callable[[str, tuple[int, ...], torch.dtype], Tensor]
 """Receives the next message of one party: tag, shape, dtype."""
 
 
@@ -103,7 +103,7 @@ class TrioDivision(Protocol):
         return self._apart
 
     @contextmanager
-    def section(self, label: str, links: Links = lambda transport: transport) -> Iterator[None]:
+    def section(self, label: str, links: WrapLinks = lambda transport: transport) -> Iterator[None]:
         """Inside, masks come from streams of their own and indices are one-hot, so that party 0 may run ahead."""
         if label in self._sections:
             raise ProtocolAbort(f"the masks of '{label}' were used before; masks must never repeat")
@@ -354,7 +354,7 @@ class TrioDivision(Protocol):
             return packed, elements
         return (torch.cat([packed.view(self.ring.dtype), elements]),)
 
-    def _recv_mixed(self, recv: Receive, tag: str, packed: int, count: int) -> tuple[Tensor, Tensor]:
+    def _recv_mixed(self, recv: ReceiveFrom, tag: str, packed: int, count: int) -> tuple[Tensor, Tensor]:
         if count > _JOINED:
             return recv(tag, (packed,), torch.int64), recv(tag, (count,), self.ring.dtype)
         step = packed * 8 // self.ring.bytes

@@ -53,7 +53,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 import torch
@@ -61,6 +60,7 @@ from torch import Tensor
 
 from private_llm.errors import DomainError, UnsupportedOp
 from private_llm.kernels import ops, waves
+from private_llm.kernels.address import Array
 from private_llm.kernels.backends.cpu.comparison_keys import add_steps
 from private_llm.kernels.trace_hook import as_array
 from private_llm.net.ledger import Cost
@@ -73,8 +73,6 @@ from private_llm.protocols.trio.shuffle import TrioShuffles
 from private_llm.ring import comparison_keys
 from private_llm.ring.prg import Seed
 from private_llm.ring.ring import Ring
-
-Array = np.ndarray[Any, Any]
 
 
 class Trio(TrioShuffles):

@@ -263,11 +263,11 @@ def examine(plan: ShardingPlan, nodes: Sequence[int], name: str, rho: int, setti
         known |= won
 
 
-_Step = tuple[int, frozenset[int], bool]
+_SearchStep = tuple[int, frozenset[int], bool]
 """A search: its exponent of V, the positions that it wins, and whether linear algebra wins them as well."""
 
 
-def _row_steps(held: Sequence[int], known: set[int], length: int, setting: Setting) -> Iterator[_Step]:
+def _row_steps(held: Sequence[int], known: set[int], length: int, setting: Setting) -> Iterator[_SearchStep]:
     """From the front, the first held position up to which something is unknown."""
     if not setting.causal:
         everything = frozenset(range(length)) - known
@@ -284,7 +284,7 @@ def _row_steps(held: Sequence[int], known: set[int], length: int, setting: Setti
 def _result_steps(
     plan: ShardingPlan, nodes: Sequence[int], held: set[int], own: Sequence[int], known: set[int], length: int,
     setting: Setting,
-) -> Iterator[_Step]:  # fmt: skip
+) -> Iterator[_SearchStep]:  # fmt: skip
     """Searches of attention results; after a split only what the text before decides can be tried."""
     if setting.split and not setting.causal:
         return
@@ -318,7 +318,9 @@ def _sums(plan: ShardingPlan, nodes: Sequence[int]) -> Iterator[tuple[set[int], 
                 yield {shard}, {(begin + step) % plan.beta for step in range(1, steps)}
 
 
-def _open(plan: ShardingPlan, own: Sequence[int], known: set[int], length: int, setting: Setting) -> Iterator[_Step]:
+def _open(
+    plan: ShardingPlan, own: Sequence[int], known: set[int], length: int, setting: Setting
+) -> Iterator[_SearchStep]:
     """By shard, the first unknown tokens that a row of `own` speaks of; solved if as many rows speak of just these."""
     front = next((p for p in range(length) if p not in known), length)
     for shard in range(plan.beta):

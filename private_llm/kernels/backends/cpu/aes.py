@@ -25,7 +25,7 @@ from private_llm.kernels.backends.cpu.emitting import (
     I32,
     I64,
     Function,
-    Value,
+    IrValue,
     emitted,
     known,
     pointer,
@@ -88,7 +88,7 @@ SPILL = BLOCK * LANES
 _BLOCK = ir.VectorType(I64, 2)
 
 
-def _round(builder: Value, number: int, blocks: Value, key: Value) -> Value:
+def _round(builder: IrValue, number: int, blocks: IrValue, key: IrValue) -> IrValue:
     """Round 1 to 10 of one block, or of four."""
     kind = blocks.type
     width = "" if kind == _BLOCK else ".512"
@@ -104,10 +104,10 @@ def _encrypt(vectors: int) -> Function:
     """Blocks first .. of the stream under the round keys at an address, as many as `vectors` hold, to memory."""
 
     @emitted(ADDRESS, ADDRESS, ADDRESS)
-    def run(builder: Value, keys: Value, first: Value, to: Value) -> None:
+    def run(builder: IrValue, keys: IrValue, first: IrValue, to: IrValue) -> None:
         table = pointer(builder, keys, _BLOCK)
 
-        def key(number: int) -> Value:
+        def key(number: int) -> IrValue:
             loaded = builder.load(builder.gep(table, [I64(number)]), align=8)
             return shuffled(builder, [0, 1] * LANES, loaded)
 
@@ -188,10 +188,10 @@ _CONTROL = 6
 """Where a line that is a node has its seed, and all bits of it the control bit; its words are between."""
 
 
-def _encrypted(builder: Value, plain: Value, table: Value, keys: int) -> Value:
+def _encrypted(builder: IrValue, plain: IrValue, table: IrValue, keys: int) -> IrValue:
     """The first `keys` blocks of a line, each under its key of the table, plus itself; the others are anything."""
 
-    def rounds(block: Value, offset: int) -> Value:
+    def rounds(block: IrValue, offset: int) -> IrValue:
         for number in range(11):
             place = builder.add(table, I64(16 * KEYS * number + offset))
             key = builder.load(pointer(builder, place, block.type), align=8)
@@ -210,7 +210,7 @@ def _fan(keys: int) -> Function:
     """The block (low, high) under the first `keys` keys of the table at an address, plus itself, to memory."""
 
     @emitted(types.uint64, types.uint64, ADDRESS, ADDRESS)
-    def run(builder: Value, low: Value, high: Value, table: Value, to: Value) -> None:
+    def run(builder: IrValue, low: IrValue, high: IrValue, table: IrValue, to: IrValue) -> None:
         plain = builder.insert_element(ir.Constant(_LINE, ir.Undefined), low, I32(0))
         plain = shuffled(builder, [0, 1] * KEYS, builder.insert_element(plain, high, I32(1)))
         builder.store(_encrypted(builder, plain, table, keys), pointer(builder, to, _LINE), align=8)
@@ -226,7 +226,7 @@ def _descent(keys: int) -> Function:
     """
 
     @emitted(ADDRESS, ADDRESS, ADDRESS, ADDRESS)
-    def run(builder: Value, node: Value, fix: Value, table: Value, to: Value) -> None:
+    def run(builder: IrValue, node: IrValue, fix: IrValue, table: IrValue, to: IrValue) -> None:
         old = builder.load(pointer(builder, node, _LINE), align=8)
         made = _encrypted(builder, shuffled(builder, [0, 1] * KEYS, old), table, keys)
         control = shuffled(builder, [_CONTROL] * 2 * KEYS, old)

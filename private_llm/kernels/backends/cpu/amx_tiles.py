@@ -23,7 +23,7 @@ from private_llm.kernels.backends.cpu.emitting import (
     I64,
     ZERO,
     Function,
-    Value,
+    IrValue,
     emitted,
     known,
     loop,
@@ -40,28 +40,28 @@ _PITCH = I64(4 * TILE)
 _HALF = ir.VectorType(I32, TILE)
 
 
-def _instruction(builder: Value, name: str, *arguments: Value) -> None:
+def _instruction(builder: IrValue, name: str, *arguments: IrValue) -> None:
     """An AMX instruction by LLVM's name; tile numbers are constants."""
     function = known(builder, f"llvm.x86.{name}", ir.VoidType(), *(argument.type for argument in arguments))
     builder.call(function, arguments)
 
 
-def _load_tile(builder: Value, tile: int, base: Value, offset: Value) -> None:
+def _load_tile(builder: IrValue, tile: int, base: IrValue, offset: IrValue) -> None:
     _instruction(builder, "tileloadd64", I8(tile), builder.gep(base, [offset]), _PITCH)
 
 
-def _store_tile(builder: Value, tile: int, base: Value, number: int) -> None:
+def _store_tile(builder: IrValue, tile: int, base: IrValue, number: int) -> None:
     _instruction(builder, "tilestored64", I8(tile), builder.gep(base, [I64(TILE_BYTES * number)]), _PITCH)
 
 
 @emitted(ADDRESS)
-def configure(builder: Value, address: Value) -> None:
+def configure(builder: IrValue, address: IrValue) -> None:
     """Set the tiles' shapes from 64 bytes at `address`; clears them."""
     _instruction(builder, "ldtilecfg", pointer(builder, address, I8))
 
 
 @emitted()
-def release(builder: Value) -> None:
+def release(builder: IrValue) -> None:
     """Give the tiles back, so that task switches need not save them."""
     _instruction(builder, "tilerelease")
 
@@ -70,13 +70,13 @@ def _multiply(columns: int) -> Function:
     """sums[i, j] = left_i right_j over `steps` tiles each, two left tiles by `columns` right ones; all addresses."""
 
     @emitted(*[ADDRESS] * 6)
-    def run(builder: Value, *given: Value) -> None:
+    def run(builder: IrValue, *given: IrValue) -> None:
         left = [pointer(builder, each, I8) for each in given[:2]]
         right = [pointer(builder, each, I8) for each in given[2 : 2 + columns]]
         for t in range(2 * columns):
             _instruction(builder, "tilezero", I8(t))
 
-        def step(k: Value) -> None:
+        def step(k: IrValue) -> None:
             at = builder.mul(k, I64(TILE_BYTES))
             for i in range(2):
                 _load_tile(builder, 4 + i, left[i], at)
@@ -106,7 +106,7 @@ def place(shift: int, size: int) -> int:
     return 2 * (7 - shift) if shift > 3 else 2 * (3 - shift) + 1
 
 
-def _lines(builder: Value, bits: int, address: Value) -> tuple[Value, Value]:
+def _lines(builder: IrValue, bits: int, address: IrValue) -> tuple[IrValue, IrValue]:
     """Low halves (or all) and high halves (or None) of 16 elements at `address`."""
     line = ir.VectorType(ir.IntType(bits), TILE)
     loaded = builder.load(pointer(builder, address, line), align=bits // 8)
@@ -116,16 +116,16 @@ def _lines(builder: Value, bits: int, address: Value) -> tuple[Value, Value]:
     return builder.trunc(loaded, _HALF), builder.trunc(high, _HALF)
 
 
-def _store(builder: Value, line: Value, address: Value) -> None:
+def _store(builder: IrValue, line: IrValue, address: IrValue) -> None:
     builder.store(line, pointer(builder, address, line.type), align=4)
 
 
 @emitted(ADDRESS, ADDRESS, ADDRESS, ZERO)
-def shift_line(builder: Value, x: Value, packed: Value, run: Value, bits: int) -> None:
+def shift_line(builder: IrValue, x: IrValue, packed: IrValue, run: IrValue, bits: int) -> None:
     """All f_shift of 16 elements at x, each at its place, `run` bytes apart, from packed on."""
     low, high = _lines(builder, bits, x)
 
-    def moved(line: Value, by: int) -> Value:
+    def moved(line: IrValue, by: int) -> IrValue:
         return builder.shl(line, ir.Constant(line.type, [by] * TILE)) if by else line
 
     for shift in range(bits // 8):
@@ -140,7 +140,7 @@ def shift_line(builder: Value, x: Value, packed: Value, run: Value, bits: int) -
 
 
 @emitted(ADDRESS, ADDRESS, ADDRESS, ZERO)
-def copy_line(builder: Value, y: Value, packed: Value, run: Value, bits: int) -> None:
+def copy_line(builder: IrValue, y: IrValue, packed: IrValue, run: IrValue, bits: int) -> None:
     """16 elements at y to packed, their high halves `run` bytes later."""
     low, high = _lines(builder, bits, y)
     _store(builder, low, packed)
@@ -149,7 +149,7 @@ def copy_line(builder: Value, y: Value, packed: Value, run: Value, bits: int) ->
 
 
 @emitted(ADDRESS, ADDRESS, ADDRESS, ADDRESS, ZERO)
-def turn(builder: Value, y: Value, pitch: Value, packed: Value, run: Value, bits: int) -> None:
+def turn(builder: IrValue, y: IrValue, pitch: IrValue, packed: IrValue, run: IrValue, bits: int) -> None:
     """16 lines of 16 elements, `pitch` bytes apart, to a tile with lines as columns; high halves `run` bytes later."""
     starts = [builder.add(y, builder.mul(pitch, I64(n))) for n in range(TILE)]
     lines = [_lines(builder, bits, start) for start in starts]
@@ -160,7 +160,7 @@ def turn(builder: Value, y: Value, pitch: Value, packed: Value, run: Value, bits
 
 
 @emitted(ADDRESS, ADDRESS, ZERO)
-def add_line(builder: Value, sums: Value, out: Value, bits: int) -> None:
+def add_line(builder: IrValue, sums: IrValue, out: IrValue, bits: int) -> None:
     """16 elements at out += sum of 2^(8 shift) sums, highest shift first, each two tiles after the one before."""
     line, total = ir.VectorType(ir.IntType(bits), TILE), None
     for step in range(bits // 8):
@@ -173,7 +173,7 @@ def add_line(builder: Value, sums: Value, out: Value, bits: int) -> None:
     builder.store(builder.add(builder.load(target, align=bits // 8), total), target, align=bits // 8)
 
 
-def _transposed(builder: Value, rows: list[Value]) -> list[Value]:
+def _transposed(builder: IrValue, rows: list[IrValue]) -> list[IrValue]:
     """Rows of a square matrix as its columns: swap halves, quarters, ... of pairs of rows."""
     lanes = range(TILE)
     distance = 1
@@ -200,11 +200,11 @@ _LINE = ir.VectorType(I8, 64)
 _WORD = np.uint32(0)
 
 
-def _load_line(builder: Value, address: Value) -> Value:
+def _load_line(builder: IrValue, address: IrValue) -> IrValue:
     return builder.load(pointer(builder, address, _LINE), align=4)
 
 
-def _store_planes(builder: Value, pairs: list[Value], places: list[list[int]], to: Value) -> None:
+def _store_planes(builder: IrValue, pairs: list[IrValue], places: list[list[int]], to: IrValue) -> None:
     """Four planes of bytes, two of each of the first pairs with the one two after it."""
     planes = [shuffled(builder, chosen, pairs[n], pairs[2 + n]) for n in (0, 1) for chosen in places]
     for i, plane in enumerate(planes):
@@ -212,7 +212,7 @@ def _store_planes(builder: Value, pairs: list[Value], places: list[list[int]], t
 
 
 @emitted(ADDRESS, ADDRESS)
-def split_row(builder: Value, x: Value, to: Value) -> None:
+def split_row(builder: IrValue, x: IrValue, to: IrValue) -> None:
     """64 elements at x as a row of 64 bytes in each of the four planes at `to`."""
     lines = [_load_line(builder, builder.add(x, I64(64 * n))) for n in range(4)]
     halves = []
@@ -224,7 +224,7 @@ def split_row(builder: Value, x: Value, to: Value) -> None:
 
 
 @emitted(*[ADDRESS] * 5)
-def split_steps(builder: Value, *given: Value) -> None:
+def split_steps(builder: IrValue, *given: IrValue) -> None:
     """16 elements of each of four steps as 16 groups of four bytes in each of the four planes at the last address."""
     lines = [_load_line(builder, each) for each in given[:4]]
     pairs = []  # of steps (0, 1), then (2, 3): bytes 0 0 1 1, then bytes 2 2 3 3
@@ -237,7 +237,7 @@ def split_steps(builder: Value, *given: Value) -> None:
 
 
 @emitted(*[ADDRESS] * 4)
-def multiply(builder: Value, left: Value, right: Value, groups: Value, sums: Value) -> None:
+def multiply(builder: IrValue, left: IrValue, right: IrValue, groups: IrValue, sums: IrValue) -> None:
     """Sums of left_i right_j over i + j = 3, 2, 1, 0, two tiles apart at `sums`; over `groups` groups of 64 steps.
 
     Tiles 0 to 3 add up, tile 7 holds a right plane, 4 to 6 left planes 0 to 2 (plane 3 is used once, before plane 0).
@@ -246,10 +246,10 @@ def multiply(builder: Value, left: Value, right: Value, groups: Value, sums: Val
     for tile in range(4):
         _instruction(builder, "tilezero", I8(tile))
 
-    def step(k: Value) -> None:
+    def step(k: IrValue) -> None:
         start = builder.mul(k, I64(PLANES_BYTES))
 
-        def load(tile: int, base: Value, plane: int) -> None:
+        def load(tile: int, base: IrValue, plane: int) -> None:
             _load_tile(builder, tile, base, builder.add(start, I64(plane * TILE_BYTES)))
 
         for j in range(4):

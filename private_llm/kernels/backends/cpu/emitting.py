@@ -15,20 +15,20 @@ ADDRESS = types.intp
 ZERO, ARRAY = "zero", "array"
 """Arguments of any type of elements, given as its bits, and arrays or None, given as the address of the first element.
 """
-Value = Any
+IrValue = Any
 Type = Any
 Function = Any
 """Without types of their own: llvmlite's instructions and builders, Numba's types, and functions for kernels."""
 
 
-def emitted(*kinds: Type, returns: Type = types.void) -> Callable[[Callable[..., Value]], Function]:
+def emitted(*kinds: Type, returns: Type = types.void) -> Callable[[Callable[..., IrValue]], Function]:
     """A function of kernels, of arguments of these types; the one below writes its instructions: of the builder and the
     arguments, which returns what it gives.
     """
 
-    def of(write: Callable[..., Value]) -> Function:
-        def typed(_: object, *given: Type) -> tuple[Type, Callable[..., Value]]:
-            def codegen(context: Type, builder: Value, _: object, values: Sequence[Value]) -> Value:
+    def of(write: Callable[..., IrValue]) -> Function:
+        def typed(_: object, *given: Type) -> tuple[Type, Callable[..., IrValue]]:
+            def codegen(context: Type, builder: IrValue, _: object, values: Sequence[IrValue]) -> IrValue:
                 seen = []
                 for kind, each, value in zip(kinds, given, values, strict=True):
                     if each is types.none:
@@ -50,24 +50,24 @@ def emitted(*kinds: Type, returns: Type = types.void) -> Callable[[Callable[...,
     return of
 
 
-def known(builder: Value, name: str, returns: ir.Type, *operands: ir.Type) -> Value:
+def known(builder: IrValue, name: str, returns: ir.Type, *operands: ir.Type) -> IrValue:
     """LLVM's function of this name, declared once a module."""
     found = builder.module.globals.get(name)
     return found or ir.Function(builder.module, ir.FunctionType(returns, operands), name)
 
 
-def pointer(builder: Value, address: Value, kind: ir.Type) -> Value:
+def pointer(builder: IrValue, address: IrValue, kind: ir.Type) -> IrValue:
     """A number as a pointer."""
     return builder.inttoptr(address, kind.as_pointer())
 
 
-def shuffled(builder: Value, places: Sequence[int], first: Value, other: Value | None = None) -> Value:
+def shuffled(builder: IrValue, places: Sequence[int], first: IrValue, other: IrValue | None = None) -> IrValue:
     """Elements of a vector, and from its length on of another one, at these places."""
     mask = ir.Constant(ir.VectorType(I32, len(places)), list(places))
     return builder.shuffle_vector(first, ir.Constant(first.type, ir.Undefined) if other is None else other, mask)
 
 
-def loop(builder: Value, count: Value, step: int, body: Callable[[Value], Value]) -> Value:
+def loop(builder: IrValue, count: IrValue, step: int, body: Callable[[IrValue], IrValue]) -> IrValue:
     """Instructions for k = 0, step, .. below `count`, at least once. Returns what the body gives."""
     entry = builder.block
     start, done = builder.append_basic_block("step"), builder.append_basic_block("done")

@@ -26,9 +26,9 @@ from private_llm.kernels.compiling import CompiledStep, compiled
 DIMS = 4
 """Dimensions of a strided loop."""
 
-Row = Any
+StepRow = Any
 """The words of a step after its function's address."""
-Value = Any
+NumbaValue = Any
 """Numba's: an array or a number."""
 STOP, SEND, RECEIVE, TOGETHER = range(4)
 """What stands in place of a function's address: an event for Python; a message, with the number of its connection, the
@@ -138,12 +138,12 @@ _FORMULAS = ("x + y", "x - y", "x * y", "x ^ y", "x & y", "x >> y", "x + factor 
 """The same of one element; x is shifted as a signed number."""
 
 
-def _at(x: Value, m: int) -> Value:
+def _at(x: NumbaValue, m: int) -> NumbaValue:
     """Element m of a line, or the one number for all of it."""
 
 
 @overload(_at, strict=False)  # annotations differ
-def _overloaded(x: Value, m: Value) -> Callable[[Value, int], Value]:
+def _overloaded(x: NumbaValue, m: NumbaValue) -> Callable[[NumbaValue, int], NumbaValue]:
     return (lambda x, m: x[m]) if isinstance(x, types.Array) else (lambda x, m: x)
 
 
@@ -183,7 +183,7 @@ def _line(
 
 
 @CompiledStep
-def combine(row: Row) -> None:
+def combine(row: StepRow) -> None:
     """out = x (operation) y. Row: sizes of 4 dimensions, address and 4 strides of out, x and y, operation, factor."""
     a = carray(row, 21)
     for i in range(a[0]):
@@ -205,7 +205,7 @@ def _summed(x: Array) -> int:
 
 
 @CompiledStep
-def sum_last(row: Row) -> None:
+def sum_last(row: StepRow) -> None:
     """out [n0, n1, n2] = the sum of x [n0, n1, n2, n3] over its last dimension.
 
     The row: sizes of 4 dimensions, then address and 4 strides of out and x in elements.
@@ -226,7 +226,7 @@ def sum_last(row: Row) -> None:
 
 
 @CompiledStep
-def gather(row: Row) -> None:
+def gather(row: StepRow) -> None:
     """out [n] = x [places], 0 where a place is negative. The row: n, out, x, places (addresses)."""
     a = carray(row, 4)
     out, x, places = flat(a[1], a[0], SIGNED), flat(a[2], 1 << 40, SIGNED), flat(a[3], a[0], SIGNED)

@@ -15,7 +15,7 @@ from private_llm.kernels.backends.cpu.emitting import (
     I32,
     I64,
     Function,
-    Value,
+    IrValue,
     emitted,
     loop,
     shuffled,
@@ -26,7 +26,7 @@ VECTOR_BITS = 512 if WIDE else 256
 """Width of a vector: wider types than the machine's are legal but spill."""
 
 
-def _sum_lanes(builder: Value, value: Value) -> Value:
+def _sum_lanes(builder: IrValue, value: IrValue) -> IrValue:
     """Sum of the lanes, by halves."""
     count = value.type.count
     while count > 1:
@@ -37,8 +37,8 @@ def _sum_lanes(builder: Value, value: Value) -> Value:
 
 
 def _emit(
-    builder: Value, shape: tuple[int, int, bool], arrays: Sequence[Value], starts: Sequence[Value],
-    pitches: Sequence[Value], line: Callable[[Value], Value], steps: Value,
+    builder: IrValue, shape: tuple[int, int, bool], arrays: Sequence[IrValue], starts: Sequence[IrValue],
+    pitches: Sequence[IrValue], line: Callable[[IrValue], IrValue], steps: IrValue,
 ) -> None:  # fmt: skip
     """The instructions of a tile. arrays, starts: of x, y, out; pitches: of x, out; line(i): where line i of y begins.
 
@@ -50,21 +50,21 @@ def _emit(
     lanes = VECTOR_BITS // element.width
     vector = ir.VectorType(element, lanes)
 
-    def address(base: Value, start: Value, pitch: Value, row: int, extra: Value) -> Value:
+    def address(base: IrValue, start: IrValue, pitch: IrValue, row: int, extra: IrValue) -> IrValue:
         offset = builder.add(start, builder.mul(pitch, I64(row)))
         return builder.gep(base, [builder.add(offset, extra)])
 
-    def load(place: Value) -> Value:
+    def load(place: IrValue) -> IrValue:
         return builder.load(builder.bitcast(place, vector.as_pointer()), align=element.width // 8)
 
-    def spread(value: Value) -> Value:
+    def spread(value: IrValue) -> IrValue:
         first = builder.insert_element(ir.Constant(vector, ir.Undefined), value, I32(0))
         return shuffled(builder, [0] * lanes, first)
 
     fixed = [builder.add(y0, line(I64(v))) for v in range(vectors)] if along_k else []
     entry, places = builder.block, [(m, v) for m in range(rows) for v in range(vectors)]
 
-    def step(k: Value) -> dict[tuple[int, int], Value]:
+    def step(k: IrValue) -> dict[tuple[int, int], IrValue]:
         sums = {place: builder.phi(vector) for place in places}
         if along_k:
             left = [load(address(xs, x0, dx, m, k)) for m in range(rows)]
@@ -102,13 +102,13 @@ def tile(rows: int, vectors: int, along_k: bool) -> Function:
 
     @emitted(*place, *place, ARRAY, ADDRESS, ADDRESS, *place)
     def made(
-        builder: Value, xs: Value, x0: Value, dx: Value, ys: Value, y0: Value, dy: Value, numbers: Value, first: Value,
-        steps: Value, outs: Value, o0: Value, do: Value,
+        builder: IrValue, xs: IrValue, x0: IrValue, dx: IrValue, ys: IrValue, y0: IrValue, dy: IrValue,
+        numbers: IrValue, first: IrValue, steps: IrValue, outs: IrValue, o0: IrValue, do: IrValue,
     ) -> None:  # fmt: skip
         if numbers is None:
             y0 = builder.add(y0, builder.mul(dy, first))
 
-        def line(number: Value) -> Value:
+        def line(number: IrValue) -> IrValue:
             if numbers is not None:
                 number = builder.load(builder.gep(numbers, [builder.add(first, number)]))
             return builder.mul(dy, number)
