@@ -29,7 +29,7 @@ _GREEDY = 1e-4
 _TRIES = 4
 """Tokens that are drawn, where the text must be closed soon, before what closes it is taken."""
 _TAIL = 16
-"""Tokens of the prompt that the first token's text is decoded behind: a character of theirs may not be whole."""
+"""Tokens of the prompt that the first token's text is decoded after: a character of theirs may not be whole."""
 
 
 @dataclass(frozen=True)

@@ -95,12 +95,12 @@ class DecodedText:
             return self._take_bytes(self._texts.bytes_of(token) or b"")
         at = len(self.text)
         self._tokens.append(token)
-        self.text += self._behind(whole=False)
+        self.text += self._undecoded(whole=False)
         return at
 
     def end(self) -> None:
         """No token follows: what is left of a character becomes a replacement character."""
-        self.text += self._codec.decode(b"", final=True) if self._texts.of_bytes else self._behind(whole=True)
+        self.text += self._codec.decode(b"", final=True) if self._texts.of_bytes else self._undecoded(whole=True)
 
     def _take_bytes(self, added: bytes) -> int:
         at, begun, first = len(self.text), self._codec.getstate()[0], added[:1]
@@ -109,7 +109,7 @@ class DecodedText:
         self.text += found + self._codec.decode(added[1:])
         return at + bool(broken)
 
-    def _behind(self, whole: bool) -> str:
+    def _undecoded(self, whole: bool) -> str:
         """The text of tokens that were not decoded yet; `whole`: half a character, too.
 
         Some tokens before them are decoded as well, since a tokenizer may strip what begins a text.

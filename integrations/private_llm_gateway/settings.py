@@ -17,7 +17,7 @@ class GatewaySettings:
 
     host, port: where it listens. token: what clients send as `Authorization: Bearer` (None: nothing, which only
     loopback addresses allow). allowed_hosts: names by which clients may call it, besides `host` (on loopback:
-    localhost); behind another address than loopback any name will do if none is given, since a token is wanted there.
+    localhost); at another address than loopback any name will do if none is given, since a token is wanted there.
     max_waiting: requests that may wait for a session, beyond which 429 is answered after `retry_after_s`. wait_s: how
     long one waits. max_body: bytes of a request; body_s: seconds in which they must arrive. max_choices: answers to one
     request (`n` times prompts). rows: texts that run side by side on one session, as the parties allow. connections:

@@ -172,21 +172,16 @@ def _at_nodes(model: PreTrainedModel, config: PrivateConfig) -> frozenset[str]:
     if config.split is None or model.config.num_hidden_layers <= config.split:  # a party's model ends there
         return frozenset()
     cut = Cut.of(type(model), model.config, config.split)
-    before: set[str] = set()
-    behind: set[str] = set()
-    called = before
-
-    def pass_cut(*_: object) -> None:
-        nonlocal called
-        called = behind
+    called: list[set[str]] = [set()]  # before the cut, and then after it
 
     def watch(traced: PreTrainedModel) -> None:
         for name, module in traced.named_modules():
-            module.register_forward_pre_hook(lambda *_, name=name: called.add(name))
-        traced.get_submodule(f"{cut.path}.{cut.count - 1}").register_forward_hook(pass_cut)
+            module.register_forward_pre_hook(lambda *_, name=name: called[-1].add(name))
+        last = traced.get_submodule(f"{cut.path}.{cut.count - 1}")
+        last.register_forward_hook(lambda *_: called.append(set()))
 
     run_without_values(type(model), model.config, watch)
-    return frozenset(behind - before)
+    return frozenset(called[-1] - called[0])
 
 
 def _is_list(module: nn.Module) -> bool:

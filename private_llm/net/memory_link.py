@@ -148,7 +148,7 @@ class MemoryLink:
 
 
 def _front(ring: Row, skip: int, count: int) -> Row:
-    """A copy of `count` words of a ring behind its first `skip`."""
+    """A copy of `count` words of a ring after its first `skip`."""
     places = (int(ring[word.TAIL]) + skip + np.arange(count)) % word.ROOM
     made: Row = ring[word.RING_STATE + places]
     return made

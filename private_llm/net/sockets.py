@@ -11,7 +11,7 @@
 
 The ledger counts payload bytes. A transport belongs to one thread; only `abort` may be called from another. In a fork
 of its process it raises ProtocolAbort, and aborting or closing it says nothing on the shared connections. Parallel
-sessions have connections of their own, so that none waits behind another; the end of one is the end of all.
+sessions have connections of their own, so that none waits for another; the end of one is the end of all.
 """
 
 from __future__ import annotations
@@ -221,7 +221,7 @@ class SocketTransport(Transport):
         return type(error)(reason)
 
     def _told(self, peer: int) -> str | None:
-        """The reason of an abort that lies unread behind a broken connection: rather from whom it is than passed on."""
+        """The reason of an abort that lies unread on a broken connection: rather from whom it is than passed on."""
         deadline = time.monotonic() + _FIRST_HAND_S
         while True:
             heard = None

@@ -53,7 +53,7 @@ class Transport(ABC):
     def send(self, to: int, tag: str, payload: Tensor) -> None:
         """Send a contiguous int64, int32 or uint8 tensor; its memory must not change afterwards.
 
-        Returns before the receiver has read it, unless the receiver is 256 MiB behind. Raises DomainError for
+        Returns before the receiver has read it, unless 256 MiB wait for it. Raises DomainError for
         another dtype, PartyFailed when the session has stopped.
         """
         if payload.dtype not in TRAVELS:
@@ -127,7 +127,7 @@ class Transport(ABC):
         return self
 
     def name_of(self, endpoint: int) -> str:
-        """How the machine behind an endpoint number is called."""
+        """How the machine of an endpoint number is called."""
         return endpoint_name(endpoint)
 
     def abort(self, reason: str) -> None:  # noqa: B027 - optional

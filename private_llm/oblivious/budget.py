@@ -108,8 +108,8 @@ def filled(session: Session, active: BitShare, vectors: int, budget: int) -> Bit
     before = ones.view(lambda part: part.cumsum(1, dtype=part.dtype))
     # of the others, this one's number plus how many are active in all
     place = torch.arange(1.0, units + 1, dtype=torch.float64).expand(vectors, units)
-    behind = before.view(lambda part: part[:, -1:] - part) + place
-    within = before.stack(behind).less_than([budget + 1.0], bits=units.bit_length() + 2)
+    after = before.view(lambda part: part[:, -1:] - part) + place
+    within = before.stack(after).less_than([budget + 1.0], bits=units.bit_length() + 2)
     first, others = (
         relaned(within, lambda part, at=at: part[:, at : at + active.count], active.count)  # type: ignore[misc]
         for at in (0, active.count)

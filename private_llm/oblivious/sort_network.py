@@ -58,7 +58,7 @@ def _met(width: int, start: int, stop: int) -> tuple[list[Layer], Tensor]:
     """Who meets whom, and where places start .. stop - 1 are at the end.
 
     Sorted runs of 1, 2, 4, .. are merged, as if entries that come last filled up the row. An entry whose place in its
-    run says that it ends before `start`, or behind `stop`, meets nobody any more.
+    run says that it ends before `start`, or after `stop`, meets nobody any more.
     """
     holder, state, places = torch.arange(width), torch.full((width,), _OPEN), torch.arange(width)
     found = []

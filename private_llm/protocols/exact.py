@@ -35,7 +35,7 @@ class ExactTruncation(Protocol):
     relu_minus_waves = Protocol.relu_minus_waves
 
     def __init_subclass__(cls) -> None:
-        """Exponentials are there where the protocol behind has them."""
+        """Exponentials are there where the protocol below has them."""
         super().__init_subclass__()
         cls.has_exponentials = super().exponential is not Protocol.exponential
 

@@ -41,10 +41,10 @@ def _padded(x: Fixed, weight: Tensor, form: Conv2d, padding: TorchArg) -> tuple[
         return x, form
     if form.stride != (1, 1):
         raise UnsupportedOp(f"conv2d: padding='same' with stride {form.stride}; want stride 1")
-    before, behind = _same((weight.shape[-2], weight.shape[-1]), form.dilation)
-    if before == behind:
+    before, after = _same((weight.shape[-2], weight.shape[-1]), form.dilation)
+    if before == after:
         return x, replace(form, padding=before)
-    around = (before[1], behind[1], before[0], behind[0])
+    around = (before[1], after[1], before[0], after[0])
     return x.view(lambda part: F.pad(part, around)), form
 
 

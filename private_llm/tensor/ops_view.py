@@ -118,18 +118,18 @@ def divided(total: Fixed, counts: float | Tensor) -> Fixed:
     octave = max(0, math.frexp(largest)[1] - 1)
     if not isinstance(counts, Tensor) and math.frexp(largest)[0] == 0.5:
         return total.with_share(total.share, total.frac + math.frexp(largest)[1] - 1)
-    behind = _room(total)
-    if largest >= 2.0 ** (behind - (14 if session.ring.bits == 64 else 8)):
-        total, behind = _shifted(total, octave), session.frac
+    room = _room(total)
+    if largest >= 2.0 ** (room - (14 if session.ring.bits == 64 else 8)):
+        total, room = _shifted(total, octave), session.frac
     else:
         octave = 0
     if isinstance(counts, Tensor):
-        bits = min(CONSTANT_BITS, behind)
+        bits = min(CONSTANT_BITS, room)
         factors = encoded(total, 2.0**octave / counts.double(), bits)
         out = total.with_share(total.proto.mul_public(total.share, factors), total.frac + bits)
         return out if session.ring.bits == 64 else out.rescale(session.frac)
     factor = 2.0**octave / counts
-    n, exponent = dyadic(factor, max(1, min(CONSTANT_BITS, behind + math.frexp(factor)[1])))
+    n, exponent = dyadic(factor, max(1, min(CONSTANT_BITS, room + math.frexp(factor)[1])))
     return total.with_share(total.scale_int(n).share, total.frac - exponent)
 
 

@@ -207,7 +207,7 @@ class ModelDraft(Draft):
         sums, tokens = scores.topk(paths)
         made, cache = tokens[:, None], self._copied(paths)
         for _ in range(length - 1):
-            following = sums[:, None] + self._chances(cache, made[:, -1:], _behind(text, made))
+            following = sums[:, None] + self._chances(cache, made[:, -1:], _after(text, made))
             greedy = following[0].argmax().view(1)
             others = following.view(-1).index_fill(0, greedy, -torch.inf).topk(paths - 1).indices
             places = torch.cat([greedy, others])
@@ -236,13 +236,13 @@ class ModelDraft(Draft):
             return
         made, cache, chances = torch.tensor(first)[:, None], self._copied(len(first)), [torch.stack(given)]
         for _ in range(length - 1):
-            chances.append(self._chances(cache, made[:, -1:], _behind(text, made)).exp())
+            chances.append(self._chances(cache, made[:, -1:], _after(text, made)).exp())
             made = torch.cat([made, torch.multinomial(chances[-1], 1)], 1)
         for row, tokens in enumerate(made[:kept].tolist()):
             tree.add(tokens, [step[row] for step in chances])
 
 
-def _behind(text: list[int], made: Tensor) -> Tensor:
+def _after(text: list[int], made: Tensor) -> Tensor:
     """Paths [R, n] after the text, as rows of whole texts."""
     return torch.cat([torch.tensor([text]).expand(len(made), -1), made], 1)
 

@@ -103,7 +103,7 @@ class ParallelSessions(Parties):
             return found
 
     @contextmanager
-    def loading(self, description: Description, stop_behind: str | None = None) -> Iterator[Sink]:
+    def loading(self, description: Description, stop_after: str | None = None) -> Iterator[Sink]:
         """One sharing, with masks of its own, for every assignment; sessions of equal assignment share it."""
         first: dict[RoleAssignment, int] = {}
         rotate = self.config.rotate_roles and self.config.weights == "secret"
@@ -113,7 +113,7 @@ class ParallelSessions(Parties):
         }
         with self._call():
             with ExitStack() as stack:
-                loading = (self._every[number].loading(description, stop_behind) for number in first.values())
+                loading = (self._every[number].loading(description, stop_after) for number in first.values())
                 sinks = [stack.enter_context(each) for each in loading]
 
                 def sink(name: str, tensor: Tensor) -> None:

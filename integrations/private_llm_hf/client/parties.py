@@ -164,13 +164,13 @@ class Parties(SessionClient):
         return answers[0].model
 
     @contextmanager
-    def loading(self, description: Description, stop_behind: str | None = None) -> Iterator[Sink]:
+    def loading(self, description: Description, stop_after: str | None = None) -> Iterator[Sink]:
         """Share a model with the parties: pass every weight to the yielded sink, then they build the model.
 
-        stop_behind: the module after which it ends, if it is split.
+        stop_after: the module after which it ends, if it is split.
         """
         with self._call():
-            self.tell(commands.LoadModel(description, stop_behind))
+            self.tell(commands.LoadModel(description, stop_after))
             ranges = Ranges(description.ranges)
             yield self._publish if self.config.weights == "public" else self._sharing(ranges)
             self.tell(commands.EndOfWeights())

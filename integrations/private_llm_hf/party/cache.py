@@ -1,7 +1,7 @@
-"""The KV cache of one party behind HuggingFace's cache interface; what it holds is in `private_llm.nn.kv_cache`.
+"""The KV cache of one party under HuggingFace's cache interface; what it holds is in `private_llm.nn.kv_cache`.
 
 To transformers a cache is as long as the text: its lengths are positions, so that position numbers and masks are
-those of the whole text. What a model's own sliding window leaves behind is the mask's business, and masked positions
+those of the whole text. What a model's own sliding window leaves out is the mask's business, and masked positions
 cost no traffic; what stays in memory is decided by a policy (private_llm/kv_policies/) after each call.
 """
 

@@ -19,7 +19,7 @@ from private_llm_hf.party.model import build_party_model
 from private_llm_hf.party.model_description import take_described, validate_model_description
 from private_llm_hf.party.placement import Weights, keeps_seeds, warn_of_copies, weights_of_model
 from private_llm_hf.party.session_state import SessionState
-from private_llm_hf.token_sharding.cut import stop_behind
+from private_llm_hf.token_sharding.cut import stop_after
 from private_llm_hf.wire.commands import Description, LoadModel, recv_weight
 
 
@@ -39,8 +39,8 @@ class LoadedModel(SessionState):
         stored = {name: value for name, value in weights.items() if isinstance(value, Offloaded)}
         self.loaded, self.offloaded = loaded, stored if offloaded is None else offloaded
         model = build_party_model(facts.config, facts.class_, weights, session, progress, facts.folded)
-        if loaded.stop_behind is not None:
-            stop_behind(model, loaded.stop_behind)
+        if loaded.stop_after is not None:
+            stop_after(model, loaded.stop_after)
         super().__init__(model, session)
 
     def again(self, session: Session, progress: Callable[[], None] = lambda: None) -> LoadedModel:

@@ -76,7 +76,7 @@ def _abandon(state: SessionState, requests: RequestBatch) -> None:
 
 @dataclass(frozen=True)
 class _RowSpan:
-    """Where a request lies: rows start .. start + rows - 1, the last `length` new columns, behind `past` of its own."""
+    """Where a request lies: rows start .. start + rows - 1, the last `length` new columns, after `past` of its own."""
 
     start: int
     rows: int

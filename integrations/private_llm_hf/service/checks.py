@@ -46,7 +46,7 @@ def check_call(state: SessionState, owner: str, call: Call) -> None:
     item = _check_input(model, which, call)
     rows, length = item.shape[0], 0 if item.name == "pixel_values" else item.shape[1]
     past = _check_cache(which, config, call, state, owner)
-    behind = 0 if call.encoded is None else _check_encoded(call.encoded, rows, state, owner)
+    read = 0 if call.encoded is None else _check_encoded(call.encoded, rows, state, owner)
     if length:
         check.check_positions(model.config, past + length)
     target = model.get_encoder() if call.encode_to is not None else model
@@ -55,7 +55,7 @@ def check_call(state: SessionState, owner: str, call: Call) -> None:
         raise DomainError("use_cache: got True for an encoder; want it for decoders alone")
     for name in _MASKS:
         own = name == _MASKS[0] and call.encoded is not None
-        width = behind if own else past + length
+        width = read if own else past + length
         if name in call.public:
             check.check_mask(name, _tensor(name, call.public), rows, width, which.kind == "decoder")
     _check_numbers(model.config, call.public, rows, length)

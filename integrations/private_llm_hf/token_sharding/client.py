@@ -139,7 +139,7 @@ class Nodes(Parties):
 
     @contextmanager
     def loading(
-        self, description: Description, stop_behind: str | None = None, cut: Cut | None = None
+        self, description: Description, stop_after: str | None = None, cut: Cut | None = None
     ) -> Iterator[Sink]:
         """Tell the nodes the model: its public weights go to every CompNode. Nodes run it to its end.
 

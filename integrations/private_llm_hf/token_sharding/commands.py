@@ -20,13 +20,13 @@ ByRow = Annotated[Tensor, Dims(2, torch.int64)]
 class LoadNode(Message):
     """Build the model, or the attention of it. Answered by `NodeLoaded`.
 
-    disk: a CompNode takes the model that it read itself; otherwise weights follow as after `LoadModel`. behind: where a
+    disk: a CompNode takes the model that it read itself; otherwise weights follow as after `LoadModel`. cut: where a
     split cuts the model. calls: its attention calls. accepts: arguments of its forward.
     """
 
     description: Description
     disk: bool
-    behind: Cut | None
+    cut: Cut | None
     calls: tuple[AttentionCall, ...]
     accepts: tuple[str, ...]
 

@@ -48,7 +48,7 @@ class Cut:
         paths = [p for p, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == layers]
         if len(paths) != 1:
             raise PatchMismatch(f"{kind.__name__}: found {paths or 'no list of layers'}; a split needs exactly one")
-        stop_behind(model, f"{paths[0]}.0")
+        stop_after(model, f"{paths[0]}.0")
         ids = torch.zeros(1, 2, dtype=torch.int64, device="meta")
         reached = _run_to(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False})
         return cls(paths[0], count, reached.states.shape[-1], reached.tuples)
@@ -77,8 +77,8 @@ class Reached(Exception):
         self.states: Tensor = output[0] if self.tuples else output
 
 
-def stop_behind(model: nn.Module, path: str) -> None:
-    """Let every forward end with `Reached` behind the module at `path`."""
+def stop_after(model: nn.Module, path: str) -> None:
+    """Let every forward end with `Reached` after the module at `path`."""
 
     def leave(module: nn.Module, inputs: object, output: object) -> None:
         raise Reached(output)

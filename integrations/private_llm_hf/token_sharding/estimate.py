@@ -76,8 +76,8 @@ class _MetaComp(CompNode):
         if source == "values":
             given["inputs_embeds"] = torch.empty(batch, rows, self._width, device="meta")
             del given["input_ids"]
-        elif self._behind is not None:
-            self._behind.rows = torch.empty(batch, rows, self._behind.width, device="meta")
+        elif self._stand_in is not None:
+            self._stand_in.rows = torch.empty(batch, rows, self._stand_in.width, device="meta")
         if "position_ids" in self._accepts:
             given["position_ids"] = numbers
         with torch.no_grad():

@@ -203,7 +203,7 @@ class CompNode:
         settings = cascade_config(AutoConfig.for_model(values.pop("model_type"), **values))
         with WithoutWeights():
             model = kind(settings)
-        self._behind = None if loaded.behind is None else StandIn(model, loaded.behind)
+        self._stand_in = None if loaded.cut is None else StandIn(model, loaded.cut)
         self.model = _with_weights(model, weights).to(device)
         self._accepts = frozenset(loaded.accepts)
         self._last_only = reads_last_token(kind, settings)
@@ -245,15 +245,15 @@ class CompNode:
 
     def _inputs(self, source: str, batch: int, rows: int) -> dict[str, Tensor]:
         """What the model's forward is called with, as it comes from the client or from the parties of a split."""
-        if self._behind is not None and source == "states":
-            shape = (batch, rows, self._behind.width)
+        if self._stand_in is not None and source == "states":
+            shape = (batch, rows, self._stand_in.width)
             elements = opened(self._config, self._links, shape)
             states = Ring(self._config.ring).decode(elements, self._config.frac_bits)
-            self._behind.rows = states.to(self._device, torch.float32)
+            self._stand_in.rows = states.to(self._device, torch.float32)
             return {"input_ids": torch.zeros(batch, rows, dtype=torch.int64)}  # embedded, and then replaced
-        if self._behind is None and source == "tokens":
+        if self._stand_in is None and source == "tokens":
             return {"input_ids": self._links.recv(CLIENT, "tokens", (batch, rows), torch.int64)}
-        if self._behind is None and source == "values":
+        if self._stand_in is None and source == "values":
             expected = [((batch, rows, self._width), torch.float32)]
             return {"inputs_embeds": recv_floats(self._links, CLIENT, "values", expected)[0]}
         raise TransportError(f"a forward on {source!r} does not fit the model that was loaded here")

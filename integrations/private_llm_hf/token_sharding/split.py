@@ -47,7 +47,7 @@ class SplitParties(Parties):
         return False
 
     @contextmanager
-    def loading(self, description: Description, stop_behind: str | None = None) -> Iterator[Sink]:
+    def loading(self, description: Description, stop_after: str | None = None) -> Iterator[Sink]:
         """Public weights: to the parties those up to the cut, to the CompNodes the others."""
         kind = model_class(description.class_)
         config = kind.config_class.from_dict(dict(description.config))

@@ -1,6 +1,6 @@
 """What a run will cost, without weights, data, other parties or hardware: the same code on meta tensors.
 
-The client's model is the ordinary private model; behind it stand the ordinary parties, one after the other, each in a
+The client's model is the ordinary private model; after it come the ordinary parties, one after the other, each in a
 session that counts instead of computing. Token values do not matter, because no cost depends on them: logits are
 zeros here, and generation is told to make a fixed number of tokens.
 """
@@ -42,7 +42,7 @@ from private_llm_hf.party.model import empty_model, meta_parameters
 from private_llm_hf.party.party import Party
 from private_llm_hf.patch_plan import make_patch_plan
 from private_llm_hf.token_sharding.client import check_sharding
-from private_llm_hf.token_sharding.cut import Cut, stop_behind
+from private_llm_hf.token_sharding.cut import Cut, stop_after
 from private_llm_hf.token_sharding.estimate import MetaNodes, Sharded
 from private_llm_hf.token_sharding.split import split_forward
 from private_llm_hf.tools.priced_once import QuickShapes, price_once
@@ -62,7 +62,7 @@ class LayerCost:
     rounds: int
     macs: dict[int, int]
     stages: tuple[Stage, ...] = ()
-    """What a layer behind token sharding consists of, one after the other."""
+    """What a layer under token sharding consists of, one after the other."""
 
     @property
     def bytes_total(self) -> int:
@@ -72,7 +72,7 @@ class LayerCost:
     def seconds(self, bandwidth_mbit: float, latency_ms: float, gmacs: float) -> float:
         """One latency a round, the busiest link's bytes, the busiest party's multiply-adds, one after the other.
 
-        Behind token sharding the sum of its stages (see `nodes/stage_costs.py`): two latencies a round, and the
+        Under token sharding the sum of its stages (see `nodes/stage_costs.py`): two latencies a round, and the
         bytes of the busiest network card in place of a link's.
         """
         if self.stages:
@@ -99,9 +99,9 @@ class Estimate:
 
     def layers(self) -> list[LayerCost]:
         """See `by_layer`; those of nodes after the others."""
-        behind = by_stages(self.sharded.forwards) if self.sharded else []
-        names = {layer.name for layer in behind}
-        return [*(layer for layer in by_layer(self.costs) if layer.name not in names), *behind]
+        after = by_stages(self.sharded.forwards) if self.sharded else []
+        names = {layer.name for layer in after}
+        return [*(layer for layer in by_layer(self.costs) if layer.name not in names), *after]
 
 
 def by_layer(costs: Costs) -> list[LayerCost]:
@@ -261,7 +261,7 @@ class _MetaSplit(_MetaParties):
         cut = Cut.of(model_class, settings, config.split or 0)
         super().__init__(config, describe(model_class, cut.shortened(settings), ranges), lambda: None, every_layer)
         for party in self.parties:
-            stop_behind(party.ready().model, f"{cut.path}.{cut.count - 1}")
+            stop_after(party.ready().model, f"{cut.path}.{cut.count - 1}")
         self._nodes = MetaNodes(config, model_class, settings, progress, cut)
 
     def forward(self, call: Call, secrets: list[Secret]) -> tuple[str, dict[str, Tensor]]:
@@ -274,8 +274,8 @@ class _MetaSplit(_MetaParties):
         self._nodes.command(edit)
 
     def costs(self, reset: bool = False) -> Costs:
-        first, behind = super().costs(), self._nodes.costs()
-        return Costs((*first.ledgers, *behind.ledgers[:-1]), first.helpers)
+        first, after = super().costs(), self._nodes.costs()
+        return Costs((*first.ledgers, *after.ledgers[:-1]), first.helpers)
 
     def estimate(self) -> Estimate:
         return dataclasses.replace(super().estimate(), sharded=self._nodes.sharded())

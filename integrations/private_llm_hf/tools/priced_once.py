@@ -52,9 +52,9 @@ class _ModulePlace:
 
 @dataclass(frozen=True)
 class _Ran:
-    """A layer that was run: what it booked and left behind.
+    """A layer that was run: what it booked and left.
 
-    rescaled: which of the secret arguments it brought to the session's fractional bits. owed: the range checks that it
+    rescaled: which of the secret arguments it brought to the session's fractional bits. pending: range checks that it
     left for the end of the call.
     """
 
@@ -62,7 +62,7 @@ class _Ran:
     counts: Ledger
     output: Any
     rescaled: tuple[bool, ...]
-    owed: tuple[PendingRangeCheck, ...]
+    pending: tuple[PendingRangeCheck, ...]
 
 
 def price_once(model: nn.Module, ledger: Ledger) -> None:
@@ -127,8 +127,8 @@ class _Priced:
             return self._replay(ran, secrets, caches)
         if secrets:
             watch_pending(secrets[0].session)  # what an earlier layer owes is not this one's
-        owed = secrets[0].session.checks.pending if secrets else []
-        before = len(owed)
+        pending = secrets[0].session.checks.pending if secrets else []
+        before = len(pending)
         forms, untouched = [secret.value().form for secret in secrets], self._untouched(leaves, caches)
         with self._at.ledger.apart() as counts:
             output = self._forward(*args, **kwargs)
@@ -139,7 +139,7 @@ class _Priced:
         if inside and untouched == self._untouched(leaves, caches):
             rescaled = tuple(secret.value().form != form for secret, form in zip(secrets, forms, strict=True))
             with suppress(_Unknown):
-                known[key] = _Ran(self._at, counts, _again(output), rescaled, tuple(owed[before:]))
+                known[key] = _Ran(self._at, counts, _again(output), rescaled, tuple(pending[before:]))
         return output
 
     def _untouched(self, leaves: list[object], caches: list[Cache]) -> list[object]:
@@ -153,7 +153,7 @@ class _Priced:
                 if rescaled:
                     secret.to_fixed()  # is remembered by the argument, and booked below
         if secrets:
-            secrets[0].session.checks.pending.extend(ran.owed)
+            secrets[0].session.checks.pending.extend(ran.pending)
         _book(ran.counts, self._at.ledger, lambda scope: self._at.name + scope[len(ran.at.name) :])
         for cache in caches:
             _copy_layer(cache, ran.at.number, self._at.number)

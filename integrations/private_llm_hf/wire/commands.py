@@ -173,11 +173,11 @@ class LoadLike(Message):
 class LoadModel(Message):
     """Build this model from the weights that follow, each after a `Weight`, up to `EndOfWeights`.
 
-    stop_behind: the module after which every forward ends (a split), None to run it whole.
+    stop_after: the module after which every forward ends (a split), None to run it whole.
     """
 
     description: Description
-    stop_behind: str | None
+    stop_after: str | None
 
 
 class Weight(Message):

@@ -2,7 +2,7 @@
 
 Roles of Trio's code: 0 is played by parties 0 and 3, roles 1 and 2 by parties 1 and 2. What role 0 sends to role 2 is
 sent by party 3; party 0 computes the same bytes and absorbs them into its transcript with party 2, who absorbs what it
-received. Party 0 runs behind the others: it receives, recomputes and records, and sends nothing before `verify`. A
+received. Party 0 runs after the others: it receives, recomputes and records, and sends nothing before `verify`. A
 `Member` addresses a party itself. Numbers from 4 on have no role: nodes after a split, the client.
 
 Records. The transcript of (0, i), i = 1, 2, is all bytes that parties 0 and i must both hold, in order. Each absorbs
@@ -142,7 +142,7 @@ class Member(int):
 
 
 def _at(address: int) -> int:
-    """The endpoint behind an address: of role 0 it is party 3, the helper that speaks."""
+    """The endpoint of an address: of role 0 it is party 3, the helper that speaks."""
     if isinstance(address, Member):
         return int(address)
     if 0 <= address < 3:

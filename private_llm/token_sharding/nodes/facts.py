@@ -162,7 +162,7 @@ def attend(
 
 
 def _in_one_pass(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, scale: float, bias: Tensor | None) -> Piece:
-    """`attend` by the kernel behind scaled_dot_product_attention, which also knows the log-sum-exp."""
+    """`attend` by the kernel of scaled_dot_product_attention, which also knows the log-sum-exp."""
     added = None if bias is None else bias.unsqueeze(2)
     if allowed is not None:
         added = torch.where(allowed, q.new_zeros(()) if added is None else added, -torch.inf)
