@@ -104,6 +104,11 @@ def test_a_misspelt_option_is_told_its_nearest(words: str, hint: str) -> None:
     assert f"No such option: {hint}" in CliRunner().invoke(app, words.split()).output
 
 
+@pytest.mark.parametrize(("word", "hint"), [("gateawy", " Did you mean 'gateway'?"), ("benc", ""), ("kv-budge", "")])
+def test_a_misspelt_command_is_told_commands_that_there_are(word: str, hint: str) -> None:
+    assert f"No such command '{word}'.{hint}\n" in CliRunner().invoke(app, [word, "--tiny"]).output
+
+
 def test_version(run: Run) -> None:
     from private_llm import __version__
 
@@ -190,7 +195,7 @@ def test_mistakes_are_one_message(run: Run, arguments: tuple[str, ...], message:
     [
         ("bench relu opt-layer --json", "bench/run.py relu opt-layer --json"),
         ("bench", "bench/run.py"),
-        *((f"bench {table} --tiny", f"studies/bench_{table}.py") for table in _STUDIES),
+        *((f"bench {table} --tiny --json", f"studies/bench_{table}.py --tiny --json") for table in _STUDIES),
     ],
 )
 def test_bench_says_where_it_moved_to(run: Run, words: str, script: str) -> None:

@@ -51,13 +51,14 @@ _STUDIES = ("cascade", "comet", "kernels", "mpcache", "pigeon", "wan")
 @app.command("kv-budget", hidden=True, context_settings={"ignore_unknown_options": True})
 def _moved(context: typer.Context, words: Annotated[list[str] | None, typer.Argument(hidden=True)] = None) -> None:
     """In a checkout of the repository: python scripts/bench/run.py, or python scripts/long_context/kv_budget.py."""
-    given, name = words or [], context.info_name
-    table = next((word for word in given if name == "bench" and word in _STUDIES), None)
+    given, name = list(words or []), context.info_name
     script = "bench/run.py" if name == "bench" else "long_context/kv_budget.py"
-    script = shlex.join([script, *given]) if table is None else f"studies/bench_{table}.py"
+    for table in [word for word in given if name == "bench" and word in _STUDIES][:1]:
+        given.remove(table)
+        script = f"studies/bench_{table}.py"
     raise ConfigError(
         f"{name} moved: it is a script, which the installed package no longer contains. In a checkout of the "
-        f"repository run `python scripts/{script}` (--help lists its options)"
+        f"repository run `python scripts/{shlex.join([script, *given])}` (--help lists its options)"
     )
 
 

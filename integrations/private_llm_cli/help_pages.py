@@ -74,6 +74,12 @@ class Group(_Page, TyperGroup):
         helps = [(name, (each.help or "").partition("\n\n")[0]) for name, each in found if each and not each.hidden]
         _write("Commands", helps, formatter)
 
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:  # noqa: ANN401
+        """As typer, which suggests what is like a misspelt command: those that moved are no commands."""
+        if args[0] not in self.commands:
+            self.commands = {name: each for name, each in self.commands.items() if not each.hidden}
+        return super().resolve_command(ctx, args)
+
 
 def _write(title: str, records: list[tuple[str, str]], formatter: Any) -> None:  # noqa: ANN401
     """A titled list; nothing without records."""
