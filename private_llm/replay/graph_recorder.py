@@ -218,7 +218,8 @@ class GraphRecorder(StepRecorder[Slot]):
         returned = {_memory(x) for x in (*outputs, *self._publics, *self._encodings.values())}
         if any(x is not None and _memory(x) in self._changing - returned for x in (each() for each in self._tensors)):
             raise UnsupportedOp("a value that outlives the step")
-        held = sum({_memory(x): x.untyped_storage().nbytes() for x in constants.values()}.values())
+        own = {_memory(x) for x in constants.values()} & self._own.keys()  # not weights
+        held = sum(self._own[memory].nbytes() for memory in own)
         derivation = self._derivation(constants)
         self._constants.clear()
         program = GraphProgram(filled, inputs, results, self.masks(), self._fixed, self._device, self._pool, held)

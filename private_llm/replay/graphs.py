@@ -73,6 +73,7 @@ def captured(pool: Pool, launches: Callable[[], None]) -> torch.cuda.CUDAGraph:
             graph.capture_end()
         raise
     graph.capture_end()
+    pool.first = pool.first or graph
     return graph
 
 
@@ -106,7 +107,8 @@ class MaskDraw:
         streams = [transport.stream(number) for number in self._rooms]
         here = [each for each in streams if isinstance(each, ChaCha)]
         if len(here) < len(streams):
-            self._copy(transport)
+            for number, room in self._rooms.items():
+                transport.write(number, room)
             return
         for stream, room in zip(here, self._rooms.values(), strict=True):
             stream.advance(room.numel(), room.device)
@@ -127,12 +129,6 @@ class MaskDraw:
         pool = self._memory.pool
         with ALONE, torch.cuda.stream(pool.stream(self._device)), suppress(UnsupportedOp, RuntimeError):
             self._graph = captured(pool, self.launch)  # without a graph, Python goes on with the launches
-
-    def _copy(self, transport: ProgramTransport) -> None:
-        for number, room in self._rooms.items():
-            here = torch.empty(room.numel(), dtype=torch.uint8, pin_memory=room.is_cuda)
-            transport.fill(number, here.numpy())
-            room.copy_(here, non_blocking=True)  # PyTorch keeps pinned memory until it is copied
 
 
 Stop = Send[Slot] | Receive[Slot] | BreakEvent[Slot]

@@ -24,6 +24,7 @@ class Pool:
 
     def __init__(self) -> None:
         self.blocks: list[Tensor] = []
+        self.first: torch.cuda.CUDAGraph | None = None  # lives as long: PyTorch takes no pool whose graphs are all gone
         self._streams: dict[int, torch.cuda.Stream] = {}
 
     @functools.cached_property

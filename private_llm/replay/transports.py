@@ -21,7 +21,9 @@ from private_llm.ring.prg import Prg
 
 
 class Trace:
-    """Masks by stream, as bytes in whole blocks; messages in order."""
+    """Masks by stream, as bytes in whole blocks; messages in order. All lie where the party computes: a prompt's are
+    gigabytes.
+    """
 
     def __init__(self) -> None:
         self.drawn: dict[int, list[Tensor]] = {}
@@ -126,8 +128,8 @@ class TraceLog(TracedTransport):
         """Masks of one of the session's streams."""
         for number, each in enumerate(self._streams):
             if each is stream:
-                octets = out.cpu().view(torch.uint8)
-                whole = torch.zeros(whole_blocks(each.block, len(octets)), dtype=torch.uint8)
+                octets = out.view(torch.uint8)
+                whole = octets.new_zeros(whole_blocks(each.block, len(octets)))
                 whole[: len(octets)] = octets
                 self.trace.drawn.setdefault(number, []).append(whole)
 
@@ -146,17 +148,22 @@ class ReplayTransport:
     """What a program sends to and receives from when it is checked: what was written down of another run."""
 
     def __init__(self, trace: Trace) -> None:
-        self._drawn = {stream: torch.cat(drawn).numpy() for stream, drawn in trace.drawn.items()}
+        self._drawn = {stream: torch.cat(drawn) for stream, drawn in trace.drawn.items()}
         self._received, self.sent = iter(trace.received), Trace().sent
         self.equal = True
         self.direct = Direct(lambda _: ())  # every message is compared
 
     def fill(self, stream: int, out: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> None:
-        """The next masks of a stream."""
-        drawn = self._drawn.get(stream, np.empty(0, np.uint8))
-        self.equal &= drawn.size >= out.size
+        """The next masks of a stream, in main memory."""
+        self.write(stream, torch.from_numpy(out))
+
+    def write(self, stream: int, room: Tensor) -> None:
+        """The same for uint8 [bytes] on any device."""
+        drawn, size = self._drawn.get(stream, room[:0]), room.numel()
+        self.equal &= drawn.numel() >= size
         if self.equal:
-            out[:], self._drawn[stream] = drawn[: out.size], drawn[out.size :]
+            room.copy_(drawn[:size])
+            self._drawn[stream] = drawn[size:]
 
     def stream(self, number: int) -> None:
         """None: masks are those of the other run."""
@@ -173,12 +180,12 @@ class ReplayTransport:
 
     def agrees(self, trace: Trace) -> bool:
         """Whether the program drew, received and sent the same as the other run, and all of it."""
-        left = any(each.size for each in self._drawn.values()) or next(self._received, None) is not None
+        left = any(each.numel() for each in self._drawn.values()) or next(self._received, None) is not None
         return self.equal and not left and len(self.sent) == len(trace.sent) and all(map(_same, self.sent, trace.sent))
 
 
 def _same(one: tuple[int, str, Tensor], other: tuple[int, str, Tensor]) -> bool:
-    return one[:2] == other[:2] and torch.equal(one[2].cpu(), other[2].cpu())
+    return one[:2] == other[:2] and torch.equal(one[2], other[2].to(one[2].device))
 
 
 class LiveTransport:
@@ -195,6 +202,12 @@ class LiveTransport:
     def fill(self, stream: int, out: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> None:
         """The next bytes of a stream."""
         self._streams[stream].fill(out)
+
+    def write(self, stream: int, room: Tensor) -> None:
+        """The same for uint8 [bytes] on any device."""
+        here = torch.empty(room.numel(), dtype=torch.uint8, pin_memory=room.is_cuda)
+        self.fill(stream, here.numpy())
+        room.copy_(here, non_blocking=True)  # PyTorch keeps pinned memory until it is copied
 
     def stream(self, number: int) -> Prg:
         """The party's."""

@@ -60,7 +60,7 @@ STEP_ITSELF = frozenset({
 BEGUN = frozenset({
     # of a program that is repeated: masks are drawn and messages are on their way
     "ProgramCache._repeat.<locals>.repeat", "ProgramCache._inner", "Program._run", "Program._run_to_stop",
-    "LiveTransport.fill", "LiveTransport.stream", "MaskDraw.draw", "MaskDraw.launch", "MaskDraw._copy",
+    "LiveTransport.fill", "LiveTransport.stream", "MaskDraw.draw", "MaskDraw.launch", "LiveTransport.write",
     "GraphProgram._draw_and_run", "GraphProgram.run_drawn", "GraphProgram.draw",
     "GraphProgram.resume", "GraphProgram.results", "compute", "compute_segment", "mapped", "_copies", "_copy_all",
     "_doing.<locals>.<lambda>", "_doing.<locals>.call", "_doing.<locals>.receive", "_doing.<locals>.resume",
