@@ -31,7 +31,7 @@ from private_llm.replay.transports import noted, unrecorded
 from private_llm.ring.prg import Prg
 
 MOST_RECORDED = 4 << 30
-"""Bytes that a step may hold at a time while it is recorded, constants with it; an eighth of a larger GPU's memory."""
+"""Bytes that a step may hold at a time while it is recorded; an eighth of what is free, where that is more."""
 SWEEP = 64 << 20
 """After so many bytes more, memory is freed that nobody but the recorder holds."""
 

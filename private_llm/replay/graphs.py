@@ -46,10 +46,10 @@ from private_llm.replay.transports import LiveTransport, ProgramTransport
 from private_llm.ring.prg import ChaCha
 
 MOST_BYTES = 1 << 30
-"""Largest memory of what comes in of a program; a sixteenth of a larger GPU's memory."""
+"""Largest memory of what comes in of a program; a sixteenth of what is free, where that is more."""
 MOST_HELD = 2 << 30
-"""Constants of all programs of a session: those that run within others, of which each length of a cache has its own,
-are counted apart from these, of which each layer has its own."""
+"""Constants of all programs of a session, an eighth of what is free, where that is more: those that run within others,
+of which each length of a cache has its own, are counted apart."""
 
 
 _FAILED = threading.Event()

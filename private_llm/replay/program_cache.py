@@ -49,7 +49,7 @@ from private_llm.replay.regions import (
     uses_cuda_graphs,
     with_parts,
 )
-from private_llm.replay.rooms import Pool
+from private_llm.replay.rooms import Pool, part_of
 from private_llm.replay.transports import LiveTransport, ReplayTransport, TraceLog, recorded_by, unrecorded
 from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.scale import encode_public
@@ -228,14 +228,23 @@ class ProgramCache:
         return found
 
     def _evict(self, region: RegionState) -> None:
-        """Forget programs of a place while all of them, with this new one, hold too much."""
+        """Forget programs of a place while all of them, with this new one, hold too much.
+
+        Raises UnsupportedOp for a new one of more than a quarter of that: those of a long prompt would push each other
+        out in each prompt.
+        """
         place = region.place
         held = [
             (key, each.compiled.program.held)
             for key, each in self._regions.items()
             if each.compiled is not None and each.place == place
         ]
-        total, most = sum(size for _, size in held), graphs.MOST_HELD if place else MOST_HELD
+        total, most, new = sum(size for _, size in held), MOST_HELD, region.compiled
+        if new is not None and isinstance(new.program, GraphProgram):
+            most = part_of(new.program.device, 8, graphs.MOST_HELD)
+        if place and total > most and held[-1][1] > most // 4:
+            region.compiled = None
+            raise UnsupportedOp(f"programs of more than {most >> 20} MiB")
         for key, size in held[:-1]:
             if total <= most:
                 break

@@ -13,10 +13,11 @@ _LINE = 512
 
 
 def part_of(device: torch.device, part: int, least: int) -> int:
-    """A `part` of a GPU's memory, in bytes, and `least` elsewhere."""
+    """A `part` of what is free of a GPU's memory, in bytes, and no less than `least`, which it is elsewhere."""
     if device.type != "cuda":
         return least
-    return max(least, torch.cuda.get_device_properties(device).total_memory // part)
+    held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return max(least, (torch.cuda.mem_get_info(device)[0] + held) // part)
 
 
 class Pool:

@@ -170,7 +170,7 @@ def token_rows(given: Given, private: Any, model: PreTrainedModel, about: Row, d
 def prompt_rows(
     given: Given, private: Any, model: PreTrainedModel, about: Row, sizes: Sequence[int], deep: bool = True,  # noqa: ANN401
 ) -> Iterator[Row]:  # fmt: skip
-    """Prompts of these lengths: the fifth call of each is timed, those before compile kernels and record programs.
+    """Prompts of these lengths: the sixth call of each is timed, those before compile kernels and record programs.
 
     Fewer calls where time is short. One more says what the GPU does, and where the threads stand.
     """
@@ -182,7 +182,7 @@ def prompt_rows(
             return
         ids, found = some_ids(model.config, size), list[float]()
         memory()
-        while len(found) < (2 if given.tiny else 5) and (not found or given.tiny or given.left() > 4 * found[-1]):
+        while len(found) < (2 if given.tiny else 6) and (not found or given.tiny or given.left() > 4 * found[-1]):
             began = time.perf_counter()
             made = private(ids)
             found.append(time.perf_counter() - began)
@@ -192,8 +192,9 @@ def prompt_rows(
             "error_max": error_of(made.logits, model, ids), **memory(),
         }  # fmt: skip
         if deep and (given.tiny or given.left() > 3 * taken):
-            with Samples() as samples:
-                work = gpu_work(lambda ids=ids: private(ids), PARTIES)
+            work = gpu_work(lambda ids=ids: private(ids), PARTIES)
+            with Samples() as samples:  # apart, because the profiler's own work afterwards takes longer than the call
+                private(ids)
             yield {"name": "prompt-work", **where, **work, **samples.shares(taken)}
 
 

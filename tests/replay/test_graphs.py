@@ -417,7 +417,7 @@ def test_parties_of_a_process_compute_layers_together(apart: bool, monkeypatch: 
 
 def test_programs_within_others_are_counted_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention of a new length takes the place of old lengths, not of layers that come next."""
-    monkeypatch.setattr(graphs, "MOST_HELD", 100)
+    monkeypatch.setattr(graphs, "MOST_HELD", 600)
     left: list[list[str]] = []
 
     def party(session: Session, transport: Transport) -> None:
@@ -433,11 +433,15 @@ def test_programs_within_others_are_counted_apart(monkeypatch: pytest.MonkeyPatc
 
         run_all("a")
         with programs._inside_break():
-            run_all("bcd")
+            run_all("bcdef")
         left.append([key[0] for key in programs._regions])  # type: ignore[index]
+        monkeypatch.setattr(graphs, "MOST_HELD", 200)
+        run_all("g")
+        assert dict(programs.refused) == {"programs of more than 0 MiB": 1}, "a large one gives way"
+        assert [key[0] for key in programs._regions] == ["a", "c", "d", "e", "f", "g"]  # type: ignore[index]
 
     run_session(PrivateConfig(), party, lambda end: end.share(torch.ones(2, 8, dtype=torch.int64)))
-    assert left == [["a", "d"]] * 3
+    assert left == [["a", "c", "d", "e", "f"]] * 3
 
 
 def test_a_graph_that_takes_in_too_much_is_refused_before_it_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
