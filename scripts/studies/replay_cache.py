@@ -1,4 +1,4 @@
-"""What filling in left-out keys and values sends over 2048 steps: per request, merged, merged with prefetching.
+"""What filling in left-out keys and values sends over 2048 steps: per head, merged, merged with prefetching.
 
     python scripts/studies/replay_cache.py                            # the tables of docs/sparsity.md
     python scripts/studies/replay_cache.py --plot docs/kv-refill.png  # and a picture, as the paper's Figure 19

@@ -155,7 +155,7 @@ def test_bytes_and_rounds_are_those_of_what_is_made(setting: str, strategy: Stra
     for pattern in active:
         old = manager.length
         plan = manager.step(pattern[:, 0].view(1, G, -1).any(-1))
-        parts = list(plan.apart(old)) if strategy is Strategy.PER_REQUEST else [plan]
+        parts = list(plan.apart(old)) if strategy is Strategy.PER_HEAD else [plan]
         plans += [(part, 0 if number else int(pattern.sum())) for number, part in enumerate(parts)]
     if setting == "plain":
         assert not sent(cost)

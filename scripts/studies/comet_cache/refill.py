@@ -26,12 +26,12 @@ from private_llm.ring.ring import Ring
 
 
 class Strategy(Enum):
-    """PER_REQUEST: a product for each head that lacks entries. MERGED: all in the step's own product.
+    """PER_HEAD: a product for each head that lacks entries. MERGED: all in the step's own product.
 
     PREFETCH: as MERGED, and heads that are not active are filled where `RefillCost.worth` says so.
     """
 
-    PER_REQUEST = "per request"
+    PER_HEAD = "per head"
     MERGED = "merged"
     PREFETCH = "prefetch"
 

@@ -138,7 +138,7 @@ class RefillingCache:
         """Inputs of the next positions, [B, q, N], and which heads are active there, bool [B, q, H], public.
 
         A head that is active at one of them gets keys and values of all q. Rounds and bytes of one product with the
-        outputs that are made (PER_REQUEST: of one for each head that lacks older entries, one after the other, and
+        outputs that are made (PER_HEAD: of one for each head that lacks older entries, one after the other, and
         one); nothing is sent if no head is active. Raises DomainError for other shapes, or other rows than before.
         """
         made = self._made
@@ -161,7 +161,7 @@ class RefillingCache:
         self._grow(x)
         query = x.with_share(_zeros(x, (batch, made.heads, new, made.sizes[0])), x.session.frac)
         rows = GrowingRows(query)
-        parts = plan.apart(old) if self._strategy is Strategy.PER_REQUEST else (plan,)
+        parts = plan.apart(old) if self._strategy is Strategy.PER_HEAD else (plan,)
         for number, part in enumerate(parts):
             self._make(part, active if not number else torch.zeros_like(active), old, rows)
         return self._read(active, rows.held(), made.heads // made.groups)

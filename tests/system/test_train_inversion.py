@@ -1,4 +1,4 @@
-"""scripts/train_inversion.py: its rows, its nodes, its picture, and an attacker handed on to another layer."""
+"""scripts/studies/train_inversion.py: its rows, its nodes, its picture, and an attacker handed on to another layer."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import pytest
 
 from private_llm.token_sharding import ShardingPlan
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 SCORES = {"exact", "rouge_l", "bleu", "unheld_exact", "unheld_rouge_l", "unheld_bleu"}
 
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    monkeypatch.syspath_prepend(str(ROOT / "scripts/studies"))
     return importlib.import_module("train_inversion")
 
 

@@ -4,12 +4,12 @@ The attacker has the public model, knows the plan and sees what some nodes see o
 from the model itself, made to look in both directions, and learns to write the whole text (Cascade, sections 6.1,
 6.2 and 6.4). Give it text of the kind that your users write, and a plan that you think of using::
 
-    python scripts/train_inversion.py --plan 8,8,2 --text a.txt b.txt --test unseen.txt --minutes 15
-    python scripts/train_inversion.py --model facebook/opt-125m --dataset NAME [CONFIGURATION] --plan 8,8,2 4,4,1
-    python scripts/train_inversion.py --node attn --layer 3 ...     # any AttnNode, states after three layers
-    python scripts/train_inversion.py --node 0 1 2,5 --layer 0 ...  # CompNodes 0 and 1 and AttnNode (2, 5) together
-    python scripts/train_inversion.py --plot rows.jsonl rows.png    # draw what --out has collected
-    python scripts/train_inversion.py --tiny                        # a few seconds, from bundled text
+    python scripts/studies/train_inversion.py --plan 8,8,2 --text a.txt b.txt --test unseen.txt --minutes 15
+    python scripts/studies/train_inversion.py --model facebook/opt-125m --dataset NAME [CONFIG] --plan 8,8,2 4,4,1
+    python scripts/studies/train_inversion.py --node attn --layer 3 ...     # any AttnNode, states after three layers
+    python scripts/studies/train_inversion.py --node 0 1 2,5 --layer 0 ...  # CompNodes 0 and 1, AttnNode (2, 5)
+    python scripts/studies/train_inversion.py --plot rows.jsonl rows.png    # draw what --out has collected
+    python scripts/studies/train_inversion.py --tiny                        # a few seconds, from bundled text
 
 With several plans one attacker is trained on all of them and tested on each. `--save` and `--start` hand an attacker
 on to the next run, be it for another layer. One JSON row for each plan is printed and appended to `--out`.
@@ -21,7 +21,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -30,10 +29,13 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import scripts_folder  # noqa: F401 - finds `bench`
 import torch
 import transformers
 from accelerate import Accelerator
 from accelerate.utils import set_seed
+from attacks.inversion import Inverter, Observers, any_attn, any_comp, colluding, draw, guess, loss_of, recovery
+from attacks.inversion_model import SeenRows, reader, reader_of
 from bench.rows import provenance
 from private_llm_cli.commands.plot import load_pyplot
 from private_llm_hf.tools.texts import encode, load_texts, windows
@@ -47,15 +49,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from private_llm.token_sharding import ShardingPlan
 
-sys.path.append(str(Path(__file__).resolve().parent / "studies"))
-from attacks.inversion import Inverter, Observers, any_attn, any_comp, colluding, draw, guess, loss_of, recovery
-from attacks.inversion_model import SeenRows, reader, reader_of
-
 Rows = Sequence[dict[str, Any]]
 
 COLOURS = ("#4c72b0", "#dd8452", "#55a868", "#c44e52")
 SCORES = (("rouge_l", "ROUGE-L, whole text"), ("unheld_exact", "exact tokens where not held"))
-INTEGRATION = Path(__file__).resolve().parents[1] / "integrations/private_llm_hf"
+INTEGRATION = Path(__file__).resolve().parents[2] / "integrations/private_llm_hf"
 TINY = {
     "text": [INTEGRATION / "data/shakespeare.txt"], "test": INTEGRATION / "data/heldout.txt", "steps": 8, "texts": 4,
     "length": 64, "batch": 4, "precision": "no", "plan": ["4,2,1", "8,8,2"], "threads": 1,
