@@ -423,10 +423,10 @@ def test_programs_within_others_are_counted_apart(monkeypatch: pytest.MonkeyPatc
     def party(session: Session, transport: Transport) -> None:
         x, programs = Fixed(session, session.protocol.receive_input((2, 8)), FRAC), ProgramCache()
 
-        def compute(values: Sequence[Fixed]) -> tuple[Sequence[Fixed], tuple[()]]:
-            return [values[0].view(lambda part: part + torch.arange(8))], ()
+        def run_all(names: str, held: int = 8) -> None:
+            def compute(values: Sequence[Fixed]) -> tuple[Sequence[Fixed], tuple[()]]:
+                return [values[0].view(lambda part: part + torch.arange(held)[:8])], ()
 
-        def run_all(names: str) -> None:
             for name in names:
                 for _ in range(3):
                     programs.run(session, name, [x], compute)
@@ -435,8 +435,7 @@ def test_programs_within_others_are_counted_apart(monkeypatch: pytest.MonkeyPatc
         with programs._inside_break():
             run_all("bcdef")
         left.append([key[0] for key in programs._regions])  # type: ignore[index]
-        monkeypatch.setattr(graphs, "MOST_HELD", 200)
-        run_all("g")
+        run_all("g", held=64)
         assert dict(programs.refused) == {"programs of more than 0 MiB": 1}, "a large one gives way"
         assert [key[0] for key in programs._regions] == ["a", "c", "d", "e", "f", "g"]  # type: ignore[index]
 
