@@ -181,7 +181,8 @@ def compute_segment(segment: Segment, found: dict[Slot, Tensor]) -> None:
 
 class GraphProgram:
     """The same step again. held: bytes of its constants. weights, derivation: of the module with which it was recorded,
-    and how constants were made of them (nodes, and the tensors by slot).
+    and how constants were made of them (nodes, and the tensors by slot). lasting: messages that nothing writes to after
+    they are sent, and those that come and are only read: one memory may be both.
     """
 
     def __init__(
@@ -195,6 +196,7 @@ class GraphProgram:
         self._inputs, self._outputs, self.device, self.pool = list(inputs), list(outputs), device, pool
         self._rooms = Rooms(pool, device)
         self.fixed: dict[Slot, Tensor] = {}
+        self.lasting = set[Slot]()
         self._masks: dict[int, MaskDraw] = {}
         for each in masks:
             draw = self._masks.setdefault(each.after_break, MaskDraw(self._rooms))
@@ -294,11 +296,14 @@ class GraphProgram:
 
     def _few_launches(self, segments: Sequence[Segment]) -> list[Segment]:
         """The segments with few launches each."""
-        layouts, there = Layouts(self.fixed), dict(self.fixed)
+        taken = {each.stop.payload for each in segments if isinstance(each.stop, Receive)}
+        apart = {slot: torch.zeros_like(self.fixed[slot]) for slot in taken}  # it may lie at its sender (`joint`)
+        there = self.fixed | apart
+        layouts = Layouts(there)
         for segment in _letting_go(segments, {*there, *slots_of(self._outputs)}):
             layouts.run(list(zip(segment.nodes, segment.dropped, strict=True)), there)
-        del there
-        layouts.end()
+        del there, apart
+        layouts.end(self.fixed[slot] for slot in self.fixed.keys() - taken)
         segments, later, made = self._with_rooms(segments, layouts), set[Slot](), list[Segment]()
         found = layouts.found
         for segment in reversed(segments):
@@ -325,6 +330,7 @@ class GraphProgram:
                     origins.setdefault(storage_of(found[slot]), (slot, node))
                 if node.computes:
                     changed |= {storage_of(found[slot]): number for slot in (*node.made, *node.written)}
+        self._note_lasting(segments, {slot: changed.get(storage_of(x), -1) for slot, x in found.items()})
         numbers, made = itertools.count(1 + max([slot.number for slot in found], default=0)), list[Segment]()
         for number, segment in enumerate(segments):
             copied: dict[Slot, Slot] = {}
@@ -357,6 +363,18 @@ class GraphProgram:
             if segment.stop is None:
                 self._outputs = [copied.get(x, x) if isinstance(x, Slot) else x for x in self._outputs]
         return made
+
+    def _note_lasting(self, segments: Sequence[Segment], changed: Mapping[Slot, int]) -> None:
+        """changed: the last segment that writes to a slot's memory, -1 for none."""
+        given = set(slots_of([self._outputs, *(x.stop.inputs for x in segments if isinstance(x.stop, BreakEvent))]))
+        fleeting = set[Slot]()
+        for number, segment in enumerate(segments):
+            match segment.stop:
+                case Send(payload=slot):
+                    (self.lasting if changed[slot] <= number else fleeting).add(slot)
+                case Receive(payload=slot):
+                    (self.lasting if changed[slot] < 0 and slot not in given else fleeting).add(slot)
+        self.lasting -= fleeting
 
 
 def _copy_all(into: Sequence[Tensor], given: Sequence[Tensor]) -> None:

@@ -1,8 +1,8 @@
 """Parties of one process that share a GPU run a recorded step together: one CUDA graph up to each graph break.
 
-Each party's launches are a branch of it, so that they run side by side; a message is a copy on the device, for which
-the receiver's branch waits. Bytes and rounds are booked as if it were sent. Parties of one process protect nobody from
-its owner, with or without this.
+Each party's launches are a branch of it, so that they run side by side; a message is read where its sender made it, or
+copied, and the receiver's branch waits for it. Bytes and rounds are booked as if it were sent. Parties of one process
+protect nobody from its owner, with or without this.
 
 A party decides alone whether it has a program. Where one has none, Python computes what is within, too, which the
 others never call: such calls have no points at which parties wait for each other.
@@ -16,6 +16,7 @@ import weakref
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,7 +33,33 @@ from private_llm.replay.regions import WeightBinding, uses_cuda_graphs
 from private_llm.replay.transports import ProgramTransport
 from private_llm.tensor.fixed import Fixed
 
-_Links = defaultdict[tuple[int, int], deque[tuple[str, Tensor, Any]]]
+
+@dataclass(frozen=True, repr=False)
+class _BranchMessage:
+    """lasting: nothing writes to the payload any more. mark: the point of its branch at which it is there."""
+
+    tag: str
+    payload: Tensor
+    lasting: bool
+    mark: torch.cuda.Event | None
+
+    def taken(self, tag: str, room: Tensor, only_read: bool) -> Tensor:
+        """Where the receiver's program reads it: at its sender, or copied to the room for it."""
+        x = self.payload
+        if self.tag != tag or x.numel() != room.numel() or x.dtype != room.dtype:
+            raise TransportError(
+                f"got '{self.tag}' with {x.numel()} x {x.dtype}; want '{tag}' with {room.numel()} x {room.dtype}"
+            )
+        if self.mark is not None:
+            torch.cuda.current_stream().wait_event(self.mark)
+        if self.lasting and only_read and x.is_contiguous() and room.is_contiguous() and not x.data_ptr() % _ALIGNED:
+            return x.view(room.shape)
+        return room.copy_(x.view(room.shape))
+
+
+_ALIGNED = 16
+"""Kernels were compiled for addresses that are multiples of it, as those of rooms are."""
+_Links = defaultdict[tuple[int, int], deque[_BranchMessage]]
 
 
 class JointProgram:
@@ -47,7 +74,8 @@ class JointProgram:
         self._device, self._pool = programs[0].device, programs[0].pool
         self._programs = [weakref.ref(each) for each in programs]  # no numbers: those of the dead are given again
         self._sections = [_sections(each.segments) for each in programs]
-        self._found: list[dict[Slot, Tensor]] = [dict(each.fixed) for each in programs]
+        self._rooms, self._lasting = [each.fixed for each in programs], [each.lasting for each in programs]
+        self._found: list[dict[Slot, Tensor]] = [dict(each) for each in self._rooms]
         self.count = len(self._sections[0])
         if any(each.device != self._device for each in programs):
             raise UnsupportedOp("parties on several devices")
@@ -120,16 +148,19 @@ class JointProgram:
             with branch:
                 compute_segment(segment, found)
                 if isinstance(segment.stop, Send):
-                    payload = found[segment.stop.payload]
-                    links[(party, segment.stop.to)].append((segment.stop.tag, payload, self._now()))
+                    slot = segment.stop.payload
+                    message = _BranchMessage(segment.stop.tag, found[slot], slot in self._lasting[party], self._now())
+                    links[(party, segment.stop.to)].append(message)
             if isinstance(segment.stop, Receive):
                 while not links[(segment.stop.frm, party)]:
                     yield moved
                     moved = False
                 moved = True
+                slot, message = segment.stop.payload, links[(segment.stop.frm, party)].popleft()
                 with branch:
-                    message = links[(segment.stop.frm, party)].popleft()
-                    self._take(message, segment.stop.tag, found[segment.stop.payload])
+                    found[slot] = message.taken(
+                        segment.stop.tag, self._rooms[party][slot], slot in self._lasting[party]
+                    )
 
     def _now(self) -> torch.cuda.Event | None:
         """A point of the current branch, for which others can wait."""
@@ -138,17 +169,6 @@ class JointProgram:
         mark = torch.cuda.Event()
         mark.record()
         return mark
-
-    def _take(self, message: tuple[str, Tensor, torch.cuda.Event | None], tag: str, into: Tensor) -> None:
-        """Copy what came to where the receiver's program reads it."""
-        said, x, mark = message
-        if said != tag or x.numel() != into.numel() or x.dtype != into.dtype:
-            raise TransportError(
-                f"got '{said}' with {x.numel()} x {x.dtype}; want '{tag}' with {into.numel()} x {into.dtype}"
-            )
-        if mark is not None:
-            torch.cuda.current_stream().wait_event(mark)
-        into.copy_(x.view(into.shape))
 
 
 def run_together(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -36,7 +36,6 @@ class Layouts:
     def __init__(self, fixed: Mapping[Slot, Tensor]) -> None:
         self.found: dict[Slot, Tensor] = {}
         self._storages: dict[int, torch.UntypedStorage] = {}
-        self._lasting = {storage_of(x) for x in fixed.values()}
         for slot, x in fixed.items():
             self.add(slot, x)
 
@@ -52,9 +51,10 @@ class Layouts:
         bare = torch.empty(0, dtype=x.dtype, device="meta")
         self.found[slot] = bare.set_(self._storages[number], x.storage_offset(), x.shape, x.stride())
 
-    def end(self) -> None:
-        """The run is over, and its memory gone."""
-        self._storages = {number: x for number, x in self._storages.items() if number in self._lasting}
+    def end(self, left: Iterable[Tensor]) -> None:
+        """The run is over, and its memory gone but for these."""
+        numbers = {storage_of(x) for x in left}
+        self._storages = {number: x for number, x in self._storages.items() if number in numbers}
 
     def run(self, steps: Sequence[tuple[GraphNode, Sequence[Slot]]], there: dict[Slot, Tensor]) -> None:
         """Compute nodes on the tensors that are there, and after each forget the slots that no later one needs."""

@@ -405,6 +405,13 @@ def test_parties_of_a_process_compute_layers_together(apart: bool, monkeypatch: 
             raise UnsupportedOp("injected")
         return record(self, recorder, *rest)
 
+    def taken(message: Any, tag: str, room: Tensor, only_read: bool) -> Tensor:
+        found = take(message, tag, room, only_read)
+        messages[found.data_ptr() == message.payload.data_ptr()] += 1
+        return found
+
+    take, messages = joint._BranchMessage.taken, Counter[bool]()
+    monkeypatch.setattr(joint._BranchMessage, "taken", taken)
     monkeypatch.setattr(joint.JointProgram, "launch", counted)
     monkeypatch.setattr(ProgramCache, "_compiled", recorded)
     model, ids = small_llama(), torch.arange(1, 7)[None]
@@ -412,7 +419,8 @@ def test_parties_of_a_process_compute_layers_together(apart: bool, monkeypatch: 
     with patch(model, PrivateConfig(calibrate=False, timeout_s=20.0)) as private:
         assert torch.equal(private.generate(ids, **how), model.generate(ids, **how))
     assert launched[0] > 0
-    assert (launched[1] > 0) is not apart, "a second section lies behind a layer's attention"
+    assert (launched[1] > 0) is not apart, "a second section comes after a layer's attention"
+    assert messages[True] > 4 * messages[False], "most are read where they were made"
 
 
 def test_programs_within_others_are_counted_apart(monkeypatch: pytest.MonkeyPatch) -> None:
