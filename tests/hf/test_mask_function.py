@@ -21,3 +21,6 @@ def test_a_mask_that_allows_everything_is_none(shown, padding, queries, past, wi
     assert want is not None
     assert (made is None) == bool(want.all())
     assert made is None or torch.equal(made, want)
+    again = private_mask(**sizes, mask_function=shown, attention_mask=padding, device="cpu")
+    kept = shown is causal_mask_function and padding is None
+    assert made is None or (again is made) == kept, "what is found out about it is kept with it"

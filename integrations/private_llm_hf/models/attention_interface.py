@@ -39,12 +39,26 @@ def register() -> None:
 
 def private_mask(*args: object, **kwargs: object) -> Tensor | None:
     """Boolean mask [B, 1, q, kv], True where attention is allowed; None if it is everywhere."""
+    sizes = [kwargs.get(name) for name in ("batch_size", "q_length", "kv_length", "q_offset", "kv_offset")]
+    batch, queries, keys, past, start = (size if isinstance(size, int) else -1 for size in sizes)
     causal = kwargs.get("mask_function") is causal_mask_function and kwargs.get("attention_mask") is None
-    past, one = kwargs.get("q_offset"), kwargs.get("q_length") == 1 and kwargs.get("kv_offset") == 0
-    if causal and one and isinstance(past, int) and kwargs.get("kv_length") == past + 1:
+    if causal and (queries, keys, start) == (1, past + 1, 0):
         return None  # without twenty small operations for each token
+    if causal and start == 0 <= past and 0 < batch * queries * keys <= _MOST_KEPT:
+        return _causal_mask(batch, queries, keys, past, kwargs.get("device"))
     kwargs.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
     mask: Tensor = sdpa_mask(*args, **kwargs)
+    return None if bool(mask.all()) else mask
+
+
+_MOST_KEPT = 1 << 15
+"""Entries of a mask that is kept."""
+
+
+@functools.lru_cache(maxsize=4)
+def _causal_mask(batch: int, queries: int, keys: int, past: int, device: object) -> Tensor | None:
+    """Of a chunk of a text without padding. It is kept because `pattern_of` remembers on it what it finds out."""
+    mask: Tensor = sdpa_mask(batch, queries, keys, past, allow_is_causal_skip=False, device=device or "cpu")
     return None if bool(mask.all()) else mask
 
 
