@@ -72,9 +72,15 @@ def network(kind: type[nn.Module]) -> tuple[nn.Module, Tensor]:
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("mode", ["threads", "processes"])
-@pytest.mark.parametrize("protocol", ["trio", "quad"])
-def test_a_module_of_ones_own_is_computed_on_shares(plugin: type[nn.Module], mode: str, protocol: str) -> None:
+@pytest.mark.parametrize(
+    ("protocol", "mode"),
+    [
+        ("trio", "processes"), ("quad", "threads"),
+        pytest.param("trio", "threads", marks=pytest.mark.full),
+        pytest.param("quad", "processes", marks=pytest.mark.full),
+    ],
+)  # fmt: skip
+def test_a_module_of_ones_own_is_computed_on_shares(plugin: type[nn.Module], protocol: str, mode: str) -> None:
     model, images = network(plugin)
     config = PrivateConfig(protocol=protocol, party_mode=mode, plugins=("my_gates",), timeout_s=60)
     with patch(model, config, images=images) as private, torch.no_grad():
