@@ -131,20 +131,6 @@ def test_no_party_ever_holds_weights_or_tokens(private: PreTrainedModel) -> None
         assert memory_holds(pid, patterns) == {"control"}, "only the public mark may be found"
 
 
-def test_a_killed_party_is_named_and_the_others_end(plaintext: PreTrainedModel) -> None:
-    before = set(parties())
-    model = patch(plaintext, replace(PROCESSES, timeout_s=60))
-    mine = [pid for pid in parties() if pid not in before]
-    victim = mine[1]
-    os.kill(victim, signal.SIGKILL)
-    start = time.monotonic()
-    with pytest.raises(PartyFailed, match="party 1"):
-        model.generate(PADDED, max_new_tokens=3)
-    assert time.monotonic() - start < 20
-    model.close()
-    assert not set(parties()) & set(mine)
-
-
 @pytest.mark.full
 def test_a_stopped_party_is_named_within_the_timeout(plaintext: PreTrainedModel) -> None:
     before = set(parties())
@@ -191,3 +177,15 @@ def test_a_party_that_cannot_start_is_reported(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(children.sys, "executable", "/bin/false")
     with pytest.raises(PartyFailed, match="did not start"):
         patch(tiny.build("opt"), PROCESSES)
+
+
+def test_a_killed_party_is_named_and_the_others_end(private: PreTrainedModel) -> None:
+    """The last test of this file: it ends the session of the others."""
+    mine = parties()
+    os.kill(mine[1], signal.SIGKILL)
+    start = time.monotonic()
+    with pytest.raises(PartyFailed, match="party 1"):
+        private.generate(PADDED, max_new_tokens=3)
+    assert time.monotonic() - start < 20
+    private.close()
+    assert not set(parties()) & set(mine)
