@@ -102,6 +102,10 @@ def test_a_graph_break_that_differs_from_call_to_call(protocol: str) -> None:
     test_graph_breaks.test_a_graph_break_that_differs_from_call_to_call(protocol)
 
 
+FILES = ("graphs.py", "graph_recorder.py", "recording.py")
+"""Of the recorder of graphs."""
+
+
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "same",
@@ -111,7 +115,10 @@ def test_a_graph_break_that_differs_from_call_to_call(protocol: str) -> None:
         test_programs.test_a_program_that_is_wrong_is_found_before_it_is_used,
         test_graph_breaks.test_public_values_that_are_computed_are_refused,
         test_graph_breaks.test_what_has_no_graph_break_or_two_stays_in_python,
-        functools.partial(test_failures.an_error_in_any_function, "graphs.py", "graph_recorder.py", "recording.py"),
+        functools.partial(test_failures.an_error_in_any_function, *FILES, every=2),
+        pytest.param(
+            functools.partial(test_failures.an_error_in_any_function, *FILES, first=1, every=2), marks=pytest.mark.full
+        ),
     ],
 )
 def test_what_holds_of_programs_holds_of_graphs(same: Callable[[], None]) -> None:
@@ -356,9 +363,9 @@ def test_chunks_of_a_prompt_are_repeated(sweep: int, met: list[ProgramCache], mo
     """Full ones, whatever the prompt's length; also where memory is freed at once that the step holds no more."""
     monkeypatch.setattr(graph_recorder, "SWEEP", sweep)
     shape = (1, 20, 32)
-    model, ids, found = small_llama(), torch.arange(138)[None] % 63 + 1, list[tuple[set[Any], int]]()
+    model, ids, found = small_llama(), torch.arange(98)[None] % 63 + 1, list[tuple[set[Any], int]]()
     with patch(model, PrivateConfig(calibrate=False, prompt_chunk=20)) as private, torch.no_grad():
-        for length in (118, 138):
+        for length in (78, 98):
             made = private(ids[:, :length], use_cache=False).logits
             assert (made - model(ids[:, :length]).logits).abs().max() < 4e-3
             kept = {
