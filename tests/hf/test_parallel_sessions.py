@@ -74,7 +74,7 @@ def test_all_role_assignments_use_all_links_alike(plaintext: PreTrainedModel) ->
 
 
 def test_generation_keeps_every_row_in_its_parallel_session(plaintext: PreTrainedModel, two: PreTrainedModel) -> None:
-    how = {"max_new_tokens": 4, "pad_token_id": 0}
+    how = {"max_new_tokens": 3, "pad_token_id": 0}
     assert torch.equal(two.generate(IDS, do_sample=False, **how), plaintext.generate(IDS, do_sample=False, **how))
     batch = {"input_ids": PADDED, "attention_mask": (PADDED != 0).long()}
     assert torch.equal(two.generate(**batch, do_sample=False, **how), plaintext.generate(**batch, **how))
@@ -89,7 +89,7 @@ def test_beams_of_a_prompt_share_a_parallel_session(plaintext: PreTrainedModel, 
 
 def test_an_encoder_output_stays_where_it_was_made() -> None:
     plain = tiny.build("t5")
-    how = {"max_new_tokens": 4, "do_sample": False}
+    how = {"max_new_tokens": 3, "do_sample": False}
     with patch(plain, replace(TRIO, parallel_sessions=2)) as model:
         assert torch.equal(model.generate(IDS, **how), plain.generate(IDS, **how))
         assert torch.equal(model.generate(IDS, num_beams=2, **how), plain.generate(IDS, num_beams=2, **how))

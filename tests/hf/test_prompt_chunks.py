@@ -115,7 +115,7 @@ def test_progress_by_chunk_and_who_raises_ends_the_prompt(pair: tuple[PreTrained
 @pytest.mark.parametrize("settings", [{}, {"parallel_sessions": 2, "reveal": "token"}], ids=str)
 def test_on_shares(settings: dict[str, Any]) -> None:
     """Under trio, where a plan of the calls serves their chunks."""
-    model = tiny.build("opt")
+    model = tiny.build("opt", num_hidden_layers=1)
     with patch(model, replace(TRIO, prompt_chunk=CHUNK, **settings)) as private:
         want = model.generate(**BATCH, **GREEDY)
         assert torch.equal(private.generate(**BATCH, **GREEDY), want)

@@ -230,7 +230,7 @@ def test_a_cheat_ends_its_own_session(start: Start, plain: Any, protocol: str) -
             other = model.open_session()
             with pytest.raises(PrivateLLMError):
                 cheats(other)[name]()
-            assert same(text_of(model, 6, new=2), text_of(plain, 6, new=2)), name
+            assert same(text_of(model, 6, new=1), text_of(plain, 6, new=1)), name
         assert on_disk(running) == 0
     assert not any(watch.downs for watch in running.watches)
 
