@@ -102,7 +102,7 @@ def test_a_gateway_says_whom_it_waits_for_and_gives_up(
         own = server.getsockname()[1]
     hosts = ",".join(f"127.0.0.{number}:{port}" for number in (1, 2, 3))
     words = ["gateway", str(shared / "client"), "--port", str(own), "--hosts", hosts, "--tls", str(tmp_path / "tls")]
-    words += ["--timeout", "2", "--wait", "8", "--token", TOKEN]
+    words += ["--timeout", "2", "--wait", "5", "--token", TOKEN]
     monkeypatch.setattr("sys.argv", ["private-llm", *words])
     answers: dict[str, httpx.Response] = {}
     client = threading.Thread(target=ask_meanwhile, args=(own, answers))
@@ -120,8 +120,8 @@ def test_a_gateway_says_whom_it_waits_for_and_gives_up(
     assert ended.value.code not in (0, None)
     said = " ".join(capsys.readouterr().err.split())
     assert f"waiting for party 0 at 127.0.0.1:{port} (for " in said
-    assert re.search(r"waiting for the parties \(for [2-8] s\): party 0", said)
-    assert "(--wait 8): party 0 at" in said
+    assert re.search(r"waiting for the parties \(for [2-5] s\): party 0", said)
+    assert "(--wait 5): party 0 at" in said
 
 
 def test_local_parties_are_ready_when_they_are_there(shared: Path) -> None:

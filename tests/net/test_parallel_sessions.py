@@ -24,13 +24,13 @@ TOKEN = b"a token of one test session"
 WORD = (torch.int64,)
 
 
-def sockets(parallel_sessions: dict[int, int]) -> dict[int, Transport]:
+def sockets(parallel_sessions: dict[int, int], timeout_s: float = 4) -> dict[int, Transport]:
     """Endpoints with the number of parallel sessions each of them was told."""
     listeners = open_listeners(3)
     hosts = hosts_of(listeners)
 
     def one(me: int) -> Transport:
-        config = PrivateConfig(timeout_s=4, parallel_sessions=parallel_sessions[me])
+        config = PrivateConfig(timeout_s=timeout_s, parallel_sessions=parallel_sessions[me])
         return connect(config, me, hosts=hosts, token=TOKEN, listener=None if me == CLIENT else listeners[me])
 
     with ThreadPoolExecutor(4) as pool:
@@ -90,7 +90,7 @@ def test_the_end_of_a_parallel_session_is_the_end_of_all(mesh: dict[int, Transpo
 
 def test_different_numbers_of_parallel_sessions_are_refused() -> None:
     with pytest.raises(TransportError, match=r"parallel sessions: got \d at .*; want \d, as at"):
-        sockets({0: 2, 1: 2, 2: 2, CLIENT: 1})
+        sockets({0: 2, 1: 2, 2: 2, CLIENT: 1}, timeout_s=1.5)
 
 
 def test_links_of_one_parallel_session_refuse_more() -> None:

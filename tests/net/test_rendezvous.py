@@ -213,7 +213,8 @@ def test_another_token():
     listeners = open_listeners(1)
     hosts = hosts_of(listeners)
     results = both(
-        lambda: join(0, hosts, listeners[0], **ONE), lambda: join(CLIENT, hosts, token=b"another" * 4, **ONE)
+        lambda: join(0, hosts, listeners[0], timeout=1.5, **ONE),
+        lambda: join(CLIENT, hosts, token=b"another" * 4, timeout=1.5, **ONE),
     )
     assert isinstance(results[0], TransportError)
     assert isinstance(results[CLIENT], TransportError)
@@ -289,7 +290,10 @@ def test_hosts_in_another_order():
     swapped = [hosts[1], hosts[0], hosts[2]]
     results = run_threads(
         {1: None, CLIENT: None},
-        {1: lambda _: join(1, hosts, listeners[1]), CLIENT: lambda _: join(CLIENT, swapped)},
+        {
+            1: lambda _: join(1, hosts, listeners[1], timeout=1.5),
+            CLIENT: lambda _: join(CLIENT, swapped, timeout=1.5),
+        },
     )
     assert "this is party 1, not party 0; the hosts lists differ" in str(results[CLIENT])
 

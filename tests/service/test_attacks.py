@@ -400,6 +400,7 @@ def test_party_0_cannot_run_a_request_twice(start: Start, monkeypatch: pytest.Mo
             step(model, 2)
         monkeypatch.undo()
     assert eventually(lambda: any("runs a request twice" in reason for reason, _ in running.watches[1].downs))
+    assert eventually(lambda: all(service.ready for service in running.services), 30)  # else their end takes 10 s
 
 
 def test_a_session_that_begins_anew_at_one_party_is_another(start: Start) -> None:
