@@ -30,19 +30,10 @@ from private_llm_hf.client.preprocess import Schedule
 from private_llm_hf.client.session_client import Secret
 from private_llm_hf.token_sharding.client import join_nodes
 from private_llm_hf.token_sharding.split import join_split
+from private_llm_hf.wire import commands
 from private_llm_hf.wire.answers import Loaded
 from private_llm_hf.wire.codec import Message
-from private_llm_hf.wire.commands import (
-    CacheEdit,
-    Call,
-    CallOrEdit,
-    CopyCache,
-    Description,
-    LoadLike,
-    ManageCache,
-    ResetCache,
-    SelectRows,
-)
+from private_llm_hf.wire.commands import CacheEdit, Call, CallOrEdit
 
 
 def join_parallel_sessions(config: PrivateConfig, transport: Transport, shutdown: Callable[[], None]) -> Parties:
@@ -85,7 +76,7 @@ class ParallelSessions(Parties):
             each.tell(message, parties)
 
     # -- weights --------------------------------------------------------------------------------------------
-    def use_stored(self, description: Description, mine: Callable[[], str | None]) -> bool:
+    def use_stored(self, description: commands.Description, mine: Callable[[], str | None]) -> bool:
         """As `Parties.use_stored`, in every parallel session: the parallel sessions of a party share its file.
 
         Raises ConfigError for share files with rotate_roles.
@@ -103,7 +94,7 @@ class ParallelSessions(Parties):
             return found
 
     @contextmanager
-    def loading(self, description: Description, stop_after: str | None = None) -> Iterator[Sink]:
+    def loading(self, description: commands.Description, stop_after: str | None = None) -> Iterator[Sink]:
         """One sharing, with masks of its own, for every assignment; sessions of equal assignment share it."""
         first: dict[RoleAssignment, int] = {}
         rotate = self.config.rotate_roles and self.config.weights == "secret"
@@ -126,7 +117,7 @@ class ParallelSessions(Parties):
     def _load_like(self, like: dict[int, int]) -> None:
         """Parallel sessions build their model from the shares that another one of the same party holds."""
         for number, other in like.items():
-            self._every[number].tell(LoadLike(other))
+            self._every[number].tell(commands.LoadLike(other))
         for number in like:
             self._every[number].answers(Loaded)
             self._every[number].transport.ledger.reset()
@@ -184,7 +175,7 @@ class ParallelSessions(Parties):
                     if planned:
                         self._every[number].place_of(part)
                     else:
-                        self._every[number].tell(ManageCache(part))
+                        self._every[number].tell(commands.ManageCache(part))
             self._kept.keep(edit, rows)
 
     # -- preprocessing ----------------------------------------------------------------------------------------
@@ -249,7 +240,7 @@ class SessionRows:
         Raises DomainError for another number of rows, UnsupportedOp if a row would change its parallel session.
         """
         whole: Picks = [None] * self._number
-        if isinstance(entry, SelectRows):
+        if isinstance(entry, commands.SelectRows):
             return self._rows[entry.handle], self._picked(entry.handle, entry.index)[1]
         if not isinstance(entry, Call):
             return self._rows[entry.handle], whole
@@ -268,11 +259,11 @@ class SessionRows:
         match entry:
             case Call():
                 self._rows |= {kept: rows for kept in (entry.cache, entry.encode_to) if kept is not None}
-            case ResetCache():
+            case commands.ResetCache():
                 self._rows.pop(entry.handle)
-            case CopyCache():
+            case commands.CopyCache():
                 self._rows[entry.to] = rows
-            case SelectRows():
+            case commands.SelectRows():
                 self._rows[entry.handle] = self._picked(entry.handle, entry.index)[0]
 
     def _picked(self, handle: int, index: Tensor) -> tuple[RowNumbers, Picks]:
@@ -325,7 +316,7 @@ def parts_of(entry: Entry, rows: RowNumbers, picks: Picks) -> Iterator[tuple[int
 
 def _part(entry: Entry, rows: slice, index: Tensor | None) -> Entry:
     """The rows `rows` of a request; index: those of what a parallel session keeps."""
-    if isinstance(entry, SelectRows):
+    if isinstance(entry, commands.SelectRows):
         return entry if index is None else replace(entry, index=index)
     if not isinstance(entry, Call):
         return entry

@@ -39,21 +39,9 @@ from private_llm_hf.token_sharding.attention_calls import attention_calls
 from private_llm_hf.token_sharding.commands import AttnForward, CompForward, CropTo, LoadNode, NodeEdit
 from private_llm_hf.token_sharding.cut import Cut
 from private_llm_hf.token_sharding.node import agree, agreed, check_stored, plan_of, reads_last_token
+from private_llm_hf.wire import commands
 from private_llm_hf.wire.answers import NodeLoaded, NodeModel, NodeOutputs
-from private_llm_hf.wire.commands import (
-    OPENED,
-    CacheEdit,
-    Call,
-    CopyCache,
-    CropCache,
-    Description,
-    EndOfWeights,
-    Fact,
-    Hello,
-    ResetCache,
-    Weight,
-    send_message,
-)  # fmt: skip
+from private_llm_hf.wire.commands import OPENED, Call, send_message
 
 MOST_NODES = 250
 """Endpoints have one-byte numbers, and the client has one."""
@@ -124,11 +112,11 @@ class Nodes(Parties):
         self._gone: dict[int, list[int]] = {node: [] for node in range(self.plan.alpha, self.plan.nodes)}
 
     # -- weights ------------------------------------------------------------------------------------------------
-    def use_stored(self, description: Description, mine: Callable[[], str | None]) -> bool:
+    def use_stored(self, description: commands.Description, mine: Callable[[], str | None]) -> bool:
         """Let the CompNodes use the model that they hold; False without one. Raises as `agreed`, `check_stored`."""
         comps = range(self.plan.alpha)
         with self._call():
-            self.tell(Hello(), comps)
+            self.tell(commands.Hello(), comps)
             stored = agreed({called(self.config, node): self._answer(node, NodeModel) for node in comps})
             if stored.model is None:
                 return False
@@ -139,7 +127,7 @@ class Nodes(Parties):
 
     @contextmanager
     def loading(
-        self, description: Description, stop_after: str | None = None, cut: Cut | None = None
+        self, description: commands.Description, stop_after: str | None = None, cut: Cut | None = None
     ) -> Iterator[Sink]:
         """Tell the nodes the model: its public weights go to every CompNode. Nodes run it to its end.
 
@@ -148,10 +136,10 @@ class Nodes(Parties):
         with self._call():
             self._load(description, disk=False, cut=cut)
             yield self._send_weight
-            self.tell(EndOfWeights(), range(self.plan.alpha))
+            self.tell(commands.EndOfWeights(), range(self.plan.alpha))
             self._loaded()
 
-    def _load(self, description: Description, disk: bool, cut: Cut | None = None) -> None:
+    def _load(self, description: commands.Description, disk: bool, cut: Cut | None = None) -> None:
         cls = model_class(description.class_)
         config = cls.config_class.from_dict(dict(description.config))
         calls = attention_calls(cls, config)[cut.count if cut else 0 :]
@@ -168,7 +156,7 @@ class Nodes(Parties):
     def _send_weight(self, name: str, tensor: Tensor) -> None:
         raw = tensor.detach().to(torch.float32).contiguous().clone().view(torch.int32)
         for node in range(self.plan.alpha):
-            send_message(self.transport, node, Weight(name, tuple(tensor.shape)))
+            send_message(self.transport, node, commands.Weight(name, tuple(tensor.shape)))
             self.transport.send(node, "weight", raw)
 
     # -- calls ----------------------------------------------------------------------------------------------------
@@ -274,23 +262,23 @@ class Nodes(Parties):
             found.append((due, dict(zip(answer.shapes, tensors, strict=True))))
         return check_equal(answers), found
 
-    def command(self, edit: CacheEdit) -> None:
+    def command(self, edit: commands.CacheEdit) -> None:
         """Cache management at the AttnNodes."""
         asked: NodeEdit
-        if isinstance(edit, CropCache):
+        if isinstance(edit, commands.CropCache):
             self._lengths[edit.handle] -= edit.count
             asked = CropTo(edit.handle, self._lengths[edit.handle])
         else:
             asked = edit
-        if isinstance(edit, ResetCache):
+        if isinstance(edit, commands.ResetCache):
             self._lengths.pop(edit.handle, None)
-        elif isinstance(edit, CopyCache):
+        elif isinstance(edit, commands.CopyCache):
             self._lengths[edit.to] = self._lengths.get(edit.handle, 0)
         with self._call():
             self.tell(asked, range(self.plan.alpha, self.plan.nodes))
 
 
-def _tensor(public: Mapping[str, Fact], name: str) -> Tensor | None:
+def _tensor(public: Mapping[str, commands.Fact], name: str) -> Tensor | None:
     """A public argument that can be nothing else."""
     value = public.get(name)
     if value is not None and not isinstance(value, Tensor):

@@ -35,18 +35,9 @@ from private_llm_hf.party.model_description import take_described, validate_mode
 from private_llm_hf.token_sharding.attention_calls import cascade_config, listen, register
 from private_llm_hf.token_sharding.commands import AttnForward, CompForward, CropTo, LoadNode, NodeCommand, NodeEdit
 from private_llm_hf.token_sharding.cut import StandIn
+from private_llm_hf.wire import commands
 from private_llm_hf.wire.answers import NodeLoaded, NodeModel, NodeOutput, NodeOutputs
-from private_llm_hf.wire.commands import (
-    OPENED,
-    CopyCache,
-    Description,
-    Hello,
-    ResetCache,
-    SelectRows,
-    TellCosts,
-    recv_weight,
-    send_message,
-)
+from private_llm_hf.wire.commands import recv_weight, send_message
 
 _COMMANDS: tuple[type[NodeCommand], ...] = get_args(NodeCommand)
 
@@ -98,7 +89,7 @@ class Node:
 
     def _obey(self, command: NodeCommand) -> None:
         match command:
-            case Hello():  # which model this CompNode holds, if it holds one
+            case commands.Hello():  # which model this CompNode holds, if it holds one
                 held = self._checkpoint
                 facts = (None,) * 3 if held is None else (held.description.model, held.description.class_, held.digest)
                 send_message(self.transport, CLIENT, NodeModel(*facts))
@@ -108,9 +99,9 @@ class Node:
                 self._attend(command)
             case CompForward():
                 self._compute(command)
-            case TellCosts():
+            case commands.TellCosts():
                 tell_costs(self.transport, self.transport.ledger, command)
-            case SelectRows() | CropTo() | ResetCache() | CopyCache():
+            case commands.SelectRows() | CropTo() | commands.ResetCache() | commands.CopyCache():
                 self._edit(command)
             case _:
                 assert_never(command)
@@ -145,7 +136,7 @@ class Node:
             raise ConfigError("this CompNode was started with a model (--model) and serves that model only")
         return dataclasses.replace(command, description=self._checkpoint.description), self._checkpoint.weights
 
-    def _weights(self, description: Description) -> dict[str, Tensor]:
+    def _weights(self, description: commands.Description) -> dict[str, Tensor]:
         weights: dict[str, Tensor] = {}
         wanted = validate_model_description(description, torch.float32.itemsize)
         while True:
@@ -174,13 +165,13 @@ class Node:
         if self._attn is None:
             return  # CompNodes keep nothing
         match edit:
-            case SelectRows():
+            case commands.SelectRows():
                 self._attn.select(edit.handle, edit.index)
             case CropTo():
                 self._attn.crop(edit.handle, edit.length)
-            case ResetCache():
+            case commands.ResetCache():
                 self._attn.free(edit.handle)
-            case CopyCache():
+            case commands.CopyCache():
                 self._attn.copy(edit.handle, edit.to)
 
 
@@ -240,7 +231,7 @@ class CompNode:
         if "logits_to_keep" in self._accepts:
             given["logits_to_keep"] = wanted
         result = self.model(**given, use_cache=False, return_dict=True)
-        found = {name: result.get(name) for name in OPENED}
+        found = {name: result.get(name) for name in commands.OPENED}
         return type(result).__name__, {name: value for name, value in found.items() if value is not None}
 
     def _inputs(self, source: str, batch: int, rows: int) -> dict[str, Tensor]:
@@ -280,7 +271,7 @@ def _with_weights(model: PreTrainedModel, weights: dict[str, Tensor]) -> PreTrai
 class NodeCheckpoint:
     """A checkpoint in a node's memory. weights: float32. digest: `WeightsDigest` of them."""
 
-    description: Description
+    description: commands.Description
     weights: dict[str, Tensor]
     digest: str
 
@@ -327,7 +318,7 @@ def agreed(answers: Mapping[str, NodeModel]) -> NodeModel:
     return want
 
 
-def check_stored(stored: NodeModel, description: Description, mine: Callable[[], str | None]) -> None:
+def check_stored(stored: NodeModel, description: commands.Description, mine: Callable[[], str | None]) -> None:
     """Raises ConfigError unless nodes hold the model of the client, and the weights if it has some (their digest)."""
     if stored.model != description.model:
         raise ConfigError(
