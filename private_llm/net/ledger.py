@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
@@ -183,6 +183,21 @@ class Ledger:
     def add_macs(self, count: int) -> None:
         """Book `count` ring multiply-adds of local work."""
         self._macs[self.scope_name] += count
+
+    def book(self, other: Ledger, named: Callable[[str], str] = str, rows: int = 1, total: int = 1) -> None:
+        """Add what another ledger holds but control messages, under other names of modules.
+
+        rows, total: which part of bytes and multiply-adds counts, in whole numbers; rounds and seconds all count.
+        """
+        for (scope, op, to), count in other.sent.items():
+            if op != CONTROL:
+                self.sent[named(scope), op, to] += round(count * rows / total)
+        for (scope, op), count in other.rounds.items():
+            self.rounds[named(scope), op] += count
+        for scope, count in other.macs.items():
+            self.macs[named(scope)] += round(count * rows / total)
+        for scope, seconds in other.spent.items():
+            self.spent[named(scope)] += seconds
 
     def cost(self) -> Cost:
         """Everything sent and waited for since the last reset."""

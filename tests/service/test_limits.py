@@ -7,7 +7,6 @@ from private_llm_hf.service.limits import (
     ClientQuarantine,
     KVCacheQuota,
     Limits,
-    add_part,
     elements_of,
     position_bytes,
 )
@@ -42,8 +41,8 @@ def test_a_position_takes_keys_and_values_of_each_layer(protocol: str, ring: int
 def test_sessions_share_the_costs_of_a_batch_by_rows() -> None:
     batch, one, two = Ledger(0), Ledger(0), Ledger(0)
     batch.add_sent(1, "opened", 3000)
-    add_part(one, batch, 1, 3)
-    add_part(two, batch, 2, 3)
+    one.book(batch, rows=1, total=3)
+    two.book(batch, rows=2, total=3)
     assert (one.cost().total, two.cost().total) == (1000, 2000)
 
 

@@ -26,7 +26,7 @@ from private_llm_hf.party.session_state import SessionState
 from private_llm_hf.service.batch import BatchedRequest, run_batch
 from private_llm_hf.service.checks import check_call
 from private_llm_hf.service.client_session import ReceivedTensor, Request
-from private_llm_hf.service.limits import MOST_HANDLES, KVCacheQuota, Limits, add_part
+from private_llm_hf.service.limits import MOST_HANDLES, KVCacheQuota, Limits
 from private_llm_hf.service.served_model import ServedModel
 from private_llm_hf.wire.commands import CacheEdit, Call, SelectRows
 
@@ -84,7 +84,7 @@ def run_requests(
         return 0, 0
     rows = sum(request.call.rows for request in accepted)
     for request in accepted:
-        add_part(request.session.costs, links.ledger, request.call.rows, rows)
+        request.session.costs.book(links.ledger, rows=request.call.rows, total=rows)
         request.done.set()
     return rows, sum(math.prod(r.call.secret[0].shape[:2]) for r in accepted)
 

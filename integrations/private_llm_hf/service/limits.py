@@ -17,7 +17,6 @@ from transformers import PretrainedConfig
 from private_llm.config import PrivateConfig
 from private_llm.errors import DomainError
 from private_llm.kernels.address import memory_bytes
-from private_llm.net.ledger import CONTROL, Ledger
 from private_llm.net.transport import Transport
 from private_llm.protocols.registry import protocol_spec
 from private_llm_hf.client.inputs import max_positions
@@ -214,18 +213,3 @@ class ClientQuarantine:
         """Seconds for which a user is not let in."""
         found = self._users.get(user)
         return 0.0 if found is None else max(0.0, found.barred_until - self._clock())
-
-
-def add_part(mine: Ledger, of_pass: Ledger, rows: int, total: int) -> None:
-    """Book a batch, of whose `total` rows a session had `rows`, in its ledger: so much of bytes (rounded to whole ones)
-    and multiply-adds, and all rounds and seconds.
-    """
-    for key, count in of_pass.sent.items():
-        if key[1] != CONTROL:
-            mine.sent[key] += round(count * rows / total)
-    for where, count in of_pass.rounds.items():
-        mine.rounds[where] += count
-    for scope, count in of_pass.macs.items():
-        mine.macs[scope] += round(count * rows / total)
-    for scope, seconds in of_pass.spent.items():
-        mine.spent[scope] += seconds

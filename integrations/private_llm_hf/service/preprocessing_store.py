@@ -14,7 +14,7 @@ from private_llm.protocols.offline_phase import OfflinePhase
 from private_llm_hf.party.calls import PlannedCall
 from private_llm_hf.service.batch_executor import ServiceLinks, accepts, compute, give_up
 from private_llm_hf.service.client_session import Request, owner_of
-from private_llm_hf.service.limits import KVCacheQuota, add_part
+from private_llm_hf.service.limits import KVCacheQuota
 from private_llm_hf.service.served_model import ServedModel
 
 
@@ -92,7 +92,7 @@ class PreprocessingStore:
             prepared.phase.close()
             request.fail(ConfigError(f"preprocess: {problem}; plan fewer calls"))
         request.stored = prepared.phase.nbytes - before
-        add_part(request.session.costs, links.ledger, 1, 1)
+        request.session.costs.book(links.ledger)
         request.done.set()
 
     def run_prepared(self, model: ServedModel, links: ServiceLinks, request: Request) -> None:
@@ -111,7 +111,7 @@ class PreprocessingStore:
                     compute(model, links, [request], self.quota)
             except ShareFileError as error:
                 raise TransportError(str(error)) from None
-        add_part(request.session.costs, links.ledger, 1, 1)
+        request.session.costs.book(links.ledger)
         if planned.last:
             self.forget(request.session.id)
         request.done.set()

@@ -132,7 +132,7 @@ class _Priced:
         forms, untouched = [secret.value().form for secret in secrets], self._untouched(leaves, caches)
         with self._at.ledger.apart() as counts:
             output = self._forward(*args, **kwargs)
-        _book(counts, self._at.ledger)
+        self._at.ledger.book(counts)
         scopes = {*(key[0] for key in counts.sent), *(key[0] for key in counts.rounds), *counts.macs}
         own = (f"{self._at.name}.", f"{self._at.name}{PREDICTOR}.")
         inside = all(f"{scope}.".startswith(own) for scope in scopes)
@@ -154,19 +154,10 @@ class _Priced:
                     secret.to_fixed()  # is remembered by the argument, and booked below
         if secrets:
             secrets[0].session.checks.pending.extend(ran.pending)
-        _book(ran.counts, self._at.ledger, lambda scope: self._at.name + scope[len(ran.at.name) :])
+        self._at.ledger.book(ran.counts, lambda scope: self._at.name + scope[len(ran.at.name) :])
         for cache in caches:
             _copy_layer(cache, ran.at.number, self._at.number)
         return _again(ran.output)
-
-
-def _book(counts: Ledger, ledger: Ledger, named: Callable[[str], str] = str) -> None:
-    for (scope, op, to), n in counts.sent.items():
-        ledger.sent[named(scope), op, to] += n
-    for (scope, op), n in counts.rounds.items():
-        ledger.rounds[named(scope), op] += n
-    for scope, n in counts.macs.items():
-        ledger.macs[named(scope)] += n
 
 
 # -- what is compared ------------------------------------------------------------------------------------------
