@@ -15,16 +15,8 @@ from private_llm.config import VERSION
 from private_llm.errors import ConfigError
 from private_llm.ranges import UNKNOWN, Ranges
 from private_llm_cli import options
+from private_llm_cli.commands import models
 from private_llm_cli.commands.classify import read_images
-from private_llm_cli.commands.models import (
-    DEMO_PROMPT,
-    demo_model,
-    gguf_options,
-    image_config,
-    plaintext_model,
-    quiet,
-    tokenizer_of,
-)
 from private_llm_cli.commands.output import CONSOLE, emit_json, emit_table, progress_bar
 
 
@@ -45,7 +37,7 @@ def calibrate(
 
     from private_llm_cli.commands.parties import auto_class
 
-    quiet()
+    models.quiet()
     config = options.config_of("trio", ring, frac_bits=frac_bits)
     if image and text is not None:
         raise ConfigError("calibrate: give a text or images, as the model takes")
@@ -53,10 +45,10 @@ def calibrate(
         words = None if text is None else text.read_text("utf-8")
     except UnicodeDecodeError:
         raise ConfigError(f"text: {text} is no text in UTF-8") from None
-    pixels = read_images(model, image_config(model), image).pixels if image else None
+    pixels = read_images(model, models.image_config(model), image).pixels if image else None
     with progress_bar(1, as_json) as step:
         step("running the plaintext model", 0)
-        ranges = ranges_of_checkpoint(model, config, auto_class(task), words, pixels, **gguf_options(gguf_file))
+        ranges = ranges_of_checkpoint(model, config, auto_class(task), words, pixels, **models.gguf_options(gguf_file))
         step("running the plaintext model")
     if not ranges.modules:
         raise ConfigError(
@@ -102,12 +94,12 @@ def diff(
     from private_llm_hf.tools.compare import compare
 
     config = options.config_of("plain", ring, approximations=approximations, frac_bits=frac_bits)
-    source, known = model or demo_model(), ranges_from(ranges)
+    source, known = model or models.demo_model(), ranges_from(ranges)
     if image is None:
-        plain = plaintext_model(source)
-        given = tokenizer_of(source)(prompt or DEMO_PROMPT, return_tensors="pt")["input_ids"]
+        plain = models.plaintext_model(source)
+        given = models.tokenizer_of(source)(prompt or models.DEMO_PROMPT, return_tensors="pt")["input_ids"]
     else:
-        plain = plaintext_model(source, "AutoModelForImageClassification")
+        plain = models.plaintext_model(source, "AutoModelForImageClassification")
         given = read_images(source, plain.config, [image]).pixels
     with progress_bar(1, as_json) as step:
         step("comparing", 0)

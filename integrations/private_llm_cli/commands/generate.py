@@ -11,26 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError
+from private_llm_cli.commands import models, output
 from private_llm_cli.commands.calibrate import ranges_from
 from private_llm_cli.commands.doctor import machine
-from private_llm_cli.commands.models import (
-    demo_model,
-    gguf_options,
-    loaded_from,
-    plaintext_model,
-    smollm2_model,
-    tokenizer_of,
-)
-from private_llm_cli.commands.output import (
-    CONSOLE,
-    duration,
-    emit_json,
-    emit_table,
-    note_sparsity,
-    progress_bar,
-    show_text,
-    size,
-)
+from private_llm_cli.commands.output import duration, size
 from private_llm_cli.commands.plot import RecordingMesh, check_name
 from private_llm_cli.commands.text import TextStream, TokenClock, agreement, by_link, is_text, margin
 
@@ -62,27 +46,27 @@ def generate(
     """
     from private_llm_hf import AutoPrivateModelForCausalLM
 
-    tokenizer = tokenizer_of(source, gguf_file)
-    form = {**gguf_options(gguf_file), "ranges": ranges_from(ranges)}
-    text = TextStream(tokenizer, show_text if not as_json else lambda _: None, prompt=True)
+    tokenizer = models.tokenizer_of(source, gguf_file)
+    form = {**models.gguf_options(gguf_file), "ranges": ranges_from(ranges)}
+    text = TextStream(tokenizer, output.show_text if not as_json else lambda _: None, prompt=True)
     facts = {"model": source, "prompt": prompt}
     try:
         made = run(
-            lambda: loaded_from(AutoPrivateModelForCausalLM, source, config, **form), _inputs(tokenizer, prompt),
+            lambda: models.loaded_from(AutoPrivateModelForCausalLM, source, config, **form), _inputs(tokenizer, prompt),
             new_tokens, as_json, sampling, preprocess, text,
         )  # fmt: skip
     except Exception as error:
         if as_json and text.arrived:
-            emit_json({**facts, "private_text": text.text, "error": str(error)})
+            output.emit_json({**facts, "private_text": text.text, "error": str(error)})
         raise
     finally:
         if text.arrived and not as_json:
             text.end()
-            show_text("\n")
+            output.show_text("\n")
     if as_json:
-        emit_json({**facts, "private_text": text.text, **figures(made, config)})
+        output.emit_json({**facts, "private_text": text.text, **figures(made, config)})
         return
-    CONSOLE.print(cost_line(made), style="dim", highlight=False)
+    output.CONSOLE.print(cost_line(made), style="dim", highlight=False)
 
 
 def demo(prompt: str, config: PrivateConfig, new_tokens: int, as_json: bool, plot: Path | None) -> None:
@@ -91,8 +75,8 @@ def demo(prompt: str, config: PrivateConfig, new_tokens: int, as_json: bool, plo
     from private_llm_hf.tools.estimate import by_layer
 
     mesh = _recording(config, plot)
-    source = demo_model()
-    tokenizer, plain = tokenizer_of(source), plaintext_model(source)
+    source = models.demo_model()
+    tokenizer, plain = models.tokenizer_of(source), models.plaintext_model(source)
     inputs = _inputs(tokenizer, prompt)
     made = run(lambda: patch(plain, config, mesh), inputs, new_tokens, as_json, {"do_sample": False})
     reference = plain.generate(**inputs, max_new_tokens=new_tokens, do_sample=False)[0]
@@ -107,7 +91,7 @@ def demo(prompt: str, config: PrivateConfig, new_tokens: int, as_json: bool, plo
     facts = _facts(made, reference, tokenizer, prompt, config)
     if as_json:
         parts = [{"name": layer.name, "bytes": layer.bytes_total, "rounds": layer.rounds} for layer in layers]
-        emit_json({**facts, "layers": parts})
+        output.emit_json({**facts, "layers": parts})
         return
     for label, text in (("prompt", prompt), ("private", facts["private_text"]), ("plaintext", facts["plain_text"])):
         _say(label, f"{text}\n")
@@ -116,13 +100,15 @@ def demo(prompt: str, config: PrivateConfig, new_tokens: int, as_json: bool, plo
         gap = margin(plain, reference[: len(made.prompt) + facts["tokens_equal"]])
         note = f"; at the first difference the plaintext model's two best logits are {gap:.4f} apart"
     _say("agreement", f"{facts['tokens_equal']} of {facts['tokens']} tokens{note}\n\n")
-    emit_table("bytes by link", ("link", "bytes"), [(name, size(n)) for name, n in by_link(made.costs, config).items()])
+    output.emit_table(
+        "bytes by link", ("link", "bytes"), [(name, size(n)) for name, n in by_link(made.costs, config).items()]
+    )
     rows = [(layer.name, size(layer.bytes_total), layer.rounds) for layer in layers]
     if len(rows) > 1:  # nodes of a sharding plan do not book by layer
-        emit_table("cost by layer, all tokens", ("layer", "bytes", "rounds"), rows)
+        output.emit_table("cost by layer, all tokens", ("layer", "bytes", "rounds"), rows)
     _say_cost(cost_line(made), config)
     if plot is not None:
-        CONSOLE.print(f"plot written to {plot}", highlight=False)
+        output.CONSOLE.print(f"plot written to {plot}", highlight=False)
 
 
 def demo_chat(prompt: str, config: PrivateConfig, new_tokens: int, as_json: bool, cache: Path | None) -> None:
@@ -137,10 +123,10 @@ def demo_chat(prompt: str, config: PrivateConfig, new_tokens: int, as_json: bool
         raise ConfigError(f"max-new-tokens: got {new_tokens}; want at least 1")
     if config.party_mode == "auto":  # thousands of small steps a token: threads would wait for the interpreter's lock
         config = replace(config, party_mode="processes")
-    with progress_bar(None, as_json) as step:
+    with output.progress_bar(None, as_json) as step:
         step("loading the model; its first use converts it", 0)
-        source = smollm2_model(cache)
-        tokenizer, plain = tokenizer_of(source), plaintext_model(source)
+        source = models.smollm2_model(cache)
+        tokenizer, plain = models.tokenizer_of(source), models.plaintext_model(source)
         inputs = smollm2.chat(tokenizer, [prompt])
         step("plaintext answer", 0)
         reference = plain.generate(**inputs, max_new_tokens=new_tokens, do_sample=False)[0]
@@ -160,7 +146,7 @@ def demo_chat(prompt: str, config: PrivateConfig, new_tokens: int, as_json: bool
     made = run(lambda: patch(plain, config), inputs, new_tokens, as_json, {"do_sample": False}, text=stream)
     facts = _facts(made, reference, tokenizer, prompt, config)
     if as_json:
-        emit_json({**facts, "model": "smollm2", "protocol": config.protocol, "frac_bits": config.frac_bits})
+        output.emit_json({**facts, "model": "smollm2", "protocol": config.protocol, "frac_bits": config.frac_bits})
         return
     show("\n")
     _say("agreement", f"{facts['tokens_equal']} of {facts['tokens']} tokens\n\n")
@@ -170,14 +156,14 @@ def demo_chat(prompt: str, config: PrivateConfig, new_tokens: int, as_json: bool
 def _say(label: str, text: str) -> None:
     """Text as it is, after a label unless this is empty."""
     if label:
-        CONSOLE.print(f"[bold]{label:<9}[/] ", end="", highlight=False)
-    show_text(text)
+        output.CONSOLE.print(f"[bold]{label:<9}[/] ", end="", highlight=False)
+    output.show_text(text)
 
 
 def _say_cost(line: str, config: PrivateConfig) -> None:
-    CONSOLE.print(line, highlight=False)
+    output.CONSOLE.print(line, highlight=False)
     if config.party_mode != "remote":
-        CONSOLE.print("All parties ran on this machine, which protects nobody from its owner.", style="yellow")
+        output.CONSOLE.print("All parties ran on this machine, which protects nobody from its owner.", style="yellow")
 
 
 def _facts(made: Made, reference: Tensor, tokenizer: Any, prompt: str, config: PrivateConfig) -> dict[str, Any]:  # noqa: ANN401
@@ -202,11 +188,11 @@ def run(
     if new_tokens < 1:
         raise ConfigError(f"max-new-tokens: got {new_tokens}; want at least 1")
     with ExitStack() as shown:
-        step = shown.enter_context(progress_bar(new_tokens, quiet))
+        step = shown.enter_context(output.progress_bar(new_tokens, quiet))
         step("sharing the weights", 0)
         model = load()
         with closing(model):
-            note_sparsity(model, inputs["input_ids"].shape[1], new_tokens)
+            output.note_sparsity(model, inputs["input_ids"].shape[1], new_tokens)
             spent = None
             if preprocess:
                 step("preprocessing", 0)

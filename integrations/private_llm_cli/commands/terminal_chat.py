@@ -17,17 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import DomainError, PrivateLLMError, ProtocolAbort, TransportError
+from private_llm_cli.commands import output
 from private_llm_cli.commands.models import demo_model, loaded_from, smollm2_model, tokenizer_of
-from private_llm_cli.commands.output import (
-    NOTES,
-    TURN,
-    compile_shown,
-    duration,
-    note_sparsity,
-    progress_bar,
-    show_text,
-    size,
-)
+from private_llm_cli.commands.output import duration, size
 from private_llm_cli.commands.text import Conversation, TextStream, is_text
 
 if TYPE_CHECKING:
@@ -78,7 +70,7 @@ def terminal_chat(source: str, config: PrivateConfig, new_tokens: int, sampling:
     def load() -> Any:  # noqa: ANN401 - a private model
         from private_llm_hf import AutoPrivateModelForCausalLM
 
-        with progress_bar() as step:
+        with output.progress_bar() as step:
             step("connecting to the parties" if config.hosts else "sharing the weights", 0)
             return loaded_from(AutoPrivateModelForCausalLM, source, config)
 
@@ -86,7 +78,7 @@ def terminal_chat(source: str, config: PrivateConfig, new_tokens: int, sampling:
     try:
         chat = TerminalChat(talk, load, sys.stdin.isatty())
         chat.welcome(source, config)
-        note_sparsity(talk.model, *TURN)
+        output.note_sparsity(talk.model, *output.TURN)
         chat.run()
     finally:
         talk.model.close()
@@ -163,7 +155,7 @@ class TerminalChat:
                 return
             except (TransportError, ProtocolAbort) as error:
                 if stream.ids:
-                    show_text("\n")
+                    output.show_text("\n")
                 _note(f"{error}", "red")
                 if not self._renew(error):
                     self._talk.keep(stream)
@@ -171,8 +163,8 @@ class TerminalChat:
                 if isinstance(error, ProtocolAbort):  # what it had may not be trusted
                     stream = TextStream(self._talk.tokenizer, self._show)
                 elif stream.ids:
-                    show_text(stream.text)
-        show_text("\n")
+                    output.show_text(stream.text)
+        output.show_text("\n")
         costs = self._talk.model.cost(reset=True)
         seconds = time.perf_counter() - started
         spent = Spent(1, len(stream.ids), seconds, costs.bytes_total, costs.rounds)
@@ -196,17 +188,17 @@ class TerminalChat:
     def _show(self, text: str) -> None:
         if self._status is not None:
             self._status.stop()
-        show_text(text)
+        output.show_text(text)
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
         """A sign of life until the first word."""
-        if NOTES.is_terminal:
-            self._status = NOTES.status("computing on shares")
+        if output.NOTES.is_terminal:
+            self._status = output.NOTES.status("computing on shares")
             self._status.start()
         self._talk.model.on_chunk = lambda read, length: self._tell(f"reading, {read} of {length} tokens")
         try:
-            with compile_shown(self._tell):
+            with output.compile_shown(self._tell):
                 yield
         finally:
             if self._status is not None:
@@ -253,4 +245,4 @@ def _agreed(question: str) -> bool:
 
 
 def _note(text: str, style: str = "") -> None:
-    NOTES.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+    output.NOTES.print(text, style=style, markup=False, highlight=False, soft_wrap=True)

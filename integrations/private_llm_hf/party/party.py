@@ -26,18 +26,8 @@ from private_llm.protocols.session import Session, join
 from private_llm.replay.program_cache import forget
 from private_llm.tensor.secret import SecretTensor
 from private_llm_hf.checkpoint.share_files import ShareFile
+from private_llm_hf.party import calls
 from private_llm_hf.party.agreement import Transcript
-from private_llm_hf.party.calls import (
-    CallResult,
-    PlannedCall,
-    PreprocessingPlan,
-    answer,
-    arguments,
-    outputs_message,
-    receive_inputs,
-    refuse_unknown,
-    run_alone,
-)
 from private_llm_hf.party.command_loop import Heartbeat, reported, serve_commands, tell_costs
 from private_llm_hf.party.loading import LoadedModel, receive_weights
 from private_llm_hf.party.model import release
@@ -68,7 +58,7 @@ class Party:
         self.session: Session = join(config, self.role, links)
         self.state: LoadedModel | None = None
         self._heartbeat = Heartbeat(links, config.timeout_s / 4)
-        self.plan, self.ahead = PreprocessingPlan(0, ()), OfflinePhase(self.session, links)
+        self.plan, self.ahead = calls.PreprocessingPlan(0, ()), OfflinePhase(self.session, links)
         self._transcript = Transcript(self.session)
 
     def serve(self) -> None:
@@ -157,7 +147,7 @@ class Party:
         self._free(command.free)
         self._compare(range(self.config.parties))
         self.ahead.close()
-        self.plan = PreprocessingPlan(command.plan, command.calls, before=self.plan.number)
+        self.plan = calls.PreprocessingPlan(command.plan, command.calls, before=self.plan.number)
         self.ahead = OfflinePhase(self.session, self.transport)
         for planned in self.plan.calls:
             run = functools.partial(self._run_planned, planned, ())
@@ -186,29 +176,29 @@ class Party:
             if self.plan.finished:
                 self.ahead.close()
 
-    def _run_planned(self, planned: PlannedCall, parties: Iterable[int]) -> None:
+    def _run_planned(self, planned: calls.PlannedCall, parties: Iterable[int]) -> None:
         for edit in planned.edits:
             self.ready().edit("", edit)
         self._run(planned.call, parties)
 
     def _run(self, call: Call, parties: Iterable[int], slices: Slices | None = None) -> None:
         """parties: who computes for the client now; nobody, and the client hears nothing, if a helper runs ahead."""
-        refuse_unknown(call)
+        calls.refuse_unknown(call)
         state = self.ready()
-        secrets = receive_inputs(self.session.protocol.on(torch.device(self.session.device)), state.model, call)
+        secrets = calls.receive_inputs(self.session.protocol.on(torch.device(self.session.device)), state.model, call)
         if parties:
             self._compare(parties)
         if slices is not None:
-            inputs = arguments(state, "", call, secrets)
+            inputs = calls.arguments(state, "", call, secrets)
             self._pass_on(states_before_cut(state.model, inputs), slices)
             return
-        self._reveal(run_alone(state, "", call, secrets), bool(parties))
+        self._reveal(calls.run_alone(state, "", call, secrets), bool(parties))
 
-    def _reveal(self, result: CallResult, heard: bool = True) -> None:
+    def _reveal(self, result: calls.CallResult, heard: bool = True) -> None:
         """Open the outputs towards the client, which hears first what comes."""
         if heard:
             NOTE.answers()
-            self._answer(outputs_message(result))
+            self._answer(calls.outputs_message(result))
         for _, fixed in result.outputs:
             self.session.protocol.reveal_to_client(fixed.share)
 
@@ -221,7 +211,7 @@ class Party:
             raise TransportError(f"hidden states go to CompNodes, {nodes.start} to {nodes.stop - 1}; got {wrong}")
         share = states.to_fixed().share
         pieces = [(endpoint, share.map(functools.partial(_rows_of, list(rows)))) for endpoint, rows in slices]
-        self._reveal(answer(self.session, ModelOutput(), ()))
+        self._reveal(calls.answer(self.session, ModelOutput(), ()))
         with self.transport.ledger.scope("states to the nodes"):
             self.session.protocol.reveal(pieces)
 
