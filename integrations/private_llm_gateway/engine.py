@@ -20,15 +20,8 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 from private_llm.errors import PartiesBusy, PrivateLLMError, TransportError
-from private_llm_gateway.completion import (
-    Completion,
-    CompletionChunk,
-    CompletionStopper,
-    TokenSampler,
-    choose,
-    likelihood,
-    likelihoods_of_prompt,
-)
+from private_llm_gateway import completion
+from private_llm_gateway.completion import Completion
 from private_llm_gateway.decoding import DecodedText
 from private_llm_gateway.pool import Abandoned
 from private_llm_gateway.served import Served
@@ -39,7 +32,7 @@ _LOG = logging.getLogger("private_llm")
 _LOOK_S = 0.2
 """How often a thread that waits for others looks after its client."""
 
-SendChunk = Callable[[CompletionChunk, Usage], None]
+SendChunk = Callable[[completion.CompletionChunk, Usage], None]
 
 
 _RENEWALS = 3
@@ -222,14 +215,14 @@ def _write_rows(generation: _Generation, live: Sequence[Completion], tell: SendC
         return generation.gone()
 
     ids = torch.tensor([[*answer.prompt, *answer.tokens] for answer in live])
-    sampler = None if all(answer.params.plain for answer in live) else TokenSampler(live)
+    sampler = None if all(answer.params.plain for answer in live) else completion.TokenSampler(live)
     ends = live[0].ends
     generation.model.generate(
         input_ids=ids,
         attention_mask=torch.ones_like(ids),
         generation_config=_config(max(answer.left for answer in live), ends, generation.served),
         logits_processor=LogitsProcessorList([] if sampler is None else [sampler]),
-        stopping_criteria=StoppingCriteriaList([CompletionStopper(live, sampler, after)]),
+        stopping_criteria=StoppingCriteriaList([completion.CompletionStopper(live, sampler, after)]),
     )
 
 
@@ -258,10 +251,10 @@ def _prompt(generation: _Generation, group: Sequence[Completion]) -> None:
     count = group[0].params.logprobs or 0
     logits = generation.model(input_ids=torch.tensor([prompt]), use_cache=False).logits[0]
     text = DecodedText(generation.served.texts)
-    ahead = tuple(likelihoods_of_prompt(logits, prompt, count, [text.take(token) for token in prompt]))
+    ahead = tuple(completion.likelihoods_of_prompt(logits, prompt, count, [text.take(token) for token in prompt]))
     for answer in group:
         answer.ahead = ahead
         if answer.left and not answer.tokens:
-            token = choose(answer, logits[-1])
-            answer.take(token, *likelihood(logits[-1], token, count))
+            token = completion.choose(answer, logits[-1])
+            answer.take(token, *completion.likelihood(logits[-1], token, count))
             generation.total.tokens(1)

@@ -7,17 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from private_llm.approx.norms import (
-    LARGEST,
-    WIDEST,
-    deviation_bits,
-    layer_norm,
-    line_bits,
-    lines_of,
-    one_sum,
-    rms_norm,
-    squared_bits,
-)
+from private_llm.approx import norms
 from private_llm.errors import UnsupportedOp
 from private_llm.protocols.session import Session
 from private_llm.tensor.dispatch import implements
@@ -49,18 +39,18 @@ def _measured(
     value = x.value(full=True) if x.value(full=True).frac <= x.session.frac else x.to_fixed()
     width, known = x.shape[-1], x.session.exponent("square")
     gain = 0 if weight is None else x.session.exponent("gain")
-    square = WIDEST if known is None else min(known, WIDEST)
+    square = norms.WIDEST if known is None else min(known, norms.WIDEST)
     frac = x.session.exponent("frac")
     if frac is not None and frac < value.frac:
         value = x.coarsen(frac)
     # One sum holds rows of a norm below 2^31 in ring elements of its bits, two hold entries of 2^20.
-    bits = max(squared_bits(value.frac, width, square, gain), value.frac)
-    if lines_of(value, eps, square, centred) is not None:
-        bits = line_bits(value.frac, width, square)
+    bits = max(norms.squared_bits(value.frac, width, square, gain), value.frac)
+    if norms.lines_of(value, eps, square, centred) is not None:
+        bits = norms.line_bits(value.frac, width, square)
     elif centred:
-        bits = max(bits, deviation_bits(value.frac, width, square))
+        bits = max(bits, norms.deviation_bits(value.frac, width, square))
     more = bits - value.frac
-    watch(value, 30 - more if one_sum(value.frac, width, square) else LARGEST + 1 + value.frac)
+    watch(value, 30 - more if norms.one_sum(value.frac, width, square) else norms.LARGEST + 1 + value.frac)
     return value, square, gain
 
 
@@ -79,7 +69,7 @@ def rms_norm_rule(x: SecretTensor, weight: Tensor | None, eps: float, offset: fl
     Calibration may cut x to fewer fractional bits first (1 round), for good.
     """
     value, square, bound = _measured(x, weight, eps)
-    made = rms_norm(value, gain(weight, offset), eps, _frac(x.session, weight), square=square, gain=bound)
+    made = norms.rms_norm(value, gain(weight, offset), eps, _frac(x.session, weight), square=square, gain=bound)
     return SecretTensor(made)
 
 
@@ -104,7 +94,7 @@ def layer_norm_rule(
     _last_only(x, normalized_shape, "layer_norm")
     value, square, bound = _measured(x, weight, eps, centred=True)
     frac = _frac(x.session, weight, bias)
-    made = layer_norm(value, gain(weight), gain(bias), eps, frac, square=square, gain=bound)
+    made = norms.layer_norm(value, gain(weight), gain(bias), eps, frac, square=square, gain=bound)
     return SecretTensor(made)
 
 

@@ -18,15 +18,8 @@ from torch import Tensor
 
 from private_llm.errors import TransportError
 from private_llm.net.transport import Transport
+from private_llm.token_sharding.nodes import floats
 from private_llm.token_sharding.nodes.facts import AttentionCall, ForwardStep, allowed, attend, key_bias
-from private_llm.token_sharding.nodes.floats import (
-    ZeroShares,
-    encode,
-    number_type,
-    own_scores,
-    recv_floats,
-    send_floats,
-)
 from private_llm.token_sharding.plans import ShardingPlan
 
 Kept = dict[tuple[int, int], tuple[Tensor, Tensor]]
@@ -44,7 +37,7 @@ class AttnNode:
         self.shards = plan.attn_shards(transport.me)
         self._kept: dict[int, Kept] = {}
         rings = sorted(set(self.shards)) if plan.masked else []
-        self._zeros = {shard: ZeroShares(plan, transport, shard) for shard in rings}
+        self._zeros = {shard: floats.ZeroShares(plan, transport, shard) for shard in rings}
 
     def join(self) -> None:
         """Receive the seeds of masks, when all AttnNodes have been made."""
@@ -79,8 +72,8 @@ class AttnNode:
     ) -> tuple[Tensor, Tensor]:
         """The new rows of one shard: keys and values go to the cache, queries come back, with their own keys."""
         heads = ((call.heads, call.dim), (call.groups, call.dim), (call.groups, call.value_dim))
-        expected = [((step.batch, count, rows, size), number_type(self._plan)) for count, size in heads]
-        q, own, v = (t.float() for t in recv_floats(self._transport, self._plan.owner(shard), "rows", expected))
+        expected = [((step.batch, count, rows, size), floats.number_type(self._plan)) for count, size in heads]
+        q, own, v = (t.float() for t in floats.recv_floats(self._transport, self._plan.owner(shard), "rows", expected))
         before = kept.get((layer, shard))
         kept[layer, shard] = (own, v)
         if before is not None:
@@ -94,11 +87,13 @@ class AttnNode:
         call, (seen, bias, own_bias) = self._calls[layer], rules
         out, lse = attend(q, *held, seen, call.scale, call.softcap, bias)
         if self._plan.masked:
-            reference = own_scores(call, q, own, own_bias)
-            numbers = encode((out, lse), reference, self._plan.beta, f"attention call {layer + 1}")
+            reference = floats.own_scores(call, q, own, own_bias)
+            numbers = floats.encode((out, lse), reference, self._plan.beta, f"attention call {layer + 1}")
             self._transport.send(self._plan.owner(shard), "partial", self._zeros[shard].add_to(numbers))
         else:
-            send_floats(self._transport, self._plan.owner(shard), "partial", [lse, out.to(number_type(self._plan))])
+            floats.send_floats(
+                self._transport, self._plan.owner(shard), "partial", [lse, out.to(floats.number_type(self._plan))]
+            )
 
     # -- the cache ------------------------------------------------------------------------------------------
     def free(self, handle: int) -> None:
