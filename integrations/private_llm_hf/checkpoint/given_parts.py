@@ -122,8 +122,7 @@ def _offloaded(model: nn.Module, name: str) -> Tensor | None:
 
 
 # -- what modules hold beside weights: buffers, settings and configurations -------------------------------------------
-# A short text does not show a window, numbers of positions beyond it, or the index of a cache, so these are compared as
-# they stand.
+# A short text does not show a window, numbers of positions beyond it, or the index of a cache, so these are compared.
 _OF_TRAINING = (
     "training", "gradient_checkpointing", "activation_checkpointing", "name_or_path", "warnings_issued",
     "all_tied_weights_keys",

@@ -239,8 +239,7 @@ def _groups(module: nn.Module, k: int, count: int) -> Iterator[Groups | None]:
 # -- Mixtures of experts: which experts a token goes to is secret, so every token goes to all of them -----------------
 # transformers spells them as a router, which chooses k experts for each token and their weights, and as one module that
 # holds the matrices of all experts. Here the router gives secret weights for all experts, zero for those that were not
-# chosen, and two products compute all experts at once. Work and traffic of the products are n / k times those of the
-# plaintext model.
+# chosen, and two products compute all experts at once. Work and traffic of both are n / k times the plaintext model's.
 _CLAMPED = ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")
 
 

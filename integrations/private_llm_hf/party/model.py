@@ -210,10 +210,14 @@ def _repeat_modules(model: nn.Module, session: Session, grouped: Grouped) -> Non
     """
     if session.config.sparsity is not None:
         return
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and are_layers(module)]
-    layers = {layer: number for module in lists for number, layer in enumerate(module)}
+    lists = [list(module) for module in model.modules() if isinstance(module, nn.ModuleList)]
+    # layers are several modules, or one, of one kind that contain others
+    alike = [each for each in lists if len(set(map(type, each))) == 1]
+    alike = [each for each in alike if all(len(list(layer.children())) > 1 for layer in each)]
+    layers = {layer: number for each in alike for number, layer in enumerate(each)}
     for name, module in model.named_modules():
-        if name and module not in grouped and not isinstance(module, _CONTAINERS) and _is_known(module):
+        packages = {type(each).__module__.partition(".")[0] for each in module.modules()}
+        if name and module not in grouped and not isinstance(module, _CONTAINERS) and packages <= _KNOWN_PACKAGES:
             kind, weights = (type(module), repr(module)), list[tuple[str, object]](module.named_parameters())
             if module in layers:
                 within = [(own, grouped.get(each, [])) for own, each in module.named_modules()]
@@ -227,11 +231,6 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 
 _KNOWN_PACKAGES = {"torch", "transformers", "private_llm", "private_llm_hf"}
 """Their modules compute the same from the same inputs."""
-
-
-def _is_known(module: nn.Module) -> bool:
-    """Whether a module and all within it are of known packages."""
-    return all(type(each).__module__.partition(".")[0] in _KNOWN_PACKAGES for each in module.modules())
 
 
 # -- weights ------------------------------------------------------------------------------------------------
@@ -374,8 +373,3 @@ def _shows_some(mask: Tensor) -> bool:
     if not hasattr(mask, "_private_shows_some"):
         mask._private_shows_some = bool(mask.any())  # type: ignore[attr-defined]
     return bool(mask._private_shows_some)  # type: ignore[attr-defined]
-
-
-def are_layers(modules: nn.ModuleList) -> bool:
-    """Whether these may be decoder layers: modules of one kind that contain others, several of them or one."""
-    return len({type(each) for each in modules}) == 1 and all(len(list(each.children())) > 1 for each in modules)

@@ -104,8 +104,7 @@ class Predictor(nn.Module):
 
 
 # -- what counts as active -------------------------------------------------------------------------------------------
-# A **neuron** is active at a position if what the layer after it receives is not zero: act(FC1 x), act(gate) * up, or
-# relu(gate) * relu(up).
+# A **neuron** is active where the layer after it receives no zero: act(FC1 x), act(gate) * up, relu(gate) * relu(up).
 #
 # A **head** is inactive at a position if it is one of the heads that may be left out together: with c_i = |W_i h_i| the
 # norm of head i's part of the block's output (h_i its output vector, W_i its columns of the output projection), heads

@@ -313,8 +313,7 @@ def start_from_regression(predictor: Predictor, data: Iterable[tuple[Tensor, Ten
 # by balanced clustering, Zhang et al., ACL 2022). What counts is the number of pairs of a position and a block that has
 # an active neuron there. Blocks are filled one after the other: each begins with the rarest neuron that is left, and
 # takes the one that adds the fewest positions to those at which the block is active already, until it is full. Rare
-# neurons so come together in blocks that are seldom active, and the neurons that are nearly always active share the
-# last blocks.
+# neurons so share blocks that are seldom active, and those that are nearly always active the last ones.
 MOST_ROWS = 8192
 """Positions that decide; more change the share of active blocks by less than a hundredth."""
 

@@ -91,9 +91,8 @@ class AttnNode:
             numbers = floats.encode((out, lse), reference, self._plan.beta, f"attention call {layer + 1}")
             self._transport.send(self._plan.owner(shard), "partial", self._zeros[shard].add_to(numbers))
         else:
-            floats.send_floats(
-                self._transport, self._plan.owner(shard), "partial", [lse, out.to(floats.number_type(self._plan))]
-            )
+            rows = [lse, out.to(floats.number_type(self._plan))]
+            floats.send_floats(self._transport, self._plan.owner(shard), "partial", rows)
 
     # -- the cache ------------------------------------------------------------------------------------------
     def free(self, handle: int) -> None:
