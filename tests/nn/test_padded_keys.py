@@ -76,6 +76,19 @@ def test_entries_that_nobody_adds_to_move_once() -> None:
     assert _padded(buffer, keys).share.parts[0].data_ptr() == first.share.parts[0].data_ptr()
 
 
+def test_copies_are_those_of_the_newest_entry_that_is_left() -> None:
+    buffer, keys = _filled(70)
+    keys = _grown(buffer, keys, 2)
+    buffer.crop(1)
+    _right(buffer.keys, keys[:, :, :-1])
+    keys = _grown(buffer, keys[:, :, :-1], 3)
+    buffer.keep(torch.arange(2, 70))
+    _right(buffer.keys, keys[:, :, 2:70])
+    keys = _grown(buffer, keys[:, :, 2:70], 4)
+    buffer.select(torch.tensor([1, 0]))
+    _right(buffer.keys, keys[[1, 0]])
+
+
 def _copied(buffer: KVBuffer, keys: Tensor) -> tuple[KVBuffer, Tensor]:
     return buffer.copy(), keys
 
