@@ -77,8 +77,10 @@ def field_step(
     if count is None:
         count = like.numel()
     if not made:
-        words, room = packed_words(count, width), like.new_zeros if like.is_cuda else like.new_empty
-        made = tuple([room(words, dtype=torch.int64) if x in step.packed else room(count) for x in step.writes])
+        words, room = packed_words(count, width), like.new_zeros if like.is_cuda else like.new_empty  # ors bits in
+        made = tuple([
+            room(words, dtype=torch.int64) if x in step.packed else like.new_empty(count) for x in step.writes
+        ])  # fmt: skip
     if like.is_cpu:
         given = (*addresses(*operands, *made), *numbers, width, count, ZERO[like.dtype])
         parallel_for(count, step.seconds, cpu_trunc.BLOCK, cpu_trunc.KERNELS[name], *given)
