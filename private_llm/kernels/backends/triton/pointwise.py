@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import linecache
+import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -39,16 +40,24 @@ def launch(first: Tensor, operands: Sequence[Tensor], batch: Batch) -> None:
 
 
 def compile_all(first: Tensor, calls: Sequence[tuple[Batch, Sequence[Tensor]]]) -> None:
-    """See `kernels.pointwise.compile_all`: each kernel once, in threads, since most of it happens outside of Python."""
+    """See `kernels.pointwise.compile_all`: each kernel once, in threads, since most of it happens outside of Python.
+
+    Parties are threads that ask for the same kernels at the same time: who comes later finds what the first compiled.
+    """
     by_source = {id(kernel(batch)[0]): (batch, operands) for batch, operands in calls}
 
     def compile_one(call: tuple[Batch, Sequence[Tensor]]) -> None:
         made, numbers = kernel(call[0])
-        with torch.cuda.device(first.device):
+        with torch.cuda.device(first.device), _lock_of(made):
             made.warmup(*call[1], *numbers, BLOCK=BLOCK, grid=(1,))
 
     with ThreadPoolExecutor(_COMPILING) as pool:
         list(pool.map(compile_one, by_source.values()))
+
+
+@cache
+def _lock_of(_: Any) -> threading.Lock:  # noqa: ANN401 - a kernel
+    return threading.Lock()
 
 
 @cache
