@@ -179,8 +179,12 @@ def _ranges(session: Session, name: str) -> Hashable:
 def _small(session: Session, x: object) -> bool:
     if not isinstance(x, SecretTensor) or x.hidden is not None or len(x.shape) < 2:
         return False
-    rows = _rows(x)
-    return 0 < rows <= MOST_ROWS or (rows in chunk_sizes(session.config) and uses_cuda_graphs(session))
+    return 0 < _rows(x) <= MOST_ROWS or is_chunk(session, x)
+
+
+def is_chunk(session: Session, x: SecretTensor) -> bool:
+    """Whether these are the rows of a whole chunk of a prompt that is repeated, on a GPU."""
+    return _rows(x) in chunk_sizes(session.config) and uses_cuda_graphs(session)
 
 
 def _rows(x: SecretTensor) -> int:

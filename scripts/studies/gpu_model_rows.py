@@ -184,7 +184,7 @@ def prompt_rows(
         memory()
         while len(found) < (2 if given.tiny else 6) and (not found or given.tiny or given.left() > 4 * found[-1]):
             began = time.perf_counter()
-            made = private(ids)
+            made = private(ids, use_cache=True)
             found.append(time.perf_counter() - began)
         taken, where = found[-1], {**about, "prompt": size}
         yield {
@@ -192,9 +192,9 @@ def prompt_rows(
             "error_max": error_of(made.logits, model, ids), **memory(),
         }  # fmt: skip
         if deep and (given.tiny or given.left() > 3 * taken):
-            work = gpu_work(lambda ids=ids: private(ids), PARTIES)
+            work = gpu_work(lambda ids=ids: private(ids, use_cache=True), PARTIES)
             with Samples() as samples:  # apart, because the profiler's own work afterwards takes longer than the call
-                private(ids)
+                private(ids, use_cache=True)
             yield {"name": "prompt-work", **where, **work, **samples.shares(taken)}
 
 

@@ -8,7 +8,6 @@ cost no traffic; what stays in memory is decided by a policy (private_llm/kv_pol
 from __future__ import annotations
 
 import copy
-import functools
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -213,17 +212,19 @@ class AttentionBreak(GraphBreak):
 
     def updated(
         self, cache: SecretCache, key: SecretTensor, value: SecretTensor, number: int,
-        update: Callable[[], tuple[Tensor, Tensor]],
+        update: Callable[[SecretTensor, SecretTensor], tuple[Tensor, Tensor]],
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """The cache is updated."""
+        """The cache is updated; an empty one would keep what it is given, and what a program makes has to go."""
         self._layer.number = number
-        if cache is not self._cache or self._taken is not None or not cache.holds(number):
+        if cache is not self._cache or self._taken is not None or not cache.keeps_all(number):
             self.refuse("another update of a cache")
         if self.reason is not None:
-            return update()
+            return update(key, value)
         self._taken = key.to_fixed(), value.to_fixed()
         with self.outside():
-            self._held = update()
+            if not cache.holds(number):
+                key, value = (SecretTensor(x.view(torch.clone)) for x in self._taken)
+            self._held = update(key, value)
         return self._held
 
     def attended(
@@ -270,17 +271,20 @@ class SecretCache(Cache):  # type: ignore[misc]
             and isinstance(key_states, SecretTensor)
             and isinstance(value_states, SecretTensor)
         ):
-            update = functools.partial(self._update, key_states, value_states, layer_idx, *args, **kwargs)
+
+            def update(key: SecretTensor, value: SecretTensor) -> tuple[Tensor, Tensor]:
+                return self._update(key, value, layer_idx, *args, **kwargs)
+
             return graph_break.updated(self, key_states, value_states, layer_idx, update)
         return self._update(key_states, value_states, layer_idx, *args, **kwargs)
 
+    def keeps_all(self, number: int) -> bool:
+        """Whether a layer never evicts."""
+        return (self.layers[number] if number < len(self.layers) else self).policy == KEEP_ALL
+
     def holds(self, number: int) -> bool:
         """Whether a layer keeps all, and holds something."""
-        return (
-            number < len(self.layers)
-            and self.layers[number].policy == KEEP_ALL
-            and self.layers[number].buffer.length > 0
-        )
+        return number < len(self.layers) and self.keeps_all(number) and self.layers[number].buffer.length > 0
 
     def _update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object

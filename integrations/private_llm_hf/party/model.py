@@ -26,7 +26,7 @@ from private_llm.nn.linear import SharedInput, can_share
 from private_llm.protocols.session import Session
 from private_llm.protocols.share import Share
 from private_llm.replay.graph_break import this_call
-from private_llm.replay.modules import repeated, repeated_around
+from private_llm.replay.modules import is_chunk, repeated, repeated_around
 from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.secret import SecretTensor
 from private_llm_hf.checkpoint.model_spec import accepted_class
@@ -319,7 +319,7 @@ class RepeatedLayer:
         weights: Sequence[tuple[str, object]], number: int,
     ) -> None:  # fmt: skip
         """number: its place among the layers, and usually in the cache."""
-        self._forward, self.number = forward, number
+        self._forward, self._session, self.number = forward, session, number
         self._around = repeated_around(forward, name, session, kind, weights)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - a module's own signature
@@ -332,8 +332,9 @@ class RepeatedLayer:
             or this_call.graph_break is not None
         ):
             return self._forward(*args, **kwargs)
-        # no program begins an empty cache, also where a call looks like that of a step: a prompt of one token does
-        found = _facts(kwargs) if cache.policy == KEEP_ALL and cache.holds(self.number) else None
+        # only a chunk's program begins an empty cache: a prompt of one token looks like a step, and is none
+        begins = not cache.holds(self.number) and not is_chunk(self._session, args[0])
+        found = _facts(kwargs) if cache.policy == KEEP_ALL and not begins else None
         if found is None:
             return self._forward(*args, **kwargs)
         facts, publics, mask = found
