@@ -23,7 +23,7 @@ from private_llm_gateway.decoding import TokenTexts
 from private_llm_gateway.errors import ApiError
 from pydantic import BaseModel
 
-from tests.gateway.small_gateway import CHAT, small, tokenizer
+from tests.gateway.small_gateway import BUNDLED, CHAT, small, tokenizer
 from tests.gateway.test_decoding import pieces, smollm, words
 
 WILD: dict[str, Any] = {"model": "small", "messages": CHAT, "temperature": 1.8}
@@ -203,16 +203,19 @@ def test_schemas_that_take_too_much_are_refused(client: OpenAI, schema: dict[str
 
 def test_deep_schemas_in_threads_with_little_stack() -> None:
     """As where a process's own stack may grow without end: threads have 2 MiB of it then."""
-    ran = subprocess.run([sys.executable, "-c", DEEP], capture_output=True, text=True, check=False)
+    given = (BUNDLED, json.dumps(chained(5, lambda part: nested(99, part))))
+    ran = subprocess.run([sys.executable, "-c", DEEP, *given], capture_output=True, text=True, check=False)
     assert (ran.returncode, ran.stdout) == (0, "made\n"), ran.stderr[-500:]
 
 
 DEEP = """
-import threading
-from tests.gateway.test_json_mode import Grammar, TokenTable, TokenTexts, chained, nested, tokenizer
-table = TokenTable(TokenTexts(tokenizer()), 4096, (2,))
+import json, sys, threading
+from private_llm_gateway.constrained import Grammar, TokenTable
+from private_llm_gateway.decoding import TokenTexts
+from transformers import AutoTokenizer
+table = TokenTable(TokenTexts(AutoTokenizer.from_pretrained(sys.argv[1])), 4096, (2,))
 def work():
-    Grammar(chained(5, lambda part: nested(99, part)), table)
+    Grammar(json.loads(sys.argv[2]), table)
     print("made")
 threading.stack_size(2 << 20)
 thread = threading.Thread(target=work)
