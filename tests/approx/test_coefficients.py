@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -95,16 +96,18 @@ def _run(*args: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_script_runs_tiny() -> None:
-    done = _run("--tiny")
-    assert done.returncode == 0, done.stderr
-    assert "GELU_ERF: error" in done.stdout
-
-
-def test_script_refuses_an_unknown_chain() -> None:
-    done = _run("--search", "mish")
-    assert done.returncode == 2
-    assert "there are GELU_ERF" in done.stdout
+@pytest.mark.parametrize(
+    ("options", "code", "said"), [(["--tiny"], 0, "GELU_ERF: error"), (["--search", "mish"], 2, "there are GELU_ERF")]
+)
+def test_what_the_script_says(
+    options: list[str], code: int, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *options])
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+    assert (ended.value.code or 0) == code
+    assert said in capsys.readouterr().out
 
 
 @pytest.mark.full
