@@ -310,7 +310,7 @@ def test_a_model_is_repeated_layer_by_layer(settings: dict[str, Any], met: list[
     differ in their ranges.) Masks that stay seeds are made again in each run.
     """
     model, ids = small_llama(), torch.arange(1, 7)[None]
-    how: dict[str, Any] = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    how: dict[str, Any] = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
     want = model.generate(ids, **how)
     with patch(model, PrivateConfig(calibrate=False, **settings)) as private:
         assert torch.equal(private.generate(ids, **how), want)
@@ -422,7 +422,7 @@ def test_parties_of_a_process_compute_layers_together(apart: bool, monkeypatch: 
     monkeypatch.setattr(joint.JointProgram, "launch", counted)
     monkeypatch.setattr(ProgramCache, "_compiled", recorded)
     model, ids = small_llama(), torch.arange(1, 7)[None]
-    how: dict[str, Any] = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    how: dict[str, Any] = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
     with patch(model, PrivateConfig(calibrate=False, timeout_s=20.0)) as private:
         assert torch.equal(private.generate(ids, **how), model.generate(ids, **how))
     assert launched[0] > 0
