@@ -49,7 +49,7 @@ class Counted:
         def counted(this: ProgramCache, session: Session, key: Any, *args: Any, **kwargs: Any) -> Any:
             before = this.counts["repeated"]
             made = run(this, session, key, *args, **kwargs)
-            self.verdicts += key[0] == "verdict" and this.counts["repeated"] > before
+            self.verdicts += key[0][0] == "verdict" and this.counts["repeated"] > before
             self.refused |= set(this.refused)
             return made
 
@@ -97,7 +97,7 @@ def test_layers_are_repeated_around_attention(
     _, sent, rounds = answers(make, **settings)
     assert not counted.refused
     assert counted.repeated >= 3 * LAYERS * 10, "of 17 steps at most 7 are first, recorded and checked"
-    assert counted.verdicts >= 3 * 10
+    assert counted.verdicts >= 3 * 8, "bounds of sums change with 8 and with 16 tokens, and programs with them"
     assert answers(make, **settings, replay=False)[1:] == (sent, rounds)
 
 
