@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import shutil
@@ -46,8 +47,12 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-def pytest_sessionfinish() -> None:
-    gc.unfreeze()  # else libraries that count what is left at the end complain
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Libraries count what is left at the end; the report at the terminal imports some that look for it, too."""
+    if hasattr(session.config, "workerinput"):
+        atexit.register(gc.unfreeze)
+    else:
+        gc.unfreeze()
 
 
 @pytest.fixture
