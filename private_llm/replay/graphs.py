@@ -46,7 +46,7 @@ from private_llm.replay.transports import LiveTransport, ProgramTransport
 from private_llm.ring.prg import ChaCha
 
 MOST_BYTES = 1 << 30
-"""Largest memory of what comes in of a program; a sixteenth of what is free, where that is more."""
+"""Largest memory of what comes in of a program; a tenth of what is free, where that is more."""
 MOST_HELD = 2 << 30
 """Constants of all programs of a session, an eighth of what is free, where that is more: those that run within others,
 of which each length of a cache has its own, are counted apart."""
@@ -190,7 +190,7 @@ class GraphProgram:
         masks: Sequence[Masks[Slot]], fixed: Mapping[Slot, Tensor], device: torch.device, pool: Pool, held: int = 0,
     ) -> None:  # fmt: skip
         """fixed: how what comes in from outside is laid out. Raises UnsupportedOp or an error of CUDA for no graph."""
-        most, self.held = part_of(device, 16, MOST_BYTES), held
+        most, self.held = part_of(device, 10, MOST_BYTES), held
         if sum(x.nbytes for x in fixed.values()) > most:
             raise UnsupportedOp(f"a graph that takes in more than {most >> 20} MiB")
         self._inputs, self._outputs, self.device, self.pool = list(inputs), list(outputs), device, pool
