@@ -21,7 +21,7 @@ class FieldStep:
 
     reads: tuple[str, ...]
     writes: tuple[str, ...]
-    packed: frozenset[str]
+    packed: tuple[str, ...]
     numbers: tuple[str, ...]
     seconds: float
     lines: tuple[str, ...]
@@ -34,7 +34,8 @@ class FieldStep:
 
 def _step(reads: str, writes: str, numbers: str, seconds: float, *lines: str) -> FieldStep:
     """reads, writes: names, those of packed fields with [] after them."""
-    packed = frozenset(name[:-2] for name in f"{reads} {writes}".split() if name.endswith("[]"))
+    # in order: a set has another one in each process, and so would the source that a compiled kernel is kept for
+    packed = tuple(dict.fromkeys([name[:-2] for name in f"{reads} {writes}".split() if name.endswith("[]")]))
     names = [tuple(each.replace("[]", "").split()) for each in (reads, writes, numbers)]
     return FieldStep(names[0], names[1], packed, names[2], seconds * 1e-9, lines)
 
