@@ -53,7 +53,7 @@ of which each length of a cache has its own, are counted apart."""
 
 
 _FAILED = threading.Event()
-"""A capture failed in this process: PyTorch's allocator may believe that it still goes on, so there is no other one."""
+"""A capture did not end in this process. PyTorch's allocator may believe that it goes on, so there is no other one."""
 
 
 def captured(pool: Pool, launches: Callable[[], None]) -> torch.cuda.CUDAGraph:
@@ -67,14 +67,21 @@ def captured(pool: Pool, launches: Callable[[], None]) -> torch.cuda.CUDAGraph:
     graph.capture_begin(pool=pool.handle, capture_error_mode="thread_local")
     try:
         launches()
-    except Exception:
-        _FAILED.set()
+    except BaseException:
         with suppress(RuntimeError):  # which would hide why
-            graph.capture_end()
+            _end(graph)
         raise
-    graph.capture_end()
+    _end(graph)
     pool.first = pool.first or graph
     return graph
+
+
+def _end(graph: torch.cuda.CUDAGraph) -> None:
+    try:
+        graph.capture_end()
+    except BaseException:
+        _FAILED.set()
+        raise
 
 
 class MaskDraw:
@@ -180,7 +187,8 @@ def compute_segment(segment: Segment, found: dict[Slot, Tensor]) -> None:
 
 
 class GraphProgram:
-    """The same step again. held: bytes of its constants. weights, derivation: of the module with which it was recorded,
+    """The same step again. held: bytes of its constants and of what it keeps to send; of one that is bound to other
+    weights, what it has for itself. weights, derivation: of the module with which it was recorded,
     and how constants were made of them (nodes, and the tensors by slot). lasting: messages that nothing writes to after
     they are sent, and those that come and are only read: one memory may be both.
     """
@@ -203,7 +211,9 @@ class GraphProgram:
             rooms = draw.add(each.stream, each.block, [fixed[slot] for slot in each.places])
             self.fixed.update(zip(each.places, rooms, strict=True))
         self.fixed |= {slot: self._rooms.like(x) for slot, x in fixed.items() if slot not in self.fixed}
+        self._sent = 0
         self.segments = self._few_launches(segments_of(events))
+        self.held += self._sent
         self._graphs: list[torch.cuda.CUDAGraph | None] | None = None
         self._kept: dict[Slot, Tensor] = {}
         self._tried = False
@@ -215,6 +225,9 @@ class GraphProgram:
         other, rebinding = copy.copy(self), Rebinding(self.weights, weights)
         other.derivation = self.derivation[0], rebinding.derive(*self.derivation)
         other.weights, other._graphs, other._kept, other._tried = weights, None, {}, False
+        made = {storage_of(x): x.untyped_storage().nbytes() for x in other.derivation[1].values()}
+        known = {x._cdata for x in weights if isinstance(x, torch.UntypedStorage)}
+        other.held = self._sent + sum(size for number, size in made.items() if number not in known)
         other._outputs = [rebinding.tensor(x) if isinstance(x, Tensor) else x for x in self._outputs]
         other.segments = [replace(each, nodes=tuple(map(rebinding.node, each.nodes))) for each in self.segments]
         return other
@@ -347,7 +360,7 @@ class GraphProgram:
                     self.fixed[slot] = view_at(self.fixed[first], x.shape, x.stride(), further)
                     continue
                 if isinstance(segment.stop, Send):
-                    self.held += x.nbytes
+                    self._sent += x.nbytes
                     continue
                 copied[slot] = new = Slot(next(numbers))
                 self.fixed[new] = self._rooms.like(torch.empty_like(x))

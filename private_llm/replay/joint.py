@@ -36,11 +36,10 @@ from private_llm.tensor.fixed import Fixed
 
 @dataclass(frozen=True, repr=False)
 class _BranchMessage:
-    """lasting: nothing writes to the payload any more. mark: the point of its branch at which it is there."""
+    """A payload to which nothing writes any more. mark: the point of its branch at which it is there."""
 
     tag: str
     payload: Tensor
-    lasting: bool
     mark: torch.cuda.Event | None
 
     def taken(self, tag: str, room: Tensor, only_read: bool) -> Tensor:
@@ -52,7 +51,7 @@ class _BranchMessage:
             )
         if self.mark is not None:
             torch.cuda.current_stream().wait_event(self.mark)
-        if self.lasting and only_read and x.is_contiguous() and room.is_contiguous() and not x.data_ptr() % _ALIGNED:
+        if only_read and x.is_contiguous() and room.is_contiguous() and not x.data_ptr() % _ALIGNED:
             return x.view(room.shape)
         return room.copy_(x.view(room.shape))
 
@@ -81,10 +80,11 @@ class JointProgram:
             raise UnsupportedOp("parties on several devices")
         if any(len(each) != self.count for each in self._sections):
             raise UnsupportedOp("programs with different graph breaks")
+        self._copies: list[Tensor] = []  # of messages; other branches read this memory, so it is not free yet
         self._graphs: list[torch.cuda.CUDAGraph] = []
         if self._device.type == "cuda":
             self._graphs = [self._captured(number) for number in range(self.count)]
-            self._found = []  # from now on other graphs of the pool may have this memory as well
+            self._found, self._copies = [], []  # from now on other graphs of the pool may have this memory as well
 
     def consists_of(self, programs: Sequence[GraphProgram]) -> bool:
         """Whether these are the programs of all parties."""
@@ -97,6 +97,7 @@ class JointProgram:
         if self._graphs:
             self._graphs[number].replay()
         else:
+            self._copies.clear()
             self._compute(number, [nullcontext() for _ in self._found])
         return True
 
@@ -119,9 +120,11 @@ class JointProgram:
         branches = [self._pool.stream(self._device, 1 + party) for party in range(len(self._found))]
         for branch in branches:
             branch.wait_stream(current)
-        self._compute(number, [torch.cuda.stream(branch) for branch in branches])
-        for branch in branches:
-            current.wait_stream(branch)
+        try:
+            self._compute(number, [torch.cuda.stream(branch) for branch in branches])
+        finally:  # a capture that is to end needs all of them
+            for branch in branches:
+                current.wait_stream(branch)
 
     def _compute(self, number: int, branches: Sequence[Any]) -> None:
         """Each party's segments as far as messages for them are there, in turn."""
@@ -148,9 +151,11 @@ class JointProgram:
             with branch:
                 compute_segment(segment, found)
                 if isinstance(segment.stop, Send):
-                    slot = segment.stop.payload
-                    message = _BranchMessage(segment.stop.tag, found[slot], slot in self._lasting[party], self._now())
-                    links[(party, segment.stop.to)].append(message)
+                    payload = found[segment.stop.payload]
+                    if segment.stop.payload not in self._lasting[party]:  # later its sender writes to it
+                        payload = payload.clone()
+                        self._copies.append(payload)
+                    links[(party, segment.stop.to)].append(_BranchMessage(segment.stop.tag, payload, self._now()))
             if isinstance(segment.stop, Receive):
                 while not links[(segment.stop.frm, party)]:
                     yield moved
@@ -180,6 +185,7 @@ def run_together(
     program.draw(transport, 0)
     joint = end.wait(point, program, functools.partial(_started, end.barrier, point[0]))
     if joint is None:
+        _held.pop(program, None)  # which keeps what it was together with
         return program.run_drawn(transport, graph_break)
     for number in range(1, joint.count):
         program.resume(joint.break_before(end.me, number), graph_break)
@@ -199,8 +205,9 @@ def _started(barrier: Barrier, name: Hashable, programs: Sequence[GraphProgram])
         if held is None or not held.consists_of(programs):
             held = _held[programs[0]] = JointProgram(programs)
         held.launch(0)
-    except (UnsupportedOp, TransportError, RuntimeError) as error:
+    except Exception as error:  # noqa: BLE001 - each of them can compute alone
         barrier.close(name)
+        _held.pop(programs[0], None)
         warnings.warn(f"parties on one GPU compute each for itself, which is slower: {error}", stacklevel=2)
         return None
     return held

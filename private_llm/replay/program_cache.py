@@ -135,6 +135,8 @@ class ProgramCache:
     def _started(self, call: _RegionCall, warmup: int) -> Callable[[Compute], Result]:
         region, name = call.region, call.binding.name
         refused = region.refused_all or name in region.refused
+        if not region.fits(call.binding):
+            region.checked.discard(name)
         if name in region.checked and region.compiled is not None:
             return self._repeat(call, region.compiled)
         self._alone(call)
@@ -171,7 +173,8 @@ class ProgramCache:
         self.refused[str(error) or type(error).__name__] += 1
         region.checked.discard(name)
         region.refused.add(name)
-        region.refused_all |= region.compiled is None
+        region.bound.pop(name, None)
+        region.refused_all |= region.compiled is None and len(region.refused) > 1  # once may be for want of memory
 
     def _computed(self, call: _RegionCall, compute: Compute) -> Result:
         self.counts["plain"] += 1
@@ -235,9 +238,7 @@ class ProgramCache:
         """
         place = region.place
         held = [
-            (key, each.compiled.program.held)
-            for key, each in self._regions.items()
-            if each.compiled is not None and each.place == place
+            (key, each.held) for key, each in self._regions.items() if each.compiled is not None and each.place == place
         ]
         total, most, new = sum(size for _, size in held), MOST_HELD, region.compiled
         if new is not None and isinstance(new.program, GraphProgram):

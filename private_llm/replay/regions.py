@@ -192,6 +192,17 @@ class RegionState:
     refused: set[str] = field(default_factory=set)
     bound: dict[str, GraphProgram] = field(default_factory=dict)
 
+    @property
+    def held(self) -> int:
+        """Bytes that its programs keep."""
+        programs = [] if self.compiled is None else [self.compiled.program, *self.bound.values()]
+        return sum([each.held for each in programs])
+
+    def fits(self, binding: WeightBinding) -> bool:
+        """Whether the program that was checked for this owner is that of these weights."""
+        program = self.bound.get(binding.name) or (self.compiled and self.compiled.program)
+        return not isinstance(program, GraphProgram) or program.weights is binding.weights
+
     def program_of(self, binding: WeightBinding) -> Program | GraphProgram:
         """That of a binding. Graphs read the memories with which they are captured. Raises UnsupportedOp for none."""
         if self.compiled is None:
@@ -210,7 +221,7 @@ class WeightBinding:
     """Whose call it is: a name, and the memories that belong to it alone: weights, and keys of masks that are made."""
 
     name: str = ""
-    weights: tuple[torch.UntypedStorage | StreamKey, ...] = ()
+    weights: tuple[torch.UntypedStorage | StreamKey, ...] = field(default=(), repr=False)  # printed, they are secrets
 
     @cached_property
     def places(self) -> tuple[tuple[int, int], ...]:
