@@ -38,6 +38,14 @@ TIMES: tuple[tuple[str, str, dict[str, object], str, float, str], ...] = (
     ("of which the GPU is busy, 512", "prompt-work", {"model": LAYER, "prompt": 512}, "busy_ms", 1e-3, "s"),
     ("GPT-2 small, a token", "token", {"model": "gpt2", "parties_as": None}, "seconds_median", 1e3, "ms"),
     ("GPT-2 small, prompt of 128", "prompt", {"model": "gpt2", "parties_as": None}, "seconds", 1.0, "s"),
+    (
+        "LLaMA-7B layer, 32,000 words, prompt of 512",
+        "prompt",
+        {"model": "llama-7b-1-layers-32000-words", "prompt": 512},
+        "seconds",
+        1.0,
+        "s",
+    ),
     ("LLaMA-7B whole, a token, from 1 and 6 layers", "whole-token", {}, "seconds_32_layers", 1.0, "s"),
     ("LLaMA-7B whole, prompt of 512, likewise", "whole-prompt", {}, "seconds_32_layers", 1.0, "s"),
     ("VGG-16, 16 images of 32 x 32, 32 bits", "images", {"parties_on": "cuda"}, "seconds", 1e3, "ms"),
@@ -46,10 +54,16 @@ TIMES: tuple[tuple[str, str, dict[str, object], str, float, str], ...] = (
 """Words, a row's name, what else it says, the column, its factor and unit."""
 
 
+def fitting(rows: Rows, name: str, has: dict[str, object], column: str) -> Row | None:
+    """The first row that says this much and has the column."""
+    fit = (r for r in rows if r["name"] == name and all(r.get(k) == v for k, v in has.items()) and r.get(column))
+    return next(fit, None)
+
+
 def value(rows: Rows, name: str, has: dict[str, object], column: str) -> float | None:
-    """The column of the first row that fits."""
-    fit = [r for r in rows if r["name"] == name and all(r.get(k) == v for k, v in has.items()) and r.get(column)]
-    return float(fit[0][column]) if fit else None
+    """The column of that row."""
+    row = fitting(rows, name, has, column)
+    return None if row is None else float(row[column])
 
 
 def number(x: float) -> str:
@@ -65,16 +79,17 @@ def source(rows: Rows) -> str:
 
 
 def times_table(before: Rows, now: Rows) -> str:
-    """Models before and now."""
+    """Models before and now; of what the last run did not measure, the commit is named."""
     lines = ["| three parties of `trio` on one GPU, no network | before | now |", "|---|---|---|"]
+    newest = fitting(now, *TIMES[0][1:4])
     for words, name, has, column, factor, unit in TIMES:
-        cells = [value(rows, name, has, column) for rows in (before, now)]
-        shown = [NONE if cell is None else f"{number(factor * cell)} {unit}".strip() for cell in cells]
+        cells = [fitting(rows, name, has, column) for rows in (before, now)]
+        shown = [NONE if cell is None else f"{number(factor * cell[column])} {unit}".strip() for cell in cells]
+        if newest and cells[1] and cells[1]["commit"] != newest["commit"]:
+            shown[1] += f" ({cells[1]['commit']})"
         if any(cell is not None for cell in cells):
             lines.append(f"| {words} | {' | '.join(shown)} |")
-    names = {name for _, name, *_ in TIMES}
-    new = [row for row in now if row["name"] in names]
-    return "\n".join([*lines, f"\nBefore: {source(before)}. Now: {source(new)}."])
+    return "\n".join([*lines, f"\nBefore: {source(before)}. Now: {source([newest] if newest else [])}."])
 
 
 def parts_of(rows: Rows) -> Row | None:

@@ -125,7 +125,6 @@ def test_launches_of_a_decoder_layer(met: list[ProgramCache]) -> None:  # noqa: 
         made = private(ids[:, :3], use_cache=True)
         for at in range(3, 10):
             made = private(ids[:, at : at + 1], past_key_values=made.past_key_values, use_cache=True)
-    counts = [sum(sorted(launches(each))[-3:][i] for i in (0, 2)) for each in met]  # two layers follow attention
-    print([sorted(launches(each)) for each in met])
+    counts = [sum(sorted(launches(each))[-2:]) for each in met]
     assert len(counts) == 3
     assert all(100 < each <= MOST_LAUNCHES for each in counts), counts
