@@ -249,7 +249,9 @@ class RefillingCache:
             self._rows = (GrowingRows(inputs), GrowingRows(empty[0]), GrowingRows(empty[1]))
         else:
             for rows, more in zip(self._rows, (inputs, *empty), strict=True):
-                rows.append(more)
+                for room, part in zip(rows.rooms(new), more.share.parts, strict=True):
+                    room.copy_(part)
+                rows.length += new
         if self.positions is not None:
             made_at = torch.arange(self.position, self.position + new).expand(batch, 1, new)
             self.positions = torch.cat([self.positions, made_at], dim=-1)
