@@ -212,9 +212,10 @@ class GraphRecorder(StepRecorder[Slot]):
             raise UnsupportedOp("another name of what comes from outside")
         filled = [_filled(each, constants) if isinstance(each, TorchCall) else each for each in events]
         results = [constants.get(x, x) if isinstance(x, Slot) else x for x in found]
-        for each in filled:
-            if isinstance(each, TorchCall) and any(map(self._elsewhere, tensors_of((each.arguments, each.named)))):
-                raise UnsupportedOp(f"{_name(each.function)}: an operand that is not on {self._device}")
+        for node in (each for each in filled if isinstance(each, TorchCall)):
+            given = tensors_of((node.arguments, node.named))
+            if any(x.device != self._device and x.dim() for x in given):  # single numbers are read when it is called
+                raise UnsupportedOp(f"{_name(node.function)}: an operand that is not on {self._device}")
         returned = {_memory(x) for x in (*outputs, *self._publics, *self._encodings.values())}
         if any(x is not None and _memory(x) in self._changing - returned for x in (each() for each in self._tensors)):
             raise UnsupportedOp("a value that outlives the step")
@@ -238,10 +239,6 @@ class GraphRecorder(StepRecorder[Slot]):
                 outer = {s: x for s, x in given.items() if x is not None and _memory(x) not in self._derived}
                 nodes.append(_filled(each.node, outer))
         return nodes, made
-
-    def _elsewhere(self, x: Tensor) -> bool:
-        """Whether an operation would have to move x; single numbers are read when it is called."""
-        return x.device != self._device and x.dim() > 0
 
     def _needed(self) -> tuple[list[GraphEvent], set[Slot]]:
         """Events but for nodes whose results are the same every time, and the slots of these results."""

@@ -238,7 +238,9 @@ class ProgramCache:
         """
         place = region.place
         held = [
-            (key, each.held) for key, each in self._regions.items() if each.compiled is not None and each.place == place
+            (key, sum([program.held for program in (each.compiled.program, *each.bound.values())]))
+            for key, each in self._regions.items()
+            if each.compiled is not None and each.place == place
         ]
         total, most, new = sum(size for _, size in held), MOST_HELD, region.compiled
         if new is not None and isinstance(new.program, GraphProgram):
@@ -344,7 +346,7 @@ class ProgramCache:
                 raise UnsupportedOp(f"its check: {reason}")
             given.extend(call.encoded(compiled.encodings))
             replayed = ReplayTransport(trace_log.trace)
-            program, addresses = call.region.program_of(call.binding), call.binding.addresses
+            program, addresses = call.region.bound_program(compiled.program, call.binding), call.binding.addresses
             again = program.ready(replayed, self._arenas[self._place], given, addresses)(break_check.replay)
             same = len(again) == len(outputs) and all(map(torch.equal, again, outputs))
             agrees = compiled.outcome == outcome and replayed.agrees(trace_log.trace)
@@ -356,7 +358,7 @@ class ProgramCache:
 
     def _repeat(self, call: _RegionCall, compiled: CompiledRegion) -> Callable[[Compute], Result]:
         session, point, outcome = call.session, call.point, compiled.outcome
-        program = call.region.program_of(call.binding)
+        program = call.region.bound_program(compiled.program, call.binding)
         transport, parts = self._links(session), call.parts()
         each = len(parts) // len(call.inputs)
         inner: Inner | None = None

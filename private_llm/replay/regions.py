@@ -192,22 +192,13 @@ class RegionState:
     refused: set[str] = field(default_factory=set)
     bound: dict[str, GraphProgram] = field(default_factory=dict)
 
-    @property
-    def held(self) -> int:
-        """Bytes that its programs keep."""
-        programs = [] if self.compiled is None else [self.compiled.program, *self.bound.values()]
-        return sum([each.held for each in programs])
-
     def fits(self, binding: WeightBinding) -> bool:
         """Whether the program that was checked for this owner is that of these weights."""
         program = self.bound.get(binding.name) or (self.compiled and self.compiled.program)
         return not isinstance(program, GraphProgram) or program.weights is binding.weights
 
-    def program_of(self, binding: WeightBinding) -> Program | GraphProgram:
-        """That of a binding. Graphs read the memories with which they are captured. Raises UnsupportedOp for none."""
-        if self.compiled is None:
-            raise UnsupportedOp("a region without a program")
-        program = self.compiled.program
+    def bound_program(self, program: Program | GraphProgram, binding: WeightBinding) -> Program | GraphProgram:
+        """That of these weights: graphs read the memories with which they are captured."""
         if isinstance(program, Program) or program.weights is binding.weights:
             return program
         found = self.bound.get(binding.name)

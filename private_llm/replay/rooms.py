@@ -16,14 +16,10 @@ def part_of(device: torch.device, part: int, least: int) -> int:
     """A `part` of what is free of a GPU's memory, in bytes, and no less than `least`, which it is elsewhere."""
     if device.type != "cuda":
         return least
-    free = _free(device)
+    held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    free = int(torch.cuda.mem_get_info(device)[0]) + held
     at_first = _FREE.setdefault(device, free)  # alike for all parties, as long as memory is not short
     return max(least, min(at_first // part, free // 2))
-
-
-def _free(device: torch.device) -> int:
-    held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return int(torch.cuda.mem_get_info(device)[0]) + held
 
 
 _FREE: dict[torch.device, int] = {}
