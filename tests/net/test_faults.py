@@ -10,7 +10,7 @@ from private_llm.net.transport import CLIENT
 
 from .mesh import Processes
 
-TIMEOUT = 1.5
+TIMEOUT = 2.0
 
 
 def compute(transport):

@@ -113,7 +113,7 @@ def test_nothing_legible_crosses_a_tls_link(sets):
     assert payload not in seen
 
 
-def attempt(server_tls, client_tls, timeout=1.0, **client_options):
+def attempt(server_tls, client_tls, timeout=1.5, **client_options):
     """Errors of party 0 and of the client when both try to connect."""
     listeners = open_listeners(1)
     hosts = hosts_of(listeners)
