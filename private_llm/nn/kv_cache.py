@@ -408,7 +408,7 @@ def presence(rows: Fixed) -> Fixed:
     return Fixed(rows.session, Share((factor,) * len(rows.share.parts)), 0)
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=4)
 def _ones_then_zeros(ones: int, dtype: torch.dtype, device: str) -> Tensor:
     """Every layer's factors are views of it."""
     return (torch.arange(ones + STEP) < ones).to(dtype).to(device)

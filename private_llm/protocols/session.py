@@ -56,7 +56,7 @@ class RangeChecks:
     deferred: a secret tensor, and the bits that its sums may have, to be checked unless the operation on it checks it
     anyway. batch: of a call whose rows belong to several clients their number, so that each row has a verdict of its
     own; None: one verdict for the call. ranked_wrong: what parties opened to move chosen rows shows, to all of them,
-    that what was ranked left its range.
+    that what was ranked left its range. bounds: of the last verdict, for sums of these numbers and bits.
     """
 
     def __init__(self) -> None:
@@ -64,6 +64,7 @@ class RangeChecks:
         self.deferred: tuple[Any, int] | None = None
         self.batch: int | None = None
         self.ranked_wrong = False
+        self.bounds: tuple[object, Tensor] | None = None
 
     def clear(self) -> None:
         """Owe nothing any more: the call is over."""

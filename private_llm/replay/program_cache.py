@@ -233,8 +233,7 @@ class ProgramCache:
     def _evict(self, region: RegionState) -> None:
         """Forget programs of a place while all of them, with this new one, hold too much.
 
-        Raises UnsupportedOp for a new one of more than a quarter of that: those of a long prompt would push each other
-        out in each prompt.
+        Raises UnsupportedOp for a new one of more than a quarter: those of long prompts would push each other out.
         """
         place = region.place
         held = [

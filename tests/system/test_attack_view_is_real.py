@@ -12,7 +12,7 @@ from private_llm_hf import PrivateConfig, patch
 from torch import Tensor
 
 from private_llm.token_sharding import ShardingPlan
-from private_llm.token_sharding.nodes import attn_node, exchange
+from private_llm.token_sharding.nodes import exchange, floats
 from tests.hf import tiny
 
 IDS = torch.randint(3, 100, (1, 14), generator=torch.Generator().manual_seed(5))
@@ -38,7 +38,7 @@ def test_views_are_what_nodes_receive(monkeypatch: pytest.MonkeyPatch, name: str
         monkeypatch.setattr(module, "recv_floats", recv)
 
     noting(exchange)
-    noting(attn_node)
+    noting(floats)  # of which attention nodes take it
     with torch.no_grad(), patch(model, PrivateConfig(protocol="cascade", plan=plan, timeout_s=30)) as private:
         private(IDS)
     attacked = RowsAt(model, 0)
