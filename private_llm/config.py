@@ -103,7 +103,7 @@ class PrivateConfig:
     whole ring). relu_low: lowest bits that ReLU ignores: inputs from 0 to 2^(relu_low-frac_bits) may become 0.
     truncation: "unit" (at most one unit in the last place too high) or "exact" (floor, by one more comparison).
     approximations: whose GELU and softmax are computed: "ours", or a name that a plug-in registers, as of other systems
-    for comparisons (docs/approximations.md).
+    for comparisons (docs/studies/approximations.md).
     matmul: "masked" (output-sized traffic), or for "dealer" also "remask" (both operands masked anew each time, the
     classical way).
     kv_cache: which entries of the KV cache stay after each call, and which a token attends to: KeepAll(),

@@ -1,4 +1,4 @@
-"""docs/kv-cache.md shows its rows, and rows that are counted again keep what was timed."""
+"""docs/studies/mpcache.md shows its rows, and rows that are counted again keep what was timed."""
 
 from __future__ import annotations
 

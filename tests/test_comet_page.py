@@ -1,4 +1,4 @@
-"""docs/comet.md has the figures that the estimator gives today."""
+"""docs/studies/comet.md has the figures that the estimator gives today."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent
 @pytest.mark.full
 def test_the_page_has_the_estimators_figures() -> None:
     """One row of the summary stands for all: `python scripts/studies/comet_tables.py` makes them from the same runs."""
-    page = (ROOT / "docs" / "comet.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "studies" / "comet.md").read_text(encoding="utf-8")
     summary = page.partition("<!-- summary -->")[2].partition("<!-- /summary -->")[0]
     size = tables.sizes(False)
     (row,) = [line for line in summary.splitlines() if line.startswith(f"| {size.main} | trio |")]
@@ -26,7 +26,7 @@ def test_the_page_has_the_estimators_figures() -> None:
 
 
 def test_every_table_has_its_place() -> None:
-    page = (ROOT / "docs" / "comet.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "studies" / "comet.md").read_text(encoding="utf-8")
     for name in tables.TABLES:
         assert page.partition(f"<!-- {name} -->\n")[2].partition(f"\n<!-- /{name} -->")[1], name
         assert "|" in page.partition(f"<!-- {name} -->\n")[2].partition(f"\n<!-- /{name} -->")[0], name

@@ -21,8 +21,7 @@ from private_llm.threat import entries, markdown
 
 ROOT = Path(__file__).resolve().parent.parent
 TOP = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")
-DECISIONS = ROOT / "docs" / "decisions"
-PAGES = sorted([*(ROOT / name for name in TOP), *(ROOT / "docs").glob("*.md"), *DECISIONS.glob("*.md")])
+PAGES = sorted([*(ROOT / name for name in TOP), *(ROOT / "docs").rglob("*.md")])
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -132,11 +131,14 @@ def test_tables_are_those_of_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = script.read_rows(script.ROWS)
     assert {row["name"] for row in rows} <= set(script.MAIN)
     assert shown(script.PAGE, "figures") == script.table(rows)
-    others = {"pigeon": (script.PIGEON_ROWS, script.pigeon_table)}
-    others["cascade"] = (script.CASCADE_ROWS, script.cascade_table)
-    others["network"] = (script.bench_network.ROWS, script.bench_network.table)
-    for mark, (path, table) in others.items():
-        assert shown(script.PAGE, mark) == (table(script.read_rows(path)) if path.exists() else "")
+    network = script.bench_network
+    for mark, page, path, table in (
+        ("smollm2", script.PAGE, script.SMOLLM2_ROWS, script.smollm2_table),
+        ("pigeon", script.PIGEON_PAGE, script.PIGEON_ROWS, script.pigeon_table),
+        ("cascade", script.CASCADE_PAGE, script.CASCADE_ROWS, script.cascade_table),
+        ("network", network.PAGE, network.ROWS, network.table),
+    ):
+        assert shown(page, mark) == table(script.read_rows(path)), page
     speed = [script.read_rows(path) for path in (script.CASCADE_ROWS, script.SMOLLM2_ROWS, script.DISTANCE_ROWS)]
     assert shown(script.README, "speed") == script.speed_table(*speed)
 
@@ -169,8 +171,9 @@ def test_the_readme_keeps_its_order() -> None:
 
 def test_the_index_names_every_page_once() -> None:
     listed = re.findall(r"^\d+\. \[[^]]+\]\(([^)]+)\): .+$", (ROOT / "docs" / "README.md").read_text(), re.MULTILINE)
-    pages = {path.name for path in (ROOT / "docs").glob("*.md")} - {"README.md"}
-    assert sorted(listed) == sorted([*pages, "../CONTRIBUTING.md", "decisions/README.md"])
+    docs = ROOT / "docs"
+    pages = [path.relative_to(docs).as_posix() for path in docs.rglob("*.md") if path.parent.name != "decisions"]
+    assert sorted(listed) == sorted([*(set(pages) - {"README.md"}), "../CONTRIBUTING.md", "decisions/README.md"])
 
 
 def test_the_index_of_decisions_is_that_of_its_pages(monkeypatch: pytest.MonkeyPatch) -> None:

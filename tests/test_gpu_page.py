@@ -1,4 +1,4 @@
-"""docs/gpu.md shows its rows, rows of a run replace those of before, and what a GPU did is added up as it should be."""
+"""docs/studies/gpu-figures.md shows its rows, a run's rows replace older ones, and what a GPU did is added up."""
 
 from __future__ import annotations
 

@@ -19,12 +19,12 @@ ALONE = {"bench_gpu"}
 @pytest.mark.full
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
 def test_script_runs_tiny(script: Path, forked_scripts: Scripts, tmp_path: Path) -> None:
-    before = {path: path.stat().st_mtime_ns for path in (ROOT / "docs").iterdir()}
+    before = {path: path.stat().st_mtime_ns for path in (ROOT / "docs").rglob("*")}
     run = forked_scripts.alone if script.stem in ALONE else forked_scripts.run
     code, out, err = run(script, tmp_path, "--tiny")
     assert code == 0, out[-2000:] + err[-4000:]
     assert out.strip()
-    assert before == {path: path.stat().st_mtime_ns for path in (ROOT / "docs").iterdir()}
+    assert before == {path: path.stat().st_mtime_ns for path in (ROOT / "docs").rglob("*")}
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)

@@ -93,7 +93,7 @@ class MPCacheConfig(BudgetedPolicy):
         """The settings that the paper's experiments name (5.1 to 5.4), but for those given here.
 
         A quarter of the text stays, by the attention of its last fifth; clusters of 32 and 16 (table 6); pairs of
-        layers share choices. On models of 7 billion parameters; smaller ones lose more (docs/kv-accuracy.md).
+        layers share choices. On models of 7 billion parameters; smaller ones lose more (docs/studies/kv-accuracy.md).
         """
         named: dict[str, Any] = {
             "gamma": 0.25, "observed": 0.2, "pool": 1, "first": 0, "levels": (Level(32, 0.5), Level(16, 0.4)),

@@ -17,7 +17,7 @@ What it promises: neighbours are two inputs whose counts at this opening differ 
 of observations, P(one) <= exp(epsilon) P(other) + delta. As N >= 0, an opened number below the larger count gives the
 smaller one away, so delta cannot be 0; it is computed from the distribution, rounding of coins included (`spent`). m
 openings of one input add up: m epsilon, m delta. A sensitivity of 1 covers a change of one element; whole inputs
-differ by more (docs/sparsity.md has figures).
+differ by more (docs/studies/secret-orders.md has figures).
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@
     found = smallest_budget(model, ids, loss=0.02)
     PrivateConfig(kv_cache=found.policy)
 
-What holds on this text holds for text like it: tasks that look for one thing far back lose more (docs/kv-accuracy.md).
+What holds on this text holds for text like it: tasks that look for one thing far back lose more
+(docs/studies/kv-accuracy.md).
 """
 
 from __future__ import annotations

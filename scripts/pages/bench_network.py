@@ -10,7 +10,7 @@ Parties are processes that talk TCP inside network namespaces of their own, whos
 
 python scripts/pages/bench_network.py                            ReLU of 2^20 and VGG-16 (batch 16, 32 bits) at 1 Gbit/s
 python scripts/pages/bench_network.py --parallel-sessions 1 2 6  with other numbers (above 1: rotating roles)
-python scripts/pages/bench_network.py --write                    measure and write what docs/benchmarks.md shows
+python scripts/pages/bench_network.py --write                    measure and write what docs/studies/pigeon.md shows
 python scripts/pages/bench_network.py --tiny                     smallest shapes: does everything run?
 
 Needs Linux, root (or the right to make network namespaces), `ip` and `tc` (iproute2). Nothing outside the namespaces is
@@ -40,8 +40,8 @@ import scripts_folder  # noqa: F401 - finds `bench`
 from namespaces import CLIENT_HOST, address, missing_rights, shaped, switch
 
 ROOT = Path(__file__).resolve().parents[2]
-ROWS = ROOT / "docs" / "network.jsonl"
-PAGE = ROOT / "docs" / "benchmarks.md"
+ROWS = ROOT / "docs" / "studies" / "network.jsonl"
+PAGE = ROOT / "docs" / "studies" / "pigeon.md"
 BEGIN, END = "<!-- network -->", "<!-- /network -->"
 
 PORT = 7100

@@ -1,4 +1,4 @@
-"""Measure the rows of docs/*.jsonl, and write docs/benchmarks.md's tables and README.md's table of speed from them.
+"""Measure rows, and write from them the tables of README.md, docs/benchmarks.md and of two pages of docs/studies.
 
 python scripts/pages/make_benchmarks.py              measure everything (under ten minutes), write rows and tables
 python scripts/pages/make_benchmarks.py --only NAME  these again, keep the other rows; besides works of the catalogue:
@@ -33,12 +33,13 @@ from pigeon_rows import jobs
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = ROOT / "docs" / "benchmarks.jsonl"
-PIGEON_ROWS = ROOT / "docs" / "pigeon.jsonl"
-CASCADE_ROWS = ROOT / "docs" / "cascade.jsonl"
+STUDIES = ROOT / "docs" / "studies"
+PIGEON_ROWS, CASCADE_ROWS = STUDIES / "pigeon.jsonl", STUDIES / "cascade.jsonl"
 SMOLLM2_ROWS = ROOT / "docs" / "smollm2.jsonl"
 DISTANCE_ROWS = ROOT / "docs" / "networks.jsonl"
 README = ROOT / "README.md"
 PAGE = ROOT / "docs" / "benchmarks.md"
+PIGEON_PAGE, CASCADE_PAGE = STUDIES / "pigeon.md", STUDIES / "token-sharding.md"
 MAIN = tuple(name for name in NAMES if name not in ("matmuls", "lenet", "alexnet", "vgg16", "smollm2", *LARGE))
 """The works of the first table; the others stand in PIGEON's and in a real model's."""
 PARTS = ("pigeon", "cascade", "network", "smollm2")
@@ -207,10 +208,10 @@ def write_tables(rows: list[dict[str, Any]]) -> None:
         put(PAGE, "figures", table(rows))
     pigeon = read_rows(PIGEON_ROWS)
     if pigeon:
-        put(PAGE, "pigeon", pigeon_table(pigeon))
+        put(PIGEON_PAGE, "pigeon", pigeon_table(pigeon))
     sharded = read_rows(CASCADE_ROWS)
     if sharded:
-        put(PAGE, "cascade", cascade_table(sharded))
+        put(CASCADE_PAGE, "cascade", cascade_table(sharded))
     chat = read_rows(SMOLLM2_ROWS)
     if chat:
         put(PAGE, "smollm2", smollm2_table(chat))

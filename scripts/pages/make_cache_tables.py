@@ -1,4 +1,4 @@
-"""Count the rows of docs/mpcache.jsonl again, and write the tables and the picture of docs/kv-cache.md from them.
+"""Count the rows of docs/studies/mpcache.jsonl again, and write tables and picture of docs/studies/mpcache.md.
 
 python scripts/pages/make_cache_tables.py          tables and picture from the rows that are there
 python scripts/pages/make_cache_tables.py --count  count bytes and rounds again (ten minutes), then tables and picture
@@ -31,7 +31,7 @@ from mpcache_rows import GATHERS, Case, cases
 from plot_mpcache import plot_mpcache
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE, ROWS, PICTURE = (ROOT / "docs" / name for name in ("kv-cache.md", "mpcache.jsonl", "mpcache.png"))
+PAGE, ROWS, PICTURE = (ROOT / "docs" / "studies" / f"mpcache.{kind}" for kind in ("md", "jsonl", "png"))
 Row = dict[str, Any]
 Rows = Sequence[Row]
 TIMED = ("seconds", "full_seconds", "ratio_seconds", "seconds_first", "full_seconds_first", "repeat", "threads")

@@ -1,7 +1,7 @@
-"""The tables and the picture of docs/gpu.md, from rows of scripts/studies/bench_gpu.py.
+"""The tables and the picture of docs/studies/gpu-figures.md, from rows of scripts/studies/bench_gpu.py.
 
-python scripts/pages/make_gpu.py              from docs/gpu-before.jsonl and docs/gpu.jsonl
-python scripts/pages/make_gpu.py --take FILE  put a run's rows into docs/gpu.jsonl first, in the place of older ones
+python scripts/pages/make_gpu.py              from docs/studies/gpu-before.jsonl and gpu.jsonl
+python scripts/pages/make_gpu.py --take FILE  put a run's rows into gpu.jsonl first, in the place of older ones
 python scripts/pages/make_gpu.py --check      are the tables those of the rows?
 python scripts/pages/make_gpu.py --tiny       the same into no file: does everything run?
 """
@@ -22,7 +22,8 @@ from gpu_compared import PARTS, of_what
 from plot_gpu import plot_gpu
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE, ROWS, BEFORE, PICTURE = (ROOT / "docs" / n for n in ("gpu.md", "gpu.jsonl", "gpu-before.jsonl", "gpu-token.png"))
+NAMES = ("gpu-figures.md", "gpu.jsonl", "gpu-before.jsonl", "gpu-token.png")
+PAGE, ROWS, BEFORE, PICTURE = (ROOT / "docs" / "studies" / name for name in NAMES)
 Row = dict[str, Any]
 Rows = Sequence[Row]
 NONE = "not measured"

@@ -1,7 +1,7 @@
 """Figures of the attacks on the bundled model: cost against gap, shares against c and alpha, rounding.
 
-    python scripts/studies/attack_figures.py --rows docs/cascade-attacks-search.jsonl  # measure (minutes on one core)
-    python scripts/studies/attack_figures.py --rows docs/cascade-attacks-search.jsonl --plot picture.png
+    python scripts/studies/attack_figures.py --rows docs/studies/cascade-attacks-search.jsonl  # measure (minutes)
+    python scripts/studies/attack_figures.py --rows docs/studies/cascade-attacks-search.jsonl --plot picture.png
     python scripts/studies/attack_figures.py --tiny --rows rows.jsonl                  # does it run?
 
 Searches beyond the limit are not run: their rows have the seconds that the measured rate predicts (`run` is false).

@@ -5,7 +5,7 @@ python scripts/studies/bench_comet.py --json  the same, one JSON row for each pr
 python scripts/studies/bench_comet.py --tiny  smallest shapes: does everything run?
 
 Nine of ten neurons are left out, and predictors are right, so both compute the same. Bytes and rounds do not depend on
-the values; how well a trained predictor predicts is another table (docs/sparsity.md).
+the values; how well a trained predictor predicts is another table (docs/studies/predictors.md).
 """
 
 from __future__ import annotations

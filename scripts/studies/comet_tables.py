@@ -1,6 +1,6 @@
-"""Where predicted sparsity pays: dense runs beside Comet's, counted for the models of its paper (docs/comet.md).
+"""Where predicted sparsity pays: dense runs beside Comet's, for the models of its paper (docs/studies/comet.md).
 
-    python scripts/studies/comet_tables.py  # tables and pictures of docs/comet.md, a quarter of an hour
+    python scripts/studies/comet_tables.py  # tables and pictures of docs/studies/comet.md, a quarter of an hour
     python scripts/studies/comet_tables.py --only summary lengths  # these tables alone
     python scripts/studies/comet_tables.py --tiny                  # small shapes, printed
 
@@ -25,8 +25,8 @@ from private_llm_hf.client.costs import Costs
 from private_llm_hf.sparsity.price import PlannedSparsity
 from private_llm_hf.tools.estimate import Estimate, LayerCost
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
-PAGE = DOCS / "comet.md"
+STUDIES = Path(__file__).resolve().parents[2] / "docs" / "studies"
+PAGE = STUDIES / "comet.md"
 MBIT, LATENCY_MS, GMACS = 1000.0, 1.0, 40.0
 """A link, one way, and billion multiply-adds a second of a party (two cores of a Zen 5 EPYC)."""
 BANDWIDTHS = (100, 500, 1000, 5000)
@@ -369,7 +369,7 @@ def main() -> None:
             else:
                 write(name, text)
         if not options.tiny and not options.only:
-            pictures(count, DOCS)
+            pictures(count, STUDIES)
 
 
 def write(name: str, text: str) -> None:

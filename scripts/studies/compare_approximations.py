@@ -1,7 +1,7 @@
 """What other systems' GELU and softmax cost on this engine, and what they do to the accuracy of a small classifier.
 
     python scripts/studies/compare_approximations.py pos.txt neg.txt  both tables (about 12 minutes on one core)
-    python scripts/studies/compare_approximations.py pos.txt neg.txt --page docs/approximations.md  and into this page
+    python scripts/studies/compare_approximations.py pos.txt neg.txt --page docs/studies/approximations.md
     python scripts/studies/compare_approximations.py --costs  the table of costs only
     python scripts/studies/compare_approximations.py --tiny  smallest sizes, made-up sentences
 

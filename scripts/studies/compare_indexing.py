@@ -1,6 +1,6 @@
 """Picking the m active of n neurons: one-hot indexing beside indexing in a secret order, and ReLU of all n.
 
-    python scripts/studies/compare_indexing.py            # the table of docs/sparsity.md: trio and dealer, 3 sizes
+    python scripts/studies/compare_indexing.py  # the table of docs/studies/secret-orders.md: trio and dealer, 3 sizes
     python scripts/studies/compare_indexing.py --json     # rows
     python scripts/studies/compare_indexing.py --tiny     # a few seconds
 

@@ -1,6 +1,6 @@
 """Bytes of products that skip what is known to be zero: SOMM and SIMM beside GEMM and SpGEMM (Comet, Figure 18).
 
-    python scripts/studies/compare_sparse_products.py                     # the tables of docs/sparsity.md
+    python scripts/studies/compare_sparse_products.py  # the tables of docs/studies/sparse-products.md
     python scripts/studies/compare_sparse_products.py --plot picture.png  # and a picture
     python scripts/studies/compare_sparse_products.py --json              # rows
     python scripts/studies/compare_sparse_products.py --tiny              # three levels, one layer of the bundled model

@@ -1,6 +1,6 @@
 """The k = n / 4 largest of secret rows by every method of `private_llm.oblivious.topk`: bytes, rounds, seconds.
 
-    python scripts/studies/compare_topk.py  # the table of docs/benchmarks.md: trio, 1 and 32 rows, n of 16 to 4096
+    python scripts/studies/compare_topk.py  # the table of docs/studies/top-k.md: trio, 1 and 32 rows, n of 16 to 4096
     python scripts/studies/compare_topk.py --json  # rows
     python scripts/studies/compare_topk.py --tiny  # a few seconds
 

@@ -1,6 +1,6 @@
 """What remains to be read from openings in a kept order, and what lowers it.
 
-    python scripts/studies/kept_orders.py           # the bundled model: both tables of docs/sparsity.md, minutes
+    python scripts/studies/kept_orders.py  # the bundled model: two tables of docs/studies/secret-orders.md, minutes
     python scripts/studies/kept_orders.py --json    # rows
     python scripts/studies/kept_orders.py --tiny    # a few seconds
 

@@ -2,7 +2,7 @@
 
     python scripts/studies/kv_accuracy.py --lengths 1024 2048 --tasks passkey key_value copy text
     python scripts/studies/kv_accuracy.py --parts levels sharing --lengths 2048 --prompts 4
-    python scripts/studies/kv_accuracy.py --parts --out docs/kv-accuracy.jsonl --plot docs/kv-accuracy --page PAGE
+    python scripts/studies/kv_accuracy.py --parts --out ROWS --plot docs/studies/kv-accuracy --page PAGE
     python scripts/studies/kv_accuracy.py --tiny
 
 Rows are added to --out, one JSON object a line. Parts: scores (every policy at every budget), levels (structures of

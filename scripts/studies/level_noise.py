@@ -1,6 +1,6 @@
 """What noise on the number of active neurons costs and hides, beside a fixed budget: Comet's Table 7 on our protocols.
 
-    python scripts/studies/level_noise.py            # the table of docs/sparsity.md
+    python scripts/studies/level_noise.py            # the table of docs/studies/secret-orders.md
     python scripts/studies/level_noise.py --json     # rows
     python scripts/studies/level_noise.py --tiny     # two noises, two layers, a few seconds
 

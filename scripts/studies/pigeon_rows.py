@@ -2,7 +2,7 @@
 
 REFERENCE: HPMPC (commit 29c3c54, g++ 12.2 -Ofast -march=native, 512-bit vectors, one process per party, parallel-prefix
 adder, preprocessing merged with the online phase), median of three runs on two cores of a 2.6 GHz Xeon with AVX-512 and
-VAES, the machine that docs/benchmarks.md names; the better of two quiet series where there are two. Its figures are for
+VAES, as docs/studies/pigeon.md says; the better of two quiet series where there are two. Its figures are for
 dummy weights, 5 fractional bits, truncation that may wrap, constant seeds, and Quad's check after the outputs are
 opened; Quad's with one instruction repaired that made it ten times slower on this processor. Bytes are over all links.
 """

@@ -1,7 +1,7 @@
 """What filling in left-out keys and values sends over 2048 steps: per head, merged, merged with prefetching.
 
-    python scripts/studies/replay_cache.py                            # the tables of docs/sparsity.md
-    python scripts/studies/replay_cache.py --plot docs/kv-refill.png  # and a picture, as the paper's Figure 19
+    python scripts/studies/replay_cache.py                            # the table of docs/studies/kv-refill.md
+    python scripts/studies/replay_cache.py --plot docs/studies/kv-refill.png  # and a picture, as the paper's Figure 19
     python scripts/studies/replay_cache.py --json                     # rows, with bytes by 128 steps
     python scripts/studies/replay_cache.py --tiny                     # a few seconds
 

@@ -2,7 +2,7 @@
 
     python scripts/studies/sparse_accuracy.py --model MODEL --predictors FOLDER --text unseen.txt
     python scripts/studies/sparse_accuracy.py --sentences pos.txt neg.txt --block 16
-    python scripts/studies/sparse_accuracy.py ... --page docs/sparsity.md --plot docs/sparse-accuracy.png
+    python scripts/studies/sparse_accuracy.py ... --page docs/studies/predictors.md --plot PICTURE
     python scripts/studies/sparse_accuracy.py --tiny
 
 Each line is one threshold of the predictors (Table 4 of Comet): the share of units that is left out, what the plaintext

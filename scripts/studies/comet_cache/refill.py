@@ -6,7 +6,7 @@ from lengths; nothing is sent. `refilling_cache.py` carries them out on shares.
 
 A head that is active has all its entries afterwards. So what a head lacks is always the newest part of the cache: a
 step is a range of positions for each head, all ranges end with the newest position, and of two ranges one holds the
-other. That the patterns are in one order for the whole run, and so linked, is inherent: docs/sparsity.md.
+other. That the patterns are in one order for the whole run, and so linked, is inherent: docs/studies/kv-refill.md.
 """
 
 from __future__ import annotations
