@@ -39,8 +39,8 @@ TOPICS = {
 HEAD = """# Decisions
 
 One page per decision that a maintainer might otherwise undo: the decision, the reason, and what was tried and rejected.
-Numbers of a topic leave gaps for later pages. A page has at most 40 lines. It holds no table of measurements: those are
-in [benchmarks.md](../benchmarks.md) and the pages of each topic.
+Numbers of a topic leave gaps for later pages. A page has at most 40 lines and no measurements: those are in
+[benchmarks.md](../benchmarks.md) and the [studies](../README.md).
 
 Words: under `trio` party 0 is the *helper*, which knows the masks, and parties 1 and 2 are the *evaluators*, which know
 masked values. A *finish* is the exchange that follows local products; *by keys* means with comparison keys
