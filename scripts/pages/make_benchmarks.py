@@ -90,22 +90,19 @@ def _table(rows: list[dict[str, Any]]) -> str:
 
 
 def pigeon_table(rows: list[dict[str, Any]]) -> str:
-    """PIGEON's works, with the aims and the figures of its C++ engine."""
+    """PIGEON's works, with the figures of its C++ engine."""
     lines = [
-        "| work | ring | protocol | parties | median (min to max), s | aim | C++ | MB, all links | aim | C++ | rounds "
-        "| error |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "| work | ring | protocol | parties | median (min to max), s | C++ | MB, all links | C++ | rounds | error |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         times = "{median:.3f} ({min:.3f} to {max:.3f})".format(**row["seconds"])
-        sizes = [row["bytes_total"], row["aim_bytes"], row["reference_bytes"]]
-        aim_mb, reference_mb = ("-" if size is None else f"{size / 1e6:.1f}" for size in sizes[1:])
-        aim, reference = row["aim_seconds"], row["reference_seconds"]
-        seconds = "- | -" if aim is None else f"{aim:.2f} | {reference:.3f}"
+        reference, sent = row["reference_seconds"], row["reference_bytes"]
+        seconds = "-" if reference is None else f"{reference:.3f}"
+        reference_mb = "-" if sent is None else f"{sent / 1e6:.1f}"
         lines.append(
             f"| {row['label']} | {row['ring']} | {row['protocol']} | {row['party_mode']} | {times} "
-            f"| {seconds} | {sizes[0] / 1e6:.1f} | {aim_mb} "
-            f"| {reference_mb} | {row['rounds']} | {row['error_max']:.0e} |"
+            f"| {seconds} | {row['bytes_total'] / 1e6:.1f} | {reference_mb} | {row['rounds']} | {row['error_max']:.0e} |"
         )
     lines.append(f"\n{taken(rows)}.")
     return "\n".join(lines)
@@ -115,16 +112,12 @@ def cascade_table(rows: list[dict[str, Any]]) -> str:
     """Token sharding beside plaintext forwards, with the paper's figures."""
     lines = [
         "| model | alpha,c,m | partial results | nodes | median (min to max), s | plaintext, s | ratio "
-        "| busiest CompNode, ms | mean AttnNode, ms | MB between nodes | error | paper, s | paper, MB |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "| MB between nodes | error | paper, s | paper, MB |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         times = "{median:.3f} ({min:.3f} to {max:.3f})".format(**row["seconds"])
         ratio = "{median:.2f} ({min:.2f} to {max:.2f})".format(**row["ratio"])
-        split = [
-            "-" if row["split"] is None else " + ".join(f"{1e3 * value:.0f}" for value in row["split"][who].values())
-            for who in ("comp", "attn")
-        ]
         paper = [row["paper_seconds"], row["paper_vanilla_seconds"]]
         seconds = " / ".join(f"{value:.2f}" for value in paper if value is not None) or "-"
         size = "-" if row["paper_bytes"] is None else f"{row['paper_bytes'] / 1e6:.0f}"
@@ -133,7 +126,7 @@ def cascade_table(rows: list[dict[str, Any]]) -> str:
         kind = f"{row['partials']}, {row['wire']}" if nodes else "-"
         lines.append(
             f"| {row['model']} | {plan} | {kind} | {row['parties']} {row['party_mode']} "
-            f"| {times} | {row['vanilla_seconds']['median']:.3f} | {ratio} | {split[0]} | {split[1]} "
+            f"| {times} | {row['vanilla_seconds']['median']:.3f} | {ratio} "
             f"| {row['bytes_nodes'] / 1e6:.1f} | {row['error_max']:.0e} | {seconds} | {size} |"
         )
     first = rows[0]

@@ -205,7 +205,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("kv-accuracy.jsonl"))
     parser.add_argument("--plot", type=Path, help="PREFIX-*.png of all rows in --out, and tables on stdout")
-    parser.add_argument("--page", type=Path, help="with --plot: a page whose marked part becomes the tables")
+    parser.add_argument("--page", type=Path, help="with --plot: a page whose marked part becomes the table of scores")
     parser.add_argument(
         "--tiny", action="store_true", help="the bundled demo model, prompts of 200 tokens: does it run?"
     )
@@ -218,8 +218,8 @@ def main() -> None:
     if args.plot:
         tables = draw(args.out, args.plot)
         if args.page:
-            args.page.write_text(into_page(args.page.read_text(), "tables", tables.rstrip("\n")))
-        sys.stdout.write(tables)
+            args.page.write_text(into_page(args.page.read_text(), "tables", tables["scores"].rstrip("\n")))
+        sys.stdout.write("\n".join(tables.values()))
     else:
         print(f"rows in {args.out}")
 

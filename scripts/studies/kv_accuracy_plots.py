@@ -12,11 +12,11 @@ from private_llm_cli.commands.plot import load_pyplot
 Row = dict[str, Any]
 
 
-def draw(rows: Path, prefix: Path) -> str:
-    """Write PREFIX-*.png of all rows, and return the tables."""
+def draw(rows: Path, prefix: Path) -> dict[str, str]:
+    """Write PREFIX-*.png of all rows, and return the table of each part."""
     found = [json.loads(line) for line in rows.read_text().splitlines()]
     pyplot = load_pyplot()
-    pages = []
+    tables = {}
     for part, picture, table in (
         ("scores", scores, scores_table), ("levels", None, levels_table), ("sharing", sharing, sharing_table),
         ("observed", observed, observed_table), ("likeness", likeness, likeness_table),
@@ -30,8 +30,8 @@ def draw(rows: Path, prefix: Path) -> str:
             figure.tight_layout()
             figure.savefig(f"{prefix}-{part}.png", dpi=110)
             pyplot.close(figure)
-        pages.append(table(own))
-    return "\n".join(pages)
+        tables[part] = table(own)
+    return tables
 
 
 def latest(rows: Iterable[Row]) -> list[Row]:
