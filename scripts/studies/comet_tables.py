@@ -1,7 +1,7 @@
 """Where predicted sparsity pays: dense runs beside Comet's, for the models of its paper (docs/studies/comet.md).
 
     python scripts/studies/comet_tables.py  # tables and pictures of docs/studies/comet.md, a quarter of an hour
-    python scripts/studies/comet_tables.py --only summary lengths  # these tables alone
+    python scripts/studies/comet_tables.py --only summary blocks  # these tables alone
     python scripts/studies/comet_tables.py --tiny                  # small shapes, printed
 
 No weights and no predictors: the ordinary code runs on meta tensors, with the paper's shares of neurons and heads left
@@ -34,11 +34,6 @@ FUNCTIONS = {"ours": "ours", "PUMA": "puma", "MPCFormer": "mpcformer", "SecForme
 """Softmax and activations of other systems, under trio."""
 TWO = ("dealer, remask", "trio")
 """The paper's protocol and ours, where two are enough."""
-GROUPS = {
-    "linear": ("QKV", "MatMul", "Output", "FC1", "FC2"),
-    "non-linear": ("Softmax", "ReLU", "Others"),
-    "predictor": ("Predictor",),
-}
 
 
 # -- figures ---------------------------------------------------------------------------------------------------------
@@ -165,43 +160,6 @@ def lengths(count: Counter, settings: Iterable[str]) -> dict[str, dict[int, tupl
     }
 
 
-def lengths_table(count: Counter) -> str:
-    """The same in numbers."""
-    found = lengths(count, TWO)
-    rows = [
-        [
-            setting, new,
-            f"{gigabytes(one.costs.bytes_total)}, {gigabytes(other.costs.bytes_total)}"
-            f"{_times(one.costs.bytes_total, other.costs.bytes_total)}",
-            f"{seconds(one) / 60:.1f}, {seconds(other) / 60:.1f}{_times(seconds(one), seconds(other))}",
-        ]
-        for setting, by_length in found.items()
-        for new, (one, other) in by_length.items()
-    ]  # fmt: skip
-    return table(["protocol", "tokens", "dense, Comet, GB", "dense, Comet, min"], rows)
-
-
-def groups_table(count: Counter) -> str:
-    """The paper's Figures 2, 4 and 13: linear, non-linear, predictor (whose share is Figure 16's)."""
-    rows = []
-    for label in list(count.size.models)[-2:]:
-        for setting in SETTINGS:
-            cells: dict[str, list[str]] = {}
-            for plan in (None, planned(label, count.size)):
-                found = by_row(count.run(label, setting, plan).costs)
-                whole = sum(each.bytes_total for each in found.values())
-                time = {name: each.seconds(MBIT, LATENCY_MS, GMACS) for name, each in found.items()}
-                for group, names in GROUPS.items():
-                    part, spent = sum(found[n].bytes_total for n in names), sum(time[n] for n in names)
-                    if part:
-                        shares = f"{part / whole:.0%}", f"{spent / sum(time.values()):.0%}"
-                        cells.setdefault(f"{group}, GB", []).append(f"{gigabytes(part)} ({shares[0]})")
-                        cells.setdefault(f"{group}, s", []).append(f"{spent:.0f} ({shares[1]})")
-            headings = ["model", "protocol", *cells]
-            rows.append([label, setting, *(", ".join(each) for each in cells.values())])
-    return table(headings, rows)
-
-
 def variants(count: Counter) -> dict[str, tuple[PlannedSparsity | None, bool]]:
     """The parts that are taken away (Figure 15), and whether FC2 is dense."""
     label, size = count.size.main, count.size
@@ -287,8 +245,6 @@ TABLES: dict[str, Callable[[Counter], str]] = {
     "rows-remask": functools.partial(rows_table, setting="dealer, remask"),
     "rows-trio": functools.partial(rows_table, setting="trio"),
     "bandwidths": bandwidths,
-    "lengths": lengths_table,
-    "groups": groups_table,
     "ablation": ablation_table,
     "functions": functions_table,
     "blocks": blocks_table,
