@@ -102,7 +102,8 @@ def pigeon_table(rows: list[dict[str, Any]]) -> str:
         reference_mb = "-" if sent is None else f"{sent / 1e6:.1f}"
         lines.append(
             f"| {row['label']} | {row['ring']} | {row['protocol']} | {row['party_mode']} | {times} "
-            f"| {seconds} | {row['bytes_total'] / 1e6:.1f} | {reference_mb} | {row['rounds']} | {row['error_max']:.0e} |"
+            f"| {seconds} | {row['bytes_total'] / 1e6:.1f} | {reference_mb} | {row['rounds']} "
+            f"| {row['error_max']:.0e} |"
         )
     lines.append(f"\n{taken(rows)}.")
     return "\n".join(lines)
