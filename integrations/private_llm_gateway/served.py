@@ -9,8 +9,8 @@ from functools import cached_property
 from typing import Any, Literal, cast
 
 from private_llm_hf.checkpoint.sentence_vectors import SentenceVectors
-from private_llm_hf.client.inputs import max_positions
 from private_llm_hf.models.architectures import architecture
+from private_llm_hf.models.inputs import max_positions
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError

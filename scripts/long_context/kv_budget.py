@@ -17,7 +17,7 @@ from private_llm_cli.commands.models import demo_model, plaintext_model, quiet, 
 from private_llm_cli.commands.output import CONSOLE, emit_json, emit_table, progress_bar
 from private_llm_cli.help_pages import Command
 from private_llm_cli.options import Json
-from private_llm_hf.client.inputs import max_positions
+from private_llm_hf.models.inputs import max_positions
 
 from private_llm.config import import_plugins
 from private_llm.errors import ConfigError

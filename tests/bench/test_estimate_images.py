@@ -6,8 +6,8 @@ import pytest
 import torch
 import transformers as tr
 from private_llm_hf import Network, PrivateConfig, patch
+from private_llm_hf.models.inputs import image_shape
 from private_llm_hf.tools.estimate import estimate, model_class_of, named_shape
-from private_llm_hf.vision.network import image_shape
 from torch import nn
 
 from private_llm.errors import ConfigError

@@ -128,7 +128,8 @@ def read_images(source: str, config: Any, files: Sequence[Path]) -> Examples:  #
     import numpy as np
     import torch
     from PIL import Image, UnidentifiedImageError
-    from private_llm_hf.vision.network import NetworkConfig, image_shape
+    from private_llm_hf.models.inputs import image_shape
+    from private_llm_hf.vision.network import NetworkConfig
 
     try:
         pictures = [Image.open(path) for path in files]

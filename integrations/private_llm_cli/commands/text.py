@@ -243,7 +243,7 @@ class Conversation:
 
     def _room(self, length: int) -> int:
         """New tokens that may follow `length` (the last one needs no position). Raises DomainError if none can."""
-        from private_llm_hf.client.inputs import max_positions
+        from private_llm_hf.models.inputs import max_positions
 
         limit = max_positions(self.model.config)
         room = self._new_tokens if limit is None else limit - length + 1

@@ -25,9 +25,9 @@ from private_llm_hf.checkpoint.model_spec import folds_norms
 from private_llm_hf.checkpoint.norm_readers import norm_readers, with_readers
 from private_llm_hf.checkpoint.sample_inputs import check_images, evaluating, fitting_inputs, pictures, text_arguments
 from private_llm_hf.checkpoint.weights import AS_GIVEN, skeleton
-from private_llm_hf.client.inputs import max_positions
 from private_llm_hf.models.architectures import architecture
 from private_llm_hf.models.folds import fold_norms
+from private_llm_hf.models.inputs import max_positions
 from private_llm_hf.vision.network import Network
 
 LENGTH = 128

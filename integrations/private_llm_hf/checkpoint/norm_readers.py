@@ -29,8 +29,8 @@ from private_llm_hf.checkpoint.weights import skeleton
 from private_llm_hf.handlers import handler_of, match
 from private_llm_hf.models.architectures import architecture
 from private_llm_hf.models.cache_policies import expands_latents
+from private_llm_hf.models.inputs import image_shape
 from private_llm_hf.models.norms import CANNOT, spelled_norm
-from private_llm_hf.vision.network import image_shape
 
 _SAME = {Tensor.contiguous, Tensor.to, Tensor.float, Tensor.detach, Tensor.unsqueeze, F.dropout, torch.dropout}
 _SHAPED = {Tensor.view, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten}

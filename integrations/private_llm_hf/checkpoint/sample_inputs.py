@@ -15,9 +15,9 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from private_llm.errors import ConfigError, DomainError
 from private_llm_hf.checkpoint.weights import skeleton
-from private_llm_hf.client.inputs import check_pixels, check_values
 from private_llm_hf.models.architectures import architecture
-from private_llm_hf.vision.network import Network, NetworkConfig, image_shape
+from private_llm_hf.models.inputs import check_pixels, check_values, image_shape
+from private_llm_hf.vision.network import Network, NetworkConfig
 
 SPAN = 2.5
 """Largest value of the pictures of noise: white, normalised by the usual means and deviations, is 2.2 to 2.7."""

@@ -16,11 +16,11 @@ from private_llm.approximations import approximations_of
 from private_llm.errors import ConfigError, DomainError, UnsupportedOp
 from private_llm.kv_policies.policy import NoCache
 from private_llm.tensor.range_check import require
-from private_llm_hf.client import inputs as check
-from private_llm_hf.client.inputs import Labels
 from private_llm_hf.client.session_client import PrivateCache, PrivateEncoderOutput, Secret, SessionClient, check_cache
+from private_llm_hf.models import inputs as check
 from private_llm_hf.models.architectures import architecture, reads_first_token, shifts_prompts
 from private_llm_hf.models.cache_policies import chunk_of
+from private_llm_hf.models.inputs import Labels
 from private_llm_hf.transformers_versions import CACHE
 from private_llm_hf.wire.answers import GUARD
 from private_llm_hf.wire.commands import OPENED, Call, Encoded, Fact, Tokens, Values

@@ -14,8 +14,8 @@ from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList
 
 from private_llm.errors import ConfigError, DomainError, PrivateLLMError
-from private_llm_hf.client.inputs import check_values
 from private_llm_hf.client.speculation import SpeculationConfig
+from private_llm_hf.models.inputs import check_values
 
 _WHOLE = {
     "max_new_tokens": 1, "max_length": 1, "min_length": 0, "min_new_tokens": 0, "num_beams": 1, "top_k": 0,

@@ -32,12 +32,12 @@ from private_llm_hf.checkpoint.weights import skeleton
 from private_llm_hf.client.costs import Costs
 from private_llm_hf.client.forward import ForwardCall, encode_prompt
 from private_llm_hf.client.generation_settings import as_config_errors, check_arguments, check_token_alone
-from private_llm_hf.client.inputs import GENERATED, check_positions
 from private_llm_hf.client.preprocess import CallPlan, Preprocessed, dry_run
 from private_llm_hf.client.session_client import PrivateCache, SessionClient, check_cache
 from private_llm_hf.client.speculation import SpeculationConfig, check_drafts
 from private_llm_hf.client.speculative_loop import decoding
 from private_llm_hf.models.architectures import architecture
+from private_llm_hf.models.inputs import GENERATED, check_positions
 from private_llm_hf.patch_plan import PatchPlan
 from private_llm_hf.transformers_versions import CACHE, with_cache_named
 

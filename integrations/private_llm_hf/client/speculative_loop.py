@@ -26,8 +26,8 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from private_llm.errors import ConfigError, DomainError, UnsupportedOp
 from private_llm_hf.client.drafts import ROOT, Draft, Tree, accept
-from private_llm_hf.client.inputs import GENERATED, check_positions
 from private_llm_hf.client.speculation import DraftLength, FixedCounts, SpeculationConfig, check_drafts
+from private_llm_hf.models.inputs import GENERATED, check_positions
 from private_llm_hf.transformers_versions import CACHE
 
 _LOG = logging.getLogger(__name__)

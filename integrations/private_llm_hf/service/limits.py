@@ -19,7 +19,7 @@ from private_llm.errors import DomainError
 from private_llm.kernels.address import memory_bytes
 from private_llm.net.transport import Transport
 from private_llm.protocols.registry import protocol_spec
-from private_llm_hf.client.inputs import max_positions
+from private_llm_hf.models.inputs import max_positions
 from private_llm_hf.service.settings import ServiceSettings
 from private_llm_hf.wire.codec import Between, Message
 from private_llm_hf.wire.commands import MOST_BYTES, Call, recv_message, send_message

@@ -15,13 +15,13 @@ from private_llm.errors import ConfigError
 from private_llm.sparsity_config import CometConfig
 from private_llm_hf.checkpoint.weights import skeleton
 from private_llm_hf.models.architectures import architecture
+from private_llm_hf.models.inputs import image_shape
 from private_llm_hf.models.sparse_blocks import KEY, SparseBlock, facts_of, layer_sizes, sparse_blocks
 from private_llm_hf.sparsity.predictor_set import PredictorSet
 from private_llm_hf.sparsity.relufy import with_relu
 from private_llm_hf.sparsity.settings import Kind
 from private_llm_hf.sparsity.sites import Site, activations_of, find_sites, zeroes
 from private_llm_hf.tools.estimate import estimate
-from private_llm_hf.vision.network import image_shape
 
 _HERE: dict[str, Any] = {
     "party_mode": "threads", "hosts": (), "tls": None, "device": "cpu", "device_map": None, "max_memory": None,

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForImageClassification, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import ImageClassifierOutputWithNoAttention
 
-from private_llm.errors import ConfigError, DomainError, PatchMismatch
+from private_llm.errors import DomainError, PatchMismatch
 from private_llm.nn.activations import ACTIVATIONS
 from private_llm_hf.handlers import kinds_of_users
 
@@ -356,13 +356,3 @@ def _named(value: object) -> list[int]:
 
 AutoConfig.register(NetworkConfig.model_type, NetworkConfig)
 AutoModelForImageClassification.register(NetworkConfig, Network)
-
-
-def image_shape(config: PretrainedConfig) -> tuple[int, ...]:
-    """Channels, height and width of a model's images. Raises ConfigError where the configuration does not say."""
-    if isinstance(config, NetworkConfig):
-        if config.image_shape is None:
-            raise ConfigError("this network does not say what images it takes; give channels x height x width")
-        return tuple(config.image_shape)
-    size = getattr(config, "image_size", 224)
-    return (config.num_channels, *(size if isinstance(size, list | tuple) else (size, size)))

@@ -14,9 +14,8 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.loss import loss_utils
 
-from private_llm.errors import DomainError, UnsupportedOp
+from private_llm.errors import ConfigError, DomainError, UnsupportedOp
 from private_llm_hf.models.architectures import architecture
-from private_llm_hf.vision.network import image_shape
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 _FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -100,6 +99,16 @@ def max_positions(config: PretrainedConfig) -> int | None:
     if positions == "unlimited" or not isinstance(limit, int):
         return None
     return limit - config.pad_token_id - 1 if positions == "after padding" else limit
+
+
+def image_shape(config: PretrainedConfig) -> tuple[int, ...]:
+    """Channels, height and width of a model's images. Raises ConfigError where the configuration does not say."""
+    if config.model_type == "network":
+        if config.image_shape is None:
+            raise ConfigError("this network does not say what images it takes; give channels x height x width")
+        return tuple(config.image_shape)
+    size = getattr(config, "image_size", 224)
+    return (config.num_channels, *(size if isinstance(size, list | tuple) else (size, size)))
 
 
 def check_position_values(config: PretrainedConfig, positions: Tensor) -> None:
