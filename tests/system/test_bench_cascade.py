@@ -12,8 +12,9 @@ import pytest
 import timed_nodes
 import torch
 from cascade_rows import Case, cases, memory_needed
-from private_llm_hf.client.costs import Costs, rows_of
+from private_llm_hf.client.costs import Costs
 from private_llm_hf.token_sharding.attention_calls import attention_calls
+from private_llm_hf.wire.answers import CostRows
 from timed_nodes import BUSY, SERIALISING, WAITING, TimedLedger, TimedTransport
 from torch import Tensor
 from typer.testing import CliRunner
@@ -138,7 +139,7 @@ def test_what_a_node_does_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None
     links.send(1, "y", torch.zeros(3, dtype=torch.uint8))
     links.wait(CLIENT)
     hours.now += 1000  # a command that is not done
-    seconds = Costs.from_rows([rows_of(links.ledger)]).ledgers[0].seconds
+    seconds = Costs.from_rows([CostRows.of(links.ledger)]).ledgers[0].seconds
     assert seconds == {WAITING: 40, SERIALISING: 3, BUSY: 46}
     assert links.ledger.cost().sent == {(0, 1): 3}
     links.ledger.reset()

@@ -7,22 +7,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from private_llm.net.ledger import CONTROL, Cost, Ledger, merge, size
+from private_llm.net.ledger import Cost, Ledger, merge, size
 from private_llm.net.transport import endpoint_name
 from private_llm_hf.wire.answers import CostRows
-
-
-def rows_of(ledger: Ledger) -> CostRows:
-    """A ledger without control traffic."""
-    return CostRows(
-        ledger.party,
-        tuple((scope, op, to, n) for (scope, op, to), n in ledger.sent.items() if op != CONTROL),
-        tuple((scope, op, n) for (scope, op), n in ledger.rounds.items() if op != CONTROL),
-        tuple(ledger.macs.items()),
-        tuple(ledger.spent.items()),
-        dict(ledger.seconds),
-    )
-
 
 _SHOWN = 12
 """Lines of a printed part; what is not among the dearest goes into one line."""

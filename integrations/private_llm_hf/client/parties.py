@@ -33,7 +33,7 @@ from private_llm.protocols.weight_sharing import Dealer, packed_key, pieces
 from private_llm.ranges import UNKNOWN, Ranges
 from private_llm.ring.ring import Ring
 from private_llm_hf.checkpoint.weights import Sink, encode_weight
-from private_llm_hf.client.costs import Costs, rows_of
+from private_llm_hf.client.costs import Costs
 from private_llm_hf.client.preprocess import Schedule, handles_of
 from private_llm_hf.client.session_client import Secret, SessionClient, share
 from private_llm_hf.wire import commands
@@ -329,7 +329,7 @@ class Parties(SessionClient):
             self.tell(commands.TellCosts(reset))
             rows = [self._answer(party, CostRows) for party in self.members]
             mine: Ledger = self.transport.ledger
-            rows.append(rows_of(mine))
+            rows.append(CostRows.of(mine))
             if reset:
                 mine.reset()
             return Costs.from_rows(rows, self.config.helper)

@@ -17,8 +17,7 @@ from private_llm.errors import PrivateLLMError, TransportError
 from private_llm.net.ledger import Ledger
 from private_llm.net.roles import HEARSAY, WHO, named
 from private_llm.net.transport import CLIENT, Transport
-from private_llm_hf.client.costs import rows_of
-from private_llm_hf.wire.answers import Alive
+from private_llm_hf.wire.answers import Alive, CostRows
 from private_llm_hf.wire.codec import M
 from private_llm_hf.wire.commands import MOST_BYTES, Stop, TellCosts, recv_message, send_message
 
@@ -46,7 +45,7 @@ def serve_commands(
 
 def tell_costs(transport: Transport, ledger: Ledger, command: TellCosts) -> None:
     """Answer what was sent."""
-    send_message(transport, CLIENT, rows_of(ledger))
+    send_message(transport, CLIENT, CostRows.of(ledger))
     if command.reset:
         ledger.reset()
 

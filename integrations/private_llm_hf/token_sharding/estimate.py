@@ -23,13 +23,14 @@ from private_llm.net.transport import CLIENT, MetaTransport
 from private_llm.token_sharding import HELD, AttentionCall, Exchange, Sent, Stage, attention_stages, cache_bytes
 from private_llm_hf.checkpoint.model_spec import describe
 from private_llm_hf.checkpoint.weights import WeightList, skeleton
-from private_llm_hf.client.costs import Costs, layer_of, rows_of
+from private_llm_hf.client.costs import Costs, layer_of
 from private_llm_hf.party.model_description import Shapes
 from private_llm_hf.token_sharding.attention_calls import attention_calls, shape_alone
 from private_llm_hf.token_sharding.client import Due, Nodes, NodeStep
 from private_llm_hf.token_sharding.commands import LoadNode
 from private_llm_hf.token_sharding.cut import Cut
 from private_llm_hf.token_sharding.node import CompNode, plan_of, reads_last_token
+from private_llm_hf.wire.answers import CostRows
 
 AROUND = "input, head and output"
 """What belongs to no layer."""
@@ -196,7 +197,7 @@ class MetaNodes(Nodes):
             if stage.what == "rows":
                 for node in {frm for frm, _ in stage.sent}:
                     ledgers[node].rounds[(stage.layer, "attention")] += 1
-        return Costs.from_rows([rows_of(ledger) for ledger in (*ledgers.values(), self.transport.ledger)])
+        return Costs.from_rows([CostRows.of(ledger) for ledger in (*ledgers.values(), self.transport.ledger)])
 
     def sharded(self) -> Sharded:
         """What was counted."""

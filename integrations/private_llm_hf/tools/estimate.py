@@ -33,7 +33,7 @@ from private_llm.tensor.secret import SecretTensor
 from private_llm.token_sharding import Stage, seconds_of
 from private_llm_hf.checkpoint.calibration_runs import check_ranges
 from private_llm_hf.checkpoint.model_spec import ModelSpec, describe, folds_norms
-from private_llm_hf.client.costs import Costs, layer_of, rows_of
+from private_llm_hf.client.costs import Costs, layer_of
 from private_llm_hf.client.model import private_class
 from private_llm_hf.client.session_client import Secret, SessionClient, share
 from private_llm_hf.models.architectures import architecture, read_facts
@@ -49,7 +49,7 @@ from private_llm_hf.token_sharding.split import split_forward
 from private_llm_hf.tools.priced_once import QuickShapes, price_once
 from private_llm_hf.vision.network import Network
 from private_llm_hf.vision.networks import BUILDERS
-from private_llm_hf.wire.answers import Outputs
+from private_llm_hf.wire.answers import CostRows, Outputs
 from private_llm_hf.wire.codec import Message
 from private_llm_hf.wire.commands import CacheEdit, Call, Description, Forward, LoadModel
 
@@ -231,7 +231,7 @@ class _MetaParties(SessionClient):
 
     def costs(self, reset: bool = False) -> Costs:
         ledgers = [*(party.transport.ledger for party in self.parties), self._ledger]
-        return Costs.from_rows([rows_of(ledger) for ledger in ledgers], self.config.helper)
+        return Costs.from_rows([CostRows.of(ledger) for ledger in ledgers], self.config.helper)
 
     def close(self) -> None:
         """Nothing runs."""

@@ -6,6 +6,7 @@ import math
 from typing import Annotated
 
 from private_llm.errors import DomainError
+from private_llm.net.ledger import CONTROL, Ledger
 from private_llm_hf.wire.codec import Between, Message, ShapeOf
 
 GUARD = "range check"
@@ -107,3 +108,13 @@ class CostRows(Message):
     macs: tuple[tuple[str, Number], ...]
     spent: tuple[tuple[str, float], ...]
     seconds: dict[str, float]
+
+    @classmethod
+    def of(cls, ledger: Ledger) -> CostRows:
+        """The rows of a ledger, without control traffic."""
+        return cls(
+            ledger.party,
+            tuple((scope, op, to, n) for (scope, op, to), n in ledger.sent.items() if op != CONTROL),
+            tuple((scope, op, n) for (scope, op), n in ledger.rounds.items() if op != CONTROL),
+            tuple(ledger.macs.items()), tuple(ledger.spent.items()), dict(ledger.seconds),
+        )  # fmt: skip
