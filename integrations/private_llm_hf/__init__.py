@@ -44,8 +44,8 @@ if TYPE_CHECKING:
     from private_llm_hf.client.preprocess import GeneratePlan as GeneratePlan
     from private_llm_hf.client.speculation import FixedCounts as FixedCounts
     from private_llm_hf.client.speculation import SpeculationConfig as SpeculationConfig
-    from private_llm_hf.handlers import register_handler as register_handler
-    from private_llm_hf.handlers import unregister_handler as unregister_handler
+    from private_llm_hf.models.handlers import register_handler as register_handler
+    from private_llm_hf.models.handlers import unregister_handler as unregister_handler
     from private_llm_hf.vision.network import Network as Network
 else:
     __all__, __getattr__, __dir__ = lazy_names(
@@ -64,7 +64,7 @@ else:
             "ranges_of_checkpoint share_checkpoint",
             "private_llm_hf.client.preprocess": "ForwardPlan GeneratePlan",
             "private_llm_hf.client.speculation": "FixedCounts SpeculationConfig",
-            "private_llm_hf.handlers": "register_handler unregister_handler",
+            "private_llm_hf.models.handlers": "register_handler unregister_handler",
             "private_llm_hf.vision.network": "Network",
         },
     )

@@ -35,8 +35,8 @@ from private_llm_hf.checkpoint.weights import Sink, WeightList, WeightsDigest, s
 from private_llm_hf.client.launch import choose_mode, start_parties
 from private_llm_hf.client.model import PrivateModel, private_class
 from private_llm_hf.client.parties import Parties
-from private_llm_hf.handlers import handler_of
 from private_llm_hf.models.architectures import architecture, require_inputs
+from private_llm_hf.models.handlers import handler_of
 from private_llm_hf.models.sparse_blocks import adopted, check_sparsity
 from private_llm_hf.patch_plan import PatchPlan, check_ring, make_patch_plan
 from private_llm_hf.sparsity.sharing import SharedPredictors, shared_predictors

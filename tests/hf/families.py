@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 import transformers as tr
-from private_llm_hf.models.miniature import small_config
+from private_llm_hf.checkpoint.miniature import small_config
 
 SETTINGS = {
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 0, "num_key_value_heads": 2,

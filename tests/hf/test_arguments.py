@@ -14,7 +14,7 @@ import pytest
 import torch
 import transformers as tr
 from private_llm_hf import patch
-from private_llm_hf.models.miniature import miniature
+from private_llm_hf.checkpoint.miniature import miniature
 from torch import Tensor
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput

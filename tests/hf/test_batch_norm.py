@@ -7,9 +7,9 @@ import itertools
 import pytest
 import torch
 import transformers as tr
+from private_llm_hf.checkpoint.folds import FoldedBatchNorm, PrivateBatchNorm, fold_batch_norms
 from private_llm_hf.checkpoint.model_spec import ModelSpec
 from private_llm_hf.checkpoint.weights import stream_loaded
-from private_llm_hf.models.folds import FoldedBatchNorm, PrivateBatchNorm, fold_batch_norms
 from private_llm_hf.vision.network import Network
 from torch import nn
 

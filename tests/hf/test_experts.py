@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers as tr
 from private_llm_hf import patch
-from private_llm_hf.models.miniature import miniature
+from private_llm_hf.checkpoint.miniature import miniature
 from private_llm_hf.models.routers import PrivateRouter, RouterParts, Routing, is_experts, router_of
 from torch import Tensor, nn
 

@@ -13,12 +13,12 @@ import torch
 import transformers as tr
 from private_llm_hf import api, patch
 from private_llm_hf.api import share_checkpoint
+from private_llm_hf.checkpoint.folds import Folder, fold_norms
 from private_llm_hf.checkpoint.model_spec import ModelSpec, describe, folds_norms
 from private_llm_hf.checkpoint.norm_readers import norm_readers
 from private_llm_hf.checkpoint.share_files import ShareFile, share_path
 from private_llm_hf.checkpoint.weights import stream_loaded
-from private_llm_hf.handlers import register_handler, unregister_handler
-from private_llm_hf.models.folds import Folder, fold_norms
+from private_llm_hf.models.handlers import register_handler, unregister_handler
 from private_llm_hf.models.norms import FoldedNorm
 from private_llm_hf.party.model_description import validate_model_description
 from private_llm_hf.tools.compare import compare

@@ -12,8 +12,8 @@ import torch
 import transformers as tr
 from private_llm_hf import PrivateConfig, patch, register_handler, unregister_handler
 from private_llm_hf.api import _open_small
+from private_llm_hf.checkpoint.miniature import miniature, small_config
 from private_llm_hf.models.architectures import architecture, compared
-from private_llm_hf.models.miniature import miniature, small_config
 from private_llm_hf.tools import trial
 from torch import Tensor, nn
 
@@ -276,7 +276,7 @@ def test_where_no_small_model_can_be_made_two_layers_are_tried(monkeypatch: pyte
         hidden_size=48, intermediate_size=80, num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=2,
         vocab_size=200, max_window_layers=6,
     )  # fmt: skip
-    monkeypatch.setattr("private_llm_hf.models.miniature.small_config", lambda config: 1 / 0)
+    monkeypatch.setattr("private_llm_hf.checkpoint.miniature.small_config", lambda config: 1 / 0)
     made = miniature(tr.Qwen2ForCausalLM, config).config
     assert (made.num_hidden_layers, made.hidden_size, made.vocab_size, made.max_window_layers) == (2, 48, 200, 6)
     assert len(made.layer_types) == 2

@@ -29,7 +29,7 @@ from private_llm.ring.ring import Ring
 from private_llm.tensor.dispatch import TorchArg
 from private_llm.tensor.range_check import PIECE
 from private_llm_hf.checkpoint.norm_readers import ResultReaders
-from private_llm_hf.handlers import match
+from private_llm_hf.models.handlers import match
 from private_llm_hf.models.norms import norm_of
 
 _LAYERS = {F.linear, torch.addmm}

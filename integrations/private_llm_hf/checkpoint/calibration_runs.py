@@ -21,12 +21,12 @@ from private_llm.ranges import REACH, UNKNOWN, Ranges
 from private_llm.ring.ring import Ring
 from private_llm_hf.checkpoint.calibration import ranges_of, warn_of_small_rows, watching
 from private_llm_hf.checkpoint.checkpoint import Checkpoint
+from private_llm_hf.checkpoint.folds import fold_norms
 from private_llm_hf.checkpoint.model_spec import folds_norms
 from private_llm_hf.checkpoint.norm_readers import norm_readers, with_readers
 from private_llm_hf.checkpoint.sample_inputs import check_images, evaluating, fitting_inputs, pictures, text_arguments
 from private_llm_hf.checkpoint.weights import AS_GIVEN, skeleton
 from private_llm_hf.models.architectures import architecture
-from private_llm_hf.models.folds import fold_norms
 from private_llm_hf.models.inputs import max_positions
 from private_llm_hf.vision.network import Network
 

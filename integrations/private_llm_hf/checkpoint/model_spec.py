@@ -14,10 +14,10 @@ from transformers import PretrainedConfig, PreTrainedModel
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError, PatchMismatch
 from private_llm.ranges import UNKNOWN, Ranges
+from private_llm_hf.checkpoint.folds import NONE_FOLDED, Fold, Folded, Folder, NormFold, fold_batch_norms, fold_norms
 from private_llm_hf.checkpoint.norm_readers import norm_readers
 from private_llm_hf.checkpoint.weights import Sink, WeightList, skeleton
 from private_llm_hf.models.architectures import architecture_of, classes_of, refuse_loading
-from private_llm_hf.models.folds import NONE_FOLDED, Fold, Folded, Folder, NormFold, fold_batch_norms, fold_norms
 from private_llm_hf.models.sparse_blocks import attach_predictors, sparse_blocks
 from private_llm_hf.vision.network import Network
 from private_llm_hf.wire.commands import Description

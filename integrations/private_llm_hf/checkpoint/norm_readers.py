@@ -1,6 +1,6 @@
 """Norms whose output linear layers alone read: found by following it through a forward on the meta device.
 
-A norm's weight can then be part of those layers (models/folds.py). A norm is none of them if its output goes anywhere
+A norm's weight can then be part of those layers (`folds.py`). A norm is none of them if its output goes anywhere
 else (a sum, a product, an expert, the model's output), if a layer that reads it reads something else, too, or shares
 its weight, if somebody looks at the norm's weight, if a module around it is replaced, or if the forward needs values.
 """
@@ -26,9 +26,9 @@ from private_llm.tensor.dispatch import TorchArg
 from private_llm.tensor.fixed import READ_BITS
 from private_llm_hf.checkpoint.sample_inputs import tensors_in, text_arguments
 from private_llm_hf.checkpoint.weights import skeleton
-from private_llm_hf.handlers import handler_of, match
 from private_llm_hf.models.architectures import architecture
 from private_llm_hf.models.cache_policies import expands_latents
+from private_llm_hf.models.handlers import handler_of, match
 from private_llm_hf.models.inputs import image_shape
 from private_llm_hf.models.norms import CANNOT, spelled_norm
 

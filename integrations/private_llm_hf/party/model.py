@@ -29,13 +29,13 @@ from private_llm.replay.graph_break import this_call
 from private_llm.replay.modules import is_chunk, repeated, repeated_around
 from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.secret import SecretTensor
+from private_llm_hf.checkpoint.folds import NONE_FOLDED, Folded, fold_batch_norms, fold_norms
 from private_llm_hf.checkpoint.model_spec import accepted_class
 from private_llm_hf.checkpoint.weights import without_weights
-from private_llm_hf.handlers import embedding_first, handler_of, is_esm, match
 from private_llm_hf.models.architectures import attention_of, table
 from private_llm_hf.models.attention_interface import register
 from private_llm_hf.models.cache_policies import expanded, expands_latents, windowed_layers
-from private_llm_hf.models.folds import NONE_FOLDED, Folded, fold_batch_norms, fold_norms
+from private_llm_hf.models.handlers import embedding_first, handler_of, is_esm, match
 from private_llm_hf.models.sparse_blocks import attach_predictors, make_sparse
 from private_llm_hf.party.cache import Attention, AttentionBreak, SecretCache, SecretEncoderDecoderCache
 from private_llm_hf.party.placement import PlacedValue, Placement

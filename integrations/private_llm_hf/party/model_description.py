@@ -22,10 +22,10 @@ from transformers import PreTrainedModel
 from private_llm.errors import PatchMismatch, TransportError
 from private_llm.kernels.address import memory_bytes
 from private_llm.tensor.dispatch import TorchArg
+from private_llm_hf.checkpoint.folds import fold_batch_norms, fold_norms
 from private_llm_hf.checkpoint.model_spec import accepted_class
 from private_llm_hf.checkpoint.weights import WeightList, weights_of_buffers
 from private_llm_hf.models.attention_interface import register
-from private_llm_hf.models.folds import fold_batch_norms, fold_norms
 from private_llm_hf.models.sparse_blocks import attach_predictors
 from private_llm_hf.party.model import party_config
 from private_llm_hf.wire.commands import Description, Weight

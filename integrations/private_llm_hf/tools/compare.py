@@ -28,11 +28,11 @@ from private_llm.ring.ring import Ring
 from private_llm.tensor.dispatch import TorchArg, op_name
 from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.secret import SecretTensor
+from private_llm_hf.checkpoint.folds import fold_norms
 from private_llm_hf.checkpoint.model_spec import ModelSpec, describe, folds_norms
 from private_llm_hf.checkpoint.sample_inputs import tensors_in
 from private_llm_hf.checkpoint.weights import encode_weight, stream_loaded
 from private_llm_hf.models.architectures import architecture
-from private_llm_hf.models.folds import fold_norms
 from private_llm_hf.party.model import build_party_model
 
 

@@ -31,12 +31,12 @@ from private_llm.errors import ConfigError, DomainError, PatchMismatch, listed
 from private_llm.kernels.compiling import FOLDER
 from private_llm.tensor.secret import SecretTensor
 from private_llm.token_sharding import ShardingPlan
+from private_llm_hf.checkpoint.miniature import miniature
 from private_llm_hf.checkpoint.own_code import patched_code
 from private_llm_hf.checkpoint.sample_inputs import fitting_inputs, is_encoder_of_two, sample_pictures, sample_tokens
 from private_llm_hf.checkpoint.weights import skeleton
-from private_llm_hf.handlers import handler_of
 from private_llm_hf.models.architectures import architecture, compared, reads_first_token
-from private_llm_hf.models.miniature import miniature
+from private_llm_hf.models.handlers import handler_of
 from private_llm_hf.patch_plan import unknown_modules
 from private_llm_hf.tools.compare import compare, survey
 from private_llm_hf.vision.network import Network, NetworkConfig

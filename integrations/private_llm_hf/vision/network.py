@@ -21,7 +21,7 @@ from transformers.modeling_outputs import ImageClassifierOutputWithNoAttention
 
 from private_llm.errors import DomainError, PatchMismatch
 from private_llm.nn.activations import ACTIVATIONS
-from private_llm_hf.handlers import kinds_of_users
+from private_llm_hf.models.handlers import kinds_of_users
 
 NetworkDescription = dict[str, Any]
 Check = Callable[[object], bool]

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
-from private_llm_hf.handlers import match
+from private_llm_hf.models.handlers import match
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 

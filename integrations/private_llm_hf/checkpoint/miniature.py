@@ -67,7 +67,8 @@ def miniature(model_class: type[PreTrainedModel], config: PretrainedConfig) -> P
             reasons.append(f"{type(error).__name__}: {first_line(error)}")
     raise PatchMismatch(
         f"{model_class.__name__}: this class is not compared with plaintext in the project's tests, so a small one is "
-        f"tried first, and none can be made ({'; '.join(reasons)}); add its sizes to private_llm_hf/models/miniature.py"
+        f"tried first, and none can be made ({'; '.join(reasons)}); add its sizes to "
+        "private_llm_hf/checkpoint/miniature.py"
     )
 
 
