@@ -34,13 +34,13 @@ from private_llm_hf.checkpoint.share_files import ShareWriter, refuse_taken
 from private_llm_hf.checkpoint.weights import Sink, WeightList, WeightsDigest, stream_loaded
 from private_llm_hf.client.launch import choose_mode, start_parties
 from private_llm_hf.client.model import PrivateModel, private_class
+from private_llm_hf.client.nodes import check_sharding
 from private_llm_hf.client.parties import Parties
 from private_llm_hf.models.architectures import architecture, require_inputs
 from private_llm_hf.models.handlers import handler_of
 from private_llm_hf.models.sparse_blocks import adopted, check_sparsity
 from private_llm_hf.patch_plan import PatchPlan, check_ring, make_patch_plan
 from private_llm_hf.sparsity.sharing import SharedPredictors, shared_predictors
-from private_llm_hf.token_sharding.client import check_sharding
 from private_llm_hf.tools.trial import AT_NODES, require_agreement, require_ring
 from private_llm_hf.vision.network import Network
 from private_llm_hf.wire.commands import Description

@@ -10,8 +10,8 @@ import torch
 from private_llm_hf import AutoPrivateModelForCausalLM, PrivateConfig, patch
 from private_llm_hf.checkpoint.weights import WeightsDigest
 from private_llm_hf.client.launch import serve_party
-from private_llm_hf.token_sharding import node as cascade_node
-from private_llm_hf.token_sharding.client import Nodes
+from private_llm_hf.client.nodes import Nodes
+from private_llm_hf.party import node as cascade_node
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from private_llm_hf import PrivateConfig, patch
 from private_llm_hf.api import describe
+from private_llm_hf.party.node import CompNode
 from private_llm_hf.token_sharding.attention_calls import attention_calls
 from private_llm_hf.token_sharding.commands import CompForward, LoadNode
-from private_llm_hf.token_sharding.node import CompNode
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.overrides import TorchFunctionMode

@@ -9,8 +9,8 @@ import pytest
 import torch
 from private_llm_hf import PrivateConfig, patch
 from private_llm_hf.client.costs import Costs
-from private_llm_hf.token_sharding.estimate import AROUND
 from private_llm_hf.tools.estimate import estimate, named_shape
+from private_llm_hf.tools.estimate_nodes import AROUND
 from transformers import PreTrainedModel
 
 from private_llm.errors import ConfigError, DomainError, PatchMismatch

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from private_llm_hf import PrivateConfig, patch
-from private_llm_hf.token_sharding.client import Due, check_equal, in_order, read_answer
-from private_llm_hf.token_sharding.node import CompNode
+from private_llm_hf.client.nodes import Due, check_equal, in_order, read_answer
+from private_llm_hf.party.node import CompNode
 from private_llm_hf.wire.answers import NodeOutput, NodeOutputs
 from private_llm_hf.wire.codec import Message, message_of
 
@@ -135,7 +135,7 @@ def test_an_attn_node_whose_message_has_another_size(size: int, monkeypatch: pyt
 )  # fmt: skip
 def test_a_client_that_sends_nonsense_ends_its_session(change: dict[str, object], monkeypatch: Any) -> None:
     """Nodes stop with an error that names what failed; none hangs or allocates."""
-    from private_llm_hf.token_sharding import client as cascade_client
+    from private_llm_hf.client import nodes as cascade_client
 
     ((path, value),) = change.items()
     *outer, last = path.split(".")

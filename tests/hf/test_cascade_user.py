@@ -188,7 +188,7 @@ def test_threads_share_a_model() -> None:
 
 def test_an_interrupt_leaves_no_thread_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C in the middle of a step: the session is over and says so, and its nodes are gone."""
-    from private_llm_hf.token_sharding.client import Nodes
+    from private_llm_hf.client.nodes import Nodes
 
     def interrupted(self: Nodes, *_: object) -> None:
         signal.raise_signal(signal.SIGINT)  # in this thread and now; os.kill may choose another, and return before

@@ -22,7 +22,7 @@ from private_llm_hf import (
 from private_llm_hf.api import share_checkpoint
 from private_llm_hf.checkpoint.checkpoint import Checkpoint
 from private_llm_hf.checkpoint.share_files import ShareFile, share_path
-from private_llm_hf.token_sharding.node import NodeCheckpoint
+from private_llm_hf.party.node import NodeCheckpoint
 from torch import Tensor, nn
 from transformers.utils import is_peft_available
 

@@ -28,8 +28,8 @@ from private_llm_cli.commands.models import shape_of
 from private_llm_cli.commands.output import duration, emit_json, emit_table, progress_bar, size
 
 if TYPE_CHECKING:
-    from private_llm_hf.token_sharding.estimate import Sharded
     from private_llm_hf.tools.estimate import Estimate, LayerCost
+    from private_llm_hf.tools.estimate_nodes import Sharded
 
 USUAL = ((3, 4, 1), (4, 8, 1), (4, 8, 2), (8, 8, 1), (8, 8, 2), (16, 8, 1))
 """alpha, c, m of plans from few nodes to many, which the audit finds sound for rho = 3."""

@@ -30,8 +30,8 @@ from private_llm_hf.checkpoint.share_files import ShareFile
 from private_llm_hf.client.parallel_sessions import join_parallel_sessions
 from private_llm_hf.client.parties import Parties
 from private_llm_hf.models.sparse_blocks import adopted
+from private_llm_hf.party.node import NodeCheckpoint
 from private_llm_hf.party.party import run_party
-from private_llm_hf.token_sharding.node import NodeCheckpoint
 
 _FOREVER_S = 1e8
 """Seconds that a serving party waits for its next client: three years."""

@@ -25,11 +25,11 @@ from private_llm.net.transport import Transport
 from private_llm.protocols.session import join_as_client
 from private_llm_hf.checkpoint.weights import Sink
 from private_llm_hf.client.costs import Costs
+from private_llm_hf.client.nodes import join_nodes
 from private_llm_hf.client.parties import Parties
 from private_llm_hf.client.preprocess import Schedule
 from private_llm_hf.client.session_client import Secret
-from private_llm_hf.token_sharding.client import join_nodes
-from private_llm_hf.token_sharding.split import join_split
+from private_llm_hf.client.split import join_split
 from private_llm_hf.wire import commands
 from private_llm_hf.wire.answers import Loaded
 from private_llm_hf.wire.codec import Message

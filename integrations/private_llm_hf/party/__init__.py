@@ -1,1 +1,1 @@
-"""A party's side: the command loop, the model on shares, its cache and where its layers lie."""
+"""A party's or node's side: the command loop, the model on shares or on some rows, where its layers lie."""

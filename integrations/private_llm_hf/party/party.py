@@ -31,9 +31,9 @@ from private_llm_hf.party.agreement import Transcript
 from private_llm_hf.party.command_loop import Heartbeat, reported, serve_commands, tell_costs
 from private_llm_hf.party.loading import LoadedModel, receive_weights
 from private_llm_hf.party.model import release
+from private_llm_hf.party.node import Node, NodeCheckpoint
 from private_llm_hf.party.placement import weights_of_file
 from private_llm_hf.token_sharding.cut import states_before_cut
-from private_llm_hf.token_sharding.node import Node, NodeCheckpoint
 from private_llm_hf.wire import commands
 from private_llm_hf.wire.answers import Loaded, Prepared, StoredFile
 from private_llm_hf.wire.codec import Message

@@ -1,1 +1,1 @@
-"""Token sharding of transformers' models: client, nodes, cuts and estimates."""
+"""Token sharding of transformers' models: where they are cut, their attention calls, what nodes are asked."""

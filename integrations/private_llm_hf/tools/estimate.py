@@ -35,17 +35,17 @@ from private_llm_hf.checkpoint.calibration_runs import check_ranges
 from private_llm_hf.checkpoint.model_spec import ModelSpec, describe, folds_norms
 from private_llm_hf.client.costs import Costs, layer_of
 from private_llm_hf.client.model import private_class
+from private_llm_hf.client.nodes import check_sharding
 from private_llm_hf.client.session_client import Secret, SessionClient, share
+from private_llm_hf.client.split import split_forward
 from private_llm_hf.models.architectures import architecture, read_facts
 from private_llm_hf.models.inputs import image_shape
 from private_llm_hf.party.loading import LoadedModel
 from private_llm_hf.party.model import empty_model, meta_parameters
 from private_llm_hf.party.party import Party
 from private_llm_hf.patch_plan import make_patch_plan
-from private_llm_hf.token_sharding.client import check_sharding
 from private_llm_hf.token_sharding.cut import Cut, stop_after
-from private_llm_hf.token_sharding.estimate import MetaNodes, Sharded
-from private_llm_hf.token_sharding.split import split_forward
+from private_llm_hf.tools.estimate_nodes import MetaNodes, Sharded
 from private_llm_hf.tools.priced_once import QuickShapes, price_once
 from private_llm_hf.vision.network import Network
 from private_llm_hf.vision.networks import BUILDERS

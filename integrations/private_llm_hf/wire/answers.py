@@ -82,7 +82,7 @@ class NodeOutput(Message):
 
 
 class NodeOutputs(Message):
-    """A CompNode's part of a forward is done; token_sharding/client.py checks it. class_: of the model's output."""
+    """A CompNode's part of a forward is done; client/nodes.py checks it. class_: of the model's output."""
 
     class_: str
     outputs: tuple[NodeOutput, ...]

@@ -35,10 +35,10 @@ from private_llm_hf.checkpoint.weights import Sink
 from private_llm_hf.client.parties import Parties
 from private_llm_hf.client.session_client import Secret
 from private_llm_hf.models.architectures import architecture, table
+from private_llm_hf.party.node import agree, agreed, check_stored, plan_of, reads_last_token
 from private_llm_hf.token_sharding.attention_calls import attention_calls
 from private_llm_hf.token_sharding.commands import AttnForward, CompForward, CropTo, LoadNode, NodeEdit
 from private_llm_hf.token_sharding.cut import Cut
-from private_llm_hf.token_sharding.node import agree, agreed, check_stored, plan_of, reads_last_token
 from private_llm_hf.wire import commands
 from private_llm_hf.wire.answers import NodeLoaded, NodeModel, NodeOutputs
 from private_llm_hf.wire.commands import OPENED, Call, send_message

@@ -24,12 +24,12 @@ from private_llm.token_sharding import HELD, AttentionCall, Exchange, Sent, Stag
 from private_llm_hf.checkpoint.model_spec import describe
 from private_llm_hf.checkpoint.weights import WeightList, skeleton
 from private_llm_hf.client.costs import Costs, layer_of
+from private_llm_hf.client.nodes import Due, Nodes, NodeStep
 from private_llm_hf.party.model_description import Shapes
+from private_llm_hf.party.node import CompNode, plan_of, reads_last_token
 from private_llm_hf.token_sharding.attention_calls import attention_calls, shape_alone
-from private_llm_hf.token_sharding.client import Due, Nodes, NodeStep
 from private_llm_hf.token_sharding.commands import LoadNode
 from private_llm_hf.token_sharding.cut import Cut
-from private_llm_hf.token_sharding.node import CompNode, plan_of, reads_last_token
 from private_llm_hf.wire.answers import CostRows
 
 AROUND = "input, head and output"

@@ -22,9 +22,9 @@ from private_llm.protocols.session import join_as_client
 from private_llm_hf.checkpoint.model_spec import ModelSpec, describe, model_class
 from private_llm_hf.checkpoint.weights import Sink
 from private_llm_hf.client.costs import Costs
+from private_llm_hf.client.nodes import Nodes, NodeStep, join_nodes
 from private_llm_hf.client.parties import Parties
 from private_llm_hf.client.session_client import Secret
-from private_llm_hf.token_sharding.client import Nodes, NodeStep, join_nodes
 from private_llm_hf.token_sharding.cut import Cut
 from private_llm_hf.wire.commands import CacheEdit, Call, CallOrEdit, Description, Forward
 
