@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 from private_llm.approximations import OURS, approximations_of, check_approximations
 from private_llm.errors import ConfigError, refuse_unknown
-from private_llm.kv_policies import policy_of
-from private_llm.kv_policies.policy import KEEP_ALL, CachePolicy
+from private_llm.kv_cache.policies import policy_of
+from private_llm.kv_cache.policies.policy import KEEP_ALL, CachePolicy
 from private_llm.protocol_facts import CASCADE, ProtocolFacts, may_take_keys, names_where, protocol_facts
 from private_llm.sparsity_config import CometConfig
 from private_llm.token_sharding import ShardingPlan

@@ -14,8 +14,8 @@ from typing import Annotated, Any
 import typer
 
 from private_llm.errors import ConfigError
-from private_llm.kv_policies import POLICIES, policy_of
-from private_llm.kv_policies.mpcache import MPCacheConfig
+from private_llm.kv_cache.policies import POLICIES, policy_of
+from private_llm.kv_cache.policies.mpcache import MPCacheConfig
 
 KvCacheOption = Annotated[
     str,

@@ -31,7 +31,7 @@ from private_llm.config import chunk_sizes
 from private_llm.errors import DomainError
 from private_llm.exact.comparisons import SHORTEST, comparing
 from private_llm.exact.ragged_rows import Rows
-from private_llm.nn.kv_cache import alike, padded, presence, repeats
+from private_llm.nn.padded_keys import alike, padded, presence, repeats
 from private_llm.protocols.session import Session
 from private_llm.protocols.share import Share
 from private_llm.ranges import REACH

@@ -15,7 +15,7 @@ Source: order, size and rounds of all messages are functions of these public fac
 """)
 
 CACHE_POLICY = threat("""entries that a cache policy evicts or leaves out (shortcut)
-Chosen by: kv_cache=MPCacheConfig(...), or another policy of private_llm/kv_policies/; KeepAll() is the default
+Chosen by: kv_cache=MPCacheConfig(...), or another policy of private_llm/kv_cache/policies/; KeepAll() is the default
 - every party, and whoever sees the traffic: the policy and its numbers, which are settings that all endpoints agree
   upon: how many entries stay of a text of a given length (gamma, least, most, every), sizes of clusters and how many of
   them a new token attends to at each level, and which layers use the choices of which. With the lengths, padding and
@@ -34,9 +34,9 @@ Chosen by: kv_cache=MPCacheConfig(...), or another policy of private_llm/kv_poli
   mentions once and is asked for late
 - every party: when drafts or beams go on, how far the cache is cut back and which rows go on, as without a policy;
   where entries were evicted only the newest ones can be cut back, and a call that asks for more fails by lengths alone
-Source: private_llm/nn/evicting.py, selecting.py; oblivious/chosen_rows.py; MPCache (arXiv 2501.06807). Rows and orders
-  are of shapes that budgets and lengths give. Tests compare tokens and logits with a plaintext model under the same
-  policy, the transcripts of a monotonous and a random prompt message by message, what is opened with a uniform
+Source: private_llm/kv_cache/evicting.py, selecting.py; oblivious/chosen_rows.py; MPCache (arXiv 2501.06807). Rows and
+  orders are of shapes that budgets and lengths give. Tests compare tokens and logits with a plaintext model under the
+  same policy, the transcripts of a monotonous and a random prompt message by message, what is opened with a uniform
   arrangement, and the cost of a layer that shares with that of one shuffle
 """)
 

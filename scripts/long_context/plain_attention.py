@@ -22,9 +22,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from private_llm.errors import ConfigError, UnsupportedOp
-from private_llm.kv_policies.policy import ClusterShape, Eviction, Selection
-from private_llm.nn.kv_cache import columns_at
-from private_llm.nn.merged_heads import can_merge
+from private_llm.kv_cache.buffer import columns_at
+from private_llm.kv_cache.merged_heads import can_merge
+from private_llm.kv_cache.policies.policy import ClusterShape, Eviction, Selection
 
 if TYPE_CHECKING:
     from long_context.plain_cache import PolicyLayer

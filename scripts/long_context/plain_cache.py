@@ -1,8 +1,8 @@
 """A transformers cache that carries out any cache policy for an ordinary plaintext decoder.
 
 It does what the parties do on shares, in the clear: which entries stay after a call and which of them a single query
-attends to (private_llm/kv_policies/). Entries are dropped in each layer as soon as it has attended, so memory falls
-layer by layer. To transformers the cache is as long as the text: lengths are positions.
+attends to (private_llm/kv_cache/policies/). Entries are dropped in each layer as soon as it has attended, so memory
+falls layer by layer. To transformers the cache is as long as the text: lengths are positions.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from long_context.plain_attention import (
     representatives,
 )
 from private_llm.errors import ConfigError, DomainError, UnsupportedOp
-from private_llm.kv_policies.padding import Arranged, arranged, queries_that_count
-from private_llm.kv_policies.policy import CacheFacts, CachePolicy, ClusterShape, NoCache, Selection
-from private_llm.nn.kv_cache import columns_at
+from private_llm.kv_cache.buffer import columns_at
+from private_llm.kv_cache.padding import Arranged, arranged, queries_that_count
+from private_llm.kv_cache.policies.policy import CacheFacts, CachePolicy, ClusterShape, NoCache, Selection
 
 
 class PolicyLayer(PositionsLayer):

@@ -27,11 +27,12 @@ WIDTH, GAP, LINE, MARGIN = 960, 10, 16, 16
 """Of the picture: its width, between boxes, of a line of text, at the edges; in pixels."""
 _LETTER = 6.4
 """Mean width of a letter of the descriptions."""
-PARTED = ("token_sharding",)
-"""Packages whose parts lie in different layers."""
+PARTED = ("kv_cache", "token_sharding")
+"""Packages whose parts lie in different layers: packages within, and the files beside these, if there are any."""
 _COLOURS = ("#e8eef7", "#dbe5f3")
 
 
+@cache
 def packages() -> dict[str, list[Path]]:
     """Files of each package or module directly below private_llm, and of each package beside it as one."""
     found: dict[str, list[Path]] = {name: sorted((root / name).rglob("*.py")) for name, root in ABOVE.items()}
@@ -39,6 +40,8 @@ def packages() -> dict[str, list[Path]]:
         if path.name in PARTED:
             inner = (p for p in sorted(path.iterdir()) if (p / "__init__.py").exists())
             found.update({f"{path.name}.{p.name}": sorted(p.rglob("*.py")) for p in inner})
+            beside = sorted(path.glob("*.py"))
+            found.update({path.name: beside} if len(beside) > 1 else {})
         elif path.is_dir() and (path / "__init__.py").exists():
             found[path.name] = sorted(path.rglob("*.py"))
         elif path.suffix == ".py" and path.stem != "__init__":
@@ -80,8 +83,8 @@ def imported(path: Path) -> frozenset[str]:
             if parts[0] in ABOVE:
                 found.add(parts[0])
             elif parts[0] == "private_llm" and len(parts) > 1:
-                inner = ".".join(parts[1:3])
-                found.add(homes().get(inner, inner) if parts[1] in PARTED else parts[1])
+                inner = homes().get(".".join(parts[1:3]), ".".join(parts[1:3]))
+                found.add(inner if inner in packages() else parts[1])
     return frozenset(found)
 
 

@@ -26,9 +26,9 @@ from private_llm_cli.commands.output import emit_json, emit_table
 
 from private_llm.config import PrivateConfig
 from private_llm.kernels import ops
-from private_llm.kv_policies.mpcache import MPCacheConfig
-from private_llm.kv_policies.policy import KEEP_ALL
-from private_llm.nn.kv_cache import padded_length
+from private_llm.kv_cache.policies.mpcache import MPCacheConfig
+from private_llm.kv_cache.policies.policy import KEEP_ALL
+from private_llm.nn.padded_keys import padded_length
 from private_llm.ring.prg import Seed
 from private_llm.ring.ring import Ring
 

@@ -24,13 +24,13 @@ from bench.work import warm_up
 from private_llm.config import PrivateConfig
 from private_llm.kernels.address import tune_allocator
 from private_llm.kernels.parallel import threads_per_party
-from private_llm.kv_policies.policy import CachePolicy
+from private_llm.kv_cache.evicting import EvictingLayer
+from private_llm.kv_cache.merged_heads import apart, merge_heads
+from private_llm.kv_cache.policies.policy import CachePolicy
 from private_llm.net.ledger import Cost
 from private_llm.net.local import LocalMesh
 from private_llm.net.transport import CLIENT
 from private_llm.nn.attention import AttentionQuery, attend
-from private_llm.nn.evicting import EvictingLayer
-from private_llm.nn.merged_heads import apart, merge_heads
 from private_llm.protocols.session import Session, join, join_as_client, meta_session
 from private_llm.protocols.share import Share
 from private_llm.replay.program_cache import uncompiled_calls

@@ -120,7 +120,7 @@ ops.reverse_rows(x.to("meta"), out.to("meta"))
     Extension(
         "cache policy", "the last few entries stay; by name in settings and commands",
         {
-            "private_llm/kv_policies/policy.py": (END, '''
+            "private_llm/kv_cache/policies/policy.py": (END, '''
 
 @dataclass(frozen=True)
 class LastFew(CachePolicy):

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from private_llm.kv_policies.policy import Selection
+from private_llm.kv_cache.policies.policy import Selection
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from long_context.budget import Prefill, RecordedAttention

@@ -25,13 +25,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from private_llm.errors import ConfigError, PrivateLLMError, UnsupportedOp
-from private_llm.kv_policies.mpcache import MPCacheConfig
-from private_llm.kv_policies.policy import KEEP_ALL, CachePolicy, Level
-from private_llm.kv_policies.rivals import H2O, TOVA, HeadMerging, InfLLM, LongCache, SnapKV
+from private_llm.kv_cache.evicting import EvictingLayer
+from private_llm.kv_cache.policies.mpcache import MPCacheConfig
+from private_llm.kv_cache.policies.policy import KEEP_ALL, CachePolicy, Level
+from private_llm.kv_cache.policies.rivals import H2O, TOVA, HeadMerging, InfLLM, LongCache, SnapKV
 from private_llm.net.local import LocalMesh
 from private_llm.net.transport import Transport
 from private_llm.nn.attention import AttentionQuery
-from private_llm.nn.evicting import EvictingLayer
 from private_llm.sparsity_config import CometConfig
 from private_llm.tensor.fixed import Fixed
 from tests.hf import families, test_sinks, tiny

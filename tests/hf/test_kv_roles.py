@@ -13,7 +13,7 @@ from private_llm_hf.models.cache_policies import windowed_layers
 from private_llm_hf.party.cache import SecretCache
 from transformers import PreTrainedModel
 
-from private_llm.kv_policies.policy import KEEP_ALL, LayerSharing, SlidingWindow
+from private_llm.kv_cache.policies.policy import KEEP_ALL, LayerSharing, SlidingWindow
 from tests.hf import tiny
 from tests.hf.compare import LOGIT_ERROR, worst
 from tests.hf.conftest import PLAIN, TRIO

@@ -13,7 +13,7 @@ from private_llm_hf.models.routers import is_clamped_experts
 from private_llm_hf.tools.estimate import estimate
 from torch import nn
 
-from private_llm.kv_policies.policy import SlidingWindow
+from private_llm.kv_cache.policies.policy import SlidingWindow
 from tests.hf.compare import BATCH, GREEDY, LOGIT_ERROR, MASK, worst
 from tests.hf.conftest import PLAIN, TRIO
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import DomainError
-from private_llm.kv_policies.policy import CacheFacts, SlidingWindow
-from private_llm.nn.kv_cache import KVBuffer
+from private_llm.kv_cache.buffer import KVBuffer
+from private_llm.kv_cache.policies.policy import CacheFacts, SlidingWindow
 from tests.tensor.secrets import fixed, opened, plain_session
 
 S = plain_session()

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 
-from private_llm.kv_policies.policy import CachePolicy, Selection
+from private_llm.kv_cache.policies.policy import CachePolicy, Selection
 
 NAME = "slow_policy"
 

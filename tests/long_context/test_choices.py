@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from long_context.plain_attention import entries_that_stay, largest
 
-from private_llm.kv_policies.policy import Eviction
+from private_llm.kv_cache.policies.policy import Eviction
 
 
 def test_of_equal_values_the_first_are_taken() -> None:

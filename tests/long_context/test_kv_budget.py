@@ -13,9 +13,9 @@ from private_llm_cli.app import main
 from private_llm_cli.kv_cache import kv_cache_of
 
 from private_llm.config import PrivateConfig
-from private_llm.kv_policies import POLICIES
-from private_llm.kv_policies.mpcache import MPCacheConfig
-from private_llm.kv_policies.policy import CachePolicy, Level
+from private_llm.kv_cache.policies import POLICIES
+from private_llm.kv_cache.policies.mpcache import MPCacheConfig
+from private_llm.kv_cache.policies.policy import CachePolicy, Level
 
 Run = Callable[..., str]
 OTHER = MPCacheConfig(gamma=0.3, levels=(Level(8, 0.25), Level(2, 0.5)), every=9, observed=0.2, drop=False)

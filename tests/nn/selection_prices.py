@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from private_llm.kv_policies.policy import ClusterShape
+from private_llm.kv_cache.policies.policy import ClusterShape
+from private_llm.kv_cache.selection_costs import LIKENESS_BITS, LIKENESS_REACH, composes, moving_cost, rows_cost
 from private_llm.net.ledger import Cost
-from private_llm.nn.selection_costs import LIKENESS_BITS, LIKENESS_REACH, composes, moving_cost, rows_cost
 from private_llm.oblivious.topk import cost as topk_cost
 from private_llm.protocols.registry import Pricing
 from tests.oblivious.prices import compaction_cost

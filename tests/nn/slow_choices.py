@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from private_llm.kv_policies.policy import ClusterShape, Selection
+from private_llm.kv_cache.policies.policy import ClusterShape, Selection
 
 GAP = 2.0**-6
 """Ranked numbers that decide lie further apart than shares tell them apart (2^-8, and errors of products)."""

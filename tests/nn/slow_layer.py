@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from private_llm.kv_policies.policy import CachePolicy, ClusterShape
+from private_llm.kv_cache.policies.policy import CachePolicy, ClusterShape
 from tests.nn import slow_choices
 
 MASS_GAP = 2e-4

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from private_llm.config import PrivateConfig
-from private_llm.kv_policies.policy import Level, Selection
-from private_llm.nn.clusters import representatives
+from private_llm.kv_cache.clusters import representatives
+from private_llm.kv_cache.policies.policy import Level, Selection
 from private_llm.protocols.registry import protocol_names
 from private_llm.protocols.session import Session
 from private_llm.tensor.fixed import Fixed

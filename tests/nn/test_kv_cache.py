@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from private_llm.errors import DomainError
-from private_llm.nn.kv_cache import CacheRows, KVBuffer
+from private_llm.kv_cache.buffer import CacheRows, KVBuffer
 from tests.tensor.secrets import fixed, noise, opened, plain_session
 
 S = plain_session()

@@ -11,9 +11,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from private_llm.config import PrivateConfig
+from private_llm.kv_cache.buffer import CacheRows, KVBuffer
 from private_llm.net.transport import Transport
 from private_llm.nn.attention import attend
-from private_llm.nn.kv_cache import CacheRows, KVBuffer, padded, padded_length
+from private_llm.nn.padded_keys import padded, padded_length
 from private_llm.protocols.ends import ClientEnd
 from private_llm.protocols.session import Session
 from private_llm.replay.program import Program

@@ -12,11 +12,9 @@ import torch
 from torch import Tensor
 
 from private_llm.config import PrivateConfig
-from private_llm.kv_policies.policy import ClusterShape, Level, Selection
-from private_llm.net.ledger import Cost
-from private_llm.nn.attention import AttentionQuery, pattern_of, score_width, soften
-from private_llm.nn.selecting import FORBIDDEN, attend_to_chosen, choose_clusters
-from private_llm.nn.selection_costs import (
+from private_llm.kv_cache.policies.policy import ClusterShape, Level, Selection
+from private_llm.kv_cache.selecting import FORBIDDEN, attend_to_chosen, choose_clusters
+from private_llm.kv_cache.selection_costs import (
     GATHERS,
     cheapest_gather,
     composes,
@@ -24,6 +22,8 @@ from private_llm.nn.selection_costs import (
     moving_cost,
     rows_cost,
 )
+from private_llm.net.ledger import Cost
+from private_llm.nn.attention import AttentionQuery, pattern_of, score_width, soften
 from private_llm.protocols.registry import Pricing, protocol_names
 from private_llm.protocols.session import Session, meta_session
 from private_llm.tensor.fixed import Fixed, narrows

@@ -23,7 +23,7 @@ from private_llm_hf.service.party_service import PartyService
 from private_llm_hf.service.settings import BatchFacts, Observer, ServiceSettings
 
 from private_llm.config import TLSConfig
-from private_llm.kv_policies.policy import KEEP_ALL, CachePolicy
+from private_llm.kv_cache.policies.policy import KEEP_ALL, CachePolicy
 from private_llm.net.addresses import hosts_of, open_listeners
 from private_llm.net.authority import make_certificates
 from private_llm.net.transport import CLIENT

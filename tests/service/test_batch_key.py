@@ -14,7 +14,7 @@ from private_llm_hf.wire.commands import OPENED, Call, Encoded, Tokens, Values
 from transformers import PreTrainedModel
 
 from private_llm.config import PrivateConfig
-from private_llm.kv_policies.policy import SlidingWindow
+from private_llm.kv_cache.policies.policy import SlidingWindow
 from private_llm.sparsity_config import CometConfig
 from tests.harness import TRIO
 from tests.hf import tiny

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import DomainError
-from private_llm.kv_policies.policy import CacheFacts, SlidingWindow
+from private_llm.kv_cache.policies.policy import CacheFacts, SlidingWindow
 from private_llm.net.ledger import Cost
 from private_llm.nn.attention import attend
 from private_llm.protocols.dealer import dealer_prices as dealer_cost

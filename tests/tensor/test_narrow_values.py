@@ -14,7 +14,7 @@ from private_llm.exact.comparisons import coarse_bits, relu
 from private_llm.exact.maximum import concatenated
 from private_llm.exact.ragged_rows import Rows
 from private_llm.net.ledger import Cost
-from private_llm.nn.kv_cache import alike
+from private_llm.nn.padded_keys import alike
 from private_llm.protocols.arithmetic import BitWidths
 from private_llm.protocols.prices import trio_prices as cost
 from private_llm.protocols.session import Session, meta_session

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError
-from private_llm.kv_policies.policy import KEEP_ALL, CachePolicy
+from private_llm.kv_cache.policies.policy import KEEP_ALL, CachePolicy
 from private_llm.ranges import UNKNOWN
 from private_llm_cli import options
 from private_llm_cli.commands.calibrate import ranges_from

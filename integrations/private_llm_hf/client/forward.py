@@ -14,7 +14,7 @@ from transformers.modeling_outputs import ModelOutput
 
 from private_llm.approximations import approximations_of
 from private_llm.errors import ConfigError, DomainError, UnsupportedOp
-from private_llm.kv_policies.policy import NoCache
+from private_llm.kv_cache.policies.policy import NoCache
 from private_llm.tensor.range_check import require
 from private_llm_hf.client.session_client import PrivateCache, PrivateEncoderOutput, Secret, SessionClient, check_cache
 from private_llm_hf.models import inputs as check

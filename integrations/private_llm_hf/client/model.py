@@ -26,7 +26,7 @@ from transformers.models.auto import modeling_auto
 
 from private_llm.errors import ConfigError, PlaintextLeak, PrivateLLMError, UnsupportedOp
 from private_llm.kernels.compile_note import Streamed
-from private_llm.kv_policies.policy import NoCache
+from private_llm.kv_cache.policies.policy import NoCache
 from private_llm_hf.checkpoint.sample_inputs import output_shape
 from private_llm_hf.checkpoint.weights import skeleton
 from private_llm_hf.client.costs import Costs

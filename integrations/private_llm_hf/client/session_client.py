@@ -18,7 +18,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError, DomainError, UnsupportedOp
-from private_llm.kv_policies.policy import CachePolicy
+from private_llm.kv_cache.policies.policy import CachePolicy
 from private_llm.protocols.ends import ClientEnd
 from private_llm.ranges import UNKNOWN, Ranges
 from private_llm.ring.ring import Ring

@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, LogitsProcessorList, PretrainedConfig, PreTrainedModel
 
 from private_llm.errors import ConfigError
-from private_llm.kv_policies.policy import CachePolicy
+from private_llm.kv_cache.policies.policy import CachePolicy
 from private_llm.typed_settings import check_types
 from private_llm_hf.client.drafts import Both, Draft, LookUp, ModelDraft
 

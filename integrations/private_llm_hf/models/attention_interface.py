@@ -13,8 +13,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from private_llm.errors import DomainError, UnsupportedOp
+from private_llm.kv_cache.merged_heads import apart, merge_heads
 from private_llm.nn.attention import AttentionQuery, attend, attend_and_weigh
-from private_llm.nn.merged_heads import apart, merge_heads
 from private_llm.nn.ops_softmax import read_mask
 from private_llm.nn.predicted import SparseHeads
 from private_llm.replay.graph_break import this_call

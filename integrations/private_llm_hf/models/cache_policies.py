@@ -11,8 +11,8 @@ from transformers.cache_utils import get_layer_types_and_kwargs
 
 from private_llm.config import PROMPT_CHUNKS, PrivateConfig
 from private_llm.errors import ConfigError
-from private_llm.kv_policies.policy import KEEP_ALL
-from private_llm.nn.merged_heads import can_merge
+from private_llm.kv_cache.merged_heads import can_merge
+from private_llm.kv_cache.policies.policy import KEEP_ALL
 from private_llm_hf.models.architectures import architecture, attention_of, classes_of, compared
 from private_llm_hf.transformers_versions import CACHE
 

@@ -1,8 +1,8 @@
-"""The KV cache of one party under HuggingFace's cache interface; what it holds is in `private_llm.nn.kv_cache`.
+"""The KV cache of one party under HuggingFace's cache interface; what it holds is in `private_llm.kv_cache.buffer`.
 
 To transformers a cache is as long as the text: its lengths are positions, so that position numbers and masks are
 those of the whole text. What a model's own sliding window leaves out is the mask's business, and masked positions
-cost no traffic; what stays in memory is decided by a policy (private_llm/kv_policies/) after each call.
+cost no traffic; what stays in memory is decided by a policy (private_llm/kv_cache/policies/) after each call.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache
 
 from private_llm.errors import DomainError, UnsupportedOp
-from private_llm.kv_policies.policy import KEEP_ALL, CacheFacts, CachePolicy
-from private_llm.nn.evicting import EvictingLayer
-from private_llm.nn.kv_cache import CacheRows, KVBuffer
+from private_llm.kv_cache.buffer import CacheRows, KVBuffer
+from private_llm.kv_cache.evicting import EvictingLayer
+from private_llm.kv_cache.policies.policy import KEEP_ALL, CacheFacts, CachePolicy
 from private_llm.replay.graph_break import GraphBreak, this_call
 from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.secret import SecretTensor

@@ -21,7 +21,7 @@ from transformers.pytorch_utils import Conv1D
 import private_llm.nn  # noqa: F401 - completes the table of operations
 from private_llm.errors import PatchMismatch, listed
 from private_llm.kernels.address import trim_allocator
-from private_llm.kv_policies.policy import KEEP_ALL, CachePolicy
+from private_llm.kv_cache.policies.policy import KEEP_ALL, CachePolicy
 from private_llm.nn.linear import SharedInput, can_share
 from private_llm.protocols.session import Session
 from private_llm.protocols.share import Share

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
 from private_llm.errors import DomainError, TransportError
-from private_llm.nn.kv_cache import CacheRows
+from private_llm.kv_cache.buffer import CacheRows
 from private_llm.protocols.session import Session
 from private_llm.tensor.secret import SecretTensor
 from private_llm_hf.party.cache import SecretCache, SecretEncoderDecoderCache

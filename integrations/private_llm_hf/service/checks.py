@@ -18,7 +18,7 @@ from transformers.models.auto import modeling_auto
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import DomainError, TransportError, UnsupportedOp
-from private_llm.kv_policies.policy import KEEP_ALL, NoCache
+from private_llm.kv_cache.policies.policy import KEEP_ALL, NoCache
 from private_llm_hf.checkpoint.miniature import miniature
 from private_llm_hf.models import inputs as check
 from private_llm_hf.models.architectures import Architecture, architecture, table

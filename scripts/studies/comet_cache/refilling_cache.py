@@ -20,7 +20,7 @@ from torch import Tensor
 
 from comet_cache.refill import RefillCost, RefillManager, RefillStep, Strategy
 from private_llm.errors import DomainError
-from private_llm.nn.kv_cache import GrowingRows, checked_index, columns_at
+from private_llm.kv_cache.buffer import GrowingRows, checked_index, columns_at
 from private_llm.oblivious.sparse_products import Block, SparseOutput
 from private_llm.protocols.share import Share
 from private_llm.tensor.fixed import Fixed

@@ -9,7 +9,15 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from private_llm.errors import ConfigError, refuse_unknown
-from private_llm.kv_policies.policy import BudgetedPolicy, Eviction, LayerSharing, Level, Selection, check_pool, whole
+from private_llm.kv_cache.policies.policy import (
+    BudgetedPolicy,
+    Eviction,
+    LayerSharing,
+    Level,
+    Selection,
+    check_pool,
+    whole,
+)
 from private_llm.typed_settings import check_types
 
 

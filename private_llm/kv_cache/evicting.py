@@ -18,12 +18,12 @@ from torch import Tensor
 
 from private_llm.errors import UnsupportedOp
 from private_llm.exact.maximum import concatenated
-from private_llm.kv_policies.padding import Arranged, arranged, padding_last, queries_that_count
-from private_llm.kv_policies.policy import CachePolicy, ClusterShape, Eviction
+from private_llm.kv_cache.buffer import KVBuffer
+from private_llm.kv_cache.clusters import representatives
+from private_llm.kv_cache.padding import Arranged, arranged, padding_last, queries_that_count
+from private_llm.kv_cache.policies.policy import CachePolicy, ClusterShape, Eviction
+from private_llm.kv_cache.selecting import FORBIDDEN, Chosen, attend_to_chosen, choose_clusters, reordered
 from private_llm.nn.attention import AttentionQuery, attend_and_weigh
-from private_llm.nn.clusters import representatives
-from private_llm.nn.kv_cache import KVBuffer
-from private_llm.nn.selecting import FORBIDDEN, Chosen, attend_to_chosen, choose_clusters, reordered
 from private_llm.oblivious.chosen_rows import ShuffledRows, compact
 from private_llm.oblivious.topk import largest
 from private_llm.protocols.share import Share

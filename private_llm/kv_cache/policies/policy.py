@@ -1,8 +1,7 @@
 """Which entries of a KV cache stay, and which of them a new token attends to: what a policy says, and all parties do.
 
 A policy is a frozen dataclass of public numbers, with up to two declarations that others carry out (the parties on
-shares: `nn/evicting.py` and `nn/selecting.py`; a plaintext model:
-`scripts/long_context`):
+shares: `kv_cache/evicting.py` and `selecting.py`; a plaintext model: `scripts/long_context`):
 
     eviction    after a call, entries are ranked by the attention that they got, and the least are dropped
     selection   for one query, clusters of entries are ranked by a likeness to it, and the best are attended to
@@ -12,7 +11,7 @@ without being told, and no shape depends on a secret. Which ones stay is secret.
 (`SlidingWindow`) declare neither, and answer with public indices instead.
 
 The settings are part of what all endpoints must agree upon (`PrivateConfig.agreement`), and a name that is not in
-`kv_policies.POLICIES` is refused.
+`policies.POLICIES` is refused.
 """
 
 from __future__ import annotations
@@ -91,7 +90,7 @@ class Selection:
     represent: what stands for a cluster's keys: "extremes", alpha r_max + (1 - alpha) r_min (elementwise largest and
     smallest; MPCache, equation 6); their "mean"; the sum of the `heavy` keys of most attention (InfLLM); or a "unit"
     vector along the sum (for clusters of one key, cosine similarity: LongCache).
-    gather: how the chosen entries are brought together on shares, "scores" or "keys" (`nn/selecting.py`).
+    gather: how the chosen entries are brought together on shares, "scores" or "keys" (`kv_cache/selecting.py`).
     """
 
     levels: tuple[Level, ...]

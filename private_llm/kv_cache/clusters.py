@@ -10,7 +10,7 @@ from __future__ import annotations
 from private_llm.approx.normalise import rsqrt
 from private_llm.exact.comparisons import coarse_bits
 from private_llm.exact.maximum import concatenated
-from private_llm.kv_policies.policy import Selection
+from private_llm.kv_cache.policies.policy import Selection
 from private_llm.oblivious.topk import largest
 from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.range_check import watch_flat

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from private_llm.errors import ConfigError
-from private_llm.kv_policies.policy import (
+from private_llm.kv_cache.policies.policy import (
     BudgetedPolicy,
     CachePolicy,
     Eviction,

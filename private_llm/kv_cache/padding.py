@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from private_llm.kv_policies.policy import CachePolicy, ClusterShape, Selection
+from private_llm.kv_cache.policies.policy import CachePolicy, ClusterShape, Selection
 
 
 def padding_last(tokens: Tensor, first: int, size: int = 1, newest: int = 0) -> Tensor:

@@ -17,7 +17,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Literal
 
-from private_llm.kv_policies.policy import ClusterShape
+from private_llm.kv_cache.policies.policy import ClusterShape
 from private_llm.net.ledger import Cost
 from private_llm.oblivious.chosen_rows import one_hot_cost, shuffled_cost
 from private_llm.protocols.arithmetic import BitWidths

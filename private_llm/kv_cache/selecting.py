@@ -1,6 +1,6 @@
 """Attention of one query to the entries that are most like it: which ones, nobody learns (MPCache, section 4.3).
 
-    likeness    q . representative of every cluster, one product                            nn/clusters.py
+    likeness    q . representative of every cluster, one product                            clusters.py
     choice      level by level the best clusters, as secret rows                            oblivious/{topk,chosen_rows}
     scores      q . k of all entries, one product: its traffic is that of its outputs
     taken       the scores of the chosen clusters, with those of the first and newest entries
@@ -22,10 +22,10 @@ from torch import Tensor
 
 from private_llm.approx.activations import precise_tanh
 from private_llm.exact.maximum import concatenated
-from private_llm.kv_policies.padding import Arranged
-from private_llm.kv_policies.policy import ClusterShape
+from private_llm.kv_cache.padding import Arranged
+from private_llm.kv_cache.policies.policy import ClusterShape
+from private_llm.kv_cache.selection_costs import LIKENESS_BITS, LIKENESS_REACH, cheapest_gather, composes
 from private_llm.nn.attention import AttentionQuery, mixed_values, pattern_of, scaled, score_width, soften
-from private_llm.nn.selection_costs import LIKENESS_BITS, LIKENESS_REACH, cheapest_gather, composes
 from private_llm.oblivious.chosen_rows import ChosenRows, OneHotRows, one_hot_rows, shuffled_rows
 from private_llm.oblivious.topk import largest_bits
 from private_llm.ranges import REACH

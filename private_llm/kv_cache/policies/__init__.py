@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from private_llm.errors import ConfigError, refuse_unknown
-from private_llm.kv_policies import mpcache, policy, rivals
-from private_llm.kv_policies.policy import CachePolicy
+from private_llm.kv_cache.policies import mpcache, policy, rivals
+from private_llm.kv_cache.policies.policy import CachePolicy
 
 POLICIES: dict[str, type[CachePolicy]] = {
     kind.name: kind
