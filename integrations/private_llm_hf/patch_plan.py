@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError
 from private_llm.ranges import QUANTITIES, UNKNOWN, Ranges, layer_of
-from private_llm_hf.models.cache_policies import check_cache_policy, check_prompt_chunk
+from private_llm_hf.kv_cache.model_checks import check_cache_policy, check_prompt_chunk
 from private_llm_hf.models.handlers import handler_of
 from private_llm_hf.models.norms import FoldedNorm
 from private_llm_hf.token_sharding.attention_calls import run_without_values

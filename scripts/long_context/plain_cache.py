@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from private_llm_hf.models.cache_policies import BOUNDED, FULL, layer_kinds, windowed_layers
-from private_llm_hf.party.cache import PositionsLayer
+from private_llm_hf.kv_cache.cache import PositionsLayer
+from private_llm_hf.kv_cache.model_checks import BOUNDED, FULL, layer_kinds, windowed_layers
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedConfig, PreTrainedModel

@@ -370,7 +370,7 @@ def test_caches_of_latents_are_refused() -> None:
 
 def test_attention_that_does_not_ask_for_its_entries_ends_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """A family that moves keys between cache and attention would attend under the wrong mask."""
-    from private_llm_hf.party import cache
+    from private_llm_hf.kv_cache import cache
 
     with patch(tiny.build("llama"), CONFIGS["plain"]) as private:
         held = private(PADDED[1:], use_cache=True).past_key_values

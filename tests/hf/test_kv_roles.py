@@ -9,8 +9,8 @@ import torch
 from long_context.plain_attention import policy_attention
 from long_context.plain_cache import PolicyCache
 from private_llm_hf import NoCache, PrivateConfig, patch
-from private_llm_hf.models.cache_policies import windowed_layers
-from private_llm_hf.party.cache import SecretCache
+from private_llm_hf.kv_cache.cache import SecretCache
+from private_llm_hf.kv_cache.model_checks import windowed_layers
 from transformers import PreTrainedModel
 
 from private_llm.kv_cache.policies.policy import KEEP_ALL, LayerSharing, SlidingWindow

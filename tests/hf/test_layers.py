@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from private_llm_hf import patch
-from private_llm_hf.party import model as party_model
+from private_llm_hf.kv_cache import cache as kv_cache
 from private_llm_hf.transformers_versions import CACHE
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM, PreTrainedModel
@@ -148,14 +148,14 @@ def test_masked_steps_are_repeated_with_the_mask_of_each(
 def test_what_layers_are_called_with() -> None:
     angle, position = torch.rand(1, 1, 4), torch.zeros(1, 1, dtype=torch.int64)
     given = {CACHE: object(), "use_cache": True, "position_embeddings": (angle, angle), "mask": None}
-    facts, publics, mask = party_model._facts({**given, "position_ids": position}) or ((), [], None)
+    facts, publics, mask = kv_cache._facts({**given, "position_ids": position}) or ((), [], None)
     assert [x is y for x, y in zip(publics, [angle, angle, position], strict=True)] == [True] * 3
     assert mask is None
-    assert facts != (party_model._facts({**given, "use_cache": False, "position_ids": position}) or ((),))[0]
+    assert facts != (kv_cache._facts({**given, "use_cache": False, "position_ids": position}) or ((),))[0]
     given["position_embeddings"] = (angle, angle.clone())  # a program of one tensor has one memory for both
-    assert facts != (party_model._facts({**given, "position_ids": position}) or ((),))[0]
+    assert facts != (kv_cache._facts({**given, "position_ids": position}) or ((),))[0]
     some = torch.tensor([[False, True]])
-    assert party_model._facts({"attention_mask": some}) == ((("attention_mask", True),), [], some)
+    assert kv_cache._facts({"attention_mask": some}) == ((("attention_mask", True),), [], some)
     for odd in (torch.ones(1, 1), torch.zeros(1, 1, dtype=torch.bool)):  # an addend; nobody sees anything
-        assert party_model._facts({"attention_mask": odd}) is None
-    assert party_model._facts({"scale": 2.0}) is None
+        assert kv_cache._facts({"attention_mask": odd}) is None
+    assert kv_cache._facts({"scale": 2.0}) is None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from private_llm_hf.models.attention_interface import private_mask
+from private_llm_hf.kv_cache.attention_interface import private_mask
 from transformers.masking_utils import causal_mask_function, sdpa_mask, sliding_window_causal_mask_function
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers as tr
 from private_llm_hf import ForwardPlan, GeneratePlan, PrivateConfig, patch
-from private_llm_hf.models.cache_policies import chunk_of
+from private_llm_hf.kv_cache.model_checks import chunk_of
 from private_llm_hf.tools.estimate import estimate
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from private_llm_hf.party.cache import SecretCache, SecretCacheLayer, SecretEncoderDecoderCache
+from private_llm_hf.kv_cache.cache import SecretCache, SecretCacheLayer, SecretEncoderDecoderCache
 from torch import Tensor
 from transformers.cache_utils import DynamicCache, StaticCache
 

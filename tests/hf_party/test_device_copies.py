@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from private_llm_hf.models import attention_interface
+from private_llm_hf.kv_cache import attention_interface
 from private_llm_hf.party import placement
 from private_llm_hf.party.model import build_party_model
 from torch import Tensor

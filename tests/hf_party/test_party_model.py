@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from private_llm_hf.models.attention_interface import private_attention
+from private_llm_hf.kv_cache.attention_interface import private_attention
 from private_llm_hf.party.model import build_party_model, empty_model, meta_parameters
 from torch import Tensor, nn
 from transformers import PreTrainedModel

@@ -26,8 +26,8 @@ from private_llm.tensor.dispatch import TorchArg
 from private_llm.tensor.fixed import READ_BITS
 from private_llm_hf.checkpoint.sample_inputs import tensors_in, text_arguments
 from private_llm_hf.checkpoint.weights import skeleton
+from private_llm_hf.kv_cache.model_checks import expands_latents
 from private_llm_hf.models.architectures import architecture
-from private_llm_hf.models.cache_policies import expands_latents
 from private_llm_hf.models.handlers import handler_of, match
 from private_llm_hf.models.inputs import image_shape
 from private_llm_hf.models.norms import CANNOT, spelled_norm

@@ -17,9 +17,9 @@ from private_llm.errors import ConfigError, DomainError, UnsupportedOp
 from private_llm.kv_cache.policies.policy import NoCache
 from private_llm.tensor.range_check import require
 from private_llm_hf.client.session_client import PrivateCache, PrivateEncoderOutput, Secret, SessionClient, check_cache
+from private_llm_hf.kv_cache.model_checks import chunk_of
 from private_llm_hf.models import inputs as check
 from private_llm_hf.models.architectures import architecture, reads_first_token, shifts_prompts
-from private_llm_hf.models.cache_policies import chunk_of
 from private_llm_hf.models.inputs import Labels
 from private_llm_hf.transformers_versions import CACHE
 from private_llm_hf.wire.answers import GUARD

@@ -25,7 +25,9 @@ from private_llm.oblivious.level_noise import LevelNoise
 from private_llm.protocols.session import Session
 from private_llm.sparsity_config import CometConfig
 from private_llm.typed_settings import check_types, settings_of
-from private_llm_hf.models.attention_interface import SPARSE
+
+SPARSE = "private_llm_sparse_heads"
+"""Attribute of an attention module whose heads are predicted."""
 
 KEY = "private_sparsity"
 """The attribute of a configuration that holds the facts."""

@@ -21,7 +21,7 @@ from private_llm.replay.program_cache import repeat
 from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.range_check import verdict
 from private_llm.tensor.secret import SecretIndex, SecretTensor
-from private_llm_hf.party.cache import SecretCache
+from private_llm_hf.kv_cache.cache import SecretCache
 from private_llm_hf.party.model_description import validate_input_shape
 from private_llm_hf.party.session_state import SessionState
 from private_llm_hf.transformers_versions import CACHE

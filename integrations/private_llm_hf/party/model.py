@@ -2,7 +2,7 @@
 
 No plaintext weight is ever here: the tree is built without weights, then every parameter is set to a share
 (or, with weights="public", to the public tensor). Norms and hand-spelled activations are replaced by modules that call
-one protocol; attention and masks are in `attention_interface.py`, and every module books its cost under its own name.
+one protocol; attention and masks are in `kv_cache`, and every module books its cost under its own name.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import re
-from collections.abc import Callable, Hashable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any, TypeVar
 
 import torch
@@ -21,26 +21,24 @@ from transformers.pytorch_utils import Conv1D
 import private_llm.nn  # noqa: F401 - completes the table of operations
 from private_llm.errors import PatchMismatch, listed
 from private_llm.kernels.address import trim_allocator
-from private_llm.kv_cache.policies.policy import KEEP_ALL, CachePolicy
+from private_llm.kv_cache.policies.policy import CachePolicy
 from private_llm.nn.linear import SharedInput, can_share
 from private_llm.protocols.session import Session
 from private_llm.protocols.share import Share
-from private_llm.replay.graph_break import this_call
-from private_llm.replay.modules import is_chunk, repeated, repeated_around
+from private_llm.replay.modules import repeated
 from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.secret import SecretTensor
 from private_llm_hf.checkpoint.folds import NONE_FOLDED, Folded, fold_batch_norms, fold_norms
 from private_llm_hf.checkpoint.model_spec import accepted_class
 from private_llm_hf.checkpoint.weights import without_weights
+from private_llm_hf.kv_cache.attention_interface import register
+from private_llm_hf.kv_cache.cache import RepeatedLayer, SecretCache, SecretEncoderDecoderCache
+from private_llm_hf.kv_cache.model_checks import expanded, expands_latents, windowed_layers
 from private_llm_hf.models.architectures import attention_of, table
-from private_llm_hf.models.attention_interface import register
-from private_llm_hf.models.cache_policies import expanded, expands_latents, windowed_layers
 from private_llm_hf.models.handlers import embedding_first, handler_of, is_esm, match
 from private_llm_hf.models.sparse_blocks import attach_predictors, make_sparse
-from private_llm_hf.party.cache import Attention, AttentionBreak, SecretCache, SecretEncoderDecoderCache
 from private_llm_hf.party.placement import PlacedValue, Placement
 from private_llm_hf.patch_plan import make_patch_plan
-from private_llm_hf.transformers_versions import CACHE
 
 _HOLES = 1 << 23
 """Weights whose joining leaves holes worth returning: 64 MB of each part of a share, in the 64-bit ring."""
@@ -301,76 +299,3 @@ def _followed(
             ledger.leave(outer)
 
     return run
-
-
-# -- decoder layers as units whose middle is attention: the rest of a layer is the same at every step ----------------
-# A layer is one of a `ModuleList` that is called with hidden states and a cache. Its program stops where the cache is
-# updated and attention is called, one right after the other; what does more than that runs as smaller regions do.
-_MASK = "attention_mask"
-
-
-class RepeatedLayer:
-    """A decoder layer, and what its last call in Python said of its attention."""
-
-    attend: Attention
-
-    def __init__(
-        self, forward: Callable[..., Any], name: str, session: Session, kind: Hashable,
-        weights: Sequence[tuple[str, object]], number: int,
-    ) -> None:  # fmt: skip
-        """number: its place among the layers, and usually in the cache."""
-        self._forward, self._session, self.number = forward, session, number
-        self._around = repeated_around(forward, name, session, kind, weights)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - a module's own signature
-        """As the layer's own forward."""
-        cache = kwargs.get(CACHE)
-        if (
-            self._around is None
-            or len(args) != 1
-            or type(cache) is not SecretCache
-            or this_call.graph_break is not None
-        ):
-            return self._forward(*args, **kwargs)
-        # only a chunk's program begins an empty cache: a prompt of one token looks like a step, and is none
-        begins = not cache.holds(self.number) and not is_chunk(self._session, args[0])
-        found = _facts(kwargs) if cache.policy == KEEP_ALL and not begins else None
-        if found is None:
-            return self._forward(*args, **kwargs)
-        facts, publics, mask = found
-        return self._around(args[0], kwargs, facts, AttentionBreak(self, cache, publics, mask))
-
-
-def _facts(kwargs: Mapping[str, Any]) -> tuple[Hashable, list[Tensor], Tensor | None] | None:
-    """What is the same at every call, tensors that are not, and the mask of attention, which no program reads; None for
-    arguments that are nothing of these, and for a mask under which nobody sees anything.
-    """
-    facts: list[Hashable] = []
-    publics: list[Tensor] = []
-    mask: Tensor | None = None
-    for name, each in kwargs.items():
-        if name == CACHE:
-            continue
-        if name == _MASK and type(each) is Tensor:
-            if each.dtype != torch.bool or not _shows_some(each):
-                return None
-            mask = each
-            facts.append((name, True))
-            continue
-        for one in each if isinstance(each, tuple) else (each,):
-            if one is None or isinstance(one, bool):
-                facts.append((name, one))
-            elif type(one) is Tensor and one.numel() and name != _MASK:
-                known = next((n for n, x in enumerate(publics) if x is one), None)  # recorded as one, it stays one
-                facts.append((name, tuple(one.shape), None if one.is_contiguous() else one.stride(), one.dtype, known))
-                publics.append(one)
-            else:
-                return None
-    return tuple(facts), publics, mask
-
-
-def _shows_some(mask: Tensor) -> bool:
-    """Whether any query may see any key; remembered, because every layer meets the same mask."""
-    if not hasattr(mask, "_private_shows_some"):
-        mask._private_shows_some = bool(mask.any())  # type: ignore[attr-defined]
-    return bool(mask._private_shows_some)  # type: ignore[attr-defined]

@@ -25,7 +25,7 @@ from private_llm.tensor.dispatch import TorchArg
 from private_llm_hf.checkpoint.folds import fold_batch_norms, fold_norms
 from private_llm_hf.checkpoint.model_spec import accepted_class
 from private_llm_hf.checkpoint.weights import WeightList, weights_of_buffers
-from private_llm_hf.models.attention_interface import register
+from private_llm_hf.kv_cache.attention_interface import register
 from private_llm_hf.models.sparse_blocks import attach_predictors
 from private_llm_hf.party.model import party_config
 from private_llm_hf.wire.commands import Description, Weight

@@ -19,7 +19,7 @@ from private_llm.errors import DomainError, TransportError
 from private_llm.kv_cache.buffer import CacheRows
 from private_llm.protocols.session import Session
 from private_llm.tensor.secret import SecretTensor
-from private_llm_hf.party.cache import SecretCache, SecretEncoderDecoderCache
+from private_llm_hf.kv_cache.cache import SecretCache, SecretEncoderDecoderCache
 from private_llm_hf.wire import commands
 from private_llm_hf.wire.commands import CacheEdit
 

@@ -20,9 +20,9 @@ from private_llm.config import PrivateConfig
 from private_llm.errors import DomainError, TransportError, UnsupportedOp
 from private_llm.kv_cache.policies.policy import KEEP_ALL, NoCache
 from private_llm_hf.checkpoint.miniature import miniature
+from private_llm_hf.kv_cache.model_checks import BOUNDED, depends_on_longest, layer_kinds
 from private_llm_hf.models import inputs as check
 from private_llm_hf.models.architectures import Architecture, architecture, table
-from private_llm_hf.models.cache_policies import BOUNDED, depends_on_longest, layer_kinds
 from private_llm_hf.models.inputs import image_shape
 from private_llm_hf.party.calls import refuse_unknown, table_of
 from private_llm_hf.party.model_description import validate_input_shape

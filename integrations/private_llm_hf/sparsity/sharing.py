@@ -23,8 +23,8 @@ from private_llm.sparsity_config import CometConfig
 from private_llm_hf.checkpoint.model_spec import ModelSpec
 from private_llm_hf.checkpoint.norm_readers import norms_read
 from private_llm_hf.checkpoint.weights import Sink, WeightsDigest, skeleton
+from private_llm_hf.kv_cache.attention_interface import NAME
 from private_llm_hf.models.architectures import attention_of
-from private_llm_hf.models.attention_interface import NAME
 from private_llm_hf.models.norms import spelled_norm
 from private_llm_hf.models.sparse_blocks import KEY, SparseBlock, facts_of, layer_sizes
 from private_llm_hf.sparsity.predictor import Predictor

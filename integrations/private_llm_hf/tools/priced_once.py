@@ -25,9 +25,8 @@ from private_llm.protocols.session import PendingRangeCheck
 from private_llm.tensor.dispatch import Guarded
 from private_llm.tensor.range_check import watch_pending
 from private_llm.tensor.secret import SecretTensor
-from private_llm_hf.models.attention_interface import SPARSE
-from private_llm_hf.models.sparse_blocks import PREDICTOR
-from private_llm_hf.party.cache import SecretCache, SecretCacheLayer
+from private_llm_hf.kv_cache.cache import SecretCache, SecretCacheLayer
+from private_llm_hf.models.sparse_blocks import PREDICTOR, SPARSE
 
 _NUMBERS = ("layer_idx", "layer_id")
 """Attributes that say which layer a module belongs to; they address the cache, which is compared by itself."""

@@ -20,13 +20,11 @@ from private_llm.nn.predicted import SparseHeads
 from private_llm.replay.graph_break import this_call
 from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.secret import SecretTensor
-from private_llm_hf.party.cache import AttentionBreak, HeldKeys
+from private_llm_hf.kv_cache.cache import AttentionBreak, HeldKeys
+from private_llm_hf.models.sparse_blocks import SPARSE
 
 NAME = "private_llm"
 """What `config._attn_implementation` is set to."""
-
-SPARSE = "private_llm_sparse_heads"
-"""Attribute of an attention module whose heads are predicted."""
 
 
 def register() -> None:
