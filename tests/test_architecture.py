@@ -44,7 +44,8 @@ def test_imports_go_down_in_the_picture(monkeypatch: pytest.MonkeyPatch) -> None
         for other in {other for path in files for other in made.imported(path)} & set(level) - {name}:
             assert level[other] < level[name], f"{name} imports {other}"
     assert level["errors"] == 0
-    assert level["ring"] < level["protocols"] < level["tensor"] < level["private_llm_hf"] < level["private_llm_cli"]
+    assert level["ring"] < level["protocols"] < level["tensor"] < level["kv_cache"] < level["private_llm_hf.wire"]
+    assert level["private_llm_hf.party"] < level["private_llm_hf.client"] < level["private_llm_cli"]
     picture = made.drawing()
     places = {name: int(y) for y, name in re.findall(r'y="(\d+)" font-weight="bold">([\w.]+)<', picture)}
     assert sorted(places, key=lambda name: (places[name], name)) == [

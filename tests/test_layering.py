@@ -14,13 +14,19 @@ import pytest
 from private_llm import token_sharding
 
 ROOT = Path(__file__).resolve().parent.parent
-LAYERS = (
-    "importing", "errors", "typed_settings", "forks", "ranges", "kv_cache.policies", "sparsity_config",
-    "token_sharding.plans", "protocol_facts", "approximations", "config", "threat",
-    "kernels", "ring", "net", "protocols", "tensor", "replay", "exact", "approx", "oblivious", "nn",
-    "kv_cache", "token_sharding.nodes",
-)  # fmt: skip
-"""From the lowest to the highest."""
+LAYERS = {
+    "private_llm": (
+        "importing", "errors", "typed_settings", "forks", "ranges", "kv_cache.policies", "sparsity_config",
+        "token_sharding.plans", "protocol_facts", "approximations", "config", "threat",
+        "kernels", "ring", "net", "protocols", "tensor", "replay", "exact", "approx", "oblivious", "nn",
+        "kv_cache", "token_sharding.nodes",
+    ),
+    "private_llm_hf": (
+        "transformers_versions", "wire", "models", "vision", "kv_cache", "checkpoint", "token_sharding", "patch_plan",
+        "party", "client", "service", "tools", "sparsity", "api",
+    ),
+}  # fmt: skip
+"""Of each package that has some, from the lowest to the highest."""
 PACKAGES = {
     "private_llm": ROOT,
     **dict.fromkeys(
@@ -74,11 +80,11 @@ def offered() -> dict[str, str]:
 
 
 def layer(name: str) -> str:
-    """The layer that a module of private_llm, or what is imported from it, lies in: a package, or one inside it."""
+    """The layer that a module, or what is imported from it, lies in: a package, or one inside it."""
     package, _, last = name.rpartition(".")
     parts = (offered().get(last, name) if package == ENTRY else name).split(".")
     inner = ".".join(parts[1:3])
-    return inner if inner in LAYERS else parts[1] if len(parts) > 1 else ""
+    return inner if inner in LAYERS[parts[0]] else parts[1] if len(parts) > 1 else ""
 
 
 def violations(name: str, source: str) -> list[str]:
@@ -90,19 +96,17 @@ def violations(name: str, source: str) -> list[str]:
     targets = [target for target, _ in imports_of(source)]
     bad = [f"{name}: write the whole name of {target}" for target in targets if target[0] == "."]
     bad += [f"{name} imports {target}, a package above" for target in targets if target.split(".")[0] in higher]
-    if package != "private_llm":
+    layers = LAYERS.get(package)
+    if layers is None:
         return bad
-    if name == "private_llm":
-        allowed: tuple[str, ...] = LAYERS[: LAYERS.index("threat") + 1]
-    elif name in {known.rpartition(".")[0] for known in map("private_llm.{}".format, LAYERS)} - {"private_llm"}:
-        allowed = ()  # a package whose parts are layers of their own
+    if any(name == f"{package}.{known.rpartition('.')[0]}" for known in layers):
+        allowed: tuple[str, ...] = ()  # whoever imports a part of it imports this package first
     else:
-        assert layer(name) in LAYERS, f"{name}: {layer(name)!r} is no layer; add it to LAYERS"
-        allowed = LAYERS[: LAYERS.index(layer(name)) + 1]
-    for target in targets:
-        if target.split(".")[0] == "private_llm" and layer(target) in LAYERS and layer(target) not in allowed:
-            bad.append(f"{name} imports {target}, which lies above it")
-    return bad
+        last = {"private_llm": "threat", "private_llm_hf": "api"}.get(name, layer(name))
+        assert last in layers, f"{name}: {last!r} is no layer; add it to LAYERS"
+        allowed = layers[: layers.index(last) + 1]
+    own = [target for target in targets if target.split(".")[0] == package]
+    return bad + [f"{name} imports {target}, which lies above it" for target in own if layer(target) not in allowed]
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -258,10 +262,18 @@ def test_modules_do_not_import_each_other_in_a_circle(package: str) -> None:
         ("private_llm.nn.linear", "if TYPE_CHECKING:\n    from private_llm_hf import Network", True),
         ("private_llm.nn.linear", "def f():\n    from private_llm_cli.app import main", True),
         ("private_llm_hf.api", "def f():\n    from private_llm_cli import options", True),
+        ("private_llm_hf.models.norms", "if TYPE_CHECKING:\n    from private_llm_hf.party.model import release", True),
+        ("private_llm_hf.party.party", "def f():\n    from private_llm_hf.client.launch import x", True),
+        ("private_llm_hf.client.launch", "from private_llm_hf.party.party import run_party", False),
+        ("private_llm_hf.client.launch", "from private_llm_hf import patch", True),
+        ("private_llm_hf", "from private_llm_hf.api import patch", False),
         ("private_llm_cli.commands.demo", "import private_llm_hf", False),
         ("private_llm.__main__", "from private_llm_cli.app import main", False),
         ("private_llm.nn.linear", "from .norm import x", True),
         ("private_llm", "from private_llm.nn.linear import x", True),
+        ("private_llm.config", "from private_llm.kv_cache.policies.policy import KEEP_ALL", False),
+        ("private_llm.nn.attention", "from private_llm.kv_cache.buffer import KVBuffer", True),
+        ("private_llm.kv_cache", "from private_llm.kv_cache.buffer import KVBuffer", True),
         ("private_llm.config", "from private_llm.token_sharding import ShardingPlan", False),
         ("private_llm.config", "from private_llm.token_sharding import ForwardStep", True),
         ("private_llm.net.wire", "def f():\n    from private_llm.token_sharding import Exchange", True),

@@ -5,6 +5,7 @@ python scripts/pages/make_architecture.py --check  write nothing; exit 1 if the 
 python scripts/pages/make_architecture.py --tiny   print the layers, write nothing
 
 A package lies one layer above the highest one that it imports from, so no arrow is needed: imports only go down.
+private_llm_hf lies above private_llm as a whole, since any part of it may import any of that.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from generated import run
 
 ROOT = Path(__file__).resolve().parents[2]
 PICTURE = ROOT / "docs" / "architecture.svg"
-ABOVE = {"private_llm_hf": ROOT / "integrations", "private_llm_cli": ROOT / "integrations"}
-"""Packages beside private_llm, drawn as one box each, and where they lie."""
+ABOVE = ROOT / "integrations"
+"""Where private_llm_hf, whose packages are drawn as those of private_llm are, and private_llm_cli, one box, lie."""
 
 WIDTH, GAP, LINE, MARGIN = 960, 10, 16, 16
 """Of the picture: its width, between boxes, of a line of text, at the edges; in pixels."""
@@ -34,18 +35,19 @@ _COLOURS = ("#e8eef7", "#dbe5f3")
 
 @cache
 def packages() -> dict[str, list[Path]]:
-    """Files of each package or module directly below private_llm, and of each package beside it as one."""
-    found: dict[str, list[Path]] = {name: sorted((root / name).rglob("*.py")) for name, root in ABOVE.items()}
-    for path in sorted((ROOT / "private_llm").iterdir()):
-        if path.name in PARTED:
+    """Files of each package or module directly below private_llm and private_llm_hf, and of the command line."""
+    found: dict[str, list[Path]] = {"private_llm_cli": sorted((ABOVE / "private_llm_cli").rglob("*.py"))}
+    for path in [*sorted((ROOT / "private_llm").iterdir()), *sorted((ABOVE / "private_llm_hf").iterdir())]:
+        name = path.stem if path.parent.parent == ROOT else f"private_llm_hf.{path.stem}"
+        if name in PARTED:
             inner = (p for p in sorted(path.iterdir()) if (p / "__init__.py").exists())
-            found.update({f"{path.name}.{p.name}": sorted(p.rglob("*.py")) for p in inner})
+            found.update({f"{name}.{p.name}": sorted(p.rglob("*.py")) for p in inner})
             beside = sorted(path.glob("*.py"))
-            found.update({path.name: beside} if len(beside) > 1 else {})
+            found.update({name: beside} if len(beside) > 1 else {})
         elif path.is_dir() and (path / "__init__.py").exists():
-            found[path.name] = sorted(path.rglob("*.py"))
+            found[name] = sorted(path.rglob("*.py"))
         elif path.suffix == ".py" and path.stem != "__init__":
-            found[path.stem] = [path]
+            found[name] = [path]
     return found
 
 
@@ -80,8 +82,9 @@ def imported(path: Path) -> frozenset[str]:
             names = [f"{node.module}.{alias.name}" for alias in node.names]
         for name in names if id(node) not in typing_only else ():
             parts = name.split(".")
-            if parts[0] in ABOVE:
-                found.add(parts[0])
+            if parts[0] in ("private_llm_hf", "private_llm_cli"):
+                places = (".".join(parts[:2]), parts[0], "private_llm_hf.api")  # the last: of names that users have
+                found.add(next(place for place in places if place in packages()))
             elif parts[0] == "private_llm" and len(parts) > 1:
                 inner = homes().get(".".join(parts[1:3]), ".".join(parts[1:3]))
                 found.add(inner if inner in packages() else parts[1])
@@ -92,6 +95,9 @@ def layers() -> list[list[str]]:
     """Names by layer, the lowest first. Raises RecursionError if packages import each other in a circle."""
     files = packages()
     needs = {name: {n for path in paths for n in imported(path)} & set(files) - {name} for name, paths in files.items()}
+    for name in files:
+        if name.startswith("private_llm_hf."):
+            needs[name].update(other for other in files if not other.startswith(("private_llm_", "__main__")))
     level: dict[str, int] = {}
 
     def height(name: str) -> int:
