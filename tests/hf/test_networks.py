@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from private_llm_hf.vision.network import Network, NetworkConfig, check_description
+from private_llm_hf.vision.description import check_description
+from private_llm_hf.vision.network import Network, NetworkConfig
 from private_llm_hf.vision.networks import BUILDERS
 from torch import nn
 from transformers import AutoModelForImageClassification

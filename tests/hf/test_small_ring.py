@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers as tr
 from private_llm_hf import PrivateConfig, patch, register_handler, unregister_handler
-from private_llm_hf.vision.network import KINDS
+from private_llm_hf.vision.description import KINDS
 from torch import Tensor, nn
 
 from private_llm.errors import ConfigError

@@ -1,4 +1,4 @@
-"""From a module to its description (see `network`): torch.fx follows its forward once, at the owner of the model.
+"""From a module to its description: torch.fx follows its forward once, at the owner of the model.
 
 Functions of PyTorch that do a module's work (`F.relu`) become modules of their own, so that plans and costs name them.
 Refused by name: unknown modules and functions, weights used outside modules, hooks, control flow on values.
@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 
 from private_llm.errors import PatchMismatch, listed
 from private_llm.nn.activations import ACTIVATIONS
-from private_llm_hf.vision.network import HEADS, KINDS, check_description, kind_name, kind_of, users_of
+from private_llm_hf.vision.description import HEADS, KINDS, check_description, kind_name, kind_of, users_of
 
 
 def _called(op: object) -> object:
