@@ -15,7 +15,7 @@ from private_llm.approximations import Approximations, emulated, register_approx
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError, NeedsDistillation
 from private_llm.exact.ragged_rows import Rows
-from private_llm.kv_cache.policies.mpcache import MPCacheConfig
+from private_llm.kv_cache.policies.papers import MPCacheConfig
 from private_llm.tensor.fixed import Fixed
 from private_llm.token_sharding import ShardingPlan
 from tests.harness import PLAIN, run_parties

@@ -8,7 +8,7 @@ import make_cache_tables
 import pytest
 from mpcache_rows import Case
 
-from private_llm.kv_cache.policies.mpcache import MPCacheConfig
+from private_llm.kv_cache.policies.papers import MPCacheConfig
 from private_llm.kv_cache.policies.policy import Level
 
 SMALL = MPCacheConfig.paper(gamma=0.5, least=16, recent=3, levels=(Level(8, 0.5), Level(4, 0.5)))

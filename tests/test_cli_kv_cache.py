@@ -13,9 +13,8 @@ from typer.testing import CliRunner
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError
 from private_llm.kv_cache.policies import POLICIES
-from private_llm.kv_cache.policies.mpcache import MPCacheConfig
+from private_llm.kv_cache.policies.papers import H2O, HeadMerging, InfLLM, MPCacheConfig, SnapKV
 from private_llm.kv_cache.policies.policy import CachePolicy, KeepAll, Level, SlidingWindow
-from private_llm.kv_cache.policies.rivals import H2O, HeadMerging, InfLLM, SnapKV
 
 
 @pytest.mark.parametrize(

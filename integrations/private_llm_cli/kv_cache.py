@@ -15,7 +15,7 @@ import typer
 
 from private_llm.errors import ConfigError
 from private_llm.kv_cache.policies import POLICIES, policy_of
-from private_llm.kv_cache.policies.mpcache import MPCacheConfig
+from private_llm.kv_cache.policies.papers import MPCacheConfig
 
 KvCacheOption = Annotated[
     str,

@@ -13,17 +13,17 @@ from private_llm_hf.transformers_versions import warn_if_untested
 if TYPE_CHECKING:
     from private_llm.config import PrivateConfig as PrivateConfig
     from private_llm.config import TLSConfig as TLSConfig
-    from private_llm.kv_cache.policies.mpcache import MPCacheConfig as MPCacheConfig
+    from private_llm.kv_cache.policies.papers import H2O as H2O
+    from private_llm.kv_cache.policies.papers import TOVA as TOVA
+    from private_llm.kv_cache.policies.papers import HeadMerging as HeadMerging
+    from private_llm.kv_cache.policies.papers import InfLLM as InfLLM
+    from private_llm.kv_cache.policies.papers import LongCache as LongCache
+    from private_llm.kv_cache.policies.papers import MPCacheConfig as MPCacheConfig
+    from private_llm.kv_cache.policies.papers import SnapKV as SnapKV
     from private_llm.kv_cache.policies.policy import KeepAll as KeepAll
     from private_llm.kv_cache.policies.policy import Level as Level
     from private_llm.kv_cache.policies.policy import NoCache as NoCache
     from private_llm.kv_cache.policies.policy import SlidingWindow as SlidingWindow
-    from private_llm.kv_cache.policies.rivals import H2O as H2O
-    from private_llm.kv_cache.policies.rivals import TOVA as TOVA
-    from private_llm.kv_cache.policies.rivals import HeadMerging as HeadMerging
-    from private_llm.kv_cache.policies.rivals import InfLLM as InfLLM
-    from private_llm.kv_cache.policies.rivals import LongCache as LongCache
-    from private_llm.kv_cache.policies.rivals import SnapKV as SnapKV
     from private_llm.ranges import Ranges as Ranges
     from private_llm.sparsity_config import CometConfig as CometConfig
     from private_llm.token_sharding import ShardingPlan as ShardingPlan
@@ -52,9 +52,8 @@ else:
         __name__,
         {
             "private_llm.config": "PrivateConfig TLSConfig",
-            "private_llm.kv_cache.policies.mpcache": "MPCacheConfig",
             "private_llm.kv_cache.policies.policy": "KeepAll Level NoCache SlidingWindow",
-            "private_llm.kv_cache.policies.rivals": "H2O TOVA HeadMerging InfLLM LongCache SnapKV",
+            "private_llm.kv_cache.policies.papers": "H2O HeadMerging InfLLM LongCache MPCacheConfig SnapKV TOVA",
             "private_llm.ranges": "Ranges",
             "private_llm.sparsity_config": "CometConfig",
             "private_llm.token_sharding": "ShardingPlan",

@@ -10,6 +10,7 @@ those that stayed; keys carry their own, and all later queries may see them. Eve
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from private_llm.errors import DomainError
-from private_llm.nn.padded_keys import Extendable, padded_length
+from private_llm.nn.padded_keys import HeldShare, padded_length
 from private_llm.protocols.share import Share
 from private_llm.tensor.fixed import Fixed
 
@@ -32,19 +33,6 @@ class CacheRows:
     row: int
     rows: int
     column: int = 0
-
-
-@dataclass(frozen=True, slots=True, repr=False, eq=False)
-class HeldShare(Extendable):
-    """Entries that `rows` hold in `buffers`, and know how to lengthen without a copy."""
-
-    rows: GrowingRows
-    buffers: tuple[Tensor, ...]
-
-    def repeated(self, total: int) -> Share | None:
-        """As `Extendable`."""
-        rows = self.rows
-        return rows.repeated(total) if rows.parts is self.buffers and rows.length == self.shape[2] else None
 
 
 class GrowingRows:
@@ -63,7 +51,7 @@ class GrowingRows:
         return made
 
     def rooms(self, new: int) -> list[Tensor]:
-        """Where the caller writes `new` more entries, one with its copies (`repeated`), before it raises `length`."""
+        """Where the caller writes `new` more entries, one with its copies (`_repeated`), before it raises `length`."""
         total = self.length + new
         if total > self.parts[0].shape[2]:
             self._move(_rounded(total + total // 2 + _SPARE))
@@ -99,12 +87,15 @@ class GrowingRows:
 
     def held(self) -> Fixed:
         """The entries."""
-        return Fixed(self.session, HeldShare(self._first(self.length), self, self.parts), self.frac)
+        repeated = functools.partial(self._repeated, self.parts, self.length)
+        return Fixed(self.session, HeldShare(self._first(self.length), repeated), self.frac)
 
-    def repeated(self, total: int) -> Share:
+    def _repeated(self, buffers: tuple[Tensor, ...], held: int, total: int) -> Share | None:
         """The entries, then copies of the newest up to `total` of them, until the next append. Views, where buffers
-        have the room; else they move to larger ones first.
+        have the room; else they move to larger ones first. None if it holds others now than `held` in `buffers`.
         """
+        if self.parts is not buffers or self.length != held:
+            return None
         if total > self.parts[0].shape[2]:
             self._move(total)
         parts, length, stop = self._copies

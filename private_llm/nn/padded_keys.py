@@ -8,8 +8,9 @@ the next power of two; bytes grow by those of the copies' scores, at most a quar
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -45,21 +46,20 @@ def padded_length(length: int) -> int:
     return -(-length // step) * step
 
 
-class Extendable(Share):
-    """Entries whose holder has room for copies of the newest one behind them."""
+@dataclass(frozen=True, slots=True, repr=False, eq=False)
+class HeldShare(Share):
+    """Entries of a buffer. repeated: of a total, so many entries, after these copies of the newest; None if the buffer
+    has gone on since. Local.
+    """
 
-    __slots__ = ()
-
-    def repeated(self, total: int) -> Share | None:
-        """`total` entries, after these copies of the newest; None if their holder has gone on since. Local."""
-        raise NotImplementedError
+    repeated: Callable[[int], Share | None]
 
 
 def padded(rows: Fixed) -> Fixed:
     """Keys or values [B, G, k, D] as [B, G, `padded_length` of k, D]. Local; of a cache, views until it changes."""
     length, held = rows.shape[2], rows.share
     total = padded_length(length)
-    share = held.repeated(total) if isinstance(held, Extendable) else None
+    share = held.repeated(total) if isinstance(held, HeldShare) else None
     if share is not None:
         return rows.with_share(share)
     more = total - length

@@ -24,7 +24,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from long_context.plain_attention import Scoring, mass_of, policy_attention
 from long_context.plain_cache import PolicyCache, PolicyLayer
 from private_llm.errors import ConfigError
-from private_llm.kv_cache.policies.mpcache import MPCacheConfig
+from private_llm.kv_cache.policies.papers import MPCacheConfig
 from private_llm.kv_cache.policies.policy import KEEP_ALL, CachePolicy
 
 BUDGETS = (0.05, 0.075, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)

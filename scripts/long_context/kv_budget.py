@@ -21,7 +21,7 @@ from private_llm_hf.models.inputs import max_positions
 
 from private_llm.config import import_plugins
 from private_llm.errors import ConfigError
-from private_llm.kv_cache.policies.mpcache import MPCacheConfig
+from private_llm.kv_cache.policies.papers import MPCacheConfig
 from private_llm.kv_cache.policies.policy import KEEP_ALL, CachePolicy
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))

@@ -9,9 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from private_llm.errors import ConfigError
-from private_llm.kv_cache.policies.mpcache import MPCacheConfig
+from private_llm.kv_cache.policies.papers import H2O, TOVA, InfLLM, LongCache, MPCacheConfig, SnapKV
 from private_llm.kv_cache.policies.policy import CachePolicy, Level, Selection, SlidingWindow
-from private_llm.kv_cache.policies.rivals import H2O, TOVA, InfLLM, LongCache, SnapKV
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from long_context.budget import attended

@@ -26,7 +26,7 @@ from private_llm_cli.commands.output import emit_json, emit_table
 
 from private_llm.config import PrivateConfig
 from private_llm.kernels import ops
-from private_llm.kv_cache.policies.mpcache import MPCacheConfig
+from private_llm.kv_cache.policies.papers import MPCacheConfig
 from private_llm.kv_cache.policies.policy import KEEP_ALL
 from private_llm.nn.padded_keys import padded_length
 from private_llm.ring.prg import Seed

@@ -39,7 +39,7 @@ from private_llm_hf.tools.texts import token_ids
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from private_llm.kv_cache.policies.mpcache import MPCacheConfig
+from private_llm.kv_cache.policies.papers import MPCacheConfig
 from private_llm.kv_cache.policies.policy import KEEP_ALL, CachePolicy, Level
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))

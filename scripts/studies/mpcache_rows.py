@@ -28,9 +28,8 @@ from layer_works import alone
 
 from private_llm.config import PrivateConfig
 from private_llm.kernels.parallel import threads_per_party
-from private_llm.kv_cache.policies.mpcache import MPCacheConfig
+from private_llm.kv_cache.policies.papers import H2O, HeadMerging, InfLLM, LongCache, MPCacheConfig, SnapKV
 from private_llm.kv_cache.policies.policy import KEEP_ALL, CachePolicy, Level
-from private_llm.kv_cache.policies.rivals import H2O, HeadMerging, InfLLM, LongCache, SnapKV
 
 if TYPE_CHECKING:
     from private_llm_hf.tools.estimate import Estimate

@@ -11,9 +11,8 @@ from private_llm_hf import PrivateConfig
 from private_llm_hf.tools.estimate import Estimate, estimate
 from torch import nn
 
-from private_llm.kv_cache.policies.mpcache import MPCacheConfig
+from private_llm.kv_cache.policies.papers import H2O, LongCache, MPCacheConfig
 from private_llm.kv_cache.policies.policy import Level, SlidingWindow
-from private_llm.kv_cache.policies.rivals import H2O, LongCache
 from private_llm.token_sharding import ShardingPlan
 from tests.bench.test_estimate import entries
 from tests.hf import tiny

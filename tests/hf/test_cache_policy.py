@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from private_llm.errors import ConfigError, DomainError, PartyFailed, UnsupportedOp
-from private_llm.kv_cache.policies.mpcache import MPCacheConfig
+from private_llm.kv_cache.policies.papers import MPCacheConfig
 from private_llm.kv_cache.policies.policy import KEEP_ALL, CacheFacts, CachePolicy, SlidingWindow
 from tests.hf import families, tiny
 from tests.hf.compare import BATCH, LOGIT_ERROR, MASK, PADDED, worst

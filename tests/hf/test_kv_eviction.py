@@ -26,9 +26,8 @@ from transformers import PreTrainedModel
 
 from private_llm.errors import ConfigError, PrivateLLMError, UnsupportedOp
 from private_llm.kv_cache.evicting import EvictingLayer
-from private_llm.kv_cache.policies.mpcache import MPCacheConfig
+from private_llm.kv_cache.policies.papers import H2O, TOVA, HeadMerging, InfLLM, LongCache, MPCacheConfig, SnapKV
 from private_llm.kv_cache.policies.policy import KEEP_ALL, CachePolicy, Level
-from private_llm.kv_cache.policies.rivals import H2O, TOVA, HeadMerging, InfLLM, LongCache, SnapKV
 from private_llm.net.local import LocalMesh
 from private_llm.net.transport import Transport
 from private_llm.nn.attention import AttentionQuery

@@ -10,9 +10,8 @@ import torch
 from private_llm_hf import PrivateConfig, patch
 
 from private_llm.errors import ConfigError
-from private_llm.kv_cache.policies.mpcache import MPCacheConfig
+from private_llm.kv_cache.policies.papers import H2O, HeadMerging, InfLLM, LongCache, MPCacheConfig, SnapKV
 from private_llm.kv_cache.policies.policy import CachePolicy, Level
-from private_llm.kv_cache.policies.rivals import H2O, HeadMerging, InfLLM, LongCache, SnapKV
 from tests.hf import tiny
 from tests.hf.compare import LOGIT_ERROR, worst
 from tests.hf.conftest import PLAIN

@@ -13,9 +13,8 @@ from private_llm_hf import AutoPrivateModelForCausalLM, ForwardPlan, GeneratePla
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from private_llm.errors import ConfigError, DomainError, ProtocolAbort, ShareFileError
-from private_llm.kv_cache.policies.mpcache import MPCacheConfig
+from private_llm.kv_cache.policies.papers import TOVA, MPCacheConfig
 from private_llm.kv_cache.policies.policy import CachePolicy
-from private_llm.kv_cache.policies.rivals import TOVA
 from private_llm.net.offline_store import OfflineStore, OfflineTransport
 from private_llm.protocols.quad.records import QuadRecords
 from tests.hf import tiny

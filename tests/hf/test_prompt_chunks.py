@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from private_llm.errors import ConfigError
-from private_llm.kv_cache.policies.mpcache import MPCacheConfig
+from private_llm.kv_cache.policies.papers import MPCacheConfig
 from private_llm.kv_cache.policies.policy import NoCache, SlidingWindow
 from tests.hf import tiny
 from tests.hf.compare import GREEDY, LOGIT_ERROR, worst

@@ -19,9 +19,8 @@ from private_llm_hf.wire.commands import Call, CallOrEdit, CropCache, SelectRows
 from transformers import PreTrainedModel
 
 from private_llm.errors import ConfigError, DomainError, UnsupportedOp
-from private_llm.kv_cache.policies.mpcache import MPCacheConfig
+from private_llm.kv_cache.policies.papers import H2O, TOVA, HeadMerging, InfLLM, LongCache, MPCacheConfig, SnapKV
 from private_llm.kv_cache.policies.policy import CachePolicy, Level, SlidingWindow
-from private_llm.kv_cache.policies.rivals import H2O, TOVA, HeadMerging, InfLLM, LongCache, SnapKV
 from tests.hf import tiny
 from tests.hf.compare import BATCH, PADDED
 from tests.hf.conftest import PLAIN, TRIO

@@ -13,7 +13,7 @@ from long_context.plain_cache import PolicyCache
 from transformers import DynamicCache
 
 from private_llm.errors import ConfigError
-from private_llm.kv_cache.policies.mpcache import MPCacheConfig
+from private_llm.kv_cache.policies.papers import MPCacheConfig
 from private_llm.kv_cache.policies.policy import KEEP_ALL, CachePolicy
 from tests.hf import tiny
 from tests.long_context.test_plain_cache import TINY, built, text_of

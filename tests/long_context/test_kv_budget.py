@@ -14,7 +14,7 @@ from private_llm_cli.kv_cache import kv_cache_of
 
 from private_llm.config import PrivateConfig
 from private_llm.kv_cache.policies import POLICIES
-from private_llm.kv_cache.policies.mpcache import MPCacheConfig
+from private_llm.kv_cache.policies.papers import MPCacheConfig
 from private_llm.kv_cache.policies.policy import CachePolicy, Level
 
 Run = Callable[..., str]

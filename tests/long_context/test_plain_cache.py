@@ -15,9 +15,8 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from private_llm.errors import ConfigError, DomainError, UnsupportedOp
-from private_llm.kv_cache.policies.mpcache import MPCacheConfig
+from private_llm.kv_cache.policies.papers import H2O, TOVA, HeadMerging, InfLLM, LongCache, MPCacheConfig, SnapKV
 from private_llm.kv_cache.policies.policy import KEEP_ALL, CachePolicy, Level, NoCache, Selection, SlidingWindow
-from private_llm.kv_cache.policies.rivals import H2O, TOVA, HeadMerging, InfLLM, LongCache, SnapKV
 from tests.hf import tiny
 from tests.long_context.slow_policy import slow_policy
 

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from private_llm.config import PrivateConfig
 from private_llm.kv_cache.evicting import EvictingLayer
-from private_llm.kv_cache.policies.mpcache import MPCacheConfig
+from private_llm.kv_cache.policies.papers import H2O, TOVA, InfLLM, LongCache, MPCacheConfig, SnapKV
 from private_llm.kv_cache.policies.policy import CachePolicy, Eviction, Level, Selection
-from private_llm.kv_cache.policies.rivals import H2O, TOVA, InfLLM, LongCache, SnapKV
 from private_llm.kv_cache.selection_costs import GATHERS
 from private_llm.nn.attention import AttentionQuery
 from private_llm.protocols.registry import protocol_names

@@ -9,7 +9,7 @@ import torch
 
 from private_llm.errors import DomainError, UnsupportedOp
 from private_llm.kv_cache.evicting import AttentionQuery, EvictingLayer
-from private_llm.kv_cache.policies.mpcache import MPCacheConfig
+from private_llm.kv_cache.policies.papers import MPCacheConfig
 from private_llm.net.ledger import Cost
 from private_llm.nn.attention import attend
 from private_llm.protocols.registry import Pricing

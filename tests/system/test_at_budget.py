@@ -7,7 +7,7 @@ from at_budget import mpcache_at, policies_at
 from long_context.budget import attended
 
 from private_llm.errors import ConfigError
-from private_llm.kv_cache.policies.mpcache import MPCacheConfig
+from private_llm.kv_cache.policies.papers import MPCacheConfig
 
 
 @pytest.mark.parametrize("length", [1024, 3000])

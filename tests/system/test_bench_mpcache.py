@@ -10,7 +10,7 @@ from bench_mpcache import app
 from mpcache_rows import LENGTHS, MODELS, POLICIES, Case, cases
 from typer.testing import CliRunner
 
-from private_llm.kv_cache.policies.mpcache import MPCacheConfig
+from private_llm.kv_cache.policies.papers import MPCacheConfig
 from private_llm.kv_cache.policies.policy import Level
 
 SMALL = MPCacheConfig.paper(gamma=0.5, least=16, recent=3, levels=(Level(8, 0.5), Level(4, 0.5)))

@@ -6,9 +6,8 @@ import pytest
 from cache_steps import AttentionShape, counted, timed
 
 from private_llm.config import PrivateConfig
-from private_llm.kv_cache.policies.mpcache import MPCacheConfig
+from private_llm.kv_cache.policies.papers import H2O, HeadMerging, InfLLM, LongCache, MPCacheConfig, SnapKV
 from private_llm.kv_cache.policies.policy import KEEP_ALL, CachePolicy, Level
-from private_llm.kv_cache.policies.rivals import H2O, HeadMerging, InfLLM, LongCache, SnapKV
 
 SMALL = MPCacheConfig.paper(gamma=0.5, least=16, recent=3, levels=(Level(8, 0.5), Level(4, 0.5)))
 POLICIES = [

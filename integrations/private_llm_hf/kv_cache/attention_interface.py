@@ -61,18 +61,10 @@ def _causal_mask(batch: int, queries: int, keys: int, past: int, device: object)
 
 
 def private_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    softcap: float | None = None,
-    position_bias: Tensor | None = None,
-    s_aux: Tensor | None = None,
-    **_: object,
-) -> tuple[SecretTensor, None]:
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+    scaling: float | None = None, dropout: float = 0.0, softcap: float | None = None,
+    position_bias: Tensor | None = None, s_aux: Tensor | None = None, **_: object,
+) -> tuple[SecretTensor, None]:  # fmt: skip
     """q [B, H, q, D], k and v [B, G, kv, D], all secret, to ([B, q, H, D], no attention weights).
 
     s_aux: a sink for each head [H], secret or (public weights) plain.

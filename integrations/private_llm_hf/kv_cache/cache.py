@@ -8,6 +8,7 @@ cost no traffic; what stays in memory is decided by a policy (private_llm/kv_cac
 from __future__ import annotations
 
 import copy
+import functools
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
@@ -210,18 +211,11 @@ class SecretCache(Cache):  # type: ignore[misc]
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """As the layer's, which is made when it is first needed."""
-        graph_break = this_call.graph_break
-        if (
-            isinstance(graph_break, AttentionBreak)
-            and isinstance(key_states, SecretTensor)
-            and isinstance(value_states, SecretTensor)
-        ):
-
-            def update(key: SecretTensor, value: SecretTensor) -> tuple[Tensor, Tensor]:
-                return self._update(key, value, layer_idx, *args, **kwargs)
-
-            return graph_break.updated(self, key_states, value_states, layer_idx, update)
-        return self._update(key_states, value_states, layer_idx, *args, **kwargs)
+        update, met = functools.partial(self._update, layer_idx=layer_idx), this_call.graph_break
+        key, value = key_states, value_states
+        if isinstance(met, AttentionBreak) and isinstance(key, SecretTensor) and isinstance(value, SecretTensor):
+            return met.updated(self, key, value, layer_idx, update)
+        return update(key, value)
 
     def keeps_all(self, number: int) -> bool:
         """Whether a layer never evicts."""
@@ -231,12 +225,10 @@ class SecretCache(Cache):  # type: ignore[misc]
         """Whether a layer keeps all, and holds something."""
         return number < len(self.layers) and self.keeps_all(number) and self.layers[number].buffer.length > 0
 
-    def _update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
-    ) -> tuple[Tensor, Tensor]:
+    def _update(self, key_states: Tensor, value_states: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
         while len(self.layers) <= layer_idx:
             self.add_layer()
-        made: tuple[Tensor, Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        made: tuple[Tensor, Tensor] = super().update(key_states, value_states, layer_idx)
         return made
 
     def replace_layer(self, number: int, layer: SecretCacheLayer) -> None:

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from private_llm.errors import ConfigError, refuse_unknown
-from private_llm.kv_cache.policies import mpcache, policy, rivals
+from private_llm.kv_cache.policies import papers, policy
 from private_llm.kv_cache.policies.policy import CachePolicy
 
 POLICIES: dict[str, type[CachePolicy]] = {
     kind.name: kind
-    for module in (policy, mpcache, rivals)
+    for module in (policy, papers)
     for kind in vars(module).values()
     if isinstance(kind, type) and issubclass(kind, CachePolicy) and "name" in vars(kind)
 }
