@@ -64,14 +64,14 @@ export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1 MKL_NUM_T
   grep -iE '^(torch|transformers|tokenizers|accelerate|peft|datasets|numpy|numba|fastapi|pydantic|typer) ' || true
 "$folder/bin/python" -m pytest -q \
   tests/hf/test_transformers_versions.py \
-  tests/hf/test_generate.py \
+  tests/hf/client/test_generate.py \
   tests/hf/test_encoders.py::test_hidden_states_of_a_padded_batch \
   tests/hf/test_encoders.py::test_t5_generates \
   tests/hf/test_encoders.py::test_images \
-  tests/hf/test_kv_eviction.py::test_policies \
-  tests/hf/test_speculation.py::test_a_perfect_draft_takes_few_passes \
-  tests/hf/test_checkpoints.py::test_an_unmerged_lora_is_merged_in_a_copy \
-  tests/hf/test_checkpoints.py::test_an_adapter_checkpoint_with_its_own_head \
+  tests/hf/kv_cache/test_kv_eviction.py::test_policies \
+  tests/hf/client/test_speculation.py::test_a_perfect_draft_takes_few_passes \
+  tests/hf/checkpoint/test_checkpoints.py::test_an_unmerged_lora_is_merged_in_a_copy \
+  tests/hf/checkpoint/test_checkpoints.py::test_an_adapter_checkpoint_with_its_own_head \
   tests/system/test_longbench.py \
   tests/gateway/test_types.py \
   tests/hosting/test_settings.py \

@@ -11,7 +11,7 @@ import torch
 import transformers as tr
 
 from tests.hf import tiny
-from tests.hf.gguf_file import write_gguf
+from tests.hf.checkpoint.gguf_file import write_gguf
 
 Run = Callable[..., str]
 FILE = "tiny.Q4_1.gguf"

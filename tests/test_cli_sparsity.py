@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from private_llm.config import PrivateConfig
 from private_llm.errors import PatchMismatch
 from private_llm.sparsity_config import CometConfig
-from tests.sparsity.test_apply import constant
+from tests.hf.sparsity.test_apply import constant
 from tests.test_cli import Run, checkpoint, rows, start
 
 __all__ = ["checkpoint"]  # a fixture

@@ -35,7 +35,7 @@ from tests.gateway.small_gateway import (
     text_of,
     tokenizer,
 )  # fmt: skip
-from tests.service.conftest import eventually
+from tests.hf.service.conftest import eventually
 
 GREEDY: dict[str, Any] = {"model": "small", "messages": CHAT, "max_tokens": 8, "temperature": 0}
 HEADERS = {"Authorization": f"Bearer {TOKEN}"}

@@ -17,7 +17,7 @@ from sse_starlette.sse import AppStatus
 from private_llm.config import PrivateConfig
 from tests.gateway.small_gateway import Gateway, greedy, serving, small, text_of
 from tests.gateway.test_errors import ASKED, HEADERS, told
-from tests.service.conftest import eventually
+from tests.hf.service.conftest import eventually
 
 
 @contextmanager

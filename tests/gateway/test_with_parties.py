@@ -43,7 +43,7 @@ from tests.gateway.small_gateway import (
     text_of,
     tokenizer,
 )  # fmt: skip
-from tests.service.conftest import Running, eventually
+from tests.hf.service.conftest import Running, eventually
 
 HEADERS = {"Authorization": f"Bearer {TOKEN}"}
 LONG: dict[str, Any] = {"model": "small", "messages": CHAT, "max_tokens": 40, "temperature": 0}

@@ -24,8 +24,8 @@ from transformers import PreTrainedModel
 from private_llm.errors import ConfigError, DomainError, PatchMismatch
 from private_llm.ranges import Ranges
 from tests.hf import tiny
+from tests.hf.client.test_bad_input import nothing_was_sent, opt
 from tests.hf.conftest import PLAIN
-from tests.hf.test_bad_input import nothing_was_sent, opt
 
 __all__ = ["nothing_was_sent", "opt"]  # fixtures
 

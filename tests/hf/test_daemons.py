@@ -26,8 +26,8 @@ from private_llm.net.authority import make_certificates
 from private_llm.net.transport import CLIENT
 from tests.hf import tiny
 from tests.hf.compare import BATCH
-from tests.hf.raw import send_raw
 from tests.hf.test_remote import config, files, free_ports, running, shared
+from tests.hf.wire.raw import send_raw
 
 __all__ = ["config", "shared"]  # fixtures
 

@@ -32,7 +32,7 @@ from private_llm.net.local import LocalMesh
 from private_llm.net.transport import CLIENT
 from tests.hf import tiny
 from tests.hf.conftest import PLAIN, TRIO
-from tests.hf.raw import send_raw
+from tests.hf.wire.raw import send_raw
 
 IDS = torch.tensor([[5, 6, 7]])
 

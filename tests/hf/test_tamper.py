@@ -14,7 +14,7 @@ from private_llm.config import PrivateConfig
 from private_llm.errors import PartyFailed, ProtocolAbort, TransportError
 from private_llm.net.local import LocalMesh, LocalTransport
 from private_llm.net.transport import Transport
-from tests.hf_party.vouching import vouch
+from tests.hf.party.vouching import vouch
 from tests.protocols.cheating import Liar
 from tests.recording import Alter, RecordingTransport
 
