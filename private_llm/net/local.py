@@ -20,12 +20,11 @@ from torch import Tensor
 from private_llm.errors import PartyFailed, TransportError
 from private_llm.forks import Origin, forked, process
 from private_llm.net.direct import Barrier, BarrierEnd, End
-from private_llm.net.memory_link import Item, MemoryLink, Reader, Writer, new_link
+from private_llm.net.memory_link import MemoryLink, Reader, Writer, new_link
 from private_llm.net.transport import CLIENT, Ready, Transport, disagreement, endpoint_name
 
 _MAX_AHEAD = 256 << 20
 """Bytes a sender may run ahead of its receiver before it waits (bounds memory of the preprocessing)."""
-
 
 _PARTIES = 3
 """Endpoints with lower numbers run programs, as parties of trio and dealer; each link of theirs takes a descriptor."""
@@ -37,8 +36,9 @@ _SMALL = 1024
 class _Link:
     def __init__(self, *, lent: bool) -> None:
         self.items = new_link(lent=lent)
-        self.ahead = 0
-        self.room = threading.Condition()
+        self.lock = threading.Lock()
+        self.room = threading.Condition(self.lock)
+        self.ahead = self.held_up = 0  # bytes that were not read, and writers that wait for room
 
 
 class _SessionMeshes:
@@ -178,21 +178,23 @@ class LocalTransport(Transport):
         size = payload.numel() * payload.element_size()
         counted = size > _SMALL
         if counted:
-            self._make_room(link, to)
-            with link.room:
+            if link.ahead > _MAX_AHEAD:
+                self._make_room(link, to)
+            with link.lock:
                 link.ahead += size
         if self._session.failure is not None:
             raise PartyFailed(self._session.failure)
         link.items.put((tag, payload, counted, Ready(payload) if payload.is_cuda else None))
 
     def _make_room(self, link: _Link, to: int) -> None:
-        if link.ahead <= _MAX_AHEAD:
-            return
         with self.aside(), link.room:
-            if not link.room.wait_for(
+            link.held_up += 1
+            there = link.room.wait_for(
                 lambda: link.ahead <= _MAX_AHEAD or self._session.failure is not None, self._mesh.timeout
-            ):
-                raise self._fail(PartyFailed(f"{endpoint_name(to)} took nothing for {self._mesh.timeout:g} s"))
+            )
+            link.held_up -= 1
+        if not there:
+            raise self._fail(PartyFailed(f"{endpoint_name(to)} took nothing for {self._mesh.timeout:g} s"))
 
     def _recv(self, frm: int, tag: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         got, payload = self._next(frm, tag)
@@ -238,7 +240,11 @@ class LocalTransport(Transport):
             raise PartyFailed(self._session.failure)
         self._mesh.waiting[self.me] = frm
         try:
-            item = self._awaited(link)
+            if self._mesh.turns is None or not link.items.empty():  # nobody else takes from this link
+                item = link.items.get(self._mesh.timeout)
+            else:
+                with self.aside():
+                    item = link.items.get(self._mesh.timeout)
         except queue.Empty:
             who = self._mesh.silent(self.me, frm)
             text = f"{who}, while '{tag}' of {endpoint_name(frm)} was awaited"
@@ -253,19 +259,11 @@ class LocalTransport(Transport):
         if ready is not None:
             ready.wait(payload)
         if counted:
-            with link.room:
+            with link.lock:
                 link.ahead -= payload.numel() * payload.element_size()
-                link.room.notify()
+                if link.held_up:
+                    link.room.notify()
         return got, payload
-
-    def _awaited(self, link: _Link) -> Item | None:
-        """What a link brings. Raises queue.Empty if that is nothing for too long."""
-        if self._mesh.turns is None:
-            return link.items.get(self._mesh.timeout)
-        if not link.items.empty():
-            return link.items.get()  # nobody else takes from this link
-        with self.aside():
-            return link.items.get(self._mesh.timeout)
 
     def _fail(self, error: TransportError) -> TransportError:
         """Stop the session because of `error`."""
