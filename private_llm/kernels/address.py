@@ -1,8 +1,4 @@
-"""Addresses of tensors for Numba kernels, arrays over them inside kernels, and the process's memory allocator.
-
-To turn a tensor into a NumPy array takes 1 to 4 µs, against 5 µs for the truncation of 768 elements; so kernels take
-addresses. `addresses` is the only place where a tensor becomes one, and it refuses what a flat array would misread.
-"""
+"""Arrays over addresses inside Numba kernels (`parallel` takes a tensor's), and the process's memory allocator."""
 
 from __future__ import annotations
 
@@ -19,11 +15,8 @@ import torch
 from numba import types
 from numba.extending import intrinsic
 from numba.np.arrayobj import make_array, populate_array
-from torch import Tensor
 
-from private_llm.errors import DomainError, UnsupportedOp
 from private_llm.kernels.compiling import compiled
-from private_llm.kernels.trace_hook import this_thread
 
 Array = np.ndarray[Any, Any]
 Zero = np.unsignedinteger[Any]
@@ -39,25 +32,6 @@ Words2 = Array
 """What a kernel's arguments are, read off its annotations (`steps`, `ahead`): addresses of what is read, of what is
 written (and may be read), of a module's round keys; int64 [n] and [n, 4], uint8 [n], and uint64 of 1 or 2 dimensions.
 """
-
-
-def addresses(*tensors: Tensor) -> list[int]:
-    """Addresses of contiguous CPU tensors; the caller keeps the tensors alive during the kernel.
-
-    Raises UnsupportedOp for a tensor elsewhere, DomainError for one that is not contiguous. Sizes are not looked at.
-    """
-    hook = this_thread.hook
-    if hook is not None:
-        hook.addressed(tensors)
-    found = []
-    for t in tensors:
-        if not t.is_cpu:
-            raise UnsupportedOp(f"an operand is on {t.device}, another on the CPU; want all on one device")
-        if not t.is_contiguous():
-            shape = tuple(t.shape)
-            raise DomainError(f"a kernel's operand of shape {shape} is not contiguous; call .contiguous() first")
-        found.append(t.data_ptr())
-    return found
 
 
 @intrinsic

@@ -2,8 +2,6 @@
 
 A protocol needs of a form only that it is linear in each operand: it multiplies shares, adds what each party holds, and
 finishes an output-sized result. A new bilinear layer is a new form here; no protocol changes.
-
-A bilinear form of rows: their inner products with others, and their products with one row for all, in one step.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from private_llm.kernels import ops, shapes
+from private_llm.kernels import matmul, ops, shapes
 from private_llm.kernels.shapes import Size
 
 
@@ -55,23 +53,16 @@ class Matmul(BilinearForm):
     """torch.matmul of x [..., M, K] and y [..., K, N]."""
 
     tag = "matmul"
-
-    def product(self, x: Tensor, y: Tensor) -> Tensor:
-        """x y."""
-        return ops.ring_matmul(x, y)
-
-    def pair(self, x0: Tensor, y0: Tensor, x1: Tensor, y1: Tensor) -> Tensor:
-        """x0 y0 + x1 y1."""
-        return ops.ring_matmul_pair(x0, y0, x1, y1)
+    product = staticmethod(ops.ring_matmul)
+    pair = staticmethod(ops.ring_matmul_pair)
+    macs = staticmethod(matmul.macs)
 
     def real(self, x: Tensor, y: Tensor) -> Tensor:
         """x y."""
         return torch.matmul(x, y)
 
-    def macs(self, x_shape: Size, y_shape: Size) -> int:
-        """Outputs times K."""
-        batch = shapes.broadcast(torch.Size(x_shape[:-2]), torch.Size(y_shape[:-2]))
-        return int(math.prod(batch) * x_shape[-2] * x_shape[-1] * y_shape[-1])
+
+MATMUL = Matmul()
 
 
 @dataclass(frozen=True)

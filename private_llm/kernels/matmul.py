@@ -18,12 +18,13 @@ from torch import Tensor
 
 from private_llm.errors import DomainError
 from private_llm.kernels import parallel, shapes
-from private_llm.kernels.address import ZERO, Zero, addresses
+from private_llm.kernels.address import ZERO, Zero
 from private_llm.kernels.backends.cpu import amx as cpu_amx
 from private_llm.kernels.backends.cpu import matmul as cpu_matmul
 from private_llm.kernels.backends.cpu import seeded_matmul as cpu_seeded
-from private_llm.kernels.seeded_tensor import SeededTensor, StreamSlice, dense
-from private_llm.kernels.trace_hook import launch, this_thread
+from private_llm.kernels.parallel import addresses, launch
+from private_llm.kernels.seeded_tensor import SeededTensor, StreamSlice
+from private_llm.kernels.trace_hook import this_thread
 
 _SHORTEST_DOT = 8
 """Below this inner size, lanes along k stay empty: y is copied into rows of columns instead."""
@@ -61,10 +62,12 @@ def desk() -> cpu_amx.Desk:
 
 def product(x: Tensor, y: Tensor, onto: Tensor | None = None) -> Tensor:
     """x y modulo the ring size, added onto `onto` (contiguous, of the result's shape, changed in place) if given."""
-    shapes.check_product(x, y)
-    if isinstance(y, SeededTensor) and y.dim() == 2:
-        return _seeded_product(x, y, onto)
-    y = dense(y)
+    if x.dim() < 2 or y.dim() < 2 or x.shape[-1] != y.shape[-2] or x.dtype != y.dtype or x.dtype not in shapes.RING:
+        shapes.check_product(x, y)  # which says what is wrong
+    if isinstance(y, SeededTensor):
+        if y.dim() == 2:
+            return _seeded_product(x, y, onto)
+        y = y.made()
     rows, inner, columns = x.shape[-2], x.shape[-1], y.shape[-1]
     batch = x.shape[:-2]
     if y.dim() == 2:  # all rows of x meet the same matrix
@@ -87,15 +90,24 @@ def product(x: Tensor, y: Tensor, onto: Tensor | None = None) -> Tensor:
         else:
             step = apart
     x = x.contiguous()
-    pieces = _pieces(stacks * rows_each * inner * columns, y.numel() * y.element_size())
+    pieces = parallel.threads(max(stacks * rows_each * inner * columns / RATE, y.numel() * y.element_size() / BYTES))
     if stacks == 1 and pieces > 1 and rows_each < _TILED_SIDE * pieces:
         only = y[(0,) * (y.dim() - 2)]
         _spread_matrix(x.view(rows_each, inner), only, out.view(rows_each, columns), turned, pieces)
     else:
         first = y if y.is_contiguous() else y[(0,) * (y.dim() - 2)]  # the others are found from its address
-        sizes = (stacks, rows_each, inner, columns)
-        _spread(addresses(x, first, out), sizes, step, turned, ZERO[x.dtype], pieces)
+        at, sizes = addresses(x, first, out), (stacks, rows_each, inner, columns)
+        if pieces == 1:
+            _run(at, sizes, step, turned, ZERO[x.dtype])
+        else:
+            _spread(at, sizes, step, turned, ZERO[x.dtype], pieces)
     return out
+
+
+def macs(x_shape: shapes.Size, y_shape: shapes.Size) -> int:
+    """Multiply-adds of a product [..., M, K] x [..., K, N]: outputs times K."""
+    batch = shapes.broadcast(torch.Size(x_shape[:-2]), torch.Size(y_shape[:-2]))
+    return int(math.prod(batch) * x_shape[-2] * x_shape[-1] * y_shape[-1])
 
 
 def matrix_step(y: Tensor) -> int | None:
@@ -115,11 +127,6 @@ def matrix_step(y: Tensor) -> int | None:
     return a * b if step is None else step
 
 
-def _pieces(macs: int, size: int) -> int:
-    """On how many threads a product is worth its start; size: bytes of y."""
-    return parallel.threads(max(macs / RATE, size / BYTES))
-
-
 def _run(at: Sequence[int], sizes: tuple[int, int, int, int], step: int, turned: bool, zero: Zero) -> None:
     """out += x y in one thread, by address: x [B, M, K], out [B, M, N], y [B, K, N] or, if turned, [B, N, K].
 
@@ -127,7 +134,7 @@ def _run(at: Sequence[int], sizes: tuple[int, int, int, int], step: int, turned:
     step is the number of elements from one to the next.
     """
     stacks, rows, inner, columns = sizes
-    if not (cpu_amx.usable() and tiled(rows, inner, columns, turned)):
+    if rows < _TILED_SIDE or not (cpu_amx.usable() and tiled(rows, inner, columns, turned)):
         launch(cpu_matmul.dot_product if turned else cpu_matmul.row_product, *at, *sizes, step, zero)
     elif stacks > 1 and step != inner * columns:
         for stack in range(stacks):
@@ -149,15 +156,13 @@ def _from(
 def _spread(
     at: Sequence[int], sizes: tuple[int, int, int, int], step: int, turned: bool, zero: Zero, pieces: int
 ) -> None:  # fmt: skip
-    """`_run` on so many threads: each takes some products, or some rows."""
+    """`_run` on several threads: each takes some products, or some rows."""
     stacks, rows, inner, columns = sizes
 
     def part(first: int, last: int, row: int = 0, end: int = rows) -> None:
         _run(_from(at, sizes, step, zero, first, row), (last - first, end - row, inner, columns), step, turned, zero)
 
-    if pieces == 1 or (stacks == 1 and rows < _TILED_SIDE * pieces):
-        _run(at, sizes, step, turned, zero)
-    elif stacks >= pieces or rows < _TILED_SIDE * pieces:
+    if stacks >= pieces or rows < _TILED_SIDE * pieces:
         parallel.run_parallel(part, parallel.split_range(stacks, pieces))
     else:
         for stack in range(stacks):
@@ -215,7 +220,7 @@ def _spread_seeded(x: Tensor, out: Tensor, piece: StreamSlice, keys: int, turned
             scratch = room.data_ptr()
         launch(kernel, *given, first, last, made, out.stride(0), scratch, zero)
 
-    pieces = _pieces(rows * inner * columns, inner * columns * x.element_size())
+    pieces = parallel.threads(inner * columns * max(rows / RATE, x.element_size() / BYTES))
     parallel.run_parallel(part, parallel.split_range(columns, pieces, _SEEDED_CUT))
 
 
@@ -266,6 +271,6 @@ def listed_product(name: str, x: Tensor, y: Tensor, listed: Tensor, onto: Tensor
     def part(first: int, last: int) -> None:
         kernel(*given, first, last, ZERO[x.dtype])
 
-    pieces = _pieces(out.numel() * inner, inner * columns * y.element_size())
+    pieces = parallel.threads(inner * max(out.numel() / RATE, columns * y.element_size() / BYTES))
     parallel.run_parallel(part, parallel.split_range(columns, pieces, _ROWS_CUT))
     return out

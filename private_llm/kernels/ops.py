@@ -18,15 +18,14 @@ from torch import Tensor
 
 from private_llm.errors import DomainError, UnsupportedOp
 from private_llm.kernels import conv, matmul, shapes
-from private_llm.kernels.address import ZERO, Array, addresses
+from private_llm.kernels.address import ZERO, Array
 from private_llm.kernels.backends.cpu import bits as cpu_bits
 from private_llm.kernels.backends.cpu import trunc as cpu_trunc
 from private_llm.kernels.devices import triton_module
 from private_llm.kernels.fields import STEPS
-from private_llm.kernels.parallel import parallel_for
+from private_llm.kernels.parallel import addresses, parallel_for
 from private_llm.kernels.seeded_tensor import KeyStream, dense
 from private_llm.kernels.shapes import Pair
-from private_llm.kernels.shapes import packed_words as packed_words
 from private_llm.kernels.trace_hook import this_thread
 
 _TRANSPOSE_S, _ROW_S, _INJECT_S = 2e-9, 1e-9, 1e-9
@@ -68,6 +67,11 @@ def _words(
         _gpu("bits", kernel.__name__, *operands[:-1], *plan, operands[-1], writes=1)
 
 
+def packed_words(count: int, f: int) -> int:
+    """64-bit words that hold `count` fields of f bits."""
+    return (count * f + 63) // 64
+
+
 def field_step(
     name: str, operands: tuple[Tensor, ...], numbers: tuple[int, ...], width: int, made: tuple[Tensor, ...] = (),
     count: int | None = None,
@@ -77,10 +81,10 @@ def field_step(
     if count is None:
         count = like.numel()
     if not made:
-        words, room = packed_words(count, width), like.new_zeros if like.is_cuda else like.new_empty  # ors bits in
-        made = tuple([
-            room(words, dtype=torch.int64) if x in step.packed else like.new_empty(count) for x in step.writes
-        ])  # fmt: skip
+        room = like.new_zeros if like.is_cuda else like.new_empty  # ors bits in
+        for each in step.writes:
+            packed = each in step.packed
+            made += (room(packed_words(count, width), dtype=torch.int64) if packed else like.new_empty(count),)
     if like.is_cpu:
         given = (*addresses(*operands, *made), *numbers, width, count, ZERO[like.dtype])
         parallel_for(count, step.seconds, cpu_trunc.BLOCK, cpu_trunc.KERNELS[name], *given)
@@ -104,7 +108,8 @@ def ring_matmul(x: Tensor, y: Tensor) -> Tensor:
 
 def ring_matmul_pair(x0: Tensor, y0: Tensor, x1: Tensor, y1: Tensor) -> Tensor:
     """x0 y0 + x1 y1, both of one shape, as in `ring_matmul`, without a temporary of y's size."""
-    shapes.check_pair(x0, y0, x1, y1)
+    if x0.shape != x1.shape or y0.shape != y1.shape:
+        raise shapes.unlike_pair(x0, y0, x1, y1)
     if x0.is_cpu:
         return matmul.product(x1, y1, matmul.product(x0, y0))
     if x0.is_meta:
@@ -115,7 +120,8 @@ def ring_matmul_pair(x0: Tensor, y0: Tensor, x1: Tensor, y1: Tensor) -> Tensor:
 
 def pair_of(product: Callable[..., Tensor], x0: Tensor, y0: Tensor, x1: Tensor, y1: Tensor, *how: Any) -> Tensor:  # noqa: ANN401
     """product(x0, y0, *how) + product(x1, y1, *how), both of one shape, of one of the three products below."""
-    shapes.check_pair(x0, y0, x1, y1)
+    if x0.shape != x1.shape or y0.shape != y1.shape:
+        raise shapes.unlike_pair(x0, y0, x1, y1)
     return product(x1, y1, *how, onto=product(x0, y0, *how))
 
 
@@ -264,7 +270,8 @@ def pack_fields(values: Tensor, f: int) -> Tensor:
 
     Raises DomainError for another f or type.
     """
-    _check_fields(f)
+    if not 1 <= f <= 63:
+        raise DomainError(f"fields: got {f} bits; want 1 to 63")
     if values.dtype != torch.int64:
         raise DomainError(f"fields: got {values.dtype}; want int64")
     return field_step("pack_fields", (values,), (), f)[0]
@@ -272,17 +279,13 @@ def pack_fields(values: Tensor, f: int) -> Tensor:
 
 def unpack_fields(words: Tensor, count: int, f: int) -> Tensor:
     """The inverse of `pack_fields`: elements [count] from 0 to 2^f - 1, int64. Raises DomainError for other sizes."""
-    _check_fields(f)
+    if not 1 <= f <= 63:
+        raise DomainError(f"fields: got {f} bits; want 1 to 63")
     if words.dtype != torch.int64 or words.numel() != packed_words(count, f):
         raise DomainError(
             f"fields: got {words.numel()} {words.dtype}; want {packed_words(count, f)} int64 for {count} of {f} bits"
         )
     return field_step("unpack_fields", (words,), (), f, count=count)[0]
-
-
-def _check_fields(f: int) -> None:
-    if not 1 <= f <= 63:
-        raise DomainError(f"fields: got {f} bits; want 1 to 63")
 
 
 def trunc_helper(

@@ -1,4 +1,7 @@
-"""Kernels on several cores: pieces of one operation on the process's worker threads.
+"""Calls of kernels: on addresses of tensors, and on several cores, pieces of one operation on worker threads.
+
+To turn a tensor into a NumPy array takes 1 to 4 µs, against 5 µs for the truncation of 768 elements; so kernels take
+addresses. `addresses` is the only place where a tensor becomes one, and it refuses what a flat array would misread.
 
 The kernels release Python's lock, so threads of one process compute side by side. How many an operation may use is the
 calling thread's `torch.get_num_threads()`: parties that are threads of one process already keep their cores busy and
@@ -17,8 +20,10 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from private_llm.kernels.trace_hook import launch, this_thread
+from private_llm.errors import DomainError, UnsupportedOp
+from private_llm.kernels.trace_hook import this_thread
 
 LEAST_S = 200e-6
 """Least work for a thread: handing a piece over and waiting for it costs 30 to 150 microseconds."""
@@ -71,6 +76,33 @@ def split_range(total: int, pieces: int, step: int = 1) -> list[tuple[int, int]]
     pieces = max(1, min(pieces, blocks))
     edges = [min(total, blocks * i // pieces * step) for i in range(pieces + 1)]
     return list(pairwise(edges))
+
+
+def addresses(*tensors: Tensor) -> list[int]:
+    """Addresses of contiguous CPU tensors; the caller keeps the tensors alive during the kernel.
+
+    Raises UnsupportedOp for a tensor elsewhere, DomainError for one that is not contiguous. Sizes are not looked at.
+    """
+    hook = this_thread.hook
+    if hook is not None:
+        hook.addressed(tensors)
+    found = []
+    for t in tensors:
+        if not t.is_cpu:
+            raise UnsupportedOp(f"an operand is on {t.device}, another on the CPU; want all on one device")
+        if not t.is_contiguous():
+            shape = tuple(t.shape)
+            raise DomainError(f"a kernel's operand of shape {shape} is not contiguous; call .contiguous() first")
+        found.append(t.data_ptr())
+    return found
+
+
+def launch(kernel: Callable[..., None], *arguments: Any) -> None:  # noqa: ANN401 - addresses, sizes and plans
+    """Call a kernel whose tensors are addresses."""
+    hook = this_thread.hook
+    if hook is not None:
+        hook.launched(kernel, arguments)
+    kernel(*arguments)
 
 
 def parallel_for(count: int, unit_s: float, step: int, kernel: Callable[..., None], *arguments: Any) -> None:  # noqa: ANN401

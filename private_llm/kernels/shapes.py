@@ -23,11 +23,6 @@ def broadcast(x: torch.Size, y: torch.Size) -> torch.Size:
     return made
 
 
-def packed_words(count: int, f: int) -> int:
-    """64-bit words that hold `count` fields of f bits."""
-    return (count * f + 63) // 64
-
-
 def check_ring(name: str, x: Tensor, y: Tensor) -> None:
     """Raise DomainError unless both are ring tensors of one dtype."""
     if x.dtype != y.dtype or x.dtype not in RING:
@@ -41,11 +36,10 @@ def check_product(x: Tensor, y: Tensor) -> None:
     check_ring("ring_matmul", x, y)
 
 
-def check_pair(x0: Tensor, y0: Tensor, x1: Tensor, y1: Tensor) -> None:
-    """Raise DomainError unless both products have one shape."""
-    if x0.shape != x1.shape or y0.shape != y1.shape:
-        shapes = f"{tuple(x0.shape)} {tuple(y0.shape)} and {tuple(x1.shape)} {tuple(y1.shape)}"
-        raise DomainError(f"a pair of products: got {shapes}; want two products of one shape")
+def unlike_pair(x0: Tensor, y0: Tensor, x1: Tensor, y1: Tensor) -> DomainError:
+    """The error for two products that do not have one shape."""
+    shapes = f"{tuple(x0.shape)} {tuple(y0.shape)} and {tuple(x1.shape)} {tuple(y1.shape)}"
+    return DomainError(f"a pair of products: got {shapes}; want two products of one shape")
 
 
 def ring_matmul(x: Tensor, y: Tensor) -> Tensor:

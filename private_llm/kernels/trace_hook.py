@@ -1,4 +1,4 @@
-"""Who watches what a thread computes: every kernel on addresses is called here, every drawn mask is told here.
+"""Who watches what a thread computes, and what is told: kernels on addresses, drawn masks, values that leave PyTorch.
 
 Nobody watches as a rule. `private_llm.replay` does, once, to learn a step that is going to be repeated.
 """
@@ -70,11 +70,3 @@ def as_array(x: Tensor) -> np.ndarray[Any, Any]:
         hook.escaped(x)
     made: np.ndarray[Any, Any] = x.cpu().contiguous().numpy()
     return made
-
-
-def launch(kernel: Callable[..., None], *arguments: Any) -> None:  # noqa: ANN401 - addresses, sizes and plans
-    """Call a kernel whose tensors are addresses."""
-    hook = this_thread.hook
-    if hook is not None:
-        hook.launched(kernel, arguments)
-    kernel(*arguments)

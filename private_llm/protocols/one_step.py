@@ -30,7 +30,7 @@ from torch import Tensor
 
 from private_llm.errors import DomainError
 from private_llm.kernels.address import Array
-from private_llm.kernels.shapes import packed_words
+from private_llm.kernels.ops import packed_words
 from private_llm.kernels.waves import Digits, Factors, Integers, Secrets
 from private_llm.ring.comparison_keys import shared_ways
 

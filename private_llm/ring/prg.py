@@ -138,7 +138,7 @@ class Prg:
         on_gpu = torch.device(device).type == "cuda"
         out = torch.empty(count, dtype=dtype, pin_memory=on_gpu and torch.cuda.is_initialized())
         if self._stream is None:
-            self.fill(out.numpy().view(np.uint8))
+            self._host.write(self._take(out.nbytes), out.numpy().view(np.uint8))
         else:
             self._stream.write(self._take(out.nbytes) * self.block, out.data_ptr(), out.nbytes)
         if str(device) != "cpu":

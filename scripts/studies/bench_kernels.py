@@ -28,11 +28,11 @@ from torch import Tensor
 
 from private_llm.errors import ConfigError
 from private_llm.kernels import matmul, ops
-from private_llm.kernels.address import addresses, tune_allocator
+from private_llm.kernels.address import tune_allocator
 from private_llm.kernels.backends.cpu import amx as cpu_amx
 from private_llm.kernels.backends.cpu import matmul as cpu_matmul
 from private_llm.kernels.backends.cpu import steps
-from private_llm.kernels.parallel import split_range, usable_cores
+from private_llm.kernels.parallel import addresses, split_range, usable_cores
 from private_llm.protocols.carry import carry_plan
 from private_llm.replay.program import Arena, ArenaAddress, Memory, Operand, Parallel, Program, ProgramStep
 from private_llm.replay.transports import ReplayTransport, Trace

@@ -9,7 +9,7 @@ import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
 from torch import Tensor
 
-from private_llm.kernels.shapes import packed_words
+from private_llm.kernels.ops import packed_words
 from private_llm.protocols.carry import carry_plan
 from private_llm.ring.ring import Ring
 from tests.kernels import reference

@@ -9,7 +9,7 @@ from torch import Tensor
 from private_llm.approx.bump import WaveSum, waves_of
 from private_llm.approx.tables import GELU_ERF, SILU
 from private_llm.kernels import waves
-from private_llm.kernels.shapes import packed_words
+from private_llm.kernels.ops import packed_words
 from private_llm.protocols.one_step import Waves, turns
 from private_llm.ring.ring import RING64
 from tests.kernels import reference

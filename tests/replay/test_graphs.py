@@ -17,6 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from private_llm.config import PrivateConfig
 from private_llm.errors import UnsupportedOp
 from private_llm.kernels import ops, waves
+from private_llm.kernels.forms import Matmul
 from private_llm.kernels.seeded_tensor import SeededTensor, StreamKey
 from private_llm.kernels.trace_hook import this_thread, traced_by
 from private_llm.net.local import LocalMesh
@@ -58,6 +59,8 @@ def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, writes in {case.op: int(case.changes) for case in ALL if hasattr(ops, case.op)}.items():
         monkeypatch.setattr(ops, name, announced(getattr(ops, name), writes))
     monkeypatch.setattr(range_check, "ring_matmul", ops.ring_matmul)
+    monkeypatch.setattr(Matmul, "product", staticmethod(ops.ring_matmul))
+    monkeypatch.setattr(Matmul, "pair", staticmethod(ops.ring_matmul_pair))
     monkeypatch.setattr(range_check, "_FEW", range_check._FEW_ON_GPUS)
 
     def weighed(masked: Tensor, keep: Tensor, shares: Tensor, digits: Any, factors: Any) -> Tensor:
