@@ -37,7 +37,7 @@ from private_llm.protocols.share import Share
 from private_llm.ranges import REACH
 from private_llm.replay.program_cache import repeat
 from private_llm.replay.regions import uses_cuda_graphs
-from private_llm.tensor.fixed import Fixed, read_frac, read_width
+from private_llm.tensor.fixed import Fixed, module_bits
 from private_llm.tensor.range_check import watch_flat
 from private_llm.tensor.scale import dyadic, times_scalar
 from private_llm.tensor.secret import SLACK, SecretTensor
@@ -254,8 +254,8 @@ def _attended(
             scores, pattern, None if sinks is None else _at_rows(sinks.rescale(scores.frac), pattern), present
         )
     weighing = weights.view(lambda part: part.reshape(*grouped, keys))
-    frac = read_frac(value.session)
-    mixed = mixed_values(weighing, value, pattern, frac, read_width(value.session, frac, "value"))
+    known = module_bits(value.session)
+    mixed = mixed_values(weighing, value, pattern, known.read_frac, known.width(known.read_frac, values=True))
     mass = _mass(weights, groups, counted, among) if counted else None
     return mixed.view(lambda part: part.reshape(batch, heads, queries, -1)), mass
 
@@ -314,9 +314,9 @@ def _divided_last(
     weights = e.view(lambda part: part.reshape(*grouped, pattern.shape[-1]))
     mixed = mixed_values(weights, value, pattern, frac)
     watch_flat(mixed, max(value.session.exponent("value") or 0, 0) + sum_bits(pattern.longest) + frac)
-    frac = read_frac(value.session)
-    width = read_width(value.session, frac, "value")
-    return mixed.mul(inverse.view(lambda part: part.reshape(*grouped, 1)), frac, width=width)
+    known = module_bits(value.session)
+    width = known.width(known.read_frac, values=True)
+    return mixed.mul(inverse.view(lambda part: part.reshape(*grouped, 1)), known.read_frac, width=width)
 
 
 def _mass(weights: Fixed, groups: int, counted: int, among: Tensor | None) -> Fixed:

@@ -39,7 +39,7 @@ class NumericContext:
     module: the one that is being computed, whose ranges hold (`Session.module`); "" outside. compared_quantity: which
     of `ranges.QUANTITIES` the arguments of comparisons are (`exact.comparisons.comparing`). shared_ranges: quantities
     of which every module counts as having the widest range of all modules that have one. lazy_masks: whether masks of
-    weights stay seeds until a layer runs.
+    weights stay seeds until a layer runs. module_bits: kept by `tensor.fixed.module_bits`.
     """
 
     def __init__(self) -> None:
@@ -48,6 +48,7 @@ class NumericContext:
         self.compared_quantity = "compare"
         self.shared_ranges: frozenset[str] = frozenset()
         self.lazy_masks = False
+        self.module_bits: dict[tuple[str, frozenset[str]], Any] = {}
 
 
 class RangeChecks:
@@ -103,12 +104,13 @@ class Session:
     @contextmanager
     def module(self, name: str) -> Iterator[None]:
         """The module `name` is being computed: its ranges hold, and costs are booked under it."""
-        outer, self.numerics.module = self.numerics.module, name
+        ledger, numerics = self.protocol.ledger, self.numerics
+        outer, before, numerics.module = ledger.enter(name), numerics.module, name
         try:
-            with self.protocol.ledger.scope(name):
-                yield
+            yield
         finally:
-            self.numerics.module = outer
+            numerics.module = before
+            ledger.leave(outer)
 
     def exponent(self, quantity: str) -> int | None:
         """What calibration tells of the module that is being computed (`ranges.QUANTITIES`): an exponent of two.

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from private_llm.errors import DomainError
+from private_llm.kernels.forms import MATMUL
 from private_llm.net.ledger import Cost
 from private_llm.protocols.arithmetic import BitWidths
 from private_llm.protocols.one_step import Pieces, PiecesShape
@@ -23,6 +24,7 @@ from private_llm.protocols.prices import Prices
 from private_llm.protocols.protocol import Protocol
 from private_llm.protocols.session import Session
 from private_llm.protocols.share import BitShare, Share
+from private_llm.ranges import Ranges
 from private_llm.ring.ring import Ring
 
 SEEN = 5
@@ -86,7 +88,7 @@ class Fixed:
 
         What it returns decides about the shape. A function that is not linear gives garbage, and no error.
         """
-        return Fixed(self.session, self.share.map(reorder), self.frac, self.width)
+        return Fixed(self.session, Share(tuple(map(reorder, self.share.parts))), self.frac, self.width)
 
     def __getitem__(self, index: Any) -> Fixed:  # noqa: ANN401 - what indexes a tensor
         """The same index of every part. Local."""
@@ -104,8 +106,9 @@ class Fixed:
 
     def min_width_with(self, other: Fixed) -> Fixed:
         """This value, said to be right in no more bits than `other` is: what has entries or terms of both. Local."""
-        widths = [each.width for each in (self, other) if each.width is not None]
-        return Fixed(self.session, self.share, self.frac, min(widths, default=None))
+        if other.width is None or (self.width is not None and self.width <= other.width):
+            return self
+        return Fixed(self.session, self.share, self.frac, other.width)
 
     def local_truncate(self, frac: int, width: int) -> Fixed:
         """The same value with fewer fractional bits, less than two units away from it, in its lowest `width` bits.
@@ -139,10 +142,9 @@ class Fixed:
             raise DomainError(f"finer: got {frac} bits; want at least {self.frac} (use `coarser`, which communicates)")
         if frac == self.frac:
             return self
-        raised = self.with_share(self.proto.mul_public(self.share, 1 << (frac - self.frac)), frac)
-        if self.width is None or self.width + frac - self.frac >= self.session.ring.bits:
-            return Fixed(self.session, raised.share, frac)
-        return Fixed(self.session, raised.share, frac, self.width + frac - self.frac)
+        made, bits = self.proto.mul_public(self.share, 1 << (frac - self.frac)), self.session.ring.bits
+        right = bits if self.width is None else self.width + frac - self.frac
+        return Fixed(self.session, made, frac, right if right < bits else None)
 
     def coarser(self, frac: int, width: int | None = None) -> Fixed:
         """The same value with fewer fractional bits, rounded down (or one unit more): one truncation.
@@ -163,9 +165,7 @@ class Fixed:
 
     def rescale(self, frac: int) -> Fixed:
         """The same value with exactly `frac` bits: `finer`, which is local, or `coarser`, which costs 1 round."""
-        if frac == self.frac:
-            return self
-        return self.finer(frac) if frac >= self.frac else self.coarser(frac)
+        return self if frac == self.frac else self.finer(frac) if frac > self.frac else self.coarser(frac)
 
     def stack(self, other: Fixed) -> Fixed:
         """Both, of equal shape and fractional bits, along a new first dimension [2, ..], for one step on both.
@@ -248,7 +248,7 @@ class Fixed:
         """Both factors with the bits that their product needs, the bits that it drops, and how narrow it is."""
         x, y, bits, shift = self, other, self.session.ring.bits, self.frac + other.frac - out
         wanted = bits if width is None or not narrows(self.session) else min(width, bits)
-        right = min(each.width or bits for each in (x, y))
+        right = min(x.width or bits, y.width or bits)
         enough = bits if below is None else max(below + x.frac + y.frac + SEEN, shift + 3)
         if shift <= 0 or right < min(enough, wanted + shift):
             x = self.restore_high_bits()
@@ -273,7 +273,7 @@ class Fixed:
         """
         out = self.session.frac if frac is None else frac
         x, y, shift, widths = self._factors(other, out, below, width)
-        return _product(x, x.proto.matmul(x.share, y.share, shift, select, widths), out, y, widths)
+        return _product(x, x.proto.bilinear(MATMUL, x.share, y.share, shift, select, widths), out, y, widths)
 
     def poly(self, coefficients: Sequence[float], frac: int | None = None, bits: int | None = None) -> Fixed:
         """c0 + c1 x + c2 x^2 (+ c3 x^3) in one protocol step; the leading coefficient carries `bits` fractional bits.
@@ -326,25 +326,45 @@ def narrows(session: Session) -> bool:
     return session.protocol.has_narrow and session.ring.bits == 64
 
 
-def read_width(session: Session, frac: int, size: str = "output") -> int | None:
-    """How many of the lowest bits of the running module's results, with `frac` fractional bits, are read; None: all.
+@dataclass(frozen=True, slots=True)
+class ModuleBits:
+    """What a session's ranges tell of a module, in bits; None where nothing is known. Public.
 
-    By calibration (`read`), where products follow that are made of so many bits, and the check of ranges, which reads
-    as many as results of the calibrated `size` have. Public and local.
+    frac: fractional bits that results keep, the session's at most. read_frac: those of what may be read by products
+    alone. output: results are below 2^output. read, read_values: bits above the point that are read of results, and of
+    attention's values; None: all.
     """
-    known = session.exponent("read")
-    if known is None or not _reads_less(session):
-        return None
-    width = max(known, session.exponent(size) or 0) + frac + SEEN
-    return width if width < session.ring.bits else None
+
+    ranges: Ranges
+    frac: int | None
+    read_frac: int
+    output: int | None
+    read: int | None
+    read_values: int | None
+
+    def width(self, frac: int, values: bool = False) -> int | None:
+        """How many of the lowest bits of results (or values) with `frac` fractional bits are read; None: all."""
+        read = self.read_values if values else self.read
+        return None if read is None or read + frac >= 64 else read + frac
 
 
-def read_frac(session: Session) -> int:
-    """Fractional bits of the running module's results: the session's, READ_BITS at most where products alone read them.
+def module_bits(session: Session) -> ModuleBits:
+    """Those of the running module; found once, for a layer asks at every step. Public and local.
 
-    Public and local.
+    By calibration (`read`) fewer are read where products follow that are made of so many bits, and the check of ranges,
+    which reads as many as results of the calibrated size have.
     """
-    return session.frac if session.exponent("read") is None else fewest_frac(session)
+    numerics = session.numerics
+    key = numerics.module, numerics.shared_ranges
+    found: ModuleBits | None = numerics.module_bits.get(key)
+    if found is None or found.ranges is not numerics.ranges:
+        frac, output, read, value = map(session.exponent, ("frac", "output", "read", "value"))
+        read_frac = session.frac if read is None else fewest_frac(session)
+        read = read if _reads_less(session) else None
+        widths = [None if read is None else max(read, size or 0) + SEEN for size in (output, value)]
+        kept = None if frac is None else min(frac, session.frac)
+        found = numerics.module_bits[key] = ModuleBits(numerics.ranges, kept, read_frac, output, *widths)
+    return found
 
 
 def fewest_frac(session: Session) -> int:

@@ -16,8 +16,7 @@ from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.ops_matmul import ring_weight
 from private_llm.tensor.ops_pointwise import plus
 from private_llm.tensor.range_check import watch_later
-from private_llm.tensor.scale import same_session
-from private_llm.tensor.secret import SecretTensor
+from private_llm.tensor.secret import SecretTensor, same_session
 
 
 def pair(value: TorchArg) -> Pair:

@@ -8,14 +8,13 @@ import torch
 from torch import Tensor
 
 from private_llm.errors import PlaintextLeak, UnsupportedOp
-from private_llm.kernels.forms import Matmul
+from private_llm.kernels.forms import MATMUL
 from private_llm.kernels.ops import gather_rows
 from private_llm.protocols.share import Share
 from private_llm.tensor.dispatch import TorchArg, implements
 from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.ops_matmul import ring_weight
-from private_llm.tensor.scale import same_session
-from private_llm.tensor.secret import SecretIndex, SecretTensor
+from private_llm.tensor.secret import SecretIndex, SecretTensor, same_session
 
 
 def _check_public(index: object) -> None:
@@ -150,7 +149,7 @@ def embedding(
         table = weight.to_operand()
         return SecretTensor(rows.matmul(table, table.frac))
     elements = ring_weight(input.session, weight, rows.share.parts[0].device)
-    return SecretTensor(rows.with_share(rows.proto.bilinear_public(Matmul(), rows.share, elements), rows.session.frac))
+    return SecretTensor(rows.with_share(rows.proto.bilinear_public(MATMUL, rows.share, elements), rows.session.frac))
 
 
 def _looked_up(tokens: SecretIndex, weight: Tensor) -> SecretTensor:

@@ -8,14 +8,13 @@ import torch
 from torch import Tensor
 
 from private_llm.errors import PlaintextLeak, UnsupportedOp
-from private_llm.kernels.forms import Matmul
+from private_llm.kernels.forms import MATMUL
 from private_llm.protocols.session import Session
 from private_llm.tensor.dispatch import implements
-from private_llm.tensor.fixed import Fixed, read_frac, read_width
+from private_llm.tensor.fixed import Fixed, module_bits
 from private_llm.tensor.ops_pointwise import AnyOperand, mul, plus
 from private_llm.tensor.range_check import watch
-from private_llm.tensor.scale import same_session
-from private_llm.tensor.secret import SecretTensor
+from private_llm.tensor.secret import SecretTensor, same_session
 
 
 def ring_weight(session: Session, weight: Tensor, device: torch.device) -> Tensor:
@@ -36,10 +35,9 @@ def layer_product(x: Fixed, y: Fixed, frac: int | None) -> Fixed:
 
     Less where calibration knows the size of the running layer's results and of what reads them, and fewer bits then.
     """
-    session = x.session
-    frac = read_frac(session) if frac is None else frac
-    width = read_width(session, frac)
-    return x.matmul(y, frac=frac, below=session.exponent("output"), width=width)
+    bits = module_bits(x.session)
+    frac = bits.read_frac if frac is None else frac
+    return x.matmul(y, frac=frac, below=bits.output, width=bits.width(frac))
 
 
 def product_public(x: Fixed, y: Tensor, left: bool = False, frac: int | None = None) -> Fixed:
@@ -49,7 +47,7 @@ def product_public(x: Fixed, y: Tensor, left: bool = False, frac: int | None = N
     """
     out, x = x.session.frac if frac is None else frac, x.restore_high_bits()
     shift = x.frac + x.session.frac - out
-    return x.with_share(x.proto.bilinear_public(Matmul(), x.share, y, shift, left), out)
+    return x.with_share(x.proto.bilinear_public(MATMUL, x.share, y, shift, left), out)
 
 
 @implements(torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm, torch.mm, Tensor.mm)
@@ -115,21 +113,18 @@ def linear_by(
     weight_frac: fractional bits of the weight. bias: broadcasts to the product. rows: makes rows of a result that holds
     chosen outputs of all of them in one dimension. The result's rows are watched.
     """
-    frac = x.session.exponent("frac")
-    frac = None if frac is None else min(frac, x.session.frac)
-    out = SecretTensor(made(_in_range(x.to_operand(narrow=True), weight_frac), frac))
-    out.coarse = frac is not None and frac < x.session.frac
+    bits = module_bits(x.session)
+    out = SecretTensor(made(_in_range(x.to_operand(narrow=True), weight_frac, bits.output), bits.frac))
+    out.coarse = bits.frac is not None and bits.frac < x.session.frac
     out = out if bias is None else plus(out, bias, narrow=True)  # the calibrated size is that of the sum
     watch(out.value() if rows is None else out.value().view(rows))
     return out
 
 
-def _in_range(x: Fixed, weight: int) -> Fixed:
-    """x with as many fractional bits as the results of this module's products leave room for; weight: those it has."""
-    known, session = x.session.exponent("output"), x.session
-    if known is None or session.ring.bits < 64:
-        return x
-    return x.rescale(min(x.frac, session.ring.value_bits - 1 - weight - known))
+def _in_range(x: Fixed, weight: int, output: int | None) -> Fixed:
+    """x with as many fractional bits as results below 2^output leave room for; weight: those it has."""
+    ring = x.session.ring
+    return x if output is None or ring.bits < 64 else x.rescale(min(x.frac, ring.value_bits - 1 - weight - output))
 
 
 @implements(torch.addmm, Tensor.addmm)
@@ -137,9 +132,8 @@ def addmm(bias: Tensor, x: Tensor, y: Tensor, *, beta: float = 1, alpha: float =
     """beta * bias + alpha * x @ y (GPT-2's Conv1D); x [M, K], y [K, N], bias broadcasts. Cost as `linear`."""
     if isinstance(x, SecretTensor) and isinstance(y, SecretTensor):
         same_session(x, y)
-        made = SecretTensor(
-            layer_product(_in_range(x.to_operand(narrow=True), y.value(full=True).frac), y.value(full=True), None)
-        )
+        value, held = x.to_operand(narrow=True), y.value(full=True)
+        made = SecretTensor(layer_product(_in_range(value, held.frac, module_bits(x.session).output), held, None))
     else:
         made = matmul(x, y)
     out = _combined(bias, made, beta, alpha, narrow=True)

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from private_llm.errors import PlaintextLeak, UnsupportedOp
 from private_llm.tensor.dispatch import TorchArg, implements, op_name
-from private_llm.tensor.fixed import Fixed, read_frac, read_width
+from private_llm.tensor.fixed import Fixed, module_bits
 from private_llm.tensor.range_check import watch
-from private_llm.tensor.scale import aligned, encoded, same_session, times_public, times_scalar
-from private_llm.tensor.secret import SecretTensor
+from private_llm.tensor.scale import aligned, encoded, times_public, times_scalar
+from private_llm.tensor.secret import SecretTensor, same_session
 
 AnyOperand = SecretTensor | Tensor | float | int
 
@@ -123,9 +123,10 @@ def mul(x: AnyOperand, y: AnyOperand) -> SecretTensor:
         same_session(x, y)
         session = x.session
         followed = x.shape == y.shape and x.dim() > 1  # by calibration, which knows who reads such products alone
-        frac = read_frac(session) if followed else session.frac
+        bits = module_bits(session)
+        frac = bits.read_frac if followed else session.frac
         product = x.to_operand(narrow=True).mul(
-            y.to_operand(narrow=True), frac, session.exponent("output"), read_width(session, frac) if followed else None
+            y.to_operand(narrow=True), frac, bits.output, bits.width(frac) if followed else None
         )
         watch(product if product.share.parts[0].dim() else product.view(lambda part: part.reshape(1)))
         return SecretTensor(product)

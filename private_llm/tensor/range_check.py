@@ -41,7 +41,7 @@ from private_llm.kernels.ops import ring_matmul
 from private_llm.protocols.session import PendingRangeCheck, Session
 from private_llm.protocols.share import Share
 from private_llm.ranges import REACH
-from private_llm.tensor.fixed import READ_BITS, Fixed, negative
+from private_llm.tensor.fixed import READ_BITS, Fixed, module_bits, negative
 from private_llm.tensor.secret import SecretTensor
 
 SKETCHES = 4
@@ -66,16 +66,16 @@ def watch(x: Fixed, bits: int | None = None, batch: Tensor | None = None) -> Non
     guard=False, or in a 32-bit ring without calibration: its products have no bit to spare for a bound that knows
     nothing. Debug sessions compare the norms of the rows, and name the module.
     """
-    session = x.session
+    session, part = x.session, x.share.parts[0]
     if batch is None and session.checks.batch is not None:
         batch = _rows_of(x, session.checks.batch)
     small, modules = session.ring.bits < 64, session.numerics.ranges.modules
-    if not session.config.guard or not x.numel() or (small and not modules):
+    if not session.config.guard or not part.numel() or (small and not modules):
         return
     if bits is None:
-        known = session.exponent("output")
+        known = module_bits(session).output
         bits = x.frac + (UNKNOWN if known is None else known)
-        if x.shape[-1] < PIECE:  # several short rows share their sums: head room is much more than their number
+        if part.shape[-1] < PIECE:  # several short rows share their sums: head room is much more than their number
             x, batch = _in_pieces(x)
     if session.config.debug_ranges:
         if modules:  # without calibration, the ring's own limits are all there is to keep
@@ -85,15 +85,14 @@ def watch(x: Fixed, bits: int | None = None, batch: Tensor | None = None) -> Non
         bits -= _LESS_ROOM
     if x.width is not None and bits > x.width - 2:
         x = x.restore_high_bits()
-    width = x.shape[-1]
+    width = x.share.parts[0].shape[-1]
     # Every entry may be off by a unit or two of its last place, however small the values are.
     bits = max(width.bit_length() + 4, min(bits, session.ring.value_bits - 1))
-    signs = _signs(width, session.ring.dtype, str(x.share.parts[0].device))
-    sums = x.share.map(lambda part: ring_matmul(part.reshape(-1, width), signs).reshape(-1))
-    if x.width is not None:  # what is right in its lowest bits is right in the highest ones once these are moved there
-        more = session.ring.bits - x.width
-        sums, bits = x.proto.mul_public(sums, 1 << more), bits + more
-    session.checks.pending.append((sums, bits, None if batch is None else batch.repeat_interleave(SKETCHES)))
+    # what is right in its lowest bits alone is moved up, for the check to see them alone
+    up = 0 if x.width is None else session.ring.bits - x.width
+    signs = _signs(width, up, session.ring.dtype, str(part.device))
+    sums = Share(tuple([ring_matmul(part.reshape(-1, width), signs).reshape(-1) for part in x.share.parts]))
+    session.checks.pending.append((sums, bits + up, None if batch is None else batch.repeat_interleave(SKETCHES)))
 
 
 def watch_later(x: SecretTensor) -> None:
@@ -102,7 +101,7 @@ def watch_later(x: SecretTensor) -> None:
     The bound is the calibrated `output` of the module, else 2^23 (UNKNOWN).
     """
     watch_pending(x.session)
-    known = x.session.exponent("output")
+    known = module_bits(x.session).output
     bits = x.value().frac + (UNKNOWN if known is None else known)
     if x.session.config.debug_ranges:  # which names the module that runs now
         watch_flat(x.value(), bits)
@@ -151,7 +150,7 @@ def _in_pieces(x: Fixed, counts: Sequence[int] = ()) -> tuple[Fixed, Tensor | No
         sizes = [x.numel() // batch] * batch if _is_even(x, batch) else list(counts)
         if len(sizes) == batch:
             return x.view(lambda part: _cut(part, sizes)), torch.arange(batch).repeat_interleave(_pieces(sizes))
-    spare = -x.numel() % PIECE
+    spare = -x.share.parts[0].numel() % PIECE
     whole = x.view(lambda part: torch.constant_pad_nd(part.reshape(-1), (0, spare)).view(-1, PIECE))
     return whole, None if batch is None else torch.full((len(whole.share.parts[0]),), batch)
 
@@ -263,9 +262,9 @@ def require(flag: Tensor, images: bool = False) -> None:
 
 
 @lru_cache(maxsize=64)
-def _signs(width: int, dtype: torch.dtype, device: str) -> Tensor:
-    """Public signs [width, SKETCHES]: the same for everybody, and not chosen by anybody."""
+def _signs(width: int, up: int, dtype: torch.dtype, device: str) -> Tensor:
+    """Public signs [width, SKETCHES], times 2^up: the same for everybody, and not chosen by anybody."""
     raw = hashlib.shake_256(b"private-llm range check %d" % width).digest(width)
     octets = torch.frombuffer(bytearray(raw), dtype=torch.uint8).to(torch.int64)
     signs = ((octets[:, None] >> torch.arange(SKETCHES)) & 1) * 2 - 1
-    return signs.to(dtype).to(device)
+    return (signs << up).to(dtype).to(device)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
+from functools import partial
 from weakref import WeakKeyDictionary
 
 import torch
@@ -20,7 +21,7 @@ from private_llm.errors import DomainError
 from private_llm.kernels.trace_hook import this_thread
 from private_llm.protocols.session import Session
 from private_llm.tensor.fixed import Fixed
-from private_llm.tensor.secret import SLACK, SecretTensor
+from private_llm.tensor.secret import SLACK, SecretTensor, same_session
 
 CONSTANT_BITS = 16
 """Bits of a public factor: relative error at most 2^-16 (scalars), absolute error 2^-17 (tensors)."""
@@ -101,10 +102,8 @@ def encoded(x: Fixed, values: Tensor, bits: int) -> Tensor:
     entry keeps its source tensor alive, so an address in a key cannot be reused. Raises DomainError for values that the
     ring cannot hold.
     """
-    hook = this_thread.hook
-    if hook is not None:
-        return hook.encoded(values, bits, lambda: _encoded(x, values, bits))
-    return _encoded(x, values, bits)
+    hook, make = this_thread.hook, partial(_encoded, x, values, bits)
+    return make() if hook is None else hook.encoded(values, bits, make)
 
 
 def _encoded(x: Fixed, values: Tensor, bits: int) -> Tensor:
@@ -163,9 +162,3 @@ def aligned(x: SecretTensor, y: SecretTensor, narrow: bool = False) -> tuple[Fix
     if max(a.frac, b.frac) > x.session.frac + SLACK:
         return x.to_operand(), y.to_operand()
     return a, b
-
-
-def same_session(x: SecretTensor, y: SecretTensor) -> None:
-    """Raises DomainError if two secrets belong to different sessions."""
-    if x.session is not y.session:
-        raise DomainError("two secret tensors of different sessions meet; all inputs and weights need one session")

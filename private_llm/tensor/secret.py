@@ -31,7 +31,9 @@ _CPU = torch.device("cpu")
 class SecretTensor(Guarded):
     """One party's share of a tensor; everything but its values is public. `repr` shows the shape only."""
 
-    __slots__ = ("_family", "_fixed", "coarse", "hidden")
+    __slots__ = ("_family", "_fixed", "coarse", "hidden", "session")
+    session: Session
+    """The session whose parties hold the other shares."""
     _fixed: Fixed
     _family: list[weakref.ref[SecretTensor]] | None
     coarse: bool
@@ -47,7 +49,7 @@ class SecretTensor(Guarded):
         self: SecretTensor = torch.Tensor._make_wrapper_subclass(
             cls, part.shape, dtype=torch.float32, device=_CPU if device.type == "meta" else device
         )
-        self._fixed = fixed
+        self._fixed, self.session = fixed, fixed.session
         self._family = None
         self.hidden = None
         self.coarse = False
@@ -69,11 +71,6 @@ class SecretTensor(Guarded):
         return made
 
     # -- what a rule reads ---------------------------------------------------------------------------------
-    @property
-    def session(self) -> Session:
-        """The session whose parties hold the other shares."""
-        return self._fixed.session
-
     def to_fixed(self) -> Fixed:
         """The share with the session's fractional bits, from now on.
 
@@ -178,7 +175,7 @@ class SecretTensor(Guarded):
                 "use the out-of-place form"
             )
         self._fixed, self.hidden, self.coarse = value._fixed, value.hidden, value.coarse
-        self._family = None
+        self.session, self._family = value.session, None
         return self
 
     # -- public facts, answered without going through PyTorch --------------------------------------------------
@@ -228,12 +225,18 @@ def _ranges(args: Sequence[TorchArg]) -> CheckedPlain | None:
     """The protocol of the first secret among the arguments, if it is one that checks ranges."""
     for arg in args:
         if isinstance(arg, SecretTensor):
-            session = arg._fixed.session
+            session = arg.session
             protocol = session.protocol
             return protocol if session.config.debug_ranges and isinstance(protocol, CheckedPlain) else None
         if isinstance(arg, tuple | list) and (found := _ranges(arg)) is not None:
             return found
     return None
+
+
+def same_session(x: SecretTensor, y: SecretTensor) -> None:
+    """Raises DomainError if two secrets belong to different sessions."""
+    if x.session is not y.session:
+        raise DomainError("two secret tensors of different sessions meet; all inputs and weights need one session")
 
 
 class SecretIndex(Guarded):

@@ -21,7 +21,7 @@ from private_llm.protocols.session import Session, meta_session
 from private_llm.protocols.share import Share
 from private_llm.ranges import Ranges
 from private_llm.ring.ring import Ring
-from private_llm.tensor.fixed import READ_BITS, SEEN, Fixed, arithmetic, read_frac, read_width
+from private_llm.tensor.fixed import READ_BITS, SEEN, Fixed, arithmetic, module_bits
 from private_llm.tensor.ops_pointwise import plus
 from private_llm.tensor.secret import SecretTensor
 from tests.harness import run_parties
@@ -191,9 +191,9 @@ def test_what_attention_gives_has_the_same_bits_in_all_layers_of_a_decode_step()
     session = meta_session(PrivateConfig(), 1)
     session.numerics.ranges = Ranges({"a": {"read": 20, "value": 4}, "b": {"read": 31, "value": 9}})
     with session.module("a"):
-        assert read_width(session, 18, "value") == 20 + 18 + SEEN
+        assert module_bits(session).width(18, values=True) == 20 + 18 + SEEN
         with alike(session):
-            assert read_width(session, 18, "value") == 31 + 18 + SEEN
+            assert module_bits(session).width(18, values=True) == 31 + 18 + SEEN
 
 
 @pytest.mark.parametrize(("config", "bits"), [
@@ -205,9 +205,9 @@ def test_results_that_products_alone_read_have_fewer_fractional_bits(config: Pri
     session = meta_session(config, 1)
     session.numerics.ranges = Ranges({"a": {"read": 20, "output": 4}, "b": {"output": 4}})
     with session.module("a"):
-        assert read_frac(session) == bits
+        assert module_bits(session).read_frac == bits
     with session.module("b"):
-        assert read_frac(session) == config.frac_bits
+        assert module_bits(session).read_frac == config.frac_bits
 
 
 @pytest.mark.parametrize("narrow", [False, True])

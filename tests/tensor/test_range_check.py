@@ -113,7 +113,7 @@ def test_the_client_learns_one_bit_however_many_values_left() -> None:
 
 
 def test_no_pattern_leaves_an_entry_out() -> None:
-    assert _signs(PIECE, torch.int64, "cpu").unique().tolist() == [-1, 1]
+    assert _signs(PIECE, 0, torch.int64, "cpu").unique().tolist() == [-1, 1]
 
 
 @pytest.mark.parametrize("sizes", [(2.0**26, 1.0), (1.0, 2.0**26), (1.0, 1.0)])
