@@ -28,8 +28,8 @@ def markdown() -> str:
     lines = [
         "# Threat model",
         "",
-        "Made from `private_llm/protocol_facts.py` and `private_llm/threat/` by `private-llm doctor --threats`; edit "
-        "it there. Files that it names lie in the repository of private-llm.",
+        "Who learns what under each protocol and each shortcut. `private-llm doctor --threats` makes this page from "
+        "`private_llm/protocol_facts.py` and `private_llm/threat/`; files that it names lie in the repository.",
         "",
     ]
     for entry in entries():
