@@ -39,7 +39,6 @@ _MOST_AGAIN = 1024
 """Different bookings that are counted before they are added up."""
 _UNTIMED: AbstractContextManager[None] = nullcontext()
 
-
 HERE, OWNER, AS_IT_IS = range(3)
 Scope = tuple[int, str]
 """A module: the one that was computed before, one within an owner (by its name there), or any other."""

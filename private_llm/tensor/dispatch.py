@@ -3,10 +3,8 @@
 Keys are the callables PyTorch hands to `__torch_function__`; they are compared by equality, because
 `Tensor.dtype.__get__` and its like are new objects at every access.
 
-`Guarded`: what all tensors without readable values have in common: every way out is shut.
-
-Functions go through the closed table of `dispatch`; for what gets past `__torch_function__`, `__torch_dispatch__`
-raises; pickling, numpy, dlpack and printing of values raise, too.
+Functions of tensors without readable values (`Guarded`) go through the table; for what gets past `__torch_function__`,
+`__torch_dispatch__` raises; pickling, numpy, dlpack and printing of values raise, too.
 """
 
 from __future__ import annotations

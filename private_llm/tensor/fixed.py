@@ -332,7 +332,7 @@ class ModuleBits:
 
     frac: fractional bits that results keep, the session's at most. read_frac: those of what may be read by products
     alone. output: results are below 2^output. read, read_values: bits above the point that are read of results, and of
-    attention's values; None: all.
+    attention's values, by products that are made of so many bits and the check of ranges; None: all.
     """
 
     ranges: Ranges
@@ -349,11 +349,7 @@ class ModuleBits:
 
 
 def module_bits(session: Session) -> ModuleBits:
-    """Those of the running module; found once, for a layer asks at every step. Public and local.
-
-    By calibration (`read`) fewer are read where products follow that are made of so many bits, and the check of ranges,
-    which reads as many as results of the calibrated size have.
-    """
+    """Those of the running module; found once, for a layer asks at every step. Public and local."""
     numerics = session.numerics
     key = numerics.module, numerics.shared_ranges
     found: ModuleBits | None = numerics.module_bits.get(key)

@@ -38,12 +38,12 @@ def test_calls_of_a_linear_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(SCRIPTS))
     study = importlib.import_module("count_calls")
     found = study.calls_of_linear(PrivateConfig(protocol="trio", party_mode="threads", replay=False))
-    most = {"party 0": 93, "party 1": 98, "party 2": 100}
+    most = {"party 0": 88, "party 1": 93, "party 2": 95}
     assert sorted(found) == sorted(most)
     for party, codes in found.items():
         files = {code.co_filename for code in codes if Path(code.co_filename).is_file()}
         assert 60 < len(codes) <= most[party], [study.place(code) for code in codes]
-        assert len(files) <= 18, sorted(files)
+        assert len(files) <= 15, sorted(files)
 
 
 def test_calls_of_decode_steps_that_are_repeated(monkeypatch: pytest.MonkeyPatch) -> None:

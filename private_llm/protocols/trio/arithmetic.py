@@ -50,7 +50,7 @@ class TrioArithmetic(TrioDivision):
             piece = form.pair(-x0, y1, -x1, y0)
         else:
             piece = form.product(x0, y0)
-        self.ledger.add_macs(form.macs(x.shape, y.shape) * (1 if self.role == 2 else 2))
+        self.transport.ledger.add_macs(form.macs(x0.shape, y0.shape) * (1 if self.role == 2 else 2))
         if select is not None:
             piece = piece.reshape(-1)[select.to(piece.device)]
         return self._finish(form.tag, piece.shape, piece, shift, True, widths)

@@ -41,7 +41,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -56,6 +56,7 @@ from private_llm.protocols.protocol import Protocol
 from private_llm.protocols.share import Share
 from private_llm.ring.comparison_keys import Ciphers
 from private_llm.ring.prg import Prg, Seed
+from private_llm.ring.ring import RING64
 
 ReceiveFrom = Callable[[str, tuple[int, ...], torch.dtype], Tensor]
 """Receives the next message of one party: tag, shape, dtype."""
@@ -276,7 +277,7 @@ class TrioDivision(Protocol):
 
     def _divided(self, tag: str, piece: Tensor | None, shape: torch.Size, shift: int, widths: BitWidths) -> Share:
         """From additive pieces of x modulo 2^given (party 0's is E, or none) to a share of x / 2^shift of `shape`."""
-        widths.check(self.ring, shift)
+        _fields(widths.valid_in, widths.needed_out, shift)  # before anything is drawn
         count, up = shape.numel(), 1 << (self.ring.bits - widths.valid_in)
         mine = self._draw(count)
         if piece is not None:
@@ -296,7 +297,7 @@ class TrioDivision(Protocol):
         self, tag: str, shape: torch.Size, first: Tensor, second: Tensor, shift: int, widths: BitWidths
     ) -> Share:  # fmt: skip
         """The quotient from what adds up to w at an evaluator, and to R at party 0, both moved up: [n] each."""
-        count, n = shape.numel(), widths.fields(shift)
+        count, n = shape.numel(), _fields(widths.valid_in, widths.needed_out, shift)
         f = shift + self.ring.bits - widths.valid_in
         low = None if widths.needed_out == self.ring.bits else widths.needed_out
         if n:
@@ -363,6 +364,14 @@ class TrioDivision(Protocol):
 
     def _from_helper(self, tag: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return self.transport.recv(0, tag, shape, dtype)
+
+
+@lru_cache(maxsize=1024)
+def _fields(valid_in: int, needed_out: int, shift: int) -> int:
+    """`BitWidths.fields` in the 64-bit ring, after its check: a model asks for the same few."""
+    widths = BitWidths(valid_in, needed_out)
+    widths.check(RING64, shift)
+    return widths.fields(shift)
 
 
 _JOINED = 1 << 14
