@@ -8,6 +8,8 @@ a chat template: their question is a few other lines, given again.
 
 from __future__ import annotations
 
+import re
+import string
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,9 +18,9 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from attacks.scores import exact
 from common_words import WORDS
 from private_llm_hf.tools.texts import token_ids
-from text_metrics import begins_with, words_in_place
 
 from private_llm.errors import ConfigError
 
@@ -27,11 +29,30 @@ from long_context.text_windows import bundled_text, start_tokens
 
 _KEY_EXAMPLES, _COPY_EXAMPLES = 3, 6
 """Lines given again before the asked one."""
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_WITHOUT_PUNCTUATION = str.maketrans("", "", string.punctuation)
 _PLAY_LINES = 3
 """Between two lines of numbers: without them, a model of 135 M parameters confuses the numbers."""
 _PAD_LINES = 40
 """Lines of the bundled text of which the filling excerpt is the end; it is shorter than one line of the prompt."""
 _SPARE_TOKENS = 3
+
+
+
+def normalised(text: str) -> list[str]:
+    """Words in lower case, without punctuation and English articles (the rule of SQuAD)."""
+    return _ARTICLES.sub(" ", text.lower().translate(_WITHOUT_PUNCTUATION)).split()
+
+
+def begins_with(found: str, truth: str) -> float:
+    """1 if the words of the text begin with those of the truth, else 0; what follows them does not count."""
+    wanted = normalised(truth)
+    return float(normalised(found)[: len(wanted)] == wanted)
+
+
+def words_in_place(found: str, truth: str) -> float:
+    """Share of the words of the truth that stand at the same place in the text."""
+    return exact(normalised(found), normalised(truth))
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,1 @@
-"""Long prompts, their metrics, windows of text and LongBench."""
+"""Cache policies on plaintext models, and windows of text."""

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 import pytest
 from long_context.text_windows import bundled_text
-from long_tasks import TASKS, LongPrompt, PromptFrame, answer_tokens, frame_of, make_prompts, score
+from long_tasks import (
+    TASKS,
+    LongPrompt,
+    PromptFrame,
+    answer_tokens,
+    begins_with,
+    frame_of,
+    make_prompts,
+    normalised,
+    score,
+    words_in_place,
+)
 from private_llm_hf.tools.texts import token_ids
 
 from private_llm.errors import ConfigError
@@ -101,3 +112,19 @@ def test_bad_input_is_refused() -> None:
             make_prompts(task, bare(), length=150)
     with pytest.raises(ConfigError, match=r"'absent.txt' is not bundled"):
         bundled_text("absent.txt")
+
+
+# -- metrics ----------------------------------------------------------------------------------------------------------
+def test_words_are_normalised() -> None:
+    assert normalised("The  Cat's, an APPLE!\n theatre") == ["cats", "apple", "theatre"]
+
+
+def test_the_beginning_counts() -> None:
+    assert begins_with(" 48213. And then", "48213") == 1
+    assert begins_with("482134", "48213") == 0
+    assert begins_with("It is 48213", "48213") == 0
+
+
+def test_words_count_in_their_place() -> None:
+    assert words_in_place("1 2 4 9", "1 2 3") == pytest.approx(2 / 3)
+    assert words_in_place("2 3", "1 2 3") == 0
