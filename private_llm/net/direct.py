@@ -82,7 +82,7 @@ class Direct:
 
 
 Given = TypeVar("Given")
-Made = TypeVar("Made")
+ResultT = TypeVar("ResultT")
 _SKIPPED = object()
 _POLL_S = 0.5
 """How often one that waits looks whether the session has ended."""
@@ -137,8 +137,8 @@ class BarrierEnd:
                 self.barrier.arrive(self.me, point, _SKIPPED)
 
     def wait(
-        self, point: Point, given: Given, action: Callable[[Sequence[Given]], Made], follows: bool = False
-    ) -> Made | None:  # fmt: skip
+        self, point: Point, given: Given, action: Callable[[Sequence[Given]], ResultT], follows: bool = False
+    ) -> ResultT | None:  # fmt: skip
         """What the last one's `action` makes of what all parties gave, in their order; None unless all wait here.
 
         follows: all have met at an earlier point, after which all wait here, too. Raises PartyFailed if the session has
@@ -155,7 +155,7 @@ class BarrierEnd:
                 barrier.acting.add(point)
         if not last:
             with self.aside(), barrier.changed:
-                found: Made | None = self._awaited(point, follows)
+                found: ResultT | None = self._awaited(point, follows)
                 return found
         made = action([arrived[party] for party in range(barrier.parties)])
         with barrier.changed:

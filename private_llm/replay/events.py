@@ -1,6 +1,6 @@
 """What a recorded step consists of, on whatever device it is repeated: operations, messages, masks and graph breaks.
 
-A `Place` is how a program names a tensor that changes from run to run: `program.Operand` on a CPU, `Slot` on a GPU.
+A `PlaceT` is how a program names a tensor that changes from run to run: `program.Operand` on a CPU, `Slot` on a GPU.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
-Place = TypeVar("Place")
+PlaceT = TypeVar("PlaceT")
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Slot:
 
 
 @dataclass(frozen=True, repr=False)  # constants may be shares of weights
-class TorchCall(Generic[Place]):
+class TorchCall(Generic[PlaceT]):
     """An operation of PyTorch or a kernel that is called again; tensors that change are places, others are constants.
 
     made: where its results go; none for what only writes to its arguments. computes: whether a GPU has something to do:
@@ -32,48 +32,48 @@ class TorchCall(Generic[Place]):
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
     named: Mapping[str, Any]
-    made: tuple[Place, ...]
+    made: tuple[PlaceT, ...]
     computes: bool = True
-    written: tuple[Place, ...] = ()
+    written: tuple[PlaceT, ...] = ()
 
 
 GraphNode = TorchCall[Slot]
 
 
 @dataclass(frozen=True)
-class Send(Generic[Place]):
+class Send(Generic[PlaceT]):
     """A message."""
 
     to: int
     tag: str
-    payload: Place
+    payload: PlaceT
 
 
 @dataclass(frozen=True)
-class Receive(Generic[Place]):
+class Receive(Generic[PlaceT]):
     """A message that is awaited."""
 
     frm: int
     tag: str
-    payload: Place
+    payload: PlaceT
 
 
 @dataclass(frozen=True)
-class BreakEvent(Generic[Place]):
+class BreakEvent(Generic[PlaceT]):
     """What Python computes in the midst (`private_llm.replay.graph_break`), of `inputs`: `outputs`."""
 
-    inputs: tuple[Place, ...]
-    outputs: tuple[Place, ...]
+    inputs: tuple[PlaceT, ...]
+    outputs: tuple[PlaceT, ...]
 
 
 @dataclass(frozen=True)
-class Masks(Generic[Place]):
+class Masks(Generic[PlaceT]):
     """Masks of one stream, each in whole blocks of so many bytes, that are drawn after so many graph breaks."""
 
     stream: int
     block: int
     after_break: int
-    places: tuple[Place, ...]
+    places: tuple[PlaceT, ...]
 
 
 Inner = Callable[[Sequence[Tensor]], Sequence[Tensor]]

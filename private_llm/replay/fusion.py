@@ -153,13 +153,13 @@ def _touch(
     return _Touch(unit, storage_of(x), first * x.itemsize, (last + 1) * x.itemsize - 1, key, count)
 
 
-Group = list[_Unit]
+FusedUnits = list[_Unit]
 
 
-def _scheduled(units: Sequence[_Unit]) -> list[GraphNode | list[Group]]:
+def _scheduled(units: Sequence[_Unit]) -> list[GraphNode | list[FusedUnits]]:
     """Kernels and batches in an order that keeps what waits for what."""
     left, done = list(units), set[int]()
-    steps: list[GraphNode | list[Group]] = []
+    steps: list[GraphNode | list[FusedUnits]] = []
     while left:
         later = []
         for unit in left:
@@ -183,11 +183,11 @@ def _scheduled(units: Sequence[_Unit]) -> list[GraphNode | list[Group]]:
     return steps
 
 
-def _groups(batch: Sequence[_Unit]) -> list[Group]:
+def _groups(batch: Sequence[_Unit]) -> list[FusedUnits]:
     """Statements that share registers, in their order."""
-    group_of: dict[int, Group] = {}
+    group_of: dict[int, FusedUnits] = {}
     for unit in batch:
-        joined: Group = [unit]
+        joined: FusedUnits = [unit]
         for other in {id(group_of[n]): group_of[n] for n in unit.joins if n in group_of}.values():
             joined = [*other, *joined]
         joined.sort(key=lambda each: each.order)
@@ -213,7 +213,7 @@ class _Emission:
         self._there: set[Slot] = set(fixed)
         self._made: list[GraphNode] = []
 
-    def of(self, steps: Sequence[GraphNode | list[Group]]) -> list[GraphNode]:
+    def of(self, steps: Sequence[GraphNode | list[FusedUnits]]) -> list[GraphNode]:
         """All nodes."""
         drafts = [
             step if isinstance(step, TorchCall) else [_FusedGroup(g, self._found) for g in step] for step in steps
@@ -269,7 +269,7 @@ class _Emission:
 class _FusedGroup:
     """A group as operations on values; read: tensors of which it loads."""
 
-    def __init__(self, group: Group, found: Mapping[Slot, Tensor]) -> None:
+    def __init__(self, group: FusedUnits, found: Mapping[Slot, Tensor]) -> None:
         self.count = group[0].statement.count if group[0].statement else 0
         self.operations: list[tuple[Statement, list[View | Value | int]]] = []
         self.stored: dict[object, tuple[View, int]] = {}

@@ -138,8 +138,8 @@ class MaskDraw:
             self._graph = captured(pool, self.launch)  # without a graph, Python goes on with the launches
 
 
-Stop = Send[Slot] | Receive[Slot] | BreakEvent[Slot]
-GraphEvent = GraphNode | Stop
+StopEvent = Send[Slot] | Receive[Slot] | BreakEvent[Slot]
+GraphEvent = GraphNode | StopEvent
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ class Segment:
     """Nodes, and what comes then; None: the end. dropped: slots that nobody needs after a node."""
 
     nodes: tuple[GraphNode, ...]
-    stop: Stop | None
+    stop: StopEvent | None
     dropped: tuple[tuple[Slot, ...], ...] = ()
 
     def stopped(self) -> tuple[Slot, ...]:

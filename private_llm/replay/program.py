@@ -128,7 +128,7 @@ class Arena:
         return whole.as_strided(operand.shape, operand.stride)
 
 
-Table = np.ndarray[tuple[int], np.dtype[np.int64]]
+StepTable = np.ndarray[tuple[int], np.dtype[np.int64]]
 Draws = list[tuple[int, np.ndarray[tuple[int], np.dtype[np.uint8]]]]
 """Streams, and memory for their next bytes."""
 
@@ -139,7 +139,7 @@ class _BoundProgram:
     the masks to draw first, and what Python does for events that are no steps."""
 
     words: Tensor
-    tables: dict[tuple[int, ...], tuple[Table, int]]
+    tables: dict[tuple[int, ...], tuple[StepTable, int]]
     inputs: list[Tensor]
     outputs: list[Tensor]
     draws: Draws
@@ -306,7 +306,7 @@ def _words_of_pieces(event: Parallel) -> Sequence[Word]:
     return steps.TOGETHER, len(event.pieces), *begins, *words
 
 
-def _rows(events: Sequence[Event]) -> tuple[Table, Table, Table]:
+def _rows(events: Sequence[Event]) -> tuple[StepTable, StepTable, StepTable]:
     """Where rows begin, their words with places for addresses, and of which memory: 0 none, 1 arena, 2.. weights."""
     starts: list[int] = []
     words: list[int] = []

@@ -40,10 +40,10 @@ from private_llm.replay.regions import (
     BreakCheck,
     BreakRecord,
     CompiledRegion,
-    Compute,
     RegionState,
     Result,
     SideEffects,
+    StepBody,
     WeightBinding,
     layout_of,
     uses_cuda_graphs,
@@ -105,7 +105,7 @@ class ProgramCache:
         return len(self._regions)
 
     def run(
-        self, session: Session, key: Hashable, inputs: Sequence[Fixed], compute: Compute, binding: WeightBinding =
+        self, session: Session, key: Hashable, inputs: Sequence[Fixed], compute: StepBody, binding: WeightBinding =
         NO_WEIGHTS, warmup: int = 1, graph_break: GraphBreak | None = None, in_place: Sequence[Fixed] = (),
     ) -> Result:  # fmt: skip
         """What `compute` makes of the inputs, and its facts.
@@ -132,7 +132,7 @@ class ProgramCache:
             started = self._without(call)
         return started(compute)
 
-    def _started(self, call: _RegionCall, warmup: int) -> Callable[[Compute], Result]:
+    def _started(self, call: _RegionCall, warmup: int) -> Callable[[StepBody], Result]:
         region, name = call.region, call.binding.name
         refused = region.refused_all or name in region.refused
         if not region.fits(call.binding):
@@ -158,10 +158,10 @@ class ProgramCache:
         if call.point is not None and (end := end_of(call.session, self._links(call.session).barrier_end)) is not None:
             end.skip(call.point)
 
-    def _without(self, call: _RegionCall) -> Callable[[Compute], Result]:
+    def _without(self, call: _RegionCall) -> Callable[[StepBody], Result]:
         """As always, at a party that has no program, while others may have one."""
 
-        def hidden(compute: Compute) -> Result:
+        def hidden(compute: StepBody) -> Result:
             with self._points.hiding(call.graph_break, self._inside_break):
                 return self._computed(call, compute)
 
@@ -176,13 +176,13 @@ class ProgramCache:
         region.bound.pop(name, None)
         region.refused_all |= region.compiled is None and len(region.refused) > 1  # once may be for want of memory
 
-    def _computed(self, call: _RegionCall, compute: Compute) -> Result:
+    def _computed(self, call: _RegionCall, compute: StepBody) -> Result:
         self.counts["plain"] += 1
         made, facts = compute(call.inputs)
         call.region.refused_all |= facts is None
         return made, facts
 
-    def _plain(self, call: _RegionCall, graph_break: GraphBreak, compute: Compute) -> Result:
+    def _plain(self, call: _RegionCall, graph_break: GraphBreak, compute: StepBody) -> Result:
         """As always, but what is within is not recorded by itself, and the graph break is watched."""
 
         @contextmanager
@@ -253,7 +253,7 @@ class ProgramCache:
             total -= size
             del self._regions[key]
 
-    def _record(self, call: _RegionCall) -> Callable[[Compute], Result]:
+    def _record(self, call: _RegionCall) -> Callable[[StepBody], Result]:
         protocol, binding, graph_break = call.session.protocol, call.binding, call.graph_break
         recorder: StepRecorder[Any]
         if uses_cuda_graphs(call.session):
@@ -299,7 +299,7 @@ class ProgramCache:
         self, call: _RegionCall, what: str, watcher: TraceLog | StepRecorder[Any], leaves: Callable[[Sequence[Tensor],
         Sequence[Tensor]], Sequence[Tensor]], given: Sequence[Fixed], finish: Callable[[SideEffects, Sequence[Fixed],
         Hashable], None]
-    ) -> Callable[[Compute], Result]:  # fmt: skip
+    ) -> Callable[[StepBody], Result]:  # fmt: skip
         """As always, of `given`, while `watcher` writes down all but the graph break, of which `leaves` is told; then
         `finish`, whose errors refuse the program.
         """
@@ -320,7 +320,7 @@ class ProgramCache:
             graph_break.outside, graph_break.enter, graph_break.exit = outside, enter, effects.exit_hook(leaves)
         self.counts[what] += 1
 
-        def run(compute: Compute) -> Result:
+        def run(compute: StepBody) -> Result:
             with watcher.operations(), traced_by(watcher), recorded_by(protocol, watcher), with_break(graph_break):
                 made, facts = compute(given)
             try:
@@ -331,7 +331,7 @@ class ProgramCache:
 
         return run
 
-    def _check(self, call: _RegionCall, compiled: CompiledRegion) -> Callable[[Compute], Result]:
+    def _check(self, call: _RegionCall, compiled: CompiledRegion) -> Callable[[StepBody], Result]:
         protocol, graph_break = call.session.protocol, call.graph_break
         trace_log, break_check = TraceLog(protocol.transport, protocol.mask_streams), BreakCheck()
         given = [part.contiguous().clone() for part in call.parts()]
@@ -355,7 +355,7 @@ class ProgramCache:
 
         return self._watched(call, "checked", trace_log, break_check.record, call.inputs, finish)
 
-    def _repeat(self, call: _RegionCall, compiled: CompiledRegion) -> Callable[[Compute], Result]:
+    def _repeat(self, call: _RegionCall, compiled: CompiledRegion) -> Callable[[StepBody], Result]:
         session, point, outcome = call.session, call.point, compiled.outcome
         program = call.region.bound_program(compiled.program, call.binding)
         transport, parts = self._links(session), call.parts()
@@ -374,7 +374,7 @@ class ProgramCache:
             ready = program.ready(transport, self._arenas[self._place], parts, call.binding.addresses)
         self.counts["repeated"] += 1
 
-        def repeat(_: Compute) -> Result:
+        def repeat(_: StepBody) -> Result:
             before = len(session.checks.pending)
             made = ready(inner)
             shares = [Share(tuple(made[at : at + each])) for at in range(0, len(made), each)]

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from private_llm.errors import UnsupportedOp
 from private_llm.net.transport import Transport
-from private_llm.replay.events import BreakEvent, Masks, Place, Receive, Send, tensors_of
+from private_llm.replay.events import BreakEvent, Masks, PlaceT, Receive, Send, tensors_of
 from private_llm.replay.transports import TracedTransport, noted, unrecorded
 from private_llm.ring.prg import Prg
 from private_llm.tensor.dispatch import TorchArg
@@ -26,7 +26,7 @@ Encoding = tuple[int, tuple[int, ...], tuple[int, ...], int, int]
 """Number of a public tensor; shape, strides and offset (from its first element) of a view of it; fractional bits."""
 
 
-class StepRecorder(TracedTransport, Generic[Place]):
+class StepRecorder(TracedTransport, Generic[PlaceT]):
     """Records while `operations` is the mode of PyTorch, it watches the thread, and is the party's links."""
 
     def __init__(self, transport: Transport, streams: Sequence[Prg], device: torch.device) -> None:
@@ -36,7 +36,7 @@ class StepRecorder(TracedTransport, Generic[Place]):
         self._encodings: dict[Encoding, Tensor] = {}  # ring elements of views of them
         self._device = device
         self._events: list[Any] = []
-        self._drawn: dict[tuple[int, int], list[Place]] = {}  # by stream and number of graph breaks before
+        self._drawn: dict[tuple[int, int], list[PlaceT]] = {}  # by stream and number of graph breaks before
         self._breaks = 0
 
     def operations(self) -> AbstractContextManager[object]:
@@ -48,15 +48,15 @@ class StepRecorder(TracedTransport, Generic[Place]):
         """Run an operation of PyTorch and write it down."""
 
     @abstractmethod
-    def given(self, x: Tensor) -> Place:
+    def given(self, x: Tensor) -> PlaceT:
         """A tensor whose values come from outside, before the step. Raises UnsupportedOp if it is too large."""
 
-    def arrives(self, x: Tensor) -> Place:
+    def arrives(self, x: Tensor) -> PlaceT:
         """As `given`, in the midst of the step."""
         return self.given(x)
 
     @abstractmethod
-    def place(self, x: Tensor) -> Place:
+    def place(self, x: Tensor) -> PlaceT:
         """A tensor that changes from run to run and was met before. Raises UnsupportedOp for a constant."""
 
     @abstractmethod
@@ -64,7 +64,7 @@ class StepRecorder(TracedTransport, Generic[Place]):
         """Whether the values of x change from run to run."""
 
     @abstractmethod
-    def program(self, inputs: Sequence[Place], outputs: Sequence[Tensor]) -> Any:  # noqa: ANN401 - as programs are
+    def program(self, inputs: Sequence[PlaceT], outputs: Sequence[Tensor]) -> Any:  # noqa: ANN401 - as programs are
         """What was written down. Raises UnsupportedOp where that is not all."""
 
     def constant(self, x: Tensor) -> None:
@@ -77,7 +77,7 @@ class StepRecorder(TracedTransport, Generic[Place]):
             if isinstance(held, list | dict | set):
                 held.clear()
 
-    def public(self, x: Tensor) -> Place:
+    def public(self, x: Tensor) -> PlaceT:
         """A public tensor that changes; its ring elements come from outside, too, where they are made of views of it.
 
         Raises UnsupportedOp for an empty one.
@@ -141,7 +141,7 @@ class StepRecorder(TracedTransport, Generic[Place]):
         if out.numel():
             self._drawn.setdefault((number, self._breaks), []).append(self.arrives(out))
 
-    def masks(self) -> list[Masks[Place]]:
+    def masks(self) -> list[Masks[PlaceT]]:
         """All that were drawn."""
         drawn = self._drawn.items()
         return [Masks(n, self._streams[n].block, after_break, tuple(each)) for (n, after_break), each in drawn]
@@ -174,7 +174,7 @@ class StepRecorder(TracedTransport, Generic[Place]):
             self.stop(f"memory ran out: {error}")
         return call()
 
-    def encodings(self) -> dict[Encoding, Place]:
+    def encodings(self) -> dict[Encoding, PlaceT]:
         """Ring elements of public tensors, which whoever repeats the program makes anew."""
         return {key: self.place(held) for key, held in self._encodings.items()}
 

@@ -25,7 +25,7 @@ from private_llm.replay.recording import Encoding
 from private_llm.tensor.fixed import Fixed
 
 Result = tuple[Sequence[Fixed], Hashable]
-Compute = Callable[[Sequence[Fixed]], Result]
+StepBody = Callable[[Sequence[Fixed]], Result]
 """A function of shared values: what it makes, and public facts about that, equal in every call of a key; None as facts
 if a program could not make that."""
 
@@ -40,7 +40,7 @@ class BreakRecord:
     form: tuple[int, int | None]
     scope: Scope
     module: Scope
-    owed: int
+    checks_before: int
 
     def compute(
         self, session: Session, graph_break: GraphBreak, owner: str, parts: Sequence[Tensor]
@@ -66,23 +66,23 @@ def _relative(name: str, here: str, owner: str) -> Scope:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a call gave and did, but for values; owed: bits of the sums that it owes to the range check."""
+    """What a call gave and did, but for values; checks: bits of the sums that it leaves to the range check."""
 
     forms: tuple[tuple[int, int | None], ...]
-    owed: tuple[int, ...]
+    checks: tuple[int, ...]
     facts: Hashable
     delta: LedgerDelta
     graph_break: BreakRecord | None
 
     def settle(self, session: Session, owner: str, shares: Sequence[Share], before: int) -> Result:
-        """Book it, and owe what it owes; the values of a program's outputs. before: checks that were owed already."""
+        """Book it, and queue its range checks; the values of a program's outputs. before: those pending."""
         session.protocol.ledger.add_again(self.delta, owner)
         values = [Fixed(session, share, *form) for share, form in zip(shares, self.forms, strict=False)]
         sums: list[PendingRangeCheck] = [
-            (share, bits, None) for share, bits in zip(shares[len(values) :], self.owed, strict=True)
+            (share, bits, None) for share, bits in zip(shares[len(values) :], self.checks, strict=True)
         ]  # fmt: skip
         pending = session.checks.pending
-        first = len(sums) if self.graph_break is None else self.graph_break.owed
+        first = len(sums) if self.graph_break is None else self.graph_break.checks_before
         pending[before:before] = sums[:first]
         pending += sums[first:]
         return values, self.facts
@@ -163,8 +163,8 @@ class SideEffects:
         parts = [part for x in made for part in x.share.parts] + [
             part for sums, _, _ in self._new for part in sums.parts
         ]
-        forms, owed = tuple([x.form for x in made]), tuple([bits for _, bits, _ in self._new])
-        return Outcome(forms, owed, facts, self._delta, self._break), parts
+        forms, checks = tuple([x.form for x in made]), tuple([bits for _, bits, _ in self._new])
+        return Outcome(forms, checks, facts, self._delta, self._break), parts
 
 
 @dataclass(frozen=True)

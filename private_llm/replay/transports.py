@@ -38,10 +38,10 @@ def unrecorded() -> Iterator[None]:
         yield
 
 
-Made = TypeVar("Made")
+ResultT = TypeVar("ResultT")
 
 
-def noted(note: Callable[..., Made]) -> Callable[..., Made | None]:
+def noted(note: Callable[..., ResultT]) -> Callable[..., ResultT | None]:
     """A method of a recorder that only writes down: an error there ends the writing, never the step; None once it has
     ended.
 
@@ -49,7 +49,7 @@ def noted(note: Callable[..., Made]) -> Callable[..., Made | None]:
     """
 
     @functools.wraps(note)
-    def guarded(self: TracedTransport, *about: Any) -> Made | None:  # noqa: ANN401 - what the method takes
+    def guarded(self: TracedTransport, *about: Any) -> ResultT | None:  # noqa: ANN401 - what the method takes
         if self.reason is not None:
             return None
         try:

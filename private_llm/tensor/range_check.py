@@ -195,21 +195,21 @@ def verdict(
 
     With `RangeChecks.batch` [batch]: one for each row. None if nothing was watched; a public 1 where
     `RangeChecks.ranked_wrong`, even with guard=False. 8 sums for each watched row: 65 bytes each in trio (64-bit
-    ring) from 64 rows on, 8 to 10 rounds; by comparison keys 4 kB and 2 rounds. What was owed is forgotten. run:
+    ring) from 64 rows on, 8 to 10 rounds; by comparison keys 4 kB and 2 rounds. No check is pending afterwards. run:
     computes a function of up to `_FEW` comparisons, such as `replay.program_cache.repeat`.
     """
     watch_pending(session)
-    owed, wrong, batch = session.checks.pending, session.checks.ranked_wrong, session.checks.batch
+    pending, wrong, batch = session.checks.pending, session.checks.ranked_wrong, session.checks.batch
     session.checks.clear()
     if wrong:
         ones = torch.ones(batch or 1, dtype=session.ring.dtype, device=session.device)
         return Fixed(session, session.protocol.on(ones.device).public(ones), 0)
-    if not owed:
+    if not pending:
         return None
-    device = owed[0][0].parts[0].device
-    columns = zip(*[sums.parts for sums, _, _ in owed], strict=True)
+    device = pending[0][0].parts[0].device
+    columns = zip(*[sums.parts for sums, _, _ in pending], strict=True)
     flat = Fixed(session, Share(tuple([torch.cat([part.to(device) for part in column]) for column in columns])), 0)
-    spans = tuple([(sums.numel(), bits) for sums, bits, _ in owed])
+    spans = tuple([(sums.numel(), bits) for sums, bits, _ in pending])
     known = session.checks.bounds
     bounds = known[1] if known and known[0] == spans else _bounds(spans, session.ring.dtype, device)
     session.checks.bounds = spans, bounds
@@ -217,7 +217,7 @@ def verdict(
     def compute(sums: Sequence[Fixed]) -> Sequence[Fixed]:
         both = sums[0].view(lambda part: torch.cat([part, -part]))
         left = 1 - negative(both.with_share(both.proto.add_public(both.share, bounds)))
-        count = left.sum(0, keepdim=True) if batch is None else _by_row(left, owed, batch)
+        count = left.sum(0, keepdim=True) if batch is None else _by_row(left, pending, batch)
         return (negative(-count, bounds.numel().bit_length() + 2),)
 
     few = bounds.numel() <= (_FEW if device.type == "cpu" else _FEW_ON_GPUS)
@@ -231,9 +231,9 @@ def _bounds(spans: tuple[tuple[int, int], ...], dtype: torch.dtype, device: torc
     return bounds.repeat_interleave(torch.tensor(counts)).repeat(2).to(device)
 
 
-def _by_row(left: Fixed, owed: list[PendingRangeCheck], batch: int) -> Fixed:
+def _by_row(left: Fixed, pending: list[PendingRangeCheck], batch: int) -> Fixed:
     """How many sums of each row of the batch left their range; `left`: each sum, then each negative. Local."""
-    index = torch.cat([rows for _, _, rows in owed if rows is not None]).repeat(2)
+    index = torch.cat([rows for _, _, rows in pending if rows is not None]).repeat(2)
 
     def added(part: Tensor) -> Tensor:
         sums = part.new_zeros(batch + 1).index_add(0, index.to(part.device), part)

@@ -38,7 +38,6 @@ _PAD_LINES = 40
 _SPARE_TOKENS = 3
 
 
-
 def normalised(text: str) -> list[str]:
     """Words in lower case, without punctuation and English articles (the rule of SQuAD)."""
     return _ARTICLES.sub(" ", text.lower().translate(_WITHOUT_PUNCTUATION)).split()

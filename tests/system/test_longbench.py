@@ -13,8 +13,6 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 from private_llm_hf import PrivateConfig, SlidingWindow, patch
 
-
-
 TASK = "longbench_hotpotqa"
 DEMO = str(resources.files("private_llm_hf") / "demo_model")
 RECORDS = [

@@ -51,7 +51,7 @@ def run_batch(state: SessionState, requests: RequestBatch) -> list[CallResult]:
     """Run the model once for requests of equal `batch_key` that `check_call` let pass; one alone may be with any key.
 
     Opens nothing. Returns what each request opens, its verdict [rows] under GUARD (alone: [1]). After an error the
-    caches of all requests are gone, and nothing is owed.
+    caches of all requests are gone, and no range check is pending.
     """
     with undoing(lambda: _abandon(state, requests)), torch.no_grad(), state.session.protocol.ledger.scope(""):
         return _run(state, requests)
@@ -67,7 +67,7 @@ def _run(state: SessionState, requests: RequestBatch) -> list[CallResult]:
 
 
 def _abandon(state: SessionState, requests: RequestBatch) -> None:
-    """Forget what a batch that failed left half done: checks owed, and caches whose layers may differ in length."""
+    """Forget what a batch that failed left half done: pending checks, and caches whose layers may differ in length."""
     state.session.checks.clear()
     for request in requests:
         if request.call.cache is not None:
