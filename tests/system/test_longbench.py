@@ -22,29 +22,31 @@ RECORDS = [
 
 
 @pytest.fixture
-def task(tmp_path: Path) -> dict[str, object]:
+def tasks(tmp_path: Path) -> TaskManager:
     """lm-eval's own task, with records of a file for those of the hub."""
     path = tmp_path / "hotpotqa.jsonl"
     path.write_text("".join(json.dumps(record) + "\n" for record in RECORDS))
-    return {
-        "task": TASK, "dataset_path": "json", "dataset_name": None,
-        "dataset_kwargs": {"data_files": {"test": str(path)}, "cache_dir": str(tmp_path / "cache")},
-    }  # fmt: skip
+    (original,) = resources.files("lm_eval").glob("tasks/longbench/hotpotqa.yaml")
+    kwargs = {"data_files": {"test": str(path)}, "cache_dir": str(tmp_path / "cache")}
+    given = {"include": str(original), "task": TASK, "dataset_path": "json", "dataset_name": None}
+    (tmp_path / "task.yaml").write_text(json.dumps(given | {"dataset_kwargs": kwargs}))
+    return TaskManager(include_path=str(tmp_path), include_defaults=False)
 
 
-def test_a_private_model_under_a_policy_takes_longbench(task: dict[str, object]) -> None:
+@pytest.mark.filterwarnings("ignore:Using slow pure-python SequenceMatcher")
+def test_a_private_model_under_a_policy_takes_longbench(tasks: TaskManager) -> None:
     tokenizer = tr.AutoTokenizer.from_pretrained(DEMO)
     plain = tr.AutoModelForCausalLM.from_pretrained(DEMO)
 
     def answers(model: object) -> tuple[list[str], list[float]]:
         scored = lm_eval.simple_evaluate(
-            HFLM(pretrained=model, tokenizer=tokenizer), tasks=[dict(task)], task_manager=TaskManager(),
+            HFLM(pretrained=model, tokenizer=tokenizer), tasks=[TASK], task_manager=tasks,
             gen_kwargs="max_gen_toks=5", bootstrap_iters=0,
         )["samples"][TASK]  # fmt: skip
         return [sample["filtered_resps"][0] for sample in scored], [sample["score"] for sample in scored]
 
     want, scores = answers(plain)
-    with patch(plain, PrivateConfig(protocol="plain", kv_cache=SlidingWindow(1000))) as same:
+    with patch(plain, PrivateConfig(protocol="plain", insecure=True, kv_cache=SlidingWindow(1000))) as same:
         assert answers(same) == (want, scores)
-    with patch(plain, PrivateConfig(protocol="plain", kv_cache=SlidingWindow(16))) as other:
+    with patch(plain, PrivateConfig(protocol="plain", insecure=True, kv_cache=SlidingWindow(16))) as other:
         assert answers(other)[0] != want, "the policy decides what the answers are made of"
