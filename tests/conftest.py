@@ -55,6 +55,14 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         gc.unfreeze()
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _programs_from_the_start() -> Iterator[None]:
+    """Tests count programs, also where kernels are not kept yet."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("private_llm.replay.program_cache.are_compiling", lambda: False)
+        yield
+
+
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     """Run a command in this process; its output if it ends with `code` 0, else its errors."""

@@ -1,8 +1,9 @@
 """Kernels of a protocol, compiled ahead and side by side by processes of their own, while weights are read and shared.
 
 They write to the folder of `compiling`, where this process finds them. Of what it needs earlier it compiles itself what
-nobody compiles yet, and waits for the rest. Only kernels that the protocol uses are compiled ahead, and
-once they are kept, no process starts. The processes end with this one, or when they are done.
+nobody compiles yet, and waits for the rest. Steps of programs come after the kernels: until all are there
+(`are_compiling`), a session computes without programs (`replay`). Only what the protocol uses is compiled ahead, and
+once it is kept, no process starts. The processes end with this one, or when they are done.
 
 That is for words of 64 bits: on the ring of 32, which networks of convolutions use, few kernels run.
 """
@@ -61,7 +62,21 @@ def _start(protocol: str) -> None:
             start_new_session=True,
             env={**environment, "OMP_NUM_THREADS": "1"},
         )
-        threading.Thread(target=child.wait, name="kernels ahead", daemon=True).start()
+        _compiling.append(child)
+        threading.Thread(target=_wait, args=(child,), name="kernels ahead", daemon=True).start()
+
+
+def _wait(child: subprocess.Popen[bytes]) -> None:
+    child.wait()
+    _compiling.remove(child)
+
+
+_compiling: list[subprocess.Popen[bytes]] = []
+
+
+def are_compiling() -> bool:
+    """Whether processes that this one started still compile."""
+    return bool(_compiling)
 
 
 def _mark(protocol: str) -> Path:
@@ -113,30 +128,29 @@ def _end_with_parent() -> None:
 
 # -- what is compiled -------------------------------------------------------------------------------------------------
 def jobs(protocol: str) -> Iterator[tuple[Any, tuple[Any, ...]]]:
-    """Kernels and the types of their arguments, and steps (`CompiledStep`) with none: the longest first, then in the
-    order in which a session needs them.
+    """Kernels and the types of their arguments, and steps (`CompiledStep`) with none, in the order in which a
+    session needs them; of steps, the longest first.
     """
     from private_llm.kernels.backends.cpu import aes, amx, comparison_keys, seeded_matmul, steps, trunc, waves
 
-    replayed = protocol in _REPLAYED
-    if replayed:
+    needed = (aes.write_bytes,) * aes.usable() + (amx.product,) * amx.usable()
+    needed += (comparison_keys.expand,) * (aes.usable() and protocol != "dealer")
+    needed += tuple(kernel for name, kernel in trunc.KERNELS.items() if name.startswith("check") and protocol == "quad")
+    seldom = (waves.hidden, waves.summed, trunc.KERNELS["wraps"], trunc.KERNELS["widened"])
+    last = (seeded_matmul.in_register_tiles,)  # where weights rest as seeds
+    every = (*needed, *(kernel for kernel in steps.KERNELS if kernel not in seldom), *seldom)
+    for kernel in every:
+        if kernel not in last:
+            yield kernel, _types(kernel)
+    if protocol in _REPLAYED:
         yield steps.run, _types(steps.run)
         yield steps.combine, ()
-    found = (aes.write_bytes,) * aes.usable() + (amx.product,) * amx.usable()
-    found += (comparison_keys.expand,) * (aes.usable() and protocol != "dealer")
-    found += tuple(kernel for name, kernel in trunc.KERNELS.items() if name.startswith("check") and protocol == "quad")
-    for kernel in found:
-        yield kernel, _types(kernel)
-    some = (
-        waves.hidden, waves.summed, trunc.KERNELS["wraps"], trunc.KERNELS["widened"], seeded_matmul.in_register_tiles
-    )  # fmt: skip
-    for later in (False, True):  # what some models and settings do without comes last
-        chosen = {kernel: step for kernel, (step, _) in steps.KERNELS.items() if (kernel in some) == later}
-        for kernel in chosen:
+    for kernel in last:
+        if kernel in every:
             yield kernel, _types(kernel)
-        for step in (*chosen.values(), *(() if later else (steps.sum_last, steps.gather))):
-            if replayed:
-                yield step, ()
+    if protocol in _REPLAYED:
+        for step in (*(step for step, _ in steps.KERNELS.values()), steps.sum_last, steps.gather):
+            yield step, ()
 
 
 def _types(kernel: Any) -> tuple[Any, ...]:  # noqa: ANN401 - Numba ships no types

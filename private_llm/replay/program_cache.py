@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from private_llm.errors import UnsupportedOp
+from private_llm.kernels.ahead import are_compiling
 from private_llm.kernels.seeded_tensor import StreamKey
 from private_llm.kernels.trace_hook import this_thread, traced_by
 from private_llm.net.direct import Point
@@ -141,9 +142,10 @@ class ProgramCache:
             return self._repeat(call, region.compiled)
         self._alone(call)
         self.uncompiled += not refused
-        if not refused and region.calls <= warmup and call.graph_break is not None:
+        waits = region.calls <= warmup or (region.compiled is None and are_compiling())
+        if not refused and waits and call.graph_break is not None:
             return functools.partial(self._plain, call, call.graph_break)
-        if refused or region.calls <= warmup:  # others may have a program all the same
+        if refused or waits:  # others may have a program all the same
             return self._without(call)
         return self._record(call) if region.compiled is None else self._check(call, region.compiled)
 

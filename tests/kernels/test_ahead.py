@@ -5,13 +5,17 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from private_llm.config import PrivateConfig
 from private_llm.kernels import ahead
+from private_llm.replay import program_cache
 from tests.kernels.test_compiling import CODE, ROOT
+from tests.replay.test_programs import CALLS, run, some
 
 USED = """
 import gc, sys, torch
@@ -107,6 +111,23 @@ def test_two_processes_compile_each_kernel_once(tmp_path: Path) -> None:
     assert first == second
     digest, *_, alone = start(COUNTED, tmp_path / "other").communicate()[0].split()
     assert (int(one) + int(other), first) == (int(alone), digest)
+
+
+def test_a_session_computes_without_programs_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until the process that compiles has ended."""
+    ended = tmp_path / "ended"
+    held = f"import pathlib, time\nwhile not pathlib.Path({str(ended)!r}).exists():\n    time.sleep(0.01)"
+    monkeypatch.setattr(ahead, "_CHILD", held)
+    monkeypatch.setattr(ahead, "_mark", lambda _: tmp_path / "mark")
+    monkeypatch.setattr(program_cache, "are_compiling", ahead.are_compiling)
+    ahead._start.__wrapped__("trio")
+    _, programs, _ = run(PrivateConfig(), torch.relu, some(1))
+    assert [dict(programs[party].counts) for party in range(3)] == [{"plain": CALLS}] * 3
+    ended.touch()
+    while ahead.are_compiling():
+        time.sleep(0.01)
+    _, programs, _ = run(PrivateConfig(), torch.relu, some(1))
+    assert programs[0].counts["repeated"] > 0
 
 
 def test_only_parties_of_this_machine_are_compiled_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -121,14 +121,15 @@ def _step(kernel: Any) -> tuple[CompiledStep, tuple[str, ...]]:  # noqa: ANN401 
 KERNELS = {
     kernel: _step(kernel)
     for kernel in (
-        bits.transpose_bits, bits.block_monomials, bits.block_carries, bits.join_products, bits.join_carries,
-        bits.inject_products, bits.inject_terms,
+        matmul.row_product,
         *(kernel for name, kernel in trunc.KERNELS.items() if not name.startswith("check")),  # of quad, which has none
-        waves.weighed, waves.placed, waves.hidden, waves.summed, matmul.dot_product, matmul.row_product,
+        matmul.dot_product, bits.transpose_bits, bits.block_carries, bits.block_monomials, bits.join_products,
+        bits.join_carries, bits.inject_products, bits.inject_terms,
+        waves.placed, waves.weighed, waves.hidden, waves.summed,
         *(seeded_matmul.in_register_tiles,) * aes.usable(),  # elsewhere it cannot be compiled
     )
 }  # fmt: skip
-"""Their steps, and what they take."""
+"""Their steps, and what they take; in the order in which a session needs them."""
 
 
 # -- what PyTorch does ------------------------------------------------------------------------------------------------
