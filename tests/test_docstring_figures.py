@@ -14,13 +14,12 @@ from private_llm.exact.comparisons import absolute, clamp, coarse_bits, hardtanh
 from private_llm.exact.maximum import among_largest, argmax, larger, maximum
 from private_llm.net.ledger import Cost
 from private_llm.net.transport import CLIENT
-from private_llm.protocols.arithmetic import Arithmetic
-from private_llm.protocols.dealer import dealer_prices as dealer
 from private_llm.protocols.exact import ExactTruncation
 from private_llm.protocols.prices import Prices
-from private_llm.protocols.prices import trio_prices as trio
 from private_llm.protocols.protocol import Protocol
-from private_llm.protocols.quad.cost import quad_prices as quad_cost
+from private_llm.protocols.registry import dealer_prices as dealer
+from private_llm.protocols.registry import quad_prices as quad_cost
+from private_llm.protocols.registry import trio_prices as trio
 from private_llm.protocols.share import BitShare
 from private_llm.ring.ring import Ring
 from private_llm.tensor.fixed import Fixed, arithmetic
@@ -46,9 +45,9 @@ def states(text: str, value: float) -> bool:
 # -- the interfaces, against the formulas --------------------------------------------------------------------------
 
 FORMULAS: list[tuple[Callable[..., object], list[Cost]]] = [
-    (Arithmetic.truncate, [trio.truncate(R, N, F), quad_cost.truncate(R, N, F)]),
-    (Arithmetic.mul, [p.product(R, N, s) for p in (trio, dealer, quad_cost) for s in (F, 0)]),
-    (Arithmetic.poly, [p.poly(R, N, degree, F) for p in (trio, quad_cost) for degree in (2, 3)]),
+    (Protocol.truncate, [trio.truncate(R, N, F), quad_cost.truncate(R, N, F)]),
+    (Protocol.mul, [p.product(R, N, s) for p in (trio, dealer, quad_cost) for s in (F, 0)]),
+    (Protocol.poly, [p.poly(R, N, degree, F) for p in (trio, quad_cost) for degree in (2, 3)]),
     (Protocol.msb, [p.msb(N, bits) for p in (trio, quad_cost) for bits in (64, 39)] + [trio.msb_ripple(N, 64)]),
     (Protocol.inject, [p.inject(R, N, 1, weighted, 0) for p in (trio, quad_cost) for weighted in (1, 0)]),
     (Protocol.a2b, [trio.a2b(R, N), quad_cost.a2b(R, N)]),

@@ -133,12 +133,12 @@ def exp(x: Fixed, frac: int = 24) -> Fixed:
     at -14 (a coarse comparison, an injection), then a polynomial of degree 16 in four products (chain.py) whose error
     shrinks with e^(x/2): 5e-5, 2e-6 below -8. 12 rounds. By comparison keys (curves.py) 2 rounds, error 5e-5.
     """
-    own = x.session.protocol.has_exponentials
+    own = "exponential" in x.session.protocol.primitives
     span = _clip_span(x) if own else coarse_span(x, extra=1, resolution=2)
     if takes_curve(tables.EXP.curve, x, frac, _exp_price, x.session.ring, x.numel(), frac, own, *span):
         return by_keys(tables.EXP.curve, x, frac)
     need_wide_ring(x, "exp")
-    if x.session.protocol.has_exponentials:
+    if "exponential" in x.session.protocol.primitives:
         bits, low = _clip_span(x)
         keep = x.proto.invert(x.less_than([one_step.TOP - one_step.SPAN], bits, low))
         # SAFE: of x only the lowest frac + 5 bits count, and the comparison looked at more.

@@ -94,7 +94,7 @@ def rectified_minus(x: Fixed, bump: Fitted) -> Fixed:
     by the chain 64 for two injections, and the chain's, 3 + 2 rounds and the chain's; error: the chain's and the
     rounding of its result. By comparison keys the whole function in 2 rounds. Raises DomainError in a 32-bit ring.
     """
-    waves = bump.waves if x.session.protocol.has_waves else None
+    waves = bump.waves if "relu_minus_waves" in x.session.protocol.primitives else None
     if waves is not None and x.width is not None and x.width < _read(waves, x.frac):
         x = x.restore_high_bits()
     plan = None if waves is None else waves_of(waves, x.frac, x.session.ring.bits if x.width is None else x.width)

@@ -47,7 +47,8 @@ def takes_curve(curve: Curve, x: Fixed, frac: int, other: Callable[..., Cost], *
 
     That is if the ring has room for it, and it pays. Local and public.
     """
-    if not x.session.protocol.has_keys or x.session.ring.bits != 64 or LARGEST - curve.size - 2 * x.frac < LEADING:
+    room = x.session.ring.bits == 64 and LARGEST - curve.size - 2 * x.frac >= LEADING
+    if not room or "piecewise" not in x.session.protocol.primitives:
         return False
     return x.proto.takes_keys(x.numel(), pieces_of(curve, x, frac).shape, other, *facts)
 
@@ -93,7 +94,7 @@ def _integers(middle: float, piece: tuple[float, float, float], own: int, total:
 def evaluate(curve: Curve, x: Fixed, frac: int) -> Fixed:
     """The curve at x, of the shape of x, with `frac` fractional bits (those of x, if the curve is linear above).
 
-    2 rounds; bytes: `piecewise` in protocols/prices.py. Error: the curve's and
+    2 rounds; bytes: `piecewise_price`. Error: the curve's and
     the rounding of the result. Raises UnsupportedOp under a protocol without comparison keys.
     """
     made = x.proto.piecewise(x.restore_high_bits().share, pieces_of(curve, x, frac))

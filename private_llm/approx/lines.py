@@ -178,7 +178,7 @@ def takes_lines(x: Fixed, count: int, lines: Lines | WideLines, other: Callable[
 def power_by_lines(x: Fixed, lines: Lines | WideLines) -> Fixed:
     """gain * x^exponent in the range of `lines`, of the shape of x, with `lines.frac` fractional bits.
 
-    2 rounds; bytes: `piecewise` in protocols/prices.py. Relative error 7e-5 (1/x) or 5e-5, 2^-frac absolute, half to
+    2 rounds; bytes: `piecewise_price`. Relative error 7e-5 (1/x) or 5e-5, 2^-frac absolute, half to
     all of the relative precision of x, and x 2^(own - total) / 180 absolute, by which slopes are rounded (2^-26 for 1/x
     at 2^16 with 24 bits, there a relative 7e-4). Below the range the first line goes on, so the result is too small,
     not garbage. Of `WideLines` 3 rounds; a truncation, and `piecewise` for two elements each; relative error 1e-4 and

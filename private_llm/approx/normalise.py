@@ -23,9 +23,8 @@ from private_llm.approx.lines import Lines, power_by_lines, takes_lines
 from private_llm.approx.tables import RECIPROCAL, RSQRT
 from private_llm.errors import DomainError
 from private_llm.net.ledger import Cost
-from private_llm.protocols.arithmetic import BitWidths
 from private_llm.protocols.prices import Prices
-from private_llm.protocols.share import BitShare
+from private_llm.protocols.share import BitShare, BitWidths
 from private_llm.ring.ring import Ring
 from private_llm.tensor.fixed import Fixed, narrows
 
@@ -83,7 +82,7 @@ def power(
     4), 2 for y, 2 for the cubic, 1 for step 4 and 1 more if `frac` makes it truncate; 2 by comparison keys (lines.py),
     with a relative error of 6e-5. Raises DomainError for an empty range, one too wide for x, or a 32-bit ring.
     """
-    if x.session.protocol.has_keys and 0 < low < high:
+    if "piecewise" in x.session.protocol.primitives and 0 < low < high:
         plan = _plan(cells, cubic, low, high, gain, cells.bits + math.ceil(math.log2(high)))
         lines = Lines(cubic.power, x.frac, low, high, Y_BITS + plan.factor_bits if frac is None else frac, gain)
         if takes_lines(x, x.numel(), lines, price, x.session.ring, x.frac, x.numel(), cells, low, high):

@@ -124,7 +124,7 @@ def lines_of(x: Fixed, eps: float, square: int, centred: bool = False) -> Lines 
 
     Rows are then squared with `line_bits`, and sums reach down to 2^-REACH of the ring's largest. Local and public.
     """
-    if not x.session.protocol.has_keys or not x.numel():
+    if "piecewise" not in x.session.protocol.primitives or not x.numel():
         return None
     rows, found = x.numel() // x.shape[-1], _lines(x.frac, x.shape[-1], eps, square, centred)
     if found is None:

@@ -107,10 +107,10 @@ def chosen_below(
     """sum over k of [x < threshold_k] (weights_k x + constants_k), in the shape of x; span: as `exact_span`.
 
     One comparison and one injection, 5 or 4 rounds, or comparison keys, 1 round, where `PrivateConfig.adder` says so.
-    Bytes of both: protocols/prices.py. Raises DomainError as `Fixed.less_than` and `Fixed.select`.
+    Bytes of both: their prices. Raises DomainError as `Fixed.less_than` and `Fixed.select`.
     """
     bits, low = span
-    if not x.session.protocol.has_keys:
+    if "piecewise" not in x.session.protocol.primitives:
         return x.select(x.less_than(thresholds, bits, low), weights, constants)
     shape = PiecesShape(len(thresholds), 1, bits, low)
     count, rows, ring = x.numel(), len(thresholds), x.session.ring

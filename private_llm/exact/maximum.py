@@ -67,7 +67,7 @@ def maximum_ragged(x: Fixed, rows: Rows, coarse: bool = False) -> Fixed:
     rows.check(x)
     if coarse and is_cut(x):
         return _restored(maximum_ragged(_cut(x), rows), x)
-    keys = x.session.protocol.has_keys
+    keys = "piecewise" in x.session.protocol.primitives
     part = x.share.parts[0]
     for level in rows.numbers(part.device).tournament:
         if keys and _FEWEST <= rows.longest <= _MOST:
@@ -91,7 +91,7 @@ def _square(x: Fixed, rows: Rows) -> Fixed:
 def is_cut(x: Fixed) -> bool:
     """Whether a coarse maximum of x is one of cut entries: not by comparison keys. Local and public."""
     protocol, ring = x.session.protocol, x.session.ring
-    possible = narrows(x.session) and not protocol.has_keys and x.frac >= CUT_BITS
+    possible = narrows(x.session) and "piecewise" not in protocol.primitives and x.frac >= CUT_BITS
     return possible and x.frac - CUT_BITS + _cut_width(x) <= (ring.bits if x.width is None else x.width)
 
 
@@ -124,7 +124,7 @@ def at_once(x: Fixed, coarse: bool) -> bool:
     Bytes are compared, too: rows are few where it is so.
     """
     width = x.shape[-1]
-    if not _FEWEST <= width <= _MOST or not x.session.protocol.has_keys or not x.numel():
+    if not _FEWEST <= width <= _MOST or "piecewise" not in x.session.protocol.primitives or not x.numel():
         return False
     rows, last = x.numel() // width, _chosen_shape(x)
     if last.bits > x.session.ring.bits:
@@ -236,7 +236,7 @@ def first_maximum(x: Fixed) -> tuple[Fixed, Fixed]:
 def _in_one_number(x: Fixed) -> bool:
     """Whether differences of values with their indices fit the ring, and levels may take a round. Public and local."""
     bits = x.frac + reach(x) + 2 + _index_bits(x.shape[-1])
-    return x.session.protocol.has_keys and x.shape[-1] > 1 and bits <= x.session.ring.bits - 2
+    return "piecewise" in x.session.protocol.primitives and x.shape[-1] > 1 and bits <= x.session.ring.bits - 2
 
 
 def _index_bits(width: int) -> int:

@@ -20,9 +20,9 @@ from typing import Literal
 from private_llm.kv_cache.policies.policy import ClusterShape
 from private_llm.net.ledger import Cost
 from private_llm.oblivious.chosen_rows import one_hot_cost, shuffled_cost
-from private_llm.protocols.arithmetic import BitWidths
 from private_llm.protocols.registry import Pricing
 from private_llm.protocols.session import Session
+from private_llm.protocols.share import BitWidths
 from private_llm.ranges import REACH
 
 Gather = Literal["scores", "shuffled-scores", "keys"]

@@ -336,7 +336,8 @@ def score_width(session: Session, alone: bool) -> int | None:
     scores, so that their calibrated range holds. Local and public.
     """
     protocol, known = session.protocol, session.exponent("score") if alone else None
-    if session.config.approximations != "ours" or not protocol.has_exponentials or protocol.has_keys:
+    by_circuits = "exponential" in protocol.primitives and "piecewise" not in protocol.primitives
+    if session.config.approximations != "ours" or not by_circuits:
         return None
     return session.frac + ROOM + (REACH if known is None else min(REACH, max(known, SHORTEST) + 1))
 

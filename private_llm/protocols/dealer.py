@@ -41,50 +41,27 @@ from torch import Tensor
 
 from private_llm.kernels.forms import BilinearForm
 from private_llm.net.ledger import Cost
-from private_llm.protocols.arithmetic import BitWidths, taking_part
 from private_llm.protocols.ends import PartySetup
-from private_llm.protocols.prices import Prices
-from private_llm.protocols.share import Moved, Permutation, Share, drawn, inverse, known
-from private_llm.protocols.trio.party import Trio
-from private_llm.protocols.trio.shuffle import Parts
+from private_llm.protocols.share import BitWidths, Moved, Permutation, Share, drawn, inverse, known, taking_part
+from private_llm.protocols.trio.arithmetic import TrioArithmetic
+from private_llm.protocols.trio.division import TrioParty
+from private_llm.protocols.trio.shuffle import Parts, TrioShuffles
 from private_llm.ring.ring import Ring
 
 
-class DealerPrices(Prices):
-    """What `dealer` sends and waits for where it differs from Trio; links from 0 are the dealer's."""
-
-    def remask(self, ring: Ring, *operands: int) -> Cost:
-        """Fresh masks for operands of these many elements: all of them each way, 1 round; nothing from the dealer."""
-        count = sum(operands) * ring.bytes
-        return Cost({(1, 2): count, (2, 1): count}, 1)
-
-    def permutation(self, size: int) -> Cost:
-        """One of the sub-permutations, 4 bytes an element, to party 2."""
-        return Cost({(0, 2): 4 * size})
-
-    def moved(self, size: int, undo: bool, left: int | None) -> Cost:
-        """Two elements before, two each way, the second of the `left` alone; 1 round (undone: 2)."""
-        online = size + (size if left is None else left)
-        return Cost({(0, 2): 2 * size, (1, 2): online, (2, 1): online}, 2 if undo else 1)
-
-
-dealer_prices = DealerPrices()
-
-
-class TwoPartyDealer(Trio):
-    """One endpoint of `dealer`: the dealer itself (0) or a computing party (1, 2).
-
-    A permutation's parts are (tau1, rho1, tau2, rho2, last).
-    """
+class DealerParty(TrioParty):
+    """One endpoint of `dealer`: the dealer itself (0) or a computing party (1, 2)."""
 
     name = "dealer"
     one_hot = True
 
-    prices = dealer_prices
 
-    def __init__(self, setup: PartySetup) -> None:
-        super().__init__(setup)
-        self.remask = setup.config.matmul == "remask"
+class DealerArithmetic(TrioArithmetic):
+    """Trio's arithmetic, with fresh masks for operands where `matmul="remask"` asks for them."""
+
+    def __init__(self, end: TrioParty, setup: PartySetup) -> None:
+        super().__init__(end, setup)
+        self._remask = setup.config.matmul == "remask"
 
     def mul(self, x: Share, y: Share, shift: int = 0, widths: BitWidths | None = None) -> Share:
         """As Trio's; with `remask` after |x| + |y| elements each way (|x| for a square of one share), 1 round."""
@@ -95,42 +72,56 @@ class TwoPartyDealer(Trio):
         widths: BitWidths | None = None,
     ) -> Share:  # fmt: skip
         """As `mul`, elements before broadcasting; of y only what the form reads counts."""
-        if self.remask:
+        if self._remask:
             form, y = taking_part(form, y)
             x, y = self._operands(x, y)
         return super().bilinear(form, x, y, shift, select, widths)
 
     def _operands(self, x: Share, y: Share) -> tuple[Share, Share]:
-        if not self.remask:
+        if not self._remask:
             return x, y
         held = [x] if x is y else [x, y]
         sizes = [share.numel() for share in held]
-        fresh = [self._draw(sum(sizes), which) for which in range(len(self._streams))]
+        fresh = [self._draw(sum(sizes), which) for which in range(len(self.end._streams))]
         if self.party == 0:
             parts = fresh
         else:
             (mine,) = fresh
             old = torch.cat([share.parts[1].reshape(-1) for share in held])
-            theirs = self.transport.exchange(3 - self.party, "remask", mine - old)
+            theirs = self.end.transport.exchange(3 - self.party, "remask", mine - old)
             parts = [torch.cat([share.parts[0].reshape(-1) for share in held]) + theirs, mine]
         pieces = zip(*(part.split(sizes) for part in parts), strict=True)
         made = [Share(tuple(p.view(share.shape) for p in piece)) for share, piece in zip(held, pieces, strict=True)]
         return made[0], made[-1]
 
-    # -- shuffles --------------------------------------------------------------------------------------------
+    @staticmethod
+    def remask_price(ring: Ring, *operands: int) -> Cost:
+        """Fresh masks for operands of these many elements: all of them each way, 1 round; nothing from the dealer."""
+        count = sum(operands) * ring.bytes
+        return Cost({(1, 2): count, (2, 1): count}, 1)
+
+
+class DealerShuffles(TrioShuffles):
+    """Oblivious shuffles; a permutation's parts are (tau1, rho1, tau2, rho2, last)."""
+
     def _order(self, size: int, blocks: int) -> tuple[Tensor | None, ...]:
         """4 bytes an element from the dealer to party 2."""
         if self.role == 0:
             tau1, rho1 = drawn(self._draw_words(size), blocks), drawn(self._draw_words(size), blocks)
             tau2 = drawn(self._draw_words(size, 1), blocks)
             rho2 = inverse(tau1)[tau2[rho1]]
-            self.transport.send(2, "permutation", rho2.to(torch.int32))
+            self.end.transport.send(2, "permutation", rho2.to(torch.int32))
             return tau1, rho1, tau2, rho2, None
         last = drawn(self._mutual_words(size), blocks)
         tau = drawn(self._draw_words(size), blocks)
         if self.role == 1:
             return tau, drawn(self._draw_words(size), blocks), None, None, last
-        return None, None, tau, self._from_helper("permutation", (size,), torch.int32).long(), last
+        return None, None, tau, self.end._from_helper("permutation", (size,), torch.int32).long(), last
+
+    @staticmethod
+    def permutation_price(size: int) -> Cost:
+        """One of the sub-permutations, 4 bytes an element, to party 2."""
+        return Cost({(0, 2): 4 * size})
 
     def _forth(self, parts: Parts, order: Permutation, kind: Moved) -> Parts:
         tau1, rho1, tau2, rho2, last = order.parts
@@ -155,7 +146,7 @@ class TwoPartyDealer(Trio):
             masks = kind.move(kind.move(kind.plus(*parts), first2), then1)
             z2 = kind.minus(kind.plus(shift, masks), z1)
             d2 = kind.minus(shift, kind.move(c1, then2))
-            self.transport.send(2, "shuffle", torch.stack([d2, z2]))
+            self.end.transport.send(2, "shuffle", torch.stack([d2, z2]))
             return self._last_masks(kind) if ends else (z1, z2)
         if self.role == 1:
             first, then = known(steps[0]), known(steps[1])
@@ -163,14 +154,22 @@ class TwoPartyDealer(Trio):
         else:
             first, then = known(steps[2]), known(steps[3])
             (c,) = self._some(kind, 1)
-            d, z = self._from_helper("shuffle", (2, *kind.shape), kind.dtype)
+            d, z = self.end._from_helper("shuffle", (2, *kind.shape), kind.dtype)
         message = kind.plus(kind.move(kind.plus(*parts), first), c)
         if not ends:
-            m = kind.plus(kind.move(self.transport.exchange(3 - self.role, "shuffle", message.contiguous()), then), d)
+            m = kind.plus(
+                kind.move(self.end.transport.exchange(3 - self.role, "shuffle", message.contiguous()), then), d
+            )
             return kind.minus(m, z), z
         own, y = self._ended(z, known(last), kind)
         both = torch.cat([message.reshape(-1), kind.minus(own, y).reshape(-1)])
-        both = self.transport.exchange(3 - self.role, "shuffle", both)
+        both = self.end.transport.exchange(3 - self.role, "shuffle", both)
         theirs, told = both.split_with_sizes([kind.count, kind.left.count])
         m = kind.move(kind.plus(kind.move(theirs.view(kind.shape), then), d), kind.end(known(last)))
         return kind.minus(kind.minus(m, own), told.view(kind.left.shape)), y
+
+    @staticmethod
+    def moved_price(size: int, undo: bool, left: int | None) -> Cost:
+        """Two elements before, two each way, the second of the `left` alone; 1 round (undone: 2)."""
+        online = size + (size if left is None else left)
+        return Cost({(0, 2): 2 * size, (1, 2): online, (2, 1): online}, 2 if undo else 1)

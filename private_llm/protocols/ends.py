@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Self
+from typing import NoReturn, Self
 
 import torch
 from torch import Tensor
@@ -45,11 +45,11 @@ class PartySetup:
 
     @property
     def exact(self) -> bool:
-        """Whether every division must be the floor (`ExactTruncation`)."""
+        """Whether every division must be the floor (`exact.exact`)."""
         return self.config.truncation == "exact"
 
 
-class PartyEnd(ABC):
+class PartyEnd:
     """What all protocols share. `party` is its number from 0, `ring` that of arithmetic shares.
 
     Whatever waits for a message raises TransportError if it does not come, or has another tag, size or dtype.
@@ -64,6 +64,9 @@ class PartyEnd(ABC):
     """Whether parties notice what one of them alters. Then they must compare what they were told to run, too: records
     of different runs differ, but one party alone may be the judge of records."""
 
+    runs_ahead = False
+    """Whether this is inside a `section`: the helping party may be ahead."""
+
     def __init__(self, party: int, transport: Transport, ring: Ring) -> None:
         self.party = party
         self.transport = transport
@@ -71,15 +74,14 @@ class PartyEnd(ABC):
         self.device: torch.device | str = "cpu"
         self.placed = False
 
+    def lacks(self, primitive: str, wanted: str = "another protocol") -> NoReturn:
+        """Raises UnsupportedOp for a primitive that this end does not have, with what has it."""
+        raise UnsupportedOp(f"{primitive}: protocol '{self.name}' has none here; want {wanted}")
+
     def on(self, device: torch.device | str) -> Self:
         """This end, drawing and receiving on `device` from now on: where the operands of the next operation lie."""
         self.device = device
         return self
-
-    @property
-    def runs_ahead(self) -> bool:
-        """Whether this is inside a `section`."""
-        return False
 
     def section(self, label: str, links: WrapLinks = lambda transport: transport) -> AbstractContextManager[None]:
         """Inside, masks are drawn apart (once for each `label`), over `links`: the helper may run ahead. Local.

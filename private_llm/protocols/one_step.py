@@ -309,7 +309,7 @@ class Waves:
     def first(self) -> int:
         """What the first evaluator adds to the sum: the constant, half of what is sent, less half a unit.
 
-        Half a unit makes up for the carry of masks (trio/party.py).
+        Half a unit makes up for the carry of masks (trio/one_step.py).
         """
         total = PUBLIC_BITS + self.most_secret
         return round(self.constant * (1 << total)) + (1 << (self.wide - 2)) - (1 << (self.shift - 1))

@@ -27,16 +27,19 @@ from torch import Tensor
 from private_llm.errors import DomainError
 from private_llm.kernels.forms import BilinearForm
 from private_llm.net.transport import CLIENT, Transport
-from private_llm.protocols.arithmetic import BitWidths
 from private_llm.protocols.ends import ClientEnd
-from private_llm.protocols.protocol import BitWeights, Protocol, check_injected, check_low
+from private_llm.protocols.protocol import Protocol
 from private_llm.protocols.share import (
     BitShare,
+    BitWeights,
+    BitWidths,
     Index,
     Moved,
     Permutation,
     Share,
     ShuffledBits,
+    check_injected,
+    check_low,
     cleartext,
     drawn,
     inverse,
@@ -198,7 +201,7 @@ class CheckedPlain(Plain):
 
     def expect_rows(self, what: str, x: Share, square: float) -> None:
         """Raises DomainError if a row's sum of squares, in squared ring elements, reaches `square`; x [.., width]."""
-        largest = float(self._operand(x).parts[0].double().square().sum(-1).max()) if x.numel() else 0.0
+        largest = float(self.check("an operand", x).parts[0].double().square().sum(-1).max()) if x.numel() else 0.0
         if not largest < square:
             self._refuse(what, largest, square, "a sum of squares")
 
@@ -211,9 +214,6 @@ class CheckedPlain(Plain):
             if not drift <= size / 2:  # a real number that overflowed is not a number in the worst case
                 self._refuse(what, float(real[0].abs().max()), size / 2, "a value")
         return Share((elements,))
-
-    def _operand(self, x: Share) -> Share:
-        return self.check("an operand", x)
 
     def _fits(self, what: str, exact: Tensor, shift: int) -> None:
         """Before a division by 2^shift."""
@@ -240,13 +240,13 @@ class CheckedPlain(Plain):
 
     # -- products ------------------------------------------------------------------------------------------
     def _quotient(self, what: str, made: Callable[..., Tensor], operands: Sequence[Share], shift: int) -> Share:
-        operands = [self._operand(x) for x in operands]
+        operands = [self.check("an operand", x) for x in operands]
         self._fits(what, made(*(x.parts[0].double() for x in operands)), shift)
         return _watched(super()._quotient(what, made, operands, shift))
 
     def bilinear_public(self, form: BilinearForm, x: Share, c: Tensor, shift: int = 0, left: bool = False) -> Share:
         """floor(B(x, c) / 2^shift), or of B(c, x); limits as `mul`."""
-        x = self._operand(x)
+        x = self.check("an operand", x)
         pair = (c.double(), x.parts[0].double()) if left else (x.parts[0].double(), c.double())
         self._fits(f"a {form.tag}", form.real(*pair), shift)
         return _watched(super().bilinear_public(form, x, c, shift, left))
@@ -257,7 +257,7 @@ class CheckedPlain(Plain):
 
         Raises DomainError, with the module's name, for others.
         """
-        x = self._operand(x)
+        x = self.check("an operand", x)
         value = x.parts[0].double()
         half = 2.0 ** ((bits or self.ring.bits) - 1)
         for offset in offsets if value.numel() else ():
@@ -274,7 +274,7 @@ class CheckedPlain(Plain):
 
     def a2b(self, x: Share, bits: int | None = None) -> BitShare:
         """Bits of two's complement. Raises DomainError if a local step before wrapped."""
-        return super().a2b(self._operand(x), bits)
+        return super().a2b(self.check("an operand", x), bits)
 
     # -- leaving and entering the sharing ----------------------------------------------------------------------
     def receive_input(self, shape: tuple[int, ...]) -> Share:
@@ -283,7 +283,7 @@ class CheckedPlain(Plain):
 
     def lookup(self, index: Index, table: Share | Tensor) -> Share:
         """Row selection. Raises DomainError if a shared table wrapped in a local step before."""
-        return _watched(super().lookup(index, table if isinstance(table, Tensor) else self._operand(table)))
+        return _watched(super().lookup(index, table if isinstance(table, Tensor) else self.check("an operand", table)))
 
     def reveal(self, pieces: Sequence[tuple[int, Share]]) -> None:
         """The values themselves. Raises DomainError if a local step before wrapped."""

@@ -1,28 +1,37 @@
 """The interface of every protocol, in ring elements; fixed-point meaning lives above, in `tensor`.
 
 All parties run the same calls in the same order (SPMD). Shapes, shifts, thresholds and coefficients are public; only
-`Share`, `BitShare` and `Index` contents are secret. Every protocol states the price of each primitive (prices.py),
-which the common test suite compares with the ledger.
+`Share`, `BitShare` and `Index` contents are secret. The price of each primitive stands beside it (`prices.Prices`); the
+common test suite compares it with the ledger.
 
-Bytes are over all links, preprocessing included, in the 64-bit ring, of bits for a count that fills whole words (64
-elements). Dealer's figures are trio's where nothing else is said; plain sends nothing.
+`shift=s` divides the exact result by 2^s (floor, plus at most one unit) and requires
+|result before division| < 2^(ring bits - 2), which only debug sessions check: beyond, results are garbage. `shift=0`
+divides nothing and wraps modulo 2^(ring bits). A shift outside 0 .. ring bits - 3 raises DomainError (plain: below 0).
+Shapes that do not broadcast raise torch's RuntimeError.
+
+Bytes are over all links, preprocessing included, in the 64-bit ring at s = 18, of bits for a count that fills whole
+words (64 elements); e is the bytes of an element (8 or 4). Dealer's figures are trio's where nothing else is said
+(`matmul="remask"`: dealer.py); plain sends nothing.
 """
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable, Hashable, Sequence
-from operator import xor
+from contextlib import AbstractContextManager, nullcontext
+from operator import add, neg, sub, xor
 
 from torch import Tensor
 
 from private_llm.errors import DomainError, UnsupportedOp
+from private_llm.kernels.forms import MATMUL, BilinearForm, Conv2d
 from private_llm.net.ledger import Cost
 from private_llm.net.transport import CLIENT
-from private_llm.protocols.arithmetic import Arithmetic
+from private_llm.protocols.ends import PartyEnd
 from private_llm.protocols.one_step import Exponential, Pieces, PiecesShape, Waves
 from private_llm.protocols.share import (
     BitShare,
+    BitWeights,
+    BitWidths,
     Index,
     Moved,
     Permutation,
@@ -33,55 +42,153 @@ from private_llm.protocols.share import (
     unpacked,
 )
 
-BitWeights = Sequence[int | Tensor]
-"""Public ring constants: one per bit row, each an int or a tensor of 1 or `count` elements (flattened)."""
 
-
-def check_injected(bits: BitShare, x: Share | None, weights: BitWeights, constants: BitWeights) -> None:
-    """Raise DomainError unless x has bits.count elements, and weights and constants are one for each row. Local."""
-    for given in (weights, constants):
-        if len(given) != bits.rows:
-            raise DomainError(f"inject: got {len(given)} constants for {bits.rows} bit rows; want one each")
-        sizes = {each.numel() for each in given if isinstance(each, Tensor)} - {1, bits.count}
-        if sizes:
-            raise DomainError(
-                f"inject: got constants of {min(sizes)} elements for {bits.count} bits; want as many, or 1"
-            )
-    if x is not None and x.numel() != bits.count:
-        raise DomainError(f"inject: got x of {x.numel()} elements for {bits.count} bits; want as many")
-
-
-def check_low(low: int | None, shift: int) -> None:
-    """Raise DomainError for a number of low bits that `inject` does not take. Local."""
-    if low is not None and (shift or not 1 <= low <= 63):
-        raise DomainError(f"inject: got low={low} with a shift of {shift}; want 1 to 63 low bits, and no shift")
-
-
-class Protocol(Arithmetic):
+class Protocol(PartyEnd):
     """One party's end of a protocol: arithmetic, bits, oblivious access, and the edges of the sharing.
 
-    Bits are shared bitwise, 64 elements a word (`BitShare`); a row of n bits is sent as ceil(n / 64) words. Indices are
-    the client's (`Index`); which rows are read shows in no message.
+    A protocol has a primitive if a class of it defines one, or if a family in its table does (`registry.Primitives`);
+    `primitives` has the names. All others raise UnsupportedOp. Bits are shared bitwise, 64 elements a word
+    (`BitShare`); a row of n bits is sent as ceil(n / 64) words. Indices are the client's (`Index`); which rows are read
+    shows in no message.
     """
 
-    has_keys = False
-    """Whether `takes_keys` may say yes: a quick look before anything is priced."""
+    primitives: frozenset[str] = frozenset()
+    """What this end computes in its own way. Callers ask for "local_truncate" (divisions then make use of `widths` in a
+    64-bit ring), "piecewise", "exponential" and "relu_minus_waves"; all other primitives are always there here."""
 
-    has_exponentials = False
-    """Whether `exponential` is there."""
-
-    has_waves = False
-    """Whether `relu_minus_waves` is there."""
+    divides_exactly = False
+    """Whether every division is the floor, never one unit more."""
 
     def __init_subclass__(cls) -> None:
-        """A primitive that only some protocols have is there where a class defines it."""
+        """What a class defines is there."""
         super().__init_subclass__()
-        cls.has_narrow = cls.local_truncate is not Protocol.local_truncate
-        cls.has_exponentials = cls.exponential is not Protocol.exponential
-        cls.has_waves = cls.relu_minus_waves is not Protocol.relu_minus_waves
+        cls.primitives = frozenset(name for name in _DECLARED if getattr(cls, name) is not getattr(Protocol, name))
+
+    def take(self, *families: object) -> None:
+        """Compute by these objects from now on, by all their methods that this interface has, bound once. Local."""
+        for family in families:
+            names = [name for name in _DECLARED if hasattr(type(family), name)]
+            vars(self).update({name: getattr(family, name) for name in names})
+            self.primitives |= {*names}
+
+    # -- arithmetic: sums are local; each product costs one finish of its output's size, whatever it sums over ------
+    def may_wrap(self) -> AbstractContextManager[None]:
+        """Around steps whose values may leave the ring, because what wrapped is multiplied by zero later on. Local.
+
+        Only debug sessions, which refuse every other wrap, do anything here.
+        """
+        return nullcontext()
+
+    def expect_rows(self, what: str, x: Share, square: float) -> None:
+        """State that rows of x [.., width] have sums of squares, in squared ring elements, below `square`. Local.
+
+        Debug sessions alone look: they raise DomainError, with `what` as the name of the value.
+        """
+
+    # -- local (no communication) ---------------------------------------------------------------------
+    def add(self, x: Share, y: Share) -> Share:
+        """x + y, broadcasting. Local."""
+        return Share(tuple(map(add, x.parts, y.parts)))
+
+    def sub(self, x: Share, y: Share) -> Share:
+        """x - y, broadcasting. Local."""
+        return Share(tuple(map(sub, x.parts, y.parts)))
+
+    def neg(self, x: Share) -> Share:
+        """-x, in the shape of x. Local."""
+        return x.map(neg)
+
+    def mul_public(self, x: Share, c: int | Tensor) -> Share:
+        """x times public ring constants (signed ints, or a tensor), broadcasting; nothing is divided. Local."""
+        return x.map(lambda part: part * c)
+
+    def add_public(self, x: Share, c: int | Tensor) -> Share:
+        """x plus public ring constants, broadcasting; an int is reduced modulo 2^(ring bits). Local."""
+        self.lacks("add_public")
+
+    def public(self, c: Tensor) -> Share:
+        """A share of public ring elements c (known to everybody), in the shape of c. Local."""
+        self.lacks("public")
+
+    # -- products ---------------------------------------------------------------------------------------
+    def truncate(self, x: Share, shift: int, widths: BitWidths | None = None) -> Share:
+        """floor(x / 2^shift), plus at most one unit, for |x| < 2^(ring bits - 2); the shape of x.
+
+        `shift=0` returns x, local. 1 round. Bytes an element: trio e + 3 s / 8 (14.75), quad 2 e + 5 s / 8 (27.25);
+        none under plain, which is exact. With `widths` (see `mul`) trio (r + 3 n) / 8, also for a shift of 0, which
+        makes more bits right. Raises DomainError for a shift outside the ring.
+        """
+        self.lacks("truncate")
+
+    def local_truncate(self, x: Share, shift: int) -> Share:
+        """x / 2^shift rounded to an integer that is less than two units away, modulo 2^(b - shift). Local.
+
+        b: how many of the lowest bits of x are right (all of the ring's, but for narrow results). The shape of x; what
+        is shared is right in its lowest b - shift bits alone. Raises UnsupportedOp under a protocol without it.
+        """
+        self.lacks("a local division", "trio or dealer")
+
+    def mul(self, x: Share, y: Share, shift: int = 0, widths: BitWidths | None = None) -> Share:
+        """Elementwise product x*y with broadcasting, divided by 2^shift; before a division |x*y| < 2^(ring bits - 2).
+
+        widths: k bits of x*y are right and r bits of the result wanted; nothing is promised of those above. Where the
+        protocol has `local_truncate` (trio and dealer, 64-bit ring) it takes 2 k + r + 3 n bits, n = max(0, r + shift
+        - k), and with n = 0 one round less, and x*y may be any number modulo 2^k; elsewhere, and without a shift,
+        nothing changes.
+
+        Bytes an output: trio 3 (e + s / 8) (30.75; 24 without shift), quad 5 (e + s / 8) (51.25; 40); 2 rounds, 1
+        without shift. Raises DomainError for a shift outside the ring.
+        """
+        self.lacks("mul")
+
+    def bilinear(
+        self, form: BilinearForm, x: Share, y: Share, shift: int = 0, select: Tensor | None = None,
+        widths: BitWidths | None = None,
+    ) -> Share:  # fmt: skip
+        """B(x, y) of a bilinear form, divided by 2^shift; rounds and bytes an output as `mul`, whatever it sums over.
+
+        With `select` (int64, flat positions in the output) only those outputs are made, as a 1-D share; nothing is sent
+        for the others. widths: as for `mul`. Raises DomainError for operands that do not fit the form, and as `mul`.
+        """
+        self.lacks("bilinear")
+
+    def matmul(
+        self, x: Share, y: Share, shift: int = 0, select: Tensor | None = None, widths: BitWidths | None = None
+    ) -> Share:  # fmt: skip
+        """torch.matmul of x [..., M, K] and y [..., K, N] to [..., M, N], divided by 2^shift.
+
+        `select`, `widths`, rounds, bytes and errors as `bilinear`.
+        """
+        return self.bilinear(MATMUL, x, y, shift, select, widths)
+
+    def conv2d(self, x: Share, w: Share, conv: Conv2d, shift: int = 0) -> Share:
+        """Convolution of x [B, C, H, W] with w [O, C / groups, kh, kw] to [B, O, H', W'], divided by 2^shift.
+
+        Rounds and bytes of one `mul` of the output's size; errors as `bilinear`.
+        """
+        return self.bilinear(conv, x, w, shift)
+
+    def bilinear_public(self, form: BilinearForm, x: Share, c: Tensor, shift: int = 0, left: bool = False) -> Share:
+        """B(x, c), or B(c, x) if `left`, for public ring elements c, divided by 2^shift: local but for a truncation.
+
+        The shape of the form's output. That is 1 round and the bytes of `truncate` on the outputs, or nothing if
+        `shift` is 0. Errors as `bilinear`.
+        """
+        made = x.map(lambda part: form.product(c, part) if left else form.product(part, c))
+        macs = form.macs(c.shape, x.shape) if left else form.macs(x.shape, c.shape)
+        self.ledger.add_macs(macs * len(x.parts))
+        return self.truncate(made, shift)
+
+    def poly(self, x: Share, coefficients: Sequence[int], shift: int = 0) -> Share:
+        """c0 + c1 x + c2 x^2 (+ c3 x^3) with public ring coefficients (degree 2 or 3), in one step, divided by 2^shift.
+
+        The shape of x. The exact value before division must stay below 2^(ring bits - 2). 2 rounds (1 without shift);
+        bytes an element in trio 38.75 for degree 2, 46.75 for degree 3, in quad 67.25 and 83.25. Raises DomainError for
+        another degree (plain takes any) and for a shift outside the ring.
+        """
+        self.lacks("poly")
 
     # -- comparisons, bits, and the way between bits and numbers -----------------------------------------------
-    @abstractmethod
     def msb(self, x: Share, offsets: Sequence[int] = (0,), bits: int | None = None, low: int = 0) -> BitShare:
         """Rows of sign bits: row k is [x + offsets[k] < 0], for x flattened; [len(offsets) rows, x.numel()].
 
@@ -91,8 +198,8 @@ class Protocol(Arithmetic):
         bits: 4 rounds, 24.1 and 43.5. Trio's ripple adder: 63 rounds, 31.6 bytes. Raises DomainError unless 2 <= b <=
         ring bits and 0 <= d <= b - 2 (trio, quad, dealer).
         """
+        self.lacks("msb")
 
-    @abstractmethod
     def inject(
         self, bits: BitShare, x: Share | None, weights: BitWeights, constants: BitWeights, shift: int = 0,
         low: int | None = None,
@@ -105,6 +212,7 @@ class Protocol(Arithmetic):
         and dealer send as many of each number (64-bit ring). Raises DomainError unless x has bits.count elements and
         weights and constants are one for each row, and for an impossible `low`.
         """
+        self.lacks("inject")
 
     def takes_keys(
         self, count: int, shape: PiecesShape, other: Callable[..., Cost], *facts: Hashable
@@ -130,7 +238,7 @@ class Protocol(Arithmetic):
         d) bytes of keys an element, and some 60 bytes. Errors: only the rounding of a shift. Raises DomainError for
         bits and low as `msb`, and UnsupportedOp without comparison keys (only trio and dealer have them).
         """
-        raise UnsupportedOp("comparison keys: this protocol has none; want trio or dealer, or another adder")
+        self.lacks("comparison keys", "trio or dealer, or another adder")
 
     def exponential(self, x: Share, keep: BitShare, plan: Exponential) -> Share:
         """bit_n * e^(x_n / 2^plan.frac), with TOTAL_BITS - plan.shift fractional bits, in the shape of x; 64-bit ring.
@@ -138,9 +246,9 @@ class Protocol(Arithmetic):
         Where the bit is 1, x / 2^plan.frac lies in [TOP - SPAN, TOP), -15 to 1; elsewhere x may be anything. Relative
         error 2^-15, absolute 2^-18 and one unit. 2 rounds; 65.75 bytes an element in trio with 24 fractional bits of
         the result. Raises DomainError in a 32-bit ring and unless keep is one row of as many bits, and UnsupportedOp
-        under a protocol without it (`has_exponentials`).
+        under a protocol without it.
         """
-        raise UnsupportedOp("exponentials in one step: this protocol has none; want trio or dealer")
+        self.lacks("exponentials in one step", "trio or dealer")
 
     def relu_minus_waves(self, x: Share, negative: BitShare, angle: Share, plan: Waves) -> Share:
         """(1 - bit_n) x_n less the sum of waves of angle_n, with `plan.frac` fractional bits, in the shape of x.
@@ -148,35 +256,34 @@ class Protocol(Arithmetic):
         Of angles the lowest plan.angle_bits bits count, of x plan.bits, and as many are right. 64-bit ring. Error of
         the sum: 2 units, and what its tables lose (`protocols.waves`). 2 rounds; bytes an element in trio: 4 bits / 8,
         2 wide / 8, and those of the waves' shares and of 2 (bits - narrow) bits. Raises DomainError in a 32-bit ring
-        and unless there are one row of bits and as many angles, and UnsupportedOp unless the protocol `has_waves`.
+        and unless there are one row of bits and as many angles, and UnsupportedOp under a protocol without it.
         """
-        raise UnsupportedOp("sums of waves: this protocol has none; want trio or dealer, without exact divisions")
+        self.lacks("sums of waves", "trio or dealer, without exact divisions")
 
     def xor(self, x: BitShare, y: BitShare) -> BitShare:
         """Bitwise exclusive or x ^ y, of equal rows and count, which nobody checks; as many rows. Local."""
         return BitShare(tuple(map(xor, x.parts, y.parts)), x.count)
 
-    @abstractmethod
     def invert(self, x: BitShare) -> BitShare:
         """Bitwise not, of the rows and count of x. Local."""
+        self.lacks("invert")
 
-    @abstractmethod
     def and_(self, x: BitShare, y: BitShare) -> BitShare:
         """Bitwise and x & y, row by row, of equal rows and count: 1 round; 3 bits a gate in trio, 5 in quad.
 
         Raises TransportError if parties were given different sizes.
         """
+        self.lacks("and_")
 
-    @abstractmethod
     def a2b(self, x: Share, bits: int | None = None) -> BitShare:
         """The `bits` lowest bits of x (flattened), default all: [bits rows, x.numel()], row i holds bit i of x.
 
         A ripple adder, whatever `PrivateConfig.adder` says: bits - 1 rounds (63); 31.6 bytes an element in trio, 55.4
         in quad, for 64 bits. Raises DomainError unless 2 <= bits <= ring bits (trio, quad, dealer).
         """
+        self.lacks("a2b")
 
     # -- rows of a table at indices that no party learns, and secret orders ------------------------------------
-    @abstractmethod
     def receive_index(self, count: int, domain: int) -> Index:
         """This party's hold on `count` indices in 0 .. domain-1 that the client shares right now.
 
@@ -184,8 +291,8 @@ class Protocol(Arithmetic):
         parties, quad 4 to each of four; as one-hot rows (dealer, preprocessed calls) 8 domain to each party that
         receives inputs; plain 8. No round is booked.
         """
+        self.lacks("receive_index")
 
-    @abstractmethod
     def lookup(self, index: Index, table: Share | Tensor) -> Share:
         """Rows of `table` [domain, D] at the secret indices: [count, D]. A plain table holds public ring elements.
 
@@ -193,6 +300,7 @@ class Protocol(Arithmetic):
         and 24. From one-hot rows a shared table costs the same, a public one nothing. Nothing is truncated. Raises
         DomainError for a table of another number of rows than the index's domain (not under plain).
         """
+        self.lacks("lookup")
 
     def permutation(self, size: int, *, reuse: bool = False, blocks: int = 1) -> Permutation:
         """A fresh, uniform permutation of `size` elements that no party knows. Local (dealer: 4 bytes an element).
@@ -205,13 +313,13 @@ class Protocol(Arithmetic):
             raise DomainError(f"permutation: got size {size} in {blocks} blocks; want at least 1, in equal blocks")
         return Permutation(size, self._order(size, blocks), reuse)
 
-    @abstractmethod
     def _order(self, size: int, blocks: int) -> tuple[Tensor | None, ...]:
         """This party's sub-permutations of a fresh secret permutation."""
+        self.lacks("order")
 
-    @abstractmethod
     def random_bits(self, rows: int, count: int) -> BitShare:
         """Uniform secret bits that no party knows (plain: in the clear): [rows, count]. Local."""
+        self.lacks("random_bits")
 
     def shuffle(self, x: Share, order: Permutation, undo: bool = False, places: Tensor | None = None) -> Share:
         """Rows of x [n, ...] in the secret order, under fresh masks; `undo` puts shuffled rows back. Comet, Protocol 1.
@@ -245,9 +353,9 @@ class Protocol(Arithmetic):
         """Parts of bits masked as those of elements are, under exclusive or; applied again, parts of bits."""
         return parts
 
-    @abstractmethod
     def _moved(self, parts: tuple[Tensor, ...], order: Permutation, kind: Moved, undo: bool) -> tuple[Tensor, ...]:
         """Parts of elements in a secret order, or back."""
+        self.lacks("moved")
 
     def open_shuffled(self, x: ShuffledBits) -> Tensor:
         """The bits in their secret order, to all parties: bool [rows, count].
@@ -265,18 +373,18 @@ class Protocol(Arithmetic):
         x.order.spend(x.bits.rows)
         return unpacked(self._opened(x), x.bits.count).bool()
 
-    @abstractmethod
     def _opened(self, x: ShuffledBits) -> Tensor:
         """The words that are opened."""
+        self.lacks("opened")
 
     # -- the edges of the sharing --------------------------------------------------------------------------------
-    @abstractmethod
     def receive_input(self, shape: tuple[int, ...]) -> Share:
         """This party's part of ring elements of `shape` that the client shares right now.
 
         From the client 8 bytes an element (4 in the 32-bit ring) to each of two parties (trio, dealer), three (quad) or
         one (plain). No round is booked. Raises TransportError if the client sends another shape.
         """
+        self.lacks("receive_input")
 
     def verify(self) -> None:
         """Make sure that no party has deviated so far; openings do it first. Raises ProtocolAbort.
@@ -284,7 +392,6 @@ class Protocol(Arithmetic):
         Semi-honest protocols do nothing. Quad: 35 bytes in all and 2 rounds, whatever was computed.
         """
 
-    @abstractmethod
     def reveal(self, pieces: Sequence[tuple[int, Share]]) -> None:
         """Send each endpoint outside the parties what it needs to open its piece; the parties learn nothing.
 
@@ -292,7 +399,12 @@ class Protocol(Arithmetic):
         an element (8 in the 32-bit ring; plain: half), no round; in quad 64 bytes a piece more, after one `verify` with
         its 2 rounds, which raises ProtocolAbort and sends nothing if a party deviated.
         """
+        self.lacks("reveal")
 
     def reveal_to_client(self, x: Share) -> None:
         """`reveal` of one value to the client: cost and errors as `reveal`."""
         self.reveal([(CLIENT, x)])
+
+
+_DECLARED = tuple(name for name, value in vars(Protocol).items() if callable(value) and not name.startswith("__"))
+"""What is a primitive, and the steps that this interface leaves to protocols."""

@@ -17,24 +17,27 @@ from private_llm.errors import ConfigError
 from private_llm.net.ledger import Cost
 from private_llm.net.transport import Transport
 from private_llm.protocol_facts import ProtocolFacts, add_facts, protocol_facts, protocol_names, remove_facts
-from private_llm.protocols.dealer import TwoPartyDealer, dealer_prices
+from private_llm.protocols.dealer import DealerArithmetic, DealerParty, DealerShuffles
 from private_llm.protocols.ends import ClientEnd, PartySetup
-from private_llm.protocols.exact import ExactTruncation
+from private_llm.protocols.exact import exact
 from private_llm.protocols.plain import CheckedPlain, Plain, PlainClient, open_plain
-from private_llm.protocols.prices import Adder, Prices, trio_prices
+from private_llm.protocols.prices import Adder, Prices
 from private_llm.protocols.protocol import Protocol
-from private_llm.protocols.quad.bits import Quad
+from private_llm.protocols.quad.arithmetic import QuadArithmetic
+from private_llm.protocols.quad.bits import QuadBits
 from private_llm.protocols.quad.client import QuadClient, open_quad, share_of
-from private_llm.protocols.quad.cost import quad_prices
+from private_llm.protocols.quad.records import QuadParty
+from private_llm.protocols.quad.shuffle import QuadShuffles
 from private_llm.protocols.share import Share, cleartext
+from private_llm.protocols.trio.arithmetic import TrioArithmetic
+from private_llm.protocols.trio.bits import TrioBits
 from private_llm.protocols.trio.client import TrioClient, open_trio
-from private_llm.protocols.trio.division import TrioDivision
-from private_llm.protocols.trio.party import Trio
+from private_llm.protocols.trio.division import Family, TrioDivision, TrioParty
+from private_llm.protocols.trio.one_step import ComparisonKeys, OneStep
+from private_llm.protocols.trio.shuffle import TrioShuffles
 from private_llm.ring.ring import Ring
 
 __all__ = ["PartySetup", "Pricing", "ProtocolSpec", "protocol_names", "protocol_spec", "register", "unregister"]
-
-MakesParty = Callable[[PartySetup], Protocol]
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,7 @@ class ProtocolSpec:
     """
 
     facts: ProtocolFacts
-    party: MakesParty
+    party: Callable[[PartySetup], Protocol]
     client: Callable[[Transport, Ring], ClientEnd]
     open: Callable[[Transport, Ring, tuple[int, ...]], Tensor]
     hold: Callable[[PrivateConfig, int, tuple[Tensor, ...], Tensor], Share]
@@ -91,9 +94,31 @@ def unregister(name: str) -> None:
     del _SPECS[name]
 
 
-def _either(usual: type[TrioDivision]) -> MakesParty:
-    exact: MakesParty = type(f"Exact{usual.__name__}", (ExactTruncation, usual), {})
-    return lambda setup: (exact if setup.exact else usual)(setup)
+class Primitives:
+    """The table of a protocol: what its parties are, and the families of primitives, with prices, that they compute by.
+
+    What it lists, the protocol has; what it lacks, the protocol does not have.
+    """
+
+    def __init__(self, party: type[TrioParty], *families: type[Family]) -> None:
+        self.party, self.families = party, families
+        self.prices = Prices(party, *families)
+
+    def __call__(self, setup: PartySetup) -> TrioParty:
+        """One party's end, with exact divisions if the setup asks for them; its primitives are bound here, once."""
+        end = self.party(setup)
+        end.prices = self.prices
+        taken = [each for each in self.families if each is not ComparisonKeys or setup.config.may_take_keys]
+        end.take(*(family(end, setup) for family in taken))
+        return exact(end) if setup.exact else end
+
+
+# Quad's arithmetic and bits are Trio's with a check (they inherit from those families), its shuffles are its own.
+TRIO = Primitives(TrioParty, TrioArithmetic, TrioDivision, TrioBits, TrioShuffles, ComparisonKeys, OneStep)
+DEALER = Primitives(DealerParty, DealerArithmetic, TrioDivision, TrioBits, DealerShuffles, ComparisonKeys, OneStep)
+QUAD = Primitives(QuadParty, QuadArithmetic, QuadBits, QuadShuffles)
+
+trio_prices, dealer_prices, quad_prices = TRIO.prices, DEALER.prices, QUAD.prices
 
 
 def _plain_party(setup: PartySetup) -> Plain:
@@ -109,18 +134,18 @@ _SPECS = {
     spec.facts.name: spec
     for spec in (
         ProtocolSpec(
-            protocol_facts("trio"), party=_either(Trio), client=TrioClient, open=open_trio,
-            hold=_masked_part_first, mask_holders=TrioClient.mask_holders, cost=trio_prices,
+            protocol_facts("trio"), party=TRIO, client=TrioClient, open=open_trio,
+            hold=_masked_part_first, mask_holders=TrioClient.mask_holders, cost=TRIO.prices,
         ),
         ProtocolSpec(
-            protocol_facts("quad"), party=_either(Quad), client=QuadClient, open=open_quad,
+            protocol_facts("quad"), party=QUAD, client=QuadClient, open=open_quad,
             hold=lambda config, party, masks, part: share_of(party, masks, part),
-            mask_holders=QuadClient.mask_holders, cost=quad_prices,
+            mask_holders=QuadClient.mask_holders, cost=QUAD.prices,
         ),
         ProtocolSpec(
-            protocol_facts("dealer"), party=_either(TwoPartyDealer),
+            protocol_facts("dealer"), party=DEALER,
             client=partial(TrioClient, one_hot=True), open=open_trio, hold=_masked_part_first,
-            mask_holders=TrioClient.mask_holders, cost=dealer_prices,
+            mask_holders=TrioClient.mask_holders, cost=DEALER.prices,
         ),
         ProtocolSpec(
             protocol_facts("plain"), party=_plain_party, client=PlainClient, open=open_plain,
@@ -149,7 +174,8 @@ class Pricing:
     @classmethod
     def of(cls, config: PrivateConfig) -> Pricing:
         """Of a configuration; trio's prices for a protocol that states none, so that `plain` runs what trio runs."""
-        return cls(protocol_spec(config.protocol).cost or trio_prices, Ring(config.ring), Adder.of(config))
+        adder = Adder(config.adder, config.bandwidth_mbit, config.latency_ms)
+        return cls(protocol_spec(config.protocol).cost or TRIO.prices, Ring(config.ring), adder)
 
     def comparison(self, count: int, bits: int, thresholds: int = 1) -> Cost:
         """`msb` of `count` elements of `bits` bits, by the adder that it will choose."""

@@ -165,7 +165,7 @@ def _end(setup: PartySetup) -> Protocol:
     if setup.exact and not end.divides_exactly:
         raise ConfigError(
             f"truncation: got 'exact'; protocol {end.name!r} gives the floor or one unit more: want 'unit', or an end "
-            "that inherits protocols.exact.ExactTruncation, too"
+            "made exact (protocols.exact.exact)"
         )
     if setup.config.debug_ranges and not setup.counting and not isinstance(end, CheckedPlain):
         raise ConfigError(

@@ -1,4 +1,5 @@
-"""What one party holds: of secret values ring components (`Share`) and bitsliced words (`BitShare`), and secret orders.
+"""What one party holds: of secret values ring components (`Share`) and bitsliced words (`BitShare`), and secret orders;
+and public facts of what is computed with them.
 
 `p` stands for pi(x)[i] = x[p[i]], so the permutation p after q is q[p]. A secret permutation is a product of
 sub-permutations; a party holds those that it knows, and None for the others.
@@ -6,7 +7,7 @@ sub-permutations; a party holds those that it knows, and None for the others.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -14,7 +15,9 @@ import torch
 from torch import Tensor
 
 from private_llm.errors import DomainError, ProtocolAbort
+from private_llm.kernels.forms import BilinearForm
 from private_llm.kernels.trace_hook import as_array
+from private_llm.ring.ring import Ring
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +106,67 @@ def cleartext(elements: Tensor, watched: bool = False) -> Share:
 def words_for(count: int) -> int:
     """64-bit words that hold one bit per element: ceil(count / 64)."""
     return (count + 63) // 64
+
+
+# -- public facts of arithmetic ----------------------------------------------------------------------------------------
+BitWeights = Sequence[int | Tensor]
+"""Public ring constants: one per bit row, each an int or a tensor of 1 or `count` elements (flattened)."""
+
+
+@dataclass(frozen=True, slots=True)
+class BitWidths:
+    """How many of the lowest bits are right of x, which they hold: |x| < 2^(given-2), and are wanted of x / 2^shift.
+
+    Of a product x*y k bits are right, and |x*y| < 2^(k-2); of the quotient r bits are wanted. Under trio and dealer k
+    bits are then opened instead of the ring's, and r bits are shared. Which r is enough is told by who reads the
+    result: a product below 2^(k-2) again wants k bits of its factors. Where no more than given - shift bits are wanted,
+    x may be any number modulo 2^given.
+    """
+
+    valid_in: int
+    needed_out: int
+
+    def fields(self, shift: int) -> int:
+        """Bits above those that a division leaves right by itself: with none, its second exchange goes."""
+        return max(0, self.needed_out - self.valid_in + shift)
+
+    def check(self, ring: Ring, shift: int) -> None:
+        """Raise DomainError for bits that the ring does not have, and for a shift that leaves none."""
+        valid, needed, bits = self.valid_in, self.needed_out, ring.bits
+        if not (0 <= shift <= valid - 3 and 3 <= valid <= bits and 1 <= needed <= bits):
+            raise DomainError(
+                f"bit widths: got a division by 2^{shift} of {valid} bits of which {needed} are needed; want a shift "
+                f"from 0 to the valid bits less 3, and at most the {bits} bits of the ring"
+            )
+
+
+def taking_part(form: BilinearForm, y: Share) -> tuple[BilinearForm, Share]:
+    """B and what it reads of y: for protocols that mask, or add up, whole operands. Local; copies if B reads a part."""
+    narrowed = form.narrowed()
+    if narrowed is None:
+        return form, y
+    smaller, take = narrowed
+    return smaller, y.map(take)
+
+
+def check_injected(bits: BitShare, x: Share | None, weights: BitWeights, constants: BitWeights) -> None:
+    """Raise DomainError unless x has bits.count elements, and weights and constants are one for each row. Local."""
+    for given in (weights, constants):
+        if len(given) != bits.rows:
+            raise DomainError(f"inject: got {len(given)} constants for {bits.rows} bit rows; want one each")
+        sizes = {each.numel() for each in given if isinstance(each, Tensor)} - {1, bits.count}
+        if sizes:
+            raise DomainError(
+                f"inject: got constants of {min(sizes)} elements for {bits.count} bits; want as many, or 1"
+            )
+    if x is not None and x.numel() != bits.count:
+        raise DomainError(f"inject: got x of {x.numel()} elements for {bits.count} bits; want as many")
+
+
+def check_low(low: int | None, shift: int) -> None:
+    """Raise DomainError for a number of low bits that `inject` does not take. Local."""
+    if low is not None and (shift or not 1 <= low <= 63):
+        raise DomainError(f"inject: got low={low} with a shift of {shift}; want 1 to 63 low bits, and no shift")
 
 
 # -- secret orders -----------------------------------------------------------------------------------------------------

@@ -18,12 +18,11 @@ from torch import Tensor
 from private_llm.errors import DomainError
 from private_llm.kernels.forms import MATMUL
 from private_llm.net.ledger import Cost
-from private_llm.protocols.arithmetic import BitWidths
 from private_llm.protocols.one_step import Pieces, PiecesShape
 from private_llm.protocols.prices import Prices
 from private_llm.protocols.protocol import Protocol
 from private_llm.protocols.session import Session
-from private_llm.protocols.share import BitShare, Share
+from private_llm.protocols.share import BitShare, BitWidths, Share
 from private_llm.ranges import Ranges
 from private_llm.ring.ring import Ring
 
@@ -41,9 +40,9 @@ READ_BITS = 16
 class Fixed:
     """A secret real tensor: value = ring element / 2^frac. All methods are local unless they say otherwise.
 
-    Bytes and rounds: trio, 64-bit ring, 18 fractional bits (`PrivateConfig.frac_bits`); for others the formulas are in
-    protocols/prices.py. Before a truncation |ring element| < 2^(ring bits - 2); beyond is garbage, which debug sessions
-    find.
+    Bytes and rounds: trio, 64-bit ring, 18 fractional bits (`PrivateConfig.frac_bits`); formulas for others stand
+    beside the primitives. Before a truncation |ring element| < 2^(ring bits - 2); beyond is garbage, which debug
+    sessions find.
 
     width: how many of the ring's lowest bits are right, where others are not (products with `width`); None: all are.
     The value fits them: |ring element| < 2^(width-2). It goes along with what is made of the value: sums, products with
@@ -323,7 +322,7 @@ class Fixed:
 
 def narrows(session: Session) -> bool:
     """Whether this protocol's products may leave bits that nobody reads: trio and dealer, 64-bit ring. Public."""
-    return session.protocol.has_narrow and session.ring.bits == 64
+    return "local_truncate" in session.protocol.primitives and session.ring.bits == 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -370,7 +369,8 @@ def fewest_frac(session: Session) -> int:
 
 def _reads_less(session: Session) -> bool:
     """Whether results that products alone read may have fewer bits here. Public."""
-    return narrows(session) and not session.protocol.has_keys and session.config.approximations == "ours"
+    by_circuits = "piecewise" not in session.protocol.primitives
+    return by_circuits and narrows(session) and session.config.approximations == "ours"
 
 
 def _product(x: Fixed, share: Share, frac: int, y: Fixed, widths: BitWidths | None) -> Fixed:

@@ -72,8 +72,8 @@ Chosen by: adder='keys', or adder='auto' with bandwidth_mbit, under protocol='tr
   keys, with errors of the same size; a row whose mean square lies below 2^-13, and below 2^-24 of the largest that its
   norm has room for, comes out too small
 Source: Boyle et al. (Eurocrypt 2021), figure 1 and section 3, with Trio's masks in place of the dealer's;
-  private_llm/ring/comparison_keys.py, private_llm/protocols/trio/party.py. Tests look at what receivers see. A helper
-  that sends false keys is beyond semi-honest protocols: quad has none therefore
+  private_llm/ring/comparison_keys.py, private_llm/protocols/trio/one_step.py. Tests look at what receivers see. A
+  helper that sends false keys is beyond semi-honest protocols: quad has none therefore
 """)
 
 RANGES = threat("""ranges of modules, and their check (shortcut)

@@ -32,9 +32,9 @@ from private_llm_cli.commands.plot import load_pyplot
 from torch import Tensor
 
 from private_llm.net.ledger import Cost
-from private_llm.protocols.dealer import dealer_prices as dealer
 from private_llm.protocols.prices import Prices
-from private_llm.protocols.prices import trio_prices as trio
+from private_llm.protocols.registry import dealer_prices as dealer
+from private_llm.protocols.registry import trio_prices as trio
 from private_llm.ring.ring import RING64
 
 FRAC = 18

@@ -15,7 +15,7 @@ from private_llm.approx.bump import Fitted, waves_of
 from private_llm.exact import comparisons
 from private_llm.net.ledger import Cost
 from private_llm.protocols.one_step import TOTAL_BITS
-from private_llm.protocols.prices import trio_prices as cost
+from private_llm.protocols.registry import trio_prices as cost
 from private_llm.ring.ring import Ring
 from private_llm.tensor.fixed import Fixed
 from tests.approx.tables import noise_units

@@ -9,7 +9,7 @@ from private_llm.approx.chain import Chain, Form, Step, evaluate
 from private_llm.config import PrivateConfig
 from private_llm.errors import DomainError
 from private_llm.net.ledger import Cost
-from private_llm.protocols.prices import trio_prices as cost
+from private_llm.protocols.registry import trio_prices as cost
 from private_llm.ring.ring import Ring
 from tests.harness import PLAIN, TRIO, run_meta, run_parties
 

@@ -8,7 +8,7 @@ import torch
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError, DomainError
 from private_llm.exact.comparisons import relu
-from private_llm.protocols.prices import trio_prices as cost
+from private_llm.protocols.registry import trio_prices as cost
 from private_llm.protocols.session import Session
 from private_llm.ring.ring import Ring
 from private_llm.tensor.fixed import Fixed

@@ -15,9 +15,9 @@ from private_llm.config import PrivateConfig
 from private_llm.errors import DomainError
 from private_llm.exact.ragged_rows import Rows
 from private_llm.net.ledger import Cost
-from private_llm.protocols.arithmetic import BitWidths
 from private_llm.protocols.one_step import TOTAL_BITS
-from private_llm.protocols.prices import trio_prices as cost
+from private_llm.protocols.registry import trio_prices as cost
+from private_llm.protocols.share import BitWidths
 from private_llm.ring.ring import Ring
 from tests.harness import PLAIN, TRIO, run_meta, run_parties
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from private_llm.approx.lines import WideLines, octaves_apart, power_by_lines
 from private_llm.approx.norms import layer_norm, rms_norm
 from private_llm.config import PrivateConfig
-from private_llm.protocols.prices import trio_prices as cost
+from private_llm.protocols.registry import trio_prices as cost
 from private_llm.protocols.session import Session
 from private_llm.ring.ring import Ring
 from private_llm.tensor.fixed import Fixed

@@ -14,7 +14,7 @@ from private_llm.exact.comparisons import comparing
 from private_llm.exact.maximum import argmax, first_maximum, is_cut, maximum, maximum_ragged
 from private_llm.exact.ragged_rows import Rows
 from private_llm.net.ledger import Cost
-from private_llm.protocols.prices import trio_prices as cost
+from private_llm.protocols.registry import trio_prices as cost
 from private_llm.protocols.session import Session, meta_session
 from private_llm.protocols.share import Share
 from private_llm.ranges import Ranges

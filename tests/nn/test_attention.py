@@ -21,7 +21,7 @@ from private_llm.exact.ragged_rows import Rows
 from private_llm.net.ledger import Cost
 from private_llm.nn.attention import AttentionQuery, Pattern, _attended, attend, attend_and_weigh, pattern_of
 from private_llm.nn.padded_keys import padded_length, repeats
-from private_llm.protocols.prices import trio_prices as cost
+from private_llm.protocols.registry import trio_prices as cost
 from private_llm.protocols.session import Session, meta_session
 from private_llm.protocols.share import Share
 from private_llm.ranges import Ranges

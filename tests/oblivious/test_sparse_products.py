@@ -22,7 +22,7 @@ from private_llm.oblivious.sparse_products import (
     sparse_output_product,
     strips,
 )
-from private_llm.protocols.dealer import dealer_prices as dealer_cost
+from private_llm.protocols.registry import dealer_prices as dealer_cost
 from private_llm.protocols.registry import protocol_names
 from private_llm.protocols.session import Session
 from private_llm.ring.ring import RING64

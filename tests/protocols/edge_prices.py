@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from private_llm.net.ledger import Cost
 from private_llm.net.transport import CLIENT
-from private_llm.protocols.dealer import dealer_prices
-from private_llm.protocols.prices import trio_prices
 from private_llm.protocols.quad.client import DIGEST_BYTES
-from private_llm.protocols.quad.cost import quad_prices
+from private_llm.protocols.registry import dealer_prices, quad_prices, trio_prices
 from private_llm.ring.dpf import key_words
 from private_llm.ring.ring import Ring
 

@@ -9,7 +9,7 @@ from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError
 from private_llm.net.ledger import Cost
 from private_llm.protocols.prices import Adder
-from private_llm.protocols.prices import trio_prices as cost
+from private_llm.protocols.registry import trio_prices as cost
 from private_llm.ring.ring import Ring
 from tests.protocols.parties import ring_values, run_ring
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from private_llm.config import PrivateConfig
-from private_llm.errors import ConfigError
+from private_llm.errors import ConfigError, UnsupportedOp
 from private_llm.kernels.forms import Conv2d
 from private_llm.net.ledger import merge
 from private_llm.protocols import session as session_module
@@ -112,5 +112,8 @@ def test_exact_divisions_add_no_primitive_and_leave_out_what_rounds_by_masks(pro
     usual = meta_session(PrivateConfig(protocol=protocol), 0).protocol
     exact = meta_session(PrivateConfig(protocol=protocol, truncation="exact"), 0).protocol
     has = protocol != "quad"
-    assert (usual.has_exponentials, usual.has_waves, usual.has_narrow) == (has, has, has)
-    assert (exact.has_exponentials, exact.has_waves, exact.has_narrow) == (has, False, False)
+    names = ("exponential", "relu_minus_waves", "local_truncate")
+    assert [name in usual.primitives for name in names] == [has, has, has]
+    assert [name in exact.primitives for name in names] == [has, False, False]
+    with pytest.raises(UnsupportedOp, match="a local division: protocol"):
+        exact.local_truncate(Share((torch.zeros(2, dtype=torch.int64),) * 2), 3)

@@ -12,8 +12,8 @@ from private_llm.config import PrivateConfig
 from private_llm.errors import DomainError, UnsupportedOp
 from private_llm.kernels.waves import public_factors, secret_numbers
 from private_llm.protocols.one_step import GIVEN_BITS, SPAN, TOP, TOTAL_BITS, Exponential
-from private_llm.protocols.prices import trio_prices as cost
 from private_llm.protocols.protocol import Protocol
+from private_llm.protocols.registry import trio_prices as cost
 from private_llm.protocols.session import meta_session
 from private_llm.protocols.share import Share
 from private_llm.ring.ring import RING64

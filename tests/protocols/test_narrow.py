@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from private_llm.errors import DomainError
-from private_llm.protocols.arithmetic import BitWidths
-from private_llm.protocols.prices import trio_prices as trio_cost
 from private_llm.protocols.protocol import Protocol
-from private_llm.protocols.share import Share
+from private_llm.protocols.registry import trio_prices as trio_cost
+from private_llm.protocols.share import BitWidths, Share
 from private_llm.ring.ring import Ring
 from tests.protocols.parties import ring_values, run_ring
 from tests.protocols.test_suite import check, config, prices

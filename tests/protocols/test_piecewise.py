@@ -12,8 +12,8 @@ from private_llm.errors import ConfigError, DomainError, UnsupportedOp
 from private_llm.net.ledger import Cost, merge
 from private_llm.protocols.one_step import Pieces, PiecesShape
 from private_llm.protocols.prices import Adder
-from private_llm.protocols.prices import trio_prices as cost
 from private_llm.protocols.protocol import Protocol
+from private_llm.protocols.registry import trio_prices as cost
 from private_llm.protocols.session import meta_session
 from private_llm.protocols.share import Share
 from private_llm.ring import comparison_keys
@@ -87,7 +87,7 @@ def test_shapes_stay_and_nothing_is_made_of_nothing() -> None:
 
 
 def test_many_thresholds_are_evaluated_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("private_llm.protocols.trio.party._POINTS", 64)
+    monkeypatch.setattr("private_llm.protocols.trio.one_step._POINTS", 64)
     x = ring_values(64, (50,), BITS - 1)
     run = run_ring(config(), [x], lambda p, a: stacked(p, a, pieces(2, (0,))), (1, 50))
     assert torch.equal(run.result, truth(x, pieces(2, (0,))))
@@ -96,7 +96,7 @@ def test_many_thresholds_are_evaluated_in_parts(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("protocol", ["trio", "dealer"])
 def test_keys_of_many_elements_come_in_parts(protocol: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """No message has more than so many keys, whatever the shape; bytes and rounds are the same."""
-    monkeypatch.setattr("private_llm.protocols.trio.party._KEYS", 16)
+    monkeypatch.setattr("private_llm.protocols.trio.one_step._KEYS", 16)
     x, made, tap = ring_values(64, (5, 10), BITS - 1), pieces(2, (0, 7)), Tap()
     run = run_ring(config(protocol), [x], lambda p, a: stacked(p, a, made), (2, 5, 10), wrap=tap)
     off = run.result - truth(x, made)
@@ -196,5 +196,5 @@ def test_the_network_decides() -> None:
     assert not chosen(Adder("auto", None, 20.0), 10)
     assert not chosen(Adder("prefix", 1000.0, 20.0), 10)
     assert chosen(Adder("keys"), 10**9)
-    assert Adder("keys").may_take_keys
-    assert not Adder("prefix", 1000.0).may_take_keys
+    assert PrivateConfig(adder="keys").may_take_keys
+    assert not PrivateConfig(adder="prefix", bandwidth_mbit=1000.0).may_take_keys

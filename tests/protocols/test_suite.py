@@ -10,9 +10,9 @@ from private_llm.errors import DomainError
 from private_llm.net.ledger import Cost
 from private_llm.net.transport import CLIENT, MetaTransport
 from private_llm.protocols.prices import Prices
-from private_llm.protocols.prices import trio_prices as trio_cost
 from private_llm.protocols.protocol import Protocol
 from private_llm.protocols.registry import protocol_names, protocol_spec
+from private_llm.protocols.registry import trio_prices as trio_cost
 from private_llm.protocols.session import client_end
 from private_llm.protocols.share import Share
 from private_llm.ring.ring import Ring

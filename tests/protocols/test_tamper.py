@@ -19,7 +19,7 @@ from private_llm.errors import PartyFailed, ProtocolAbort, TransportError
 from private_llm.kernels.forms import Conv2d
 from private_llm.net.transport import CLIENT
 from private_llm.protocols.protocol import Protocol
-from private_llm.protocols.quad.arithmetic import QuadArithmetic
+from private_llm.protocols.quad.records import QuadParty
 from private_llm.protocols.share import Share, ShuffledBits, owner_order
 from tests.protocols.cheating import Mislabels, Outcome, Program, Swaps, added, play, replaced, replayed
 from tests.protocols.parties import ring_values
@@ -324,13 +324,13 @@ def test_every_product_notices_every_lie() -> None:
 def test_a_lie_of_party_three_is_itself_the_difference_of_records(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """What party 0 records differs from what party 1 records by the very error, whatever it meets on its way."""
     records: dict[int, list[Tensor]] = {}
-    original = QuadArithmetic._confirm
+    original = QuadParty._confirm
 
-    def confirm(self: QuadArithmetic, value: Tensor) -> None:
+    def confirm(self: QuadParty, value: Tensor) -> None:
         records.setdefault(self.party, []).append(value.reshape(-1).clone())
         original(self, value)
 
-    monkeypatch.setattr(QuadArithmetic, "_confirm", confirm)
+    monkeypatch.setattr(QuadParty, "_confirm", confirm)
     reference = honest(case, 64)
     for number in [n for n in reference.steps(3, case.tags) if reference.sent(3)[n].peer == 0]:
         records.clear()

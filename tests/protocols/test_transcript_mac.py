@@ -14,9 +14,8 @@ from private_llm.config import PrivateConfig
 from private_llm.errors import ProtocolAbort, TransportError
 from private_llm.net.local import LocalMesh
 from private_llm.net.transport import CLIENT, Transport
-from private_llm.protocols.quad.bits import Quad
 from private_llm.protocols.quad.client import QuadClient, digest
-from private_llm.protocols.quad.records import GROUPS, TranscriptMac, as_tensor, meet_groups
+from private_llm.protocols.quad.records import GROUPS, QuadParty, TranscriptMac, as_tensor, meet_groups
 from private_llm.protocols.session import Session, join, join_as_client, meta_session
 from private_llm.protocols.weight_sharing import deal
 from private_llm.ring.prg import Seed
@@ -163,7 +162,7 @@ def test_there_is_one_verdict_and_it_does_not_say_what_differed(wrong: tuple[int
     reasons = {}
 
     def at_party(session: Session, links: Transport) -> None:
-        assert isinstance(session.protocol, Quad)
+        assert isinstance(session.protocol, QuadParty)
         try:
             session.protocol.verify()
         except ProtocolAbort as abort:

@@ -16,11 +16,10 @@ from torch import Tensor
 from private_llm.config import PrivateConfig
 from private_llm.net.local import LocalMesh
 from private_llm.net.transport import CLIENT, Transport
-from private_llm.protocols.arithmetic import BitWidths
 from private_llm.protocols.ends import ClientEnd
 from private_llm.protocols.protocol import Protocol
 from private_llm.protocols.session import Session, _meet
-from private_llm.protocols.share import Share
+from private_llm.protocols.share import BitWidths, Share
 from private_llm.ring.prg import Prg, Seed
 from tests.protocols.parties import run_ring
 from tests.recording import RecordingTransport

@@ -13,8 +13,8 @@ from private_llm.approx.tables import GELU_ERF, SILU
 from private_llm.config import PrivateConfig
 from private_llm.errors import DomainError, UnsupportedOp
 from private_llm.protocols.one_step import PUBLIC_BITS, TABLE_BITS, Wave, Waves, turns
-from private_llm.protocols.prices import trio_prices as cost
 from private_llm.protocols.protocol import Protocol
+from private_llm.protocols.registry import trio_prices as cost
 from private_llm.protocols.session import meta_session
 from private_llm.protocols.share import Share
 from private_llm.ring.ring import RING64

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from private_llm.config import PrivateConfig
 from private_llm.oblivious.sparse_products import sparse_input_product, sparse_output_product
-from private_llm.protocols.dealer import dealer_prices as dealer
+from private_llm.protocols.registry import dealer_prices as dealer
 from private_llm.ring.ring import RING64
 from tests.harness import run_parties
 

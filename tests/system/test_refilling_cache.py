@@ -16,7 +16,7 @@ from private_llm.errors import DomainError
 from private_llm.kv_cache.policies.policy import CacheFacts, SlidingWindow
 from private_llm.net.ledger import Cost
 from private_llm.nn.attention import attend
-from private_llm.protocols.dealer import dealer_prices as dealer_cost
+from private_llm.protocols.registry import dealer_prices as dealer_cost
 from private_llm.protocols.registry import protocol_names
 from private_llm.protocols.session import Session
 from private_llm.ring.ring import RING64

@@ -13,7 +13,7 @@ from torch import Tensor
 from private_llm.config import PrivateConfig
 from private_llm.errors import DomainError, UnsupportedOp
 from private_llm.net.ledger import Cost
-from private_llm.protocols.prices import trio_prices as cost
+from private_llm.protocols.registry import trio_prices as cost
 from private_llm.protocols.session import Session
 from private_llm.ring.ring import Ring
 from private_llm.tensor.fixed import Fixed

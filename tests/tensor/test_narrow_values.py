@@ -15,10 +15,9 @@ from private_llm.exact.maximum import concatenated
 from private_llm.exact.ragged_rows import Rows
 from private_llm.net.ledger import Cost
 from private_llm.nn.padded_keys import alike
-from private_llm.protocols.arithmetic import BitWidths
-from private_llm.protocols.prices import trio_prices as cost
+from private_llm.protocols.registry import trio_prices as cost
 from private_llm.protocols.session import Session, meta_session
-from private_llm.protocols.share import Share
+from private_llm.protocols.share import BitWidths, Share
 from private_llm.ranges import Ranges
 from private_llm.ring.ring import Ring
 from private_llm.tensor.fixed import READ_BITS, SEEN, Fixed, arithmetic, module_bits

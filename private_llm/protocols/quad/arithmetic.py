@@ -42,28 +42,39 @@ from private_llm.errors import ProtocolAbort
 from private_llm.kernels import ops
 from private_llm.kernels.forms import BilinearForm
 from private_llm.kernels.shapes import broadcast
+from private_llm.net.ledger import Cost
 from private_llm.net.transport import CLIENT
-from private_llm.protocols.arithmetic import BitWidths, taking_part
 from private_llm.protocols.quad.client import as_tensor, digest, unmask
-from private_llm.protocols.quad.records import QuadRecords
-from private_llm.protocols.share import Index, Share
-from private_llm.protocols.trio.arithmetic import powers
+from private_llm.protocols.quad.records import QuadParty
+from private_llm.protocols.share import BitWidths, Index, Share, taking_part
+from private_llm.protocols.trio.arithmetic import TrioArithmetic, powers
+from private_llm.protocols.trio.division import TrioDivision, TrioParty
+from private_llm.ring.ring import Ring
 
 
-class QuadArithmetic(QuadRecords):
-    """One party's arithmetic and its edges; shares have three parts. Bytes over all links: `quad/cost.py`.
+def main_run(cost: Cost) -> Cost:
+    """Trio's price with party 3 as the helper."""
+    return Cost({(3 if a == 0 else a, b): count for (a, b), count in cost.sent.items()}, cost.rounds)
 
-    A lie shows when `verify` compares records, before anything is opened. A party without its piece of a product or of
-    a check, which would be a bug here, raises ProtocolAbort.
+
+def mirrored(cost: Cost) -> Cost:
+    """Trio's price and its check: what the helper sends party 2 tells party 0, and what an evaluator opens party 3."""
+    return main_run(cost) + Cost({(2, 0): cost.sent.get((0, 2), 0), (3, 0): cost.sent.get((1, 2), 0)})
+
+
+class QuadArithmetic(TrioArithmetic):
+    """One party's arithmetic and its edges; shares have three parts.
+
+    A party without its piece of a product or of a check, which would be a bug here, raises ProtocolAbort.
     """
 
-    same_inputs = True
+    end: QuadParty
     index_keys = 4
 
     # -- local ---------------------------------------------------------------------------------------------------
     def add_public(self, x: Share, c: int | Tensor) -> Share:
         """Parties 0, 1 and 2 add c to their masked component. Local."""
-        x, c = self._matched(x, c)
+        x, c = self.end._matched(x, c)
         a, b, third = x.parts
         if self.party == 0:
             return Share((a, b, third + c))
@@ -87,55 +98,65 @@ class QuadArithmetic(QuadRecords):
         """
         if shift:
             return self._finish_checked_shift(tag, shape, piece, mirror, shift, known)
-        main = self._finish(tag, shape, piece, 0, helped)
+        main = self.end._finish(tag, shape, piece, 0, helped)
         count = shape.numel()
         if self.party == 0:
-            part = self._piece(tag, (count,), self.ring.dtype) + _flat(mirror)
+            part = self.end._piece(tag, (count,), self.ring.dtype) + _flat(mirror)
             if helped:
-                part += self._told(tag, (count,), self.ring.dtype)
+                part += self.end._told(tag, (count,), self.ring.dtype)
             return self._with_part(main, part)
-        drawn = self._joint(2 * count if helped else count)
+        drawn = self.end._joint(2 * count if helped else count)
         u, t = drawn[:count], drawn[count:]
         if self.party == 3:
             message = _flat(mirror) + u
-            self._tell_piece(tag, message - t if helped else message)
+            self.end._tell_piece(tag, message - t if helped else message)
             return Share((*main.parts, u.view(shape)))
         if helped:
-            self._tell(tag, _flat(known) + t)
+            self.end._tell(tag, _flat(known) + t)
         return self._with_part(main, u)
+
+    @staticmethod
+    def finish_price(ring: Ring, count: int, shift: int, helped: bool) -> Cost:
+        """`_finish_checked` of `count` outputs: 5 (e + f bits) each in all; without shift and `helped` 3 e."""
+        return mirrored(TrioParty.finish_price(ring, count, shift, helped))
 
     def _with_part(self, main: Share, part: Tensor) -> Share:
         """The third component of parties 0, 1 and 2, with V recorded."""
         made = Share((*main.parts, part.view(main.shape)))
-        self._confirm(made.parts[0] + made.parts[1] + made.parts[2])
+        self.end._confirm(made.parts[0] + made.parts[1] + made.parts[2])
         return made
 
     def _finish_checked_shift(
         self, tag: str, shape: torch.Size, piece: Tensor | None, mirror: Tensor | None, shift: int, known: Tensor | None
     ) -> Share:  # fmt: skip
-        main, opened = self._finish_shifted(tag, shape, piece, shift)
+        main, opened = self.end._finish_shifted(tag, shape, piece, shift)
         count = shape.numel()
         if self.party == 0:
-            r, value = ops.check_opening(self._piece(tag, (count,), self.ring.dtype), _flat(mirror), _three(opened))
-            self._confirm(value)
+            r, value = ops.check_opening(self.end._piece(tag, (count,), self.ring.dtype), _flat(mirror), _three(opened))
+            self.end._confirm(value)
             return self._check_shift(tag, main, (r,), shift)
-        q = self._joint(count)
+        q = self.end._joint(count)
         if self.party == 3:
             q += _flat(mirror)
-            self._tell_piece(tag, q)
+            self.end._tell_piece(tag, q)
             return self._check_shift(tag, main, opened, shift)
         q += opened[0]
         if known is not None:
             q -= _flat(known)
-        self._confirm(q)
+        self.end._confirm(q)
         return self._check_shift(tag, main, opened, shift)
 
     def truncate(self, x: Share, shift: int, widths: BitWidths | None = None) -> Share:
         """X plays w and the mask R; 1 round, 2 elements and 5 f bits an element in all."""
         if not shift:
             return x
-        main, opened = self._truncate(x, shift)
+        main, opened = self.end._truncate(x, shift)
         return self._check_shift("truncate", main, opened if self.party else (opened[1] + opened[2],), shift)
+
+    @staticmethod
+    def truncate_price(ring: Ring, count: int, shift: int, widths: BitWidths | None = None) -> Cost:
+        """e + f bits to each of parties 2 and 0, f bits each way and from party 3 to 0; 1 round."""
+        return mirrored(TrioDivision.truncate_price(ring, count, shift))
 
     def _check_shift(self, tag: str, main: Share, opened: tuple[Tensor, ...], shift: int) -> Share:
         """The mirror of Trio's small exchange; `opened` is w at parties 1 and 2, R at party 0, its summands at 3.
@@ -146,20 +167,20 @@ class QuadArithmetic(QuadRecords):
         packed = ops.packed_words(count, shift)
         first, second = (half.view(-1) for half in main.parts)
         if self.party == 0:
-            beta, high = self._recv_mixed(self._told, tag, packed, count)
-            theirs = self._piece(tag, (packed,), torch.int64)
+            beta, high = self.end._recv_mixed(self.end._told, tag, packed, count)
+            theirs = self.end._piece(tag, (packed,), torch.int64)
             third, value = ops.check_part(opened[0], beta, theirs, high, first, second, shift)
-            self._confirm(value)
+            self.end._confirm(value)
             return Share((*main.parts, third.view(main.shape)))
-        (t2, t3), (t1,) = self._draw_mixed(packed, count, 2, -1, elements=1)
+        (t2, t3), (t1,) = self.end._draw_mixed(packed, count, 2, -1, elements=1)
         if self.party == 3:
             fields, u = ops.check_piece(_three(opened), t1, t2, t3, shift)
-            self._tell_piece(tag, fields)
+            self.end._tell_piece(tag, fields)
         else:
             u, high, beta, value = ops.check_told(opened[0], t1, t2, t3, first, second, shift)
-            for message in self._mixed(beta, high):
-                self._tell(tag, message)
-            self._confirm(value)
+            for message in self.end._mixed(beta, high):
+                self.end._tell(tag, message)
+            self.end._confirm(value)
         return Share((*main.parts, u.view(main.shape)))
 
     # -- products ------------------------------------------------------------------------------------------------
@@ -173,10 +194,15 @@ class QuadArithmetic(QuadRecords):
     ) -> Share:  # fmt: skip
         """As `mul`, of outputs. Local products: three at every party."""
         form, y = taking_part(form, y)  # parts are added up
-        self.ledger.add_macs(form.macs(x.shape, y.shape) * 3)
+        self.end.ledger.add_macs(form.macs(x.shape, y.shape) * 3)
         return self._multiply(form, x, y, shift, select)
 
     _table_product = bilinear
+
+    @staticmethod
+    def product_price(ring: Ring, count: int, shift: int, widths: BitWidths | None = None) -> Cost:
+        """One finish, whatever the widths."""
+        return QuadArithmetic.finish_price(ring, count, shift, helped=True)
 
     def _multiply(self, form: BilinearForm, x: Share, y: Share, shift: int, select: Tensor | None = None) -> Share:
         (x0, x1, x2), (y0, y1, y2) = x.parts, y.parts
@@ -205,28 +231,33 @@ class QuadArithmetic(QuadRecords):
         mirror = self._poly_mirror(x, coefficients)
         return self._finish_checked("poly", x.shape, piece, mirror, shift, helped=False)
 
+    @staticmethod
+    def poly_price(ring: Ring, count: int, degree: int, shift: int) -> Cost:
+        """degree - 1 elements to each of parties 2 and 0, then one finish."""
+        return mirrored(TrioArithmetic.poly_price(ring, count, degree, shift))
+
     def _poly_mirror(self, x: Share, coefficients: Sequence[int]) -> Tensor | None:
         extra, count = len(coefficients) - 2, x.numel()
         both, third = (x.parts[0] + x.parts[1]).reshape(-1), x.parts[2].reshape(-1)
         if self.role:
-            self._tell("poly", powers(-both, extra) - self._joint(extra * count))
+            self.end._tell("poly", powers(-both, extra) - self.end._joint(extra * count))
             return None
         if self.party == 0:
-            shares, mine = self._told("poly", (extra * count,), self.ring.dtype), -(both + third)
+            shares, mine = self.end._told("poly", (extra * count,), self.ring.dtype), -(both + third)
         else:
-            shares, mine = self._joint(extra * count), third
+            shares, mine = self.end._joint(extra * count), third
         return self._poly_terms(-both, mine, shares, coefficients, self.party == 0)
 
     # -- edges -----------------------------------------------------------------------------------------------------
     def receive_input(self, shape: tuple[int, ...]) -> Share:
         """V from the client to parties 0, 1 and 2, who record it; party 3 receives nothing."""
         count = torch.Size(shape).numel()
-        masks = [stream.elements(count, self.ring, self.device).view(shape) for stream in self._inputs]
+        masks = [stream.elements(count, self.ring, self.end.device).view(shape) for stream in self.end._inputs]
         if self.party == 3:
             return Share(tuple(masks))
-        value = self.transport.recv(CLIENT, "input", shape, self.ring.dtype)
-        self._confirm(value)
-        self._received = hashlib.blake2b(self._received.encode() + digest(value), digest_size=32).hexdigest()
+        value = self.end.transport.recv(CLIENT, "input", shape, self.ring.dtype)
+        self.end._confirm(value)
+        self.end._received = hashlib.blake2b(self.end._received.encode() + digest(value), digest_size=32).hexdigest()
         return unmask(self.party, value, masks)
 
     def lookup(self, index: Index, table: Share | Tensor) -> Share:
@@ -248,9 +279,9 @@ class QuadArithmetic(QuadRecords):
         """Pieces of the rows at parties 0 (keys a, V) and 3 (a, u), and the rest at 1 and 2 (u, V)."""
         if isinstance(table, Tensor):
             if self.role:
-                return torch.empty((keys[0].shape[0], table.shape[1]), dtype=self.ring.dtype, device=self.device)
+                return torch.empty((keys[0].shape[0], table.shape[1]), dtype=self.ring.dtype, device=self.end.device)
             return ops.ring_matmul(self._expanded(keys[:1], domain, 1 if self.party == 0 else 0)[0], table)
-        self.ledger.add_macs(2 * keys[0].shape[0] * table.numel())
+        self.end.ledger.add_macs(2 * keys[0].shape[0] * table.numel())
         ends = {0: (1, 0), 3: (0, 0)}.get(self.party, (1, 1))
         first, second = self._expanded(keys, domain, *ends)
         a, b, third = table.parts
@@ -266,15 +297,15 @@ class QuadArithmetic(QuadRecords):
 
         Party 3's is of masks alone; when it runs ahead the client gets it before there is data.
         """
-        self.verify()
+        self.end.verify()
         for endpoint, x in pieces:
             value = (x.parts[0] + x.parts[1]).contiguous()
-            if self._apart and self.party == 3:
-                self._digests.append(digest(value).hex())
+            if self.end.runs_ahead and self.party == 3:
+                self.end._digests.append(digest(value).hex())
             elif self.party in (0, 1):
-                self.transport.send(endpoint, "reveal", value)
+                self.end.transport.send(endpoint, "reveal", value)
             else:
-                self.transport.send(endpoint, "reveal digest", as_tensor(digest(value)))
+                self.end.transport.send(endpoint, "reveal digest", as_tensor(digest(value)))
 
 
 @dataclass(frozen=True)

@@ -31,15 +31,24 @@ import torch
 from torch import Tensor
 
 from private_llm.kernels import ops
-from private_llm.protocols.carry import CarryPlan
-from private_llm.protocols.protocol import BitWeights, check_low
-from private_llm.protocols.quad.shuffle import QuadShuffles
-from private_llm.protocols.share import BitShare, Share
-from private_llm.protocols.trio.bits import plan_sizes
+from private_llm.net.ledger import Cost
+from private_llm.protocols.carry import CarryPlan, carry_plan
+from private_llm.protocols.ends import PartySetup
+from private_llm.protocols.quad.arithmetic import QuadArithmetic, main_run, mirrored
+from private_llm.protocols.quad.records import QuadParty
+from private_llm.protocols.share import BitShare, BitWeights, Share, check_low, words_for
+from private_llm.protocols.trio.bits import TrioBits, plan_sizes
+from private_llm.ring.ring import Ring
 
 
-class Quad(QuadShuffles):
-    """One party of Quad: arithmetic, shuffles and bits, checked."""
+class QuadBits(TrioBits):
+    """One party's bits, checked."""
+
+    end: QuadParty
+
+    def __init__(self, end: QuadParty, setup: PartySetup) -> None:
+        super().__init__(end, setup)
+        self._arithmetic = QuadArithmetic(end, setup)
 
     # -- sign bits ------------------------------------------------------------------------------------------
     def _msb_prefix(self, x: Share, offsets: Sequence[int], width: int, low: int, plan: CarryPlan) -> BitShare:
@@ -53,6 +62,15 @@ class Quad(QuadShuffles):
         u = u.view(thresholds, -1)
         return BitShare((*out.parts, u ^ out.parts[0] ^ out.parts[1] if self.party == 0 else u), out.count)
 
+    @staticmethod
+    def msb_price(count: int, bits: int, thresholds: int = 1, low: int = 0) -> Cost:
+        """The mirror shares the monomials for every threshold, not once."""
+        plan = carry_plan(bits - 1 - low)
+        lanes = 8 * words_for(count) * thresholds
+        told = (plan.monomial_rows + plan.products + 1) * lanes
+        checked = Cost({(2, 0): told, (3, 0): plan.online_rows * lanes})
+        return main_run(TrioBits.msb_price(count, bits, thresholds, low)) + checked
+
     def _check_rows(self, plan: CarryPlan, lanes: int) -> tuple[int, int, int]:
         """Words of monomials and of all rows that party 2 tells, and of those that party 3 tells."""
         monomials = plan.monomial_rows * lanes
@@ -62,7 +80,7 @@ class Quad(QuadShuffles):
         """Parties 1 and 2: monomials of the bits of M, products of the opened bits, the top bit; returns u."""
         lanes = planes.shape[1]
         monomials, told, confirmed = self._check_rows(plan, lanes)
-        rows, u = self._joint_words(told + confirmed).split([told, confirmed])
+        rows, u = self.end._joint_words(told + confirmed).split([told, confirmed])
         top: Tensor = rows[told - lanes :] ^ u[confirmed - lanes :]
         ops.block_monomials(planes, low, plan_sizes(plan.blocks), rows[:monomials].view(-1, lanes))
         at, blocks = monomials, len(plan.blocks)
@@ -71,8 +89,8 @@ class Quad(QuadShuffles):
             ops.join_products(opened[level], plan_sizes(groups), blocks, rows[at:end].view(-1, lanes))
             at, blocks = end, len(groups)
         rows[at:].bitwise_xor_(planes[-1])
-        self._tell("msb", rows)
-        self._confirm(torch.cat([w.view(-1) for w in opened]) ^ u)
+        self.end._tell("msb", rows)
+        self.end._confirm(torch.cat([w.view(-1) for w in opened]) ^ u)
         return top
 
     def _msb_check_masks(self, s: Tensor, lam: Tensor, low: int, plan: CarryPlan) -> Tensor:
@@ -80,10 +98,10 @@ class Quad(QuadShuffles):
         lanes, first = s.shape[1], self.party == 0
         monomials, told, confirmed = self._check_rows(plan, lanes)
         if first:
-            rows = self._told("msb", (told,), torch.int64)
-            held = made = self._piece("msb", (confirmed,), torch.int64) ^ lam
+            rows = self.end._told("msb", (told,), torch.int64)
+            held = made = self.end._piece("msb", (confirmed,), torch.int64) ^ lam
         else:
-            rows, held = self._joint_words(told + confirmed).split([told, confirmed])
+            rows, held = self.end._joint_words(told + confirmed).split([told, confirmed])
             made = held.clone()
         count = plan.block_rows
         out = made[: count * lanes].view(-1, lanes)
@@ -97,9 +115,9 @@ class Quad(QuadShuffles):
             ops.join_carries(known, mine, products, plan_sizes(groups), blocks, first, out)
             blocks = len(groups)
         if first:
-            self._confirm(made)
+            self.end._confirm(made)
         else:
-            self._tell_piece("msb", made)
+            self.end._tell_piece("msb", made)
         return held[at:] ^ rows[told - lanes :]
 
     # -- bits known to two parties -----------------------------------------------------------------------------
@@ -108,10 +126,10 @@ class Quad(QuadShuffles):
         main = super()._share_known_bits(planes, rows, count)
         shape = tuple(main.parts[0].shape)
         if self.party == 0:
-            return BitShare((*main.parts, self._told("a2b", shape, torch.int64)), count)
-        u = self._joint_words(rows * shape[1]).view(shape)
+            return BitShare((*main.parts, self.end._told("a2b", shape, torch.int64)), count)
+        u = self.end._joint_words(rows * shape[1]).view(shape)
         if planes is not None:
-            self._tell("a2b", main.parts[0] ^ u)
+            self.end._tell("a2b", main.parts[0] ^ u)
         return BitShare((*main.parts, u), count)
 
     def _share_mask_bits(self, x: Share, width: int) -> BitShare:
@@ -119,6 +137,13 @@ class Quad(QuadShuffles):
         main = super()._share_mask_bits(x, width)
         zero = torch.zeros_like(main.parts[0])
         return BitShare((*main.parts, main.parts[0] ^ main.parts[1] if self.party == 0 else zero), main.count)
+
+    @classmethod
+    def msb_ripple_price(cls, count: int, bits: int, thresholds: int = 1, low: int = 0) -> Cost:
+        """`bits` mask bits to party 2, as many bits of M per threshold to party 0, then the gates."""
+        row = 8 * words_for(count)
+        shared = Cost({(3, 2): row * bits, (2, 0): row * bits * thresholds})
+        return shared + cls.gate_price(count, thresholds).times(bits - 1 - low)
 
     # -- gates ----------------------------------------------------------------------------------------------
     def invert(self, x: BitShare) -> BitShare:
@@ -130,20 +155,25 @@ class Quad(QuadShuffles):
         main = super().and_(x, y)
         shape = tuple(main.parts[0].shape)
         if self.role:
-            t, u = self._joint_words(2 * main.parts[0].numel()).view(2, *shape)
-            self._tell("and", (x.parts[0] & y.parts[0]) ^ t)
-            self._confirm(main.parts[0] ^ u)
+            t, u = self.end._joint_words(2 * main.parts[0].numel()).view(2, *shape)
+            self.end._tell("and", (x.parts[0] & y.parts[0]) ^ t)
+            self.end._confirm(main.parts[0] ^ u)
             return BitShare((*main.parts, u), main.count)
         lx, ly = (bits.parts[0] ^ bits.parts[1] for bits in (x, y))
         if self.party == 3:
-            t, u = self._joint_words(2 * main.parts[0].numel()).view(2, *shape)
-            self._tell_piece("and", (lx & y.parts[2]) ^ (ly & x.parts[2]) ^ t ^ u)
+            t, u = self.end._joint_words(2 * main.parts[0].numel()).view(2, *shape)
+            self.end._tell_piece("and", (lx & y.parts[2]) ^ (ly & x.parts[2]) ^ t ^ u)
             return BitShare((*main.parts, u), main.count)
         # With V = part ^ l, lx Vy ^ ly Vx ^ lx ly is lx part_y ^ ly part_x ^ lx ly.
-        opened = self._told("and", shape, torch.int64) ^ self._piece("and", shape, torch.int64)
+        opened = self.end._told("and", shape, torch.int64) ^ self.end._piece("and", shape, torch.int64)
         part = (lx & y.parts[2]) ^ (ly & x.parts[2]) ^ (lx & ly) ^ opened
-        self._confirm(part ^ main.parts[0] ^ main.parts[1])
+        self.end._confirm(part ^ main.parts[0] ^ main.parts[1])
         return BitShare((*main.parts, part), main.count)
+
+    @staticmethod
+    def gate_price(count: int, rows: int = 1) -> Cost:
+        """1 bit pre, 1 each way, and 2 to party 0; 1 round."""
+        return mirrored(TrioBits.gate_price(count, rows))
 
     # -- bits to numbers --------------------------------------------------------------------------------------
     def inject(
@@ -154,7 +184,12 @@ class Quad(QuadShuffles):
         check_low(low, shift)
         piece = self._inject_piece(bits, x, weights, constants)
         mirror = self._inject_mirror(bits, x, weights, constants)
-        return self._finish_checked("inject", torch.Size((bits.count,)), piece, mirror, shift, helped=False)
+        return self._arithmetic._finish_checked("inject", torch.Size((bits.count,)), piece, mirror, shift, helped=False)
+
+    @staticmethod
+    def inject_price(ring: Ring, count: int, rows: int, weighted: int, shift: int, low: int | None = None) -> Cost:
+        """1 element per row and per weighted row to parties 2 and 0, then one finish; the same with `low`."""
+        return mirrored(TrioBits.inject_price(ring, count, rows, weighted, shift))
 
     def _inject_mirror(
         self, bits: BitShare, x: Share | None, weights: BitWeights, constants: BitWeights
@@ -163,15 +198,15 @@ class Quad(QuadShuffles):
         count, rows = bits.count, bits.rows
         weighted, products = self._weighted(x, weights)
         extra = rows + products
-        value = torch.zeros(count, dtype=self.ring.dtype, device=self.device)
+        value = torch.zeros(count, dtype=self.ring.dtype, device=self.end.device)
         known = value[:1] if x is None else (x.parts[0] + x.parts[1]).reshape(-1)
         if self.role:
-            told = self._joint(extra * count).view(extra, count)
+            told = self.end._joint(extra * count).view(extra, count)
             ops.inject_products(bits.parts[0].contiguous(), known, weighted, told)
-            self._tell("inject", told)
+            self.end._tell("inject", told)
             return None
         first = self.party == 0
-        told = self._told("inject", (extra, count), self.ring.dtype) if first else self._joint(extra * count)
+        told = self.end._told("inject", (extra, count), self.ring.dtype) if first else self.end._joint(extra * count)
         m = held = value
         if x is not None:
             third = x.parts[2].reshape(-1)

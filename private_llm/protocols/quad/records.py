@@ -29,7 +29,6 @@ import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cached_property
 
 import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
@@ -37,13 +36,12 @@ from cryptography.hazmat.primitives.constant_time import bytes_eq
 from torch import Tensor
 
 from private_llm.errors import ProtocolAbort, TransportError, UnsupportedOp
+from private_llm.net.ledger import Cost
 from private_llm.net.transport import CLIENT, PassingTransport, Transport
 from private_llm.protocols.ends import PartySetup, WrapLinks
-from private_llm.protocols.protocol import Protocol
 from private_llm.protocols.quad.client import MASK_GROUPS, TAG_BYTES, as_bytes, as_tensor
-from private_llm.protocols.quad.cost import quad_prices
-from private_llm.protocols.trio.bits import TrioBits
-from private_llm.ring.prg import Prg, Seed
+from private_llm.protocols.trio.division import TrioParty
+from private_llm.ring.prg import Seed
 
 _AT_ONCE = 1 << 30
 """Bytes that the cipher takes in one call."""
@@ -179,14 +177,13 @@ class MemberTransport(PassingTransport):
         return payload
 
 
-class QuadRecords(TrioBits):
-    """Trio's code in its role, with records."""
+class QuadParty(TrioParty):
+    """Trio's code in its role, with records. A lie shows when `verify` compares them, before anything is opened."""
 
     name = "quad"
+    same_inputs = True
     can_repeat = False
     compares = True
-    prices = quad_prices
-    local_truncate = Protocol.local_truncate
 
     def __init__(self, setup: PartySetup) -> None:
         """The parties first agree on a seed for each three of them."""
@@ -204,16 +201,6 @@ class QuadRecords(TrioBits):
         if joint is not None:
             self._seeds.append(joint)
             self._streams.append(joint.stream("trio masks"))
-
-    @property
-    def mask_streams(self) -> Sequence[Prg]:
-        """None: every message is also recorded for the check of the others."""
-        return ()
-
-    @cached_property
-    def role(self) -> int:
-        """Parties 0 and 3 help, 1 and 2 evaluate."""
-        return self.party % 3
 
     @contextmanager
     def section(self, label: str, links: WrapLinks = lambda transport: transport) -> Iterator[None]:
@@ -276,12 +263,12 @@ class QuadRecords(TrioBits):
         """
         if self._deviation:
             raise ProtocolAbort("a party deviated earlier in this session; nothing more is opened; start a new session")
-        if self._apart and self.party == 3:
+        if self.runs_ahead and self.party == 3:
             return  # it runs ahead, sees no data and opens nothing
         if self.party == 0:
             tags = [self.transport.recv(Member(other), "verify", (TAG_BYTES,), torch.uint8) for other in (1, 2)]
             honest = same(tags, [self._transcripts[other].close() for other in (1, 2)])
-            for other in (1, 2) if self._apart else (1, 2, 3):
+            for other in (1, 2) if self.runs_ahead else (1, 2, 3):
                 self.transport.send(Member(other), "verify", as_tensor(bytes([honest])))
         else:
             for transcript in self._transcripts.values():
@@ -295,3 +282,8 @@ class QuadRecords(TrioBits):
             raise ProtocolAbort(
                 "a party deviated from the protocol; nothing was opened; end the session and find out why"
             )
+
+    @staticmethod
+    def verify_price() -> Cost:
+        """Two tags of 16 bytes to party 0, one verdict of 1 byte to each other; 2 rounds, whatever was computed."""
+        return Cost({(1, 0): TAG_BYTES, (2, 0): TAG_BYTES, (0, 1): 1, (0, 2): 1, (0, 3): 1}, 2)

@@ -34,10 +34,11 @@ import torch
 from torch import Tensor
 
 from private_llm.errors import ProtocolAbort, UnsupportedOp
-from private_llm.protocols.quad.arithmetic import QuadArithmetic
+from private_llm.net.ledger import Cost
 from private_llm.protocols.quad.client import DIGEST_BYTES, as_bytes, as_tensor, digest
-from private_llm.protocols.quad.records import Member, same
+from private_llm.protocols.quad.records import Member, QuadParty, same
 from private_llm.protocols.share import BitShare, Moved, Permutation, ShuffledBits, drawn, inverse, known, words_for
+from private_llm.protocols.trio.division import Family
 
 OrderStep = Callable[[Tensor, Tensor], Tensor]
 
@@ -48,11 +49,13 @@ _VALUE = 3
 """The component that party 3 lacks: V; component m is unknown to party m."""
 
 
-class QuadShuffles(QuadArithmetic):
+class QuadShuffles(Family):
     """One party's oblivious shuffles; a permutation's parts are its sub-permutations, by the party that lacks it.
 
     They raise ProtocolAbort, before anything is opened, where one party's message is not what another vouches for.
     """
+
+    end: QuadParty
 
     def _order(self, size: int, blocks: int) -> tuple[Tensor | None, ...]:
         return tuple(None if words is None else drawn(words, blocks) for words in self._drawn_components(size))
@@ -61,7 +64,7 @@ class QuadShuffles(QuadArithmetic):
         """Each of the four components from the stream of the three parties that know it, who need no record. Local."""
         held = self._drawn_components(rows * words_for(count))
         parts = self._parts([None if words is None else words.view(rows, -1) for words in held], torch.bitwise_xor)
-        return BitShare(self._as_elements(parts), count)
+        return BitShare(self.end._as_elements(parts), count)
 
     def _drawn_components(self, size: int) -> list[Tensor | None]:
         """Uniform words that three parties know, for each party that lacks them."""
@@ -69,7 +72,7 @@ class QuadShuffles(QuadArithmetic):
             None if lacking == self.party else self._draw_words(size, self._stream_without(lacking))
             for lacking in range(_VALUE)
         ]
-        return [*made, None if self._order_stream is None else self._order_stream.words(size, self.device)]
+        return [*made, None if self.end._order_stream is None else self.end._order_stream.words(size, self.end.device)]
 
     def _stream_without(self, lacking: int) -> int:
         """Which of this party's streams is that of all parties but one: of u, a2 or a1."""
@@ -79,11 +82,16 @@ class QuadShuffles(QuadArithmetic):
     # -- what is moved ---------------------------------------------------------------------------------------
     def _moved(self, parts: tuple[Tensor, ...], order: Permutation, kind: Moved, undo: bool) -> tuple[Tensor, ...]:
         """12 elements for each and 64 bytes, 3 rounds. All are moved, whatever places are wanted."""
-        moved, places = (
-            self._parts(self._run(self._components(parts, kind.plus), order, kind, undo), kind.minus),
-            kind.places,
-        )
+        held, places = self._run(self._components(parts, kind.plus), order, kind, undo), kind.places
+        moved = self._parts(held, kind.minus)
         return moved if places is None else tuple(part[places.to(part.device)] for part in moved)
+
+    @staticmethod
+    def moved_price(size: int, undo: bool, left: int | None) -> Cost:
+        """By four sub-permutations: 12 elements for each, and two digests; 3 rounds."""
+        between = 2 * size + DIGEST_BYTES
+        masks = dict.fromkeys([(3, 0), (3, 1), (3, 2), (2, 0)], 2 * size)
+        return Cost({**masks, (1, 2): between, (2, 1): between}, 3)
 
     def _components(self, parts: tuple[Tensor, ...], plus: OrderStep) -> list[Tensor | None]:
         """(u, a2, a1, V), None for the one that this party lacks."""
@@ -106,7 +114,7 @@ class QuadShuffles(QuadArithmetic):
 
     def _run(self, held: list[Tensor | None], order: Permutation, kind: Moved, undo: bool) -> list[Tensor | None]:
         """The components after all steps: first all that is of masks alone, then V from step to step."""
-        if self._apart:
+        if self.end.runs_ahead:
             raise UnsupportedOp(
                 "shuffle: party 3 has no store at party 1 for what it computes ahead; want calls that are not "
                 "preprocessed"
@@ -134,7 +142,8 @@ class QuadShuffles(QuadArithmetic):
             if mask is None:
                 fresh.append(None)
                 continue
-            new = self._streams[self._stream_without(number)].draw(kind.count, kind.dtype, self.device).view(kind.shape)
+            stream = self.end._streams[self._stream_without(number)]
+            new = stream.draw(kind.count, kind.dtype, self.end.device).view(kind.shape)
             fresh.append(new)
             if p is not None:
                 changes[number] = kind.minus(kind.move(mask, p), new)
@@ -144,39 +153,39 @@ class QuadShuffles(QuadArithmetic):
         """Every party that knows a step's order gets the t that it lacks. Views: in the order of the steps' numbers."""
         shape = (2, *kind.shape)
         if self.party == 3:
-            self.transport.send(Member(0), "shuffle", torch.stack([changes[1][0], changes[2][0]]))
-            self.transport.send(Member(1), "shuffle", torch.stack([changes[2][1], changes[0][1]]))
-            self.transport.send(Member(2), "shuffle", torch.stack([changes[1][2], changes[0][2]]))
+            self.end.transport.send(Member(0), "shuffle", torch.stack([changes[1][0], changes[2][0]]))
+            self.end.transport.send(Member(1), "shuffle", torch.stack([changes[2][1], changes[0][1]]))
+            self.end.transport.send(Member(2), "shuffle", torch.stack([changes[1][2], changes[0][2]]))
             return
         if self.party == 0:
-            self._transcripts[2].absorb(changes[1][2])
-            self._transcripts[1].absorb(changes[2][1])
-            self._transcripts[1].absorb(changes[3][1])
-            self._transcripts[2].absorb(changes[3][2])
-            changes[1][0], changes[2][0] = self.transport.recv(Member(3), "shuffle", shape, kind.dtype)
-            changes[3][0] = self._told("shuffle", tuple(kind.shape), kind.dtype)
+            self.end._transcripts[2].absorb(changes[1][2])
+            self.end._transcripts[1].absorb(changes[2][1])
+            self.end._transcripts[1].absorb(changes[3][1])
+            self.end._transcripts[2].absorb(changes[3][2])
+            changes[1][0], changes[2][0] = self.end.transport.recv(Member(3), "shuffle", shape, kind.dtype)
+            changes[3][0] = self.end._told("shuffle", tuple(kind.shape), kind.dtype)
             return
         other = 3 - self.party
         apart = other  # the step in which this party gets its t from party 3 with party 0 as witness
-        changes[apart][self.party], changes[0][self.party] = self.transport.recv(
+        changes[apart][self.party], changes[0][self.party] = self.end.transport.recv(
             Member(3), "shuffle", shape, kind.dtype
         )
-        theirs = self.transport.exchange(Member(other), "shuffle", changes[3][other].contiguous())
+        theirs = self.end.transport.exchange(Member(other), "shuffle", changes[3][other].contiguous())
         changes[3][self.party] = theirs
-        self._transcripts[0].absorb(changes[apart][self.party])
-        self._transcripts[0].absorb(theirs)
-        self._tell("shuffle", changes[3][0].contiguous())
-        self.transport.send(Member(other), "shuffle", as_tensor(digest(changes[0][other])))
+        self.end._transcripts[0].absorb(changes[apart][self.party])
+        self.end._transcripts[0].absorb(theirs)
+        self.end._tell("shuffle", changes[3][0].contiguous())
+        self.end.transport.send(Member(other), "shuffle", as_tensor(digest(changes[0][other])))
         if not self._vouched("shuffle", other, changes[0][self.party]):
             self._stop("shuffle")
 
     def _vouched(self, tag: str, witness: int, value: Tensor) -> bool:
         """Whether `witness`, who holds the same, sends the digest of what another party sent."""
-        said = self.transport.recv(Member(witness), tag, (DIGEST_BYTES,), torch.uint8)
+        said = self.end.transport.recv(Member(witness), tag, (DIGEST_BYTES,), torch.uint8)
         return same([said], [digest(value)])
 
     def _stop(self, tag: str) -> NoReturn:
-        self._deviation = True
+        self.end._deviation = True
         raise ProtocolAbort(
             f"{tag}: what one party sent is not what another party vouches for; nothing was opened; end the session "
             "and find out why"
@@ -186,46 +195,46 @@ class QuadShuffles(QuadArithmetic):
         """V after one step, at parties 0, 1 and 2."""
         if self.party == step:
             if step == 0:
-                return self._told("shuffle", tuple(kind.shape), kind.dtype)
-            value = self.transport.recv(Member(3 - step), "shuffle", tuple(kind.shape), kind.dtype)
+                return self.end._told("shuffle", tuple(kind.shape), kind.dtype)
+            value = self.end.transport.recv(Member(3 - step), "shuffle", tuple(kind.shape), kind.dtype)
         else:
             value = kind.move(value, known(p))
             for change in changes.values():
                 value = kind.minus(value, change)
             if step == 0:
-                self._tell("shuffle", value)
+                self.end._tell("shuffle", value)
             elif step != _VALUE and self.party == 3 - step:
-                self.transport.send(Member(step), "shuffle", value)
+                self.end.transport.send(Member(step), "shuffle", value)
         if step in (1, 2):
-            self._confirm(value)
+            self.end._confirm(value)
             if self.party:
-                self.ledger.add_round("shuffle")
+                self.end.ledger.add_round("shuffle")
         return value
 
     # -- opening ---------------------------------------------------------------------------------------------
     def _opened(self, x: ShuffledBits) -> Tensor:
         """To all four parties; 4 bits each, 129 bytes more. After one `verify`: 3 rounds in all."""
-        self.verify()
+        self.end.verify()
         held = [
             None if part is None else part.contiguous()
-            for part in self._components(self._as_elements(x.bits.parts), torch.bitwise_xor)
+            for part in self._components(self.end._as_elements(x.bits.parts), torch.bitwise_xor)
         ]
         shape = tuple(x.bits.parts[0].shape)
         for lacking, teller, witness in ((0, 2, 3), (1, 2, 3), (2, 1, 3), (_VALUE, 1, 2)):
             mine = held[lacking]
             if mine is not None and self.party == teller:
-                self.transport.send(Member(lacking), "open", mine)
+                self.end.transport.send(Member(lacking), "open", mine)
             elif mine is not None and self.party == witness:
-                self.transport.send(Member(lacking), "open", as_tensor(digest(mine)))
+                self.end.transport.send(Member(lacking), "open", as_tensor(digest(mine)))
         teller, witness = {0: (2, 3), 1: (2, 3), 2: (1, 3), 3: (1, 2)}[self.party]
         if self.party in (1, 2):
-            self.ledger.add_round("open")
-        missing = self.transport.recv(Member(teller), "open", shape, torch.int64)
+            self.end.ledger.add_round("open")
+        missing = self.end.transport.recv(Member(teller), "open", shape, torch.int64)
         agreed = self._vouched("open", witness, missing)
         if self.party == 3:  # the others open nothing without party 0, who opens nothing without this
-            self.transport.send(Member(0), "open", as_tensor(bytes([agreed])))
+            self.end.transport.send(Member(0), "open", as_tensor(bytes([agreed])))
         elif self.party == 0:
-            answer = self.transport.recv(Member(3), "open", (1,), torch.uint8)
+            answer = self.end.transport.recv(Member(3), "open", (1,), torch.uint8)
             agreed = agreed and (answer.is_meta or as_bytes(answer) == b"\1")
         if not agreed:
             self._stop("open")
@@ -234,3 +243,11 @@ class QuadShuffles(QuadArithmetic):
             if part is not None:
                 opened = opened ^ part
         return opened
+
+    @staticmethod
+    def open_shuffled_price(count: int, rows: int = 1) -> Cost:
+        """`verify`, then to each party the component that it lacks and its digest; 3 rounds."""
+        size = 8 * words_for(count) * rows
+        told = dict.fromkeys([(2, 0), (2, 1), (1, 2), (1, 3)], size)
+        vouched = dict.fromkeys([(3, 0), (3, 1), (3, 2), (2, 3)], DIGEST_BYTES)
+        return QuadParty.verify_price() + Cost({**told, **vouched}, 1) + Cost({(3, 0): 1})

@@ -13,19 +13,31 @@ from torch import Tensor
 
 from private_llm.errors import DomainError
 from private_llm.kernels import ops
-from private_llm.kernels.forms import BilinearForm, Matmul
+from private_llm.kernels.forms import MATMUL, BilinearForm
+from private_llm.net.ledger import Cost
 from private_llm.net.transport import CLIENT
-from private_llm.protocols.arithmetic import BitWidths
-from private_llm.protocols.share import Index, Share
-from private_llm.protocols.trio.division import TrioDivision
+from private_llm.protocols.share import BitWidths, Index, Share
+from private_llm.protocols.trio.division import Family, TrioParty
 from private_llm.ring.dpf import expand, key_words
+from private_llm.ring.ring import Ring
 
 
-class TrioArithmetic(TrioDivision):
-    """One party's arithmetic. Bytes over all links: `prices.py`."""
+class TrioArithmetic(Family):
+    """One party's products, one-step polynomials, lookups and edges."""
 
     index_keys = 2
     """Keys of point functions that this party receives for an index."""
+
+    def add_public(self, x: Share, c: int | Tensor) -> Share:
+        """The evaluators add c to their masked component. Local."""
+        x, c = self.end._matched(x, c)
+        return x if self.role == 0 else Share((x.parts[0] + c, x.parts[1]))
+
+    def public(self, c: Tensor) -> Share:
+        """Masks of zero: known to all. Local."""
+        c = c.to(self.ring.dtype)
+        zero = torch.zeros_like(c)
+        return Share((zero, zero)) if self.role == 0 else Share((c, zero))
 
     def mul(self, x: Share, y: Share, shift: int = 0, widths: BitWidths | None = None) -> Share:
         """One finish: 1 element before and each way, f bits more with a shift."""
@@ -36,7 +48,7 @@ class TrioArithmetic(TrioDivision):
             piece = -(x0 * y1 + x1 * y0)
         else:
             piece = x0 * y0
-        return self._finish("mul", piece.shape, piece, shift, True, widths)
+        return self.end._finish("mul", piece.shape, piece, shift, True, widths)
 
     def bilinear(
         self, form: BilinearForm, x: Share, y: Share, shift: int = 0, select: Tensor | None = None,
@@ -50,17 +62,30 @@ class TrioArithmetic(TrioDivision):
             piece = form.pair(-x0, y1, -x1, y0)
         else:
             piece = form.product(x0, y0)
-        self.transport.ledger.add_macs(form.macs(x0.shape, y0.shape) * (1 if self.role == 2 else 2))
+        self.end.transport.ledger.add_macs(form.macs(x0.shape, y0.shape) * (1 if self.role == 2 else 2))
         if select is not None:
             piece = piece.reshape(-1)[select.to(piece.device)]
-        return self._finish(form.tag, piece.shape, piece, shift, True, widths)
+        return self.end._finish(form.tag, piece.shape, piece, shift, True, widths)
 
     _table_product = bilinear
     """Of a shared table, which dealer masks once, whatever it does to operands."""
 
+    @staticmethod
+    def product_price(ring: Ring, count: int, shift: int, widths: BitWidths | None = None) -> Cost:
+        """`mul` and `bilinear` with `count` outputs, whatever the sums are over, divided by 2^shift."""
+        if widths is not None and shift and ring.bits == 64:
+            return TrioParty.narrow_finish_price(count, shift, widths)
+        return TrioParty.finish_price(ring, count, shift, helped=True)
+
     def poly(self, x: Share, coefficients: Sequence[int], shift: int = 0) -> Share:
         """c(M - a) by Taylor's formula around the public M: party 0 shares a^2 (and a^3), and there is no E."""
-        return self._finish("poly", x.shape, self._poly_piece(x, coefficients), shift, helped=False)
+        return self.end._finish("poly", x.shape, self._poly_piece(x, coefficients), shift, helped=False)
+
+    @staticmethod
+    def poly_price(ring: Ring, count: int, degree: int, shift: int) -> Cost:
+        """`poly` of `degree` 2 or 3: degree - 1 elements pre, then one finish; 1 round, 2 with a shift."""
+        pre = Cost({(0, 2): (degree - 1) * count * ring.bytes})
+        return pre + TrioParty.finish_price(ring, count, shift, helped=False)
 
     def _poly_piece(self, x: Share, coefficients: Sequence[int]) -> Tensor | None:
         """An evaluator's piece of the value; the helper shares the powers of a and has none."""
@@ -70,12 +95,12 @@ class TrioArithmetic(TrioDivision):
         count = x.numel()
         both = (x.parts[0] + x.parts[1]).reshape(-1)
         if self.role == 0:
-            self.transport.send(2, "poly", powers(both, extra) - self._draw(extra * count))
+            self.end.transport.send(2, "poly", powers(both, extra) - self._draw(extra * count))
             return None
         if self.role == 1:
             shares = self._draw(extra * count)
         else:
-            shares = self.transport.recv(0, "poly", (extra * count,), self.ring.dtype)
+            shares = self.end.transport.recv(0, "poly", (extra * count,), self.ring.dtype)
         return self._poly_terms(both, x.parts[1].reshape(-1), shares, coefficients, self.role == 1)
 
     def _poly_terms(
@@ -96,17 +121,17 @@ class TrioArithmetic(TrioDivision):
     def receive_input(self, shape: tuple[int, ...]) -> Share:
         """1 element from the client to each evaluator; party 0 receives nothing."""
         count = torch.Size(shape).numel()
-        masks = [stream.elements(count, self.ring, self.device).view(shape) for stream in self._inputs]
+        masks = [stream.elements(count, self.ring, self.end.device).view(shape) for stream in self.end._inputs]
         if self.role == 0:
             return Share((masks[0], masks[1]))
-        masked = self.transport.recv(CLIENT, "input", shape, self.ring.dtype)
+        masked = self.end.transport.recv(CLIENT, "input", shape, self.ring.dtype)
         return Share((masked, masks[0]))
 
     def receive_index(self, count: int, domain: int) -> Index:
         """`index_keys` for each index; with `one_hot` rows of `domain` shared elements."""
-        if self.one_hot:
+        if self.end.one_hot:
             return Index(self.receive_input((count, domain)).parts, count, domain, one_hot=True)
-        links = self.transport.where_it_comes()  # `expand` reads keys in main memory, on any device
+        links = self.end.transport.where_it_comes()  # `expand` reads keys in main memory, on any device
         keys = links.recv(CLIENT, "index", (self.index_keys, count, key_words(domain)), torch.int64)
         return Index(tuple(keys), count, domain)
 
@@ -121,8 +146,8 @@ class TrioArithmetic(TrioDivision):
             return self._lookup_rows(index, table)
         piece = self._in_chunks(index, lambda keys: self._lookup_piece(keys, index.domain, table))
         if isinstance(table, Tensor):
-            return self._finish("lookup", piece.shape, piece if self.role else None, 0, helped=False)
-        return self._finish("lookup", piece.shape, piece, 0, helped=True)
+            return self.end._finish("lookup", piece.shape, piece if self.role else None, 0, helped=False)
+        return self.end._finish("lookup", piece.shape, piece, 0, helped=True)
 
     def _in_chunks(self, index: Index, piece: Callable[[Sequence[Tensor]], Tensor]) -> Tensor:
         """What `piece` makes of the keys, a limited number of expanded entries at a time."""
@@ -133,22 +158,22 @@ class TrioArithmetic(TrioDivision):
         return torch.cat([piece([key[at : at + chunk] for key in index.keys]) for at in starts])
 
     def _expanded(self, keys: Sequence[Tensor], domain: int, *holders: int) -> tuple[Tensor, ...]:
-        return expand(keys, domain, holders, self.ring, self.device)
+        return expand(keys, domain, holders, self.ring, self.end.device)
 
     def _lookup_rows(self, index: Index, table: Share | Tensor) -> Share:
-        rows = Share(index.to(self.device).keys)
+        rows = Share(index.to(self.end.device).keys)
         if isinstance(table, Tensor):
             return rows.map(lambda part: ops.ring_matmul(part, table))
-        with self.ledger.op("lookup"):
-            return self._table_product(Matmul(), rows, table)
+        with self.end.ledger.op("lookup"):
+            return self._table_product(MATMUL, rows, table)
 
     def _lookup_piece(self, keys: Sequence[Tensor], domain: int, table: Share | Tensor) -> Tensor:
         # Party 0 has key 0 of (0, 1) and (0, 2), party 1 key 1 of (0, 1) and key 0 of (1, 2), party 2 the rest.
         if isinstance(table, Tensor):
             if self.role == 0:
-                return torch.empty((keys[0].shape[0], table.shape[1]), dtype=self.ring.dtype, device=self.device)
+                return torch.empty((keys[0].shape[0], table.shape[1]), dtype=self.ring.dtype, device=self.end.device)
             return ops.ring_matmul(self._expanded(keys[1:2], domain, self.role - 1)[0], table)
-        self.ledger.add_macs(2 * keys[0].shape[0] * table.numel())
+        self.end.ledger.add_macs(2 * keys[0].shape[0] * table.numel())
         first, second = self._expanded(keys[:2], domain, min(self.role, 1), max(self.role - 1, 0))
         if self.role == 0:
             return ops.ring_matmul_pair(first, table.parts[0], second, table.parts[1])
@@ -159,7 +184,7 @@ class TrioArithmetic(TrioDivision):
         if self.role:
             for endpoint, x in pieces:
                 part = x.parts[0] if self.role == 1 else x.parts[1]
-                self.transport.send(endpoint, "reveal", part.contiguous())
+                self.end.transport.send(endpoint, "reveal", part.contiguous())
 
 
 def powers(a: Tensor, extra: int) -> Tensor:

@@ -23,17 +23,17 @@ from torch import Tensor
 
 from private_llm.errors import DomainError
 from private_llm.kernels import ops
+from private_llm.net.ledger import Cost
 from private_llm.protocols.carry import CarryPlan, carry_plan
-from private_llm.protocols.protocol import BitWeights, check_injected, check_low
-from private_llm.protocols.share import BitShare, Share, words_for
-from private_llm.protocols.trio.arithmetic import TrioArithmetic
+from private_llm.protocols.share import BitShare, BitWeights, Share, check_injected, check_low, words_for
+from private_llm.protocols.trio.division import Family, TrioParty
 from private_llm.ring.ring import Ring
 
 BitFlags = np.ndarray[tuple[int], np.dtype[np.bool_]]
 
 
-class TrioBits(TrioArithmetic):
-    """One party's arithmetic, and bits."""
+class TrioBits(Family):
+    """One party's bits."""
 
     # -- sign bits ------------------------------------------------------------------------------------------
     def msb(self, x: Share, offsets: Sequence[int] = (0,), bits: int | None = None, low: int = 0) -> BitShare:
@@ -49,12 +49,20 @@ class TrioBits(TrioArithmetic):
         if not 0 <= low <= width - 2:
             raise DomainError(f"msb: got low={low}; want 0 to {width - 2} for bits={width}")
         if not x.numel():
-            none = torch.zeros((len(offsets), 0), dtype=torch.int64, device=self.device)
+            none = torch.zeros((len(offsets), 0), dtype=torch.int64, device=self.end.device)
             return BitShare((none,) * len(x.parts), 0)
-        prices, given = self.prices, (x.numel(), width, len(offsets), low)
-        if self.adder.ripples(lambda: prices.msb(*given), lambda: prices.msb_ripple(*given)):
+        prices, given = self.end.prices, (x.numel(), width, len(offsets), low)
+        if self.end.adder.ripples(lambda: prices.msb(*given), lambda: prices.msb_ripple(*given)):
             return self._msb_ripple(x, offsets, width, low)
         return self._msb_prefix(x, offsets, width, low, carry_plan(width - 1 - low))
+
+    @staticmethod
+    def msb_price(count: int, bits: int, thresholds: int = 1, low: int = 0) -> Cost:
+        """`msb` with the prefix adder: values of `bits` bits without the `low` lowest, against `thresholds` offsets."""
+        plan = carry_plan(bits - 1 - low)
+        word = 8 * words_for(count)
+        pre, online = plan.helped_rows(thresholds) * word, plan.online_rows * thresholds * word
+        return Cost({(0, 2): pre, (1, 2): online, (2, 1): online}, plan.rounds)
 
     def _msb_prefix(self, x: Share, offsets: Sequence[int], width: int, low: int, plan: CarryPlan) -> BitShare:
         if self.role == 0:
@@ -92,7 +100,7 @@ class TrioBits(TrioArithmetic):
         for level, groups in enumerate(plan.levels):
             ops.join_products(masks[level], plan_sizes(groups), blocks, products[level])
             blocks = len(groups)
-        self.transport.send(2, "msb", message)
+        self.end.transport.send(2, "msb", message)
         out1 = lam1[online - lanes :].view(thresholds, words) ^ share_top
         out2 = lam2[online - lanes :].view(thresholds, words) ^ masked_top
         return BitShare((out1, out2), count), s, lam
@@ -112,7 +120,7 @@ class TrioBits(TrioArithmetic):
             helped, lam = drawn[:pre], drawn[pre:]
         else:
             lam = self._draw_words(online)
-            helped = self.transport.recv(0, "msb", (pre,), torch.int64)
+            helped = self.end.transport.recv(0, "msb", (pre,), torch.int64)
         mono, top, products = self._helped_rows(helped, plan, words, lanes)
         masks = lam.view(-1, lanes).split_with_sizes(plan.opened_rows)
         mine = masks[0].clone()
@@ -120,12 +128,12 @@ class TrioBits(TrioArithmetic):
         ops.block_carries(planes, low, plan_sizes(plan.blocks), repeated, first, mine)
         blocks, opened = len(plan.blocks), []
         for level, groups in enumerate(plan.levels):
-            b = mine ^ self.transport.exchange(3 - self.role, "msb", mine)
+            b = mine ^ self.end.transport.exchange(3 - self.role, "msb", mine)
             opened.append(b)
             mine = masks[level + 1].clone()
             ops.join_carries(b, masks[level], products[level], plan_sizes(groups), blocks, first, mine)
             blocks = len(groups)
-        b = (mine ^ self.transport.exchange(3 - self.role, "msb", mine)).view(thresholds, words)
+        b = (mine ^ self.end.transport.exchange(3 - self.role, "msb", mine)).view(thresholds, words)
         opened.append(b)
         parts = (b ^ planes[width - 1].view(thresholds, words), masks[-1].view(thresholds, words) ^ top)
         return BitShare(parts, count), planes, opened
@@ -137,8 +145,8 @@ class TrioBits(TrioArithmetic):
         if len(offsets) == 1:
             c = self.ring.constant(offsets[0])
             return ops.transpose_bits(m + c if c else m, width)
-        padded = torch.zeros((len(offsets), words * 64), dtype=m.dtype, device=self.device)
-        torch.add(m, _column(tuple(offsets), self.ring, self.device), out=padded[:, :count])
+        padded = torch.zeros((len(offsets), words * 64), dtype=m.dtype, device=self.end.device)
+        torch.add(m, _column(tuple(offsets), self.ring, self.end.device), out=padded[:, :count])
         return ops.transpose_bits(padded.view(-1), width)
 
     def _msb_ripple(self, x: Share, offsets: Sequence[int], width: int, low: int) -> BitShare:
@@ -150,13 +158,18 @@ class TrioBits(TrioArithmetic):
         s_rows = [BitShare(tuple(p.expand(thresholds, words) for p in s.row(i).parts), x.numel()) for i in range(width)]
         return self._added(m[low:], s_rows[low:])[-1]
 
+    @classmethod
+    def msb_ripple_price(cls, count: int, bits: int, thresholds: int = 1, low: int = 0) -> Cost:
+        """The same with the ripple adder: `bits` mask bits pre, then bits - 1 - low gates one after the other."""
+        return Cost({(0, 2): 8 * words_for(count) * bits}) + cls.gate_price(count, thresholds).times(bits - 1 - low)
+
     def _added(self, m: Sequence[BitShare], s: Sequence[BitShare]) -> list[BitShare]:
         """Sum bits but for the lowest, which is m ^ s: carry' = carry ^ (carry ^ m)(carry ^ s), the first one m s."""
         carry, sums = self.and_(m[0], s[0]), []
         for i in range(1, len(m)):
-            sums.append(self.xor(carry, self.xor(m[i], s[i])))
+            sums.append(self.end.xor(carry, self.end.xor(m[i], s[i])))
             if i < len(m) - 1:
-                carry = self.xor(carry, self.and_(self.xor(carry, m[i]), self.xor(carry, s[i])))
+                carry = self.end.xor(carry, self.and_(self.end.xor(carry, m[i]), self.end.xor(carry, s[i])))
         return sums
 
     def _share_mask_bits(self, x: Share, width: int) -> BitShare:
@@ -166,17 +179,17 @@ class TrioBits(TrioArithmetic):
             bits = ops.transpose_bits(-(x.parts[0] + x.parts[1]).reshape(-1), width)
             r = self._draw_words(width * words, 0).view(width, words)
             rest = r ^ bits
-            self.transport.send(2, "a2b", rest)
+            self.end.transport.send(2, "a2b", rest)
             return BitShare((r, rest), x.numel())
         if self.role == 1:
             own = self._draw_words(width * words).view(width, words)
         else:
-            own = self.transport.recv(0, "a2b", (width, words), torch.int64)
+            own = self.end.transport.recv(0, "a2b", (width, words), torch.int64)
         return BitShare((torch.zeros_like(own), own), x.numel())
 
     def _share_known_bits(self, planes: Tensor | None, rows: int, count: int) -> BitShare:
         """`rows` bit vectors that both evaluators know, with masks of zero; the helper passes None. Local."""
-        zero = torch.zeros((rows, words_for(count)), dtype=torch.int64, device=self.device)
+        zero = torch.zeros((rows, words_for(count)), dtype=torch.int64, device=self.end.device)
         return BitShare((zero if planes is None else planes.view(zero.shape), zero), count)
 
     def a2b(self, x: Share, bits: int | None = None) -> BitShare:
@@ -188,7 +201,7 @@ class TrioBits(TrioArithmetic):
         planes = None if self.role == 0 else ops.transpose_bits((x.parts[0] + x.parts[1]).reshape(-1), width)
         m = self._share_known_bits(planes, width, x.numel())
         rows = [[bits.row(i) for i in range(width)] for bits in (m, s)]
-        sums = [self.xor(rows[0][0], rows[1][0]), *self._added(*rows)]
+        sums = [self.end.xor(rows[0][0], rows[1][0]), *self._added(*rows)]
         return BitShare(tuple(torch.cat(parts) for parts in zip(*(row.parts for row in sums), strict=True)), x.numel())
 
     def _as_elements(self, parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -209,7 +222,7 @@ class TrioBits(TrioArithmetic):
             drawn = self._draw_words(2 * count, 0)
             l2 = self._draw_words(count, 1)
             product = (x0 ^ x1) & (y0 ^ y1)
-            self.transport.send(2, "and", product ^ drawn[count:].view(shape))
+            self.end.transport.send(2, "and", product ^ drawn[count:].view(shape))
             return BitShare((drawn[:count].view(shape), l2.view(shape)), x.count)
         piece = (x0 & y1) ^ (y0 & x1)
         if self.role == 1:
@@ -218,10 +231,16 @@ class TrioBits(TrioArithmetic):
             piece = piece ^ (x0 & y0) ^ drawn[count:].view(shape)
         else:
             fresh = self._draw_words(count).view(shape)
-            piece = piece ^ self.transport.recv(0, "and", tuple(shape), torch.int64)
+            piece = piece ^ self.end.transport.recv(0, "and", tuple(shape), torch.int64)
         mine = piece ^ fresh
-        b = mine ^ self.transport.exchange(3 - self.role, "and", mine)
+        b = mine ^ self.end.transport.exchange(3 - self.role, "and", mine)
         return BitShare((b, fresh), x.count)
+
+    @staticmethod
+    def gate_price(count: int, rows: int = 1) -> Cost:
+        """`and_` of `rows` bit vectors of `count` elements: 1 bit pre, 1 bit each way, 1 round."""
+        word = 8 * words_for(count) * rows
+        return Cost({(0, 2): word, (1, 2): word, (2, 1): word}, 1)
 
     # -- bits to numbers --------------------------------------------------------------------------------------
     def inject(
@@ -232,7 +251,16 @@ class TrioBits(TrioArithmetic):
         check_low(low, shift)
         low = low if self.ring.bits == 64 else None
         piece = self._inject_piece(bits, x, weights, constants, low)
-        return self._finish("inject", torch.Size((bits.count,)), piece, shift, helped=False, low=low)
+        return self.end._finish("inject", torch.Size((bits.count,)), piece, shift, helped=False, low=low)
+
+    @staticmethod
+    def inject_price(ring: Ring, count: int, rows: int, weighted: int, shift: int, low: int | None = None) -> Cost:
+        """`inject` of `rows` bits for `count` elements, `weighted` of them times x."""
+        if low is not None and ring.bits == 64:
+            each = 8 * ops.packed_words(count, low)
+            return Cost({(0, 2): 8 * ops.packed_words((rows + weighted) * count, low), (1, 2): each, (2, 1): each}, 1)
+        pre = Cost({(0, 2): (rows + weighted) * count * ring.bytes})
+        return pre + TrioParty.finish_price(ring, count, shift, helped=False)
 
     def _weighted(self, x: Share | None, weights: BitWeights) -> tuple[BitFlags, int]:
         """Which bit rows multiply x, and how many."""
@@ -253,18 +281,18 @@ class TrioBits(TrioArithmetic):
         weighted, products = self._weighted(x, weights)
         extra = rows + products
         if self.role == 0:
-            lam = torch.zeros(1, dtype=self.ring.dtype, device=self.device)
+            lam = torch.zeros(1, dtype=self.ring.dtype, device=self.end.device)
             if x is not None:
                 lam = (x.parts[0] + x.parts[1]).reshape(-1)
-            message = self._draw_low(extra * count, low).view(extra, count)
+            message = self.end._draw_low(extra * count, low).view(extra, count)
             ops.inject_products(bits.parts[0] ^ bits.parts[1], lam, weighted, message)
-            self._send_low("inject", message, low)
+            self.end._send_low("inject", message, low)
             return None
         if self.role == 1:
-            shares = self._draw_low(extra * count, low).view(extra, count)
+            shares = self.end._draw_low(extra * count, low).view(extra, count)
         else:
-            shares = self._recv_low("inject", (extra, count), low)
-        value = torch.zeros(count, dtype=self.ring.dtype, device=self.device)
+            shares = self.end._recv_low("inject", (extra, count), low)
+        value = torch.zeros(count, dtype=self.ring.dtype, device=self.end.device)
         m = mine = value
         if x is not None:
             m = (x.parts[0] + x.parts[1]).reshape(-1)
@@ -276,12 +304,12 @@ class TrioBits(TrioArithmetic):
     def _rows(self, values: BitWeights) -> Tensor:
         """Public constants as [rows, 1], or [rows, count] when one of them is a tensor."""
         if _whole(values):
-            return _column(tuple(values), self.ring, self.device)
+            return _column(tuple(values), self.ring, self.end.device)
         width = max(v.numel() for v in values if isinstance(v, Tensor))
         made = [
             v.reshape(-1).to(self.ring.dtype).expand(width)
             if isinstance(v, Tensor)
-            else torch.full((width,), self.ring.constant(v), dtype=self.ring.dtype, device=self.device)
+            else torch.full((width,), self.ring.constant(v), dtype=self.ring.dtype, device=self.end.device)
             for v in values
         ]
         return torch.stack(made)

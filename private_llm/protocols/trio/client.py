@@ -46,7 +46,7 @@ class TrioClient(ClientEnd):
 
     @contextmanager
     def section(self, label: str) -> Iterator[None]:
-        """As `TrioDivision.section`, which sees to it that no label is used twice."""
+        """As `TrioParty.section`, which sees to it that no label is used twice."""
         kept = self._masks, self._one_hot, self._apart
         self._masks = [key.stream(f"client input/{label}") for key in self._keys]
         self._one_hot = self._apart = True

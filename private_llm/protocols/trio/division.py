@@ -1,7 +1,7 @@
 """Trio's sharing, and the way from additive pieces of a value to a share of its quotient by 2^f.
 
 Sharing of x with masks a = a1 + a2: party 0 holds (a1, a2), party 1 (x + a2, a1), party 2 (x + a1, a2); both
-evaluators know M = x + a. Party 0 sends to party 2 only (comparison keys to both: trio/party.py), and its streams
+evaluators know M = x + a. Party 0 sends to party 2 only (comparison keys to both: trio/one_step.py), and its streams
 with party 1 and party 2 replace all its other messages. But for lookups by keys it needs no data: it may be ahead.
 
 Finishing without shift: party 0 sends g - E to party 2 (g known to party 1, who subtracts it); the
@@ -41,7 +41,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property, lru_cache
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -49,41 +49,42 @@ from torch import Tensor
 from private_llm.errors import DomainError, ProtocolAbort
 from private_llm.kernels import ops
 from private_llm.kernels.shapes import broadcast
-from private_llm.protocols.arithmetic import BitWidths
+from private_llm.net.ledger import Cost
 from private_llm.protocols.ends import PartySetup, WrapLinks
-from private_llm.protocols.prices import Adder, Prices, trio_prices
+from private_llm.protocols.prices import Adder, Prices
 from private_llm.protocols.protocol import Protocol
-from private_llm.protocols.share import Share
+from private_llm.protocols.share import BitWidths, Share
 from private_llm.ring.comparison_keys import Ciphers
 from private_llm.ring.prg import Prg, Seed
-from private_llm.ring.ring import RING64
+from private_llm.ring.ring import RING64, Ring
 
 ReceiveFrom = Callable[[str, tuple[int, ...], torch.dtype], Tensor]
 """Receives the next message of one party: tag, shape, dtype."""
 
 
-class TrioDivision(Protocol):
-    """One party's streams, local steps and divisions; shares have two parts."""
+class TrioParty(Protocol):
+    """One party's streams, and how it divides and finishes; shares have two parts. Its primitives: registry.py."""
 
     name = "trio"
     can_repeat = True
     one_hot = False
     """Whether the client shares indices as one-hot rows, which need nothing of party 0 but masks."""
-    prices: Prices = trio_prices
-    _ciphers: Ciphers | None = None
-    """Of comparison keys, where the parties take such keys."""
+    prices: Prices
 
     def __init__(self, setup: PartySetup) -> None:
         super().__init__(setup.party, setup.transport, setup.ring)
-        self.adder = Adder.of(setup.config)
+        self.adder = Adder(setup.config.adder, setup.config.bandwidth_mbit, setup.config.latency_ms)
+        self.role = setup.party % 3  # 0 helps, 1 and 2 evaluate; both parties 0 and 3 of quad help
         # The helper shares one stream with each evaluator; an evaluator has only its own.
         helpers = (1, 2) if self.role == 0 else (0,)
         self._seeds = [setup.pair_seeds[other] for other in helpers]
         self._keys = list(setup.input_keys)
         self._sections: set[str] = set()
-        self._apart = False  # inside a section: the helping party may be ahead
+        self._ciphers: list[Ciphers] = []  # of comparison keys: one, where the parties take such keys
         self._streams: list[Prg] = [seed.stream("trio masks") for seed in self._seeds]
         self._inputs: list[Prg] = self.input_masks(self._keys)
+        mutual = setup.pair_seeds.get(3 - self.role) if self.role else None
+        self._mutual: Prg | None = None if mutual is None else mutual.stream("trio permutations")
 
     def input_masks(self, keys: Sequence[Seed], label: str = "") -> list[Prg]:
         """One stream for each key."""
@@ -98,48 +99,32 @@ class TrioDivision(Protocol):
         finally:
             self._inputs = kept
 
-    @property
-    def runs_ahead(self) -> bool:
-        """Whether this is inside a `section`."""
-        return self._apart
-
     @contextmanager
     def section(self, label: str, links: WrapLinks = lambda transport: transport) -> Iterator[None]:
         """Inside, masks come from streams of their own and indices are one-hot, so that party 0 may run ahead."""
         if label in self._sections:
             raise ProtocolAbort(f"the masks of '{label}' were used before; masks must never repeat")
         self._sections.add(label)
-        kept = self._streams, self._inputs, self.one_hot, self.transport, self._apart, self._ciphers
+        kept = self._streams, self._inputs, self.one_hot, self.transport, self.runs_ahead, self._ciphers
         self._streams = [seed.stream(f"trio masks/{label}") for seed in self._seeds]
         self._inputs = self.input_masks(self._keys, label)
-        self.one_hot, self.transport, self._apart = True, links(self.transport), True
-        self._ciphers = self._ciphers and self._ciphers.apart(label)
+        self.one_hot, self.transport, self.runs_ahead = True, links(self.transport), True
+        self._ciphers = [each.apart(label) for each in self._ciphers]
         try:
             yield
         finally:
-            self._streams, self._inputs, self.one_hot, self.transport, self._apart, self._ciphers = kept
-
-    @cached_property
-    def role(self) -> int:
-        """What this party does: 0 helps, 1 and 2 evaluate."""
-        return self.party
+            self._streams, self._inputs, self.one_hot, self.transport, self.runs_ahead, self._ciphers = kept
 
     @property
     def mask_streams(self) -> Sequence[Prg]:
-        """Those with the helper, or with each evaluator; none in a `section`, whose messages may be stored ones."""
-        return () if self._apart else self._streams
+        """With the helper, or with each evaluator; none where messages are stored (`section`) or recorded (quad)."""
+        return () if self.runs_ahead or self.compares else self._streams
 
     def _draw(self, count: int, which: int = 0) -> Tensor:
         return self._streams[which].draw(count, self.ring.dtype, self.device)
 
     def _draw_words(self, count: int, which: int = 0) -> Tensor:
         return self._streams[which].draw(count, torch.int64, self.device)
-
-    # -- local ---------------------------------------------------------------------------------------------
-    def add_public(self, x: Share, c: int | Tensor) -> Share:
-        """The evaluators add c to their masked component. Local."""
-        x, c = self._matched(x, c)
-        return x if self.role == 0 else Share((x.parts[0] + c, x.parts[1]))
 
     def _matched(self, x: Share, c: int | Tensor) -> tuple[Share, int | Tensor]:
         """x expanded to the shape of its sum with public constants, and these as ring elements."""
@@ -149,12 +134,6 @@ class TrioDivision(Protocol):
         if shape != x.shape:
             x = x.map(lambda part: part.expand(shape))
         return x, c.to(self.ring.dtype)
-
-    def public(self, c: Tensor) -> Share:
-        """Masks of zero: known to all. Local."""
-        c = c.to(self.ring.dtype)
-        zero = torch.zeros_like(c)
-        return Share((zero, zero)) if self.role == 0 else Share((c, zero))
 
     # -- finishing a product -------------------------------------------------------------------------------
     def _finish(
@@ -191,6 +170,14 @@ class TrioDivision(Protocol):
             fields = self.transport.exchange(3 - self.role, tag, ops.pack_fields(masked, low))
             theirs = ops.unpack_fields(fields, count, low)
         return Share(((masked + theirs - z).view(shape), z.view(shape)))
+
+    @staticmethod
+    def finish_price(ring: Ring, count: int, shift: int, helped: bool) -> Cost:
+        """`_finish` of `count` outputs. Without shift and E (not `helped`) party 0 sends nothing."""
+        plain, packed = count * ring.bytes, 8 * ops.packed_words(count, shift)
+        if shift:
+            return Cost({(0, 2): plain + packed, (1, 2): plain + packed, (2, 1): plain + packed}, 2)
+        return Cost({(0, 2): plain if helped else 0, (1, 2): plain, (2, 1): plain}, 1)
 
     # -- elements of which only the lowest bits count, packed ------------------------------------------------
     def _draw_low(self, count: int, low: int | None) -> Tensor:
@@ -248,15 +235,6 @@ class TrioDivision(Protocol):
         half, own = ops.trunc_close(w, fields, their_fields, z, zeta, shift, shift)
         return Share((half.view(shape), own.view(shape))), (w, theirs[count:])
 
-    def truncate(self, x: Share, shift: int, widths: BitWidths | None = None) -> Share:
-        """M plays w and the known mask plays R: 1 round, f bits each way; pre 1 element + f bits."""
-        if widths is None or not self._narrows:
-            return self._truncate(x, shift)[0] if shift else x
-        widths.check(self.ring, shift)
-        up = 1 << (self.ring.bits - widths.valid_in)
-        first, second = (part.reshape(-1) * up for part in x.parts)
-        return self._narrowed("truncate", x.shape, first, second, shift, widths)
-
     def _truncate(self, x: Share, shift: int) -> tuple[Share, tuple[Tensor, ...]]:
         """The share, and what plays w or the summands of R."""
         if not 0 < shift <= self.ring.bits - 3:
@@ -264,16 +242,9 @@ class TrioDivision(Protocol):
         first, second = (part.reshape(-1).contiguous() for part in x.parts[:2])
         return self._wrapped("truncate", x.shape, first, second, shift, shift, None)
 
-    def local_truncate(self, x: Share, shift: int) -> Share:
-        """As the interface says: each party cuts the numbers that it knows."""
-        first, second = x.parts[0], x.parts[1] >> shift
-        if self.role == 0:
-            return Share((first >> shift, second))
-        return Share((((first + x.parts[1]) >> shift) - second, second))
-
     @property
     def _narrows(self) -> bool:
-        return self.has_narrow and self.ring.bits == 64
+        return self.ring.bits == 64 and "local_truncate" in self.primitives
 
     def _divided(self, tag: str, piece: Tensor | None, shape: torch.Size, shift: int, widths: BitWidths) -> Share:
         """From additive pieces of x modulo 2^given (party 0's is E, or none) to a share of x / 2^shift of `shape`."""
@@ -292,6 +263,14 @@ class TrioDivision(Protocol):
             fields = self.transport.exchange(3 - self.role, tag, ops.pack_fields(mine, widths.valid_in))
             theirs, mine = ops.unpack_fields(fields, count, widths.valid_in) * up, mine * up
         return self._narrowed(tag, shape, mine, theirs, shift, widths)
+
+    @staticmethod
+    def narrow_finish_price(count: int, shift: int, widths: BitWidths, held: bool = False) -> Cost:
+        """`_divided`, in a 64-bit ring. held: nothing is opened (`truncate`)."""
+        wanted, fields = (8 * ops.packed_words(count, bits) for bits in (widths.needed_out, widths.fields(shift)))
+        opened = 0 if held else 8 * ops.packed_words(count, widths.valid_in)
+        each, rounds = opened + fields, (not held) + (widths.fields(shift) > 0)
+        return Cost({(0, 2): wanted + fields, (1, 2): each, (2, 1): each}, rounds)
 
     def _narrowed(
         self, tag: str, shape: torch.Size, first: Tensor, second: Tensor, shift: int, widths: BitWidths
@@ -372,6 +351,44 @@ def _fields(valid_in: int, needed_out: int, shift: int) -> int:
     widths = BitWidths(valid_in, needed_out)
     widths.check(RING64, shift)
     return widths.fields(shift)
+
+
+class Family:
+    """Primitives of one party with their prices: methods that `Protocol` has, and static methods `..._price`."""
+
+    def __init__(self, end: TrioParty, setup: PartySetup) -> None:
+        self.end, self.party, self.role, self.ring = end, end.party, end.role, end.ring
+        self._draw, self._draw_words = end._draw, end._draw_words
+
+
+class TrioDivision(Family):
+    """Divisions of shares."""
+
+    def truncate(self, x: Share, shift: int, widths: BitWidths | None = None) -> Share:
+        """M plays w and the known mask plays R: 1 round, f bits each way; pre 1 element + f bits."""
+        if widths is None or not self.end._narrows:
+            return self.end._truncate(x, shift)[0] if shift else x
+        widths.check(self.ring, shift)
+        up = 1 << (self.ring.bits - widths.valid_in)
+        first, second = (part.reshape(-1) * up for part in x.parts)
+        return self.end._narrowed("truncate", x.shape, first, second, shift, widths)
+
+    @staticmethod
+    def truncate_price(ring: Ring, count: int, shift: int, widths: BitWidths | None = None) -> Cost:
+        """`truncate` of `count` elements by `shift` bits: e + f bits pre, f bits each way, 1 round."""
+        if widths is not None and ring.bits == 64:
+            return TrioParty.narrow_finish_price(count, shift, widths, held=True)
+        if shift == 0:
+            return Cost()
+        packed = 8 * ops.packed_words(count, shift)
+        return Cost({(0, 2): count * ring.bytes + packed, (1, 2): packed, (2, 1): packed}, 1)
+
+    def local_truncate(self, x: Share, shift: int) -> Share:
+        """As the interface says: each party cuts the numbers that it knows."""
+        first, second = x.parts[0], x.parts[1] >> shift
+        if self.role == 0:
+            return Share((first >> shift, second))
+        return Share((((first + x.parts[1]) >> shift) - second, second))
 
 
 _JOINED = 1 << 14

@@ -29,21 +29,15 @@ import torch
 from torch import Tensor
 
 from private_llm.errors import ProtocolAbort
-from private_llm.protocols.ends import PartySetup
+from private_llm.net.ledger import Cost
 from private_llm.protocols.share import BitShare, Moved, Permutation, ShuffledBits, drawn, inverse, known, words_for
-from private_llm.protocols.trio.bits import TrioBits
-from private_llm.ring.prg import Prg
+from private_llm.protocols.trio.division import Family
 
 Parts = tuple[Tensor, Tensor]
 
 
-class TrioShuffles(TrioBits):
-    """One party's bits and oblivious shuffles; costs: `prices.py`."""
-
-    def __init__(self, setup: PartySetup) -> None:
-        super().__init__(setup)
-        mutual = setup.pair_seeds.get(3 - self.role) if self.role else None
-        self._mutual: Prg | None = None if mutual is None else mutual.stream("trio permutations")
+class TrioShuffles(Family):
+    """One party's oblivious shuffles."""
 
     def _order(self, size: int, blocks: int) -> tuple[Tensor | None, ...]:
         if self.role == 0:
@@ -58,21 +52,27 @@ class TrioShuffles(TrioBits):
         Raises ProtocolAbort if these share no seed.
         """
         size = rows * words_for(count)
-        masks = [self._draw_words(size, which) for which in range(len(self._streams))]
+        masks = [self._draw_words(size, which) for which in range(len(self.end._streams))]
         parts = masks if self.role == 0 else [self._mutual_words(size), *masks]
         return BitShare(tuple(part.view(rows, words_for(count)) for part in parts), count)
 
     def _mutual_words(self, size: int) -> Tensor:
-        if self._mutual is None:
+        if self.end._mutual is None:
             raise ProtocolAbort("parties 1 and 2 share no seed for what they draw together; start the session anew")
-        return self._mutual.words(size, self.device)
+        return self.end._mutual.words(size, self.end.device)
 
     # -- what is moved ---------------------------------------------------------------------------------------
     def _moved(self, parts: tuple[Tensor, ...], order: Permutation, kind: Moved, undo: bool) -> tuple[Tensor, ...]:
         return (self._back if undo else self._forth)((parts[0], parts[1]), order, kind)
 
+    @staticmethod
+    def moved_price(size: int, undo: bool, left: int | None) -> Cost:
+        """Moving `size` bytes, of which `left` are wanted: only the first message to party 2 is of all."""
+        end = size if left is None else left
+        return Cost({(0, 2): size, (1, 2): size + end, (2, 1): 2 * end}, 3 if undo else 2)
+
     def _some(self, kind: Moved, arrays: int, which: int = 0) -> list[Tensor]:
-        fresh = self._streams[which].draw(arrays * kind.count, kind.dtype, self.device)
+        fresh = self.end._streams[which].draw(arrays * kind.count, kind.dtype, self.end.device)
         return list(fresh.view(arrays, *kind.shape))
 
     def _forth(self, parts: Parts, order: Permutation, kind: Moved) -> Parts:
@@ -81,7 +81,7 @@ class TrioShuffles(TrioBits):
             p, q = known(first), known(second)
             (r, z1), (z2,) = self._some(kind, 2), self._some(kind, 1, 1)
             cover = kind.move(kind.plus(kind.move(parts[1], p), r), q)
-            self.transport.send(2, "shuffle", kind.minus(kind.plus(z1, z2), cover))
+            self.end.transport.send(2, "shuffle", kind.minus(kind.plus(z1, z2), cover))
             return self._last_masks(kind)
         if self.role == 1:
             r, z = self._some(kind, 2)
@@ -91,7 +91,7 @@ class TrioShuffles(TrioBits):
             return kind.minus(kind.minus(m, own), theirs), y
         (z,) = self._some(kind, 1)
         got, theirs = self._await([kind, kind.left])
-        m = kind.plus(kind.move(got, known(second)), self._from_helper("shuffle", tuple(kind.shape), kind.dtype))
+        m = kind.plus(kind.move(got, known(second)), self.end._from_helper("shuffle", tuple(kind.shape), kind.dtype))
         own, y = self._ended(z, known(last), kind)
         m = kind.move(m, kind.end(known(last)))
         self._answer([m, kind.minus(own, y)])
@@ -113,11 +113,11 @@ class TrioShuffles(TrioBits):
             (r,) = self._some(kind, 1, 1)
             cover = kind.move(kind.plus(kind.move(parts[0], q), r), p)
             z2 = kind.plus(kind.minus(h, z1), cover)
-            self.transport.send(2, "shuffle", z2)
+            self.end.transport.send(2, "shuffle", z2)
             return z1, z2
         if self.role == 2:
             (r,) = self._some(kind, 1)
-            z = self._from_helper("shuffle", tuple(kind.shape), kind.dtype)
+            z = self.end._from_helper("shuffle", tuple(kind.shape), kind.dtype)
             (m,) = self._reply([kind.plus(kind.move(parts[0], inverse(known(second))), r)], [kind])
             return kind.minus(m, z), z
         h, z = self._some(kind, 2)
@@ -132,7 +132,7 @@ class TrioShuffles(TrioBits):
             return self._some(kind, 1)[0], self._some(kind, 1, 1)[0]
         back = inverse(known(last))
         (y,) = self._some(kind, 1)
-        theirs = self.transport.exchange(3 - self.role, "shuffle", kind.minus(kind.move(parts[1], back), y))
+        theirs = self.end.transport.exchange(3 - self.role, "shuffle", kind.minus(kind.move(parts[1], back), y))
         # part 0 is x + the other's mask, of which `theirs` says what it becomes less the other's new one
         return kind.minus(kind.move(parts[0], back), theirs), y
 
@@ -143,13 +143,13 @@ class TrioShuffles(TrioBits):
 
     def _answer(self, message: list[Tensor]) -> None:
         """Both evaluators book the way there and the way back."""
-        self.transport.send(3 - self.role, "shuffle", torch.cat([each.reshape(-1) for each in message]))
-        self.ledger.add_round("shuffle")
+        self.end.transport.send(3 - self.role, "shuffle", torch.cat([each.reshape(-1) for each in message]))
+        self.end.ledger.add_round("shuffle")
 
     def _await(self, answers: list[Moved]) -> list[Tensor]:
-        self.ledger.add_round("shuffle")
+        self.end.ledger.add_round("shuffle")
         counts = [each.count for each in answers]
-        got = self.transport.recv(3 - self.role, "shuffle", (sum(counts),), answers[0].dtype)
+        got = self.end.transport.recv(3 - self.role, "shuffle", (sum(counts),), answers[0].dtype)
         return [piece.view(each.shape) for piece, each in zip(got.split_with_sizes(counts), answers, strict=True)]
 
     # -- opening ---------------------------------------------------------------------------------------------
@@ -157,8 +157,14 @@ class TrioShuffles(TrioBits):
         """The evaluators exchange their masks, 1 bit each way, and party 1 tells party 0 the masked bits."""
         masked, own = x.bits.parts[:2]
         if self.role == 0:
-            return self.transport.recv(1, "open", tuple(masked.shape), torch.int64) ^ masked ^ own
-        theirs = self.transport.exchange(3 - self.role, "open", own.contiguous())
+            return self.end.transport.recv(1, "open", tuple(masked.shape), torch.int64) ^ masked ^ own
+        theirs = self.end.transport.exchange(3 - self.role, "open", own.contiguous())
         if self.role == 1:
-            self.transport.send(0, "open", masked.contiguous())
+            self.end.transport.send(0, "open", masked.contiguous())
         return masked ^ own ^ theirs
+
+    @staticmethod
+    def open_shuffled_price(count: int, rows: int = 1) -> Cost:
+        """`open_shuffled` of `rows` vectors of `count` bits: one each way, and one to party 0; 1 round."""
+        size = 8 * words_for(count) * rows
+        return Cost({(1, 2): size, (2, 1): size, (1, 0): size}, 1)

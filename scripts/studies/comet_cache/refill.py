@@ -20,8 +20,7 @@ from torch import Tensor
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError, DomainError
-from private_llm.protocols.dealer import dealer_prices
-from private_llm.protocols.registry import protocol_spec
+from private_llm.protocols.registry import dealer_prices, protocol_spec
 from private_llm.ring.ring import Ring
 
 

@@ -16,7 +16,7 @@ from private_llm.errors import ConfigError, DomainError, ProtocolAbort, ShareFil
 from private_llm.kv_cache.policies.papers import TOVA, MPCacheConfig
 from private_llm.kv_cache.policies.policy import CachePolicy
 from private_llm.net.offline_store import OfflineStore, OfflineTransport
-from private_llm.protocols.quad.records import QuadRecords
+from private_llm.protocols.quad.records import QuadParty
 from tests.hf import tiny
 from tests.hf.compare import BATCH, LOGIT_ERROR, MASK, worst
 from tests.hf.conftest import PLAIN, TRIO
@@ -252,7 +252,7 @@ def test_a_lie_told_ahead_is_caught_online(monkeypatch: pytest.MonkeyPatch, rece
 
 @pytest.mark.parametrize("given", [[], ["00" * 32]])
 def test_false_digests_given_ahead_open_nothing(monkeypatch: pytest.MonkeyPatch, given: list[str]) -> None:
-    monkeypatch.setattr(QuadRecords, "take_digests", lambda self: given)
+    monkeypatch.setattr(QuadParty, "take_digests", lambda self: given)
     with patch(tiny.build("opt"), QUAD) as private:
         private.preprocess(ForwardPlan({"input_ids": (1, 4)}))
         with pytest.raises(ProtocolAbort, match="do not use this session"):

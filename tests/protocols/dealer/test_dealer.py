@@ -9,9 +9,9 @@ from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError, DomainError, ProtocolAbort
 from private_llm.net.ledger import Cost
 from private_llm.net.transport import CLIENT, Transport
-from private_llm.protocols.dealer import dealer_prices as dealer_cost
-from private_llm.protocols.prices import trio_prices as cost
 from private_llm.protocols.protocol import Protocol
+from private_llm.protocols.registry import dealer_prices as dealer_cost
+from private_llm.protocols.registry import trio_prices as cost
 from private_llm.protocols.session import client_end, meta_session
 from private_llm.protocols.share import Share
 from private_llm.ring.ring import Ring

@@ -1,4 +1,4 @@
-"""The parties' local parts of sums of waves and of exponentials (`protocols/trio/party.py`), each in one pass (Numba).
+"""The parties' local parts of sums of waves and of exponentials (protocols/trio/one_step.py), each in one pass (Numba).
 
 Of sums of waves, operands are addresses of n 64-bit elements and of packed fields (`trunc`): those of a sum's secrets
 lie one row after the other, cosine and sine of each wave. `plan` is `Waves.table`, `sizes` is `Waves.sizes`, `turns`

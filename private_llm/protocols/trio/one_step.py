@@ -1,4 +1,4 @@
-"""One party of `trio`: shuffles, bits and arithmetic, and three kinds of functions in one step.
+"""Trio's functions in one step: piecewise polynomials, sums of waves, exponentials.
 
 Piecewise polynomials in one round, by comparison keys that party 0 makes for its masks. The evaluators know M = x + a,
 party 0 knows a. With s = -a and w = `bits`, [x + c < 0] is bit w-1 of M + c + s:
@@ -58,47 +58,40 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from private_llm.errors import DomainError, UnsupportedOp
+from private_llm.errors import DomainError
 from private_llm.kernels import ops, waves
 from private_llm.kernels.address import Array
 from private_llm.kernels.backends.cpu.comparison_keys import add_steps
 from private_llm.kernels.trace_hook import as_array
 from private_llm.net.ledger import Cost
-from private_llm.protocols.arithmetic import BitWidths
 from private_llm.protocols.ends import PartySetup
 from private_llm.protocols.one_step import GIVEN_BITS, Exponential, Pieces, PiecesShape, Waves, turns
 from private_llm.protocols.prices import Adder, Prices
-from private_llm.protocols.share import BitShare, Share
-from private_llm.protocols.trio.shuffle import TrioShuffles
+from private_llm.protocols.share import BitShare, BitWidths, Share
+from private_llm.protocols.trio.bits import TrioBits
+from private_llm.protocols.trio.division import Family, TrioParty
 from private_llm.ring import comparison_keys
 from private_llm.ring.prg import Seed
 from private_llm.ring.ring import Ring
 
 
-class Trio(TrioShuffles):
-    """One party of Trio."""
+class ComparisonKeys(Family):
+    """One party's piecewise polynomials, where the settings may take comparison keys."""
 
-    def __init__(self, setup: PartySetup) -> None:
-        super().__init__(setup)
-        self.has_keys = self.adder.may_take_keys
-        self._ciphers = comparison_keys.Ciphers(_common_seed(setup)) if self.has_keys else None
-
-    def _next_ciphers(self, count: int) -> comparison_keys.CipherSet:
-        """Those of the next keys. Raises UnsupportedOp where the parties agreed on none."""
-        if self._ciphers is None:
-            raise UnsupportedOp("piecewise: these parties take no comparison keys; want adder='keys' or 'auto'")
-        return self._ciphers.take(count)
+    def __init__(self, end: TrioParty, setup: PartySetup) -> None:
+        super().__init__(end, setup)
+        end._ciphers.append(comparison_keys.Ciphers(_common_seed(setup)))
 
     def takes_keys(self, count: int, shape: PiecesShape, other: Callable[..., Cost], *facts: Hashable) -> bool:
         """As the interface says, by bytes, rounds and the cipher's work of whoever has most of it."""
-        return self.has_keys and _takes_keys(self.adder, self.prices, self.ring, count, shape, other, facts)
+        return _takes_keys(self.end.adder, self.end.prices, self.ring, count, shape, other, facts)
 
     def key_seconds(self, count: int, shape: PiecesShape) -> float | None:
         """As the interface says."""
-        return _key_seconds(self.adder, self.prices, self.ring, count, shape) if self.has_keys else None
+        return _key_seconds(self.end.adder, self.end.prices, self.ring, count, shape)
 
     def piecewise(self, x: Share, pieces: Pieces) -> list[Share]:
-        """As the interface says: see the module header. Bytes: `prices.py`."""
+        """As the interface says: see the module header."""
         shape = pieces.shape
         if not 2 <= shape.bits <= self.ring.bits or not 0 <= shape.low <= shape.bits - 2:
             raise DomainError(
@@ -121,9 +114,21 @@ class Trio(TrioShuffles):
                 share, other = self._finish_along(size, some, shift, beside, torch.Size((len(along), *x.shape)))
                 made |= _rows(along, other)
             else:
-                share = self._finish("piecewise", size, some, shift, helped=False)
+                share = self.end._finish("piecewise", size, some, shift, helped=False)
             made |= _rows(outputs, share)
         return [made[output] for output in range(shape.outputs)]
+
+    @staticmethod
+    def piecewise_price(ring: Ring, count: int, shape: PiecesShape) -> Cost:
+        """`piecewise`: keys to both evaluators (856 bytes for 26 levels and degree 1), powers to one, finishes."""
+        keys = 8 * count * comparison_keys.key_words(shape.levels, shape.words)
+        powers = 8 * count * (shape.words + (shape.words > 2))
+        total = Cost({(0, 1): keys, (0, 2): keys + powers})
+        for shift, outputs, along in shape.finishes:
+            more = count * len(along) * ring.bytes
+            finish = TrioParty.finish_price(ring, count * len(outputs), shift, helped=False)
+            total += finish + Cost({(1, 2): more, (2, 1): more})
+        return total
 
     def _finish_along(
         self, size: torch.Size, piece: Tensor | None, shift: int, along: Tensor | None, shape: torch.Size
@@ -132,9 +137,9 @@ class Trio(TrioShuffles):
         mask = self._draw(shape.numel())
         if along is None:
             other = Share((mask.view(shape), self._draw(shape.numel(), 1).view(shape)))
-            return self._finish_shifted("piecewise", size, piece, shift)[0], other
+            return self.end._finish_shifted("piecewise", size, piece, shift)[0], other
         masked = along.reshape(-1) + mask
-        share, opened = self._finish_shifted("piecewise", size, piece, shift, masked)
+        share, opened = self.end._finish_shifted("piecewise", size, piece, shift, masked)
         return share, Share(((masked + opened[-1] - mask).view(shape), mask.view(shape)))
 
     def _send_keys(self, x: Share, shape: PiecesShape) -> None:
@@ -143,27 +148,27 @@ class Trio(TrioShuffles):
         more = words + (words > 2)
         if x.parts[0].is_meta:
             message = torch.empty((count, key_words), dtype=torch.int64, device="meta")
-            self.transport.send(1, "piecewise", message)
-            self.transport.send(2, "piecewise", message)
-            self.transport.send(2, "piecewise", torch.empty((more, count), dtype=torch.int64, device="meta"))
+            self.end.transport.send(1, "piecewise", message)
+            self.end.transport.send(2, "piecewise", message)
+            self.end.transport.send(2, "piecewise", torch.empty((more, count), dtype=torch.int64, device="meta"))
             return
         mask = _unsigned(x.parts[0] + x.parts[1]).reshape(-1)
         lower, top = _split(np.uint64(0) - mask, shape)
         powers = np.stack([mask**j for j in range(words)])
         beta = np.where(top == 1, np.uint64(0) - powers, powers)
-        first, second = self._streams
+        first, second = self.end._streams
         keys = comparison_keys.make_keys(
-            lower, np.ascontiguousarray(beta.T), shape.levels, first, second, self._next_ciphers(count)
+            lower, np.ascontiguousarray(beta.T), shape.levels, first, second, self.end._ciphers[0].take(count)
         )
         shared = np.concatenate([top * powers, powers[2:]]) - self._shared(more, count)
         message = _signed(keys)
-        self.transport.send(1, "piecewise", message)
-        self.transport.send(2, "piecewise", message)
-        self.transport.send(2, "piecewise", _signed(shared))
+        self.end.transport.send(1, "piecewise", message)
+        self.end.transport.send(2, "piecewise", message)
+        self.end.transport.send(2, "piecewise", _signed(shared))
 
     def _shared(self, rows: int, count: int) -> Array:
         """What parties 0 and 1 draw as the first share of rows of words."""
-        return _unsigned(self._streams[0].words(rows * count)).reshape(rows, count)
+        return _unsigned(self.end._streams[0].words(rows * count)).reshape(rows, count)
 
     def _pieces(self, x: Share, pieces: Pieces) -> Tensor:
         """An evaluator's additive pieces of all outputs: [outputs, count]."""
@@ -173,10 +178,10 @@ class Trio(TrioShuffles):
         meta, first = x.parts[0].is_meta, self.role == 1
         root = ciphers = None
         if not meta:
-            ciphers, root = self._next_ciphers(count), comparison_keys.roots(self._streams[0], count)
-        key = self.transport.recv(0, "piecewise", (count, key_words), torch.int64)
+            ciphers, root = self.end._ciphers[0].take(count), comparison_keys.roots(self.end._streams[0], count)
+        key = self.end.transport.recv(0, "piecewise", (count, key_words), torch.int64)
         if not first:
-            received = self.transport.recv(0, "piecewise", (more, count), torch.int64)
+            received = self.end.transport.recv(0, "piecewise", (more, count), torch.int64)
         if root is None or ciphers is None:
             return torch.empty((shape.outputs, count), dtype=self.ring.dtype, device="meta")
         shared = self._shared(more, count) if first else _unsigned(received)
@@ -199,35 +204,51 @@ class Trio(TrioShuffles):
             )  # fmt: skip
         return _signed(_polynomial(sums, masked)).to(self.ring.dtype).to(device)
 
+
+class OneStep(Family):
+    """One party's exponentials and sums of waves."""
+
+    def __init__(self, end: TrioParty, setup: PartySetup) -> None:
+        super().__init__(end, setup)
+        self._bits = TrioBits(end, setup)
+
     def exponential(self, x: Share, keep: BitShare, plan: Exponential) -> Share:
-        """As the interface says: see the module header. Bytes: `prices.py`."""
+        """As the interface says: see the module header."""
         if self.ring.bits != 64 or keep.rows != 1 or keep.count != x.numel():
             raise DomainError(
                 f"exponential: got a {self.ring.bits}-bit ring and {keep.rows} rows of {keep.count} bits for "
                 f"{x.numel()} elements; want 64 bits, and one row of as many"
             )
-        count, piece, low = x.numel(), None, GIVEN_BITS if plan.shift and self._narrows else None
+        count, piece, low = x.numel(), None, GIVEN_BITS if plan.shift and self.end._narrows else None
         both = (x.parts[0] + x.parts[1]).reshape(-1)
         if self.role == 0:
-            self._send_low("exponential", self._places(both, keep, plan, low), low)
+            self.end._send_low("exponential", self._places(both, keep, plan, low), low)
         else:
             if self.role == 1:
-                shares = self._draw_low(_PLACES * count, low).view(_PLACES, count)
+                shares = self.end._draw_low(_PLACES * count, low).view(_PLACES, count)
             else:
-                shares = self._recv_low("exponential", (_PLACES, count), low)
+                shares = self.end._recv_low("exponential", (_PLACES, count), low)
             masked = both + plan.offset
             piece = waves.weighed(masked, keep.parts[0].contiguous(), shares, plan.digits, plan.factors)
-        return self._finish("exponential", x.shape, piece, plan.shift, False, BitWidths(GIVEN_BITS, self.ring.bits))
+        return self.end._finish("exponential", x.shape, piece, plan.shift, False, BitWidths(GIVEN_BITS, self.ring.bits))
+
+    @staticmethod
+    def exponential_price(ring: Ring, count: int, shift: int) -> Cost:
+        """`count` exponentials: 4 fields pre, a narrow division (elements without a shift); 2 rounds."""
+        if shift and ring.bits == 64:
+            fields = Cost({(0, 2): 8 * ops.packed_words(_PLACES * count, GIVEN_BITS)})
+            return fields + TrioParty.narrow_finish_price(count, shift, BitWidths(GIVEN_BITS, ring.bits))
+        return Cost({(0, 2): _PLACES * count * ring.bytes}) + TrioParty.finish_price(ring, count, shift, helped=False)
 
     def _places(self, mask: Tensor, keep: BitShare, plan: Exponential, low: int | None) -> Tensor:
         """Party 0: e^(-r) in one of four places, less party 1's shares: [4, n]."""
-        message = -self._draw_low(_PLACES * mask.numel(), low).view(_PLACES, mask.numel())
+        message = -self.end._draw_low(_PLACES * mask.numel(), low).view(_PLACES, mask.numel())
         flags = keep.parts[0] ^ keep.parts[1]
         waves.placed(mask, flags, message, plan.digits, plan.secrets)
         return message
 
     def relu_minus_waves(self, x: Share, negative: BitShare, angle: Share, plan: Waves) -> Share:
-        """As the interface says: an injection whose finish takes the sum's pieces, too. Bytes: `prices.py`."""
+        """As the interface says: an injection whose finish takes the sum's pieces, too."""
         if negative.rows != 1 or not negative.count == x.numel() == angle.numel():
             raise DomainError(
                 f"waves: got {negative.rows} rows of {negative.count} bits and {angle.numel()} angles for {x.numel()} "
@@ -235,10 +256,18 @@ class Trio(TrioShuffles):
             )
         low = None if plan.bits >= self.ring.bits else plan.bits
         size = torch.Size((negative.count,))
-        piece = self._inject_piece(negative, x, [-1], [0], low)
+        piece = self._bits._inject_piece(negative, x, [-1], [0], low)
         self._less_waves(angle, plan, piece)
-        rest = self._finish("waves", size, piece, 0, helped=False, low=low)
-        return self.add(x, rest.map(lambda part: part.view(x.shape)))
+        rest = self.end._finish("waves", size, piece, 0, helped=False, low=low)
+        return self.end.add(x, rest.map(lambda part: part.view(x.shape)))
+
+    @staticmethod
+    def relu_minus_waves_price(ring: Ring, count: int, plan: Waves) -> Cost:
+        """The waves' shares, one injection's products and fields of wraps pre; what is opened, one finish: 2 rounds."""
+        pre = plan.words(count) + 2 * ops.packed_words(count, plan.above)
+        opened = 8 * ops.packed_words(count, plan.wide)
+        summed = Cost({(0, 2): 8 * pre, (1, 2): opened, (2, 1): opened}, 1)
+        return summed + TrioBits.inject_price(ring, count, 1, 1, 0, None if plan.bits >= ring.bits else plan.bits)
 
     def _less_waves(self, angle: Share, plan: Waves, piece: Tensor | None) -> None:
         """Subtract from an evaluator's additive piece of a result [n] its piece of the sum; 1 round."""
@@ -251,19 +280,19 @@ class Trio(TrioShuffles):
             drawn = self._draw_words(hidden + wraps)
             g1, g2 = self._draw(count), self._draw(count, 1)
             fields, rest = drawn.split_with_sizes((hidden, wraps))
-            self.transport.send(2, "waves", waves.hidden(both, fields, plan, table))
-            self.transport.send(2, "waves", waves.wraps(g1, g2, rest, plan))
+            self.end.transport.send(2, "waves", waves.hidden(both, fields, plan, table))
+            self.end.transport.send(2, "waves", waves.wraps(g1, g2, rest, plan))
             return
         if piece is None:
-            raise self._lacking("waves")
+            raise self.end._lacking("waves")
         if self.role == 1:
             fields, rest = self._draw_words(hidden + wraps).split_with_sizes((hidden, wraps))
         else:
-            fields = self.transport.recv(0, "waves", (hidden,), torch.int64)
-            rest = self.transport.recv(0, "waves", (wraps,), torch.int64)
+            fields = self.end.transport.recv(0, "waves", (hidden,), torch.int64)
+            rest = self.end.transport.recv(0, "waves", (wraps,), torch.int64)
         g = self._draw(count)
         mine = waves.summed(both, fields, plan, table, self.role == 1) + g
-        theirs = self.transport.exchange(3 - self.role, "waves", ops.pack_fields(mine, plan.wide))
+        theirs = self.end.transport.exchange(3 - self.role, "waves", ops.pack_fields(mine, plan.wide))
         opened = mine + ops.unpack_fields(theirs, count, plan.wide)
         waves.widened(opened, g, rest, plan, self.role == 1, piece)
 
