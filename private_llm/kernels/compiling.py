@@ -84,10 +84,14 @@ _warned: list[str] = []
 def compiled(function: Callable[..., Any], inlined: bool = False) -> Any:  # noqa: ANN401 - Numba ships no types
     """`function` as a kernel that releases Python's lock, compiled when it first meets arguments of some types.
 
-    inlined: whether kernels that call it take its code in.
+    inlined: whether kernels that call it take its code in. Only kernels call what begins with an underscore: it gets no
+    code for a call from Python, which is a tenth of what there is to compile.
     """
     with _cached() as cache:
-        made = njit(nogil=True, cache=cache, no_cfunc_wrapper=True, forceinline=inlined)(function)
+        made = njit(
+            nogil=True, cache=cache, no_cfunc_wrapper=True, no_cpython_wrapper=function.__name__.startswith("_"),
+            forceinline=inlined,
+        )(function)  # fmt: skip
     compile_now = made.compile
 
     def compile_once(signature: Any) -> Any:  # noqa: ANN401 - Numba's own
