@@ -89,7 +89,7 @@ class Calls:
 
 
 def count_calls(config: PrivateConfig, steps: int, before: int = 1) -> dict[str, Counter[CodeType]]:
-    """Calls of each party, by its thread's name, in `steps` decode steps behind `before` ones."""
+    """Calls of each party, by its thread's name, in `steps` decode steps after `before` ones."""
     found = calls_within(Party.forward, config, steps, before)
     return {name: Counter(chain.from_iterable(runs)) for name, runs in found.items()}
 
@@ -106,7 +106,7 @@ def calls_of_linear(config: PrivateConfig) -> dict[str, list[CodeType]]:
 def calls_within(
     function: Callable[..., object], config: PrivateConfig, steps: int = 1, before: int = 1
 ) -> dict[str, list[list[CodeType]]]:
-    """Calls of each party, by its thread's name, in each run of a function in `steps` decode steps behind others."""
+    """Calls of each party, by its thread's name, in each run of a function in `steps` decode steps after others."""
     torch.manual_seed(0)
     plain = LlamaForCausalLM(LlamaConfig(**MODEL)).eval()
     calls = Calls(function)

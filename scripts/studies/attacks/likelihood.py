@@ -31,7 +31,7 @@ _RIDGE = 1e-8
 
 
 def rank_next(view: View, model: Attacked, found: Sequence[int], vocabulary: Tensor, texts: Tensor) -> Tensor:
-    """`vocabulary`, the likeliest token behind the text so far (`found`) first.
+    """`vocabulary`, the likeliest token after the text so far (`found`) first.
 
     texts [N, length]: the attacker's own, at best like the attacked ones; only rows up to their length are used. Raises
     DomainError if no row of the view speaks of the position.

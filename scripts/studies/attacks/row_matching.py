@@ -32,7 +32,7 @@ class Attacked(Protocol):
     call: AttentionCall
 
     def rows(self, known: Sequence[int], tails: Tensor) -> Rows:
-        """Rows of `layer` at the last position of each tail [K, g] behind the tokens `known`."""
+        """Rows of `layer` at the last position of each tail [K, g] after the tokens `known`."""
         ...
 
     def alone(self, position: int, ids: Tensor) -> Rows:
