@@ -298,7 +298,13 @@ def moved_bits(x: BitShare, order: Permutation) -> Moved:
     """Bit vectors, all in the same new order. Raises DomainError unless their length is the permutation's size."""
     if x.count != order.size:
         raise DomainError(f"shuffle_bits: got vectors of {x.count} bits; want {order.size}")
-    return Moved(x.parts[0].shape, torch.int64, _move_lanes, torch.bitwise_xor, torch.bitwise_xor)
+    return Moved(
+        x.parts[0].shape,
+        torch.int64,
+        lambda words, p: packed(unpacked(words, p.numel())[:, p]),
+        torch.bitwise_xor,
+        torch.bitwise_xor,
+    )
 
 
 def unpacked(words: Tensor, count: int) -> Tensor:
@@ -323,7 +329,3 @@ def packed(bits: Tensor) -> Tensor:
 def relaned(bits: BitShare, change: Callable[[Tensor], Tensor], count: int) -> BitShare:
     """Bits as `change` arranges bytes [rows, bits.count] into [rows, count]. Local."""
     return BitShare(tuple(packed(change(unpacked(part, bits.count))) for part in bits.parts), count)
-
-
-def _move_lanes(words: Tensor, p: Tensor) -> Tensor:
-    return packed(unpacked(words, p.numel())[:, p])

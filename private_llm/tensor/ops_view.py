@@ -96,7 +96,7 @@ def mean_of(x: SecretTensor, first: Partial, then: Partial, sizes: tuple[int, in
     truncation of its results, 1 round, if `counts` is no small number or power of two). Beyond, one truncation of each
     sum of `first`; beyond 2^f entries in one step, one of every entry.
     """
-    steps = [_log2(size) for size in sizes]
+    steps = [max(0, size - 1).bit_length() for size in sizes]
     value = x.value(full=True) if sum(steps) <= _room(x.value(full=True)) else x.to_fixed()
     if sum(steps) <= _room(value):
         return divided(value.view(lambda part: then(first(part))), counts)
@@ -141,10 +141,6 @@ def _room(x: Fixed) -> int:
 def _shifted(x: Fixed, bits: int) -> Fixed:
     """x / 2^bits with the session's fractional bits: one truncation, none for bits = 0."""
     return x.with_share(x.share, x.frac + bits).rescale(x.session.frac) if bits else x
-
-
-def _log2(count: int) -> int:
-    return max(0, count - 1).bit_length()
 
 
 AnyDims = int | Sequence[int] | None

@@ -149,7 +149,8 @@ def _in_pieces(x: Fixed, counts: Sequence[int] = ()) -> tuple[Fixed, Tensor | No
     if batch is not None:
         sizes = [x.numel() // batch] * batch if _is_even(x, batch) else list(counts)
         if len(sizes) == batch:
-            return x.view(lambda part: _cut(part, sizes)), torch.arange(batch).repeat_interleave(_pieces(sizes))
+            pieces = torch.tensor([-(-size // PIECE) for size in sizes])
+            return x.view(lambda part: _cut(part, sizes)), torch.arange(batch).repeat_interleave(pieces)
     spare = -x.share.parts[0].numel() % PIECE
     whole = x.view(lambda part: torch.constant_pad_nd(part.reshape(-1), (0, spare)).view(-1, PIECE))
     return whole, None if batch is None else torch.full((len(whole.share.parts[0]),), batch)
@@ -158,10 +159,6 @@ def _in_pieces(x: Fixed, counts: Sequence[int] = ()) -> tuple[Fixed, Tensor | No
 def _cut(part: Tensor, sizes: list[int]) -> Tensor:
     each = part.reshape(-1).split(sizes)
     return torch.cat([torch.constant_pad_nd(one, (0, -one.numel() % PIECE)) for one in each]).view(-1, PIECE)
-
-
-def _pieces(sizes: list[int]) -> Tensor:
-    return torch.tensor([-(-size // PIECE) for size in sizes])
 
 
 def _is_even(x: Fixed, batch: int) -> bool:

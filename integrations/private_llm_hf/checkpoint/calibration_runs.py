@@ -111,7 +111,9 @@ def _calibrated(
             return calibrate(model, config, batches(model, tokenizer(), text))
         if images is None:
             images = _noise(model, config)
-        return UNKNOWN if images is None else calibrate(model, config, [functools.partial(_look, images=images)])
+        if images is None:
+            return UNKNOWN
+        return calibrate(model, config, [lambda model: model(images.to(next(model.parameters(), images)))])
 
 
 def check_ranges(model: nn.Module, ranges: Ranges) -> None:
@@ -161,17 +163,10 @@ def _noise(model: PreTrainedModel, config: PrivateConfig) -> Tensor | None:
     images = fitting_inputs(model)
     if images is None and config.guard:
         warnings.warn(
-            "this network does not say what images it takes, and none of the usual sizes fits, so it was not "
-            "calibrated, and without that a 32-bit ring has no check of ranges: patch(model, config, "
-            "images=some_images) gives both",
-            TightRange,
-            stacklevel=6,
-        )
+            "no usual image size fits this network, so it was not calibrated and its 32-bit ring has no range check: "
+            "pass images by patch(model, config, images=some_images)", TightRange, stacklevel=6,
+        )  # fmt: skip
     return images
-
-
-def _look(model: nn.Module, images: Tensor) -> object:
-    return model(images.to(next(model.parameters(), images)))
 
 
 def _every_kind(model: PreTrainedModel, length: int) -> Tensor:

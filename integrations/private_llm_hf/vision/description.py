@@ -28,10 +28,6 @@ _STEPS = 100_000
 
 
 # -- what constructor arguments may be ----------------------------------------------------------------------------
-def _flag(value: object) -> bool:
-    return isinstance(value, bool)
-
-
 def _whole(value: object, least: int = 0) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and least <= value < _LARGEST
 
@@ -65,7 +61,10 @@ def _setting(value: object) -> bool:
 _CHECKS: dict[str, Check] = {
     **dict.fromkeys(("in_channels", "out_channels", "groups", "in_features", "out_features", "num_features"), _count),
     **dict.fromkeys(("kernel_size", "stride", "dilation"), _one_or_two(_count)),
-    **dict.fromkeys(("bias", "affine", "elementwise_affine", "ceil_mode", "count_include_pad"), _flag),
+    **dict.fromkeys(
+        ("bias", "affine", "elementwise_affine", "ceil_mode", "count_include_pad"),
+        lambda value: isinstance(value, bool),
+    ),
     **dict.fromkeys(("start_dim", "end_dim"), _dim),
     "normalized_shape": _count,
     "eps": _real,

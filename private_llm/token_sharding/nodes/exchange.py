@@ -49,7 +49,7 @@ class Exchange:
         step, call = self._current(q, k, v)
         for shard, index in self._local.items():
             nodes = [self._plan.attn_endpoint(shard, other) for other in range(self._plan.beta)]
-            rows = [tensor if index is None else _rows(tensor, index) for tensor in (q, k, v)]
+            rows = [x if index is None else x.index_select(2, index.to(x.device)) for x in (q, k, v)]
             send_floats(self._transport, nodes, "rows", rows, number_type(self._plan))
         self._transport.ledger.add_round("attention")
         out = q.new_empty(*q.shape[:3], call.value_dim)
@@ -92,7 +92,3 @@ class Exchange:
         if found != (call.heads, call.groups, call.dim, call.value_dim):
             raise DomainError(f"attention call {self._next}: got heads, groups, sizes {found}; want those of {call}")
         return self._step, call
-
-
-def _rows(tensor: Tensor, index: Tensor) -> Tensor:
-    return tensor.index_select(2, index.to(tensor.device))

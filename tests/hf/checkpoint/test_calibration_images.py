@@ -50,7 +50,7 @@ def test_a_network_that_does_not_say_its_shape_is_calibrated_in_the_small_ring_i
     assert loaded_ranges(network, SMALL).modules
     assert not loaded_ranges(network, PrivateConfig()).modules
     unusual = Network.of(nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(2 * 17 * 17, 3)))
-    with pytest.warns(TightRange, match="none of the usual sizes fits"):
+    with pytest.warns(TightRange, match="no usual image size fits"):
         assert not loaded_ranges(unusual, SMALL).modules
     assert loaded_ranges(unusual, SMALL, torch.zeros(1, 1, 19, 19)).modules
     assert loaded_ranges(Network.of(model, pixels.shape[1:]), SMALL).modules
