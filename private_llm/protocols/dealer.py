@@ -82,7 +82,7 @@ class DealerArithmetic(TrioArithmetic):
             return x, y
         held = [x] if x is y else [x, y]
         sizes = [share.numel() for share in held]
-        fresh = [self._draw(sum(sizes), which) for which in range(len(self.end._streams))]
+        fresh = [self.end._draw(sum(sizes), which) for which in range(len(self.end._streams))]
         if self.party == 0:
             parts = fresh
         else:
@@ -107,15 +107,15 @@ class DealerShuffles(TrioShuffles):
     def _order(self, size: int, blocks: int) -> tuple[Tensor | None, ...]:
         """4 bytes an element from the dealer to party 2."""
         if self.role == 0:
-            tau1, rho1 = drawn(self._draw_words(size), blocks), drawn(self._draw_words(size), blocks)
-            tau2 = drawn(self._draw_words(size, 1), blocks)
+            tau1, rho1 = drawn(self.end._draw_words(size), blocks), drawn(self.end._draw_words(size), blocks)
+            tau2 = drawn(self.end._draw_words(size, 1), blocks)
             rho2 = inverse(tau1)[tau2[rho1]]
             self.end.transport.send(2, "permutation", rho2.to(torch.int32))
             return tau1, rho1, tau2, rho2, None
         last = drawn(self._mutual_words(size), blocks)
-        tau = drawn(self._draw_words(size), blocks)
+        tau = drawn(self.end._draw_words(size), blocks)
         if self.role == 1:
-            return tau, drawn(self._draw_words(size), blocks), None, None, last
+            return tau, drawn(self.end._draw_words(size), blocks), None, None, last
         return None, None, tau, self.end._from_helper("permutation", (size,), torch.int32).long(), last
 
     @staticmethod

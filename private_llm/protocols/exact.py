@@ -9,9 +9,10 @@ product: one truncation, one comparison of f + 1 bits, one bit to arithmetic: 1 
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Sequence
 from types import MethodType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -30,7 +31,7 @@ def exact(end: End) -> End:
     """
     lacking = {"local_truncate", "relu_minus_waves", *({"exponential", "piecewise"} - end.primitives)}
     end.take(ExactTruncation(end))
-    vars(end).update({name: MethodType(getattr(Protocol, name), end) for name in lacking})
+    vars(end).update({name: MethodType(getattr(Protocol, name), weakref.proxy(end)) for name in lacking})
     end.primitives, end.divides_exactly = end.primitives - lacking, True
     return end
 
@@ -42,9 +43,14 @@ class ExactTruncation:
     """
 
     def __init__(self, end: Protocol) -> None:
-        self.end = end
-        self._truncate, self._mul, self._bilinear, self._poly = end.truncate, end.mul, end.bilinear, end.poly
-        self._inject, self._exponential, self._piecewise = end.inject, end.exponential, end.piecewise
+        self.end: Protocol = weakref.proxy(end)  # as families do
+
+        def weak(method: Any) -> Any:  # noqa: ANN401 - a method of the end or of a family
+            return MethodType(method.__func__, self.end) if method.__self__ is end else method
+
+        self._truncate, self._mul, self._bilinear = weak(end.truncate), weak(end.mul), weak(end.bilinear)
+        self._poly, self._inject = weak(end.poly), weak(end.inject)
+        self._exponential, self._piecewise = weak(end.exponential), weak(end.piecewise)
 
     def truncate(self, x: Share, shift: int, widths: BitWidths | None = None) -> Share:
         """floor(x / 2^shift) for |x| < 2^(ring bits - 2); the shape of x.

@@ -62,12 +62,12 @@ class Protocol(PartyEnd):
     def __init_subclass__(cls) -> None:
         """What a class defines is there."""
         super().__init_subclass__()
-        cls.primitives = frozenset(name for name in _DECLARED if getattr(cls, name) is not getattr(Protocol, name))
+        cls.primitives = frozenset(name for name in DECLARED if getattr(cls, name) is not getattr(Protocol, name))
 
     def take(self, *families: object) -> None:
         """Compute by these objects from now on, by all their methods that this interface has, bound once. Local."""
         for family in families:
-            names = [name for name in _DECLARED if hasattr(type(family), name)]
+            names = [name for name in DECLARED if hasattr(type(family), name)]
             vars(self).update({name: getattr(family, name) for name in names})
             self.primitives |= {*names}
 
@@ -406,5 +406,7 @@ class Protocol(PartyEnd):
         self.reveal([(CLIENT, x)])
 
 
-_DECLARED = tuple(name for name, value in vars(Protocol).items() if callable(value) and not name.startswith("__"))
+DECLARED = tuple(
+    name for name, value in vars(Protocol).items() if callable(value) and not name.startswith("__") and name != "take"
+)
 """What is a primitive, and the steps that this interface leaves to protocols."""

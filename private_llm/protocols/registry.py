@@ -22,7 +22,7 @@ from private_llm.protocols.ends import ClientEnd, PartySetup
 from private_llm.protocols.exact import exact
 from private_llm.protocols.plain import CheckedPlain, Plain, PlainClient, open_plain
 from private_llm.protocols.prices import Adder, Prices
-from private_llm.protocols.protocol import Protocol
+from private_llm.protocols.protocol import DECLARED, Protocol
 from private_llm.protocols.quad.arithmetic import QuadArithmetic
 from private_llm.protocols.quad.bits import QuadBits
 from private_llm.protocols.quad.client import QuadClient, open_quad, share_of
@@ -101,6 +101,11 @@ class Primitives:
     """
 
     def __init__(self, party: type[TrioParty], *families: type[Family]) -> None:
+        """Raises ConfigError for methods of families that no session would call."""
+        taken = {*dir(Protocol)} - {*DECLARED} | party.primitives
+        for family in families:
+            if odd := {name for name in taken & {*dir(family)} if not name.startswith("_")}:
+                raise ConfigError(f"{family.__name__}: got {', '.join(sorted(odd))}; {party.__name__} has its own")
         self.party, self.families = party, families
         self.prices = Prices(party, *families)
 

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from private_llm.errors import DomainError
-from private_llm.kernels.forms import MATMUL
 from private_llm.net.ledger import Cost
 from private_llm.protocols.one_step import Pieces, PiecesShape
 from private_llm.protocols.prices import Prices
@@ -272,7 +271,7 @@ class Fixed:
         """
         out = self.session.frac if frac is None else frac
         x, y, shift, widths = self._factors(other, out, below, width)
-        return _product(x, x.proto.bilinear(MATMUL, x.share, y.share, shift, select, widths), out, y, widths)
+        return _product(x, x.proto.matmul(x.share, y.share, shift, select, widths), out, y, widths)
 
     def poly(self, coefficients: Sequence[float], frac: int | None = None, bits: int | None = None) -> Fixed:
         """c0 + c1 x + c2 x^2 (+ c3 x^3) in one protocol step; the leading coefficient carries `bits` fractional bits.
@@ -398,15 +397,17 @@ def negative(x: Fixed, bits: int | None = None) -> Fixed:
     """
     ring, x = x.session.ring, x.restore_high_bits()
     bits, count = ring.bits if bits is None else bits, x.numel()
-    if not x.proto.takes_keys(count, PiecesShape(1, 1, bits), _price, ring, count, bits):
+    if not x.proto.takes_keys(count, PiecesShape(1, 1, bits), step_price, ring, count, bits):
         return arithmetic(x.session, x.less_than([0.0], bits=bits), [1.0], 0)
     (made,) = x.proto.piecewise(x.share.map(lambda part: part.reshape(-1)), Pieces((0,), (((1, 0),),), ((0, 0),), bits))
     return x.with_share(made, 0)
 
 
-def _price(prices: Prices, ring: Ring, count: int, bits: int) -> Cost:
-    """Of a comparison and an injection."""
-    return prices.msb(count, bits) + prices.inject(ring, count, 1, 0, 0)
+def step_price(
+    prices: Prices, ring: Ring, count: int, bits: int, rows: int = 1, low: int = 0, weighted: int = 0
+) -> Cost:  # fmt: skip
+    """Of comparisons with `rows` thresholds and an injection of `weighted` numbers."""
+    return prices.msb(count, bits, rows, low) + prices.inject(ring, count, rows, weighted, 0)
 
 
 @lru_cache(maxsize=1024)

@@ -258,7 +258,7 @@ def require(flag: Tensor, images: bool = False) -> None:
         )
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=256)
 def _signs(width: int, up: int, dtype: torch.dtype, device: str) -> Tensor:
     """Public signs [width, SKETCHES], times 2^up: the same for everybody, and not chosen by anybody."""
     raw = hashlib.shake_256(b"private-llm range check %d" % width).digest(width)

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import re
+import weakref
 from pathlib import Path
 
 import pytest
 
 from private_llm.config import PrivateConfig
+from private_llm.errors import ConfigError
 from private_llm.protocols.plain import CheckedPlain, Plain
 from private_llm.protocols.protocol import Protocol
+from private_llm.protocols.quad.records import QuadParty
 from private_llm.protocols.registry import DEALER, QUAD, TRIO, Primitives
 from private_llm.protocols.session import meta_session
+from private_llm.protocols.share import BitWidths, Share
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLES = {"trio": TRIO, "dealer": DEALER, "quad": QUAD}
@@ -58,6 +63,30 @@ def test_every_protocol_has_all_primitives_that_callers_do_not_ask_for(protocol:
     left_out = {name for name, text in source.items() if "self.lacks(" in text} - NOT_EVERYWHERE
     assert len(left_out) > 15
     assert left_out <= end.primitives
+
+
+@pytest.mark.parametrize("truncation", ["unit", "exact"])
+@pytest.mark.parametrize("protocol", ["plain", *TABLES])
+def test_an_end_goes_with_its_session(protocol: str, truncation: str) -> None:
+    """Its keys and links, too: at once, since gateways freeze what the collector would have to find."""
+    settings = {"protocol": protocol, "truncation": truncation, "insecure": protocol == "plain"}
+    session = meta_session(PrivateConfig.from_dict(settings), 0)
+    end = weakref.ref(session.protocol)
+    gc.disable()
+    try:
+        del session
+        assert end() is None
+    finally:
+        gc.enable()
+
+
+def test_a_party_and_a_family_with_the_same_primitive_are_no_table() -> None:
+    class Audited(QuadParty):
+        def mul(self, x: Share, y: Share, shift: int = 0, widths: BitWidths | None = None) -> Share:
+            raise AssertionError
+
+    with pytest.raises(ConfigError, match="QuadArithmetic: got mul; Audited has its own"):
+        Primitives(Audited, *QUAD.families)
 
 
 def test_what_callers_ask_for_is_a_primitive() -> None:

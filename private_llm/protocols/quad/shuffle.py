@@ -69,7 +69,7 @@ class QuadShuffles(Family):
     def _drawn_components(self, size: int) -> list[Tensor | None]:
         """Uniform words that three parties know, for each party that lacks them."""
         made: list[Tensor | None] = [
-            None if lacking == self.party else self._draw_words(size, self._stream_without(lacking))
+            None if lacking == self.party else self.end._draw_words(size, self._stream_without(lacking))
             for lacking in range(_VALUE)
         ]
         return [*made, None if self.end._order_stream is None else self.end._order_stream.words(size, self.end.device)]

@@ -95,10 +95,10 @@ class TrioArithmetic(Family):
         count = x.numel()
         both = (x.parts[0] + x.parts[1]).reshape(-1)
         if self.role == 0:
-            self.end.transport.send(2, "poly", powers(both, extra) - self._draw(extra * count))
+            self.end.transport.send(2, "poly", powers(both, extra) - self.end._draw(extra * count))
             return None
         if self.role == 1:
-            shares = self._draw(extra * count)
+            shares = self.end._draw(extra * count)
         else:
             shares = self.end.transport.recv(0, "poly", (extra * count,), self.ring.dtype)
         return self._poly_terms(both, x.parts[1].reshape(-1), shares, coefficients, self.role == 1)

@@ -86,9 +86,9 @@ class TrioBits(Family):
         words = words_for(count)
         lanes = thresholds * words
         pre, online = plan.helped_rows(thresholds) * words, plan.online_rows * lanes
-        drawn = self._draw_words(pre + online, 0)
+        drawn = self.end._draw_words(pre + online, 0)
         message, lam1 = drawn[:pre], drawn[pre:]
-        lam2 = self._draw_words(online, 1)
+        lam2 = self.end._draw_words(online, 1)
         s = ops.transpose_bits(-(x.parts[0] + x.parts[1]).reshape(-1), width)
         monomials, masked_top, products = self._helped_rows(message, plan, words, lanes)
         share_top = masked_top.clone()
@@ -116,10 +116,10 @@ class TrioBits(Family):
         first = self.role == 1
         planes = self._threshold_planes(x, offsets, width)
         if first:
-            drawn = self._draw_words(pre + online)
+            drawn = self.end._draw_words(pre + online)
             helped, lam = drawn[:pre], drawn[pre:]
         else:
-            lam = self._draw_words(online)
+            lam = self.end._draw_words(online)
             helped = self.end.transport.recv(0, "msb", (pre,), torch.int64)
         mono, top, products = self._helped_rows(helped, plan, words, lanes)
         masks = lam.view(-1, lanes).split_with_sizes(plan.opened_rows)
@@ -177,12 +177,12 @@ class TrioBits(Family):
         words = words_for(x.numel())
         if self.role == 0:
             bits = ops.transpose_bits(-(x.parts[0] + x.parts[1]).reshape(-1), width)
-            r = self._draw_words(width * words, 0).view(width, words)
+            r = self.end._draw_words(width * words, 0).view(width, words)
             rest = r ^ bits
             self.end.transport.send(2, "a2b", rest)
             return BitShare((r, rest), x.numel())
         if self.role == 1:
-            own = self._draw_words(width * words).view(width, words)
+            own = self.end._draw_words(width * words).view(width, words)
         else:
             own = self.end.transport.recv(0, "a2b", (width, words), torch.int64)
         return BitShare((torch.zeros_like(own), own), x.numel())
@@ -219,18 +219,18 @@ class TrioBits(Family):
         shape = x0.shape
         count = x0.numel()
         if self.role == 0:
-            drawn = self._draw_words(2 * count, 0)
-            l2 = self._draw_words(count, 1)
+            drawn = self.end._draw_words(2 * count, 0)
+            l2 = self.end._draw_words(count, 1)
             product = (x0 ^ x1) & (y0 ^ y1)
             self.end.transport.send(2, "and", product ^ drawn[count:].view(shape))
             return BitShare((drawn[:count].view(shape), l2.view(shape)), x.count)
         piece = (x0 & y1) ^ (y0 & x1)
         if self.role == 1:
-            drawn = self._draw_words(2 * count)
+            drawn = self.end._draw_words(2 * count)
             fresh = drawn[:count].view(shape)
             piece = piece ^ (x0 & y0) ^ drawn[count:].view(shape)
         else:
-            fresh = self._draw_words(count).view(shape)
+            fresh = self.end._draw_words(count).view(shape)
             piece = piece ^ self.end.transport.recv(0, "and", tuple(shape), torch.int64)
         mine = piece ^ fresh
         b = mine ^ self.end.transport.exchange(3 - self.role, "and", mine)

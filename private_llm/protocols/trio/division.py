@@ -39,6 +39,7 @@ functionality is truncation with an error of one unit (see threat).
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
@@ -354,11 +355,14 @@ def _fields(valid_in: int, needed_out: int, shift: int) -> int:
 
 
 class Family:
-    """Primitives of one party with their prices: methods that `Protocol` has, and static methods `..._price`."""
+    """Primitives of one party with their prices: methods that `Protocol` has, and static methods `..._price`.
+
+    An end holds its families, they hold it weakly: its keys and links go with its session.
+    """
 
     def __init__(self, end: TrioParty, setup: PartySetup) -> None:
-        self.end, self.party, self.role, self.ring = end, end.party, end.role, end.ring
-        self._draw, self._draw_words = end._draw, end._draw_words
+        self.end: TrioParty = weakref.proxy(end)
+        self.party, self.role, self.ring = end.party, end.role, end.ring
 
 
 class TrioDivision(Family):

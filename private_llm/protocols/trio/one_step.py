@@ -134,9 +134,9 @@ class ComparisonKeys(Family):
         self, size: torch.Size, piece: Tensor | None, shift: int, along: Tensor | None, shape: torch.Size
     ) -> tuple[Share, Share]:
         """Shares of the outputs that are divided by 2^shift, and of those of `shape` that are not, in 2 rounds."""
-        mask = self._draw(shape.numel())
+        mask = self.end._draw(shape.numel())
         if along is None:
-            other = Share((mask.view(shape), self._draw(shape.numel(), 1).view(shape)))
+            other = Share((mask.view(shape), self.end._draw(shape.numel(), 1).view(shape)))
             return self.end._finish_shifted("piecewise", size, piece, shift)[0], other
         masked = along.reshape(-1) + mask
         share, opened = self.end._finish_shifted("piecewise", size, piece, shift, masked)
@@ -277,8 +277,8 @@ class OneStep(Family):
         both = (angle.parts[0] + angle.parts[1]).reshape(-1)
         hidden, wraps = plan.words(count), 2 * ops.packed_words(count, plan.above)
         if self.role == 0:
-            drawn = self._draw_words(hidden + wraps)
-            g1, g2 = self._draw(count), self._draw(count, 1)
+            drawn = self.end._draw_words(hidden + wraps)
+            g1, g2 = self.end._draw(count), self.end._draw(count, 1)
             fields, rest = drawn.split_with_sizes((hidden, wraps))
             self.end.transport.send(2, "waves", waves.hidden(both, fields, plan, table))
             self.end.transport.send(2, "waves", waves.wraps(g1, g2, rest, plan))
@@ -286,11 +286,11 @@ class OneStep(Family):
         if piece is None:
             raise self.end._lacking("waves")
         if self.role == 1:
-            fields, rest = self._draw_words(hidden + wraps).split_with_sizes((hidden, wraps))
+            fields, rest = self.end._draw_words(hidden + wraps).split_with_sizes((hidden, wraps))
         else:
             fields = self.end.transport.recv(0, "waves", (hidden,), torch.int64)
             rest = self.end.transport.recv(0, "waves", (wraps,), torch.int64)
-        g = self._draw(count)
+        g = self.end._draw(count)
         mine = waves.summed(both, fields, plan, table, self.role == 1) + g
         theirs = self.end.transport.exchange(3 - self.role, "waves", ops.pack_fields(mine, plan.wide))
         opened = mine + ops.unpack_fields(theirs, count, plan.wide)

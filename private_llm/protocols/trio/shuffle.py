@@ -41,8 +41,8 @@ class TrioShuffles(Family):
 
     def _order(self, size: int, blocks: int) -> tuple[Tensor | None, ...]:
         if self.role == 0:
-            return (*(drawn(self._draw_words(size, which), blocks) for which in range(2)), None)
-        own = drawn(self._draw_words(size), blocks)
+            return (*(drawn(self.end._draw_words(size, which), blocks) for which in range(2)), None)
+        own = drawn(self.end._draw_words(size), blocks)
         last = drawn(self._mutual_words(size), blocks)
         return (own, None, last) if self.role == 1 else (None, own, last)
 
@@ -52,7 +52,7 @@ class TrioShuffles(Family):
         Raises ProtocolAbort if these share no seed.
         """
         size = rows * words_for(count)
-        masks = [self._draw_words(size, which) for which in range(len(self.end._streams))]
+        masks = [self.end._draw_words(size, which) for which in range(len(self.end._streams))]
         parts = masks if self.role == 0 else [self._mutual_words(size), *masks]
         return BitShare(tuple(part.view(rows, words_for(count)) for part in parts), count)
 
