@@ -62,16 +62,18 @@ def _start(protocol: str) -> None:
             start_new_session=True,
             env={**environment, "OMP_NUM_THREADS": "1"},
         )
-        _compiling.append(child)
         threading.Thread(target=_wait, args=(child,), name="kernels ahead", daemon=True).start()
 
 
 def _wait(child: subprocess.Popen[bytes]) -> None:
+    _compiling.append(child)
     child.wait()
     _compiling.remove(child)
 
 
 _compiling: list[subprocess.Popen[bytes]] = []
+if hasattr(os, "register_at_fork"):  # a forked child has no such thread
+    os.register_at_fork(after_in_child=_compiling.clear)
 
 
 def are_compiling() -> bool:

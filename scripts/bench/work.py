@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from private_llm.errors import ConfigError
+from private_llm.kernels.ahead import are_compiling
 from private_llm.protocols.session import Session
 from private_llm.tensor.fixed import Fixed
 
@@ -93,6 +95,8 @@ def warm_up(run: Callable[[], float], uncompiled: Callable[[], int]) -> float:
 
     uncompiled: calls so far that Python computed because their program was not ready (`replay.program_cache`).
     """
+    while are_compiling():
+        time.sleep(0.1)
     before, first = uncompiled(), run()
     for _ in range(MOST_RUNS - 1):
         now = uncompiled()
