@@ -100,7 +100,7 @@ def test_no_error_and_no_help_names_a_file_that_a_wheel_lacks() -> None:
         if _ELSEWHERE.search(text) and "repository" not in text
     ]
     assert found == []
-    assert "Files that it names lie in the repository" in markdown()
+    assert "files that it names lie in the repository" in markdown()
 
 
 # -- the newest dependencies -----------------------------------------------------------------------------------------

@@ -12,14 +12,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from private_llm.errors import DomainError
-from private_llm.net.ledger import Cost
 from private_llm.protocols.one_step import Pieces, PiecesShape
-from private_llm.protocols.prices import Prices
 from private_llm.protocols.session import Session
 from private_llm.protocols.share import BitShare
 from private_llm.ranges import REACH
-from private_llm.ring.ring import Ring
-from private_llm.tensor.fixed import Fixed
+from private_llm.tensor.fixed import Fixed, step_price
 
 RANGE_BITS = REACH
 """Arguments of every comparison lie within |x| < 2^20 - 2^10: about a million."""
@@ -115,16 +112,12 @@ def chosen_below(
     shape = PiecesShape(len(thresholds), 1, bits, low)
     count, rows, ring = x.numel(), len(thresholds), x.session.ring
     weighted = sum(weight != 0 for weight in weights)
-    if not x.proto.takes_keys(count, shape, _price, ring, count, bits, rows, low, weighted):
+    if not x.proto.takes_keys(count, shape, step_price, ring, count, bits, rows, low, weighted):
         return x.select(x.less_than(thresholds, bits, low), weights, constants)
     steps = tuple((round(c * (1 << x.frac)), weight) for c, weight in zip(constants, weights, strict=True))
     offsets = tuple(-round(threshold * (1 << x.frac)) for threshold in thresholds)
     (made,) = x.proto.piecewise(x.share, Pieces(offsets, (steps,), ((0, 0),), bits, low))
     return x.with_share(made)
-
-
-def _price(prices: Prices, ring: Ring, count: int, bits: int, rows: int, low: int, weighted: int) -> Cost:
-    return prices.msb(count, bits, rows, low) + prices.inject(ring, count, rows, weighted, 0)
 
 
 def relu(x: Fixed) -> Fixed:

@@ -170,7 +170,8 @@ def compact(marks: Fixed, kept: int) -> ShuffledRows:
     proto = marks.proto
     before = marks.view(lambda part: part.cumsum(1, dtype=part.dtype))
     ranks = before.mul(marks, frac=0)
-    bits = number_bits(ranks, _bits(kept))
+    # of 0 .. kept + 1: one row too many must not wrap to 0 and look like a row that goes
+    bits = number_bits(ranks, (kept + 1).bit_length())
     order = proto.permutation(blocks * rows, reuse=True, blocks=blocks)
     opened = proto.open_shuffled(proto.shuffle_bits(bits, order))
     places = _places(opened, blocks, kept)
@@ -178,11 +179,6 @@ def compact(marks: Fixed, kept: int) -> ShuffledRows:
         marks.session.checks.ranked_wrong = True
         places = first_places(blocks, rows, kept)
     return ShuffledRows(order, places, rows)
-
-
-def _bits(kept: int) -> int:
-    """Of 0 .. kept + 1: one row too many must not wrap to 0 and look like a row that goes."""
-    return (kept + 1).bit_length()
 
 
 def first_places(blocks: int, rows: int, kept: int) -> Tensor:

@@ -181,11 +181,9 @@ class ReplayTransport:
     def agrees(self, trace: Trace) -> bool:
         """Whether the program drew, received and sent the same as the other run, and all of it."""
         left = any(each.numel() for each in self._drawn.values()) or next(self._received, None) is not None
-        return self.equal and not left and len(self.sent) == len(trace.sent) and all(map(_same, self.sent, trace.sent))
-
-
-def _same(one: tuple[int, str, Tensor], other: tuple[int, str, Tensor]) -> bool:
-    return one[:2] == other[:2] and torch.equal(one[2], other[2].to(one[2].device))
+        pairs = zip(self.sent, trace.sent, strict=False)
+        same = all(one[:2] == other[:2] and torch.equal(one[2], other[2].to(one[2].device)) for one, other in pairs)
+        return self.equal and not left and len(self.sent) == len(trace.sent) and same
 
 
 class LiveTransport:

@@ -7,12 +7,12 @@ and text (never a value) go to all endpoints, who stop as well.
 from __future__ import annotations
 
 import functools
+import operator
 import threading
 from collections.abc import Iterable, Sequence
 from typing import assert_never, get_args
 
 import torch
-from torch import Tensor
 from transformers.modeling_outputs import ModelOutput
 
 from private_llm.config import PrivateConfig
@@ -210,7 +210,7 @@ class Party:
         if wrong:
             raise TransportError(f"hidden states go to CompNodes, {nodes.start} to {nodes.stop - 1}; got {wrong}")
         share = states.to_fixed().share
-        pieces = [(endpoint, share.map(functools.partial(_rows_of, list(rows)))) for endpoint, rows in slices]
+        pieces = [(endpoint, share.map(operator.itemgetter((slice(None), list(rows))))) for endpoint, rows in slices]
         self._reveal(calls.answer(self.session, ModelOutput(), ()))
         with self.transport.ledger.scope("states to the nodes"):
             self.session.protocol.reveal(pieces)
@@ -220,10 +220,6 @@ class Party:
         if self.state is None:
             raise TransportError("a request arrived before a model was loaded")
         return self.state
-
-
-def _rows_of(rows: list[int], part: Tensor) -> Tensor:
-    return part[:, rows]
 
 
 def run_party(
