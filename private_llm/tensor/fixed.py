@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from private_llm.errors import DomainError
+from private_llm.kernels.forms import MATMUL
 from private_llm.net.ledger import Cost
 from private_llm.protocols.one_step import Pieces, PiecesShape
 from private_llm.protocols.prices import Prices
@@ -271,7 +272,7 @@ class Fixed:
         """
         out = self.session.frac if frac is None else frac
         x, y, shift, widths = self._factors(other, out, below, width)
-        return _product(x, x.proto.matmul(x.share, y.share, shift, select, widths), out, y, widths)
+        return _product(x, x.proto.bilinear(MATMUL, x.share, y.share, shift, select, widths), out, y, widths)
 
     def poly(self, coefficients: Sequence[float], frac: int | None = None, bits: int | None = None) -> Fixed:
         """c0 + c1 x + c2 x^2 (+ c3 x^3) in one protocol step; the leading coefficient carries `bits` fractional bits.

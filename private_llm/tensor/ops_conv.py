@@ -52,7 +52,7 @@ def _convolved(x: Fixed, weight: Tensor, form: Conv2d) -> Fixed:
     out = x.session.frac
     if isinstance(weight, SecretTensor):
         w = weight.value(full=True)
-        return x.with_share(x.proto.conv2d(x.share, w.share, form, x.frac + w.frac - out), out)
+        return x.with_share(x.proto.bilinear(form, x.share, w.share, x.frac + w.frac - out), out)
     held = ring_weight(x.session, weight, x.share.parts[0].device)
     return x.with_share(x.proto.bilinear_public(form, x.share, held, x.frac), out)
 
