@@ -72,7 +72,6 @@ export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1 MKL_NUM_T
   tests/hf/client/test_speculation.py::test_a_perfect_draft_takes_few_passes \
   tests/hf/checkpoint/test_checkpoints.py::test_an_unmerged_lora_is_merged_in_a_copy \
   tests/hf/checkpoint/test_checkpoints.py::test_an_adapter_checkpoint_with_its_own_head \
-  tests/system/test_longbench.py \
   tests/gateway/test_types.py \
   tests/hosting/test_settings.py \
   tests/test_cli.py::test_help_names_every_command \
