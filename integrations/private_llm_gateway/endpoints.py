@@ -24,7 +24,7 @@ from private_llm_gateway.request_executor import ClientGone, RequestExecutor, Re
 from private_llm_gateway.requests import Wanted, check_context, find_model, of_field
 from private_llm_gateway.served import Served
 from private_llm_gateway.settings import GatewaySettings
-from private_llm_gateway.usage import GatewayMetrics, UsageTotal
+from private_llm_gateway.usage import GatewayMetrics, Usage, UsageTotal
 
 _FIRST_S = 10.0
 """Errors within this time have a status of their own; later ones are events of the stream that has begun."""
@@ -112,7 +112,7 @@ class Endpoints:
             async for piece, spent in task.pieces():
                 if piece.text or piece.likelihoods or piece.ahead:
                     open_ = dataclasses.replace(piece, finish=None)
-                    yield _event(_json(await run_in_threadpool(made.chunk, open_, spent)))
+                    yield _event(await run_in_threadpool(_chunk, made, open_, spent))
                 if piece.finish is not None:
                     ended.append(piece)
             total = await task.result()
@@ -212,6 +212,10 @@ def _sent(made: Mapping[str, Any]) -> Response:
 
 def _event(data: str) -> ServerSentEvent:
     return ServerSentEvent(data, sep=_LINE_END)  # each event has its own; that of the response is for its pings
+
+
+def _chunk(made: responses.Response, piece: CompletionChunk, spent: Usage) -> str:
+    return _json(made.chunk(piece, spent))
 
 
 def _json(made: object) -> str:
