@@ -126,7 +126,7 @@ class Session:
 
 
 def join(config: PrivateConfig, party: int, transport: Transport, client: bool = True) -> Session:
-    """Agree with all other endpoints on settings and keys, and return this party's session.
+    """Agree with all other endpoints on settings and keys, and return this party's session; keep it while you use it.
 
     Sends a 64-byte greeting to each other endpoint, receives a 32-byte key from the client for each mask of inputs that
     this party knows, and makes the protocol's end (quad: group keys; where comparison keys may be taken, 32 bytes from
