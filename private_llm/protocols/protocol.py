@@ -23,7 +23,7 @@ from operator import add, neg, sub, xor
 from torch import Tensor
 
 from private_llm.errors import DomainError, UnsupportedOp
-from private_llm.kernels.forms import BilinearForm
+from private_llm.kernels.forms import MATMUL, BilinearForm, Conv2d
 from private_llm.net.ledger import Cost
 from private_llm.net.transport import CLIENT
 from private_llm.protocols.ends import PartyEnd
@@ -151,6 +151,16 @@ class Protocol(PartyEnd):
         for the others. widths: as for `mul`. Raises DomainError for operands that do not fit the form, and as `mul`.
         """
         self.lacks("bilinear")
+
+    def matmul(
+        self, x: Share, y: Share, shift: int = 0, select: Tensor | None = None, widths: BitWidths | None = None
+    ) -> Share:  # fmt: skip
+        """`bilinear` of x [..., M, K] and y [..., K, N] to [..., M, N], rounds and bytes too; protocols define that."""
+        return self.bilinear(MATMUL, x, y, shift, select, widths)
+
+    def conv2d(self, x: Share, w: Share, conv: Conv2d, shift: int = 0) -> Share:
+        """`bilinear` of x [B, C, H, W], w [O, C / groups, kh, kw], rounds and bytes too; protocols define that."""
+        return self.bilinear(conv, x, w, shift)
 
     def bilinear_public(self, form: BilinearForm, x: Share, c: Tensor, shift: int = 0, left: bool = False) -> Share:
         """B(x, c), or B(c, x) if `left`, for public ring elements c, divided by 2^shift: local but for a truncation.
