@@ -232,6 +232,21 @@ def test_the_checker_sees_what_goes_past_the_entry(path: str, line: str, wrong: 
     assert bool(past_the_entry(path, line)) is wrong
 
 
+BACKEND = re.compile(r"private_llm\.kernels\.\w+\.((seeded_)?(cpu|triton)|planes|tiles|amx(_tiles)?)(\.|$)")
+"""Modules with kernels of one kind of device."""
+
+
+def test_kernels_are_reached_by_their_operations() -> None:
+    """And by `ahead`, which compiles them."""
+    seen = 0
+    for package, folder in PACKAGES.items():
+        for name, path in modules(folder, package).items():
+            bad = [target for target, _ in imports_of(path.read_text()) if BACKEND.match(target)]
+            seen += len(bad)
+            assert not bad or name.startswith(("private_llm.kernels.", "private_llm.replay.ahead")), f"{name}: {bad}"
+    assert seen > 20
+
+
 @pytest.mark.parametrize("package", PACKAGES)
 def test_modules_do_not_import_each_other_in_a_circle(package: str) -> None:
     found = modules(PACKAGES[package], package)

@@ -319,7 +319,7 @@ class Run(Sparsity):
 
     def config(self, **more: Any) -> PrivateConfig:  # noqa: ANN401 - those of `config_of`
         """The configuration. Other processes begin to compile kernels while this one imports."""
-        from private_llm.kernels.ahead import compile_ahead
+        from private_llm.replay.ahead import compile_ahead
 
         given = self.sparse_settings() | adder_of(self.adder)
         config = config_of(self.protocol, self.ring, self.party_mode, **given, **more)

@@ -19,10 +19,10 @@ from transformers.models.auto.auto_factory import _BaseAutoModelClass
 from private_llm.approximations import warn_of_functions
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError, PatchMismatch, ShareFileError, undoing
-from private_llm.kernels.ahead import compile_ahead
 from private_llm.net.local import LocalMesh
 from private_llm.protocol_facts import CASCADE
 from private_llm.ranges import UNKNOWN, Ranges
+from private_llm.replay.ahead import compile_ahead
 from private_llm_hf.checkpoint.calibration_runs import check_ranges, checkpoint_ranges, loaded_ranges
 from private_llm_hf.checkpoint.checkpoint import Checkpoint
 from private_llm_hf.checkpoint.dense import dense_model, unwrapped, without_quantisation

@@ -35,10 +35,14 @@ with suppress(ImportError):  # not on Windows
 _WRITABLE_BY_OTHERS = 0o022
 
 
+ELSEWHERE = ("net/connection.py", "net/frames.py", "replay/runner.py")
+"""Sources of the library outside this folder that kernels are made of."""
+
+
 def _digest() -> str:
     """Of everything that decides what a kernel's machine code is, but for the processor, which Numba looks at."""
-    made = hashlib.sha256(f"{numba.__version__} {llvmlite.__version__}".encode())
-    for source in sorted(Path(__file__).parent.rglob("*.py")):
+    made, here = hashlib.sha256(f"{numba.__version__} {llvmlite.__version__}".encode()), Path(__file__).parent
+    for source in (*sorted(here.rglob("*.py")), *(here.parent / name for name in ELSEWHERE)):
         made.update(source.name.encode() + b"\0" + hashlib.sha256(source.read_bytes()).digest())
     return made.hexdigest()[:16]
 
@@ -113,7 +117,7 @@ def compiled(function: Callable[..., Any], inlined: bool = False) -> Any:  # noq
 
 
 class CompiledStep:
-    """A function of the address of 64-bit words as machine code (`backends/cpu/steps.py`)."""
+    """A function of the address of 64-bit words as machine code (`steps.py`)."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function

@@ -49,10 +49,10 @@ def held_on(x: Tensor, device: torch.device) -> Tensor:
 
 
 @cache
-def triton_module(family: str) -> ModuleType:
-    """The kernels of GPUs of one family. Raises UnsupportedOp where Triton is not installed."""
+def triton_module(name: str) -> ModuleType:
+    """Kernels of GPUs: "bits.triton" for example. Raises UnsupportedOp where Triton is not installed."""
     try:
-        return importlib.import_module(f"private_llm.kernels.backends.triton.{family}")
+        return importlib.import_module(f"private_llm.kernels.{name}")
     except ModuleNotFoundError as missing:
         raise UnsupportedOp(
             f"kernels on GPUs need {missing.name}, which is not installed; install private-llm[triton], or use the CPU"

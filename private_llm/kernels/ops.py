@@ -19,10 +19,10 @@ from torch import Tensor
 from private_llm.errors import DomainError, UnsupportedOp
 from private_llm.kernels import conv, matmul, shapes
 from private_llm.kernels.address import ZERO, Array
-from private_llm.kernels.backends.cpu import bits as cpu_bits
-from private_llm.kernels.backends.cpu import trunc as cpu_trunc
+from private_llm.kernels.bits import cpu as cpu_bits
 from private_llm.kernels.devices import triton_module
 from private_llm.kernels.fields import STEPS
+from private_llm.kernels.fields import cpu as cpu_trunc
 from private_llm.kernels.parallel import addresses, parallel_for
 from private_llm.kernels.seeded_tensor import KeyStream, dense
 from private_llm.kernels.shapes import Pair
@@ -50,7 +50,7 @@ def on_gpu(family: str, name: str, *arguments: Any) -> Any:  # noqa: ANN401
     """Call a Triton kernel's launcher on the GPU of its first argument, and tell nobody."""
     with torch.cuda.device(arguments[0].device):
         given = arguments if family == "matmul" else map(dense, arguments)  # which makes masks piece by piece
-        return getattr(triton_module(family), name)(*given)
+        return getattr(triton_module(f"{family}.triton"), name)(*given)
 
 
 def _words(
@@ -89,7 +89,7 @@ def field_step(
         given = (*addresses(*operands, *made), *numbers, width, count, ZERO[like.dtype])
         parallel_for(count, step.seconds, cpu_trunc.BLOCK, cpu_trunc.KERNELS[name], *given)
     elif not like.is_meta:
-        _gpu("trunc", name, *operands, *numbers, width, *made, writes=len(made))
+        _gpu("fields", name, *operands, *numbers, width, *made, writes=len(made))
     return made
 
 

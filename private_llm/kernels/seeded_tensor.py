@@ -25,8 +25,8 @@ from private_llm.errors import PlaintextLeak, UnsupportedOp
 from private_llm.forks import Origin, forked, process
 from private_llm.kernels import parallel
 from private_llm.kernels.address import Array
-from private_llm.kernels.backends.cpu import aes as cpu_aes
 from private_llm.kernels.devices import triton_module
+from private_llm.kernels.prg import aes as cpu_aes
 from private_llm.kernels.trace_hook import this_thread
 
 BYTES = 1e10
@@ -232,7 +232,7 @@ class SeededTensor(Unprinted):
         """The whole tensor, in memory of its own; made by the GPU that it is on, where kernels can."""
         if self.device.type == "cuda" and self.on_gpus:
             with torch.cuda.device(self.device):
-                made: Tensor = triton_module("seeded_matmul").made(self)
+                made: Tensor = triton_module("matmul.seeded_triton").made(self)
             return made
         length = self.line.numel()
         whole = torch.empty((sum(piece.lines for piece in self.slices), *self.line), dtype=self.dtype)

@@ -21,8 +21,8 @@ from llvmlite import ir
 from numba import types
 
 from private_llm.kernels.address import SIGNED, flat
-from private_llm.kernels.backends.cpu.emitting import I64, IrValue, emitted, pointer
 from private_llm.kernels.compiling import compiled
+from private_llm.kernels.emitting import I64, IrValue, emitted, pointer
 
 HERE = sys.platform == "linux" and hasattr(os, "eventfd")
 """Whether there are teams."""

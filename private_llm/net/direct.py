@@ -20,7 +20,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from private_llm.errors import PartyFailed
-from private_llm.kernels.backends.cpu import connection
+from private_llm.net import connection
 
 Row = np.ndarray[tuple[int], np.dtype[np.int64]]
 """A connection as programs use it: the words of `connection`."""

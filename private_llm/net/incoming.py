@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 
 from private_llm.errors import PartyFailed, TransportError
-from private_llm.kernels.backends.cpu import connection
-from private_llm.net import wire
+from private_llm.net import connection, wire
 from private_llm.net.direct import Row
 from private_llm.net.roles import PASSES_ON, attributed
 from private_llm.net.transport import disagreement, endpoint_name, room

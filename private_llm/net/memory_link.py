@@ -1,7 +1,7 @@
 """One direction between two threads of one process: tensors as they are, and frames that compiled programs write.
 
 Messages are numbered. Each is either an object of Python's, or a frame in a ring of memory that the program of one
-party writes and that of another reads, without Python's lock (`kernels/backends/cpu/frames.py`). A counter of the
+party writes and that of another reads, without Python's lock (`frames.py`). A counter of the
 operating system says how many are there; who waits, waits for it. Without such counters everything is an object.
 """
 
@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from private_llm.kernels.backends.cpu import connection as word
+from private_llm.net import connection as word
 from private_llm.net.direct import Row
 from private_llm.net.transport import Ready
 

@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 
 from private_llm.errors import PartyFailed
-from private_llm.kernels.backends.cpu import connection
-from private_llm.net import wire
+from private_llm.net import connection, wire
 from private_llm.net.direct import Row
 from private_llm.net.transport import endpoint_name
 from private_llm.net.wire import BLOCKED, HEADER_BYTES, FrameKind, cause

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from private_llm.errors import UnsupportedOp
-from private_llm.kernels.backends.cpu import steps
+from private_llm.kernels import steps
 from private_llm.kernels.compiling import CompiledStep
 from private_llm.net.transport import Transport
 from private_llm.replay import loops
@@ -208,7 +208,7 @@ class CpuRecorder(StepRecorder[Operand]):
     @noted
     def launched(self, kernel: Callable[..., None], arguments: Sequence[Any]) -> None:
         """A kernel becomes a step."""
-        code, kinds = steps.KERNELS[kernel]
+        code, kinds = steps.step_of(kernel)
         row: list[Word] = []
         for kind, each in zip(kinds, arguments, strict=True):
             if kind == "Written":

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from private_llm.errors import UnsupportedOp
-from private_llm.kernels.backends.cpu import steps
+from private_llm.kernels import steps
 from private_llm.kernels.compiling import CompiledStep
 from private_llm.replay.program import Word
 

@@ -20,10 +20,10 @@ from torch import Tensor
 
 from private_llm.errors import DomainError
 from private_llm.kernels import teams
-from private_llm.kernels.backends.cpu import steps
 from private_llm.kernels.compiling import CompiledStep
 from private_llm.net.direct import MOST, Direct
 from private_llm.net.wire import tag_bytes
+from private_llm.replay import runner
 from private_llm.replay.events import (
     NO_BREAK,
     BreakEvent,
@@ -209,9 +209,9 @@ class Program:
     def _run_to_stop(self, table: int, first: int, links: int) -> int:
         """Run from an event on, with a team where pieces may run side by side; returns that which is left to Python."""
         if self._pieces == 1:
-            return int(steps.run(table, self._place, first, len(self.events), links, 0))
+            return int(runner.run(table, self._place, first, len(self.events), links, 0))
         with teams.lent(self._pieces) as team:
-            return int(steps.run(table, self._place, first, len(self.events), links, team))
+            return int(runner.run(table, self._place, first, len(self.events), links, team))
 
     def ready(
         self, transport: ProgramTransport, arena: Arena, inputs: Sequence[Tensor], weights: tuple[int, ...]
@@ -285,11 +285,11 @@ def _words(event: Event) -> Sequence[Word]:
     if isinstance(event, Parallel):
         return _words_of_pieces(event)
     if isinstance(event, TorchCall | BreakEvent):
-        return (steps.STOP,)
-    code, endpoint = (steps.SEND, event.to) if isinstance(event, Send) else (steps.RECEIVE, event.frm)
+        return (runner.STOP,)
+    code, endpoint = (runner.SEND, event.to) if isinstance(event, Send) else (runner.RECEIVE, event.frm)
     payload, count = event.payload, math.prod(event.payload.shape)
     if endpoint >= MOST or not torch.empty_strided(payload.shape, payload.stride, device="meta").is_contiguous():
-        return (steps.STOP,)
+        return (runner.STOP,)
     tag = np.frombuffer(tag_bytes(event.tag), np.int64).tolist()
     return code, endpoint, ArenaAddress(payload.memory, payload.offset), count, *tag
 
@@ -303,7 +303,7 @@ def _words_of_pieces(event: Parallel) -> Sequence[Word]:
         words.append(len(piece))
         for step in piece:
             words += [1 + len(step.row), step.code.address, *step.row]
-    return steps.TOGETHER, len(event.pieces), *begins, *words
+    return runner.TOGETHER, len(event.pieces), *begins, *words
 
 
 def _rows(events: Sequence[Event]) -> tuple[StepTable, StepTable, StepTable]:

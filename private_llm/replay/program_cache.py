@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from private_llm.errors import UnsupportedOp
-from private_llm.kernels.ahead import are_compiling
 from private_llm.kernels.seeded_tensor import StreamKey
 from private_llm.kernels.trace_hook import this_thread, traced_by
 from private_llm.net.direct import Point
@@ -28,6 +27,7 @@ from private_llm.protocols.session import Session
 from private_llm.protocols.share import Share
 from private_llm.ranges import QUANTITIES
 from private_llm.replay import graphs
+from private_llm.replay.ahead import are_compiling
 from private_llm.replay.cpu_recorder import CpuRecorder
 from private_llm.replay.events import Inner
 from private_llm.replay.graph_break import GraphBreak, with_break

@@ -24,9 +24,9 @@ import numpy as np
 from cryptography.hazmat.primitives.ciphers import Cipher, CipherContext, algorithms, modes
 
 from private_llm.errors import DomainError
+from private_llm.kernels import comparison_keys as kernels
 from private_llm.kernels.address import Array
-from private_llm.kernels.backends.cpu import aes
-from private_llm.kernels.backends.cpu import comparison_keys as kernels
+from private_llm.kernels.prg import aes
 from private_llm.kernels.trace_hook import as_array
 from private_llm.ring.prg import Prg, Seed
 

@@ -21,10 +21,10 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from torch import Tensor
 
 from private_llm.errors import DomainError
+from private_llm.kernels import comparison_keys as kernels
 from private_llm.kernels.address import Array
-from private_llm.kernels.backends.cpu import aes
-from private_llm.kernels.backends.cpu import comparison_keys as cpu_dpf
 from private_llm.kernels.parallel import parallel_for
+from private_llm.kernels.prg import aes
 from private_llm.kernels.trace_hook import as_array
 from private_llm.ring.comparison_keys import encrypted
 from private_llm.ring.prg import Prg
@@ -104,11 +104,11 @@ def expand(
     made = torch.empty((len(words), domain), dtype=ring.dtype, pin_memory=place.type == "cuda")
     out = made.numpy().view(np.uint64 if ring.bits == 64 else np.uint32)
     if aes.usable():
-        below = min(depth(domain), cpu_dpf.UNIT)
+        below = min(depth(domain), kernels.UNIT)
         units, (sides, leaf) = -(-domain // (2 << below)), _tables()
         negated = np.repeat(np.array(holders, dtype=np.uint64), tokens)
         plan = (words, negated, depth(domain), sides.ctypes.data, leaf.ctypes.data, out)
-        parallel_for(len(words) * units, _NODE_S * (3 << below), 1, cpu_dpf.expand, *plan)
+        parallel_for(len(words) * units, _NODE_S * (3 << below), 1, kernels.expand, *plan)
     else:
         for number, holder in enumerate(holders):
             rows = slice(number * tokens, (number + 1) * tokens)

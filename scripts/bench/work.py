@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from private_llm.errors import ConfigError
-from private_llm.kernels.ahead import are_compiling
 from private_llm.protocols.session import Session
+from private_llm.replay.ahead import are_compiling
 from private_llm.tensor.fixed import Fixed
 
 Shape = tuple[int, ...]

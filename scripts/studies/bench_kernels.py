@@ -27,11 +27,10 @@ from private_llm_cli.options import Json
 from torch import Tensor
 
 from private_llm.errors import ConfigError
-from private_llm.kernels import matmul, ops
+from private_llm.kernels import matmul, ops, steps
 from private_llm.kernels.address import tune_allocator
-from private_llm.kernels.backends.cpu import amx as cpu_amx
-from private_llm.kernels.backends.cpu import matmul as cpu_matmul
-from private_llm.kernels.backends.cpu import steps
+from private_llm.kernels.matmul import amx as cpu_amx
+from private_llm.kernels.matmul import cpu as cpu_matmul
 from private_llm.kernels.parallel import addresses, split_range, usable_cores
 from private_llm.protocols.carry import carry_plan
 from private_llm.replay.program import Arena, ArenaAddress, Memory, Operand, Parallel, Program, ProgramStep
@@ -244,7 +243,7 @@ def _team(shape: tuple[int, int], stream: Prg) -> _Job:
         for first, last in split_range(columns, pieces, 8):
             weight, place = w.data_ptr() + 8 * first * inner, ArenaAddress(memory, 8 * first)
             row = (x.data_ptr(), weight, place, 1, 1, inner, last - first, 0)
-            made.append((ProgramStep(steps.KERNELS[cpu_matmul.dot_product][0], row),))
+            made.append((ProgramStep(steps.step_of(cpu_matmul.dot_product)[0], row),))
         return Program([Parallel(tuple(made))], [whole], [whole], [], [x, w])
 
     programs = {count: program(count) for count in (1, usable_cores())}

@@ -18,6 +18,7 @@ seen. The figure depends on the versions of Python and the libraries, hardly on 
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import threading
 from collections import Counter
@@ -42,7 +43,7 @@ MODEL = {
 }  # fmt: skip
 PROMPT = 6
 """Tokens."""
-KERNELS = "/kernels/backends/"
+KERNELS = re.compile(r"/kernels/\w+/(\w+_)?(cpu|aes|amx)\.py$")
 THIRD = 2
 """The linear layer of a step that is looked at: gate and up, as one product."""
 
@@ -100,7 +101,7 @@ def calls_of_linear(config: PrivateConfig) -> dict[str, list[CodeType]]:
     These are machine code, which Numba shows as calls in Python; they are left out.
     """
     found = {name: runs[THIRD] for name, runs in calls_within(linear, config).items()}
-    return {name: [code for code in codes if KERNELS not in code.co_filename] for name, codes in found.items()}
+    return {name: [code for code in codes if not KERNELS.search(code.co_filename)] for name, codes in found.items()}
 
 
 def calls_within(

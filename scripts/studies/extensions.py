@@ -70,7 +70,7 @@ with torch.no_grad(), patch(network, PrivateConfig(party_mode="threads")) as pri
     Extension(
         "kernel", "rows of bits in reverse, on CPUs and GPUs, at any number of threads",
         {
-            "private_llm/kernels/backends/cpu/bits.py": (END, '''
+            "private_llm/kernels/bits/cpu.py": (END, '''
 
 @compiled
 def reverse_rows(x_at: Read, out_at: Written, rows: int, words: int, begin: int, end: int) -> None:
@@ -80,7 +80,7 @@ def reverse_rows(x_at: Read, out_at: Written, rows: int, words: int, begin: int,
         for w in range(begin, end):
             out[rows - 1 - row, w] = x[row, w]
 '''),
-            "private_llm/kernels/backends/triton/bits.py": (END, '''
+            "private_llm/kernels/bits/triton.py": (END, '''
 
 @triton.jit
 def reverse_rows_kernel(x, out, rows, words, BW: tl.constexpr):
@@ -104,7 +104,9 @@ def reverse_rows(x: Tensor, out: Tensor) -> None:
 import os; os.environ["TRITON_INTERPRET"] = "1"
 import torch
 from private_llm.kernels import ops, parallel
-from private_llm.kernels.backends.triton import bits
+from private_llm.kernels.bits import cpu
+from private_llm.kernels.bits import triton as bits
+from private_llm.kernels.steps import step_of
 x = torch.randint(-(2**62), 2**62, (5, 300))
 for threads in (1, 3):
     parallel.threads = lambda seconds: threads
@@ -115,6 +117,7 @@ out = torch.empty_like(x)
 bits.reverse_rows(x, out)
 assert torch.equal(out, x.flip(0))
 ops.reverse_rows(x.to("meta"), out.to("meta"))
+assert step_of(cpu.reverse_rows)[0].address  # in programs, too
 """,
     ),
     Extension(

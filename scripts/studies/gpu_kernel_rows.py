@@ -16,12 +16,12 @@ import triton.language as tl
 from gpu_timing import GPU
 from torch import Tensor
 
-from private_llm.kernels.backends.triton import bits as triton_bits
-from private_llm.kernels.backends.triton import conv as triton_conv
-from private_llm.kernels.backends.triton import matmul as triton_matmul
-from private_llm.kernels.backends.triton import planes as triton_planes
-from private_llm.kernels.backends.triton import prg as triton_prg
-from private_llm.kernels.backends.triton import seeded_matmul as triton_seeded
+from private_llm.kernels.bits import triton as triton_bits
+from private_llm.kernels.conv import triton as triton_conv
+from private_llm.kernels.matmul import planes as triton_planes
+from private_llm.kernels.matmul import seeded_triton as triton_seeded
+from private_llm.kernels.matmul import triton as triton_matmul
+from private_llm.kernels.prg import triton as triton_prg
 from private_llm.ring.prg import Seed
 from private_llm.ring.ring import RING32, RING64, Ring
 

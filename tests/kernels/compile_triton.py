@@ -8,15 +8,15 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from private_llm.kernels.backends.triton import attention as triton_attention
-from private_llm.kernels.backends.triton import bits as triton_bits
-from private_llm.kernels.backends.triton import conv as triton_conv
-from private_llm.kernels.backends.triton import matmul as triton_few_rows
-from private_llm.kernels.backends.triton import planes as triton_planes
-from private_llm.kernels.backends.triton import prg as triton_prg
-from private_llm.kernels.backends.triton import seeded_matmul as triton_seeded
-from private_llm.kernels.backends.triton import trunc as triton_trunc
+from private_llm.kernels import attention as triton_attention
+from private_llm.kernels.bits import triton as triton_bits
+from private_llm.kernels.conv import triton as triton_conv
 from private_llm.kernels.fields import STEPS
+from private_llm.kernels.fields import triton as triton_trunc
+from private_llm.kernels.matmul import planes as triton_planes
+from private_llm.kernels.matmul import seeded_triton as triton_seeded
+from private_llm.kernels.matmul import triton as triton_few_rows
+from private_llm.kernels.prg import triton as triton_prg
 
 TARGET = GPUTarget("cuda", 90, 32)
 WORDS, TABLE = "*i64", "*i32"

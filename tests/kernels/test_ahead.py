@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from private_llm.config import PrivateConfig
-from private_llm.kernels import ahead
-from private_llm.replay import program_cache
+from private_llm.replay import ahead, program_cache
 from tests.kernels.test_compiling import CODE, ROOT
 from tests.replay.test_programs import CALLS, run, some
 
@@ -21,7 +20,7 @@ USED = """
 import gc, sys, torch
 from numba.core.dispatcher import Dispatcher
 from private_llm_hf import PrivateConfig, patch
-from private_llm.kernels import ahead
+from private_llm.replay import ahead
 from private_llm.kernels.compiling import CompiledStep
 from tests.hf import tiny
 
@@ -42,8 +41,9 @@ with patch(tiny.build("llama"), PrivateConfig(protocol=sys.argv[1])) as private:
 print(sorted(set(compiled()) - before))
 """
 HELD = """
-from private_llm.kernels import ahead
-from private_llm.kernels.backends.cpu import trunc, waves
+from private_llm.replay import ahead
+from private_llm.kernels.fields import cpu as trunc
+from private_llm.kernels.waves import cpu as waves
 def jobs(protocol):
     for kernel in (waves.placed, waves.hidden, trunc.KERNELS["unpack_fields"]):
         yield kernel, ahead._types(kernel)
@@ -88,10 +88,9 @@ def test_a_session_uses_no_other_kernels(protocol: str) -> None:
 def test_processes_compile_note_that_all_is_kept_and_end(tmp_path: Path) -> None:
     child = start(HELD, tmp_path, "trio", "2")
     assert child.wait() == 0
-    kept = [path.name for path in tmp_path.rglob("*.*")]
-    assert len([name for name in kept if name.endswith(".ahead")]) == 1
-    made = {name.partition("-")[0] for name in kept if name.endswith(".nbi")}
-    assert {"waves.placed", "waves.hidden", "trunc.unpack_fields"} <= made
+    assert len([*tmp_path.rglob("*.ahead")]) == 1
+    made = {(path.parent.name.partition("_")[0], path.name.partition("-")[0]) for path in tmp_path.rglob("*.nbi")}
+    assert {("waves", "cpu.placed"), ("waves", "cpu.hidden"), ("fields", "cpu.unpack_fields")} <= made
 
 
 def test_processes_end_with_their_parent(tmp_path: Path) -> None:

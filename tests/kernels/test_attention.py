@@ -27,7 +27,7 @@ def rows(batch: int, heads: int, groups: int, n: int, s: int, d: int, e: int) ->
 def check(
     q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, softcap: float | None = None, error: float = ERROR
 ) -> None:
-    from private_llm.kernels.backends.triton.attention import attend
+    from private_llm.kernels.attention import attend
 
     expected = facts.attend(q, k, v, allowed, 0.3, softcap)
     mask = None if allowed is None else allowed.to(DEVICE)

@@ -10,14 +10,16 @@ from pathlib import Path
 
 import pytest
 
+from private_llm.kernels import compiling
+
 ROOT = Path(__file__).resolve().parents[2]
 CODE = """
 import hashlib
 import numpy as np
 import torch
 from private_llm.kernels import compiling, ops
-from private_llm.kernels.compile_note import shown_by
-from private_llm.kernels.backends.cpu import bits as cpu_bits
+from private_llm.kernels import compiling, ops
+from private_llm.kernels.bits import cpu as cpu_bits
 heard = []
 draw = torch.Generator().manual_seed(7)
 def word(*shape):
@@ -38,7 +40,7 @@ print(digest.hexdigest(), len(heard), sum(stats.cache_hits.values()), compiling.
 SHIFTED = """
 import numpy as np
 import torch
-from private_llm.kernels.backends.cpu import bits as cpu_bits
+from private_llm.kernels.bits import cpu as cpu_bits
 x, out = torch.arange(65), torch.zeros(65, dtype=torch.int64)
 cpu_bits.transpose_bits(x.data_ptr(), out.data_ptr(), 64, 64, np.uint64(0), 1, 0, 1)
 print(int(out[0]) == 0)
@@ -84,7 +86,8 @@ def test_old_code_is_not_used_when_a_helper_in_another_file_has_changed(tmp_path
 UNKEPT = """
 import errno
 from private_llm.kernels import compiling
-from private_llm.kernels.backends.cpu import bits as cpu_bits, steps
+from private_llm.kernels.bits import cpu as cpu_bits
+from private_llm.kernels import steps
 
 def full(*_):
     raise OSError(errno.ENOSPC, "No space left on device")
@@ -119,3 +122,10 @@ def test_code_that_others_could_change_is_not_used(tmp_path: Path) -> None:
     assert folder.stat().st_mode & 0o777 == 0o700
     folder.chmod(0o777)
     assert run(code, tmp_path) == ["None"]
+
+
+def test_the_digest_covers_every_file_with_compiled_functions() -> None:
+    library = ROOT / "private_llm"
+    texts = {path.relative_to(library): path.read_text() for path in library.rglob("*.py")}
+    made = {path.as_posix() for path, text in texts.items() if "kernels.compiling import" in text and "\n@comp" in text}
+    assert {path for path in made if not path.startswith("kernels/")} == {*compiling.ELSEWHERE} - {"net/connection.py"}

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from private_llm.kernels import conv, matmul, ops
-from private_llm.kernels.backends.cpu import amx as cpu_amx
-from private_llm.kernels.backends.cpu import amx_tiles
-from private_llm.kernels.backends.cpu import conv as cpu_conv
+from private_llm.kernels.conv import cpu as cpu_conv
+from private_llm.kernels.matmul import amx as cpu_amx
+from private_llm.kernels.matmul import amx_tiles
 from private_llm.ring.ring import Ring
 from tests.kernels.cases import RINGS, Case, Draw, conv_cases, expected, operation, run
 from tests.kernels.reference import ring_conv2d

@@ -16,7 +16,7 @@ from tests.kernels import reference
 from tests.kernels.cases import ALL, Case, Draw, expected, operation, run
 
 FAMILIES = {"ring": "matmul", "transpose": "bits", "block": "bits", "join": "bits", "inject": "bits"}
-FAMILIES |= {"trunc": "trunc", "pack": "trunc", "unpack": "trunc", "chacha20": "prg"}
+FAMILIES |= {"trunc": "fields", "pack": "fields", "unpack": "fields", "chacha20": "prg"}
 
 
 def same(made: list[Tensor], want: list[Tensor]) -> None:
@@ -38,7 +38,7 @@ def test_cpu_kernel_equals_the_reference(case: Case, threads: int, monkeypatch: 
 def interpreted(case: Case) -> Any:
     """The Triton kernel behind `ops.<op>`, called as ops calls it, but on CPU tensors."""
     family = "conv" if case.op.startswith("ring_conv2d") else FAMILIES[case.op.split("_")[0]]
-    module = importlib.import_module(f"private_llm.kernels.backends.triton.{family}")
+    module = importlib.import_module(f"private_llm.kernels.{family}.triton")
     listed = "_rows" in case.op or "_lines" in case.op
 
     def product(*arguments: Any, onto: Any = ()) -> Any:
@@ -79,7 +79,7 @@ def test_triton_kernel_equals_the_reference(case: Case) -> None:
 
 def triton_module(name: str) -> Any:
     pytest.importorskip("triton")
-    return importlib.import_module(f"private_llm.kernels.backends.triton.{name}")
+    return importlib.import_module(f"private_llm.kernels.{name}")
 
 
 def device() -> str:
@@ -88,7 +88,7 @@ def device() -> str:
 
 def test_accumulators_of_digit_products_are_added_up_before_they_overflow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Per k at most LIMBS products of magnitude 2^14 reach one int32; chunks are exercised with a shorter one."""
-    convolution = triton_module("conv")
+    convolution = triton_module("conv.triton")
     assert 8 * 2**14 * convolution.CHUNK < 2**31
     assert all(convolution.CHUNK % tile.inner == 0 for tile in convolution.TUNER.tiles)
     monkeypatch.setattr(convolution, "CHUNK", 64)
@@ -99,7 +99,7 @@ def test_accumulators_of_digit_products_are_added_up_before_they_overflow(monkey
 
 def test_sums_of_planes_are_added_up_before_they_overflow() -> None:
     """At most LIMBS products of magnitude 2^14 meet per k."""
-    planes = triton_module("planes")
+    planes = triton_module("matmul.planes")
     assert 8 * 2**14 * planes.CHUNK < 2**31
     assert planes.CHUNK % planes.STEP == 0
     assert all(planes.STEP % tile.inner == 0 for tile in planes.TUNER.tiles)
@@ -110,7 +110,7 @@ def test_sums_of_planes_are_added_up_before_they_overflow() -> None:
 @pytest.mark.parametrize("shape", [(1, 3, 5, 7), (2, 70, 150, 33), (1, 130, 9, 20)], ids=str)
 def test_products_of_planes(shape: tuple[int, ...], ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:
     """In parts of the rows and of K, from operands of any strides, and added to what is there."""
-    planes = triton_module("planes")
+    planes = triton_module("matmul.planes")
     (batch, rows, inner, columns), tiles = shape, planes.TUNER.tiles
     draw = Draw("planes")
     x, y = draw.ring(ring, batch, rows, inner), draw.ring(ring, batch, inner, columns)
@@ -130,7 +130,7 @@ def test_products_of_planes(shape: tuple[int, ...], ring: Ring, monkeypatch: pyt
 
 @pytest.mark.parametrize("rows", [2, 9])
 def test_more_matrices_than_a_call_takes(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    matmul, draw = triton_module("matmul"), Draw("stacks")
+    matmul, draw = triton_module("matmul.triton"), Draw("stacks")
     x, y = draw.ring(RING64, 5, rows, 7), draw.ring(RING64, 5, 7, 6)
     monkeypatch.setattr(matmul, "MOST_STACKED", 2)
     same(run(matmul.product, Case("ring_matmul", "stacks", (x, y)), device()), [reference.ring_matmul(x, y)])
@@ -138,7 +138,7 @@ def test_more_matrices_than_a_call_takes(rows: int, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("rows", [1, 3, 8])
 def test_every_tile_of_few_rows_gives_the_same_result(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    few_rows = triton_module("matmul")
+    few_rows = triton_module("matmul.triton")
     draw = Draw("few rows")
     x, y = draw.ring(RING64, rows, 300).to(device()), draw.ring(RING64, 300, 67).to(device())
     want = reference.ring_matmul(x.cpu(), y.cpu())
@@ -149,20 +149,20 @@ def test_every_tile_of_few_rows_gives_the_same_result(rows: int, monkeypatch: py
         assert torch.equal(made.cpu(), want + 1)
 
 
-@pytest.mark.parametrize(("name", "count"), [("planes", 5), ("conv", 3)])
+@pytest.mark.parametrize(("name", "count"), [("matmul.planes", 5), ("conv.triton", 3)])
 def test_every_tile_gives_the_same_result(name: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     module, draw = triton_module(name), Draw("tiles")
     tiles = module.TUNER.tiles
     assert len(tiles) == count
     for tile in tiles:
         monkeypatch.setattr(module, "TUNER", type(module.TUNER)([tile]))
-        if name == "conv":
+        if name == "conv.triton":
             images, w = draw.ring(RING32, 2, 2, 5, 4), draw.ring(RING32, 3, 2, 2, 3)
             case = Case("ring_conv2d", "tiles", (images, w, (1, 1), (1, 1), (1, 1), 1))
             same(run(module.product, case, device()), expected(case))
         else:
             case = Case("ring_matmul", "tiles", (draw.ring(RING32, 18, 33), draw.ring(RING32, 33, 67)))
-            same(run(triton_module("matmul").product, case, device()), expected(case))
+            same(run(triton_module("matmul.triton").product, case, device()), expected(case))
 
 
 @pytest.mark.parametrize("case", ALL, ids=str)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from private_llm.kernels import matmul, ops, parallel
-from private_llm.kernels.backends.cpu import amx as cpu_amx
+from private_llm.kernels.matmul import amx as cpu_amx
 from private_llm.ring.ring import RING32, RING64, Ring
 from tests.kernels import reference
 from tests.kernels.cases import Case, Draw, listed_cases, matmul_cases, operation, run

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from private_llm.kernels import pointwise
-from private_llm.kernels.backends.triton import pointwise as triton_pointwise
 from private_llm.kernels.pointwise import OPERATIONS, Batch, Operation, Place, PointwiseGroup, Value
+from private_llm.kernels.pointwise import triton as triton_pointwise
 from private_llm.ring.prg import Seed
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

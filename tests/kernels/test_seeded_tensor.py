@@ -14,10 +14,10 @@ from torch import Tensor
 
 from private_llm.errors import DomainError, PlaintextLeak, UnsupportedOp
 from private_llm.kernels import matmul, ops, parallel
-from private_llm.kernels.backends.cpu import aes as cpu_aes
-from private_llm.kernels.backends.cpu import amx as cpu_amx
-from private_llm.kernels.backends.cpu import seeded_matmul as cpu_seeded
+from private_llm.kernels.matmul import amx as cpu_amx
+from private_llm.kernels.matmul import seeded_cpu as cpu_seeded
 from private_llm.kernels.parallel import addresses
+from private_llm.kernels.prg import aes as cpu_aes
 from private_llm.kernels.seeded_tensor import SeededTensor, StreamKey
 from private_llm.kernels.trace_hook import TraceHook, traced_by
 from private_llm.ring.prg import Prg, Seed

@@ -24,7 +24,7 @@ SIZES = ((1, 1, 1), (2, 16, 48), (3, 37, 21), (1, 150, 11), (5, 5, 70), (9, 17, 
 @pytest.fixture(autouse=True)
 def tiles(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Those that are tried; large ones are used, because the interpreter takes as long for a block as for a hundred."""
-    seeded = module("seeded_matmul")
+    seeded = module("seeded_triton")
     given = seeded.TUNER.tiles
     tile = dataclasses.replace(given[0], rows=32, columns=16, share=2)
     monkeypatch.setattr(seeded, "TUNER", type(seeded.TUNER)((tile,)))
@@ -33,7 +33,7 @@ def tiles(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def module(name: str) -> Any:
     pytest.importorskip("triton")
-    return importlib.import_module(f"private_llm.kernels.backends.triton.{name}")
+    return importlib.import_module(f"private_llm.kernels.matmul.{name}")
 
 
 def drawn_and_whole(ring: Ring, lines: int, width: int, turned: bool) -> list[tuple[Tensor, Tensor]]:
@@ -55,7 +55,7 @@ def drawn_and_whole(ring: Ring, lines: int, width: int, turned: bool) -> list[tu
 @pytest.mark.parametrize("turned", [False, True], ids=("rows", "turned"))
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_products(size: tuple[int, int, int], turned: bool, ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:
-    matmul, (rows, inner, columns) = module("matmul"), size
+    matmul, (rows, inner, columns) = module("triton"), size
     draw = Draw(f"seeded {size}")
     x, z, y = draw.ring(ring, rows, inner), draw.ring(ring, rows, inner), draw.ring(ring, inner, columns)
     held = y.t().contiguous().t() if turned else y
@@ -65,7 +65,7 @@ def test_products(size: tuple[int, int, int], turned: bool, ring: Ring, monkeypa
         wanted = reference.ring_matmul(x, whole) + z @ y
         made = matmul.pair(z, held, x, mask) if fused else matmul.product(x, mask, z @ y)
         assert torch.equal(made, wanted)
-        assert torch.equal(module("seeded_matmul").made(mask), whole)
+        assert torch.equal(module("seeded_triton").made(mask), whole)
 
 
 @pytest.mark.sampled(4)
@@ -75,7 +75,7 @@ def test_every_tile_adds_up_the_same(
     turned: bool, tile: int, tiles: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also stacked rows, and two masks, which is what the helper multiplies by."""
-    matmul, seeded = module("matmul"), module("seeded_matmul")
+    matmul, seeded = module("triton"), module("seeded_triton")
     monkeypatch.setattr(seeded, "TUNER", type(seeded.TUNER)((tiles[tile],)))
     (mask, whole), (other, beside) = drawn_and_whole(RING64, 33, 20, turned)
     draw = Draw("tiles")
@@ -89,7 +89,7 @@ def test_every_tile_adds_up_the_same(
 @pytest.mark.parametrize("inner", [16, 21])
 def test_digits_of_some_columns(inner: int, turned: bool, ring: Ring) -> None:
     """As of a matrix with more columns than planes are held of at a time; also across two slices."""
-    planes, seeded, columns = module("planes"), module("seeded_matmul"), 48
+    planes, seeded, columns = module("planes"), module("seeded_triton"), 48
     for mask, whole in drawn_and_whole(ring, *((columns, inner) if turned else (inner, columns)), turned):
         for first, last in ((0, 16), (3, 40)):
             wanted = planes.take_apart(whole[:, first:last].mT[None])
@@ -98,7 +98,7 @@ def test_digits_of_some_columns(inner: int, turned: bool, ring: Ring) -> None:
 
 def test_what_kernels_do_not_make_is_made_whole() -> None:
     """AES streams, masks of three dimensions, listed rows, and a mask on the left."""
-    matmul = module("matmul")
+    matmul = module("triton")
     mask, whole = Seed(bytes(32)).drawn("w", (6, 5), RING64), Seed(bytes(32)).stream("w").elements(30, RING64)
     x = Draw("x").ring(RING64, 2, 5)
     assert torch.equal(matmul.product(x, mask.t()), x @ whole.view(6, 5).t())

@@ -26,7 +26,7 @@ def test_every_triton_kernel_compiles(tmp_path: Path) -> None:
     built = {line.split()[0] for line in made.stdout.splitlines()}
     kernels = {
         line.split("(")[0].removeprefix("def ")
-        for path in (SCRIPT.parents[2] / "private_llm" / "kernels" / "backends" / "triton").glob("*.py")
+        for path in (SCRIPT.parents[2] / "private_llm" / "kernels").rglob("*.py")
         for line in path.read_text().splitlines()
         if line.startswith("def ") and "_kernel(" in line
     }

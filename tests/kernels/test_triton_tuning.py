@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 
 from triton.runtime.errors import OutOfResources
 
-from private_llm.kernels.backends.triton.planes import Tile, Tuner, size_range
+from private_llm.kernels.matmul.planes import Tile, Tuner, size_range
 
 TILES = (Tile(64, 64), Tile(16, 64, warps=4), Tile(128, 128))
 

@@ -51,7 +51,7 @@ def test_kernels_and_operations_agree(
 
 @pytest.mark.parametrize("count", SIZES)
 def test_kernels_of_gpus_agree(count: int) -> None:
-    kernels = pytest.importorskip("private_llm.kernels.backends.triton.trunc")
+    kernels = pytest.importorskip("private_llm.kernels.fields.triton")
     plan = waves_of(SILU.waves, 18)
     x, y, _, rest = operands(count, plan)
     message, sizes = torch.zeros_like(rest), (plan.shift, plan.narrow, (1 << plan.narrow) - 1)

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from private_llm.errors import PartyFailed, TransportError
-from private_llm.kernels.backends.cpu import connection, steps
-from private_llm.net import outgoing, wire
+from private_llm.net import connection, outgoing, wire
 from private_llm.net.direct import Direct, Row
 from private_llm.net.incoming import Incoming
 from private_llm.net.parallel_sessions import RoleTransport
 from private_llm.net.sockets import SocketTransport
+from private_llm.replay import runner
 from private_llm.replay.events import Receive, Send
 from private_llm.replay.program import Arena, Event, Memory, Operand, Program
 from private_llm.replay.transports import LiveTransport
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.skipif(not connection.HERE, reason="connections are len
 @pytest.fixture(autouse=True, scope="module")
 def _compiled() -> None:
     """Before anything has to answer in time."""
-    steps.run(0, 0, 0, 0, 0, 0)
+    runner.run(0, 0, 0, 0, 0, 0)
 
 
 def sends(transport: SocketTransport | RoleTransport, to: int, tag: str, *payloads: Tensor) -> None:

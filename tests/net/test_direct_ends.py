@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from private_llm.kernels.backends.cpu import connection
+from private_llm.net import connection
 from private_llm.net.direct import Direct, Row
 from private_llm.net.parallel_sessions import RoleTransport
 from tests.net.test_direct import Refusing, numbers, receives, sends

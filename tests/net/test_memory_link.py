@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from private_llm.errors import PartyFailed, TransportError
-from private_llm.kernels.backends.cpu import connection, steps
-from private_llm.net import local, memory_link
+from private_llm.net import connection, local, memory_link
 from private_llm.net.local import LocalMesh, LocalTransport
 from private_llm.net.memory_link import MemoryLink, ObjectLink, new_link
 from private_llm.net.transport import CLIENT
+from private_llm.replay import runner
 
 from .test_direct import SIZES, Refusing, numbers, receives, sends, together
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(not connection.IN_MEMORY, reason="memory is lent
 @pytest.fixture(autouse=True, scope="module")
 def _compiled() -> None:
     """Before anything has to answer in time."""
-    steps.run(0, 0, 0, 0, 0, 0)
+    runner.run(0, 0, 0, 0, 0, 0)
 
 
 @pytest.fixture

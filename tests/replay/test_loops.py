@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from private_llm.kernels.backends.cpu import steps
+from private_llm.kernels import steps
 from private_llm.kernels.compiling import CompiledStep
-from private_llm.replay import loops
+from private_llm.replay import loops, runner
 from private_llm.replay.program import Word
 
 OPERATIONS: list[tuple[int, Callable[[Tensor, Tensor], Tensor]]] = [
@@ -30,7 +30,7 @@ def at_once(code: CompiledStep, row: Sequence[Word | Tensor]) -> None:
     """Run a step as soon as it is written down."""
     words = [each.data_ptr() if isinstance(each, Tensor) else each for each in row]
     table, starts = np.array([code.address, *words], np.int64), np.zeros(1, np.int64)
-    assert steps.run(int(table.ctypes.data), int(starts.ctypes.data), 0, 1, 0, 0) == 1
+    assert runner.run(int(table.ctypes.data), int(starts.ctypes.data), 0, 1, 0, 0) == 1
 
 
 @pytest.mark.parametrize("made", ["dense", "gaps"])

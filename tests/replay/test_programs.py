@@ -15,13 +15,12 @@ import private_llm.nn  # noqa: F401 - rules of functions
 from private_llm.config import PrivateConfig
 from private_llm.errors import UnsupportedOp
 from private_llm.kernels import parallel, teams
-from private_llm.kernels.backends.cpu import steps
 from private_llm.kernels.trace_hook import as_array
 from private_llm.net.transport import Transport
 from private_llm.protocols.ends import ClientEnd
 from private_llm.protocols.session import Session, meta_session
 from private_llm.protocols.share import Share
-from private_llm.replay import modules, program_cache
+from private_llm.replay import ahead, modules, program_cache, runner
 from private_llm.replay.modules import repeated
 from private_llm.replay.program import MOST_TABLES, Parallel, Program
 from private_llm.replay.program_cache import ProgramCache, programs_of
@@ -35,10 +34,8 @@ from tests.session import run_session
 @pytest.fixture(autouse=True, scope="module")
 def _compiled() -> None:
     """Steps are compiled before a party has to answer in time."""
-    for code, _ in steps.KERNELS.values():
-        assert code.address
-    assert all(code.address for code in (steps.combine, steps.sum_last, steps.gather))
-    steps.run(0, 0, 0, 0, 0, 0)
+    assert all(step.address for step, types in ahead.jobs("trio") if not types)
+    runner.run(0, 0, 0, 0, 0, 0)
 
 
 WIDTH = 70

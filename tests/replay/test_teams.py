@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from private_llm.kernels import teams
-from private_llm.kernels.backends.cpu import steps
+from private_llm.kernels import steps, teams
 from private_llm.replay.program import Arena, ArenaAddress, Memory, Operand, Parallel, Program, ProgramStep
 from private_llm.replay.transports import ReplayTransport, Trace
 

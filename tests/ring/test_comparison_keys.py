@@ -10,7 +10,7 @@ import pytest
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
 from private_llm.errors import DomainError
-from private_llm.kernels.backends.cpu import aes
+from private_llm.kernels.prg import aes
 from private_llm.ring import comparison_keys
 from private_llm.ring.comparison_keys import EPOCH, Array, Ciphers
 from private_llm.ring.prg import Seed

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from private_llm.errors import DomainError
-from private_llm.kernels.backends.cpu import aes
+from private_llm.kernels.prg import aes
 from private_llm.ring import dpf
 from private_llm.ring.prg import Seed
 from private_llm.ring.ring import RING32, RING64, Ring

@@ -19,13 +19,13 @@ import torch
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError, TransportError, undoing
 from private_llm.kernels.address import trim_allocator
-from private_llm.kernels.ahead import compile_ahead
 from private_llm.kernels.parallel import nodes_at_once, threads_per_node, threads_per_party
 from private_llm.net.children import start_children
 from private_llm.net.local import LocalMesh
 from private_llm.net.rendezvous import connect, open_acceptor
 from private_llm.net.roles import called, named, named_errors
 from private_llm.net.transport import CLIENT
+from private_llm.replay.ahead import compile_ahead
 from private_llm_hf.checkpoint.share_files import ShareFile
 from private_llm_hf.client.parallel_sessions import join_parallel_sessions
 from private_llm_hf.client.parties import Parties

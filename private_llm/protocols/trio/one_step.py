@@ -61,7 +61,7 @@ from torch import Tensor
 from private_llm.errors import DomainError
 from private_llm.kernels import ops, waves
 from private_llm.kernels.address import Array
-from private_llm.kernels.backends.cpu.comparison_keys import add_steps
+from private_llm.kernels.comparison_keys import add_steps
 from private_llm.kernels.trace_hook import as_array
 from private_llm.net.ledger import Cost
 from private_llm.protocols.ends import PartySetup

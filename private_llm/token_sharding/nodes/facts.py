@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from private_llm.errors import DomainError
+from private_llm.kernels.devices import triton_module
 
 MOST_TOKENS = 1 << 20
 """Positions of a text at most, and texts of a batch: nodes list positions before anything else could stop a step."""
@@ -135,16 +136,15 @@ def attend(
 
     bias [B or 1, H, s] is added to all scores of a key.
     H is a multiple of G (grouped queries). Returns out [B, H, n, E] and lse [B, H, n], in the dtype of q. One pass
-    without a score matrix: float32 on a GPU (triton/attention.py); on a CPU by PyTorch, where it can.
+    without a score matrix: float32 on a GPU (kernels/attention.py); on a CPU by PyTorch, where it can.
     """
     batch, heads, rows, _ = q.shape
     groups, keys = k.shape[1], k.shape[2]
     if not keys:
         return q.new_zeros(batch, heads, rows, v.shape[-1]), q.new_full((batch, heads, rows), -torch.inf)
     if q.is_cuda and q.dtype == torch.float32:
-        from private_llm.kernels.backends.triton import attention as triton_attention  # Triton is there where GPUs are
-
-        return triton_attention.attend(q, k, v, allowed, scale, softcap, bias)
+        made: Piece = triton_module("attention").attend(q, k, v, allowed, scale, softcap, bias)
+        return made
     if q.device.type == "cpu" and q.dtype.itemsize >= 4 and softcap is None and q.shape[-1] == v.shape[-1]:
         return _in_one_pass(q, k, v, allowed, scale, bias)
     grouped = q.reshape(batch, groups, heads // groups * rows, q.shape[-1])

@@ -85,7 +85,7 @@ class Peers(Transport):
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeTensorMode]:
     from triton.runtime.jit import KernelInterface
 
-    from private_llm.kernels.backends.triton import planes
+    from private_llm.kernels.matmul import planes
 
     def get(x: Tensor, index: Any) -> Tensor:
         return taken(x, index if isinstance(index, tuple) else (index,)) if x.is_cuda else Tensor.__getitem__(x, index)

@@ -22,7 +22,7 @@ from private_llm_hf.party import placement
 from torch import Tensor
 
 from private_llm.errors import ConfigError, ShareFileError
-from private_llm.kernels.backends.cpu import aes
+from private_llm.kernels.prg import aes
 from private_llm.kernels.seeded_tensor import SeededTensor
 from private_llm.protocols.session import Session, meta_session
 from private_llm.protocols.weight_sharing import bytes_at_rest

@@ -96,7 +96,7 @@ def test_what_a_call_may_say() -> None:
 @pytest.mark.parametrize(("heads", "groups"), [(4, 4), (6, 2)])
 def test_the_triton_pass_adds_the_bias_of_each_head_and_text(texts: int, heads: int, groups: int) -> None:
     pytest.importorskip("triton")
-    from private_llm.kernels.backends.triton.attention import attend
+    from private_llm.kernels.attention import attend
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     g = torch.Generator().manual_seed(3)

@@ -8,10 +8,10 @@ from torch.nn.functional import pad
 
 from private_llm.kernels import matmul, parallel, shapes
 from private_llm.kernels.address import ZERO, Array, Zero
-from private_llm.kernels.backends.cpu import amx as cpu_amx
-from private_llm.kernels.backends.cpu import conv as cpu_conv
-from private_llm.kernels.backends.cpu.conv import LANES
+from private_llm.kernels.conv import cpu as cpu_conv
+from private_llm.kernels.conv.cpu import LANES
 from private_llm.kernels.matmul import RATE
+from private_llm.kernels.matmul import amx as cpu_amx
 from private_llm.kernels.parallel import addresses
 from private_llm.kernels.shapes import Pair
 

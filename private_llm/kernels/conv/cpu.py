@@ -18,8 +18,9 @@ from __future__ import annotations
 import numpy as np
 
 from private_llm.kernels.address import Array, Zero, flat
-from private_llm.kernels.backends.cpu import matmul as cpu_matmul
-from private_llm.kernels.backends.cpu.amx import (
+from private_llm.kernels.compiling import compiled
+from private_llm.kernels.matmul import cpu as cpu_matmul
+from private_llm.kernels.matmul.amx import (
     BLOCK_BYTES,
     DESK_BYTES,
     ROWS_IN_CACHE,
@@ -29,7 +30,7 @@ from private_llm.kernels.backends.cpu.amx import (
     panel,
     right_bytes,
 )
-from private_llm.kernels.backends.cpu.amx_tiles import (
+from private_llm.kernels.matmul.amx_tiles import (
     PLANES_BYTES,
     STEPS,
     TILE_BYTES,
@@ -38,8 +39,7 @@ from private_llm.kernels.backends.cpu.amx_tiles import (
     planes_panel,
     split_steps,
 )
-from private_llm.kernels.backends.cpu.tiles import VECTOR_BITS
-from private_llm.kernels.compiling import compiled
+from private_llm.kernels.matmul.tiles import VECTOR_BITS
 
 LANES = 16
 """Windows side by side."""

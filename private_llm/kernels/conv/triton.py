@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from private_llm.kernels import shapes
-from private_llm.kernels.backends.triton.planes import (
+from private_llm.kernels.matmul.planes import (
     Tile,
     Tuner,
     add_up,

@@ -12,8 +12,8 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from private_llm.kernels.backends.triton.pointwise import jit_of
 from private_llm.kernels.fields import STEPS, FieldStep
+from private_llm.kernels.pointwise.triton import jit_of
 
 BLOCK = 512
 

@@ -28,7 +28,8 @@ from llvmlite import binding
 from numba import config
 
 from private_llm.kernels.address import Zero, flat
-from private_llm.kernels.backends.cpu.amx_tiles import (
+from private_llm.kernels.compiling import compiled
+from private_llm.kernels.matmul.amx_tiles import (
     TILE,
     TILE_BYTES,
     TILE_WORDS,
@@ -42,7 +43,6 @@ from private_llm.kernels.backends.cpu.amx_tiles import (
     turn,
     two_columns,
 )  # fmt: skip
-from private_llm.kernels.compiling import compiled
 
 ROWS_IN_CACHE = 128
 """Rows of x packed at a time: with 128 to 256 steps they take a quarter of the second-level cache."""

@@ -13,8 +13,9 @@ import triton.language as tl
 from torch import Tensor
 
 from private_llm.kernels import shapes
-from private_llm.kernels.backends.triton import planes, seeded_matmul
-from private_llm.kernels.backends.triton.planes import Tile, Tuner, size_range
+from private_llm.kernels.matmul import planes
+from private_llm.kernels.matmul import seeded_triton as seeded_matmul
+from private_llm.kernels.matmul.planes import Tile, Tuner, size_range
 from private_llm.kernels.seeded_tensor import SeededTensor, dense
 
 MOST = 8

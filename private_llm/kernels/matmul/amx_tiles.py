@@ -16,7 +16,8 @@ import numpy as np
 from llvmlite import ir
 
 from private_llm.kernels.address import Array, flat
-from private_llm.kernels.backends.cpu.emitting import (
+from private_llm.kernels.compiling import compiled
+from private_llm.kernels.emitting import (
     ADDRESS,
     I8,
     I32,
@@ -30,7 +31,6 @@ from private_llm.kernels.backends.cpu.emitting import (
     pointer,
     shuffled,
 )
-from private_llm.kernels.compiling import compiled
 
 TILE = 16
 """Rows and columns of a tile, in groups of four bytes."""

@@ -20,7 +20,8 @@ from llvmlite import binding, ir
 from numba import config, types
 
 from private_llm.kernels.address import Array, flat
-from private_llm.kernels.backends.cpu.emitting import (
+from private_llm.kernels.compiling import compiled
+from private_llm.kernels.emitting import (
     ADDRESS,
     I32,
     I64,
@@ -31,7 +32,6 @@ from private_llm.kernels.backends.cpu.emitting import (
     pointer,
     shuffled,
 )
-from private_llm.kernels.compiling import compiled
 
 
 @cache

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from llvmlite import binding, ir
 
-from private_llm.kernels.backends.cpu.emitting import (
+from private_llm.kernels.emitting import (
     ADDRESS,
     ARRAY,
     I32,

@@ -1,6 +1,6 @@
 """Local steps on ring elements and packed fields, each declared once: what it reads, what it writes, and how.
 
-The kernels of CPUs and of GPUs are made of these declarations: `backends/cpu/trunc.py`, `backends/triton/trunc.py`.
+The kernels of CPUs and of GPUs are made of these declarations: `cpu.py`, `triton.py`.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ STEPS = {
         "own = z + (zeta << up)",
         "half = (w >> f) + ((mine + theirs) << up) - (quarter >> f) - own",
     ),
-    # a checked truncation
+    # a checked truncation (protocols/quad/arithmetic.py): what is opened, what party 0 is told, a piece, a part
     "check_opening": _step(
         "first second e g1 g2", "r value", "", 1,
         "r = e + g1 + g2",

@@ -12,10 +12,10 @@ from __future__ import annotations
 import numpy as np
 
 from private_llm.kernels.address import Keys, Read, Written, Zero, flat
-from private_llm.kernels.backends.cpu import amx
-from private_llm.kernels.backends.cpu.aes import SPILL, write_lines
-from private_llm.kernels.backends.cpu.amx import BLOCK_BYTES, COLUMNS, DESK_BYTES, ROWS_IN_CACHE
-from private_llm.kernels.backends.cpu.matmul import (
+from private_llm.kernels.compiling import compiled
+from private_llm.kernels.matmul import amx
+from private_llm.kernels.matmul.amx import BLOCK_BYTES, COLUMNS, DESK_BYTES, ROWS_IN_CACHE
+from private_llm.kernels.matmul.cpu import (
     DOT_STEPS,
     ROW_STEPS,
     VECTORS,
@@ -23,8 +23,8 @@ from private_llm.kernels.backends.cpu.matmul import (
     rows_times_lines,
     rows_times_panel,
 )
-from private_llm.kernels.backends.cpu.tiles import VECTOR_BITS
-from private_llm.kernels.compiling import compiled
+from private_llm.kernels.matmul.tiles import VECTOR_BITS
+from private_llm.kernels.prg.aes import SPILL, write_lines
 
 GAP = 64
 """Bytes between lines in scratch: blocks of the stream spill over, and lines must not all meet one set of a cache."""

@@ -19,9 +19,9 @@ from torch import Tensor
 from private_llm.errors import DomainError
 from private_llm.kernels import parallel, shapes
 from private_llm.kernels.address import ZERO, Zero
-from private_llm.kernels.backends.cpu import amx as cpu_amx
-from private_llm.kernels.backends.cpu import matmul as cpu_matmul
-from private_llm.kernels.backends.cpu import seeded_matmul as cpu_seeded
+from private_llm.kernels.matmul import amx as cpu_amx
+from private_llm.kernels.matmul import cpu as cpu_matmul
+from private_llm.kernels.matmul import seeded_cpu as cpu_seeded
 from private_llm.kernels.parallel import addresses, launch
 from private_llm.kernels.seeded_tensor import SeededTensor, StreamSlice
 from private_llm.kernels.trace_hook import this_thread

@@ -21,8 +21,8 @@ from functools import partial
 import numpy as np
 
 from private_llm.kernels.address import SIGNED, Array, Read, Written, Zero, flat
-from private_llm.kernels.backends.cpu.tiles import VECTOR_BITS, WIDE, tile
 from private_llm.kernels.compiling import compiled
+from private_llm.kernels.matmul.tiles import VECTOR_BITS, WIDE, tile
 
 VECTORS = 4 if WIDE else 2
 """Vectors of y per tile: four rows of x times four vectors fill half of 32 registers (two, of 16)."""

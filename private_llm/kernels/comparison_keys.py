@@ -9,8 +9,8 @@ from __future__ import annotations
 import numpy as np
 
 from private_llm.kernels.address import Array, Read, Words1, Words2, flat
-from private_llm.kernels.backends.cpu.aes import LINE, descend_three, descend_two, encrypt_three, encrypt_two
 from private_llm.kernels.compiling import compiled
+from private_llm.kernels.prg.aes import LINE, descend_three, descend_two, encrypt_three, encrypt_two
 
 
 @compiled

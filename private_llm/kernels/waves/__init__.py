@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from private_llm.kernels import ops
-from private_llm.kernels.backends.cpu import waves as cpu
-from private_llm.kernels.backends.cpu.trunc import BLOCK
 from private_llm.kernels.devices import held_on
+from private_llm.kernels.fields.cpu import BLOCK
 from private_llm.kernels.ops import packed_words
 from private_llm.kernels.parallel import addresses, parallel_for
+from private_llm.kernels.waves import cpu
 
 _WAVE_S = 4e-9
 """About what one thread takes for an element of one wave."""

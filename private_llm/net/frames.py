@@ -17,8 +17,8 @@ import numpy as np
 from numba import types
 
 from private_llm.kernels.address import SIGNED, Array, flat
-from private_llm.kernels.backends.cpu import connection as word
 from private_llm.kernels.compiling import compiled
+from private_llm.net import connection as word
 
 _DO_NOT_WAIT, _NO_SIGNAL = 0x40, 0x4000
 _POLLIN, _POLLOUT, _POLLERR = np.int64(1), np.int64(4), np.int64(8)

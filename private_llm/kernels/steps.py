@@ -1,9 +1,8 @@
-"""Recorded steps on the CPU: one call runs many kernels, without Python in between (Numba, GIL-free).
+"""Kernels, and what PyTorch computes, as steps of recorded programs on CPUs (`replay/runner.py`; Numba, GIL-free).
 
-A step is a row of 64-bit words: the address of its function, then what it takes. Messages are rows, too. Kernels that
-exist (`KERNELS`) are called by functions that are made of their annotations (`kernels.address`): a plan and flags take
-two words, address and length, and the type of elements none, since a step has 64-bit elements only. Sums, products and
-copies of PyTorch become strided loops over at most `DIMS` dimensions.
+A step takes a row of 64-bit words. The step of a kernel is made of its annotations (`kernels.address`): a plan and
+flags take two words, address and length, and the type of elements none, since a step has 64-bit elements only. Sums,
+products and copies of PyTorch become strided loops over at most `DIMS` dimensions.
 """
 
 from __future__ import annotations
@@ -11,16 +10,14 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import numpy as np
 from numba import carray, types
 from numba.extending import overload
 
-from private_llm.kernels import teams
 from private_llm.kernels.address import SIGNED, WORD, Array, flat
-from private_llm.kernels.backends.cpu import aes, bits, frames, matmul, seeded_matmul, trunc, waves
-from private_llm.kernels.backends.cpu.connection import FIELDS, HERE, KIND, MEMORY
 from private_llm.kernels.compiling import CompiledStep, compiled
 
 DIMS = 4
@@ -30,65 +27,6 @@ StepRow = Any
 """The words of a step after its function's address."""
 NumbaValue = Any
 """Numba's: an array or a number."""
-STOP, SEND, RECEIVE, TOGETHER = range(4)
-"""What stands in place of a function's address: an event for Python; a message, with the number of its connection, the
-address of its payload, the number of its elements, and 4 words of tag; pieces of a step (`teams.piece`)."""
-
-
-if HERE:
-
-    @compiled
-    def _message(code: int, link: int, payload: int, count: int, tag: Array) -> bool:
-        """Send or receive; False: Python does it."""
-        memory = flat(link, FIELDS, SIGNED)[KIND] == MEMORY
-        if code == SEND:
-            done = frames.put(link, payload, count, tag) if memory else frames.send(link, payload, count, tag)
-        else:
-            done = frames.take(link, payload, count, tag) if memory else frames.receive(link, payload, count, tag)
-        return bool(done)
-
-    @compiled
-    def _pieces(workers: int, row: int) -> None:
-        """With a team, if there is one."""
-        if workers:
-            teams.together(workers, row)
-        else:
-            teams.alone(row)
-
-else:
-
-    @compiled
-    def _message(code: int, link: int, payload: int, count: int, tag: Array) -> bool:
-        """Python does it: elsewhere the functions that would be called do not exist."""
-        return False
-
-    @compiled
-    def _pieces(workers: int, row: int) -> None:
-        """One after the other, for the same reason."""
-        teams.alone(row)
-
-
-@compiled
-def run(table: int, starts: int, first: int, last: int, links: int, workers: int) -> int:
-    """Rows first .. last - 1 of a table of words, which begin where `starts` says, with the connections `links`
-    (`frames.py`) and a team (`teams.py`; all by address, 0 for none). Returns the first row left to Python, or `last`.
-    """
-    words, rows = flat(table, 1 << 40, SIGNED), flat(starts, 1 << 40, SIGNED)
-    for step in range(first, last):
-        at = rows[step]
-        code = words[at]
-        if code > TOGETHER:
-            teams.call(code, table + 8 * (at + 1))
-            continue
-        if code == TOGETHER:
-            _pieces(workers, table + 8 * (at + 1))
-            continue
-        if code == STOP:
-            return step
-        link, tag = links + 8 * FIELDS * words[at + 1], words[at + 4 : at + 8]
-        if not _message(code, link, words[at + 2], words[at + 3], tag):
-            return step
-    return last
 
 
 # -- kernels that exist -------------------------------------------------------------------------------------------
@@ -102,7 +40,8 @@ _TAKEN = {
 """Words of a row that an argument takes, by its annotation, and how it is made of them; others are the word itself."""
 
 
-def _step(kernel: Any) -> tuple[CompiledStep, tuple[str, ...]]:  # noqa: ANN401 - Numba ships no types
+@cache
+def step_of(kernel: Any) -> tuple[CompiledStep, tuple[str, ...]]:  # noqa: ANN401 - Numba ships no types
     """A function that calls a kernel with arguments of a row, and the annotations of these arguments."""
     kinds = tuple(str(each.annotation) for each in inspect.signature(kernel.py_func).parameters.values())
     given, at = [], 0
@@ -110,26 +49,12 @@ def _step(kernel: Any) -> tuple[CompiledStep, tuple[str, ...]]:  # noqa: ANN401 
         size, text = _TAKEN.get(kind, (1, "a[{0}]"))
         given.append(text.format(at, at + 1))
         at += size
-    name = f"{kernel.__module__.rpartition('.')[2]}_{kernel.__name__}"
+    name = f"{kernel.__module__.split('.')[-2]}_{kernel.__name__}"
     text = f"def {name}(row):\n    a = carray(row, {at})\n    kernel({', '.join(given)})\n"
     made = {"__name__": __name__, "kernel": kernel, "carray": carray, "flat": flat}
     made |= {"WORD": WORD, "SIGNED": SIGNED, "FLAG": np.uint8(0)}
     exec(compile(text, __file__, "exec"), made)  # of names in this package alone
     return CompiledStep(made[name]), kinds
-
-
-KERNELS = {
-    kernel: _step(kernel)
-    for kernel in (
-        matmul.row_product,
-        *(kernel for name, kernel in trunc.KERNELS.items() if not name.startswith("check")),  # of quad, which has none
-        matmul.dot_product, bits.transpose_bits, bits.block_carries, bits.block_monomials, bits.join_products,
-        bits.join_carries, bits.inject_products, bits.inject_terms,
-        waves.placed, waves.weighed, waves.hidden, waves.summed,
-        *(seeded_matmul.in_register_tiles,) * aes.usable(),  # elsewhere it cannot be compiled
-    )
-}  # fmt: skip
-"""Their steps, and what they take; in the order in which a session needs them."""
 
 
 # -- what PyTorch does ------------------------------------------------------------------------------------------------

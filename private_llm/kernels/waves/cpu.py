@@ -11,8 +11,8 @@ from __future__ import annotations
 import numpy as np
 
 from private_llm.kernels.address import SIGNED, WORD, Array, Plan, Read, Table, Written, flat
-from private_llm.kernels.backends.cpu.trunc import BLOCK, clear, pack, unpack
 from private_llm.kernels.compiling import compiled
+from private_llm.kernels.fields.cpu import BLOCK, clear, pack, unpack
 
 
 @compiled

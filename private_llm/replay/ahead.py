@@ -30,7 +30,7 @@ from private_llm.importing import python_like_this
 from private_llm.kernels import compiling
 from private_llm.kernels.parallel import usable_cores
 
-_CHILD = "from private_llm.kernels.ahead import main; main()"
+_CHILD = "from private_llm.replay.ahead import main; main()"
 _MOST = 4
 """Processes at most: more would import for longer than they compile."""
 _REPLAYED = ("trio", "dealer")
@@ -133,26 +133,37 @@ def jobs(protocol: str) -> Iterator[tuple[Any, tuple[Any, ...]]]:
     """Kernels and the types of their arguments, and steps (`CompiledStep`) with none, in the order in which a
     session needs them; of steps, the longest first.
     """
-    from private_llm.kernels.backends.cpu import aes, amx, comparison_keys, seeded_matmul, steps, trunc, waves
+    from private_llm.kernels import comparison_keys, steps
+    from private_llm.kernels.bits import cpu as bits
+    from private_llm.kernels.fields.cpu import KERNELS as FIELDS
+    from private_llm.kernels.matmul import amx, seeded_cpu
+    from private_llm.kernels.matmul import cpu as matmul
+    from private_llm.kernels.prg import aes
+    from private_llm.kernels.waves import cpu as waves
+    from private_llm.replay import runner
 
-    needed = (aes.write_bytes,) * aes.usable() + (amx.product,) * amx.usable()
-    needed += (comparison_keys.expand,) * (aes.usable() and protocol != "dealer")
-    needed += tuple(kernel for name, kernel in trunc.KERNELS.items() if name.startswith("check") and protocol == "quad")
-    seldom = (waves.hidden, waves.summed, trunc.KERNELS["wraps"], trunc.KERNELS["widened"])
-    last = (seeded_matmul.in_register_tiles,)  # where weights rest as seeds
-    every = (*needed, *(kernel for kernel in steps.KERNELS if kernel not in seldom), *seldom)
-    for kernel in every:
-        if kernel not in last:
-            yield kernel, _types(kernel)
+    checks = [kernel for name, kernel in FIELDS.items() if name.startswith("check")]  # of quad, which has no programs
+    seldom = [waves.hidden, waves.summed, FIELDS["wraps"], FIELDS["widened"]]
+    often = [
+        matmul.row_product, *(each for each in FIELDS.values() if each not in (*checks, *seldom)), matmul.dot_product,
+        bits.transpose_bits, bits.block_carries, bits.block_monomials, bits.join_products, bits.join_carries,
+        bits.inject_products, bits.inject_terms, waves.placed, waves.weighed,
+    ]  # fmt: skip
+    needed = [aes.write_bytes] * aes.usable() + [amx.product] * amx.usable() + checks * (protocol == "quad")
+    needed += [comparison_keys.expand] * (aes.usable() and protocol != "dealer")
+    last = [seeded_cpu.in_register_tiles] * aes.usable()  # where weights rest as seeds; elsewhere it cannot be compiled
+    for kernel in (*needed, *often, *seldom):
+        yield kernel, _types(kernel)
     if protocol in _REPLAYED:
-        yield steps.run, _types(steps.run)
+        yield runner.run, _types(runner.run)
         yield steps.combine, ()
     for kernel in last:
-        if kernel in every:
-            yield kernel, _types(kernel)
+        yield kernel, _types(kernel)
     if protocol in _REPLAYED:
-        for step in (*(step for step, _ in steps.KERNELS.values()), steps.sum_last, steps.gather):
-            yield step, ()
+        for kernel in (*often, *seldom, *last):
+            yield steps.step_of(kernel)[0], ()
+        yield steps.sum_last, ()
+        yield steps.gather, ()
 
 
 def _types(kernel: Any) -> tuple[Any, ...]:  # noqa: ANN401 - Numba ships no types

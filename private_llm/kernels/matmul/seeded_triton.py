@@ -17,9 +17,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from private_llm.kernels.backends.triton import planes
-from private_llm.kernels.backends.triton.planes import Tile, Tuner, size_range
-from private_llm.kernels.backends.triton.prg import block_words, chacha20
+from private_llm.kernels.matmul import planes
+from private_llm.kernels.matmul.planes import Tile, Tuner, size_range
+from private_llm.kernels.prg.triton import block_words, chacha20
 from private_llm.kernels.seeded_tensor import SeededTensor, StreamSlice
 
 BLOCK = 64

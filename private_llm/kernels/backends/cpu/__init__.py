@@ -1,1 +1,0 @@
-"""Kernels of CPUs (Numba), GIL-free."""

@@ -1,0 +1,1 @@
+"""Steps on rows of bits: comparisons by blocks, joins, and bit injection."""
