@@ -311,35 +311,6 @@ def trunc_close(
     return field_step("trunc_close", (w, mine, theirs, z, zeta), (f,), width)
 
 
-# -- local steps of a checked truncation (protocols/quad/arithmetic.py), of rows [n] and words of f-bit fields
-Three = tuple[Tensor, Tensor, Tensor]
-
-
-def check_opening(first: Tensor, second: Tensor, summands: Three) -> tuple[Tensor, ...]:
-    """(R, first + second + R + 2^(bits-2)) with R the sum of the summands."""
-    return field_step("check_opening", (first, second, *summands), (), 0)
-
-
-def check_told(w: Tensor, t1: Tensor, t2: Tensor, t3: Tensor, half: Tensor, own: Tensor, f: int) -> tuple[Tensor, ...]:
-    """(u, high, beta, value): the new mask, what party 0 is told of w, and the value to be recorded.
-
-    u = t1 + t3 2^(bits-f); high = (~w >> f) - t1; beta = 1 - msb(w) - t2 mod 2^f; value = half + own + u.
-    """
-    return field_step("check_told", (w, t1, t2, t3, half, own), (f,), f)
-
-
-def check_piece(summands: Three, t1: Tensor, t2: Tensor, t3: Tensor, f: int) -> tuple[Tensor, ...]:
-    """(fields, u): fields = msb(R) t2 + t3 mod 2^f; u = t1 + t3 2^(bits-f), with R the sum of the summands."""
-    return field_step("check_piece", (*summands, t1, t2, t3), (f,), f)
-
-
-def check_part(
-    r: Tensor, beta: Tensor, theirs: Tensor, high: Tensor, a1: Tensor, a2: Tensor, f: int
-) -> tuple[Tensor, ...]:
-    """(made, made + a1 + a2): made = (~r >> f) + (msb(r) beta + theirs) 2^(bits-f) - 2^(bits-2-f) - high."""
-    return field_step("check_part", (r, beta, theirs, high, a1, a2), (f,), f)
-
-
 def chacha20(key: Tensor, counter: Tensor, offset: int, out: Tensor) -> None:
     """Overwrite out with the ChaCha20 key stream from block counter + offset on, all on one device.
 

@@ -44,7 +44,7 @@ def test_what_party_0_is_told(bits: int, n: int, f: int) -> None:
     (w, t1, half, own), (t2, t3) = drawn(bits, n, f, 4, 2)
     none, no_fields = torch.zeros_like(w), torch.zeros_like(t2)
     u, _, high, beta = reference.trunc_helper(~w, none, none, t1, t2, t3, no_fields, f, f)
-    assert equal(ops.check_told(w, t1, t2, t3, half, own, f), (u, high, beta, half + own + u))
+    assert equal(ops.field_step("check_told", (w, t1, t2, t3, half, own), (f,), f), (u, high, beta, half + own + u))
 
 
 @cases
@@ -53,7 +53,7 @@ def test_the_piece_of_party_3(bits: int, n: int, f: int) -> None:
     r = e + g1 + g2
     w, fields = reference.trunc_open(less(r), torch.zeros_like(r), t2, t3, f, f)
     u = reference.trunc_close(w, fields, torch.zeros_like(t2), t1, t3, f, f)[1]
-    assert equal(ops.check_piece((e, g1, g2), t1, t2, t3, f), (fields, u))
+    assert equal(ops.field_step("check_piece", (e, g1, g2, t1, t2, t3), (f,), f), (fields, u))
 
 
 @cases
@@ -62,23 +62,24 @@ def test_the_part_of_party_0(bits: int, n: int, f: int) -> None:
     none = torch.zeros_like(beta)
     w, fields = reference.trunc_open(less(r), torch.zeros_like(r), beta, none, f, f)
     made = reference.trunc_close(w, fields, theirs, high, none, f, f)[0]
-    assert equal(ops.check_part(r, beta, theirs, high, a1, a2, f), (made, made + a1 + a2))
+    assert equal(ops.field_step("check_part", (r, beta, theirs, high, a1, a2), (f,), f), (made, made + a1 + a2))
 
 
 @pytest.mark.parametrize("bits", [64, 32])
 def test_the_opening(bits: int) -> None:
     (first, second, e, g1, g2), _ = drawn(bits, 77, 1, 5, 0)
-    r, value = ops.check_opening(first, second, (e, g1, g2))
+    r, value = ops.field_step("check_opening", (first, second, e, g1, g2), (), 0)
     assert torch.equal(r, e + g1 + g2)
     assert torch.equal(value, first + second + r + (1 << (bits - 2)))
 
 
 def test_meta_tensors_give_shapes() -> None:
     row, fields = torch.empty(100, dtype=torch.int32, device="meta"), torch.empty(19, dtype=torch.int64, device="meta")
-    made = [
-        *ops.check_opening(row, row, (row, row, row)), *ops.check_told(row, row, fields, fields, row, row, 12),
-        *ops.check_piece((row, row, row), row, fields, fields, 12),
-        *ops.check_part(row, fields, fields, row, row, row, 12),
-    ]  # fmt: skip
+    given = {
+        "check_told": (row, row, fields, fields, row, row), "check_piece": (row, row, row, row, fields, fields),
+        "check_part": (row, fields, fields, row, row, row),
+    }  # fmt: skip
+    made = [each for name, operands in given.items() for each in ops.field_step(name, operands, (12,), 12)]
+    made += ops.field_step("check_opening", (row,) * 5, (), 0)
     assert all(each.is_meta for each in made)
     assert {tuple(each.shape) for each in made} == {(100,), (19,)}

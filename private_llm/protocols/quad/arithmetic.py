@@ -132,7 +132,8 @@ class QuadArithmetic(TrioArithmetic):
         main, opened = self.end._finish_shifted(tag, shape, piece, shift)
         count = shape.numel()
         if self.party == 0:
-            r, value = ops.check_opening(self.end._piece(tag, (count,), self.ring.dtype), _flat(mirror), _three(opened))
+            mine = self.end._piece(tag, (count,), self.ring.dtype)
+            r, value = ops.field_step("check_opening", (mine, _flat(mirror), *_three(opened)), (), 0)
             self.end._confirm(value)
             return self._check_shift(tag, main, (r,), shift)
         q = self.end._joint(count)
@@ -161,7 +162,7 @@ class QuadArithmetic(TrioArithmetic):
     def _check_shift(self, tag: str, main: Share, opened: tuple[Tensor, ...], shift: int) -> Share:
         """The mirror of Trio's small exchange; `opened` is w at parties 1 and 2, R at party 0, its summands at 3.
 
-        With ~w as the helper's R and ~R as the evaluators' w, it is the main run's; see `ops.check_told` and others.
+        With ~w as the helper's R and ~R as the evaluators' w, it is the main run's; see `kernels.fields.STEPS`.
         """
         count = main.numel()
         packed = ops.packed_words(count, shift)
@@ -169,15 +170,16 @@ class QuadArithmetic(TrioArithmetic):
         if self.party == 0:
             beta, high = self.end._recv_mixed(self.end._told, tag, packed, count)
             theirs = self.end._piece(tag, (packed,), torch.int64)
-            third, value = ops.check_part(opened[0], beta, theirs, high, first, second, shift)
+            third, value = ops.field_step("check_part", (opened[0], beta, theirs, high, first, second), (shift,), shift)
             self.end._confirm(value)
             return Share((*main.parts, third.view(main.shape)))
         (t2, t3), (t1,) = self.end._draw_mixed(packed, count, 2, -1, elements=1)
         if self.party == 3:
-            fields, u = ops.check_piece(_three(opened), t1, t2, t3, shift)
+            fields, u = ops.field_step("check_piece", (*_three(opened), t1, t2, t3), (shift,), shift)
             self.end._tell_piece(tag, fields)
         else:
-            u, high, beta, value = ops.check_told(opened[0], t1, t2, t3, first, second, shift)
+            given = opened[0], t1, t2, t3, first, second
+            u, high, beta, value = ops.field_step("check_told", given, (shift,), shift)
             for message in self.end._mixed(beta, high):
                 self.end._tell(tag, message)
             self.end._confirm(value)
