@@ -7,7 +7,7 @@ the inner product reads, stays in the first-level cache, and meets all rows of t
 break such tiles into scattered pieces; there the images of a batch are laid side by side, entry by entry:
 a convolution of B images with rows of n windows is one of a single image with rows of B n windows.
 
-- `tile_product`, on the register tiles of matmul.py;
+- `tile_product`, on the register tiles of `matmul/cpu.py`;
 - `byte_product` of 64 bits, by shifted copies of the weights (amx.py), and `product_by_planes` of 32 bits, by planes of
   bytes of both (amx_tiles.py): on byte tiles, windows go straight into the tiles of the right operand;
 - `depthwise`, where every channel is a group of its own: no sum over channels, so no windows at all.
