@@ -177,7 +177,7 @@ register(TOY)
 """,
     ),
     Extension(
-        "transport", "queues of this process", {},
+        "transport", "queues of this process, for a protocol and for a model", {},
         """
 import threading, torch
 import torch.nn.functional as F
@@ -200,6 +200,14 @@ x = torch.linspace(-3, 3, 7, dtype=torch.float64)
 client.share(client.ring.encode(x, 18))
 assert (client.ring.decode(client.open((7,)), 18) - F.relu(x)).abs().max() < 1e-4
 for thread in threads: thread.join(60)
+assert not any(thread.is_alive() for thread in threads)
+from one_more import QueueMesh
+from private_llm_hf import patch
+from tests.hf import tiny
+model, mesh, ids = tiny.build("llama"), QueueMesh(3), torch.tensor([[5, 6, 7, 8]])
+with torch.no_grad(), patch(model, PrivateConfig(party_mode="threads"), mesh) as private:
+    assert (private(ids).logits - model(ids).logits).abs().max() < 1e-2
+assert {(0, 1), (0, 2), (1, 2), (2, 1), (CLIENT, 0), (0, CLIENT)} <= set(mesh.queues)
 """,
         """
 import queue
@@ -208,6 +216,7 @@ from collections import defaultdict
 import torch
 from torch import Tensor
 
+from private_llm.net.local import LocalMesh
 from private_llm.net.transport import Transport
 
 
@@ -226,8 +235,20 @@ class Queues(Transport):
     def _recv(self, frm: int, tag: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return self._links[frm, self.me].get(timeout=60).view(shape)
 
+    def _recv_bytes(self, frm: int, tag: str, most: int) -> bytes:
+        return self._links[frm, self.me].get(timeout=60).numpy().tobytes()
+
     def wait(self, frm: int) -> None:
         pass
+
+
+class QueueMesh(LocalMesh):
+    def __init__(self, parties: int) -> None:
+        super().__init__(parties)
+        self.queues = Queues.links()
+
+    def transport(self, me: int) -> Queues:
+        return Queues(me, self.queues)
 """,
     ),
 )  # fmt: skip
