@@ -91,9 +91,9 @@ def warn_of_functions(model: str, name: str) -> None:
     found = approximations_of(name)
     if found is not None and found.distilled:
         warnings.warn(
-            f"{model}: approximations={name!r} puts other functions in the place of {found.distilled}. Answers are the "
-            "plaintext model's with these functions, which may be far from its own unless it was distilled with them; "
-            "the default approximations need no distillation",
+            f"{model}: approximations={name!r} computes other functions instead of {found.distilled}. Unless the model "
+            "was trained with these (distilled), its answers may be far from the plaintext model's; the default "
+            "approximations work with any model",
             NeedsDistillation,
             stacklevel=5,
         )

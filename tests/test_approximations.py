@@ -63,7 +63,7 @@ def test_refusals() -> None:
 
 
 def test_what_a_user_is_told() -> None:
-    told = "Model: approximations='toy' puts other functions in the place of softmax"
+    told = "Model: approximations='toy' computes other functions instead of softmax"
     with pytest.warns(NeedsDistillation, match=told):
         warn_of_functions("Model", "toy")
     warn_of_functions("Model", "ours")

@@ -150,8 +150,8 @@ def _try(model: PreTrainedModel, make_private: Callable[[], PreTrainedModel], on
             raise PatchMismatch(f"{name}: {_refusals(model, first) if on_shares else first}") from refused
         if difference is not None:
             raise PatchMismatch(
-                f"{name}: its private result would be wrong. A small model of this class with random weights, "
-                f"{difference}, so nothing was sent. {_first_difference(model) if on_shares else ''}Report the class, "
+                f"{name}: its private result would be wrong, so nothing was sent. A small copy with random weights, "
+                f"{difference}. {_first_difference(model) if on_shares else ''}Report the class, "
                 "or replace the modules that differ with private_llm_hf.register_handler"
             )
 
