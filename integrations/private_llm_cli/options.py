@@ -383,7 +383,7 @@ class Writing:
             made |= {"temperature": self.temperature, "top_p": self.top_p}
         if not self.draft:
             if self.draft_paths != 1 or self.advance is not None:
-                raise ConfigError("draft: got none, so --draft-paths and --advance say nothing; want --draft lookup")
+                raise ConfigError("draft: --draft-paths and --advance need drafts; add --draft lookup")
             return made
         from private_llm_hf.client.speculation import FixedCounts, SpeculationConfig
 

@@ -57,9 +57,9 @@ _ERRORS = (
     (r"Unknown format", "format"),
     (r"oneOf constraints", "oneOf whose options may hold together; want anyOf"),
     (r"look-around|not supported", "pattern or reference"),
-    (r"regex parse error", "pattern, which is no regular expression"),
+    (r"regex parse error", "pattern; want a valid regular expression"),
     (r"Unsatisfiable|NoExtension|Regex is empty", "contradiction: no text fits it"),
-    (r"Pointer|Resource|circular", "$ref, which leads nowhere"),
+    (r"Pointer|Resource|circular", "$ref; want one to a definition of this schema"),
     (r"Expected|must be|Invalid type", "value of a keyword; want what JSON Schema says of it"),
     (r"", "size: it says too much at one place; want fewer alternatives, or shorter patterns"),
 )
@@ -124,7 +124,7 @@ class Grammar:
                 raise bad(_PARAM, f"has more than {_MOST_PARTS} lists and objects")
             made = LLMatcher.grammar_from_json_schema(text, overrides=_FORM)  # type: ignore[arg-type]
         except ValueError:
-            raise bad(_PARAM, "deeper than 127 levels, or a number that no float holds") from None
+            raise bad(_PARAM, "deeper than 127 levels, or a number beyond the range of a float") from None
         _check(root)
         self.table = table
         limits = LLParserLimits(**_LIMITS)

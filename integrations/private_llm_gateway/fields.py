@@ -61,14 +61,14 @@ def body_of(raw: bytes) -> dict[str, Any]:
         if any(each["lone"] for each in _ESCAPE.finditer(text)):  # no text has lone surrogates: no tokenizer takes them
             raise ValueError("a lone surrogate")
     except (ValueError, RecursionError):
-        raise ApiError(400, "the body is no JSON; " + _WANTED, code="invalid_json") from None
+        raise ApiError(400, "the body cannot be read as JSON; " + _WANTED, code="invalid_json") from None
     if not isinstance(found, dict):
-        raise ApiError(400, "the body is JSON, but no object; " + _WANTED, code="invalid_json")
+        raise ApiError(400, "the body is JSON of another type; " + _WANTED, code="invalid_json")
     return found
 
 
 def _no_number(name: str) -> float:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"got {name}; want a JSON number")
 
 
 def refuse_unsupported(body: Mapping[str, Any], place: str, alright: tuple[str, ...] = ()) -> None:

@@ -184,7 +184,7 @@ def of_messages(served: Served, messages: object) -> list[int]:
     if messages is None:
         raise bad("messages", f"missing; {wanted}", "missing_required_parameter")
     if not isinstance(messages, list):
-        raise bad("messages", f"got no list; {wanted}", "invalid_type")
+        raise bad("messages", f"got {type(messages).__name__}; {wanted}", "invalid_type")
     if not 0 < len(messages) <= _MOST_MESSAGES:
         raise bad("messages", f"got {len(messages)}; {wanted}")
     listed = [_message(message, f"messages[{at}]") for at, message in enumerate(messages)]

@@ -218,10 +218,10 @@ def _open(
     patch_plan = _fitting(model_class, plain, spec, private_config, tried)
     name = model_class.__name__
     if private_config.reveal == "token" and not spec.model.can_generate():
-        raise ConfigError(f"reveal='token' is for models that generate; {name} does not")
+        raise ConfigError(f"reveal: got 'token' for {name}; want a model that generates, or reveal='logits'")
     classifies = issubclass(model_class, Network) or name.endswith("Classification")
     if private_config.reveal == "class" and not classifies:
-        raise ConfigError(f"reveal='class' is for classifiers; {name} is none")
+        raise ConfigError(f"reveal: got 'class' for {name}; want a classifier, or reveal='logits'")
     parties = start(private_config, mesh)
     with undoing(parties.close):
         description = describe(model_class, config, folded=spec.folded)

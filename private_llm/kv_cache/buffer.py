@@ -331,7 +331,7 @@ class KVBuffer:
             raise DomainError("stacked: want caches that hold all their entries; of these some were evicted")
         empty = [each._rows is None for each, _ in pieces]
         if any(empty) and not all(empty):
-            raise DomainError("stacked: got caches of which some are empty; want none of them, or all")
+            raise DomainError("stacked: got empty and filled caches; want all of them empty, or all filled")
         made = cls()
         if not all(empty):
             width = max(each.length - piece.column for each, piece in pieces)

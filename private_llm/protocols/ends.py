@@ -76,7 +76,7 @@ class PartyEnd:
 
     def lacks(self, primitive: str, wanted: str = "another protocol") -> NoReturn:
         """Raises UnsupportedOp for a primitive that this end does not have, with what has it."""
-        raise UnsupportedOp(f"{primitive}: protocol '{self.name}' has none here; want {wanted}")
+        raise UnsupportedOp(f"{primitive}: protocol '{self.name}' lacks it here; want {wanted}")
 
     def on(self, device: torch.device | str) -> Self:
         """This end, drawing and receiving on `device` from now on: where the operands of the next operation lie."""

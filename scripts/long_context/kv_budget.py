@@ -55,7 +55,7 @@ def kv_budget(
     try:
         words = None if text is None else text.read_text("utf-8")
     except UnicodeDecodeError:
-        raise ConfigError(f"text: {text} is no text in UTF-8") from None
+        raise ConfigError(f"text: {text} has bytes that UTF-8 cannot decode; save the text in UTF-8") from None
     with progress_bar(None, as_json) as step:
         step("loading the model", 0)
         plain, tokenizer = plaintext_model(source), tokenizer_of(source)

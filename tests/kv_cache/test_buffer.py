@@ -209,7 +209,7 @@ def test_pieces_are_stacked_with_zeros_on_the_left_and_go_on() -> None:
 
 def test_what_was_evicted_cannot_be_stacked() -> None:
     one, _ = _filled(5)
-    with pytest.raises(DomainError, match="some are empty"):
+    with pytest.raises(DomainError, match="got empty and filled caches"):
         KVBuffer.stacked([(one, CacheRows(0, 1)), (KVBuffer(), CacheRows(0, 1))])
     one.keep(torch.tensor([0, 3]))
     with pytest.raises(DomainError, match="some were evicted"):

@@ -44,7 +44,7 @@ def calibrate(
     try:
         words = None if text is None else text.read_text("utf-8")
     except UnicodeDecodeError:
-        raise ConfigError(f"text: {text} is no text in UTF-8") from None
+        raise ConfigError(f"text: {text} has bytes that UTF-8 cannot decode; save the text in UTF-8") from None
     pixels = read_images(model, models.image_config(model), image).pixels if image else None
     with progress_bar(1, as_json) as step:
         step("running the plaintext model", 0)
@@ -52,8 +52,8 @@ def calibrate(
         step("running the plaintext model")
     if not ranges.modules:
         raise ConfigError(
-            f"calibrate: nothing to say of {model!r}; ranges are measured for models of text in the 64-bit ring, "
-            "and for models of images that say what shape they take (or give --image)"
+            f"calibrate: found no ranges to measure in {model!r}; want a model of text in the 64-bit ring, or a model "
+            "of images that says what shape it takes (or give --image)"
         )
     if out is not None:
         out.write_text(json.dumps({"version": VERSION, "modules": ranges.to_dict()}, indent=1), "utf-8")
@@ -74,7 +74,7 @@ def ranges_from(path: Path | None) -> Ranges | None:
     except OSError as error:
         raise ConfigError(f"ranges: {path}: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise ConfigError(f"ranges: {path} is no file of `private-llm calibrate --out`") from None
+        raise ConfigError(f"ranges: cannot decode {path}; want what `private-llm calibrate --out` wrote") from None
 
 
 # -- `private-llm diff`: which module does an error come from, and does any value leave the ring? ---------------------

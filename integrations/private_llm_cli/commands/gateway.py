@@ -79,7 +79,7 @@ def start_model(
     source = choices.model or demo_model()
     name = choices.name or (DEMO if not choices.model else Path(source.rstrip("/")).name)
     if not name:
-        raise ConfigError(f"name: {source!r} gives none; want --name")
+        raise ConfigError(f"name: {source!r} does not end in a name; give one with --name")
     shared = (Path(source) / "client").is_dir() and share_path(Path(source), 0).is_file()
     client = str(Path(source) / "client") if shared else source
     with progress_bar(None, False) as bar:

@@ -136,7 +136,7 @@ def images_of(model: str, folder: Path | None, batch: int) -> Images | None:
         return None
     files = sorted(path for path in folder.iterdir() if path.is_file()) if folder.is_dir() else []
     if not files:
-        raise ConfigError(f"images: {folder} is no folder of images")
+        raise ConfigError(f"images: found no files in {folder}; want a folder of images")
 
     def read() -> Iterator[Tensor]:
         known = image_config(model)

@@ -261,8 +261,8 @@ def ranges_of(largest: Largest, config: PrivateConfig) -> Ranges:
                 continue
             raise DomainError(
                 f"module '{name}' has values of 2^{math.log2(reached):.1f}; want less than 2^{limit}. Nothing was "
-                "sent. No fixed-point format of this library holds this model; scale that layer's weights down if its "
-                "architecture allows"
+                "sent. The library's fixed-point formats are too small for this model; scale that layer's weights down "
+                "if its architecture allows"
             )
         known: dict[str, int] = {
             key: min(exponent(met[key]), LARGEST_EXPONENT)

@@ -81,12 +81,12 @@ def fold_norms(model: nn.Module, folded: Folded) -> tuple[NormFold, ...]:
         norm = None if module is None else spelled_norm(module)
         weight = getattr(module, "weight", None)
         if module is None or norm is None or weight is None or not readers:
-            raise PatchMismatch(f"folded norms: '{name[:80]}' is no norm with a weight in this {type(model).__name__}")
+            raise PatchMismatch(f"folded norms: the model lacks norm '{name[:80]}' with a weight; share it again")
         taken = sum(value.numel() for value in module.parameters())
         for reader in readers:
             layer = modules.get(reader)
             if any(fold.layer == reader for fold in folds) or _inputs(layer) != len(weight):
-                raise PatchMismatch(f"folded norms: '{reader[:80]}' is no layer that could take up '{name}'")
+                raise PatchMismatch(f"folded norms: layer '{reader[:80]}' cannot take up '{name}'; share it again")
             if isinstance(layer, nn.Linear) and layer.bias is None and getattr(module, "bias", None) is not None:
                 layer.bias = nn.Parameter(torch.empty(layer.out_features, device="meta"), requires_grad=False)
                 taken -= layer.out_features
@@ -166,7 +166,7 @@ def fold_batch_norms(model: nn.Module) -> tuple[Fold, ...]:
         if not isinstance(norm, _BatchNorm):
             continue
         if norm.running_mean is None or norm.running_var is None:
-            raise PatchMismatch(f"{name}: a batch norm without running statistics normalises by the batch; no rule")
+            raise PatchMismatch(f"{name}: a batch norm without running statistics; want track_running_stats=True")
         before = layers.get(name)
         if before is not None:
             layer = model.get_submodule(before)

@@ -66,8 +66,8 @@ def miniature(model_class: type[PreTrainedModel], config: PretrainedConfig) -> P
         except Exception as error:  # noqa: BLE001 - a foreign class may raise anything for sizes that do not suit it
             reasons.append(f"{type(error).__name__}: {first_line(error)}")
     raise PatchMismatch(
-        f"{model_class.__name__}: this class is not compared with plaintext in the project's tests, so a small one is "
-        f"tried first, and none can be made ({'; '.join(reasons)}); add its sizes to "
+        f"{model_class.__name__}: no test of this project compares this class with plaintext, and the library "
+        f"could not make a small model of it to try first ({'; '.join(reasons)}); add its sizes to "
         "private_llm_hf/checkpoint/miniature.py"
     )
 

@@ -56,7 +56,7 @@ def accepted_class(name: object, config: object) -> type[PreTrainedModel]:
         raise PatchMismatch(f"model class {name!r} cannot be loaded here: {type(error).__name__}") from None
     own = getattr(found.config_class, "model_type", None) == model_type
     if not own and found.__name__ not in classes_of(str(model_type)):
-        raise PatchMismatch(f"model class {name!r} is none of architecture '{model_type}'")
+        raise PatchMismatch(f"model class: got {name!r}; want one of architecture '{model_type}'")
     return found
 
 

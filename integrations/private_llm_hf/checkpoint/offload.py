@@ -113,13 +113,13 @@ class OpenedFile:
         header = json.loads(self._bytes(8, size))
         self.metadata: dict[str, str] = header.pop("__metadata__", {})
         if not all(isinstance(text, str) for text in self.metadata.values()):
-            raise ValueError("metadata that are no texts")
+            raise ValueError("metadata of other types than text")
         self.entries: dict[str, tuple[str, tuple[int, ...], int, int]] = {}
         end = 0
         for name, entry in sorted(header.items(), key=lambda item: _offsets(item[1])):
             start, stop = _offsets(entry)
             if start != end or stop < start:
-                raise ValueError("tensors that are not one after the other")
+                raise ValueError("tensors that overlap or leave gaps")
             self.entries[name] = (entry["dtype"], tuple(entry["shape"]), 8 + size + start, stop - start)
             end = stop
         if 8 + size + end != found.st_size:

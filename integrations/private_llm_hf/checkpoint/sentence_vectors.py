@@ -175,7 +175,7 @@ def _json(source: str | Path, name: str, download: dict[str, Any]) -> object:
     try:
         return None if found is None else json.loads(Path(found).read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ConfigError(f"{source}: {name}: no JSON ({error})") from None
+        raise ConfigError(f"{source}: {name}: cannot be read as JSON ({error}); copy it again") from None
 
 
 def _found(source: str | Path, name: str, download: dict[str, Any]) -> str | None:

@@ -208,22 +208,22 @@ def _digest(metadata: dict[str, str], parts: dict[str, bytes]) -> str:
 def _facts(metadata: dict[str, str]) -> tuple[dict[str, tuple[int, ...]], tuple[Seed, ...], Description]:
     shapes = {name: tuple(shape) for name, shape in json.loads(metadata["shapes"]).items()}
     if not all(type(size) is int and 0 <= size < 1 << 40 for shape in shapes.values() for size in shape):
-        raise ValueError("a shape that is none")
+        raise ValueError("sizes out of range")
     cipher = FORMATS[metadata["format"]]
     keys = tuple(Seed(bytes.fromhex(raw), cipher) for raw in json.loads(metadata["keys"]))
     description = Description.from_dict(json.loads(metadata["description"]))
     kinds = (type(description.class_), type(description.config), type(description.model))
     if kinds != (str, dict, str):
-        raise TypeError("a description that is none")
+        raise TypeError("a description of other types")
     Ranges(description.ranges)
     if not all(type(name) is str for names in description.folded.values() for name in names):
-        raise TypeError("folded norms that are none")
+        raise TypeError("names of folded norms of other types than text")
     return shapes, keys, description
 
 
 def _unlike(path: Path, why: str) -> ShareFileError:
     return ShareFileError(
-        f"{path.name} is no share file of this program: its header is malformed ({why}); make it again"
+        f"{path.name}: its header is malformed ({why}); want a share file of this program, so make it again"
     )
 
 
@@ -251,7 +251,7 @@ class ShareFile:
             form = metadata.get("format")
             parts = stored.digests() if form in FORMATS else {}
         except (OSError, *_MALFORMED) as error:
-            raise ShareFileError(f"{path.name} is damaged or no share file: {type(error).__name__}") from None
+            raise ShareFileError(f"{path.name}: damaged or unknown ({type(error).__name__}); copy it again") from None
         if form not in FORMATS:
             raise ShareFileError(f"{path.name}: got format {shown(form)}; want {' or '.join(map(repr, FORMATS))}")
         if _digest(metadata, parts) != metadata.get("digest"):

@@ -142,5 +142,5 @@ def _broken_file(source: str) -> tuple[Path, str] | None:
             return path, f"{error}; {_CUT}"
     for path in sorted(folder.glob("*.bin")):
         if not zipfile.is_zipfile(path):
-            return path, f"its end is missing, or it is no file of torch.save; {_CUT}"
+            return path, f"its end is missing, or another program than torch.save wrote it; {_CUT}"
     return None

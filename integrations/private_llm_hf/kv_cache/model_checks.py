@@ -111,7 +111,7 @@ def why_whole(model_class: type[PreTrainedModel], config: PretrainedConfig, sett
     """Why a prompt must be read in one piece, or None: all that a token sees has then been read before it."""
     text = config.get_text_config(decoder=True)
     if architecture(config).kind != "decoder" or CACHE not in inspect.signature(model_class.forward).parameters:
-        return f"{model_class.__name__} is no decoder with a KV cache"
+        return f"chunks need a decoder with a KV cache, unlike {model_class.__name__}"
     if not classes_of(config.model_type) & compared("shares"):
         return f"no test of this project compares {config.model_type!r} with its plaintext model"
     if getattr(text, "use_bidirectional_attention", False):

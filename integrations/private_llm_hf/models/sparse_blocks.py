@@ -87,7 +87,7 @@ class SparseBlock:
         whole = (made.kind == "ffn") == (made.activation is not None) and (made.kind == "ffn" or made.block == 1)
         whole = whole and all(0 < size <= _MOST for size in sizes) and 0 < len(made.readers) <= _MOST_READERS
         if not whole or made.budget > made.units or made.rank > made.width:
-            raise PatchMismatch(f"{KEY}: block {made.name[:_SHOWN]!r} has sizes or names that no model has")
+            raise PatchMismatch(f"{KEY}: block {made.name[:_SHOWN]!r} has sizes or names out of range; share it again")
         return made
 
 

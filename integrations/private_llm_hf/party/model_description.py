@@ -79,7 +79,7 @@ def take_described(wanted: Shapes, header: Weight) -> tuple[int, ...]:
     name, shape = header.name, header.shape
     expected = wanted.pop(name, None)
     if expected is None:
-        raise PatchMismatch(f"weight {name!r}: the model that was announced has none of that name, or it came before")
+        raise PatchMismatch(f"weight {name!r}: the announced model lacks it, or it came before; share the model again")
     if shape != expected:
         raise PatchMismatch(f"weight '{name}': got shape {str(list(shape))[:80]}; want {list(expected)}")
     return expected

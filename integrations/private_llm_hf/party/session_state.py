@@ -61,7 +61,7 @@ class _CacheGroup:
 
     def piece(self, key: Key) -> tuple[SecretCache, CacheRows]:
         if not isinstance(self.cache, SecretCache):
-            raise DomainError("caches of encoder-decoders have no company")
+            raise DomainError("got the cache of an encoder-decoder in a batch of several; want it alone")
         return self.cache, CacheRows(self.first_row(key), self.rows(key), self.members[key].padding)
 
 

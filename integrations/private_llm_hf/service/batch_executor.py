@@ -60,7 +60,7 @@ class ServiceLinks(PassingTransport):
         elif self.receivers:
             self.receivers.popleft()(tag, payload)
         else:
-            raise TransportError(f"'{tag}': there is no client that this batch opens something to")
+            raise TransportError(f"'{tag}': this batch opens more values than its clients wait for")
 
     def _recv(self, frm: int, tag: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         if frm != CLIENT:

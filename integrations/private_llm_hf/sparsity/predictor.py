@@ -40,8 +40,8 @@ class Predictor(nn.Module):
         whole = grouping is None or sorted(grouping.tolist()) == list(range(neurons))
         if grouping is not None and not (whole and grouping.dtype == torch.int32):
             raise ConfigError(
-                f"grouping: {grouping.dtype} {tuple(grouping.shape)} is no int32 permutation of {neurons} neurons; "
-                "train again"
+                f"grouping: got {grouping.dtype} {tuple(grouping.shape)}; want an int32 permutation of {neurons} "
+                "neurons: train again"
             )
         self.config, self.width, self.neurons = config, width, neurons
         self.units = math.ceil(neurons / config.block)

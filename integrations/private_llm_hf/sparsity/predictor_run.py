@@ -77,7 +77,7 @@ class PredictorRun:
                 raise ConfigError(f"{name}: got {getattr(self, name)}; want at least {least}")
         for path in (*self.text, *([] if self.test is None else [self.test])):
             if not path.is_file():
-                raise ConfigError(f"text: {path} is no file")
+                raise ConfigError(f"text: found no file at {path}; want a text file")
         if self.budget_share is not None and not 0 < self.budget_share <= 1:
             raise ConfigError(f"budget-share: got {self.budget_share}; want a number above 0 and at most 1")
         if len({config.kind for config in self.predictors}) != len(self.predictors) or not self.predictors:

@@ -131,7 +131,7 @@ class PredictorSet:
         except (KeyError, TypeError, AttributeError) as error:
             raise ConfigError(f"{folder / _FACTS}: not as this version writes it ({error}); copy it again") from None
         if tensors:
-            raise ConfigError(f"{folder / _TENSORS}: tensors of no predictor: {', '.join(sorted(tensors)[:_SHOWN])}")
+            raise ConfigError(f"{folder / _TENSORS}: unknown tensors: {', '.join(sorted(tensors)[:_SHOWN])}")
         return cls(facts["model"], members)
 
     def check(
@@ -207,7 +207,7 @@ def _facts(folder: Path) -> dict[str, Any]:
     try:
         facts = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ConfigError(f"{path}: no JSON ({error}); copy it again") from None
+        raise ConfigError(f"{path}: cannot be read as JSON ({error}); copy it again") from None
     if not isinstance(facts, dict) or facts.get("format") != FORMAT:
         raise ConfigError(f"{path}: not of format {FORMAT!r}; want a folder that `private-llm predictors train` wrote")
     if facts.get("version") not in _READ:

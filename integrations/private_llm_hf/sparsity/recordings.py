@@ -174,4 +174,4 @@ def _refuse_padding(batch: Mapping[str, Any]) -> None:
     for name in _MASKS:
         mask = batch.get(name)
         if isinstance(mask, Tensor) and not bool(mask.bool().all()):
-            raise DomainError(f"{name}: got padded rows; want rows of one length, as padding is no text to learn from")
+            raise DomainError(f"{name}: got padded rows; want rows of one length, without padding")

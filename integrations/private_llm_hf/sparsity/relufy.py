@@ -117,7 +117,7 @@ def activation_key(config: PretrainedConfig) -> str:
     for key in _KEYS:
         if isinstance(getattr(config, key, None), str):
             return key
-    raise PatchMismatch(f"{type(config).__name__}: no setting that names its activation (of {', '.join(_KEYS)})")
+    raise PatchMismatch(f"{type(config).__name__}: lacks the name of its activation; want one of {', '.join(_KEYS)}")
 
 
 def _rename(config: PretrainedConfig, key: str, name: str) -> None:

@@ -183,8 +183,8 @@ def _check_module(name: object, facts: object) -> None:
     kind = kind_of(settings.get("type"))
     if not isinstance(name, str) or not name or kind is None:
         raise _wrong(
-            f"module {name!r} has no type of the list {', '.join((*KINDS, *kinds_of_users()))}; a class of one's own "
-            "must be imported from the file that registers its handler, under the same name everywhere"
+            f"module {name!r}: want a type of the list {', '.join((*KINDS, *kinds_of_users()))}; import a class of "
+            "your own from the file that registers its handler, under the same name everywhere"
         )
     given = {key: value for key, value in settings.items() if key != "type"}
     if set(given) != set(kind.options):

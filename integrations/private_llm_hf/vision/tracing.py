@@ -259,9 +259,7 @@ def _facts(module: nn.Module) -> dict[str, Any]:
     facts: dict[str, Any] = {"type": name}
     for key in kind.options if kind is not None else ():
         if not hasattr(module, key):
-            raise PatchMismatch(
-                f"{name}: its setting {key!r} is no attribute of the module; want all settings as attributes"
-            )
+            raise PatchMismatch(f"{name}: the module lacks the attribute {key!r}; want all settings as attributes")
         value: Any = getattr(module, key)
         if name not in KINDS:
             facts[key] = list(value) if isinstance(value, tuple) else value

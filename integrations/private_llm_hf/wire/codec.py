@@ -170,13 +170,13 @@ def message_of(raw: bytes, kinds: tuple[type[M], ...], source: str, what: str = 
 
 
 def _constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number")
+    raise ValueError(f"got {name}; want a number")
 
 
 def _finite(text: str) -> float:
     number = float(text)
     if not math.isfinite(number):
-        raise ValueError(f"{text[:40]} is no finite number")
+        raise ValueError(f"got {text[:40]}; want a finite number")
     return number
 
 

@@ -46,7 +46,7 @@ class QuadClient(TrioClient):
         try:
             self._digests = deque(bytes.fromhex(each) for each in digests)
         except ValueError:
-            raise ProtocolAbort("party 3 sent a text that is no digest; end the session and find out why") from None
+            raise ProtocolAbort("party 3 sent a malformed digest; end the session and find out why") from None
 
     def share(self, elements: Tensor) -> None:
         """1 element to each of parties 0, 1 and 2."""

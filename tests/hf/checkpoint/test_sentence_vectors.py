@@ -100,7 +100,7 @@ LAYERS = [{"path": "", "type": "a.Transformer"}, {"path": "1_Pooling", "type": "
             {"modules.json": [{"path": "0", "type": "a.Transformer"}, LAYERS[1]]},
             "want Transformer in the folder itself",
         ),
-        ({"modules.json": "{"}, "modules.json: no JSON"),
+        ({"modules.json": "{"}, "modules.json: cannot be read as JSON"),
         ({"modules.json": {"a": 1}}, "want a list of modules"),
         ({"1_Pooling/config.json": {"pooling_mode": "best"}}, "pooling_mode: unknown key.*best"),
         ({"1_Pooling/config.json": {"pooling_mode_new": True}}, "pooling: unknown key.*pooling_mode_new"),

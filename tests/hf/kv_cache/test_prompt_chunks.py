@@ -183,8 +183,8 @@ def test_prompts_that_must_be_read_whole() -> None:
         (tiny.build("llama"), {"kv_cache": MPCacheConfig()}, "chooses what stays"),
         (tiny.build("llama"), {"kv_cache": NoCache()}, "chooses what stays"),
         (dynamic, {}, "rotary frequencies"),
-        (tiny.build("t5"), {}, "no decoder with a KV cache"),
-        (tiny.build("bert"), {}, "no decoder with a KV cache"),
+        (tiny.build("t5"), {}, "chunks need a decoder with a KV cache"),
+        (tiny.build("bert"), {}, "chunks need a decoder with a KV cache"),
     ):
         with pytest.raises(ConfigError, match=f"prompt_chunk: got 4, but .*{reason}"):
             patch(model, replace(PLAIN, prompt_chunk=4, **settings))

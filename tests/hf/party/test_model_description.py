@@ -41,9 +41,9 @@ def test_images_whose_norms_are_folded(name: str) -> None:
     ("name", "kind", "message"),
     [
         ("DetrModel", "detr", "architecture 'detr' is of a kind that is not run"),
-        ("DetrModel", "opt", "class 'DetrModel' is none of architecture 'opt'"),
-        ("BertModel", "opt", "class 'BertModel' is none of architecture 'opt'"),
-        ("PreTrainedModel", "opt", "is none of architecture 'opt'"),
+        ("DetrModel", "opt", "class: got 'DetrModel'; want one of architecture 'opt'"),
+        ("BertModel", "opt", "class: got 'BertModel'; want one of architecture 'opt'"),
+        ("PreTrainedModel", "opt", "want one of architecture 'opt'"),
         ("OPTConfig", "opt", "want a PreTrainedModel"),
         ("__class__", "opt", "want a PreTrainedModel"),
         ("no such class", "opt", "want a PreTrainedModel"),
@@ -131,7 +131,7 @@ def test_buffers_beyond_any_model(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("header", "message"),
     [
-        (Weight("b", (2, 3)), "has none of that name"),
+        (Weight("b", (2, 3)), "the announced model lacks it"),
         (Weight("a", (2, 1 << 40)), r"got shape \[2, 1099511627776\]; want \[2, 3\]"),
         (Weight("a", (3, 2)), "want"),
         (Weight("a", ()), "want"),

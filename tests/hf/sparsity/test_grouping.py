@@ -148,7 +148,7 @@ def test_sets_of_the_first_version_are_read_and_have_no_grouping(tmp_path: Path)
     grouped(model).save_pretrained(tmp_path)
     facts = json.loads((tmp_path / "predictors.json").read_text())
     (tmp_path / "predictors.json").write_text(json.dumps({**facts, "version": 1}))
-    with pytest.raises(ConfigError, match=r"tensors of no predictor: .*grouping"):
+    with pytest.raises(ConfigError, match=r"unknown tensors: .*grouping"):
         PredictorSet.from_pretrained(tmp_path)
 
 
@@ -162,9 +162,9 @@ def test_a_grouping_that_is_no_permutation_is_refused(tmp_path: Path, damage: ob
     name = next(name for name in tensors if name.endswith("grouping"))
     tensors[name] = damage(tensors[name])  # type: ignore[operator]
     save_file(tensors, tmp_path / "predictors.safetensors")
-    with pytest.raises(ConfigError, match=r"belong together|no int32 permutation"):
+    with pytest.raises(ConfigError, match=r"belong together|want an int32 permutation"):
         PredictorSet.from_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="no int32 permutation of 96 neurons"):
+    with pytest.raises(ConfigError, match="want an int32 permutation of 96 neurons"):
         Predictor(64, 96, PredictorConfig(rank=5, block=4), grouping=tensors[name])
 
 

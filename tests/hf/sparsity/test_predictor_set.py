@@ -190,7 +190,7 @@ FIRST = "model.decoder.layers.0.fc1"
         (lambda facts: facts["predictors"][0]["config"].update(rank=3), "fc1.weight is .* want"),
         (lambda facts: facts["predictors"][0]["site"].update(units=5), "fc2.weight is .* want"),
         (lambda facts: facts["predictors"][0]["site"].pop("writer"), "writer: is not there"),
-        (lambda facts: facts["predictors"].pop(), "tensors of no predictor"),
+        (lambda facts: facts["predictors"].pop(), "unknown tensors"),
         (lambda facts: facts["predictors"].append(facts["predictors"][0]), "not as this version writes it"),
         (lambda facts: facts.update(tensors="0"), "do not belong together"),
     ],
@@ -215,7 +215,7 @@ def test_changed_tensors_are_refused(folder: Path) -> None:
         (f"{FIRST}.fc1.bias", torch.full((6,), float("nan")), "NaN or infinity"),
         (f"{FIRST}.fc1.bias", torch.zeros(6, dtype=torch.float16), "torch.float16"),
         (f"{FIRST}.fc1.bias", None, "not as this version writes it"),
-        ("other.fc1.bias", torch.zeros(6), "tensors of no predictor: other"),
+        ("other.fc1.bias", torch.zeros(6), "unknown tensors: other"),
     ],
 )
 def test_tensors_that_do_not_fit_are_refused(folder: Path, name: str, value: torch.Tensor | None, message: str) -> None:
@@ -231,7 +231,7 @@ def test_folders_of_something_else_are_refused(folder: Path, tmp_path: Path) -> 
     with pytest.raises(ConfigError, match="cannot be read"):
         PredictorSet.from_pretrained(folder)
     (folder / "predictors.json").write_text("{")
-    with pytest.raises(ConfigError, match="no JSON"):
+    with pytest.raises(ConfigError, match="cannot be read as JSON"):
         PredictorSet.from_pretrained(folder)
     (folder / "predictors.json").write_text("[]")
     with pytest.raises(ConfigError, match="not of format"):

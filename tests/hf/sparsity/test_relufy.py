@@ -112,7 +112,7 @@ def test_tuning_reaches_the_layers_that_were_replaced() -> None:
         ("t5", "relu", "its activation is 'relu' already"),
         ("gpt2", "drelu", "needs a gate and an up projection"),
         ("phi3", "relu", "no feed-forward block"),
-        ("bloom", "relu", "no setting that names its activation"),
+        ("bloom", "relu", "lacks the name of its activation"),
     ],
 )
 def test_models_that_cannot_be_changed_are_refused(name: str, activation: ReluKind, message: str) -> None:

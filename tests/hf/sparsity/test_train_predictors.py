@@ -160,7 +160,7 @@ def test_a_set_is_shown_as_a_table_as_json_and_as_a_picture(
         ("vit", [], "takes images: give --images"),
         ("opt", ["--images", "HERE"], "got texts as well"),
         ("opt", ["--test-images", "HERE"], "got no --images"),
-        ("opt", ["--images", "/nowhere"], "no folder of images"),
+        ("opt", ["--images", "/nowhere"], "want a folder of images"),
         ("nowhere", [], "want a folder or hub id"),
     ],
 )

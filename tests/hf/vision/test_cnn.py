@@ -139,13 +139,13 @@ def test_a_sentence_classifier_reveals_only_its_class() -> None:
 
 @pytest.mark.parametrize(("name", "reveal"), [("lenet5", "token"), ("resnet-basic", "token")])
 def test_a_classifier_has_no_token(name: str, reveal: str) -> None:
-    with pytest.raises(ConfigError, match="reveal='token' is for models that generate"):
+    with pytest.raises(ConfigError, match=r"reveal: got 'token' for .*; want a model that generates"):
         patch(images.build(name)[0], replace(PLAIN, reveal=reveal))
 
 
 def test_a_model_without_classes_has_no_class() -> None:
     model = tr.ResNetModel(images.HF["resnet-basic"][1]())
-    with pytest.raises(ConfigError, match="reveal='class' is for classifiers; ResNetModel is none"):
+    with pytest.raises(ConfigError, match="reveal: got 'class' for ResNetModel; want a classifier"):
         patch(model, replace(PLAIN, reveal="class"))
 
 

@@ -202,8 +202,8 @@ def _set(*path: str | int, value: object) -> Callable[[dict[str, Any]], None]:
 @pytest.mark.parametrize(("change", "said"), [
     (_set("more", value=1), "want an object with modules, steps and head"),
     (_set("steps", value=[]), "at least one step"),
-    (_set("modules", "0", "type", value="Embedding"), r"module '0' has no type of the list Conv2d"),
-    (_set("modules", "0", "type", value=["Conv2d"]), "has no type"),
+    (_set("modules", "0", "type", value="Embedding"), r"module '0': want a type of the list Conv2d"),
+    (_set("modules", "0", "type", value=["Conv2d"]), "want a type of the list"),
     (_set("modules", "0", "device", value="cuda"), r"want \['bias', 'dilation'"),
     (_set("modules", "0", "in_channels", value=0), "in_channels may not be 0"),
     (_set("modules", "0", "in_channels", value=True), "in_channels may not be True"),
