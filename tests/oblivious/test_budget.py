@@ -82,7 +82,7 @@ def test_what_is_opened_does_not_depend_on_the_data() -> None:
     """Three places of nine: each is opened equally often, whether none, some or all elements are active."""
     for active in (0, 3, 9):
         seen: Counter[int] = Counter()
-        for _ in range(8):
+        for _ in range(4):
             places: list[Tensor] = []
 
             def program(session: Session, s: Fixed, places: list[Tensor] = places) -> Fixed:

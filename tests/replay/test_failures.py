@@ -169,12 +169,12 @@ def an_error_in_any_function(*files: str, first: int = 0, every: int = 1) -> Non
     assert sum(fault.raised for fault in faults) > 0.8 * len(places), "not all parties call all functions"
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("first", range(3))
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("first", range(6))
 def test_an_error_in_any_function_of_a_recorder(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parallel, "threads", lambda seconds: 3)
     monkeypatch.setattr("private_llm.kernels.parallel._SMALL_S", 0.0)
-    an_error_in_any_function(first=first, every=3)
+    an_error_in_any_function(first=first, every=6)
 
 
 @pytest.mark.parametrize("most", [20_000, 1_000])

@@ -20,7 +20,7 @@ from private_llm.net.transport import Transport
 from private_llm.protocols.ends import ClientEnd
 from private_llm.protocols.session import Session, meta_session
 from private_llm.protocols.share import Share
-from private_llm.replay import ahead, modules, program_cache, runner
+from private_llm.replay import modules, program_cache
 from private_llm.replay.modules import repeated
 from private_llm.replay.program import MOST_TABLES, Parallel, Program
 from private_llm.replay.program_cache import ProgramCache, programs_of
@@ -29,14 +29,6 @@ from private_llm.replay.transports import ReplayTransport, Trace
 from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.secret import SecretTensor
 from tests.session import run_session
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _compiled() -> None:
-    """Steps are compiled before a party has to answer in time."""
-    assert all(step.address for step, types in ahead.jobs("trio") if not types)
-    runner.run(0, 0, 0, 0, 0, 0)
-
 
 WIDTH = 70
 CALLS = 7
