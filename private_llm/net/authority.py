@@ -251,7 +251,7 @@ def _load_request(path: Path) -> x509.CertificateSigningRequest:
     try:
         request = x509.load_pem_x509_csr(_read(path))
     except ValueError:
-        raise ConfigError(f"{path}: is no request; want what `private-llm certs request` writes (.csr)") from None
+        raise ConfigError(f"{path}: got another file; want a request (.csr) by `private-llm certs request`") from None
     if not request.is_signature_valid:
         raise ConfigError(f"{path}: its signature does not fit its key; it was altered on the way: send it again")
     return request

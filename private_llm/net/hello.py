@@ -92,7 +92,7 @@ def answer(
         frame, first = _get(sock)
         peer = frame.sender
         if frame.kind is not FrameKind.HELLO or len(first) != 4 + CALLER_BYTES + _NONCE or first[1] > 1:
-            raise TransportError("the first frame is no hello")
+            raise TransportError("got another first frame; want a hello")
         if first[0] != me:
             raise TransportError(f"this is {endpoint_name(me)}, not {endpoint_name(first[0])}; the hosts lists differ")
         if first[2] >= first[3]:

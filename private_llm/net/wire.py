@@ -122,7 +122,7 @@ def decode(raw: bytes | bytearray | memoryview, maximum: int = MAX_PAYLOAD) -> F
     magic, version, kind, code, sender, session, sequence, count, tag = _LAYOUT.unpack_from(raw)
     if magic != MAGIC:
         raise TransportError(
-            "the bytes received are no frame of private-llm; check that the address belongs to a party, "
+            "got bytes of another program; want a frame of private-llm: check that the address belongs to a party, "
             "and that both ends use TLS or neither does"
         )
     if version != WIRE_VERSION:

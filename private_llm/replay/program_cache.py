@@ -289,7 +289,7 @@ class ProgramCache:
         """The program of a step that was recorded. Raises UnsupportedOp where there is none."""
         outcome, parts = effects.end(made, facts)
         if facts is None:
-            raise UnsupportedOp("results that are no secret tensors")
+            raise UnsupportedOp("results of other types than secret tensors")
         if graph_break is not None and self._lacks_break(graph_break):
             raise UnsupportedOp(f"its graph break: {graph_break.reason}")
         encodings = recorder.encodings()

@@ -111,7 +111,7 @@ def test_a_ca_that_is_not_whole(ca, tmp_path):
     (tmp_path / "other" / "ca.key").write_bytes((ca / "ca.key").read_bytes())
     with pytest.raises(ConfigError, match="is not the key of"):
         Authority.open(tmp_path / "other")
-    with pytest.raises(ConfigError, match="is no request"):
+    with pytest.raises(ConfigError, match="want a request"):
         sign_request(ca, ca / "ca.pem", None, 90)
     with pytest.raises(ConfigError, match="days: got 0"):
         sign_request(ca, request, None, 0)

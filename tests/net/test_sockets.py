@@ -146,8 +146,8 @@ def test_out_of_order_tags():
 @pytest.mark.parametrize(
     ("raw", "message"),
     [
-        (b"GET / HTTP/1.1\r\n" * 8, "no frame of private-llm"),
-        (b"\x16\x03\x01" + bytes(100), "no frame of private-llm"),
+        (b"GET / HTTP/1.1\r\n" * 8, "want a frame of private-llm"),
+        (b"\x16\x03\x01" + bytes(100), "want a frame of private-llm"),
         (frame(bytes(4), sequence=1), "got frame 1; want 0"),
         (frame(bytes(4), session=b"sessiony"), "another endpoint or session"),
         (frame(bytes(4), sender=2), "another endpoint or session"),

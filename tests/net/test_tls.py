@@ -185,7 +185,7 @@ def test_a_plaintext_client(sets):
 
 def test_a_plaintext_party(sets):
     party, client = attempt(None, sets["good"][CLIENT])
-    assert "no frame of private-llm" in party
+    assert "want a frame of private-llm" in party
     assert "set tls at all endpoints or at none" in client
 
 

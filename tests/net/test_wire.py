@@ -110,8 +110,8 @@ def test_notes_are_short_bytes(kind):
 @pytest.mark.parametrize(
     ("offset", "value", "message"),
     [
-        (0, b"HTTP", "no frame of private-llm"),
-        (0, b"\x16\x03\x01\x00", "no frame of private-llm"),
+        (0, b"HTTP", "want a frame of private-llm"),
+        (0, b"\x16\x03\x01\x00", "want a frame of private-llm"),
         (5, b"\x05", "kind"),
         (6, b"\x00", "dtype"),
         (6, b"\x04", "dtype"),
