@@ -80,7 +80,7 @@ def answers(make: Callable[[], PreTrainedModel], **settings: Any) -> tuple[list[
     return found, cost.bytes_total, cost.rounds
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     ("make", "settings", "threads"),
     [
