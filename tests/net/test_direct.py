@@ -291,7 +291,7 @@ def test_notes_between_frames() -> None:
         (frame(numbers(4)), "got 't' with 4 x int64; want 't' with 5"),
         (frame(numbers(5), sequence=1), "lost or repeated"),
         (frame(numbers(5)).replace(SESSION, b"SESSIONX"), "another endpoint or session"),
-        (b"GET / HTTP/1.1" + bytes(60), "no frame"),
+        (b"GET / HTTP/1.1" + bytes(60), "a frame of private-llm"),
     ],
 )
 def test_other_frames_are_refused_as_python_refuses_them(whole: bytes, what: str) -> None:
