@@ -154,8 +154,10 @@ def test_every_class_has_a_name_of_its_own() -> None:
     homes: dict[str, list[str]] = {}
     for package, folder in PACKAGES.items():
         for name, path in modules(folder, package).items():
-            for kind in re.findall(r"^ *class _*(\w+)[(:]", path.read_text(), re.MULTILINE):
-                homes.setdefault(kind, []).append(name)
+            for kind in re.findall(
+                r"^ *class _*(\w+)[(:]|^_*([A-Z]\w*[a-z]\w*) = (?!TypeVar)", path.read_text(), re.MULTILINE
+            ):
+                homes.setdefault("".join(kind), []).append(name)
     assert {name: found for name, found in homes.items() if len(found) > 1} == {}
 
 
@@ -232,18 +234,21 @@ def test_the_checker_sees_what_goes_past_the_entry(path: str, line: str, wrong: 
     assert bool(past_the_entry(path, line)) is wrong
 
 
-BACKEND = re.compile(r"private_llm\.kernels\.\w+\.((seeded_)?(cpu|triton)|planes|tiles|amx(_tiles)?)(\.|$)")
+BACKEND = re.compile(
+    r"private_llm\.kernels\.(\w+\.((seeded_)?(cpu|triton)|planes|tiles|aes|amx(_tiles)?)|attention|comparison_keys)(\.|$)"
+)
 """Modules with kernels of one kind of device."""
+REACHES = tuple(f"private_llm.{name}" for name in ("kernels.", "replay.ahead", "ring.comparison_keys", "ring.dpf"))
+"""Who calls them: operations, who compiles them ahead, and the operations on keys, which are made on CPUs only."""
 
 
 def test_kernels_are_reached_by_their_operations() -> None:
-    """And by `ahead`, which compiles them."""
     seen = 0
     for package, folder in PACKAGES.items():
         for name, path in modules(folder, package).items():
             bad = [target for target, _ in imports_of(path.read_text()) if BACKEND.match(target)]
             seen += len(bad)
-            assert not bad or name.startswith(("private_llm.kernels.", "private_llm.replay.ahead")), f"{name}: {bad}"
+            assert not bad or name.startswith(REACHES), f"{name}: {bad}"
     assert seen > 20
 
 

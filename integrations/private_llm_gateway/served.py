@@ -146,9 +146,8 @@ class Served:
             return "Each node sees a part of the tokens in the clear, and nobody all of them: a statistical protection."
         if config.facts is not None and not config.facts.hides:
             return "Nothing is protected: this protocol computes in the clear, for tests."
-        count = "one" if config.protocol == "quad" else "any one"
         what = "your text and the model's weights" if config.weights == "secret" else "your text"
-        told = f"Your text leaves this machine as random shares only; {count} of the parties alone learns nothing of "
+        told = "Your text leaves this machine as random shares only; any one of the parties alone learns nothing of "
         told += f"{what}, and two that put their shares together learn all."
         if self.one_machine:
             told += " Here all parties run on one machine, so its owner can see everything."

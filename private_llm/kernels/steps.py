@@ -34,7 +34,7 @@ _TAKEN = {
     "Zero": (0, "WORD"),
     "bool": (1, "a[{0}] != 0"),
     "Plan": (2, "flat(a[{0}], a[{1}], SIGNED)"),
-    "Table": (2, "flat(a[{0}], a[{1}], SIGNED).reshape(a[{1}] // 4, 4)"),
+    "IndexTable": (2, "flat(a[{0}], a[{1}], SIGNED).reshape(a[{1}] // 4, 4)"),
     "Flags": (2, "flat(a[{0}], a[{1}], FLAG)"),
 }
 """Words of a row that an argument takes, by its annotation, and how it is made of them; others are the word itself."""

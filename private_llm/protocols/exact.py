@@ -21,10 +21,10 @@ from private_llm.protocols.one_step import Exponential, Pieces
 from private_llm.protocols.protocol import Protocol
 from private_llm.protocols.share import BitShare, BitWeights, BitWidths, Share, check_low
 
-End = TypeVar("End", bound=Protocol)
+EndT = TypeVar("EndT", bound=Protocol)
 
 
-def exact(end: End) -> End:
+def exact(end: EndT) -> EndT:
     """The same end, whose divisions are exact from now on.
 
     It then has neither what rounds by masks (`local_truncate`, `relu_minus_waves`) nor what it lacked before.

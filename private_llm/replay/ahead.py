@@ -169,7 +169,7 @@ def jobs(protocol: str) -> Iterator[tuple[Any, tuple[Any, ...]]]:
 def _types(kernel: Any) -> tuple[Any, ...]:  # noqa: ANN401 - Numba ships no types
     """Of a kernel's arguments, as they are annotated (`kernels.address`)."""
     known = {
-        "bool": types.boolean, "Zero": types.uint64, "Plan": types.int64[::1], "Table": types.int64[:, ::1],
+        "bool": types.boolean, "Zero": types.uint64, "Plan": types.int64[::1], "IndexTable": types.int64[:, ::1],
         "Flags": types.uint8[::1], "Words1": types.uint64[::1], "Words2": types.uint64[:, ::1],
     }  # fmt: skip
     taken = inspect.signature(kernel.py_func).parameters.values()

@@ -194,7 +194,7 @@ class CpuRecorder(StepRecorder[Operand]):
                 words.append(each)
         self._into.append(ProgramStep(code, tuple(words)))
 
-    # -- Watcher ---------------------------------------------------------------------------------------------
+    # -- TraceHook -------------------------------------------------------------------------------------------
     @noted
     def addressed(self, tensors: Sequence[Tensor]) -> None:
         """Their kernel is going to be called."""
@@ -221,7 +221,7 @@ class CpuRecorder(StepRecorder[Operand]):
             elif kind == "Zero":
                 if not isinstance(each, np.uint64):
                     raise UnsupportedOp(f"a kernel on {type(each).__name__}")
-            elif kind in ("Plan", "Table", "Flags"):
+            elif kind in ("Plan", "IndexTable", "Flags"):
                 self._keep.append(each)
                 row += [each.ctypes.data, each.size]
             else:

@@ -190,7 +190,7 @@ class GraphRecorder(StepRecorder[Slot]):
         written = list(tensors_of(arguments[len(arguments) - writes :]))
         self._add(call, arguments, {}, list(tensors_of([made])), written)
 
-    # -- Watcher ---------------------------------------------------------------------------------------------
+    # -- TraceHook -------------------------------------------------------------------------------------------
     @noted
     def addressed(self, tensors: Sequence[Tensor]) -> None:
         """A kernel in main memory, whose results nobody follows."""

@@ -34,6 +34,7 @@ MOST_WORDS = 4
 """Words that a beta may have."""
 EPOCH = 1 << 20
 """Comparison keys that are made with one set of keys of AES, at most."""
+add_steps = kernels.add_steps
 
 
 class CipherSet:

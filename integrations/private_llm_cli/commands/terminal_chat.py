@@ -30,7 +30,7 @@ _FINISHES = {"stop": "", "length": "; it was cut at its longest", "stopped": "; 
 
 
 @dataclass(frozen=True)
-class Spent:
+class ChatUsage:
     """What answers cost. seconds: from question to end."""
 
     answers: int = 0
@@ -39,8 +39,8 @@ class Spent:
     bytes_total: int = 0
     rounds: int = 0
 
-    def __add__(self, other: Spent) -> Spent:
-        return Spent(
+    def __add__(self, other: ChatUsage) -> ChatUsage:
+        return ChatUsage(
             self.answers + other.answers, self.tokens + other.tokens, self.seconds + other.seconds,
             self.bytes_total + other.bytes_total, self.rounds + other.rounds,
         )  # fmt: skip
@@ -89,7 +89,7 @@ class TerminalChat:
 
     def __init__(self, talk: Conversation, load: Callable[[], Any], interactive: bool) -> None:
         self._talk, self._load, self._interactive = talk, load, interactive
-        self._spent = Spent()
+        self._spent = ChatUsage()
         self._status: Status | None = None
 
     def welcome(self, source: str, config: PrivateConfig) -> None:
@@ -167,7 +167,7 @@ class TerminalChat:
         output.show_text("\n")
         costs = self._talk.model.cost(reset=True)
         seconds = time.perf_counter() - started
-        spent = Spent(1, len(stream.ids), seconds, costs.bytes_total, costs.rounds)
+        spent = ChatUsage(1, len(stream.ids), seconds, costs.bytes_total, costs.rounds)
         self._spent += spent
         _note(f"{spent}{_FINISHES[finish]}", "dim")
 

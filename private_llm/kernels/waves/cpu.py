@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from private_llm.kernels.address import SIGNED, WORD, Array, Plan, Read, Table, Written, flat
+from private_llm.kernels.address import SIGNED, WORD, Array, IndexTable, Plan, Read, Written, flat
 from private_llm.kernels.compiling import compiled
 from private_llm.kernels.fields.cpu import BLOCK, clear, pack, unpack
 
@@ -44,8 +44,8 @@ def _turn_on(first: Array, sizes: Array, waves: Array) -> None:
 
 @compiled
 def hidden(
-    mask: Read, drawn: Read, message: Written, n: int, plan: Table, sizes: Plan, turns: Plan, words: int, begin: int,
-    end: int,
+    mask: Read, drawn: Read, message: Written, n: int, plan: IndexTable, sizes: Plan, turns: Plan, words: int,
+    begin: int, end: int,
 ) -> None:  # fmt: skip
     """message = the secret numbers of masks [n] less the fields of `drawn`, both of so many words."""
     masks = flat(mask, n, SIGNED)
@@ -79,8 +79,8 @@ def hidden(
 
 @compiled
 def summed(
-    masked: Read, shares: Read, piece: Written, words: int, n: int, plan: Table, sizes: Plan, turns: Plan, more: int,
-    begin: int, end: int,
+    masked: Read, shares: Read, piece: Written, words: int, n: int, plan: IndexTable, sizes: Plan, turns: Plan,
+    more: int, begin: int, end: int,
 ) -> None:  # fmt: skip
     """piece [n] = `more` and an evaluator's share of the sum: its secret numbers times their public factors."""
     values, source, out = flat(masked, n, SIGNED), flat(shares, words, WORD), flat(piece, n, SIGNED)

@@ -61,7 +61,6 @@ from torch import Tensor
 from private_llm.errors import DomainError
 from private_llm.kernels import ops, waves
 from private_llm.kernels.address import Array
-from private_llm.kernels.comparison_keys import add_steps
 from private_llm.kernels.trace_hook import as_array
 from private_llm.net.ledger import Cost
 from private_llm.protocols.ends import PartySetup
@@ -198,7 +197,7 @@ class ComparisonKeys(Family):
             values = comparison_keys.evaluate(
                 self.role - 1, root[some], key_of[some], ~lower, shape.levels, words, ciphers, pieces.ways
             )
-            add_steps(
+            comparison_keys.add_steps(
                 values, top, np.ascontiguousarray(shared[:words, some]), np.ascontiguousarray(powers[:, some]), steps,
                 sums, at,
             )  # fmt: skip
