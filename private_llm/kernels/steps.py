@@ -49,7 +49,7 @@ def step_of(kernel: Any) -> tuple[CompiledStep, tuple[str, ...]]:  # noqa: ANN40
         size, text = _TAKEN.get(kind, (1, "a[{0}]"))
         given.append(text.format(at, at + 1))
         at += size
-    name = f"{kernel.__module__.split('.')[-2]}_{kernel.__name__}"
+    name = f"{kernel.__module__.replace('.', '_')}_{kernel.__name__}"
     text = f"def {name}(row):\n    a = carray(row, {at})\n    kernel({', '.join(given)})\n"
     made = {"__name__": __name__, "kernel": kernel, "carray": carray, "flat": flat}
     made |= {"WORD": WORD, "SIGNED": SIGNED, "FLAG": np.uint8(0)}

@@ -209,6 +209,8 @@ class CpuRecorder(StepRecorder[Operand]):
     def launched(self, kernel: Callable[..., None], arguments: Sequence[Any]) -> None:
         """A kernel becomes a step."""
         code, kinds = steps.step_of(kernel)
+        if "Written" not in kinds:  # its annotations do not say which arguments are addresses
+            raise UnsupportedOp(f"a kernel that states no addresses: {kernel.__name__}")
         row: list[Word] = []
         for kind, each in zip(kinds, arguments, strict=True):
             if kind == "Written":

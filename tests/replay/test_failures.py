@@ -24,6 +24,7 @@ import private_llm.replay
 from private_llm.config import PrivateConfig
 from private_llm.errors import ProtocolAbort
 from private_llm.kernels import parallel
+from private_llm.kernels.matmul import amx, seeded_cpu
 from private_llm.net.local import LocalMesh
 from private_llm.net.transport import PassingTransport, Transport
 from private_llm.protocols.ends import ClientEnd
@@ -217,6 +218,15 @@ def test_the_operation_that_ends_a_recording_is_named() -> None:
         x.nonzero()
     assert held.reason is not None
     assert "nonzero" in held.reason
+
+
+@pytest.mark.parametrize("kernel", [amx.product, seeded_cpu.in_byte_tiles])
+def test_a_kernel_that_does_not_say_what_it_writes_stays_in_python(kernel: Any) -> None:
+    """Its step would keep addresses of memory that is gone when it runs again."""
+    held = cpu_recorder.CpuRecorder(LocalMesh(2).transport(0), [])
+    held.launched(kernel, [0] * kernel.py_func.__code__.co_argcount)
+    assert kernel.__name__ in str(held.reason)
+    assert not held._into
 
 
 def test_memory_that_a_recording_holds_is_let_go_when_it_runs_out() -> None:

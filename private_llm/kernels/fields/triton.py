@@ -1,4 +1,4 @@
-"""Local steps on ring elements and packed fields on GPUs (Triton), made of `kernels.fields`; packing as in `cpu_trunc`.
+"""Local steps on ring elements and packed fields on GPUs (Triton), made of `kernels.fields`; packing as in `cpu.py`.
 
 One program takes one block of 512 elements. Fields straddle words, so packing ors each field into the one
 or two zeroed words it touches, atomically: the order does not matter.
