@@ -301,8 +301,10 @@ class LinkOptions:
             names = {"certificate": f"{endpoint}.pem", "key": f"{endpoint}.key", "ca": "ca.pem"}
             missing = [name for name in names.values() if not (self.tls / name).is_file()]
             if missing:
+                lacks = f"{self.tls} lacks {', '.join(missing)}"
+                found = lacks if self.tls.is_dir() else f"there is no folder {self.tls}"
                 raise ConfigError(
-                    f"tls: {self.tls} lacks {', '.join(missing)}; make certificates with `private-llm certs`"
+                    f"tls: {found}; want the files that who runs the CA gave you (for a trial: `private-llm certs`)"
                 )
             values["tls"] = {key: str(self.tls / name) for key, name in names.items()}
         return values

@@ -65,7 +65,7 @@ def classify(
     plain = None if config.hosts else plaintext_model(source, "AutoModelForImageClassification")
     batch = read_images(source, known, images) if images else _digits(count)
     with progress_bar(2, quiet=as_json) as step, torch.no_grad():
-        step("sharing the weights", 0)
+        step("calling the parties" if config.hosts else "sharing the weights", 0)
         with AutoPrivateModelForImageClassification.from_pretrained(source, config) as private:
             note_sparsity(private, 0, 0, len(batch.pixels))
             step("classifying")

@@ -53,7 +53,7 @@ def generate(
     try:
         made = run(
             lambda: models.loaded_from(AutoPrivateModelForCausalLM, source, config, **form), _inputs(tokenizer, prompt),
-            new_tokens, as_json, sampling, preprocess, text,
+            new_tokens, as_json, sampling, preprocess, text, bool(config.hosts),
         )  # fmt: skip
     except Exception as error:
         if as_json and text.arrived:
@@ -177,11 +177,11 @@ def _facts(made: Made, reference: Tensor, tokenizer: Any, prompt: str, config: P
 
 def run(
     load: Callable[[], Any], inputs: Any, new_tokens: int, quiet: bool, sampling: dict[str, Any],  # noqa: ANN401
-    preprocess: bool = False, text: TextStream | None = None,
+    preprocess: bool = False, text: TextStream | None = None, remote: bool = False,
 ) -> Made:  # fmt: skip
     """Share the model (`load`), generate, and collect times and costs.
 
-    text: takes the text as it comes, in the place of a progress bar.
+    text: takes the text as it comes, in the place of a progress bar. remote: parties on other hosts have the weights.
     """
     from private_llm_hf import GeneratePlan
 
@@ -189,7 +189,7 @@ def run(
         raise ConfigError(f"max-new-tokens: got {new_tokens}; want at least 1")
     with ExitStack() as shown:
         step = shown.enter_context(output.progress_bar(new_tokens, quiet))
-        step("sharing the weights", 0)
+        step("calling the parties" if remote else "sharing the weights", 0)
         model = load()
         with closing(model):
             output.note_sparsity(model, inputs["input_ids"].shape[1], new_tokens)

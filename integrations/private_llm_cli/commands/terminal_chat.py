@@ -71,7 +71,7 @@ def terminal_chat(source: str, config: PrivateConfig, new_tokens: int, sampling:
         from private_llm_hf import AutoPrivateModelForCausalLM
 
         with output.progress_bar() as step:
-            step("connecting to the parties" if config.hosts else "sharing the weights", 0)
+            step("calling the parties" if config.hosts else "sharing the weights", 0)
             return loaded_from(AutoPrivateModelForCausalLM, source, config)
 
     talk = Conversation(load(), tokenizer, new_tokens, sampling)

@@ -147,7 +147,7 @@ class _Describer:
             self._add(node, {**step, "options": options} if options else step, name)
         else:
             shown = target if isinstance(target, str) else getattr(target, "__name__", str(target))
-            self._unmatched.append(f"{node.name} ({shown})")
+            self._unmatched.append(node.name if node.name == shown else f"{node.name} ({shown})")
             self._skip(node)
 
     def _as_module(self, node: fx.Node, kind: str) -> None:
