@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import socket
@@ -278,7 +279,9 @@ def test_long_work_is_not_silent_in_a_log(monkeypatch: pytest.MonkeyPatch, capsy
     assert capsys.readouterr().err.splitlines() == ["building: 0 of 2", "counting: 1 of 2"]
     with output.progress_bar() as step:
         step("calling the parties", 0)
-    assert capsys.readouterr().err.splitlines() == ["calling the parties"]
+        logging.getLogger("private_llm").info("waiting for party 1", extra={"event": "waiting"})
+        logging.getLogger("private_llm").info("something else")
+    assert capsys.readouterr().err.splitlines() == ["calling the parties", "waiting for party 1"]
     with output.progress_bar(2, quiet=True) as step:
         step("counting")
     assert capsys.readouterr().err == ""

@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import logging
 import secrets
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -18,7 +17,7 @@ from private_llm.errors import ConfigError, PartiesBusy, PartyFailed, TransportE
 from private_llm.net.rendezvous import Unreached
 from private_llm_cli.commands.calibrate import ranges_from
 from private_llm_cli.commands.models import demo_model, loaded_from, tokenizer_of
-from private_llm_cli.commands.output import CONSOLE, NOTES, TURN, note_sparsity, progress_bar
+from private_llm_cli.commands.output import CONSOLE, NOTES, TURN, note_sparsity, progress_bar, waiting_told
 
 if TYPE_CHECKING:
     from private_llm_gateway.served import Served
@@ -141,7 +140,6 @@ def _announce(served: Served, settings: GatewaySettings, shown: bool) -> None:
 
 # -- Waiting for parties that are still starting, and saying for whom -------------------------------------------------
 _T = TypeVar("_T")
-_LOG = logging.getLogger("private_llm")
 _PAUSE_S = 0.5
 _FAILURES = 2
 """Sessions that parties may end as they begin."""
@@ -155,7 +153,7 @@ def when_ready(call: Callable[[], _T], wait_s: float, show: Callable[[str], None
     parties whose links form anew end what has just begun, and at once what waiting does not mend.
     """
     began, failures = time.monotonic(), 0
-    with _waiting_told(show):
+    with waiting_told(show):
         while True:
             try:
                 return call()
@@ -168,22 +166,3 @@ def when_ready(call: Callable[[], _T], wait_s: float, show: Callable[[str], None
                 raise TransportError(f"the parties were not ready after {passed:.0f} s (--wait {wait_s:g}): {reason}")
             show(f"waiting for the parties (for {passed:.0f} s): {reason}")
             time.sleep(min(_PAUSE_S, wait_s - passed))
-
-
-@contextlib.contextmanager
-def _waiting_told(show: Callable[[str], None]) -> Iterator[None]:
-    """Hand the library's words on whom it waits for to `show`; records go where they would go without it."""
-    usual, level = _LOG.getEffectiveLevel(), _LOG.level
-
-    def told(record: logging.LogRecord) -> bool:
-        if getattr(record, "event", None) == "waiting":
-            show(record.getMessage())
-        return record.levelno >= usual
-
-    _LOG.addFilter(told)
-    _LOG.setLevel(min(usual, logging.INFO))
-    try:
-        yield
-    finally:
-        _LOG.removeFilter(told)
-        _LOG.setLevel(level)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import sys
 import time
 import unicodedata
@@ -19,6 +20,7 @@ from rich.table import Table
 from private_llm.errors import PrivateLLMError
 from private_llm.net.ledger import size as size
 
+_LOG = logging.getLogger("private_llm")
 CONSOLE = Console(width=None if sys.stdout.isatty() else 120)
 NOTES = Console(stderr=True)
 QUIET_SECONDS = 10.0
@@ -62,7 +64,7 @@ def progress_bar(total: int | None = None, quiet: bool = False) -> Iterator[Any]
     """A bar on stderr; the yielded function takes a description and advances by one.
 
     Where stderr is no terminal, a line now and then instead, so that long work is not silent in a log. On a terminal it
-    also says when kernels are compiled meanwhile, which takes longer than all else.
+    also says when kernels are compiled meanwhile, which takes longer than all else, and for which party it waits.
     """
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=NOTES, transient=True, disable=quiet or not NOTES.is_terminal) as bar:
@@ -76,8 +78,29 @@ def progress_bar(total: int | None = None, quiet: bool = False) -> Iterator[Any]
                 done = "" if total is None else f": {state.completed:.0f} of {total}"
                 NOTES.print(f"{state.description}{done}", highlight=False, markup=False, soft_wrap=True)
 
-        with contextlib.nullcontext() if quiet else compile_shown(lambda line: step(line, 0)):
+        with contextlib.ExitStack() as shown:
+            for told in () if quiet else (compile_shown, waiting_told):
+                shown.enter_context(told(lambda line: step(line, 0)))
             yield step
+
+
+@contextmanager
+def waiting_told(show: Callable[[str], None]) -> Iterator[None]:
+    """Hand the library's words on whom it waits for to `show`; records go where they would go without it."""
+    usual, level = _LOG.getEffectiveLevel(), _LOG.level
+
+    def told(record: logging.LogRecord) -> bool:
+        if getattr(record, "event", None) == "waiting":
+            show(record.getMessage())
+        return record.levelno >= usual
+
+    _LOG.filters.insert(0, told)  # an outer one keeps from others what nobody has asked for
+    _LOG.setLevel(min(usual, logging.INFO))
+    try:
+        yield
+    finally:
+        _LOG.removeFilter(told)
+        _LOG.setLevel(level)
 
 
 @contextmanager
