@@ -287,6 +287,11 @@ def test_long_work_is_not_silent_in_a_log(monkeypatch: pytest.MonkeyPatch, capsy
     assert capsys.readouterr().err == ""
 
 
+def test_a_text_that_is_too_long_ends_before_parties_are_called(run: Run, checkpoint: Path) -> None:
+    ask = ("generate", str(checkpoint), "--prompt", "a " * 40, "--max-new-tokens", "4", "--hosts", "a:1,b:1,c:1")
+    assert "take 43 positions; the model has 32" in run(*ask, code=2)
+
+
 def test_generate(run: Run, checkpoint: Path) -> None:
     (made,) = rows(run, "generate", str(checkpoint), "--prompt", "a b c", "--max-new-tokens", "4")
     assert made["new_tokens"] == 4

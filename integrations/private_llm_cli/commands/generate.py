@@ -47,13 +47,15 @@ def generate(
     from private_llm_hf import AutoPrivateModelForCausalLM
 
     tokenizer = models.tokenizer_of(source, gguf_file)
+    inputs = _inputs(tokenizer, prompt)
+    models.check_length(source, inputs["input_ids"].shape[1] + new_tokens - 1)  # before parties are called
     form = {**models.gguf_options(gguf_file), "ranges": ranges_from(ranges)}
     text = TextStream(tokenizer, output.show_text if not as_json else lambda _: None, prompt=True)
     facts = {"model": source, "prompt": prompt}
     try:
         made = run(
-            lambda: models.loaded_from(AutoPrivateModelForCausalLM, source, config, **form), _inputs(tokenizer, prompt),
-            new_tokens, as_json, sampling, preprocess, text, bool(config.hosts),
+            lambda: models.loaded_from(AutoPrivateModelForCausalLM, source, config, **form), inputs, new_tokens,
+            as_json, sampling, preprocess, text, bool(config.hosts),
         )  # fmt: skip
     except Exception as error:
         if as_json and text.arrived:

@@ -106,6 +106,14 @@ def loaded_from(auto: Any, source: str, config: PrivateConfig, **form: Any) -> A
         raise _unusable("model", source, error) from error
 
 
+def check_length(source: str, length: int) -> None:
+    """Raise DomainError where the decoder of a folder has fewer positions; of others the model says so later."""
+    from private_llm_hf.models.inputs import GENERATED, check_positions
+
+    if (Path(source) / "config.json").is_file() and not (known := image_config(source)).is_encoder_decoder:
+        check_positions(known, length, GENERATED)
+
+
 def quiet() -> None:
     """No progress bars of transformers beside our own."""
     from transformers.utils import logging
