@@ -147,8 +147,6 @@ def _exactly(sock: socket.socket, count: int) -> bytes:
         if not piece and data:
             raise TransportError("the other end speaks another language; set tls at all endpoints or at none")
         if not piece:
-            raise ConnectionResetError(
-                "it closed the connection during the handshake; compare tls and the order of hosts at both ends"
-            )
+            raise ConnectionResetError("it closed the connection in the handshake; compare tls and the order of hosts")
         data += piece
     return bytes(data)

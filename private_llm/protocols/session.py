@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 import secrets
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
@@ -266,13 +266,16 @@ def _greeting(config: PrivateConfig, cipher: str) -> bytes:
 
 
 def _other_settings(config: PrivateConfig, name: str, theirs: bytes) -> ConfigError:
-    """The error for an endpoint that greets with `theirs`; `prg` is named where all else is equal."""
-    for prg in ("auto", "aes", "chacha20"):
-        if theirs in (_greeting(replace(config, prg=prg), cipher) for cipher in CIPHERS):
-            return ConfigError(
-                f"prg: {named(config, name)} has {prg!r}, this endpoint {config.prg!r}; want the same at all endpoints "
-                "('auto', the default, lets them agree when they meet)"
-            )
+    """The error for an endpoint that greets with `theirs`, which names a setting of few values if it alone differs."""
+    for setting, kind in get_type_hints(PrivateConfig).items():
+        for value in get_args(kind) if get_origin(kind) is Literal else ():
+            with suppress(ConfigError):  # where the others forbid this value
+                other = replace(config, **{setting: value})
+                if theirs in (_greeting(other, cipher) for cipher in CIPHERS):
+                    return ConfigError(
+                        f"{setting}: {named(config, name)} has {value!r}, this endpoint {getattr(config, setting)!r}; "
+                        "want the same at all endpoints"
+                    )
     return ConfigError(
         f"{named(config, name)} runs other settings or another version; protocol, ring, "
         "frac_bits, weights, reveal, adder and the other settings of the computation must be equal at all "
