@@ -304,7 +304,7 @@ class LinkOptions:
                 lacks = f"{self.tls} lacks {', '.join(missing)}"
                 found = lacks if self.tls.is_dir() else f"there is no folder {self.tls}"
                 raise ConfigError(
-                    f"tls: {found}; want the files that who runs the CA gave you (for a trial: `private-llm certs`)"
+                    f"tls: {found}; want the files from whoever runs the CA (for a trial: `private-llm certs`)"
                 )
             values["tls"] = {key: str(self.tls / name) for key, name in names.items()}
         return values

@@ -274,7 +274,7 @@ def _refusals(model: PreTrainedModel, first: str) -> str:
     except Exception as refused:  # noqa: BLE001 - a survey that fails has found nothing
         found = [f"{type(refused).__name__}: {refused}"]
     if not found:
-        return f"no private rule: as parties would compute it, a small copy with random weights ended in {first}"
+        return f"no private rule: a small random copy failed as parties would compute it ({first})"
     return (
         f"no private rule for {len(found)} module(s) or operation(s), found with a small model and random weights "
         f"before anything was sent: {listed(found, between='; ')}. Give modules a rule with "
