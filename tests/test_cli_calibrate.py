@@ -34,7 +34,7 @@ def test_calibrate_writes_what_share_takes(run: Run, file: Path, tmp_path: Path)
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ('{"nope": {"output": 3}}', "this OPTForCausalLM lacks 1 module(s) that they name, such as 'nope'"),
+        ('{"nope": {"output": 3}}', "this OPTForCausalLM lacks 1 module(s) they name, such as 'nope'"),
         ('{"lm_head": {"output": 300}}', "want an integer from"),
         ("nonsense", "private-llm calibrate"),
         (None, "No such file"),

@@ -121,7 +121,7 @@ def check_ranges(model: nn.Module, ranges: Ranges) -> None:
     strange = sorted(set(ranges.modules) - {name for name, _ in model.named_modules()})
     if strange:
         raise ConfigError(
-            f"ranges: this {type(model).__name__} lacks {len(strange)} module(s) that they name, such as {strange[0]!r}; "
+            f"ranges: this {type(model).__name__} lacks {len(strange)} module(s) they name, such as {strange[0]!r}; "
             "calibrate this very model (private-llm calibrate)"
         )
 
