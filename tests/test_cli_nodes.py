@@ -59,7 +59,7 @@ def test_certs_count_the_endpoints_of_a_split(run: Run, tmp_path: Path) -> None:
             ("--index", "0", "--model", "a folder that is not there"),
             "'a folder that is not there': no such folder here",
         ),
-        (("--index", "2"), "index: got 2; want 0 to 1"),
+        (("--index", "2"), "party: got 2; want 0 to 1"),
     ],
 )
 def test_what_a_node_refuses_before_it_listens(run: Run, options: tuple[str, ...], message: str) -> None:

@@ -51,6 +51,6 @@ def test_certificates_of_users_and_a_party_that_admits_some(
 
 
 def test_a_list_of_users_needs_certificates(served: list[PrivateConfig]) -> None:
-    with pytest.raises(ConfigError, match="--allow: users are known by their certificates; want --tls"):
+    with pytest.raises(ConfigError, match=r"tls: want folder .--tls.*users are known by their certificates"):
         run("party", "--index", "0", *HOSTS, "--allow-plain-loopback", "--allow", "alice")
     assert served == []

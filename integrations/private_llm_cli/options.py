@@ -285,8 +285,8 @@ class LinkOptions:
     ] = False
     timeout: Annotated[float, _option(PARTIES, "Seconds of silence after which another endpoint is dead.")] = 120.0
 
-    def link_settings(self, endpoint: str) -> dict[str, Any]:
-        """As `PrivateConfig` has them, for this endpoint."""
+    def client_settings(self) -> dict[str, Any]:
+        """As a client's `PrivateConfig` has them."""
         values: dict[str, Any] = {"timeout_s": self.timeout}
         addresses = [address.strip() for item in self.hosts or [] for address in item.split(",") if address.strip()]
         if not addresses:
@@ -298,15 +298,9 @@ class LinkOptions:
             return values
         values |= {"party_mode": "remote", "hosts": addresses, "allow_plain_loopback": self.allow_plain_loopback}
         if self.tls is not None:
-            names = {"certificate": f"{endpoint}.pem", "key": f"{endpoint}.key", "ca": "ca.pem"}
-            missing = [name for name in names.values() if not (self.tls / name).is_file()]
-            if missing:
-                lacks = f"{self.tls} lacks {', '.join(missing)}"
-                found = lacks if self.tls.is_dir() else f"there is no folder {self.tls}"
-                raise ConfigError(
-                    f"tls: {found}; want the files from whoever runs the CA (for a trial: `private-llm certs`)"
-                )
-            values["tls"] = {key: str(self.tls / name) for key, name in names.items()}
+            from private_llm.net.roles import credential_files
+
+            values["tls"] = credential_files(self.tls, "client")
         return values
 
 
@@ -340,7 +334,7 @@ class RemoteRun(Run, LinkOptions):
 
     def config(self, **more: Any) -> PrivateConfig:  # noqa: ANN401 - those of `config_of`
         """The configuration of a client."""
-        more |= self.link_settings("client") | {"frac_bits": self.frac_bits}
+        more |= self.client_settings() | {"frac_bits": self.frac_bits}
         return super().config(reveal=self.reveal, weights=self.weights, busy_wait_s=self.busy_wait, **more)
 
 

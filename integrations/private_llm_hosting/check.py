@@ -11,20 +11,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from private_llm_hf.service.served_model import open_model
-
 from private_llm.config import TLSConfig
 from private_llm.errors import ConfigError, PrivateLLMError
 from private_llm.kernels.devices import device_for
 from private_llm.net.addresses import addresses_of, listen, parse_address
-from private_llm.net.authority import certificate_facts, check_signed
+from private_llm.net.authority import CertificateFacts, certificate_facts, check_signed
 from private_llm.net.ledger import size
 from private_llm.net.roles import common_name
 from private_llm.net.tls import Credentials
-from private_llm_hosting.observers import in_words
-from private_llm_hosting.settings import HostingSettings
+from private_llm_hosting.settings import PartySettings
 
 Verdict = Literal["ok", "warning", "error"]
+WARN_DAYS = 30
+"""Days before its end from which a certificate is warned of."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,7 @@ class CheckResult:
     verdict: Verdict = "ok"
 
 
-def check_party(settings: HostingSettings) -> list[CheckResult]:
+def check_party(settings: PartySettings) -> list[CheckResult]:
     """Look at everything; nothing is sent to anybody, and nothing is changed."""
     config = settings.config
     found = [CheckResult("party", f"{settings.party} of {config.endpoints}, protocol {config.protocol}")]
@@ -44,7 +43,7 @@ def check_party(settings: HostingSettings) -> list[CheckResult]:
     if config.tls is not None:
         tls = config.tls
         found += _tried("tls", lambda: _tls(tls, common_name(settings.party)))
-    for name, path in settings.service.models.items():
+    for name, path in settings.models.items():
         found += _tried(f"model {name}", lambda name=name, path=path: _model(settings, name, path))  # type: ignore[misc]
     found += _tried("device", lambda: _device(settings))
     for name in ("offline_folder", "offload_folder"):
@@ -68,7 +67,7 @@ def _tried(what: str, look: Callable[[], Iterator[CheckResult]]) -> list[CheckRe
     return found
 
 
-def _hosts(settings: HostingSettings) -> Iterator[CheckResult]:
+def _hosts(settings: PartySettings) -> Iterator[CheckResult]:
     config = settings.config
     addresses = addresses_of(config, settings.party, (), b"")
     secure = config.tls is not None
@@ -114,19 +113,21 @@ def _private(what: str, path: Path) -> CheckResult:
     return CheckResult(what, f"{path} (mode {mode:03o})")
 
 
-def _model(settings: HostingSettings, name: str, path: Path) -> Iterator[CheckResult]:
+def _model(settings: PartySettings, name: str, path: Path) -> Iterator[CheckResult]:
+    from private_llm_hf.service.served_model import open_model  # which takes seconds
+
     file = open_model(path, settings.config, settings.party)
     bytes_ = path.stat().st_size
     yield CheckResult(f"model {name}", f"{size(bytes_)}, sharing {file.sharing[:12]}, digest fits")
     yield _private("share file", path)
 
 
-def _device(settings: HostingSettings) -> Iterator[CheckResult]:
+def _device(settings: PartySettings) -> Iterator[CheckResult]:
     if settings.config.device_map is None:
         yield CheckResult("device", str(device_for(settings.config.device, settings.party)))
 
 
-def _operator(settings: HostingSettings) -> Iterator[CheckResult]:
+def _operator(settings: PartySettings) -> Iterator[CheckResult]:
     address = settings.operator
     if address is None:
         yield CheckResult("operator port", "none")
@@ -137,3 +138,15 @@ def _operator(settings: HostingSettings) -> Iterator[CheckResult]:
         local = sock.getsockname()[0] in ("127.0.0.1", "::1")
     more = "" if local else "; it has no authentication: let the firewall admit operators only"
     yield CheckResult("operator port", f"{address[0]}:{address[1]} is free{more}", "ok" if local else "warning")
+
+
+def in_words(file: str, facts: CertificateFacts) -> str | None:
+    """What is to be done about a certificate soon, or None. file: certificate or ca."""
+    days = facts.days_left()
+    if days >= WARN_DAYS:
+        return None
+    left = f"expires in {days:.0f} days" if days > 0 else "has expired"
+    what = "want a new one (`private-llm certs request`); it is read without a restart"
+    if file == "ca":
+        what = "make a new CA, and let all endpoints trust both (one file with the two) before certificates are renewed"
+    return f"the {file} {facts.name} {left}, on {facts.ends:%Y-%m-%d %H:%M} UTC; {what}"

@@ -16,7 +16,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Proc
 
 from private_llm.config import VERSION, TLSConfig
 from private_llm.errors import ConfigError
-from private_llm.net.authority import CertificateFacts, certificate_facts
+from private_llm.net.authority import certificate_facts
+from private_llm_hosting.check import in_words
 from private_llm_hosting.logs import LOGGER
 
 _LOG = logging.getLogger(LOGGER)
@@ -303,10 +304,8 @@ class PartyMetrics(Observer):
 
 
 # -- how long certificates are valid: a figure always, warnings in the log from 30 days on ----------------------------
-WARN_DAYS = 30
-"""Days before its end from which a certificate is warned of."""
 ALARM_DAYS = 7
-"""The same, as an error."""
+"""Days before its end from which a certificate is an error, as of `check.WARN_DAYS` a warning."""
 _LOOK_S = 60.0
 """Seconds between two looks: what is renewed shows soon."""
 _REPEAT = 24 * 60
@@ -354,15 +353,3 @@ class ExpiryWatch:
         self._said[key] = looks + 1
         if looks % _REPEAT == 0:
             _LOG.log(level, text, extra={"event": "certificate"})
-
-
-def in_words(file: str, facts: CertificateFacts) -> str | None:
-    """What is to be done about a certificate soon, or None. file: certificate or ca."""
-    days = facts.days_left()
-    if days >= WARN_DAYS:
-        return None
-    left = f"expires in {days:.0f} days" if days > 0 else "has expired"
-    what = "want a new one (`private-llm certs request`); it is read without a restart"
-    if file == "ca":
-        what = "make a new CA, and let all endpoints trust both (one file with the two) before certificates are renewed"
-    return f"the {file} {facts.name} {left}, on {facts.ends:%Y-%m-%d %H:%M} UTC; {what}"

@@ -26,7 +26,7 @@ from private_llm.errors import ConfigError
 from private_llm.net.addresses import Address
 from private_llm_hosting.logs import LOGGER, configure_logs
 from private_llm_hosting.observers import ExpiryWatch, LogObserver, Observers, PartyMetrics
-from private_llm_hosting.settings import HostingSettings
+from private_llm_hosting.settings import PartySettings
 
 if TYPE_CHECKING:
     from private_llm_hf.service.party_service import PartyService
@@ -39,11 +39,14 @@ _TICK_S = 0.5
 MakeService = Callable[[PrivateConfig, int, ServiceSettings, Observer], "PartyService"]
 
 
-def run_party(settings: HostingSettings, make: MakeService) -> None:
-    """Be a party until a signal comes or the service ends. Call it in the main thread.
+def run_party(settings: PartySettings, make: MakeService) -> None:
+    """Serve several clients at a time until a signal comes or the service ends. Call it in the main thread.
 
-    Raises ConfigError for an operator port that is taken, and what `make` and the service raise.
+    Raises ConfigError for an operator port that is taken or settings without a service, and what `make` and the service
+    raise.
     """
+    if settings.service is None:
+        raise ConfigError("clients: got 1; want more for a service")
     configure_logs(f"party{settings.party}", settings.log_format, settings.log_level)
     _forbid_core_dumps()
     metrics = PartyMetrics(settings.party, settings.config.protocol, settings.service.models)

@@ -1,269 +1,269 @@
-"""A party's settings file: TOML, checked as a whole; environment variables may replace single settings.
+"""A party's settings, checked as a whole: from a file (TOML), the environment, and the command line, each of which
+replaces single settings of the one before.
 
-`PRIVATE_LLM_PARTY__LIMITS__ROWS=8` replaces `rows` of `[limits]`. Relative paths are seen from the file's folder.
+`PRIVATE_LLM_PARTY__LIMITS__ROWS=8` replaces `rows` of `[limits]`. Relative paths are seen from the file's folder, or
+without a file from where the party starts.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, replace
+from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal, TypeVar
 
 from private_llm_hf.service.settings import ServiceSettings
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
-from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict, SettingsError
 
-from private_llm.config import PrivateConfig
+from private_llm.config import PrivateConfig, TLSConfig
 from private_llm.errors import ConfigError, refuse_unknown
 from private_llm.net.addresses import Address, parse_address
-from private_llm.net.roles import check_user
-from private_llm.net.wire import legible
+from private_llm.net.roles import check_user, common_name, credential_files
+from private_llm.typed_settings import check_types, settings_of
 
+EXAMPLE = resources.files(__package__).joinpath("party.toml").read_text("utf-8")
+"""A settings file that explains every table."""
 PREFIX = "PRIVATE_LLM_PARTY__"
 _ELSEWHERE = {"protocol": "protocol", "hosts": "hosts", "tls": "[tls]", "party_mode": "nothing (it is 'remote')"}
 """Settings of PrivateConfig that have a place of their own in the file."""
-_PATHS = ("offline_folder", "offload_folder")
+_PATHS = {
+    "tls": ("folder", "certificate", "key", "ca", "allow_file"),
+    "computation": ("offline_folder", "offload_folder"),
+}
 _MODEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_LONGEST = 120
 
 
-def _split(value: object) -> object:
-    """Lists from the environment: with commas."""
-    return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+_Table = TypeVar("_Table")
 
 
-Names = Annotated[list[str], NoDecode, BeforeValidator(_split)]
+@dataclass(frozen=True)
+class _Tls:
+    folder: str | None = None
+    certificate: str | None = None
+    key: str | None = None
+    ca: str | None = None
+    allow: tuple[str, ...] | None = None
+    allow_file: str | None = None
 
 
-class _Table(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class _Tls(_Table):
-    certificate: Path
-    key: Path
-    ca: Path
-    allow: Annotated[list[str], BeforeValidator(_split)] | None = None
-    allow_file: Path | None = None
-
-
-class _LimitsTable(_Table):
-    sessions: int = ServiceSettings.sessions
-    sessions_per_user: int = ServiceSettings.sessions_per_user
-    waiting: int = ServiceSettings.waiting
-    rows: int = ServiceSettings.rows
-    positions: int | None = None
-    positions_in_all: int | None = None
-    elements: int | None = None
-    offline_bytes: int = ServiceSettings.offline_bytes
-    gather_s: float = ServiceSettings.gather_s
-
-
-class _Operator(_Table):
+@dataclass(frozen=True)
+class _Operator:
     address: str = "127.0.0.1:9100"
 
 
-class _Log(_Table):
+@dataclass(frozen=True)
+class _Log:
     format: Literal["text", "json"] = "text"
     level: Literal["debug", "info", "warning", "error"] = "info"
 
 
-class _File(BaseSettings):
-    """The tables of the file."""
-
-    model_config = SettingsConfigDict(env_prefix=PREFIX, env_nested_delimiter="__", extra="forbid", frozen=True)
+@dataclass(frozen=True)
+class _File:
+    """The file: settings before its first table, and its tables."""
 
     party: int
-    hosts: Names
+    hosts: tuple[str, ...]
     protocol: str = "trio"
+    clients: int = 1
+    sessions: int | None = None
+    checkpoint: str | None = None
     drain_s: float = ServiceSettings.drain_s
-    models: dict[str, Path]
-    tls: _Tls | None = None
-    computation: dict[str, Any] = Field(default_factory=dict)
-    limits: _LimitsTable = _LimitsTable()
-    operator: _Operator = _Operator()
-    log: _Log = _Log()
+    models: Mapping[str, str] = field(default_factory=dict)
+    tls: Mapping[str, Any] | None = None
+    computation: Mapping[str, Any] = field(default_factory=dict)
+    limits: Mapping[str, Any] = field(default_factory=dict)
+    operator: Mapping[str, Any] = field(default_factory=dict)
+    log: Mapping[str, Any] = field(default_factory=dict)
 
-    @classmethod
-    def settings_customise_sources(
-        cls, settings_cls: type[BaseSettings], init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource, *_: object, **__: object,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:  # fmt: skip
-        """The environment before the file, which is handed in as keywords."""
-        return env_settings, init_settings
+
+_OF_ONE, _OF_SEVERAL = ("sessions", "checkpoint"), ("drain_s", "limits", "operator", "log")
+"""Settings that only a party has that serves one client at a time, or several."""
 
 
 @dataclass(frozen=True)
-class HostingSettings:
-    """How an organisation runs its party. operator: where the operator port listens (None: nowhere).
+class PartySettings:
+    """How a party runs. models: its share files, by a name for logs.
 
+    service: how it serves several clients at a time (None: one after the other, `sessions` of them or all). checkpoint:
+    the public model that a CompNode reads itself. operator: where the operator port listens (None: nowhere).
     log_format: "text" or "json". log_level: as of Python's logging, in small letters.
     """
 
     party: int
     config: PrivateConfig
-    service: ServiceSettings
-    operator: Address | None
-    log_format: Literal["text", "json"]
-    log_level: str
+    models: Mapping[str, Path]
+    service: ServiceSettings | None = None
+    sessions: int | None = None
+    checkpoint: str | None = None
+    operator: Address | None = None
+    log_format: Literal["text", "json"] = "text"
+    log_level: str = "info"
 
 
-def read_settings(path: Path, environment: Mapping[str, str] | None = None) -> HostingSettings:
-    """The settings of a file. Raises ConfigError saying which setting is wrong, what was found and what is wanted."""
-    text = _text_of(path)
-    _check_environment(os.environ if environment is None else environment)
+def read_settings(
+    path: Path | None, environment: Mapping[str, str] | None = None, options: Mapping[str, Any] | None = None
+) -> PartySettings:
+    """The settings of a file, if there is one, with those of the environment and of options, which have its form.
+
+    Raises ConfigError saying which setting is wrong, what was found and what is wanted.
+    """
+    values = {} if path is None else _read(path)
+    _merge(values, _of_environment(os.environ if environment is None else environment))
     try:
-        values = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path}: {error}; want TOML, as `private-llm party --example-config` prints") from None
-    refuse_unknown(values, _File.model_fields, f"{path.name}: ")
-    try:
-        return _settings(_File(**values), path.resolve().parent)
-    except ValidationError as error:
-        raise ConfigError(f"{path.name}: " + "; ".join(_in_words(each, values) for each in error.errors())) from None
-    except SettingsError as error:
-        raise ConfigError(f"{PREFIX}...: {legible(str(error))[:_LONGEST]}; want JSON for a whole table") from None
+        refuse_unknown(values, settings_of(_File))
+        if path is not None:
+            _rebase(values, path.resolve().parent)
+        if options and "models" in options:
+            values.pop("models", None)
+        _merge(values, {name: value for name, value in (options or {}).items() if value != {}})
+        return _settings(values)
     except ConfigError as error:
-        raise ConfigError(f"{path.name}: {error}") from None
+        raise ConfigError(f"{path.name}: {error}" if path else str(error)) from None
 
 
-def _text_of(path: Path) -> str:
+def _read(path: Path) -> dict[str, Any]:
     try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        cause = error.strerror if isinstance(error, OSError) else "is not UTF-8"
+        return tomllib.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        cause = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(
-            f"--config: {path}: {cause}; want a settings file; `private-llm party --example-config` prints one"
+            f"--config: {path}: {cause}; want TOML, as `private-llm party --example-config` prints"
         ) from None
 
 
-def _check_environment(environment: Mapping[str, str]) -> None:
-    names = [name for name in environment if name.upper().startswith(PREFIX)]
-    refuse_unknown(
-        [name[len(PREFIX) :].split("__")[0].lower() for name in names], _File.model_fields, f"environment, {PREFIX}: "
+def _of_environment(environment: Mapping[str, str]) -> dict[str, Any]:
+    """Texts, or what they are as JSON: numbers, true and false, lists, whole tables."""
+    found: dict[str, Any] = {}
+    for name, text in environment.items():
+        if not name.upper().startswith(PREFIX):
+            continue
+        *tables, key = name[len(PREFIX) :].lower().split("__")
+        try:
+            value = json.loads(text)
+        except ValueError:
+            value = text
+        for table in reversed(tables):
+            key, value = table, {key: value}
+        refuse_unknown([key], settings_of(_File), f"environment, {PREFIX}: ")
+        _merge(found, {key: value})
+    return found
+
+
+def _merge(values: dict[str, Any], more: Mapping[str, Any]) -> None:
+    """Replace settings, in tables only those that `more` has."""
+    for name, value in more.items():
+        old = values.get(name)
+        values[name] = {**old, **value} if isinstance(old, dict) and isinstance(value, dict) else value
+
+
+def _rebase(values: dict[str, Any], base: Path) -> None:
+    """Relative paths as seen from the file's folder."""
+    for table in ("models", *_PATHS):
+        held = values.get(table)
+        if isinstance(held, dict):
+            names = _PATHS.get(table, held)
+            moved = {name: str(base / held[name]) for name in names if isinstance(held.get(name), str)}
+            values[table] = {**held, **moved}
+    checkpoint = values.get("checkpoint")
+    if isinstance(checkpoint, str) and (base / checkpoint).exists():  # else the id of one of a hub
+        values["checkpoint"] = str(base / checkpoint)
+
+
+def _settings(values: dict[str, Any]) -> PartySettings:
+    for name, wanted in {"party": "this party's number (--index)", "hosts": "all parties' addresses (--hosts)"}.items():
+        if values.get(name) in (None, "", []):
+            raise ConfigError(f"{name}: got none; want {wanted}; `private-llm party --example-config` shows it")
+    file = _File(**{**values, "hosts": _listed(values["hosts"])})
+    check_types(file)
+    config = _config(file)
+    if not 0 <= file.party < config.endpoints:
+        raise ConfigError(f"party: got {file.party}; want 0 to {config.endpoints - 1} for {file.protocol!r}")
+    if file.tls is not None:
+        config = replace(config, tls=_tls(file.tls, file.party))
+    models = {name: _share_file(name, path, file.party) for name, path in file.models.items()}
+    for name, count in (("clients", file.clients), ("sessions", file.sessions)):
+        if count is not None and count < 1:
+            raise ConfigError(f"{name}: got {count}; want at least 1")
+    several = file.clients > 1
+    refused = [name for name in (_OF_ONE if several else _OF_SEVERAL) if name in values]
+    if refused:
+        wanted = "1 (one after the other)" if several else "more than 1 (several at a time), such as 64"
+        raise ConfigError(f"{', '.join(refused)}: got clients = {file.clients}; these settings want {wanted}")
+    if not several and len(models) > 1:
+        raise ConfigError(f"models: got {len(models)} with clients = 1; want one, or more clients")
+    operator, log = _table(_Operator, "operator", file.operator), _table(_Log, "log", file.log)
+    address = parse_address(operator.address) if several and operator.address else None
+    service = _service(file, models) if several else None
+    return PartySettings(
+        file.party, config, models, service, file.sessions, file.checkpoint, address, log.format, log.level
     )
 
 
-def _settings(file: _File, base: Path) -> HostingSettings:
-    config = _config(file, base)
-    if not 0 <= file.party < config.endpoints:
-        raise ConfigError(f"party: got {file.party}; want 0 to {config.endpoints - 1} for {file.protocol!r}")
-    for name in file.models:
-        if not _MODEL.fullmatch(name):
-            raise ConfigError(f"models: got the name {name!r}; want 1 to 64 of the characters A-Z a-z 0-9 . _ -")
-    models = {name: _share_file(base / path, file.party) for name, path in file.models.items()}
-    service = ServiceSettings(models, **file.limits.model_dump(), drain_s=file.drain_s)
-    operator = parse_address(file.operator.address) if file.operator.address else None
-    return HostingSettings(file.party, config, service, operator, file.log.format, file.log.level)
+def _service(file: _File, models: Mapping[str, Path]) -> ServiceSettings:
+    refuse_unknown(file.limits, {*settings_of(ServiceSettings)} - {"models", "sessions", "drain_s"}, "limits: ")
+    return ServiceSettings(models, file.clients, drain_s=file.drain_s, **file.limits)
 
 
-def _config(file: _File, base: Path) -> PrivateConfig:
+def _table(cls: type[_Table], name: str, values: Mapping[str, Any]) -> _Table:
+    refuse_unknown(values, settings_of(cls), f"{name}: ")
+    made = cls(**values)
+    check_types(made, f"{name}.")
+    return made
+
+
+def _listed(value: object) -> object:
+    """A list, also of texts with commas, as in the environment."""
+    parts = [value] if isinstance(value, str) else value
+    if not isinstance(parts, list | tuple) or not all(isinstance(part, str) for part in parts):
+        return value
+    return [name.strip() for part in parts for name in part.split(",") if name.strip()]
+
+
+def _config(file: _File) -> PrivateConfig:
     values = dict(file.computation)
     for name, place in _ELSEWHERE.items():
         if name in values:
             raise ConfigError(f"computation: got {name!r}, whose place is {place}; leave it out of [computation]")
-    refuse_unknown(values, [each.name for each in fields(PrivateConfig)], "computation: ")
-    for name in _PATHS:
-        if isinstance(values.get(name), str):
-            values[name] = str(base / values[name])
+    refuse_unknown(values, settings_of(PrivateConfig), "computation: ")
     if values.get("idle_s") == 0:  # TOML has no None
         values["idle_s"] = None
+    if values.get("ring") == 32:
+        values.setdefault("frac_bits", 12)
     for host in file.hosts:
         parse_address(host)
-    values |= {"protocol": file.protocol, "hosts": file.hosts, "party_mode": "remote"}
-    if file.tls is not None:
-        values["tls"] = _tls(file.tls, base)
-    return PrivateConfig.from_dict(values)
+    return PrivateConfig.from_dict(values | {"protocol": file.protocol, "hosts": file.hosts, "party_mode": "remote"})
 
 
-def _tls(tls: _Tls, base: Path) -> dict[str, str | None]:
+def _tls(table: Mapping[str, Any], party: int) -> TLSConfig:
+    tls = _table(_Tls, "tls", {**table, "allow": _listed(table.get("allow"))})
     if tls.allow is not None and tls.allow_file is not None:
         raise ConfigError("tls.allow, tls.allow_file: got both; want the names, or the file that lists them")
-    if tls.allow == []:
+    if tls.allow is not None and not tls.allow:
         raise ConfigError("tls.allow: got no name, which admits nobody; leave it out to admit all users of the CA")
     for name in tls.allow or ():
         check_user(name)
     allow = None if tls.allow is None else ",".join(tls.allow)
     if tls.allow_file is not None:
-        allow = str(base / tls.allow_file)
-    return {name: str(base / getattr(tls, name)) for name in ("certificate", "key", "ca")} | {"allow": allow}
+        allow = str(Path(tls.allow_file).absolute())  # with a slash, by which a file is known
+    if tls.folder is not None and (tls.certificate, tls.key, tls.ca) == (None, None, None):
+        return TLSConfig(**credential_files(Path(tls.folder), common_name(party)), allow=allow)
+    if tls.folder is not None or tls.certificate is None or tls.key is None or tls.ca is None:
+        raise ConfigError("tls: want folder (--tls), or certificate, key and ca: users are known by their certificates")
+    return TLSConfig(tls.certificate, tls.key, tls.ca, allow)
 
 
-def _share_file(path: Path, party: int) -> Path:
+def _share_file(name: str, where: object, party: int) -> Path:
+    if not _MODEL.fullmatch(name):
+        raise ConfigError(f"models: got the name {name!r}; want 1 to 64 of the characters A-Z a-z 0-9 . _ -")
+    if not isinstance(where, str):
+        raise ConfigError(f"models.{name}: got {where!r}; want a share file, or its folder")
+    path = Path(where)
     if not path.is_dir():
         return path
     from private_llm_hf.checkpoint.share_files import share_path  # which takes seconds, and a sample needs no path
 
     return share_path(path, party)
-
-
-def _in_words(error: Any, values: Mapping[str, Any]) -> str:  # noqa: ANN401 - pydantic's own dictionary
-    place = ".".join(map(str, error["loc"]))
-    if error["type"] == "missing":
-        return f"{place}: got none; want one; `private-llm party --example-config` shows it"
-    if error["type"] == "extra_forbidden":
-        table = _File.model_fields[str(error["loc"][0])].annotation
-        known = next((each for each in _TABLES if table in (each, each | None)), None)
-        names = ", ".join(sorted(known.model_fields)) if known else "none here"
-        return f"{place}: unknown key; known keys: {names}"
-    found = legible(repr(error["input"]))[:_LONGEST]
-    return f"{place}: got {found}; want: {error['msg'].removeprefix('Input should be ')}"
-
-
-_TABLES: tuple[type[_Table], ...] = (_Tls, _LimitsTable, _Operator, _Log)
-
-
-# -- The settings file as an example, with every table explained ------------------------------------------------------
-EXAMPLE = """\
-# One party of a private-llm service. Check it with: private-llm party --config party.toml --check
-# Relative paths are seen from this file's folder. An environment variable replaces a setting:
-# PRIVATE_LLM_PARTY__LIMITS__ROWS=8, PRIVATE_LLM_PARTY__HOSTS=a:7000,b:7000,c:7000
-
-party = 0                       # this party's number, from 0
-hosts = [                       # every party's address, in order, the same at all parties and users
-  "party0.example.org:7000",
-  "party1.example.org:7000",
-  "party2.example.org:7000",
-]
-protocol = "trio"               # trio, dealer (3 parties) or quad (4); the same everywhere
-drain_s = 30.0                  # seconds that sessions may take to end after SIGTERM
-
-[models]                        # name for logs = this party's share file, or a folder with party<N>.safetensors
-demo = "shares/party0.safetensors"
-
-[tls]                           # made by `private-llm certs`: ca, then request, then sign
-certificate = "tls/party0.pem"  # common name party0; read anew when the file is replaced
-key = "tls/party0.key"          # mode 600
-ca = "tls/ca.pem"
-allow_file = "users.txt"        # users that may come in, a name a line; or allow = ["alice", "bob"]; or all of the CA
-
-[limits]
-sessions = 64                   # clients' sessions at a time
-sessions_per_user = 16          # of one user (the name in the certificate)
-waiting = 64                    # clients that may wait in line for one
-rows = 32                       # of one pass, over all requests that it serves
-offline_bytes = 1073741824      # on this party's disk, of what is prepared for planned calls (0: nothing is)
-gather_s = 0.005                # how long a pass waits for the next requests of sessions that were in the last one
-# positions = 4096              # that one session's caches may hold (default: as this machine's memory allows)
-# positions_in_all = 65536      # those of all sessions together, half of them of one user (default: the same)
-# elements = 50000000           # of the largest array of one pass (default: the same)
-
-[computation]                   # settings of PrivateConfig; those that parties agree upon as everywhere
-timeout_s = 120.0               # seconds of silence after which another endpoint counts as dead
-idle_s = 1800.0                 # seconds without a call that end a session (0: never)
-device = "cpu"                  # or "cuda:0"
-# adder = "auto"                # parties far apart: comparison keys where they are faster; these three lines the same
-# bandwidth_mbit = 1000         # at all parties, and --adder auto,bandwidth_mbit=1000,latency_ms=20 at
-# latency_ms = 20               # users. Mbit/s of a party's connection, milliseconds one way
-
-[operator]
-address = "127.0.0.1:9100"      # /live, /ready, /metrics; no authentication: keep it on loopback ("" turns it off)
-
-[log]
-format = "text"                 # or "json": one object per line
-level = "info"
-"""

@@ -101,6 +101,19 @@ def common_name(endpoint: int) -> str:
     return client_name(None) if endpoint == CLIENT else f"party{endpoint}"
 
 
+def credential_files(folder: Path, name: str) -> dict[str, str]:
+    """The paths of an endpoint's certificate, its key and the CA's certificate in a folder, as `TLSConfig` has them.
+
+    Raises ConfigError for those that are not there.
+    """
+    names = {"certificate": f"{name}.pem", "key": f"{name}.key", "ca": "ca.pem"}
+    missing = [file for file in names.values() if not (folder / file).is_file()]
+    if missing:
+        found = f"{folder} lacks {', '.join(missing)}" if folder.is_dir() else f"there is no folder {folder}"
+        raise ConfigError(f"tls: {found}; want the files from whoever runs the CA (for a trial: `private-llm certs`)")
+    return {key: str(folder / file) for key, file in names.items()}
+
+
 class Users:
     """The users that a party admits."""
 

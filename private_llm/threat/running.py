@@ -128,7 +128,7 @@ Source: private_llm/net/admission.py, private_llm/net/roles.py; one client at a 
 """)
 
 SERVICE = threat("""passes that serve several clients (shortcut)
-Chosen by: `private-llm party --config`, `private-llm gateway`; a party of one's own serves one client at a time
+Chosen by: `private-llm party` with `clients` above 1, `private-llm gateway`
 May be corrupt: as the protocol; and any number of clients, whatever they do
 - every party: when each user's sessions ask for what (shapes as above), and which requests run together
 - a client: of others nothing but time: its answer comes when the pass is over that it shares, and first steps of a

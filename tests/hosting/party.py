@@ -8,7 +8,7 @@ from importlib import resources
 from pathlib import Path
 
 from private_llm_hf.service.settings import Observer
-from private_llm_hosting.settings import HostingSettings, read_settings
+from private_llm_hosting.settings import PartySettings, read_settings
 
 MODEL = str(resources.files("private_llm_hf").joinpath("demo_model"))
 
@@ -25,7 +25,7 @@ def write_settings(folder: Path, more: str = "", *, head: str = "", tls: bool = 
     """A settings file for party `party` of three on free loopback ports."""
     *ports, operator = free_ports(4)
     hosts = ", ".join(f'"127.0.0.1:{port}"' for port in ports)
-    text = f'party = {party}\nhosts = [{hosts}]\n{head}\n[models]\ndemo = "shares"\n'
+    text = f'party = {party}\nclients = 5\nhosts = [{hosts}]\n{head}\n[models]\ndemo = "shares"\n'
     if tls:
         text += f'[tls]\ncertificate = "tls/party{party}.pem"\nkey = "tls/party{party}.key"\nca = "tls/ca.pem"\n'
     else:
@@ -36,7 +36,7 @@ def write_settings(folder: Path, more: str = "", *, head: str = "", tls: bool = 
     return path
 
 
-def settings(folder: Path, more: str = "", **keywords: object) -> HostingSettings:
+def settings(folder: Path, more: str = "", **keywords: object) -> PartySettings:
     return read_settings(write_settings(folder, more, **keywords), {})  # type: ignore[arg-type]
 
 

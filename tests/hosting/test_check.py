@@ -68,6 +68,26 @@ def test_the_table_and_the_exit_code(folder: Path) -> None:
     assert "no such file" in wrong["found"]
 
 
+def test_a_party_for_one_client_that_options_describe(folder: Path) -> None:
+    hosts = ",".join(settings(folder).config.hosts)
+    words = [
+        "party",
+        "--index",
+        "1",
+        "--hosts",
+        hosts,
+        "--tls",
+        str(folder / "tls"),
+        "--shares",
+        str(folder / "shares"),
+    ]
+    result = CliRunner().invoke(app, [*words, "--allow", "alice", "--check", "--json"])
+    found = {each["what"]: each["found"] for each in map(json.loads, result.output.splitlines())}
+    assert (result.exit_code, found["operator port"], found["users"]) == (0, "none", "alice")
+    assert "digest fits" in found["model model"]
+    assert CliRunner().invoke(app, [*words, "--check", "--device", "cuda:99"]).exit_code == 2
+
+
 def test_share_files_of_others(folder: Path) -> None:
     shutil.copy(folder / "shares" / "party2.safetensors", folder / "shares" / "party1.safetensors")
     assert "belongs to party 2; this is party 1" in verdicts(folder)["error"]

@@ -11,6 +11,7 @@ import time
 import urllib.error
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 import pytest
 from private_llm_cli.app import app
@@ -27,6 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 PROGRAM = """
 import sys, threading
 from pathlib import Path
+from typing import Any
 from private_llm_hosting.run import run_party
 from private_llm_hosting.settings import read_settings
 from tests.hosting.party import FakeService
@@ -143,12 +145,36 @@ def test_the_example_is_printed_at_once() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--config", "party.toml", "--index", "1", "--hosts", "a:1"], "leave out --hosts, --index"),
-        (["--check"], "--check: got no settings file; want --config"),
-        ([], "index: got none; want this party's number, from 0, or --config"),
+        ([], r"party: got none; want this party's number \(--index\)"),
+        (["--check"], "party: got none; want this party's number"),
         (["--config", "none.toml"], "--config: none.toml: No such file"),
     ],
 )
 def test_options_that_do_not_fit(words: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         CliRunner().invoke(app, ["party", *words], catch_exceptions=False)
+
+
+@pytest.mark.parametrize("clients", [1, 7])
+def test_one_setting_says_who_serves(tmp_path: Path, clients: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Options replace what the file says, whichever of them says how many clients there are."""
+    (tmp_path / "shares").mkdir()
+    path = write_settings(tmp_path, tls=False)
+    if clients == 1:
+        path.write_text(path.read_text().split("[operator]")[0])
+    served: dict[int, Any] = {}
+    monkeypatch.setattr("private_llm_hosting.run.run_party", lambda settings, make: served.update({7: settings}))
+    monkeypatch.setattr(
+        "private_llm_hf.client.launch.serve_party",
+        lambda config, party, *rest: served.update({1: (config, party, *rest)}),
+    )
+    words = ["--config", str(path), "--clients", str(clients), "--index", "2", "--idle", "9", "--device", "cuda:1"]
+    CliRunner().invoke(app, ["party", *words], catch_exceptions=False)
+    assert [*served] == [clients]
+    if clients == 1:
+        config, party, shares, *_ = served[1]
+    else:
+        config, party, shares = served[7].config, served[7].party, served[7].models["demo"]
+        assert served[7].service.sessions == 7
+    assert (party, config.idle_s, config.device, config.allow_plain_loopback) == (2, 9, "cuda:1", True)
+    assert shares == tmp_path / "shares" / "party2.safetensors"

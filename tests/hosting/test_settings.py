@@ -6,15 +6,16 @@ from pathlib import Path
 
 import pytest
 from private_llm_cli.options import adder_of
-from private_llm_hosting.settings import EXAMPLE, HostingSettings, read_settings
+from private_llm_hosting.settings import EXAMPLE, PartySettings, read_settings
 
 from private_llm.config import PrivateConfig, TLSConfig
 from private_llm.errors import ConfigError
+from private_llm.net.authority import make_certificates
 
 from .party import settings, write_settings
 
 
-def read(folder: Path, text: str, environment: dict[str, str] | None = None) -> HostingSettings:
+def read(folder: Path, text: str, environment: dict[str, str] | None = None) -> PartySettings:
     (folder / "party.toml").write_text(text)
     return read_settings(folder / "party.toml", environment or {})
 
@@ -72,7 +73,7 @@ def test_users_by_name_or_by_file(tmp_path: Path) -> None:
 
 
 def test_the_environment_replaces_single_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write_settings(tmp_path, "[limits]\nrows = 3\nsessions = 5\n")
+    path = write_settings(tmp_path, "[limits]\nrows = 3\n")
     for name, value in {"LIMITS__ROWS": "8", "HOSTS": "a:1, b:2,c:3", "LOG__FORMAT": "json", "DRAIN_S": "2.5"}.items():
         monkeypatch.setenv(f"PRIVATE_LLM_PARTY__{name}", value)
     found = read_settings(path)
@@ -87,7 +88,7 @@ def test_the_environment_replaces_single_settings(tmp_path: Path, monkeypatch: p
         read_settings(path)
     monkeypatch.delenv("PRIVATE_LLM_PARTY__LIMIT__ROWS")
     monkeypatch.setenv("PRIVATE_LLM_PARTY__LIMITS__ROWZ", "8")
-    with pytest.raises(ConfigError, match=r"limits.rowz: unknown key; known keys: .*rows"):
+    with pytest.raises(ConfigError, match=r"limits: unknown key\(s\) rowz \(did you mean rows\?\); known keys: .*rows"):
         read_settings(path)
 
 
@@ -95,20 +96,27 @@ def test_the_environment_replaces_single_settings(tmp_path: Path, monkeypatch: p
     ("old", "new", "said"),
     [
         ("party = 1", "partei = 1", r"unknown key\(s\) partei \(did you mean party\?\); known keys: .*party"),
-        ("party = 1", "", "party: got none; want one"),
-        ("party = 1", 'party = "one"', "party: got 'one'; want: a valid integer"),
+        ("party = 1", "", "party: got none; want this party's number"),
+        ("party = 1", 'party = "one"', "party: got 'one'; want a whole number"),
+        ("clients = 5", "clients = 0", "clients: got 0; want at least 1"),
+        ("clients = 5\n", "", "operator: got clients = 1; these settings want more than 1"),
+        ("party = 1", "party = 1\nsessions = 2", "sessions: got clients = 5; these settings want 1"),
         ("party = 1", "party = 3", "party: got 3; want 0 to 2 for 'trio'"),
         ("party = 1", "party = ", "party.toml: Invalid value.*want TOML"),
         ("party = 1", 'party = 1\nprotocol = "duo"', "protocol: got 'duo'"),
         ("127.0.0.1:", "127.0.0.1-", "hosts: got '127.0.0.1-.*want host:port"),
-        ("[tls]", "[tls]\nalow = []", "tls.alow: unknown key; known keys: allow, allow_file, ca, certificate, key"),
+        (
+            "[tls]",
+            "[tls]\nalow = []",
+            r"tls: unknown key\(s\) alow \(did you mean allow\?\); known keys: allow, allow_file, ca, certif",
+        ),
         ("[tls]", "[tls]\nallow = []", "tls.allow: got no name, which admits nobody"),
         ("[tls]", '[tls]\nallow = ["a b"]', "user: got 'a b'"),
         ("[tls]", '[tls]\nallow = ["a"]\nallow_file = "b"', "tls.allow, tls.allow_file: got both"),
         ("demo =", '"a b" =', "models: got the name 'a b'"),
-        ("[models]\ndemo", "[models]\n[models.demo]\nx", "models.demo: got {.*want: "),
+        ("[models]\ndemo", "[models]\n[models.demo]\nx", "models.demo: got {.*want a share file"),
         ("[operator]", "[limits]\nrows = 0\n[operator]", "rows: got 0; want at least 1"),
-        ("[operator]", '[log]\nformat = "xml"\n[operator]', "log.format: got 'xml'; want: 'text' or 'json'"),
+        ("[operator]", '[log]\nformat = "xml"\n[operator]', "log.format: got 'xml'; want one of 'text', 'json'"),
         (
             "[operator]",
             "[computation]\nrings = 64\n[operator]",
@@ -129,3 +137,33 @@ def test_mistakes(tmp_path: Path, old: str, new: str, said: str) -> None:
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--config: .*none\.toml: No such file.*--example-config"):
         read_settings(tmp_path / "none.toml", {})
+
+
+ONE = 'party = 1\nhosts = ["a:1", "b:2", "c:3"]\nsessions = 2\n[models]\ndemo = "demo"\n[computation]\nring = 32\n'
+
+
+def test_a_file_for_one_client_at_a_time(tmp_path: Path) -> None:
+    found = read(tmp_path, ONE)
+    assert (found.service, found.sessions, found.models) == (None, 2, {"demo": tmp_path / "demo"})
+    assert (found.config.ring, found.config.frac_bits) == (32, 12)
+    with pytest.raises(ConfigError, match="models: got 2 with clients = 1; want one, or more clients"):
+        read(tmp_path, ONE.replace("[models]", '[models]\nother = "x"'))
+    with pytest.raises(ConfigError, match="sessions: got 0; want at least 1"):
+        read(tmp_path, ONE.replace("sessions = 2", "sessions = 0"))
+
+
+def test_options_replace_what_the_environment_and_the_file_say(tmp_path: Path) -> None:
+    make_certificates(tmp_path / "tls", 3)
+    (tmp_path / "party.toml").write_text(f'{ONE}[tls]\ncertificate = "x"\nkey = "x"\nca = "x"\nallow = ["eve"]\n')
+    environment = {"PRIVATE_LLM_PARTY__PARTY": "0", "PRIVATE_LLM_PARTY__COMPUTATION__FRAC_BITS": "10"}
+    found = read_settings(tmp_path / "party.toml", environment)
+    assert (found.party, found.config.frac_bits) == (0, 10)
+    options = {
+        "party": 2, "hosts": ["d:1,e:2", "f:3"], "models": {"model": "own"}, "computation": {"device": "cuda:1"},
+        "tls": {"folder": str(tmp_path / "tls"), "certificate": None, "key": None, "ca": None},
+    }  # fmt: skip
+    found = read_settings(tmp_path / "party.toml", environment, options)
+    assert (found.party, found.config.hosts, found.models) == (2, ("d:1", "e:2", "f:3"), {"model": Path("own")})
+    assert (found.config.device, found.config.frac_bits) == ("cuda:1", 10)
+    assert found.config.tls is not None
+    assert (found.config.tls.key, found.config.tls.allow) == (str(tmp_path / "tls" / "party2.key"), "eve")

@@ -7,16 +7,20 @@ import json
 import re
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from private_llm.errors import ConfigError, PrivateLLMError
+from private_llm.protocol_facts import CASCADE, protocol_facts
 from private_llm_cli import options
 from private_llm_cli.commands.calibrate import ranges_from
 from private_llm_cli.commands.models import gguf_options, image_config, quiet
 from private_llm_cli.commands.output import CONSOLE, emit_json, emit_table, progress_bar, size
 from private_llm_cli.kv_cache import KvCacheOption, kv_cache_of
+
+if TYPE_CHECKING:
+    from private_llm_hosting.settings import PartySettings
 
 TASKS = {
     "causal-lm": "AutoPrivateModelForCausalLM", "seq2seq": "AutoPrivateModelForSeq2SeqLM",
@@ -97,8 +101,14 @@ def party(
     links: options.LinkOptions,
     sharding: options.Sharding,
     predictors: options.SharedSparsity,
+    settings: Annotated[
+        Path | None, typer.Option("--config", help="A settings file (TOML); other options replace what it says.")
+    ] = None,
+    check: Annotated[bool, typer.Option("--check", help="Look at all files, names and ports, and end.")] = False,
+    example_config: Annotated[bool, typer.Option("--example-config", help="Print a settings file, and end.")] = False,
     index: Annotated[int | None, typer.Option("--index", help="This party's or node's number, from 0.")] = None,
-    shares: Annotated[Path | None, typer.Option("--shares", help="This party's share file.")] = None,
+    shares: Annotated[Path | None, typer.Option("--shares", help="This party's share file, or its folder.")] = None,
+    clients: Annotated[int, typer.Option(help="Clients to serve at a time; 1: one after the other.")] = 1,
     protocol: options.ProtocolOption = "trio",
     ring: options.RingBits = 64,
     reveal: Annotated[str, typer.Option(help="As the client's.")] = "logits",
@@ -124,90 +134,91 @@ def party(
         str | None, typer.Option(help="Users to admit: a file, one name a line, read at every handshake, or a,b.")
     ] = None,
     idle: Annotated[float, typer.Option(help="Seconds without a call that end a session (0: never).")] = 1800.0,
-    settings: Annotated[
-        Path | None, typer.Option("--config", help="Serve many clients at a time, as this settings file says (TOML).")
-    ] = None,
-    check: Annotated[bool, typer.Option("--check", help="With --config: look at everything, and end.")] = False,
-    example_config: Annotated[bool, typer.Option("--example-config", help="Print a settings file, and end.")] = False,
     as_json: options.Json = False,
 ) -> None:
-    """Be one party or node: with --config for many clients at a time, otherwise for one session after the other."""
-    if settings is not None or check or example_config:
-        _hosted(context, settings, check, example_config, as_json)
+    """Be one party or node: for one client after the other, or with --clients for several at a time."""
+    from private_llm_hosting.settings import EXAMPLE, read_settings
+
+    if example_config:
+        sys.stdout.write(EXAMPLE)
         return
-    if index is None:
-        raise ConfigError("index: got none; want this party's number, from 0, or --config with a settings file")
-    if not links.hosts:
-        raise ConfigError("hosts: got none; want host:port of every party, in order, the same at all endpoints")
-    if sessions is not None and sessions < 1:
-        raise ConfigError(f"sessions: got {sessions}; want at least 1, or leave it out to serve until interrupted")
-    endpoints = options.config_of(protocol, ring, **sharding.settings()).endpoints
-    if not 0 <= index < endpoints:
-        raise ConfigError(f"index: got {index}; want 0 to {endpoints - 1} for {protocol!r}")
-    more = links.link_settings(f"party{index}")
-    if allow is not None:
-        if links.tls is None:
-            raise ConfigError("--allow: users are known by their certificates; want --tls")
-        more["tls"] |= {"allow": str(Path(allow).resolve()) if Path(allow).is_file() else allow}
-    more["idle_s"] = idle or None
-    more |= (
-        devices(device, device_map, max_memory, offload_folder, weights_at_rest)
-        | options.adder_of(adder)
-        | {"parallel_sessions": parallel_sessions, "rotate_roles": rotate_roles}
-        | sharding.settings()
-        | kv_cache_of(kv_cache)
-        | predictors.sparse_settings()
-    )
     if predictors.sparsity not in ("", options.SHARED):
         raise ConfigError(
             f"sparsity: got {predictors.sparsity!r}; a party holds no predictors: want 'shared', or a share file"
         )
-    config = options.config_of(
-        protocol, ring, reveal=reveal, matmul=matmul, offline_folder=offline_folder, frac_bits=frac_bits, **more
+    hides = protocol == CASCADE or protocol_facts(protocol).hides
+    given = {
+        "party": index, "hosts": links.hosts, "protocol": protocol, "clients": clients, "sessions": sessions,
+        "checkpoint": model, "models": {"model": str(shares)},
+    }  # fmt: skip
+    computation = {
+        "ring": ring, "reveal": reveal, "matmul": matmul, "offline_folder": offline_folder, "frac_bits": frac_bits,
+        "parallel_sessions": parallel_sessions, "rotate_roles": rotate_roles, "idle_s": idle, "insecure": not hides,
+        "timeout_s": links.timeout, "allow_plain_loopback": links.allow_plain_loopback,
+        **devices(device, device_map, max_memory, offload_folder, weights_at_rest),
+    }  # fmt: skip
+    tables = {"tls": _tls(links.tls, allow)}
+    tables["computation"] = (
+        _typed(context, computation)
+        | options.adder_of(adder)
+        | sharding.settings()
+        | kv_cache_of(kv_cache)
+        | predictors.sparse_settings()
+        | ({"plugins": options.PLUGINS.get()} if options.PLUGINS.get() else {})
     )
-    from private_llm_hf.client.launch import serve_party
-
-    serve_party(config, index, shares, sessions, notice, model or None)
-
-
-def _hosted(context: typer.Context, settings: Path | None, check: bool, example_config: bool, as_json: bool) -> None:
-    """`party` with a settings file, which no other option may contradict."""
-    from private_llm_hosting.settings import EXAMPLE, read_settings
-
-    own = ("settings", "check", "example_config", "as_json")
-    sources = {name: context.get_parameter_source(name) for name in context.params if name not in own}
-    typed = [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
-    others = sorted(name.replace("_", "-") for name in typed)
-    if others:
-        raise ConfigError(f"--config: the file holds all settings; leave out --{', --'.join(others)}")
-    if example_config:
-        sys.stdout.write(EXAMPLE)
-        return
-    if settings is None:
-        raise ConfigError("--check: got no settings file; want --config party.toml")
+    found = read_settings(settings, options=_typed(context, given) | tables)
     if check:
-        _check(settings, as_json)
-        return
-    from private_llm_hf.service.party_service import PartyService
-    from private_llm_hosting.run import run_party
+        _check(found, as_json)
+    elif found.service is None:
+        from private_llm_hf.client.launch import serve_party
 
-    run_party(read_settings(settings), PartyService)
+        share_file = next(iter(found.models.values()), None)
+        serve_party(found.config, found.party, share_file, found.sessions, notice, found.checkpoint)
+    else:
+        from private_llm_hf.service.party_service import PartyService
+        from private_llm_hosting.run import run_party
+
+        run_party(found, PartyService)
 
 
-def _check(path: Path, as_json: bool) -> None:
+_OPTIONS = {
+    "party": "index", "checkpoint": "model", "models": "shares", "idle_s": "idle", "timeout_s": "timeout",
+    "insecure": "protocol",
+}  # fmt: skip
+"""Options of another name than their settings."""
+
+
+def _typed(context: typer.Context, settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings whose options stand on the command line: the others are as the file says."""
+    sources = {name: context.get_parameter_source(_OPTIONS.get(name, name)) for name in settings}
+    return {
+        name: settings[name] for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"
+    }
+
+
+def _tls(folder: Path | None, allow: str | None) -> dict[str, Any]:
+    """Settings of --tls and --allow, which replace those of the same meaning."""
+    found: dict[str, Any] = dict.fromkeys(("certificate", "key", "ca"))
+    made = {} if folder is None else found | {"folder": str(folder)}
+    if allow is None:
+        return made
+    in_file = Path(allow).is_file()
+    return made | {"allow": None if in_file else allow, "allow_file": allow if in_file else None}
+
+
+def _check(settings: PartySettings, as_json: bool) -> None:
     """Print a row for each thing looked at; exit code 2 if one of them is wrong."""
     from private_llm_hosting.check import check_party
-    from private_llm_hosting.settings import read_settings
 
     from private_llm.net.wire import legible
 
-    found = check_party(read_settings(path))
+    found = check_party(settings)
     if as_json:
         for each in found:
             emit_json({"name": "check", "what": each.what, "found": each.found, "verdict": each.verdict})
     else:
         rows = [(legible(each.what), legible(each.found), each.verdict) for each in found]
-        emit_table(f"party {path}", ("what", "found", "verdict"), rows)
+        emit_table(f"party {settings.party}", ("what", "found", "verdict"), rows)
     wrong = sum(each.verdict == "error" for each in found)
     if wrong:
         if not as_json:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from private_llm.errors import ConfigError
+from private_llm.typed_settings import check_types
 
 
 @dataclass(frozen=True)
@@ -38,15 +39,13 @@ class ServiceSettings:
     drain_s: float = 30.0
 
     def __post_init__(self) -> None:
+        check_types(self, but=("models",))
         if not self.models:
             raise ConfigError("models: got none; want the share file of at least one model, {name: path}")
-        for name in ("sessions", "sessions_per_user", "rows"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}: got {getattr(self, name)}; want at least 1")
-        for name in ("positions", "positions_in_all", "elements"):
+        for name in ("sessions", "sessions_per_user", "rows", "positions", "positions_in_all", "elements"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise ConfigError(f"{name}: got {value}; want at least 1, or None")
+                raise ConfigError(f"{name}: got {value}; want at least 1")
         for name in ("waiting", "offline_bytes", "gather_s", "drain_s"):
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"{name}: got {getattr(self, name)}; want 0 or more")
