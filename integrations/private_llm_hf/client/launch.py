@@ -9,7 +9,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +31,7 @@ from private_llm_hf.client.parallel_sessions import join_parallel_sessions
 from private_llm_hf.client.parties import Parties
 from private_llm_hf.models.sparse_blocks import adopted
 from private_llm_hf.party.node import NodeCheckpoint
-from private_llm_hf.party.party import run_party
+from private_llm_hf.party.party import in_threads, run_party
 
 _FOREVER_S = 1e8
 """Seconds that a serving party waits for its next client: three years."""
@@ -142,13 +142,6 @@ def _stored(
     return None if share_file is None else ShareFile.open(share_file, config, number)
 
 
-def _in_threads(run: Callable[[int], object], parties: Iterable[int]) -> list[threading.Thread]:
-    threads = [threading.Thread(target=run, args=(n,), name=f"party {n}", daemon=True) for n in parties]
-    for thread in threads:
-        thread.start()
-    return threads
-
-
 def _start_threads(config: PrivateConfig, mesh: LocalMesh) -> Parties:
     """Parties as daemon threads: they end with the session or with this process."""
     before = torch.get_num_threads()
@@ -161,7 +154,7 @@ def _start_threads(config: PrivateConfig, mesh: LocalMesh) -> Parties:
         with mesh.turn():
             run_party(config, number, mesh.transport(number))
 
-    threads = _in_threads(run, range(config.endpoints))
+    threads = in_threads("party", range(config.endpoints), run)
     transport = mesh.transport(CLIENT)
 
     def shutdown() -> None:
@@ -194,9 +187,8 @@ def _start_distributed(config: PrivateConfig) -> Parties:
         reason = run_party(config, mesh.rank, mesh.transport(mesh.rank))
         mesh.close()
         raise SystemExit(reason)
-    threads = _in_threads(
-        lambda number: run_party(config, number, mesh.transport(number)), [n for n in mesh.endpoints if n != CLIENT]
-    )
+    parties = [number for number in mesh.endpoints if number != CLIENT]
+    threads = in_threads("party", parties, lambda number: run_party(config, number, mesh.transport(number)))
     transport = mesh.transport(CLIENT)
 
     def shutdown() -> None:

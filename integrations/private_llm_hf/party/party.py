@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import operator
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import assert_never, get_args
 
 import torch
@@ -242,15 +242,18 @@ def run_party(
         if reason is not None:
             reasons.append(reason)
 
-    others = [
-        threading.Thread(target=run, args=(each,), name=f"party {number} parallel session {each}", daemon=True)
-        for each in range(1, config.parallel_sessions)
-    ]
-    for thread in others:
-        thread.start()
+    others = in_threads(f"party {number} parallel session", range(1, config.parallel_sessions), run)
     run(0)
     for thread in others:
         thread.join()
     parallel_sessions.clear()
     trim_allocator()
     return reasons[0] if reasons else None
+
+
+def in_threads(name: str, numbers: Iterable[int], run: Callable[[int], object]) -> list[threading.Thread]:
+    """Threads that run each number; they end with this process at the latest."""
+    threads = [threading.Thread(target=run, args=(n,), name=f"{name} {n}", daemon=True) for n in numbers]
+    for thread in threads:
+        thread.start()
+    return threads

@@ -6,12 +6,12 @@ the certificates are made for the occasion, in a folder that only this user may 
 
 from __future__ import annotations
 
-import dataclasses
 import shutil
 import socket
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,14 +48,11 @@ class LocalParties:
         with undoing(self._remove):
             certificates = make_certificates(self._folder / "certs", config.endpoints, users=users)
             listeners = open_listeners(config.endpoints)
-            config = dataclasses.replace(config, party_mode="remote", hosts=hosts_of(listeners))
-            self._remote = config
-            self.config = (
-                self.config_of(users[0]) if users else dataclasses.replace(config, tls=certificates[CLIENT])
-            )  # fmt: skip
+            self._remote = config = replace(config, party_mode="remote", hosts=hosts_of(listeners))
+            self.config = self.config_of(users[0]) if users else replace(config, tls=certificates[CLIENT])
             ServiceSettings({name: Path(folder) for name, folder in models.items()}, **limits)
             extra = {
-                "tls": [dataclasses.asdict(certificates[party]) for party in range(config.endpoints)],
+                "tls": [asdict(certificates[party]) for party in range(config.endpoints)],
                 "models": {name: str(folder) for name, folder in models.items()},
                 "limits": limits,
             }
@@ -82,7 +79,7 @@ class LocalParties:
         """With which one of `users` reaches the parties. Raises ConfigError for a name that no user may have."""
         place = user_folder(self._folder / "certs", user)
         paths = (str(place / name) for name in ("client.pem", "client.key", "ca.pem"))
-        return dataclasses.replace(self._remote, tls=TLSConfig(*paths))
+        return replace(self._remote, tls=TLSConfig(*paths))
 
     def close(self) -> None:
         """End the parties. Idempotent; nothing in a fork."""

@@ -73,9 +73,7 @@ class PartyService:
         self.settings, self.observer, self.rows = settings, observer or Observer(), settings.rows
         self._models, self.config = open_models(settings.models, _checked(config, number), number)
         if number in self.config.offline_receivers and settings.offline_bytes:
-            OfflineStore(
-                self.config.offline_folder
-            ).close()  # a folder that cannot be written is told before anybody comes
+            OfflineStore(self.config.offline_folder).close()  # one that cannot be written is told before anybody comes
         self.number = number
         self._listener = listener
         self._scheduler, self._preprocessing = Scheduler(settings), PreprocessingStore()
@@ -360,9 +358,8 @@ class PartyService:
         except ProtocolAbort:
             self._quarantine.record_abort(request.session.user for request in requests)
             raise
-        self._transcript.add(
-            [type(r.error).__name__ for r in requests if r.planned is None]
-        )  # a disk is one party's own
+        own = [request for request in requests if request.planned is None]  # a planned one's disk is one party's own
+        self._transcript.add([type(request.error).__name__ for request in own])
         if self.number != 0:
             send_message(links, 0, Ack(self._step))
         else:  # wait until the others are through: only then is it known which of its sessions go on
@@ -370,18 +367,9 @@ class PartyService:
                 self._hear(links, party, Ack)
         seconds = time.perf_counter() - began
         self._scheduler.update_from_batch(requests, seconds)
-        self.observer.batch_done(
-            BatchFacts(
-                model=model.name,
-                requests=len(requests),
-                users=len({request.session.user for request in requests}),
-                rows=rows,
-                tokens=tokens,
-                seconds=seconds,
-                sent=sum(links.ledger.sent.values()),
-                rounds=sum(links.ledger.rounds.values()),
-            )
-        )
+        users, ledger = len({request.session.user for request in requests}), links.ledger
+        sent, rounds = sum(ledger.sent.values()), sum(ledger.rounds.values())
+        self.observer.batch_done(BatchFacts(model.name, len(requests), users, rows, tokens, seconds, sent, rounds))
 
     def _forget(self, ended: Sequence[str], requests: Sequence[Request]) -> None:
         """Let go of what sessions kept that are over, and end those of them that live here: without what they kept
