@@ -45,6 +45,8 @@ def check_party(settings: PartySettings) -> list[CheckResult]:
         found += _tried("tls", lambda: _tls(tls, common_name(settings.party)))
     for name, path in settings.models.items():
         found += _tried(f"model {name}", lambda name=name, path=path: _model(settings, name, path))  # type: ignore[misc]
+    if settings.checkpoint is not None:
+        found += _tried("model", lambda: _checkpoint(str(settings.checkpoint)))
     found += _tried("device", lambda: _device(settings))
     for name in ("offline_folder", "offload_folder"):
         folder = getattr(config, name)
@@ -120,6 +122,12 @@ def _model(settings: PartySettings, name: str, path: Path) -> Iterator[CheckResu
     bytes_ = path.stat().st_size
     yield CheckResult(f"model {name}", f"{size(bytes_)}, sharing {file.sharing[:12]}, digest fits")
     yield _private("share file", path)
+
+
+def _checkpoint(source: str) -> Iterator[CheckResult]:
+    from private_llm_hf.party.node import NodeCheckpoint  # which takes seconds
+
+    yield CheckResult("model", f"{source}, digest {NodeCheckpoint.open(source).digest[:12]}")
 
 
 def _device(settings: PartySettings) -> Iterator[CheckResult]:

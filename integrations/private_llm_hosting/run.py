@@ -39,7 +39,7 @@ _TICK_S = 0.5
 MakeService = Callable[[PrivateConfig, int, ServiceSettings, Observer], "PartyService"]
 
 
-def run_party(settings: PartySettings, make: MakeService) -> None:
+def run_service(settings: PartySettings, make: MakeService) -> None:
     """Serve several clients at a time until a signal comes or the service ends. Call it in the main thread.
 
     Raises ConfigError for an operator port that is taken or settings without a service, and what `make` and the service

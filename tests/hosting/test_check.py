@@ -88,6 +88,14 @@ def test_a_party_for_one_client_that_options_describe(folder: Path) -> None:
     assert CliRunner().invoke(app, [*words, "--check", "--device", "cuda:99"]).exit_code == 2
 
 
+def test_a_node_that_reads_its_own_checkpoint(folder: Path, made: Path) -> None:
+    words = ["party", "--protocol", "cascade", "--plan", "1,3,1", "--index", "0", "--allow-plain-loopback", "--json"]
+    words += ["--hosts", ",".join(settings(folder).config.hosts[:2]), "--check", "--model"]
+    result = CliRunner().invoke(app, [*words, str(made / "model")])
+    assert (result.exit_code, "digest" in result.output) == (0, True)
+    assert "no such folder here" in CliRunner().invoke(app, [*words, "no such model"]).output
+
+
 def test_share_files_of_others(folder: Path) -> None:
     shutil.copy(folder / "shares" / "party2.safetensors", folder / "shares" / "party1.safetensors")
     assert "belongs to party 2; this is party 1" in verdicts(folder)["error"]

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from private_llm_cli.app import app
-from private_llm_hosting.run import run_party
+from private_llm_hosting.run import run_service
 from private_llm_hosting.settings import EXAMPLE, read_settings
 from typer.testing import CliRunner
 
@@ -29,7 +29,7 @@ PROGRAM = """
 import sys, threading
 from pathlib import Path
 from typing import Any
-from private_llm_hosting.run import run_party
+from private_llm_hosting.run import run_service
 from private_llm_hosting.settings import read_settings
 from tests.hosting.party import FakeService
 
@@ -40,7 +40,7 @@ class Service(FakeService):
         else:
             super().drain()
 
-run_party(read_settings(Path(sys.argv[1])), Service)
+run_service(read_settings(Path(sys.argv[1])), Service)
 """
 
 
@@ -122,7 +122,7 @@ def test_what_ends_the_service_ends_the_program(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr("private_llm_hosting.run.configure_logs", lambda *_: None)
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(TransportError, match="cannot listen"):
-        run_party(settings(tmp_path, tls=False), Failing)
+        run_service(settings(tmp_path, tls=False), Failing)
     assert signal.getsignal(signal.SIGTERM) is before
 
 
@@ -163,7 +163,7 @@ def test_one_setting_says_who_serves(tmp_path: Path, clients: int, monkeypatch: 
     if clients == 1:
         path.write_text(path.read_text().split("[operator]")[0])
     served: dict[int, Any] = {}
-    monkeypatch.setattr("private_llm_hosting.run.run_party", lambda settings, make: served.update({7: settings}))
+    monkeypatch.setattr("private_llm_hosting.run.run_service", lambda settings, make: served.update({7: settings}))
     monkeypatch.setattr(
         "private_llm_hf.client.launch.serve_party",
         lambda config, party, *rest: served.update({1: (config, party, *rest)}),

@@ -176,9 +176,9 @@ def party(
         serve_party(found.config, found.party, share_file, found.sessions, notice, found.checkpoint)
     else:
         from private_llm_hf.service.party_service import PartyService
-        from private_llm_hosting.run import run_party
+        from private_llm_hosting.run import run_service
 
-        run_party(found, PartyService)
+        run_service(found, PartyService)
 
 
 _OPTIONS = {
