@@ -24,6 +24,7 @@ from private_llm.errors import PartiesBusy, TransportError, undoing
 from private_llm.net.addresses import Address, addresses_of, listen, open_connection, set_options, shown
 from private_llm.net.admission import HANDSHAKE_S, Acceptor, Admission
 from private_llm.net.hello import CALLER_BYTES, Greeted, answer, greet
+from private_llm.net.roles import named_errors
 from private_llm.net.sockets import SocketPair, SocketTransport
 from private_llm.net.tls import Credentials, caller_name, explain
 from private_llm.net.transport import CLIENT, endpoint_name
@@ -87,17 +88,18 @@ def connect(
     return parallel_sessions[0]
 
 
-def open_acceptor(config: PrivateConfig, me: int) -> Acceptor:
+def open_acceptor(config: PrivateConfig, me: int, listener: socket.socket | None = None) -> Acceptor:
     """Listen at party `me`'s address in config.hosts, for many sessions: hand the acceptor to `connect`, and close it.
 
-    Raises ConfigError for settings that allow no safe connection (as `connect`), TransportError for a taken port.
+    listener: a socket that listens there already. Raises ConfigError for settings that allow no safe connection (as
+    `connect`), TransportError for a taken port.
     """
-    addresses = addresses_of(config, me, (), b"")
-    if config.tls is not None:
-        users = Credentials(config.tls).users  # a bad file is told before anything listens
+    with named_errors(config):
+        addresses = addresses_of(config, me, (), b"")
+        users = Credentials(config.tls).users if config.tls else None  # a bad file is told before anything listens
         if users is not None:
             users.verify()
-    return Acceptor(listen(addresses[me], anywhere=config.tls is not None), config.endpoints)
+        return Acceptor(listener or listen(addresses[me], anywhere=config.tls is not None), config.endpoints)
 
 
 class _Mesh:

@@ -102,9 +102,7 @@ def serve_party(
     if isinstance(stored, ShareFile):
         config = adopted(config, stored.description.config)
     served = failed = 0
-    with named_errors(config):
-        acceptor = open_acceptor(config, number)
-    with closing(acceptor):
+    with closing(open_acceptor(config, number)) as acceptor:
         while sessions is None or served < sessions:
             notice(f"{called(config, number)} waits for the others at {config.hosts[number]}")
             try:

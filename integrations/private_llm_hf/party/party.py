@@ -49,7 +49,7 @@ class Party:
         self, config: PrivateConfig, number: int, transport: Transport, share_file: ShareFile | None,
         parallel_sessions: dict[int, Party] | None = None, parallel_session: int = 0,
     ) -> None:  # fmt: skip
-        """peers: where one party's parallel sessions find each other; this one enters itself as its number."""
+        """parallel_sessions: where one party's find each other; this one enters itself as its number."""
         links = parallel_session_links(transport, config.parties, parallel_session, config.rotate_roles)
         self.config, self.number, self.transport, self.share_file = config, number, links, share_file
         self.role, self.assignment = links.me, assignment(config.parties, parallel_session, config.rotate_roles)

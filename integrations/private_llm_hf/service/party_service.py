@@ -28,7 +28,7 @@ from private_llm.kernels.address import tune_allocator
 from private_llm.net.admission import Acceptor, Admission, ClientLink
 from private_llm.net.offline_store import OfflineStore
 from private_llm.net.rendezvous import Unreached, connect, open_acceptor
-from private_llm.net.roles import HEARSAY, WHO, called, named, named_errors
+from private_llm.net.roles import HEARSAY, WHO, called, named
 from private_llm.net.sockets import SocketTransport
 from private_llm.protocols.session import join
 from private_llm_hf.party.agreement import Ack, Commit, Proposal, RequestRef, Transcript, Vote, joined, tally
@@ -74,15 +74,13 @@ class PartyService:
         self._models, self.config = open_models(settings.models, _checked(config, number), number)
         if number in self.config.offline_receivers and settings.offline_bytes:
             OfflineStore(self.config.offline_folder).close()  # one that cannot be written is told before anybody comes
-        self.number = number
-        self._listener = listener
+        self.number, self._listener = number, listener
         self._scheduler, self._preprocessing = Scheduler(settings), PreprocessingStore()
         self._sessions: dict[str, ClientSession] = {}
         self._lock = threading.Lock()
         self._ended: list[str] = []
-        self._step = 0
+        self._step, self._others_leave = 0, False
         self._leave_at: float | None = None
-        self._others_leave = False
         self._up = threading.Event()
         self._last_live = 0.0
         self._alone_since = time.monotonic()
@@ -109,13 +107,7 @@ class PartyService:
     def run(self) -> None:
         """Serve until drained. Raises ConfigError if no safe connection can be, TransportError for a taken port."""
         tune_allocator()
-        with named_errors(self.config):
-            listener = self._listener
-            acceptor = (
-                open_acceptor(self.config, self.number) if listener is None
-                else Acceptor(listener, self.config.endpoints)
-            )  # fmt: skip
-        with closing(acceptor):
+        with closing(open_acceptor(self.config, self.number, self._listener)) as acceptor:
             while not self._gone():
                 self._serve_once(acceptor)
 
