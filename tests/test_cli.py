@@ -445,12 +445,12 @@ def test_a_missing_extra_is_named(run: Run, monkeypatch: pytest.MonkeyPatch) -> 
     from private_llm_cli.commands import doctor
 
     def fails(*_: object) -> None:
-        raise ModuleNotFoundError("No module named 'pydantic_settings'", name="pydantic_settings")
+        raise ModuleNotFoundError("No module named 'prometheus_client'", name="prometheus_client")
 
-    wanted = ["torch>=2.6", 'pydantic-settings>=2.4; extra == "hosting"', 'ruff; extra == "test"']
+    wanted = ["torch>=2.6", 'prometheus-client>=0.20; extra == "hosting"', 'ruff; extra == "test"']
     monkeypatch.setattr(app.metadata, "requires", lambda _: wanted)
     monkeypatch.setattr(doctor, "examine", fails)
     assert run("doctor", code=2).strip() == (
-        "private-llm: this command needs the Python package 'pydantic_settings', which is not installed: pip install "
+        "private-llm: this command needs the Python package 'prometheus_client', which is not installed: pip install "
         "'private-llm[hosting]' (in a checkout: '.[hosting]')"
     )
