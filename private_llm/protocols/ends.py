@@ -64,6 +64,8 @@ class PartyEnd:
     """Whether parties notice what one of them alters. Then they must compare what they were told to run, too: records
     of different runs differ, but one party alone may be the judge of records."""
 
+    module = ""
+    """The one that is being computed (`Session.module`), whose ranges hold; "" outside."""
     runs_ahead = False
     """Whether this is inside a `section`: the helping party may be ahead."""
 

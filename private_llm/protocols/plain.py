@@ -222,14 +222,16 @@ class CheckedPlain(Plain):
         if not largest < limit:
             self._refuse(what, largest, limit, "a value before truncation" if shift else "a value")
 
+    def _where(self) -> str:
+        rule = self.ledger.op_name
+        return f"{f' of {rule}' if rule else ''} in module '{self.module or 'unknown'}'"
+
     def _refuse(self, what: str, largest: float, limit: float, kind: str) -> None:
         if self._lenient:
             return
-        rule = self.ledger.op_name
         raise DomainError(
-            f"{what}{f' of {rule}' if rule else ''} in module '{self.ledger.scope_name or 'unknown'}' reaches "
-            f"2^{math.log2(largest):.1f}; a {self.ring.bits}-bit ring holds {kind} below 2^{math.log2(limit):.0f}, "
-            f"{largest / limit:.3g} times less "
+            f"{what}{self._where()} reaches 2^{math.log2(largest):.1f}; a {self.ring.bits}-bit ring holds {kind} "
+            f"below 2^{math.log2(limit):.0f}, {largest / limit:.3g} times less "
             "(lower frac_bits, or use the 64-bit ring)"
         )
 
@@ -264,11 +266,9 @@ class CheckedPlain(Plain):
             top, bottom = float(value.max()) + offset, float(value.min()) + offset
             reached = max(top, -bottom)
             if not self._lenient and (top >= half or bottom < (1 << low if low else 0) - half):
-                rule = self.ledger.op_name
                 raise DomainError(
-                    f"a comparison{f' of {rule}' if rule else ''} in module '{self.ledger.scope_name or 'unknown'}' "
-                    f"meets 2^{math.log2(reached):.1f}, beyond its promised range of 2^{math.log2(half):.0f} "
-                    "(activations of this model are too large)"
+                    f"a comparison{self._where()} meets 2^{math.log2(reached):.1f}, beyond its promised range of "
+                    f"2^{math.log2(half):.0f} (activations of this model are too large)"
                 )
         return super().msb(x, offsets, bits, low)
 

@@ -34,17 +34,15 @@ they belong to, int64 [n] (the number of rows for all of them)."""
 
 
 class NumericContext:
-    """The ranges that a session works with, set once when its model is loaded, and whose they are.
+    """The ranges that a session works with, set once when its model is loaded.
 
-    module: the one that is being computed, whose ranges hold (`Session.module`); "" outside. compared_quantity: which
-    of `ranges.QUANTITIES` the arguments of comparisons are (`exact.comparisons.comparing`). shared_ranges: quantities
-    of which every module counts as having the widest range of all modules that have one. lazy_masks: whether masks of
-    weights stay seeds until a layer runs. module_bits: kept by `tensor.fixed.module_bits`.
+    compared_quantity: which of `ranges.QUANTITIES` the arguments of comparisons are (`exact.comparisons.comparing`).
+    shared_ranges: quantities of which every module counts as having the widest range of all modules that have one.
+    lazy_masks: whether masks of weights stay seeds until a layer runs. module_bits: kept by `tensor.fixed.module_bits`.
     """
 
     def __init__(self) -> None:
         self.ranges = Ranges()
-        self.module = ""
         self.compared_quantity = "compare"
         self.shared_ranges: frozenset[str] = frozenset()
         self.lazy_masks = False
@@ -104,13 +102,13 @@ class Session:
     @contextmanager
     def module(self, name: str) -> Iterator[None]:
         """The module `name` is being computed: its ranges hold, and costs are booked under it."""
-        ledger, numerics = self.protocol.ledger, self.numerics
-        outer, before, numerics.module = ledger.enter(name), numerics.module, name
+        end = self.protocol
+        outer, before, end.module = end.ledger.enter(name), end.module, name
         try:
             yield
         finally:
-            numerics.module = before
-            ledger.leave(outer)
+            end.module = before
+            end.ledger.leave(outer)
 
     def exponent(self, quantity: str) -> int | None:
         """What calibration tells of the module that is being computed (`ranges.QUANTITIES`): an exponent of two.
@@ -118,7 +116,7 @@ class Session:
         None without calibration or for a module that it did not meet. Public and local.
         """
         ranges = self.numerics.ranges
-        found = ranges.of(self.numerics.module, quantity) if ranges.modules else None
+        found = ranges.of(self.protocol.module, quantity) if ranges.modules else None
         return ranges.widest[quantity] if found is not None and quantity in self.numerics.shared_ranges else found
 
     def __repr__(self) -> str:

@@ -46,12 +46,12 @@ class BreakRecord:
         self, session: Session, graph_break: GraphBreak, owner: str, parts: Sequence[Tensor]
     ) -> Sequence[Tensor]:  # fmt: skip
         """That of a program that is repeated, for an owner of this name. Raises DomainError for another form."""
-        numerics, ledger, count = session.numerics, session.protocol.ledger, len(parts) // len(self.forms)
+        end, ledger, count = session.protocol, session.protocol.ledger, len(parts) // len(self.forms)
         shares = [Share(tuple(parts[at : at + count])) for at in range(0, len(parts), count)]
         values = [Fixed(session, share, *form) for share, form in zip(shares, self.forms, strict=True)]
         (kind, name), (module_kind, module_name) = self.scope, self.module
         scope = (ledger.scope_name, owner, "")[kind] + name
-        with session.module((numerics.module, owner, "")[module_kind] + module_name), ledger.scope(scope):
+        with session.module((end.module, owner, "")[module_kind] + module_name), ledger.scope(scope):
             made = graph_break.recompute(values)
         if made.form != self.form:
             raise DomainError(f"a repeated layer: its attention gives {made.form} bits, recorded {self.form}")
@@ -111,7 +111,7 @@ class SideEffects:
     """What a call adds to its session, but for its graph_break: bookings, and checks of ranges."""
 
     def __init__(self, session: Session, owner: str) -> None:
-        self._session, self._owner, self._module = session, owner, session.numerics.module
+        self._session, self._owner, self._module = session, owner, session.protocol.module
         self._delta = LedgerDelta((), (), ())
         self._break: BreakRecord | None = None
         self._new: list[PendingRangeCheck] = []
@@ -144,8 +144,8 @@ class SideEffects:
         def exit_(values: Sequence[Fixed], made: Fixed) -> Fixed:
             given = [part for x in values for part in x.share.parts]
             parts = record(given, made.share.parts)
-            scope = self._scope(self._session.protocol.ledger.scope_name)
-            module = _relative(self._session.numerics.module, self._module, self._owner)
+            end = self._session.protocol
+            scope, module = self._scope(end.ledger.scope_name), _relative(end.module, self._module, self._owner)
             self._break = BreakRecord(tuple(x.form for x in values), made.form, scope, module, len(self._new))
             self._start()
             return made.with_share(Share(tuple(parts)))

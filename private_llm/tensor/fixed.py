@@ -350,7 +350,7 @@ class ModuleBits:
 def module_bits(session: Session) -> ModuleBits:
     """Those of the running module; found once, for a layer asks at every step. Public and local."""
     numerics = session.numerics
-    key = numerics.module, numerics.shared_ranges
+    key = session.protocol.module, numerics.shared_ranges
     found: ModuleBits | None = numerics.module_bits.get(key)
     if found is None or found.ranges is not numerics.ranges:
         frac, output, read, value = map(session.exponent, ("frac", "output", "read", "value"))

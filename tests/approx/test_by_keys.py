@@ -122,7 +122,7 @@ def test_bounds_beyond_a_known_range(config: PrivateConfig) -> None:
     bounds = ((None, 1000.0), (-1000.0, None), (-900.0, 1000.0), (-1.0, 100.0))
 
     def clamped(session: Session, a: Fixed) -> Fixed:
-        session.numerics.ranges = Ranges({session.numerics.module: {"compare": 6}})
+        session.numerics.ranges = Ranges({session.protocol.module: {"compare": 6}})
         return concatenated([clamp(a, *pair) for pair in bounds], -1)
 
     want = torch.cat([x.clamp(*pair) for pair in bounds])
@@ -312,7 +312,7 @@ def test_thresholds_of_a_key_are_counted_together() -> None:
     """SiLU of a step of 3 tokens, 1536 wide, takes keys at 20 ms: its 33 thresholds share most of their ways."""
 
     def widths(session: Session, x: Fixed) -> Fixed:
-        session.numerics.ranges = Ranges({session.numerics.module: {"compare": 6}})
+        session.numerics.ranges = Ranges({session.protocol.module: {"compare": 6}})
         return silu(x)
 
     far = PrivateConfig(adder="auto", bandwidth_mbit=1000.0, latency_ms=20.0)

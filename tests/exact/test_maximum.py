@@ -200,7 +200,7 @@ def test_a_maximum_of_cut_entries_is_near_and_never_above(protocol: str, rows: R
 @pytest.mark.parametrize(("known", "width"), [(4, 13), (9, 16), (19, 26), (30, 26)])
 def test_a_known_range_makes_the_ring_of_cut_entries_smaller(known: int, width: int) -> None:
     def out(session: Session, x: Fixed) -> Fixed:
-        session.numerics.ranges = Ranges({session.numerics.module: {"score": known}})
+        session.numerics.ranges = Ranges({session.protocol.module: {"score": known}})
         with comparing(session, "score"):
             return lifted(maximum(x, coarse=True))
 

@@ -251,7 +251,7 @@ def test_fused_attention_of_torch() -> None:
 
 
 def _ranged(session: Session, **known: int) -> Session:
-    session.numerics.ranges = Ranges({session.numerics.module: known})
+    session.numerics.ranges = Ranges({session.protocol.module: known})
     return session
 
 

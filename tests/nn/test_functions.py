@@ -149,7 +149,7 @@ def test_rms_norm(offset: float, public: bool) -> None:
 def test_a_norm_by_lines_leaves_its_rows_less_room() -> None:
     """They are squared with more fractional bits, so the check at the end of a call has a tighter bound for them."""
     session, width, square = meta_session(PrivateConfig(adder="keys"), 1), 96, 8
-    session.numerics.ranges = Ranges({session.numerics.module: {"square": square}})
+    session.numerics.ranges = Ranges({session.protocol.module: {"square": square}})
     F.rms_norm(SecretTensor(meta_fixed(session, (3, width), session.frac)), (width,), None, 1e-6)
     more = line_bits(session.frac, width, square) - session.frac
     assert more > 0

@@ -34,8 +34,8 @@ def test_overflow_names_the_module(product: Callable[[Protocol, Share], Share]) 
     config = PrivateConfig(protocol="plain", insecure=True, debug_ranges=True)
 
     def program(p: Protocol, x: Share) -> Share:
-        with p.ledger.scope("model.layers.3.fc1"):
-            return product(p, x)
+        p.module = "model.layers.3.fc1"
+        return product(p, x)
 
     small = torch.full((2, 2), 1 << 20)
     run_ring(config, [small], program, (2, 2))
@@ -47,8 +47,8 @@ def test_a_small_ring_overflows_earlier() -> None:
     config = PrivateConfig(protocol="plain", insecure=True, debug_ranges=True, ring=32, frac_bits=12)
 
     def program(p: Protocol, x: Share) -> Share:
-        with p.ledger.scope("features.3"):
-            return p.conv2d(x, x, Conv2d(), 12)
+        p.module = "features.3"
+        return p.conv2d(x, x, Conv2d(), 12)
 
     for value, fits in ((16383, True), (16384, False)):  # four products of 2^28 reach 2^30
         image = torch.full((1, 1, 2, 2), value, dtype=torch.int32)
@@ -88,17 +88,17 @@ def test_a_local_step_that_wraps_is_found_at_the_next_step(
 
     def program(p: Protocol, x: Share) -> Share:
         made = local(p, x)
-        with p.ledger.scope("model.layers.3.mlp"):
-            if then == "product":
-                return p.mul(made, p.public(torch.ones(4, dtype=torch.int64)), 18)
-            if then == "comparison":
-                return p.inject(p.msb(made), None, [0], [1])
-            if then == "bits":
-                return p.inject(p.a2b(made).row(63), None, [0], [1])
-            if then == "choice":
-                return p.inject(p.msb(x), made, [1], [0])
-            p.reveal_to_client(made)
-            return made
+        p.module = "model.layers.3.mlp"
+        if then == "product":
+            return p.mul(made, p.public(torch.ones(4, dtype=torch.int64)), 18)
+        if then == "comparison":
+            return p.inject(p.msb(made), None, [0], [1])
+        if then == "bits":
+            return p.inject(p.a2b(made).row(63), None, [0], [1])
+        if then == "choice":
+            return p.inject(p.msb(x), made, [1], [0])
+        p.reveal_to_client(made)
+        return made
 
     run_ring(config, [torch.full((4,), 1 << 20)], lambda p, x: x, (4,))
     wraps = torch.full((4,), (1 << 62) + 12345)

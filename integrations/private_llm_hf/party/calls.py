@@ -119,7 +119,7 @@ def run_model(model: nn.Module, session: Session, inputs: dict[str, Any]) -> Mod
     result: ModelOutput = model(**inputs, return_dict=True)
     cache = inputs.get(CACHE)
     if isinstance(cache, SecretCache):
-        with session.protocol.ledger.scope("cache policy"):
+        with session.module("cache policy"):
             cache.evict(inputs.get("attention_mask"))
     return result
 

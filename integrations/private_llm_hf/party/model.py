@@ -285,17 +285,17 @@ def _followed(
     forward: Callable[..., Any], session: Session, name: str, progress: Callable[[], None]
 ) -> Callable[..., Any]:
     """While a module runs, its ranges hold and what it sends is booked under its name; report that it runs."""
-    ledger, numerics = session.protocol.ledger, session.numerics
+    end, ledger = session.protocol, session.protocol.ledger
 
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - a module's own signature
         progress()
-        outer, before = ledger.enter(name), numerics.module  # `Session.module` without generators: modules are many
-        numerics.module = name
+        # `Session.module` without generators: modules are many
+        outer, before, end.module = ledger.enter(name), end.module, name
         try:
             return forward(*args, **kwargs)
         finally:
-            numerics.module = before
+            end.module = before
             ledger.leave(outer)
 
     return run
