@@ -29,13 +29,13 @@ from private_llm.config import PrivateConfig
 from private_llm.importing import python_like_this
 from private_llm.kernels import compiling
 from private_llm.kernels.parallel import usable_cores
+from private_llm.protocols.registry import DEALER, QUAD, TRIO
 
 _CHILD = "from private_llm.replay.ahead import main; main()"
 _MOST = 4
 """Processes at most: more would import for longer than they compile."""
-_REPLAYED = ("trio", "dealer")
-"""Protocols whose steps are recorded and run again (`replay`)."""
-_PROTOCOLS = (*_REPLAYED, "quad")
+_PARTIES = {table.party.name: table.party for table in (TRIO, QUAD, DEALER)}
+"""The protocols that use these kernels."""
 
 
 def compile_ahead(config: PrivateConfig, party: bool = False) -> None:
@@ -50,7 +50,7 @@ def compile_ahead(config: PrivateConfig, party: bool = False) -> None:
 @cache
 def _start(protocol: str) -> None:
     cores = min(_MOST, usable_cores())
-    if protocol not in _PROTOCOLS or cores < 2 or compiling.FOLDER is None or _mark(protocol).exists():
+    if protocol not in _PARTIES or cores < 2 or compiling.FOLDER is None or _mark(protocol).exists():
         return
     command, environment = python_like_this(_CHILD, protocol, str(cores))
     with contextlib.suppress(OSError):  # then this process compiles alone
@@ -142,24 +142,25 @@ def jobs(protocol: str) -> Iterator[tuple[Any, tuple[Any, ...]]]:
     from private_llm.kernels.waves import cpu as waves
     from private_llm.replay import runner
 
-    checks = [kernel for name, kernel in FIELDS.items() if name.startswith("check")]  # of quad, which has no programs
+    party = _PARTIES[protocol]
+    checks = [kernel for name, kernel in FIELDS.items() if name.startswith("check")]
     seldom = [waves.hidden, waves.summed, FIELDS["wraps"], FIELDS["widened"]]
     often = [
         matmul.row_product, *(each for each in FIELDS.values() if each not in (*checks, *seldom)), matmul.dot_product,
         bits.transpose_bits, bits.block_carries, bits.block_monomials, bits.join_products, bits.join_carries,
         bits.inject_products, bits.inject_terms, waves.placed, waves.weighed,
     ]  # fmt: skip
-    needed = [aes.write_bytes] * aes.usable() + [amx.product] * amx.usable() + checks * (protocol == "quad")
-    needed += [comparison_keys.expand] * (aes.usable() and protocol != "dealer")
+    needed = [aes.write_bytes] * aes.usable() + [amx.product] * amx.usable() + checks * party.compares
+    needed += [comparison_keys.expand] * (aes.usable() and not party.one_hot)
     last = [seeded_cpu.in_register_tiles] * aes.usable()  # where weights rest as seeds; elsewhere it cannot be compiled
     for kernel in (*needed, *often, *seldom):
         yield kernel, _types(kernel)
-    if protocol in _REPLAYED:
+    if party.can_repeat:
         yield runner.run, _types(runner.run)
         yield steps.combine, ()
     for kernel in last:
         yield kernel, _types(kernel)
-    if protocol in _REPLAYED:
+    if party.can_repeat:
         for kernel in (*often, *seldom, *last):
             yield steps.step_of(kernel)[0], ()
         yield steps.sum_last, ()

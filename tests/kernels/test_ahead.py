@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from private_llm.config import PrivateConfig
+from private_llm.protocols.trio.division import TrioParty
 from private_llm.replay import ahead, program_cache
 from tests.kernels.test_compiling import CODE, ROOT
 from tests.replay.test_programs import CALLS, run, some
@@ -76,6 +77,14 @@ def start(code: str, cache: Path | None, *words: str) -> subprocess.Popen[str]:
         env.pop("NUMBA_CACHE_DIR", None)
     command = [sys.executable, "-c", code, *words]
     return subprocess.Popen(command, cwd=ROOT, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def test_steps_are_compiled_for_protocols_whose_parties_repeat_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = {name: sum(not types for _, types in ahead.jobs(name)) for name in ("trio", "dealer", "quad")}
+    assert made["trio"] == made["dealer"] > 10
+    assert made["quad"] == 0
+    monkeypatch.setattr(TrioParty, "can_repeat", False)
+    assert not any(not types for _, types in ahead.jobs("trio"))
 
 
 @pytest.mark.full
