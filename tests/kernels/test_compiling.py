@@ -18,7 +18,7 @@ import hashlib
 import numpy as np
 import torch
 from private_llm.kernels import compiling, ops
-from private_llm.kernels import compiling, ops
+from private_llm.kernels.compile_note import shown_by
 from private_llm.kernels.bits import cpu as cpu_bits
 heard = []
 draw = torch.Generator().manual_seed(7)
