@@ -47,20 +47,24 @@ def _digest() -> str:
     return made.hexdigest()[:16]
 
 
-def _folder() -> tuple[Path | None, str]:
-    """Where machine code is kept, and ""; or None, and why: it cannot be written, or others could put code there."""
+def _folder() -> tuple[Path | None, tuple[str, ...]]:
+    """Where machine code is kept, and (); or None, and why not, as `_warn` takes it."""
     folder: Path | str = "~/.cache"
     try:
+        name = f"kernels-{_digest()}"
+    except OSError as error:  # in an archive
+        return None, (f"{error.filename} cannot be read ({error.strerror})", "Install the package with its sources")
+    try:
         base = numba.config.CACHE_DIR or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-        folder = Path(base) / "private-llm" / f"kernels-{_digest()}"
+        folder = Path(base) / "private-llm" / name
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
         found = folder.stat()
     except (OSError, RuntimeError) as error:  # RuntimeError: this user has no home
-        return None, f"{folder} cannot be written ({getattr(error, 'strerror', None) or error})"
+        return None, (f"{folder} cannot be written ({getattr(error, 'strerror', None) or error})",)
     if hasattr(os, "getuid") and (found.st_uid != os.getuid() or found.st_mode & _WRITABLE_BY_OTHERS):
-        return None, f"others can write to {folder}"
-    return folder, ""
+        return None, (f"others can write to {folder}",)
+    return folder, ()
 
 
 FOLDER, _NOT_KEPT = _folder()
@@ -71,14 +75,15 @@ class KernelsNotKept(UserWarning):
     """Machine code cannot be kept, so every process waits for the compiler again."""
 
 
-def _warn(why: str) -> None:
+def _warn(
+    why: str, advice: str = "Set XDG_CACHE_HOME (or NUMBA_CACHE_DIR) to a folder that you alone can write"
+) -> None:
     """Once a process."""
     if not _warned:
         _warned.append(why)
         warnings.warn(
             f"compiled kernels are not kept: {why}. So every process compiles them again, which takes 5 to 40 s. "
-            "Set XDG_CACHE_HOME (or NUMBA_CACHE_DIR) to a folder that you alone can write",
-            KernelsNotKept, stacklevel=3,
+            f"{advice}", KernelsNotKept, stacklevel=3,
         )  # fmt: skip
 
 
@@ -210,7 +215,7 @@ class _CompileListener(event.Listener):  # type: ignore[misc]
             if NOTE.others and (tell := NOTE.others[-1]) is not None:
                 tell(function.__name__)
             if FOLDER is None:
-                _warn(_NOT_KEPT)
+                _warn(*_NOT_KEPT)
 
     def on_end(self, event: Any) -> None:  # noqa: ANN401 - Numba's own
         if event.data["dispatcher"].py_func.__module__.startswith("private_llm."):

@@ -124,6 +124,17 @@ def test_code_that_others_could_change_is_not_used(tmp_path: Path) -> None:
     assert run(code, tmp_path) == ["None"]
 
 
+def test_an_archive_is_named_as_what_lacks_the_sources(tmp_path: Path) -> None:
+    """Not the folder for the machine code, which can be written."""
+    shutil.copytree(ROOT / "private_llm", tmp_path / "private_llm", ignore=shutil.ignore_patterns("__pycache__"))
+    archive = shutil.make_archive(str(tmp_path / "packed"), "zip", tmp_path, "private_llm")
+    code = f"import sys\nsys.path.insert(0, {archive!r})\nfrom private_llm.kernels import compiling\n"
+    folder, *said = run(code + "print(compiling.FOLDER, *compiling._NOT_KEPT)", tmp_path / "cache")
+    assert folder == "None"
+    assert " ".join(said).startswith(f"{archive}/private_llm/")
+    assert " ".join(said).endswith("cannot be read (Not a directory) Install the package with its sources")
+
+
 def test_the_digest_covers_every_file_with_compiled_functions() -> None:
     library = ROOT / "private_llm"
     texts = {path.relative_to(library): path.read_text() for path in library.rglob("*.py")}
