@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -38,11 +37,13 @@ _TAKEN = {
     "Flags": (2, "flat(a[{0}], a[{1}], FLAG)"),
 }
 """Words of a row that an argument takes, by its annotation, and how it is made of them; others are the word itself."""
+_STEPS: dict[Any, tuple[CompiledStep, tuple[str, ...]]] = {}
 
 
-@cache
 def step_of(kernel: Any) -> tuple[CompiledStep, tuple[str, ...]]:  # noqa: ANN401 - Numba ships no types
     """A function that calls a kernel with arguments of a row, and the annotations of these arguments."""
+    if kernel in _STEPS:
+        return _STEPS[kernel]
     kinds = tuple(str(each.annotation) for each in inspect.signature(kernel.py_func).parameters.values())
     given, at = [], 0
     for kind in kinds:
@@ -51,10 +52,9 @@ def step_of(kernel: Any) -> tuple[CompiledStep, tuple[str, ...]]:  # noqa: ANN40
         at += size
     name = f"{kernel.__module__.replace('.', '_')}_{kernel.__name__}"
     text = f"def {name}(row):\n    a = carray(row, {at})\n    kernel({', '.join(given)})\n"
-    made = {"__name__": __name__, "kernel": kernel, "carray": carray, "flat": flat}
-    made |= {"WORD": WORD, "SIGNED": SIGNED, "FLAG": np.uint8(0)}
+    made = {**globals(), "kernel": kernel, "WORD": WORD, "FLAG": np.uint8(0)}
     exec(compile(text, __file__, "exec"), made)  # of names in this package alone
-    return CompiledStep(made[name]), kinds
+    return _STEPS.setdefault(kernel, (CompiledStep(made[name]), kinds))  # the first of several threads' makes it
 
 
 # -- what PyTorch does ------------------------------------------------------------------------------------------------

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
+from typing import Any
 
 import pytest
 
-from private_llm.kernels import compiling
+from private_llm.kernels import compiling, steps
+from private_llm.kernels.bits import cpu as cpu_bits
 
 ROOT = Path(__file__).resolve().parents[2]
 CODE = """
@@ -133,6 +138,22 @@ def test_an_archive_is_named_as_what_lacks_the_sources(tmp_path: Path) -> None:
     assert folder == "None"
     assert " ".join(said).startswith(f"{archive}/private_llm/")
     assert " ".join(said).endswith("cannot be read (Not a directory) Install the package with its sources")
+
+
+def test_threads_that_ask_for_a_step_at_once_get_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two that both began to make it."""
+    kernel, both = cpu_bits.transpose_bits, Barrier(2)
+    signature = inspect.signature
+
+    def waiting(function: Any) -> inspect.Signature:
+        both.wait()
+        return signature(function)
+
+    monkeypatch.setattr(steps, "_STEPS", {})
+    monkeypatch.setattr(inspect, "signature", waiting)
+    with ThreadPoolExecutor(2) as threads:
+        first, second = threads.map(steps.step_of, [kernel] * 2)
+    assert first is second
 
 
 def test_the_digest_covers_every_file_with_compiled_functions() -> None:
