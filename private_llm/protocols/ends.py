@@ -77,8 +77,10 @@ class PartyEnd:
         self.placed = False
 
     def lacks(self, primitive: str, wanted: str = "another protocol") -> NoReturn:
-        """Raises UnsupportedOp for a primitive that this end does not have, with what has it."""
-        raise UnsupportedOp(f"{primitive}: protocol '{self.name}' lacks it here; want {wanted}")
+        """Raises UnsupportedOp for a primitive that this end does not have, with who needs it and what has it."""
+        needed = " in module ".join(filter(None, (self.ledger.op_name, self.module)))
+        by = f", which {needed} needs" if needed else ""
+        raise UnsupportedOp(f"{primitive}: protocol '{self.name}' lacks it here{by}; want {wanted}")
 
     def on(self, device: torch.device | str) -> Self:
         """This end, drawing and receiving on `device` from now on: where the operands of the next operation lie."""

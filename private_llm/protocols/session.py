@@ -157,9 +157,20 @@ def receiving_end(config: PrivateConfig, party: int, transport: Transport) -> Pr
     return _end(PartySetup(config, party, transport, seeds, [zero] * keys_held(config, party), counting=True))
 
 
+_ALWAYS = {"receive_input", "reveal", "public", "add_public", "truncate", "mul", "bilinear"}
+"""Primitives that every model needs."""
+
+
 def _end(setup: PartySetup) -> Protocol:
-    """This party's end. Raises ConfigError for a protocol that does not divide or check ranges as it was asked to."""
+    """This party's end. Raises ConfigError for a protocol without what every model needs, or with flags that nothing
+    reads, or one that does not divide or check ranges as it was asked to.
+    """
     end = protocol_spec(setup.config.protocol).party(setup)
+    flags = [each for each in dir(end) if each.startswith("has_") and isinstance(getattr(end, each), bool)]
+    if flags or not end.primitives >= _ALWAYS:
+        lacks = f"lacks {', '.join(sorted(_ALWAYS - end.primitives))}, which every model needs"
+        sets = f"sets {', '.join(flags)}, which nothing reads: a protocol has what its classes define (`primitives`)"
+        raise ConfigError(f"protocol {end.name!r}: its end ({type(end).__name__}) {sets if flags else lacks}")
     if setup.exact and not end.divides_exactly:
         raise ConfigError(
             f"truncation: got 'exact'; protocol {end.name!r} gives the floor or one unit more: want 'unit', or an end "

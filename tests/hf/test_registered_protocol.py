@@ -18,7 +18,7 @@ from private_llm.protocol_facts import ProtocolFacts, Threat
 from private_llm.protocols.plain import CheckedPlain, Plain, PlainClient
 from private_llm.protocols.protocol import Protocol
 from private_llm.protocols.registry import ProtocolSpec, protocol_names, protocol_spec, register, unregister
-from private_llm.protocols.session import Session
+from private_llm.protocols.session import Session, meta_session
 from private_llm.protocols.share import Share, cleartext
 from private_llm.ring.ring import Ring
 from private_llm.tensor.fixed import Fixed
@@ -167,6 +167,40 @@ def test_ranges_are_checked_as_the_facts_say_or_the_session_is_refused() -> None
     large = SecretTensor(Fixed(session, cleartext(torch.full((2,), 1 << 62), watched=True), session.frac))
     with pytest.raises(DomainError, match="the result"):
         large + large  # local: no method of the protocol runs
+
+
+def test_a_session_is_refused_without_the_primitives_of_every_model() -> None:
+    """As soon as it begins, and with a flag of a primitive, which nothing would read."""
+
+    class Unlike(Protocol):
+        name = "toy"
+        receive_input = Plain.receive_input
+        reveal = Plain.reveal
+
+    class Flagged(Twin):
+        has_piecewise = True
+
+    for end, reason in (
+        (Unlike, r"'toy': its end \(Unlike\) lacks add_public, bilinear, mul, .*, which every model needs"),
+        (Flagged, r"'toy': its end \(Flagged\) sets has_piecewise, which nothing reads: .* \(`primitives`\)"),
+    ):
+        register(replace(TOY, party=lambda setup, end=end: end(setup.party, setup.transport, setup.ring)))  # type: ignore[misc]
+        try:
+            with pytest.raises(ConfigError, match=reason):
+                meta_session(PrivateConfig(protocol="toy", insecure=True), 0)
+        finally:
+            unregister("toy")
+
+
+def test_who_needs_a_missing_primitive_is_named(config: PrivateConfig) -> None:
+    class Fewer(Twin):
+        msb = Protocol.msb
+
+    unregister("toy")
+    register(replace(TOY, party=lambda setup: Fewer(setup.party, setup.transport, setup.ring)))
+    reason = "msb: protocol 'toy' lacks it here, which model.layers.0.input_layernorm needs; want another"
+    with patch(tiny.build("llama"), config) as private, pytest.raises(UnsupportedOp, match=reason):
+        private(torch.ones(1, 3, dtype=torch.int64))
 
 
 @pytest.mark.full
