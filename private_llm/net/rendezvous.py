@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import secrets
 import select
 import socket
@@ -18,6 +19,7 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import PartiesBusy, TransportError, undoing
@@ -30,6 +32,8 @@ from private_llm.net.tls import Credentials, caller_name, explain
 from private_llm.net.transport import CLIENT, endpoint_name
 
 _LOG = logging.getLogger("private_llm")
+WAIT_UNTIL: ContextVar[float] = ContextVar("WAIT_UNTIL", default=math.inf)
+"""When `connect` waits for nobody any more, whatever else says how long (`time.monotonic`)."""
 
 _GATE = 0
 """The party that decides which client is served."""
@@ -110,8 +114,10 @@ class _Mesh:
         admission: Admission | None = None,
     ) -> None:  # fmt: skip
         self._me, self._addresses, self._token = me, addresses, token
-        self._timeout, self._wait, self._parallel_sessions = config.timeout_s, wait_s, config.parallel_sessions
-        self._deadline = time.monotonic() + wait_s
+        left = max(0.0, WAIT_UNTIL.get() - time.monotonic())
+        self._wait, self._busy_wait = min(wait_s, left), min(config.busy_wait_s, left)
+        self._timeout, self._parallel_sessions = config.timeout_s, config.parallel_sessions
+        self._deadline = time.monotonic() + self._wait
         self._credentials = Credentials(config.tls) if config.tls else None
         self._calls = [p for p in range(len(addresses)) if p < me]
         self._admission = admission
@@ -119,7 +125,6 @@ class _Mesh:
         self._called_by = [] if me == CLIENT else callers
         self._made: dict[tuple[int, bool, int], tuple[socket.socket, bytes]] = {}
         self._caller = secrets.token_bytes(CALLER_BYTES)
-        self._busy_wait = config.busy_wait_s
         self._turn_by: float | None = None
         self._began = time.monotonic()
         self._tell_at = self._began + _TELL_FIRST_S

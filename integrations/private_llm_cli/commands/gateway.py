@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import dataclasses
 import functools
+import math
 import secrets
 import tempfile
 import time
@@ -14,7 +16,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError, PartiesBusy, PartyFailed, TransportError
-from private_llm.net.rendezvous import Unreached
+from private_llm.net.rendezvous import WAIT_UNTIL, Unreached
 from private_llm_cli.commands.calibrate import ranges_from
 from private_llm_cli.commands.models import demo_model, loaded_from, tokenizer_of
 from private_llm_cli.commands.output import CONSOLE, NOTES, TURN, note_sparsity, progress_bar, waiting_told
@@ -148,21 +150,24 @@ _FAILURES = 2
 def when_ready(call: Callable[[], _T], wait_s: float, show: Callable[[str], None]) -> _T:
     """What `call` makes, as soon as all parties are there and let a session in.
 
-    wait_s: no further try begins after so many seconds; one that has begun takes its own time (`timeout_s`,
-    `busy_wait_s`). show: hears for whom it waits. Raises TransportError in the end, PartyFailed the third time, because
-    parties whose links form anew end what has just begun, and at once what waiting does not mend.
+    wait_s: seconds until the parties must be there; 0: one try, of `timeout_s` and `busy_wait_s`. show: hears for whom
+    it waits. Raises TransportError in the end, PartyFailed the third time, because parties whose links form anew end
+    what has just begun, and at once what waiting does not mend.
     """
     began, failures = time.monotonic(), 0
+    within = contextvars.copy_context()
+    within.run(WAIT_UNTIL.set, began + wait_s if wait_s else math.inf)
     with waiting_told(show):
         while True:
             try:
-                return call()
+                return within.run(call)
             except (Unreached, PartiesBusy, PartyFailed) as error:
                 failures += isinstance(error, PartyFailed)
                 if failures > _FAILURES:
                     raise
-                passed, reason = time.monotonic() - began, str(error)
+                reason = str(error)
+            show(f"waiting for the parties (for {time.monotonic() - began:.0f} s): {reason}")
+            time.sleep(max(0.0, min(_PAUSE_S, began + wait_s - time.monotonic())))
+            passed = time.monotonic() - began
             if passed >= wait_s:
                 raise TransportError(f"the parties were not ready after {passed:.0f} s (--wait {wait_s:g}): {reason}")
-            show(f"waiting for the parties (for {passed:.0f} s): {reason}")
-            time.sleep(min(_PAUSE_S, wait_s - passed))
