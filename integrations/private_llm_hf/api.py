@@ -225,7 +225,8 @@ def _open(
     parties = start(private_config, mesh)
     with undoing(parties.close):
         description = describe(model_class, config, folded=spec.folded)
-        if not parties.use_stored(description, mine):
+        stored = parties.use_stored(description, mine)
+        if not stored:
             known = ranges if isinstance(ranges, Ranges) else ranges()
             check_ranges(spec.model, known)
             description = dataclasses.replace(description, ranges=known.to_dict())
@@ -233,7 +234,7 @@ def _open(
                 _stream(lambda into: weights(spec.source, into, False), spec, sparse, sink)
     patch_plan = dataclasses.replace(patch_plan, ranges=parties.ranges)
     made = private_class(model_class)(config, parties, patch_plan, generation)
-    made.joins = functools.partial(_join_again, private_config, description, start)
+    made.stored, made.joins = stored, functools.partial(_join_again, private_config, description, start)
     return made
 
 

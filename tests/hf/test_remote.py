@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from private_llm_cli.commands.models import loaded_from
 from private_llm_hf import AutoPrivateModelForCausalLM, PrivateConfig, patch
 from private_llm_hf.api import share_checkpoint
 from private_llm_hf.checkpoint.share_files import share_path
@@ -72,6 +73,17 @@ def test_generate_from_share_files_in_two_sessions(shared: Path, config: Private
             with AutoPrivateModelForCausalLM.from_pretrained(source, config) as private:
                 assert torch.equal(private.generate(**BATCH, max_new_tokens=3, do_sample=False), want)
     assert sum(line == "session 2 ended" for line in lines) == 3
+
+
+def test_weights_beside_the_parties_shares_are_said_to_stay_unread(
+    shared: Path, config: PrivateConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with running(config, files(shared / "one"), sessions=2):
+        for source, told in ((shared / "one" / "client", False), (shared / "checkpoint", True)):
+            with loaded_from(AutoPrivateModelForCausalLM, str(source), config) as private:
+                assert private.stored
+            said = " ".join(capsys.readouterr().err.split())
+            assert (f"The parties use shares of their own; the weights in {source} stay unread." in said) is told
 
 
 def test_parties_wait_for_their_client_longer_than_the_timeout(shared: Path, config: PrivateConfig) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from private_llm.errors import ConfigError, PrivateLLMError, meant
+from private_llm_cli.commands.output import NOTES
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -94,16 +95,21 @@ def image_config(source: str) -> Any:  # noqa: ANN401 - a transformers configura
 
 
 def loaded_from(auto: Any, source: str, config: PrivateConfig, **form: Any) -> Any:  # noqa: ANN401 - a private model
-    """The private model that `auto` makes of a checkpoint, or at the parties of `config`. Raises ConfigError."""
+    """The private model that `auto` makes of a checkpoint, or at the parties of `config`, whose own shares it uses
+    then, as it says where there are weights here, too. Raises ConfigError.
+    """
     if not config.hosts:
         _want_weights(source)
     quiet()
     try:
-        return auto.from_pretrained(source, config, **form)
+        made = auto.from_pretrained(source, config, **form)
     except PrivateLLMError:
         raise
     except (OSError, ValueError) as error:
         raise _unusable("model", source, error) from error
+    if made.stored and config.plan is None and _holds_weights(Path(source)):
+        NOTES.print(f"The parties use shares of their own; the weights in {source} stay unread.", markup=False)
+    return made
 
 
 def check_length(source: str, length: int) -> None:
@@ -164,10 +170,14 @@ def _want_hub(what: str, source: str) -> None:
         ) from error
 
 
+def _holds_weights(folder: Path) -> bool:
+    return folder.is_dir() and any(path.suffix in _WEIGHTS for path in folder.iterdir())
+
+
 def _want_weights(source: str) -> None:
     """Raises ConfigError for a folder that describes a model and does not hold it."""
     folder = Path(source)
-    if (folder / "config.json").is_file() and not any(path.suffix in _WEIGHTS for path in folder.iterdir()):
+    if (folder / "config.json").is_file() and not _holds_weights(folder):
         raise ConfigError(
             f"model of {source!r}: the folder holds no weights; if it is the client folder of share files, say where "
             "the parties are (--hosts), else name a model folder"
