@@ -14,11 +14,11 @@ from pathlib import Path
 import httpx
 import pytest
 from private_llm_cli.app import main
-from private_llm_cli.commands.gateway import when_ready
+from private_llm_cli.commands.gateway import name_of, when_ready
 from private_llm_hf.service.local import LocalParties
 
 from private_llm.config import PrivateConfig
-from private_llm.errors import PartiesBusy, PartyFailed, TransportError
+from private_llm.errors import ConfigError, PartiesBusy, PartyFailed, TransportError
 from private_llm.net.authority import make_certificates
 from private_llm.net.rendezvous import Unreached, connect
 from private_llm.net.transport import CLIENT
@@ -62,6 +62,16 @@ def test_a_try_ends_with_the_time_to_wait() -> None:
     with pytest.raises(TransportError, match=r"not ready after \d s \(--wait 1\): party 0 at .* was not reached"):
         when_ready(lambda: connect(config, CLIENT), 1.0, lambda text: None)
     assert time.monotonic() - began < 10.0
+
+
+def test_a_client_folder_is_called_as_the_folder_around_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my-model" / "client").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "my-model")
+    names = {"client": "my-model", "./client/": "my-model", str(tmp_path / "my-model"): "my-model", "": "demo"}
+    assert {source: name_of(source) for source in names} == names
+    assert name_of("an-organisation/client") == "client"  # at the hub
+    with pytest.raises(ConfigError, match="'/' does not end in a name"):
+        name_of("/")
 
 
 def test_parties_that_fail_again_and_again_are_not_waited_for() -> None:

@@ -60,6 +60,15 @@ def token_of(choices: GatewayChoices) -> str | None:
     return choices.token or secrets.token_urlsafe(24)
 
 
+def name_of(source: str) -> str:
+    """What clients call a model: its folder's name, but of a client folder of share files that of the one around it."""
+    folder = Path(source.rstrip("/"))
+    around = folder.resolve().parent.name if folder.name == "client" and folder.is_dir() else ""
+    if source and not (around or folder.name):
+        raise ConfigError(f"name: {source!r} does not end in a name; give one with --name")
+    return around or folder.name or DEMO
+
+
 def start_model(
     choices: GatewayChoices, config: PrivateConfig, stack: contextlib.ExitStack,
     say: Callable[[str], None] = lambda text: None,
@@ -78,9 +87,7 @@ def start_model(
     from transformers import AutoConfig
 
     source = choices.model or demo_model()
-    name = choices.name or (DEMO if not choices.model else Path(source.rstrip("/")).name)
-    if not name:
-        raise ConfigError(f"name: {source!r} does not end in a name; give one with --name")
+    name = choices.name or name_of(choices.model)
     shared = (Path(source) / "client").is_dir() and share_path(Path(source), 0).is_file()
     client = str(Path(source) / "client") if shared else source
     with progress_bar(None, False) as bar:
