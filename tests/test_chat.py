@@ -9,13 +9,13 @@ import pytest
 import torch
 from bench.catalogue import make
 from bench.measure import measure
+from private_llm_cli.app import main
 from private_llm_cli.commands.generate import demo_chat
 from private_llm_hf.models import smollm2
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from private_llm.config import PrivateConfig
-from private_llm.errors import ConfigError
 
 CONFIG = PrivateConfig(timeout_s=60)
 LOGIT_ERROR = 4e-2
@@ -63,9 +63,11 @@ def test_a_chat_in_words(capsys: pytest.CaptureFixture[str]) -> None:
     assert "protects nobody" in lines[-1]
 
 
-def test_a_chat_of_no_tokens() -> None:
-    with pytest.raises(ConfigError, match="max-new-tokens: got 0"):
-        demo_chat("a", CONFIG, 0, True, None)
+def test_a_chat_of_no_tokens(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.argv", ["private-llm", "demo", "--model", "smollm2", "--max-new-tokens", "0"])
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    assert "Invalid value for '--max-new-tokens'" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("model")

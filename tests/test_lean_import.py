@@ -43,6 +43,32 @@ def test_import_stays_lean(module: str) -> None:
     assert imported(f"import {module}", HEAVY) == []
 
 
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize(
+    "words",
+    [
+        *(f"{command} /no/such" for command in ("generate --prompt x", "chat", "gateway", "share --out x")),
+        *(f"{command} m --ranges /no/such" for command in ("generate --prompt x", "gateway", "share --out x")),
+        *(f"{command} m --hosts a:1" for command in ("generate --prompt x", "chat", "gateway")),
+        *(f"{command} m --adder fast" for command in ("generate --prompt x", "chat", "gateway")),
+        *(f"{command} m --max-new-tokens 0" for command in ("generate --prompt x", "chat")),
+        *(f"gateway m {option}" for option in ("--port -1", "--sessions 0", "--wait -1", "--host a --no-token")),
+        "share m --out x --task none",
+    ],
+)
+def test_simple_mistakes_are_told_before_anything_slow_is_imported(words: str) -> None:
+    code = f"""
+import sys
+from private_llm_cli.app import main
+sys.argv = ["private-llm", *{words.split()}]
+try:
+    main()
+except SystemExit as ended:
+    assert ended.code == 2
+"""
+    assert imported(code, HEAVY) == []
+
+
 def test_the_integration_is_imported_without_what_few_use_and_without_cuda() -> None:
     code = f"{NO_CUDA}\nfrom private_llm_hf import *\nimport private_llm_hf.party.party"
     assert imported(code, ("datasets", "matplotlib", "sklearn", "pandas", "selenium")) == []

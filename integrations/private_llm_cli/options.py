@@ -57,7 +57,7 @@ def _option(panel: str, help_text: str, *names: str, **more: Any) -> Any:  # noq
 
 Json = Annotated[bool, typer.Option("--json", help="Print figures as JSON, one object per line.")]
 Prompt = Annotated[str, typer.Option("--prompt", help="Text to continue.")]
-TokensOption = Annotated[int, typer.Option("--max-new-tokens", help="How many tokens at most.")]
+TokensOption = Annotated[int, typer.Option("--max-new-tokens", min=1, help="How many tokens at most.")]
 Task = Annotated[str, typer.Option(help="causal-lm, seq2seq, classification, features, image or masked-lm.")]
 GgufFile = Annotated[str | None, typer.Option("--gguf-file", help="A GGUF file in the model's folder or repository.")]
 RangesFile = Annotated[Path | None, _option(PROTOCOL, "A file of `private-llm calibrate --out`.", "--ranges")]
@@ -315,10 +315,10 @@ class Run(Sparsity):
 
     def config(self, **more: Any) -> PrivateConfig:  # noqa: ANN401 - those of `config_of`
         """The configuration. Other processes begin to compile kernels while this one imports."""
-        from private_llm.replay.ahead import compile_ahead
-
         given = self.sparse_settings() | adder_of(self.adder)
         config = config_of(self.protocol, self.ring, self.party_mode, **given, **more)
+        from private_llm.replay.ahead import compile_ahead  # PyTorch, too: mistakes are told before
+
         compile_ahead(config)
         return config
 

@@ -6,6 +6,7 @@ Each function parses the options of the command of its name, and imports what ru
 from __future__ import annotations
 
 import dataclasses
+import secrets
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,6 +18,8 @@ from private_llm.errors import ConfigError
 from private_llm.protocol_facts import CASCADE
 from private_llm.token_sharding import ShardingPlan
 from private_llm_cli import options
+from private_llm_cli.commands.calibrate import ranges_from
+from private_llm_cli.commands.models import want_model
 from private_llm_cli.kv_cache import KvCacheOption, kv_cache_of
 
 
@@ -70,19 +73,20 @@ def generate(
     ranges: options.RangesFile = None,
 ) -> None:
     """Private generate() of any supported model."""
-    chosen = writing.settings()
+    if preprocess and writing.draft:
+        raise ConfigError("preprocess: with --draft nobody knows ahead how often the model runs; leave one of them out")
+    want_model(model, gguf_file)
+    known, chosen = ranges_from(ranges), writing.settings()
     config = run.config(matmul=matmul, **sharding.settings())
 
     from private_llm_cli.commands.generate import generate as write
 
-    if preprocess and writing.draft:
-        raise ConfigError("preprocess: with --draft nobody knows ahead how often the model runs; leave one of them out")
-    write(model, prompt, config, new_tokens, as_json, chosen, preprocess, gguf_file, ranges)
+    write(model, prompt, config, new_tokens, as_json, chosen, preprocess, gguf_file, known)
 
 
 @dataclass(frozen=True)
 class GatewayChoices:
-    """What a gateway serves, to whom. Raises ConfigError for less than 0 seconds to wait."""
+    """What a gateway serves, to whom. Raises ConfigError for what cannot be."""
 
     model: Annotated[
         str, typer.Argument(help="Model folder, hub id, or the client folder of share files (default: the demo model).")
@@ -92,7 +96,7 @@ class GatewayChoices:
     ] = field(default="", repr=False)
     no_token: Annotated[bool, typer.Option("--no-token", help="Ask for none; on loopback only.")] = False
     name: Annotated[str, typer.Option(help="What clients call the model (default: its folder's name).")] = ""
-    sessions: Annotated[int, typer.Option(help="Requests that run at a time; their passes are shared.")] = 8
+    sessions: Annotated[int, typer.Option(min=1, help="Requests that run at a time; their passes are shared.")] = 8
     wait: Annotated[
         float, typer.Option(help="Seconds to wait at the start for parties that are not there yet or load models.")
     ] = 300.0
@@ -101,6 +105,10 @@ class GatewayChoices:
     def __post_init__(self) -> None:
         if not self.wait >= 0:
             raise ConfigError(f"wait: got {self.wait:g}; want 0 seconds or more")
+        if self.no_token and self.token:
+            raise ConfigError("token: got one together with --no-token; want one of the two")
+        want_model(self.model)
+        ranges_from(self.ranges)
 
 
 @options.grouped
@@ -117,15 +125,13 @@ def gateway(
     """Serve a private model to chat clients: the OpenAI API on this machine, and a chat page."""
     from private_llm_gateway.settings import GatewaySettings
 
+    token = None if choices.no_token else choices.token or secrets.token_urlsafe(24)
+    hosts = tuple(allow_host or ())
+    settings = GatewaySettings(host=host, port=port, token=token, allowed_hosts=hosts, max_waiting=max_waiting)
     config = run.config()
 
     from private_llm_cli.commands.gateway import gateway as serve
-    from private_llm_cli.commands.gateway import token_of
 
-    hosts = tuple(allow_host or ())
-    settings = GatewaySettings(
-        host=host, port=port, token=token_of(choices), allowed_hosts=hosts, max_waiting=max_waiting
-    )
     serve(choices, config, settings)
 
 
@@ -142,13 +148,13 @@ def chat(
     new_tokens: options.TokensOption = 256,
 ) -> None:
     """Talk with a private model in the terminal, or with lines from a pipe. /reset, /cost, /quit; Ctrl-C stops."""
-    chosen = writing.settings()
-    config = run.config()
+    if not model and run.hosts:
+        raise ConfigError("model: got none with --hosts; want the client folder that the model's owner gave you")
+    want_model(model)
+    chosen, config = writing.settings(), run.config()
 
     from private_llm_cli.commands.terminal_chat import terminal_chat
 
-    if not model and config.hosts:
-        raise ConfigError("model: got none with --hosts; want the client folder that the model's owner gave you")
     terminal_chat(model, config, new_tokens, chosen)
 
 

@@ -7,7 +7,6 @@ import contextvars
 import dataclasses
 import functools
 import math
-import secrets
 import tempfile
 import time
 from collections.abc import Callable
@@ -27,16 +26,13 @@ if TYPE_CHECKING:
 
     from private_llm_cli.using import GatewayChoices
 
-DEMO = "demo"
-"""The name of the bundled model."""
 _LOADING_S = 900.0
 """Seconds that parties which were started here may take to load a model: a large one, on a busy machine."""
 
 
 def gateway(choices: GatewayChoices, config: PrivateConfig, settings: GatewaySettings) -> None:
-    """Start the model, say where the gateway is, and serve until interrupted. Raises ConfigError for a taken port.
-
-    Who asks while the parties are not ready gets 503 with the cause.
+    """Start the model, say where the gateway is, and serve until interrupted. Raises ConfigError for a taken port. Who
+    asks while the parties are not ready gets 503 with the cause.
     """
     from private_llm_gateway.app import answering_meanwhile, bound_socket, create_app, serve
 
@@ -51,22 +47,13 @@ def gateway(choices: GatewayChoices, config: PrivateConfig, settings: GatewaySet
         serve(create_app({served.name: served}, settings), settings, listening, ready)
 
 
-def token_of(choices: GatewayChoices) -> str | None:
-    """The token that clients must send: the one given, a random one, or none if that was asked for."""
-    if choices.no_token:
-        if choices.token:
-            raise ConfigError("token: got one together with --no-token; want one of the two")
-        return None
-    return choices.token or secrets.token_urlsafe(24)
-
-
 def name_of(source: str) -> str:
     """What clients call a model: its folder's name, but of a client folder of share files that of the one around it."""
     folder = Path(source.rstrip("/"))
     around = folder.resolve().parent.name if folder.name == "client" and folder.is_dir() else ""
     if source and not (around or folder.name):
         raise ConfigError(f"name: {source!r} does not end in a name; give one with --name")
-    return around or folder.name or DEMO
+    return around or folder.name or "demo"
 
 
 def start_model(
@@ -101,8 +88,8 @@ def start_model(
         writes = architecture(AutoConfig.from_pretrained(client)).kind == "decoder"
         vectors = SentenceVectors() if writes else sentence_vectors(client)
         auto = AutoPrivateModelForCausalLM if writes else AutoPrivateModel
-        own = not config.hosts and _served(config)
-        if own:
+        hides = config.facts is not None and config.facts.hides and config.plan is None
+        if hides and config.weights == "secret" and not config.hosts:  # services work with shares of secret weights
             folder = Path(source) if shared else Path(stack.enter_context(tempfile.TemporaryDirectory()))
             if not shared:
                 step("sharing the weights")
@@ -122,11 +109,6 @@ def start_model(
     served = Served(name, SessionPool(model, choices.sessions if config.hosts else 1), tokenizer, vectors)
     stack.callback(served.pool.close)
     return served
-
-
-def _served(config: PrivateConfig) -> bool:
-    """Whether party services can do it: they work with shares of secret weights."""
-    return config.facts is not None and config.facts.hides and config.weights == "secret" and config.plan is None
 
 
 def _announce(served: Served, settings: GatewaySettings, shown: bool) -> None:
@@ -155,11 +137,10 @@ _FAILURES = 2
 
 
 def when_ready(call: Callable[[], _T], wait_s: float, show: Callable[[str], None]) -> _T:
-    """What `call` makes, as soon as all parties are there and let a session in.
-
-    wait_s: seconds until the parties must be there; 0: one try, of `timeout_s` and `busy_wait_s`. show: hears for whom
-    it waits. Raises TransportError in the end, PartyFailed the third time, because parties whose links form anew end
-    what has just begun, and at once what waiting does not mend.
+    """What `call` makes, as soon as all parties are there and let a session in. wait_s: seconds until the parties must
+    be there; 0: one try, of `timeout_s` and `busy_wait_s`. show: hears for whom it waits. Raises TransportError in the
+    end, PartyFailed the third time, because parties whose links form anew end what has just begun, and at once what
+    waiting does not mend.
     """
     began, failures = time.monotonic(), 0
     within = contextvars.copy_context()

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError
+from private_llm.ranges import Ranges
 from private_llm_cli.commands import models, output
-from private_llm_cli.commands.calibrate import ranges_from
 from private_llm_cli.commands.doctor import machine
 from private_llm_cli.commands.output import duration, size
-from private_llm_cli.commands.plot import RecordingMesh, check_name
+from private_llm_cli.commands.plot import RecordingMesh, check_name, plot_costs, plot_nodes
 from private_llm_cli.commands.text import TextStream, TokenClock, agreement, by_link, is_text, margin
 
 if TYPE_CHECKING:
@@ -37,19 +37,17 @@ class Made:
 
 def generate(
     source: str, prompt: str, config: PrivateConfig, new_tokens: int, as_json: bool, sampling: dict[str, Any],
-    preprocess: bool = False, gguf_file: str | None = None, ranges: Path | None = None,
+    preprocess: bool = False, gguf_file: str | None = None, ranges: Ranges | None = None,
 ) -> None:  # fmt: skip
-    """Generate privately and print the text as it comes, and its cost.
-
-    If generation fails, the error is raised after what there is: the text so far is printed already, as JSON it is an
-    object with the text and the error.
+    """Generate privately and print the text as it comes, and its cost. If generation fails, the error is raised after
+    what there is: the text so far is printed already, as JSON it is an object with the text and the error.
     """
     from private_llm_hf import AutoPrivateModelForCausalLM
 
     tokenizer = models.tokenizer_of(source, gguf_file)
     inputs = _inputs(tokenizer, prompt)
     models.check_length(source, inputs["input_ids"].shape[1] + new_tokens - 1)  # before parties are called
-    form = {**models.gguf_options(gguf_file), "ranges": ranges_from(ranges)}
+    form = {**models.gguf_options(gguf_file), "ranges": ranges}
     text = TextStream(tokenizer, output.show_text if not as_json else lambda _: None, prompt=True)
     facts = {"model": source, "prompt": prompt}
     try:
@@ -84,8 +82,6 @@ def demo(prompt: str, config: PrivateConfig, new_tokens: int, as_json: bool, plo
     reference = plain.generate(**inputs, max_new_tokens=new_tokens, do_sample=False)[0]
     layers = by_layer(made.costs)
     if plot is not None:
-        from private_llm_cli.commands.plot import plot_costs, plot_nodes
-
         if config.plan is None:
             plot_costs(layers, mesh.waits if mesh is not None else (), config, made.clock.last, plot)
         else:
@@ -115,14 +111,11 @@ def demo(prompt: str, config: PrivateConfig, new_tokens: int, as_json: bool, plo
 
 def demo_chat(prompt: str, config: PrivateConfig, new_tokens: int, as_json: bool, cache: Path | None) -> None:
     """Ask SmolLM2 in plaintext and in private, greedily: the private answer as it comes, below the plaintext model's.
-
     cache: where the converted model is kept. Raises ConfigError if the model's package is not installed.
     """
     from private_llm_hf import patch
     from private_llm_hf.models import smollm2
 
-    if new_tokens < 1:
-        raise ConfigError(f"max-new-tokens: got {new_tokens}; want at least 1")
     if config.party_mode == "auto":  # thousands of small steps a token: threads would wait for the interpreter's lock
         config = replace(config, party_mode="processes")
     with output.progress_bar(None, as_json) as step:
@@ -137,20 +130,14 @@ def demo_chat(prompt: str, config: PrivateConfig, new_tokens: int, as_json: bool
         answer = tokenizer.decode(reference[start:], skip_special_tokens=True)
         for label, text in (("model", smollm2.NAME), ("prompt", prompt), ("plaintext", answer)):
             _say(label, f"{text}\n")
-    labelled = False
-
-    def show(text: str) -> None:
-        nonlocal labelled
-        _say("" if labelled else "private", text)
-        labelled = True
-
-    stream = TextStream(tokenizer, show if not as_json else lambda _: None)
+    labels = iter(["private"])
+    stream = TextStream(tokenizer, lambda text: None if as_json else _say(next(labels, ""), text))
     made = run(lambda: patch(plain, config), inputs, new_tokens, as_json, {"do_sample": False}, text=stream)
     facts = _facts(made, reference, tokenizer, prompt, config)
     if as_json:
         output.emit_json({**facts, "model": "smollm2", "protocol": config.protocol, "frac_bits": config.frac_bits})
         return
-    show("\n")
+    _say(next(labels, ""), "\n")
     _say("agreement", f"{facts['tokens_equal']} of {facts['tokens']} tokens\n\n")
     _say_cost(f"{start} tokens of prompt; {cost_line(made)}", config)
 
@@ -181,14 +168,11 @@ def run(
     load: Callable[[], Any], inputs: Any, new_tokens: int, quiet: bool, sampling: dict[str, Any],  # noqa: ANN401
     preprocess: bool = False, text: TextStream | None = None, remote: bool = False,
 ) -> Made:  # fmt: skip
-    """Share the model (`load`), generate, and collect times and costs.
-
-    text: takes the text as it comes, in the place of a progress bar. remote: parties on other hosts have the weights.
+    """Share the model (`load`), generate, and collect times and costs. text: takes the text as it comes, in the place
+    of a progress bar. remote: parties on other hosts have the weights.
     """
     from private_llm_hf import GeneratePlan
 
-    if new_tokens < 1:
-        raise ConfigError(f"max-new-tokens: got {new_tokens}; want at least 1")
     with ExitStack() as shown:
         step = shown.enter_context(output.progress_bar(new_tokens, quiet))
         step("calling the parties" if remote else "sharing the weights", 0)

@@ -7,6 +7,8 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from private_llm_hf.checkpoint import want_config
+
 from private_llm.errors import ConfigError, PrivateLLMError, meant
 from private_llm_cli.commands.output import NOTES
 
@@ -72,6 +74,13 @@ def tokenizer_of(source: str, gguf_file: str | None = None) -> Any:  # noqa: ANN
     return _load("tokenizer", AutoTokenizer, checkpoint.tokenizer_source, **checkpoint.tokenizer_options)
 
 
+def want_model(source: str, gguf_file: str | None = None) -> None:
+    """Raises ConfigError for a path without a model, before anything is imported that takes seconds."""
+    shared = (Path(source) / "client").is_dir()
+    if source and gguf_file is None and not source.endswith(".gguf") and not shared:
+        want_config("model", source)
+
+
 def gguf_options(gguf_file: str | None) -> dict[str, Any]:
     """What from_pretrained needs to read a GGUF file."""
     return {} if gguf_file is None else {"gguf_file": gguf_file}
@@ -129,8 +138,6 @@ def quiet() -> None:
 
 
 def _load(what: str, auto: Any, source: str, **more: Any) -> Any:  # noqa: ANN401 - transformers' auto classes
-    from private_llm_hf.checkpoint.source import want_config
-
     quiet()
     if "gguf_file" not in more:
         want_config(what, source)

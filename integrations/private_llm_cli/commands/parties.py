@@ -15,7 +15,7 @@ from private_llm.errors import ConfigError, PrivateLLMError
 from private_llm.protocol_facts import CASCADE, protocol_facts
 from private_llm_cli import options
 from private_llm_cli.commands.calibrate import ranges_from
-from private_llm_cli.commands.models import gguf_options, image_config, quiet
+from private_llm_cli.commands.models import gguf_options, image_config, quiet, want_model
 from private_llm_cli.commands.output import CONSOLE, emit_json, emit_table, progress_bar, size
 from private_llm_cli.kv_cache import KvCacheOption, kv_cache_of
 
@@ -61,20 +61,20 @@ def share(
     if predictors.sparsity == options.SHARED:
         raise ConfigError("sparsity: whoever shares a model holds its predictors; want the folder of them")
     config = options.config_of(protocol, ring, prg=prg, frac_bits=frac_bits, **more)
+    want_model(checkpoint, gguf_file)
+    folder, known, auto = Path(out), ranges_from(ranges), auto_class(task)
     from private_llm_hf.api import share_checkpoint
 
     from private_llm.net.roles import named
 
-    folder = Path(out)
     quiet()
-    auto = auto_class(task)
     if gguf_file is None and not checkpoint.endswith(".gguf"):
         image_config(checkpoint)  # says what is wrong with a configuration
     try:
         with progress_bar(None, as_json) as step:
             step("sharing", 0)
             paths = share_checkpoint(
-                checkpoint, folder, config, auto=auto, overwrite=force, ranges=ranges_from(ranges),
+                checkpoint, folder, config, auto=auto, overwrite=force, ranges=known,
                 **gguf_options(gguf_file), progress=lambda name, done, total: step(f"{done}/{total} {name}"),
             )  # fmt: skip
     except PrivateLLMError:

@@ -1,1 +1,20 @@
 """Weights on their way: checkpoints, calibration, shares in files, and what all agree upon."""
+
+from pathlib import Path
+
+from private_llm.errors import ConfigError
+
+
+def want_config(what: str, name: str) -> None:
+    """Raises ConfigError for names that transformers would look up as a hub id and report upon as one."""
+    path = Path(name)
+    a_path = name.startswith((".", "~")) or path.is_absolute() or len(path.parts) > 2 or "\\" in name
+    held = any((path / each).is_file() for each in ("config.json", "adapter_config.json"))
+    for wrong, why in (
+        (not name.strip(), "got an empty name"),
+        (path.is_file(), "it is a file"),
+        (not path.exists() and a_path, "no such folder"),
+        (path.is_dir() and not held, "the folder holds no config.json"),
+    ):
+        if wrong:
+            raise ConfigError(f"{what} of {name!r}: {why} (want a model folder or a hub id)")

@@ -24,10 +24,11 @@ from transformers.utils import find_adapter_config_file
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError, PatchMismatch, PrivateLLMError, listed
+from private_llm_hf.checkpoint import want_config
 from private_llm_hf.checkpoint.dense import FOREIGN, TIED, dense_model, first_line, without_quantisation
 from private_llm_hf.checkpoint.loaded import as_built
 from private_llm_hf.checkpoint.sentence_vectors import copy_sentence_files
-from private_llm_hf.checkpoint.source import check_attention, check_options, readable_files, want_config
+from private_llm_hf.checkpoint.source import check_attention, check_options, readable_files
 from private_llm_hf.checkpoint.weights import LOADING, Sink, WeightList, stream_checkpoint, stream_loaded
 from private_llm_hf.models.architectures import architecture
 

@@ -82,21 +82,6 @@ def check_attention(name: object) -> None:
         )
 
 
-def want_config(what: str, name: str) -> None:
-    """Raises ConfigError for names that transformers would look up as a hub id and report upon as one."""
-    path = Path(name)
-    a_path = name.startswith((".", "~")) or path.is_absolute() or len(path.parts) > 2 or "\\" in name
-    held = any((path / each).is_file() for each in ("config.json", "adapter_config.json"))
-    for wrong, why in (
-        (not name.strip(), "got an empty name"),
-        (path.is_file(), "it is a file"),
-        (not path.exists() and a_path, "no such folder"),
-        (path.is_dir() and not held, "the folder holds no config.json"),
-    ):
-        if wrong:
-            raise ConfigError(f"{what} of {name!r}: {why} (want a model folder or a hub id)")
-
-
 @contextmanager
 def readable_files(source: str) -> Iterator[None]:
     """Raises ConfigError with the name of a file of weights that cannot be read, where loading fails for it."""

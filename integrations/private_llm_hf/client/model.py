@@ -92,8 +92,7 @@ class PrivateModel:
         if generation_config is not None:
             self.generation_config = generation_config
         self.joins: Callable[[], SessionClient] | None = None
-        self.stored = False
-        """Whether the parties had its weights already, so that those here were not shared."""
+        self.stored = False  # whether the parties had its weights already, so that those here were not shared
         self._end = weakref.finalize(self, parties.close)
         self.training = False
 
