@@ -34,9 +34,8 @@ class _Page:
             _write(title, records, formatter)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # noqa: ANN401
-        """As click; the error of an unknown option names the one that is most like it.
-
-        Raises ConfigError for an empty text, as an unset variable of a shell leaves it: it would mean the default.
+        """As click; the error of an unknown option names the one that is most like it. Raises ConfigError for an empty
+        text, as an unset variable of a shell leaves it: it would mean the default.
         """
         given = list(args)
         for before, word in zip(["", *given], given, strict=False):

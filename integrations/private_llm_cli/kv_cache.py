@@ -30,9 +30,8 @@ KvCacheOption = Annotated[
 
 
 def kv_cache_of(text: str) -> dict[str, Any]:
-    """Settings of --kv-cache.
-
-    Raises ConfigError for names, settings and values that are not known, which lists those that are.
+    """Settings of --kv-cache. Raises ConfigError for names, settings and values that are not known, which lists those
+    that are.
     """
     if not text:
         return {}

@@ -32,9 +32,6 @@ from private_llm.kernels.compile_note import NOTE
 with suppress(ImportError):  # not on Windows
     import fcntl
 
-_WRITABLE_BY_OTHERS = 0o022
-
-
 ELSEWHERE = ("net/connection.py", "net/frames.py", "replay/runner.py")
 """Sources of the library outside this folder that kernels are made of."""
 
@@ -62,7 +59,7 @@ def _folder() -> tuple[Path | None, tuple[str, ...]]:
         found = folder.stat()
     except (OSError, RuntimeError) as error:  # RuntimeError: this user has no home
         return None, (f"{folder} cannot be written ({getattr(error, 'strerror', None) or error})",)
-    if hasattr(os, "getuid") and (found.st_uid != os.getuid() or found.st_mode & _WRITABLE_BY_OTHERS):
+    if hasattr(os, "getuid") and (found.st_uid != os.getuid() or found.st_mode & 0o022):
         return None, (f"others can write to {folder}",)
     return folder, ()
 
@@ -92,7 +89,6 @@ _warned: list[str] = []
 
 def compiled(function: Callable[..., Any], inlined: bool = False) -> Any:  # noqa: ANN401 - Numba ships no types
     """`function` as a kernel that releases Python's lock, compiled when it first meets arguments of some types.
-
     inlined: whether kernels that call it take its code in. Only kernels call what begins with an underscore: it gets no
     code for a call from Python, which is a tenth of what there is to compile.
     """

@@ -310,9 +310,8 @@ class _Mesh:
                 self._arriving.pop(threading.get_ident(), None)
 
     def _admit(self, caller: Greeted) -> None:
-        """Let in a caller that has proved who it is, or raise TransportError; PartiesBusy: it should come later.
-
-        A client has its place as long as it holds connections, though without a session for timeout_s at most. An
+        """Let in a caller that has proved who it is, or raise TransportError; PartiesBusy: it should come later. A
+        client has its place as long as it holds connections, though without a session for timeout_s at most. An
         endpoint besides the client that starts again replaces itself.
         """
         peer = caller.peer

@@ -53,10 +53,7 @@ from private_llm.ring.ring import Ring
 
 
 class Plain(Protocol):
-    """The cleartext reference: nothing is sent between parties, and every division is the floor.
-
-    A share has one part.
-    """
+    """The cleartext reference: nothing is sent between parties, every division is the floor; a share has one part."""
 
     name = "plain"
     divides_exactly = True
@@ -255,10 +252,7 @@ class CheckedPlain(Plain):
 
     # -- comparisons and bits --------------------------------------------------------------------------------
     def msb(self, x: Share, offsets: Sequence[int] = (0,), bits: int | None = None, low: int = 0) -> BitShare:
-        """Sign bits of values that keep their promised range.
-
-        Raises DomainError, with the module's name, for others.
-        """
+        """Sign bits of values that keep their promised range. Raises DomainError, naming the module, for others."""
         x = self.check("an operand", x)
         value = x.parts[0].double()
         half = 2.0 ** ((bits or self.ring.bits) - 1)

@@ -20,7 +20,7 @@ import threading
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from llvmlite import binding
 from numba import config, types
@@ -97,12 +97,7 @@ def main() -> None:
     numbers, write = os.pipe()
     os.write(write, bytes(range(len(todo))))  # a process takes the next one whenever it is done with another
     os.close(write)
-    children = []
-    for _ in range(processes):
-        child = os.fork()
-        if child == 0:
-            _work(todo, numbers)
-        children.append(child)
+    children = [os.fork() or _work(todo, numbers) for _ in range(processes)]
     threading.Thread(target=_end_with_parent, daemon=True).start()
     statuses = [os.waitpid(child, 0)[1] for child in children]
     if not any(statuses):
@@ -110,7 +105,7 @@ def main() -> None:
     os._exit(0)  # at once: an orderly end of the interpreter takes a second
 
 
-def _work(todo: list[tuple[Any, tuple[Any, ...]]], numbers: int) -> None:
+def _work(todo: list[tuple[Any, tuple[Any, ...]]], numbers: int) -> NoReturn:
     """What a process does, which exits with 1 if a kernel was not compiled."""
     failed = 1
     try:

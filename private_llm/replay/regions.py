@@ -153,9 +153,8 @@ class SideEffects:
         return exit_
 
     def end(self, made: Sequence[Fixed], facts: Hashable) -> tuple[Outcome, list[Tensor]]:
-        """All of a call that made these values: also their parts, and those of the sums that it owes.
-
-        Raises UnsupportedOp for what no program books.
+        """All of a call that made these values: also their parts, and those of the sums that it owes. Raises
+        UnsupportedOp for what no program books.
         """
         self.pause()
         if any(rows is not None for _, _, rows in self._new):
@@ -178,10 +177,9 @@ class CompiledRegion:
 
 @dataclass
 class RegionState:
-    """Calls of one key so far. checked, refused: the owners for which the program is right, and is not.
-
-    bound: graphs by owner, but for that with which they were recorded. place: of graphs, whether they run within
-    others: these are counted apart.
+    """Calls of one key so far. checked, refused: the owners for which the program is right, and is not. bound: graphs
+    by owner, but for that with which they were recorded. place: of graphs, whether they run within others: these are
+    counted apart.
     """
 
     place: tuple[object, ...] = ()

@@ -52,7 +52,6 @@ def examine() -> dict[str, Any]:
 
 def machine() -> str:
     """Processor, its generation and the units that products run on, usable cores, memory, system, in one line.
-
     Processors of one name may differ by a factor of seven.
     """
     flags = cpu_field("flags").split()

@@ -26,9 +26,8 @@ if TYPE_CHECKING:
 def estimate(
     work: Workload, config: PrivateConfig, as_json: bool, hardware: Hardware, image: str | None, ranges: Path | None
 ) -> None:
-    """Count the costs on meta tensors and print them per layer.
-
-    work.sparsity: as `PlannedSparsity.parse` reads it. ranges: a file of `calibrate`, else all modules have one size.
+    """Count the costs on meta tensors and print them per layer. work.sparsity: as `PlannedSparsity.parse` reads it.
+    ranges: a file of `calibrate`, else all modules have one size.
     """
     from private_llm_hf.models.architectures import architecture
     from private_llm_hf.sparsity.price import PlannedSparsity
@@ -162,10 +161,9 @@ def merge_equal(layers: list[LayerCost]) -> list[tuple[str, list[LayerCost]]]:
 
 # -- what a policy of the KV cache saves: beside a full cache, for the prompt and for each token ----------------------
 def saving(full: Estimate, kept: Estimate, policy: CachePolicy, new: int, hardware: Hardware) -> dict[str, Any]:
-    """Of a run under `policy` (kept) beside one that keeps all (full), both of `new` tokens (0: one forward).
-
-    policy; full: bytes_total, rounds, seconds and cache bytes of the whole run; prompt and token: full and kept bytes,
-    rounds and seconds until the first new token, and of each later one on average (None without any).
+    """Of a run under `policy` (kept) beside one that keeps all (full), both of `new` tokens (0: one forward). policy;
+    full: bytes_total, rounds, seconds and cache bytes of the whole run; prompt and token: full and kept bytes, rounds
+    and seconds until the first new token, and of each later one on average (None without any).
     """
     runs = {"full": full, "kept": kept}
     whole = {name: _sum(found, hardware) for name, found in runs.items()}

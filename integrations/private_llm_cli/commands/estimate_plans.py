@@ -100,9 +100,8 @@ class Hardware:
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """What is estimated: one forward of `sequence` tokens (0: images), or `new` tokens after them.
-
-    sparsity: what predictors leave out, as it was given. replaced: the activation that ReLU took the place of.
+    """What is estimated: one forward of `sequence` tokens (0: images), or `new` tokens after them. sparsity: what
+    predictors leave out, as it was given. replaced: the activation that ReLU took the place of.
     """
 
     model: str

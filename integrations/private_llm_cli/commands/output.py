@@ -34,9 +34,8 @@ def emit_json(value: object) -> None:
 
 
 def show_text(text: str) -> None:
-    """A piece of text on stdout, as it is; a terminal gets no control characters of it but ends of lines and tabs.
-
-    A model may write anything, and its user's terminal obeys escape sequences.
+    """A piece of text on stdout, as it is; a terminal gets no control characters of it but ends of lines and tabs. A
+    model may write anything, and its user's terminal obeys escape sequences.
     """
     if CONSOLE.is_terminal:
         text = "".join(c if c in "\n\t" or unicodedata.category(c) not in ("Cc", "Cf") else "\ufffd" for c in text)
@@ -61,10 +60,9 @@ def duration(seconds: float) -> str:
 
 @contextmanager
 def progress_bar(total: int | None = None, quiet: bool = False) -> Iterator[Any]:
-    """A bar on stderr; the yielded function takes a description and advances by one.
-
-    Where stderr is no terminal, a line now and then instead, so that long work is not silent in a log. On a terminal it
-    also says when kernels are compiled meanwhile, which takes longer than all else, and for which party it waits.
+    """A bar on stderr; the yielded function takes a description and advances by one. Where stderr is no terminal, a
+    line now and then instead, so that long work is not silent in a log. On a terminal it also says when kernels are
+    compiled meanwhile, which takes longer than all else, and for which party it waits.
     """
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=NOTES, transient=True, disable=quiet or not NOTES.is_terminal) as bar:
@@ -127,9 +125,8 @@ TURN = (64, 32)
 
 
 def note_sparsity(model: Any, sequence: int, new_tokens: int, batch: int = 1) -> None:  # noqa: ANN401 - a private model
-    """Say on stderr what this run will send with predictors and without, and what helps if they do not pay.
-
-    Nothing for a model without predictors, and for what cannot be estimated: the run itself says why.
+    """Say on stderr what this run will send with predictors and without, and what helps if they do not pay. Nothing for
+    a model without predictors, and for what cannot be estimated: the run itself says why.
     """
     if model.parties.config.sparsity is None:
         return

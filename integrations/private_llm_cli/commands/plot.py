@@ -158,10 +158,9 @@ _KINDS = {"party": "#937860", "CompNode": "#4c72b0", "AttnNode": "#dd8452"}
 def plot_nodes(
     costs: Costs, frames: Sequence[TimeSpan], config: PrivateConfig, arrived: Sequence[float], path: Path
 ) -> None:
-    """Bars of each node's bytes by what they are; below, who sent anything between one token and the next.
-
-    arrived: when the prompt was handed over and when each token came (seconds of time.perf_counter). frames: everything
-    sent in this time; without any (nodes in processes of their own) there is no second part.
+    """Bars of each node's bytes by what they are; below, who sent anything between one token and the next. arrived:
+    when the prompt was handed over and when each token came (seconds of time.perf_counter). frames: everything sent in
+    this time; without any (nodes in processes of their own) there is no second part.
     """
     pyplot = load_pyplot()
     sent = _sent(costs, config)

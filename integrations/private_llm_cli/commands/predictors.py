@@ -128,9 +128,8 @@ def show(
 
 
 def images_of(model: str, folder: Path | None, batch: int) -> Images | None:
-    """The images of a folder, in order of names, as the model's processor prepares them; `batch` at a time.
-
-    Raises ConfigError for a folder without files.
+    """The images of a folder, in order of names, as the model's processor prepares them; `batch` at a time. Raises
+    ConfigError for a folder without files.
     """
     if folder is None:
         return None

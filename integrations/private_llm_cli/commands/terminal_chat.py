@@ -54,10 +54,9 @@ class ChatUsage:
 
 
 def terminal_chat(source: str, config: PrivateConfig, new_tokens: int, sampling: dict[str, Any]) -> None:
-    """Talk until /quit or the end of input.
-
-    source: a model, or the client folder of share files with `config.hosts`; "" for SmolLM2 if it is installed, else
-    the bundled model. Raises what loading raises, and of lines from a pipe what ended the session.
+    """Talk until /quit or the end of input. source: a model, or the client folder of share files with `config.hosts`;
+    "" for SmolLM2 if it is installed, else the bundled model. Raises what loading raises, and of lines from a pipe what
+    ended the session.
     """
     if not source:
         from private_llm_hf.models import smollm2

@@ -60,11 +60,10 @@ def is_text(given: str) -> bool:
 
 
 class TextStream(TokenClock):
-    """A streamer for generate() of one row: hands on text as soon as its tokens are there.
-
-    write: takes each further piece of text. prompt: whether the prompt's text comes first, together with the first
-    token's: until then others may write to the terminal. Half a character (a token may end within one) waits for the
-    rest of its bytes, at most until `end`.
+    """A streamer for generate() of one row: hands on text as soon as its tokens are there. write: takes each further
+    piece of text. prompt: whether the prompt's text comes first, together with the first token's: until then others may
+    write to the terminal. Half a character (a token may end within one) waits for the rest of its bytes, at most until
+    `end`.
     """
 
     def __init__(self, tokenizer: Any, write: Callable[[str], None], prompt: bool = False) -> None:  # noqa: ANN401
@@ -190,11 +189,10 @@ class Conversation:
         self.messages.pop()
 
     def answer(self, stream: TextStream, stopped: Callable[[], bool]) -> str:
-        """The model's turn: "stop" if it came to its end, "length" at a limit, "stopped" if the user did.
-
-        stream: takes the text; what it has already, of a call that failed, is gone on with. stopped: asked after each
-        token. Raises DomainError if the model has no positions left, and what generate() raises; either way the user's
-        turn is the last one then.
+        """The model's turn: "stop" if it came to its end, "length" at a limit, "stopped" if the user did. stream: takes
+        the text; what it has already, of a call that failed, is gone on with. stopped: asked after each token. Raises
+        DomainError if the model has no positions left, and what generate() raises; either way the user's turn is the
+        last one then.
         """
         ids = torch.cat([self._prompt(), torch.tensor(stream.ids, dtype=torch.int64)])
         room = self._room(len(ids))
