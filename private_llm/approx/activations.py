@@ -1,4 +1,4 @@
-"""The pointwise smooth functions: GELU, SiLU, softplus, the logistic function, tanh and e^x. Tables: tables.py.
+"""The pointwise smooth functions: GELU, tanh, e^x, and those that their tables (tables.py) make: SiLU, softplus.
 
 Tanh is Lambert's continued fraction u / (1 + u^2 / (3 + u^2 / (5 + ...))), cut at 13: odd over even powers,
 
@@ -11,9 +11,10 @@ so the error is relative: small scores stay as exact as if there were no soft ca
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 from private_llm.approx import tables
-from private_llm.approx.bump import folded, rectified_minus
+from private_llm.approx.bump import Fitted, folded, rectified_minus
 from private_llm.approx.chain import evaluate, need_wide_ring, price
 from private_llm.approx.curves import evaluate as by_keys
 from private_llm.approx.curves import takes_curve
@@ -31,11 +32,10 @@ from private_llm.tensor.fixed import Fixed
 def gelu(x: Fixed, approximate: str = "none") -> Fixed:
     """GELU of x (any shape) by erf or "tanh" (Hendrycks and Gimpel 2016), for |x| < 2^20 - 2^10.
 
-    64-bit ring only, else DomainError. relu(x) - g(|x|), g five waves (bump.py): absolute error at most 2e-4, both
-    spellings, 130.3 bytes an element, 6 rounds (18 fractional bits). Without waves (quad, plain, exact divisions) a
-    polynomial of degree 8 in three products: error 2e-4, exactly x or 0 beyond 4.02, 11 rounds. By comparison keys 2
-    rounds, error 2e-4. Where `PrivateConfig.approximations` names another system's GELU, that one, which has one
-    formula for both spellings. Raises UnsupportedOp for another spelling.
+    64-bit ring only, else DomainError. relu(x) - g(|x|), g five waves (bump.py). Without waves (quad, plain, exact
+    divisions) a polynomial of degree 8 in three products: exactly x or 0 beyond 4.02, 11 rounds. Where
+    `PrivateConfig.approximations` names another system's GELU, that one, which has one formula for both spellings.
+    Absolute error at most 2e-4. Raises UnsupportedOp for another spelling.
     """
     other = approximations_of(x.session.config.approximations)
     if other is not None:
@@ -46,34 +46,24 @@ def gelu(x: Fixed, approximate: str = "none") -> Fixed:
     return rectified_minus(x, tables.GELU_ERF if approximate == "none" else tables.GELU_TANH)
 
 
-def silu(x: Fixed) -> Fixed:
-    """SiLU (swish), x / (1 + e^-x), of x (any shape), for |x| < 2^20 - 2^10; 64-bit ring only, else DomainError.
+@dataclass(frozen=True)
+class FromTables:
+    """The function that tables.py has under this name, of x (any shape), |x| < 2^20 - 2^10; as `rectified_minus`.
 
-    relu(x) - g(|x|) with g(t) = t / (1 + e^t), six waves (bump.py): absolute error at most 2e-4, 143.8 bytes an
-    element, 6 rounds (18 fractional bits). Without waves (quad, plain, exact divisions) a polynomial of degree 20 in
-    five products: exactly x or 0 beyond 14.02, 15 rounds. By comparison keys 2 rounds. Both with an error of 5e-5.
+    One with f(-x) = 1 - f(x), the logistic function among them, is s(t) = f(-t) at t = min(|x|, top) by a chain; s
+    itself where x < 0, else 1 - s. The fold to t takes a comparison of three rows and an injection; the side another.
     """
-    return rectified_minus(x, tables.SILU)
+
+    name: str
+
+    def __call__(self, x: Fixed) -> Fixed:
+        """Domain, error and price: the function's record (nn/activations.py)."""
+        made: Fitted = getattr(tables, self.name)
+        return rectified_minus(x, made) if made.curve.linear else _rising(x, made)
 
 
-def softplus(x: Fixed) -> Fixed:
-    """Softplus, log(1 + e^x), of x (any shape), for |x| < 2^20 - 2^10; 64-bit ring only, else DomainError.
-
-    relu(x) - g(|x|) with g(t) = -log(1 + e^-t), a polynomial of degree 12 in four products (bump.py). Absolute error at
-    most 1e-4; exactly x or 0 beyond 10.02. 243 bytes an element, 13 rounds; by keys 2.
-    """
-    return rectified_minus(x, tables.SOFTPLUS)
-
-
-def sigmoid(x: Fixed) -> Fixed:
-    """The logistic function 1 / (1 + e^-x) of x (any shape), for |x| < 2^20 - 2^10; 64-bit ring only, else DomainError.
-
-    s(t) = 1 / (1 + e^t) at t = min(|x|, 10) by a polynomial of degree 12 in four products; s itself where x < 0, else
-    1 - s. The fold to t takes a comparison of three rows and an injection; the side another. Error at most 1e-4;
-    exactly 0 or 1 beyond 10.02. 275 bytes an element, 13 rounds. By comparison keys 2 rounds, error 5e-5.
-    """
-    made = tables.LOGISTIC
-    if takes_curve(made.curve, x, x.frac, _price, x.session.ring, x.numel(), *coarse_span(x)):
+def _rising(x: Fixed, made: Fitted) -> Fixed:
+    if takes_curve(made.curve, x, x.frac, _price, x.session.ring, x.numel(), made, *coarse_span(x)):
         return by_keys(made.curve, x, x.frac)
     rows = coarse_bits(x, [0.0, -made.top, made.top])
     z = folded(x, rows, [-2, 1, 1], [0.0, made.top, -made.top], made)
@@ -81,9 +71,9 @@ def sigmoid(x: Fixed) -> Fixed:
     return tail + tail.select(x.proto.invert(rows.row(0)), [-2], [1.0])
 
 
-def _price(prices: Prices, ring: Ring, count: int, bits: int, low: int) -> Cost:
+def _price(prices: Prices, ring: Ring, count: int, made: Fitted, bits: int, low: int) -> Cost:
     fold = prices.msb(count, bits, 3, low) + prices.inject(ring, count, 3, 3, 0)
-    return fold + price(tables.LOGISTIC.chain, ring, count, prices) + prices.inject(ring, count, 1, 1, 0)
+    return fold + price(made.chain, ring, count, prices) + prices.inject(ring, count, 1, 1, 0)
 
 
 _TOP = 4.97
@@ -99,8 +89,7 @@ def precise_tanh(x: Fixed) -> Fixed:
     """Tanh of x (any shape), for |x| < 2^19; 64-bit ring only, else DomainError.
 
     Error at most 4e-5 |tanh x| + 2^-18 for |x| < 3.5 (the reciprocal's 2e-5, the coefficients' 2^-17), 1.1e-4 beyond
-    (the quotient's own). 972 bytes an element, 23 rounds: a coarse comparison, an injection, five products, two
-    truncations at once, a reciprocal.
+    (the quotient's own). A coarse comparison, an injection, five products, two truncations at once, a reciprocal.
     """
     need_wide_ring(x, "tanh")
     u = x.select(coarse_bits(x, [_TOP, -_TOP]), [1, -1], [-_TOP, -_TOP]) + _TOP
@@ -134,13 +123,12 @@ def exp(x: Fixed, frac: int = 24) -> Fixed:
     shrinks with e^(x/2): 5e-5, 2e-6 below -8. 12 rounds. By comparison keys (curves.py) 2 rounds, error 5e-5.
     """
     own = "exponential" in x.session.protocol.primitives
-    span = _clip_span(x) if own else coarse_span(x, extra=1, resolution=2)
+    span = coarse_span(x, extra=1, resolution=0 if own else 2)
     if takes_curve(tables.EXP.curve, x, frac, _exp_price, x.session.ring, x.numel(), frac, own, *span):
         return by_keys(tables.EXP.curve, x, frac)
     need_wide_ring(x, "exp")
-    if "exponential" in x.session.protocol.primitives:
-        bits, low = _clip_span(x)
-        keep = x.proto.invert(x.less_than([one_step.TOP - one_step.SPAN], bits, low))
+    if own:
+        keep = x.proto.invert(x.less_than([one_step.TOP - one_step.SPAN], *span))
         # SAFE: of x only the lowest frac + 5 bits count, and the comparison looked at more.
         made = x.proto.exponential(x.share, keep, one_step.Exponential(x.frac, one_step.TOTAL_BITS - frac))
         return Fixed(x.session, made, frac)
@@ -148,10 +136,6 @@ def exp(x: Fixed, frac: int = 24) -> Fixed:
     above = x.select(keep, [1], [BOTTOM])
     z = above.with_share(above.share, above.frac + 3) + (1 - BOTTOM / 8)
     return evaluate(tables.EXP.chain, z.rescale(tables.EXP.chain.argument), frac=frac)
-
-
-def _clip_span(x: Fixed) -> tuple[int, int]:
-    return coarse_span(x, extra=1, resolution=0)
 
 
 def _exp_price(prices: Prices, ring: Ring, count: int, frac: int, own: bool, bits: int, low: int) -> Cost:

@@ -130,9 +130,7 @@ def _read(made: WaveSum, frac: int) -> int:
     return frac + made.factor_bits + made.period_log2
 
 
-def _price(
-    prices: Prices, ring: Ring, count: int, bump: Fitted, plan: Waves | None, bits: int, low: int
-) -> Cost:  # fmt: skip
+def _price(prices: Prices, ring: Ring, count: int, bump: Fitted, plan: Waves | None, bits: int, low: int) -> Cost:
     compared = prices.msb(count, bits, 3, low)
     if plan is not None:
         turned = prices.inject(ring, count, 2, 2, 0, plan.angle_bits)

@@ -1,7 +1,7 @@
-"""Pointwise non-linear functions on secrets: one record each, which rules, calibration and vision read.
+"""Pointwise non-linear functions on secrets: one record each, which rules, calibration, plans and benchmarks read.
 
-Two files make a smooth activation: its approximation in `approx/activations.py` (formula, domain, error, cost, tables)
-and its record here. What is said of the modules of transformers in a plan is in `private_llm_hf/models/modules.json`.
+`scripts/fitting/fit_tables.py` reads it, too: a function that tables compute (`FromTables`) needs no more than its
+record. What plans say of the modules of transformers is in `private_llm_hf/models/modules.json`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from private_llm.approx import activations as approx
-from private_llm.approx.activations import WIDE_TOP, wide_exp
+from private_llm.approx.activations import WIDE_TOP, FromTables, wide_exp
 from private_llm.approximations import approximations_of
 from private_llm.errors import UnsupportedOp
 from private_llm.exact.comparisons import SHORTEST, clamp, hardtanh, relu
@@ -32,19 +32,27 @@ _KEY_ROOM = 7
 class Activation:
     """One function.
 
-    compute: of a secret, and of the other arguments that PyTorch passes; domain, error, cost and errors are its own.
-    ops: PyTorch's callables for it. module: its class, for networks that are made of modules. settings: constructor
-    arguments of the module, with the values that they may have. compared: its arguments are compared, so that
-    calibration notes how large they get; where it is not said they cover 2^20. keeps_size: results are no larger than
-    arguments, so that who reads these is who reads the results. narrow: it makes of values that are right in their
-    lowest bits results that are right in as many.
+    compute: of a secret, and of the other arguments that PyTorch passes; its errors are its own. ops: PyTorch's
+    callables for it. module: its class, for networks that are made of modules. price: bytes an element over all links,
+    and rounds, under trio. error, relative: with 18 fractional bits a result r is at most error + relative |r| off, by
+    products, waves or comparison keys, for arguments in domain (least, largest). settings: constructor arguments of the
+    module, with the values that they may have. example: arguments besides the secret, where PyTorch wants some. wide:
+    its products need a 64-bit ring. compared: its arguments are compared, so that calibration notes how large they get;
+    where it is not said they cover 2^20. keeps_size: results are no larger than arguments, so that who reads these is
+    who reads the results. narrow: of values that are right in their lowest bits it makes results right in as many.
     """
 
     name: str
     compute: Callable[..., Fixed]
     ops: tuple[object, ...]
-    module: type[nn.Module] | None = None
+    module: type[nn.Module] | None
+    price: tuple[float, int]
+    error: float = 0.0
+    relative: float = 0.0
+    domain: tuple[float, float] = (2**10 - 2.0**REACH, 2.0**REACH - 2**10)
     settings: dict[str, tuple[object, ...]] = field(default_factory=dict)
+    example: tuple[float, ...] = ()
+    wide: bool = False
     compared: bool = False
     keeps_size: bool = False
     narrow: bool = False
@@ -76,10 +84,7 @@ def _clamp(x: Fixed, min: float | None = None, max: float | None = None) -> Fixe
 
 
 def _exp(x: Fixed) -> Fixed:
-    """e^x for x up to 12, in excess of which a checked session stops and another gives e^12.
-
-    `wide_exp`, and one comparison and one injection more, for the bound.
-    """
+    """e^x for x up to 12, in excess of which a checked session stops and another gives e^12: `wide_exp`, bounded."""
     bounded = clamp(x, high=WIDE_TOP)
     watch_flat(x - bounded, x.frac - 2)  # an excess below 1/4
     return wide_exp(bounded)
@@ -89,7 +94,7 @@ def _softplus(x: Fixed, beta: float = 1, threshold: float = 20) -> Fixed:
     """PyTorch's threshold, at least 10, is beyond where softplus is x anyway. Raises UnsupportedOp for others."""
     if beta != 1 or threshold < 10:
         raise UnsupportedOp(f"softplus with beta {beta} and threshold {threshold}; want 1 and at least 10")
-    return approx.softplus(x)
+    return FromTables("SOFTPLUS")(x)
 
 
 def _hardsigmoid(x: Fixed) -> Fixed:
@@ -98,21 +103,26 @@ def _hardsigmoid(x: Fixed) -> Fixed:
 
 
 ACTIVATIONS = (
-    Activation("relu", relu, (F.relu, torch.relu, Tensor.relu), nn.ReLU, compared=True, keeps_size=True, narrow=True),
-    Activation("gelu", approx.gelu, (F.gelu,), nn.GELU, {"approximate": ("none", "tanh")}, compared=True,
+    Activation("relu", relu, (F.relu, torch.relu, Tensor.relu), nn.ReLU, (56.1, 5), compared=True, keeps_size=True,
+               narrow=True),
+    Activation("gelu", approx.gelu, (F.gelu,), nn.GELU, (130.3, 6), 2e-4, settings={"approximate": ("none", "tanh")},
+               wide=True, compared=True, keeps_size=True, narrow=True),
+    Activation("silu", FromTables("SILU"), (F.silu,), nn.SiLU, (143.8, 6), 2e-4, wide=True, compared=True,
                keeps_size=True, narrow=True),
-    Activation("silu", approx.silu, (F.silu,), nn.SiLU, compared=True, keeps_size=True, narrow=True),
-    Activation("sigmoid", approx.sigmoid, (torch.sigmoid, Tensor.sigmoid, F.sigmoid), nn.Sigmoid),
-    Activation("tanh", approx.precise_tanh, (torch.tanh, Tensor.tanh, F.tanh), nn.Tanh),
-    Activation("relu6", lambda x: clamp(x, 0.0, 6.0), (F.relu6,), nn.ReLU6, compared=True),
-    Activation("hardtanh", hardtanh, (F.hardtanh,), compared=True),
-    Activation("clamp", _clamp, (torch.clamp, Tensor.clamp, torch.clip, Tensor.clip)),
-    Activation("exp", _exp, (torch.exp, Tensor.exp)),
-    Activation("softplus", _softplus, (F.softplus,)),
-    Activation("hardsigmoid", _hardsigmoid, (F.hardsigmoid,)),
-    Activation("hardswish", lambda x: x.mul(_hardsigmoid(x)), (F.hardswish,)),
+    Activation("sigmoid", FromTables("LOGISTIC"), (torch.sigmoid, Tensor.sigmoid, F.sigmoid), nn.Sigmoid, (274.5, 13),
+               1e-4, wide=True),
+    Activation("tanh", approx.precise_tanh, (torch.tanh, Tensor.tanh, F.tanh), nn.Tanh, (972.0, 23), 2e-4,
+               domain=(-(2.0**19), 2.0**19), wide=True),
+    Activation("relu6", lambda x: clamp(x, 0.0, 6.0), (F.relu6,), nn.ReLU6, (85.3, 5), compared=True),
+    Activation("hardtanh", hardtanh, (F.hardtanh,), None, (85.3, 5), compared=True),
+    Activation("clamp", _clamp, (torch.clamp, Tensor.clamp, torch.clip, Tensor.clip), None, (85.3, 5), example=(-1, 2)),
+    Activation("exp", _exp, (torch.exp, Tensor.exp), None, (232.3, 16), 2.0**-17, 8e-4,
+               (2**10 - 2.0**REACH, WIDE_TOP), wide=True),
+    Activation("softplus", _softplus, (F.softplus,), None, (242.5, 13), 1e-4, wide=True),
+    Activation("hardsigmoid", _hardsigmoid, (F.hardsigmoid,), None, (100.0, 6), 2e-5),
+    Activation("hardswish", lambda x: x.mul(_hardsigmoid(x)), (F.hardswish,), None, (130.8, 8), 5e-5, 8e-6),
 )  # fmt: skip
-"""All of them, for |x| < 2^20 - 2^10 but where their functions say otherwise."""
+"""All of them; scripts/pages/make_functions.py shows them in docs/ranges.md."""
 
 for _each in ACTIVATIONS:
     implements(*_each.ops)(_each.rule)

@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any, cast
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from bench import layers, whole
 from bench.whole import WholeWork
 from bench.work import Shape, Work
-from private_llm.approx import activations, norms
+from private_llm.approx import norms
 from private_llm.approx import softmax as softmaxes
 from private_llm.errors import ConfigError, meant
-from private_llm.exact.comparisons import relu as fixed_relu
 from private_llm.exact.maximum import argmax as fixed_argmax
+from private_llm.nn.activations import ACTIVATIONS, Activation
 from private_llm.protocols.session import Session
 from private_llm.tensor.fixed import Fixed
 
@@ -30,6 +30,12 @@ def _simple(
     return lambda shape: _work(
         name, shape, (shape,), lambda x: run(x[0]), lambda v: truth(v[0]), (spread,), uniform=uniform
     )
+
+
+def _pointwise(made: Activation, spread: float = 8.0, uniform: bool = True) -> Callable[[Shape], Work]:
+    """A function that has a record."""
+    run, op, more = made.compute, cast("Callable[..., Any]", made.ops[0]), made.example
+    return _simple(made.name, lambda x: run(x, *more), lambda v: op(v, *more), spread, uniform)
 
 
 def mul(shape: Shape) -> Work:
@@ -103,13 +109,13 @@ _IMAGE_DIMS = "batch x channels x height x width"
 _ROWS = (128, 3072), (4, 25), "rows x columns"
 _IMAGENET = (1, 3, 224, 224, 64), (1, 3, 32, 32, 4), f"{_IMAGE_DIMS} x filters"
 _LAYER_DIMS = "batch x tokens x hidden x heads x feed-forward"
+_FUNCTIONS = {made.name: made for made in ACTIVATIONS}
 ENTRIES: dict[str, Entry] = {
-    "relu": Entry(_simple("relu", fixed_relu, torch.relu, 4.0), (_MILLION,), (1000,), "elements"),
+    "relu": Entry(_pointwise(_FUNCTIONS["relu"], 4.0, uniform=False), (_MILLION,), (1000,), "elements"),
     "mul": Entry(mul, (_MILLION,), (1000,), "elements"),
     "matmul": Entry(matmul, (128, 768, 3072), (8, 16, 12), "M x K x N"),
     "matmuls": Entry(matmuls, (8, 128, 20), (2, 9, 3), "matrices side by side x size x times"),
-    "gelu": Entry(_simple("gelu", activations.gelu, F.gelu, 8.0, True), *_ROWS),
-    "silu": Entry(_simple("silu", activations.silu, F.silu, 8.0, True), *_ROWS),
+    **{name: Entry(_pointwise(made), *_ROWS) for name, made in _FUNCTIONS.items() if name != "relu"},
     "softmax": Entry(
         _simple("softmax", softmaxes.softmax, lambda v: v.softmax(-1), 3.0), (12, 128, 128), (2, 3, 7),
         "heads x queries x keys",

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import bench_network
-from bench.catalogue import LARGE, NAMES, make
+from bench.catalogue import NAMES, make
 from bench.measure import measure
 from generated import taken
 from private_llm_hf.models import smollm2
@@ -40,8 +40,6 @@ DISTANCE_ROWS = ROOT / "docs" / "networks.jsonl"
 README = ROOT / "README.md"
 PAGE = ROOT / "docs" / "benchmarks.md"
 PIGEON_PAGE, CASCADE_PAGE = STUDIES / "pigeon.md", STUDIES / "token-sharding.md"
-MAIN = tuple(name for name in NAMES if name not in ("matmuls", "lenet", "alexnet", "vgg16", "smollm2", *LARGE))
-"""The works of the first table; the others stand in PIGEON's and in a real model's."""
 PARTS = ("pigeon", "cascade", "network", "smollm2")
 
 RIVALS = {
@@ -60,6 +58,8 @@ RIVALS = {
 }
 """CrypTen 0.4.1 (2 parties, dealer traffic not counted) and SPU 0.9.5 (ABY3, 3 parties), measured earlier on two cores
 of a Xeon with AMX at the usual shapes; some of these times were taken while something else ran."""
+MAIN = tuple(name for name in NAMES if name in (*RIVALS, "generate"))
+"""The works of the first table; others stand in PIGEON's, in a real model's, and functions in docs/ranges.md."""
 
 
 def table(rows: list[dict[str, Any]]) -> str:

@@ -1,19 +1,21 @@
-"""Every pointwise function with its reference, its stated error, and what it costs: one table for all tests."""
+"""Pointwise functions with what their records state, and what their price is the sum of: one table for all tests."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from private_llm.approx import activations, tables
+from private_llm.approx import tables
 from private_llm.approx.activations import exp
 from private_llm.approx.bump import Fitted, waves_of
 from private_llm.exact import comparisons
 from private_llm.net.ledger import Cost
+from private_llm.nn.activations import ACTIVATIONS, Activation
 from private_llm.protocols.one_step import TOTAL_BITS
 from private_llm.protocols.registry import trio_prices as cost
 from private_llm.ring.ring import Ring
@@ -25,7 +27,7 @@ R = Ring(64)
 
 @dataclass(frozen=True)
 class Case:
-    """`error` is the docstring's bound; `ends` the domain; `thresholds` where a coarse comparison may differ.
+    """`error` is the stated bound; `ends` the domain; `thresholds` where a coarse comparison may differ.
 
     `noise` bounds the effect of truncation, in units of the result's last place.
     """
@@ -43,7 +45,6 @@ class Case:
         return self.name
 
 
-WIDE = (-(2.0**20) + 2**10, 2.0**20 - 2**10)
 FULL = torch.linspace(-1.008, 1.032, 4001, dtype=torch.float64)
 
 
@@ -79,27 +80,39 @@ def _exact(n: int, thresholds: int = 1) -> Cost:
     return cost.msb(n, 39, thresholds) + cost.inject(R, n, thresholds, thresholds, 0)
 
 
+RECORDS = {made.name: made for made in ACTIVATIONS}
+
+
+def truth(made: Activation, **settings: object) -> Callable[[Tensor], Tensor]:
+    """What PyTorch computes."""
+    return lambda x: cast("Callable[..., Any]", made.ops[0])(x, *made.example, **settings)
+
+
+def stated(
+    name: str, thresholds: tuple[float, ...], price: Callable[[int], Cost], noise: float = 0.0, **settings: str
+) -> Case:
+    """As the record says."""
+    made = RECORDS[name]
+    return Case(
+        "_".join([name, *settings.values()]), partial(made.compute, **settings), truth(made, **settings),
+        made.error, made.domain, thresholds, price, noise,
+    )  # fmt: skip
+
+
 PIECEWISE = [
-    Case("relu", comparisons.relu, torch.relu, 0.0, WIDE, (), _exact),
-    Case("absolute", comparisons.absolute, torch.abs, 0.0, WIDE, (), _exact),
-    Case("hardtanh", comparisons.hardtanh, F.hardtanh, 0.0, WIDE, (), lambda n: _exact(n, 2)),
+    stated("relu", (), _exact),
+    Case("absolute", comparisons.absolute, torch.abs, 0.0, RECORDS["relu"].domain, (), _exact),
+    stated("hardtanh", (), lambda n: _exact(n, 2)),
 ]
 """Piecewise linear functions: they also run in the 32-bit ring."""
 
 FITTED = [
-    Case("gelu", activations.gelu, F.gelu, 2e-4, WIDE, (0.0, -4.0, 4.0),
-         lambda n: _waves(n, tables.GELU_ERF)),
-    Case(
-        "gelu_tanh", lambda x: activations.gelu(x, "tanh"), lambda x: F.gelu(x, approximate="tanh"), 2e-4, WIDE,
-        (0.0, -4.0, 4.0), lambda n: _waves(n, tables.GELU_TANH),
-    ),
-    Case("silu", activations.silu, F.silu, 2e-4, WIDE, (0.0, -14.0, 14.0), lambda n: _waves(n, tables.SILU)),
-    Case(
-        "sigmoid", activations.sigmoid, torch.sigmoid, 1e-4, WIDE, (0.0, -10.0, 10.0),
-        _logistic, 2 * noise_units(tables.LOGISTIC.chain, FULL[FULL <= 0.26]),
-    ),
-    Case("softplus", activations.softplus, F.softplus, 1e-4, WIDE, (0.0, -10.0, 10.0),
-         lambda n: _bump(n, 22, 28, 40, 42), noise_units(tables.SOFTPLUS.chain, FULL[FULL <= 0.26])),
+    stated("gelu", (0.0, -4.0, 4.0), lambda n: _waves(n, tables.GELU_ERF)),
+    stated("gelu", (0.0, -4.0, 4.0), lambda n: _waves(n, tables.GELU_TANH), approximate="tanh"),
+    stated("silu", (0.0, -14.0, 14.0), lambda n: _waves(n, tables.SILU)),
+    stated("sigmoid", (0.0, -10.0, 10.0), _logistic, 2 * noise_units(tables.LOGISTIC.chain, FULL[FULL <= 0.26])),
+    stated("softplus", (0.0, -10.0, 10.0), lambda n: _bump(n, 22, 28, 40, 42),
+           noise_units(tables.SOFTPLUS.chain, FULL[FULL <= 0.26])),
     Case(
         "exp", exp, torch.exp, 6e-5, (-(2.0**21) + 2**10, 0.25), (-14.0,),
         lambda n: cost.msb(n, 40, 1, low=18) + cost.exponential(R, n, TOTAL_BITS - 24),

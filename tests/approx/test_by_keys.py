@@ -13,7 +13,7 @@ from torch import Tensor
 
 from private_llm.approx import lines as power_lines
 from private_llm.approx import tables
-from private_llm.approx.activations import exp, gelu, sigmoid, silu, softplus
+from private_llm.approx.activations import FromTables, exp, gelu
 from private_llm.approx.curves import LARGEST, LEADING, Curve
 from private_llm.approx.lines import REACH, Lines, power_by_lines
 from private_llm.approx.normalise import reciprocal
@@ -29,6 +29,7 @@ from private_llm.tensor.fixed import Fixed
 from tests.harness import TRIO, run_meta, run_parties
 
 KEYS = PrivateConfig(adder="keys")
+silu, softplus, sigmoid = map(FromTables, ("SILU", "SOFTPLUS", "LOGISTIC"))
 WIDE = 2.0**20 - 2**10
 CURVES = [
     tables.EXP.curve,

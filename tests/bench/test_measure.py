@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -25,6 +26,7 @@ from typer.testing import CliRunner
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError, DomainError, PartyFailed
+from private_llm.nn.activations import ACTIVATIONS
 from private_llm.protocols.session import Session
 from private_llm.replay.program_cache import uncompiled_calls
 from private_llm.tensor.fixed import Fixed
@@ -32,9 +34,11 @@ from private_llm.tensor.fixed import Fixed
 CONFIG = PrivateConfig(timeout_s=60)
 LARGEST_ERROR = {
     # Exact functions: rounding of the inputs (2^-19 each, times the other factor) and one unit of 2^-18.
-    "relu": 2**-18, "mul": 2**-15, "matmul": 2**-13, "matmuls": 2**-14,
-    # The aims for approximations, with the rounding of their inputs.
-    "gelu": 3e-4, "silu": 3e-4, "softmax": 5e-4, "layernorm": 5e-4, "argmax": 0.0,
+    "mul": 2**-15, "matmul": 2**-13, "matmuls": 2**-14,
+    # What functions state, up to 8, with the rounding of their inputs.
+    **{made.name: 2**-18 + 1.5 * (made.error + made.relative * math.exp(8)) for made in ACTIVATIONS},
+    # The aims for approximations, likewise.
+    "softmax": 5e-4, "layernorm": 5e-4, "argmax": 0.0,
     # Layers: some ten functions one after the other, activations below about 4.
     "opt-layer": 5e-3, "bert-layer": 5e-3, "opt-decode": 5e-3, "gpt2-forward": 1e-2, "generate": 5e-2,
     # Up to 16 layers of products and ReLU, activations below about 8.
@@ -232,7 +236,7 @@ def test_bench_rows_have_every_field() -> None:
         ("relu --bandwidth 0", "want a positive bandwidth"),
         ("relu --party-mode processes --latency 1", "threads only"),
         ("relu --ring 48", "ring: got 48"),
-        ("rellu", "unknown benchmark 'rellu' (did you mean gelu, relu?)"),
+        ("rellu", "unknown benchmark 'rellu' (did you mean relu, relu6?)"),
         ("relu --tiny --protocol cascade", "want a whole model, such as gpt2-forward"),
         ("opt-layer --shape 1x4x15x2x24", "got hidden 15; want a multiple of 2 heads"),
         ("relu --plot /nope/x.png", "cannot write '/nope/x.png'"),

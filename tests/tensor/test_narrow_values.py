@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from private_llm.approx.activations import gelu, precise_tanh, silu
+from private_llm.approx.activations import FromTables, gelu, precise_tanh
 from private_llm.config import PrivateConfig
 from private_llm.errors import DomainError
 from private_llm.exact.comparisons import coarse_bits, relu
@@ -25,6 +25,7 @@ from private_llm.tensor.ops_pointwise import plus
 from private_llm.tensor.secret import SecretTensor
 from tests.harness import run_parties
 
+silu = FromTables("SILU")
 SESSION = meta_session(PrivateConfig(), 1)
 X = torch.randn(4, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 Y = torch.randn(4, 4, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
@@ -164,7 +165,7 @@ def test_a_narrow_value_plus_a_larger_one_keeps_the_larger_one(public: bool) -> 
 
 
 @pytest.mark.parametrize("width", [23, 25, 27])
-@pytest.mark.parametrize("function", [silu, gelu])
+@pytest.mark.parametrize("function", [silu, gelu], ids=["silu", "gelu"])
 def test_waves_of_few_bits(function: Callable[[Fixed], Fixed], width: int) -> None:
     """An angle reads more bits than small values may have."""
 
