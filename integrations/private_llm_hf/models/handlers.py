@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from private_llm.errors import ConfigError
+from private_llm.nn.activations import ACTIVATIONS
 from private_llm.nn.modules import PrivateQuickGELU
 from private_llm_hf.models import routers
 from private_llm_hf.models.architectures import read_facts, table
@@ -131,7 +132,14 @@ def _by_name(module: nn.Module) -> Handler | None:
     return None if rule is None else Handler(**rule)
 
 
-_FINDERS: tuple[Find, ...] = (lambda module: _of_users.get(type(module)), _norm, _gelu, _experts, _by_name)
+def _activation(module: nn.Module) -> Handler | None:
+    """PyTorch's own classes of functions, by their records."""
+    found = (made for made in ACTIVATIONS if made.module is not None and made.module.__name__ == type(module).__name__)
+    texts = {True: "secret {}", False: "secret comparison and selection"}
+    return next((Handler(texts[made.wide].format(made.name), wide=made.wide) for made in found), None)
+
+
+_FINDERS: tuple[Find, ...] = (lambda module: _of_users.get(type(module)), _norm, _gelu, _experts, _by_name, _activation)
 
 
 def match(section: str, module: nn.Module) -> Any:  # noqa: ANN401 - a JSON value
