@@ -106,6 +106,12 @@ def test_the_threat_model_is_the_generated_one() -> None:
     assert (ROOT / "docs" / "threat-model.md").read_text() == markdown() + "\n"
 
 
+def test_the_table_of_functions_is_that_of_the_records(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts" / "pages"))
+    script = importlib.import_module("make_functions")
+    assert script.PAGE.read_text() == script.page(), "run scripts/pages/make_functions.py"
+
+
 def test_threats_are_complete() -> None:
     for entry in entries():
         assert entry.kind in ("protocol", "shortcut")
