@@ -1,4 +1,4 @@
-"""Fitting of chains (`private_llm/approx/chain.py`) in float64, and their rounding to integers.
+"""Fitting of chains (`private_llm/approx/chain.py`) in float64, their rounding to integers, and cubics.
 
 A chain is fitted by Levenberg-Marquardt steps on a weighted least squares problem whose weights are raised where
 the error is large (Lawson's algorithm), which tends to the smallest maximum error. Then its coefficients are rounded
@@ -8,7 +8,7 @@ one after the other, the remaining ones refitted each time, and the integers pol
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -313,3 +313,58 @@ def best_rounding(spec: ChainSpec, start: Array, trials: int, count: int, seed: 
     if kept is None:
         raise SystemExit(f"{spec.name}: no rounding has a finite error")
     return polished(spec, kept, 4 * count, 12)
+
+
+def starting_points(spec: ChainSpec, seed: int, tries: Iterable[object]) -> Iterator[tuple[float, float, Array]]:
+    """Smaller and smaller errors of chains, before and after rounding, and where these started."""
+    rng = np.random.default_rng(seed)
+    z, y, w = grid(spec, 250)
+    best, smooth = math.inf, math.inf
+    for _ in tries:
+        model = shape(spec)
+        model.load(rng.normal(size=model.vector().size) * 0.7)
+        try:
+            if lawson(model, z, y, w, 1) > max(40 * smooth, 2e-3):
+                continue
+            smooth = min(smooth, lawson(model, z, y, w, 25))
+            start = model.vector()
+            integers = best_rounding(spec, start, 4, 150, seed=0)
+        except np.linalg.LinAlgError:
+            continue
+        found = float(np.abs((exact(spec, integers, z)[-1] - y) * w).max())
+        if found < best:
+            best = found
+            yield smooth, found, start
+
+
+def cubic(name: str, exponent: float, top: float, slack: float) -> str:
+    """The cubic in x - centre with the smallest maximum relative error as an approximation of x^exponent.
+
+    On [1 - slack, top (1 + slack)], by Lawson's algorithm; the leading coefficient is a multiple of 2^-6.
+    """
+    low, high = 1 - slack, top * (1 + slack)
+    centre = (1 + top) / 2
+    x = low + (high - low) * (1 - np.cos(np.linspace(0, np.pi, 400))) / 2
+    basis = np.stack([(x - centre) ** k for k in range(4)], 1) / (x**exponent)[:, None]
+    kept: Array = np.zeros(4)
+    best = math.inf
+    lead: float | None = None
+    for _ in range(2):  # first free, then with the leading coefficient rounded
+        emphasis, best = np.ones_like(x), math.inf
+        columns = basis if lead is None else basis[:, :3]
+        goal = np.ones_like(x) if lead is None else 1 - lead * basis[:, 3]
+        for _ in range(80):
+            root = np.sqrt(emphasis)
+            c = np.linalg.lstsq(columns * root[:, None], goal * root, rcond=None)[0]
+            error = np.abs(columns @ c - goal)
+            if error.max() < best:
+                best = float(error.max())
+                kept = np.asarray(c if lead is None else np.append(c, lead), dtype=np.float64)
+            emphasis = emphasis * (error / error.max() + 0.02)
+            emphasis /= emphasis.mean()
+        lead = round(float(kept[3]) * 64) / 64
+    numbers = ", ".join(f"{v:.9f}" for v in kept)
+    return (
+        f"{name} = Cubic(\n    power={exponent}, centre={centre}, slack={slack}, error={best * 1.005:.2e},\n"
+        f"    coefficients=({numbers}),\n)\n"
+    )

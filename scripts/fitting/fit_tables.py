@@ -1,16 +1,18 @@
 """Fit the constants of `private_llm/approx/tables.py` and write, or check, that file.
 
     python scripts/fitting/fit_tables.py               # write it
+    python scripts/fitting/fit_tables.py SILU          # of this function alone, which may be new
     python scripts/fitting/fit_tables.py --check       # fail unless the committed file is what this script makes
     python scripts/fitting/fit_tables.py --check SILU  # of these functions alone
     python scripts/fitting/fit_tables.py --tiny        # fit one function coarsely, write nothing
     python scripts/fitting/fit_tables.py --search gelu_erf --seconds 60   # look for a better starting point of a chain
 
-`FUNCTIONS` has one entry a function. Each has a curve (comparison keys) and a chain of products, some a sum of waves:
+`FUNCTIONS` has one entry a function. A record with `FromTables` in private_llm/nn/activations.py needs none: it says
+what to fit. Each has a curve (comparison keys) and a chain of products, some a sum of waves:
 
 - curves: each quadratic through three Chebyshev nodes of its piece and 1/64 beyond, as far as a coarse comparison may
   let it go; pieces are made as long as their error allows, in steps of 1/64.
-- chains: `chain_fitting.py`, from starting points that `--search` found.
+- chains: `chain_fitting.py`, from starting points that `--search` found, or the best of a few without one.
 - waves: a linear program finds the coefficients of least largest error on a grid from 2^-resolution below 0 to as much
   above the top, and at the top, where arguments saturate, also as the zero that the function is beyond it. Near 0,
   where most arguments are, an error counts as if it were larger.
@@ -31,10 +33,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-from chain_fitting import Array, ChainSpec, best_rounding, exact, grid, lawson, shape
+import torch
+from chain_fitting import Array, ChainSpec, best_rounding, cubic, exact, grid, starting_points
 from scipy.optimize import linprog
 
+from private_llm.approx.activations import FromTables
 from private_llm.approx.bump import WaveSum
+from private_llm.nn.activations import ACTIVATIONS, Activation
 
 TARGET = Path(__file__).resolve().parents[2] / "private_llm" / "approx" / "tables.py"
 NUMBER = r"-?\d+(?:\.\d+)?(?:e-?\d+)?"
@@ -49,7 +54,8 @@ from private_llm.approx.curves import Curve
 '''
 STEP = 1 / 64
 """How far a coarse comparison lets an argument pass a threshold; ends of pieces are multiples of it."""
-CURVE_ERROR = 4e-5
+CURVE_ERROR, TAIL = 4e-5, 5e-5
+"""Largest error of a curve; how far a function without an entry may be from x, 0 or 1 beyond its top."""
 LARGEST_WAVE = 1.0
 """Largest coefficient of a wave: larger ones would need more bits."""
 
@@ -147,6 +153,35 @@ FUNCTIONS: dict[str, Function] = {
 }  # fmt: skip
 
 
+def read(made: Activation) -> Function:
+    """What to fit of a record: f tends to x and 0, with f(x) - f(-x) = x, or to 1 and 0, with f(x) + f(-x) = 1."""
+
+    def whole(x: Array) -> Array:
+        return np.asarray(made.ops[0](torch.tensor(x)))  # type: ignore[operator]
+
+    linear = bool(whole(np.array([64.0]))[0] > 2)
+
+    def tail(t: Array) -> Array:
+        return whole(-t) if not linear else t - whole(t)
+
+    t = np.arange(0, 64, STEP)
+    if np.abs(whole(t) - t - whole(-t) if linear else whole(t) - 1 + whole(-t)).max() > 1e-8 or tail(t[-1:])[0] > TAIL:
+        raise SystemExit(f"{made.name}: no tables; want f(x) - f(-x) = x, or f(x) + f(-x) = 1, and 0 far below 0")
+    top = next(n / 4 for n in range(4, 256) if np.abs(tail(t[16 * n :])).max() < TAIL)
+    scale = math.ceil(math.log2(top)) - 1
+    return Function(
+        f"{made.name}. Beyond the top it is simple up to {TAIL}.", whole, tail, top, scale,
+        size=math.frexp(top if linear else 1)[1], start=(), linear=linear, above=None if linear else 1.0,
+        products=3 if scale < 2 else 4,
+    )  # fmt: skip
+
+
+FUNCTIONS |= {
+    made.compute.name: read(made) for made in ACTIVATIONS
+    if isinstance(made.compute, FromTables) and made.compute.name not in FUNCTIONS
+}  # fmt: skip
+
+
 # -- curves ----------------------------------------------------------------------------------------------------------
 def quadratic(made: Function, low: float, high: float) -> tuple[tuple[float, ...], float]:
     """Coefficients around the middle, and the largest weighted error, on low to high and STEP beyond."""
@@ -219,7 +254,8 @@ def chain_of(name: str) -> ChainSpec:
 def chain(name: str, trials: int, count: int) -> str:
     """The chain as source text; checks that no product leaves the ring."""
     spec = chain_of(name)
-    forms = best_rounding(spec, np.array(spec.start), trials, count, seed=0)
+    start = spec.start or [found for _, _, found in starting_points(spec, 0, range(10 * trials))][-1]
+    forms = best_rounding(spec, np.array(start), trials, count, seed=0)
     z, y, _ = grid(spec, 40 * count)
     values = exact(spec, forms, z)
     for index, bits in enumerate(spec.forms):
@@ -238,26 +274,11 @@ def chain(name: str, trials: int, count: int) -> str:
 
 
 def search(name: str, seconds: float, seed: int) -> None:
-    """Print starting points whose rounded chains have smaller and smaller errors."""
-    spec, rng = chain_of(name), np.random.default_rng(seed)
-    z, y, w = grid(spec, 250)
-    best, smooth, began = math.inf, math.inf, time.monotonic()
-    while time.monotonic() - began < seconds:
-        model = shape(spec)
-        model.load(rng.normal(size=model.vector().size) * 0.7)
-        try:
-            if lawson(model, z, y, w, 1) > max(40 * smooth, 2e-3):
-                continue
-            smooth = min(smooth, lawson(model, z, y, w, 25))
-            start = model.vector()
-            integers = best_rounding(spec, start, 4, 150, seed=0)
-        except np.linalg.LinAlgError:
-            continue
-        found = float(np.abs((exact(spec, integers, z)[-1] - y) * w).max())
-        if found < best:
-            best = found
-            print(f"# {name}: {smooth:.3g}, rounded {found:.3g}")
-            print(tuple(round(float(v), 6) for v in start), flush=True)
+    """Print starting points."""
+    end = time.monotonic() + seconds
+    for smooth, found, start in starting_points(chain_of(name), seed, iter(lambda: time.monotonic() > end, True)):
+        print(f"# {name}: {smooth:.3g}, rounded {found:.3g}")
+        print(tuple(round(float(v), 6) for v in start), flush=True)
 
 
 # -- waves -----------------------------------------------------------------------------------------------------------
@@ -322,39 +343,6 @@ def waves(made: WaveSum) -> str:
 
 
 # -- the file --------------------------------------------------------------------------------------------------------
-def cubic(name: str, exponent: float, top: float, slack: float) -> str:
-    """The cubic in x - centre with the smallest maximum relative error as an approximation of x^exponent.
-
-    On [1 - slack, top (1 + slack)], by Lawson's algorithm; the leading coefficient is a multiple of 2^-6.
-    """
-    low, high = 1 - slack, top * (1 + slack)
-    centre = (1 + top) / 2
-    x = low + (high - low) * (1 - np.cos(np.linspace(0, np.pi, 400))) / 2
-    basis = np.stack([(x - centre) ** k for k in range(4)], 1) / (x**exponent)[:, None]
-    kept: Array = np.zeros(4)
-    best = math.inf
-    lead: float | None = None
-    for _ in range(2):  # first free, then with the leading coefficient rounded
-        emphasis, best = np.ones_like(x), math.inf
-        columns = basis if lead is None else basis[:, :3]
-        goal = np.ones_like(x) if lead is None else 1 - lead * basis[:, 3]
-        for _ in range(80):
-            root = np.sqrt(emphasis)
-            c = np.linalg.lstsq(columns * root[:, None], goal * root, rcond=None)[0]
-            error = np.abs(columns @ c - goal)
-            if error.max() < best:
-                best = float(error.max())
-                kept = np.asarray(c if lead is None else np.append(c, lead), dtype=np.float64)
-            emphasis = emphasis * (error / error.max() + 0.02)
-            emphasis /= emphasis.mean()
-        lead = round(float(kept[3]) * 64) / 64
-    numbers = ", ".join(f"{v:.9f}" for v in kept)
-    return (
-        f"{name} = Cubic(\n    power={exponent}, centre={centre}, slack={slack}, error={best * 1.005:.2e},\n"
-        f"    coefficients=({numbers}),\n)\n"
-    )
-
-
 def table(name: str, tiny: bool = False) -> str:
     """All tables of one function as source text."""
     made = FUNCTIONS[name]
@@ -378,23 +366,33 @@ def same(committed: str, made: str) -> bool:
 
 def part_of(committed: str, name: str) -> str:
     """What the file says of one function."""
-    start = committed.index(f"{name} = Fitted(")
+    start = committed.find(f"{name} = Fitted(")
+    if start < 0:
+        return ""
     about = committed.index('"""', start)
     return committed[start : committed.index('"""', about + 3) + 4]
+
+
+def put(names: list[str], tiny: bool = False) -> None:
+    """Write these functions' tables into the file; new ones stand last, before the cubics."""
+    text = TARGET.read_text(encoding="utf-8")
+    for name in names:
+        old = part_of(text, name) or "RECIPROCAL ="
+        text = text.replace(old, table(name, tiny) + ("" if "Fitted" in old else f"\n{old}"))
+    TARGET.write_text(text, encoding="utf-8")
 
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--check", nargs="*", metavar="NAME", help="compare these functions (default: all) with the file"
-    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help="write these functions' tables (default: all)")
+    parser.add_argument("--check", nargs="*", metavar="NAME", help="compare these (default: all) with the file")
     parser.add_argument("--tiny", action="store_true", help="one function, coarsely; write nothing")
     parser.add_argument("--search", metavar="NAME", help="look for a starting point of this function's chain")
     parser.add_argument("--seconds", type=float, default=60.0, help="time for --search")
     parser.add_argument("--seed", type=int, default=0, help="seed of --search")
     args = parser.parse_args(argv)
-    asked = [args.search.upper()] if args.search else args.check or []
+    asked = [args.search.upper()] if args.search else args.check or args.names
     if unknown := sorted({*asked} - {*FUNCTIONS}):
         print(f"no functions {', '.join(unknown)}; there are {', '.join(FUNCTIONS)}")
         return 2
@@ -403,6 +401,9 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     if args.tiny:
         table("GELU_ERF", tiny=True)
+        return 0
+    if args.names:
+        put(asked)
         return 0
     if asked:
         committed = TARGET.read_text(encoding="utf-8")

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import runpy
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from private_llm.approx import tables
+from private_llm.approx.activations import FromTables
 from private_llm.approx.chain import Chain, Cubic
 from private_llm.approx.normalise import QUARTERS, THIRDS, Cells
+from private_llm.nn.activations import Activation
 from tests.approx.tables import run_table
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "fitting" / "fit_tables.py"
@@ -108,6 +113,43 @@ def test_what_the_script_says(
         runpy.run_path(str(SCRIPT), run_name="__main__")
     assert (ended.value.code or 0) == code
     assert said in capsys.readouterr().out
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    return importlib.import_module("fit_tables")
+
+
+@pytest.mark.parametrize(("name", "op"), [("SOFTPLUS", F.softplus), ("LOGISTIC", torch.sigmoid)])
+def test_a_record_says_what_to_fit(script: ModuleType, name: str, op: object) -> None:
+    """The same as the entry that was written by hand."""
+    found, stated = script.read(Activation("one", FromTables(name), (op,), None, (0.0, 0))), script.FUNCTIONS[name]
+    for field in ("top", "log2_scale", "size", "linear", "above", "products"):
+        assert getattr(found, field) == getattr(stated, field)
+    x = np.linspace(0, 20, 1001)
+    for function in ("whole", "tail"):
+        assert np.abs(getattr(found, function)(x) - getattr(stated, function)(x)).max() < 1e-12
+
+
+@pytest.mark.parametrize("op", [F.mish, torch.tanh, F.tanhshrink])
+def test_other_functions_are_refused(script: ModuleType, op: object) -> None:
+    with pytest.raises(SystemExit, match="one: no tables; want"):
+        script.read(Activation("one", FromTables("ONE"), (op,), None, (0.0, 0)))
+
+
+def test_one_function_is_written_alone(script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In its place, or after all others."""
+    before = script.TARGET.read_text()
+    monkeypatch.setattr(script, "TARGET", tmp_path / "tables.py")
+    monkeypatch.setattr(script, "table", lambda name, tiny: f'{name} = Fitted(\n)\n"""One."""\n')
+    script.TARGET.write_text(before)
+    script.put(["SILU", "NDTR"])
+    after = script.TARGET.read_text()
+    assert after.replace('NDTR = Fitted(\n)\n"""One."""\n\n', "").replace(
+        'SILU = Fitted(\n)\n"""One."""\n', script.part_of(before, "SILU")
+    ) == before  # fmt: skip
+    assert after.index("EXP =") < after.index("NDTR =") < after.index("RECIPROCAL =")
 
 
 @pytest.mark.full
