@@ -1,8 +1,8 @@
 """How many files of the library one more of each kind takes: each is added to a copy of the tree, and tried there.
 
-python scripts/studies/extensions.py                 the table: what was added, the files that it took, whether it works
-python scripts/studies/extensions.py policy kernel   some kinds only
-python scripts/studies/extensions.py --tiny          the table without trying
+python scripts/studies/extensions.py                   the table: what was added, the files that it took; does it work?
+python scripts/studies/extensions.py protocol kernel   some kinds only
+python scripts/studies/extensions.py --tiny            the table without trying
 
 Tests and a line of docs come on top; docs/how-to-add.md says which.
 """
@@ -25,37 +25,41 @@ END = ""
 
 @dataclass(frozen=True)
 class Extension:
-    """One more of a kind. edits: of files of the library, (before which line, text). plugin: a file of the user's own.
+    """One more of a kind. edits: (file of the library, before which line, text). plugin: a file of the user's own.
 
-    tries: a program that raises unless the new thing works.
+    tries: a program that raises unless the new thing works. written: files that a command of the library writes then.
     """
 
     kind: str
     what: str
-    edits: dict[str, tuple[str, str]]
+    edits: tuple[tuple[str, str, str], ...]
     tries: str
     plugin: str = ""
+    written: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> list[str]:
+        """Files of the library."""
+        return [*dict.fromkeys(name for name, _, _ in self.edits), *self.written]
 
     @property
     def files(self) -> int:
         """Files to touch."""
-        return len(self.edits) + bool(self.plugin)
+        return len(self.names) + bool(self.plugin)
 
+
+TOY = Path("private_llm", "protocols", "toy").with_suffix(".py").as_posix()
+TWINS = (ROOT / "tests" / "hf" / "test_registered_protocol.py").read_text("utf-8")
+TWINS = TWINS[TWINS.index("class Twin(") : TWINS.index("TOY = ")].rstrip()
+"""A protocol that a test registers from outside: both ends, and what opens."""
 
 EXTENSIONS = (
     Extension(
-        "activation", "mish(x) = x tanh(softplus(x)), in models and plain networks",
-        {
-            "private_llm/approx/activations.py": (END, '''
-
-def mish(x: Fixed) -> Fixed:
-    """x tanh(softplus(x))."""
-    return x.mul(precise_tanh(softplus(x)))
-'''),
-            "private_llm/nn/activations.py": (
-                ")  # fmt: skip", '    Activation("mish", approx.mish, (F.mish,), nn.Mish),\n'
-            ),
-        },
+        "activation", "mish(x) = x tanh(softplus(x)), in models and plain networks", ((
+            "private_llm/nn/activations.py", ")  # fmt: skip", '''\
+    Activation("mish", lambda x: x.mul(approx.precise_tanh(_softplus(x))), (F.mish,), nn.Mish, (1245.3, 38), 5e-4, 2e-5,
+               wide=True),
+'''),),
         """
 import torch, torch.nn as nn, torch.nn.functional as F
 from private_llm_hf import PrivateConfig, patch
@@ -68,9 +72,27 @@ with torch.no_grad(), patch(network, PrivateConfig(party_mode="threads")) as pri
 """,
     ),
     Extension(
+        "fitted activation", "the normal distribution function, by tables that `fit_tables.py` writes", ((
+            "private_llm/nn/activations.py", ")  # fmt: skip", '''\
+    Activation("ndtr", FromTables("NDTR"), (torch.special.ndtr,), None, (233.6, 11), 2e-4, wide=True),
+'''),),
+        """
+import importlib, torch
+import private_llm.nn
+from private_llm.approx import tables
+from tests.tensor.secrets import opened, plain_session, secret
+import fit_tables
+fit_tables.put(["NDTR"], tiny=True)
+importlib.reload(tables)
+x = torch.linspace(-9, 9, 500, dtype=torch.float64)
+assert (opened(torch.special.ndtr(secret(plain_session(), x))) - torch.special.ndtr(x)).abs().max() < 1e-3
+""",
+        written=("private_llm/approx/tables.py",),
+    ),
+    Extension(
         "kernel", "rows of bits in reverse, on CPUs and GPUs, at any number of threads",
-        {
-            "private_llm/kernels/bits/cpu.py": (END, '''
+        (
+            ("private_llm/kernels/bits/cpu.py", END, '''
 
 @compiled
 def reverse_rows(x_at: Read, out_at: Written, rows: int, words: int, begin: int, end: int) -> None:
@@ -80,7 +102,7 @@ def reverse_rows(x_at: Read, out_at: Written, rows: int, words: int, begin: int,
         for w in range(begin, end):
             out[rows - 1 - row, w] = x[row, w]
 '''),
-            "private_llm/kernels/bits/triton.py": (END, '''
+            ("private_llm/kernels/bits/triton.py", END, '''
 
 @triton.jit
 def reverse_rows_kernel(x, out, rows, words, BW: tl.constexpr):
@@ -93,13 +115,13 @@ def reverse_rows(x: Tensor, out: Tensor) -> None:
     """See `ops.reverse_rows`."""
     reverse_rows_kernel[(triton.cdiv(x.shape[1], WORDS), x.shape[0])](x, out, *x.shape, BW=WORDS)
 '''),
-            "private_llm/kernels/ops.py": (END, '''
+            ("private_llm/kernels/ops.py", END, '''
 
 def reverse_rows(x: Tensor, out: Tensor) -> None:
     """Row r of x [rows, W] to row rows - 1 - r of out."""
     _words(cpu_bits.reverse_rows, x.shape[0] * _ROW_S, (x, out), (), tuple(x.shape))
 '''),
-        },
+        ),
         """
 import os; os.environ["TRITON_INTERPRET"] = "1"
 import torch
@@ -122,8 +144,8 @@ assert step_of(cpu.reverse_rows)[0].address  # in programs, too
     ),
     Extension(
         "cache policy", "the last few entries stay; by name in settings and commands",
-        {
-            "private_llm/kv_cache/policies/policy.py": (END, '''
+        (
+            ("private_llm/kv_cache/policies/policy.py", END, '''
 
 @dataclass(frozen=True)
 class LastFew(CachePolicy):
@@ -145,7 +167,7 @@ class LastFew(CachePolicy):
         held = facts.positions.shape[-1]
         return torch.arange(held)[-self.kept :].view(1, 1, -1) if held > self.kept else None
 '''),
-        },
+        ),
         """
 import torch
 from private_llm.config import PrivateConfig
@@ -158,7 +180,7 @@ assert text.shape == (1, 8)
 """,
     ),
     Extension(
-        "protocol", "two parties that hold the same in the clear, registered by a plug-in", {},
+        "protocol", "two parties that hold the same in the clear, registered by a plug-in", (),
         """
 import torch
 from private_llm_hf import PrivateConfig, patch
@@ -177,7 +199,49 @@ register(TOY)
 """,
     ),
     Extension(
-        "transport", "queues of this process, for a protocol and for a model", {},
+        "built-in protocol", "the same, in a file of its own beside `plain`", (
+            (TOY, END, f'''"""Two parties that hold the same in the clear."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from private_llm.errors import ProtocolAbort
+from private_llm.net.transport import Transport
+from private_llm.protocols.plain import Plain, PlainClient
+from private_llm.ring.ring import Ring
+
+
+{TWINS}
+'''),
+            ("private_llm/protocol_facts.py", "    ProtocolFacts(\"plain\"", '''\
+    ProtocolFacts(
+        "toy", 2, Threat("toy", "protocol", "nobody", (("both parties", "everything"),), "a study", "protocol='toy'"),
+        rings=(64,), hides=False,
+    ),
+'''),
+            ("private_llm/protocols/registry.py", "from private_llm.protocols.trio.arithmetic",
+             "from private_llm.protocols.toy import Twin, TwinClient, open_both\n"),
+            ("private_llm/protocols/registry.py", "        ProtocolSpec(", '''\
+        ProtocolSpec(
+            protocol_facts("toy"), party=lambda setup: Twin(setup.party, setup.transport, setup.ring),
+            client=TwinClient, open=open_both, hold=lambda config, party, masks, part: Share((part,)),
+        ),
+'''),
+        ),
+        """
+import torch
+from private_llm_hf import PrivateConfig, patch
+from tests.hf import tiny
+model = tiny.build("llama")
+ids = torch.tensor([[5, 6, 7, 8]])
+with torch.no_grad(), patch(model, PrivateConfig(protocol="toy", insecure=True)) as private:
+    assert torch.equal(private.generate(ids, max_new_tokens=4), model.generate(ids, max_new_tokens=4))
+""",
+    ),
+    Extension(
+        "transport", "queues of this process, for a protocol and for a model", (),
         """
 import threading, torch
 import torch.nn.functional as F
@@ -256,12 +320,13 @@ class QueueMesh(LocalMesh):
 
 def added(extension: Extension, folder: Path) -> None:
     """A copy of the library and its tests in `folder`, with one more. Raises ValueError for a line that it lacks."""
-    for name in ("private_llm", "tests"):
+    for name in ("private_llm", "tests", "scripts/fitting"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     for path in (ROOT / "integrations").iterdir():
         if path.is_dir() and path.name != "__pycache__":
             shutil.copytree(path, folder / path.name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name, (before, text) in extension.edits.items():
+    for name, before, text in extension.edits:
+        (folder / name).touch()
         lines = (folder / name).read_text("utf-8").splitlines(keepends=True)
         at = next((n for n, line in enumerate(lines) if line.startswith(before)), None) if before else len(lines)
         if at is None:
@@ -275,8 +340,9 @@ def tried(extension: Extension) -> str:
     """What went wrong, an empty text if nothing did."""
     with tempfile.TemporaryDirectory(prefix="extension-") as folder:
         added(extension, Path(folder))
+        paths = f"{folder}{os.pathsep}{folder}/scripts/fitting"
         done = subprocess.run(
-            [sys.executable, "-c", extension.tries], env=os.environ | {"PYTHONPATH": folder}, cwd=folder,
+            [sys.executable, "-c", extension.tries], env=os.environ | {"PYTHONPATH": paths}, cwd=folder,
             capture_output=True, text=True, timeout=600, check=False,
         )  # fmt: skip
     return "" if done.returncode == 0 else done.stderr or f"exit code {done.returncode}"
@@ -295,7 +361,7 @@ def main() -> int:
             continue
         wrong = "" if args.tiny else tried(each)
         failed += bool(wrong)
-        names = ", ".join(f"`{name}`" for name in each.edits) or "one of your own, named in `plugins` or imported"
+        names = ", ".join(f"`{name}`" for name in each.names) or "one of your own, named in `plugins` or imported"
         print(f"| {each.kind} | {each.what} | {each.files} | {names} |")
         if wrong:
             print(wrong, file=sys.stderr)

@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
-FILES = {"activation": 2, "kernel": 3, "cache policy": 1, "protocol": 1, "transport": 1}
+FILES = {
+    "activation": 1, "fitted activation": 2, "kernel": 3, "cache policy": 1, "protocol": 1, "built-in protocol": 3,
+    "transport": 1,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", FILES)
