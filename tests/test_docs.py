@@ -1,4 +1,4 @@
-"""The documentation is true: its Python runs, its commands exist, its tables and threat model are generated."""
+"""The documentation is true: its Python runs, its commands exist, its tables are generated."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ from private_llm_hf.models.architectures import compared
 
 from private_llm import errors
 from private_llm.kernels.compiling import KernelsNotKept
-from private_llm.protocol_facts import CASCADE, protocol_names
-from private_llm.threat import entries, markdown
 
 ROOT = Path(__file__).resolve().parent.parent
 TOP = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")
@@ -102,28 +100,10 @@ def test_links_and_files_exist(page: Path) -> None:
     assert not missing
 
 
-def test_the_threat_model_is_the_generated_one() -> None:
-    assert (ROOT / "docs" / "threat-model.md").read_text() == markdown() + "\n"
-
-
 def test_the_table_of_functions_is_that_of_the_records(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "scripts" / "pages"))
     script = importlib.import_module("make_functions")
     assert script.PAGE.read_text() == script.page(), "run scripts/pages/make_functions.py"
-
-
-def test_threats_are_complete() -> None:
-    for entry in entries():
-        assert entry.kind in ("protocol", "shortcut")
-        assert entry.corrupt
-        assert entry.source
-        assert entry.setting
-        assert entry.learns
-    assert len({entry.name for entry in entries()}) == len(entries())
-
-
-def test_every_protocol_has_a_threat_entry() -> None:
-    assert {*protocol_names(), CASCADE} == {entry.name for entry in entries() if entry.kind == "protocol"}
 
 
 def shown(page: Path, mark: str) -> str:

@@ -29,11 +29,11 @@ ELSEWHERE = {
     "# at ": "tests/system/walk_deploy.py runs the operators' guide, whose blocks begin so",
     "gpu.md": "needs GPUs",
     "private-llm party --index": "started below, whatever the page's index, where a page has `share` before it",
-    "private-llm certs --out certs --protocol cascade": "tests/test_cli_nodes.py starts nodes",
-    'private-llm generate facebook/opt-125m --prompt "..." --protocol cascade': "tests/test_cli_nodes.py starts nodes",
+    "private-llm certs --out certs --protocol cascade": "tests/cli/test_nodes.py starts nodes",
+    'private-llm generate facebook/opt-125m --prompt "..." --protocol cascade': "tests/cli/test_nodes.py starts nodes",
     "private-llm gateway": "tests/gateway/test_started_parties.py starts gateways, which serve until they are stopped",
     "private-llm classify microsoft/resnet-18": "weights that no package carries",
-    "private-llm generate folder --gguf-file": "tests/test_cli_checkpoints.py makes such a file",
+    "private-llm generate folder --gguf-file": "tests/cli/test_checkpoints.py makes such a file",
 }  # fmt: skip
 """Pages, and beginnings of blocks and of commands, that something else runs, and what."""
 

@@ -17,9 +17,9 @@ from private_llm_hf.tools.estimate import LayerCost, by_layer, estimate, model_c
 from transformers import PreTrainedModel
 
 from private_llm.errors import ConfigError, DomainError
+from tests.cli.test_cli import Run, checkpoint, rows
 from tests.hf import tiny
 from tests.hf.massive import massive
-from tests.test_cli import Run, checkpoint, rows
 
 __all__ = ["checkpoint"]  # a fixture
 

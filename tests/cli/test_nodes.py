@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.cli.test_cli import Run, checkpoint, rows, start
 from tests.hf.test_remote import free_ports
-from tests.test_cli import Run, checkpoint, rows, start
 
 __all__ = ["checkpoint"]  # a fixture
 

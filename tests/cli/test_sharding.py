@@ -16,7 +16,7 @@ from transformers import GPT2Config
 from private_llm.net.ledger import CONTROL
 from private_llm.net.transport import CLIENT
 from private_llm.token_sharding import ShardingPlan, Stage, paper_seconds, refuse_weak
-from tests.test_cli import Run, checkpoint, rows, start
+from tests.cli.test_cli import Run, checkpoint, rows, start
 
 __all__ = ["checkpoint"]  # a fixture
 

@@ -20,8 +20,8 @@ from typer.testing import CliRunner
 from private_llm.config import PrivateConfig
 from private_llm.errors import PatchMismatch
 from private_llm.sparsity_config import CometConfig
+from tests.cli.test_cli import Run, checkpoint, rows, start
 from tests.hf.sparsity.test_apply import constant
-from tests.test_cli import Run, checkpoint, rows, start
 
 __all__ = ["checkpoint"]  # a fixture
 PROMPT = ("--prompt", "a b c", "--max-new-tokens", "3")

@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 
 from private_llm.config import PrivateConfig
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = (
     "demo", "generate", "chat", "classify", "audit", "share", "party", "certs", "estimate", "diff", "doctor",
     "predictors",
