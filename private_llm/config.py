@@ -15,7 +15,15 @@ from private_llm.approximations import OURS, approximations_of, check_approximat
 from private_llm.errors import ConfigError, refuse_unknown
 from private_llm.kv_cache.policies import policy_of
 from private_llm.kv_cache.policies.policy import KEEP_ALL, CachePolicy
-from private_llm.protocol_facts import CASCADE, ProtocolFacts, may_take_keys, names_where, protocol_facts
+from private_llm.protocol_facts import (
+    ASSISTED,
+    CASCADE,
+    SERVERS,
+    ProtocolFacts,
+    may_take_keys,
+    names_where,
+    protocol_facts,
+)
 from private_llm.sparsity_config import CometConfig
 from private_llm.token_sharding import ShardingPlan
 from private_llm.typed_settings import check_types, refuses_unknown, settings_of
@@ -87,7 +95,8 @@ class PrivateConfig:
 
     protocol: "trio" (three parties, semi-honest, honest majority), "quad" (four parties, one of them malicious: abort),
     "dealer" (two parties and a dealer of random numbers, party 0), "cascade" (token sharding: statistical protection
-    only, public weights, nodes as in `plan`), "plain" (no secrecy; needs insecure=True), or one that was registered
+    only, public weights, nodes as in `plan`), "assisted" (public weights: two servers multiply masked rows, the client
+    computes the rest; docs/assisted.md), "plain" (no secrecy; needs insecure=True), or one that was registered
     (protocols/registry.py).
     ring: bits of the ring, 64 or 32. frac_bits: fractional bits of activations and weights.
     weights: "secret" (shared by the model owner) or "public" (an open-weight model; linear layers get local).
@@ -297,7 +306,25 @@ class PrivateConfig:
         object.__setattr__(self, "plugins", tuple(self.plugins))
         import_plugins(self.plugins)
 
+    def _check_assisted(self) -> None:
+        """Weights are public, and what the client computes itself has no settings. Raises ConfigError for those."""
+        object.__setattr__(self, "weights", "public")
+        kept = {each.name: each.default for each in dataclasses.fields(self)}
+        of_shares = (
+            "ring", "frac_bits", "reveal", "adder", "bandwidth_mbit", "relu_bits", "relu_low", "truncation",
+            "approximations", "kv_cache", "sparsity", "parallel_sessions", "rotate_roles", "plan", "split", "device",
+            "device_map", "max_memory", "offload_folder", "offline_folder",
+        )  # fmt: skip
+        if told := [name for name in of_shares if getattr(self, name) != kept[name]]:
+            raise ConfigError(
+                f"{told[0]}: got {getattr(self, told[0])!r}; protocol='assisted' has no such setting: the client "
+                "computes everything but linear layers in floating point, and servers multiply on CPUs"
+            )
+
     def _check_plan(self) -> None:
+        if self.protocol == ASSISTED:
+            self._check_assisted()
+            return
         if self.plan is not None and not isinstance(self.plan, ShardingPlan):
             raise ConfigError(f"plan: got {self.plan!r}; want a ShardingPlan, such as ShardingPlan(alpha=8, c=8, m=2)")
         if self.split is not None:
@@ -348,17 +375,19 @@ class PrivateConfig:
 
     @property
     def facts(self) -> ProtocolFacts | None:
-        """What is known of the protocol; None for token sharding. Raises ConfigError if it is registered no more."""
-        return None if self.protocol == CASCADE else protocol_facts(self.protocol)
+        """What is known of the protocol; None for cascade and assisted. Raises ConfigError if it is gone."""
+        return None if self.protocol in (CASCADE, ASSISTED) else protocol_facts(self.protocol)
 
     @property
     def parties(self) -> int:
-        """Number of computing parties (of protocol "cascade": nodes)."""
+        """Number of computing parties (of protocol "cascade": nodes, of "assisted": servers)."""
         return self.endpoints if self.facts is None else self.facts.parties
 
     @property
     def endpoints(self) -> int:
         """Number of processes besides the client: parties, and after a split the nodes, numbered after them."""
+        if self.protocol == ASSISTED:
+            return SERVERS
         nodes = 0 if self.plan is None else self.plan.nodes
         return nodes if self.facts is None else self.facts.parties + nodes
 

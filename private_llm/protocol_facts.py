@@ -1,8 +1,9 @@
 """What is known of each protocol without importing its code: one table of numbers, names and threat entries.
 
 Settings, names of endpoints, the command line and the threat model read it; the code of a protocol stands in
-`private_llm/protocols/registry.py`, whose `register` adds to both. Token sharding ("cascade") shares no secrets: it has
-a name that no protocol may take, and no entry here.
+`private_llm/protocols/registry.py`, whose `register` adds to both. Token sharding ("cascade")
+and servers of products ("assisted") run no computation on shares: they have names that no protocol may take, and no
+entry here.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ from dataclasses import dataclass
 
 from private_llm.errors import ConfigError
 
-CASCADE = "cascade"
-"""The name of token sharding."""
+CASCADE, ASSISTED = "cascade", "assisted"
+"""The names of token sharding, and of servers that multiply by public weights."""
+SERVERS = 2
+"""How many servers "assisted" has."""
 
 
 @dataclass(frozen=True)
@@ -169,7 +172,7 @@ def protocol_names() -> tuple[str, ...]:
 def protocol_facts(name: str) -> ProtocolFacts:
     """What is known of one protocol. Raises ConfigError, with the names there are, for any other."""
     if name not in protocol_names():
-        wanted = ", ".join(map(repr, (*protocol_names(), CASCADE)))
+        wanted = ", ".join(map(repr, (*protocol_names(), CASCADE, ASSISTED)))
         raise ConfigError(f"protocol: got {name!r}; want one of {wanted}")
     return _TABLE[name]
 
@@ -182,7 +185,7 @@ def names_where(holds: Callable[[ProtocolFacts], bool]) -> str:
 
 def add_facts(facts: ProtocolFacts) -> None:
     """Put a protocol into the table. Raises ConfigError for a name that is taken."""
-    if facts.name in (*_TABLE, CASCADE):
+    if facts.name in (*_TABLE, CASCADE, ASSISTED):
         raise ConfigError(f"protocol {facts.name!r} is registered already; want another name")
     _TABLE[facts.name] = facts
 

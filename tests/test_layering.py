@@ -18,7 +18,7 @@ LAYERS = {
     "private_llm": (
         "importing", "errors", "typed_settings", "forks", "ranges", "kv_cache.policies", "sparsity_config",
         "token_sharding.plans", "protocol_facts", "approximations", "config", "threat",
-        "kernels", "ring", "net", "protocols", "tensor", "replay", "exact", "approx", "oblivious", "nn",
+        "kernels", "ring", "net", "assisted", "protocols", "tensor", "replay", "exact", "approx", "oblivious", "nn",
         "kv_cache", "token_sharding.nodes",
     ),
     "private_llm_hf": (

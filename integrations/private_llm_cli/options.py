@@ -16,7 +16,7 @@ import typer
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError
-from private_llm.protocol_facts import CASCADE, protocol_facts, protocol_names
+from private_llm.protocol_facts import ASSISTED, CASCADE, protocol_facts, protocol_names
 from private_llm_cli.kv_cache import KvCacheOption, kv_cache_of
 
 PLUGINS: ContextVar[tuple[str, ...]] = ContextVar("PLUGINS", default=())
@@ -32,7 +32,7 @@ SHAPES = (
 
 def protocol_name(text: str) -> str:
     """The name of a protocol on offer. Raises BadParameter for another."""
-    offered = (*protocol_names(), CASCADE)
+    offered = (*protocol_names(), CASCADE, ASSISTED)
     if text not in offered:
         raise typer.BadParameter(f"{text!r} is not one of {', '.join(map(repr, offered))}.")
     return text
@@ -47,7 +47,7 @@ PartyMode = StrEnum("PartyMode", ["AUTO", "THREADS", "PROCESSES"])
 PARTIES, PROTOCOL, SHARDING = "Parties", "Protocol and numbers", "Token sharding (protocol cascade)"
 SPARSITY, WRITING = "Predicted sparsity", "How text is written"
 """Groups of options in help pages."""
-PROTOCOLS = f"<{'|'.join((*protocol_names(), CASCADE))}>"
+PROTOCOLS = f"<{'|'.join((*protocol_names(), CASCADE, ASSISTED))}>"
 """How help texts show the names of this library's protocols."""
 
 
@@ -118,7 +118,8 @@ def config_of(
     values.setdefault("party_mode", mode.value)
     if frac_bits is not None or ring == 32:
         values["frac_bits"] = 12 if frac_bits is None else frac_bits
-    return PrivateConfig.from_dict({**values, "insecure": protocol != CASCADE and not protocol_facts(protocol).hides})
+    insecure = protocol not in (CASCADE, ASSISTED) and not protocol_facts(protocol).hides
+    return PrivateConfig.from_dict({**values, "insecure": insecure})
 
 
 def adder_of(text: str) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from private_llm.approximations import warn_of_functions
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError, PatchMismatch, ShareFileError, undoing
 from private_llm.net.local import LocalMesh
-from private_llm.protocol_facts import CASCADE
+from private_llm.protocol_facts import ASSISTED, CASCADE
 from private_llm.ranges import UNKNOWN, Ranges
 from private_llm.replay.ahead import compile_ahead
 from private_llm_hf.checkpoint.calibration_runs import check_ranges, checkpoint_ranges, loaded_ranges
@@ -32,6 +32,7 @@ from private_llm_hf.checkpoint.own_code import patched_code, patched_methods
 from private_llm_hf.checkpoint.sample_inputs import check_images
 from private_llm_hf.checkpoint.share_files import ShareWriter, refuse_taken
 from private_llm_hf.checkpoint.weights import Sink, WeightList, WeightsDigest, stream_loaded
+from private_llm_hf.client.assisted_model import open_assisted
 from private_llm_hf.client.launch import choose_mode, start_parties
 from private_llm_hf.client.model import PrivateModel, private_class
 from private_llm_hf.client.nodes import check_sharding
@@ -207,6 +208,8 @@ def _open(
             return None
         return digest.text()
 
+    if private_config.protocol == ASSISTED:
+        return open_assisted(model_class, plain, weights, start(private_config, mesh), generation)
     if private_config.plan is not None:
         check_sharding(model_class, config, private_config.plan, private_config.split)
     if not tried:

@@ -23,6 +23,7 @@ from private_llm.kernels.bits import cpu as cpu_bits
 from private_llm.kernels.devices import triton_module
 from private_llm.kernels.fields import STEPS
 from private_llm.kernels.fields import cpu as cpu_trunc
+from private_llm.kernels.matmul import narrow as cpu_narrow
 from private_llm.kernels.parallel import addresses, parallel_for
 from private_llm.kernels.seeded_tensor import KeyStream, dense
 from private_llm.kernels.shapes import Pair
@@ -31,6 +32,8 @@ from private_llm.kernels.trace_hook import this_thread
 _TRANSPOSE_S, _ROW_S, _INJECT_S = 2e-9, 1e-9, 1e-9
 """About what one thread takes: to transpose an element, for a word of a comparison's row, an element of an injection's.
 """
+_NARROW_S = 3e-10
+"""About what one thread takes for a multiply-add with a 16-bit weight."""
 WORDS = 8
 """Threads take multiples of so many words of bits: whole lines of the cache."""
 
@@ -104,6 +107,28 @@ def ring_matmul(x: Tensor, y: Tensor) -> Tensor:
         return shapes.ring_matmul(x, y)
     made: Tensor = _gpu("matmul", "product", x, y)
     return made
+
+
+def narrow_matmul(x: Tensor, weight: Tensor) -> Tensor:
+    """x weight^T modulo 2^64; x int64 [M, K], weight int16 [N, K], which is public; int64 [M, N].
+
+    On a GPU the weight is widened for the call. Raises DomainError for other shapes and types.
+    """
+    fits = (x.dtype, weight.dtype, x.dim(), weight.dim()) == (torch.int64, torch.int16, 2, 2)
+    if not fits or x.shape[1] != weight.shape[1]:
+        raise DomainError(
+            f"narrow_matmul: got {x.dtype} {tuple(x.shape)} and {weight.dtype} {tuple(weight.shape)}; want int64 "
+            "[M, K] and int16 [N, K]"
+        )
+    if not x.is_cpu:
+        return ring_matmul(x, weight.long().mT)
+    high = (x >> 32) + ((x >> 31) & 1)  # the low half is signed: its sign is carried
+    halves = [half.to(torch.int32).contiguous() for half in ((x << 32) >> 32, (high << 32) >> 32)]
+    out = torch.empty(len(x), len(weight), dtype=torch.int64)
+    sizes = (*x.shape, len(weight))
+    kernel, at = cpu_narrow.narrow_product, addresses(*halves, weight, out)
+    parallel_for(len(weight), _NARROW_S * x.numel(), cpu_narrow.LINES, kernel, *at, *sizes)
+    return out
 
 
 def ring_matmul_pair(x0: Tensor, y0: Tensor, x1: Tensor, y1: Tensor) -> Tensor:

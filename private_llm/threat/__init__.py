@@ -19,8 +19,8 @@ _SHORTCUTS: tuple[Threat, ...] = (
 
 
 def entries() -> tuple[Threat, ...]:
-    """All entries, protocols first: those of the registered protocols, then token sharding."""
-    return (*(protocol_facts(name).threat for name in protocol_names()), running.CASCADE, *_SHORTCUTS)
+    """All entries, protocols first: those of the registered protocols, then the others."""
+    return (*(protocol_facts(name).threat for name in protocol_names()), running.CASCADE, running.ASSISTED, *_SHORTCUTS)
 
 
 def markdown() -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from private_llm.protocol_facts import CASCADE, protocol_names
+from private_llm.protocol_facts import ASSISTED, CASCADE, protocol_names
 from private_llm.threat import entries, markdown
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,4 +25,4 @@ def test_threats_are_complete() -> None:
 
 
 def test_every_protocol_has_a_threat_entry() -> None:
-    assert {*protocol_names(), CASCADE} == {entry.name for entry in entries() if entry.kind == "protocol"}
+    assert {*protocol_names(), CASCADE, ASSISTED} == {entry.name for entry in entries() if entry.kind == "protocol"}

@@ -17,6 +17,7 @@ from transformers.pytorch_utils import Conv1D
 from private_llm.approximations import emulated
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError, LowPrecision, TightRange
+from private_llm.protocol_facts import ASSISTED, CASCADE
 from private_llm.ranges import REACH, UNKNOWN, Ranges
 from private_llm.ring.ring import Ring
 from private_llm_hf.checkpoint.calibration import ranges_of, warn_of_small_rows, watching
@@ -61,7 +62,7 @@ def calibrate(model: nn.Module, config: PrivateConfig, batches: Sequence[Callabl
 
 def can_calibrate(config: PretrainedConfig, private_config: PrivateConfig) -> bool:
     """Whether calibration is wanted and has something to say: models of images, and of text in the 64-bit ring."""
-    if not private_config.calibrate or private_config.protocol == "cascade":
+    if not private_config.calibrate or private_config.protocol in (CASCADE, ASSISTED):
         return False
     return private_config.ring == 64 or architecture(config).kind == "vision"
 

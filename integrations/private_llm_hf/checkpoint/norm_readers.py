@@ -24,12 +24,11 @@ from private_llm.nn.activations import ACTIVATIONS
 from private_llm.ranges import Ranges
 from private_llm.tensor.dispatch import TorchArg
 from private_llm.tensor.fixed import READ_BITS
-from private_llm_hf.checkpoint.sample_inputs import tensors_in, text_arguments
+from private_llm_hf.checkpoint.sample_inputs import empty_inputs, tensors_in
 from private_llm_hf.checkpoint.weights import skeleton
 from private_llm_hf.kv_cache.model_checks import expands_latents
 from private_llm_hf.models.architectures import architecture
 from private_llm_hf.models.handlers import handler_of, match
-from private_llm_hf.models.inputs import image_shape
 from private_llm_hf.models.norms import CANNOT, spelled_norm
 
 _SAME = {Tensor.contiguous, Tensor.to, Tensor.float, Tensor.detach, Tensor.unsqueeze, F.dropout, torch.dropout}
@@ -63,20 +62,12 @@ def _traced(model_class: type[PreTrainedModel], config: PretrainedConfig) -> tup
     settings._attn_implementation = "eager"  # others look into the mask
     model = skeleton(model_class, settings)
     trace = _NormTrace(model)
-    given: dict[str, object]
-    if architecture(config).kind == "vision":
-        given = {"pixel_values": torch.zeros(1, *image_shape(config), device="meta")}
-    else:
-        ids = torch.zeros(1, 2, dtype=torch.int64, device="meta")
-        given = text_arguments(config, ids)
-        if architecture(config).kind == "decoder":  # masks of encoders are looked into
-            given["attention_mask"] = torch.ones_like(ids)
     for module in model.modules():
         module.register_forward_pre_hook(trace.enter, with_kwargs=True)
         module.register_forward_hook(trace.leave)
     try:
         with torch.no_grad(), trace:
-            return trace, model(**given)
+            return trace, model(**empty_inputs(config))
     except CANNOT:
         return None
 

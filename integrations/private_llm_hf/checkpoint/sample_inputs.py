@@ -69,6 +69,17 @@ def text_arguments(config: PretrainedConfig, ids: Tensor) -> dict[str, Any]:
     return {**given, "decoder_input_ids": ids} if kind == "encoder-decoder" else given
 
 
+def empty_inputs(config: PretrainedConfig) -> dict[str, Any]:
+    """Arguments of one forward on the meta device, with eager attention: a text of two tokens, or an image."""
+    if architecture(config).kind == "vision":
+        return {"pixel_values": torch.zeros(1, *image_shape(config), device="meta")}
+    ids = torch.zeros(1, 2, dtype=torch.int64, device="meta")
+    given = text_arguments(config, ids)
+    if architecture(config).kind == "decoder":  # masks of encoders are looked into
+        given["attention_mask"] = torch.ones_like(ids)
+    return given
+
+
 def sample_tokens(config: PretrainedConfig) -> tuple[Tensor, Tensor]:
     """Token ids [2, 6] none of which is special, and a mask that pads the first row on the left."""
     vocabulary = config.get_text_config().vocab_size

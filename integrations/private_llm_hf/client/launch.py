@@ -135,8 +135,8 @@ def _stored(
                 f"model: {called(config, number)} reads no checkpoint; with protocol='cascade' the CompNodes do"
             )
         return NodeCheckpoint.open(checkpoint)
-    if share_file is not None and config.protocol == "cascade":
-        raise ConfigError("shares: nodes of token sharding take a checkpoint (--model), not share files")
+    if share_file is not None and config.facts is None:
+        raise ConfigError(f"shares: protocol {config.protocol!r} has public weights; leave the share file out")
     return None if share_file is None else ShareFile.open(share_file, config, number)
 
 

@@ -22,12 +22,14 @@ from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError, DomainError, TransportError, UnsupportedOp
 from private_llm.net.parallel_sessions import RoleAssignment, assignment, parallel_session_links
 from private_llm.net.transport import Transport
+from private_llm.protocol_facts import ASSISTED
 from private_llm.protocols.session import join_as_client
 from private_llm_hf.checkpoint.weights import Sink
 from private_llm_hf.client.costs import Costs
 from private_llm_hf.client.nodes import join_nodes
 from private_llm_hf.client.parties import Parties
 from private_llm_hf.client.preprocess import Schedule
+from private_llm_hf.client.product_servers import ProductServers
 from private_llm_hf.client.session_client import Secret
 from private_llm_hf.client.split import join_split
 from private_llm_hf.wire import commands
@@ -38,6 +40,8 @@ from private_llm_hf.wire.commands import CacheEdit, Call, CallOrEdit
 
 def join_parallel_sessions(config: PrivateConfig, transport: Transport, shutdown: Callable[[], None]) -> Parties:
     """The client's end of all parallel sessions of a session."""
+    if config.protocol == ASSISTED:
+        return ProductServers(config, transport, shutdown)
     if config.protocol == "cascade":
         return join_nodes(config, transport, shutdown)
     if config.split is not None:

@@ -21,6 +21,7 @@ from private_llm.kernels.address import trim_allocator, tune_allocator
 from private_llm.kernels.compile_note import NOTE
 from private_llm.net.parallel_sessions import RoleAssignment, assignment, parallel_session_links
 from private_llm.net.transport import CLIENT, Transport
+from private_llm.protocol_facts import ASSISTED
 from private_llm.protocols.offline_phase import OfflinePhase, section_label
 from private_llm.protocols.session import Session, join
 from private_llm.replay.program_cache import forget
@@ -33,6 +34,7 @@ from private_llm_hf.party.loading import LoadedModel, receive_weights
 from private_llm_hf.party.model import release
 from private_llm_hf.party.node import Node, NodeCheckpoint
 from private_llm_hf.party.placement import weights_of_file
+from private_llm_hf.party.product_server import ProductServer
 from private_llm_hf.token_sharding.cut import states_before_cut
 from private_llm_hf.wire import commands
 from private_llm_hf.wire.answers import Loaded, Prepared, StoredFile
@@ -231,7 +233,9 @@ def run_party(
     reasons: list[str] = []
 
     def serve(parallel_session: int) -> None:
-        if config.protocol == "cascade" or number >= config.parties:
+        if config.protocol == ASSISTED:
+            ProductServer(config, number, transport).serve()
+        elif config.protocol == "cascade" or number >= config.parties:
             Node(config, number, transport, stored if isinstance(stored, NodeCheckpoint) else None).serve()
         else:
             share_file = stored if isinstance(stored, ShareFile) else None

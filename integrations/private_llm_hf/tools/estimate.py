@@ -24,6 +24,7 @@ from transformers.generation.streamers import BaseStreamer
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError, WeakProtection
 from private_llm.net.transport import CLIENT, MetaTransport
+from private_llm.protocol_facts import ASSISTED
 from private_llm.protocols.session import client_end, meta_session
 from private_llm.protocols.weight_sharing import bytes_at_rest
 from private_llm.ranges import UNKNOWN, Ranges
@@ -303,6 +304,11 @@ def estimate(
     """
     if sequence < 1 or new_tokens < 0 or batch < 1:
         raise ConfigError(f"estimate: got seq {sequence}, new {new_tokens}, batch {batch}; want at least 1, 0 and 1")
+    if private_config.protocol == ASSISTED:
+        raise ConfigError(
+            "estimate: protocol='assisted' has no estimate; each row of a linear layer sends 5 bytes for each input, "
+            "and 10 for each output (model.cost() counts them)"
+        )
     spec = ModelSpec.of(model_class, config, folds_norms(private_config))
     bare = spec.model
     if new_tokens and not bare.can_generate():

@@ -1,0 +1,262 @@
+"""A model under protocol "assisted": transformers' own at the client, whose linear layers servers multiply.
+
+Everything but linear layers is computed here, on values that only the client has: embeddings, norms, attention with
+its cache, activations, sampling. So generate(), its cache and its streamers are transformers' own.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from private_llm.assisted.fixed_point import IntegerWeight
+from private_llm.errors import ConfigError, DomainError, PatchMismatch, PlaintextLeak, UnsupportedOp, undoing
+from private_llm_hf.checkpoint.sample_inputs import empty_inputs
+from private_llm_hf.checkpoint.weights import Sink, WeightList, skeleton, without_weights
+from private_llm_hf.client.costs import Costs
+from private_llm_hf.client.parties import Parties
+from private_llm_hf.client.product_servers import ProductServers
+from private_llm_hf.models.norms import CANNOT
+
+Weights = Callable[[WeightList, Sink, bool], None]
+
+
+class Products:
+    """One weight at the servers, of one linear layer or of several that read the same input: one exchange for all.
+
+    The first of them asks, for all; the others take their part when they are given the same tensor.
+    """
+
+    def __init__(self, servers: ProductServers, name: str) -> None:
+        self._servers, self._name = servers, name
+        self._number = -1
+        self._widths: list[int] = []
+        self._asked: _Asked | None = None
+
+    def load(self, weights: Sequence[Tensor]) -> None:
+        """Give all members' weights, [outputs, inputs] each. Raises DomainError naming the layer for unfit values."""
+        self._widths = [len(weight) for weight in weights]
+        try:
+            self._number = self._servers.load(IntegerWeight.of(torch.cat(list(weights))), self._name)
+        except DomainError as error:
+            raise DomainError(f"weight of '{self._name}': {error}") from None
+
+    def part(self, member: int, x: Tensor) -> Tensor:
+        """One member's product with x [..., inputs]. Raises DomainError naming the layers for values not finite."""
+        rows = x.detach().reshape(-1, x.shape[-1]).to("cpu", torch.float32)
+        held = self._asked
+        # the same tensor, unless it was written to; another one asks again, whatever its values are
+        if held is None or held.x is not x or held.parts[member] is None or not torch.equal(held.rows, rows):
+            try:
+                product = self._servers.product(self._number, rows, self._name)
+            except DomainError as error:
+                raise DomainError(f"{self._name}: {error}") from None
+            held = _Asked(x, rows.clone(), list(product.split(self._widths, dim=1)))
+        mine, held.parts[member] = held.parts[member], None
+        self._asked = held if any(part is not None for part in held.parts) else None
+        if mine is None:
+            raise UnsupportedOp(f"{self._name}: part {member} of a product was taken twice")
+        return mine.reshape(*x.shape[:-1], -1).to(x.dtype)
+
+
+@dataclass
+class _Asked:
+    """The last input, its rows when it was sent, and those products with it that nobody took yet."""
+
+    x: Tensor
+    rows: Tensor
+    parts: list[Tensor | None]
+
+
+class AssistedLinear(nn.Module):
+    """In place of nn.Linear or Conv1D: x W^T at the servers, plus the bias here.
+
+    weight is a tensor of the right shape and dtype without values: who looks at it gets those, who computes with it an
+    error.
+    """
+
+    def __init__(self, original: nn.Module, products: Products, member: int) -> None:
+        super().__init__()
+        weight, bias = original.get_parameter("weight"), getattr(original, "bias", None)
+        self.weight = nn.Parameter(torch.empty_like(weight, device="meta"), requires_grad=False)
+        self.bias = None if bias is None else nn.Parameter(torch.empty_like(bias, device="meta"), requires_grad=False)
+        self.turned = isinstance(original, Conv1D)
+        """Whether the weight lies as [inputs, outputs]."""
+        self.in_features, self.out_features = weight.shape if self.turned else weight.shape[::-1]
+        self._products, self._member = products, member
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., inputs] to [..., outputs]. Raises as `ProductServers.product`."""
+        if not x.numel():
+            return x.new_empty(*x.shape[:-1], self.out_features)
+        made = self._products.part(self._member, x)
+        return made if self.bias is None else made + self.bias.to(made.dtype)
+
+
+class AssistedModel:
+    """What models under protocol "assisted" have beside transformers' own methods."""
+
+    parties: ProductServers
+
+    def cost(self, reset: bool = False) -> Costs:
+        """Bytes, rounds and multiply-adds since the last reset. Raises PartyFailed if the session is over."""
+        return self.parties.costs(reset)
+
+    def close(self) -> None:
+        """End the session with the servers."""
+        self.parties.close()
+
+    def __enter__(self) -> AssistedModel:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def save_pretrained(self, *_: object, **__: object) -> None:
+        """Raises PlaintextLeak: the weights of linear layers are with the servers."""
+        raise PlaintextLeak("the servers hold the weights of linear layers; save the checkpoint that they came from")
+
+    push_to_hub = save_pretrained
+
+    def train(self, mode: bool = True) -> AssistedModel:
+        """The model as it is for mode=False. Raises UnsupportedOp for True."""
+        if mode:
+            raise UnsupportedOp("models under protocol='assisted' run inference only; train the plaintext model")
+        made: AssistedModel = super().train(False)  # type: ignore[misc]
+        return made
+
+
+def open_assisted(
+    model_class: type[PreTrainedModel], config: PretrainedConfig, weights: Weights, servers: Parties,
+    generation: GenerationConfig | None,
+) -> PreTrainedModel:  # fmt: skip
+    """Build the model here without the weights of its linear layers, which go to the servers as they are read.
+
+    Raises PatchMismatch for experts that are linear layers of their own: how many rows each gets would show which were
+    chosen; DomainError naming a layer with values that are not finite.
+    """
+    if not isinstance(servers, ProductServers):
+        raise ConfigError(f"start: got {type(servers).__name__}; want the servers of protocol='assisted'")
+    with undoing(servers.close):
+        return _opened(model_class, config, weights, servers, generation)
+
+
+def _opened(
+    model_class: type[PreTrainedModel], config: PretrainedConfig, weights: Weights, servers: ProductServers,
+    generation: GenerationConfig | None,
+) -> PreTrainedModel:  # fmt: skip
+    model = without_weights(model_class, config).eval()
+    wanted = WeightList.of(skeleton(model_class, config))
+    layers = [name for name, module in model.named_modules() if type(module) in (nn.Linear, Conv1D)]
+    hidden = [name for name in layers if ".experts." in f".{name}."]
+    if hidden:
+        raise PatchMismatch(
+            f"{model_class.__name__}: {hidden[0]!r} is an expert with rows of its own, whose number would tell servers "
+            "which experts were chosen; want another protocol, where all experts compute"
+        )
+    named: dict[str, tuple[Products, int, int]] = {}
+    for group in layers_by_input(model_class, config, layers):
+        products = Products(servers, "+".join(group))
+        for member, name in enumerate(group):
+            named[name] = (products, member, len(group))
+            parent, _, own = name.rpartition(".")
+            made = AssistedLinear(model.get_submodule(name), products, member)
+            setattr(model.get_submodule(parent), own, made)
+    weights(wanted, _Filling(model, wanted, named), False)
+    servers.costs(reset=True)  # of loading
+    kind = _assisted_class(model_class)
+    model.__class__ = kind
+    model.parties = servers
+    weakref.finalize(model, servers.close)
+    if generation is not None:
+        model.generation_config = generation
+    return model
+
+
+class _Filling:
+    """A sink: weights of linear layers go to the servers, when all of a group are there; the others into the model."""
+
+    def __init__(
+        self, model: PreTrainedModel, wanted: WeightList, named: dict[str, tuple[Products, int, int]]
+    ) -> None:  # fmt: skip
+        self._model, self._named = model, named
+        self._names: dict[str, list[str]] = {name: [name] for name in wanted.shapes}
+        for name, source in wanted.tied.items():
+            self._names[source].append(name)
+        self._waiting: dict[Products, dict[int, Tensor]] = {}
+
+    def __call__(self, name: str, tensor: Tensor) -> None:
+        """One weight, for all that share it."""
+        held: nn.Parameter | None = None
+        for each in self._names[name]:
+            path, _, own = each.rpartition(".")
+            module = self._model.get_submodule(path)
+            if own == "weight" and path in self._named:
+                self._to_servers(path, tensor)
+            elif own in module._buffers:
+                module._buffers[own] = tensor.detach().to("cpu", torch.float32, copy=True)
+            else:
+                if held is None:
+                    held = nn.Parameter(tensor.detach().to("cpu", torch.float32, copy=True), requires_grad=False)
+                module._parameters[own] = held
+
+    def _to_servers(self, path: str, tensor: Tensor) -> None:
+        products, member, members = self._named[path]
+        layer = self._model.get_submodule(path)
+        found = self._waiting.setdefault(products, {})
+        found[member] = (tensor.mT if layer.turned else tensor).detach().to("cpu", copy=True)
+        if len(found) == members:
+            products.load([found[each] for each in range(members)])
+            del self._waiting[products]
+
+
+def layers_by_input(
+    model_class: type[PreTrainedModel], config: PretrainedConfig, layers: Sequence[str]
+) -> list[list[str]]:  # fmt: skip
+    """Linear layers in groups that read the same tensor one after the other, such as queries, keys and values.
+
+    Found in a forward on the meta device; where that needs values, each layer is a group.
+    """
+    settings = copy.deepcopy(config)
+    settings._attn_implementation = "eager"  # others look into the mask
+    model = skeleton(model_class, settings)
+    groups: list[tuple[Tensor, list[str]]] = []
+    known = dict(model.named_modules())
+    for name in layers:
+
+        def note(module: nn.Module, inputs: tuple[Any, ...], name: str = name) -> None:
+            if any(name in group for _, group in groups):
+                return
+            if groups and inputs and groups[-1][0] is inputs[0]:
+                groups[-1][1].append(name)
+            elif inputs:
+                groups.append((inputs[0], [name]))
+
+        known[name].register_forward_pre_hook(note)
+    try:
+        with torch.no_grad():
+            model(**empty_inputs(config))
+    except CANNOT:
+        groups = []
+    found = [group for _, group in groups]
+    seen = {name for group in found for name in group}
+    return found + [[name] for name in layers if name not in seen]
+
+
+_CLASSES: dict[type[PreTrainedModel], type[PreTrainedModel]] = {}
+
+
+def _assisted_class(original: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    """The subclass of a model class: one per class, so that isinstance means something."""
+    if original not in _CLASSES:
+        body = {"__module__": __name__, "__doc__": f"{original.__name__} under protocol 'assisted'."}
+        _CLASSES[original] = type(f"Assisted{original.__name__}", (AssistedModel, original), body)
+    return _CLASSES[original]

@@ -1,0 +1,82 @@
+"""The client's end of protocol "assisted": it masks its rows, asks two servers for products, and checks these."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from private_llm.assisted.fixed_point import BYTES, IntegerWeight, centred, packed, unpacked
+from private_llm.assisted.masks import fresh_label, mask
+from private_llm.assisted.projection import Projection
+from private_llm.config import PrivateConfig
+from private_llm.errors import ProtocolAbort
+from private_llm.net.transport import Transport
+from private_llm.protocols.plain import PlainClient
+from private_llm.ring.prg import Seed
+from private_llm.ring.ring import Ring
+from private_llm_hf.client.parties import Parties
+from private_llm_hf.party.node import agree
+from private_llm_hf.wire.assisted import LoadLines, Multiply
+from private_llm_hf.wire.commands import send_message
+
+_KEY, _MASKED = 0, 1
+"""The server that knows the key of the masks, and the one that gets masked rows."""
+
+
+class ProductServers(Parties):
+    """Both servers of one session, as the client sees them; errors and the end of a session are those of `Parties`."""
+
+    def __init__(self, config: PrivateConfig, transport: Transport, shutdown: Callable[[], None]) -> None:
+        """Raises ConfigError if a server runs other settings."""
+        super().__init__(config, transport, PlainClient(transport, Ring(64)), shutdown)
+        agree(config, transport, list(self.members))
+        self._masks, self._checks = Seed.fresh(), Seed.fresh()
+        key = torch.frombuffer(bytearray(self._masks.raw()), dtype=torch.uint8)
+        transport.send(_KEY, "mask key", key)
+        self._weights: list[tuple[IntegerWeight, Projection]] = []
+        self.exchanges = 0
+
+    def load(self, weight: IntegerWeight, name: str) -> int:
+        """Give the servers a weight, two bytes an element to each; the number to ask for it by. name: of its layers."""
+        with self._call():
+            number, lines = len(self._weights), weight.lines.contiguous()
+            projection = Projection(lines, self._checks.derive(f"weight {number}"))
+            self.tell(LoadLines(name, *lines.shape))
+            for server in self.members:
+                self.transport.send(server, "weight", lines.view(torch.uint8).view(-1))
+            slim = IntegerWeight(lines[:0], weight.exponents, weight.columns, weight.norm)
+            self._weights.append((slim, projection))
+            return number
+
+    def product(self, number: int, x: Tensor, where: str) -> Tensor:
+        """x W^T for real rows [M, inputs], float32 [M, outputs], in one exchange with both servers.
+
+        Bytes: 5 M inputs to server 1, 5 M outputs from each. Error: docs/assisted.md. where: the module, for messages.
+        Raises DomainError for values that are not finite, ProtocolAbort naming a server that computed wrongly.
+        """
+        weight, projection = self._weights[number]
+        whole, scale = weight.scaled(x)
+        with self._call(), self.transport.ledger.scope(where):
+            (rows, inputs), label = whole.shape, fresh_label()
+            hidden = mask(self._masks, label, rows, inputs)
+            masked = whole - hidden
+            send_message(self.transport, _KEY, Multiply(number, rows, label))
+            send_message(self.transport, _MASKED, Multiply(number, rows, None))
+            self.transport.send(_MASKED, "masked rows", packed(masked))
+            self.transport.ledger.add_round("product")
+            self.exchanges += 1
+            parts = [self._part(server, (rows, len(weight.exponents))) for server in (_KEY, _MASKED)]
+            product = centred(parts[_KEY] + parts[_MASKED])
+            if not projection.holds(whole, product):
+                given = (hidden, parts[_KEY]), (masked, parts[_MASKED])
+                wrong = [f"party {n}" for n, pair in enumerate(given) if not projection.holds_modulo(*pair)]
+                raise ProtocolAbort(
+                    f"{' and '.join(wrong) or 'a server'} gave a wrong product for {where!r}; this answer is withheld "
+                    "and the session is over: ask other servers"
+                )
+        return weight.values(product, scale)
+
+    def _part(self, server: int, shape: tuple[int, int]) -> Tensor:
+        return unpacked(self.transport.recv(server, "product", (shape[0] * shape[1] * BYTES,), torch.uint8), shape)
