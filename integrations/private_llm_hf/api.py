@@ -31,7 +31,7 @@ from private_llm_hf.checkpoint.model_spec import ModelSpec, describe, folds_norm
 from private_llm_hf.checkpoint.own_code import patched_code, patched_methods
 from private_llm_hf.checkpoint.sample_inputs import check_images
 from private_llm_hf.checkpoint.share_files import ShareWriter, refuse_taken
-from private_llm_hf.checkpoint.weights import Sink, WeightList, WeightsDigest, stream_loaded
+from private_llm_hf.checkpoint.weights import Sink, WeightsDigest, WeightSource, stream_loaded
 from private_llm_hf.client.assisted_model import open_assisted
 from private_llm_hf.client.launch import choose_mode, start_parties
 from private_llm_hf.client.model import PrivateModel, private_class
@@ -47,9 +47,6 @@ from private_llm_hf.vision.network import Network
 from private_llm_hf.wire.commands import Description
 
 Start = Callable[[PrivateConfig, LocalMesh | None], Parties]
-
-WeightSource = Callable[[WeightList, Sink, bool], None]
-"""Passes a model's weights to the sink; if told True only if nothing need be downloaded: OSError without weights."""
 
 
 class _AutoPrivate:

@@ -161,6 +161,10 @@ class WeightList:
         return cls(shapes | {n: tuple(values[n].shape) for n in statistics if n in values}, tied)
 
 
+WeightSource = Callable[[WeightList, Sink, bool], None]
+"""Passes a model's weights to the sink; if told True only if nothing need be downloaded: OSError without weights."""
+
+
 class Collector:
     """Checks a stream of named tensors against a `WeightList` and passes each weight on once."""
 

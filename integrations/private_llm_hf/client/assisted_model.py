@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,13 +20,11 @@ from transformers.pytorch_utils import Conv1D
 from private_llm.assisted.fixed_point import IntegerWeight
 from private_llm.errors import ConfigError, DomainError, PatchMismatch, PlaintextLeak, UnsupportedOp, undoing
 from private_llm_hf.checkpoint.sample_inputs import empty_inputs
-from private_llm_hf.checkpoint.weights import Sink, WeightList, skeleton, without_weights
+from private_llm_hf.checkpoint.weights import WeightList, WeightSource, skeleton, without_weights
 from private_llm_hf.client.costs import Costs
 from private_llm_hf.client.parties import Parties
 from private_llm_hf.client.product_servers import ProductServers
 from private_llm_hf.models.norms import CANNOT
-
-Weights = Callable[[WeightList, Sink, bool], None]
 
 
 class Products:
@@ -54,16 +52,14 @@ class Products:
         rows = x.detach().reshape(-1, x.shape[-1]).to("cpu", torch.float32)
         held = self._asked
         # the same tensor, unless it was written to; another one asks again, whatever its values are
-        if held is None or held.x is not x or held.parts[member] is None or not torch.equal(held.rows, rows):
+        if held is None or held.x is not x or member not in held.parts or not torch.equal(held.rows, rows):
             try:
                 product = self._servers.product(self._number, rows, self._name)
             except DomainError as error:
                 raise DomainError(f"{self._name}: {error}") from None
-            held = _Asked(x, rows.clone(), list(product.split(self._widths, dim=1)))
-        mine, held.parts[member] = held.parts[member], None
-        self._asked = held if any(part is not None for part in held.parts) else None
-        if mine is None:
-            raise UnsupportedOp(f"{self._name}: part {member} of a product was taken twice")
+            held = _Asked(x, rows.clone(), dict(enumerate(product.split(self._widths, dim=1))))
+        mine = held.parts.pop(member)
+        self._asked = held if held.parts else None
         return mine.reshape(*x.shape[:-1], -1).to(x.dtype)
 
 
@@ -73,7 +69,7 @@ class _Asked:
 
     x: Tensor
     rows: Tensor
-    parts: list[Tensor | None]
+    parts: dict[int, Tensor]
 
 
 class AssistedLinear(nn.Module):
@@ -135,13 +131,13 @@ class AssistedModel:
 
 
 def open_assisted(
-    model_class: type[PreTrainedModel], config: PretrainedConfig, weights: Weights, servers: Parties,
+    model_class: type[PreTrainedModel], config: PretrainedConfig, weights: WeightSource, servers: Parties,
     generation: GenerationConfig | None,
 ) -> PreTrainedModel:  # fmt: skip
     """Build the model here without the weights of its linear layers, which go to the servers as they are read.
 
     Raises PatchMismatch for experts that are linear layers of their own: how many rows each gets would show which were
-    chosen; DomainError naming a layer with values that are not finite.
+    chosen; DomainError naming a layer with values that are not finite; ConfigError for the parties of another protocol.
     """
     if not isinstance(servers, ProductServers):
         raise ConfigError(f"start: got {type(servers).__name__}; want the servers of protocol='assisted'")
@@ -150,7 +146,7 @@ def open_assisted(
 
 
 def _opened(
-    model_class: type[PreTrainedModel], config: PretrainedConfig, weights: Weights, servers: ProductServers,
+    model_class: type[PreTrainedModel], config: PretrainedConfig, weights: WeightSource, servers: ProductServers,
     generation: GenerationConfig | None,
 ) -> PreTrainedModel:  # fmt: skip
     model = without_weights(model_class, config).eval()
