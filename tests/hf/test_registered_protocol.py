@@ -218,7 +218,7 @@ def test_names_are_taken_once_and_unknown_ones_are_refused(config: PrivateConfig
             register(spec)
     unregister("toy")
     try:
-        wanted = "want one of 'trio', 'quad', 'dealer', 'plain', 'cascade'"
+        wanted = "want one of 'trio', 'quad', 'dealer', 'plain', 'cascade', 'assisted'"
         for refused in (
             lambda: protocol_spec("toy"),
             lambda: unregister("toy"),
