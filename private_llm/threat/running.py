@@ -156,7 +156,9 @@ May be corrupt: any one of the two servers, malicious: a wrong product ends the 
 - server 0 (party 0): the key of the masks, labels, and public shapes; nothing that depends on a value of the client's
 - server 1 (party 1): rows masked by a pseudorandom stream of AES that it lacks the key of, and public shapes
 - every server, and whoever sees the traffic: the model (its weights are public), how many rows each product has, so the
-  lengths of prompt and answer, when each token was asked for, and which way generation goes on (beams, drafts)
+  lengths of prompt and answer, when each token was asked for, which way generation goes on (beams, drafts), what
+  arguments choose layers or rows (Longformer's global attention, labels of ModernBERT), and that a call stopped because
+  a value was not finite
 - the two servers together: everything that the client computes from: prompt, states and answer
 - a server that deviates: it can stop, delay, or be caught. Whether the client's check failed follows from its own error
   alone, and the session ends with it

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -10,14 +10,25 @@ import pytest
 import torch
 import transformers
 from private_llm_hf import AutoPrivateModelForCausalLM, PrivateConfig, patch
+from private_llm_hf.client import product_servers
 from private_llm_hf.client.launch import start_parties
 from private_llm_hf.party.product_server import ProductServer
+from private_llm_hf.wire.assisted import LoadLines, Multiply
+from private_llm_hf.wire.codec import Message
+from private_llm_hf.wire.commands import send_message
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from private_llm.assisted.fixed_point import BYTES
-from private_llm.errors import ConfigError, DomainError, PartyFailed, PatchMismatch, PlaintextLeak, ProtocolAbort
-from private_llm.net.transport import CLIENT
+from private_llm.errors import (
+    ConfigError,
+    DomainError,
+    PartyFailed,
+    PatchMismatch,
+    PlaintextLeak,
+    ProtocolAbort,
+    UnsupportedOp,
+)
 from tests.hf import tiny
 from tests.hf.compare import BATCH, GREEDY, worst
 from tests.hf.test_remote import free_ports, running
@@ -182,17 +193,117 @@ def test_processes_and_hosts_compute_the_same(checkpoint: object) -> None:
     assert [line for line in lines if line.startswith("session 2 ended")]
 
 
-def test_a_tensor_that_was_written_to_is_asked_for_again() -> None:
-    with assisted("llama") as (plain, private), torch.inference_mode():
+def test_which_exchanges_there_are_follows_from_writing_never_from_values() -> None:
+    with assisted("llama") as (plain, private), torch.no_grad():
         attention, original = private.model.layers[0].self_attn, plain.model.layers[0].self_attn
-        x = torch.randn(1, 3, plain.config.hidden_size)
-        before = private.parties.exchanges
-        assert worst(attention.q_proj(x), original.q_proj(x)) < ERROR
-        assert worst(attention.v_proj(x), original.v_proj(x)) < ERROR
-        assert private.parties.exchanges == before + 1
-        x += 1
-        assert worst(attention.k_proj(x), original.k_proj(x)) < ERROR
-        assert private.parties.exchanges == before + 2
+        for reach in (0.1, 9):  # clamping changes nothing, or something
+            x = torch.randn(1, 3, plain.config.hidden_size) * reach
+            before = private.parties.exchanges
+            assert worst(attention.q_proj(x), original.q_proj(x)) < ERROR * max(reach, 1)
+            assert worst(attention.v_proj(x), original.v_proj(x)) < ERROR * max(reach, 1)
+            assert private.parties.exchanges == before + 1
+            x.clamp_(-3, 3)
+            assert worst(attention.k_proj(x), original.k_proj(x)) < ERROR * max(reach, 1)
+            assert private.parties.exchanges == before + 2
+
+
+def test_inference_mode_and_other_types() -> None:
+    with assisted("llama") as (plain, private):
+        with torch.inference_mode():
+            assert worst(private(**BATCH).logits, plain(**BATCH).logits, BATCH["attention_mask"]) < ERROR
+        assert private.device == torch.device("cpu")
+        private.to("cpu").half()
+        got = private(torch.tensor([[3, 4, 5]])).logits
+        assert got.dtype == torch.float16
+        assert worst(got.float(), plain(torch.tensor([[3, 4, 5]])).logits) < 0.05
+
+
+def test_gradients_are_refused() -> None:
+    with assisted("opt") as (plain, private):
+        states = torch.randn(1, 2, plain.config.hidden_size, requires_grad=True)
+        with pytest.raises(UnsupportedOp, match="no gradients"):
+            private(inputs_embeds=states)
+
+
+def test_whoever_computes_with_a_weight_that_is_elsewhere_gets_an_error() -> None:
+    """PyTorch itself returns memory as it is for some products of tensors with and without values."""
+    with assisted("llama") as (_, private):
+        weight = private.lm_head.weight
+        assert (weight.shape, weight.dtype, weight.is_meta) == ((128, 64), torch.float32, True)
+        for use in (
+            lambda: torch.ones(1, 64) @ weight.T,
+            lambda: nn.functional.linear(torch.ones(1, 64), weight),
+            lambda: weight[0],
+            lambda: weight.div_(2),
+            lambda: weight.data,
+            lambda: torch.cat([weight, weight]),
+        ):
+            with pytest.raises(UnsupportedOp, match=r"lm_head: .* choose another protocol"):
+                use()
+        with pytest.raises(PlaintextLeak):
+            private.state_dict()
+
+
+@pytest.mark.parametrize("kind", ["mamba", "mobilebert", "rwkv"])
+def test_models_that_read_the_weights_of_layers_themselves_are_refused(kind: str) -> None:
+    small = {"vocab_size": 60, "hidden_size": 32}
+    config = {
+        "mamba": lambda: transformers.MambaConfig(**small, num_hidden_layers=1, state_size=4),
+        "mobilebert": lambda: transformers.MobileBertConfig(
+            **small, num_hidden_layers=1, embedding_size=16, intra_bottleneck_size=16, num_attention_heads=2,
+            intermediate_size=32,
+        ),
+        "rwkv": lambda: transformers.RwkvConfig(**small, num_hidden_layers=2, attention_hidden_size=32),
+    }[kind]()  # fmt: skip
+    made = transformers.AutoModelForMaskedLM if kind == "mobilebert" else transformers.AutoModelForCausalLM
+    with pytest.raises(PatchMismatch):
+        patch(made.from_config(config).eval(), ASSISTED)
+
+
+def test_large_input_channels_cost_the_others_nothing() -> None:
+    plain = tiny.build("llama")
+    with torch.no_grad():
+        for module in plain.modules():
+            if isinstance(module, nn.Linear):
+                module.weight[:, 0] *= 1e3
+        want = plain(**BATCH).logits
+        rough = tiny.build("llama").bfloat16()
+        rough.load_state_dict(plain.state_dict())
+        lost = worst(rough(**BATCH).logits.float(), want, BATCH["attention_mask"])
+        with patch(plain, ASSISTED) as private:
+            assert worst(private(**BATCH).logits, want, BATCH["attention_mask"]) < lost / 8
+
+
+def test_many_rows_go_in_several_exchanges(monkeypatch: pytest.MonkeyPatch) -> None:
+    with assisted("llama") as (plain, private), torch.no_grad():
+        private(torch.ones(1, 7, dtype=torch.int64))
+        whole = private.parties.exchanges
+        monkeypatch.setattr(product_servers, "_MACS_AT_ONCE", 64 * 64 * 3)
+        ids = torch.arange(7)[None] + 3
+        assert worst(private(ids).logits, plain(ids).logits) < ERROR
+        assert private.parties.exchanges > 3 * whole
+
+
+@pytest.mark.parametrize(
+    ("command", "want"),
+    [
+        (lambda: Multiply(0, 1, "a label"), "server 0 multiplies masks"),
+        (lambda: Multiply(99, 1, None), "weight 99 was not loaded"),
+        (lambda: Multiply(0, 1 << 22, None), "want fewer at a time"),
+        (lambda: Multiply(0, 1, "x" * 5000), "ASCII"),
+        (lambda: LoadLines("a", 1 << 22, 1 << 22), "bytes in all"),
+    ],
+)
+def test_a_server_refuses_what_it_cannot_do(command: Callable[[], Message], want: str) -> None:
+    with assisted("opt") as (_, private):
+        send_message(private.parties.transport, 1, command())
+        with pytest.raises((PartyFailed, ConnectionError), match=want):
+            private(torch.tensor([[3, 4]]))
+
+
+def test_no_value_leaves_another_way() -> None:
+    with assisted("opt") as (_, private), pytest.raises(PlaintextLeak, match="leave masked"):
+        private.parties.end.share(torch.ones(2, dtype=torch.int64))
 
 
 def test_drafts_of_transformers_work() -> None:
@@ -236,7 +347,7 @@ def test_experts_with_rows_of_their_own_are_refused(monkeypatch: pytest.MonkeyPa
     made.__init__ = build  # type: ignore[misc]
     from private_llm_hf.client.assisted_model import open_assisted
 
-    with pytest.raises(PatchMismatch, match="which experts were chosen"):
+    with pytest.raises(PatchMismatch, match="experts or adapters were chosen"):
         open_assisted(made, plain.config, lambda *_: None, start_parties(ASSISTED), None)
 
 
@@ -245,15 +356,3 @@ def test_training_is_refused_and_nothing_is_recorded_for_it() -> None:
         with pytest.raises(NotImplementedError, match="inference only"):
             private.train()
         assert not private(torch.tensor([[3, 4]])).logits.requires_grad
-
-
-def test_a_server_that_is_asked_the_wrong_way_ends_the_session() -> None:
-    from private_llm_hf.wire.assisted import Multiply
-    from private_llm_hf.wire.commands import send_message
-
-    with assisted("opt") as (_, private):
-        links = private.parties.transport
-        assert links.me == CLIENT
-        send_message(links, 1, Multiply(0, 1, "a label"))
-        with pytest.raises((PartyFailed, ConnectionError), match="server 0 multiplies masks"):
-            private(torch.tensor([[3, 4]]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from private_llm.assisted.fixed_point import BYTES, IntegerWeight, centred, pack
 from private_llm.assisted.masks import fresh_label, mask
 from private_llm.assisted.projection import Projection
 from private_llm.config import PrivateConfig
-from private_llm.errors import ProtocolAbort
+from private_llm.errors import PlaintextLeak, ProtocolAbort
 from private_llm.net.transport import Transport
 from private_llm.protocols.plain import PlainClient
 from private_llm.ring.prg import Seed
@@ -25,12 +26,28 @@ _KEY, _MASKED = 0, 1
 """The server that knows the key of the masks, and the one that gets masked rows."""
 
 
+_MACS_AT_ONCE, _ELEMENTS_AT_ONCE = 1 << 33, 1 << 24
+"""Multiply-adds and elements of an exchange, so that a server answers within seconds: more rows take several."""
+
+
+class _NoShares(PlainClient):
+    """An end through which no value leaves: rows leave masked, by `ProductServers.product`."""
+
+    def share(self, elements: Tensor) -> None:
+        """Raises PlaintextLeak."""
+        raise PlaintextLeak("protocol='assisted' shares no inputs; rows of linear layers leave masked")
+
+    def share_index(self, indices: Tensor, domain: int) -> None:
+        """Raises PlaintextLeak."""
+        self.share(indices)
+
+
 class ProductServers(Parties):
     """Both servers of one session, as the client sees them; errors and the end of a session are those of `Parties`."""
 
     def __init__(self, config: PrivateConfig, transport: Transport, shutdown: Callable[[], None]) -> None:
         """Raises ConfigError if a server runs other settings."""
-        super().__init__(config, transport, PlainClient(transport, Ring(64)), shutdown)
+        super().__init__(config, transport, _NoShares(transport, Ring(64)), shutdown)
         agree(config, transport, list(self.members))
         self._masks, self._checks = Seed.fresh(), Seed.fresh()
         key = torch.frombuffer(bytearray(self._masks.raw()), dtype=torch.uint8)
@@ -46,37 +63,42 @@ class ProductServers(Parties):
             self.tell(LoadLines(name, *lines.shape))
             for server in self.members:
                 self.transport.send(server, "weight", lines.view(torch.uint8).view(-1))
-            slim = IntegerWeight(lines[:0], weight.exponents, weight.columns, weight.norm)
-            self._weights.append((slim, projection))
+            self._weights.append((replace(weight, lines=lines[:0]), projection))
             return number
 
     def product(self, number: int, x: Tensor, where: str) -> Tensor:
-        """x W^T for real rows [M, inputs], float32 [M, outputs], in one exchange with both servers.
+        """x W^T for real rows [M, inputs], float32 [M, outputs], in one exchange with both servers (large M: several).
 
         Bytes: 5 M inputs to server 1, 5 M outputs from each. Error: docs/assisted.md. where: the module, for messages.
         Raises DomainError for values that are not finite, ProtocolAbort naming a server that computed wrongly.
         """
         weight, projection = self._weights[number]
         whole, scale = weight.scaled(x)
+        inputs, outputs = x.shape[1], len(weight.exponents)
+        rows = max(1, min(_MACS_AT_ONCE // (inputs * outputs), _ELEMENTS_AT_ONCE // max(inputs, outputs)))
         with self._call(), self.transport.ledger.scope(where):
-            (rows, inputs), label = whole.shape, fresh_label()
-            hidden = mask(self._masks, label, rows, inputs)
-            masked = whole - hidden
-            send_message(self.transport, _KEY, Multiply(number, rows, label))
-            send_message(self.transport, _MASKED, Multiply(number, rows, None))
-            self.transport.send(_MASKED, "masked rows", packed(masked))
-            self.transport.ledger.add_round("product")
-            self.exchanges += 1
-            parts = [self._part(server, (rows, len(weight.exponents))) for server in (_KEY, _MASKED)]
-            product = centred(parts[_KEY] + parts[_MASKED])
-            if not projection.holds(whole, product):
-                given = (hidden, parts[_KEY]), (masked, parts[_MASKED])
-                wrong = [f"party {n}" for n, pair in enumerate(given) if not projection.holds_modulo(*pair)]
-                raise ProtocolAbort(
-                    f"{' and '.join(wrong) or 'a server'} gave a wrong product for {where!r}; this answer is withheld "
-                    "and the session is over: ask other servers"
-                )
-        return weight.values(product, scale)
+            parts = [self._exchange(number, some, outputs, projection, where) for some in whole.split(rows)]
+        return weight.values(torch.cat(parts), scale)
+
+    def _exchange(self, number: int, whole: Tensor, outputs: int, projection: Projection, where: str) -> Tensor:
+        (rows, inputs), label = whole.shape, fresh_label()
+        hidden = mask(self._masks, label, rows, inputs)
+        masked = whole - hidden
+        send_message(self.transport, _KEY, Multiply(number, rows, label))
+        send_message(self.transport, _MASKED, Multiply(number, rows, None))
+        self.transport.send(_MASKED, "masked rows", packed(masked))
+        self.transport.ledger.add_round("product")
+        self.exchanges += 1
+        parts = [self._part(server, (rows, outputs)) for server in (_KEY, _MASKED)]
+        product = centred(parts[_KEY] + parts[_MASKED])
+        if not projection.holds(whole, product):
+            given = (hidden, parts[_KEY]), (masked, parts[_MASKED])
+            wrong = [f"party {n}" for n, pair in enumerate(given) if not projection.holds_modulo(*pair)]
+            raise ProtocolAbort(
+                f"{' and '.join(wrong) or 'a server'} gave a wrong product for {where!r}; this answer is withheld and "
+                "the session is over: ask other servers"
+            )
+        return product
 
     def _part(self, server: int, shape: tuple[int, int]) -> Tensor:
         return unpacked(self.transport.recv(server, "product", (shape[0] * shape[1] * BYTES,), torch.uint8), shape)

@@ -15,11 +15,12 @@ from private_llm.assisted.masks import mask
 from private_llm.config import PrivateConfig
 from private_llm.errors import TransportError
 from private_llm.kernels import ops
+from private_llm.kernels.address import memory_bytes
 from private_llm.net.transport import CLIENT, Transport
 from private_llm.ring.prg import Seed
 from private_llm_hf.party.command_loop import Heartbeat, serve_commands, tell_costs
 from private_llm_hf.party.node import agree
-from private_llm_hf.wire.assisted import LoadLines, Multiply, ServerCommand
+from private_llm_hf.wire.assisted import MOST_ELEMENTS, LoadLines, Multiply, ServerCommand
 from private_llm_hf.wire.commands import TellCosts
 
 _COMMANDS: tuple[type[ServerCommand], ...] = get_args(ServerCommand)
@@ -49,6 +50,7 @@ class ProductServer:
     def _obey(self, command: ServerCommand) -> None:
         match command:
             case LoadLines():
+                self._check_memory(2 * command.outputs * command.inputs)
                 shape = (command.outputs, command.inputs)
                 raw = self.transport.recv(CLIENT, "weight", (2 * command.outputs * command.inputs,), torch.uint8)
                 self._weights.append(raw.view(torch.int16).view(shape))
@@ -65,10 +67,12 @@ class ProductServer:
                 assert_never(command)
 
     def _operand(self, command: Multiply) -> Tensor:
-        """Raises TransportError for a weight that was not loaded, and where the client mixes up the servers."""
+        """Raises TransportError for unknown weights, too many rows, and where the client mixes up the servers."""
         if command.weight >= len(self._weights):
             raise TransportError(f"weight {command.weight} was not loaded; there are {len(self._weights)}")
-        rows, inputs = command.rows, self._weights[command.weight].shape[1]
+        rows, (outputs, inputs) = command.rows, self._weights[command.weight].shape
+        if rows * max(inputs, outputs) > MOST_ELEMENTS:
+            raise TransportError(f"rows: got {rows} for a weight of {outputs} x {inputs}; want fewer at a time")
         if (command.label is None) != (self._seed is None):
             raise TransportError("server 0 multiplies masks and server 1 masked rows; the client asked otherwise")
         if self._seed is not None:
@@ -76,6 +80,12 @@ class ProductServer:
         return unpacked(
             self.transport.recv(CLIENT, "masked rows", (rows * inputs * BYTES,), torch.uint8), (rows, inputs)
         )
+
+    def _check_memory(self, more: int) -> None:
+        """Raises TransportError for weights that this machine has no memory for."""
+        held = sum(weight.nbytes for weight in self._weights)
+        if held + more > memory_bytes():
+            raise TransportError(f"weights: got {held + more} bytes in all; this server has {memory_bytes()}")
 
     def product(self, rows: Tensor, weight: Tensor) -> Tensor:
         """rows weight^T modulo 2^64, int64 [M, outputs]."""

@@ -4,11 +4,23 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from private_llm_hf.wire.codec import Between, Message
+from private_llm_hf.wire.codec import Between, Message, Unfit
 from private_llm_hf.wire.commands import Count, TellCosts
+
+_LONGEST = 1 << 12
+MOST_ELEMENTS = 1 << 27
+"""Elements of the inputs, or of the outputs, of one product."""
+
+
+def _short(value: str) -> None:
+    if len(value) > _LONGEST or not value.isascii():
+        raise Unfit(value, f"at most {_LONGEST} ASCII characters")
+
 
 Side = Annotated[int, Between(1, 1 << 22)]
 """Inputs or outputs of a weight."""
+
+ShortText = Annotated[str, _short]
 
 
 class LoadLines(Message):
@@ -17,7 +29,7 @@ class LoadLines(Message):
     name: of the layers that it belongs to, for accounts of costs.
     """
 
-    name: str
+    name: ShortText
     outputs: Side
     inputs: Side
 
@@ -27,7 +39,7 @@ class Multiply(Message):
 
     weight: Count
     rows: Annotated[int, Between(1, 1 << 22)]
-    label: str | None
+    label: ShortText | None
 
 
 ServerCommand = LoadLines | Multiply | TellCosts
