@@ -51,8 +51,8 @@ def test_ignored_low_bits_may_clear_tiny_positive_values_only(ring: int) -> None
 def test_a_debug_session_names_the_module_that_leaves_the_range() -> None:
     settings = config(64, "plain", debug_ranges=True, relu_bits=24)
 
-    def layer(_: Session, a: Fixed) -> Fixed:
-        with a.proto.ledger.scope("layers.0.act"):
+    def layer(session: Session, a: Fixed) -> Fixed:
+        with session.module("layers.0.act"):
             return relu(a)
 
     run_parties(settings, layer, [torch.tensor([31.9, -31.9])])
