@@ -177,6 +177,11 @@ def protocol_facts(name: str) -> ProtocolFacts:
     return _TABLE[name]
 
 
+def hides(name: str) -> bool:
+    """Whether a protocol protects anything: all do but references. Raises ConfigError for an unknown one."""
+    return name in (CASCADE, ASSISTED) or protocol_facts(name).hides
+
+
 def names_where(holds: Callable[[ProtocolFacts], bool]) -> str:
     """The protocols of which something holds, for messages: "'trio', 'quad' or 'dealer'"."""
     names = [repr(facts.name) for facts in _TABLE.values() if holds(facts)]

@@ -16,7 +16,7 @@ import typer
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError
-from private_llm.protocol_facts import ASSISTED, CASCADE, protocol_facts, protocol_names
+from private_llm.protocol_facts import ASSISTED, CASCADE, hides, protocol_names
 from private_llm_cli.kv_cache import KvCacheOption, kv_cache_of
 
 PLUGINS: ContextVar[tuple[str, ...]] = ContextVar("PLUGINS", default=())
@@ -118,8 +118,7 @@ def config_of(
     values.setdefault("party_mode", mode.value)
     if frac_bits is not None or ring == 32:
         values["frac_bits"] = 12 if frac_bits is None else frac_bits
-    insecure = protocol not in (CASCADE, ASSISTED) and not protocol_facts(protocol).hides
-    return PrivateConfig.from_dict({**values, "insecure": insecure})
+    return PrivateConfig.from_dict({**values, "insecure": not hides(protocol)})
 
 
 def adder_of(text: str) -> dict[str, Any]:

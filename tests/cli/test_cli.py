@@ -184,6 +184,8 @@ def test_doctor_measures(run: Run) -> None:
         (("demo", "--plot", "costs.txt"), "want a name that ends in .png"),
         (("demo", "--plot", "/nope/x.png"), "cannot write '/nope/x.png'"),
         (("share", "no-such-model", "--out", "never-written"), "no-such-model"),
+        (("estimate", "opt-125m", "--gmacs", "1", "--protocol", "assisted"), "has no estimate; each row of a linear"),
+        (("gateway", "--protocol", "assisted"), "the gateway does not serve 'assisted'"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, TypeVar
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError, PartiesBusy, PartyFailed, TransportError
 from private_llm.net.rendezvous import WAIT_UNTIL, Unreached
+from private_llm.protocol_facts import ASSISTED
 from private_llm_cli.commands.calibrate import ranges_from
 from private_llm_cli.commands.models import demo_model, loaded_from, tokenizer_of
 from private_llm_cli.commands.output import CONSOLE, NOTES, TURN, note_sparsity, progress_bar, waiting_told
@@ -34,6 +35,8 @@ def gateway(choices: GatewayChoices, config: PrivateConfig, settings: GatewaySet
     """Start the model, say where the gateway is, and serve until interrupted. Raises ConfigError for a taken port. Who
     asks while the parties are not ready gets 503 with the cause.
     """
+    if config.protocol == ASSISTED:
+        raise ConfigError("protocol: the gateway does not serve 'assisted'; run `private-llm chat` instead")
     from private_llm_gateway.app import answering_meanwhile, bound_socket, create_app, serve
 
     listening = bound_socket(settings)

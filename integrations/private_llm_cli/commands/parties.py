@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from private_llm.errors import ConfigError, PrivateLLMError
-from private_llm.protocol_facts import CASCADE, protocol_facts
+from private_llm.protocol_facts import hides
 from private_llm_cli import options
 from private_llm_cli.commands.calibrate import ranges_from
 from private_llm_cli.commands.models import gguf_options, image_config, quiet, want_model
@@ -146,14 +146,14 @@ def party(
         raise ConfigError(
             f"sparsity: got {predictors.sparsity!r}; a party holds no predictors: want 'shared', or a share file"
         )
-    hides = protocol == CASCADE or protocol_facts(protocol).hides
     given = {
         "party": index, "hosts": links.hosts, "protocol": protocol, "clients": clients, "sessions": sessions,
         "checkpoint": model, "models": {"model": str(shares)},
     }  # fmt: skip
     computation = {
         "ring": ring, "reveal": reveal, "matmul": matmul, "offline_folder": offline_folder, "frac_bits": frac_bits,
-        "parallel_sessions": parallel_sessions, "rotate_roles": rotate_roles, "idle_s": idle, "insecure": not hides,
+        "parallel_sessions": parallel_sessions, "rotate_roles": rotate_roles, "idle_s": idle,
+        "insecure": not hides(protocol),
         "timeout_s": links.timeout, "allow_plain_loopback": links.allow_plain_loopback,
         **devices(device, device_map, max_memory, offload_folder, weights_at_rest),
     }  # fmt: skip

@@ -158,6 +158,8 @@ class AssistedModel:
     """What models under protocol "assisted" have beside transformers' own methods."""
 
     parties: ProductServers
+    stored = False
+    """Whether servers had its weights already."""
 
     def cost(self, reset: bool = False) -> Costs:
         """Bytes, rounds and multiply-adds since the last reset. Raises PartyFailed if the session is over."""
