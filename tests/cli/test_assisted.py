@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from importlib.resources import files
 
+import pytest
 from private_llm_cli.app import app
 from typer.testing import CliRunner
 
@@ -12,6 +13,7 @@ from tests.cli.test_cli import start
 from tests.hf.test_remote import free_ports
 
 
+@pytest.mark.full
 def test_two_servers_and_a_user_as_commands() -> None:
     links = ("--hosts", ",".join(free_ports(2)), "--allow-plain-loopback", "--protocol", "assisted")
     servers = [start("party", "--index", str(number), *links, "--sessions", "1") for number in range(2)]
