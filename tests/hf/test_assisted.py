@@ -236,6 +236,7 @@ def test_whoever_computes_with_a_weight_that_is_elsewhere_gets_an_error() -> Non
             lambda: weight[0],
             lambda: weight.div_(2),
             lambda: weight.data,
+            lambda: torch.ones(1, 64) @ weight.detach().T,
             lambda: torch.cat([weight, weight]),
         ):
             with pytest.raises(UnsupportedOp, match=r"lm_head: .* choose another protocol"):

@@ -83,7 +83,7 @@ _KNOWN = frozenset({
     "requires_grad.__set__", "is_leaf.__get__", "grad.__get__", "grad_fn.__get__", "ndim.__get__", "is_sparse.__get__",
     "is_quantized.__get__", "itemsize.__get__", "nbytes.__get__", "size", "dim", "numel", "nelement", "element_size",
     "is_floating_point", "is_complex", "stride", "storage_offset", "is_contiguous", "requires_grad_", "__hash__",
-    "__len__", "detach", "is_inference", "ndimension", "untyped_storage", "data_ptr", "_is_view", "is_cuda.__get__",
+    "__len__", "is_inference", "ndimension", "untyped_storage", "data_ptr", "_is_view", "is_cuda.__get__",
     "is_cpu.__get__",
 })  # fmt: skip
 """What may be asked of a weight that is elsewhere: facts, no values."""
