@@ -15,15 +15,7 @@ from private_llm.approximations import OURS, approximations_of, check_approximat
 from private_llm.errors import ConfigError, refuse_unknown
 from private_llm.kv_cache.policies import policy_of
 from private_llm.kv_cache.policies.policy import KEEP_ALL, CachePolicy
-from private_llm.protocol_facts import (
-    ASSISTED,
-    CASCADE,
-    SERVERS,
-    ProtocolFacts,
-    may_take_keys,
-    names_where,
-    protocol_facts,
-)
+from private_llm.protocol_facts import ASSISTED, CASCADE, ProtocolFacts, may_take_keys, names_where, protocol_facts
 from private_llm.sparsity_config import CometConfig
 from private_llm.token_sharding import ShardingPlan
 from private_llm.typed_settings import check_types, refuses_unknown, settings_of
@@ -386,8 +378,8 @@ class PrivateConfig:
     @property
     def endpoints(self) -> int:
         """Number of processes besides the client: parties, and after a split the nodes, numbered after them."""
-        if self.protocol == ASSISTED:
-            return SERVERS
+        if self.protocol == ASSISTED:  # one for masks, one for masked rows
+            return 2
         nodes = 0 if self.plan is None else self.plan.nodes
         return nodes if self.facts is None else self.facts.parties + nodes
 

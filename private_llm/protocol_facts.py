@@ -16,8 +16,6 @@ from private_llm.errors import ConfigError
 
 CASCADE, ASSISTED = "cascade", "assisted"
 """The names of token sharding, and of servers that multiply by public weights."""
-SERVERS = 2
-"""How many servers "assisted" has."""
 
 
 @dataclass(frozen=True)

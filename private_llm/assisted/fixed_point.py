@@ -37,15 +37,15 @@ _LARGE_ENTRIES = 8
 @dataclass(frozen=True)
 class IntegerWeight:
     """One linear map as servers compute it: `lines` int16 [outputs, inputs] are the weight times 2^`exponents`, and its
-    columns divided by `shares`.
+    columns divided by `column_scales`.
 
-    exponents: int64 [outputs]. shares: powers of two that inputs are multiplied by, float64 [inputs]. columns: the
+    exponents: int64 [outputs]. column_scales: powers of two that multiply inputs, float64 [inputs]. columns: the
     largest absolute entry of each column of lines, float64 [inputs]. norm: the largest Euclidean norm of a line.
     """
 
     lines: Tensor
     exponents: Tensor
-    shares: Tensor
+    column_scales: Tensor
     columns: Tensor
     norm: float
 
@@ -62,21 +62,21 @@ class IntegerWeight:
             )
         columns = exact.abs().amax(0)
         wide = columns / (_WIDE * columns[columns > 0].median()) if bool((columns > 0).any()) else columns
-        shares = torch.exp2(torch.ceil(torch.log2(wide.clamp_min(1))))
-        exact = exact / shares
+        column_scales = torch.exp2(torch.ceil(torch.log2(wide.clamp_min(1))))
+        exact = exact / column_scales
         largest = exact.abs().amax(1)
         found = torch.floor(torch.log2(_WEIGHT_MOST / largest.clamp_min(torch.finfo(torch.float32).tiny)))
         exponents = torch.where(largest > 0, found, torch.zeros_like(found))
         lines = torch.round(exact * torch.exp2(exponents)[:, None])
         norm = float(torch.linalg.vector_norm(lines, dim=1).max()) if lines.numel() else 0.0
-        return cls(lines.to(torch.int16), exponents.long(), shares, lines.abs().amax(0), norm)
+        return cls(lines.to(torch.int16), exponents.long(), column_scales, lines.abs().amax(0), norm)
 
     def scaled(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Rows [M, inputs] as whole numbers, int64, and the scale of each row, float64 [M, 1].
 
         Raises DomainError for NaN and infinities.
         """
-        exact = x.detach().double() * self.shares
+        exact = x.detach().double() * self.column_scales
         if not bool(torch.isfinite(exact).all()):
             raise DomainError("got an input with NaN or infinite values; want finite ones")
         entries, order = exact.abs().topk(min(_LARGE_ENTRIES, exact.shape[1]), dim=1)

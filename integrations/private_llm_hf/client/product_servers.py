@@ -15,6 +15,7 @@ from private_llm.config import PrivateConfig
 from private_llm.errors import PlaintextLeak, ProtocolAbort
 from private_llm.net.transport import Transport
 from private_llm.protocols.plain import PlainClient
+from private_llm.protocols.weight_sharing import packed_key
 from private_llm.ring.prg import Seed
 from private_llm.ring.ring import Ring
 from private_llm_hf.client.parties import Parties
@@ -24,7 +25,6 @@ from private_llm_hf.wire.commands import send_message
 
 _KEY, _MASKED = 0, 1
 """The server that knows the key of the masks, and the one that gets masked rows."""
-
 
 _MACS_AT_ONCE, _ELEMENTS_AT_ONCE = 1 << 33, 1 << 24
 """Multiply-adds and elements of an exchange, so that a server answers within seconds: more rows take several."""
@@ -50,8 +50,7 @@ class ProductServers(Parties):
         super().__init__(config, transport, _NoShares(transport, Ring(64)), shutdown)
         agree(config, transport, list(self.members))
         self._masks, self._checks = Seed.fresh(), Seed.fresh()
-        key = torch.frombuffer(bytearray(self._masks.raw()), dtype=torch.uint8)
-        transport.send(_KEY, "mask key", key)
+        transport.send(_KEY, "mask key", packed_key(self._masks))
         self._weights: list[tuple[IntegerWeight, Projection]] = []
         self.exchanges = 0
 

@@ -17,6 +17,7 @@ from private_llm.errors import TransportError
 from private_llm.kernels import ops
 from private_llm.kernels.address import memory_bytes
 from private_llm.net.transport import CLIENT, Transport
+from private_llm.protocols.weight_sharing import KEY_BYTES, unpacked_key
 from private_llm.ring.prg import Seed
 from private_llm_hf.party.command_loop import Heartbeat, serve_commands, tell_costs
 from private_llm_hf.party.node import agree
@@ -24,8 +25,6 @@ from private_llm_hf.wire.assisted import MOST_ELEMENTS, LoadLines, Multiply, Ser
 from private_llm_hf.wire.commands import TellCosts
 
 _COMMANDS: tuple[type[ServerCommand], ...] = get_args(ServerCommand)
-KEY_BYTES = 32
-"""What server 0 gets at the start: the key of the masks."""
 
 
 class ProductServer:
@@ -39,8 +38,7 @@ class ProductServer:
         self._names: list[str] = []
         self._seed: Seed | None = None
         if number == 0:
-            raw = transport.recv(CLIENT, "mask key", (KEY_BYTES,), torch.uint8)
-            self._seed = Seed(raw.numpy().tobytes())
+            self._seed = unpacked_key(transport.recv(CLIENT, "mask key", (KEY_BYTES,), torch.uint8))
         self._heartbeat = Heartbeat(transport, config.timeout_s / 4)
 
     def serve(self) -> None:
