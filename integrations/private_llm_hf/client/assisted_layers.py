@@ -1,0 +1,198 @@
+"""Linear layers and convolutions whose weights servers hold: what stands in their place in a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.modules.conv import _ConvNd
+from transformers.pytorch_utils import Conv1D
+
+from private_llm.assisted.fixed_point import BYTES, IntegerWeight
+from private_llm.errors import DomainError, UnsupportedOp
+from private_llm.tensor.dispatch import TorchArg
+from private_llm_hf.checkpoint.sample_inputs import tensors_in
+from private_llm_hf.client.product_servers import ProductServers
+
+
+class Products:
+    """One weight at the servers, of one linear layer or of several that read the same input: one exchange for all.
+
+    The first of them asks, for all; the others take their part when they are given the same tensor.
+    """
+
+    def __init__(self, servers: ProductServers, name: str) -> None:
+        self._servers, self._name = servers, name
+        self._number = -1
+        self._widths: list[int] = []
+        self._asked: _Asked | None = None
+
+    def load(self, weights: Sequence[Tensor]) -> None:
+        """Give all members' weights, [outputs, inputs] each. Raises DomainError naming the layer for unfit values."""
+        self._widths = [len(weight) for weight in weights]
+        try:
+            self._number = self._servers.load(IntegerWeight.of(torch.cat(list(weights))), self._name)
+        except DomainError as error:
+            raise DomainError(f"weight of '{self._name}': {error}") from None
+
+    def part(self, member: int, x: Tensor) -> Tensor:
+        """One member's product with x [..., inputs]. Raises DomainError naming the layers for values not finite.
+
+        Which exchanges there are depends on which tensors layers read, and on writing to them, never on values.
+        """
+        with self._servers.alone():
+            version, held = None if x.is_inference() else x._version, self._asked
+            if held is None or held.x is not x or member not in held.parts or version != held.version:
+                rows = x.detach().reshape(-1, x.shape[-1]).to("cpu", torch.float32)
+                try:
+                    product = self._servers.product(self._number, rows, self._name)
+                except DomainError as error:
+                    raise DomainError(f"{self._name}: {error}") from None
+                held = _Asked(x, version, dict(enumerate(product.split(self._widths, dim=1))))
+            mine = held.parts.pop(member)
+            self._asked = held if held.parts and version is not None else None
+            return mine.reshape(*x.shape[:-1], -1).to(x.dtype)
+
+
+@dataclass
+class _Asked:
+    """The last input, its version when it was sent, and those products with it that nobody took yet.
+
+    Tensors of inference mode have no version, so each layer asks for itself there.
+    """
+
+    x: Tensor
+    version: int | None
+    parts: dict[int, Tensor]
+
+
+_KNOWN = frozenset({
+    "shape.__get__", "dtype.__get__", "device.__get__", "layout.__get__", "is_meta.__get__", "requires_grad.__get__",
+    "requires_grad.__set__", "is_leaf.__get__", "grad.__get__", "grad_fn.__get__", "ndim.__get__", "is_sparse.__get__",
+    "is_quantized.__get__", "itemsize.__get__", "nbytes.__get__", "size", "dim", "numel", "nelement", "element_size",
+    "is_floating_point", "is_complex", "stride", "storage_offset", "is_contiguous", "requires_grad_", "__hash__",
+    "__len__", "is_inference", "ndimension", "untyped_storage", "data_ptr", "_is_view", "is_cuda.__get__",
+    "is_cpu.__get__",
+})  # fmt: skip
+"""What may be asked of a weight that is elsewhere: facts, no values."""
+
+
+class WeightElsewhere(nn.Parameter):
+    """The shape and type of a weight that servers hold. Whoever computes with it gets an UnsupportedOp.
+
+    Without that, PyTorch's products of CPU tensors and tensors without values return memory as it is, and no error.
+    """
+
+    layer = ""
+
+    @classmethod
+    def of(cls, like: Tensor, layer: str) -> WeightElsewhere:
+        """Like a weight, without memory. layer: whose it is, for messages."""
+        made: WeightElsewhere = torch.Tensor._make_subclass(cls, torch.empty_like(like, device="meta"), False)
+        made.layer = layer
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls, func: TorchArg, types: Sequence[type], args: Sequence[TorchArg] = (), kwargs: TorchArg = None
+    ) -> TorchArg:
+        """Raises UnsupportedOp for all that needs values."""
+        owner = getattr(getattr(func, "__self__", None), "__name__", "")
+        name = f"{owner}.{func.__name__}" if func.__name__ in ("__get__", "__set__") else func.__name__
+        if name in _KNOWN:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        layer = next((each.layer for each in tensors_in((args, kwargs or {})) if isinstance(each, cls)), "")
+        raise UnsupportedOp(
+            f"{layer}: {name} reads the weight itself, which the servers hold under protocol='assisted'; choose "
+            "another protocol for this model"
+        )
+
+
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_MACS_A_BYTE = 32
+"""Multiply-adds for each byte that travels, from which on a convolution is worth it: a linear layer of 480 inputs and
+outputs has as many."""
+
+
+def is_sent(layer: nn.Module) -> bool:
+    """Whether servers multiply by this layer's weight: linear layers, and convolutions that are large for their bytes.
+
+    Convolutions in groups and small ones have fewer multiply-adds a byte, and stay at the client.
+    """
+    if type(layer) in (nn.Linear, Conv1D):
+        return True
+    if not isinstance(layer, CONVOLUTIONS) or type(layer) not in CONVOLUTIONS or layer.groups > 1:
+        return False
+    outputs, inputs = len(layer.weight), layer.weight[0].numel()
+    return inputs * outputs >= _MACS_A_BYTE * BYTES * (inputs + 2 * outputs)
+
+
+class AssistedLinear(nn.Module):
+    """In place of nn.Linear or Conv1D: x W^T at the servers, plus the bias here.
+
+    weight has the right shape and dtype and no values (`WeightElsewhere`).
+    """
+
+    def __init__(self, original: nn.Module, products: Products, member: int, name: str) -> None:
+        super().__init__()
+        weight, bias = original.get_parameter("weight"), getattr(original, "bias", None)
+        self.weight = WeightElsewhere.of(weight, name)
+        self.bias = None if bias is None else WeightElsewhere.of(bias, name)  # until it is read
+        self.turned = isinstance(original, Conv1D)
+        """Whether the weight lies as [inputs, outputs]."""
+        self.out_features = weight.shape[1 if self.turned else 0]
+        self.in_features = weight.numel() // self.out_features
+        self._products, self._member = products, member
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[..., inputs] to [..., outputs]. Raises UnsupportedOp for gradients, else as `ProductServers.product`."""
+        if torch.is_grad_enabled() and input.requires_grad:
+            raise UnsupportedOp("protocol='assisted' computes no gradients; call the model under torch.no_grad()")
+        if not input.numel():
+            return input.new_empty(*input.shape[:-1], self.out_features)
+        made = self._products.part(self._member, input)
+        return made if self.bias is None else made + self.bias.to(made.dtype)
+
+    def matrix(self, weight: Tensor) -> Tensor:
+        """A weight of this layer as [outputs, inputs]."""
+        return weight.mT if self.turned else weight.flatten(1)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> AssistedLinear:
+        """What to(), half() and others do: to the bias, which is here."""
+        weight = self._parameters.pop("weight")
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._parameters = {"weight": weight, **self._parameters}
+        return self
+
+
+class AssistedConvolution(AssistedLinear):
+    """In place of nn.Conv1d, Conv2d and Conv3d: a linear layer on windows, which travel once each where they overlap.
+
+    It has the settings of the original (`stride`, `kernel_size`), which models read.
+    """
+
+    kernel_size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dilation: tuple[int, ...]
+    padding_mode: str
+
+    def __init__(self, original: _ConvNd, products: Products, member: int, name: str) -> None:
+        super().__init__(original, products, member, name)
+        for each in _ConvNd.__constants__:
+            setattr(self, each, getattr(original, each))
+        self._padding = original._reversed_padding_repeated_twice
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[..., channels, *sizes] to [..., channels, *sizes]. Raises as `AssistedLinear.forward`."""
+        sizes = len(self.kernel_size)
+        mode = "constant" if self.padding_mode == "zeros" else self.padding_mode
+        x = functional.pad(input, self._padding, mode)
+        channel = x.dim() - sizes - 1
+        for axis, (size, stride, dilation) in enumerate(zip(self.kernel_size, self.stride, self.dilation, strict=True)):
+            x = x.unfold(channel + 1 + axis, (size - 1) * dilation + 1, stride)[..., ::dilation]
+        windows = x.movedim(channel, channel + sizes).flatten(channel + sizes)
+        return super().forward(windows).movedim(-1, channel)
