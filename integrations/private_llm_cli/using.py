@@ -96,7 +96,9 @@ class GatewayChoices:
     ] = field(default="", repr=False)
     no_token: Annotated[bool, typer.Option("--no-token", help="Ask for none; on loopback only.")] = False
     name: Annotated[str, typer.Option(help="What clients call the model (default: its folder's name).")] = ""
-    sessions: Annotated[int, typer.Option(min=1, help="Requests that run at a time; their passes are shared.")] = 8
+    sessions: Annotated[
+        int | None, typer.Option(min=1, help="Requests that run at a time (8); their passes are shared.")
+    ] = None
     wait: Annotated[
         float, typer.Option(help="Seconds to wait at the start for parties that are not there yet or load models.")
     ] = 300.0

@@ -47,7 +47,7 @@ class _Generation:
         self.served, self.model, self.gone, self.total, self.rows = served, model, gone, total, rows
         self.renewals = 0
         model.on_chunk = self._look
-        self.meter: UsageMeter = self.trying(lambda: UsageMeter(model, total))
+        self.meter: UsageMeter = self.trying(lambda: UsageMeter(self.model, total))
 
     def trying(self, work: Callable[[], Any]) -> Any:  # noqa: ANN401
         """The result of `work`, which is done again on a renewed session if the first one fails meanwhile."""
@@ -57,12 +57,13 @@ class _Generation:
             except PartiesBusy:
                 raise
             except TransportError:
-                if self.renewals == _RENEWALS or self.gone():
+                if self.renewals == _RENEWALS or self.gone() or not self.served.pool.renews:
                     raise
                 self.renewals += 1
-                self.served.pool.renew(self.model)
+                self.model = self.served.pool.renew(self.model)
+                self.model.on_chunk = self._look
                 if hasattr(self, "meter"):
-                    self.meter.renewed()
+                    self.meter.renewed(self.model)
 
     def _look(self, *_: int) -> None:
         """After each chunk of a long prompt. Raises Abandoned: nobody waits for the rest."""
@@ -113,7 +114,7 @@ class _WorkerGroup:
     def help(self) -> None:
         """Work on a further session, if there is one. What goes wrong is told by `finish`."""
         try:
-            with self.served.pool.spare_session() as model, torch.inference_mode():
+            with self.served.pool.spare_session() as model, torch.no_grad():
                 if model is not None:
                     self.work(model)
         except Exception as error:  # noqa: BLE001 - `work` has kept it; a session that cannot be had is no failure
@@ -148,7 +149,8 @@ def write(
     what was spent before. Raises Abandoned if the client is gone, PoolBusy, and errors of the library.
     """
     workers = _WorkerGroup(served, groups, tell, gone, settings.rows, echo, total)
-    with served.pool.session(settings.wait_s, gone) as model, torch.inference_mode():
+    # no inference_mode: its tensors have no version, by which layers under 'assisted' know that they share an input
+    with served.pool.session(settings.wait_s, gone) as model, torch.no_grad():
         for _ in range(min(len(groups), served.pool.size) - 1):
             threading.Thread(target=workers.help, name="further session", daemon=True).start()
         try:
@@ -164,7 +166,7 @@ def embed(
     """Sentence vectors [B, size] of token rows, as `served.vectors` makes them of hidden states."""
     order = sorted(range(len(rows)), key=lambda at: len(rows[at]))  # rows of about one length need little padding
     made: list[Tensor] = [torch.empty(0)] * len(rows)
-    with served.pool.session(settings.wait_s, gone) as model, torch.inference_mode():
+    with served.pool.session(settings.wait_s, gone) as model, torch.no_grad():
         generation = _Generation(served, model, gone, total, settings.rows)
         try:
             for first in range(0, len(order), settings.rows):

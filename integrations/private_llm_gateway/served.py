@@ -15,7 +15,7 @@ from private_llm_hf.models.inputs import max_positions
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError
 from private_llm.net.addresses import parse_address
-from private_llm.protocol_facts import CASCADE
+from private_llm.protocol_facts import ASSISTED, CASCADE
 from private_llm_gateway.constrained import Grammar, TokenTable
 from private_llm_gateway.decoding import TokenTexts
 from private_llm_gateway.pool import SessionPool
@@ -149,6 +149,8 @@ class Served:
         what = "your text and the model's weights" if config.weights == "secret" else "your text"
         told = "Your text leaves this machine as random shares only; any one of the parties alone learns nothing of "
         told += f"{what}, and two that put their shares together learn all."
+        if config.protocol == ASSISTED:
+            told += " This machine checks each product of theirs, and ends an answer with a wrong one."
         if self.one_machine:
             told += " Here all parties run on one machine, so its owner can see everything."
         return told
@@ -160,9 +162,12 @@ class Served:
         if config.protocol == CASCADE or (config.facts is not None and not config.facts.hides):
             holds = "text and weights in the clear" if config.protocol != CASCADE else "some tokens, and the weights"
         facts, made = config.facts, []
+        of_servers = ("the key of the masks", "masked rows")  # by their number
         for number in range(config.endpoints):
             host = config.hosts[number] if config.hosts else "this machine"
             deals = facts is not None and facts.dealer and number == facts.helper
             what = "masks only: it deals random numbers" if deals else holds
+            if config.protocol == ASSISTED:
+                what = f"{of_servers[number]}, and the model's weights, which are public"
             made.append({"name": f"party {number}", "host": host, "holds": what})
         return made

@@ -91,9 +91,9 @@ class UsageMeter:
             self._looked = time.monotonic()
         return self._total.usage
 
-    def renewed(self) -> None:
-        """The session that was counted is over; a new one begins at nothing."""
-        self._now = (0, 0)
+    def renewed(self, model: Any) -> None:  # noqa: ANN401
+        """The session that was counted is over; the model's new one begins at nothing."""
+        self._model, self._now = model, (0, 0)
 
     def _costs(self, reset: bool) -> tuple[int, int]:
         try:

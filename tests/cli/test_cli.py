@@ -185,7 +185,8 @@ def test_doctor_measures(run: Run) -> None:
         (("demo", "--plot", "/nope/x.png"), "cannot write '/nope/x.png'"),
         (("share", "no-such-model", "--out", "never-written"), "no-such-model"),
         (("estimate", "opt-125m", "--gmacs", "1", "--protocol", "assisted"), "has no estimate; each row of a linear"),
-        (("gateway", "--protocol", "assisted"), "the gateway does not serve 'assisted'"),
+        (("gateway", "--protocol", "assisted", "--sessions", "4"), "sessions: got 4; the servers of"),
+        (("gateway", "--protocol", "assisted", "--reveal", "token"), "reveal: got 'token'; protocol='assisted' has no"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )

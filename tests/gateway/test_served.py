@@ -51,10 +51,11 @@ def test_a_long_prompt_is_read_no_further_when_its_client_is_gone(monkeypatch: p
 def test_a_request_counts_what_was_sent_once_however_often_it_is_looked_at() -> None:
     costs = SimpleNamespace(bytes_total=0, rounds=0)
     total = UsageTotal()
-    meter = UsageMeter(SimpleNamespace(cost=lambda reset: costs), total)
+    model = SimpleNamespace(cost=lambda reset: costs)
+    meter = UsageMeter(model, total)
     for costs.bytes_total, costs.rounds in ((100, 2), (100, 2), (250, 5)):
         found = meter.look(now=True)
         assert (found.bytes, found.rounds) == (costs.bytes_total, costs.rounds)
-    meter.renewed()
+    meter.renewed(model)
     costs.bytes_total, costs.rounds = 30, 1
     assert meter.look(now=True).bytes == 280

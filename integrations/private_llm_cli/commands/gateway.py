@@ -11,7 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError, PartiesBusy, PartyFailed, TransportError
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from private_llm_cli.using import GatewayChoices
 
+_SESSIONS = 8
 _LOADING_S = 900.0
 """Seconds that parties which were started here may take to load a model: a large one, on a busy machine."""
 
@@ -35,8 +36,7 @@ def gateway(choices: GatewayChoices, config: PrivateConfig, settings: GatewaySet
     """Start the model, say where the gateway is, and serve until interrupted. Raises ConfigError for a taken port. Who
     asks while the parties are not ready gets 503 with the cause.
     """
-    if config.protocol == ASSISTED:
-        raise ConfigError("protocol: the gateway does not serve 'assisted'; run `private-llm chat` instead")
+    _sessions(choices, config)
     from private_llm_gateway.app import answering_meanwhile, bound_socket, create_app, serve
 
     listening = bound_socket(settings)
@@ -102,16 +102,30 @@ def start_model(
             client = str(folder / "client")
         step("calling the parties" if config.hosts else "sharing the weights")
         ranges = None if config.hosts else ranges_from(choices.ranges)
-        model = when_ready(
-            lambda: loaded_from(auto, client, config, ranges=ranges), choices.wait if config.hosts else 0.0,
-            step,
-        )  # fmt: skip
+
+        def load() -> Any:  # noqa: ANN401 - a private model
+            return loaded_from(auto, client, config, ranges=ranges)
+
+        model = when_ready(load, choices.wait if config.hosts else 0.0, step)
     stack.callback(model.close)
     if writes:
         note_sparsity(model, *TURN)
-    served = Served(name, SessionPool(model, choices.sessions if config.hosts else 1), tokenizer, vectors)
+    again = load if config.protocol == ASSISTED else None
+    served = Served(name, SessionPool(model, _sessions(choices, config), again), tokenizer, vectors)
     stack.callback(served.pool.close)
     return served
+
+
+def _sessions(choices: GatewayChoices, config: PrivateConfig) -> int:
+    """Requests that run at a time. Raises ConfigError for several under 'assisted'."""
+    if config.protocol == ASSISTED and choices.sessions not in (None, 1):
+        raise ConfigError(
+            f"sessions: got {choices.sessions}; the servers of protocol='assisted' serve one session at a time, so "
+            "requests run one after the other: leave it out, or start one gateway with two servers for each session"
+        )
+    if not config.hosts or config.protocol == ASSISTED:
+        return 1
+    return _SESSIONS if choices.sessions is None else choices.sessions
 
 
 def _announce(served: Served, settings: GatewaySettings, shown: bool) -> None:
