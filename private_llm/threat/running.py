@@ -152,21 +152,21 @@ Source: private_llm_hf/service/; argued in docs/decisions/190-a-service-has-one-
 ASSISTED = threat("""assisted (protocol)
 Chosen by: protocol='assisted' (weights are public; choose another where they are secret)
 May be corrupt: any one of the two servers, malicious: a wrong product ends the call before anything of the answer is
-  shown, except with probability 2^-50 a product; the client then names the server (of lies made to be overlooked, one
-  in 256 leaves open which server it was)
+  shown, except with probability 2^-40 a product; the client then names the server
 - server 0 (party 0): the key of the masks, labels, and public shapes; nothing that depends on a value of the client's
 - server 1 (party 1): rows masked by a pseudorandom stream of AES that it lacks the key of, and public shapes
 - every server, and whoever sees the traffic: the model (its weights are public), how many rows each product has, so the
-  lengths of prompt and answer, when each token was asked for, which way generation goes on (beams, drafts), what
-  arguments choose layers or rows (Longformer's global attention, labels of ModernBERT), and that a call stopped because
-  a value was not finite
+  lengths of prompt and answer, when each token was asked for, which way generation goes on (beams, drafts), and that a
+  call stopped because a value was not finite. Where values or arguments choose layers or rows (Longformer's global
+  attention, labels of ModernBERT) and a trial at loading did not show it: what the first call with inputs of these
+  shapes asks for, and where a later one differs, which the client then ends
 - the two servers together: everything that the client computes from: prompt, states and answer
 - a server that deviates: it can stop, delay, or be caught. Whether the client's check failed follows from its own error
   alone, and the session ends with it
 - the client: everything: it computes the model's other layers itself, on values in the clear
 - a wiretapper: frame sizes and times if links are TLS; on unencrypted links (one machine only) everything
-Source: additive sharing of x as (r, x - r) for a public linear map; Freivalds' check with two secret sums modulo
-  2^64 (private_llm/assisted/projection.py states the argument). PLLM (2026) has the same split of work. Tests
+Source: additive sharing of x as (r, x - r) for a public linear map; Freivalds' check with 40 secret sums of bits over
+  the integers (private_llm/assisted/projection.py states the argument). PLLM (2026) has the same split of work. Tests
   look at what each server gets, let each of them lie, and draw masks in forks and after restored entropy. No outside
   review yet
 """)

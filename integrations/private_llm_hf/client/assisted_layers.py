@@ -11,10 +11,11 @@ from torch.nn import functional
 from torch.nn.modules.conv import _ConvNd
 from transformers.pytorch_utils import Conv1D
 
-from private_llm.assisted.fixed_point import BYTES, IntegerWeight
+from private_llm.assisted.fixed_point import IntegerWeight
 from private_llm.errors import DomainError, UnsupportedOp
 from private_llm.tensor.dispatch import TorchArg
 from private_llm_hf.checkpoint.sample_inputs import tensors_in
+from private_llm_hf.client.assisted_rows import RowCounts
 from private_llm_hf.client.product_servers import ProductServers
 
 
@@ -24,8 +25,8 @@ class Products:
     The first of them asks, for all; the others take their part when they are given the same tensor.
     """
 
-    def __init__(self, servers: ProductServers, name: str) -> None:
-        self._servers, self._name = servers, name
+    def __init__(self, servers: ProductServers, rows: RowCounts, name: str) -> None:
+        self._servers, self._rows, self._name = servers, rows, name
         self._number = -1
         self._widths: list[int] = []
         self._asked: _Asked | None = None
@@ -46,7 +47,8 @@ class Products:
         with self._servers.alone():
             version, held = None if x.is_inference() else x._version, self._asked
             if held is None or held.x is not x or member not in held.parts or version != held.version:
-                rows = x.detach().reshape(-1, x.shape[-1]).to("cpu", torch.float32).contiguous()
+                rows = x.detach().reshape(-1, x.shape[-1]).to("cpu", torch.float32)
+                self._rows.asks(self._name, len(rows))
                 try:
                     product = self._servers.product(self._number, rows, self._name)
                 except DomainError as error:
@@ -110,25 +112,6 @@ class WeightElsewhere(nn.Parameter):
             f"{layer}: {name} reads the weight itself, which the servers hold under protocol='assisted'; choose "
             "another protocol for this model"
         )
-
-
-CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-_MACS_A_BYTE = 32
-"""Multiply-adds for each byte that travels, from which on a convolution is worth it: a linear layer of 480 inputs and
-outputs has as many."""
-
-
-def is_sent(layer: nn.Module) -> bool:
-    """Whether servers multiply by this layer's weight: linear layers, and convolutions that are large for their bytes.
-
-    Convolutions in groups and small ones have fewer multiply-adds a byte, and stay at the client.
-    """
-    if type(layer) in (nn.Linear, Conv1D):
-        return True
-    if not isinstance(layer, CONVOLUTIONS) or type(layer) not in CONVOLUTIONS or layer.groups > 1:
-        return False
-    outputs, inputs = len(layer.weight), layer.weight[0].numel()
-    return inputs * outputs >= _MACS_A_BYTE * BYTES * (inputs + 2 * outputs)
 
 
 class AssistedLinear(nn.Module):

@@ -18,13 +18,12 @@ from private_llm.errors import ConfigError, PatchMismatch, PlaintextLeak, Unsupp
 from private_llm_hf.checkpoint.sample_inputs import empty_inputs
 from private_llm_hf.checkpoint.weights import WeightList, WeightSource, skeleton, without_weights
 from private_llm_hf.client.assisted_layers import (
-    CONVOLUTIONS,
     AssistedConvolution,
     AssistedLinear,
     Products,
     WeightElsewhere,
-    is_sent,
 )
+from private_llm_hf.client.assisted_rows import CONVOLUTIONS, RowCounts, is_sent, refuse_chosen_rows
 from private_llm_hf.client.costs import Costs
 from private_llm_hf.client.parties import Parties
 from private_llm_hf.client.product_servers import ProductServers
@@ -103,8 +102,9 @@ def _opened(
             "experts or adapters were chosen; want another protocol, where all compute"
         )
     named: dict[str, tuple[Products, int, int]] = {}
+    rows = RowCounts()
     for group in layers_by_input(model_class, config, layers):
-        products = Products(servers, "+".join(group))
+        products = Products(servers, rows, "+".join(group))
         for member, name in enumerate(group):
             named[name] = (products, member, len(group))
             parent, _, own = name.rpartition(".")
@@ -116,6 +116,7 @@ def _opened(
     kind = _assisted_class(model_class)
     model.eval().__class__ = kind
     model.parties = servers
+    rows.watch(model)
     weakref.finalize(model, servers.close)
     if generation is not None:
         model.generation_config = generation
@@ -165,7 +166,7 @@ def layers_by_input(
     """Linear layers in groups that read the same tensor one after the other, such as queries, keys and values.
 
     Found in a forward on the meta device; where that needs values, each layer is a group. Raises PatchMismatch if that
-    forward reads the weight of a linear layer itself.
+    forward reads the weight of a linear layer itself, or how many rows layers read depends on values.
     """
     settings = copy.deepcopy(config)
     settings._attn_implementation = "eager"  # others look into the mask
@@ -193,6 +194,7 @@ def layers_by_input(
         raise PatchMismatch(f"{model_class.__name__}: {error}") from None
     except CANNOT:
         groups = []
+        refuse_chosen_rows(model_class, config)
     found: list[list[str]] = []
     seen: set[str] = set()
     for _, _, group in groups:  # a layer that runs twice is in its first group

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from private_llm_hf import patch
-from private_llm_hf.client import assisted_layers
-from private_llm_hf.client.assisted_layers import AssistedConvolution, Products, is_sent
+from private_llm_hf.client import assisted_rows
+from private_llm_hf.client.assisted_layers import AssistedConvolution, Products
+from private_llm_hf.client.assisted_rows import RowCounts, is_sent
 from private_llm_hf.client.launch import start_parties
 from torch import Tensor, nn
 from transformers import ResNetConfig, ResNetForImageClassification
@@ -30,7 +31,7 @@ from tests.hf.test_assisted import ASSISTED, ERROR
 def test_convolutions_are_pytorchs(layer: nn.Conv2d, shape: tuple[int, ...]) -> None:
     servers, x = start_parties(ASSISTED), torch.randn(shape)
     try:
-        products = Products(servers, "layer")
+        products = Products(servers, RowCounts(), "layer")
         made = AssistedConvolution(layer, products, 0, "layer")
         products.load([made.matrix(layer.weight)])
         made.bias = layer.bias
@@ -80,7 +81,7 @@ def test_models_of_images(made: object, sent: int, monkeypatch: pytest.MonkeyPat
     torch.manual_seed(3)
     plain, given = made()  # type: ignore[operator]
     if made is _vit:  # a tiny one
-        monkeypatch.setattr(assisted_layers, "_MACS_A_BYTE", 1)
+        monkeypatch.setattr(assisted_rows, "_MACS_A_BYTE", 1)
     with patch(plain.eval(), ASSISTED) as private, torch.no_grad():
         found = [module for module in private.modules() if isinstance(module, AssistedConvolution)]
         assert len(found) == sent
