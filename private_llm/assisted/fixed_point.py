@@ -19,32 +19,29 @@ import torch
 from torch import Tensor
 
 from private_llm.errors import DomainError
+from private_llm.kernels import ops
 
 BITS = 40
 """The modulus is 2^40: results travel in five bytes."""
 BYTES = BITS // 8
 _WEIGHT_MOST = 32767
-_FILLED = 0.98 * 2.0 ** (BITS - 1)
-_LARGEST = 2.0 ** (BITS - 2)
-"""Inputs stay below, also where the weight has only zeros for them."""
 MOST_INPUTS = 1 << 18
 _WIDE = 8.0
 """Columns stay below so many times the median column."""
-_LARGE_ENTRIES = 8
-"""How many of the largest entries of a row its bound looks at."""
 
 
 @dataclass(frozen=True)
 class IntegerWeight:
-    """One linear map as servers compute it: `lines` int16 [outputs, inputs] are the weight times 2^`exponents`, and its
-    columns divided by `column_scales`.
+    """One linear map as servers compute it: `lines` int16 [outputs, inputs] are the weight, divided by `factors`, and
+    its columns by `column_scales`.
 
-    exponents: int64 [outputs]. column_scales: powers of two that multiply inputs, float64 [inputs]. columns: the
-    largest absolute entry of each column of lines, float64 [inputs]. norm: the largest Euclidean norm of a line.
+    factors: 2^-exponents, float64 [outputs]. column_scales: powers of two that multiply inputs, float64 [inputs].
+    columns: the largest absolute entry of each column of lines, float64 [inputs]. norm: the largest Euclidean norm of a
+    line. All but norm are the same on every machine.
     """
 
     lines: Tensor
-    exponents: Tensor
+    factors: Tensor
     column_scales: Tensor
     columns: Tensor
     norm: float
@@ -62,35 +59,30 @@ class IntegerWeight:
             )
         columns = exact.abs().amax(0)
         wide = columns / (_WIDE * columns[columns > 0].median()) if bool((columns > 0).any()) else columns
-        column_scales = torch.exp2(torch.ceil(torch.log2(wide.clamp_min(1))))
+        column_scales = _power_above(wide.clamp_min(1))
         exact = exact / column_scales
         largest = exact.abs().amax(1)
-        found = torch.floor(torch.log2(_WEIGHT_MOST / largest.clamp_min(torch.finfo(torch.float32).tiny)))
-        exponents = torch.where(largest > 0, found, torch.zeros_like(found))
-        lines = torch.round(exact * torch.exp2(exponents)[:, None])
+        factors = _power_above(torch.where(largest > 0, largest / _WEIGHT_MOST, 1.0).clamp_min(2.0**-1000))
+        lines = torch.round(exact / factors[:, None])
         norm = float(torch.linalg.vector_norm(lines, dim=1).max()) if lines.numel() else 0.0
-        return cls(lines.to(torch.int16), exponents.long(), column_scales, lines.abs().amax(0), norm)
+        return cls(lines.to(torch.int16), factors, column_scales, lines.abs().amax(0), norm)
 
-    def scaled(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows [M, inputs] as whole numbers, int64, and the scale of each row, float64 [M, 1].
+    def hidden(self, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows [M, inputs] as whole numbers, int64; the same minus a mask, packed; and the scale of each, float64 [M].
 
         Raises DomainError for NaN and infinities.
         """
-        exact = x.detach().double() * self.column_scales
-        if not bool(torch.isfinite(exact).all()):
+        whole, packed, scales = ops.hide_rows(x, self.column_scales, self.columns, self.norm, mask)
+        if not bool(scales.all()):
             raise DomainError("got an input with NaN or infinite values; want finite ones")
-        entries, order = exact.abs().topk(min(_LARGE_ENTRIES, exact.shape[1]), dim=1)
-        first = torch.zeros(len(exact), 1, dtype=torch.float64)
-        before = torch.cat([first, torch.cumsum(self.columns[order] * entries, 1)], 1)
-        squares = torch.cat([first, torch.cumsum(entries.square(), 1)], 1)
-        after = (exact.square().sum(1, keepdim=True) * (1 + 1e-12) - squares).clamp_min(0).sqrt() * self.norm
-        bound = (before + after).amin(1, keepdim=True)
-        scale = torch.minimum(_FILLED / bound.clamp_min(1e-300), _LARGEST / entries[:, :1].clamp_min(1e-250))
-        return torch.round(exact * scale).long(), scale
+        return whole, packed, scales
 
-    def values(self, products: Tensor, scale: Tensor) -> Tensor:
-        """What whole products [M, outputs] of rows with these scales mean: float32."""
-        return (products.double() / scale * torch.exp2(-self.exponents.double())).float()
+
+def _power_above(x: Tensor) -> Tensor:
+    """The smallest powers of two that are not below x, exact on every machine; x positive, float64."""
+    mantissa, exponent = torch.frexp(x)
+    biased = exponent.long() + 1023 - (mantissa == 0.5).long()
+    return (biased << 52).view(torch.float64)
 
 
 def centred(x: Tensor) -> Tensor:

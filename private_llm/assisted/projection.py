@@ -1,11 +1,15 @@
 """The client's check of a product that servers computed: secret random sums of its outputs (Freivalds).
 
-For each weight W [outputs, inputs] the client draws a secret matrix P of 40 lines of bits, and computes P W once, when
-it sees the public weight. A product y is right only if P y = (P W) x. All are whole numbers, and both sides stay below
-2^63, so the comparison modulo 2^64 is one of whole numbers. If y is wrong by e, some entry of e is not zero, and for
-any choice of the other bits a line of P hides it for at most one of two values of that entry's bit: P e = 0 has
-probability at most 2^-40. That an answer passed or failed tells a server nothing that it could use: the outcome follows
-from its own e alone, and after one that failed the session ends, and with it P.
+For each weight W [outputs, inputs] the client draws secret lines P of whole numbers below 2^25, and computes P W once,
+when it sees the public weight. A product y is right only if P y = (P W) x modulo 2^64. If y is wrong by e, some entry
+of e is not zero; it is below 2^40 (y and W x are below 2^39), so it is 2^t times an odd number with t < 40. Whatever
+the other numbers of a line are, the one that meets that entry is determined modulo 2^(64 - t), so there is at most one
+for which the line overlooks e: probability 2^-25 at most, and 2^-50 for `LINES` lines. That an answer passed or failed
+tells a server nothing that it could use: the outcome follows from its own e alone, and after one that failed the
+session ends, and with it P.
+
+The answer of one server alone is known modulo 2^40 only, where a line overlooks 2^39 every second time. The client
+looks at it when a product is wrong, to find whose part is: `NAMING` lines overlook such errors once in 256 times.
 """
 
 from __future__ import annotations
@@ -18,26 +22,34 @@ from private_llm.kernels import ops
 from private_llm.ring.prg import Seed
 from private_llm.ring.ring import Ring
 
-LINES = 40
-"""Random sums a weight: a wrong answer passes with probability 2^-40."""
+LINES, NAMING = 2, 8
+"""Random sums that every product is checked by, and those that find which server computed wrongly."""
+_BITS = 25
+_AT_ONCE = 1 << 22
+"""Elements of a weight that are widened to 64 bits at a time."""
 
 
 class Projection:
-    """The check of one weight; `repr` shows none of it."""
+    """The check of one weight; `repr` shows none of it.
+
+    sums: int64 [NAMING, outputs], secret. folded: their products with the weight, int64 [NAMING, inputs].
+    """
 
     def __init__(self, lines: Tensor, seed: Seed) -> None:
         """lines: int16 [outputs, inputs]. seed: fresh, for this weight alone."""
-        drawn = seed.stream("projection").elements(LINES * len(lines), Ring(64))
-        self._bits = (drawn.view(LINES, -1) & 1).to(torch.int16)
-        self._folded = ops.narrow_matmul(self._bits.long(), lines.mT.contiguous())
+        outputs, inputs = lines.shape
+        drawn = seed.stream("projection").elements(NAMING * outputs, Ring(64))
+        self.sums = drawn.view(NAMING, outputs) & ((1 << _BITS) - 1)
+        self.folded = torch.zeros(NAMING, inputs, dtype=torch.int64)
+        size = max(1, _AT_ONCE // inputs)
+        for some, part in zip(self.sums.split(size, dim=1), lines.split(size), strict=True):
+            self.folded += ops.ring_matmul(some.contiguous(), part.long())
 
-    def holds(self, x: Tensor, y: Tensor) -> bool:
-        """Whether y = W x, whole numbers [M, inputs] and [M, outputs] below 2^40; wrong with probability 2^-40."""
-        return bool((self._sums(y) == ops.ring_matmul(x, self._folded.mT)).all())
+    @property
+    def checked(self) -> tuple[Tensor, Tensor]:
+        """The lines that every product is checked by."""
+        return self.sums[:LINES], self.folded[:LINES]
 
     def holds_modulo(self, x: Tensor, y: Tensor) -> bool:
-        """The same modulo 2^40, for the answer of one server."""
-        return not bool(centred(self._sums(y) - ops.ring_matmul(x, self._folded.mT)).any())
-
-    def _sums(self, y: Tensor) -> Tensor:
-        return ops.narrow_matmul(y, self._bits)
+        """Whether y = W x modulo 2^40, for the answer of one server, int64 [M, inputs] and [M, outputs]."""
+        return not bool(centred(ops.ring_matmul(y, self.sums.mT) - ops.ring_matmul(x, self.folded.mT)).any())

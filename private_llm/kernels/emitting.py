@@ -77,7 +77,7 @@ def loop(builder: IrValue, count: IrValue, step: int, body: Callable[[IrValue], 
     k.add_incoming(I64(0), entry)
     made = body(k)
     following = builder.add(k, I64(step))
-    k.add_incoming(following, start)
+    k.add_incoming(following, builder.block)
     builder.cbranch(builder.icmp_signed("<", following, count), start, done)
     builder.position_at_end(done)
     return made

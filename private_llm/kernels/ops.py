@@ -23,6 +23,7 @@ from private_llm.kernels.bits import cpu as cpu_bits
 from private_llm.kernels.devices import triton_module
 from private_llm.kernels.fields import STEPS
 from private_llm.kernels.fields import cpu as cpu_trunc
+from private_llm.kernels.matmul import checked
 from private_llm.kernels.matmul import narrow as cpu_narrow
 from private_llm.kernels.parallel import addresses, parallel_for
 from private_llm.kernels.seeded_tensor import KeyStream, dense
@@ -32,8 +33,10 @@ from private_llm.kernels.trace_hook import this_thread
 _TRANSPOSE_S, _ROW_S, _INJECT_S = 2e-9, 1e-9, 1e-9
 """About what one thread takes: to transpose an element, for a word of a comparison's row, an element of an injection's.
 """
-_NARROW_S = 3e-10
-"""About what one thread takes for a multiply-add with a 16-bit weight."""
+_NARROW_S, _DIGIT_S, _HIDE_S, _OPEN_S = 1e-10, 2e-9, 1e-8, 8e-9
+"""About what one thread takes for a multiply-add with a 16-bit weight, and for an element: to take it apart for that,
+to mask it, to put it together and check it.
+"""
 WORDS = 8
 """Threads take multiples of so many words of bits: whole lines of the cache."""
 
@@ -110,25 +113,63 @@ def ring_matmul(x: Tensor, y: Tensor) -> Tensor:
 
 
 def narrow_matmul(x: Tensor, weight: Tensor) -> Tensor:
-    """x weight^T modulo 2^64; x int64 [M, K], weight int16 [N, K], which is public; int64 [M, N].
+    """int64 [M, N] equal to x weight^T modulo 2^40; x int64 [M, K], weight int16 [N, K], which is public.
 
-    On a GPU the weight is widened for the call. Raises DomainError for other shapes and types.
+    A weight with more columns, a multiple of 32 of them, is read where it lies: those beyond K meet zeros. On a GPU the
+    weight is widened for the call. Raises DomainError for other shapes and types.
     """
     fits = (x.dtype, weight.dtype, x.dim(), weight.dim()) == (torch.int64, torch.int16, 2, 2)
-    if not fits or x.shape[1] != weight.shape[1]:
+    if not fits or x.shape[1] > weight.shape[1]:
         raise DomainError(
             f"narrow_matmul: got {x.dtype} {tuple(x.shape)} and {weight.dtype} {tuple(weight.shape)}; want int64 "
             "[M, K] and int16 [N, K]"
         )
+    (rows, inner), columns = x.shape, len(weight)
     if not x.is_cpu:
-        return ring_matmul(x, weight.long().mT)
-    high = (x >> 32) + ((x >> 31) & 1)  # the low half is signed: its sign is carried
-    halves = [half.to(torch.int32).contiguous() for half in ((x << 32) >> 32, (high << 32) >> 32)]
-    out = torch.empty(len(x), len(weight), dtype=torch.int64)
-    sizes = (*x.shape, len(weight))
-    kernel, at = cpu_narrow.narrow_product, addresses(*halves, weight, out)
-    parallel_for(len(weight), _NARROW_S * x.numel(), cpu_narrow.LINES, kernel, *at, *sizes)
+        return ring_matmul(x, weight[:, :inner].long().mT)
+    if not inner:
+        return torch.zeros(rows, columns, dtype=torch.int64)
+    out, weight = torch.empty(rows, columns, dtype=torch.int64), narrow_lines(weight)
+    length = weight.shape[1]
+    digits = torch.empty(rows, cpu_narrow.DIGITS, length, dtype=torch.int16)
+    parallel_for(rows, inner * _DIGIT_S, 1, cpu_narrow.narrow_digits, *addresses(x, digits), inner, length)
+    sizes = (rows, length, columns)
+    kernel, at = cpu_narrow.narrow_product, addresses(digits, weight, out)
+    parallel_for(columns, _NARROW_S * x.numel(), cpu_narrow.LINES, kernel, *at, *sizes)
     return out
+
+
+def narrow_lines(weight: Tensor) -> Tensor:
+    """A weight as `narrow_matmul` reads it without a copy: its lines end with zeros, at a multiple of 32."""
+    missing = -weight.shape[1] % cpu_narrow.STEP
+    return (torch.nn.functional.pad(weight, (0, missing)) if missing else weight).contiguous()
+
+
+def hide_rows(x: Tensor, column_scales: Tensor, columns: Tensor, norm: float, mask: Tensor) -> tuple[Tensor, ...]:
+    """Real rows [M, K] as whole numbers int64, the same minus a mask, packed, and their scales float64 [M].
+
+    All as in `kernels.matmul.checked`; a row that is not finite has scale 0.
+    """
+    whole, (rows, inputs) = torch.empty_like(mask), x.shape
+    hidden = torch.empty(checked.BYTES * whole.numel(), dtype=torch.uint8)
+    scales = torch.empty(rows, dtype=torch.float64)
+    at = addresses(x, column_scales, columns, mask, whole, hidden, scales)
+    parallel_for(rows, inputs * _HIDE_S, 1, checked.hide_rows, *at, norm, inputs)
+    return whole, hidden, scales
+
+
+def open_rows(
+    parts: tuple[Tensor, Tensor], whole: Tensor, sums: Tensor, folded: Tensor, scales: Tensor, factors: Tensor,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The product of rows from both parts, packed, float32 [M, N], and uint8 [M]: whether its secret sums are right.
+
+    All as in `kernels.matmul.checked`.
+    """
+    (lines, outputs), (rows, inputs) = sums.shape, whole.shape
+    out, right = torch.empty(rows, outputs), torch.empty(rows, dtype=torch.uint8)
+    at = addresses(*parts, whole, sums, folded, scales, factors, out, right)
+    parallel_for(rows, outputs * _OPEN_S, 1, checked.open_rows, *at, lines, inputs, outputs)
+    return out, right
 
 
 def ring_matmul_pair(x0: Tensor, y0: Tensor, x1: Tensor, y1: Tensor) -> Tensor:

@@ -152,7 +152,8 @@ Source: private_llm_hf/service/; argued in docs/decisions/190-a-service-has-one-
 ASSISTED = threat("""assisted (protocol)
 Chosen by: protocol='assisted' (weights are public; choose another where they are secret)
 May be corrupt: any one of the two servers, malicious: a wrong product ends the call before anything of the answer is
-  shown, except with probability 2^-40 a product; the client then names the server
+  shown, except with probability 2^-50 a product; the client then names the server (of lies made to be overlooked, one
+  in 256 leaves open which server it was)
 - server 0 (party 0): the key of the masks, labels, and public shapes; nothing that depends on a value of the client's
 - server 1 (party 1): rows masked by a pseudorandom stream of AES that it lacks the key of, and public shapes
 - every server, and whoever sees the traffic: the model (its weights are public), how many rows each product has, so the
@@ -165,8 +166,8 @@ May be corrupt: any one of the two servers, malicious: a wrong product ends the 
   alone, and the session ends with it
 - the client: everything: it computes the model's other layers itself, on values in the clear
 - a wiretapper: frame sizes and times if links are TLS; on unencrypted links (one machine only) everything
-Source: additive sharing of x as (r, x - r) for a public linear map; Freivalds' check with 40 secret sums of bits over
-  the integers (private_llm/assisted/projection.py states the argument). PLLM (2026) has the same split of work. Tests
+Source: additive sharing of x as (r, x - r) for a public linear map; Freivalds' check with two secret sums modulo
+  2^64 (private_llm/assisted/projection.py states the argument). PLLM (2026) has the same split of work. Tests
   look at what each server gets, let each of them lie, and draw masks in forks and after restored entropy. No outside
   review yet
 """)

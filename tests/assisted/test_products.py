@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from private_llm.assisted import masks
-from private_llm.assisted.fixed_point import BITS, IntegerWeight, centred, packed, unpacked
-from private_llm.assisted.projection import LINES, Projection
+from private_llm.assisted.fixed_point import BITS, BYTES, IntegerWeight, centred, packed, unpacked
+from private_llm.assisted.projection import Projection
 from private_llm.errors import DomainError
 from private_llm.kernels import ops
 from private_llm.ring.prg import Seed
@@ -20,19 +20,29 @@ EXTREMES = torch.tensor([-(2**63), 2**63 - 1, -1, 0, 1, 2**31, 2**31 - 1, -(2**3
 
 
 def exact(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """x weight^T modulo 2^64, in Python's integers."""
+    """x weight^T modulo 2^40, in Python's integers."""
     rows = [[sum(a * b for a, b in zip(row, line, strict=True)) for line in weight.tolist()] for row in x.tolist()]
-    return torch.tensor([[(n + 2**63) % 2**64 - 2**63 for n in row] for row in rows], dtype=torch.int64)
+    return torch.tensor([[(n + 2**39) % 2**40 - 2**39 for n in row] for row in rows], dtype=torch.int64)
 
 
-@pytest.mark.parametrize(("rows", "inner", "columns"), [(1, 1, 1), (3, 5, 17), (4, 11, 16), (6, 37, 33), (9, 64, 50)])
+@pytest.mark.parametrize(
+    ("rows", "inner", "columns"), [(1, 1, 1), (2, 700, 3), (3, 5, 17), (4, 11, 16), (6, 37, 33), (9, 64, 50), (1, 0, 4)]
+)
 def test_narrow_products_are_exact(rows: int, inner: int, columns: int) -> None:
     torch.manual_seed(rows)
     x = torch.randint(-(2**63), 2**63 - 1, (rows, inner))
     x.view(-1)[: len(EXTREMES)] = EXTREMES[: x.numel()]
     weight = torch.randint(-32768, 32768, (columns, inner), dtype=torch.int16)
     weight[0], weight[-1] = -32768, 32767
-    assert torch.equal(ops.narrow_matmul(x, weight), exact(x, weight))
+    assert torch.equal(centred(ops.narrow_matmul(x, weight)), exact(x, weight))
+
+
+def test_digits_that_are_all_extreme_stay_exact() -> None:
+    """The largest sums of the lowest digits: every element -2^12 modulo 2^13, every weight -2^15."""
+    x = torch.full((2, 4096), 2**12)
+    x[1] = 2**12 + 2**25 + 2**39
+    weight = torch.full((3, 4096), -32768, dtype=torch.int16)
+    assert torch.equal(centred(ops.narrow_matmul(x, weight)), exact(x, weight))
 
 
 def test_narrow_products_refuse_other_operands() -> None:
@@ -52,27 +62,40 @@ def test_no_product_leaves_the_modulus(seed: int, spread: int, outliers: int, in
     x = torch.cat([weight, weight.sign(), torch.randn(3, inputs, generator=random)]) * 2.0**spread
     x[:, :outliers] *= 1e5
     made = IntegerWeight.of(weight)
-    whole, scale = made.scaled(x)
-    products = ops.narrow_matmul(whole, made.lines)
+    got, products = through(made, x)
     assert int(products.abs().max()) < 2 ** (BITS - 1)
     want = x.double() @ weight.double().mT
     reach = torch.linalg.vector_norm(x.double(), dim=1)[:, None] * torch.linalg.vector_norm(weight.double(), dim=1)
-    error = (made.values(products, scale).double() - want).abs()
+    error = (got.double() - want).abs()
     assert bool((error <= reach * 2e-4 + 1e-37).all())  # half a unit of 2^-15 for each weight, rows scaled by the bound
+
+
+def through(weight: IntegerWeight, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The product as a client gets it from two right answers, and as whole numbers."""
+    mask = torch.randint(-(2**63), 2**63 - 1, x.shape)
+    whole, hidden, scales = weight.hidden(x, mask)
+    assert torch.equal(centred(unpacked(hidden, x.shape)), centred(whole - mask))
+    parts = [packed(ops.narrow_matmul(part, weight.lines)) for part in (mask, whole - mask)]
+    check = Projection(weight.lines, Seed.fresh())
+    got, right = ops.open_rows((parts[0], parts[1]), whole, *check.checked, scales, weight.factors)
+    assert bool(right.all())
+    return got, ops.ring_matmul(whole, weight.lines.long().mT)
 
 
 def test_zeros_and_extreme_values_keep_their_meaning() -> None:
     weight = torch.tensor([[0.0, 0.0], [3e38, 1.0], [1e-38, -1e-38]])
     made = IntegerWeight.of(weight)
     for x in (torch.zeros(1, 2), torch.tensor([[1e-30, 0.0]]), torch.tensor([[0.0, 3e38]])):
-        whole, scale = made.scaled(x)
-        got = made.values(ops.narrow_matmul(whole, made.lines), scale)
+        got, _ = through(made, x)
         assert torch.isfinite(got[:, [0, 2]]).all()
         assert float(got[0, 0]) == 0
         assert torch.allclose(got[:, 2], x @ weight[2], rtol=1e-4)
-    for bad in (float("nan"), float("inf")):
-        with pytest.raises(DomainError, match="finite"):
-            made.scaled(torch.tensor([[bad, 0.0]]))
+    for bad in (float("nan"), float("inf"), -float("inf")):
+        for place in range(30):
+            x = torch.randn(2, 30)
+            x[1, place] = bad
+            with pytest.raises(DomainError, match="finite"):
+                IntegerWeight.of(torch.randn(3, 30)).hidden(x, torch.zeros(2, 30, dtype=torch.int64))
         with pytest.raises(DomainError, match="finite"):
             IntegerWeight.of(torch.tensor([[bad]]))
 
@@ -80,7 +103,7 @@ def test_zeros_and_extreme_values_keep_their_meaning() -> None:
 def test_half_precision_weights_of_one_size_are_exact() -> None:
     weight = torch.linspace(0.5, 1, 40).bfloat16().view(4, 10)
     made = IntegerWeight.of(weight)
-    assert torch.equal(made.lines.double() * 2.0 ** -made.exponents[:, None].double(), weight.double())
+    assert torch.equal(made.lines.double() * made.factors[:, None], weight.double())
 
 
 def test_elements_travel_in_five_bytes() -> None:
@@ -91,36 +114,51 @@ def test_elements_travel_in_five_bytes() -> None:
     assert torch.equal(unpacked(raw, (4, 5)), x & (2**BITS - 1))
 
 
+def accepted(check: Projection, x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Whether a client takes y, whole numbers from -2^39 to 2^39 - 1, for the product of x."""
+    zeros, scales = torch.zeros(BYTES * y.numel(), dtype=torch.uint8), torch.ones(len(x), dtype=torch.float64)
+    factors = torch.ones(y.shape[1], dtype=torch.float64)
+    got, right = ops.open_rows((packed(y), zeros), x, *check.checked, scales, factors)
+    assert torch.equal(got, y.float())
+    return bool(right.all())
+
+
 def test_the_check_passes_right_products_and_no_other() -> None:
     torch.manual_seed(0)
     lines = torch.randint(-32767, 32768, (50, 20), dtype=torch.int16)
     check = Projection(lines, Seed.fresh())
-    x = torch.randint(-(2**20), 2**20, (3, 20))
-    right = ops.narrow_matmul(x, lines)
-    assert check.holds(x, right)
-    for error in (1, -1, 2**20, 2**39, -(2**39), 2**40 - 1):
+    x = torch.randint(-(2**17), 2**17, (3, 20))
+    right = centred(ops.narrow_matmul(x, lines))
+    assert accepted(check, x, right)
+    assert check.holds_modulo(x, right)
+    for error in (1, -1, 2**20, 2**38, 2**39, -(2**39), 2**40 - 1):
         for place in ((0, 0), (1, 49), (2, 17)):
             wrong = right.clone()
             wrong[place] += error
-            assert not check.holds(x, wrong)
-            if error % 2**40:
+            assert not accepted(check, x, centred(wrong))
+            if error % 2**39:
                 assert not check.holds_modulo(x, centred(wrong))
-    assert check.holds_modulo(x, centred(right + 2**40))
-    assert not check.holds(x, right + 2**40)  # a result that left the modulus is wrong, too
+    outside = torch.full((1, 20), 2**26)  # a result that left the modulus is wrong, too
+    lines = torch.full((50, 20), 32767, dtype=torch.int16)
+    check = Projection(lines, Seed.fresh())
+    assert check.holds_modulo(outside, centred(ops.narrow_matmul(outside, lines)))
+    assert not accepted(check, outside, centred(ops.narrow_matmul(outside, lines)))
 
 
-def test_a_line_of_the_check_hides_half_of_all_errors_at_most() -> None:
-    """With one random sum in place of 40 an error of half the modulus passes about every second time."""
-    lines = torch.ones(6, 4, dtype=torch.int16)
-    x = torch.ones(1, 4, dtype=torch.int64)
+def test_lines_of_the_check_have_25_bits_and_overlook_half_the_modulus_only_where_it_is_one() -> None:
+    """A line overlooks 2^39 modulo 2^40 where the number that meets it is even; over the integers it does not."""
+    lines, x = torch.ones(6, 4, dtype=torch.int16), torch.ones(1, 4, dtype=torch.int64)
     wrong = ops.narrow_matmul(x, lines)
     wrong[0, 2] += 2**39
-    hidden = torch.zeros(LINES)
+    even = 0
     for _ in range(200):
         check = Projection(lines, Seed.fresh())
-        sums = centred(check._sums(wrong) - ops.ring_matmul(x, check._folded.mT))[0]
-        hidden += sums == 0
-    assert 60 < float(hidden.mean()) < 140  # binomial: 100 +- 7 for one line
+        assert int(check.sums.min()) >= 0
+        assert int(check.sums.max()) < 2**25
+        assert not accepted(check, x, centred(wrong))
+        assert check.holds_modulo(x, centred(wrong)) == (not (check.sums[:, 2] & 1).any())
+        even += int((check.sums[:, 2] & 1 == 0).sum())
+    assert 650 < even < 950  # binomial: 800 +- 20
 
 
 def test_the_check_shows_nothing_of_itself() -> None:

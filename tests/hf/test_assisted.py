@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -13,13 +13,12 @@ from private_llm_hf import AutoPrivateModelForCausalLM, PrivateConfig, patch
 from private_llm_hf.client import product_servers
 from private_llm_hf.client.launch import start_parties
 from private_llm_hf.party.product_server import ProductServer
-from private_llm_hf.wire.assisted import LoadLines, Multiply
-from private_llm_hf.wire.codec import Message
-from private_llm_hf.wire.commands import send_message
+from private_llm_hf.wire.assisted import HEADER, REQUEST, LoadLines
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from private_llm.assisted.fixed_point import BYTES
+from private_llm.assisted.masks import fresh_label
 from private_llm.errors import (
     ConfigError,
     DomainError,
@@ -111,7 +110,8 @@ def test_bytes_and_exchanges_are_those_of_the_shapes() -> None:
         down = config.num_hidden_layers * (hidden + 2 * heads + hidden + 2 * inner + hidden) + config.vocab_size
         assert private.parties.exchanges - before == 4 * config.num_hidden_layers + 1 == before
         assert costs.rounds == 2 * before
-        assert costs.bytes_total == 2 * 3 * BYTES * (up + 2 * down)
+        asked = 2 * HEADER.size + len(fresh_label())
+        assert costs.bytes_total == 2 * 3 * BYTES * (up + 2 * down) + 2 * before * asked
 
 
 def test_servers_see_masked_rows_or_labels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,21 +285,24 @@ def test_many_rows_go_in_several_exchanges(monkeypatch: pytest.MonkeyPatch) -> N
         assert private.parties.exchanges > 3 * whole
 
 
-@pytest.mark.parametrize(
-    ("command", "want"),
-    [
-        (lambda: Multiply(0, 1, "a label"), "server 0 multiplies masks"),
-        (lambda: Multiply(99, 1, None), "weight 99 was not loaded"),
-        (lambda: Multiply(0, 1 << 22, None), "want fewer at a time"),
-        (lambda: Multiply(0, 1, "x" * 5000), "ASCII"),
-        (lambda: LoadLines("a", 1 << 22, 1 << 22), "bytes in all"),
-    ],
-)
-def test_a_server_refuses_what_it_cannot_do(command: Callable[[], Message], want: str) -> None:
-    with assisted("opt") as (_, private):
-        send_message(private.parties.transport, 1, command())
-        with pytest.raises((PartyFailed, ConnectionError), match=want):
-            private(torch.tensor([[3, 4]]))
+def test_a_server_refuses_what_it_cannot_do() -> None:
+    request = HEADER.pack
+    for server, asked, want in (
+        (1, request(0, 1) + b"a label", "server 0 takes the label of a mask"),
+        (0, request(0, 1) + bytes(1000), "server 0 takes the label of a mask"),
+        (1, request(99, 1), "weight 99 was not loaded"),
+        (1, request(0, 1 << 22), "fewer at a time"),
+        (0, request(0, 0) + b"a label", "one at least"),
+        (1, b"12", "want 8 and what"),
+        (1, LoadLines("a", 1 << 22, 1 << 22), "bytes in all"),
+    ):
+        with assisted("opt") as (_, private):
+            if isinstance(asked, bytes):
+                private.parties.transport.send_bytes(server, REQUEST, asked)
+            else:
+                private.parties.tell(asked, [server])
+            with pytest.raises((PartyFailed, ConnectionError), match=want):
+                private(torch.tensor([[3, 4]]))
 
 
 def test_no_value_leaves_another_way() -> None:

@@ -47,7 +47,7 @@ class Products:
         with self._servers.alone():
             version, held = None if x.is_inference() else x._version, self._asked
             if held is None or held.x is not x or member not in held.parts or version != held.version:
-                rows = x.detach().reshape(-1, x.shape[-1]).to("cpu", torch.float32)
+                rows = x.detach().reshape(-1, x.shape[-1]).to("cpu", torch.float32).contiguous()
                 self._rows.asks(self._name, len(rows))
                 try:
                     product = self._servers.product(self._number, rows, self._name)

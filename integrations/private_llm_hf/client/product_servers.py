@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
-from private_llm.assisted.fixed_point import BYTES, IntegerWeight, centred, packed, unpacked
+from private_llm.assisted.fixed_point import BYTES, IntegerWeight, unpacked
 from private_llm.assisted.masks import fresh_label, mask
 from private_llm.assisted.projection import Projection
 from private_llm.config import PrivateConfig
 from private_llm.errors import PlaintextLeak, ProtocolAbort
+from private_llm.kernels import ops
 from private_llm.net.transport import Transport
 from private_llm.protocols.plain import PlainClient
 from private_llm.protocols.weight_sharing import packed_key
@@ -20,8 +22,8 @@ from private_llm.ring.prg import Seed
 from private_llm.ring.ring import Ring
 from private_llm_hf.client.parties import Parties
 from private_llm_hf.party.node import agree
-from private_llm_hf.wire.assisted import LoadLines, Multiply
-from private_llm_hf.wire.commands import send_message
+from private_llm_hf.wire.assisted import COMMAND, HEADER, REQUEST, LoadLines
+from private_llm_hf.wire.codec import Message
 
 _KEY, _MASKED = 0, 1
 """The server that knows the key of the masks, and the one that gets masked rows."""
@@ -54,6 +56,12 @@ class ProductServers(Parties):
         self._weights: list[tuple[IntegerWeight, Projection]] = []
         self.exchanges = 0
 
+    def tell(self, message: Message, parties: Iterable[int] | None = None) -> None:
+        """Send a command to both servers, or to these, after a frame that says so."""
+        for server in self.members if parties is None else parties:
+            self.transport.send_bytes(server, REQUEST, COMMAND)
+        super().tell(message, parties)
+
     def load(self, weight: IntegerWeight, name: str) -> int:
         """Give the servers a weight, two bytes an element to each; the number to ask for it by. name: of its layers."""
         with self._call():
@@ -72,32 +80,35 @@ class ProductServers(Parties):
         Raises DomainError for values that are not finite, ProtocolAbort naming a server that computed wrongly.
         """
         weight, projection = self._weights[number]
-        whole, scale = weight.scaled(x)
-        inputs, outputs = x.shape[1], len(weight.exponents)
+        inputs, outputs = x.shape[1], len(weight.factors)
         rows = max(1, min(_MACS_AT_ONCE // (inputs * outputs), _ELEMENTS_AT_ONCE // max(inputs, outputs)))
         with self._call(), self.transport.ledger.scope(where):
-            parts = [self._exchange(number, some, outputs, projection, where) for some in whole.split(rows)]
-        return weight.values(torch.cat(parts), scale)
+            parts = [self._exchange(number, some, weight, projection, where) for some in x.split(rows)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _exchange(self, number: int, whole: Tensor, outputs: int, projection: Projection, where: str) -> Tensor:
-        (rows, inputs), label = whole.shape, fresh_label()
+    def _exchange(self, number: int, x: Tensor, weight: IntegerWeight, projection: Projection, where: str) -> Tensor:
+        (rows, inputs), label = x.shape, fresh_label()
         hidden = mask(self._masks, label, rows, inputs)
-        masked = whole - hidden
-        send_message(self.transport, _KEY, Multiply(number, rows, label))
-        send_message(self.transport, _MASKED, Multiply(number, rows, None))
-        self.transport.send(_MASKED, "masked rows", packed(masked))
+        whole, masked, scales = weight.hidden(x, hidden)
+        header = HEADER.pack(number, rows)
+        self.transport.send_bytes(_KEY, REQUEST, header + label.encode())
+        self.transport.send_bytes(_MASKED, REQUEST, header + masked.numpy().tobytes())
         self.transport.ledger.add_round("product")
         self.exchanges += 1
-        parts = [self._part(server, (rows, outputs)) for server in (_KEY, _MASKED)]
-        product = centred(parts[_KEY] + parts[_MASKED])
-        if not projection.holds(whole, product):
-            given = (hidden, parts[_KEY]), (masked, parts[_MASKED])
-            wrong = [f"party {n}" for n, pair in enumerate(given) if not projection.holds_modulo(*pair)]
-            raise ProtocolAbort(
-                f"{' and '.join(wrong) or 'a server'} gave a wrong product for {where!r}; this answer is withheld and "
-                "the session is over: ask other servers"
-            )
+        size = BYTES * rows * len(weight.factors)
+        parts = [self.transport.recv(server, "product", (size,), torch.uint8) for server in (_KEY, _MASKED)]
+        product, right = ops.open_rows(
+            (parts[_KEY], parts[_MASKED]), whole, *projection.checked, scales, weight.factors
+        )
+        if not bool(right.all()):
+            given = {_KEY: hidden, _MASKED: whole - hidden}
+            self._refuse(projection, [(given[n], unpacked(parts[n], (rows, -1))) for n in self.members], where)
         return product
 
-    def _part(self, server: int, shape: tuple[int, int]) -> Tensor:
-        return unpacked(self.transport.recv(server, "product", (shape[0] * shape[1] * BYTES,), torch.uint8), shape)
+    def _refuse(self, projection: Projection, answers: list[tuple[Tensor, Tensor]], where: str) -> NoReturn:
+        """Raises ProtocolAbort naming whose answer was wrong."""
+        wrong = [f"party {n}" for n, answer in enumerate(answers) if not projection.holds_modulo(*answer)]
+        raise ProtocolAbort(
+            f"{' and '.join(wrong) or 'a server'} gave a wrong product for {where!r}; this answer is withheld and the "
+            "session is over: ask other servers"
+        )

@@ -5,6 +5,7 @@ Server 0 knows the key of the masks and gets labels only; server 1 gets masked r
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import assert_never, get_args
 
 import torch
@@ -19,12 +20,21 @@ from private_llm.kernels.address import memory_bytes
 from private_llm.net.transport import CLIENT, Transport
 from private_llm.protocols.weight_sharing import KEY_BYTES, unpacked_key
 from private_llm.ring.prg import Seed
-from private_llm_hf.party.command_loop import Heartbeat, serve_commands, tell_costs
+from private_llm_hf.party.command_loop import tell_costs
 from private_llm_hf.party.node import agree
-from private_llm_hf.wire.assisted import MOST_ELEMENTS, LoadLines, Multiply, ServerCommand
-from private_llm_hf.wire.commands import TellCosts
+from private_llm_hf.wire.assisted import COMMAND, HEADER, LONGEST, MOST_ELEMENTS, REQUEST, LoadLines, ServerCommand
+from private_llm_hf.wire.commands import Stop, TellCosts, recv_message
 
 _COMMANDS: tuple[type[ServerCommand], ...] = get_args(ServerCommand)
+
+
+@dataclass(frozen=True)
+class _Held:
+    """A weight, int16 [outputs, inputs and zeros]. name: of its layers."""
+
+    name: str
+    inputs: int
+    lines: Tensor
 
 
 class ProductServer:
@@ -34,16 +44,23 @@ class ProductServer:
         """Raises ConfigError if the client runs other settings."""
         agree(config, transport, [CLIENT])
         self.transport = transport
-        self._weights: list[Tensor] = []
-        self._names: list[str] = []
+        self._weights: list[_Held] = []
         self._seed: Seed | None = None
         if number == 0:
             self._seed = unpacked_key(transport.recv(CLIENT, "mask key", (KEY_BYTES,), torch.uint8))
-        self._heartbeat = Heartbeat(transport, config.timeout_s / 4)
 
     def serve(self) -> None:
-        """Answer commands until the client stops. Raises what ended the session otherwise."""
-        serve_commands(self.transport, _COMMANDS, self._obey, self._heartbeat)
+        """Multiply, and answer commands, until the client stops. Raises what ended the session otherwise."""
+        while True:
+            self.transport.wait(CLIENT)
+            asked = self.transport.recv_bytes(CLIENT, REQUEST, HEADER.size + BYTES * MOST_ELEMENTS)
+            if asked != COMMAND:
+                self._multiply(asked)
+                continue
+            command: ServerCommand | Stop = recv_message(self.transport, CLIENT, _COMMANDS)
+            if isinstance(command, Stop):
+                return
+            self._obey(command)
 
     def _obey(self, command: ServerCommand) -> None:
         match command:
@@ -51,41 +68,56 @@ class ProductServer:
                 self._check_memory(2 * command.outputs * command.inputs)
                 shape = (command.outputs, command.inputs)
                 raw = self.transport.recv(CLIENT, "weight", (2 * command.outputs * command.inputs,), torch.uint8)
-                self._weights.append(raw.view(torch.int16).view(shape))
-                self._names.append(command.name)
-            case Multiply():
-                operand, ledger = self._operand(command), self.transport.ledger
-                with ledger.scope(self._names[command.weight]):
-                    product = self.product(operand, self._weights[command.weight])
-                    ledger.add_round("product")
-                    self.transport.send(CLIENT, "product", packed(product))
+                self._weights.append(
+                    _Held(command.name, command.inputs, ops.narrow_lines(raw.view(torch.int16).view(shape)))
+                )
             case TellCosts():
                 tell_costs(self.transport, self.transport.ledger, command)
             case _:
                 assert_never(command)
 
-    def _operand(self, command: Multiply) -> Tensor:
-        """Raises TransportError for unknown weights, too many rows, and where the client mixes up the servers."""
-        if command.weight >= len(self._weights):
-            raise TransportError(f"weight {command.weight} was not loaded; there are {len(self._weights)}")
-        rows, (outputs, inputs) = command.rows, self._weights[command.weight].shape
-        if rows * max(inputs, outputs) > MOST_ELEMENTS:
-            raise TransportError(f"rows: got {rows} for a weight of {outputs} x {inputs}; want fewer at a time")
-        if (command.label is None) != (self._seed is None):
-            raise TransportError("server 0 multiplies masks and server 1 masked rows; the client asked otherwise")
-        if self._seed is not None:
-            return mask(self._seed, str(command.label), rows, inputs)
-        return unpacked(
-            self.transport.recv(CLIENT, "masked rows", (rows * inputs * BYTES,), torch.uint8), (rows, inputs)
-        )
+    def _multiply(self, asked: bytes) -> None:
+        """Answer a frame that asks for a product, by that product, packed."""
+        weight, rows = self._asked(asked)
+        operand = self._operand(memoryview(asked)[HEADER.size :], rows, weight.inputs)
+        with self.transport.ledger.scope(weight.name):
+            product = self.product(operand, weight.lines)
+            self.transport.ledger.add_round("product")
+            self.transport.send(CLIENT, "product", packed(product))
+
+    def _asked(self, asked: bytes) -> tuple[_Held, int]:
+        """Raises TransportError for unknown weights, and for no rows or too many."""
+        if len(asked) < HEADER.size:
+            raise TransportError(f"request: got {len(asked)} bytes; want {HEADER.size} and what is multiplied")
+        number, rows = HEADER.unpack_from(asked)
+        if number >= len(self._weights):
+            raise TransportError(f"weight {number} was not loaded; there are {len(self._weights)}")
+        weight = self._weights[number]
+        outputs = len(weight.lines)
+        if not 0 < rows * max(weight.inputs, outputs) <= MOST_ELEMENTS:
+            raise TransportError(
+                f"rows: got {rows} for a weight of {outputs} x {weight.inputs}; want one at least, and fewer at a time"
+            )
+        return weight, rows
+
+    def _operand(self, given: memoryview, rows: int, inputs: int) -> Tensor:
+        """The mask of a label, or masked rows. Raises TransportError where the client mixes up the servers."""
+        if self._seed is not None and len(given) <= LONGEST:
+            return mask(self._seed, bytes(given).decode("ascii", "replace"), rows, inputs)
+        if self._seed is not None or len(given) != BYTES * rows * inputs:
+            raise TransportError(
+                f"request: got {len(given)} bytes for {rows} rows of {inputs}; server 0 takes the label of a mask, and "
+                f"server 1 masked rows of {BYTES} bytes an element"
+            )
+        return unpacked(torch.frombuffer(bytearray(given), dtype=torch.uint8), (rows, inputs))
 
     def _check_memory(self, more: int) -> None:
         """Raises TransportError for weights that this machine has no memory for."""
-        held = sum(weight.nbytes for weight in self._weights)
+        held = sum(weight.lines.nbytes for weight in self._weights)
         if held + more > memory_bytes():
             raise TransportError(f"weights: got {held + more} bytes in all; this server has {memory_bytes()}")
 
     def product(self, rows: Tensor, weight: Tensor) -> Tensor:
-        """rows weight^T modulo 2^64, int64 [M, outputs]."""
+        """rows weight^T, equal to it modulo 2^40, int64 [M, outputs]."""
         self.transport.ledger.add_macs(rows.numel() * len(weight))
         return ops.narrow_matmul(rows, weight)

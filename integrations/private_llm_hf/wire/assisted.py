@@ -1,14 +1,21 @@
-"""What a client asks of the servers of protocol "assisted", which multiply by public weights."""
+"""What a client asks of the servers of protocol "assisted", which multiply by public weights.
+
+A product takes one frame of bytes (`REQUEST`): the number of the weight and how many rows, and after them the masked
+rows, packed, or the label of their mask. A frame of one byte says that a command follows.
+"""
 
 from __future__ import annotations
 
+import struct
 from typing import Annotated
 
 from private_llm_hf.wire.codec import Between, Message, Unfit
-from private_llm_hf.wire.commands import Count, TellCosts
+from private_llm_hf.wire.commands import TellCosts
 
+LONGEST = 256
+"""Characters of a label."""
 _LONGEST = 1 << 12
-MOST_ELEMENTS = 1 << 27
+MOST_ELEMENTS = 1 << 26
 """Elements of the inputs, or of the outputs, of one product."""
 
 
@@ -34,12 +41,9 @@ class LoadLines(Message):
     inputs: Side
 
 
-class Multiply(Message):
-    """Multiply masked rows that follow, or the mask of this label, by a weight. Answered by the product, packed."""
+ServerCommand = LoadLines | TellCosts
 
-    weight: Count
-    rows: Annotated[int, Between(1, 1 << 22)]
-    label: ShortText | None
-
-
-ServerCommand = LoadLines | Multiply | TellCosts
+REQUEST, COMMAND = "request", b"\0"
+"""The tag of frames that ask for products, and what such a frame holds before a command."""
+HEADER = struct.Struct("<II")
+"""Weight and rows of a product."""

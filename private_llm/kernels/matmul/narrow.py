@@ -1,69 +1,164 @@
-"""Products of 64-bit ring elements with public 16-bit weights on the CPU (Numba, GIL-free).
+"""Products modulo 2^40 with public 16-bit weights on the CPU (Numba, GIL-free).
 
-A weight is read as it lies, two bytes an element, which is what a product with few rows waits for. The left operand
-comes as its low 32 bits (signed) and what is above them, modulo 2^32: a signed 32-bit product of 64 bits is one
-instruction, and the part above needs products of 32 bits only.
+A weight is read as it lies, two bytes an element, which is what a product with few rows waits for. Elements x of the
+left operand come as three balanced digits, x = d0 + 2^13 d1 + 2^26 d2 modulo 2^40: one instruction multiplies pairs of
+16-bit numbers and adds them up in 32 bits. Sums of d1 are needed modulo 2^27 and those of d2 modulo 2^14, so they may
+leave 32 bits; those of d0 are widened every `_STEPS` vectors, before they do: 7 * 2 * 2^12 * 2^15 < 2^31.
 """
 
 from __future__ import annotations
 
 import numpy as np
+from llvmlite import binding, ir
 
 from private_llm.kernels.address import Read, Written, flat
 from private_llm.kernels.compiling import compiled
+from private_llm.kernels.emitting import ADDRESS, I32, I64, Function, IrValue, emitted, known, loop, pointer, shuffled
 
-NARROW, HALF, WHOLE = np.int16(0), np.int32(0), np.int64(0)
-"""The `zero` of weights, of halves of the left operand and of results."""
+_FEATURES = binding.get_host_cpu_features()
+LANES = 32 if _FEATURES.get("avx512bw") else 16
+"""16-bit numbers in a vector."""
+STEP = 32
+"""Lines of weights and digits have multiples of so many elements; what is beyond the inputs is zero in the digits."""
 LINES = 16
 """Lines of the weight that meet all rows before the next: they stay in the first-level cache."""
+_STEPS = 7
+DIGITS = 3
+_LOW, _MIDDLE = 13, 26
+_SHORTS, _SUMS = ir.VectorType(ir.IntType(16), LANES), ir.VectorType(I32, LANES // 2)
+_WIDE = ir.VectorType(I64, LANES // 4)
+NARROW, WHOLE, BYTE = np.int16(0), np.int64(0), np.uint8(0)
+"""The `zero` of weights and digits, of ring elements, and of bytes."""
+
+
+def _pairs(builder: IrValue, a: IrValue, b: IrValue) -> IrValue:
+    """a[2i] b[2i] + a[2i+1] b[2i+1] in 32 bits."""
+    if LANES == 32 or _FEATURES.get("avx2"):
+        name = "llvm.x86.avx512.pmaddw.d.512" if LANES == 32 else "llvm.x86.avx2.pmadd.wd"
+        return builder.call(known(builder, name, _SUMS, _SHORTS, _SHORTS), [a, b])
+    sides = []
+    for first in range(2):
+        a_half, b_half = (builder.sext(shuffled(builder, range(first, LANES, 2), each), _SUMS) for each in (a, b))
+        sides.append(builder.mul(a_half, b_half))
+    return builder.add(*sides)
+
+
+def _sum(builder: IrValue, lanes: IrValue) -> IrValue:
+    """All elements of a vector, modulo their size."""
+    count = lanes.type.count
+    while count > 1:
+        count //= 2
+        other = shuffled(builder, range(count, 2 * count), lanes)
+        lanes = builder.add(shuffled(builder, range(count), lanes), other)
+    return builder.extract_element(lanes, I32(0))
+
+
+def _tile(rows: int, lines: int) -> Function:
+    """out[m, n] of some rows of digits int16 [3, length] and lines of the weight, all of them, `length` a multiple of
+    STEP; addresses, and elements from a row of `out` to the next.
+    """
+    cells = [(m, n) for m in range(rows) for n in range(lines)]
+
+    @emitted(ADDRESS, ADDRESS, ADDRESS, ADDRESS, ADDRESS)
+    def run(
+        builder: IrValue, digits: IrValue, weight: IrValue, out: IrValue, length: IrValue, columns: IrValue
+    ) -> None:
+        zero, none = ir.Constant(_SUMS, None), ir.Constant(_WIDE, None)
+        with builder.goto_entry_block():  # where LLVM turns them into registers
+            held = [builder.alloca(_WIDE) for _ in cells] + [builder.alloca(_SUMS) for _ in 2 * cells]
+            lows = [builder.alloca(_SUMS) for _ in cells]
+        for place in held:
+            builder.store(none if place.type.pointee == _WIDE else zero, place)
+
+        def vector(base: IrValue, line: int, k: IrValue) -> IrValue:
+            at = builder.add(builder.mul(length, I64(line)), k)
+            return builder.load(pointer(builder, builder.add(base, builder.shl(at, I64(1))), _SHORTS), align=2)
+
+        def chunk(first: IrValue) -> None:
+            for place in lows:
+                builder.store(zero, place)
+            left = builder.sub(length, first)
+            most = I64(_STEPS * LANES)
+            count = builder.select(builder.icmp_signed("<", left, most), left, most)
+
+            def step(offset: IrValue) -> None:
+                k = builder.add(first, offset)
+                weights = [vector(weight, n, k) for n in range(lines)]
+                for m in range(rows):
+                    for digit in range(DIGITS):
+                        mine = vector(digits, m * DIGITS + digit, k)
+                        for n in range(lines):
+                            cell = m * lines + n
+                            place = lows[cell] if digit == 0 else held[len(cells) * digit + cell]
+                            builder.store(builder.add(builder.load(place), _pairs(builder, mine, weights[n])), place)
+
+            loop(builder, count, LANES, step)
+            half = LANES // 4
+            for low, place in zip(lows, held, strict=False):
+                found = builder.load(low)
+                for part in (range(half), range(half, 2 * half)):
+                    wide = builder.sext(shuffled(builder, part, found), _WIDE)
+                    builder.store(builder.add(builder.load(place), wide), place)
+
+        loop(builder, length, _STEPS * LANES, chunk)
+        for cell, (m, n) in enumerate(cells):
+            low = _sum(builder, builder.load(held[cell]))
+            middle, top = (builder.load(held[len(cells) * digit + cell]) for digit in (1, 2))
+            shift = ir.Constant(_SUMS, [_MIDDLE - _LOW] * _SUMS.count)
+            rest = builder.sext(_sum(builder, builder.add(middle, builder.shl(top, shift))), I64)
+            place = builder.add(builder.mul(columns, I64(m)), I64(n))
+            made = builder.add(low, builder.shl(rest, I64(_LOW)))
+            builder.store(made, pointer(builder, builder.add(out, builder.shl(place, I64(3))), I64), align=8)
+
+    return run
+
+
+_two_two, _two_one, _one_two, _one_one = _tile(2, 2), _tile(2, 1), _tile(1, 2), _tile(1, 1)
+
+
+@compiled
+def narrow_digits(x: Read, out: Written, inner: int, length: int, first: int, last: int) -> None:
+    """Rows first to last of int64 [rows, inner], modulo 2^40, as digits int16 [rows, 3, length], zeros beyond inner."""
+    low, half = (1 << _LOW) - 1, 1 << (_LOW - 1)
+    for m in range(first, last):
+        row = flat(x + 8 * m * inner, inner, WHOLE)
+        made = flat(out + 2 * DIGITS * m * length, DIGITS * length, NARROW)
+        d0, d1, d2 = made[:length], made[length : 2 * length], made[2 * length :]
+        for k in range(inner):
+            rest = row[k]
+            a = ((rest + half) & low) - half
+            rest = (rest - a) >> _LOW
+            b = ((rest + half) & low) - half
+            rest = (rest - b) >> _LOW
+            d0[k], d1[k] = np.int16(a), np.int16(b)
+            d2[k] = np.int16(((rest + 2 * half) & (2 * low + 1)) - 2 * half)
+        for k in range(inner, length):
+            d0[k] = d1[k] = d2[k] = 0
 
 
 @compiled
 def narrow_product(
-    low: Read, high: Read, weight: Read, out: Written, rows: int, inner: int, columns: int, first: int, last: int,
+    digits: Read, weight: Read, out: Written, rows: int, length: int, columns: int, first: int, last: int,
 ) -> None:  # fmt: skip
-    """out[:, first:last] = (low + 2^32 high) weight[first:last]^T modulo 2^64.
+    """out[:, first:last] = x weight[first:last]^T, equal to it modulo 2^40; x as digits int16 [rows, 3, length].
 
-    low, high: int32 [rows, inner]; weight: int16 [columns, inner]; out: int64 [rows, columns]; by address, contiguous.
+    weight: int16 [columns, length]; out: int64 [rows, columns]; by address, contiguous.
     """
-    lows, highs = flat(low, rows * inner, HALF), flat(high, rows * inner, HALF)
-    weights, outs = flat(weight, columns * inner, NARROW), flat(out, rows * columns, WHOLE)
-    fours = rows - rows % 4
+    pairs = rows - rows % 2
     for begin in range(first, last, LINES):
         end = min(begin + LINES, last)
-        for m in range(0, fours, 4):
-            at = m * inner
-            l0, l1 = lows[at : at + inner], lows[at + inner : at + 2 * inner]
-            l2, l3 = lows[at + 2 * inner : at + 3 * inner], lows[at + 3 * inner : at + 4 * inner]
-            h0, h1 = highs[at : at + inner], highs[at + inner : at + 2 * inner]
-            h2, h3 = highs[at + 2 * inner : at + 3 * inner], highs[at + 3 * inner : at + 4 * inner]
-            for n in range(begin, end):
-                line = weights[n * inner : (n + 1) * inner]
-                a0, a1, a2, a3 = np.int64(0), np.int64(0), np.int64(0), np.int64(0)
-                for k in range(inner):
-                    w = np.int64(line[k])
-                    a0 += w * np.int64(l0[k])
-                    a1 += w * np.int64(l1[k])
-                    a2 += w * np.int64(l2[k])
-                    a3 += w * np.int64(l3[k])
-                b0, b1, b2, b3 = np.int32(0), np.int32(0), np.int32(0), np.int32(0)
-                for k in range(inner):
-                    v = np.int32(line[k])
-                    b0 = np.int32(b0 + v * h0[k])
-                    b1 = np.int32(b1 + v * h1[k])
-                    b2 = np.int32(b2 + v * h2[k])
-                    b3 = np.int32(b3 + v * h3[k])
-                place = m * columns + n
-                outs[place] = a0 + (np.int64(b0) << 32)
-                outs[place + columns] = a1 + (np.int64(b1) << 32)
-                outs[place + 2 * columns] = a2 + (np.int64(b2) << 32)
-                outs[place + 3 * columns] = a3 + (np.int64(b3) << 32)
-        for m in range(fours, rows):
-            l0, h0 = lows[m * inner : (m + 1) * inner], highs[m * inner : (m + 1) * inner]
-            for n in range(begin, end):
-                line = weights[n * inner : (n + 1) * inner]
-                a0, b0 = np.int64(0), np.int32(0)
-                for k in range(inner):
-                    a0 += np.int64(line[k]) * np.int64(l0[k])
-                    b0 = np.int32(b0 + np.int32(line[k]) * h0[k])
-                outs[m * columns + n] = a0 + (np.int64(b0) << 32)
+        lines = end - (end - begin) % 2
+        for m in range(0, rows, 2):
+            left = digits + 2 * DIGITS * m * length
+            for n in range(begin, lines, 2):
+                at = out + 8 * (m * columns + n)
+                if m < pairs:
+                    _two_two(left, weight + 2 * n * length, at, length, columns)
+                else:
+                    _one_two(left, weight + 2 * n * length, at, length, columns)
+            if lines < end:
+                at = out + 8 * (m * columns + lines)
+                if m < pairs:
+                    _two_one(left, weight + 2 * lines * length, at, length, columns)
+                else:
+                    _one_one(left, weight + 2 * lines * length, at, length, columns)
