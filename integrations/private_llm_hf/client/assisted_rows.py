@@ -42,7 +42,7 @@ def is_sent(layer: nn.Module) -> bool:
     return inputs * outputs >= _MACS_A_BYTE * BYTES * (inputs + 2 * outputs)
 
 
-Asked = tuple[tuple[str, int], ...]
+ProductList = tuple[tuple[str, int], ...]
 """The products of a call in order: of which layers, and how many rows."""
 
 _TRIALS = (1, 5, 7, 11, 13)
@@ -52,7 +52,7 @@ _OTHER = "choose another protocol for such calls"
 
 
 @dataclass
-class _Call:
+class _NotedCall:
     model: nn.Module
     shapes: int
     asked: list[tuple[str, int]] = field(default_factory=list)
@@ -66,8 +66,8 @@ class RowCounts:
     """
 
     def __init__(self) -> None:
-        self._known: dict[int, Asked] = {}
-        self._equal: dict[Asked, Asked] = {}  # most steps ask for the same
+        self._known: dict[int, ProductList] = {}
+        self._equal: dict[ProductList, ProductList] = {}  # most steps ask for the same
         self._running = threading.local()
 
     def watch(self, model: nn.Module) -> None:
@@ -92,15 +92,15 @@ class RowCounts:
         call.asked.append((layers, rows))
 
     @property
-    def _call(self) -> _Call | None:
-        found: _Call | None = getattr(self._running, "call", None)
+    def _call(self) -> _NotedCall | None:
+        found: _NotedCall | None = getattr(self._running, "call", None)
         return found
 
     def _begin(self, name: str, model: nn.Module, args: object, kwargs: object) -> None:
         call = self._call
         if call is None or call.model is model:  # the same again: it was interrupted
             shapes = hash((name, torch.is_inference_mode_enabled(), _shapes((args, kwargs))))
-            self._running.call = _Call(model, shapes)
+            self._running.call = _NotedCall(model, shapes)
 
     def _end(self, model: nn.Module, args: object, made: object) -> None:
         call = self._call
