@@ -13,6 +13,7 @@ w x by at most half of |w|_1, far below the other 0.02 for at most `MOST_INPUTS`
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 
 import torch
@@ -76,6 +77,13 @@ class IntegerWeight:
         if not bool(scales.all()):
             raise DomainError("got an input with NaN or infinite values; want finite ones")
         return whole, packed, scales
+
+
+def lines_digest(lines: Tensor) -> str:
+    """SHA-256 of a weight as servers multiply by it, int16 [outputs, inputs], and of its shape."""
+    made = hashlib.sha256("{} {} ".format(*lines.shape).encode())
+    made.update(lines.contiguous().view(torch.uint8).numpy().data)
+    return made.hexdigest()
 
 
 def _power_above(x: Tensor) -> Tensor:

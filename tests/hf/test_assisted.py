@@ -9,11 +9,11 @@ from dataclasses import replace
 import pytest
 import torch
 import transformers
-from private_llm_hf import AutoPrivateModelForCausalLM, PrivateConfig, patch
+from private_llm_hf import AutoPrivateModel, AutoPrivateModelForCausalLM, PrivateConfig, patch
 from private_llm_hf.client import product_servers
 from private_llm_hf.client.launch import start_parties
 from private_llm_hf.party.product_server import ProductServer
-from private_llm_hf.wire.assisted import HEADER, REQUEST, LoadLines
+from private_llm_hf.wire.assisted import HEADER, REQUEST, LoadLines, UseLines
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -26,6 +26,7 @@ from private_llm.errors import (
     PatchMismatch,
     PlaintextLeak,
     ProtocolAbort,
+    TransportError,
     UnsupportedOp,
 )
 from tests.hf import tiny
@@ -191,6 +192,39 @@ def test_processes_and_hosts_compute_the_same(checkpoint: object) -> None:
             with AutoPrivateModelForCausalLM.from_pretrained(str(checkpoint), remote) as private:
                 assert torch.equal(private.generate(**BATCH, **GREEDY), want)
     assert [line for line in lines if line.startswith("session 2 ended")]
+
+
+def test_servers_read_open_checkpoints_themselves(checkpoint: object) -> None:
+    """Clients of several kinds send no weight; another checkpoint is refused before anything of an input leaves."""
+    plain = tiny.build("llama")
+    remote = replace(ASSISTED, party_mode="remote", hosts=free_ports(2), allow_plain_loopback=True)
+    with running(remote, [None, None], checkpoint=str(checkpoint), sessions=4) as lines:
+        for kind in (AutoPrivateModelForCausalLM, AutoPrivateModel):  # without a head there is a weight less
+            with kind.from_pretrained(str(checkpoint), remote) as private, torch.no_grad():
+                assert private.parties.stored
+                got, want = (model(**BATCH, output_hidden_states=True).hidden_states for model in (private, plain))
+                assert len(got) == len(want)
+                assert worst(got[-1], want[-1], BATCH["attention_mask"]) < ERROR
+                assert private.cost().bytes_total < 2e6
+        with torch.no_grad():
+            plain.model.layers[1].mlp.down_proj.weight[3, 4] += 0.01
+        with pytest.raises(
+            ConfigError, match=r"party 0 holds the weights of .*for 'model.layers.1.mlp.down_proj'; want"
+        ):
+            patch(plain, remote)
+        servers = start_parties(remote)
+        assert isinstance(servers, product_servers.ProductServers)
+        servers.tell(LoadLines("a", 1, 1))
+        with pytest.raises((PartyFailed, TransportError), match="multiplies by weights of"):
+            servers.costs()
+    assert [line for line in lines if line.startswith("session 4 ended")]
+
+
+def test_a_server_that_misses_a_weight_says_so() -> None:
+    with assisted("opt") as (_, private):
+        private.parties.tell(UseLines("a", "0" * 64))
+        with pytest.raises((PartyFailed, TransportError), match="holds none with the digest"):
+            private.cost()
 
 
 def test_which_exchanges_there_are_follows_from_writing_never_from_values() -> None:

@@ -32,11 +32,15 @@ def free_ports(count: int) -> tuple[str, ...]:
 
 
 @contextmanager
-def running(config: PrivateConfig, files: list[Path | None], sessions: int = 1) -> Iterator[list[str]]:
+def running(
+    config: PrivateConfig, files: list[Path | None], sessions: int = 1, checkpoint: str | None = None
+) -> Iterator[list[str]]:
     """Three `private-llm party` loops as threads with sockets; yields what they report."""
     lines: list[str] = []
     threads = [
-        threading.Thread(target=serve_party, args=(config, number, file, sessions, lines.append), daemon=True)
+        threading.Thread(
+            target=serve_party, args=(config, number, file, sessions, lines.append, checkpoint), daemon=True
+        )
         for number, file in enumerate(files)
     ]
     for thread in threads:

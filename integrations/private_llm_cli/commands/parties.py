@@ -129,7 +129,7 @@ def party(
     parallel_sessions: options.ParallelSessionsOption = 1,
     rotate_roles: options.RotateRoles = False,
     kv_cache: KvCacheOption = "",
-    model: Annotated[str, typer.Option(help="Under 'cascade': this CompNode's own copy of the public model.")] = "",
+    model: Annotated[str, typer.Option(help="The public model that a CompNode or a server of 'assisted' reads.")] = "",
     allow: Annotated[
         str | None, typer.Option(help="Users to admit: a file, one name a line, read at every handshake, or a,b.")
     ] = None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,14 +20,21 @@ from private_llm_hf.client.assisted_rows import RowCounts
 from private_llm_hf.client.product_servers import ProductServers
 
 
+class HoldsWeights(Protocol):
+    """What takes the weights of layers: a session's servers, or what a server itself reads."""
+
+    def load(self, weight: IntegerWeight, name: str) -> int:
+        """Hold a weight; the number to ask for it by. name: of its layers."""
+
+
 class Products:
     """One weight at the servers, of one linear layer or of several that read the same input: one exchange for all.
 
     The first of them asks, for all; the others take their part when they are given the same tensor.
     """
 
-    def __init__(self, servers: ProductServers, rows: RowCounts, name: str) -> None:
-        self._servers, self._rows, self._name = servers, rows, name
+    def __init__(self, weights: HoldsWeights, rows: RowCounts, name: str) -> None:
+        self._weights, self._rows, self._name = weights, rows, name
         self._number = -1
         self._widths: list[int] = []
         self._asked: _Asked | None = None
@@ -35,7 +43,7 @@ class Products:
         """Give all members' weights, [outputs, inputs] each. Raises DomainError naming the layer for unfit values."""
         self._widths = [len(weight) for weight in weights]
         try:
-            self._number = self._servers.load(IntegerWeight.of(torch.cat(list(weights))), self._name)
+            self._number = self._weights.load(IntegerWeight.of(torch.cat(list(weights))), self._name)
         except DomainError as error:
             raise DomainError(f"weight of '{self._name}': {error}") from None
 
@@ -44,13 +52,16 @@ class Products:
 
         Which exchanges there are depends on which tensors layers read, and on writing to them, never on values.
         """
-        with self._servers.alone():
+        servers = self._weights
+        if not isinstance(servers, ProductServers):
+            raise UnsupportedOp(f"{self._name}: this model has no servers to ask")
+        with servers.alone():
             version, held = None if x.is_inference() else x._version, self._asked
             if held is None or held.x is not x or member not in held.parts or version != held.version:
                 rows = x.detach().reshape(-1, x.shape[-1]).to("cpu", torch.float32).contiguous()
                 self._rows.asks(self._name, len(rows))
                 try:
-                    product = self._servers.product(self._number, rows, self._name)
+                    product = servers.product(self._number, rows, self._name)
                 except DomainError as error:
                     raise DomainError(f"{self._name}: {error}") from None
                 held = _Asked(x, version, dict(enumerate(product.split(self._widths, dim=1))))

@@ -20,6 +20,7 @@ from private_llm_hf.checkpoint.weights import WeightList, WeightSource, skeleton
 from private_llm_hf.client.assisted_layers import (
     AssistedConvolution,
     AssistedLinear,
+    HoldsWeights,
     Products,
     WeightElsewhere,
 )
@@ -35,7 +36,7 @@ class AssistedModel:
 
     parties: ProductServers
     stored = False
-    """Whether servers had its weights already."""
+    """Whether its weights were not read here (`parties.stored`: whether the servers had them)."""
 
     def cost(self, reset: bool = False) -> Costs:
         """Bytes, rounds and multiply-adds since the last reset. Raises PartyFailed if the session is over."""
@@ -92,7 +93,23 @@ def _opened(
     model_class: type[PreTrainedModel], config: PretrainedConfig, weights: WeightSource, servers: ProductServers,
     generation: GenerationConfig | None,
 ) -> PreTrainedModel:  # fmt: skip
-    model = without_weights(model_class, config).eval()
+    rows = RowCounts()
+    model = built(model_class, config, weights, servers, rows)
+    servers.costs(reset=True)  # of loading
+    model.parties = servers
+    rows.watch(model)
+    weakref.finalize(model, servers.close)
+    if generation is not None:
+        model.generation_config = generation
+    return model
+
+
+def built(
+    model_class: type[PreTrainedModel], config: PretrainedConfig, weights: WeightSource, servers: HoldsWeights,
+    rows: RowCounts,
+) -> PreTrainedModel:  # fmt: skip
+    """The model without the weights of its linear layers, which `servers` get. Raises as `open_assisted`."""
+    model = without_weights(_assisted_class(model_class), config).eval()
     wanted = WeightList.of(skeleton(model_class, config))
     layers = [name for name, module in model.named_modules() if is_sent(module)]
     chosen = [name for name in layers if _CHOSEN & {*name.split(".")}]
@@ -102,7 +119,6 @@ def _opened(
             "experts or adapters were chosen; want another protocol, where all compute"
         )
     named: dict[str, tuple[Products, int, int]] = {}
-    rows = RowCounts()
     for group in layers_by_input(model_class, config, layers):
         products = Products(servers, rows, "+".join(group))
         for member, name in enumerate(group):
@@ -112,14 +128,6 @@ def _opened(
             made = AssistedConvolution if isinstance(original, CONVOLUTIONS) else AssistedLinear
             setattr(model.get_submodule(parent), own, made(original, products, member, name))
     weights(wanted, _Filling(model, wanted, named), False)
-    servers.costs(reset=True)  # of loading
-    kind = _assisted_class(model_class)
-    model.eval().__class__ = kind
-    model.parties = servers
-    rows.watch(model)
-    weakref.finalize(model, servers.close)
-    if generation is not None:
-        model.generation_config = generation
     return model
 
 

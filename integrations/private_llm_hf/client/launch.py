@@ -25,13 +25,15 @@ from private_llm.net.local import LocalMesh
 from private_llm.net.rendezvous import connect, open_acceptor
 from private_llm.net.roles import called, named, named_errors
 from private_llm.net.transport import CLIENT
+from private_llm.protocol_facts import ASSISTED
 from private_llm.replay.ahead import compile_ahead
 from private_llm_hf.checkpoint.share_files import ShareFile
+from private_llm_hf.client.open_weights import open_weights
 from private_llm_hf.client.parallel_sessions import join_parallel_sessions
 from private_llm_hf.client.parties import Parties
 from private_llm_hf.models.sparse_blocks import adopted
 from private_llm_hf.party.node import NodeCheckpoint
-from private_llm_hf.party.party import in_threads, run_party
+from private_llm_hf.party.party import Stored, in_threads, run_party
 
 _FOREVER_S = 1e8
 """Seconds that a serving party waits for its next client: three years."""
@@ -89,7 +91,8 @@ def serve_party(
     """Be party or node `number` of config.hosts for one client session after the other (`sessions` of them, or all).
 
     `notice` is told when a session begins and why it ended. share_file: this party's share of a model. checkpoint:
-    folder or hub id of the public model that a CompNode reads itself, so that clients need not send it.
+    folder or hub id of the public model that a CompNode, or a server of 'assisted', reads itself, so that clients need
+    not send it.
     The address is kept between sessions: a second client is told that the party is busy, and waits if it wants to.
     Raises ConfigError, ShareFileError and PatchMismatch before listening; an error inside a session, or while others
     connect, ends that session only.
@@ -126,13 +129,14 @@ def serve_party(
             notice(f"session {served} ended" + (f": {reason}" if reason else ""))
 
 
-def _stored(
-    config: PrivateConfig, number: int, share_file: Path | None, checkpoint: str | None
-) -> ShareFile | NodeCheckpoint | None:
+def _stored(config: PrivateConfig, number: int, share_file: Path | None, checkpoint: str | None) -> Stored | None:
+    if checkpoint is not None and config.protocol == ASSISTED:
+        return open_weights(checkpoint)
     if checkpoint is not None:
         if config.plan is None or config.protocol != "cascade" or number >= config.plan.alpha:
             raise ConfigError(
-                f"model: {called(config, number)} reads no checkpoint; with protocol='cascade' the CompNodes do"
+                f"model: {called(config, number)} reads no checkpoint; CompNodes of protocol='cascade' and "
+                "servers of 'assisted' do"
             )
         return NodeCheckpoint.open(checkpoint)
     if share_file is not None and config.facts is None:

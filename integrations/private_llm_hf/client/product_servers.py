@@ -9,12 +9,13 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from private_llm.assisted.fixed_point import BYTES, IntegerWeight, unpacked
+from private_llm.assisted.fixed_point import BYTES, IntegerWeight, lines_digest, unpacked
 from private_llm.assisted.masks import fresh_label, mask
 from private_llm.assisted.projection import Projection
 from private_llm.config import PrivateConfig
-from private_llm.errors import PlaintextLeak, ProtocolAbort
+from private_llm.errors import ConfigError, PlaintextLeak, ProtocolAbort
 from private_llm.kernels import ops
+from private_llm.net.ledger import CONTROL
 from private_llm.net.transport import Transport
 from private_llm.protocols.plain import PlainClient
 from private_llm.protocols.weight_sharing import packed_key
@@ -22,7 +23,7 @@ from private_llm.ring.prg import Seed
 from private_llm.ring.ring import Ring
 from private_llm_hf.client.parties import Parties
 from private_llm_hf.party.node import agree
-from private_llm_hf.wire.assisted import COMMAND, HEADER, REQUEST, LoadLines
+from private_llm_hf.wire.assisted import COMMAND, HEADER, REQUEST, LoadLines, TellWeights, UseLines, WeightsHeld
 from private_llm_hf.wire.codec import Message
 
 _KEY, _MASKED = 0, 1
@@ -54,24 +55,50 @@ class ProductServers(Parties):
         self._masks, self._checks = Seed.fresh(), Seed.fresh()
         transport.send(_KEY, "mask key", packed_key(self._masks))
         self._weights: list[tuple[IntegerWeight, Projection]] = []
+        self._weights_held: dict[int, WeightsHeld] = {}
         self.exchanges = 0
+        self.stored = True
+        """Whether the servers had all weights that were loaded."""
 
     def tell(self, message: Message, parties: Iterable[int] | None = None) -> None:
         """Send a command to both servers, or to these, after a frame that says so."""
         for server in self.members if parties is None else parties:
-            self.transport.send_bytes(server, REQUEST, COMMAND)
-        super().tell(message, parties)
+            with self.transport.ledger.op(CONTROL):
+                self.transport.send_bytes(server, REQUEST, COMMAND)
+            super().tell(message, [server])
 
     def load(self, weight: IntegerWeight, name: str) -> int:
-        """Give the servers a weight, two bytes an element to each; the number to ask for it by. name: of its layers."""
+        """Give the servers a weight; the number to ask for it by. name: of its layers.
+
+        Two bytes an element to each server that does not hold it. Raises ConfigError naming a server that holds another
+        checkpoint.
+        """
         with self._call():
             number, lines = len(self._weights), weight.lines.contiguous()
             projection = Projection(lines, self._checks.derive(f"weight {number}"))
-            self.tell(LoadLines(name, *lines.shape))
-            for server in self.members:
+            digest = lines_digest(lines)
+            for server, held in self._held().items():
+                if digest in held.digests:
+                    self.tell(UseLines(name, digest), [server])
+                    continue
+                self.stored = False
+                if held.source is not None:
+                    raise ConfigError(
+                        f"party {server} holds the weights of {held.source!r}, and other ones than this model's for "
+                        f"{name!r}; want the same checkpoint and revision here and there, or a server that was started "
+                        "without --model, which takes weights from its client"
+                    )
+                self.tell(LoadLines(name, *lines.shape), [server])
                 self.transport.send(server, "weight", lines.view(torch.uint8).view(-1))
             self._weights.append((replace(weight, lines=lines[:0]), projection))
             return number
+
+    def _held(self) -> dict[int, WeightsHeld]:
+        """What each server holds, asked once."""
+        if not self._weights_held:
+            self.tell(TellWeights())
+            self._weights_held = {server: self._answer(server, WeightsHeld) for server in self.members}
+        return self._weights_held
 
     def product(self, number: int, x: Tensor, where: str) -> Tensor:
         """x W^T for real rows [M, inputs], float32 [M, outputs], in one exchange with both servers (large M: several).

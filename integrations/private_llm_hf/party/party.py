@@ -34,7 +34,7 @@ from private_llm_hf.party.loading import LoadedModel, receive_weights
 from private_llm_hf.party.model import release
 from private_llm_hf.party.node import Node, NodeCheckpoint
 from private_llm_hf.party.placement import weights_of_file
-from private_llm_hf.party.product_server import ProductServer
+from private_llm_hf.party.product_server import OpenWeights, ProductServer
 from private_llm_hf.token_sharding.cut import states_before_cut
 from private_llm_hf.wire import commands
 from private_llm_hf.wire.answers import Loaded, Prepared, StoredFile
@@ -224,17 +224,23 @@ class Party:
         return self.state
 
 
-def run_party(
-    config: PrivateConfig, number: int, transport: Transport, stored: ShareFile | NodeCheckpoint | None = None
-) -> str | None:
-    """Serve one client until it stops. Returns None, or why the session ended (which all others were told)."""
+Stored = ShareFile | NodeCheckpoint | OpenWeights
+"""A party's shares, a CompNode's checkpoint, the weights of a server of 'assisted'."""
+
+
+def run_party(config: PrivateConfig, number: int, transport: Transport, stored: Stored | None = None) -> str | None:
+    """Serve one client until it stops. stored: what this party holds before clients come.
+
+    Returns None, or why the session ended (which all others were told).
+    """
     tune_allocator()
     parallel_sessions: dict[int, Party] = {}
     reasons: list[str] = []
 
     def serve(parallel_session: int) -> None:
         if config.protocol == ASSISTED:
-            ProductServer(config, number, transport).serve()
+            weights = stored if isinstance(stored, OpenWeights) else None
+            ProductServer(config, number, transport, weights).serve()
         elif config.protocol == "cascade" or number >= config.parties:
             Node(config, number, transport, stored if isinstance(stored, NodeCheckpoint) else None).serve()
         else:

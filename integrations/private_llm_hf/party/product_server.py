@@ -6,12 +6,13 @@ Server 0 knows the key of the masks and gets labels only; server 1 gets masked r
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import assert_never, get_args
 
 import torch
 from torch import Tensor
 
-from private_llm.assisted.fixed_point import BYTES, packed, unpacked
+from private_llm.assisted.fixed_point import BYTES, IntegerWeight, lines_digest, packed, unpacked
 from private_llm.assisted.masks import mask
 from private_llm.config import PrivateConfig
 from private_llm.errors import TransportError
@@ -22,8 +23,19 @@ from private_llm.protocols.weight_sharing import KEY_BYTES, unpacked_key
 from private_llm.ring.prg import Seed
 from private_llm_hf.party.command_loop import tell_costs
 from private_llm_hf.party.node import agree
-from private_llm_hf.wire.assisted import COMMAND, HEADER, LONGEST, MOST_ELEMENTS, REQUEST, LoadLines, ServerCommand
-from private_llm_hf.wire.commands import Stop, TellCosts, recv_message
+from private_llm_hf.wire.assisted import (
+    COMMAND,
+    HEADER,
+    LONGEST,
+    MOST_ELEMENTS,
+    REQUEST,
+    LoadLines,
+    ServerCommand,
+    TellWeights,
+    UseLines,
+    WeightsHeld,
+)
+from private_llm_hf.wire.commands import Stop, TellCosts, recv_message, send_message
 
 _COMMANDS: tuple[type[ServerCommand], ...] = get_args(ServerCommand)
 
@@ -37,11 +49,38 @@ class _Held:
     lines: Tensor
 
 
+class OpenWeights:
+    """The weights of a checkpoint that a server multiplies by, each by its digest; sessions share them.
+
+    source: folder or hub id, for messages.
+    """
+
+    def __init__(self, source: str) -> None:
+        self.source = source
+        self.weights: dict[str, tuple[int, Tensor]] = {}
+
+    def load(self, weight: IntegerWeight, name: str) -> int:
+        """Keep one weight; how many there were before. name: of its layers, as `ProductServers.load`."""
+        number, inputs = len(self.weights), weight.lines.shape[1]
+        self.weights.setdefault(lines_digest(weight.lines), (inputs, ops.narrow_lines(weight.lines)))
+        return number
+
+    def held(self) -> WeightsHeld:
+        """What a client is told."""
+        return WeightsHeld(Path(self.source).name.encode("ascii", "replace").decode()[:100], tuple(self.weights))
+
+
 class ProductServer:
     """One server's end of a session."""
 
-    def __init__(self, config: PrivateConfig, number: int, transport: Transport) -> None:
-        """Raises ConfigError if the client runs other settings."""
+    def __init__(
+        self, config: PrivateConfig, number: int, transport: Transport, weights: OpenWeights | None = None
+    ) -> None:
+        """weights: of a checkpoint that this server read (None: it takes those of its client).
+
+        Raises ConfigError if the client runs other settings.
+        """
+        self._open = weights
         agree(config, transport, [CLIENT])
         self.transport = transport
         self._weights: list[_Held] = []
@@ -64,7 +103,14 @@ class ProductServer:
 
     def _obey(self, command: ServerCommand) -> None:
         match command:
+            case TellWeights():
+                held = WeightsHeld(None, ()) if self._open is None else self._open.held()
+                send_message(self.transport, CLIENT, held)
+            case UseLines():
+                self._weights.append(self._own(command))
             case LoadLines():
+                if self._open is not None:
+                    raise TransportError(f"this server multiplies by weights of {self._open.source!r} only")
                 self._check_memory(2 * command.outputs * command.inputs)
                 shape = (command.outputs, command.inputs)
                 raw = self.transport.recv(CLIENT, "weight", (2 * command.outputs * command.inputs,), torch.uint8)
@@ -110,6 +156,14 @@ class ProductServer:
                 f"server 1 masked rows of {BYTES} bytes an element"
             )
         return unpacked(torch.frombuffer(bytearray(given), dtype=torch.uint8), (rows, inputs))
+
+    def _own(self, command: UseLines) -> _Held:
+        """A weight of this server's own. Raises TransportError for another digest."""
+        found = None if self._open is None else self._open.weights.get(command.digest)
+        if found is None:
+            raise TransportError(f"weight '{command.name}': this server holds none with the digest that was asked for")
+        inputs, lines = found
+        return _Held(command.name, inputs, lines)
 
     def _check_memory(self, more: int) -> None:
         """Raises TransportError for weights that this machine has no memory for."""

@@ -6,6 +6,7 @@ rows, packed, or the label of their mask. A frame of one byte says that a comman
 
 from __future__ import annotations
 
+import re
 import struct
 from typing import Annotated
 
@@ -15,6 +16,7 @@ from private_llm_hf.wire.commands import TellCosts
 LONGEST = 256
 """Characters of a label."""
 _LONGEST = 1 << 12
+_DIGEST = re.compile("[0-9a-f]{64}")
 MOST_ELEMENTS = 1 << 26
 """Elements of the inputs, or of the outputs, of one product."""
 
@@ -30,6 +32,14 @@ Side = Annotated[int, Between(1, 1 << 22)]
 ShortText = Annotated[str, _short]
 
 
+def _digest(value: str) -> None:
+    if not _DIGEST.fullmatch(value):
+        raise Unfit(value, "a SHA-256 digest")
+
+
+Digest = Annotated[str, _digest]
+
+
 class LoadLines(Message):
     """Hold this weight, int16 [outputs, inputs], under the next number from 0; its bytes follow. No answer.
 
@@ -41,7 +51,25 @@ class LoadLines(Message):
     inputs: Side
 
 
-ServerCommand = LoadLines | TellCosts
+class TellWeights(Message):
+    """Which weights do you hold? Answered by `WeightsHeld`."""
+
+
+class UseLines(Message):
+    """Use the weight with this digest, of a server's own, under the next number from 0. No answer."""
+
+    name: ShortText
+    digest: Digest
+
+
+class WeightsHeld(Message):
+    """The weights of the checkpoint that a server read itself: which one it is (None: it read none), and digests."""
+
+    source: ShortText | None
+    digests: tuple[Digest, ...]
+
+
+ServerCommand = LoadLines | TellWeights | UseLines | TellCosts
 
 REQUEST, COMMAND = "request", b"\0"
 """The tag of frames that ask for products, and what such a frame holds before a command."""
