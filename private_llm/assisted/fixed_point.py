@@ -53,20 +53,20 @@ class IntegerWeight:
 
         Raises DomainError for NaN, infinities, and more than 2^18 inputs.
         """
-        exact = weight.detach().double()
-        if exact.shape[1] > MOST_INPUTS or not bool(torch.isfinite(exact).all()):
+        exact = weight.detach().to(torch.float64, copy=True)
+        columns = _reach(exact, 0)
+        if exact.shape[1] > MOST_INPUTS or not bool(torch.isfinite(columns).all()):
             raise DomainError(
                 f"got values that are not finite, or {exact.shape[1]} inputs; want finite ones, {MOST_INPUTS} at most"
             )
-        columns = exact.abs().amax(0)
         wide = columns / (_WIDE * columns[columns > 0].median()) if bool((columns > 0).any()) else columns
         column_scales = _power_above(wide.clamp_min(1))
-        exact = exact / column_scales
-        largest = exact.abs().amax(1)
+        exact /= column_scales
+        largest = _reach(exact, 1)
         factors = _power_above(torch.where(largest > 0, largest / _WEIGHT_MOST, 1.0).clamp_min(2.0**-1000))
-        lines = torch.round(exact / factors[:, None])
+        lines = exact.div_(factors[:, None]).round_()
         norm = float(torch.linalg.vector_norm(lines, dim=1).max()) if lines.numel() else 0.0
-        return cls(lines.to(torch.int16), factors, column_scales, lines.abs().amax(0), norm)
+        return cls(lines.to(torch.int16), factors, column_scales, _reach(lines, 0), norm)
 
     def hidden(self, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Rows [M, inputs] as whole numbers, int64; the same minus a mask, packed; and the scale of each, float64 [M].
@@ -77,6 +77,11 @@ class IntegerWeight:
         if not bool(scales.all()):
             raise DomainError("got an input with NaN or infinite values; want finite ones")
         return whole, packed, scales
+
+
+def _reach(x: Tensor, dim: int) -> Tensor:
+    """The largest absolute values along a dimension."""
+    return torch.maximum(x.amax(dim), -x.amin(dim))
 
 
 def lines_digest(lines: Tensor) -> str:
