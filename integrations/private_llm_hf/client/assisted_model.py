@@ -7,6 +7,7 @@ its cache, activations, sampling. So generate(), its cache and its streamers are
 from __future__ import annotations
 
 import copy
+import re
 import weakref
 from collections.abc import Sequence
 
@@ -171,7 +172,7 @@ class _Filling:
 def layers_by_input(
     model_class: type[PreTrainedModel], config: PretrainedConfig, layers: Sequence[str]
 ) -> list[list[str]]:  # fmt: skip
-    """Linear layers in groups that read the same tensor one after the other, such as queries, keys and values.
+    """Linear layers of a block in groups that read the same tensor: queries, keys and values, in some models MLPs too.
 
     Found in a forward on the meta device; where that needs values, each layer is a group. Raises PatchMismatch if that
     forward reads the weight of a linear layer itself, or how many rows layers read depends on values.
@@ -179,17 +180,16 @@ def layers_by_input(
     settings = copy.deepcopy(config)
     settings._attn_implementation = "eager"  # others look into the mask
     model = skeleton(model_class, settings)
-    groups: list[tuple[Tensor, int, list[str]]] = []
+    groups: dict[tuple[str, int, int], tuple[Tensor, list[str]]] = {}
     for name in layers:
         layer = model.get_submodule(name)
         plain = copy.copy(layer)
         plain._parameters = dict(layer._parameters)
 
         def note(x: Tensor, name: str = name, plain: nn.Module = plain) -> Tensor:
-            if groups and groups[-1][0] is x and groups[-1][1] == x._version and not isinstance(plain, CONVOLUTIONS):
-                groups[-1][2].append(name)
-            else:  # windows of a convolution are no other layer's input
-                groups.append((x, -1 if isinstance(plain, CONVOLUTIONS) else x._version, [name]))
+            # windows of a convolution are no other layer's input
+            place = (name if isinstance(plain, CONVOLUTIONS) else _block(name), id(x), x._version)
+            groups.setdefault(place, (x, []))[1].append(name)  # which keeps x, so that its id stays its own
             made: Tensor = type(plain).forward(plain, x)
             return made
 
@@ -201,15 +201,21 @@ def layers_by_input(
     except UnsupportedOp as error:
         raise PatchMismatch(f"{model_class.__name__}: {error}") from None
     except CANNOT:
-        groups = []
+        groups = {}
         refuse_chosen_rows(model_class, config)
     found: list[list[str]] = []
     seen: set[str] = set()
-    for _, _, group in groups:  # a layer that runs twice is in its first group
+    for _, group in groups.values():  # a layer that runs twice is in its first group
         new = [name for name in dict.fromkeys(group) if name not in seen]
         seen.update(new)
         found += [new] if new else []
     return found + [[name] for name in layers if name not in seen]
+
+
+def _block(name: str) -> str:
+    """The block that a layer belongs to: its name up to the last number."""
+    found = re.match(r".*\.\d+(?=\.)", name)
+    return found[0] if found else ""
 
 
 _CLASSES: dict[type[PreTrainedModel], type[PreTrainedModel]] = {}

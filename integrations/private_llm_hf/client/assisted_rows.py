@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch import Tensor, nn
@@ -29,12 +29,25 @@ _MACS_A_BYTE = 32
 outputs has as many."""
 
 
+@cache
+def _is_linear(kind: type[nn.Module]) -> bool:
+    """Whether layers of this class compute x W^T + b: nn.Linear, Conv1D, and subclasses that a trial finds to do so."""
+    if kind in (nn.Linear, Conv1D) or not issubclass(kind, nn.Linear):
+        return kind in (nn.Linear, Conv1D)
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        try:
+            layer, x = kind(3, 4), torch.linspace(-1, 1, 6).view(2, 3)
+            return torch.allclose(layer(x), nn.functional.linear(x, layer.weight, layer.bias))
+        except CANNOT:
+            return False
+
+
 def is_sent(layer: nn.Module) -> bool:
     """Whether servers multiply by this layer's weight: linear layers, and convolutions that are large for their bytes.
 
     Convolutions in groups and small ones have fewer multiply-adds a byte, and stay at the client.
     """
-    if type(layer) in (nn.Linear, Conv1D):
+    if _is_linear(type(layer)):  # type: ignore[arg-type]  # classes are hashable
         return True
     if not isinstance(layer, CONVOLUTIONS) or type(layer) not in CONVOLUTIONS or layer.groups > 1:
         return False

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers
 from private_llm_hf import patch
 from private_llm_hf.client.assisted_model import open_assisted
+from private_llm_hf.client.assisted_rows import is_sent
 from private_llm_hf.client.launch import start_parties
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -145,3 +147,45 @@ def _raising(error: type[BaseException]) -> Callable[[Tensor], Tensor]:
         raise error
 
     return forward
+
+
+class _SameMap(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return input @ self.weight.T + self.bias
+
+
+class _Doubled(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return 2 * super().forward(input)
+
+
+class _Router(nn.Linear):
+    def __init__(self, config: object) -> None:
+        super().__init__(config.hidden_size, 2)  # type: ignore[attr-defined]
+
+
+def test_subclasses_of_linear_layers_are_sent_if_they_compute_the_same() -> None:
+    state = torch.random.get_rng_state()
+    assert is_sent(_SameMap(5, 5))
+    assert not is_sent(_Doubled(5, 5))
+    assert not is_sent(_Router(SimpleNamespace(hidden_size=5)))
+    torch.random.set_rng_state(state)
+    before = torch.rand(1)
+    torch.random.set_rng_state(state)
+
+    class Another(_SameMap):
+        """Tried anew."""
+
+    layer = Another(5, 5)
+    torch.random.set_rng_state(state)
+    assert is_sent(layer)
+    assert torch.equal(torch.rand(1), before)
+
+
+def test_layers_of_a_block_that_read_one_tensor_share_an_exchange() -> None:
+    """Falcon's MLP reads what its attention reads: three exchanges a layer, and one for the head."""
+    plain = tiny.build("falcon")
+    ids = torch.tensor([[3, 4, 5]])
+    with patch(plain, ASSISTED) as private, torch.no_grad():
+        assert worst(private(ids).logits, plain(ids).logits) < ERROR
+        assert private.parties.exchanges == 3 * plain.config.num_hidden_layers + 1
