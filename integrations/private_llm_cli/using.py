@@ -15,7 +15,7 @@ import typer
 
 from private_llm.config import VERSION
 from private_llm.errors import ConfigError
-from private_llm.protocol_facts import CASCADE
+from private_llm.protocol_facts import ASSISTED, CASCADE
 from private_llm.token_sharding import ShardingPlan
 from private_llm_cli import options
 from private_llm_cli.commands.calibrate import ranges_from
@@ -245,8 +245,8 @@ def estimate(
     if adder is not None:
         more |= {"adder": adder.value, "bandwidth_mbit": bandwidth, "latency_ms": latency}
     given = [ShardingPlan(**options.plan_of(text)["plan"]) for text in plan or []]
-    if ranges is not None and protocol == CASCADE:
-        raise ConfigError("ranges: nodes of token sharding compute in floating point; leave out --ranges")
+    if ranges is not None and protocol in (CASCADE, ASSISTED):
+        raise ConfigError(f"ranges: {protocol!r} has floating point where ranges would tell sizes; leave out --ranges")
     if plans or len(given) > 1:
         if sparsity:
             raise ConfigError("sparsity: needs secret shares of the weights; compare plans without --sparsity")
@@ -259,7 +259,8 @@ def estimate(
     more |= options.plan_of("".join(plan or []), accept_weak_plan, split)
     config = options.config_of(protocol, ring, **more)
     work = Workload(model, seq, new, batch, sparsity)
-    run(work, config, as_json, Hardware.of(bandwidth, latency, gmacs, config.plan is not None), image, ranges)
+    hardware = Hardware.of(bandwidth, latency, gmacs, config.plan is not None, config.protocol == ASSISTED)
+    run(work, config, as_json, hardware, image, ranges)
 
 
 def doctor(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import re
 from collections.abc import Callable
@@ -78,7 +79,11 @@ def _summary(work: Workload, found: Estimate, config: PrivateConfig, hardware: H
         "relu_instead_of": work.replaced, **found.costs.to_dict(), "macs_per_party": macs,
         "memory_per_party": {
             "weights": found.weight_bytes, "cache": found.cache_bytes, "weights_from_seeds": found.seeds_bytes
-        },
+        } if hardware.products is None else {"weights": found.weight_bytes},
+        **({} if hardware.products is None else {
+            "memory_client": {"weights": found.client_bytes, "cache": found.cache_bytes},
+            **dataclasses.asdict(hardware.products),
+        }),
         "bandwidth_mbit": hardware.link.bandwidth_mbit, "latency_ms": hardware.link.latency_ms,
         "gmacs": round(speed, 2), "seconds": sum(times), **speeds(work, found, hardware),
         **({} if config.plan is None else sharding_facts(work, found, config, hardware)),
@@ -131,6 +136,18 @@ def _tables(work: Workload, found: Estimate, config: PrivateConfig, hardware: Ha
         emit_table(
             "in sum", ("what", "how much"), [*sharding_rows(work, found, config, hardware), *pace, ("time", total)]
         )
+        return
+    if hardware.products is not None:
+        emit_table(
+            "in sum", ("what", "how much"),
+            [
+                ("bytes over all links", size(found.costs.bytes_total)),
+                ("exchanges, two latencies each", found.costs.rounds),
+                ("memory of a server, weights", size(found.weight_bytes)),
+                ("memory of the client, weights and cache", f"{size(found.client_bytes)}, {size(found.cache_bytes)}"),
+                *pace, ("time (latency, the client's link, servers, client)", total),
+            ],
+        )  # fmt: skip
         return
     costs, sizes = found.costs, ", ".join(map(size, found.seeds_bytes))
     seeds = [("the same with weights_at_rest='seeds', party by party", sizes)] if sizes else []

@@ -30,6 +30,7 @@ from private_llm_cli.commands.output import duration, emit_json, emit_table, pro
 if TYPE_CHECKING:
     from private_llm_hf.tools.estimate import Estimate, LayerCost
     from private_llm_hf.tools.estimate_nodes import Sharded
+    from private_llm_hf.tools.estimate_products import ProductSpeed
 
 USUAL = ((3, 4, 1), (4, 8, 1), (4, 8, 2), (8, 8, 1), (8, 8, 2), (16, 8, 1))
 """alpha, c, m of plans from few nodes to many, which the audit finds sound for rho = 3."""
@@ -64,20 +65,30 @@ class LinkSpeed:
 
 @dataclasses.dataclass(frozen=True)
 class Hardware:
-    """Links and processors. ring, floats: billion multiply-adds a second of a party (in its ring) and of a node."""
+    """Links and processors. ring, floats: billion multiply-adds a second of a party (in its ring) and of a node.
+    products: under 'assisted', of which ring is a server's speed with one row.
+    """
 
     link: LinkSpeed
     ring: float
     floats: float
+    products: ProductSpeed | None = None
 
     @classmethod
-    def of(cls, bandwidth: float, latency: float, gmacs: float | None, sharded: bool) -> Hardware:
-        """gmacs None: measured here. Raises ConfigError for impossible values."""
+    def of(
+        cls, bandwidth: float, latency: float, gmacs: float | None, sharded: bool, assisted: bool = False
+    ) -> Hardware:
+        """gmacs None: measured here; under 'assisted' the client is. Raises ConfigError for impossible values."""
         link = LinkSpeed(bandwidth, latency)
+        if gmacs is not None and not gmacs > 0:
+            raise ConfigError(f"gmacs: got {gmacs:g}; want a positive number")
+        if assisted:
+            from private_llm_hf.tools.estimate_products import ProductSpeed
+
+            products = ProductSpeed.measured(gmacs)
+            return cls(link, products.one_row, 0.0, products)
         if gmacs is None:
             return cls(link, matmul_speed(), float_speed() if sharded else 0.0)
-        if not gmacs > 0:
-            raise ConfigError(f"gmacs: got {gmacs:g}; want a positive number")
         return cls(link, gmacs, gmacs)
 
     def gmacs(self, layer: LayerCost) -> float:
@@ -86,11 +97,16 @@ class Hardware:
 
     def speeds(self, config: PrivateConfig) -> list[str]:
         """The speeds that count in a session, in words."""
+        if self.products is not None:
+            return [str(self.products)]
         parties = [] if config.protocol == "cascade" else [f"{self.ring:.1f} GMAC/s per party"]
         return parties + ([] if config.plan is None else [f"{self.floats:.1f} GMAC/s per node"])
 
     def seconds(self, layer: LayerCost) -> float:
         """Time of one layer."""
+        if self.products is not None:
+            link = self.link
+            return sum(each.seconds(link.bandwidth_mbit, link.latency_ms, self.products) for each in layer.exchanges)
         return layer.seconds(self.link.bandwidth_mbit, self.link.latency_ms, self.gmacs(layer))
 
     def stages(self, stages: Sequence[Stage]) -> float:

@@ -41,11 +41,15 @@ class Products:
 
     def load(self, weights: Sequence[Tensor]) -> None:
         """Give all members' weights, [outputs, inputs] each. Raises DomainError naming the layer for unfit values."""
-        self._widths = [len(weight) for weight in weights]
         try:
-            self._number = self._weights.load(IntegerWeight.of(torch.cat(list(weights))), self._name)
+            number = self._weights.load(IntegerWeight.of(torch.cat(list(weights))), self._name)
         except DomainError as error:
             raise DomainError(f"weight of '{self._name}': {error}") from None
+        self.stand_for(number, [len(weight) for weight in weights])
+
+    def stand_for(self, number: int, widths: list[int]) -> None:
+        """Ask for this weight, which has so many outputs of each member."""
+        self._number, self._widths = number, widths
 
     def part(self, member: int, x: Tensor) -> Tensor:
         """One member's product with x [..., inputs]. Raises DomainError naming the layers for values not finite.

@@ -26,11 +26,16 @@ from private_llm_hf.party.node import agree
 from private_llm_hf.wire.assisted import COMMAND, HEADER, REQUEST, LoadLines, TellWeights, UseLines, WeightsHeld
 from private_llm_hf.wire.codec import Message
 
-_KEY, _MASKED = 0, 1
+KEY, MASKED = 0, 1
 """The server that knows the key of the masks, and the one that gets masked rows."""
 
 _MACS_AT_ONCE, _ELEMENTS_AT_ONCE = 1 << 33, 1 << 24
 """Multiply-adds and elements of an exchange, so that a server answers within seconds: more rows take several."""
+
+
+def rows_at_once(inputs: int, outputs: int) -> int:
+    """Rows of an exchange."""
+    return max(1, min(_MACS_AT_ONCE // (inputs * outputs), _ELEMENTS_AT_ONCE // max(inputs, outputs)))
 
 
 class _NoShares(PlainClient):
@@ -53,7 +58,7 @@ class ProductServers(Parties):
         super().__init__(config, transport, _NoShares(transport, Ring(64)), shutdown)
         agree(config, transport, list(self.members))
         self._masks, self._checks = Seed.fresh(), Seed.fresh()
-        transport.send(_KEY, "mask key", packed_key(self._masks))
+        transport.send(KEY, "mask key", packed_key(self._masks))
         self._weights: list[tuple[IntegerWeight, Projection]] = []
         self._weights_held: dict[int, WeightsHeld] = {}
         self.exchanges = 0
@@ -108,7 +113,7 @@ class ProductServers(Parties):
         """
         weight, projection = self._weights[number]
         inputs, outputs = x.shape[1], len(weight.factors)
-        rows = max(1, min(_MACS_AT_ONCE // (inputs * outputs), _ELEMENTS_AT_ONCE // max(inputs, outputs)))
+        rows = rows_at_once(inputs, outputs)
         with self._call(), self.transport.ledger.scope(where):
             parts = [self._exchange(number, some, weight, projection, where) for some in x.split(rows)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -118,17 +123,15 @@ class ProductServers(Parties):
         hidden = mask(self._masks, label, rows, inputs)
         whole, masked, scales = weight.hidden(x, hidden)
         header = HEADER.pack(number, rows)
-        self.transport.send_bytes(_KEY, REQUEST, header + label.encode())
-        self.transport.send_bytes(_MASKED, REQUEST, header + masked.numpy().tobytes())
+        self.transport.send_bytes(KEY, REQUEST, header + label.encode())
+        self.transport.send_bytes(MASKED, REQUEST, header + masked.numpy().tobytes())
         self.transport.ledger.add_round("product")
         self.exchanges += 1
         size = BYTES * rows * len(weight.factors)
-        parts = [self.transport.recv(server, "product", (size,), torch.uint8) for server in (_KEY, _MASKED)]
-        product, right = ops.open_rows(
-            (parts[_KEY], parts[_MASKED]), whole, *projection.checked, scales, weight.factors
-        )
+        parts = [self.transport.recv(server, "product", (size,), torch.uint8) for server in (KEY, MASKED)]
+        product, right = ops.open_rows((parts[KEY], parts[MASKED]), whole, *projection.checked, scales, weight.factors)
         if not bool(right.all()):
-            given = {_KEY: hidden, _MASKED: whole - hidden}
+            given = {KEY: hidden, MASKED: whole - hidden}
             self._refuse(projection, [(given[n], unpacked(parts[n], (rows, -1))) for n in self.members], where)
         return product
 

@@ -47,6 +47,7 @@ from private_llm_hf.party.party import Party
 from private_llm_hf.patch_plan import make_patch_plan
 from private_llm_hf.token_sharding.cut import Cut, stop_after
 from private_llm_hf.tools.estimate_nodes import MetaNodes, Sharded
+from private_llm_hf.tools.estimate_products import Exchange, counted_model, kept_bytes, own_bytes
 from private_llm_hf.tools.priced_once import QuickShapes, price_once
 from private_llm_hf.vision.network import Network
 from private_llm_hf.vision.networks import BUILDERS
@@ -65,6 +66,8 @@ class LayerCost:
     macs: dict[int, int]
     stages: tuple[Stage, ...] = ()
     """What a layer under token sharding consists of, one after the other."""
+    exchanges: tuple[Exchange, ...] = ()
+    """The same under protocol "assisted"."""
 
     @property
     def bytes_total(self) -> int:
@@ -90,6 +93,7 @@ class Estimate:
     Under token sharding weights are those of a CompNode, and the cache is that of the fullest AttnNode; after a split
     both are of a party, and `sharded` has those of the nodes. seeds_bytes: the weights of each party with
     weights_at_rest="seeds"; () where there are no masks. prompt: of a generation, the part before its first new token.
+    exchanges: under protocol "assisted"; then cache_bytes are the client's, and client_bytes its own weights.
     """
 
     costs: Costs
@@ -98,9 +102,16 @@ class Estimate:
     sharded: Sharded | None = None
     prompt: Estimate | None = None
     seeds_bytes: tuple[int, ...] = ()
+    exchanges: tuple[Exchange, ...] = ()
+    client_bytes: int = 0
 
     def layers(self) -> list[LayerCost]:
         """See `by_layer`; those of nodes after the others."""
+        if self.exchanges:
+            own = defaultdict(list)
+            for each in self.exchanges:
+                own[each.layer].append(each)
+            return [dataclasses.replace(layer, exchanges=tuple(own[layer.name])) for layer in by_layer(self.costs)]
         after = by_stages(self.sharded.forwards) if self.sharded else []
         names = {layer.name for layer in after}
         return [*(layer for layer in by_layer(self.costs) if layer.name not in names), *after]
@@ -304,15 +315,12 @@ def estimate(
     """
     if sequence < 1 or new_tokens < 0 or batch < 1:
         raise ConfigError(f"estimate: got seq {sequence}, new {new_tokens}, batch {batch}; want at least 1, 0 and 1")
+    work = _Work(config, sequence, new_tokens, batch, image)
     if private_config.protocol == ASSISTED:
-        raise ConfigError(
-            "estimate: protocol='assisted' has no estimate; each row of a linear layer sends 5 bytes for each input, "
-            "and 10 for each output (model.cost() counts them)"
-        )
+        return _of_exchanges(model_class, private_config, work, progress)
     spec = ModelSpec.of(model_class, config, folds_norms(private_config))
     bare = spec.model
-    if new_tokens and not bare.can_generate():
-        raise ConfigError(f"{model_class.__name__} does not generate; leave out --new")
+    work.check(bare)
     check_ranges(bare, ranges)
     parties: _MetaParties | _ShardedOnly
     if private_config.plan is None:
@@ -326,26 +334,68 @@ def estimate(
             parties = _ShardedOnly(private_config, model_class, config, progress)
         else:
             parties = _MetaSplit(private_config, model_class, config, progress, every_layer, ranges)
-    generation = None
-    if bare.can_generate():
-        generation = GenerationConfig.from_model_config(config)
-        generation.eos_token_id = None  # nothing ends early
     patch_plan = make_patch_plan(bare, private_config)
-    model = private_class(model_class)(config, parties, patch_plan, generation)
-    ids = torch.ones(batch, sequence, dtype=torch.int64)
-    mask = torch.ones_like(ids)
+    model = private_class(model_class)(config, parties, patch_plan, work.generation if bare.can_generate() else None)
     first = _FirstToken(parties.estimate)
     with torch.no_grad():
-        if architecture(config).kind == "vision":
-            model(torch.zeros(batch, *(image or image_shape(config))))
-        elif new_tokens:
-            model.generate(
-                input_ids=ids, attention_mask=mask, max_new_tokens=new_tokens, do_sample=False, num_beams=1,
-                pad_token_id=0, streamer=first,
-            )  # fmt: skip
-        else:
-            model(input_ids=ids, attention_mask=mask)
+        work.run(model, first)
     return dataclasses.replace(parties.estimate(), prompt=first.prompt)
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What is estimated."""
+
+    config: PretrainedConfig
+    sequence: int
+    new: int
+    batch: int
+    image: Sequence[int] | None
+
+    def check(self, model: PreTrainedModel) -> None:
+        """Raises ConfigError for new tokens of a model that does not generate."""
+        if self.new and not model.can_generate():
+            raise ConfigError(f"{type(model).__name__} does not generate; leave out --new")
+
+    @property
+    def generation(self) -> GenerationConfig:
+        """Nothing ends early."""
+        made = GenerationConfig.from_model_config(self.config)
+        made.eos_token_id = None
+        return made
+
+    def run(self, model: PreTrainedModel, first: BaseStreamer) -> object:
+        """One forward, or the generation, whose first new token `first` is told."""
+        ids = torch.ones(self.batch, self.sequence, dtype=torch.int64)
+        mask = torch.ones_like(ids)
+        if architecture(self.config).kind == "vision":
+            return model(torch.zeros(self.batch, *(self.image or image_shape(self.config))))
+        if self.new:
+            return model.generate(
+                input_ids=ids, attention_mask=mask, max_new_tokens=self.new, do_sample=False, num_beams=1,
+                pad_token_id=0, streamer=first, return_dict_in_generate=True,
+            )  # fmt: skip
+        return model(input_ids=ids, attention_mask=mask)
+
+
+def _of_exchanges(
+    model_class: type[PreTrainedModel], private_config: PrivateConfig, work: _Work, progress: Callable[[], None]
+) -> Estimate:  # fmt: skip
+    """Under protocol "assisted"."""
+    model, servers = counted_model(model_class, work.config, private_config, progress)
+    work.check(model)
+    if model.can_generate():
+        model.generation_config = work.generation
+    own = own_bytes(model)
+
+    def so_far() -> Estimate:
+        return Estimate(servers.costs(), servers.weight_bytes, 0, exchanges=tuple(servers.asked), client_bytes=own)
+
+    first = _FirstToken(so_far)
+    servers.goes_on()
+    with torch.no_grad():
+        made = work.run(model, first)
+    return dataclasses.replace(so_far(), cache_bytes=kept_bytes(made), prompt=first.prompt)
 
 
 class _FirstToken(BaseStreamer):  # type: ignore[misc]

@@ -14,8 +14,11 @@ from private_llm_hf import PrivateConfig, patch
 from private_llm_hf.checkpoint.calibration_runs import loaded_ranges
 from private_llm_hf.client.costs import Costs
 from private_llm_hf.tools.estimate import LayerCost, by_layer, estimate, model_class_of, named_shape
+from private_llm_hf.tools.estimate_products import Exchange, ProductSpeed
+from private_llm_hf.wire.assisted import HEADER
 from transformers import PreTrainedModel
 
+from private_llm.assisted.masks import fresh_label
 from private_llm.errors import ConfigError, DomainError
 from tests.cli.test_cli import Run, checkpoint, rows
 from tests.hf import tiny
@@ -219,3 +222,58 @@ def test_estimate_shows_what_keys_and_a_stated_network_change(run: Run, checkpoi
     assert ripples["bytes_total"] < thin["bytes_total"]
     assert ripples["rounds"] > thin["rounds"]
     assert ", adder keys" in run("estimate", str(checkpoint), "--seq", "5", "--gmacs", "1", "--adder", "keys")
+
+
+@pytest.mark.parametrize(("name", "new"), [("llama", 3), ("gpt2", 2), ("t5", 2), ("bert", 0), ("vit", 0)])
+def test_products_are_counted_as_a_run_counts_them(name: str, new: int) -> None:
+    """Every byte and exchange of every layer under 'assisted', of the prompt and of each token."""
+    config = PrivateConfig(protocol="assisted", timeout_s=60)
+    model = tiny.build(name)
+    found = estimate(type(model), model.config, config, sequence=7, new_tokens=new, batch=2)
+    if name == "vit":
+        with patch(model, config) as private, torch.no_grad():
+            side = model.config.image_size
+            private(pixel_values=torch.zeros(2, model.config.num_channels, side, side))
+            run = private.cost()
+    else:
+        run = real(model, config, 7, new)
+    assert entries(found.costs) == entries(run)
+    assert len(found.exchanges) == run.rounds > 0
+    if found.prompt is not None:
+        first = real(model, config, 7, 1)
+        assert entries(found.prompt.costs) == entries(first)
+
+
+def test_products_take_the_time_of_their_parts() -> None:
+    speed = ProductSpeed(one_row=2.0, many_rows=8.0, elements=1.0, beside=0.5)
+    one, many = (Exchange("head", rows, 1000, 2000, own=0.25) for rows in (1, 100))
+    rest = 0.5 + 0.25 + 2 * 0.001
+    assert one.seconds(8.0, 1.0, speed) == pytest.approx(rest + 5 * 5000 / 1e6 + 1e-3 + 5e-6)
+    assert many.seconds(8.0, 1.0, speed) == pytest.approx(rest + 5 * 500_000 / 1e6 + 25e-3 + 5e-4)
+
+
+def test_large_models_of_products_take_no_memory_of_their_weights() -> None:
+    shape = named_shape("llama-7b")
+    assert shape is not None
+    found = estimate(*shape, PrivateConfig(protocol="assisted"), sequence=4, new_tokens=2)
+    config = shape[1]
+    inputs = config.num_hidden_layers * (3 * config.hidden_size + config.intermediate_size) + config.hidden_size
+    outputs = config.num_hidden_layers * (5 * config.hidden_size + 2 * config.intermediate_size) + config.vocab_size
+    exchanges = 4 * config.num_hidden_layers + 1
+    assert found.prompt is not None
+    later = found.costs.bytes_total - found.prompt.costs.bytes_total
+    assert later == 5 * (inputs + 2 * outputs) + exchanges * (2 * HEADER.size + len(fresh_label()))
+    assert found.costs.rounds == 2 * exchanges
+    assert found.weight_bytes == 2 * (6_738_415_616 - config.vocab_size * config.hidden_size - 65 * config.hidden_size)
+
+
+def test_the_command_prices_products(run: Run) -> None:
+    arguments = ("estimate", "opt-125m", "--protocol", "assisted", "--seq", "8", "--new", "3", "--gmacs", "1500")
+    found = json.loads(run(*arguments, "--json"))
+    assert found["one_row"] == found["many_rows"] == found["gmacs"] == 1500
+    assert found["seconds"] > found["seconds_first_token"] > 0.098  # 49 exchanges, two milliseconds each
+    assert found["rounds"] == 3 * 49
+    assert sum(layer["bytes"] for layer in found["layers"]) == found["bytes_total"]
+    told = run(*arguments)
+    assert "exchanges, two latencies each" in told
+    assert "memory of the client" in told
