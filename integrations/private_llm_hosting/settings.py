@@ -189,6 +189,11 @@ def _settings(values: dict[str, Any]) -> PartySettings:
         if count is not None and count < 1:
             raise ConfigError(f"{name}: got {count}; want at least 1")
     several = file.clients > 1
+    if several and config.facts is None:
+        raise ConfigError(
+            f"clients: got {file.clients}; under {file.protocol!r} a party serves one client at a time: want 1, and a "
+            "party of its own for each"
+        )
     refused = [name for name in (_OF_ONE if several else _OF_SEVERAL) if name in values]
     if refused:
         wanted = "1 (one after the other)" if several else "more than 1 (several at a time), such as 64"

@@ -23,5 +23,5 @@ def test_two_servers_and_a_user_as_commands() -> None:
     assert "The history of the city is the largest" in result.output
     assert re.search(r"4 tokens, .* 100 rounds", " ".join(result.output.split()))
     for server in servers:
-        assert "session 1 ended" in server.communicate(timeout=60)[1]
+        assert "session 1 ended\n" in server.communicate(timeout=60)[1]
         assert server.returncode == 0

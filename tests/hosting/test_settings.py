@@ -167,3 +167,9 @@ def test_options_replace_what_the_environment_and_the_file_say(tmp_path: Path) -
     assert (found.config.device, found.config.frac_bits) == ("cuda:1", 10)
     assert found.config.tls is not None
     assert (found.config.tls.key, found.config.tls.allow) == (str(tmp_path / "tls" / "party2.key"), "eve")
+
+
+def test_servers_of_open_weights_serve_one_client_at_a_time() -> None:
+    options = {"party": 0, "hosts": ["127.0.0.1:1", "127.0.0.1:2"], "protocol": "assisted", "clients": 4}
+    with pytest.raises(ConfigError, match="clients: got 4; under 'assisted' a party serves one client at a time"):
+        read_settings(None, {}, options)

@@ -37,7 +37,7 @@ from private_llm_hf.wire.assisted import (
 )
 from private_llm_hf.wire.commands import Stop, TellCosts, recv_message, send_message
 
-_COMMANDS: tuple[type[ServerCommand], ...] = get_args(ServerCommand)
+_COMMANDS: tuple[type[ServerCommand | Stop], ...] = (*get_args(ServerCommand), Stop)
 
 
 @dataclass(frozen=True)
