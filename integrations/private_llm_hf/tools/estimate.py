@@ -47,7 +47,7 @@ from private_llm_hf.party.party import Party
 from private_llm_hf.patch_plan import make_patch_plan
 from private_llm_hf.token_sharding.cut import Cut, stop_after
 from private_llm_hf.tools.estimate_nodes import MetaNodes, Sharded
-from private_llm_hf.tools.estimate_products import Exchange, counted_model, kept_bytes, own_bytes
+from private_llm_hf.tools.estimate_products import ProductExchange, counted_model, kept_bytes, own_bytes
 from private_llm_hf.tools.priced_once import QuickShapes, price_once
 from private_llm_hf.vision.network import Network
 from private_llm_hf.vision.networks import BUILDERS
@@ -66,7 +66,7 @@ class LayerCost:
     macs: dict[int, int]
     stages: tuple[Stage, ...] = ()
     """What a layer under token sharding consists of, one after the other."""
-    exchanges: tuple[Exchange, ...] = ()
+    exchanges: tuple[ProductExchange, ...] = ()
     """The same under protocol "assisted"."""
 
     @property
@@ -102,7 +102,7 @@ class Estimate:
     sharded: Sharded | None = None
     prompt: Estimate | None = None
     seeds_bytes: tuple[int, ...] = ()
-    exchanges: tuple[Exchange, ...] = ()
+    exchanges: tuple[ProductExchange, ...] = ()
     client_bytes: int = 0
 
     def layers(self) -> list[LayerCost]:

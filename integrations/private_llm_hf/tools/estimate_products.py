@@ -108,7 +108,7 @@ class _OneEnd(ProductServers):
 
 
 @dataclasses.dataclass(frozen=True)
-class Exchange:
+class ProductExchange:
     """One product: rows [rows, inputs] by a weight [outputs, inputs]. own: seconds that the client computes before."""
 
     layer: str
@@ -131,7 +131,7 @@ class CountedServers(ProductServers):
 
     def __init__(self, config: PrivateConfig, progress: Callable[[], None]) -> None:
         super().__init__(config, _Zeros(CLIENT), lambda: None)
-        self.asked: list[Exchange] = []
+        self.asked: list[ProductExchange] = []
         self.shapes: list[tuple[int, int]] = []
         self.progress = progress
         self._since = time.perf_counter()
@@ -156,7 +156,7 @@ class CountedServers(ProductServers):
         self._since = time.perf_counter()
 
     def _count(self, rows: int, inputs: int, outputs: int, where: str) -> None:
-        self.asked.append(Exchange(layer_of(where), rows, inputs, outputs, time.perf_counter() - self._since))
+        self.asked.append(ProductExchange(layer_of(where), rows, inputs, outputs, time.perf_counter() - self._since))
         self.goes_on()
         *servers, client = self._ledgers
         client.sent[where, REQUEST, KEY] += HEADER.size + len(fresh_label())

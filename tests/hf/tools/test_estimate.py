@@ -14,7 +14,7 @@ from private_llm_hf import PrivateConfig, patch
 from private_llm_hf.checkpoint.calibration_runs import loaded_ranges
 from private_llm_hf.client.costs import Costs
 from private_llm_hf.tools.estimate import LayerCost, by_layer, estimate, model_class_of, named_shape
-from private_llm_hf.tools.estimate_products import Exchange, ProductSpeed
+from private_llm_hf.tools.estimate_products import ProductExchange, ProductSpeed
 from private_llm_hf.wire.assisted import HEADER
 from transformers import PreTrainedModel
 
@@ -246,7 +246,7 @@ def test_products_are_counted_as_a_run_counts_them(name: str, new: int) -> None:
 
 def test_products_take_the_time_of_their_parts() -> None:
     speed = ProductSpeed(one_row=2.0, many_rows=8.0, elements=1.0, beside=0.5)
-    one, many = (Exchange("head", rows, 1000, 2000, own=0.25) for rows in (1, 100))
+    one, many = (ProductExchange("head", rows, 1000, 2000, own=0.25) for rows in (1, 100))
     rest = 0.5 + 0.25 + 2 * 0.001
     assert one.seconds(8.0, 1.0, speed) == pytest.approx(rest + 5 * 5000 / 1e6 + 1e-3 + 5e-6)
     assert many.seconds(8.0, 1.0, speed) == pytest.approx(rest + 5 * 500_000 / 1e6 + 25e-3 + 5e-4)
