@@ -141,7 +141,8 @@ class PrivateConfig:
     other, and for large models where seeds are faster). Parties need not agree.
     max_memory: {device: bytes, or text like "20GB"} that the planned maps may use. offload_folder: where a party writes
     weights that are mapped to "disk" and come from the client (with a share file it reads that file instead).
-    offline_folder: where a party keeps what `model.preprocess` stores (default: the system's temporary folder).
+    offline_folder: where a party keeps what `model.preprocess` stores (default: the system's temporary folder), and a
+    server of "assisted" which blocks of corrections it has heard of (default: in memory).
     replay: run steps that repeat, such as decoding a token, as recorded programs, without Python; False: always Python
     (same messages, same results). Under trio and dealer, in the 64-bit ring, on CPUs and on one GPU without a
     device_map (as CUDA graphs), up to 16 rows, on a GPU also full chunks of a prompt; modules whose weights are public,
@@ -152,6 +153,7 @@ class PrivateConfig:
     gets a DomainError instead of a wrong answer.
     debug_ranges: check that no value leaves the safe range (opens nothing to the parties' network; plain only).
     insecure: must be True for protocol="plain".
+    corrections: for "assisted", a folder that `private-llm prepare` filled; one server is then online in place of two.
     plugins: names of Python modules that this endpoint imports first, such as a file that calls `register_handler` or
     registers a protocol. All endpoints need the same; nobody imports what another endpoint names.
     plan: which node sees which tokens, for protocol="cascade" and after a split. split: the first `split` layers run
@@ -199,6 +201,7 @@ class PrivateConfig:
     weights_at_rest: Literal["auto", "resident", "seeds"] = "auto"
     offload_folder: str | None = None
     offline_folder: str | None = None
+    corrections: str | None = None
     replay: bool = True
 
     def __post_init__(self) -> None:
@@ -305,7 +308,7 @@ class PrivateConfig:
         of_shares = (
             "ring", "frac_bits", "reveal", "adder", "bandwidth_mbit", "relu_bits", "relu_low", "truncation",
             "approximations", "kv_cache", "sparsity", "parallel_sessions", "rotate_roles", "plan", "split", "device",
-            "device_map", "max_memory", "offload_folder", "offline_folder",
+            "device_map", "max_memory", "offload_folder",
         )  # fmt: skip
         if told := [name for name in of_shares if getattr(self, name) != kept[name]]:
             raise ConfigError(
@@ -317,6 +320,8 @@ class PrivateConfig:
         if self.protocol == ASSISTED:
             self._check_assisted()
             return
+        if self.corrections is not None:
+            raise ConfigError(f"corrections: protocol {self.protocol!r} has none; they are for 'assisted'")
         if self.plan is not None and not isinstance(self.plan, ShardingPlan):
             raise ConfigError(f"plan: got {self.plan!r}; want a ShardingPlan, such as ShardingPlan(alpha=8, c=8, m=2)")
         if self.split is not None:
@@ -378,8 +383,8 @@ class PrivateConfig:
     @property
     def endpoints(self) -> int:
         """Number of processes besides the client: parties, and after a split the nodes, numbered after them."""
-        if self.protocol == ASSISTED:  # one for masks, one for masked rows
-            return 2
+        if self.protocol == ASSISTED:  # one for masks, one for masked rows; or one, which is not told what it is for
+            return 1 if self.corrections is not None or len(self.hosts) == 1 else 2
         nodes = 0 if self.plan is None else self.plan.nodes
         return nodes if self.facts is None else self.facts.parties + nodes
 

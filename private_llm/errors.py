@@ -51,6 +51,10 @@ class ShareFileError(PrivateLLMError, ValueError):
     """A share file is damaged, or belongs to another party, model, session or version."""
 
 
+class CorrectionsUsedUp(PrivateLLMError):
+    """Stored corrections do not reach for a call: the message says how many are left and how to make more."""
+
+
 class LowPrecision(UserWarning):
     """Values are so small that fixed point keeps few of their digits: answers may differ from the plaintext model's."""
 

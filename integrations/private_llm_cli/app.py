@@ -24,6 +24,7 @@ from private_llm_cli.commands.certs import certs
 from private_llm_cli.commands.classify import classify
 from private_llm_cli.commands.parties import party, share
 from private_llm_cli.commands.predictors import predictors
+from private_llm_cli.commands.prepare import prepare
 from private_llm_cli.help_pages import Command, Group
 from private_llm_cli.options import PLUGINS
 from private_llm_cli.using import audit, chat, demo, doctor, estimate, gateway, generate
@@ -37,7 +38,9 @@ app = typer.Typer(
     rich_markup_mode=None,
     cls=Group,
 )
-for command in (demo, generate, chat, gateway, audit, classify, share, calibrate, party, estimate, diff, doctor):
+for command in (
+    demo, generate, chat, gateway, audit, classify, share, calibrate, party, prepare, estimate, diff, doctor,
+):  # fmt: skip
     app.command(cls=Command)(command)
 app.add_typer(certs)
 app.add_typer(predictors)

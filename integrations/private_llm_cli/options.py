@@ -331,10 +331,13 @@ class RemoteRun(Run, LinkOptions):
     reveal: Reveal = "logits"
     weights: WeightsOption = "secret"
     busy_wait: Annotated[float, _option(PARTIES, "With --hosts: seconds to wait for parties that serve others.")] = 30.0
+    corrections: Annotated[
+        str | None, _option(PARTIES, "Under 'assisted': what `prepare` stored, so that one server is online.")
+    ] = None
 
     def config(self, **more: Any) -> PrivateConfig:  # noqa: ANN401 - those of `config_of`
         """The configuration of a client."""
-        more |= self.client_settings() | {"frac_bits": self.frac_bits}
+        more |= self.client_settings() | {"frac_bits": self.frac_bits, "corrections": self.corrections}
         return super().config(reveal=self.reveal, weights=self.weights, busy_wait_s=self.busy_wait, **more)
 
 

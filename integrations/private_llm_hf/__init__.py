@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     )
     from private_llm_hf.api import AutoPrivateModelForTokenClassification as AutoPrivateModelForTokenClassification
     from private_llm_hf.api import patch as patch
+    from private_llm_hf.api import prepare_corrections as prepare_corrections
     from private_llm_hf.api import ranges_of_checkpoint as ranges_of_checkpoint
     from private_llm_hf.api import share_checkpoint as share_checkpoint
     from private_llm_hf.client.preprocess import ForwardPlan as ForwardPlan
@@ -60,7 +61,7 @@ else:
             "private_llm_hf.api": "AutoPrivateModel AutoPrivateModelForCausalLM AutoPrivateModelForImageClassification "
             "AutoPrivateModelForMaskedLM AutoPrivateModelForQuestionAnswering AutoPrivateModelForSeq2SeqLM "
             "AutoPrivateModelForSequenceClassification AutoPrivateModelForTokenClassification patch "
-            "ranges_of_checkpoint share_checkpoint",
+            "prepare_corrections ranges_of_checkpoint share_checkpoint",
             "private_llm_hf.client.preprocess": "ForwardPlan GeneratePlan",
             "private_llm_hf.client.speculation": "FixedCounts SpeculationConfig",
             "private_llm_hf.models.handlers": "register_handler unregister_handler",

@@ -33,6 +33,7 @@ from private_llm_hf.checkpoint.sample_inputs import check_images
 from private_llm_hf.checkpoint.share_files import ShareWriter, refuse_taken
 from private_llm_hf.checkpoint.weights import Sink, WeightsDigest, WeightSource, stream_loaded
 from private_llm_hf.client.assisted_model import open_assisted
+from private_llm_hf.client.corrections import check_online, make_corrections
 from private_llm_hf.client.launch import choose_mode, start_parties
 from private_llm_hf.client.model import PrivateModel, private_class
 from private_llm_hf.client.nodes import check_sharding
@@ -206,6 +207,7 @@ def _open(
         return digest.text()
 
     if private_config.protocol == ASSISTED:
+        check_online(private_config)
         return open_assisted(model_class, plain, weights, start(private_config, mesh), generation)
     if private_config.plan is not None:
         check_sharding(model_class, config, private_config.plan, private_config.split)
@@ -372,6 +374,31 @@ def share_checkpoint(
         _stream(functools.partial(checkpoint.stream, model_class, source_config, spec.source), spec, sparse, sink)
         checkpoint.write_client_folder(client, config, model_class)
     return writer.paths
+
+
+def prepare_corrections(
+    source: str | PreTrainedModel, private_config: PrivateConfig, tokens: int = 0, keep: int = 0,
+    auto: type[_AutoPrivate] = AutoPrivateModelForCausalLM, progress: Callable[[str, int, int], None] = lambda *_: None,
+    notice: Callable[[str], None] = lambda _: None,
+    **hf_kwargs: Any,  # noqa: ANN401 - as transformers
+) -> int:  # fmt: skip
+    """Store products of masks for PrivateConfig(protocol="assisted", corrections=FOLDER), for so many tokens more.
+
+    source: a checkpoint, or a model in memory. private_config: also has `hosts` and `tls` of another host that computes
+    them; without hosts this machine does. keep: then run on until it is interrupted, and add some whenever the folder
+    has fewer tokens. notice: is told the size before it begins. progress: hears a layer, tokens done, and all tokens.
+    Returns how many tokens are in the folder. Raises ConfigError for a full disk and a folder that others may open,
+    ShareFileError for one with corrections of another model, ProtocolAbort naming a host that computes wrongly,
+    PatchMismatch as `from_pretrained`.
+    """
+    if isinstance(source, str):
+        checkpoint, model_class, config = _found(source, auto, hf_kwargs)
+        weights: WeightSource = functools.partial(checkpoint.stream, model_class, config)
+    else:
+        model = _loaded(source)
+        model_class, config = type(model), copy.deepcopy(model.config)
+        weights = lambda wanted, sink, local: stream_loaded(model, wanted, sink)  # noqa: E731
+    return make_corrections(model_class, config, weights, _checked(private_config), tokens, keep, progress, notice)
 
 
 def _checked(private_config: PrivateConfig | None, ranges: Ranges | None = None) -> PrivateConfig:

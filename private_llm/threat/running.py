@@ -154,7 +154,8 @@ Chosen by: protocol='assisted' (weights are public; choose another where they ar
 May be corrupt: any one of the two servers, malicious: a wrong product ends the call before anything of the answer is
   shown, except with probability 2^-50 a product; the client then names the server (of lies made to be overlooked, one
   in 256 leaves open which server it was)
-- server 0 (party 0): the key of the masks, labels, and public shapes; nothing that depends on a value of the client's
+- server 0 (party 0; nobody with prepared corrections): the key of the masks, labels, and public shapes; nothing that
+  depends on a value of the client's
 - server 1 (party 1): rows masked by a pseudorandom stream of AES that it lacks the key of, and public shapes
 - every server, and whoever sees the traffic: the model (its weights are public), how many rows each product has, so the
   lengths of prompt and answer, when each token was asked for, which way generation goes on (beams, drafts), and that a
@@ -170,6 +171,24 @@ Source: additive sharing of x as (r, x - r) for a public linear map; Freivalds' 
   2^64 (private_llm/assisted/projection.py states the argument). PLLM (2026) has the same split of work. Tests
   look at what each server gets, let each of them lie, and draw masks in forks and after restored entropy. No outside
   review yet
+""")
+
+CORRECTIONS = threat("""prepared corrections (shortcut)
+Chosen by: corrections=FOLDER with protocol='assisted', and `private-llm prepare`
+May be corrupt: the online server, or who prepared, malicious, as servers of assisted; not both together
+- the online server: what server 1 sees under assisted, and random names of blocks: when the next one begins
+- who prepared (the client's own machine, or a host): the masks, and how many; not when or whether they are used
+- both together: everything, as the two servers of assisted. The client refuses an online server at the address of one
+  that prepared
+- who reads the folder before a block is claimed, together with the online server: what is masked by that block later.
+  Files are their owner's alone, and deleted when they are claimed; a disk may still hold what was deleted
+- when the client restored the folder or its machine from a copy, an online server that lies about the names of blocks,
+  or was started again without offline_folder, or two servers that were online in turn and pool what they got: rows
+  under one mask, so the difference of two inputs of a layer. A server that goes on, or has that folder, refuses a block
+  that it has heard of before it gets a row. Delete the folder before you go on from a copy
+Source: additive sharing as under assisted, products of masks made before. Blocks are claimed by renaming and deleted,
+  and the folder synced, before a row of them is used: private_llm/assisted/corrections.py. Tests fork, crash between
+  claim and use, claim in two processes, restore copies, and let server and preparer lie. No outside review yet
 """)
 
 CASCADE = threat("""cascade (protocol)

@@ -322,8 +322,8 @@ def test_many_rows_go_in_several_exchanges(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_server_refuses_what_it_cannot_do() -> None:
     request = HEADER.pack
     for server, asked, want in (
-        (1, request(0, 1) + b"a label", "server 0 takes the label of a mask"),
-        (0, request(0, 1) + bytes(1000), "server 0 takes the label of a mask"),
+        (1, request(0, 1) + b"a label", "with the key of masks takes a label"),
+        (0, request(0, 1) + bytes(1000), "with the key of masks takes a label"),
         (1, request(99, 1), "weight 99 was not loaded"),
         (1, request(0, 1 << 22), "fewer at a time"),
         (0, request(0, 0) + b"a label", "one at least"),

@@ -179,6 +179,7 @@ def run(
         model = load()
         with closing(model):
             output.note_sparsity(model, inputs["input_ids"].shape[1], new_tokens)
+            output.note_corrections(model, inputs["input_ids"].shape[1] + new_tokens - 1)
             spent = None
             if preprocess:
                 step("preprocessing", 0)

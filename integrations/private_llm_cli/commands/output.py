@@ -145,3 +145,12 @@ def note_sparsity(model: Any, sequence: int, new_tokens: int, batch: int = 1) ->
             "train --block 16`) and open less (--neuron-budget), in kept orders if you accept what these tell"
         )
     NOTES.print(text, style="" if price.pays else "yellow", markup=False, highlight=False, soft_wrap=True)
+
+
+def note_corrections(model: Any, tokens: int) -> None:  # noqa: ANN401 - a private model
+    """Warn on stderr where a model's stored corrections do not reach for so many more tokens."""
+    left = getattr(model.parties, "tokens_left", None)
+    if left is not None and left < tokens:
+        folder = model.parties.config.corrections
+        text = f"corrections: {left} tokens are left; `private-llm prepare MODEL --corrections {folder}` makes more"
+        NOTES.print(text, style="yellow", markup=False, highlight=False, soft_wrap=True)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from private_llm.config import PrivateConfig
-from private_llm.errors import DomainError, PrivateLLMError, ProtocolAbort, TransportError
+from private_llm.errors import CorrectionsUsedUp, DomainError, PrivateLLMError, ProtocolAbort, TransportError
 from private_llm_cli.commands import output
 from private_llm_cli.commands.models import demo_model, loaded_from, smollm2_model, tokenizer_of
 from private_llm_cli.commands.output import duration, size
@@ -78,6 +78,7 @@ def terminal_chat(source: str, config: PrivateConfig, new_tokens: int, sampling:
         chat = TerminalChat(talk, load, sys.stdin.isatty())
         chat.welcome(source, config)
         output.note_sparsity(talk.model, *output.TURN)
+        output.note_corrections(talk.model, sum(output.TURN))
         chat.run()
     finally:
         talk.model.close()
@@ -152,6 +153,12 @@ class TerminalChat:
                 self._talk.take_back()
                 _note(f"{error}. /reset begins a new conversation.", "red")
                 return
+            except CorrectionsUsedUp as error:
+                self._talk.take_back()
+                if not self._interactive:
+                    raise
+                _note(f"{error}", "red")
+                return
             except (TransportError, ProtocolAbort) as error:
                 if stream.ids:
                     output.show_text("\n")
@@ -169,6 +176,7 @@ class TerminalChat:
         spent = ChatUsage(1, len(stream.ids), seconds, costs.bytes_total, costs.rounds)
         self._spent += spent
         _note(f"{spent}{_FINISHES[finish]}", "dim")
+        output.note_corrections(self._talk.model, sum(output.TURN))
 
     def _renew(self, reason: PrivateLLMError) -> bool:
         """Another session; False if the user does not want one. Raises `reason` if nobody can be asked and it fails."""

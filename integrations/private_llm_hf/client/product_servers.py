@@ -1,14 +1,18 @@
-"""The client's end of protocol "assisted": it masks its rows, asks two servers for products, and checks these."""
+"""The client's end of protocol "assisted": it masks its rows, asks servers for products, and checks these.
+
+Two servers, or one and corrections that a preparation stored: products of the masks.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from typing import NoReturn
+from typing import NoReturn, cast
 
 import torch
 from torch import Tensor
 
+from private_llm.assisted.corrections import Corrections, TakenRows, mask_label
 from private_llm.assisted.fixed_point import BYTES, IntegerWeight, lines_digest, unpacked
 from private_llm.assisted.masks import fresh_label, mask
 from private_llm.assisted.projection import Projection
@@ -23,11 +27,22 @@ from private_llm.ring.prg import Seed
 from private_llm.ring.ring import Ring
 from private_llm_hf.client.parties import Parties
 from private_llm_hf.party.node import agree
-from private_llm_hf.wire.assisted import COMMAND, HEADER, REQUEST, LoadLines, TellWeights, UseLines, WeightsHeld
+from private_llm_hf.wire.assisted import (
+    COMMAND,
+    HEADER,
+    REQUEST,
+    BeginBlock,
+    BlockBegun,
+    LoadLines,
+    MaskKey,
+    TellWeights,
+    UseLines,
+    WeightsHeld,
+)
 from private_llm_hf.wire.codec import Message
 
 KEY, MASKED = 0, 1
-"""The server that knows the key of the masks, and the one that gets masked rows."""
+"""The server that knows the key of the masks, and the one that gets masked rows; an only server is number 0."""
 
 _MACS_AT_ONCE, _ELEMENTS_AT_ONCE = 1 << 33, 1 << 24
 """Multiply-adds and elements of an exchange, so that a server answers within seconds: more rows take several."""
@@ -51,22 +66,48 @@ class _NoShares(PlainClient):
 
 
 class ProductServers(Parties):
-    """Both servers of one session, as the client sees them; errors and the end of a session are those of `Parties`."""
+    """The servers of one session, as the client sees them; errors and the end of a session are those of `Parties`."""
 
     def __init__(self, config: PrivateConfig, transport: Transport, shutdown: Callable[[], None]) -> None:
         """Raises ConfigError if a server runs other settings."""
         super().__init__(config, transport, _NoShares(transport, Ring(64)), shutdown)
         agree(config, transport, list(self.members))
-        self._masks, self._checks = Seed.fresh(), Seed.fresh()
-        transport.send(KEY, "mask key", packed_key(self._masks))
+        self._online, self._checks = config.endpoints - 1, Seed.fresh()
+        self._masks: Seed | None = None
+        self.corrections: Corrections | None = None
+        """What stands in for the server of masks."""
+        if config.corrections is not None:
+            self.corrections = Corrections(config.corrections, self._begins, config.hosts)
+        else:
+            self._give_key(Seed.fresh())
         self._weights: list[tuple[IntegerWeight, Projection]] = []
+        self._names: list[str] = []
         self._weights_held: dict[int, WeightsHeld] = {}
         self.exchanges = 0
         self.stored = True
         """Whether the servers had all weights that were loaded."""
 
+    def _give_key(self, masks: Seed) -> None:
+        self.tell(MaskKey(), [KEY])
+        self.transport.send(KEY, "mask key", packed_key(masks))
+        self._masks = masks
+
+    def _begins(self, block: str) -> bool:
+        """Tell the server whose masks come next; whether it hears of them for the first time."""
+        with self._call():
+            self.tell(BeginBlock(block))
+            return self._answer(self._online, BlockBegun).first
+
+    @property
+    def tokens_left(self) -> int | None:
+        """Tokens for which there are corrections, in this session and in the folder; None with two servers.
+
+        Each row of a batch, and each beam, takes one.
+        """
+        return None if self.corrections is None else self.corrections.left()
+
     def tell(self, message: Message, parties: Iterable[int] | None = None) -> None:
-        """Send a command to both servers, or to these, after a frame that says so."""
+        """Send a command to all servers, or to these, after a frame that says so."""
         for server in self.members if parties is None else parties:
             with self.transport.ledger.op(CONTROL):
                 self.transport.send_bytes(server, REQUEST, COMMAND)
@@ -82,6 +123,8 @@ class ProductServers(Parties):
             number, lines = len(self._weights), weight.lines.contiguous()
             projection = Projection(lines, self._checks.derive(f"weight {number}"))
             digest = lines_digest(lines)
+            if self.corrections is not None:
+                self.corrections.expect(name, digest, lines.shape[1])
             for server, held in self._held().items():
                 if digest in held.digests:
                     self.tell(UseLines(name, digest), [server])
@@ -96,6 +139,7 @@ class ProductServers(Parties):
                 self.tell(LoadLines(name, *lines.shape), [server])
                 self.transport.send(server, "weight", lines.view(torch.uint8).view(-1))
             self._weights.append((replace(weight, lines=lines[:0]), projection))
+            self._names.append(name)
             return number
 
     def _held(self) -> dict[int, WeightsHeld]:
@@ -105,40 +149,84 @@ class ProductServers(Parties):
             self._weights_held = {server: self._answer(server, WeightsHeld) for server in self.members}
         return self._weights_held
 
-    def product(self, number: int, x: Tensor, where: str) -> Tensor:
-        """x W^T for real rows [M, inputs], float32 [M, outputs], in one exchange with both servers (large M: several).
+    def mask_products(self, rows: int, masks: Seed) -> Iterator[tuple[str, Tensor]]:
+        """For a preparation: of each weight the products of so many rows of masks, packed, uint8 [rows, 5 outputs].
 
-        Bytes: 5 M inputs to server 1, 5 M outputs from each. Error: docs/assisted.md. where: the module, for messages.
-        Raises DomainError for values that are not finite, ProtocolAbort naming a server that computed wrongly.
+        The server gets the key of these masks and so no masked rows in this session. Raises ProtocolAbort naming it
+        for a wrong product (one in 256 passes at most, and is found when it is used), and in a session that computes.
         """
-        weight, projection = self._weights[number]
+        with self._call():
+            if self.exchanges:
+                raise ProtocolAbort("this server saw masked rows, so it must not learn keys of masks; ask another one")
+            self._give_key(masks)
+        for number, (weight, projection) in enumerate(self._weights):
+            name, label, inputs = self._names[number], mask_label(self._names[number]), weight.lines.shape[1]
+            with self._call(), self.transport.ledger.scope(name):
+                self.transport.send_bytes(KEY, REQUEST, HEADER.pack(number, rows) + label.encode())
+                product = self._part(KEY, rows, weight)
+                if not projection.holds_modulo(mask(masks, label, rows, inputs), unpacked(product, (rows, -1))):
+                    raise ProtocolAbort(
+                        f"party {KEY} gave a wrong product of masks for {name!r}; nothing of this block is stored: "
+                        "prepare at another server"
+                    )
+            yield name, product.view(rows, -1)
+
+    def product(self, number: int, x: Tensor, where: str) -> Tensor:
+        """x W^T for real rows [M, inputs], float32 [M, outputs], in one exchange with all servers (large M: several).
+
+        Bytes: 5 M inputs to the last server, 5 M outputs from each. Error: docs/assisted.md. where: the module, for
+        messages. Raises DomainError for values that are not finite, ProtocolAbort naming a server or a preparation that
+        computed wrongly, CorrectionsUsedUp before anything is sent; the session then goes on.
+        """
+        weight = self._weights[number][0]
         inputs, outputs = x.shape[1], len(weight.factors)
         rows = rows_at_once(inputs, outputs)
-        with self._call(), self.transport.ledger.scope(where):
-            parts = [self._exchange(number, some, weight, projection, where) for some in x.split(rows)]
+        with self.alone():
+            stored = self._stored(number, len(x))
+            with self._call(), self.transport.ledger.scope(where):
+                parts = [
+                    self._exchange(number, some, where, stored and stored.part(rows * place, rows))
+                    for place, some in enumerate(x.split(rows))
+                ]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _exchange(self, number: int, x: Tensor, weight: IntegerWeight, projection: Projection, where: str) -> Tensor:
-        (rows, inputs), label = x.shape, fresh_label()
-        hidden = mask(self._masks, label, rows, inputs)
+    def _stored(self, number: int, rows: int) -> TakenRows | None:
+        if self.corrections is None:
+            return None
+        if self._masks is not None:
+            raise ProtocolAbort("the server of this session knows keys of masks, so it must not see masked rows")
+        return self.corrections.take(self._names[number], rows)
+
+    def _exchange(self, number: int, x: Tensor, where: str, stored: TakenRows | None) -> Tensor:
+        """stored: in place of the server of masks."""
+        (rows, inputs), label, (weight, projection) = x.shape, fresh_label(), self._weights[number]
+        hidden = mask(cast(Seed, self._masks), label, rows, inputs) if stored is None else stored.masks
         whole, masked, scales = weight.hidden(x, hidden)
         header = HEADER.pack(number, rows)
-        self.transport.send_bytes(KEY, REQUEST, header + label.encode())
-        self.transport.send_bytes(MASKED, REQUEST, header + masked.numpy().tobytes())
+        if stored is None:
+            self.transport.send_bytes(KEY, REQUEST, header + label.encode())
+        self.transport.send_bytes(self._online, REQUEST, header + masked.numpy().tobytes())
         self.transport.ledger.add_round("product")
         self.exchanges += 1
-        size = BYTES * rows * len(weight.factors)
-        parts = [self.transport.recv(server, "product", (size,), torch.uint8) for server in (KEY, MASKED)]
-        product, right = ops.open_rows((parts[KEY], parts[MASKED]), whole, *projection.checked, scales, weight.factors)
+        first = self._part(KEY, rows, weight) if stored is None else stored.products
+        parts = first, self._part(self._online, rows, weight)
+        product, right = ops.open_rows(parts, whole, *projection.checked, scales, weight.factors)
         if not bool(right.all()):
-            given = {KEY: hidden, MASKED: whole - hidden}
-            self._refuse(projection, [(given[n], unpacked(parts[n], (rows, -1))) for n in self.members], where)
+            first, last = (unpacked(part, (rows, -1)) for part in parts)
+            self._refuse(projection, [(hidden, first), (whole - hidden, last)], where, stored)
         return product
 
-    def _refuse(self, projection: Projection, answers: list[tuple[Tensor, Tensor]], where: str) -> NoReturn:
+    def _part(self, server: int, rows: int, weight: IntegerWeight) -> Tensor:
+        return self.transport.recv(server, "product", (BYTES * rows * len(weight.factors),), torch.uint8)
+
+    def _refuse(
+        self, projection: Projection, answers: list[tuple[Tensor, Tensor]], where: str, stored: TakenRows | None
+    ) -> NoReturn:
         """Raises ProtocolAbort naming whose answer was wrong."""
-        wrong = [f"party {n}" for n, answer in enumerate(answers) if not projection.holds_modulo(*answer)]
+        names = [f"party {KEY}" if stored is None else stored.source, f"party {self._online}"]
+        wrong = [name for name, answer in zip(names, answers, strict=True) if not projection.holds_modulo(*answer)]
+        again = "ask other servers" if stored is None or names[0] not in wrong else "delete the corrections"
         raise ProtocolAbort(
             f"{' and '.join(wrong) or 'a server'} gave a wrong product for {where!r}; this answer is withheld and the "
-            "session is over: ask other servers"
+            f"session is over: {again}"
         )

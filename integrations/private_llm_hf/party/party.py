@@ -240,7 +240,7 @@ def run_party(config: PrivateConfig, number: int, transport: Transport, stored: 
     def serve(parallel_session: int) -> None:
         if config.protocol == ASSISTED:
             weights = stored if isinstance(stored, OpenWeights) else None
-            ProductServer(config, number, transport, weights).serve()
+            ProductServer(config, transport, weights).serve()
         elif config.protocol == "cascade" or number >= config.parties:
             Node(config, number, transport, stored if isinstance(stored, NodeCheckpoint) else None).serve()
         else:

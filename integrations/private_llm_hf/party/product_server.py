@@ -1,6 +1,7 @@
 """A server of protocol "assisted": it holds public weights and multiplies them by masks, or by masked rows.
 
-Server 0 knows the key of the masks and gets labels only; server 1 gets masked rows. Neither holds a secret of its own.
+A server with the key of masks gets labels only, another one masked rows; where the products of masks were prepared,
+the latter is the only one. Neither holds a secret of its own.
 """
 
 from __future__ import annotations
@@ -23,13 +24,17 @@ from private_llm.protocols.weight_sharing import KEY_BYTES, unpacked_key
 from private_llm.ring.prg import Seed
 from private_llm_hf.party.command_loop import tell_costs
 from private_llm_hf.party.node import agree
+from private_llm_hf.party.used_blocks import UsedBlocks
 from private_llm_hf.wire.assisted import (
     COMMAND,
     HEADER,
     LONGEST,
     MOST_ELEMENTS,
     REQUEST,
+    BeginBlock,
+    BlockBegun,
     LoadLines,
+    MaskKey,
     ServerCommand,
     TellWeights,
     UseLines,
@@ -73,9 +78,7 @@ class OpenWeights:
 class ProductServer:
     """One server's end of a session."""
 
-    def __init__(
-        self, config: PrivateConfig, number: int, transport: Transport, weights: OpenWeights | None = None
-    ) -> None:
+    def __init__(self, config: PrivateConfig, transport: Transport, weights: OpenWeights | None = None) -> None:
         """weights: of a checkpoint that this server read (None: it takes those of its client).
 
         Raises ConfigError if the client runs other settings.
@@ -85,8 +88,7 @@ class ProductServer:
         self.transport = transport
         self._weights: list[_Held] = []
         self._seed: Seed | None = None
-        if number == 0:
-            self._seed = unpacked_key(transport.recv(CLIENT, "mask key", (KEY_BYTES,), torch.uint8))
+        self._blocks = UsedBlocks(config.offline_folder)
 
     def serve(self) -> None:
         """Multiply, and answer commands, until the client stops. Raises what ended the session otherwise."""
@@ -103,6 +105,10 @@ class ProductServer:
 
     def _obey(self, command: ServerCommand) -> None:
         match command:
+            case MaskKey():
+                self._seed = unpacked_key(self.transport.recv(CLIENT, "mask key", (KEY_BYTES,), torch.uint8))
+            case BeginBlock():
+                send_message(self.transport, CLIENT, BlockBegun(self._blocks.add(command.block)))
             case TellWeights():
                 held = WeightsHeld(None, ()) if self._open is None else self._open.held()
                 send_message(self.transport, CLIENT, held)
@@ -152,8 +158,8 @@ class ProductServer:
             return mask(self._seed, bytes(given).decode("ascii", "replace"), rows, inputs)
         if self._seed is not None or len(given) != BYTES * rows * inputs:
             raise TransportError(
-                f"request: got {len(given)} bytes for {rows} rows of {inputs}; server 0 takes the label of a mask, and "
-                f"server 1 masked rows of {BYTES} bytes an element"
+                f"request: got {len(given)} bytes for {rows} rows of {inputs}; a server with the key of masks takes "
+                f"a label, another one masked rows of {BYTES} bytes an element"
             )
         return unpacked(torch.frombuffer(bytearray(given), dtype=torch.uint8), (rows, inputs))
 

@@ -40,6 +40,27 @@ def _digest(value: str) -> None:
 Digest = Annotated[str, _digest]
 
 
+def _block(value: str) -> None:
+    if not re.fullmatch("[0-9a-f]{32}", value):
+        raise Unfit(value, "32 digits, 0-9 a-f")
+
+
+class MaskKey(Message):
+    """Draw masks from the key that follows, from now on. No answer. Who gets none multiplies masked rows."""
+
+
+class BeginBlock(Message):
+    """Rows come now that are masked by this block of corrections. Answered by `BlockBegun`."""
+
+    block: Annotated[str, _block]
+
+
+class BlockBegun(Message):
+    """first: whether this server hears of that block for the first time."""
+
+    first: bool
+
+
 class LoadLines(Message):
     """Hold this weight, int16 [outputs, inputs], under the next number from 0; its bytes follow. No answer.
 
@@ -69,7 +90,7 @@ class WeightsHeld(Message):
     digests: tuple[Digest, ...]
 
 
-ServerCommand = LoadLines | TellWeights | UseLines | TellCosts
+ServerCommand = MaskKey | BeginBlock | LoadLines | TellWeights | UseLines | TellCosts
 
 REQUEST, COMMAND = "request", b"\0"
 """The tag of frames that ask for products, and what such a frame holds before a command."""

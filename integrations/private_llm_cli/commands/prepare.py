@@ -1,0 +1,53 @@
+"""`private-llm prepare`: what a user of protocol "assisted" stores beforehand, so that one server is online."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from private_llm.errors import ConfigError
+from private_llm_cli import options
+from private_llm_cli.commands.models import gguf_options, quiet, want_model
+from private_llm_cli.commands.output import CONSOLE, NOTES, emit_json, progress_bar
+from private_llm_cli.commands.parties import auto_class
+
+
+@options.grouped
+def prepare(
+    links: options.LinkOptions,
+    model: Annotated[str, typer.Argument(help="Model folder or hub id.")],
+    corrections: Annotated[str, typer.Option("--corrections", help="Folder for what is prepared.")],
+    tokens: Annotated[int, typer.Option("--tokens", help="Make corrections of so many tokens more.")] = 0,
+    keep: Annotated[int, typer.Option("--keep", help="Run on, and make some whenever fewer tokens are left.")] = 0,
+    task: options.Task = "causal-lm",
+    gguf_file: options.GgufFile = None,
+    as_json: options.Json = False,
+) -> None:
+    """As a user of 'assisted': compute products of masks beforehand, here or on a host of --hosts, and store them."""
+    settings = links.client_settings()
+    if len(settings.get("hosts", ())) > 1:
+        raise ConfigError("hosts: got several; want one that computes, which is not the one that is online later")
+    config = options.config_of("assisted", 64, corrections=corrections, **settings)
+    want_model(model, gguf_file)
+    auto = auto_class(task)
+    from private_llm_hf import prepare_corrections
+
+    quiet()
+    with progress_bar(tokens or None, as_json) as step:
+        before = 0
+
+        def show(layer: str, done: int, total: int) -> None:
+            nonlocal before
+            step(layer or f"{done} of {total} tokens", max(0, done - before))
+            before = done
+
+        left = prepare_corrections(
+            model, config, tokens, keep, auto, show,
+            lambda text: None if as_json else NOTES.print(text, markup=False, highlight=False, soft_wrap=True),
+            **gguf_options(gguf_file),
+        )  # fmt: skip
+    if as_json:
+        emit_json({"name": "prepare", "folder": corrections, "tokens_left": left})
+    else:
+        CONSOLE.print(f"{left} tokens are left in {corrections}", highlight=False, markup=False)

@@ -1,0 +1,121 @@
+"""Preparing for protocol "assisted": products of masks are made, checked and stored, before or while a model runs.
+
+Who computes them (this machine, or a host that runs a server of "assisted") knows the masks and must be another than
+the server that gets masked rows later. It learns how many rows there are, not when or whether they are used.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import time
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import replace
+from typing import cast
+
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from private_llm.assisted.corrections import BlockFacts, CorrectionFolder, Corrections
+from private_llm.assisted.fixed_point import BYTES
+from private_llm.config import PrivateConfig
+from private_llm.errors import ConfigError, CorrectionsUsedUp
+from private_llm.net.ledger import size
+from private_llm.protocol_facts import ASSISTED
+from private_llm_hf.checkpoint.weights import WeightSource, skeleton
+from private_llm_hf.client.assisted_model import open_assisted
+from private_llm_hf.client.assisted_rows import is_sent
+from private_llm_hf.client.launch import start_parties
+from private_llm_hf.client.product_servers import ProductServers
+
+_BLOCK_ROWS, _BLOCK_BYTES, _BLOCK_ELEMENTS = 64, 1 << 28, 1 << 24
+"""Rows of a block at most, and its bytes, and elements of one product: a session loses the rest of its last block."""
+_LOOK_S, _TOUCH_S = 0.5, 60.0
+"""Seconds between looks at the folder, and between signs of life to who computes."""
+
+
+def check_online(config: PrivateConfig) -> None:
+    """Raises ConfigError if there is one server and no folder, CorrectionsUsedUp if the folder is empty."""
+    if config.corrections is None:
+        if config.endpoints == 1:
+            raise ConfigError("hosts: got one server; want two, or corrections='FOLDER' from `private-llm prepare`")
+    elif not CorrectionFolder(config.corrections).rows():
+        raise CorrectionsUsedUp(
+            f"corrections: {config.corrections} holds none; make some with `private-llm prepare MODEL --corrections "
+            f"{config.corrections} --tokens N`"
+        )
+
+
+class Preparation:
+    """Adds blocks to a folder. sizes: inputs and outputs of every linear layer."""
+
+    def __init__(self, servers: ProductServers, folder: CorrectionFolder, sizes: list[tuple[int, int]]) -> None:
+        self._servers, self.folder = servers, folder
+        self.bytes_per_token = BYTES * sum(outputs for _, outputs in sizes)
+        widest = max(map(max, sizes))
+        rows = min(_BLOCK_ROWS, _BLOCK_BYTES // self.bytes_per_token, _BLOCK_ELEMENTS // widest)
+        self._rows, self._preparer = max(1, rows), next(iter(servers.config.hosts), "")
+
+    def add(self, tokens: int, progress: Callable[[str, int, int], None]) -> None:
+        """As many blocks as that takes. Raises ConfigError for a full disk, ProtocolAbort naming a wrong product."""
+        done = 0
+        while done < tokens:
+            rows = min(self._rows, tokens - done)
+            check_space(self.folder, rows * self.bytes_per_token)
+            facts = BlockFacts.fresh(rows, cast(Corrections, self._servers.corrections).digests, self._preparer)
+            made = {}
+            for name, products in self._servers.mask_products(rows, facts.key):
+                made[name] = products
+                progress(name, done, tokens)
+            self.folder.add(facts, made)
+            done += rows
+            progress("", done, tokens)
+
+    def keep(self, tokens: int, progress: Callable[[str, int, int], None]) -> None:
+        """Until it is interrupted: add blocks whenever fewer are left."""
+        touched = time.monotonic()
+        while True:
+            missing = tokens - self.folder.rows()
+            if missing > 0:
+                self.add(max(missing, min(self._rows, tokens)), progress)
+            elif time.monotonic() - touched > _TOUCH_S:
+                self._servers.costs()
+                touched = time.monotonic()
+            else:
+                time.sleep(_LOOK_S)
+
+
+def check_space(folder: CorrectionFolder, wanted: int) -> None:
+    """Raises ConfigError if a folder's disk has less."""
+    free = shutil.disk_usage(folder.path).free
+    if wanted > free:
+        raise ConfigError(f"corrections: they take {size(wanted)}, and {folder.path} has {size(free)} free")
+
+
+def make_corrections(
+    model_class: type[PreTrainedModel], config: PretrainedConfig, weights: WeightSource, private_config: PrivateConfig,
+    tokens: int, keep: int, progress: Callable[[str, int, int], None], notice: Callable[[str], None],
+) -> int:  # fmt: skip
+    """See `private_llm_hf.prepare_corrections`. Raises ConfigError for settings that fit no preparation."""
+    if private_config.protocol != ASSISTED or private_config.corrections is None:
+        raise ConfigError("prepare: want PrivateConfig(protocol='assisted', corrections='FOLDER')")
+    if tokens < 0 or keep < 0 or not tokens + keep:
+        raise ConfigError(f"tokens, keep: got {tokens} and {keep}; want one of them above 0")
+    folder = CorrectionFolder.made(private_config.corrections)
+    shapes = [
+        layer.get_parameter("weight").shape[:: -1 if isinstance(layer, Conv1D) else 1]
+        for layer in skeleton(model_class, config).modules() if is_sent(layer)
+    ]  # fmt: skip
+    sizes = [(math.prod(shape[1:]), shape[0]) for shape in shapes]
+    each = BYTES * sum(outputs for _, outputs in sizes)
+    wanted = each * (tokens or max(0, keep - folder.rows()))
+    notice(f"{size(each)} a token, {size(wanted)} in all, in {folder.path}")
+    check_space(folder, wanted)
+    servers = start_parties(replace(private_config, corrections=str(folder.path)))
+    with closing(open_assisted(model_class, config, weights, servers, None)):
+        preparation = Preparation(cast(ProductServers, servers), folder, sizes)
+        preparation.add(tokens, progress)
+        if keep:
+            preparation.keep(keep, progress)
+    return folder.rows()

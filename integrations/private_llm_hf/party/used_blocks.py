@@ -1,0 +1,40 @@
+"""Which blocks of corrections a server has heard of, so that a client that was restored from a copy repeats no mask."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+from private_llm.assisted.corrections import sync_folder
+from private_llm.errors import TransportError
+
+_MOST = 1 << 22
+"""Names that a process keeps in memory, some 400 MB."""
+_known: set[str] = set()
+_lock = threading.Lock()
+
+
+class UsedBlocks:
+    """Of all sessions of this process and, in a folder, of those before it."""
+
+    def __init__(self, folder: str | None) -> None:
+        self._folder = None if folder is None else Path(folder) / "used-blocks"
+
+    def add(self, block: str) -> bool:
+        """Keep a name; whether it is new. Raises TransportError where there is no room for it."""
+        with _lock:
+            if block in _known:
+                return False
+            if len(_known) >= _MOST:
+                raise TransportError("this server has heard of too many blocks; its operator must start it again")
+            _known.add(block)
+        if self._folder is None:
+            return True
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            os.close(os.open(self._folder / block, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+        except FileExistsError:
+            return False
+        sync_folder(self._folder)
+        return True
