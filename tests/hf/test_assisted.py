@@ -369,6 +369,7 @@ def test_unfit_values_name_their_layer() -> None:
         states = torch.full((1, 2, plain.config.hidden_size), float("inf"))
         with pytest.raises(DomainError, match=r"model\.layers\.0\.self_attn\.q_proj\+.*finite"):
             private(inputs_embeds=states)
+        assert worst(private(**BATCH).logits, plain(**BATCH).logits, BATCH["attention_mask"]) < ERROR
 
 
 def test_experts_with_rows_of_their_own_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

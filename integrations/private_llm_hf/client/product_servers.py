@@ -183,11 +183,10 @@ class ProductServers(Parties):
         rows = rows_at_once(inputs, outputs)
         with self.alone():
             stored = self._stored(number, len(x))
-            with self._call(), self.transport.ledger.scope(where):
-                parts = [
-                    self._exchange(number, some, where, stored and stored.part(rows * place, rows))
-                    for place, some in enumerate(x.split(rows))
-                ]
+            parts = [
+                self._exchange(number, some, where, stored and stored.part(rows * place, rows))
+                for place, some in enumerate(x.split(rows))
+            ]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _stored(self, number: int, rows: int) -> TakenRows | None:
@@ -203,17 +202,18 @@ class ProductServers(Parties):
         hidden = mask(cast(Seed, self._masks), label, rows, inputs) if stored is None else stored.masks
         whole, masked, scales = weight.hidden(x, hidden)
         header = HEADER.pack(number, rows)
-        if stored is None:
-            self.transport.send_bytes(KEY, REQUEST, header + label.encode())
-        self.transport.send_bytes(self._online, REQUEST, header + masked.numpy().tobytes())
-        self.transport.ledger.add_round("product")
-        self.exchanges += 1
-        first = self._part(KEY, rows, weight) if stored is None else stored.products
-        parts = first, self._part(self._online, rows, weight)
-        product, right = ops.open_rows(parts, whole, *projection.checked, scales, weight.factors)
-        if not bool(right.all()):
-            first, last = (unpacked(part, (rows, -1)) for part in parts)
-            self._refuse(projection, [(hidden, first), (whole - hidden, last)], where, stored)
+        with self._call(), self.transport.ledger.scope(where):  # what failed before ends no session
+            if stored is None:
+                self.transport.send_bytes(KEY, REQUEST, header + label.encode())
+            self.transport.send_bytes(self._online, REQUEST, header + masked.numpy().tobytes())
+            self.transport.ledger.add_round("product")
+            self.exchanges += 1
+            first = self._part(KEY, rows, weight) if stored is None else stored.products
+            parts = first, self._part(self._online, rows, weight)
+            product, right = ops.open_rows(parts, whole, *projection.checked, scales, weight.factors)
+            if not bool(right.all()):
+                first, last = (unpacked(part, (rows, -1)) for part in parts)
+                self._refuse(projection, [(hidden, first), (whole - hidden, last)], where, stored)
         return product
 
     def _part(self, server: int, rows: int, weight: IntegerWeight) -> Tensor:
