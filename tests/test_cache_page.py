@@ -22,6 +22,7 @@ def test_the_page_is_that_of_the_rows(tmp_path: Path, monkeypatch: pytest.Monkey
     assert not make_cache_tables.is_current()
 
 
+@pytest.mark.full
 def test_rows_that_are_counted_the_same_keep_their_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case("step", "MPCache", "llama-2", "trio", 64, SMALL, measured=True, tiny=True)
     timed = {"seconds": {"min": 1.0, "median": 2.0, "max": 3.0}, "bandwidth_mbit": None, "commit": "12345678"}

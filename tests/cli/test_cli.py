@@ -308,6 +308,7 @@ def test_generate(run: Run, checkpoint: Path) -> None:
     assert by_keys["rounds"] < made["rounds"] * 2 / 3
 
 
+@pytest.mark.full
 def test_generate_under_a_cache_policy(run: Run, checkpoint: Path) -> None:
     """The setting reaches parties in processes; a window costs less, in a run and in an estimate."""
     policy = ("--kv-cache", "sliding-window,recent=3,first=1")

@@ -293,6 +293,7 @@ def test_every_sign_of_three_bits_notices_every_lie() -> None:
     assert exhausted(lambda p, x: _bit(p, p.msb(x, bits=3)), values, ("msb",), _rows) == 8 * (4 + 4 + 1 + 1 + 1)
 
 
+@pytest.mark.full  # three bits are in the gate
 def test_every_sign_of_five_bits_notices_every_lie_of_the_helper() -> None:
     """Blocks of one and three positions and a join: 8 monomials, 1 product, the top bit; 3 + 1 rows opened."""
     values = [torch.tensor([v]) for v in range(-16, 16)]

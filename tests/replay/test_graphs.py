@@ -380,6 +380,7 @@ def test_chunks_of_a_prompt_are_repeated(sweep: int, met: list[ProgramCache], mo
     assert (len(found[0][0]), found[0][1]) == (3, 0), "layers, the norm after them and the head"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("settings", [{}, {"weights_at_rest": "seeds", "prg": "chacha20"}], ids=("resident", "seeds"))
 def test_layers_share_a_recording_and_its_memory(settings: dict[str, Any], met: list[ProgramCache]) -> None:
     """One is recorded; others are bound to it and checked. All programs begin at the same place of one memory."""

@@ -85,7 +85,7 @@ def test_every_protocol(name: str, settings: dict[str, Any], new: int) -> None:
     check(*both(name, settings, new))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.full
 @pytest.mark.parametrize("policy", [SMALL, replace(SMALL, apart=0, shared_layers=2, every=1)], ids=str)
 def test_leaders_and_followers_of_a_deep_model(policy: MPCacheConfig) -> None:
     """Seven layers: leaders that are like the first, followers behind leaders that did not run."""
