@@ -27,6 +27,8 @@ BITS = 40
 BYTES = BITS // 8
 _WEIGHT_MOST = 32767
 MOST_INPUTS = 1 << 18
+_AT_ONCE = 1 << 19
+"""Elements of a weight that are float64 at a time."""
 _WIDE = 8.0
 """Columns stay below so many times the median column."""
 
@@ -48,25 +50,33 @@ class IntegerWeight:
     norm: float
 
     @classmethod
-    def of(cls, weight: Tensor) -> IntegerWeight:
-        """From [outputs, inputs], with an error of at most half a unit, 2^-15 of the largest element of each line.
+    def of(cls, *weights: Tensor) -> IntegerWeight:
+        """From [outputs, inputs], or several with the same inputs, one after the other.
 
-        Raises DomainError for NaN, infinities, and more than 2^18 inputs.
+        Error: at most half a unit, 2^-15 of the largest element of each line. Memory beside the weights: two bytes an
+        element, and a few MB. Raises DomainError for NaN, infinities, and more than 2^18 inputs.
         """
-        exact = weight.detach().to(torch.float64, copy=True)
-        columns = _reach(exact, 0)
-        if exact.shape[1] > MOST_INPUTS or not bool(torch.isfinite(columns).all()):
+        inputs = weights[0].shape[1]
+        pieces = [piece for each in weights for piece in each.detach().split(max(1, _AT_ONCE // max(1, inputs)))]
+        columns = torch.stack([_reach(piece, 0).double() for piece in pieces]).amax(0)
+        if inputs > MOST_INPUTS or not bool(torch.isfinite(columns).all()):
             raise DomainError(
-                f"got values that are not finite, or {exact.shape[1]} inputs; want finite ones, {MOST_INPUTS} at most"
+                f"got values that are not finite, or {inputs} inputs; want finite ones, {MOST_INPUTS} at most"
             )
         wide = columns / (_WIDE * columns[columns > 0].median()) if bool((columns > 0).any()) else columns
         column_scales = _power_above(wide.clamp_min(1))
-        exact /= column_scales
-        largest = _reach(exact, 1)
-        factors = _power_above(torch.where(largest > 0, largest / _WEIGHT_MOST, 1.0).clamp_min(2.0**-1000))
-        lines = exact.div_(factors[:, None]).round_()
-        norm = float(torch.linalg.vector_norm(lines, dim=1).max()) if lines.numel() else 0.0
-        return cls(lines.to(torch.int16), factors, column_scales, _reach(lines, 0), norm)
+        lines = torch.empty(sum(map(len, weights)), inputs, dtype=torch.int16)
+        factors, reaches, norms, at = [], [], [0.0], 0
+        for piece in pieces:
+            exact = piece.double() / column_scales
+            largest = _reach(exact, 1)
+            factors.append(_power_above(torch.where(largest > 0, largest / _WEIGHT_MOST, 1.0).clamp_min(2.0**-1000)))
+            exact = exact.div_(factors[-1][:, None]).round_()
+            norms.append(float(torch.linalg.vector_norm(exact, dim=1).max()))
+            reaches.append(_reach(exact, 0))
+            lines[at : at + len(piece)] = exact
+            at += len(piece)
+        return cls(lines, torch.cat(factors), column_scales, torch.stack(reaches).amax(0), max(norms))
 
     def hidden(self, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Rows [M, inputs] as whole numbers, int64; the same minus a mask, packed; and the scale of each, float64 [M].

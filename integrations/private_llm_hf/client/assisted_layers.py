@@ -42,7 +42,7 @@ class Products:
     def load(self, weights: Sequence[Tensor]) -> None:
         """Give all members' weights, [outputs, inputs] each. Raises DomainError naming the layer for unfit values."""
         try:
-            number = self._weights.load(IntegerWeight.of(torch.cat(list(weights))), self._name)
+            number = self._weights.load(IntegerWeight.of(*weights), self._name)
         except DomainError as error:
             raise DomainError(f"weight of '{self._name}': {error}") from None
         self.stand_for(number, [len(weight) for weight in weights])

@@ -163,7 +163,10 @@ class _Filling:
         products, member, members = self._named[path]
         layer = self._model.get_submodule(path)
         found = self._waiting.setdefault(products, {})
-        found[member] = layer.matrix(tensor).detach().to("cpu", copy=True)
+        if members == 1:
+            products.load([layer.matrix(tensor).detach().cpu()])
+            return
+        found[member] = layer.matrix(tensor).detach().to("cpu", copy=True)  # what is streamed may be a mapped file
         if len(found) == members:
             products.load([found[each] for each in range(members)])
             del self._waiting[products]
