@@ -15,6 +15,7 @@ import json
 import os
 import re
 import secrets
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -33,6 +34,9 @@ from private_llm.ring.ring import Ring
 _BLOCK = re.compile(r"[0-9a-f]{32}-(\d+)\.safetensors")
 """A block's name, and its rows."""
 _MOST_HEADER = 1 << 26
+
+_OLD_S = 86400.0
+"""Age of files that nobody writes or reads any more."""
 
 _KEPT = 256
 """Rows of a weight, or as many as the largest call had, that wait in memory at most; those of before are dropped."""
@@ -64,11 +68,18 @@ class CorrectionFolder:
 
     @classmethod
     def made(cls, path: str | Path) -> CorrectionFolder:
-        """The folder, which its owner alone may open. Raises ConfigError for one that others may open."""
+        """The folder, which its owner alone may open, without what crashes left in it.
+
+        Raises ConfigError for one that others may open.
+        """
         folder = cls(path)
         folder.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         if folder.path.stat().st_mode & 0o077:
             raise ConfigError(f"corrections: others may open {path}; want a folder of mode 0700 (chmod 700 {path})")
+        for left in (*folder.path.glob("*.part"), *folder.path.glob("*.claimed")):
+            with contextlib.suppress(FileNotFoundError):  # another session's, which just ended with it
+                if time.time() - left.stat().st_mtime > _OLD_S:
+                    left.unlink()
         return folder
 
     def rows(self) -> int:

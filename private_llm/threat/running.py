@@ -186,6 +186,8 @@ May be corrupt: the online server, or who prepared, malicious, as servers of ass
   or was started again without offline_folder, or two servers that were online in turn and pool what they got: rows
   under one mask, so the difference of two inputs of a layer. A server that goes on, or has that folder, refuses a block
   that it has heard of before it gets a row. Delete the folder before you go on from a copy
+- when a copy of the memory of a session that runs goes on, too: whoever sees both connections, the same. End sessions
+  before you copy a machine's memory
 Source: additive sharing as under assisted, products of masks made before. Blocks are claimed by renaming and deleted,
   and the folder synced, before a row of them is used: private_llm/assisted/corrections.py. Tests fork, crash between
   claim and use, claim in two processes, restore copies, and let server and preparer lie. No outside review yet

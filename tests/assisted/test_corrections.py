@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -205,6 +206,16 @@ def test_nothing_half_written_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(OSError, match="space"):
         filled(folder.path, 2)
     assert list(folder.path.iterdir()) == []
+
+
+def test_what_crashes_left_is_deleted_when_it_is_old(tmp_path: Path) -> None:
+    folder = filled(tmp_path / "c", 2)
+    for name, age in (("a.claimed", 1e5), ("b.part", 1e5), ("c.part", 0)):
+        (folder.path / name).touch()
+        os.utime(folder.path / name, (time.time() - age,) * 2)
+    CorrectionFolder.made(folder.path)
+    assert [path.name for path in folder.path.iterdir() if path.suffix != ".safetensors"] == ["c.part"]
+    assert folder.rows() == 2
 
 
 def test_rows_that_no_call_reads_do_not_pile_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from private_llm_hf import AutoPrivateModelForCausalLM, PrivateConfig, patch, pr
 from private_llm_hf.client import corrections
 from private_llm_hf.party import used_blocks
 from private_llm_hf.party.product_server import ProductServer
+from private_llm_hf.tools.estimate import estimate
 from private_llm_hf.wire.assisted import HEADER, BeginBlock, MaskKey
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -103,6 +104,16 @@ def test_the_server_gets_rows_under_fresh_masks_and_nothing_else(
     down = 2 * (hidden + 2 * 32 + hidden + 2 * inner + hidden) + plain.config.vocab_size
     commands = costs.bytes_total - 3 * (40 * BYTES * (up + down) + 9 * HEADER.size)
     assert 0 <= commands < 10
+
+
+def test_an_estimate_knows_one_server(tmp_path: Path) -> None:
+    with prepared("llama", tmp_path, 10) as (plain, private), torch.no_grad():
+        private.cost(reset=True)
+        private(torch.arange(4)[None] + 3)
+        found = estimate(type(plain), plain.config, stored(tmp_path), sequence=4, new_tokens=0).costs
+        run = private.cost()
+        assert found.cost.sent.keys() == run.cost.sent.keys()
+        assert 0 <= run.bytes_total - found.bytes_total < 10  # the start of a block
 
 
 def _lying(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,8 +41,8 @@ from private_llm_hf.wire.assisted import (
 )
 from private_llm_hf.wire.codec import Message
 
-KEY, MASKED = 0, 1
-"""The server that knows the key of the masks, and the one that gets masked rows; an only server is number 0."""
+KEY = 0
+"""The server that knows the key of the masks; the last one gets masked rows, which is the same if it is alone."""
 
 _MACS_AT_ONCE, _ELEMENTS_AT_ONCE = 1 << 33, 1 << 24
 """Multiply-adds and elements of an exchange, so that a server answers within seconds: more rows take several."""

@@ -28,7 +28,7 @@ from private_llm_hf.client.assisted_model import built
 from private_llm_hf.client.assisted_rows import RowCounts
 from private_llm_hf.client.costs import Costs, layer_of
 from private_llm_hf.client.launch import start_parties
-from private_llm_hf.client.product_servers import KEY, MASKED, ProductServers, rows_at_once
+from private_llm_hf.client.product_servers import KEY, ProductServers, rows_at_once
 from private_llm_hf.wire.answers import CostRows
 from private_llm_hf.wire.assisted import HEADER, REQUEST, WeightsHeld
 
@@ -159,8 +159,9 @@ class CountedServers(ProductServers):
         self.asked.append(ProductExchange(layer_of(where), rows, inputs, outputs, time.perf_counter() - self._since))
         self.goes_on()
         *servers, client = self._ledgers
-        client.sent[where, REQUEST, KEY] += HEADER.size + len(fresh_label())
-        client.sent[where, REQUEST, MASKED] += HEADER.size + BYTES * rows * inputs
+        if len(servers) > 1:
+            client.sent[where, REQUEST, KEY] += HEADER.size + len(fresh_label())
+        client.sent[where, REQUEST, len(servers) - 1] += HEADER.size + BYTES * rows * inputs
         client.rounds[where, "product"] += 1
         for ledger in servers:
             ledger.sent[where, "product", CLIENT] += BYTES * rows * outputs
