@@ -79,7 +79,7 @@ class _AutoPrivate:
         """
         private_config = _checked(private_config, ranges)
         compile_ahead(private_config)
-        checkpoint, model_class, config = _found(source, cls, hf_kwargs)
+        checkpoint, model_class, config = _found(source, cls, hf_kwargs, private_config)
         return _open(
             model_class, config, private_config, functools.partial(checkpoint.stream, model_class, config),
             checkpoint.generation_config(model_class, config),
@@ -144,7 +144,7 @@ def patch(
         raise PatchMismatch(f"patch: got a {type(model).__name__}, which is private already; want the plaintext model")
     # copies: whoever sets something in the private model's configuration does not mean the plaintext model
     generation = copy.deepcopy(getattr(unwrapped(model), "generation_config", None))
-    model = _loaded(model)
+    model = _loaded(model, private_config)
     if images is not None:
         images = check_images(type(model), model.config, images)
     return _open(
@@ -154,10 +154,10 @@ def patch(
     )  # fmt: skip
 
 
-def _loaded(model: nn.Module) -> PreTrainedModel:
+def _loaded(model: nn.Module, private_config: PrivateConfig) -> PreTrainedModel:
     """What parties can build of a model in memory: transformers' own class, or a `Network`. Raises PatchMismatch."""
     inner = unwrapped(model)
-    if isinstance(inner, PreTrainedModel):
+    if isinstance(inner, PreTrainedModel) and private_config.protocol != ASSISTED:  # there the client runs the model
         require_inputs(type(inner), inner.config)
     model = dense_model(model)
     if not isinstance(model, PreTrainedModel):
@@ -194,6 +194,9 @@ def _open(
     start: Start = start_parties, tried: bool = False,
 ) -> PreTrainedModel:  # fmt: skip
     """Try a class that no test compares, plan, start parties; calibrate and share the weights if they hold none."""
+    if private_config.protocol == ASSISTED:
+        check_online(private_config)
+        return open_assisted(model_class, config, weights, start(private_config, mesh), generation)
     plain, private_config = config, adopted(private_config, config)
     config, sparse, spec = _specified(model_class, config, private_config)
     _check_code(spec.model, private_config)
@@ -206,9 +209,6 @@ def _open(
             return None
         return digest.text()
 
-    if private_config.protocol == ASSISTED:
-        check_online(private_config)
-        return open_assisted(model_class, plain, weights, start(private_config, mesh), generation)
     if private_config.plan is not None:
         check_sharding(model_class, config, private_config.plan, private_config.split)
     if not tried:
@@ -391,14 +391,15 @@ def prepare_corrections(
     ShareFileError for one with corrections of another model, ProtocolAbort naming a host that computes wrongly,
     PatchMismatch as `from_pretrained`.
     """
+    private_config = _checked(private_config)
     if isinstance(source, str):
-        checkpoint, model_class, config = _found(source, auto, hf_kwargs)
+        checkpoint, model_class, config = _found(source, auto, hf_kwargs, private_config)
         weights: WeightSource = functools.partial(checkpoint.stream, model_class, config)
     else:
-        model = _loaded(source)
+        model = _loaded(source, private_config)
         model_class, config = type(model), copy.deepcopy(model.config)
         weights = lambda wanted, sink, local: stream_loaded(model, wanted, sink)  # noqa: E731
-    return make_corrections(model_class, config, weights, _checked(private_config), tokens, keep, progress, notice)
+    return make_corrections(model_class, config, weights, private_config, tokens, keep, progress, notice)
 
 
 def _checked(private_config: PrivateConfig | None, ranges: Ranges | None = None) -> PrivateConfig:
@@ -413,11 +414,13 @@ def _checked(private_config: PrivateConfig | None, ranges: Ranges | None = None)
 
 
 def _found(
-    source: str, auto: type[_AutoPrivate], options: dict[str, Any]
+    source: str, auto: type[_AutoPrivate], options: dict[str, Any], private_config: PrivateConfig | None = None
 ) -> tuple[Checkpoint, type[PreTrainedModel], PretrainedConfig]:
     checkpoint = Checkpoint(source, **options)
     config = checkpoint.config()
-    architecture(config)
+    shared = private_config is None or private_config.protocol != ASSISTED
+    if shared:
+        architecture(config)
     mapping = auto.auto_class._model_mapping
     if type(config) not in mapping:
         raise PatchMismatch(f"{auto.auto_class.__name__} has no class for '{config.model_type}' models")
@@ -426,5 +429,6 @@ def _found(
     named = {known.__name__: known for known in classes}
     names = [name for name in getattr(config, "architectures", None) or [] if name in named]
     model_class = named[names[0]] if names else classes[0]
-    require_inputs(model_class, config)
+    if shared:
+        require_inputs(model_class, config)
     return checkpoint, model_class, checkpoint.settled(model_class, config)

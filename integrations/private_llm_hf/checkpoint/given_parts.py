@@ -19,7 +19,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from private_llm.errors import PatchMismatch
 from private_llm_hf.checkpoint.model_spec import sent_values
-from private_llm_hf.models.architectures import architecture
+from private_llm_hf.models.architectures import caches
 
 _ACTIVATIONS = ("torch.nn.modules.activation", "transformers.activations")
 """Where activations are from of which another one may stand in a module, if it computes the same."""
@@ -186,7 +186,7 @@ def check_settings(model: PreTrainedModel, built: PreTrainedModel) -> None:
 
     Some modules change theirs in a call, so both should have computed the same inputs before.
     """
-    ignored = {*_OF_TRAINING, *_SIZES} | (set() if architecture(model.config).caches else {"layer_idx"})
+    ignored = {*_OF_TRAINING, *_SIZES} | (set() if caches(model.config) else {"layer_idx"})
     for path, (mine, module) in pairs(model, built).items():
         if isinstance(module, nn.Dropout):
             continue

@@ -27,6 +27,7 @@ from private_llm_hf.checkpoint.given_parts import pairs, part, value
 from private_llm_hf.checkpoint.model_spec import sent_values
 from private_llm_hf.checkpoint.own_code import of_user, replaced_forwards
 from private_llm_hf.checkpoint.sample_inputs import difference, evaluating, outputs, recorded
+from private_llm_hf.models.architectures import require_inputs
 
 _ELSEWHERE = 1e-2
 """As EQUAL, where accelerate moves the model between devices, whose kernels differ."""
@@ -49,10 +50,16 @@ def as_built(model: PreTrainedModel, config: PretrainedConfig) -> PreTrainedMode
 
 
 def _as_built(model: PreTrainedModel, config: PretrainedConfig) -> PreTrainedModel:
-    given = sample_inputs.sample_inputs(model)
+    given = _inputs(model)
     config = _as_given(model, config)
     sent = sent_values(config)
-    read = AutoConfig.for_model(sent.pop("model_type"), **sent)  # as parties do: what was set may become something else
+    try:
+        read = AutoConfig.for_model(sent.pop("model_type"), **sent)  # as parties do: settings may change
+    except Exception as error:  # a foreign configuration may raise anything
+        raise PatchMismatch(
+            f"patch: {type(config).__name__} does not read what it writes ({type(error).__name__}: "
+            f"{first_line(error)}); use AutoPrivate....from_pretrained() with the folder of this model"
+        ) from error
     read._attn_implementation = config._attn_implementation
     built = weights.without_weights(type(model), read)
     built.eval()
@@ -64,6 +71,12 @@ def _as_built(model: PreTrainedModel, config: PretrainedConfig) -> PreTrainedMod
             "quantisation, merge its adapters, or undo the change"
         )
     _take_weights(model, built)
+    replaced = [f"forward of '{name}'" for name in replaced_forwards(model)]
+    attention = _own_attention(model)
+    if attention is not None:
+        replaced.append(f"attention function {attention!r}")
+    if given is None:
+        return _untried(model, built, config, replaced)
     try:
         with _unpacked(model):
             wanted = outputs(model, given)
@@ -79,10 +92,6 @@ def _as_built(model: PreTrainedModel, config: PretrainedConfig) -> PreTrainedMod
     devices = {weight.device for weight in (*model.parameters(), *built.parameters())}
     allowed = sample_inputs.EQUAL if len(devices) == 1 else _ELSEWHERE
     found = difference(wanted, made, allowed)
-    replaced = [f"forward of '{name}'" for name in replaced_forwards(model)]
-    attention = _own_attention(model)
-    if attention is not None:
-        replaced.append(f"attention function {attention!r}")
     if found is None and replaced:
         given = sample_inputs.longer_inputs(config, given)
         found = _longer_difference(model, built, given, allowed)
@@ -104,6 +113,29 @@ def _as_built(model: PreTrainedModel, config: PretrainedConfig) -> PreTrainedMod
         f"and the model's configuration say, from which the parties build it ({found}); undo the change, or change the "
         "configuration and load the model again"
     )
+
+
+def _inputs(model: PreTrainedModel) -> dict[str, Tensor] | None:
+    """What a model can be tried on; None for those of sound, or of texts with images, which no shares are made of."""
+    with suppress(PatchMismatch):
+        require_inputs(type(model), model.config)
+        return sample_inputs.sample_inputs(model)
+    return None
+
+
+def _untried(
+    model: PreTrainedModel, built: PreTrainedModel, config: PretrainedConfig, replaced: list[str]
+) -> PreTrainedModel:
+    """The built model, compared as it stands. Raises PatchMismatch as `as_built`, and for what was replaced."""
+    if replaced:
+        raise PatchMismatch(
+            f"patch: {replaced[0]} is somebody's own, and no inputs are known on which to compare this "
+            f"{type(model).__name__} with its class; remove it (del), or change the class"
+        )
+    given_parts.check_buffers(model, built)
+    given_parts.check_settings(model, built)
+    built.config = config
+    return built
 
 
 def _longer_difference(

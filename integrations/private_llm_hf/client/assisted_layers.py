@@ -52,7 +52,8 @@ class Products:
         self._number, self._widths = number, widths
 
     def part(self, member: int, x: Tensor) -> Tensor:
-        """One member's product with x [..., inputs]. Raises DomainError naming the layers for values not finite.
+        """One member's product with x [..., inputs]. Raises DomainError naming the layers for values not finite, and
+        UnsupportedOp for a server's own model, and for other products than an earlier call of equal shapes had.
 
         Which exchanges there are depends on which tensors layers read, and on writing to them, never on values.
         """

@@ -29,6 +29,7 @@ from private_llm_hf.client.assisted_rows import CONVOLUTIONS, RowCounts, is_sent
 from private_llm_hf.client.costs import Costs
 from private_llm_hf.client.parties import Parties
 from private_llm_hf.client.product_servers import ProductServers
+from private_llm_hf.models.architectures import table
 from private_llm_hf.models.norms import CANNOT
 
 
@@ -110,8 +111,8 @@ def built(
     rows: RowCounts,
 ) -> PreTrainedModel:  # fmt: skip
     """The model without the weights of its linear layers, which `servers` get. Raises as `open_assisted`."""
-    model = without_weights(_assisted_class(model_class), config).eval()
     wanted = WeightList.of(skeleton(model_class, config))
+    model = without_weights(_assisted_class(model_class), config).eval()
     layers = [name for name, module in model.named_modules() if is_sent(module)]
     chosen = [name for name in layers if _CHOSEN & {*name.split(".")}]
     if chosen:
@@ -177,7 +178,7 @@ def layers_by_input(
 ) -> list[list[str]]:  # fmt: skip
     """Linear layers of a block in groups that read the same tensor: queries, keys and values, in some models MLPs too.
 
-    Found in a forward on the meta device; where that needs values, each layer is a group. Raises PatchMismatch if that
+    Found in a forward on the meta device; where that needs values, by their names. Raises PatchMismatch if that
     forward reads the weight of a linear layer itself, or how many rows layers read depends on values.
     """
     settings = copy.deepcopy(config)
@@ -203,7 +204,7 @@ def layers_by_input(
             model(**empty_inputs(config))
     except UnsupportedOp as error:
         raise PatchMismatch(f"{model_class.__name__}: {error}") from None
-    except CANNOT:
+    except (PatchMismatch, *CANNOT):
         groups = {}
         refuse_chosen_rows(model_class, config)
     found: list[list[str]] = []
@@ -212,6 +213,8 @@ def layers_by_input(
         new = [name for name in dict.fromkeys(group) if name not in seen]
         seen.update(new)
         found += [new] if new else []
+    found += _by_name(model, [name for name in layers if name not in seen])
+    seen = {name for group in found for name in group}
     return found + [[name] for name in layers if name not in seen]
 
 
@@ -220,6 +223,23 @@ def _block(name: str) -> str:
     found = re.match(r".*\.\d+(?=\.)", name)
     return found[0] if found else ""
 
+
+def _by_name(model: nn.Module, layers: Sequence[str]) -> list[list[str]]:
+    """Linear layers in groups that read the same input by their names. A wrong guess costs bytes, and no result."""
+    found = []
+    for parent in dict.fromkeys(name.rpartition(".")[0] for name in layers):
+        for names, where in table("same_input").items():
+            group = [f"{parent}.{own}" for own in names.split()]
+            if not {*group} <= {*layers} or not re.fullmatch(where, parent) or _CROSS.search(parent):
+                continue
+            members = [model.get_submodule(name) for name in group]
+            if len({(type(each), each.get_parameter("weight").shape[1:]) for each in members}) == 1:
+                found += [group] if type(members[0]) is nn.Linear else []
+    return found
+
+
+_CROSS = re.compile("cross|encoder_attn|EncDec", re.IGNORECASE)
+"""Attention whose queries read one input, its keys and values another."""
 
 _CLASSES: dict[type[PreTrainedModel], type[PreTrainedModel]] = {}
 

@@ -71,6 +71,13 @@ def architecture_of(model_type: object) -> Architecture:
     return _known(model_type)
 
 
+def caches(config: PretrainedConfig) -> bool:
+    """Whether models of this configuration may generate with a KV cache; also of kinds that no shares are made of."""
+    with contextlib.suppress(PatchMismatch):
+        return architecture(config).caches
+    return True
+
+
 @functools.cache
 def _known(model_type: str) -> Architecture:
     facts = dict(read_facts(_EXCEPTIONS).get(model_type, {}))
@@ -102,7 +109,7 @@ def _kind(model_type: str) -> str:
     raise PatchMismatch(
         f"architecture {model_type!r} is of a kind that is not run; want a model that generates text, fills in masked "
         "tokens or classifies images, of transformers' own code (sound, video, and texts with images have no private "
-        "rule: compute these in the clear)"
+        "rule: use protocol='assisted' if the weights are public, or compute these in the clear)"
     )
 
 
