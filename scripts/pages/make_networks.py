@@ -3,6 +3,7 @@
 python scripts/pages/make_networks.py --measure                 everything (an hour), then tables and picture
 python scripts/pages/make_networks.py --measure --models gpt2   rows of these models again; the others stay
 python scripts/pages/make_networks.py --measure --how modelled  rows that need no whole model (ten minutes)
+python scripts/pages/make_networks.py --measure --assisted      rows of protocol "assisted" (a minute)
 python scripts/pages/make_networks.py                           tables and picture from the rows that are there
 python scripts/pages/make_networks.py --check                   are the tables those of the rows?
 python scripts/pages/make_networks.py --tiny                    smallest rows, written nowhere: does everything run?
@@ -26,8 +27,10 @@ from make_benchmarks import keep, put, read_rows
 sys.path.append(str(Path(__file__).resolve().parent.parent / "studies"))  # its rows are a study's
 from plot_wan import USUAL_BANDWIDTH, plot_wan
 from wan_models import wan_model
-from wan_rows import LATENCIES, Case, cases, networks
+from wan_rows import LATENCIES, Case, assisted_cases, cases, networks
 from wan_run import Place
+
+from private_llm.protocol_facts import ASSISTED
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE, ROWS = ROOT / "docs" / "networks.md", ROOT / "docs" / "networks.jsonl"
@@ -47,16 +50,20 @@ def size(count: float) -> str:
 
 def network(row: dict[str, Any]) -> str:
     """Latency and bandwidth."""
+    if not row["latency_ms"]:
+        return "loopback"
     rate = row["bandwidth_mbit"]
     return f"{row['latency_ms']:g} ms, {f'{rate / 1000:g} Gbit/s' if rate >= 1000 else f'{rate:g} Mbit/s'}"
 
 
 def measured_table(rows: Rows) -> str:
     """Whole models that ran, one table for each machine and kind of network."""
-    kinds = dict.fromkeys((row["network"], row["machine"]) for row in rows if row["how"] == "measured")
-    return "\n\n".join(
-        _measured_table([row for row in rows if (row["network"], row["machine"]) == kind]) for kind in kinds
-    )
+    kinds = dict.fromkeys(map(_kind, (row for row in rows if row["how"] == "measured")))
+    return "\n\n".join(_measured_table([row for row in rows if _kind(row) == kind]) for kind in kinds)
+
+
+def _kind(row: dict[str, Any]) -> tuple[object, ...]:
+    return row["how"], row["protocol"], row["network"] if row["protocol"] != ASSISTED else "", row["machine"]
 
 
 def _measured_table(rows: Rows) -> str:
@@ -74,10 +81,9 @@ def _measured_table(rows: Rows) -> str:
             f"| {seconds(row['seconds_per_token'])} ({spread}) | {size(row['bytes_total'])} | {row['rounds']} "
             f"| {row['error_max']:.1e} | {'equal' if row['equal'] else 'differs'} | {row['load']:.1f} |"
         )
-    first = rows[0]
+    first, places = rows[0], dict.fromkeys(f"{row['network']}, parties as {row['party_mode']}" for row in rows)
     lines.append(
-        f"\n{first['network']}; {first['protocol']}, prompt of {first['shape'][1]} tokens, parties as "
-        f"{first['party_mode']}; {taken(rows)}."
+        f"\n{' (loopback); '.join(places)}; {first['protocol']}, prompt of {first['shape'][1]} tokens; {taken(rows)}."
     )
     return "\n".join(lines)
 
@@ -123,13 +129,16 @@ def published_table(published: Rows, rows: Rows) -> str:
             f"| {row['differs']} |"
         )
     lines += ["", f"Ours at {delays} ms, seconds for the first token; for a further one:", ""]
-    lines += [f"- {ours(model, rows)}" for model in dict.fromkeys(row["beside"] for row in published) if model]
+    models = [model for model in dict.fromkeys(row["beside"] for row in published) if model]
+    lines += [f"- {ours(model, rows)}" for model in models]
+    lines += [f"- {told} ({ASSISTED})" for model in models if (told := ours(model, rows, ASSISTED)) != "-"]
     return "\n".join(lines)
 
 
-def ours(model: str | None, rows: Rows) -> str:
+def ours(model: str | None, rows: Rows, protocol: str = "trio") -> str:
     """Our seconds with one model at each latency, measured where there are such rows, or a dash."""
     found = [row for row in rows if row["model"] == model and row["way"] == "plain"]
+    found = [row for row in found if row.get("protocol", "trio") == protocol]
     found = [row for row in found if row["bandwidth_mbit"] == USUAL_BANDWIDTH]
     chosen = [row for row in found if row["how"] == "measured"] or found
     if not chosen:
@@ -166,14 +175,16 @@ def is_current() -> bool:
 
 def key(row: dict[str, Any]) -> tuple[object, ...]:
     """What one row is of."""
-    return tuple(row[name] for name in ("model", "how", "way", "latency_ms", "bandwidth_mbit"))
+    return tuple(row[name] for name in ("model", "how", "way", "protocol", "latency_ms", "bandwidth_mbit"))
 
 
 def measure(options: argparse.Namespace) -> None:
     """Run all cases that are asked for; keep each row as soon as it is there."""
     asked = networks(options.latency, options.bandwidth)
     todo = [case for case in cases(asked, models=options.models) if options.how in ("", case.how)]
-    order = [_key_of(case) for case in cases(networks(), installed=lambda name: True)]
+    if options.assisted:
+        todo = assisted_cases()
+    order = [_key_of(case) for case in (*cases(networks(), installed=lambda name: True), *assisted_cases())]
     for case in todo:
         row = case.run(options.repeat)
         print(json.dumps(row), flush=True)
@@ -182,7 +193,7 @@ def measure(options: argparse.Namespace) -> None:
 
 
 def _key_of(case: Case) -> tuple[object, ...]:
-    return case.model, case.how, case.way, case.network.latency_ms, case.network.bandwidth_mbit
+    return case.model, case.how, case.way, case.protocol, case.network.latency_ms, case.network.bandwidth_mbit
 
 
 def try_tiny() -> None:
@@ -191,6 +202,7 @@ def try_tiny() -> None:
     for case in cases(networks(0.2, 1000.0), tiny=True):
         rows.append(case.run(1, Place("simulated")))
         print(json.dumps(rows[-1]), flush=True)
+    rows += [case.run(1) for case in assisted_cases(tiny=True)]
     published = json.loads(PUBLISHED.read_text("utf-8"))
     print(measured_table(rows), modelled_table(rows), published_table(published, rows), sep="\n\n")
     with tempfile.TemporaryDirectory() as place:
@@ -200,7 +212,7 @@ def try_tiny() -> None:
 def main() -> int:
     """Parse, measure, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for flag in ("--measure", "--check", "--tiny"):
+    for flag in ("--measure", "--check", "--tiny", "--assisted"):
         parser.add_argument(flag, action="store_true")
     parser.add_argument("--models", nargs="+", default=[], help="only these")
     parser.add_argument("--how", default="", choices=["", "measured", "modelled"])

@@ -9,10 +9,13 @@ from typing import Any
 from private_llm_cli.commands.plot import load_pyplot
 from wan_models import wan_model
 
+from private_llm.protocol_facts import ASSISTED
+
 USUAL_BANDWIDTH = 1000.0
 """Mbit/s that lines are drawn for."""
 _COLOURS = {"gpt2": "#4c72b0", "smollm2": "#55a868", "llama-7b": "#dd8452", "llama-13b": "#c44e52"}
 _OTHER = "#6b6b6b"
+_WAYS = {"drafts": ", drafts from the prompt", ASSISTED: ", public weights (assisted)"}
 _LEFT, _EDGE, _LAST, _RIGHT = 0.05, 0.15, 23.0, 90.0
 """Latencies at which the picture begins, known ones begin, ours end, and the picture ends."""
 
@@ -28,14 +31,15 @@ def plot_wan(rows: Sequence[Mapping[str, Any]], published: Sequence[Mapping[str,
     lines: dict[tuple[str, str, str], list[Mapping[str, Any]]] = {}
     for row in rows:
         if row["bandwidth_mbit"] == USUAL_BANDWIDTH:
-            lines.setdefault((row["model"], row["how"], row["way"]), []).append(row)
+            way = row["protocol"] if row.get("protocol") == ASSISTED else row["way"]
+            lines.setdefault((row["model"], row["how"], way), []).append(row)
     for (model, how, way), group in lines.items():
         group.sort(key=lambda row: row["latency_ms"])
-        style = ":" if way == "drafts" else "-" if how == "measured" else "--"
+        style = ":" if way == "drafts" else "-." if way == ASSISTED else "-" if how == "measured" else "--"
         panel.plot(
             [row["latency_ms"] for row in group], [row["seconds_per_token"] for row in group], style,
             color=_COLOURS.get(model, "black"), marker="o" if how == "measured" else "x",
-            label=f"{wan_model(model).words}: {how}{', drafts from the prompt' if way == 'drafts' else ''}",
+            label=f"{wan_model(model).words}: {how}{_WAYS.get(way, '')}",
         )  # fmt: skip
     for row in published:
         if row["unit"] in ("token", "forward") and row["seconds"] is not None:

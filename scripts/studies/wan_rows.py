@@ -29,6 +29,7 @@ from wan_run import DRAFTS, Place, measured_passes
 
 from private_llm.config import PrivateConfig
 from private_llm.kernels.parallel import threads_per_party
+from private_llm.protocol_facts import ASSISTED
 from private_llm.token_sharding import cards
 
 if TYPE_CHECKING:
@@ -38,6 +39,8 @@ PROTOCOLS = ("trio", "quad", "dealer")
 LATENCIES = (0.2, 1.0, 20.0)
 BANDWIDTHS = (100.0, 1000.0, 10_000.0)
 _USUAL_LATENCY, _USUAL_BANDWIDTH = 1.0, 1000.0
+LOOPBACK = LinkSpeed(1e6, 0.0)
+"""Sockets of this machine; the bandwidth stands for none."""
 MEASURED, MODELLED = ("gpt2", "smollm2"), ("gpt2", "smollm2", "llama-7b", "llama-13b")
 _TINY_MODELS = ("demo",)
 WIDTHS: tuple[Shape, ...] = ((512, 4, 1376), (1024, 8, 2752))
@@ -122,6 +125,8 @@ def _macs(layer: LayerCost) -> int:
 
 def wan_config(network: LinkSpeed, protocol: str = "trio") -> PrivateConfig:
     """Settings of a session over this network."""
+    if protocol == ASSISTED:  # which has nothing to choose by the network
+        return PrivateConfig(protocol=ASSISTED, timeout_s=600.0)
     return PrivateConfig.from_dict({
         "protocol": protocol, "adder": "auto", "bandwidth_mbit": network.bandwidth_mbit,
         "latency_ms": network.latency_ms, "timeout_s": 600.0,
@@ -235,7 +240,7 @@ class Case:
         return {**row, **made, "threads": threads_per_party(config.parties), **provenance()}
 
     def _measured(self, config: PrivateConfig, repeat: int, place: Place | None) -> dict[str, Any]:
-        prompt, place = self._prompt, place or Place.here()
+        prompt, place = self._prompt, place or self._place
         drafts = DRAFTS if self.way == "drafts" else 0
         new = 1 + (3 * repeat if drafts else repeat)
         found = measured_passes(wan_model(self.model), config, self.network, prompt, new, drafts, place)
@@ -265,8 +270,22 @@ class Case:
         }  # fmt: skip
 
     @property
+    def _place(self) -> Place:
+        """Where it runs: links of party services can be slowed down, those of servers of products be simulated."""
+        if self.protocol != ASSISTED:
+            return Place.here()
+        return Place("simulated" if self.network.latency_ms else "loopback")
+
+    @property
     def _prompt(self) -> int:
         return TINY_PROMPT if self.tiny else PROMPT
+
+
+def assisted_cases(tiny: bool = False) -> list[Case]:
+    """Protocol "assisted" on this machine's loopback, and at each latency at 1 Gbit/s between client and servers."""
+    asked = (LOOPBACK, *(LinkSpeed(_USUAL_BANDWIDTH, latency) for latency in LATENCIES if latency >= 1))
+    model = _TINY_MODELS[0] if tiny else "smollm2"
+    return [Case(model, "measured", network, protocol=ASSISTED, tiny=tiny) for network in asked[: 2 if tiny else None]]
 
 
 def networks(latency: float | None = None, bandwidth: float | None = None) -> tuple[LinkSpeed, ...]:

@@ -33,6 +33,7 @@ from wan_models import WanModel, plaintext, quiet
 from private_llm.config import PrivateConfig
 from private_llm.errors import PartyFailed
 from private_llm.kernels.parallel import threads_per_party
+from private_llm.protocol_facts import ASSISTED
 
 DRAFTS = 4
 """Tokens that are looked up in the prompt and checked at once."""
@@ -84,7 +85,7 @@ class Passes:
 class Place:
     """Where parties run. netem: the kernel delays."""
 
-    kind: Literal["namespaces", "simulated"]
+    kind: Literal["namespaces", "simulated", "loopback"]
     netem: bool = False
 
     @classmethod
@@ -97,6 +98,8 @@ class Place:
         """As a row says it."""
         if self.kind == "simulated":
             return "simulated: threads, a wire of this speed between any two"
+        if self.kind == "loopback":
+            return "sockets of this machine"
         return "namespaces: netem" if self.netem else "namespaces: tbf, and parties that send later"
 
     @property
@@ -115,8 +118,9 @@ def measured_passes(
     quiet()
     folder = model.folder()
     ids = model.prompt(folder, prompt)
-    if place.kind == "simulated":
-        return _simulated(model, config, network, ids, new, drafts)
+    if place.kind != "namespaces":
+        slow = network if place.kind == "simulated" else None
+        return _in_this_process(model, config, slow, ids, new, drafts)
     return _in_namespaces(folder, config, network, ids, new, drafts, place.netem)
 
 
@@ -166,14 +170,17 @@ def generated(private: Any, plain: Any, ids: Tensor, new: int, drafts: int) -> P
     )  # fmt: skip
 
 
-def _simulated(
-    model: WanModel, config: PrivateConfig, network: LinkSpeed, ids: Tensor, new: int, drafts: int
+def _in_this_process(
+    model: WanModel, config: PrivateConfig, network: LinkSpeed | None, ids: Tensor, new: int, drafts: int
 ) -> Passes:  # fmt: skip
+    """The client; parties are threads behind links of this speed, or processes of this machine."""
     from private_llm_hf import patch
 
     plain = plaintext(model.folder())
-    mesh = SlowMesh(config.parties, config.timeout_s, network, instant="control")
-    private: Any = patch(plain, config, mesh, ranges=model.ranges(config))
+    mesh = None if network is None else SlowMesh(config.parties, config.timeout_s, network, instant="control")
+    if mesh is None:
+        config = dataclasses.replace(config, party_mode="processes")
+    private: Any = patch(plain, config, mesh, ranges=None if config.protocol == ASSISTED else model.ranges(config))
     try:
         return generated(private, plain, ids, new, drafts)
     finally:
