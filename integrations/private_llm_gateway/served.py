@@ -162,12 +162,12 @@ class Served:
         if config.protocol == CASCADE or (config.facts is not None and not config.facts.hides):
             holds = "text and weights in the clear" if config.protocol != CASCADE else "some tokens, and the weights"
         facts, made = config.facts, []
-        of_servers = ("the key of the masks", "masked rows")  # by their number
+        of_servers = ("the key of the masks", "masked rows")  # an only one gets rows
         for number in range(config.endpoints):
             host = config.hosts[number] if config.hosts else "this machine"
             deals = facts is not None and facts.dealer and number == facts.helper
             what = "masks only: it deals random numbers" if deals else holds
             if config.protocol == ASSISTED:
-                what = f"{of_servers[number]}, and the model's weights, which are public"
+                what = f"{of_servers[number - config.endpoints]}, and the model's weights, which are public"
             made.append({"name": f"party {number}", "host": host, "holds": what})
         return made

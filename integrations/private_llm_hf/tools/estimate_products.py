@@ -116,10 +116,11 @@ class ProductExchange:
     inputs: int
     outputs: int
     own: float
+    servers: int = 2
 
     def seconds(self, bandwidth_mbit: float, latency_ms: float, speed: ProductSpeed) -> float:
         """One after the other: the rows' way there, a server, both answers through the client's link, the client."""
-        elements, size = self.rows * (self.inputs + 2 * self.outputs), self.inputs * self.outputs
+        elements, size = self.rows * (self.inputs + self.servers * self.outputs), self.inputs * self.outputs
         server = max(size / speed.one_row, self.rows * size / speed.many_rows)
         computing = (server + elements / speed.elements) / 1e9 + speed.beside + self.own
         return 2 * latency_ms / 1e3 + BYTES * elements * 8 / (bandwidth_mbit * 1e6) + computing
@@ -130,12 +131,14 @@ class CountedServers(ProductServers):
     """Stands where the client's link to the servers stands; answers with zeros, and counts what a run would send."""
 
     def __init__(self, config: PrivateConfig, progress: Callable[[], None]) -> None:
-        super().__init__(config, _Zeros(CLIENT), lambda: None)
+        plain = dataclasses.replace(config, corrections=None, hosts=(), party_mode="threads")
+        super().__init__(plain, _Zeros(CLIENT), lambda: None)
+        self._servers = config.endpoints
         self.asked: list[ProductExchange] = []
         self.shapes: list[tuple[int, int]] = []
         self.progress = progress
         self._since = time.perf_counter()
-        self._ledgers = [*map(Ledger, self.members), Ledger(CLIENT)]
+        self._ledgers = [*map(Ledger, range(self._servers)), Ledger(CLIENT)]
 
     @property
     def weight_bytes(self) -> int:
@@ -156,12 +159,14 @@ class CountedServers(ProductServers):
         self._since = time.perf_counter()
 
     def _count(self, rows: int, inputs: int, outputs: int, where: str) -> None:
-        self.asked.append(ProductExchange(layer_of(where), rows, inputs, outputs, time.perf_counter() - self._since))
+        self.asked.append(
+            ProductExchange(layer_of(where), rows, inputs, outputs, time.perf_counter() - self._since, self._servers)
+        )
         self.goes_on()
         *servers, client = self._ledgers
-        if len(servers) > 1:
+        if self._servers > 1:  # otherwise products of masks are stored
             client.sent[where, REQUEST, KEY] += HEADER.size + len(fresh_label())
-        client.sent[where, REQUEST, len(servers) - 1] += HEADER.size + BYTES * rows * inputs
+        client.sent[where, REQUEST, self._servers - 1] += HEADER.size + BYTES * rows * inputs
         client.rounds[where, "product"] += 1
         for ledger in servers:
             ledger.sent[where, "product", CLIENT] += BYTES * rows * outputs

@@ -244,6 +244,17 @@ def test_products_are_counted_as_a_run_counts_them(name: str, new: int) -> None:
         assert entries(found.prompt.costs) == entries(first)
 
 
+def test_one_server_with_corrections_gets_the_masked_rows_alone(tmp_path: Path) -> None:
+    model = tiny.build("llama")
+    two, one = (
+        estimate(type(model), model.config, PrivateConfig(protocol="assisted", corrections=folder), sequence=7)
+        for folder in (None, str(tmp_path))
+    )
+    sent = {link: count for link, count in two.costs.cost.sent.items() if 0 not in link}
+    assert one.costs.cost.sent == {(255, 0): sent[255, 1], (0, 255): sent[1, 255]}
+    assert one.costs.rounds == two.costs.rounds
+
+
 def test_products_take_the_time_of_their_parts() -> None:
     speed = ProductSpeed(one_row=2.0, many_rows=8.0, elements=1.0, beside=0.5)
     one, many = (ProductExchange("head", rows, 1000, 2000, own=0.25) for rows in (1, 100))
