@@ -14,6 +14,7 @@ from functools import cache, partial
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from transformers import Cache, EncoderDecoderCache, PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -32,6 +33,8 @@ outputs has as many."""
 @cache
 def _is_linear(kind: type[nn.Module]) -> bool:
     """Whether layers of this class compute x W^T + b: nn.Linear, Conv1D, and subclasses that a trial finds to do so."""
+    if kind is NonDynamicallyQuantizableLinear:  # whose weight nn.MultiheadAttention reads itself
+        return False
     if kind in (nn.Linear, Conv1D) or not issubclass(kind, nn.Linear):
         return kind in (nn.Linear, Conv1D)
     with torch.random.fork_rng(devices=[]), torch.no_grad():

@@ -61,6 +61,7 @@ def test_which_layers_are_sent() -> None:
     assert not is_sent(nn.Conv2d(1024, 1024, 7, groups=1024))
     assert not is_sent(nn.ConvTranspose2d(512, 512, 3))
     assert not is_sent(nn.LayerNorm(4))
+    assert not is_sent(nn.MultiheadAttention(4, 2).out_proj)  # whose weight it reads itself
 
 
 def _resnet() -> tuple[nn.Module, dict[str, Tensor]]:
