@@ -91,7 +91,9 @@ class ProductServer:
         self._blocks = UsedBlocks(config.offline_folder)
 
     def serve(self) -> None:
-        """Multiply, and answer commands, until the client stops. Raises what ended the session otherwise."""
+        """Multiply, and answer commands, until the client stops. Raises what ended the session otherwise, and
+        TransportError for a request that this server does not answer.
+        """
         while True:
             self.transport.wait(CLIENT)
             asked = self.transport.recv_bytes(CLIENT, REQUEST, HEADER.size + BYTES * MOST_ELEMENTS)
