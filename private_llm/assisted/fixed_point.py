@@ -8,7 +8,7 @@ For a row x and the lines w of the weight, with c_k the largest |w_k| and N the 
     |w x| <= sum of c_k |x_k| over the largest entries of x  +  N |the other entries|_2,
 
 for any number of largest entries; the smallest of these bounds becomes 0.98 of half the modulus. (Rounding x changes
-w x by at most half of |w|_1, far below the other 0.02 for at most `MOST_INPUTS` inputs; so do sums in float64.)
+w x by at most half of |w|_1, below the other 0.02 for at most `MOST_INPUTS` inputs; so do sums in float64.)
 """
 
 from __future__ import annotations
@@ -29,8 +29,10 @@ _WEIGHT_MOST = 32767
 MOST_INPUTS = 1 << 18
 _AT_ONCE = 1 << 19
 """Elements of a weight that are float64 at a time."""
-_WIDE = 8.0
-"""Columns stay below so many times the median column."""
+_WIDE, _LOOKED_AT = 8.0, 256
+"""Columns whose median element is larger than so many times that of most columns are scaled down; it is taken of so
+many lines at least, evenly spread.
+"""
 
 
 @dataclass(frozen=True)
@@ -53,23 +55,25 @@ class IntegerWeight:
     def of(cls, *weights: Tensor) -> IntegerWeight:
         """From [outputs, inputs], or several with the same inputs, one after the other.
 
-        Error: at most half a unit, 2^-15 of the largest element of each line. Memory beside the weights: two bytes an
-        element, and a few MB. Raises DomainError for NaN, infinities, and more than 2^18 inputs.
+        Error: at most half a unit, 2^-15 of the largest element of each line after columns are scaled. Memory beside
+        the weights: two bytes an element, and some MB. Raises DomainError for NaN, infinities, more than 2^18 inputs,
+        and no elements.
         """
-        inputs = weights[0].shape[1]
-        pieces = [piece for each in weights for piece in each.detach().split(max(1, _AT_ONCE // max(1, inputs)))]
-        columns = torch.stack([_reach(piece, 0).double() for piece in pieces]).amax(0)
-        if inputs > MOST_INPUTS or not bool(torch.isfinite(columns).all()):
-            raise DomainError(
-                f"got values that are not finite, or {inputs} inputs; want finite ones, {MOST_INPUTS} at most"
-            )
-        wide = columns / (_WIDE * columns[columns > 0].median()) if bool((columns > 0).any()) else columns
+        inputs, outputs = weights[0].shape[1], sum(map(len, weights))
+        if inputs > MOST_INPUTS or not inputs * outputs:
+            raise DomainError(f"got {outputs} x {inputs} elements; want some, and at most {MOST_INPUTS} inputs")
+        pieces = [piece for each in weights for piece in each.detach().split(max(1, _AT_ONCE // inputs))]
+        some = torch.cat([each.detach()[:: max(1, len(each) // _LOOKED_AT)] for each in weights])
+        typical = some.double().abs().median(0).values
+        wide = typical / (_WIDE * typical[typical > 0].median()) if bool((typical > 0).any()) else typical
         column_scales = _power_above(wide.clamp_min(1))
-        lines = torch.empty(sum(map(len, weights)), inputs, dtype=torch.int16)
+        lines = torch.empty(outputs, inputs, dtype=torch.int16)
         factors, reaches, norms, at = [], [], [0.0], 0
         for piece in pieces:
             exact = piece.double() / column_scales
             largest = _reach(exact, 1)
+            if not bool(torch.isfinite(largest).all()):
+                raise DomainError("got values that are not finite; want finite ones")
             factors.append(_power_above(torch.where(largest > 0, largest / _WEIGHT_MOST, 1.0).clamp_min(2.0**-1000)))
             exact = exact.div_(factors[-1][:, None]).round_()
             norms.append(float(torch.linalg.vector_norm(exact, dim=1).max()))

@@ -5,8 +5,8 @@ when it sees the public weight. A product y is right only if P y = (P W) x modul
 of e is not zero; it is below 2^40 (y and W x are below 2^39), so it is 2^t times an odd number with t < 40. Whatever
 the other numbers of a line are, the one that meets that entry is determined modulo 2^(64 - t), so there is at most one
 for which the line overlooks e: probability 2^-25 at most, and 2^-50 for `LINES` lines. That an answer passed or failed
-tells a server nothing that it could use: the outcome follows from its own e alone, and after one that failed the
-session ends, and with it P.
+tells a server nothing that it could use: but for that probability the outcome follows from its own e alone, and after
+one that failed the session ends, and with it P.
 
 The answer of one server alone is known modulo 2^40 only, where a line overlooks 2^39 every second time. The client
 looks at it when a product is wrong, to find whose part is: `NAMING` lines overlook such errors once in 256 times.

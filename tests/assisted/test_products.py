@@ -9,8 +9,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from private_llm.assisted import masks
-from private_llm.assisted.fixed_point import BITS, BYTES, IntegerWeight, centred, packed, unpacked
+from private_llm.assisted import fixed_point, masks
+from private_llm.assisted.fixed_point import (
+    BITS,
+    BYTES,
+    MOST_INPUTS,
+    IntegerWeight,
+    centred,
+    lines_digest,
+    packed,
+    unpacked,
+)
 from private_llm.assisted.projection import Projection
 from private_llm.errors import DomainError
 from private_llm.kernels import ops
@@ -70,6 +79,37 @@ def test_no_product_leaves_the_modulus(seed: int, spread: int, outliers: int, in
     assert bool((error <= reach * 2e-4 + 1e-37).all())  # half a unit of 2^-15 for each weight, rows scaled by the bound
 
 
+@pytest.mark.parametrize("inputs", [14336, MOST_INPUTS])
+def test_no_product_leaves_the_modulus_where_sums_of_squares_are_rounded(inputs: int) -> None:
+    """Small entries beside a large one add nothing to a sum of squares, one by one, and much to a product."""
+    weight, x = torch.ones(2, inputs), torch.full((1, inputs), 1e-8)
+    weight[:, 0], x[0, 0] = 0, 1
+    made = IntegerWeight.of(weight)
+    whole, _, _ = made.hidden(x, torch.zeros(1, inputs, dtype=torch.int64))
+    assert int(ops.ring_matmul(whole, made.lines.long().mT).abs().max()) < 2 ** (BITS - 1)
+
+
+def test_an_entry_that_stands_out_coarsens_its_line_alone() -> None:
+    weight = torch.randn(300, 40)
+    exact = IntegerWeight.of(weight).factors
+    weight[7, 3] = 1e4
+    made = IntegerWeight.of(weight)
+    assert bool((made.column_scales == 1).all())
+    assert torch.equal(made.factors[:7], exact[:7])
+    assert torch.equal(made.factors[8:], exact[8:])
+
+
+def test_weights_in_pieces_are_those_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = torch.randn(70, 30), torch.randn(5, 30)
+    whole = IntegerWeight.of(*parts)
+    monkeypatch.setattr(fixed_point, "_AT_ONCE", 90)
+    made = IntegerWeight.of(*parts)
+    assert lines_digest(made.lines) == lines_digest(whole.lines)
+    assert torch.equal(made.factors, whole.factors)
+    assert torch.equal(made.columns, whole.columns)
+    assert abs(made.norm / whole.norm - 1) < 1e-12
+
+
 def through(weight: IntegerWeight, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The product as a client gets it from two right answers, and as whole numbers."""
     mask = torch.randint(-(2**63), 2**63 - 1, x.shape)
@@ -98,6 +138,9 @@ def test_zeros_and_extreme_values_keep_their_meaning() -> None:
                 IntegerWeight.of(torch.randn(3, 30)).hidden(x, torch.zeros(2, 30, dtype=torch.int64))
         with pytest.raises(DomainError, match="finite"):
             IntegerWeight.of(torch.tensor([[bad]]))
+    for rows, inputs in ((0, 3), (3, 0), (1, MOST_INPUTS + 1)):
+        with pytest.raises(DomainError, match="want some, and at most"):
+            IntegerWeight.of(torch.ones(rows, inputs))
 
 
 def test_half_precision_weights_of_one_size_are_exact() -> None:

@@ -86,6 +86,7 @@ def test_it_is_the_models_own_class_without_weights_of_linear_layers() -> None:
         assert isinstance(private, type(plain))
         names = [name for name, module in plain.named_modules() if type(module) is nn.Linear]
         assert all(private.get_submodule(name).weight.is_meta for name in names)
+        assert not any(weight.lines.untyped_storage().nbytes() for weight, _ in private.parties._weights)
         assert private.num_parameters() == plain.num_parameters()
         assert not any(
             value.is_meta

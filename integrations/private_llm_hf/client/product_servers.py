@@ -138,7 +138,8 @@ class ProductServers(Parties):
                     )
                 self.tell(LoadLines(name, *lines.shape), [server])
                 self.transport.send(server, "weight", lines.view(torch.uint8).view(-1))
-            self._weights.append((replace(weight, lines=lines[:0]), projection))
+            none = lines.new_empty(0, lines.shape[1])  # a view would keep all of them in memory
+            self._weights.append((replace(weight, lines=none), projection))
             self._names.append(name)
             return number
 

@@ -10,7 +10,7 @@ from private_llm.assisted.corrections import sync_folder
 from private_llm.errors import TransportError
 
 _MOST = 1 << 22
-"""Names that a process keeps in memory, some 400 MB."""
+"""Names that a process keeps in memory, some 600 MB."""
 _known: set[str] = set()
 _lock = threading.Lock()
 

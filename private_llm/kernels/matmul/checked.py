@@ -54,7 +54,7 @@ def hide_rows(
         if not (finite and squares == squares):
             flat(scales, last, _REAL)[m] = 0.0
             continue
-        left, before = squares * (1 + 1e-12), 0.0
+        left, before = squares * (1 + (inputs + 16) * 2.0**-52), 0.0  # sums are rounded
         bound = np.sqrt(left) * norm
         for n in range(found):
             left -= top[n] * top[n]
