@@ -149,7 +149,7 @@ def test_a_wrong_product_ends_the_call_and_names_the_server(liar: int, monkeypat
         if self.transport.me == liar:
             calls.append(1)
             if len(calls) == 7:
-                made[-1, -1] += 1 << 39  # what a check modulo two would overlook half the time
+                made[-1, -1] += 1 << 30  # one in 256 lies of 2^39 would name nobody
         return made
 
     monkeypatch.setattr(ProductServer, "product", lie)
