@@ -23,7 +23,14 @@ from private_llm_hf.models import smollm2
 from private_llm_hf.wire.commands import CropCache
 from rich.console import Console
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 from private_llm.errors import ConfigError, DomainError, PartyFailed, ProtocolAbort
 
@@ -96,7 +103,7 @@ def asked(talk: Conversation, text: str, stopped: Callable[[], bool] = lambda: F
 
 
 def wanted(folder: Path, tokenizer: Any, text: str, new_tokens: int) -> str:
-    plain = LlamaForCausalLM.from_pretrained(folder).eval()
+    plain = AutoModelForCausalLM.from_pretrained(folder).eval()
     ids = tokenizer(text, return_tensors="pt")["input_ids"]
     made = plain.generate(ids, max_new_tokens=new_tokens, do_sample=False)
     return str(tokenizer.decode(made[0, ids.shape[1] :], skip_special_tokens=True))
@@ -129,6 +136,32 @@ def test_a_cache_is_cut_back_to_what_both_have(folder: Path, tokenizer: Any, pri
     got = asked(talk, "c")[1]
     assert any(isinstance(edit, CropCache) for edit in edits)
     assert got == wanted(folder, tokenizer, "user a b assistant t t t t user c assistant", 4)
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_turns_under_assisted_go_on_on_the_cache_of_transformers(
+    window: int | None, folder: Path, tokenizer: Any, tmp_path: Path
+) -> None:
+    """A cache with a window cannot be cut back, so the text is read anew."""
+    if window is not None:
+        config = MistralConfig(**LlamaForCausalLM.from_pretrained(folder).config.to_dict(), sliding_window=window)
+        MistralForCausalLM(config).save_pretrained(tmp_path)
+        folder = tmp_path
+    plain = AutoModelForCausalLM.from_pretrained(folder).eval()
+    read: list[int] = []
+    with patch(plain, PrivateConfig(protocol="assisted", timeout_s=60)) as model:
+        talk = Conversation(model, tokenizer, 3, GREEDY)
+        first = asked(talk, "a b")[1]
+        assert (first, talk.cached) == (wanted(folder, tokenizer, "user a b assistant", 3), 6)
+        model.get_input_embeddings().register_forward_pre_hook(lambda _, given: read.append(given[0].shape[1]))
+        text = f"user a b assistant {first} user c assistant"
+        second = asked(talk, "c")[1]
+        assert second == wanted(folder, tokenizer, text, 3)
+        assert read == [len(text.split()) - 6, 1, 1]
+        talk.messages[-1]["content"] = "t t"
+        text = f"{text} t t user d assistant"
+        assert asked(talk, "d")[1] == wanted(folder, tokenizer, text, 3)
+        assert read[3:] == [len(text.split()) if window else 5, 1, 1]
 
 
 def test_a_model_without_a_template_continues(folder: Path, private: Any) -> None:

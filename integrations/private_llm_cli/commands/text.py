@@ -168,8 +168,8 @@ class Conversation:
 
     @property
     def cached(self) -> int:
-        """Positions that the parties' cache holds."""
-        return 0 if self._cache is None else int(self._cache.position)
+        """Positions that the cache holds."""
+        return 0 if self._cache is None else int(self._cache.get_seq_length())
 
     def reset(self) -> None:
         """Forget all that was said; the parties free the cache with the next call."""
@@ -252,16 +252,17 @@ class Conversation:
             )
         return room
 
-    def _continued(self, ids: Tensor) -> Any:  # noqa: ANN401 - a handle, or None
+    def _continued(self, ids: Tensor) -> Any:  # noqa: ANN401 - a handle, a cache of transformers, or None
         """The cache, cut back to what it has in common with `ids` less the last; None if it cannot be."""
         if self._cache is None:
             return None
-        held = self._held[: self._cache.position]
+        held = self._held[: self.cached]
         common = min(len(held), len(ids) - 1)
         differ = (held[:common] != ids[:common]).nonzero()
         common = int(differ[0]) if len(differ) else common
         try:
-            self._cache.crop(common - len(held))
-        except (DomainError, UnsupportedOp):  # entries before them were evicted
+            if common < len(held):  # older versions of transformers take 0 as the length that is left
+                self._cache.crop(common - len(held))
+        except (DomainError, UnsupportedOp, RuntimeError, ValueError):  # entries before them were evicted
             return None
         return self._cache if common else None
