@@ -15,6 +15,7 @@ import json
 import os
 import re
 import secrets
+import socket
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -28,6 +29,7 @@ from torch import Tensor
 
 from private_llm.errors import ConfigError, CorrectionsUsedUp, ProtocolAbort, ShareFileError, undoing
 from private_llm.forks import Origin
+from private_llm.net.addresses import parse_address
 from private_llm.ring.prg import Prg, Seed
 from private_llm.ring.ring import Ring
 
@@ -44,8 +46,8 @@ _KEPT = 256
 
 @dataclass(frozen=True)
 class BlockFacts:
-    """What a block says of itself. rows: of every weight. key: of its masks (`mask_label`). digests: of
-    the weights. preparer: the address of who computed it; "" for the client's own machine.
+    """What a block says of itself. name: a digest of key. rows: of every weight. key: of its masks (`mask_label`).
+    digests: of the weights. preparer: the address of who computed it; "" for the client's own machine.
     """
 
     name: str
@@ -57,7 +59,13 @@ class BlockFacts:
     @classmethod
     def fresh(cls, rows: int, digests: Mapping[str, str], preparer: str) -> BlockFacts:
         """Of a new block."""
-        return cls(secrets.token_hex(16), rows, Seed.fresh(), digests, preparer)
+        key = Seed.fresh()
+        return cls(_name_of(key), rows, key, digests, preparer)
+
+
+def _name_of(key: Seed) -> str:
+    """The name of the block with this key, so that no key comes under two names."""
+    return hashlib.sha256(b"block of corrections" + key.raw()).hexdigest()[:32]
 
 
 class CorrectionFolder:
@@ -134,7 +142,13 @@ class CorrectionFolder:
 
 def _read(path: Path, rows: int, whole: bool = False) -> tuple[BlockFacts, dict[str, Tensor]]:
     """whole: with its products. By one open file, as sessions beside this one rename it."""
-    with path.open("rb") as file:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    except OSError as error:
+        if isinstance(error, FileNotFoundError):
+            raise
+        raise ShareFileError(f"{path}: {error.strerror}; delete it") from None
+    with os.fdopen(descriptor, "rb") as file:
         try:
             begin = 8 + int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(min(begin, _MOST_HEADER) - 8))
@@ -142,10 +156,26 @@ def _read(path: Path, rows: int, whole: bool = False) -> tuple[BlockFacts, dict[
             key, digests = Seed(bytes.fromhex(said["key"])), json.loads(said["digests"])
             if os.fstat(file.fileno()).st_size != begin + max(each["data_offsets"][1] for each in header.values()):
                 raise ValueError("it is not whole")
+            if said["name"] != _name_of(key) or not path.name.startswith(said["name"]):
+                raise ValueError("its name is not that of its key")
+            if any(each["dtype"] != "U8" or each["shape"][0] != rows for each in header.values()):
+                raise ValueError(f"it has not {rows} rows of bytes of each weight")
+            facts = BlockFacts(said["name"], rows, key, {**digests}, said["preparer"])
+            if header.keys() != facts.digests.keys():
+                raise ValueError("it lacks products of a weight")
             file.seek(0)
-            return BlockFacts(said["name"], rows, key, digests, said["preparer"]), load(file.read()) if whole else {}
-        except (SafetensorError, KeyError, ValueError) as error:
+            return facts, load(file.read()) if whole else {}
+        except (SafetensorError, KeyError, ValueError, TypeError, AttributeError, IndexError) as error:
             raise ShareFileError(f"{path}: no block of corrections, or a damaged one ({error}); delete it") from None
+
+
+def _places(hosts: Collection[str]) -> set[object]:
+    """Addresses under all their names, as far as they can be looked up."""
+    found: set[object] = {host.lower() for host in hosts}
+    for host in hosts:
+        with contextlib.suppress(OSError):
+            found |= {each[4][:2] for each in socket.getaddrinfo(*parse_address(host), type=socket.SOCK_STREAM)}
+    return found
 
 
 def sync_folder(path: Path) -> None:
@@ -171,11 +201,11 @@ class _MaskRows:
         self.left = len(products)
 
     def take(self, rows: int) -> tuple[Tensor, Tensor]:
-        count = rows * self._inputs
+        count, left = rows * self._inputs, self.left - rows
+        first, self.left = len(self._products) - self.left, 0  # whoever is interrupted here loses all of them
         short = count - len(self._odd)
         drawn = torch.cat([self._odd, self._masks.elements(short + short % 2, Ring(64))])
-        self._odd = drawn[count:]
-        first, self.left = len(self._products) - self.left, self.left - rows
+        self._odd, self.left = drawn[count:], left
         return drawn[:count].view(rows, self._inputs), self._products[first : first + rows]
 
 
@@ -205,7 +235,7 @@ class Corrections:
         """announce: tells the online server the name of a block; whether it is new there. online: its address, from
         which no block is taken, because it knows the masks of those that it made.
         """
-        self.folder, self._announce, self._online = CorrectionFolder(folder), announce, online
+        self.folder, self._announce, self._online = CorrectionFolder.made(folder), announce, online
         self._origin = Origin()
         self.digests: dict[str, str] = {}
         self._inputs: dict[str, int] = {}
@@ -231,7 +261,7 @@ class Corrections:
                 f"{self.folder.path} holds corrections of another checkpoint: weight {other[0]!r} differs; prepare "
                 "for this model in a folder of its own"
             )
-        if found.preparer and found.preparer in self._online:
+        if found.preparer and _places([found.preparer]) & _places(self._online):
             raise ConfigError(
                 f"hosts: {found.preparer} made corrections in {self.folder.path}, so it knows these masks and must not "
                 "see rows under them; want another server"
@@ -268,11 +298,12 @@ class Corrections:
     def _first(self, name: str, rows: int) -> Iterator[tuple[int, _MaskRows]]:
         ready = self._ready[name]
         while rows:
+            if not ready[0].left:
+                ready.popleft()
+                continue
             count = min(rows, ready[0].left)
             yield count, ready[0]
             rows -= count
-            if not ready[0].left:
-                ready.popleft()
 
     def _claim(self, name: str, rows: int) -> None:
         claimed = self.folder.claim(lambda facts: self._check(facts, {*facts.digests, *self.digests}))

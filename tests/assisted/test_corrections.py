@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save
 
 from private_llm.assisted import corrections
 from private_llm.assisted.corrections import BlockFacts, CorrectionFolder, Corrections, mask_label
@@ -226,3 +228,80 @@ def test_rows_that_no_call_reads_do_not_pile_up(tmp_path: Path, monkeypatch: pyt
     assert made._held("odd") < 4 + 3
     assert made.left() == 0
     made.take("odd", 4)
+
+
+def edited(path: Path, change: Callable[[dict[str, str], dict[str, torch.Tensor]], None]) -> None:
+    """A block whose header and products somebody changed."""
+    with safe_open(path, "pt") as file:
+        said, products = dict(file.metadata()), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    change(said, products)
+    path.write_bytes(save(products, said))
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda said, products: said.update(name="0" * 32), "its name is not that of its key"),
+        (lambda said, products: said.update(key="00" * 32), "its name is not that of its key"),
+        (lambda said, products: said.update(key=""), "want 32"),
+        (lambda said, products: said.update(digests="7"), "mapping"),
+        (lambda said, products: products.pop("odd"), "lacks products of a weight"),
+        (lambda said, products: products.update(odd=products["odd"][:1]), "has not 2 rows"),
+        (lambda said, products: products.update(odd=products["odd"].int()), "has not 2 rows of bytes"),
+    ],
+)
+def test_edited_blocks_are_named_before_they_are_claimed(
+    tmp_path: Path, change: Callable[[dict[str, str], dict[str, torch.Tensor]], None], why: str
+) -> None:
+    folder = filled(tmp_path / "c", 2)
+    path = next(folder.path.iterdir())
+    edited(path, change)
+    with pytest.raises(ShareFileError, match=rf"{path.name}: no block of corrections, or a damaged one \(.*{why}"):
+        session(folder)
+    assert path.exists()
+
+
+def test_a_key_comes_under_one_name(tmp_path: Path) -> None:
+    folder = filled(tmp_path / "c", 2)
+    path = next(folder.path.iterdir())
+    path.rename(path.with_name(f"{'a' * 32}-2.safetensors"))
+    with pytest.raises(ShareFileError, match="its name is not that of its key"):
+        session(folder)
+
+
+def test_links_and_folders_of_others_are_refused(tmp_path: Path) -> None:
+    folder = filled(tmp_path / "c", 2)
+    path = next(folder.path.iterdir())
+    path.rename(tmp_path / path.name)
+    path.symlink_to(tmp_path / path.name)
+    with pytest.raises(ShareFileError, match="delete it"):
+        session(folder)
+    folder.path.chmod(0o755)
+    with pytest.raises(ConfigError, match="others may open"):
+        session(folder)
+
+
+def test_the_servers_own_blocks_are_known_under_other_names(tmp_path: Path) -> None:
+    folder = filled(tmp_path / "c", 2, preparer="localhost:7")
+    for name in ("127.0.0.1:7", "LOCALHOST:7"):
+        with pytest.raises(ConfigError, match="localhost:7 made corrections"):
+            session(folder, online=(name,))
+    session(folder, online=("127.0.0.1:8",))
+
+
+def test_an_interrupted_call_loses_its_block_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = filled(tmp_path / "c", 3, 4)
+    made, cat = session(folder), torch.cat
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    made.take("wide", 1)
+    monkeypatch.setattr(torch, "cat", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        made.take("wide", 1)
+    monkeypatch.setattr(torch, "cat", cat)
+    taken = made.take("wide", 2)
+    assert torch.equal(
+        centred(unpacked(taken.products, (2, -1))), centred(ops.narrow_matmul(taken.masks, LINES["wide"]))
+    )

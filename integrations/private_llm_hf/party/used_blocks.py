@@ -9,9 +9,9 @@ from pathlib import Path
 from private_llm.assisted.corrections import sync_folder
 from private_llm.errors import TransportError
 
-_MOST = 1 << 22
-"""Names that a process keeps in memory, some 600 MB."""
-_known: set[str] = set()
+_MOST, _MOST_A_SESSION = 1 << 22, 1 << 12
+"""Names that a process keeps in memory, some 500 MB, and that one session may add."""
+_known: set[bytes] = set()
 _lock = threading.Lock()
 
 
@@ -20,15 +20,19 @@ class UsedBlocks:
 
     def __init__(self, folder: str | None) -> None:
         self._folder = None if folder is None else Path(folder) / "used-blocks"
+        self._added = 0
 
     def add(self, block: str) -> bool:
         """Keep a name; whether it is new. Raises TransportError where there is no room for it."""
+        self._added += 1
+        if self._added > _MOST_A_SESSION:
+            raise TransportError(f"blocks: got more than {_MOST_A_SESSION} in a session; open another one")
         with _lock:
-            if block in _known:
+            if bytes.fromhex(block) in _known:
                 return False
             if len(_known) >= _MOST:
                 raise TransportError("this server has heard of too many blocks; its operator must start it again")
-            _known.add(block)
+            _known.add(bytes.fromhex(block))
         if self._folder is None:
             return True
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
