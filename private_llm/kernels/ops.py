@@ -139,18 +139,24 @@ def narrow_matmul(x: Tensor, weight: Tensor) -> Tensor:
     return out
 
 
+def narrow_length(inputs: int) -> int:
+    """Elements of a line as `narrow_lines` makes it."""
+    return inputs + -inputs % cpu_narrow.STEP
+
+
 def narrow_lines(weight: Tensor) -> Tensor:
     """A weight as `narrow_matmul` reads it without a copy: its lines end with zeros, at a multiple of 32."""
-    missing = -weight.shape[1] % cpu_narrow.STEP
+    missing = narrow_length(weight.shape[1]) - weight.shape[1]
     return (torch.nn.functional.pad(weight, (0, missing)) if missing else weight).contiguous()
 
 
 def hide_rows(x: Tensor, column_scales: Tensor, columns: Tensor, norm: float, mask: Tensor) -> tuple[Tensor, ...]:
     """Real rows [M, K] as whole numbers int64, the same minus a mask, packed, and their scales float64 [M].
 
-    All as in `kernels.matmul.checked`; a row that is not finite has scale 0.
+    All as in `kernels.matmul.checked`; a row that is not finite has scale 0. Raises DomainError for other sizes.
     """
     whole, (rows, inputs) = torch.empty_like(mask), x.shape
+    _check_sizes("hide_rows", (mask.numel(), rows * inputs), (len(column_scales), inputs), (len(columns), inputs))
     hidden = torch.empty(checked.BYTES * whole.numel(), dtype=torch.uint8)
     scales = torch.empty(rows, dtype=torch.float64)
     at = addresses(x, column_scales, columns, mask, whole, hidden, scales)
@@ -158,14 +164,25 @@ def hide_rows(x: Tensor, column_scales: Tensor, columns: Tensor, norm: float, ma
     return whole, hidden, scales
 
 
+def _check_sizes(name: str, *sizes: tuple[int, int]) -> None:
+    """Kernels read so many elements, and what lies beyond a smaller operand would leave, or be overwritten."""
+    if any(got != want for got, want in sizes):
+        raise DomainError(f"{name}: got operands of {[got for got, _ in sizes]} elements; want {[n for _, n in sizes]}")
+
+
 def open_rows(
     parts: tuple[Tensor, Tensor], whole: Tensor, sums: Tensor, folded: Tensor, scales: Tensor, factors: Tensor,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The product of rows from both parts, packed, float32 [M, N], and uint8 [M]: whether its secret sums are right.
 
-    All as in `kernels.matmul.checked`.
+    All as in `kernels.matmul.checked`. Raises DomainError for other sizes.
     """
     (lines, outputs), (rows, inputs) = sums.shape, whole.shape
+    packed = checked.BYTES * rows * outputs
+    _check_sizes(
+        "open_rows", (parts[0].numel(), packed), (parts[1].numel(), packed), (folded.numel(), lines * inputs),
+        (len(scales), rows), (len(factors), outputs),
+    )  # fmt: skip
     out, right = torch.empty(rows, outputs), torch.empty(rows, dtype=torch.uint8)
     at = addresses(*parts, whole, sums, folded, scales, factors, out, right)
     parallel_for(rows, outputs * _OPEN_S, 1, checked.open_rows, *at, lines, inputs, outputs)

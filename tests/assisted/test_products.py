@@ -240,3 +240,16 @@ def test_a_fork_draws_no_masks() -> None:
     assert os.read(read, 100) == b"ProtocolAbort"
     os.close(read)
     os.close(write)
+
+
+def test_kernels_refuse_operands_of_other_sizes() -> None:
+    weight, check = IntegerWeight.of(torch.ones(3, 5)), Projection(torch.ones(3, 5, dtype=torch.int16), Seed.fresh())
+    mask = torch.zeros(2, 5, dtype=torch.int64)
+    for x in (torch.ones(2, 4), torch.ones(2, 6), torch.ones(1, 5)):
+        with pytest.raises(DomainError, match="hide_rows: got operands"):
+            weight.hidden(x, mask)
+    whole, _, scales = weight.hidden(torch.ones(2, 5), mask)
+    part = torch.zeros(2 * 3 * BYTES, dtype=torch.uint8)
+    for one, other in ((part[1:], part), (part, part[:-5])):
+        with pytest.raises(DomainError, match="open_rows: got operands"):
+            ops.open_rows((one, other), whole, *check.checked, scales, weight.factors)

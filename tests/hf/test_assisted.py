@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,7 +18,7 @@ from private_llm_hf.wire.assisted import HEADER, REQUEST, LoadLines, UseLines
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from private_llm.assisted.fixed_point import BYTES
+from private_llm.assisted.fixed_point import BYTES, IntegerWeight
 from private_llm.assisted.masks import fresh_label
 from private_llm.errors import (
     ConfigError,
@@ -338,6 +339,49 @@ def test_a_server_refuses_what_it_cannot_do() -> None:
                 private.parties.tell(asked, [server])
             with pytest.raises((PartyFailed, ConnectionError), match=want):
                 private(torch.tensor([[3, 4]]))
+
+
+def test_inputs_of_another_width_are_refused_before_anything_is_sent() -> None:
+    """Kernels would read beyond them, or send what lay in memory."""
+    with assisted("t5") as (plain, private), torch.no_grad():
+        before = private.parties.exchanges
+        for width in (8, 200000):
+            states = torch.zeros(1, 5, width)
+            given = {"encoder_outputs": (states,), "decoder_input_ids": torch.tensor([[3]])}
+            with pytest.raises(DomainError, match=rf"EncDecAttention.*got {width} inputs; want {plain.config.d_model}"):
+                private(**given)
+        for asked in (private.lm_head, private.decoder.block[0].layer[0].SelfAttention.q):
+            with pytest.raises(DomainError, match="got 3 inputs"):
+                asked(torch.zeros(2, 3))
+        assert private.parties.exchanges - before == 6  # what comes before the first keys of another width
+
+
+def test_threads_that_call_one_model_do_not_disturb_each_other() -> None:
+    with assisted("llama") as (plain, private), torch.no_grad():
+        texts = [torch.arange(3, 9)[None] + n for n in range(4)]
+        want = [plain(ids).logits for ids in texts]
+        found: dict[int, list[float]] = {}
+
+        def call(number: int) -> None:
+            with torch.no_grad():
+                found[number] = [worst(private(texts[number]).logits, want[number]) for _ in range(6)]
+
+        threads = [threading.Thread(target=call, args=(number,)) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert sorted(map(len, found.values())) == [6] * 4
+        assert max(map(max, found.values())) < ERROR
+
+
+def test_few_bytes_make_no_server_need_much_memory() -> None:
+    """Lines are padded to 32 elements: a weight of one input has 32."""
+    with assisted("opt") as (_, private), torch.no_grad():
+        private.parties.load(IntegerWeight.of(torch.ones(1, 1)), "small")
+        private.parties.transport.send_bytes(0, REQUEST, HEADER.pack(len(private.parties._weights) - 1, 1 << 21) + b"a")
+        with pytest.raises((PartyFailed, ConnectionError), match="fewer at a time"):
+            private(torch.tensor([[3, 4]]))
 
 
 def test_no_value_leaves_another_way() -> None:

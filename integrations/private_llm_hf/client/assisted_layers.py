@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -37,7 +38,9 @@ class Products:
         self._weights, self._rows, self._name = weights, rows, name
         self._number = -1
         self._widths: list[int] = []
-        self._asked: _Asked | None = None
+        self._inputs = 0
+        self._mine = threading.local()
+        """What each thread asked for last."""
 
     def load(self, weights: Sequence[Tensor]) -> None:
         """Give all members' weights, [outputs, inputs] each. Raises DomainError naming the layer for unfit values."""
@@ -45,23 +48,26 @@ class Products:
             number = self._weights.load(IntegerWeight.of(*weights), self._name)
         except DomainError as error:
             raise DomainError(f"weight of '{self._name}': {error}") from None
-        self.stand_for(number, [len(weight) for weight in weights])
+        self.stand_for(number, weights[0].shape[1], [len(weight) for weight in weights])
 
-    def stand_for(self, number: int, widths: list[int]) -> None:
-        """Ask for this weight, which has so many outputs of each member."""
-        self._number, self._widths = number, widths
+    def stand_for(self, number: int, inputs: int, widths: list[int]) -> None:
+        """Ask for this weight, which has so many inputs, and so many outputs of each member."""
+        self._number, self._inputs, self._widths = number, inputs, widths
 
     def part(self, member: int, x: Tensor) -> Tensor:
-        """One member's product with x [..., inputs]. Raises DomainError naming the layers for values not finite, and
-        UnsupportedOp for a server's own model, and for other products than an earlier call of equal shapes had.
+        """One member's product with x [..., inputs]. Raises DomainError naming the layers for values not finite and
+        another number of inputs, UnsupportedOp for a server's own model, and for other products than an earlier call of
+        equal shapes had.
 
         Which exchanges there are depends on which tensors layers read, and on writing to them, never on values.
         """
         servers = self._weights
         if not isinstance(servers, ProductServers):
             raise UnsupportedOp(f"{self._name}: this model has no servers to ask")
+        if x.shape[-1] != self._inputs:
+            raise DomainError(f"{self._name}: got {x.shape[-1]} inputs; want {self._inputs}")
         with servers.alone():
-            version, held = None if x.is_inference() else x._version, self._asked
+            version, held = None if x.is_inference() else x._version, getattr(self._mine, "asked", None)
             if held is None or held.x is not x or member not in held.parts or version != held.version:
                 rows = x.detach().reshape(-1, x.shape[-1]).to("cpu", torch.float32).contiguous()
                 self._rows.asks(self._name, len(rows))
@@ -71,7 +77,7 @@ class Products:
                     raise DomainError(f"{self._name}: {error}") from None
                 held = _Asked(x, version, dict(enumerate(product.split(self._widths, dim=1))))
             mine = held.parts.pop(member)
-            self._asked = held if held.parts and version is not None else None
+            self._mine.asked = held if held.parts and version is not None else None
             return mine.reshape(*x.shape[:-1], -1).to(x.dtype)
 
 

@@ -38,6 +38,7 @@ from private_llm_hf.wire.assisted import (
     TellWeights,
     UseLines,
     WeightsHeld,
+    elements,
 )
 from private_llm_hf.wire.codec import Message
 
@@ -50,7 +51,7 @@ _MACS_AT_ONCE, _ELEMENTS_AT_ONCE = 1 << 33, 1 << 24
 
 def rows_at_once(inputs: int, outputs: int) -> int:
     """Rows of an exchange."""
-    return max(1, min(_MACS_AT_ONCE // (inputs * outputs), _ELEMENTS_AT_ONCE // max(inputs, outputs)))
+    return max(1, min(_MACS_AT_ONCE // (inputs * outputs), _ELEMENTS_AT_ONCE // elements(1, inputs, outputs)))
 
 
 class _NoShares(PlainClient):

@@ -39,10 +39,14 @@ from private_llm_hf.wire.assisted import (
     TellWeights,
     UseLines,
     WeightsHeld,
+    elements,
 )
 from private_llm_hf.wire.commands import Stop, TellCosts, recv_message, send_message
 
 _COMMANDS: tuple[type[ServerCommand | Stop], ...] = (*get_args(ServerCommand), Stop)
+
+
+_MOST_WEIGHTS = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -110,6 +114,8 @@ class ProductServer:
             case MaskKey():
                 self._seed = unpacked_key(self.transport.recv(CLIENT, "mask key", (KEY_BYTES,), torch.uint8))
             case BeginBlock():
+                if not self._weights:
+                    raise TransportError("a block began before a weight was loaded")
                 send_message(self.transport, CLIENT, BlockBegun(self._blocks.add(command.block)))
             case TellWeights():
                 held = WeightsHeld(None, ()) if self._open is None else self._open.held()
@@ -119,7 +125,7 @@ class ProductServer:
             case LoadLines():
                 if self._open is not None:
                     raise TransportError(f"this server multiplies by weights of {self._open.source!r} only")
-                self._check_memory(2 * command.outputs * command.inputs)
+                self._check_memory(2 * elements(command.outputs, command.inputs, 1))
                 shape = (command.outputs, command.inputs)
                 raw = self.transport.recv(CLIENT, "weight", (2 * command.outputs * command.inputs,), torch.uint8)
                 self._weights.append(
@@ -148,7 +154,7 @@ class ProductServer:
             raise TransportError(f"weight {number} was not loaded; there are {len(self._weights)}")
         weight = self._weights[number]
         outputs = len(weight.lines)
-        if not 0 < rows * max(weight.inputs, outputs) <= MOST_ELEMENTS:
+        if not 0 < elements(rows, weight.inputs, outputs) <= MOST_ELEMENTS:
             raise TransportError(
                 f"rows: got {rows} for a weight of {outputs} x {weight.inputs}; want one at least, and fewer at a time"
             )
@@ -174,10 +180,15 @@ class ProductServer:
         return _Held(command.name, inputs, lines)
 
     def _check_memory(self, more: int) -> None:
-        """Raises TransportError for weights that this machine has no memory for."""
+        """Raises TransportError for a weight of so many bytes, which is there twice for a moment, where this machine
+        would keep less than a quarter of its memory, and for a model of more weights than any has.
+        """
         held = sum(weight.lines.nbytes for weight in self._weights)
-        if held + more > memory_bytes():
-            raise TransportError(f"weights: got {held + more} bytes in all; this server has {memory_bytes()}")
+        if held + 2 * more > memory_bytes() * 3 // 4 or len(self._weights) >= _MOST_WEIGHTS:
+            raise TransportError(
+                f"weights: got {held + more} bytes in all; this server takes three quarters of its {memory_bytes()} "
+                f"bytes, and {_MOST_WEIGHTS} weights"
+            )
 
     def product(self, rows: Tensor, weight: Tensor) -> Tensor:
         """rows weight^T, equal to it modulo 2^40, int64 [M, outputs]."""

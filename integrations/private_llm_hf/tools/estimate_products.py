@@ -192,7 +192,7 @@ def counted_model(
     for number, (products, layers) in enumerate(groups.items()):
         widths = [layer.out_features for layer in sorted(layers, key=lambda layer: layer._member)]
         servers.shapes.append((sum(widths), layers[0].in_features))
-        products.stand_for(number, widths)
+        products.stand_for(number, layers[0].in_features, widths)
     for module in model.modules():
         for own, value in module._parameters.items():
             if value is not None and value.is_meta and not (own == "weight" and isinstance(value, WeightElsewhere)):

@@ -10,6 +10,7 @@ import re
 import struct
 from typing import Annotated
 
+from private_llm.kernels.ops import narrow_length
 from private_llm_hf.wire.codec import Between, Message, Unfit
 from private_llm_hf.wire.commands import TellCosts
 
@@ -17,8 +18,13 @@ LONGEST = 256
 """Characters of a label."""
 _LONGEST = 1 << 12
 _DIGEST = re.compile("[0-9a-f]{64}")
-MOST_ELEMENTS = 1 << 26
-"""Elements of the inputs, or of the outputs, of one product."""
+MOST_ELEMENTS = 1 << 25
+"""Of `elements` of one product: a server needs some 30 bytes for each."""
+
+
+def elements(rows: int, inputs: int, outputs: int) -> int:
+    """Elements of the inputs, as a server holds them, or of the outputs of a product, whichever are more."""
+    return rows * max(narrow_length(inputs), outputs)
 
 
 def _short(value: str) -> None:
