@@ -10,7 +10,7 @@ from typing import Any
 
 from starlette.responses import JSONResponse
 
-from private_llm.errors import PartiesBusy, PrivateLLMError, ProtocolAbort, TransportError
+from private_llm.errors import CorrectionsUsedUp, PartiesBusy, PrivateLLMError, ProtocolAbort, TransportError
 
 INVALID = "invalid_request_error"
 SERVER = "server_error"
@@ -59,6 +59,8 @@ def in_words(error: BaseException) -> ApiError:
         return ApiError(503, f"the parties are busy: {error}", SERVER, None, "parties_busy", 5)
     if isinstance(error, TransportError):
         return ApiError(503, f"a party cannot be reached: {error}", SERVER, None, "party_unavailable", 5)
+    if isinstance(error, CorrectionsUsedUp):
+        return ApiError(503, str(error), SERVER, None, "corrections_used_up")
     if isinstance(error, ProtocolAbort):
         told = f"the parties' answers did not fit together, so nothing of this answer may be trusted: {error}"
         return ApiError(500, told, SERVER, None, "protocol_abort")

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -19,7 +20,7 @@ from private_llm_cli.using import GatewayChoices
 from private_llm_gateway.pool import SessionPool
 from private_llm_gateway.served import Served
 from private_llm_gateway.settings import GatewaySettings
-from private_llm_hf import AutoPrivateModelForCausalLM, patch
+from private_llm_hf import AutoPrivateModelForCausalLM, patch, prepare_corrections
 from private_llm_hf.party.product_server import ProductServer
 from torch import Tensor
 
@@ -159,6 +160,17 @@ def test_a_model_that_cannot_be_loaded_again_names_the_server(monkeypatch: pytes
             client.completions.create(**ASK, max_tokens=6)
         with pytest.raises(openai.InternalServerError, match="start the gateway again"):
             client.completions.create(**ASK, max_tokens=6)
+
+
+def test_too_few_corrections_are_told_and_the_session_goes_on(tmp_path: Path) -> None:
+    config = replace(ASSISTED, corrections=str(tmp_path / "masks"))
+    prepare_corrections(plain_model(), config, prompt_ids().shape[1])
+    with serving(small(config)) as made, made.client() as client:
+        with pytest.raises(openai.InternalServerError, match=r"wants 1 rows; .*prepare MODEL") as told:
+            client.completions.create(**ASK, max_tokens=2)
+        assert (told.value.status_code, told.value.code) == (503, "corrections_used_up")
+        prepare_corrections(plain_model(), config, 50)
+        assert client.completions.create(**ASK, max_tokens=2).choices[0].text == text_of(greedy(2))
 
 
 def test_sessions_side_by_side_are_refused_at_the_start() -> None:
