@@ -386,10 +386,10 @@ def prepare_corrections(
 
     source: a checkpoint, or a model in memory. private_config: also has `hosts` and `tls` of another host that computes
     them; without hosts this machine does. keep: then run on until it is interrupted, and add some whenever the folder
-    has fewer tokens. notice: is told the size before it begins. progress: hears a layer, tokens done, and all tokens.
-    Returns how many tokens are in the folder. Raises ConfigError for a full disk and a folder that others may open,
-    ShareFileError for one with corrections of another model, ProtocolAbort naming a host that computes wrongly,
-    PatchMismatch as `from_pretrained`.
+    has fewer tokens. notice: is told the size before it begins, and refills. progress: hears a layer or what is read,
+    tokens done, and all tokens. Returns how many tokens are in the folder. Raises ConfigError for a full disk and a
+    folder that others may open, ShareFileError for one with corrections of another model, ProtocolAbort naming a host
+    that computes wrongly, PatchMismatch as `from_pretrained`.
     """
     private_config = _checked(private_config)
     if isinstance(source, str):

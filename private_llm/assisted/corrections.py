@@ -324,7 +324,7 @@ class Corrections:
 
     def _used_up(self, name: str, rows: int) -> CorrectionsUsedUp:
         return CorrectionsUsedUp(
-            f"corrections: {name!r} wants {rows} rows; this session used {self._used[name]}, and "
+            f"corrections: {name.partition('+')[0]!r} wants {rows} rows; this session used {self._used[name]}, and "
             f"{self._held(name) + self.folder.rows()} are left in {self.folder.path}. Make more with `private-llm "
             f"prepare MODEL --corrections {self.folder.path} --tokens N`, then call again"
         )

@@ -29,12 +29,12 @@ def test_text_with_one_server(run: Callable[..., str], tmp_path: Path, monkeypat
     monkeypatch.setattr(sys, "stdin", io.StringIO("The history of the city\n"))
     errors = run("chat", DEMO, *ONE_SERVER, folder, code=2)
     assert "corrections: 20 tokens are left; `private-llm prepare MODEL --corrections" in errors
-    assert "wants 1 rows; this session used 20, and 0 are left" in errors
+    assert "self_attn.q_proj' wants 1 rows; this session used 20, and 0 are left" in errors
 
 
 def test_what_does_not_fit_is_told(run: Callable[..., str], tmp_path: Path) -> None:
     words = ("prepare", DEMO, "--corrections", str(tmp_path / "masks"))
-    assert "want one of them above 0" in run(*words, code=2)
+    assert "got neither; give --tokens N or --keep N" in run(*words, code=2)
     hosts = ("--hosts", "127.0.0.1:1,127.0.0.1:2", "--allow-plain-loopback")
     assert "hosts: got several" in run(*words, "--tokens", "3", *hosts, code=2)
     errors = run(*words, "--tokens", "3000000000", code=2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -220,6 +221,9 @@ def test_servers_read_open_checkpoints_themselves(checkpoint: object) -> None:
         with pytest.raises((PartyFailed, TransportError), match="multiplies by weights of"):
             servers.costs()
     assert lines.count("session 1 ended") == lines.count("session 2 ended") == 2
+    told = "session 3 ended: the client stopped: party 0.* holds another checkpoint, of .*, than this client wants"
+    assert sum(re.fullmatch(told, line) is not None for line in lines) == 2, lines
+    assert lines[0].startswith(("party 0 waits for a client at ", "party 1 waits for a client at "))
 
 
 def test_a_server_that_misses_a_weight_says_so() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -259,6 +260,7 @@ def test_two_sessions_use_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_refills_keep_a_number_of_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, plain = stored(tmp_path), tiny.build("opt")
     folder, looks = CorrectionFolder(config.corrections or ""), []
+    told: list[str] = []
 
     def sleep(_: float) -> None:
         looks.append(folder.rows())
@@ -271,9 +273,12 @@ def test_refills_keep_a_number_of_tokens(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(corrections, "_BLOCK_ROWS", 4)
     monkeypatch.setattr(corrections, "_TOUCH_S", 1e9)
     with pytest.raises(KeyboardInterrupt):
-        prepare_corrections(plain, config, keep=10)
+        prepare_corrections(plain, config, keep=10, notice=told.append)
     assert looks[0] == looks[1] >= 10
     assert looks[2] >= 10
+    assert re.search(r"a token; 10 tokens, .*B in all, in .*, and more whenever fewer than 10 are left", told[0])
+    assert told[1] == f"made 10 tokens; 10 are left in {folder.path}"
+    assert told[2].startswith("made 4 tokens; 1")
 
 
 @pytest.mark.parametrize(

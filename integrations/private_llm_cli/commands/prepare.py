@@ -28,18 +28,22 @@ def prepare(
     settings = links.client_settings()
     if len(settings.get("hosts", ())) > 1:
         raise ConfigError("hosts: got several; want one that computes, which is not the one that is online later")
+    if not tokens and not keep:
+        raise ConfigError("tokens, keep: got neither; give --tokens N or --keep N")
     config = options.config_of("assisted", 64, corrections=corrections, **settings)
     want_model(model, gguf_file)
     auto = auto_class(task)
     from private_llm_hf import prepare_corrections
 
     quiet()
-    with progress_bar(tokens or None, as_json) as step:
+    with progress_bar(None if keep else tokens, as_json) as step:
         before = 0
+        step("calling the server" if config.hosts else "reading the weights", 0)
 
         def show(layer: str, done: int, total: int) -> None:
             nonlocal before
-            step(layer or f"{done} of {total} tokens", max(0, done - before))
+            short = layer.partition("+")[0]
+            step(f"{done} of {total} tokens, {short}".rstrip(", ") if keep else short, max(0, done - before))
             before = done
 
         left = prepare_corrections(

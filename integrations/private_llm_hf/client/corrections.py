@@ -14,6 +14,7 @@ from contextlib import closing
 from dataclasses import replace
 from typing import cast
 
+from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -23,7 +24,7 @@ from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError, CorrectionsUsedUp
 from private_llm.net.ledger import size
 from private_llm.protocol_facts import ASSISTED
-from private_llm_hf.checkpoint.weights import WeightSource, skeleton
+from private_llm_hf.checkpoint.weights import Sink, WeightList, WeightSource, skeleton
 from private_llm_hf.client.assisted_model import open_assisted
 from private_llm_hf.client.assisted_rows import is_sent
 from private_llm_hf.client.launch import start_parties
@@ -72,13 +73,15 @@ class Preparation:
             done += rows
             progress("", done, tokens)
 
-    def keep(self, tokens: int, progress: Callable[[str, int, int], None]) -> None:
+    def keep(self, tokens: int, progress: Callable[[str, int, int], None], notice: Callable[[str], None]) -> None:
         """Until it is interrupted: add blocks whenever fewer are left."""
         touched = time.monotonic()
         while True:
             missing = tokens - self.folder.rows()
             if missing > 0:
-                self.add(max(missing, min(self._rows, tokens)), progress)
+                more = max(missing, min(self._rows, tokens))
+                self.add(more, progress)
+                notice(f"made {more} tokens; {self.folder.rows()} are left in {self.folder.path}")
             elif time.monotonic() - touched > _TOUCH_S:
                 self._servers.costs()
                 touched = time.monotonic()
@@ -109,13 +112,22 @@ def make_corrections(
     ]  # fmt: skip
     sizes = [(math.prod(shape[1:]), shape[0]) for shape in shapes]
     each = BYTES * sum(outputs for _, outputs in sizes)
-    wanted = each * (tokens or max(0, keep - folder.rows()))
-    notice(f"{size(each)} a token, {size(wanted)} in all, in {folder.path}")
-    check_space(folder, wanted)
+    more = max(tokens, keep - folder.rows())
+    refills = f", and more whenever fewer than {keep} are left" if keep else ""
+    notice(f"{size(each)} a token; {more} tokens, {size(each * more)} in all, in {folder.path}{refills}")
+    check_space(folder, each * more)
     servers = start_parties(replace(private_config, corrections=str(folder.path)))
-    with closing(open_assisted(model_class, config, weights, servers, None)):
+
+    def shown(wanted: WeightList, sink: Sink, local: bool) -> None:
+        def put(name: str, tensor: Tensor) -> None:
+            progress(f"reading {name}", 0, more)
+            sink(name, tensor)
+
+        weights(wanted, put, local)
+
+    with closing(open_assisted(model_class, config, shown, servers, None)):
         preparation = Preparation(cast(ProductServers, servers), folder, sizes)
         preparation.add(tokens, progress)
         if keep:
-            preparation.keep(keep, progress)
+            preparation.keep(keep, progress, notice)
     return folder.rows()

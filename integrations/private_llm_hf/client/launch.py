@@ -107,7 +107,8 @@ def serve_party(
     served = failed = 0
     with closing(open_acceptor(config, number)) as acceptor:
         while sessions is None or served < sessions:
-            notice(f"{called(config, number)} waits for the others at {config.hosts[number]}")
+            awaited = "a client" if config.protocol == ASSISTED else "the others"
+            notice(f"{called(config, number)} waits for {awaited} at {config.hosts[number]}")
             try:
                 transport = connect(config, number, wait_s=_FOREVER_S, acceptor=acceptor)
             except (ConfigError, TransportError, OSError) as error:  # another's doing: it may be right the next time

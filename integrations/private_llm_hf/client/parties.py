@@ -100,11 +100,15 @@ class Parties(SessionClient):
             raise _remote_error(type(error)(named(self.config, str(error)))) from None
         finally:
             if not finished and self._over is None:
-                self._over = "an earlier call failed or was interrupted"
-                try:
-                    self.transport.abort(f"the client stopped: {self._over}")
-                finally:  # an interrupt may come here too
-                    self.shutdown()
+                self._stop("an earlier call failed or was interrupted")
+
+    def _stop(self, reason: str) -> None:
+        """End the session. reason: a public fact, which the parties are told."""
+        self._over = reason
+        try:
+            self.transport.abort(f"the client stopped: {reason}")
+        finally:  # an interrupt may come here too
+            self.shutdown()
 
     def tell(self, message: Message, parties: Iterable[int] | None = None) -> None:
         """Send a command to every party, or to these."""

@@ -132,6 +132,7 @@ class ProductServers(Parties):
                     continue
                 self.stored = False
                 if held.source is not None:
+                    self._stop(f"party {server} holds another checkpoint, of {held.source!r}, than this client wants")
                     raise ConfigError(
                         f"party {server} holds the weights of {held.source!r}, and other ones than this model's for "
                         f"{name!r}; want the same checkpoint and revision here and there, or a server that was started "
