@@ -142,7 +142,7 @@ def _tables(work: Workload, found: Estimate, config: PrivateConfig, hardware: Ha
             "in sum", ("what", "how much"),
             [
                 ("bytes over all links", size(found.costs.bytes_total)),
-                ("exchanges, two latencies each", found.costs.rounds),
+                ("rounds, each an exchange (two latencies) with the servers", found.costs.rounds),
                 ("memory of a server, weights", size(found.weight_bytes)),
                 ("memory of the client, weights and cache", f"{size(found.client_bytes)}, {size(found.cache_bytes)}"),
                 *pace, ("time (latency, the client's link, servers, client)", total),

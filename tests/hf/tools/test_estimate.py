@@ -282,9 +282,9 @@ def test_the_command_prices_products(run: Run) -> None:
     arguments = ("estimate", "opt-125m", "--protocol", "assisted", "--seq", "8", "--new", "3", "--gmacs", "1500")
     found = json.loads(run(*arguments, "--json"))
     assert found["one_row"] == found["many_rows"] == found["gmacs"] == 1500
-    assert found["seconds"] > found["seconds_first_token"] > 0.098  # 49 exchanges, two milliseconds each
+    assert found["seconds"] > found["seconds_first_token"] > 0.098  # 49 rounds, two milliseconds each
     assert found["rounds"] == 3 * 49
     assert sum(layer["bytes"] for layer in found["layers"]) == found["bytes_total"]
     told = run(*arguments)
-    assert "exchanges, two latencies each" in told
+    assert "rounds, each an exchange (two latencies) with the servers" in told
     assert "memory of the client" in told
