@@ -37,6 +37,8 @@ WAIT_UNTIL: ContextVar[float] = ContextVar("WAIT_UNTIL", default=math.inf)
 
 _GATE = 0
 """The party that decides which client is served."""
+_LOOK_S = 1.0
+"""How often an endpoint that waits for calls looks which of those it knows have left."""
 _TELL_FIRST_S, _TELL_AGAIN_S = 2.0, 10.0
 """Seconds after which a client's log says whom it waits for, and between two such lines."""
 
@@ -161,18 +163,26 @@ class _Mesh:
     def _complete(self) -> bool:
         """Accept nobody any more, if all connections are there; those whose other end gave up meanwhile are not."""
         with self._changed:
-            gone = [key for key, (sock, _) in self._made.items() if _ended(sock)]
-            if self._me == CLIENT and any(peer == _GATE for peer, _, _ in gone):
-                gone = list(self._made)  # who lost its turn must hold no party while it waits for another
-            for key in gone:
-                self._made.pop(key)[0].close()
+            self._drop_ended()
             self._done = not self._missing([*self._calls, *self._called_by])
             return self._done
 
+    def _drop_ended(self) -> None:
+        """Close connections whose other end has left; the lock is held."""
+        gone = [key for key, (sock, _) in self._made.items() if _ended(sock)]
+        if self._me == CLIENT and any(peer == _GATE for peer, _, _ in gone):
+            gone = list(self._made)  # who lost its turn must hold no party while it waits for another
+        for key in gone:
+            self._made.pop(key)[0].close()
+
     def _await_calls(self) -> None:
-        """Wait for those who call this endpoint."""
+        """Wait for those who call this endpoint, or until one that it has called is to be called again."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._missing(self._called_by), self._left())
+            while self._missing(self._called_by) and self._left() > 0:
+                self._changed.wait(min(_LOOK_S, self._left()))
+                self._drop_ended()
+                if self._missing(self._calls):
+                    return
             missing = sorted({peer for peer, _, _ in self._missing(self._called_by)})
         if missing:
             names = ", ".join(map(endpoint_name, missing))

@@ -1,5 +1,6 @@
 """Opening the mesh: addresses, tokens, strangers, and errors before anything is sent."""
 
+import contextlib
 import os
 import socket
 import sys
@@ -383,3 +384,45 @@ def test_an_endpoint_that_gave_up_may_come_back_when_all_others_are_there():
     everybody = {me: lambda _, me=me: party(me) for me in range(3)} | {CLIENT: lambda _: client()}
     results = run_threads(dict.fromkeys(everybody), everybody)
     assert results == {me: sum((0, 1, 2, CLIENT)) - me for me in (0, 1, 2, CLIENT)}
+
+
+def test_who_leaves_is_let_go_while_others_are_still_awaited():
+    """Party 0 lacks party 1 when a client leaves; party 1 waits for the client when party 0 starts again."""
+    listeners = open_listeners(2)
+    hosts, config = hosts_of(listeners), PrivateConfig(protocol="assisted", timeout_s=10)
+    places = [parse_address(host) for host in hosts]
+    zero, again, one, client = (rendezvous._Mesh(config, me, places, TOKEN, 10) for me in (0, 0, 1, CLIENT))
+    doors, threads = [Acceptor(listener, 2) for listener in listeners], []
+
+    def opens(mesh, me):
+        with contextlib.suppress(TransportError), contextlib.closing(mesh):
+            mesh.open(doors[me])
+
+    def until(condition):
+        end = time.monotonic() + 5
+        while not condition():
+            assert time.monotonic() < end
+            time.sleep(0.02)
+
+    def start(mesh, me):
+        threads.append(threading.Thread(target=opens, args=(mesh, me), daemon=True))
+        threads[-1].start()
+
+    start(zero, 0)
+    until(lambda: doors[0]._receive)
+    client._call(0, True, 0)
+    until(lambda: zero._made)
+    client.close()
+    until(lambda: not zero._made)
+    start(one, 1)
+    until(lambda: len(zero._made) == 2)
+    start(again, 0)
+    until(lambda: doors[0]._receive == again._receive)
+    zero._deadline = 0.0
+    until(lambda: len(again._made) == 2)
+    again._deadline = one._deadline = 0.0
+    for each in threads:
+        each.join(5)
+        assert not each.is_alive()
+    for door in doors:
+        door.close()
