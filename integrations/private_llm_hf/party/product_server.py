@@ -28,7 +28,7 @@ from private_llm_hf.party.used_blocks import UsedBlocks
 from private_llm_hf.wire.assisted import (
     COMMAND,
     HEADER,
-    LONGEST,
+    LONGEST_LABEL,
     MOST_ELEMENTS,
     REQUEST,
     BeginBlock,
@@ -44,9 +44,8 @@ from private_llm_hf.wire.assisted import (
 from private_llm_hf.wire.commands import Stop, TellCosts, recv_message, send_message
 
 _COMMANDS: tuple[type[ServerCommand | Stop], ...] = (*get_args(ServerCommand), Stop)
-
-
 _MOST_WEIGHTS = 1 << 16
+"""Of a session; each takes some memory beside its elements."""
 
 
 @dataclass(frozen=True)
@@ -162,7 +161,7 @@ class ProductServer:
 
     def _operand(self, given: memoryview, rows: int, inputs: int) -> Tensor:
         """The mask of a label, or masked rows. Raises TransportError where the client mixes up the servers."""
-        if self._seed is not None and len(given) <= LONGEST:
+        if self._seed is not None and len(given) <= LONGEST_LABEL:
             return mask(self._seed, bytes(given).decode("ascii", "replace"), rows, inputs)
         if self._seed is not None or len(given) != BYTES * rows * inputs:
             raise TransportError(

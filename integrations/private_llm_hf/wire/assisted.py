@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import re
 import struct
+from dataclasses import dataclass
 from typing import Annotated
 
 from private_llm.kernels.ops import narrow_length
 from private_llm_hf.wire.codec import Between, Message, Unfit
 from private_llm_hf.wire.commands import TellCosts
 
-LONGEST = 256
-"""Characters of a label."""
-_LONGEST = 1 << 12
-_DIGEST = re.compile("[0-9a-f]{64}")
+LONGEST_LABEL = 256
+"""Characters of the label of a mask."""
 MOST_ELEMENTS = 1 << 25
 """Of `elements` of one product: a server needs some 30 bytes for each."""
 
@@ -27,28 +26,25 @@ def elements(rows: int, inputs: int, outputs: int) -> int:
     return rows * max(narrow_length(inputs), outputs)
 
 
-def _short(value: str) -> None:
-    if len(value) > _LONGEST or not value.isascii():
-        raise Unfit(value, f"at most {_LONGEST} ASCII characters")
+@dataclass(frozen=True)
+class _Matching:
+    """A check of texts."""
+
+    pattern: str
+    want: str
+
+    def __call__(self, value: str) -> None:
+        """Raise Unfit for another text."""
+        if not re.fullmatch(self.pattern, value):
+            raise Unfit(value, self.want)
 
 
 Side = Annotated[int, Between(1, 1 << 22)]
 """Inputs or outputs of a weight."""
 
-ShortText = Annotated[str, _short]
-
-
-def _digest(value: str) -> None:
-    if not _DIGEST.fullmatch(value):
-        raise Unfit(value, "a SHA-256 digest")
-
-
-Digest = Annotated[str, _digest]
-
-
-def _block(value: str) -> None:
-    if not re.fullmatch("[0-9a-f]{32}", value):
-        raise Unfit(value, "32 digits, 0-9 a-f")
+ShortText = Annotated[str, _Matching(r"(?s:[\x00-\x7f]{0,4096})", "at most 4096 ASCII characters")]
+Digest = Annotated[str, _Matching("[0-9a-f]{64}", "a SHA-256 digest")]
+BlockName = Annotated[str, _Matching("[0-9a-f]{32}", "32 digits, 0-9 a-f")]
 
 
 class MaskKey(Message):
@@ -58,7 +54,7 @@ class MaskKey(Message):
 class BeginBlock(Message):
     """Rows come now that are masked by this block of corrections. Answered by `BlockBegun`."""
 
-    block: Annotated[str, _block]
+    block: BlockName
 
 
 class BlockBegun(Message):
