@@ -6,13 +6,11 @@ rows, packed, or the label of their mask. A frame of one byte says that a comman
 
 from __future__ import annotations
 
-import re
 import struct
-from dataclasses import dataclass
 from typing import Annotated
 
 from private_llm.kernels.ops import narrow_length
-from private_llm_hf.wire.codec import Between, Message, Unfit
+from private_llm_hf.wire.codec import Between, Matching, Message
 from private_llm_hf.wire.commands import TellCosts
 
 LONGEST_LABEL = 256
@@ -26,25 +24,12 @@ def elements(rows: int, inputs: int, outputs: int) -> int:
     return rows * max(narrow_length(inputs), outputs)
 
 
-@dataclass(frozen=True)
-class _Matching:
-    """A check of texts."""
-
-    pattern: str
-    want: str
-
-    def __call__(self, value: str) -> None:
-        """Raise Unfit for another text."""
-        if not re.fullmatch(self.pattern, value):
-            raise Unfit(value, self.want)
-
-
 Side = Annotated[int, Between(1, 1 << 22)]
 """Inputs or outputs of a weight."""
 
-ShortText = Annotated[str, _Matching(r"(?s:[\x00-\x7f]{0,4096})", "at most 4096 ASCII characters")]
-Digest = Annotated[str, _Matching("[0-9a-f]{64}", "a SHA-256 digest")]
-BlockName = Annotated[str, _Matching("[0-9a-f]{32}", "32 digits, 0-9 a-f")]
+ShortText = Annotated[str, Matching(r"(?s:[\x00-\x7f]{0,4096})", "at most 4096 ASCII characters")]
+Digest = Annotated[str, Matching("[0-9a-f]{64}", "a SHA-256 digest")]
+BlockName = Annotated[str, Matching("[0-9a-f]{32}", "32 digits, 0-9 a-f")]
 
 
 class MaskKey(Message):

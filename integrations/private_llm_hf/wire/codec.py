@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import json
 import math
+import re
 import reprlib
 import types
 import typing
@@ -107,6 +108,19 @@ class OneOf:
         """Raise Unfit for any other name."""
         if value not in self.names:
             raise Unfit(value, f"one of {', '.join(self.names)}")
+
+
+@dataclass(frozen=True)
+class Matching:
+    """A check of texts by a regular expression, and what it asks for."""
+
+    pattern: str
+    want: str
+
+    def __call__(self, value: str) -> None:
+        """Raise Unfit for another text."""
+        if not re.fullmatch(self.pattern, value):
+            raise Unfit(value, self.want)
 
 
 @dataclass(frozen=True)
