@@ -20,8 +20,9 @@ from private_llm_gateway import engine, requests, responses
 from private_llm_gateway.completion import CompletionChunk
 from private_llm_gateway.errors import bad, in_words
 from private_llm_gateway.fields import Fields, body_of, refuse_unsupported
+from private_llm_gateway.prompts import check_context, of_field
 from private_llm_gateway.request_executor import ClientGone, RequestExecutor, RequestTask
-from private_llm_gateway.requests import Wanted, check_context, find_model, of_field
+from private_llm_gateway.requests import Wanted, find_model
 from private_llm_gateway.served import Served
 from private_llm_gateway.settings import GatewaySettings
 from private_llm_gateway.usage import GatewayMetrics, Usage, UsageTotal

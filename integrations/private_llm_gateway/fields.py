@@ -18,8 +18,9 @@ _TEXT = (
     "model", "max_tokens", "temperature", "top_p", "seed", "n", "stop", "logprobs", "logit_bias", "presence_penalty",
     "frequency_penalty", "stream", "stream_options", "response_format",
 )  # fmt: skip
+_VLLM = ("add_generation_prompt", "continue_final_message")
 _DONE: dict[str, tuple[str, ...]] = {
-    "chat": (*_TEXT, "messages", "max_completion_tokens", "top_logprobs"),
+    "chat": (*_TEXT, "messages", "max_completion_tokens", "top_logprobs", "reasoning_effort", *_VLLM),
     "completions": (*_TEXT, "prompt", "echo"),
     "embeddings": ("model", "input", "encoding_format", "dimensions"),
 }
@@ -41,6 +42,13 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "dynatemp_range": (0,), "include_stop_str_in_output": (False,), "skip_special_tokens": (True,),
     "documents": ([],), "truncation": ("disabled",), "truncate": (False, "NONE"),
 }  # fmt: skip
+_INSTEAD = {
+    "store": "the gateway keeps no chats, so want false",
+    "functions": "want tools, which came in their place",
+    "function_call": "want tool_choice, which came in its place",
+    "verbosity": "the model has no such setting; ask for a short or a long answer in a message, and want medium",
+    "service_tier": "there is one tier here, so want auto",
+}
 _MOST_NAME = 64
 _WANTED = "want an object as OpenAI's API describes it"
 # 32,768: a chat of 2,000 messages has 20,000 texts, commas and brackets, and 2,048 texts to embed have 4,100
@@ -90,7 +98,8 @@ def refuse_others(
             value == each and isinstance(value, bool) == isinstance(each, bool) for each in neutral.get(name, ())
         ):
             told = f"{where}{name}" if len(name) <= _MOST_NAME else f"{where}{name[:_MOST_NAME]}..."
-            raise bad(told, "unsupported here; leave it out", "unsupported_parameter")
+            advice = "leave it out" if where else _INSTEAD.get(name, "leave it out")
+            raise bad(told, f"unsupported here; {advice}", "unsupported_parameter")
 
 
 class Fields:
@@ -122,6 +131,13 @@ class Fields:
         value: int | None = self._of(name, int, "a whole number")
         if value is not None and not low <= value <= high:
             raise bad(name, f"out of range; want {low} to {high}")
+        return value
+
+    def option(self, name: str, *wanted: str) -> str | None:
+        """One of some texts."""
+        value: str | None = self._of(name, str, "a text")
+        if value is not None and value not in wanted:
+            raise bad(name, f"want one of {', '.join(wanted)}")
         return value
 
     def mapping(self, name: str) -> dict[str, Any]:

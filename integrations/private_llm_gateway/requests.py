@@ -6,26 +6,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import jinja2
-
 from private_llm_gateway.completion import Completion, SamplingParams
 from private_llm_gateway.constrained import Grammar
 from private_llm_gateway.errors import ApiError, bad
 from private_llm_gateway.fields import Fields, refuse_others, refuse_unsupported
+from private_llm_gateway.prompts import check_context, of_field, of_messages
 from private_llm_gateway.served import Served
 
 _MOST_LOGPROBS = 20
 _COMPLETION_TOKENS = 16
 """Of a completion that does not say how many, as OpenAI defines it."""
 _ANY = 1 << 62
-_ROLES = ("system", "developer", "user", "assistant")
-_MOST_MESSAGES = 4096
-_MOST_CHARACTERS = 256
-"""Of a token, on an average: more than any text has."""
-_OUT_OF_BAND = ("id", "annotations", "cache_control")
-"""Of messages and their parts: no part of the text, and no wish."""
-_NO_CALLS: dict[str, tuple[object, ...]] = {"tool_calls": ([],), "refusal": ("",), "reasoning_content": ("",)}
-"""As answers come back with the next question."""
 
 
 @dataclass(frozen=True)
@@ -75,19 +66,27 @@ def chat(models: Mapping[str, Served], body: Mapping[str, Any], most: int) -> Wa
     served = find_model(models, body, "decoder")
     refuse_unsupported(body, "chat")
     fields = Fields(body)
-    prompt = of_messages(served, body.get("messages"))
+    prompt = of_messages(served, fields)
     told = fields.flag("logprobs")
     top = fields.integer("top_logprobs", 0, _MOST_LOGPROBS)
     if top and not told:
         raise bad("top_logprobs", "want logprobs true as well")
-    room = _ANY if served.context is None else max(1, served.context - len(prompt))
-    limit, older = (fields.integer(name, 1, _ANY) for name in ("max_completion_tokens", "max_tokens"))
-    if None not in (limit, older) and limit != older:
-        raise bad("max_tokens", "got another number than max_completion_tokens; want one of the two")
-    limit = limit or older or min(room, 1 << 20)
-    check_context(served, len(prompt), limit, "messages")
+    limit = _chat_limit(fields, served, len(prompt))
     params = _sampling_params(fields, served, limit, (top or 0) if told else None)
     return _wanted(served, fields, [prompt], params, most, chat=True, logprobs=told)
+
+
+def _chat_limit(fields: Fields, served: Served, prompt: int) -> int:
+    """Tokens that an answer may have. As at OpenAI, `max_completion_tokens` bounds them, and `max_tokens` must fit."""
+    bound, older = (fields.integer(name, 1, _ANY) for name in ("max_completion_tokens", "max_tokens"))
+    if None not in (bound, older) and bound != older:
+        raise bad("max_tokens", "got another number than max_completion_tokens; want one of the two")
+    room = _ANY if served.context is None else max(1, served.context - prompt)
+    if bound is not None and served.context is not None and bound > served.context:
+        raise bad("max_completion_tokens", f"too large: this model supports at most {served.context}")
+    limit = min(bound or 1 << 20, room) if older is None or bound is not None else older
+    check_context(served, prompt, limit, "messages")
+    return limit
 
 
 def completion(models: Mapping[str, Served], body: Mapping[str, Any], most: int) -> Wanted:
@@ -172,114 +171,3 @@ def _grammar(fields: Fields, served: Served) -> Grammar | None:
         raise bad(place, "want an object with name and schema", "missing_required_parameter")
     refuse_others(named, ("name", "description", "schema", "strict"), {}, f"{place}.")
     return Grammar(named["schema"], served.table)
-
-
-# -- prompts: tokens of messages, texts and token ids; what does not fit the model is refused ------------------------
-def of_messages(served: Served, messages: object) -> list[int]:
-    """Tokens of a chat, by the model's template or, without one, of the messages joined by line ends.
-
-    Raises ApiError (400) for messages that are no text, and those that the template refuses.
-    """
-    wanted = f'want a list of 1 to {_MOST_MESSAGES} messages, as [{{"role": "user", "content": "Hello"}}]'
-    if messages is None:
-        raise bad("messages", f"missing; {wanted}", "missing_required_parameter")
-    if not isinstance(messages, list):
-        raise bad("messages", f"got {type(messages).__name__}; {wanted}", "invalid_type")
-    if not 0 < len(messages) <= _MOST_MESSAGES:
-        raise bad("messages", f"got {len(messages)}; {wanted}")
-    listed = [_message(message, f"messages[{at}]") for at, message in enumerate(messages)]
-    if not served.tokenizer.chat_template:
-        text = "\n".join(message["content"] for message in listed)
-        return _checked(served, served.encode(_short(served, text, "messages")), "messages")
-    try:
-        text = served.tokenizer.apply_chat_template(listed, add_generation_prompt=True, tokenize=False)
-    except jinja2.TemplateError:
-        raise bad("messages", "the model's chat template refuses this order of roles") from None
-    return _checked(served, served.encode(_short(served, text, "messages"), special=False), "messages")
-
-
-def of_field(served: Served, name: str, value: object, most: int) -> list[list[int]]:
-    """Token rows of a field that is a text, token ids, or a list of either. Raises ApiError (400)."""
-    listed = [value] if isinstance(value, str) or _is_ids(value) else value
-    if not isinstance(listed, list) or not listed or not all(isinstance(item, str) or _is_ids(item) for item in listed):
-        missing, code = ("missing; ", "missing_required_parameter") if value is None else ("", "invalid_type")
-        raise bad(name, f"{missing}want a text, token ids, or a list of these", code)
-    if len(listed) > most:
-        raise bad(name, f"got {len(listed)} items; want {most} at most")
-    texts = ((served.encode(_short(served, item, name)) if isinstance(item, str) else item) for item in listed)
-    return [_checked(served, ids, name) for ids in texts]
-
-
-def check_context(served: Served, prompt: int, wanted: int, param: str) -> None:
-    """Raises ApiError (400) where prompt and answer do not fit the model: nothing is cut off."""
-    limit = served.context
-    if limit is not None and prompt + wanted > limit:
-        told = f"you requested {prompt + wanted} tokens ({prompt} in the {param}, {wanted} in the completion). "
-        raise _too_long(served, param, f"{told}Please reduce the length of the {param} or completion.")
-
-
-def _short(served: Served, text: str, param: str) -> str:
-    """A text that may fit the model: others are not taken apart, which others would wait for."""
-    if served.context is not None and len(text) > served.context * _MOST_CHARACTERS:
-        raise _too_long(served, param, f"the {param} has {len(text)} characters. Please reduce its length.")
-    return text
-
-
-def _too_long(served: Served, param: str, told: str) -> ApiError:
-    told = f"This model's maximum context length is {served.context} tokens. However, {told}"
-    return ApiError(400, told, param=param, code="context_length_exceeded")
-
-
-def _message(message: object, where: str) -> dict[str, str]:
-    """What a chat template is told of a message. It may make something of a name; most do not."""
-    if not isinstance(message, dict):
-        raise bad(where, "want an object with role and content", "invalid_type")
-    role, name = message.get("role"), message.get("name")
-    if role in ("tool", "function"):
-        raise _unsupported(f"{where}.role")
-    if role not in _ROLES:
-        raise bad(f"{where}.role", f"want one of {', '.join(_ROLES)}")
-    refuse_others(message, ("role", "content", "name", *_OUT_OF_BAND), _NO_CALLS, f"{where}.")
-    if name is not None and not isinstance(name, str):
-        raise bad(f"{where}.name", "want a text", "invalid_type")
-    told = {"role": "system" if role == "developer" else role}
-    told["content"] = _content(message.get("content"), f"{where}.content")
-    return {**told, "name": name} if name else told
-
-
-def _content(content: Any, where: str) -> str:  # noqa: ANN401 - as it came
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise bad(where, "want a text, or a list of parts of type 'text'", "invalid_type")
-    parts = []
-    for at, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind != "text":
-            raise _unsupported(f"{where}[{at}].type")
-        if not isinstance(part.get("text"), str):
-            raise bad(f"{where}[{at}].text", "want a text", "invalid_type")
-        refuse_others(part, ("type", "text", *_OUT_OF_BAND), {}, f"{where}[{at}].")
-        parts.append(part["text"])
-    return "".join(parts)
-
-
-def _unsupported(where: str) -> ApiError:
-    return bad(where, "unsupported here; this model reads and writes text only", "unsupported_parameter")
-
-
-def _is_ids(value: object) -> bool:
-    return (
-        isinstance(value, list)
-        and bool(value)
-        and all(isinstance(token, int) and not isinstance(token, bool) for token in value)
-    )
-
-
-def _checked(served: Served, ids: list[int], name: str) -> list[int]:
-    if not ids:
-        raise bad(name, "got no tokens; want at least one")
-    vocabulary = served.vocabulary
-    if not all(0 <= token < vocabulary for token in ids):
-        raise bad(name, f"a token id is out of range; want 0 to {vocabulary - 1}")
-    return ids

@@ -95,7 +95,13 @@ class Served:
     @property
     def chat(self) -> str:
         """How messages become a prompt."""
-        return OWN_CHAT if self.tokenizer.chat_template else PLAIN_CHAT
+        return OWN_CHAT if self.chat_template else PLAIN_CHAT
+
+    @property
+    def chat_template(self) -> str:
+        """The model's own; of several, that for tools. Empty if it has none."""
+        found = self.tokenizer.chat_template
+        return str((found.get("tool_use") or found.get("default") if isinstance(found, dict) else found) or "")
 
     @cached_property
     def texts(self) -> TokenTexts:

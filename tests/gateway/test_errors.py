@@ -20,8 +20,9 @@ from openai import OpenAI
 from private_llm_gateway import app, endpoints, served
 from private_llm_gateway.app import bound_socket
 from private_llm_gateway.errors import ApiError
+from private_llm_gateway.fields import Fields
 from private_llm_gateway.guard import Guard
-from private_llm_gateway.requests import of_messages
+from private_llm_gateway.prompts import of_messages
 from private_llm_gateway.responses import Response
 from private_llm_gateway.served import Served
 from private_llm_gateway.settings import GatewaySettings
@@ -59,7 +60,8 @@ WRONG: dict[str, dict[str, list[Any]]] = {
         "unsupported_parameter": [
             {"tools": [{"type": "function"}]}, {"tool_choice": "required"}, {"modalities": ["audio"]},
             {"prediction": {"type": "content", "content": SECRET}}, {"moderation": {"model": "any"}},
-            {"reasoning_effort": "high"}, {"top_k": 5}, {"repetition_penalty": 1.1}, {"echo": True}, {"prompt": SECRET},
+            {"verbosity": "low"}, {"store": True}, {"service_tier": "flex"}, {"top_k": 5}, {"repetition_penalty": 1.1},
+            {"echo": True}, {"prompt": SECRET},
             {"max_new_tokens": 5}, {"include_stop_str_in_output": True}, {"truncation": "auto"},
             {"a_field_of_next_year": [1]}, {"temprature": 1},
             {"response_format": {"type": "json_object", "schema": {"type": "object"}}},
@@ -80,7 +82,8 @@ WRONG: dict[str, dict[str, list[Any]]] = {
             {"stop": ["a"] * 5}, {"stop": [""]}, {"stop": 0}, {"stop": {}}, {"stop": "a" * 1025},
             {"max_tokens": 10**4000}, {"max_completion_tokens": 3, "max_tokens": 2}, {"top_logprobs": 3},
             {"logprobs": True, "top_logprobs": 21}, {"logit_bias": {"4096": 1}}, {"presence_penalty": 3},
-            {"max_tokens": 0}, {"messages": []},
+            {"max_tokens": 0}, {"messages": []}, {"max_tokens": None, "max_completion_tokens": 1000},
+            {"reasoning_effort": SECRET}, {"continue_final_message": True, "add_generation_prompt": True},
             ("messages[0].role", {"messages": [{"role": SECRET, "content": "a"}]}),
             ("response_format.type", {"response_format": {"type": SECRET}}),
         ],
@@ -98,7 +101,7 @@ WRONG: dict[str, dict[str, list[Any]]] = {
         "context_length_exceeded": [
             {"messages": [{"role": "user", "content": "a" * 40_000}]},
             {"messages": [{"role": "user", "content": f"{SECRET} " * 100}]},
-            ("messages", {"max_tokens": 1000}), ("messages", {"max_completion_tokens": 1000, "max_tokens": None}),
+            ("messages", {"max_tokens": 1000}),
         ],
         "unsupported_schema": [
             ("response_format.json_schema.schema",
@@ -239,12 +242,31 @@ def test_fields_that_change_nothing(client: OpenAI) -> None:
     assert (again.choices[0].message.content, again.usage) == (wanted.choices[0].message.content, wanted.usage)
 
 
-def test_a_template_may_use_names() -> None:
+def test_what_a_template_may_use() -> None:
+    """Names, efforts, and whether the last message goes on."""
     served: Any = SimpleNamespace(
-        tokenizer=copy(tokenizer()), vocabulary=4096, context=None, encode=lambda text, special: [len(text)]
+        tokenizer=copy(tokenizer()), vocabulary=4096, context=None, encode=lambda text, special: [*text.encode()]
     )
-    served.tokenizer.chat_template = "{% for m in messages %}{{ m.name }}: {{ m.content }}{% endfor %}"
-    assert of_messages(served, [{"role": "user", "content": "a", "name": "Ada"}]) == [len("Ada: a")]
+    served.tokenizer.chat_template = served.chat_template = (
+        "{{ reasoning_effort }}{% for m in messages %}<{{ m.name }}: {{ m.content }}>{% endfor %}"
+        "{% if add_generation_prompt %}<assistant: {% endif %}"
+    )
+    ada, told = {"role": "user", "content": "a", "name": "Ada"}, {"role": "assistant", "content": "b"}
+    for messages, more, wanted in (
+        ([ada], {"reasoning_effort": "high"}, "high<Ada: a><assistant: "),
+        ([ada], {"add_generation_prompt": False}, "<Ada: a>"),
+        ([ada, told], {"continue_final_message": True}, "<Ada: a><: b"),
+    ):
+        assert bytes(of_messages(served, Fields({"messages": messages, **more}))).decode() == wanted
+
+
+def test_a_bound_beyond_the_room_is_no_error(client: OpenAI) -> None:
+    """`max_completion_tokens` bounds an answer, which the context ends earlier."""
+    long = [{"role": "user", "content": " ".join([PROMPT] * (122 // prompt_ids().shape[1]))}]
+    more: Any = {"messages": long, "max_tokens": None, "logit_bias": {"2": -100}}
+    made = client.chat.completions.create(**{**ASKED, **more}, max_completion_tokens=100)
+    assert made.usage is not None
+    assert (made.choices[0].finish_reason, made.usage.total_tokens) == ("length", 128)
 
 
 def test_a_wrong_token(gateway: Gateway) -> None:

@@ -1,0 +1,138 @@
+"""Prompts: tokens of messages, texts and token ids; what does not fit the model is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jinja2
+
+from private_llm_gateway.errors import ApiError, bad
+from private_llm_gateway.fields import Fields, refuse_others
+from private_llm_gateway.served import Served
+
+_ROLES = ("system", "developer", "user", "assistant")
+_MOST_MESSAGES = 4096
+_MOST_CHARACTERS = 256
+"""Of a token, on an average: more than any text has."""
+_OUT_OF_BAND = ("id", "annotations", "cache_control")
+"""Of messages and their parts: no part of the text, and no wish."""
+_NO_CALLS: dict[str, tuple[object, ...]] = {"tool_calls": ([],), "refusal": ("",), "reasoning_content": ("",)}
+"""As answers come back with the next question."""
+
+
+def of_messages(served: Served, fields: Fields) -> list[int]:
+    """Tokens of a chat, by the model's template or, without one, of the messages joined by line ends.
+
+    Raises ApiError (400) for messages that are no text, and those that the template refuses.
+    """
+    wanted = f'want a list of 1 to {_MOST_MESSAGES} messages, as [{{"role": "user", "content": "Hello"}}]'
+    messages, ends = fields.body.get("messages"), fields.flag("continue_final_message")
+    if messages is None:
+        raise bad("messages", f"missing; {wanted}", "missing_required_parameter")
+    if not isinstance(messages, list):
+        raise bad("messages", f"got {type(messages).__name__}; {wanted}", "invalid_type")
+    if not 0 < len(messages) <= _MOST_MESSAGES:
+        raise bad("messages", f"got {len(messages)}; {wanted}")
+    listed = [_message(message, f"messages[{at}]") for at, message in enumerate(messages)]
+    begins = not ends if fields.body.get("add_generation_prompt") is None else fields.flag("add_generation_prompt")
+    if ends and begins:
+        raise bad("add_generation_prompt", "want false with continue_final_message")
+    effort = fields.option("reasoning_effort", "none", "minimal", "low", "medium", "high", "xhigh", "max")
+    if not served.chat_template:
+        text = "\n".join(message["content"] for message in listed)
+        return _checked(served, served.encode(_short(served, text, "messages")), "messages")
+    more = {"reasoning_effort": effort} if effort and "reasoning_effort" in served.chat_template else {}
+    try:
+        text = served.tokenizer.apply_chat_template(
+            listed, add_generation_prompt=begins, continue_final_message=ends, tokenize=False, **more
+        )
+    except (jinja2.TemplateError, ValueError):
+        raise bad("messages", "the model's chat template refuses this order of roles") from None
+    return _checked(served, served.encode(_short(served, text, "messages"), special=False), "messages")
+
+
+def of_field(served: Served, name: str, value: object, most: int) -> list[list[int]]:
+    """Token rows of a field that is a text, token ids, or a list of either. Raises ApiError (400)."""
+    listed = [value] if isinstance(value, str) or _is_ids(value) else value
+    if not isinstance(listed, list) or not listed or not all(isinstance(item, str) or _is_ids(item) for item in listed):
+        missing, code = ("missing; ", "missing_required_parameter") if value is None else ("", "invalid_type")
+        raise bad(name, f"{missing}want a text, token ids, or a list of these", code)
+    if len(listed) > most:
+        raise bad(name, f"got {len(listed)} items; want {most} at most")
+    texts = ((served.encode(_short(served, item, name)) if isinstance(item, str) else item) for item in listed)
+    return [_checked(served, ids, name) for ids in texts]
+
+
+def check_context(served: Served, prompt: int, wanted: int, param: str) -> None:
+    """Raises ApiError (400) where prompt and answer do not fit the model: nothing is cut off."""
+    limit = served.context
+    if limit is not None and prompt + wanted > limit:
+        told = f"you requested {prompt + wanted} tokens ({prompt} in the {param}, {wanted} in the completion). "
+        raise _too_long(served, param, f"{told}Please reduce the length of the {param} or completion.")
+
+
+def _short(served: Served, text: str, param: str) -> str:
+    """A text that may fit the model: others are not taken apart, which others would wait for."""
+    if served.context is not None and len(text) > served.context * _MOST_CHARACTERS:
+        raise _too_long(served, param, f"the {param} has {len(text)} characters. Please reduce its length.")
+    return text
+
+
+def _too_long(served: Served, param: str, told: str) -> ApiError:
+    told = f"This model's maximum context length is {served.context} tokens. However, {told}"
+    return ApiError(400, told, param=param, code="context_length_exceeded")
+
+
+def _message(message: object, where: str) -> dict[str, str]:
+    """What a chat template is told of a message. It may make something of a name; most do not."""
+    if not isinstance(message, dict):
+        raise bad(where, "want an object with role and content", "invalid_type")
+    role, name = message.get("role"), message.get("name")
+    if role in ("tool", "function"):
+        raise _unsupported(f"{where}.role")
+    if role not in _ROLES:
+        raise bad(f"{where}.role", f"want one of {', '.join(_ROLES)}")
+    refuse_others(message, ("role", "content", "name", *_OUT_OF_BAND), _NO_CALLS, f"{where}.")
+    if name is not None and not isinstance(name, str):
+        raise bad(f"{where}.name", "want a text", "invalid_type")
+    told = {"role": "system" if role == "developer" else role}
+    told["content"] = _content(message.get("content"), f"{where}.content")
+    return {**told, "name": name} if name else told
+
+
+def _content(content: Any, where: str) -> str:  # noqa: ANN401 - as it came
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise bad(where, "want a text, or a list of parts of type 'text'", "invalid_type")
+    parts = []
+    for at, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text":
+            raise _unsupported(f"{where}[{at}].type")
+        if not isinstance(part.get("text"), str):
+            raise bad(f"{where}[{at}].text", "want a text", "invalid_type")
+        refuse_others(part, ("type", "text", *_OUT_OF_BAND), {}, f"{where}[{at}].")
+        parts.append(part["text"])
+    return "".join(parts)
+
+
+def _unsupported(where: str) -> ApiError:
+    return bad(where, "unsupported here; this model reads and writes text only", "unsupported_parameter")
+
+
+def _is_ids(value: object) -> bool:
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(token, int) and not isinstance(token, bool) for token in value)
+    )
+
+
+def _checked(served: Served, ids: list[int], name: str) -> list[int]:
+    if not ids:
+        raise bad(name, "got no tokens; want at least one")
+    vocabulary = served.vocabulary
+    if not all(0 <= token < vocabulary for token in ids):
+        raise bad(name, f"a token id is out of range; want 0 to {vocabulary - 1}")
+    return ids
