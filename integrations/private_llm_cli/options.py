@@ -365,7 +365,8 @@ class Writing:
         _option(
             WRITING,
             "With a draft: every pass goes on by so many tokens, which hides accepted counts and may end a text "
-            "early; 0: by all that are right, which the parties see. Default: by 2, or by none where fewer are known.",
+            "early; 0: by all that are right, which the parties see. Default: by 2, or by none where fewer are known "
+            "('assisted': by all).",
         ),
     ] = None
 

@@ -67,6 +67,10 @@ Chosen by: generate(speculation=SpeculationConfig(...)), and transformers' assis
   seen. A next turn of a chat does show the length of the answer together with that of the new message, which are read
   then. The client's pauses between passes are not padded: a draft model takes the same steps in each, but reads what
   was accepted, a few tokens more or less
+- under assisted, where the client has the cache: every server, and whoever sees the traffic: how many rows each pass
+  has, and when it begins. By default and with a length all have as many, which leaves how many passes a text took; with
+  open_counts also how many tokens were drafted in each; with transformers' own drafts, which are filled up, passes get
+  smaller when the longest text that was asked for is near
 - whoever holds a draft model that was made from the private model: what went into it: scripts/train_draft.py copies
   layers and embeddings, and trains on the private model's words. Who may not see the weights may not see such a draft
 Source: integrations/private_llm_hf/client/speculative_loop.py: drafts are made at the client, the parties only run
@@ -158,8 +162,8 @@ May be corrupt: any one of the two servers, malicious: a wrong product ends the 
   depends on a value of the client's
 - server 1 (party 1): rows masked by a pseudorandom stream of AES that it lacks the key of, and public shapes
 - every server, and whoever sees the traffic: the model (its weights are public), how many rows each product has, so the
-  lengths of prompt and answer, when each token was asked for, which way generation goes on (beams, drafts), and that a
-  call stopped because a value was not finite. Where values or arguments choose layers or rows (Longformer's global
+  lengths of prompt and answer, when each token was asked for, whether there are beams or drafts, and that a call
+  stopped because a value was not finite. Where values or arguments choose layers or rows (Longformer's global
   attention, labels of ModernBERT) and a trial at loading did not show it: what the first call with inputs of these
   shapes asks for, and where a later one differs, which the client then ends
 - the two servers together: everything that the client computes from: prompt, states and answer

@@ -18,6 +18,7 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 from private_llm.errors import ConfigError, PatchMismatch, PlaintextLeak, UnsupportedOp, undoing
 from private_llm_hf.checkpoint.sample_inputs import empty_inputs
 from private_llm_hf.checkpoint.weights import WeightList, WeightSource, skeleton, without_weights
+from private_llm_hf.client.assisted_drafts import DraftsOfOneLength
 from private_llm_hf.client.assisted_layers import (
     AssistedConvolution,
     AssistedLinear,
@@ -33,7 +34,7 @@ from private_llm_hf.models.architectures import table
 from private_llm_hf.models.norms import CANNOT
 
 
-class AssistedModel:
+class AssistedModel(DraftsOfOneLength):
     """What models under protocol "assisted" have beside transformers' own methods."""
 
     parties: ProductServers

@@ -20,22 +20,27 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StaticCache, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from private_llm.errors import ConfigError, DomainError, UnsupportedOp
 from private_llm_hf.client.drafts import ROOT, Draft, Tree, accept
 from private_llm_hf.client.speculation import DraftLength, FixedCounts, SpeculationConfig, check_drafts
-from private_llm_hf.models.inputs import GENERATED, check_positions
+from private_llm_hf.models.inputs import GENERATED, check_positions, max_positions
 from private_llm_hf.transformers_versions import CACHE
 
 _LOG = logging.getLogger(__name__)
+_LONG = 1 << 30
+"""More than any text."""
 
 
-def decoding(config: SpeculationConfig, streamer: BaseStreamer | None) -> Callable[..., Any]:
+def decoding(
+    config: SpeculationConfig, streamer: BaseStreamer | None, beyond: bool = False
+) -> Callable[..., Any]:  # fmt: skip
     """The loop as generate(custom_generate=...) takes it.
 
+    beyond: with a length, let the last passes read as many tokens as the others, as far as the model has positions.
     It raises ConfigError, DomainError and UnsupportedOp for what it does not do, before anything is sent: beams,
     several prompts or a padded one, no cache, encoder-decoders, a draft of another vocabulary.
     """
@@ -50,7 +55,8 @@ def decoding(config: SpeculationConfig, streamer: BaseStreamer | None) -> Callab
         draft = config.drafter(model.config, logits_processor, generation_config.do_sample)
         counts = config.counts
         if counts is None:
-            _open_counts(passes, draft, config, generation_config.max_length)
+            past = (max_positions(model.config) or _LONG) if beyond else generation_config.max_length
+            _open_counts(passes, draft, config, past)
         else:
             _fixed_counts(passes, draft, config.paths, counts, generation_config.max_length)
         if streamer is not None:
@@ -69,6 +75,8 @@ def _refuse(
         raise UnsupportedOp("speculation: want a decoder-only model and a prompt of token ids")
     if facts.get(CACHE) is None:
         raise ConfigError("speculation: needs a cache; leave use_cache=False and NoCache() out")
+    if isinstance(facts[CACHE], StaticCache):
+        raise ConfigError("speculation: got a static cache, which cannot forget drafts; leave cache_implementation out")
     counts = config.counts
     beyond = 0 if counts is None or counts.exact else counts.window
     check_drafts(getattr(facts[CACHE], "policy", None), generation.max_length + beyond, counts)
@@ -120,6 +128,8 @@ class Passes:
         self.cache, self.text, self.config = cache, text, model.config
         self._model, self._processors, self._sample = model, processors, sample
         self._short = "logits_to_keep" in inspect.signature(model.forward).parameters
+        cache.activate_past_recording()
+        self._records = any(getattr(layer, "record_past", False) for layer in cache.layers)
 
     @property
     def cached(self) -> int:
@@ -139,7 +149,7 @@ class Passes:
         """Keep one row of the cache, without its last `forget` entries."""
         if rows > 1:
             self.cache.reorder_cache(torch.tensor([row]))
-        if forget:
+        if forget or self._records:  # which hold more than their window until then
             self.cache.crop(-forget)
 
     def take(self, tree: Tree, rows: DraftRows, logits: Tensor) -> list[int]:
