@@ -25,7 +25,8 @@ from private_llm.kernels import ops
 BITS = 40
 """The modulus is 2^40: results travel in five bytes."""
 BYTES = BITS // 8
-_WEIGHT_MOST = 32767
+_WEIGHT_MOST = 32639
+"""Two digits of 8 bits, -128 to 127, as GPUs multiply them, hold no more."""
 MOST_INPUTS = 1 << 18
 _AT_ONCE = 1 << 19
 """Elements of a weight that are float64 at a time."""
@@ -55,9 +56,9 @@ class IntegerWeight:
     def of(cls, *weights: Tensor) -> IntegerWeight:
         """From [outputs, inputs], or several with the same inputs, one after the other.
 
-        Error: at most half a unit, 2^-15 of the largest element of each line after columns are scaled. Memory beside
-        the weights: two bytes an element, and some MB. Raises DomainError for NaN, infinities, more than 2^18 inputs,
-        and no elements.
+        Error: at most half a unit, some 2^-15 of the largest element of each line after columns are scaled. Memory
+        beside the weights: two bytes an element, and some MB. Raises DomainError for NaN, infinities, more than 2^18
+        inputs, and no elements.
         """
         inputs, outputs = weights[0].shape[1], sum(map(len, weights))
         if inputs > MOST_INPUTS or not inputs * outputs:
@@ -82,15 +83,12 @@ class IntegerWeight:
             at += len(piece)
         return cls(lines, torch.cat(factors), column_scales, torch.stack(reaches).amax(0), max(norms))
 
-    def hidden(self, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Rows [M, inputs] as whole numbers, int64; the same minus a mask, packed; and the scale of each, float64 [M].
+    def hidden(self, x: Tensor, mask: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows [M, inputs] as whole numbers, int64, and the scale of each, float64 [M], 0 where it is not finite.
 
-        Raises DomainError for NaN and infinities.
+        out: overwritten with the same minus a mask, packed.
         """
-        whole, packed, scales = ops.hide_rows(x, self.column_scales, self.columns, self.norm, mask)
-        if not bool(scales.all()):
-            raise DomainError("got an input with NaN or infinite values; want finite ones")
-        return whole, packed, scales
+        return ops.hide_rows(x, self.column_scales, self.columns, self.norm, mask, out)
 
 
 def _reach(x: Tensor, dim: int) -> Tensor:
@@ -115,15 +113,3 @@ def _power_above(x: Tensor) -> Tensor:
 def centred(x: Tensor) -> Tensor:
     """The number from -2^39 to 2^39 - 1 that is x modulo 2^40."""
     return (x << (64 - BITS)) >> (64 - BITS)
-
-
-def packed(x: Tensor) -> Tensor:
-    """Elements modulo 2^40 as bytes, uint8 [5 n]."""
-    return x.contiguous().view(torch.uint8).view(-1, 8)[:, :BYTES].contiguous().view(-1)
-
-
-def unpacked(raw: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """The inverse of `packed`: int64 of this shape, from 0 to 2^40 - 1."""
-    wide = torch.zeros(raw.numel() // BYTES, 8, dtype=torch.uint8)
-    wide[:, :BYTES] = raw.view(-1, BYTES)
-    return wide.view(torch.int64).view(shape)

@@ -112,31 +112,48 @@ def ring_matmul(x: Tensor, y: Tensor) -> Tensor:
     return made
 
 
-def narrow_matmul(x: Tensor, weight: Tensor) -> Tensor:
-    """int64 [M, N] equal to x weight^T modulo 2^40; x int64 [M, K], weight int16 [N, K], which is public.
+def narrow_matmul(x: Tensor, weight: Tensor, rows: int) -> Tensor:
+    """x weight^T modulo 2^40, packed, uint8 [5 M N]; x int64 [M, K], or packed; weight int16 [N, K], which is public.
 
-    A weight with more columns, a multiple of 32 of them, is read where it lies: those beyond K meet zeros. On a GPU the
-    weight is widened for the call. Raises DomainError for other shapes and types.
+    rows: M. A weight with more columns, a multiple of 32 of them, is read where it lies: those beyond K meet zeros. On
+    a GPU its elements stay below 32640. Raises DomainError for other shapes and types.
     """
-    fits = (x.dtype, weight.dtype, x.dim(), weight.dim()) == (torch.int64, torch.int16, 2, 2)
-    if not fits or x.shape[1] > weight.shape[1]:
+    is_packed, columns = x.dtype is torch.uint8, len(weight)
+    inner = x.numel() // max(rows * (cpu_narrow.BYTES if is_packed else 1), 1)
+    if (
+        weight.dtype is not torch.int16 or not (is_packed or x.dtype is torch.int64) or weight.dim() != 2
+        or x.numel() != rows * inner * (cpu_narrow.BYTES if is_packed else 1) or inner > weight.shape[1]
+    ):  # fmt: skip
         raise DomainError(
-            f"narrow_matmul: got {x.dtype} {tuple(x.shape)} and {weight.dtype} {tuple(weight.shape)}; want int64 "
-            "[M, K] and int16 [N, K]"
+            f"narrow_matmul: got {x.dtype} {tuple(x.shape)} for {rows} rows and {weight.dtype} {tuple(weight.shape)}; "
+            "want int64 [M, K], or its bytes uint8 [5 M K], and int16 [N, K]"
         )
-    (rows, inner), columns = x.shape, len(weight)
     if not x.is_cpu:
-        return ring_matmul(x, weight[:, :inner].long().mT)
+        return packed(_gpu("matmul", "narrow", unpacked(x, (rows, inner)) if is_packed else x, weight[:, :inner]))
+    made = torch.empty(cpu_narrow.BYTES * rows * columns, dtype=torch.uint8)
     if not inner:
-        return torch.zeros(rows, columns, dtype=torch.int64)
-    out, weight = torch.empty(rows, columns, dtype=torch.int64), narrow_lines(weight)
+        return made.zero_()
+    weight = narrow_lines(weight)
     length = weight.shape[1]
-    digits = torch.empty(rows, cpu_narrow.DIGITS, length, dtype=torch.int16)
-    parallel_for(rows, inner * _DIGIT_S, 1, cpu_narrow.narrow_digits, *addresses(x, digits), inner, length)
-    sizes = (rows, length, columns)
-    kernel, at = cpu_narrow.narrow_product, addresses(digits, weight, out)
-    parallel_for(columns, _NARROW_S * x.numel(), cpu_narrow.LINES, kernel, *at, *sizes)
-    return out
+    digits = torch.empty(rows * cpu_narrow.DIGITS * length, dtype=torch.int16)
+    wide = torch.empty(rows * columns, dtype=torch.int64)
+    of, to, *at = addresses(x, digits, weight, wide, made)
+    parallel_for(rows, inner * _DIGIT_S, 1, cpu_narrow.narrow_digits, of, to, int(is_packed), inner, length)
+    kernel, each = cpu_narrow.narrow_product, _NARROW_S * rows * inner
+    parallel_for(columns, each, cpu_narrow.LINES, kernel, to, *at, rows, length, columns)
+    return made
+
+
+def packed(x: Tensor) -> Tensor:
+    """Elements modulo 2^40 as bytes, uint8 [5 n]."""
+    return x.contiguous().view(torch.uint8).view(-1, 8)[:, : cpu_narrow.BYTES].contiguous().view(-1)
+
+
+def unpacked(raw: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """The inverse of `packed`: int64 of this shape, from 0 to 2^40 - 1."""
+    wide = raw.new_zeros(raw.numel() // cpu_narrow.BYTES, 8)
+    wide[:, : cpu_narrow.BYTES] = raw.view(-1, cpu_narrow.BYTES)
+    return wide.view(torch.int64).view(shape)
 
 
 def narrow_length(inputs: int) -> int:
@@ -150,18 +167,23 @@ def narrow_lines(weight: Tensor) -> Tensor:
     return (torch.nn.functional.pad(weight, (0, missing)) if missing else weight).contiguous()
 
 
-def hide_rows(x: Tensor, column_scales: Tensor, columns: Tensor, norm: float, mask: Tensor) -> tuple[Tensor, ...]:
-    """Real rows [M, K] as whole numbers int64, the same minus a mask, packed, and their scales float64 [M].
+def hide_rows(
+    x: Tensor, column_scales: Tensor, columns: Tensor, norm: float, mask: Tensor, out: Tensor
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Real rows [M, K] as whole numbers int64 and their scales float64 [M]; out: overwritten with these minus a mask,
+    packed.
 
     All as in `kernels.matmul.checked`; a row that is not finite has scale 0. Raises DomainError for other sizes.
     """
     whole, (rows, inputs) = torch.empty_like(mask), x.shape
-    _check_sizes("hide_rows", (mask.numel(), rows * inputs), (len(column_scales), inputs), (len(columns), inputs))
-    hidden = torch.empty(checked.BYTES * whole.numel(), dtype=torch.uint8)
+    _check_sizes(
+        "hide_rows", (mask.numel(), rows * inputs), (len(column_scales), inputs), (len(columns), inputs),
+        (out.numel(), cpu_narrow.BYTES * rows * inputs),
+    )  # fmt: skip
     scales = torch.empty(rows, dtype=torch.float64)
-    at = addresses(x, column_scales, columns, mask, whole, hidden, scales)
+    at = addresses(x, column_scales, columns, mask, whole, out, scales)
     parallel_for(rows, inputs * _HIDE_S, 1, checked.hide_rows, *at, norm, inputs)
-    return whole, hidden, scales
+    return whole, scales
 
 
 def _check_sizes(name: str, *sizes: tuple[int, int]) -> None:
@@ -178,7 +200,7 @@ def open_rows(
     All as in `kernels.matmul.checked`. Raises DomainError for other sizes.
     """
     (lines, outputs), (rows, inputs) = sums.shape, whole.shape
-    packed = checked.BYTES * rows * outputs
+    packed = cpu_narrow.BYTES * rows * outputs
     _check_sizes(
         "open_rows", (parts[0].numel(), packed), (parts[1].numel(), packed), (folded.numel(), lines * inputs),
         (len(scales), rows), (len(factors), outputs),

@@ -17,8 +17,6 @@ from private_llm.assisted.fixed_point import (
     IntegerWeight,
     centred,
     lines_digest,
-    packed,
-    unpacked,
 )
 from private_llm.assisted.projection import Projection
 from private_llm.errors import DomainError
@@ -26,6 +24,13 @@ from private_llm.kernels import ops
 from private_llm.ring.prg import Seed
 
 EXTREMES = torch.tensor([-(2**63), 2**63 - 1, -1, 0, 1, 2**31, 2**31 - 1, -(2**31), -(2**31) - 1, 2**32, 2**40 - 1])
+
+
+def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """By the kernel, from elements and from their bytes, as whole numbers from -2^39 to 2^39 - 1."""
+    made = ops.narrow_matmul(x, weight, len(x))
+    assert torch.equal(made, ops.narrow_matmul(ops.packed(x), weight, len(x)))
+    return centred(ops.unpacked(made, (len(x), len(weight))))
 
 
 def exact(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -43,7 +48,7 @@ def test_narrow_products_are_exact(rows: int, inner: int, columns: int) -> None:
     x.view(-1)[: len(EXTREMES)] = EXTREMES[: x.numel()]
     weight = torch.randint(-32768, 32768, (columns, inner), dtype=torch.int16)
     weight[0], weight[-1] = -32768, 32767
-    assert torch.equal(centred(ops.narrow_matmul(x, weight)), exact(x, weight))
+    assert torch.equal(product(x, weight), exact(x, weight))
 
 
 def test_digits_that_are_all_extreme_stay_exact() -> None:
@@ -54,14 +59,17 @@ def test_digits_that_are_all_extreme_stay_exact() -> None:
     x = torch.full((2, 800), 2**12)
     x[1] = 2**12 + 2**25 + 2**39
     weight = torch.full((3, 800), -32768, dtype=torch.int16)
-    assert torch.equal(centred(ops.narrow_matmul(x, weight)), exact(x, weight))
+    assert torch.equal(product(x, weight), exact(x, weight))
 
 
 def test_narrow_products_refuse_other_operands() -> None:
     weight = torch.zeros(2, 3, dtype=torch.int16)
-    for x in (torch.zeros(1, 4, dtype=torch.int64), torch.zeros(1, 3, dtype=torch.int32)):
+    for x in (
+        torch.zeros(1, 4, dtype=torch.int64), torch.zeros(1, 3, dtype=torch.int32),
+        torch.zeros(20, dtype=torch.uint8), torch.zeros(14, dtype=torch.uint8),
+    ):  # fmt: skip
         with pytest.raises(DomainError, match="want int64"):
-            ops.narrow_matmul(x, weight)
+            ops.narrow_matmul(x, weight, 1)
 
 
 @settings(max_examples=60, deadline=None)
@@ -88,7 +96,7 @@ def test_no_product_leaves_the_modulus_where_sums_of_squares_are_rounded(inputs:
     weight, x = torch.ones(2, inputs), torch.full((1, inputs), 1e-8)
     weight[:, 0], x[0, 0] = 0, 1
     made = IntegerWeight.of(weight)
-    whole, _, _ = made.hidden(x, torch.zeros(1, inputs, dtype=torch.int64))
+    whole, _, _ = hidden(made, x, torch.zeros(1, inputs, dtype=torch.int64))
     assert int(ops.ring_matmul(whole, made.lines.long().mT).abs().max()) < 2 ** (BITS - 1)
 
 
@@ -113,12 +121,18 @@ def test_weights_in_pieces_are_those_of_the_whole(monkeypatch: pytest.MonkeyPatc
     assert abs(made.norm / whole.norm - 1) < 1e-12
 
 
+def hidden(weight: IntegerWeight, x: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """`IntegerWeight.hidden`, and what it writes."""
+    out = torch.empty(BYTES * x.numel(), dtype=torch.uint8)
+    return *weight.hidden(x, mask, out), out
+
+
 def through(weight: IntegerWeight, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The product as a client gets it from two right answers, and as whole numbers."""
     mask = torch.randint(-(2**63), 2**63 - 1, x.shape)
-    whole, hidden, scales = weight.hidden(x, mask)
-    assert torch.equal(centred(unpacked(hidden, x.shape)), centred(whole - mask))
-    parts = [packed(ops.narrow_matmul(part, weight.lines)) for part in (mask, whole - mask)]
+    whole, scales, raw = hidden(weight, x, mask)
+    assert torch.equal(centred(ops.unpacked(raw, x.shape)), centred(whole - mask))
+    parts = [ops.narrow_matmul(part, weight.lines, len(x)) for part in (mask, raw)]
     check = Projection(weight.lines, Seed.fresh())
     got, right = ops.open_rows((parts[0], parts[1]), whole, *check.checked, scales, weight.factors)
     assert bool(right.all())
@@ -137,8 +151,8 @@ def test_zeros_and_extreme_values_keep_their_meaning() -> None:
         for place in range(30):
             x = torch.randn(2, 30)
             x[1, place] = bad
-            with pytest.raises(DomainError, match="finite"):
-                IntegerWeight.of(torch.randn(3, 30)).hidden(x, torch.zeros(2, 30, dtype=torch.int64))
+            _, scales, _ = hidden(IntegerWeight.of(torch.randn(3, 30)), x, torch.zeros(2, 30, dtype=torch.int64))
+            assert scales[1] == 0 < scales[0]
         with pytest.raises(DomainError, match="finite"):
             IntegerWeight.of(torch.tensor([[bad]]))
     for rows, inputs in ((0, 3), (3, 0), (1, MOST_INPUTS + 1)):
@@ -154,17 +168,17 @@ def test_half_precision_weights_of_one_size_are_exact() -> None:
 
 def test_elements_travel_in_five_bytes() -> None:
     x = torch.cat([EXTREMES, torch.randint(-(2**63), 2**63 - 1, (9,))]).view(4, 5)
-    raw = packed(x)
+    raw = ops.packed(x)
     assert raw.shape == (4 * 5 * 5,)
-    assert torch.equal(centred(unpacked(raw, (4, 5))), centred(x))
-    assert torch.equal(unpacked(raw, (4, 5)), x & (2**BITS - 1))
+    assert torch.equal(centred(ops.unpacked(raw, (4, 5))), centred(x))
+    assert torch.equal(ops.unpacked(raw, (4, 5)), x & (2**BITS - 1))
 
 
 def accepted(check: Projection, x: torch.Tensor, y: torch.Tensor) -> bool:
     """Whether a client takes y, whole numbers from -2^39 to 2^39 - 1, for the product of x."""
     zeros, scales = torch.zeros(BYTES * y.numel(), dtype=torch.uint8), torch.ones(len(x), dtype=torch.float64)
     factors = torch.ones(y.shape[1], dtype=torch.float64)
-    got, right = ops.open_rows((packed(y), zeros), x, *check.checked, scales, factors)
+    got, right = ops.open_rows((ops.packed(y), zeros), x, *check.checked, scales, factors)
     assert torch.equal(got, y.float())
     return bool(right.all())
 
@@ -174,7 +188,7 @@ def test_the_check_passes_right_products_and_no_other() -> None:
     lines = torch.randint(-32767, 32768, (50, 20), dtype=torch.int16)
     check = Projection(lines, Seed.fresh())
     x = torch.randint(-(2**17), 2**17, (3, 20))
-    right = centred(ops.narrow_matmul(x, lines))
+    right = product(x, lines)
     assert accepted(check, x, right)
     assert check.holds_modulo(x, right)
     for error in (1, -1, 2**20, 2**38, 2**39, -(2**39), 2**40 - 1):
@@ -187,14 +201,14 @@ def test_the_check_passes_right_products_and_no_other() -> None:
     outside = torch.full((1, 20), 2**26)  # a result that left the modulus is wrong, too
     lines = torch.full((50, 20), 32767, dtype=torch.int16)
     check = Projection(lines, Seed.fresh())
-    assert check.holds_modulo(outside, centred(ops.narrow_matmul(outside, lines)))
-    assert not accepted(check, outside, centred(ops.narrow_matmul(outside, lines)))
+    assert check.holds_modulo(outside, product(outside, lines))
+    assert not accepted(check, outside, product(outside, lines))
 
 
 def test_lines_of_the_check_have_25_bits_and_overlook_half_the_modulus_only_where_it_is_one() -> None:
     """A line overlooks 2^39 modulo 2^40 where the number that meets it is even; over the integers it does not."""
     lines, x = torch.ones(6, 4, dtype=torch.int16), torch.ones(1, 4, dtype=torch.int64)
-    wrong = ops.narrow_matmul(x, lines)
+    wrong = product(x, lines)
     wrong[0, 2] += 2**39
     even = 0
     for _ in range(200):
@@ -250,8 +264,10 @@ def test_kernels_refuse_operands_of_other_sizes() -> None:
     mask = torch.zeros(2, 5, dtype=torch.int64)
     for x in (torch.ones(2, 4), torch.ones(2, 6), torch.ones(1, 5)):
         with pytest.raises(DomainError, match="hide_rows: got operands"):
-            weight.hidden(x, mask)
-    whole, _, scales = weight.hidden(torch.ones(2, 5), mask)
+            hidden(weight, x, mask)
+    with pytest.raises(DomainError, match="hide_rows: got operands"):
+        weight.hidden(torch.ones(2, 5), mask, torch.empty(2 * 5 * BYTES - 1, dtype=torch.uint8))
+    whole, scales, _ = hidden(weight, torch.ones(2, 5), mask)
     part = torch.zeros(2 * 3 * BYTES, dtype=torch.uint8)
     for one, other in ((part[1:], part), (part, part[:-5])):
         with pytest.raises(DomainError, match="open_rows: got operands"):

@@ -31,6 +31,7 @@ from private_llm.errors import (
     TransportError,
     UnsupportedOp,
 )
+from private_llm.kernels import ops
 from tests.hf import tiny
 from tests.hf.compare import BATCH, GREEDY, worst
 from tests.hf.test_remote import free_ports, running
@@ -123,9 +124,9 @@ def test_servers_see_masked_rows_or_labels(monkeypatch: pytest.MonkeyPatch) -> N
     seen: dict[int, list[Tensor]] = {0: [], 1: []}
     original = ProductServer.product
 
-    def spy(self: ProductServer, rows: Tensor, weight: Tensor) -> Tensor:
-        seen[self.transport.me].append(rows.clone())
-        return original(self, rows, weight)
+    def spy(self: ProductServer, x: Tensor, weight: object, rows: int) -> Tensor:
+        seen[self.transport.me].append(x.clone() if x.dtype is torch.int64 else ops.unpacked(x, (rows, -1)))
+        return original(self, x, weight, rows)
 
     monkeypatch.setattr(ProductServer, "product", spy)
     with assisted("llama") as (_, private), torch.no_grad():
@@ -146,12 +147,12 @@ def test_servers_see_masked_rows_or_labels(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_wrong_product_ends_the_call_and_names_the_server(liar: int, monkeypatch: pytest.MonkeyPatch) -> None:
     original, calls = ProductServer.product, []
 
-    def lie(self: ProductServer, rows: Tensor, weight: Tensor) -> Tensor:
-        made = original(self, rows, weight)
+    def lie(self: ProductServer, x: Tensor, weight: object, rows: int) -> Tensor:
+        made = original(self, x, weight, rows)
         if self.transport.me == liar:
             calls.append(1)
             if len(calls) == 7:
-                made[-1, -1] += 1 << 30  # one in 256 lies of 2^39 would name nobody
+                made[-2] ^= 1  # one in 256 lies of 2^39 would name nobody
         return made
 
     monkeypatch.setattr(ProductServer, "product", lie)

@@ -31,6 +31,7 @@ from private_llm.errors import (
     ShareFileError,
     TransportError,
 )
+from private_llm.kernels import ops
 from tests.hf import tiny
 from tests.hf.compare import BATCH, GREEDY, worst
 from tests.hf.test_assisted import ASSISTED, ERROR
@@ -84,10 +85,10 @@ def test_the_server_gets_rows_under_fresh_masks_and_nothing_else(
     seen: list[Tensor] = []
     original = ProductServer.product
 
-    def spy(self: ProductServer, rows: Tensor, weight: Tensor) -> Tensor:
+    def spy(self: ProductServer, x: Tensor, weight: object, rows: int) -> Tensor:
         assert self._seed is None
-        seen.append(rows.clone())
-        return original(self, rows, weight)
+        seen.append(ops.unpacked(x, (rows, -1)))
+        return original(self, x, weight, rows)
 
     plain, config = tiny.build("llama"), stored(tmp_path)
     prepare_corrections(plain, config, 130)
@@ -120,9 +121,9 @@ def test_an_estimate_knows_one_server(tmp_path: Path) -> None:
 def _lying(monkeypatch: pytest.MonkeyPatch) -> None:
     original = ProductServer.product
 
-    def lie(self: ProductServer, rows: Tensor, weight: Tensor) -> Tensor:
-        made = original(self, rows, weight)
-        made[:, -1] += 1 << 39
+    def lie(self: ProductServer, x: Tensor, weight: object, rows: int) -> Tensor:
+        made = original(self, x, weight, rows)
+        made.view(rows, -1)[:, -1] ^= 1 << 7  # plus 2^39
         return made
 
     monkeypatch.setattr(ProductServer, "product", lie)

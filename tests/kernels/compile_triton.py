@@ -54,12 +54,15 @@ def main() -> None:
         for by_column, by_row in ((False, False), (True, False), (False, True)):
             listed = {"LISTED_N": by_column, "LISTED_K": by_row, "ROWS": 2, "SHARE": 2, "BM": 1, "BN": 16, "BK": 32}
             build(triton_few_rows.few_rows_kernel, matrices, listed, num_warps=2)
+            build(triton_few_rows.few_rows_kernel, matrices | {"y": "*i16"}, listed, num_warps=2)
         limbs, taken = {"LIMBS": bits // 8}, {"SHIFT": -128, "BR": 32, "BK": 64}
         build(triton_planes.take_apart_kernel, {"x": ring, "out": "*i8"}, limbs | taken)
         for tried in triton_planes.TUNER.tiles[::4]:
             of_tile = limbs | {"SHARE": tried.share, "BM": tried.rows, "BN": tried.columns, "BK": tried.inner}
             how = {"num_warps": tried.warps, "num_stages": tried.stages}
-            build(triton_planes.planes_kernel, {"x": "*i8", "y": "*i8", "sums": TABLE}, of_tile, **how)
+            for others in (2, bits // 8):
+                of_digits = of_tile | {"OTHERS": others}
+                build(triton_planes.planes_kernel, {"x": "*i8", "y": "*i8", "sums": TABLE}, of_digits, **how)
         seeded = pointers(ring, "x z y out") | {"key": TABLE, "start": "i64", "plane": "i64"}
         for rows, held in ((1, True), (8, False)):
             of_tile = {"BYTES": bits // 8, "HELD": held, "ROWS": rows, "SHARE": 4, "BL": 4, "BJ": 32}
@@ -68,7 +71,7 @@ def main() -> None:
         for turned, packed in ((True, True), (True, False), (False, False)):
             of_tile = {"BYTES": bits // 8, "SHIFT": -128, "TURNED": turned, "PACKED": packed, "BL": 4, "BJ": 32}
             build(triton_seeded.seeded_planes_kernel, seeded | {"out": "*i8"}, of_tile)
-        summed = limbs | {"SHARE": 4, "ADD": True, "BLOCK": 1024}
+        summed = limbs | {"OTHERS": 2, "SHARE": 4, "ADD": True, "BLOCK": 1024}
         build(triton_planes.add_up_kernel, {"sums": TABLE, "out": ring}, summed)
         build(triton_conv.conv_kernel, pointers(ring, "x w out"), tile | {"KH": 3, "KW": 2}, num_warps=2, num_stages=1)
     rows = pointers(TABLE, "factors rows") | pointers(WORDS, "x m mono b lam prod out")

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from private_llm.assisted.corrections import Corrections, TakenRows, mask_label
-from private_llm.assisted.fixed_point import BYTES, IntegerWeight, lines_digest, unpacked
+from private_llm.assisted.fixed_point import BYTES, IntegerWeight, lines_digest
 from private_llm.assisted.masks import fresh_label, mask
 from private_llm.assisted.projection import Projection
 from private_llm.config import PrivateConfig
-from private_llm.errors import ConfigError, PlaintextLeak, ProtocolAbort
+from private_llm.errors import ConfigError, DomainError, PlaintextLeak, ProtocolAbort
 from private_llm.kernels import ops
 from private_llm.net.ledger import CONTROL
 from private_llm.net.transport import Transport
@@ -167,7 +167,7 @@ class ProductServers(Parties):
             with self._call(), self.transport.ledger.scope(name):
                 self.transport.send_bytes(KEY, REQUEST, HEADER.pack(number, rows) + label.encode())
                 product = self._part(KEY, rows, weight)
-                if not projection.holds_modulo(mask(masks, label, rows, inputs), unpacked(product, (rows, -1))):
+                if not projection.holds_modulo(mask(masks, label, rows, inputs), ops.unpacked(product, (rows, -1))):
                     raise ProtocolAbort(
                         f"party {KEY} gave a wrong product of masks for {name!r}; nothing of this block is stored: "
                         "prepare at another server"
@@ -186,11 +186,13 @@ class ProductServers(Parties):
         rows = rows_at_once(inputs, outputs)
         with self.alone():
             stored = self._stored(number, len(x))
+            if len(x) <= rows:
+                return self._exchange(number, x, where, stored)
             parts = [
                 self._exchange(number, some, where, stored and stored.part(rows * place, rows))
                 for place, some in enumerate(x.split(rows))
             ]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        return torch.cat(parts)
 
     def _stored(self, number: int, rows: int) -> TakenRows | None:
         if self.corrections is None:
@@ -201,23 +203,31 @@ class ProductServers(Parties):
 
     def _exchange(self, number: int, x: Tensor, where: str, stored: TakenRows | None) -> Tensor:
         """stored: in place of the server of masks."""
-        (rows, inputs), label, (weight, projection) = x.shape, fresh_label(), self._weights[number]
-        hidden = mask(cast(Seed, self._masks), label, rows, inputs) if stored is None else stored.masks
-        whole, masked, scales = weight.hidden(x, hidden)
-        header = HEADER.pack(number, rows)
-        with self._call(), self.transport.ledger.scope(where):  # what failed before ends no session
-            if stored is None:
-                self.transport.send_bytes(KEY, REQUEST, header + label.encode())
-            self.transport.send_bytes(self._online, REQUEST, header + masked.numpy().tobytes())
-            self.transport.ledger.add_round("product")
-            self.exchanges += 1
+        (rows, inputs), (weight, projection) = x.shape, self._weights[number]
+        hidden = None if stored is None else stored.masks
+        raw = bytearray(HEADER.size + BYTES * rows * inputs)
+        HEADER.pack_into(raw, 0, number, rows)
+        request, ledger = torch.frombuffer(raw, dtype=torch.uint8), self.transport.ledger
+        with self._guarded(), ledger.scope(where):
+            if hidden is None:  # the server multiplies while rows are masked here
+                label = fresh_label()
+                self.transport.send_bytes(KEY, REQUEST, bytes(raw[: HEADER.size]) + label.encode())
+                hidden = mask(cast(Seed, self._masks), label, rows, inputs)
+            whole, scales = weight.hidden(x, hidden, request[HEADER.size :])
+            finite = bool(scales.all())
+            if finite:
+                self.transport.send(self._online, REQUEST, request)
+                ledger.add_round("product")
+                self.exchanges += 1
             first = self._part(KEY, rows, weight) if stored is None else stored.products
-            parts = first, self._part(self._online, rows, weight)
-            product, right = ops.open_rows(parts, whole, *projection.checked, scales, weight.factors)
-            if not bool(right.all()):
-                first, last = (unpacked(part, (rows, -1)) for part in parts)
-                self._refuse(projection, [(hidden, first), (whole - hidden, last)], where, stored)
-        return product
+            if finite:
+                parts = first, self._part(self._online, rows, weight)
+                product, right = ops.open_rows(parts, whole, *projection.checked, scales, weight.factors)
+                if not bool(right.all()):
+                    first, last = (ops.unpacked(part, (rows, -1)) for part in parts)
+                    self._refuse(projection, [(hidden, first), (whole - hidden, last)], where, stored)
+                return product
+        raise DomainError("got an input with NaN or infinite values; want finite ones")  # the session goes on
 
     def _part(self, server: int, rows: int, weight: IntegerWeight) -> Tensor:
         return self.transport.recv(server, "product", (BYTES * rows * len(weight.factors),), torch.uint8)

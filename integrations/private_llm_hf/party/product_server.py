@@ -13,7 +13,7 @@ from typing import assert_never, get_args
 import torch
 from torch import Tensor
 
-from private_llm.assisted.fixed_point import BYTES, IntegerWeight, lines_digest, packed, unpacked
+from private_llm.assisted.fixed_point import BYTES, IntegerWeight, lines_digest
 from private_llm.assisted.masks import mask
 from private_llm.config import PrivateConfig
 from private_llm.errors import TransportError
@@ -140,9 +140,9 @@ class ProductServer:
         weight, rows = self._asked(asked)
         operand = self._operand(memoryview(asked)[HEADER.size :], rows, weight.inputs)
         with self.transport.ledger.scope(weight.name):
-            product = self.product(operand, weight.lines)
+            product = self.product(operand, weight, rows)
             self.transport.ledger.add_round("product")
-            self.transport.send(CLIENT, "product", packed(product))
+            self.transport.send(CLIENT, "product", product)
 
     def _asked(self, asked: bytes) -> tuple[_Held, int]:
         """Raises TransportError for unknown weights, and for no rows or too many."""
@@ -160,7 +160,7 @@ class ProductServer:
         return weight, rows
 
     def _operand(self, given: memoryview, rows: int, inputs: int) -> Tensor:
-        """The mask of a label, or masked rows. Raises TransportError where the client mixes up the servers."""
+        """The mask of a label, or masked rows, packed. Raises TransportError where the client mixes up the servers."""
         if self._seed is not None and len(given) <= LONGEST_LABEL:
             return mask(self._seed, bytes(given).decode("ascii", "replace"), rows, inputs)
         if self._seed is not None or len(given) != BYTES * rows * inputs:
@@ -168,7 +168,7 @@ class ProductServer:
                 f"request: got {len(given)} bytes for {rows} rows of {inputs}; a server with the key of masks takes "
                 f"a label, another one masked rows of {BYTES} bytes an element"
             )
-        return unpacked(torch.frombuffer(bytearray(given), dtype=torch.uint8), (rows, inputs))
+        return torch.frombuffer(bytearray(given), dtype=torch.uint8)
 
     def _own(self, command: UseLines) -> _Held:
         """A weight of this server's own. Raises TransportError for another digest."""
@@ -189,7 +189,7 @@ class ProductServer:
                 f"bytes, and {_MOST_WEIGHTS} weights"
             )
 
-    def product(self, rows: Tensor, weight: Tensor) -> Tensor:
-        """rows weight^T, equal to it modulo 2^40, int64 [M, outputs]."""
-        self.transport.ledger.add_macs(rows.numel() * len(weight))
-        return ops.narrow_matmul(rows, weight)
+    def product(self, x: Tensor, weight: _Held, rows: int) -> Tensor:
+        """x weight^T modulo 2^40, packed, for so many rows of elements or of their bytes."""
+        self.transport.ledger.add_macs(rows * weight.inputs * len(weight.lines))
+        return ops.narrow_matmul(x.to(weight.lines.device), weight.lines, rows)

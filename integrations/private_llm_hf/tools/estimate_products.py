@@ -61,7 +61,7 @@ class ProductSpeed:
         stream, rates = Seed.fresh().stream("speed"), []
         for rows in (1, _MANY):
             x = stream.elements(rows * _WIDE, Ring(64)).view(rows, _WIDE)
-            rates.append(rows * lines.numel() / _fastest(ops.narrow_matmul, x, lines) / 1e9)
+            rates.append(rows * lines.numel() / _fastest(ops.narrow_matmul, x, lines, rows) / 1e9)
         config = PrivateConfig(protocol="assisted", party_mode="threads")
         ends = _OneEnd(config, _Zeros(CLIENT), lambda: None), start_parties(config)
         sizes = (_MANY, _WIDE), (1, 64)

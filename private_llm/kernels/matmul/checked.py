@@ -9,8 +9,8 @@ import numpy as np
 
 from private_llm.kernels.address import Read, Written, flat
 from private_llm.kernels.compiling import compiled
+from private_llm.kernels.matmul.narrow import BYTES
 
-BYTES = 5
 MOST = 8
 """How many of the largest entries of a row its bound looks at."""
 _REAL, _SINGLE, _WHOLE, _BYTE = np.float64(0), np.float32(0), np.int64(0), np.uint8(0)

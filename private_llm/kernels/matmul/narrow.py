@@ -23,7 +23,7 @@ STEP = 32
 LINES = 16
 """Lines of the weight that meet all rows before the next: they stay in the first-level cache."""
 _STEPS = 7
-DIGITS = 3
+DIGITS, BYTES = 3, 5
 _LOW, _MIDDLE = 13, 26
 _SHORTS, _SUMS = ir.VectorType(ir.IntType(16), LANES), ir.VectorType(I32, LANES // 2)
 _WIDE = ir.VectorType(I64, LANES // 4)
@@ -117,20 +117,32 @@ _two_two, _two_one, _one_two, _one_one = _tile(2, 2), _tile(2, 1), _tile(1, 2), 
 
 
 @compiled
-def narrow_digits(x: Read, out: Written, inner: int, length: int, first: int, last: int) -> None:
-    """Rows first to last of int64 [rows, inner], modulo 2^40, as digits int16 [rows, 3, length], zeros beyond inner."""
+def narrow_digits(x: Read, out: Written, packed: int, inner: int, length: int, first: int, last: int) -> None:
+    """Rows first to last of int64 [rows, inner], modulo 2^40, as digits int16 [rows, 3, length], zeros beyond inner.
+
+    packed: whether x is uint8 [5 rows inner].
+    """
     low, half = (1 << _LOW) - 1, 1 << (_LOW - 1)
+    row, raw = flat(x, 0, WHOLE), flat(x, 0, BYTE)
     for m in range(first, last):
-        row = flat(x + 8 * m * inner, inner, WHOLE)
+        if packed:
+            raw = flat(x + BYTES * m * inner, BYTES * inner, BYTE)
+        else:
+            row = flat(x + 8 * m * inner, inner, WHOLE)
         made = flat(out + 2 * DIGITS * m * length, DIGITS * length, NARROW)
         d0, d1, d2 = made[:length], made[length : 2 * length], made[2 * length :]
         for k in range(inner):
-            rest = row[k]
+            rest = np.int64(0)
+            if packed:
+                for b in range(BYTES):
+                    rest |= np.int64(raw[BYTES * k + b]) << (8 * b)
+            else:
+                rest = row[k]
             a = ((rest + half) & low) - half
             rest = (rest - a) >> _LOW
-            b = ((rest + half) & low) - half
-            rest = (rest - b) >> _LOW
-            d0[k], d1[k] = np.int16(a), np.int16(b)
+            c = ((rest + half) & low) - half
+            rest = (rest - c) >> _LOW
+            d0[k], d1[k] = np.int16(a), np.int16(c)
             d2[k] = np.int16(((rest + 2 * half) & (2 * low + 1)) - 2 * half)
         for k in range(inner, length):
             d0[k] = d1[k] = d2[k] = 0
@@ -138,11 +150,13 @@ def narrow_digits(x: Read, out: Written, inner: int, length: int, first: int, la
 
 @compiled
 def narrow_product(
-    digits: Read, weight: Read, out: Written, rows: int, length: int, columns: int, first: int, last: int,
+    digits: Read, weight: Read, wide: Written, out: Written, rows: int, length: int, columns: int, first: int,
+    last: int,
 ) -> None:  # fmt: skip
-    """out[:, first:last] = x weight[first:last]^T, equal to it modulo 2^40; x as digits int16 [rows, 3, length].
+    """Columns first to last of x weight^T modulo 2^40, in five bytes an element, uint8 [rows, columns, 5].
 
-    weight: int16 [columns, length]; out: int64 [rows, columns]; by address, contiguous.
+    digits: of x, int16 [rows, 3, length]; weight: int16 [columns, length]; wide: int64 [rows, columns], overwritten by
+    what equals the product; by address, contiguous.
     """
     pairs = rows - rows % 2
     for begin in range(first, last, LINES):
@@ -151,14 +165,21 @@ def narrow_product(
         for m in range(0, rows, 2):
             left = digits + 2 * DIGITS * m * length
             for n in range(begin, lines, 2):
-                at = out + 8 * (m * columns + n)
+                at = wide + 8 * (m * columns + n)
                 if m < pairs:
                     _two_two(left, weight + 2 * n * length, at, length, columns)
                 else:
                     _one_two(left, weight + 2 * n * length, at, length, columns)
             if lines < end:
-                at = out + 8 * (m * columns + lines)
+                at = wide + 8 * (m * columns + lines)
                 if m < pairs:
                     _two_one(left, weight + 2 * lines * length, at, length, columns)
                 else:
                     _one_one(left, weight + 2 * lines * length, at, length, columns)
+    for m in range(rows):
+        row = flat(wide + 8 * (m * columns + first), last - first, WHOLE)
+        made = flat(out + BYTES * (m * columns + first), BYTES * (last - first), BYTE)
+        for n in range(last - first):
+            rest = row[n]
+            for b in range(BYTES):
+                made[BYTES * n + b] = np.uint8(rest >> (8 * b))

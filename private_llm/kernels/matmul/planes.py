@@ -2,7 +2,8 @@
 
 x = sum_i d_i 256^i modulo 2^64 with balanced digits -128 <= d_i < 128: the bytes of x + 0x80..80, minus 128. Of
 products of digits only those with a digit sum s = i + j < L (L = 8, or 4 for 32 bits) are not a multiple of the ring
-size, so 36 (10) products of int8 matrices make one of ring matrices.
+size, so 36 (10) products of int8 matrices make one of ring matrices. A right operand of fewer digits takes fewer: nine
+for 16 bits and L = 5.
 
 Operands are taken apart once into planes [L, B, rows, K], K side by side, as the tensor cores want their tiles: no
 digit is made twice, and none in registers between two products. Products of planes with one digit sum are shifted
@@ -171,19 +172,20 @@ def take_apart_kernel(  # type: ignore[no-untyped-def]  # noqa: ANN201
 @triton.jit
 def planes_kernel(  # type: ignore[no-untyped-def]  # noqa: ANN201
     x, y, sums, M, N, K, pitch, x_plane, y_plane, x_batch, y_batch, count,  # noqa: ANN001
-    LIMBS: tl.constexpr, SHARE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    LIMBS: tl.constexpr, OTHERS: tl.constexpr, SHARE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr,
 ):  # fmt: skip
     """sums [pieces, B, M, N] int32: each piece sums up to SHARE products x_i y_j^T of one i + j, from LIMBS - 1 down.
 
-    x [LIMBS, B, .., K], y [LIMBS, B, .., K] int8, lines `pitch` apart; count = B M N.
+    x [LIMBS, B, .., K], y [OTHERS, B, .., K] int8, lines `pitch` apart; count = B M N.
     """
     i_tile, i_piece, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     tiles = tl.cdiv(M, BM)
     i_m, i_n = i_tile % tiles, i_tile // tiles
     # the longest sums first, so that what is left for the last processors is short
     s, i_first = LIMBS - 1, i_piece
-    while i_first >= tl.cdiv(s + 1, SHARE):
-        i_first -= tl.cdiv(s + 1, SHARE)
+    while i_first >= tl.cdiv(min(s + 1, OTHERS), SHARE):
+        i_first -= tl.cdiv(min(s + 1, OTHERS), SHARE)
         s -= 1
     i_first *= SHARE
     o_m, o_n, o_k = tl.arange(0, BM), tl.arange(0, BN), tl.arange(0, BK)
@@ -195,13 +197,13 @@ def planes_kernel(  # type: ignore[no-untyped-def]  # noqa: ANN201
     p_y = y + ((o_n % left_n)[:, None] * pitch + o_k[None, :])
     b_acc = tl.zeros((BM, BN), dtype=tl.int32)
     steps = K // BK
-    for at in range(min(SHARE, s + 1 - i_first) * steps):
-        i = at // steps
-        i_k = (at - i * steps) * BK
-        i += i_first
+    for at in range(min(SHARE, min(s + 1, OTHERS) - i_first) * steps):
+        j = at // steps
+        i_k = (at - j * steps) * BK
+        j += i_first
         # [BM, BK], [BN, BK]
-        b_x = tl.load(p_x + (tl.cast(i, tl.int64) * x_plane + i_k))
-        b_y = tl.load(p_y + (tl.cast(s - i, tl.int64) * y_plane + i_k))
+        b_x = tl.load(p_x + (tl.cast(s - j, tl.int64) * x_plane + i_k))
+        b_y = tl.load(p_y + (tl.cast(j, tl.int64) * y_plane + i_k))
         b_acc = tl.dot(b_x, b_y.T, b_acc, out_dtype=tl.int32)
     p_sums = sums + i_piece.to(tl.int64) * count + (i_b * M + i_m * BM) * N + i_n * BN
     tl.store(p_sums + (o_m[:, None] * N + o_n[None, :]), b_acc, mask=(o_m < left_m)[:, None] & (o_n < left_n)[None, :])
@@ -209,7 +211,8 @@ def planes_kernel(  # type: ignore[no-untyped-def]  # noqa: ANN201
 
 @triton.jit
 def add_up_kernel(  # type: ignore[no-untyped-def]  # noqa: ANN201
-    sums, out, count, LIMBS: tl.constexpr, SHARE: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr  # noqa: ANN001
+    sums, out, count, LIMBS: tl.constexpr, OTHERS: tl.constexpr, SHARE: tl.constexpr, ADD: tl.constexpr,  # noqa: ANN001
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """out [count] (+)= the sums of all pieces, each times 256^s."""
     o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -218,21 +221,24 @@ def add_up_kernel(  # type: ignore[no-untyped-def]  # noqa: ANN201
     if ADD:
         b_out = tl.load(out + o, mask=inside, other=0)
     for place in tl.static_range(LIMBS):
-        for _ in tl.static_range((LIMBS - place + SHARE - 1) // SHARE):
+        for _ in tl.static_range(((LIMBS - place if LIMBS - place < OTHERS else OTHERS) + SHARE - 1) // SHARE):
             b_out += tl.load(sums + o, mask=inside, other=0).to(b_out.dtype) << (8 * (LIMBS - 1 - place))
             sums += count
     tl.store(out + o, b_out, mask=inside)
 
 
-def pieces(limbs: int, share: int) -> int:
+def pieces(limbs: int, others: int, share: int) -> int:
     """Programs of a tile."""
-    return sum(triton.cdiv(s + 1, share) for s in range(limbs))
+    return sum(triton.cdiv(min(s + 1, others), share) for s in range(limbs))
 
 
-def take_apart(x: Tensor) -> Tensor:
-    """Digit planes [L, B, R, K'] int8 of x [B, R, K], any strides; K' is K filled up with zeros."""
+def take_apart(x: Tensor, limbs: int | None = None) -> Tensor:
+    """Digit planes [L, B, R, K'] int8 of x [B, R, K], any strides; K' is K filled up with zeros.
+
+    limbs: how many of the lowest digits; None: all.
+    """
     batch, rows, inner = x.shape
-    limbs, whole = x.element_size(), triton.cdiv(inner, STEP) * STEP
+    limbs, whole = limbs or x.element_size(), triton.cdiv(inner, STEP) * STEP
     out = torch.empty((limbs, batch, rows, whole), dtype=torch.int8, device=x.device)
     grid = (triton.cdiv(rows, _LINES), triton.cdiv(whole, _PLACES), batch)
     take_apart_kernel[grid](
@@ -271,12 +277,12 @@ def add_product(
 
 
 def product_of_planes(x: Tensor, y: Tensor, out: Tensor, adds: bool) -> None:
-    """out [B, M, N] (+)= x y^T for planes x [L, B, M, K'], y [L, B, N, K']."""
+    """out [B, M, N] (+)= x y^T modulo 256^L for planes x [L, B, M, K'], y [at most L, B, N, K']."""
     limbs, batch, rows, inner = x.shape
-    columns = y.shape[2]
+    others, _, columns, _ = y.shape
 
     def launch(tile: Tile, into: Tensor, add: bool) -> None:
-        most = max(SUMS // (pieces(limbs, tile.share) * columns), 1)  # rows at a time
+        most = max(SUMS // (pieces(limbs, others, tile.share) * columns), 1)  # rows at a time
         high, deep = min(rows, triton.cdiv(most, tile.rows) * tile.rows), max(most // rows, 1)
         for b in range(0, batch, deep):
             for m in range(0, rows, high):
@@ -286,7 +292,7 @@ def product_of_planes(x: Tensor, y: Tensor, out: Tensor, adds: bool) -> None:
 
     tile = TUNER.tiles[0]
     if out.is_cuda:
-        key = (out.device, limbs, size_range(batch, rows, inner, columns))
+        key = (out.device, limbs, others, size_range(batch, rows, inner, columns))
         tile = TUNER.best(key, lambda tried: launch(tried, torch.empty_like(out), False))
     launch(tile, out, adds)
 
@@ -294,13 +300,14 @@ def product_of_planes(x: Tensor, y: Tensor, out: Tensor, adds: bool) -> None:
 def _launch(tile: Tile, x: Tensor, y: Tensor, out: Tensor, adds: bool) -> None:
     """One part of the outputs, and of K; `out` lies in one piece."""
     limbs, batch, rows, inner = x.shape
-    columns, count, made = y.shape[2], out.numel(), pieces(limbs, tile.share)
+    others, _, columns, _ = y.shape
+    count, made = out.numel(), pieces(limbs, others, tile.share)
     sums = torch.empty((made, count), dtype=torch.int32, device=x.device)
     grid = (triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns), made, batch)
     planes_kernel[grid](
         x, y, sums, rows, columns, inner, x.stride(2), x.stride(0), y.stride(0), x.stride(1), y.stride(1), count,
-        LIMBS=limbs, SHARE=tile.share, **tile.constants,
+        LIMBS=limbs, OTHERS=others, SHARE=tile.share, **tile.constants,
     )  # fmt: skip
     add_up_kernel[(triton.cdiv(count, _ELEMENTS),)](
-        sums, out, count, LIMBS=limbs, SHARE=tile.share, ADD=adds, BLOCK=_ELEMENTS
+        sums, out, count, LIMBS=limbs, OTHERS=others, SHARE=tile.share, ADD=adds, BLOCK=_ELEMENTS
     )  # fmt: skip

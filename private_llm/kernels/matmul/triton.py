@@ -70,7 +70,7 @@ def few_rows_kernel(  # type: ignore[no-untyped-def]  # noqa: ANN201
 def add_product(
     x: Tensor, y: Tensor, out: Tensor, by_column: Tensor | None = None, by_row: Tensor | None = None
 ) -> None:
-    """out [B, M, N] += x y for x [B, M, K], y [B, K, N] of any strides, M <= MOST.
+    """out [B, M, N] += x y for x [B, M, K], y [B, K, N] of any strides, M <= MOST; y may be int16.
 
     by_column, by_row: of y only the listed columns, or rows, take part, in their order; int64 and contiguous.
     """
@@ -89,7 +89,7 @@ def add_product(
     tile = TUNER.tiles[0]
     if out.is_cuda:
         layout = (y.stride(1) == 1, by_column is None, by_row is None)
-        key = (out.device, out.dtype, layout, size_range(batch, rows, inner, columns))
+        key = (out.device, out.dtype, y.dtype, layout, size_range(batch, rows, inner, columns))
         tile = TUNER.best(key, lambda tried: launch(tried, torch.zeros_like(out)))
     launch(tile, out)
 
@@ -138,6 +138,23 @@ def pair(x0: Tensor, y0: Tensor, x1: Tensor, y1: Tensor) -> Tensor:
     left, other = (x.reshape(rows, -1) for x, _ in (made, held))
     seeded_matmul.few_rows(left, made[1], out.view(rows, -1), other, held[1])
     return out
+
+
+_DIGITS = 5
+"""Of 8 bits, modulo 2^40."""
+
+
+def narrow(x: Tensor, weight: Tensor) -> Tensor:
+    """int64 [M, N] equal to x weight^T modulo 2^40; x int64 [M, K], weight int16 [N, K] with elements below 32640."""
+    out = x.new_zeros(1, len(x), len(weight))
+    if len(x) <= MOST:
+        add_product(x[None], weight.mT[None], out)
+        return out[0]
+    rows, lines = planes.take_apart(x[None], _DIGITS), max(planes.BYTES // (2 * weight.shape[1]), 1)
+    parts = [out.new_empty(1, len(x), len(some)) for some in weight.split(lines)]
+    for part, some in zip(parts, weight.split(lines), strict=True):
+        planes.product_of_planes(rows, planes.take_apart(some[None]), part, False)
+    return torch.cat(parts, dim=2)[0]
 
 
 def _in_memory_or_2d(y: Tensor) -> Tensor:
