@@ -29,6 +29,7 @@ _FORM = {
     "json_allowed_escapes": '"\\bfnrt',
 }  # fmt: skip
 """One space at most where JSON allows any, and no `\\u` escapes, which could write half a surrogate pair."""
+_GUIDED = {"x-guidance": _FORM}
 _LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 200_000, "max_grammar_size": 50_000, "max_items_in_row": 20_000, "verbose_errors": False,
 }  # fmt: skip
@@ -108,40 +109,40 @@ class _Named:
 
 
 class Grammar:
-    """JSON of a schema, written with a model's tokens. Raises ApiError (400) for a schema that will not do."""
+    """JSON of a schema, written with a model's tokens. Raises ApiError (400) for a schema that will not do.
 
-    def __init__(self, schema: object, table: TokenTable) -> None:
+    place: the field that errors name. rules: a grammar (Lark's form) of all that is written, in which `payload` is the
+    JSON; `form` is JSON of another schema.
+    """
+
+    def __init__(
+        self, schema: object, table: TokenTable, place: str = _PARAM, rules: str = "", form: tuple[object, ...] = ()
+    ) -> None:
         from llguidance import LLMatcher, LLParserLimits
 
-        root = {} if schema is True else schema
-        if not isinstance(root, dict):
-            raise bad(_PARAM, f"got {type(root).__name__}; want an object", "invalid_type")
-        try:
-            text = json.dumps(root, allow_nan=False)
-            if len(text) > _MOST_TEXT:
-                raise bad(_PARAM, f"has more than {_MOST_TEXT} characters")
-            if text.count("[") + text.count("{") > _MOST_PARTS:
-                raise bad(_PARAM, f"has more than {_MOST_PARTS} lists and objects")
+        text = bounded(schema, place)
+        if not rules:
             made = LLMatcher.grammar_from_json_schema(text, overrides=_FORM)  # type: ignore[arg-type]
-        except ValueError:
-            raise bad(_PARAM, "deeper than 127 levels, or a number beyond the range of a float") from None
-        _check(root)
-        self.table = table
+        else:
+            parts = {"payload": text} | ({"form": bounded(form[0], _PARAM)} if form else {})
+            rows = [f"{name}: %json {json.dumps({**json.loads(part), **_GUIDED})}" for name, part in parts.items()]
+            made = LLMatcher.grammar_from_lark("\n".join(["%llguidance {}", rules, *rows]))
+        self.table, self.place = table, place
         limits = LLParserLimits(**_LIMITS)
         self._start = _with_stack(lambda: LLMatcher(table.tokens, made, log_level=0, limits=limits))
         self._start.compute_bitmask()  # shows at once that no text fits
-        _check_error(self._start)
+        _check_error(self._start, place)
 
     def written(self) -> WrittenText:
         """A text that has not begun."""
-        return WrittenText(self._start.deep_copy(), self.table)
+        return WrittenText(self._start.deep_copy(), self.table, self.place)
 
 
 class WrittenText:
     """How far one answer has come in a grammar. Its methods raise ApiError (400) where the schema asks too much."""
 
-    def __init__(self, matcher: LLMatcher, table: TokenTable) -> None:
-        self._matcher, self._table = matcher, table
+    def __init__(self, matcher: LLMatcher, table: TokenTable, place: str) -> None:
+        self._matcher, self._table, self._place = matcher, table, place
         self._close: list[int] | None = None  # from here on, if it was looked for
         self._after: tuple[int, list[int]] | None = None  # the token that was tried last, and how to close then
         self._steps = 0
@@ -160,7 +161,7 @@ class WrittenText:
         """Which of a model's tokens may come (bool [count])."""
         mask = torch.zeros(count, dtype=torch.bool)
         found = torch.frombuffer(bytearray(self._matcher.compute_logit_bias()), dtype=torch.uint8)
-        _check_error(self._matcher)
+        _check_error(self._matcher, self._place)
         known = min(count, self._table.size)
         mask[:known] = found[:known] > 0
         return mask
@@ -176,7 +177,7 @@ class WrittenText:
 
     def _consume(self, token: int) -> None:
         self._matcher.consume_token(token)
-        _check_error(self._matcher)
+        _check_error(self._matcher, self._place)
 
     def closing(self, left: int) -> list[int] | None:
         """Tokens that complete the text, found by closing what is open first; None if more than `left`."""
@@ -228,7 +229,27 @@ def _with_stack(start: Callable[[], LLMatcher]) -> LLMatcher:
         return made.result()
 
 
-def _check(root: dict[str, Any]) -> None:
+def bounded(schema: object, param: str) -> str:
+    """A schema's JSON. Raises ApiError (400) naming `param` for one without bounds, or beyond them."""
+    from llguidance import LLMatcher
+
+    root = {} if schema is True else schema
+    if not isinstance(root, dict):
+        raise bad(param, f"got {type(root).__name__}; want an object", "invalid_type")
+    try:
+        text = json.dumps(root, allow_nan=False)
+        if len(text) > _MOST_TEXT:
+            raise bad(param, f"has more than {_MOST_TEXT} characters")
+        if text.count("[") + text.count("{") > _MOST_PARTS:
+            raise bad(param, f"has more than {_MOST_PARTS} lists and objects")
+        LLMatcher.grammar_from_json_schema(text, overrides=_FORM)  # type: ignore[arg-type]
+    except ValueError:
+        raise bad(param, "deeper than 127 levels, or a number beyond the range of a float") from None
+    _check(root, param)
+    return text
+
+
+def _check(root: dict[str, Any], param: str) -> None:
     """Raises ApiError (400) for what the library takes without bounds."""
     levels: Counter[str] = Counter()
     open_ = [(root, "", "", 1)]
@@ -236,22 +257,22 @@ def _check(root: dict[str, Any]) -> None:
         schema, where, home, level = open_.pop()
         levels[home] = max(levels[home], level)
         place = where or "the top"
-        _refuse((name for name in _REFUSED if name in schema), f"at {place}")
+        _refuse(param, (name for name in _REFUSED if name in schema), f"at {place}")
         alone = next((name for name in _ALONE if name in schema), None)
         if alone is not None:
             others = (name for name in schema if name != alone and (name in _ALONE or _BESIDE.fullmatch(name)))
-            _refuse(others, f"beside {alone} at {place}; want it inside")
+            _refuse(param, others, f"beside {alone} at {place}; want it inside")
         if "$ref" in schema and not _TARGET.fullmatch(str(schema["$ref"])):
-            raise _unsupported(f"$ref at {place}; want #/$defs/NAME or #/definitions/NAME of this schema")
-        for name, part in _parts(schema):
+            raise _unsupported(param, f"$ref at {place}; want #/$defs/NAME or #/definitions/NAME of this schema")
+        for name, part in parts_of(schema):
             begins = name.startswith(("$defs/", "definitions/"))
             inside = f"{where}/{name}"
             open_.append((part, inside, inside, 1) if begins else (part, inside, home, level + 1))
     if sum(levels.values()) > _MOST_LEVELS:
-        raise bad(_PARAM, f"deeper than {_MOST_LEVELS} levels, those of definitions added")
+        raise bad(param, f"deeper than {_MOST_LEVELS} levels, those of definitions added")
 
 
-def _parts(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+def parts_of(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """The schemas that stand in one, with their places."""
     for name in _PARTS:
         value = schema.get(name)
@@ -263,18 +284,18 @@ def _parts(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
                     yield f"{name}/{key}", part
 
 
-def _refuse(names: Iterable[str], where: str) -> None:
+def _refuse(param: str, names: Iterable[str], where: str) -> None:
     if told := ", ".join(sorted(names)):
-        raise _unsupported(f"{told} {where}")
+        raise _unsupported(param, f"{told} {where}")
 
 
-def _check_error(matcher: LLMatcher) -> None:
+def _check_error(matcher: LLMatcher, param: str) -> None:
     """Raises ApiError (400) with the error of a matcher that has one."""
     if matcher.is_error():
         said = matcher.get_error()
         found, told = next((each, told) for words, told in _ERRORS if (each := re.search(words, said)))
-        raise _unsupported(told or ", ".join(json.loads(found[0].partition(": ")[2])))
+        raise _unsupported(param, told or ", ".join(json.loads(found[0].partition(": ")[2])))
 
 
-def _unsupported(what: str) -> ApiError:
-    return bad(_PARAM, f"unsupported {what}", "unsupported_schema")
+def _unsupported(param: str, what: str) -> ApiError:
+    return bad(param, f"unsupported {what}", "unsupported_schema")

@@ -23,10 +23,10 @@ _UNKNOWN = "\ufffd"
 
 
 class TokenTexts:
-    """What each token of a tokenizer (of transformers) adds to a text."""
+    """What each token of a tokenizer adds to a text. kept: special tokens whose names belong to it."""
 
-    def __init__(self, tokenizer: Any) -> None:  # noqa: ANN401
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, kept: frozenset[int] = frozenset()) -> None:  # noqa: ANN401
+        self._tokenizer, self.kept = tokenizer, kept
         backend = getattr(tokenizer, "backend_tokenizer", None)
         self.of_bytes = isinstance(getattr(backend, "decoder", None), decoders.ByteLevel)
         self._bytes: dict[int, bytes | None] = {}
@@ -55,7 +55,8 @@ class TokenTexts:
     def special(self) -> frozenset[int]:
         """Tokens that are left out of texts."""
         flagged = getattr(self._tokenizer, "added_tokens_decoder", {})
-        return frozenset(self._tokenizer.all_special_ids) | {at for at, token in flagged.items() if token.special}
+        found = frozenset(self._tokenizer.all_special_ids) | {at for at, token in flagged.items() if token.special}
+        return found - self.kept
 
     @cached_property
     def _anchor(self) -> tuple[list[int], str]:
@@ -66,6 +67,8 @@ class TokenTexts:
         name = self._tokenizer.convert_ids_to_tokens(token)
         if name is None:  # models have more logits than their tokenizers have tokens
             return None
+        if token in self.kept:
+            return str(name).encode()
         if self.of_bytes:
             known = all(character in _BYTE for character in name)
             return bytes(_BYTE[character] for character in name) if known else str(name).encode()
@@ -93,7 +96,13 @@ class DecodedText:
         """The next token. Returns where its text begins: at the first character of which it holds a part."""
         if self._texts.of_bytes:
             return self._take_bytes(self._texts.bytes_of(token) or b"")
+        if token in self._texts.kept:
+            self.text += self._undecoded(whole=True)
+            self._tokens, self._from, self._read = [], 0, 0
         at = len(self.text)
+        if token in self._texts.kept:
+            self.text += (self._texts.bytes_of(token) or b"").decode()
+            return at
         self._tokens.append(token)
         self.text += self._undecoded(whole=False)
         return at

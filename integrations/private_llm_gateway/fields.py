@@ -18,9 +18,10 @@ _TEXT = (
     "model", "max_tokens", "temperature", "top_p", "seed", "n", "stop", "logprobs", "logit_bias", "presence_penalty",
     "frequency_penalty", "stream", "stream_options", "response_format",
 )  # fmt: skip
+_TOOLS = ("tools", "tool_choice", "parallel_tool_calls")
 _VLLM = ("add_generation_prompt", "continue_final_message")
 _DONE: dict[str, tuple[str, ...]] = {
-    "chat": (*_TEXT, "messages", "max_completion_tokens", "top_logprobs", "reasoning_effort", *_VLLM),
+    "chat": (*_TEXT, "messages", "max_completion_tokens", "top_logprobs", "reasoning_effort", *_TOOLS, *_VLLM),
     "completions": (*_TEXT, "prompt", "echo"),
     "embeddings": ("model", "input", "encoding_format", "dimensions"),
 }
@@ -108,11 +109,11 @@ class Fields:
     def __init__(self, body: Mapping[str, Any]) -> None:
         self.body = body
 
-    def text(self, name: str) -> str:
-        """A text that must be there."""
+    def text(self, name: str, where: str = "") -> str:
+        """A text that must be there. where: what errors name before it."""
         value = self.body.get(name)
         if not isinstance(value, str) or not value:
-            raise bad(name, f"{_kind(value)}; want a text", _code(value))
+            raise bad(f"{where}{name}", f"{_kind(value)}; want a text", _code(value))
         return value
 
     def flag(self, name: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import jinja2
@@ -10,20 +11,22 @@ from private_llm_gateway.errors import ApiError, bad
 from private_llm_gateway.fields import Fields, refuse_others
 from private_llm_gateway.served import Served
 
-_ROLES = ("system", "developer", "user", "assistant")
+_ROLES = ("system", "developer", "user", "assistant", "tool")
 _MOST_MESSAGES = 4096
 _MOST_CHARACTERS = 256
 """Of a token, on an average: more than any text has."""
 _OUT_OF_BAND = ("id", "annotations", "cache_control")
 """Of messages and their parts: no part of the text, and no wish."""
-_NO_CALLS: dict[str, tuple[object, ...]] = {"tool_calls": ([],), "refusal": ("",), "reasoning_content": ("",)}
+_NOTHING: dict[str, tuple[object, ...]] = {"refusal": ("",), "reasoning_content": ("",)}
 """As answers come back with the next question."""
+_NO_TOOLS = "the model's chat template knows no tools; want a model whose template does (as those of Qwen and Llama 3)"
 
 
-def of_messages(served: Served, fields: Fields) -> list[int]:
+def of_messages(served: Served, fields: Fields, tools: list[dict[str, Any]] | None = None) -> list[int]:
     """Tokens of a chat, by the model's template or, without one, of the messages joined by line ends.
 
-    Raises ApiError (400) for messages that are no text, and those that the template refuses.
+    tools: functions that the model may call. Raises ApiError (400) for messages that are no text, for tools of which
+    the template knows nothing, and for what it refuses.
     """
     wanted = f'want a list of 1 to {_MOST_MESSAGES} messages, as [{{"role": "user", "content": "Hello"}}]'
     messages, ends = fields.body.get("messages"), fields.flag("continue_final_message")
@@ -33,7 +36,9 @@ def of_messages(served: Served, fields: Fields) -> list[int]:
         raise bad("messages", f"got {type(messages).__name__}; {wanted}", "invalid_type")
     if not 0 < len(messages) <= _MOST_MESSAGES:
         raise bad("messages", f"got {len(messages)}; {wanted}")
-    listed = [_message(message, f"messages[{at}]") for at, message in enumerate(messages)]
+    listed = [_message(served, message, f"messages[{at}]") for at, message in enumerate(messages)]
+    if tools and not served.knows_tools:
+        raise bad("tools", _NO_TOOLS, "unsupported_parameter")
     begins = not ends if fields.body.get("add_generation_prompt") is None else fields.flag("add_generation_prompt")
     if ends and begins:
         raise bad("add_generation_prompt", "want false with continue_final_message")
@@ -44,10 +49,10 @@ def of_messages(served: Served, fields: Fields) -> list[int]:
     more = {"reasoning_effort": effort} if effort and "reasoning_effort" in served.chat_template else {}
     try:
         text = served.tokenizer.apply_chat_template(
-            listed, add_generation_prompt=begins, continue_final_message=ends, tokenize=False, **more
+            listed, tools=tools, add_generation_prompt=begins, continue_final_message=ends, tokenize=False, **more
         )
-    except (jinja2.TemplateError, ValueError):
-        raise bad("messages", "the model's chat template refuses this order of roles") from None
+    except (jinja2.TemplateError, ValueError, TypeError):
+        raise bad("messages", "the model's chat template refuses this order of roles, or such calls") from None
     return _checked(served, served.encode(_short(served, text, "messages"), special=False), "messages")
 
 
@@ -83,21 +88,55 @@ def _too_long(served: Served, param: str, told: str) -> ApiError:
     return ApiError(400, told, param=param, code="context_length_exceeded")
 
 
-def _message(message: object, where: str) -> dict[str, str]:
+def _message(served: Served, message: object, where: str) -> dict[str, Any]:
     """What a chat template is told of a message. It may make something of a name; most do not."""
     if not isinstance(message, dict):
         raise bad(where, "want an object with role and content", "invalid_type")
     role, name = message.get("role"), message.get("name")
-    if role in ("tool", "function"):
-        raise _unsupported(f"{where}.role")
+    if role == "function":
+        raise bad(f"{where}.role", "unsupported here; want tool, which came in its place", "unsupported_parameter")
     if role not in _ROLES:
         raise bad(f"{where}.role", f"want one of {', '.join(_ROLES)}")
-    refuse_others(message, ("role", "content", "name", *_OUT_OF_BAND), _NO_CALLS, f"{where}.")
+    own = {"assistant": ("tool_calls",), "tool": ("tool_call_id",)}.get(role, ())
+    refuse_others(message, ("role", "content", "name", *own, *_OUT_OF_BAND), _NOTHING | {"tool_calls": ([],)},
+                  f"{where}.")  # fmt: skip
     if name is not None and not isinstance(name, str):
         raise bad(f"{where}.name", "want a text", "invalid_type")
-    told = {"role": "system" if role == "developer" else role}
-    told["content"] = _content(message.get("content"), f"{where}.content")
+    told: dict[str, Any] = {"role": "system" if role == "developer" else role}
+    calls = message.get("tool_calls") or []
+    if (calls or role == "tool") and not served.knows_tools:
+        raise bad(f"{where}.{'tool_calls' if calls else 'role'}", _NO_TOOLS, "unsupported_parameter")
+    content = message.get("content")
+    told["content"] = "" if calls and content is None else _content(content, f"{where}.content")
+    if calls:
+        told["tool_calls"] = _calls(calls, f"{where}.tool_calls")
+    if role == "tool":
+        told["tool_call_id"] = Fields(message).text("tool_call_id", f"{where}.")
     return {**told, "name": name} if name else told
+
+
+def _calls(calls: object, where: str) -> list[dict[str, Any]]:
+    """Calls of an answer that came back. Templates want arguments as an object; what the model wrote may be none."""
+    made = []
+    if not isinstance(calls, list):
+        raise bad(where, "want a list of calls", "invalid_type")
+    for at, call in enumerate(calls):
+        place = f"{where}[{at}]"
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or call.get("type", "function") != "function":
+            raise bad(place, "want an object with id, type function, and function", "invalid_type")
+        refuse_others(call, ("id", "type", "function", "index"), {}, f"{place}.")
+        refuse_others(function, ("name", "arguments"), {}, f"{place}.function.")
+        name, text = (Fields(function).text(each, f"{place}.function.") for each in ("name", "arguments"))
+        try:
+            arguments = json.loads(text)
+        except (ValueError, RecursionError):
+            arguments = text
+        made.append(
+            {"id": Fields(call).text("id", f"{place}."), "type": "function",
+             "function": {"name": name, "arguments": arguments if isinstance(arguments, dict) else text}}
+        )  # fmt: skip
+    return made
 
 
 def _content(content: Any, where: str) -> str:  # noqa: ANN401 - as it came

@@ -12,6 +12,7 @@ from private_llm_gateway.errors import ApiError, bad
 from private_llm_gateway.fields import Fields, refuse_others, refuse_unsupported
 from private_llm_gateway.prompts import check_context, of_field, of_messages
 from private_llm_gateway.served import Served
+from private_llm_gateway.tools import Tools, read_tools
 
 _MOST_LOGPROBS = 20
 _COMPLETION_TOKENS = 16
@@ -21,7 +22,9 @@ _ANY = 1 << 62
 
 @dataclass(frozen=True)
 class Wanted:
-    """A text that is wanted. groups: answers by prompt. logprobs, echo, stream, usage: what is sent of it, and how."""
+    """A text that is wanted. groups: answers by prompt. logprobs, echo, stream, usage: what is sent of it, and how.
+    tools: what it may call.
+    """
 
     served: Served
     chat: bool
@@ -30,6 +33,7 @@ class Wanted:
     usage: bool
     logprobs: bool
     echo: bool = False
+    tools: Tools | None = None
 
     @property
     def answers(self) -> list[Completion]:
@@ -66,14 +70,15 @@ def chat(models: Mapping[str, Served], body: Mapping[str, Any], most: int) -> Wa
     served = find_model(models, body, "decoder")
     refuse_unsupported(body, "chat")
     fields = Fields(body)
-    prompt = of_messages(served, fields)
+    tools = read_tools(fields, served)
+    prompt = of_messages(served, fields, tools.listed if tools else None)
     told = fields.flag("logprobs")
     top = fields.integer("top_logprobs", 0, _MOST_LOGPROBS)
     if top and not told:
         raise bad("top_logprobs", "want logprobs true as well")
     limit = _chat_limit(fields, served, len(prompt))
-    params = _sampling_params(fields, served, limit, (top or 0) if told else None)
-    return _wanted(served, fields, [prompt], params, most, chat=True, logprobs=told)
+    params = _sampling_params(fields, served, limit, (top or 0) if told else None, tools)
+    return _wanted(served, fields, [prompt], params, most, chat=True, logprobs=told, tools=tools)
 
 
 def _chat_limit(fields: Fields, served: Served, prompt: int) -> int:
@@ -106,13 +111,14 @@ def completion(models: Mapping[str, Served], body: Mapping[str, Any], most: int)
 
 def _wanted(
     served: Served, fields: Fields, prompts: list[list[int]], params: SamplingParams, most: int, chat: bool,
-    logprobs: bool, echo: bool = False,
+    logprobs: bool, echo: bool = False, tools: Tools | None = None,
 ) -> Wanted:  # fmt: skip
     n = fields.integer("n", 1, most) or 1
     if n * len(prompts) > most:
         raise bad("n", f"{len(prompts)} prompts with {n} answers each; want {most} answers at most")
+    texts = served.call_texts if tools else served.texts
     groups = tuple(
-        tuple(Completion(number * n + sample, prompt, params, served.texts, served.ends, sample) for sample in range(n))
+        tuple(Completion(number * n + sample, prompt, params, texts, served.ends, sample) for sample in range(n))
         for number, prompt in enumerate(prompts)
     )
     stream = fields.flag("stream")
@@ -120,10 +126,12 @@ def _wanted(
     if options and not stream:
         raise bad("stream_options", "want stream true as well")
     refuse_others(options, ("include_usage",), {"include_obfuscation": (False,)}, "stream_options.")
-    return Wanted(served, chat, groups, stream, Fields(options).flag("include_usage"), logprobs, echo)
+    return Wanted(served, chat, groups, stream, Fields(options).flag("include_usage"), logprobs, echo, tools)
 
 
-def _sampling_params(fields: Fields, served: Served, limit: int, logprobs: int | None) -> SamplingParams:
+def _sampling_params(
+    fields: Fields, served: Served, limit: int, logprobs: int | None, tools: Tools | None = None
+) -> SamplingParams:
     temperature = fields.number("temperature", 0, 2)
     top_p = fields.number("top_p", 0, 1)
     only_token = served.config.reveal == "token"
@@ -138,11 +146,11 @@ def _sampling_params(fields: Fields, served: Served, limit: int, logprobs: int |
         bias=fields.bias(served.vocabulary),
         stop=fields.stops(),
         logprobs=logprobs,
-        grammar=_grammar(fields, served),
+        grammar=_grammar(fields, served, tools),
     )
     if only_token and not (params.plain and params.top_p == 1):
         names = ("temperature", "top_p", "presence_penalty", "frequency_penalty", "logit_bias", "logprobs",
-                 "response_format")  # fmt: skip
+                 "response_format", "tools")  # fmt: skip
         given = next((name for name in names if fields.body.get(name)), "temperature")
         told = (
             "the parties open only the most likely token (reveal='token'), so logits cannot be used; leave it out, or "
@@ -151,8 +159,16 @@ def _sampling_params(fields: Fields, served: Served, limit: int, logprobs: int |
     return params
 
 
-def _grammar(fields: Fields, served: Served) -> Grammar | None:
-    """`response_format`: none for free text."""
+def _grammar(fields: Fields, served: Served, tools: Tools | None) -> Grammar | None:
+    """What holds an answer to schemas: none for free text."""
+    form = _schema(fields)
+    if tools is not None:
+        return tools.grammar(served, form)
+    return Grammar(form[0], served.table) if form else None
+
+
+def _schema(fields: Fields) -> tuple[object, ...]:
+    """The schema of `response_format`, if it has one."""
     form, place, wanted = fields.mapping("response_format"), "response_format", "want text, json_object or json_schema"
     if form and "type" not in form:
         raise bad(f"{place}.type", f"missing; {wanted}", "missing_required_parameter")
@@ -161,13 +177,13 @@ def _grammar(fields: Fields, served: Served) -> Grammar | None:
         raise bad(place, "a schema wants type json_schema, and to be named json_schema", "unsupported_parameter")
     refuse_others(form, ("type", "json_schema"), {}, f"{place}.")
     if kind == "text":
-        return None
+        return ()
     if kind == "json_object":
-        return served.any_object
+        return ({"type": "object"},)
     if kind != "json_schema":
         raise bad(f"{place}.type", wanted)
     named, place = form.get("json_schema"), f"{place}.json_schema"
     if not isinstance(named, dict) or "schema" not in named:
         raise bad(place, "want an object with name and schema", "missing_required_parameter")
     refuse_others(named, ("name", "description", "schema", "strict"), {}, f"{place}.")
-    return Grammar(named["schema"], served.table)
+    return (named["schema"],)

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from private_llm_gateway.call_formats import CallReader
 from private_llm_gateway.completion import CompletionChunk, Likelihood
 from private_llm_gateway.decoding import DecodedText
 from private_llm_gateway.requests import Wanted
@@ -27,7 +28,13 @@ class Response:
     def __init__(self, wanted: Wanted) -> None:
         self.wanted = wanted
         kind = "chatcmpl" if wanted.chat else "cmpl"
+        self._readers = self._new_readers()
         self._head = {"id": f"{kind}-{secrets.token_hex(12)}", "created": int(time.time()), "model": wanted.served.name}
+
+    def _new_readers(self) -> list[CallReader]:
+        """What finds calls in each answer, where there may be any."""
+        wanted = self.wanted
+        return [wanted.tools.reader(wanted.served, each.prompt) for each in wanted.answers] if wanted.tools else []
 
     def whole(self, spent: Usage) -> dict[str, Any]:
         """All answers at once."""
@@ -80,14 +87,26 @@ class Response:
                 echoed = self._echoed(prompt) if self.wanted.echo else ""
                 made["logprobs"] = _completion_logprobs(self.wanted.served, piece.ahead, piece.likelihoods, echoed)
             return made
+        told: dict[str, Any] = {"content": piece.text} if piece.text or piece.likelihoods else {}
+        if self._readers:
+            told = self._with_calls(piece, made)
         if field == "message":
-            made[field] = {"role": "assistant", "content": piece.text, "refusal": None}
-        else:
-            made[field] = {"content": piece.text} if piece.text or piece.likelihoods else {}
+            for call in told.get("tool_calls", ()):
+                del call["index"]
+            told = {"role": "assistant", "content": None if told.get("tool_calls") else "", "refusal": None, **told}
+        made[field] = told
         if self.wanted.logprobs and (piece.likelihoods or field == "message"):
             rows = [_chat_logprob(self.wanted.served, each) for each in piece.likelihoods]
             made["logprobs"] = {"content": rows, "refusal": None}
         return made
+
+    def _with_calls(self, piece: CompletionChunk, made: dict[str, Any]) -> dict[str, Any]:
+        """The delta of a piece; at its end `made` says, as OpenAI does, whether the model chose to call something."""
+        reader = self._readers[piece.index]
+        told = reader.feed(piece.text, piece.finish is not None)
+        if piece.finish == "stop" and reader.calls and self.wanted.tools and not self.wanted.tools.named:
+            made["finish_reason"] = "tool_calls"
+        return told
 
     def _echoed(self, prompt: list[int]) -> str:
         """A prompt's text, but for a character that is not whole: that belongs to the answer."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import threading
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -16,7 +17,8 @@ from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError
 from private_llm.net.addresses import parse_address
 from private_llm.protocol_facts import ASSISTED, CASCADE
-from private_llm_gateway.constrained import Grammar, TokenTable
+from private_llm_gateway.call_formats import MARKS, CallFormat, format_of
+from private_llm_gateway.constrained import TokenTable
 from private_llm_gateway.decoding import TokenTexts
 from private_llm_gateway.pool import SessionPool
 from private_llm_gateway.settings import is_loopback
@@ -109,6 +111,34 @@ class Served:
         return TokenTexts(self.tokenizer)
 
     @cached_property
+    def call_format(self) -> CallFormat | None:
+        """How the model writes calls of functions, if its chat template says so in a known way."""
+        return format_of(self.chat_template) if self.knows_tools else None
+
+    @property
+    def knows_tools(self) -> bool:
+        """Whether its chat template says something of functions."""
+        return re.search(r"\btools\b", self.chat_template) is not None
+
+    @property
+    def reads_calls(self) -> bool:
+        """Whether its tokenizer finds calls in answers itself (transformers' `response_template`)."""
+        return getattr(self.tokenizer, "response_template", None) is not None
+
+    @cached_property
+    def call_texts(self) -> TokenTexts:
+        """As `texts`, with the special tokens that stand around calls."""
+        marks = (self.special_token(mark) for mark in MARKS)
+        kept = self.texts.special if self.reads_calls else frozenset(token for token in marks if token is not None)
+        return TokenTexts(self.tokenizer, kept - {*self.ends})
+
+    def special_token(self, text: str) -> int | None:
+        """The special token of that name, if there is one."""
+        token = self.tokenizer.convert_tokens_to_ids(text) if text else None
+        known = token in self.texts.special and self.tokenizer.convert_ids_to_tokens(token) == text
+        return token if known else None
+
+    @cached_property
     def table(self) -> TokenTable:
         """The same, as grammars take it. It may take seconds, so that requests together make one."""
         with self._tabling:
@@ -117,11 +147,6 @@ class Served:
                 if gc.get_freeze_count():  # as `serve` does: it stays, and is large
                     gc.freeze()
             return cast("TokenTable", self.__dict__["table"])
-
-    @cached_property
-    def any_object(self) -> Grammar:
-        """Any JSON object."""
-        return Grammar({"type": "object"}, self.table)
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         """All tokens of a text, none cut off. `special`: with those that the model wants around it."""

@@ -58,7 +58,8 @@ def told(error: openai.APIStatusError) -> dict[str, Any]:
 WRONG: dict[str, dict[str, list[Any]]] = {
     "chat/completions": {
         "unsupported_parameter": [
-            {"tools": [{"type": "function"}]}, {"tool_choice": "required"}, {"modalities": ["audio"]},
+            {"tools": [{"type": "function", "function": {"name": "a"}}]},
+            {"modalities": ["audio"]}, {"functions": [{}]},
             {"prediction": {"type": "content", "content": SECRET}}, {"moderation": {"model": "any"}},
             {"verbosity": "low"}, {"store": True}, {"service_tier": "flex"}, {"top_k": 5}, {"repetition_penalty": 1.1},
             {"echo": True}, {"prompt": SECRET},
@@ -82,7 +83,8 @@ WRONG: dict[str, dict[str, list[Any]]] = {
             {"stop": ["a"] * 5}, {"stop": [""]}, {"stop": 0}, {"stop": {}}, {"stop": "a" * 1025},
             {"max_tokens": 10**4000}, {"max_completion_tokens": 3, "max_tokens": 2}, {"top_logprobs": 3},
             {"logprobs": True, "top_logprobs": 21}, {"logit_bias": {"4096": 1}}, {"presence_penalty": 3},
-            {"max_tokens": 0}, {"messages": []}, {"max_tokens": None, "max_completion_tokens": 1000},
+            {"max_tokens": 0}, {"messages": []}, {"tool_choice": "required"},
+            {"max_tokens": None, "max_completion_tokens": 1000},
             {"reasoning_effort": SECRET}, {"continue_final_message": True, "add_generation_prompt": True},
             ("messages[0].role", {"messages": [{"role": SECRET, "content": "a"}]}),
             ("response_format.type", {"response_format": {"type": SECRET}}),
