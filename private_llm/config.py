@@ -131,7 +131,8 @@ class PrivateConfig:
     busy_wait_s: seconds that a client waits for remote parties that serve another client (0: not at all).
     idle_s: seconds without a call after which a remote party ends a session, so that others get their turn (None:
     never). A client that thinks between calls sends nothing, so this is the longest thought.
-    device: where a party's shares live: "cpu", "cuda:N", or "cuda" (GPU number party modulo the number of GPUs).
+    device: where a party's shares, or a server's public weights, live: "cpu", "cuda:N", or "cuda" (GPU number party
+    modulo the number of GPUs).
     Parties need not agree on devices and folders.
     device_map: how a party's layers are spread, as in transformers: "auto", "balanced", "balanced_low_0",
     "sequential", or {module name: GPU number, "cuda:N", "cpu" or "disk"} for the whole model; None: all on `device`.
@@ -307,13 +308,13 @@ class PrivateConfig:
         kept = {each.name: each.default for each in dataclasses.fields(self)}
         of_shares = (
             "ring", "frac_bits", "reveal", "adder", "bandwidth_mbit", "relu_bits", "relu_low", "truncation",
-            "approximations", "kv_cache", "sparsity", "parallel_sessions", "rotate_roles", "plan", "split", "device",
+            "approximations", "kv_cache", "sparsity", "parallel_sessions", "rotate_roles", "plan", "split",
             "device_map", "max_memory", "offload_folder",
         )  # fmt: skip
         if told := [name for name in of_shares if getattr(self, name) != kept[name]]:
             raise ConfigError(
                 f"{told[0]}: got {getattr(self, told[0])!r}; protocol='assisted' has no such setting: the client "
-                "computes everything but linear layers in floating point, and servers multiply on CPUs"
+                "computes everything but linear layers in floating point"
             )
 
     def _check_plan(self) -> None:

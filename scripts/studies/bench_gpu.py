@@ -50,6 +50,7 @@ PARTS: dict[str, tuple[Callable[[Given], Iterator[Row]], float, float]] = {
     "whole": (models.whole, 30, 400),
     "products": (lambda given: kernels.products(given.tiny), 15, 60),
     "seeded": (lambda given: kernels.seeded(given.tiny), 10, 60),
+    "narrow": (lambda given: kernels.narrow(given.tiny), 5, 30),
     "convolutions": (lambda given: kernels.convolutions(given.tiny), 15, 60),
     "streams": (lambda given: kernels.streams(given.tiny), 5, 30),
     "tests": (tests, 30, 400),
@@ -57,7 +58,7 @@ PARTS: dict[str, tuple[Callable[[Given], Iterator[Row]], float, float]] = {
     "processes": (models.processes, 60, 200),
 }
 """By importance: what makes the rows, seconds below which it is not begun, and the most that it may take."""
-KERNELS = ("products", "seeded", "convolutions", "streams")
+KERNELS = ("products", "seeded", "narrow", "convolutions", "streams")
 
 
 class Output:

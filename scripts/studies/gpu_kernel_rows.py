@@ -137,6 +137,23 @@ def seeded(tiny: bool) -> Iterator[dict[str, Any]]:
         }
 
 
+def narrow(tiny: bool) -> Iterator[dict[str, Any]]:
+    """Products with 16-bit weights, as servers of 'assisted' make them: bytes of the weight a second, and products."""
+    inner, columns = (17, 5) if tiny else (4096, 14336)
+    weight = (draw(RING64, columns, inner) % 65280 - 32640).to(torch.int16)
+    for rows in (1, 8, 128):
+        x = draw(RING64, rows, inner)
+        if not torch.equal(triton_matmul.narrow(x, weight) << 24, triton_matmul.product(x, weight.long().mT) << 24):
+            raise SystemExit(f"products of {rows} rows with 16-bit weights differ from ring products")
+        taken = seconds(lambda x=x: triton_matmul.narrow(x, weight))
+        yield {
+            "name": "narrow-matmul",
+            "shape": [rows, inner, columns],
+            "tb_per_s": rate(2 * weight.numel(), taken),
+            "tmac_per_s": rate(rows * weight.numel(), taken),
+        }
+
+
 def _planes(x: Tensor, y: Tensor, macs: int) -> float | None:
     """The same where both operands lie in planes already."""
     left, right = triton_planes.take_apart(x[None]), triton_planes.take_apart(y.mT[None])

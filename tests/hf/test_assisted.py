@@ -402,7 +402,7 @@ def test_drafts_of_transformers_work() -> None:
 
 
 def test_settings_of_shares_are_refused() -> None:
-    for setting in ({"ring": 32}, {"reveal": "token"}, {"split": 1}, {"device": "cuda"}, {"parallel_sessions": 2}):
+    for setting in ({"ring": 32}, {"reveal": "token"}, {"split": 1}, {"device_map": "auto"}, {"parallel_sessions": 2}):
         with pytest.raises(ConfigError, match=f"^{next(iter(setting))}: .* no such setting"):
             replace(ASSISTED, **setting)  # type: ignore[arg-type]
     assert ASSISTED.weights == "public"

@@ -21,6 +21,7 @@ HOW: dict[str, Any] = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": Fa
     [
         {}, {"prg": "aes"}, {"replay": False}, {"protocol": "dealer"}, {"protocol": "quad"},
         {"weights": "public"}, {"weights_at_rest": "seeds"}, {"adder": "keys"}, {"party_mode": "processes"},
+        {"protocol": "assisted"},
     ],
     ids=str,
 )  # fmt: skip

@@ -19,6 +19,7 @@ import torch
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError, TransportError, undoing
 from private_llm.kernels.address import trim_allocator
+from private_llm.kernels.devices import device_for
 from private_llm.kernels.parallel import nodes_at_once, threads_per_node, threads_per_party
 from private_llm.net.children import start_children
 from private_llm.net.local import LocalMesh
@@ -132,7 +133,7 @@ def serve_party(
 
 def _stored(config: PrivateConfig, number: int, share_file: Path | None, checkpoint: str | None) -> Stored | None:
     if checkpoint is not None and config.protocol == ASSISTED:
-        return open_weights(checkpoint)
+        return open_weights(checkpoint, device_for(config.device, number))
     if checkpoint is not None:
         if config.plan is None or config.protocol != "cascade" or number >= config.plan.alpha:
             raise ConfigError(

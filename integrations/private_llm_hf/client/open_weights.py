@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 
+import torch
 from safetensors import SafetensorError
 
 from private_llm.errors import ConfigError, PrivateLLMError
@@ -14,12 +15,13 @@ from private_llm_hf.client.assisted_rows import RowCounts
 from private_llm_hf.party.product_server import OpenWeights
 
 
-def open_weights(source: str) -> OpenWeights:
-    """The weights of a model folder or hub id, in the groups and numbers in which clients ask for them.
+def open_weights(source: str, device: torch.device) -> OpenWeights:
+    """The weights of a model folder or hub id, in the groups and numbers in which clients ask for them, on a device.
 
-    Raises ConfigError if there is no such checkpoint, PatchMismatch for one that 'assisted' does not run.
+    Raises ConfigError if there is no such checkpoint, or no room for it, PatchMismatch for one that 'assisted' does not
+    run.
     """
-    held = OpenWeights(source)
+    held = OpenWeights(source, device)
     try:
         checkpoint = Checkpoint(source)
         config = checkpoint.config()
@@ -27,6 +29,11 @@ def open_weights(source: str) -> OpenWeights:
         built(found, config, functools.partial(checkpoint.stream, found, config), held, RowCounts())
     except PrivateLLMError:
         raise
-    except (OSError, ValueError, SafetensorError) as error:  # transformers' and safetensors' own
+    except (
+        OSError,
+        ValueError,
+        SafetensorError,
+        torch.OutOfMemoryError,
+    ) as error:  # transformers' and safetensors' own
         raise ConfigError(f"model {source!r}: {str(error).splitlines()[0]}") from None
     return held

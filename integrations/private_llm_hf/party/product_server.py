@@ -19,6 +19,7 @@ from private_llm.config import PrivateConfig
 from private_llm.errors import TransportError
 from private_llm.kernels import ops
 from private_llm.kernels.address import memory_bytes
+from private_llm.kernels.devices import device_for
 from private_llm.net.transport import CLIENT, Transport
 from private_llm.protocols.weight_sharing import KEY_BYTES, unpacked_key
 from private_llm.ring.prg import Seed
@@ -60,17 +61,17 @@ class _Held:
 class OpenWeights:
     """The weights of a checkpoint that a server multiplies by, each by its digest; sessions share them.
 
-    source: folder or hub id, for messages.
+    source: folder or hub id, for messages. device: where they lie.
     """
 
-    def __init__(self, source: str) -> None:
-        self.source = source
+    def __init__(self, source: str, device: torch.device) -> None:
+        self.source, self._device = source, device
         self.weights: dict[str, tuple[int, Tensor]] = {}
 
     def load(self, weight: IntegerWeight, name: str) -> int:
         """Keep one weight; how many there were before. name: of its layers, as `ProductServers.load`."""
         number, inputs = len(self.weights), weight.lines.shape[1]
-        self.weights.setdefault(lines_digest(weight.lines), (inputs, ops.narrow_lines(weight.lines)))
+        self.weights.setdefault(lines_digest(weight.lines), (inputs, ops.narrow_lines(weight.lines).to(self._device)))
         return number
 
     def held(self) -> WeightsHeld:
@@ -86,7 +87,7 @@ class ProductServer:
 
         Raises ConfigError if the client runs other settings.
         """
-        self._open = weights
+        self._open, self._device = weights, device_for(config.device, transport.me)
         agree(config, transport, [CLIENT])
         self.transport = transport
         self._weights: list[_Held] = []
@@ -127,9 +128,8 @@ class ProductServer:
                 self._check_memory(2 * elements(command.outputs, command.inputs, 1))
                 shape = (command.outputs, command.inputs)
                 raw = self.transport.recv(CLIENT, "weight", (2 * command.outputs * command.inputs,), torch.uint8)
-                self._weights.append(
-                    _Held(command.name, command.inputs, ops.narrow_lines(raw.view(torch.int16).view(shape)))
-                )
+                lines = ops.narrow_lines(raw.view(torch.int16).view(shape)).to(self._device)
+                self._weights.append(_Held(command.name, command.inputs, lines))
             case TellCosts():
                 tell_costs(self.transport, self.transport.ledger, command)
             case _:
@@ -179,14 +179,16 @@ class ProductServer:
         return _Held(command.name, inputs, lines)
 
     def _check_memory(self, more: int) -> None:
-        """Raises TransportError for a weight of so many bytes, which is there twice for a moment, where this machine
-        would keep less than a quarter of its memory, and for a model of more weights than any has.
+        """Raises TransportError for a weight of so many bytes, which is there twice for a moment, where this machine,
+        or its GPU, would keep less than a quarter of its memory, and for a model of more weights than any has.
         """
-        held = sum(weight.lines.nbytes for weight in self._weights)
-        if held + 2 * more > memory_bytes() * 3 // 4 or len(self._weights) >= _MOST_WEIGHTS:
+        held, whole = sum(weight.lines.nbytes for weight in self._weights), memory_bytes()
+        if self._device.type == "cuda":
+            whole = min(whole, torch.cuda.mem_get_info(self._device)[1])
+        if held + 2 * more > whole * 3 // 4 or len(self._weights) >= _MOST_WEIGHTS:
             raise TransportError(
-                f"weights: got {held + more} bytes in all; this server takes three quarters of its {memory_bytes()} "
-                f"bytes, and {_MOST_WEIGHTS} weights"
+                f"weights: got {held + more} bytes in all; this server takes three quarters of its {whole} bytes, and "
+                f"{_MOST_WEIGHTS} weights"
             )
 
     def product(self, x: Tensor, weight: _Held, rows: int) -> Tensor:
