@@ -311,10 +311,12 @@ class PrivateConfig:
             "approximations", "kv_cache", "sparsity", "parallel_sessions", "rotate_roles", "plan", "split",
             "device_map", "max_memory", "offload_folder",
         )  # fmt: skip
+        cache = "; give generate() a cache that evicts (docs/kv-cache.md, 'Under assisted')"
         if told := [name for name in of_shares if getattr(self, name) != kept[name]]:
             raise ConfigError(
                 f"{told[0]}: got {getattr(self, told[0])!r}; protocol='assisted' has no such setting: the client "
                 "computes everything but linear layers in floating point"
+                f"{cache if told[0] == 'kv_cache' else ''}"
             )
 
     def _check_plan(self) -> None:
