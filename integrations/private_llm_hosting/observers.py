@@ -43,7 +43,7 @@ class LogObserver(Observer):
 
     def links_up(self) -> None:
         """As `Observer`."""
-        _LOG.info("connected with all other parties", extra={"event": "links_up"})
+        _LOG.info("sessions may begin", extra={"event": "links_up"})
 
     def links_down(self, reason: str, orderly: bool = False) -> None:
         """As `Observer`."""

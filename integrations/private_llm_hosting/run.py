@@ -30,13 +30,13 @@ from private_llm_hosting.settings import PartySettings
 
 if TYPE_CHECKING:
     from private_llm_hf.service.party_service import PartyService
-
+    from private_llm_hf.service.product_service import ProductService
 
 _LOG = logging.getLogger(LOGGER)
 _TICK_S = 0.5
 
 
-MakeService = Callable[[PrivateConfig, int, ServiceSettings, Observer], "PartyService"]
+MakeService = Callable[[PrivateConfig, int, ServiceSettings, Observer], "PartyService | ProductService"]
 
 
 def run_service(settings: PartySettings, make: MakeService) -> None:
@@ -71,7 +71,7 @@ def _forbid_core_dumps() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-def why_not_ready(metrics: PartyMetrics, service: PartyService | None) -> str | None:
+def why_not_ready(metrics: PartyMetrics, service: PartyService | ProductService | None) -> str | None:
     """What the operator port tells of readiness: None when sessions may begin."""
     if metrics.is_draining:
         return "draining"
@@ -84,7 +84,7 @@ class _Stops:
     """Handlers of the signals that stop a party, put back afterwards."""
 
     def __init__(self) -> None:
-        self.service: PartyService | None = None
+        self.service: PartyService | ProductService | None = None
         self._asked = False
         self._before: dict[signal.Signals, signal._HANDLER] = {}
 
@@ -108,7 +108,7 @@ class _Stops:
         self.service.drain()
 
 
-def _serve(service: PartyService) -> None:
+def _serve(service: PartyService | ProductService) -> None:
     """Run the service in a thread, so that this one, where signals arrive, holds none of its locks."""
     raised: list[BaseException] = []
 

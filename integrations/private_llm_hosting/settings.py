@@ -23,6 +23,7 @@ from private_llm.config import PrivateConfig, TLSConfig
 from private_llm.errors import ConfigError, refuse_unknown
 from private_llm.net.addresses import Address, parse_address
 from private_llm.net.roles import check_user, common_name, credential_files
+from private_llm.protocol_facts import ASSISTED
 from private_llm.typed_settings import check_types, settings_of
 
 EXAMPLE = resources.files(__package__).joinpath("party.toml").read_text("utf-8")
@@ -89,8 +90,8 @@ class PartySettings:
     """How a party runs. models: its share files, by a name for logs.
 
     service: how it serves several clients at a time (None: one after the other, `sessions` of them or all). checkpoint:
-    the public model that a CompNode reads itself. operator: where the operator port listens (None: nowhere).
-    log_format: "text" or "json". log_level: as of Python's logging, in small letters.
+    the public model that a CompNode, or a server of 'assisted', reads itself. operator: where the operator port listens
+    (None: nowhere). log_format: "text" or "json". log_level: as of Python's logging, in small letters.
     """
 
     party: int
@@ -189,12 +190,14 @@ def _settings(values: dict[str, Any]) -> PartySettings:
         if count is not None and count < 1:
             raise ConfigError(f"{name}: got {count}; want at least 1")
     several = file.clients > 1
-    if several and config.facts is None:
+    assisted = config.protocol == ASSISTED
+    if several and config.facts is None and not assisted:
         raise ConfigError(
             f"clients: got {file.clients}; under {file.protocol!r} a party serves one client at a time: want 1, and a "
             "party of its own for each"
         )
-    refused = [name for name in (_OF_ONE if several else _OF_SEVERAL) if name in values]
+    of_others = [name for name in _OF_ONE if name != "checkpoint" or not assisted] if several else _OF_SEVERAL
+    refused = [name for name in of_others if name in values]
     if refused:
         wanted = "1 (one after the other)" if several else "more than 1 (several at a time), such as 64"
         raise ConfigError(f"{', '.join(refused)}: got clients = {file.clients}; these settings want {wanted}")
@@ -209,7 +212,14 @@ def _settings(values: dict[str, Any]) -> PartySettings:
 
 
 def _service(file: _File, models: Mapping[str, Path]) -> ServiceSettings:
-    refuse_unknown(file.limits, {*settings_of(ServiceSettings)} - {"models", "sessions", "drain_s"}, "limits: ")
+    known = {*settings_of(ServiceSettings)} - {"models", "sessions", "drain_s"}
+    if file.protocol == ASSISTED:
+        known = {"sessions_per_user", "waiting"}
+        if models:
+            raise ConfigError("models, --shares: 'assisted' has public weights; leave it out, or want checkpoint")
+    elif not models:
+        raise ConfigError("models: got none; want the share file of at least one model, {name: path}")
+    refuse_unknown(file.limits, known, "limits: ")
     return ServiceSettings(models, file.clients, drain_s=file.drain_s, **file.limits)
 
 

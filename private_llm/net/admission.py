@@ -25,12 +25,13 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from private_llm.errors import PartiesBusy, TransportError
+from private_llm.errors import PartiesBusy, PartyFailed, TransportError
 from private_llm.forks import Origin
 from private_llm.net.addresses import same_user
 from private_llm.net.hello import Greeted
 from private_llm.net.sockets import SocketPair, SocketTransport
 from private_llm.net.transport import CLIENT
+from private_llm.net.wire import FrameKind
 
 HANDSHAKE_S = 10.0
 """Seconds a handshake may take."""
@@ -167,6 +168,8 @@ _AWAY_S = 3.0
 """Seconds after which a client in line that has not called again has left."""
 _NOTES = 16
 """Words that it waits which a client may say in the time in which it has reason for two."""
+_READ_S = 0.1
+"""How often it is looked whether a client that reads slowly is still there."""
 _SPARE = 8
 """Sessions that a party besides party 0 holds beyond the limit: theirs may end a little later than at party 0."""
 
@@ -189,10 +192,26 @@ class ClientLink(SocketTransport):
         super().abort(reason)
         self._in[CLIENT].give_up(reason)
 
-    @property
-    def taken(self) -> bool:
-        """Whether everything that was sent has left this machine."""
-        return self._out[CLIENT].idle
+    def taken(self, seconds: float) -> bool:
+        """Wait at most `seconds` until all that was sent has left this machine; whether it has."""
+        return self._out[CLIENT].drained(seconds)
+
+    def await_reader(self) -> None:
+        """Wait until all that was sent has left this machine: who only asks would fill its memory.
+
+        Raises PartyFailed for a client that reads nothing for a time-out.
+        """
+        moved, until = -1, 0.0
+        while not self.taken(_READ_S):
+            self.look()
+            if self._out[CLIENT].moved != moved:
+                moved, until = self._out[CLIENT].moved, time.monotonic() + self.timeout
+            elif time.monotonic() > until:
+                raise PartyFailed(f"the client read nothing for {self.timeout:g} s")
+
+    def show_life(self) -> None:
+        """Tell the client, which waits for an answer, that this party works. From any thread."""
+        self._out[CLIENT].note(FrameKind.WAITING, bytes([self.me]))
 
     def _send(self, to: int, tag: str, payload: Tensor) -> None:
         self._check()
@@ -221,11 +240,13 @@ class Admission:
         self, me: int, timeout: float, idle_s: float | None, sessions: int, per_user: int, waiting: int,
         arrived: Callable[[ClientLink], None], refused: Callable[[str], None] = lambda reason: None,
         busy: Callable[[str], None] = lambda user: None, out_for: Callable[[str], float] = lambda user: 0.0,
+        decides: bool = False,
     ) -> None:  # fmt: skip
         """sessions, per_user: at a time. waiting: clients in line. arrived: is given each client that is connected.
 
-        out_for: seconds for which a user is not let in.
+        out_for: seconds for which a user is not let in. decides: this party asks no other one who may come in.
         """
+        self._decides = decides or me == _GATE
         self.refused, self._busy, self.out_for = refused, busy, out_for
         self._me, self._timeout, self._idle = me, timeout, idle_s
         self._sessions, self._per_user, self._waiting = sessions, per_user, waiting
@@ -255,7 +276,7 @@ class Admission:
                     f"inputs of user {user!r} ended the sessions of all, twice: come again in {left:.0f} s, or ask who "
                     "runs this party"
                 )
-            if self._me == _GATE:
+            if self._decides:
                 self._take_turn(caller.caller, user)
             else:
                 self._make_room(user)

@@ -174,10 +174,12 @@ class Outgoing:
             self._room.release()
         self._lending = False
 
-    @property
-    def idle(self) -> bool:
-        """Whether nothing waits to be written."""
-        return not self._queue
+    def drained(self, seconds: float) -> bool:
+        """Wait at most `seconds` until nothing waits to be written; whether that is so."""
+        if not self._queue:
+            return True
+        with self._room:
+            return self._room.wait_for(lambda: not self._queue, seconds)
 
     def has_room(self, seconds: float) -> bool:
         """Wait at most `seconds` until the queue may take another frame."""

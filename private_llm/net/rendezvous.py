@@ -30,6 +30,7 @@ from private_llm.net.roles import named_errors
 from private_llm.net.sockets import SocketPair, SocketTransport
 from private_llm.net.tls import Credentials, caller_name, explain
 from private_llm.net.transport import CLIENT, endpoint_name
+from private_llm.protocol_facts import ASSISTED
 
 _LOG = logging.getLogger("private_llm")
 WAIT_UNTIL: ContextVar[float] = ContextVar("WAIT_UNTIL", default=math.inf)
@@ -70,7 +71,8 @@ def connect(
     `open_acceptor` returned: it stays open, so that callers are answered between sessions and during them, and a
     session without a call for config.idle_s ends. wait_s: seconds to wait for the others (default: config.timeout_s; a
     party that serves waits much longer); a client waits config.busy_wait_s for its turn besides. admission: of a party
-    service: the links are then to the other parties only, and clients are handed to it, each with links of its own.
+    service: the links are then to the other parties only (of 'assisted': to nobody, as servers say nothing to each
+    other), and clients are handed to it, each with links of its own.
 
     Without config.tls the connections are plain: on loopback addresses or Unix sockets only, and only with
     config.allow_plain_loopback or (parties started on this machine, party_mode other than "remote") with a token.
@@ -121,9 +123,10 @@ class _Mesh:
         self._timeout, self._parallel_sessions = config.timeout_s, config.parallel_sessions
         self._deadline = time.monotonic() + self._wait
         self._credentials = Credentials(config.tls) if config.tls else None
-        self._calls = [p for p in range(len(addresses)) if p < me]
         self._admission = admission
-        callers = [*range(me + 1, len(addresses)), *([] if admission else [CLIENT])]
+        others = [] if admission is not None and config.protocol == ASSISTED else range(len(addresses))
+        self._calls = [p for p in others if p < me]
+        callers = [*(p for p in others if p > me), *([] if admission else [CLIENT])]
         self._called_by = [] if me == CLIENT else callers
         self._made: dict[tuple[int, bool, int], tuple[socket.socket, bytes]] = {}
         self._caller = secrets.token_bytes(CALLER_BYTES)
@@ -326,7 +329,9 @@ class _Mesh:
         """
         peer = caller.peer
         if peer not in self._called_by:
-            raise TransportError(f"{endpoint_name(peer)} is not expected to connect to {endpoint_name(self._me)}")
+            raise TransportError(
+                f"{endpoint_name(peer)} is not expected to connect to {endpoint_name(self._me)}; compare their settings"
+            )
         if caller.parallel_sessions != self._parallel_sessions:
             raise TransportError(
                 f"parallel sessions: got {caller.parallel_sessions} at {endpoint_name(peer)}; want "

@@ -169,7 +169,20 @@ def test_options_replace_what_the_environment_and_the_file_say(tmp_path: Path) -
     assert (found.config.tls.key, found.config.tls.allow) == (str(tmp_path / "tls" / "party2.key"), "eve")
 
 
-def test_servers_of_open_weights_serve_one_client_at_a_time() -> None:
+def test_servers_of_open_weights_serve_several_clients_with_settings_of_their_own() -> None:
     options = {"party": 0, "hosts": ["127.0.0.1:1", "127.0.0.1:2"], "protocol": "assisted", "clients": 4}
-    with pytest.raises(ConfigError, match="clients: got 4; under 'assisted' a party serves one client at a time"):
-        read_settings(None, {}, options)
+    options |= {"checkpoint": "some/model", "limits": {"sessions_per_user": 2}, "drain_s": 1.0}
+    found = read_settings(None, {}, options)
+    assert found.service is not None
+    assert (found.checkpoint, found.service.sessions, found.service.sessions_per_user) == ("some/model", 4, 2)
+    for more, message in (
+        ({"limits": {"rows": 2}}, "limits: unknown key.*rows"),
+        ({"models": {"m": "party0.safetensors"}}, "models, --shares: 'assisted' has public weights"),
+        ({"sessions": 3}, "sessions: got clients = 4"),
+        ({"protocol": "trio", "hosts": ["127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3"]}, "checkpoint: got clients = 4"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            read_settings(None, {}, options | more)
+    cascade = {"party": 0, "hosts": [f"127.0.0.1:{n}" for n in range(1, 145)], "protocol": "cascade", "clients": 4}
+    with pytest.raises(ConfigError, match="under 'cascade' a party serves one client at a time"):
+        read_settings(None, {}, cascade)

@@ -171,7 +171,7 @@ def test_what_is_queued_is_waited_for() -> None:
     zero, one = couple(room=4096)
     slices(zero, 1, 60.0)
     zero.send(1, "t", numbers(70_000))
-    assert not zero._out[1].idle
+    assert not zero._out[1].drained(0)
 
     def program() -> None:
         with Refusing(zero):
@@ -188,7 +188,7 @@ def test_what_is_queued_is_not_waited_for_while_there_is_something_to_read(monke
     one._out[0]._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     for each in (zero, one):
         each.send(1 - each.me, "t", numbers(70_000, each.me))
-        assert not each._out[1 - each.me].idle
+        assert not each._out[1 - each.me].drained(0)
 
     def exchanged(each: SocketTransport) -> list[Tensor]:
         sends(each, 1 - each.me, "t", numbers(5))

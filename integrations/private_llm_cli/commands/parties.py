@@ -6,13 +6,14 @@ import contextlib
 import json
 import re
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from private_llm.errors import ConfigError, PrivateLLMError
-from private_llm.protocol_facts import hides
+from private_llm.protocol_facts import ASSISTED, hides
 from private_llm_cli import options
 from private_llm_cli.commands.calibrate import ranges_from
 from private_llm_cli.commands.models import gguf_options, image_config, quiet, want_model
@@ -176,9 +177,11 @@ def party(
         serve_party(found.config, found.party, share_file, found.sessions, notice, found.checkpoint)
     else:
         from private_llm_hf.service.party_service import PartyService
+        from private_llm_hf.service.product_service import ProductService
         from private_llm_hosting.run import run_service
 
-        run_service(found, PartyService)
+        assisted = found.config.protocol == ASSISTED
+        run_service(found, partial(ProductService, checkpoint=found.checkpoint) if assisted else PartyService)
 
 
 _OPTIONS = {

@@ -55,7 +55,8 @@ class Preparation:
         self._servers, self.folder = servers, folder
         self.bytes_per_token = BYTES * sum(outputs for _, outputs in sizes)
         widest = max(map(max, sizes))
-        rows = min(_BLOCK_ROWS, _BLOCK_BYTES // self.bytes_per_token, _BLOCK_ELEMENTS // widest)
+        elements = min(_BLOCK_ELEMENTS, servers.most_elements)
+        rows = min(_BLOCK_ROWS, _BLOCK_BYTES // self.bytes_per_token, elements // widest)
         self._rows, self._preparer = max(1, rows), next(iter(servers.config.hosts), "")
 
     def add(self, tokens: int, progress: Callable[[str, int, int], None]) -> None:

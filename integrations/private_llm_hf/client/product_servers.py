@@ -49,9 +49,9 @@ _MACS_AT_ONCE, _ELEMENTS_AT_ONCE = 1 << 33, 1 << 24
 """Multiply-adds and elements of an exchange, so that a server answers within seconds: more rows take several."""
 
 
-def rows_at_once(inputs: int, outputs: int) -> int:
-    """Rows of an exchange."""
-    return max(1, min(_MACS_AT_ONCE // (inputs * outputs), _ELEMENTS_AT_ONCE // elements(1, inputs, outputs)))
+def rows_at_once(inputs: int, outputs: int, most: int = _ELEMENTS_AT_ONCE) -> int:
+    """Rows of an exchange. most: elements that servers take."""
+    return max(1, min(_MACS_AT_ONCE // (inputs * outputs), most // elements(1, inputs, outputs)))
 
 
 class _NoShares(PlainClient):
@@ -83,6 +83,9 @@ class ProductServers(Parties):
             self._give_key(Seed.fresh())
         self._weights: list[tuple[IntegerWeight, Projection]] = []
         self._names: list[str] = []
+        self.digests: list[str] = []
+        """Of all weights that were loaded, in the order of their numbers."""
+        self.most_elements = _ELEMENTS_AT_ONCE
         self._weights_held: dict[int, WeightsHeld] = {}
         self.exchanges = 0
         self.stored = True
@@ -124,8 +127,6 @@ class ProductServers(Parties):
             number, lines = len(self._weights), weight.lines.contiguous()
             projection = Projection(lines, self._checks.derive(f"weight {number}"))
             digest = lines_digest(lines)
-            if self.corrections is not None:
-                self.corrections.expect(name, digest, lines.shape[1])
             for server, held in self._held().items():
                 if digest in held.digests:
                     self.tell(UseLines(name, digest), [server])
@@ -141,15 +142,34 @@ class ProductServers(Parties):
                 self.tell(LoadLines(name, *lines.shape), [server])
                 self.transport.send(server, "weight", lines.view(torch.uint8).view(-1))
             none = lines.new_empty(0, lines.shape[1])  # a view would keep all of them in memory
-            self._weights.append((replace(weight, lines=none), projection))
-            self._names.append(name)
+            self._keep(replace(weight, lines=none), projection, name, digest)
             return number
+
+    def _keep(self, weight: IntegerWeight, projection: Projection, name: str, digest: str) -> None:
+        if self.corrections is not None:
+            self.corrections.expect(name, digest, weight.lines.shape[1])
+        self._weights.append((weight, projection))
+        self._names.append(name)
+        self.digests.append(digest)
+
+    def use_weights_of(self, other: ProductServers) -> bool:
+        """Ask for the weights of another session of this client, whose checks do for both. False, and nothing was done,
+        if a server does not hold one of them itself.
+        """
+        with self._call():
+            if any(not {*other.digests} <= {*held.digests} for held in self._held().values()):
+                return False
+            for kept in zip(other._weights, other._names, other.digests, strict=True):
+                self.tell(UseLines(*kept[1:]))
+                self._keep(*kept[0], *kept[1:])
+            return True
 
     def _held(self) -> dict[int, WeightsHeld]:
         """What each server holds, asked once."""
         if not self._weights_held:
             self.tell(TellWeights())
             self._weights_held = {server: self._answer(server, WeightsHeld) for server in self.members}
+            self.most_elements = min(_ELEMENTS_AT_ONCE, *(held.elements for held in self._weights_held.values()))
         return self._weights_held
 
     def mask_products(self, rows: int, masks: Seed) -> Iterator[tuple[str, Tensor]]:
@@ -183,7 +203,7 @@ class ProductServers(Parties):
         """
         weight = self._weights[number][0]
         inputs, outputs = x.shape[1], len(weight.factors)
-        rows = rows_at_once(inputs, outputs)
+        rows = rows_at_once(inputs, outputs, self.most_elements)
         with self.alone():
             stored = self._stored(number, len(x))
             if len(x) <= rows:

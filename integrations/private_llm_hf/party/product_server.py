@@ -6,6 +6,10 @@ the latter is the only one. Neither holds a secret of its own.
 
 from __future__ import annotations
 
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import assert_never, get_args
@@ -16,10 +20,11 @@ from torch import Tensor
 from private_llm.assisted.fixed_point import BYTES, IntegerWeight, lines_digest
 from private_llm.assisted.masks import mask
 from private_llm.config import PrivateConfig
-from private_llm.errors import TransportError
+from private_llm.errors import ConfigError, TransportError
 from private_llm.kernels import ops
 from private_llm.kernels.address import memory_bytes
 from private_llm.kernels.devices import device_for
+from private_llm.net.incoming import Allowance
 from private_llm.net.transport import CLIENT, Transport
 from private_llm.protocols.weight_sharing import KEY_BYTES, unpacked_key
 from private_llm.ring.prg import Seed
@@ -45,8 +50,14 @@ from private_llm_hf.wire.assisted import (
 from private_llm_hf.wire.commands import Stop, TellCosts, recv_message, send_message
 
 _COMMANDS: tuple[type[ServerCommand | Stop], ...] = (*get_args(ServerCommand), Stop)
-_MOST_WEIGHTS = 1 << 16
-"""Of a session; each takes some memory beside its elements."""
+_MOST_WEIGHTS, _MOST_CHARACTERS = 1 << 16, 1 << 24
+"""Of a session, and of the names of their layers."""
+_BYTES_AN_ELEMENT, _LEAST_ELEMENTS = 48, 1 << 18
+"""What a product takes for each of `elements`, and how many the last row of a large model has."""
+_MOST_COMMAND = 1 << 16
+"""Bytes."""
+_EACH_S, _AT_ONCE = 0.02, 100
+"""Seconds between two questions of a session, but for so many at once: who only asks would take the time of all."""
 
 
 @dataclass(frozen=True)
@@ -74,42 +85,104 @@ class OpenWeights:
         self.weights.setdefault(lines_digest(weight.lines), (inputs, ops.narrow_lines(weight.lines).to(self._device)))
         return number
 
-    def held(self) -> WeightsHeld:
-        """What a client is told."""
-        return WeightsHeld(Path(self.source).name.encode("ascii", "replace").decode()[:100], tuple(self.weights))
+    @property
+    def name(self) -> str:
+        """What a client is told that it is."""
+        return Path(self.source).name.encode("ascii", "replace").decode()[:100]
+
+
+class ServerMemory:
+    """What all sessions of a server may hold: `elements` of a product each, and weights of clients, all together.
+
+    A quarter of the memory of this machine, or its GPU, is for products, so that no session waits for another's; three
+    are for weights, half of them of one user with a name.
+    """
+
+    def __init__(self, device: torch.device, clients: int = 1) -> None:
+        """Raises ConfigError for more clients than there is memory for."""
+        self._whole = memory_bytes()
+        if device.type == "cuda":
+            self._whole = min(self._whole, torch.cuda.mem_get_info(device)[1])
+        room = self._whole // 4 // _BYTES_AN_ELEMENT
+        self.elements = MOST_ELEMENTS if clients == 1 else min(MOST_ELEMENTS, room // clients)
+        if self.elements < _LEAST_ELEMENTS:
+            raise ConfigError(
+                f"clients: got {clients}; the memory of this machine suffices for {room // _LEAST_ELEMENTS}"
+            )
+        self.most = self._whole * 3 // 4
+        self._held: Counter[str] = Counter()
+        self._lock = threading.Lock()
+
+    def take(self, user: str, more: int, moment: int = 0) -> None:
+        """Hold so many bytes of weights more, and for a moment `moment` besides. Raises TransportError for too many."""
+        with self._lock:
+            held, in_all, wanted = self._held[user], self._held.total(), more + moment
+            if in_all + wanted > self.most or (user and held + wanted > self.most // 2):
+                raise TransportError(
+                    f"weights: got {in_all + more} bytes in all, {held + more} of this user; this server takes three "
+                    f"quarters of its {self._whole} bytes, and half of that of one user"
+                )
+            self._held[user] += more
+
+    def give_back(self, user: str, held: int) -> None:
+        """The weights of a session are gone."""
+        with self._lock:
+            self._held[user] -= held
 
 
 class ProductServer:
     """One server's end of a session."""
 
-    def __init__(self, config: PrivateConfig, transport: Transport, weights: OpenWeights | None = None) -> None:
-        """weights: of a checkpoint that this server read (None: it takes those of its client).
+    def __init__(
+        self, config: PrivateConfig, transport: Transport, weights: OpenWeights | None = None,
+        memory: ServerMemory | None = None, user: str = "",
+    ) -> None:  # fmt: skip
+        """weights: of a checkpoint that this server read (None: it takes those of its client). memory: of all sessions
+        of this server. user: the client's name.
 
         Raises ConfigError if the client runs other settings.
         """
-        self._open, self._device = weights, device_for(config.device, transport.me)
+        self._open, self._device, self._user = weights, device_for(config.device, transport.me), user
+        self._memory = memory or ServerMemory(self._device)
         agree(config, transport, [CLIENT])
         self.transport = transport
         self._weights: list[_Held] = []
+        self._bytes = self._characters = 0
         self._seed: Seed | None = None
-        self._blocks = UsedBlocks(config.offline_folder)
+        self._blocks = UsedBlocks(config.offline_folder, user)
+        self._questions = Allowance(_EACH_S, _AT_ONCE)
+        self.busy_since: float | None = None
+        """When it began to compute an answer; None while the client asks for none (`time.monotonic`)."""
 
-    def serve(self) -> None:
-        """Multiply, and answer commands, until the client stops. Raises what ended the session otherwise, and
-        TransportError for a request that this server does not answer.
+    def serve(self, ready: Callable[[], None] = lambda: None) -> None:
+        """Multiply, and answer commands, until the client stops. ready: is called before each request is read.
+
+        Raises what ended the session otherwise, and TransportError for a request that this server does not answer.
         """
-        while True:
-            self.transport.wait(CLIENT)
-            asked = self.transport.recv_bytes(CLIENT, REQUEST, HEADER.size + BYTES * MOST_ELEMENTS)
-            if asked != COMMAND:
-                self._multiply(asked)
-                continue
-            command: ServerCommand | Stop = recv_message(self.transport, CLIENT, _COMMANDS)
-            if isinstance(command, Stop):
-                return
-            self._obey(command)
+        try:
+            while self._serve_one(ready):
+                pass
+        finally:
+            self._memory.give_back(self._user, self._bytes)
+
+    def _serve_one(self, ready: Callable[[], None]) -> bool:
+        """Whether the client goes on."""
+        self.transport.wait(CLIENT)
+        ready()
+        asked = self.transport.recv_bytes(CLIENT, REQUEST, HEADER.size + BYTES * self._memory.elements)
+        if asked != COMMAND:
+            self._multiply(asked)
+            return True
+        command: ServerCommand | Stop = recv_message(self.transport, CLIENT, _COMMANDS, _MOST_COMMAND)
+        if isinstance(command, Stop):
+            return False
+        self._obey(command)
+        return True
 
     def _obey(self, command: ServerCommand) -> None:
+        early = 0.0 if isinstance(command, LoadLines | UseLines) else self._questions.lacks()
+        if early:
+            time.sleep(early)
         match command:
             case MaskKey():
                 self._seed = unpacked_key(self.transport.recv(CLIENT, "mask key", (KEY_BYTES,), torch.uint8))
@@ -118,14 +191,14 @@ class ProductServer:
                     raise TransportError("a block began before a weight was loaded")
                 send_message(self.transport, CLIENT, BlockBegun(self._blocks.add(command.block)))
             case TellWeights():
-                held = WeightsHeld(None, ()) if self._open is None else self._open.held()
-                send_message(self.transport, CLIENT, held)
+                name, weights = (None, {}) if self._open is None else (self._open.name, self._open.weights)
+                send_message(self.transport, CLIENT, WeightsHeld(name, tuple(weights), self._memory.elements))
             case UseLines():
                 self._weights.append(self._own(command))
             case LoadLines():
                 if self._open is not None:
                     raise TransportError(f"this server multiplies by weights of {self._open.source!r} only")
-                self._check_memory(2 * elements(command.outputs, command.inputs, 1))
+                self._count(command.name, 2 * elements(command.outputs, command.inputs, 1))
                 shape = (command.outputs, command.inputs)
                 raw = self.transport.recv(CLIENT, "weight", (2 * command.outputs * command.inputs,), torch.uint8)
                 lines = ops.narrow_lines(raw.view(torch.int16).view(shape)).to(self._device)
@@ -137,12 +210,14 @@ class ProductServer:
 
     def _multiply(self, asked: bytes) -> None:
         """Answer a frame that asks for a product, by that product, packed."""
+        self.busy_since = time.monotonic()
         weight, rows = self._asked(asked)
         operand = self._operand(memoryview(asked)[HEADER.size :], rows, weight.inputs)
         with self.transport.ledger.scope(weight.name):
             product = self.product(operand, weight, rows)
             self.transport.ledger.add_round("product")
             self.transport.send(CLIENT, "product", product)
+        self.busy_since = None
 
     def _asked(self, asked: bytes) -> tuple[_Held, int]:
         """Raises TransportError for unknown weights, and for no rows or too many."""
@@ -153,7 +228,7 @@ class ProductServer:
             raise TransportError(f"weight {number} was not loaded; there are {len(self._weights)}")
         weight = self._weights[number]
         outputs = len(weight.lines)
-        if not 0 < elements(rows, weight.inputs, outputs) <= MOST_ELEMENTS:
+        if not 0 < elements(rows, weight.inputs, outputs) <= self._memory.elements:
             raise TransportError(
                 f"rows: got {rows} for a weight of {outputs} x {weight.inputs}; want one at least, and fewer at a time"
             )
@@ -175,21 +250,19 @@ class ProductServer:
         found = None if self._open is None else self._open.weights.get(command.digest)
         if found is None:
             raise TransportError(f"weight '{command.name}': this server holds none with the digest that was asked for")
+        self._count(command.name, 0)
         inputs, lines = found
         return _Held(command.name, inputs, lines)
 
-    def _check_memory(self, more: int) -> None:
-        """Raises TransportError for a weight of so many bytes, which is there twice for a moment, where this machine,
-        or its GPU, would keep less than a quarter of its memory, and for a model of more weights than any has.
+    def _count(self, name: str, more: int) -> None:
+        """A weight of so many bytes, which is there twice for a moment. Raises TransportError as `ServerMemory.take`,
+        and for a model of more weights than any has.
         """
-        held, whole = sum(weight.lines.nbytes for weight in self._weights), memory_bytes()
-        if self._device.type == "cuda":
-            whole = min(whole, torch.cuda.mem_get_info(self._device)[1])
-        if held + 2 * more > whole * 3 // 4 or len(self._weights) >= _MOST_WEIGHTS:
-            raise TransportError(
-                f"weights: got {held + more} bytes in all; this server takes three quarters of its {whole} bytes, and "
-                f"{_MOST_WEIGHTS} weights"
-            )
+        self._characters += len(name)
+        if len(self._weights) >= _MOST_WEIGHTS or self._characters > _MOST_CHARACTERS:
+            raise TransportError(f"weights: got more than {_MOST_WEIGHTS}, or {_MOST_CHARACTERS} characters of names")
+        self._memory.take(self._user, more, moment=more)
+        self._bytes += more
 
     def product(self, x: Tensor, weight: _Held, rows: int) -> Tensor:
         """x weight^T modulo 2^40, packed, for so many rows of elements or of their bytes."""

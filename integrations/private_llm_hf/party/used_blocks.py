@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import Counter
 from pathlib import Path
 
 from private_llm.assisted.corrections import sync_folder
 from private_llm.errors import TransportError
 
 _MOST, _MOST_A_SESSION = 1 << 22, 1 << 12
-"""Names that a process keeps in memory, some 500 MB, and that one session may add."""
+"""Names that a process keeps in memory, some 500 MB, half of them of one user with a name, and those of a session."""
 _known: set[bytes] = set()
+_of_user: Counter[str] = Counter()
 _lock = threading.Lock()
 
 
 class UsedBlocks:
     """Of all sessions of this process and, in a folder, of those before it."""
 
-    def __init__(self, folder: str | None) -> None:
+    def __init__(self, folder: str | None, user: str = "") -> None:
+        self._user = user
         self._folder = None if folder is None else Path(folder) / "used-blocks"
         self._added = 0
 
@@ -30,9 +33,10 @@ class UsedBlocks:
         with _lock:
             if bytes.fromhex(block) in _known:
                 return False
-            if len(_known) >= _MOST:
+            if len(_known) >= _MOST or (self._user and _of_user[self._user] >= _MOST // 2):
                 raise TransportError("this server has heard of too many blocks; its operator must start it again")
             _known.add(bytes.fromhex(block))
+            _of_user[self._user] += 1
         if self._folder is None:
             return True
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)

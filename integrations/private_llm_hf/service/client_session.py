@@ -44,8 +44,6 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger("private_llm")
 _TICK_S = 0.25
 """How often a session that waits for a batch looks whether its client is still there."""
-_READ_S = 0.01
-"""How often it is looked whether a client has read its answers."""
 _EACH_S, _AT_ONCE = 0.02, 100
 """Seconds between two questions of a session, but for so many at once: who only asks would take the time of all."""
 MOST_CALLS = 1 << 12
@@ -216,16 +214,7 @@ class ClientSession:
                 self._preprocess(command)
             case _:
                 assert_never(command)
-        self._await_reader()
-
-    def _await_reader(self) -> None:
-        """Wait until the client has read what was sent to it: who only asks would fill this machine's memory."""
-        until = time.monotonic() + self.host.config.timeout_s
-        while not self.link.taken:
-            self.link.look()
-            if time.monotonic() > until:
-                raise PartyFailed(f"the client read nothing for {self.host.config.timeout_s:g} s")
-            time.sleep(_READ_S)
+        self.link.await_reader()
 
     def _check_edit(self, edit: CacheEdit) -> None:
         if isinstance(edit, commands.SelectRows) and edit.index.numel() > self.host.rows:

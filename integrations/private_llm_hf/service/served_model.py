@@ -73,6 +73,8 @@ def open_models(
 
     Raises as `open_model`, and for a model that is there twice, or is not alone and has predictors.
     """
+    if not paths:
+        raise ConfigError("models: got none; want the share file of at least one model, {name: path}")
     found: dict[str, ServedModel] = {}
     for name, path in paths.items():
         model = ServedModel(name, path, config, number)

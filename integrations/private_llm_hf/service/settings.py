@@ -14,7 +14,8 @@ from private_llm.typed_settings import check_types
 class ServiceSettings:
     """How a party serves many clients. Raises ConfigError for settings out of range.
 
-    models: this party's share file of each model, by a name for logs and metrics; clients find theirs by its digest.
+    models: this party's share file of each model, by a name for logs and metrics; clients find theirs by its digest
+    (none for servers of 'assisted', which have sessions, sessions_per_user, waiting and drain_s alone).
     sessions: clients' sessions at a time; sessions_per_user: of one user (the name in the certificate). waiting:
     clients that may stand in line for a session. rows: of one batch, over all requests that it serves. positions: that
     one session's caches may hold, over all rows, and positions_in_all those of all sessions, of which half for one user
@@ -40,8 +41,6 @@ class ServiceSettings:
 
     def __post_init__(self) -> None:
         check_types(self, but=("models",))
-        if not self.models:
-            raise ConfigError("models: got none; want the share file of at least one model, {name: path}")
         for name in ("sessions", "sessions_per_user", "rows", "positions", "positions_in_all", "elements"):
             value = getattr(self, name)
             if value is not None and value < 1:

@@ -71,10 +71,14 @@ class UseLines(Message):
 
 
 class WeightsHeld(Message):
-    """The weights of the checkpoint that a server read itself: which one it is (None: it read none), and digests."""
+    """The weights of the checkpoint that a server read itself: which one it is (None: it read none), and digests.
+
+    elements: of a product, as `elements` counts them, at most.
+    """
 
     source: ShortText | None
     digests: tuple[Digest, ...]
+    elements: Annotated[int, Between(1, MOST_ELEMENTS)]
 
 
 ServerCommand = MaskKey | BeginBlock | LoadLines | TellWeights | UseLines | TellCosts

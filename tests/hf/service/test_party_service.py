@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from private_llm.errors import ConfigError, PartiesBusy, PartyFailed, PrivateLLMError, TransportError
+from private_llm.net.admission import ClientLink
 from tests.hf.compare import LOGIT_ERROR, worst
 from tests.hf.service.conftest import Start, eventually
 
@@ -270,10 +272,14 @@ def test_who_never_reads_is_sent_away_and_who_selects_too_much(start: Start, pla
 class Deaf:
     """A client's link whose other end reads nothing."""
 
-    taken = False
+    await_reader = ClientLink.await_reader
 
     def __init__(self, link: Any) -> None:
         self._link = link
+
+    def taken(self, seconds: float) -> bool:
+        time.sleep(seconds)
+        return False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._link, name)
