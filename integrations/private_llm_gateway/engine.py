@@ -60,8 +60,7 @@ class _Generation:
                 if self.renewals == _RENEWALS or self.gone() or not self.served.pool.renews:
                     raise
                 self.renewals += 1
-                self.model = self.served.pool.renew(self.model)
-                self.model.on_chunk = self._look
+                self.served.pool.renew(self.model)
                 if hasattr(self, "meter"):
                     self.meter.renewed(self.model)
 

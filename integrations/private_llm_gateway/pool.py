@@ -45,17 +45,17 @@ def _tried(join: Callable[[], Any]) -> Any:  # noqa: ANN401
 class SessionPool:
     """Private models on sessions of their own. Thread-safe.
 
-    first: a private model (what `from_pretrained` and `patch` return). size: sessions at most. load: makes the model
-    anew, where it has one session and cannot reconnect. Raises ConfigError for a size that cannot be.
+    first: a private model (what `from_pretrained` and `patch` return). size: sessions at most. Raises ConfigError for a
+    size that cannot be.
     """
 
-    def __init__(self, first: Any, size: int, load: Callable[[], Any] | None = None) -> None:  # noqa: ANN401
+    def __init__(self, first: Any, size: int) -> None:  # noqa: ANN401
         if size < 1:
             raise ConfigError(f"sessions: got {size}; want at least 1")
         opening: Callable[[], Any] | None = getattr(first, "open_session", None)
         if opening is None and size > 1:
             raise ConfigError(f"sessions: got {size}; these parties serve one session at a time, so want 1")
-        self.first, self.size, self._opening, self._load = first, size, opening, load
+        self.first, self.size, self._opening = first, size, opening
         self._idle, self._all = [first], [first]
         self._opened = 1
         self._ended: set[int] = set()
@@ -100,28 +100,18 @@ class SessionPool:
     @property
     def renews(self) -> bool:
         """Whether a session that ended can be followed by another."""
-        return self._load is not None or hasattr(self.first, "reconnect")
+        return hasattr(self.first, "reconnect")
 
-    def renew(self, model: Any) -> Any:  # noqa: ANN401
-        """The model to go on with, on a new session. Raises PartyFailed and other errors of the library."""
+    def renew(self, model: Any) -> None:  # noqa: ANN401
+        """Give a model a new session. Raises PartyFailed and other errors of the library."""
         with self._changed:
             self._ended.add(id(model))
         if not self.renews:
             raise PartyFailed("the session with the parties is over; start the gateway again")
-        if self._load is None:
-            _tried(model.reconnect)
-        else:
-            model.close()
-            self.first = _tried(self._load)
-            self._all = [self.first]
+        _tried(model.reconnect)
         with self._changed:
             self._ended.discard(id(model))
             self._trouble = False
-        return self._newest(model)
-
-    def _newest(self, model: Any) -> Any:  # noqa: ANN401
-        """A model, or what was loaded in its place."""
-        return model if self._load is None else self.first
 
     def heal(self) -> None:
         """After a failure: renew a session that ended in the background, unless that is being done."""
@@ -141,7 +131,7 @@ class SessionPool:
         finally:
             with self._changed:
                 self._healing = False
-                self._idle.append(self._newest(model))
+                self._idle.append(model)
                 self._changed.notify()
 
     @contextmanager
@@ -151,12 +141,12 @@ class SessionPool:
             with self._changed:
                 ended = id(model) in self._ended
             if ended:
-                model = self.renew(model)
+                self.renew(model)
             yield model
             with self._changed:
                 self._trouble = False
         except PrivateLLMError as error:
-            model, failed = self._newest(model), isinstance(error, TransportError | ProtocolAbort)
+            failed = isinstance(error, TransportError | ProtocolAbort)
             with self._changed:
                 self._trouble = self._trouble or failed
                 # also when the parties refuse a call
@@ -165,7 +155,7 @@ class SessionPool:
             raise
         finally:
             with self._changed:
-                self._idle.append(self._newest(model))
+                self._idle.append(model)
                 self._changed.notify()
 
     def close(self) -> None:

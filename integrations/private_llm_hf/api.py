@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import itertools
 import shutil
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from private_llm_hf.checkpoint.model_spec import ModelSpec, describe, folds_norm
 from private_llm_hf.checkpoint.own_code import patched_code, patched_methods
 from private_llm_hf.checkpoint.sample_inputs import check_images
 from private_llm_hf.checkpoint.share_files import ShareWriter, refuse_taken
-from private_llm_hf.checkpoint.weights import Sink, WeightsDigest, WeightSource, stream_loaded
+from private_llm_hf.checkpoint.weights import Sink, WeightList, WeightsDigest, WeightSource, stream_loaded
 from private_llm_hf.client.assisted_model import open_assisted
 from private_llm_hf.client.corrections import check_online, make_corrections
 from private_llm_hf.client.launch import choose_mode, start_parties
@@ -80,10 +81,15 @@ class _AutoPrivate:
         private_config = _checked(private_config, ranges)
         compile_ahead(private_config)
         checkpoint, model_class, config = _found(source, cls, hf_kwargs, private_config)
+
+        def again(wanted: WeightList, sink: Sink, local: bool) -> None:
+            found, kind, config = _found(source, cls, hf_kwargs, private_config)
+            found.stream(kind, config, wanted, sink, local)
+
         return _open(
             model_class, config, private_config, functools.partial(checkpoint.stream, model_class, config),
             checkpoint.generation_config(model_class, config),
-            ranges or (lambda: checkpoint_ranges(checkpoint, model_class, config, private_config)),
+            ranges or (lambda: checkpoint_ranges(checkpoint, model_class, config, private_config)), again=again,
         )  # fmt: skip
 
 
@@ -143,14 +149,21 @@ def patch(
     if isinstance(model, PrivateModel):
         raise PatchMismatch(f"patch: got a {type(model).__name__}, which is private already; want the plaintext model")
     # copies: whoever sets something in the private model's configuration does not mean the plaintext model
-    generation = copy.deepcopy(getattr(unwrapped(model), "generation_config", None))
+    generation, given = copy.deepcopy(getattr(unwrapped(model), "generation_config", None)), weakref.ref(model)
     model = _loaded(model, private_config)
     if images is not None:
         images = check_images(type(model), model.config, images)
+
+    def again(wanted: WeightList, sink: Sink, local: bool) -> None:
+        found = given()
+        if found is None:
+            raise ConfigError("sessions: servers want the weights again, and the plaintext model is gone; keep it")
+        stream_loaded(_loaded(found, private_config), wanted, sink)
+
     return _open(
         type(model), copy.deepcopy(model.config), private_config,
         lambda wanted, sink, local: stream_loaded(model, wanted, sink), generation,
-        ranges or (lambda: loaded_ranges(model, private_config, images)), mesh, start,
+        ranges or (lambda: loaded_ranges(model, private_config, images)), mesh, start, again=again,
     )  # fmt: skip
 
 
@@ -191,12 +204,21 @@ def _network(model: nn.Module) -> Network:
 def _open(
     model_class: type[PreTrainedModel], config: PretrainedConfig, private_config: PrivateConfig, weights: WeightSource,
     generation: GenerationConfig | None, ranges: Ranges | Callable[[], Ranges], mesh: LocalMesh | None = None,
-    start: Start = start_parties, tried: bool = False,
+    start: Start = start_parties, tried: bool = False, again: WeightSource | None = None,
 ) -> PreTrainedModel:  # fmt: skip
-    """Try a class that no test compares, plan, start parties; calibrate and share the weights if they hold none."""
+    """Try a class that no test compares, plan, start parties; calibrate and share the weights if they hold none.
+
+    again: reads the weights another time, if `weights` would keep them in memory until then.
+    """
     if private_config.protocol == ASSISTED:
-        check_online(private_config)
-        return open_assisted(model_class, config, weights, start(private_config, mesh), generation)
+
+        def joins(mesh: LocalMesh | None = None) -> Parties:
+            check_online(private_config)
+            return start(private_config, mesh)
+
+        assisted = open_assisted(model_class, config, weights, joins(mesh), generation)
+        assisted.joins, assisted.reads = joins, again or weights
+        return assisted
     plain, private_config = config, adopted(private_config, config)
     config, sparse, spec = _specified(model_class, config, private_config)
     _check_code(spec.model, private_config)

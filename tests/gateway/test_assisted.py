@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import gc
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,10 +26,13 @@ from private_llm_gateway.served import Served
 from private_llm_gateway.settings import GatewaySettings
 from private_llm_hf import AutoPrivateModelForCausalLM, patch, prepare_corrections
 from private_llm_hf.party.product_server import ProductServer
+from private_llm_hf.service.product_service import ProductService
+from private_llm_hf.service.settings import ServiceSettings
 from torch import Tensor
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError, PartyFailed
+from private_llm.net.addresses import hosts_of, open_listeners
 from tests.cli.test_cli import start
 from tests.gateway.small_gateway import (
     BUNDLED,
@@ -41,6 +48,7 @@ from tests.gateway.small_gateway import (
     text_of,
     tokenizer,
 )
+from tests.hf.service.conftest import eventually
 from tests.hf.test_remote import free_ports
 
 ASSISTED = PrivateConfig(protocol="assisted", timeout_s=30)
@@ -106,10 +114,9 @@ def test_the_page_says_what_each_server_gets(gateway: Gateway) -> None:
     assert "two that put their shares together learn all" in about["sentence"]
 
 
-def reloading() -> Served:
-    """One that can load its model anew, as `private-llm gateway` does."""
-    load = partial(loaded_from, AutoPrivateModelForCausalLM, BUNDLED, ASSISTED)
-    return Served("small", SessionPool(load(), 1, load), tokenizer())
+def bundled() -> Served:
+    """One that can read its weights again, as that of `private-llm gateway`."""
+    return Served("small", SessionPool(loaded_from(AutoPrivateModelForCausalLM, BUNDLED, ASSISTED), 1), tokenizer())
 
 
 class Breaking:
@@ -134,18 +141,18 @@ def failing(_: Tensor) -> Tensor:
 
 
 def test_an_answer_goes_on_after_a_server_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    with serving(reloading()) as made, made.client() as client:
+    with serving(bundled()) as made, made.client() as client:
         want = client.completions.create(**ASK, max_tokens=6).choices[0].text
-        before = made.models["small"].pool.first
+        before = made.models["small"].pool.first.parties
         breaking = Breaking(monkeypatch, 60, failing)
         assert client.completions.create(**ASK, max_tokens=6).choices[0].text == want
         assert breaking.left < 0
-        assert made.models["small"].pool.first is not before
+        assert made.models["small"].pool.first.parties is not before
         assert client.completions.create(**ASK, max_tokens=6).choices[0].text == want
 
 
 def test_an_answer_ends_where_a_server_lied_and_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    with serving(reloading()) as made, made.client() as client:
+    with serving(bundled()) as made, made.client() as client:
         Breaking(monkeypatch, 60, lambda right: right + 1)
         with pytest.raises(openai.InternalServerError, match="party 1 gave a wrong product") as told:
             client.completions.create(**ASK, max_tokens=6)
@@ -153,12 +160,12 @@ def test_an_answer_ends_where_a_server_lied_and_names_it(monkeypatch: pytest.Mon
         assert client.completions.create(**ASK, max_tokens=2).choices[0].text  # with servers that are asked anew
 
 
-def test_a_model_that_cannot_be_loaded_again_names_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    with serving(small(ASSISTED)) as made, made.client() as client:
+def test_weights_that_are_gone_cannot_be_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    served = Served("small", SessionPool(patch(copy.deepcopy(plain_model()), ASSISTED), 1), tokenizer())
+    gc.collect()
+    with serving(served) as made, made.client() as client:
         Breaking(monkeypatch, 3, failing)
-        with pytest.raises(openai.InternalServerError, match=r"party 1.*its memory is full"):
-            client.completions.create(**ASK, max_tokens=6)
-        with pytest.raises(openai.InternalServerError, match="start the gateway again"):
+        with pytest.raises(openai.APIStatusError, match="the plaintext model is gone"):
             client.completions.create(**ASK, max_tokens=6)
 
 
@@ -173,9 +180,41 @@ def test_too_few_corrections_are_told_and_the_session_goes_on(tmp_path: Path) ->
         assert client.completions.create(**ASK, max_tokens=2).choices[0].text == text_of(greedy(2))
 
 
-def test_sessions_side_by_side_are_refused_at_the_start() -> None:
-    with pytest.raises(ConfigError, match=r"sessions: got 4; .*one session at a time"):
+def test_sessions_side_by_side_want_servers_of_their_own() -> None:
+    with pytest.raises(ConfigError, match=r"sessions: got 4 without hosts.*--clients N"):
         run_gateway(GatewayChoices(sessions=4), ASSISTED, GatewaySettings(port=0))
+
+
+@contextlib.contextmanager
+def two_servers(clients: int) -> Iterator[tuple[list[ProductService], PrivateConfig]]:
+    """For several clients, on checkpoints of their own; and how clients reach them."""
+    listeners = open_listeners(2)
+    config = replace(ASSISTED, party_mode="remote", hosts=hosts_of(listeners), allow_plain_loopback=True, timeout_s=10)
+    settings = ServiceSettings(sessions=clients, drain_s=0.0)
+    services = [ProductService(config, each, settings, None, BUNDLED, listeners[each]) for each in range(2)]
+    threads = [threading.Thread(target=service.run, daemon=True) for service in services]
+    for thread in threads:
+        thread.start()
+    yield services, config
+    for service, thread in zip(services, threads, strict=True):
+        service.drain()
+        thread.join(20)
+
+
+def test_two_requests_run_at_a_time_and_go_on_when_their_sessions_end() -> None:
+    """Each on a session of its own at the same servers; a session that ends under load is renewed, and no text lost."""
+    lengths = [4, 5, 6, 7, 8, 9]
+    with two_servers(clients=2) as (services, config):
+        model = loaded_from(AutoPrivateModelForCausalLM, BUNDLED, config)
+        served = Served("small", SessionPool(model, 2), tokenizer())
+        with serving(served) as made, made.client() as client, ThreadPoolExecutor(6) as threads:
+            want = [client.completions.create(**ASK, max_tokens=length).choices[0].text for length in lengths]
+            asked = [threads.submit(client.completions.create, **ASK, max_tokens=length) for length in lengths]
+            assert eventually(lambda: len(services[1]._sessions) == 2)
+            for each in list(services[1]._sessions):
+                each.link.abort("it was told to")
+            assert [each.result().choices[0].text for each in asked] == want
+            assert len(served.pool._all) == 2
 
 
 @pytest.mark.full
@@ -188,7 +227,7 @@ def test_a_gateway_of_two_servers_as_commands(tmp_path: Any) -> None:
     )
     load = partial(loaded_from, AutoPrivateModelForCausalLM, BUNDLED, config)
     try:
-        served = Served("small", SessionPool(when_ready(load, 60.0, lambda _: None), 1, load), tokenizer())
+        served = Served("small", SessionPool(when_ready(load, 60.0, lambda _: None), 1), tokenizer())
         with serving(served) as made, made.client() as client:
             want = client.completions.create(**ASK, max_tokens=4).choices[0].text
             servers[1].kill()

@@ -110,22 +110,22 @@ def start_model(
     stack.callback(model.close)
     if writes:
         note_sparsity(model, *TURN)
-    again = load if config.protocol == ASSISTED else None
-    served = Served(name, SessionPool(model, _sessions(choices, config), again), tokenizer, vectors)
+    served = Served(name, SessionPool(model, _sessions(choices, config)), tokenizer, vectors)
     stack.callback(served.pool.close)
     return served
 
 
 def _sessions(choices: GatewayChoices, config: PrivateConfig) -> int:
-    """Requests that run at a time. Raises ConfigError for several under 'assisted'."""
-    if config.protocol == ASSISTED and choices.sessions not in (None, 1):
+    """Requests that run at a time. Raises ConfigError for several under 'assisted' on this machine."""
+    assisted = config.protocol == ASSISTED
+    if assisted and not config.hosts and choices.sessions not in (None, 1):
         raise ConfigError(
-            f"sessions: got {choices.sessions}; the servers of protocol='assisted' serve one session at a time, so "
-            "requests run one after the other: leave it out, or start one gateway with two servers for each session"
+            f"sessions: got {choices.sessions} without hosts, where servers of protocol='assisted' serve one session; "
+            "want servers of their own (`private-llm party --clients N`), and their --hosts"
         )
-    if not config.hosts or config.protocol == ASSISTED:
+    if not config.hosts:
         return 1
-    return _SESSIONS if choices.sessions is None else choices.sessions
+    return choices.sessions or (1 if assisted else _SESSIONS)
 
 
 def _announce(served: Served, settings: GatewaySettings, shown: bool) -> None:

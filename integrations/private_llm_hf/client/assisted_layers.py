@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -53,6 +54,12 @@ class Products:
     def stand_for(self, number: int, inputs: int, widths: list[int]) -> None:
         """Ask for this weight, which has so many inputs, and so many outputs of each member."""
         self._number, self._inputs, self._widths = number, inputs, widths
+
+    def at(self, servers: HoldsWeights) -> Products:
+        """The same weight in another session."""
+        made = Products(servers, self._rows, self._name)
+        made.stand_for(self._number, self._inputs, self._widths)
+        return made
 
     def part(self, member: int, x: Tensor) -> Tensor:
         """One member's product with x [..., inputs]. Raises DomainError naming the layers for values not finite and
@@ -201,3 +208,30 @@ class AssistedConvolution(AssistedLinear):
             x = x.unfold(channel + 1 + axis, (size - 1) * dilation + 1, stride)[..., ::dilation]
         windows = x.movedim(channel, channel + sizes).flatten(channel + sizes)
         return super().forward(windows).movedim(-1, channel)
+
+
+def ask(model: nn.Module, servers: HoldsWeights) -> None:
+    """Let all layers of a model ask these servers from now on."""
+    made: dict[Products, Products] = {}
+    for module in model.modules():
+        for name, products in [*vars(module).items()]:
+            if isinstance(products, Products):
+                if products not in made:
+                    made[products] = products.at(servers)
+                vars(module)[name] = made[products]
+
+
+def copied(model: nn.Module) -> nn.Module:
+    """A model of the same tensors, hooks and settings, whose modules are others."""
+    made: dict[nn.Module, nn.Module] = {}
+
+    def twin(module: nn.Module) -> nn.Module:
+        if module not in made:
+            made[module] = each = copy.copy(module)
+            for tensors in ("_parameters", "_buffers"):
+                vars(each)[tensors] = {**vars(module)[tensors]}
+            vars(each)["_modules"] = {name: child and twin(child) for name, child in module._modules.items()}
+            vars(each).pop("_cache", None)  # which some settings of generate() keep
+        return made[module]
+
+    return twin(model)

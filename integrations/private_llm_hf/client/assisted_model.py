@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import re
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,8 @@ from private_llm_hf.client.assisted_layers import (
     HoldsWeights,
     Products,
     WeightElsewhere,
+    ask,
+    copied,
 )
 from private_llm_hf.client.assisted_rows import CONVOLUTIONS, RowCounts, is_sent, refuse_chosen_rows
 from private_llm_hf.client.costs import Costs
@@ -38,12 +40,56 @@ class AssistedModel(DraftsOfOneLength):
     """What models under protocol "assisted" have beside transformers' own methods."""
 
     parties: ProductServers
+    joins: Callable[[], Parties] | None = None
+    """Opens another session with the same servers."""
+    reads: WeightSource
+    """The weights, for servers that do not hold them themselves."""
     stored = False
     """Whether its weights were not read here (`parties.stored`: whether the servers had them)."""
+    _end: Callable[[], object]
 
     def cost(self, reset: bool = False) -> Costs:
         """Bytes, rounds and multiply-adds since the last reset. Raises PartyFailed if the session is over."""
         return self.parties.costs(reset)
+
+    def open_session(self) -> AssistedModel:
+        """Another model on a session of its own, whose calls run beside this one's; they share what is in memory here.
+
+        Close it when it is not needed any more. Raises as `reconnect`, PartiesBusy where servers serve fewer clients.
+        """
+        servers = self._joined()
+        made: AssistedModel = copied(self)  # type: ignore[arg-type, assignment]
+        made._ask(servers)
+        return made
+
+    def reconnect(self) -> None:
+        """End this session, if it goes on, and begin a new one, with a new key of masks. Caches are here, and stay.
+
+        Servers that hold no checkpoint get the weights again. Raises TransportError as `from_pretrained`, ConfigError
+        if the weights are needed and have changed, or are those of a `patch` of which the plaintext model is gone. The
+        model may try again then.
+        """
+        self._end()
+        self._ask(self._joined())
+
+    def _joined(self) -> ProductServers:
+        if self.joins is None:
+            raise ConfigError("sessions: this model was not made by from_pretrained() or patch()")
+        servers = self.joins()
+        with undoing(servers.close):
+            if not isinstance(servers, ProductServers):
+                raise ConfigError(f"start: got {type(servers).__name__}; want the servers of protocol='assisted'")
+            if not servers.use_weights_of(self.parties):
+                original: type[PreTrainedModel] = type(self).__bases__[-1]
+                built(original, self.config, self.reads, servers, RowCounts())  # type: ignore[attr-defined]
+                if servers.digests != self.parties.digests:
+                    raise ConfigError("the weights have changed since this model was loaded; load it again")
+            servers.costs(reset=True)  # of loading
+        return servers
+
+    def _ask(self, servers: ProductServers) -> None:
+        ask(self, servers)  # type: ignore[arg-type]
+        self.parties, self._end = servers, weakref.finalize(self, servers.close)
 
     def close(self) -> None:
         """End the session with the servers."""
@@ -99,9 +145,8 @@ def _opened(
     rows = RowCounts()
     model = built(model_class, config, weights, servers, rows)
     servers.costs(reset=True)  # of loading
-    model.parties = servers
+    model._ask(servers)
     rows.watch(model)
-    weakref.finalize(model, servers.close)
     if generation is not None:
         model.generation_config = generation
     return model
