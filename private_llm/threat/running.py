@@ -169,12 +169,14 @@ May be corrupt: any one of the two servers, malicious: a wrong product ends the 
 - the two servers together: everything that the client computes from: prompt, states and answer
 - a server that deviates: it can stop, delay, or be caught. Whether the client's check failed follows from its own error
   alone, and the session ends with it
+- another client of the same servers (`clients` above 1): of others nothing but time, and how much memory is left.
+  What it sends ends its own session at most; weights that it sends are its own session's
 - the client: everything: it computes the model's other layers itself, on values in the clear
 - a wiretapper: frame sizes and times if links are TLS; on unencrypted links (one machine only) everything
 Source: additive sharing of x as (r, x - r) for a public linear map; Freivalds' check with two secret sums modulo
   2^64 (private_llm/assisted/projection.py states the argument). PLLM (2026) has the same split of work. Tests
-  look at what each server gets, let each of them lie, and draw masks in forks and after restored entropy. No outside
-  review yet
+  look at what each server gets, let each of them lie, draw masks in forks and after restored entropy, and let clients
+  of one server flood, lie and leave. No outside review yet
 """)
 
 CORRECTIONS = threat("""prepared corrections (shortcut)

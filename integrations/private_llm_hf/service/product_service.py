@@ -32,7 +32,7 @@ _TICK_S = 0.25
 
 
 @dataclass(eq=False)
-class _Served:
+class _ProductSession:
     """A client that was let in. server: its end of the session, once they have agreed on settings."""
 
     link: ClientLink
@@ -61,7 +61,7 @@ class ProductService:
         device = device_for(config.device, number)
         self._memory = ServerMemory(device, settings.sessions)
         self._weights = None if checkpoint is None else open_weights(checkpoint, device)
-        self._sessions: set[_Served] = set()
+        self._sessions: set[_ProductSession] = set()
         self._lock, self._up = threading.Lock(), False
         self._leave_at: float | None = None
         self.admission = Admission(
@@ -102,7 +102,7 @@ class ProductService:
     def _gone(self) -> bool:
         return self._leave_at is not None and (not self._sessions or time.monotonic() >= self._leave_at)
 
-    def _list(self) -> list[_Served]:
+    def _list(self) -> list[_ProductSession]:
         with self._lock:
             return list(self._sessions)
 
@@ -119,13 +119,13 @@ class ProductService:
         self.observer.load(len(self._sessions), computing)
 
     def _arrived(self, link: ClientLink) -> None:
-        served = _Served(link, time.monotonic())
+        served = _ProductSession(link, time.monotonic())
         with self._lock:
             self._sessions.add(served)
         self.observer.session_began(link.number[:12], link.user)
         threading.Thread(target=self._run, args=(served,), name=f"session {link.number[:12]}", daemon=True).start()
 
-    def _run(self, served: _Served) -> None:
+    def _run(self, served: _ProductSession) -> None:
         link, reason = served.link, None
 
         def serve() -> None:

@@ -190,7 +190,7 @@ def test_servers_of_many_clients_take_smaller_products(
     monkeypatch.setattr(product_server, "memory_bytes", lambda: 4 * 48 * 1024)
     monkeypatch.setattr(product_server, "_LEAST_ELEMENTS", 256)
     with pytest.raises(ConfigError, match="got 5; the memory of this machine suffices for 4"):
-        product_server.ServerMemory(5)
+        product_server.ServerMemory(torch.device("cpu"), 5)
     servers = serve(clients=2)
     for service in servers.services.values():
         service._memory.most = 1 << 30
