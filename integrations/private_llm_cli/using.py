@@ -99,6 +99,10 @@ class GatewayChoices:
     sessions: Annotated[
         int | None, typer.Option(min=1, help="Requests that run at a time (8); their passes are shared.")
     ] = None
+    keep_tokens: Annotated[
+        int,
+        typer.Option(min=0, help="Tokens whose caches stay for requests that begin alike; 0: none."),
+    ] = 4096
     wait: Annotated[
         float, typer.Option(help="Seconds to wait at the start for parties that are not there yet or load models.")
     ] = 300.0

@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from private_llm_hf.transformers_versions import CACHE
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
@@ -149,7 +150,8 @@ def write(
     """
     workers = _WorkerGroup(served, groups, tell, gone, settings.rows, echo, total)
     # no inference_mode: its tensors have no version, by which layers under 'assisted' know that they share an input
-    with served.pool.session(settings.wait_s, gone) as model, torch.no_grad():
+    alike = partial(served.kept.begins, ids=groups[0][0].prompt)
+    with served.pool.session(settings.wait_s, gone, alike) as model, torch.no_grad():
         for _ in range(min(len(groups), served.pool.size) - 1):
             threading.Thread(target=workers.help, name="further session", daemon=True).start()
         try:
@@ -215,16 +217,23 @@ def _write_rows(generation: _Generation, live: Sequence[Completion], tell: SendC
         _tell(generation, live, tell)
         return generation.gone()
 
-    ids = torch.tensor([[*answer.prompt, *answer.tokens] for answer in live])
+    rows = [[*answer.prompt, *answer.tokens] for answer in live]
+    model, kept, ids = generation.model, generation.served.kept, torch.tensor(rows)
+    cache = kept.take(model, rows[0]) if len(rows) == 1 else None
+    if cache is not None:
+        generation.total.kept(cache.get_seq_length())
     sampler = None if all(answer.params.plain for answer in live) else completion.TokenSampler(live)
     ends = live[0].ends
-    generation.model.generate(
+    made = model.generate(
         input_ids=ids,
+        **({} if cache is None else {CACHE: cache}),
         attention_mask=torch.ones_like(ids),
         generation_config=_config(max(answer.left for answer in live), ends, generation.served),
         logits_processor=LogitsProcessorList([] if sampler is None else [sampler]),
         stopping_criteria=StoppingCriteriaList([completion.CompletionStopper(live, sampler, after)]),
     )
+    if len(rows) == 1 and made.past_key_values is not None:
+        kept.keep(model, made.sequences[0].tolist(), made.past_key_values)
 
 
 def _tell(generation: _Generation, answers: Sequence[Completion], tell: SendChunk) -> None:
@@ -242,7 +251,7 @@ def _config(count: int, ends: tuple[int, ...], served: Served) -> GenerationConf
         max_new_tokens=count, min_length=0, do_sample=False, num_beams=1, repetition_penalty=1.0,
         no_repeat_ngram_size=0, encoder_no_repeat_ngram_size=0, eos_token_id=list(ends) or None,
         pad_token_id=served.pad, bos_token_id=served.tokenizer.bos_token_id, use_cache=True,
-        return_dict_in_generate=False,
+        return_dict_in_generate=True,
     )  # fmt: skip
 
 

@@ -77,12 +77,15 @@ class SessionPool:
             return not self._trouble and not self._closed
 
     @contextmanager
-    def session(self, timeout_s: float, gone: Callable[[], bool] = lambda: False) -> Iterator[Any]:
-        """A private model for one request. gone: whether the client is (asked while waiting).
+    def session(
+        self, timeout_s: float, gone: Callable[[], bool] = lambda: False, fits: Callable[[Any], int] = lambda model: 0
+    ) -> Iterator[Any]:
+        """A private model for one request. gone: whether the client is (asked while waiting). fits: how well a model
+        does; of those that are free, the one that fits best is taken.
 
         Raises PoolBusy after `timeout_s`, Abandoned, and what `renew` and opening a session raise.
         """
-        with self._using(self._take(timeout_s, gone)) as model:
+        with self._using(self._take(timeout_s, gone, fits)) as model:
             yield model
 
     @contextmanager
@@ -167,7 +170,7 @@ class SessionPool:
         for model in models:
             model.close()
 
-    def _take(self, timeout_s: float, gone: Callable[[], bool]) -> Any:  # noqa: ANN401
+    def _take(self, timeout_s: float, gone: Callable[[], bool], fits: Callable[[Any], int]) -> Any:  # noqa: ANN401
         until = time.monotonic() + timeout_s
         with self._changed:
             self._waiting += 1
@@ -178,16 +181,16 @@ class SessionPool:
                 self._check(until, gone, waited=False)
             finally:
                 self._waiting -= 1
-            model = self._pop()
+            model = self._pop(fits)
         return self._open() if model is None else model
 
-    def _pop(self) -> Any:  # noqa: ANN401
+    def _pop(self, fits: Callable[[Any], int] = lambda model: 0) -> Any:  # noqa: ANN401
         """An idle model, one whose session goes on if there is one; None counts a session that is to be opened."""
         if not self._idle:
             self._opened += 1
             return None
         live = [at for at, model in enumerate(self._idle) if id(model) not in self._ended]
-        return self._idle.pop(live[-1] if live else -1)
+        return self._idle.pop(max(live, key=lambda at: (fits(self._idle[at]), at), default=-1))
 
     def _open(self) -> Any:  # noqa: ANN401
         """A model on a new session, which is counted already."""

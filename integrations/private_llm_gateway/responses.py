@@ -44,7 +44,7 @@ class Response:
             piece = CompletionChunk(answer.index, text, tuple(answer.likelihoods), answer.finish, answer.ahead)
             choices.append(self._choice(piece, "message"))
         made = {**self._head, "object": "chat.completion" if self.wanted.chat else "text_completion"}
-        return {**made, "choices": choices, "usage": self.wanted.counts, "private_llm": spent.to_dict()}
+        return {**made, "choices": choices, "usage": self._counts(spent), "private_llm": spent.to_dict()}
 
     def opening(self) -> list[dict[str, Any]]:
         """What a stream begins with."""
@@ -69,7 +69,10 @@ class Response:
 
     def usage(self, spent: Usage) -> dict[str, Any]:
         """The last part of a stream that was asked to count tokens."""
-        return {**self._chunk([], spent), "usage": self.wanted.counts}
+        return {**self._chunk([], spent), "usage": self._counts(spent)}
+
+    def _counts(self, spent: Usage) -> dict[str, Any]:
+        return {**self.wanted.counts, "prompt_tokens_details": {"cached_tokens": spent.kept}}
 
     def _chunk(self, choices: list[dict[str, Any]], spent: Usage | None) -> dict[str, Any]:
         made = {**self._head, "object": "chat.completion.chunk" if self.wanted.chat else "text_completion"}

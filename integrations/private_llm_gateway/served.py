@@ -20,6 +20,7 @@ from private_llm.protocol_facts import ASSISTED, CASCADE
 from private_llm_gateway.call_formats import MARKS, CallFormat, format_of
 from private_llm_gateway.constrained import TokenTable
 from private_llm_gateway.decoding import TokenTexts
+from private_llm_gateway.kept_prompts import KeptPrompts
 from private_llm_gateway.pool import SessionPool
 from private_llm_gateway.settings import is_loopback
 
@@ -29,7 +30,7 @@ OWN_CHAT = "the model's own"
 
 @dataclass(frozen=True)
 class Served:
-    """A model by its name. tokenizer: of transformers. vectors: which ones an encoder gives.
+    """A model by its name. tokenizer: of transformers. vectors: which ones an encoder gives. kept: of sessions.
 
     Raises ConfigError for models without a place in this API.
     """
@@ -38,6 +39,7 @@ class Served:
     pool: SessionPool
     tokenizer: Any
     vectors: SentenceVectors = field(default_factory=SentenceVectors)
+    kept: KeptPrompts = field(default_factory=KeptPrompts, repr=False, compare=False)
     _encoding: Any = field(default_factory=threading.Lock, repr=False, compare=False)
     _tabling: Any = field(default_factory=threading.Lock, repr=False, compare=False)
 

@@ -24,7 +24,8 @@ _LOOK_S = 0.5
 
 @dataclass(frozen=True)
 class Usage:
-    """What a request cost so far: bytes over all links, rounds, and tokens in a second since its first.
+    """What a request cost so far: bytes over all links, rounds, and tokens in a second since its first. kept: tokens of
+    its prompts that a session had read before.
 
     Rounds of sessions that run side by side are added, though they may be the same rounds at the parties.
     """
@@ -32,6 +33,7 @@ class Usage:
     bytes: int = 0
     rounds: int = 0
     tokens_per_s: float = 0.0
+    kept: int = 0
 
     def to_dict(self) -> dict[str, float]:
         """For JSON."""
@@ -43,13 +45,18 @@ class UsageTotal:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._bytes = self._rounds = self.read = self.made = 0
+        self._bytes = self._rounds = self._kept = self.read = self.made = 0
         self._first: tuple[float, int] | None = None
 
     def prompt(self, tokens: int) -> None:
         """A prompt is given to the parties."""
         with self._lock:
             self.read += tokens
+
+    def kept(self, tokens: int) -> None:
+        """So many of a prompt need not be read again."""
+        with self._lock:
+            self._kept += tokens
 
     def tokens(self, count: int) -> None:
         """Tokens came."""
@@ -70,7 +77,8 @@ class UsageTotal:
         with self._lock:
             began, first = self._first or (time.monotonic(), 0)
             seconds = time.monotonic() - began
-            return Usage(self._bytes, self._rounds, (self.made - first) / seconds if seconds > 0 else 0.0)
+            speed = (self.made - first) / seconds if seconds > 0 else 0.0
+            return Usage(self._bytes, self._rounds, speed, self._kept)
 
 
 class UsageMeter:

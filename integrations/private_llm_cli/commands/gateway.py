@@ -66,6 +66,7 @@ def start_model(
     """The model with its sessions, which end with `stack`: at the parties of `config.hosts`, or at services that run on
     this machine. say: hears what is done or waited for.
     """
+    from private_llm_gateway.kept_prompts import KeptPrompts
     from private_llm_gateway.pool import SessionPool
     from private_llm_gateway.served import Served
     from private_llm_hf import AutoPrivateModel, AutoPrivateModelForCausalLM
@@ -110,7 +111,8 @@ def start_model(
     stack.callback(model.close)
     if writes:
         note_sparsity(model, *TURN)
-    served = Served(name, SessionPool(model, _sessions(choices, config)), tokenizer, vectors)
+    pool = SessionPool(model, _sessions(choices, config))
+    served = Served(name, pool, tokenizer, vectors, KeptPrompts(choices.keep_tokens))
     stack.callback(served.pool.close)
     return served
 

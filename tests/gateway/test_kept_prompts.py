@@ -1,0 +1,120 @@
+"""What sessions keep after a request, so that a prompt that begins alike is read from there on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from private_llm_gateway.kept_prompts import KeptPrompts
+from private_llm_gateway.pool import SessionPool
+from private_llm_hf import patch
+
+from private_llm.config import PrivateConfig
+from private_llm.kv_cache.policies.policy import KeepAll, SlidingWindow
+from tests.gateway.small_gateway import PLAIN, Gateway, greedy, plain_model, prompt_ids, serving, small, tokenizer
+
+
+@pytest.fixture(scope="module", params=["plain", "trio", "assisted"])
+def gateway(request: pytest.FixtureRequest) -> Iterator[Gateway]:
+    config = PLAIN if request.param == "plain" else PrivateConfig(protocol=request.param, party_mode="threads")
+    with serving(small(config)) as made:
+        yield made
+
+
+def ask(gateway: Gateway, prompt: list[int], count: int) -> tuple[str, int, int]:
+    """The text, how many tokens were read before, and what was sent."""
+    with gateway.client() as client:
+        made: Any = client.completions.create(model="small", prompt=prompt, max_tokens=count, temperature=0)
+    return made.choices[0].text, made.usage.prompt_tokens_details.cached_tokens, made.private_llm["bytes"]
+
+
+def wanted(prompt: list[int], count: int) -> str:
+    tokens = [*prompt_ids()[0].tolist(), *greedy(8)]
+    before, whole = (tokenizer().decode(tokens[: len(prompt) + n], skip_special_tokens=True) for n in (0, count))
+    return whole[len(before) :]
+
+
+def test_a_prompt_that_goes_on_is_read_from_there_on(gateway: Gateway) -> None:
+    start, tokens = prompt_ids()[0].tolist(), greedy(8)
+    assert ask(gateway, [9, *start], 1)[1] == 0
+    sent = {}
+    for made, cached in ((0, 1), (2, len(start) + 1), (4, len(start) + 3), (0, len(start) - 1)):
+        prompt = [*start, *tokens[:made]]
+        text, found, sent[cached] = ask(gateway, prompt, 2)
+        assert (text, found) == (wanted(prompt, 2), cached if cached > 1 else 0)
+    less, whole = sent[len(start) + 3], sent[1]
+    assert less < whole or gateway.models["small"].config.protocol == "plain"
+    assert ask(gateway, [*start[:3], 9, *start], 1)[1] == 3
+    assert ask(gateway, start, 3)[:2] == (wanted(start, 3), 3)
+
+
+class Cache:
+    """Holds so many tokens, and forgets up to `most` of them."""
+
+    def __init__(self, length: int, most: int = 1000) -> None:
+        self.length, self.most = length, most
+
+    def get_seq_length(self) -> int:
+        return self.length
+
+    def crop(self, count: int) -> None:
+        if -count > self.most:
+            raise RuntimeError("the sliding window was reached")
+        self.length += count
+
+
+class Model:
+    def __init__(self, policy: Any = None) -> None:
+        self.parties = SimpleNamespace(config=SimpleNamespace(kv_cache=policy or KeepAll()))
+
+
+def test_as_much_is_kept_as_begins_alike_and_there_is_room_for() -> None:
+    kept, one, other = KeptPrompts(10), Model(), Model()
+    cache = Cache(6)
+    kept.keep(one, [1, 2, 3, 4, 5, 6, 7], cache)
+    assert [kept.begins(one, ids) for ids in ([1], [1, 2], [1, 9, 3], [2, 1], [*range(1, 12)])] == [0, 1, 1, 0, 6]
+    assert kept.begins(other, [1, 2, 3]) == 0
+    second = Cache(6)
+    kept.keep(other, [1, 2, 3, 4, 5, 6, 7], second)
+    assert second.length == kept.begins(other, [*range(1, 12)]) == 4  # of ten, six are taken
+    assert kept.take(one, [1, 2, 3, 9, 9]) is cache
+    assert cache.length == 3
+    assert kept.take(one, [1, 2, 3, 9, 9]) is None  # a request has it
+    kept.keep(one, [1, 2, 3, 9, 9, 8, 8, 8], cache := Cache(8))
+    assert cache.length == 6
+    assert kept.take(one, [7, 7]) is None
+    assert kept.begins(one, [1, 2, 3]) == 0  # and it is given up
+
+
+def test_nothing_is_kept_that_could_change_an_answer() -> None:
+    for policy, most in ((SlidingWindow(4), 10), (KeepAll(), 0)):
+        kept, model = KeptPrompts(most), Model(policy)
+        kept.keep(model, [1, 2, 3], Cache(3))
+        assert kept.take(model, [1, 2, 3]) is None
+    kept, model = KeptPrompts(), Model()
+    kept.keep(model, [*range(9)], Cache(9, most=2))
+    assert kept.take(model, [0, 1, 2, 7]) is None
+    kept.keep(model, [*range(9)], Cache(9, most=0))
+    found = kept.take(model, [*range(12)])
+    assert found.length == 9
+    kept.keep(model, [*range(9)], found)
+    model.parties = SimpleNamespace(config=model.parties.config)
+    assert kept.take(model, [*range(12)]) is None  # its session is another one
+
+
+def test_a_request_gets_the_session_that_read_most_of_it() -> None:
+    models = [patch(plain_model(), PLAIN) for _ in range(3)]
+    pool, served = SessionPool(models[0], 1), small()
+    pool._idle, pool._all, pool.size, pool._opened = list(models), list(models), 3, 3
+    served = replace(served, pool=pool)
+    ids = [*range(5, 15)]
+    for model, count in zip(models, (2, 6, 4), strict=True):
+        served.kept.keep(model, ids[:count], Cache(count))
+    with pool.session(1.0, fits=lambda model: served.kept.begins(model, ids)) as best:
+        assert best is models[1]
+        with pool.session(1.0, fits=lambda model: served.kept.begins(model, ids)) as second:
+            assert second is models[2]
+    pool.close()
