@@ -99,6 +99,9 @@ class GatewayChoices:
     sessions: Annotated[
         int | None, typer.Option(min=1, help="Requests that run at a time (8); their passes are shared.")
     ] = None
+    draft: Annotated[
+        str, typer.Option(help="Speculative decoding of greedy answers: 'lookup', or a draft model's folder or hub id.")
+    ] = ""
     keep_tokens: Annotated[
         int,
         typer.Option(min=0, help="Tokens whose caches stay for requests that begin alike; 0: none."),

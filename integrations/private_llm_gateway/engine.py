@@ -224,9 +224,12 @@ def _write_rows(generation: _Generation, live: Sequence[Completion], tell: SendC
         generation.total.kept(cache.get_seq_length())
     sampler = None if all(answer.params.plain for answer in live) else completion.TokenSampler(live)
     ends = live[0].ends
+    more: dict[str, Any] = {} if cache is None else {CACHE: cache}
+    if len(rows) == 1 and sampler is None and generation.served.speculation is not None:
+        more["speculation"] = generation.served.speculation
     made = model.generate(
         input_ids=ids,
-        **({} if cache is None else {CACHE: cache}),
+        **more,
         attention_mask=torch.ones_like(ids),
         generation_config=_config(max(answer.left for answer in live), ends, generation.served),
         logits_processor=LogitsProcessorList([] if sampler is None else [sampler]),

@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Any, Literal, cast
 
 from private_llm_hf.checkpoint.sentence_vectors import SentenceVectors
+from private_llm_hf.client.speculation import SpeculationConfig
 from private_llm_hf.models.architectures import architecture
 from private_llm_hf.models.inputs import max_positions
 
@@ -31,6 +32,7 @@ OWN_CHAT = "the model's own"
 @dataclass(frozen=True)
 class Served:
     """A model by its name. tokenizer: of transformers. vectors: which ones an encoder gives. kept: of sessions.
+    speculation: how drafts are made for single greedy answers; None: not at all.
 
     Raises ConfigError for models without a place in this API.
     """
@@ -40,6 +42,7 @@ class Served:
     tokenizer: Any
     vectors: SentenceVectors = field(default_factory=SentenceVectors)
     kept: KeptPrompts = field(default_factory=KeptPrompts, repr=False, compare=False)
+    speculation: SpeculationConfig | None = None
     _encoding: Any = field(default_factory=threading.Lock, repr=False, compare=False)
     _tabling: Any = field(default_factory=threading.Lock, repr=False, compare=False)
 

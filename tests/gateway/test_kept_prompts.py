@@ -11,6 +11,7 @@ import pytest
 from private_llm_gateway.kept_prompts import KeptPrompts
 from private_llm_gateway.pool import SessionPool
 from private_llm_hf import patch
+from private_llm_hf.client.speculation import SpeculationConfig
 
 from private_llm.config import PrivateConfig
 from private_llm.kv_cache.policies.policy import KeepAll, SlidingWindow
@@ -118,3 +119,29 @@ def test_a_request_gets_the_session_that_read_most_of_it() -> None:
         with pool.session(1.0, fits=lambda model: served.kept.begins(model, ids)) as second:
             assert second is models[2]
     pool.close()
+
+
+@pytest.mark.parametrize("protocol", ["plain", "assisted"])
+def test_drafts_change_no_text_and_save_passes(protocol: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = PLAIN if protocol == "plain" else PrivateConfig(protocol=protocol, party_mode="threads")
+    passes: list[int] = []
+    served = replace(small(config), speculation=SpeculationConfig(plain_model()))  # it foresees all
+    forward = type(served.pool.first).forward
+
+    def counted(*args: Any, **given: Any) -> Any:
+        passes.append(1)
+        return forward(*args, **given)
+
+    monkeypatch.setattr(type(served.pool.first), "forward", counted)
+    start = prompt_ids()[0].tolist()
+    with serving(served) as made:
+        assert ask(made, start, 8)[0] == wanted(start, 8)
+        drafted = len(passes)
+        with made.client() as client:  # with a penalty, however small, there are none
+            how: dict[str, Any] = {"max_tokens": 8, "temperature": 0, "presence_penalty": 1e-9}
+            plain = client.completions.create(model="small", prompt=start, **how)
+        assert plain.choices[0].text == wanted(start, 8)
+        assert drafted < len(passes) - drafted == 8
+        text, cached, _ = ask(made, [*start, *greedy(6)], 2)
+        assert text == wanted([*start, *greedy(6)], 2)
+        assert cached == len(start) + 5

@@ -24,6 +24,7 @@ from private_llm_cli.commands.output import CONSOLE, NOTES, TURN, note_sparsity,
 if TYPE_CHECKING:
     from private_llm_gateway.served import Served
     from private_llm_gateway.settings import GatewaySettings
+    from private_llm_hf.client.speculation import SpeculationConfig
 
     from private_llm_cli.using import GatewayChoices
 
@@ -112,9 +113,23 @@ def start_model(
     if writes:
         note_sparsity(model, *TURN)
     pool = SessionPool(model, _sessions(choices, config))
-    served = Served(name, pool, tokenizer, vectors, KeptPrompts(choices.keep_tokens))
+    served = Served(name, pool, tokenizer, vectors, KeptPrompts(choices.keep_tokens), _drafts(choices, model))
     stack.callback(served.pool.close)
     return served
+
+
+def _drafts(choices: GatewayChoices, model: Any) -> SpeculationConfig | None:  # noqa: ANN401 - a private model
+    """How drafts are made. Raises ConfigError for a draft of another vocabulary, none, and policies that evict."""
+    if not choices.draft:
+        return None
+    from private_llm_hf.client.speculation import SpeculationConfig, check_drafts
+    from private_llm_hf.models.inputs import max_positions
+    from transformers import LogitsProcessorList
+
+    made = SpeculationConfig(choices.draft)
+    check_drafts(model.parties.config.kv_cache, max_positions(model.config) or 1 << 20, made.counts)
+    made.drafter(model.config, LogitsProcessorList(), sample=False)
+    return made
 
 
 def _sessions(choices: GatewayChoices, config: PrivateConfig) -> int:
