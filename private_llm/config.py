@@ -155,6 +155,8 @@ class PrivateConfig:
     debug_ranges: check that no value leaves the safe range (opens nothing to the parties' network; plain only).
     insecure: must be True for protocol="plain".
     corrections: for "assisted", a folder that `private-llm prepare` filled; one server is then online in place of two.
+    experts: for "assisted", where experts of a mixture compute: all of them for every token at the "servers", chosen
+    ones at the "client", which then holds all in float32, or "auto": at the client where that takes 1 GB at most.
     plugins: names of Python modules that this endpoint imports first, such as a file that calls `register_handler` or
     registers a protocol. All endpoints need the same; nobody imports what another endpoint names.
     plan: which node sees which tokens, for protocol="cascade" and after a split. split: the first `split` layers run
@@ -203,6 +205,7 @@ class PrivateConfig:
     offload_folder: str | None = None
     offline_folder: str | None = None
     corrections: str | None = None
+    experts: Literal["auto", "servers", "client"] = "auto"
     replay: bool = True
 
     def __post_init__(self) -> None:
@@ -325,6 +328,8 @@ class PrivateConfig:
             return
         if self.corrections is not None:
             raise ConfigError(f"corrections: protocol {self.protocol!r} has none; they are for 'assisted'")
+        if self.experts != "auto":
+            raise ConfigError(f"experts: protocol {self.protocol!r} has no such setting; it is for 'assisted'")
         if self.plan is not None and not isinstance(self.plan, ShardingPlan):
             raise ConfigError(f"plan: got {self.plan!r}; want a ShardingPlan, such as ShardingPlan(alpha=8, c=8, m=2)")
         if self.split is not None:

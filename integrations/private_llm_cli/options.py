@@ -43,6 +43,7 @@ AdderName = StrEnum("AdderName", ["AUTO", "PREFIX", "RIPPLE", "KEYS"])
 Orders = StrEnum("Orders", ["FRESH", "KEPT"])
 Levels = StrEnum("Levels", ["BUDGET", "NOISY", "OPEN"])
 PartyMode = StrEnum("PartyMode", ["AUTO", "THREADS", "PROCESSES"])
+ExpertsPlace = StrEnum("ExpertsPlace", ["AUTO", "SERVERS", "CLIENT"])
 
 PARTIES, PROTOCOL, SHARDING = "Parties", "Protocol and numbers", "Token sharding (protocol cascade)"
 SPARSITY, WRITING = "Predicted sparsity", "How text is written"
@@ -98,6 +99,13 @@ ApproximationsOption = Annotated[
 ParallelSessionsOption = Annotated[
     int, _option(PROTOCOL, "Sessions side by side that share the rows of a batch.", "--parallel-sessions")
 ]
+ExpertsOption = Annotated[
+    ExpertsPlace,
+    _option(
+        PARTIES, "Under 'assisted': all experts at the servers, chosen ones here, or here if all take 1 GB (auto).",
+        "--experts",
+    ),
+]  # fmt: skip
 RotateRoles = Annotated[
     bool, _option(PROTOCOL, "Another party plays each role in each parallel session.", "--rotate-roles")
 ]
@@ -334,10 +342,12 @@ class RemoteRun(Run, LinkOptions):
     corrections: Annotated[
         str | None, _option(PARTIES, "Under 'assisted': what `prepare` stored, so that one server is online.")
     ] = None
+    experts: ExpertsOption = ExpertsPlace.AUTO
 
     def config(self, **more: Any) -> PrivateConfig:  # noqa: ANN401 - those of `config_of`
         """The configuration of a client."""
-        more |= self.client_settings() | {"frac_bits": self.frac_bits, "corrections": self.corrections}
+        more |= self.client_settings() | {"frac_bits": self.frac_bits}
+        more |= {"corrections": self.corrections, "experts": self.experts.value}
         return super().config(reveal=self.reveal, weights=self.weights, busy_wait_s=self.busy_wait, **more)
 
 

@@ -234,6 +234,7 @@ def estimate(
     plans: Annotated[bool, typer.Option("--plans", help="Under 'cascade': compare usual plans.")] = False,
     accept_weak_plan: options.WeakPlan = False,
     split: options.SplitOption = None,
+    experts: options.ExpertsOption = options.ExpertsPlace.AUTO,
     kv_cache: KvCacheOption = "",
     sparsity: Annotated[
         str,
@@ -249,6 +250,7 @@ def estimate(
     from private_llm_cli.commands.estimate_plans import Hardware, Workload, compare_plans
 
     more: dict[str, Any] = {"reveal": reveal, "matmul": matmul, "weights": weights, **kv_cache_of(kv_cache)}
+    more["experts"] = experts.value
     if adder is not None:
         more |= {"adder": adder.value, "bandwidth_mbit": bandwidth, "latency_ms": latency}
     given = [ShardingPlan(**options.plan_of(text)["plan"]) for text in plan or []]

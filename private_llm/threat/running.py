@@ -165,9 +165,10 @@ May be corrupt: any one of the two servers, malicious: a wrong product ends the 
 - server 1 (party 1): rows masked by a pseudorandom stream of AES that it lacks the key of, and public shapes
 - every server, and whoever sees the traffic: the model (its weights are public), how many rows each product has, so the
   lengths of prompt and answer, when each token was asked for, whether there are beams or drafts, and that a call
-  stopped because a value was not finite. Where values or arguments choose layers or rows (Longformer's global
-  attention, labels of ModernBERT) and a trial at loading did not show it: what the first call with inputs of these
-  shapes asks for, and where a later one differs, which the client then ends
+  stopped because a value was not finite. Experts of a mixture all compute for every row; chosen ones at the client may
+  take longer or shorter. Where values or arguments choose layers or rows (Longformer's global attention, labels of
+  ModernBERT) and a trial at loading did not show it: what the first call with inputs of these shapes asks for, and
+  where a later one differs, which the client then ends
 - the two servers together: everything that the client computes from: prompt, states and answer
 - a server that deviates: it can stop, delay, or be caught. Whether the client's check failed follows from its own error
   alone, and the session ends with it

@@ -7,12 +7,15 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 import transformers
 from private_llm_hf import AutoPrivateModel, AutoPrivateModelForCausalLM, PrivateConfig, patch
+from private_llm_hf.checkpoint.weights import Sink, WeightList
 from private_llm_hf.client import product_servers
+from private_llm_hf.client.assisted_model import open_assisted
 from private_llm_hf.client.launch import start_parties
 from private_llm_hf.party.product_server import ProductServer
 from private_llm_hf.wire.assisted import HEADER, REQUEST, LoadLines, UseLines
@@ -422,22 +425,38 @@ def test_unfit_values_name_their_layer() -> None:
         assert worst(private(**BATCH).logits, plain(**BATCH).logits, BATCH["attention_mask"]) < ERROR
 
 
-def test_experts_with_rows_of_their_own_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_with_rows_of_their_own_stay_at_the_client() -> None:
+    """Servers would see how many rows each of them reads."""
     plain = tiny.build("llama")
-    for layer in plain.model.layers:
-        layer.experts = nn.ModuleList([nn.Linear(4, 4)])
-    made = type("LlamaForCausalLM", (transformers.LlamaForCausalLM,), {})
 
     def build(self: PreTrainedModel, config: object) -> None:
         transformers.LlamaForCausalLM.__init__(self, config)
         for layer in self.model.layers:
-            layer.experts = nn.ModuleList([nn.Linear(4, 4)])
+            layer.mlp.experts = nn.ModuleList([layer.mlp.down_proj])
+            del layer.mlp.down_proj
+            layer.mlp.forward = partial(_one_expert, layer.mlp)
 
-    made.__init__ = build  # type: ignore[misc]
-    from private_llm_hf.client.assisted_model import open_assisted
+    made = type("LlamaForCausalLM", (transformers.LlamaForCausalLM,), {"__init__": build})
+    values = {name.replace("down_proj", "experts.0"): value for name, value in plain.state_dict().items()}
 
-    with pytest.raises(PatchMismatch, match="experts or adapters were chosen"):
-        open_assisted(made, plain.config, lambda *_: None, start_parties(ASSISTED), None)
+    def weights(wanted: WeightList, sink: Sink, local: bool) -> None:
+        for name in wanted.shapes:
+            sink(name, values[name])
+
+    private = open_assisted(made, plain.config, weights, start_parties(ASSISTED), None)
+    with torch.no_grad():
+        assert worst(private(**BATCH).logits, plain(**BATCH).logits, BATCH["attention_mask"]) < ERROR
+        assert not any("experts" in name for name in private.parties._names)
+        private.close()
+
+
+def _one_expert(mlp: nn.Module, x: Tensor) -> Tensor:
+    states = mlp.act_fn(mlp.gate_proj(x)) * mlp.up_proj(x)
+    made = torch.zeros_like(x)
+    for first in (True, False):
+        some = (x[..., 0] > 0) == first
+        made[some] = mlp.experts[0](states[some])
+    return made
 
 
 def test_training_is_refused_and_nothing_is_recorded_for_it() -> None:

@@ -20,6 +20,7 @@ def prepare(
     corrections: Annotated[str, typer.Option("--corrections", help="Folder for what is prepared.")],
     tokens: Annotated[int, typer.Option("--tokens", help="Make corrections of so many tokens more.")] = 0,
     keep: Annotated[int, typer.Option("--keep", help="Run on, and make some whenever fewer tokens are left.")] = 0,
+    experts: options.ExpertsOption = options.ExpertsPlace.AUTO,
     task: options.Task = "causal-lm",
     gguf_file: options.GgufFile = None,
     as_json: options.Json = False,
@@ -30,7 +31,7 @@ def prepare(
         raise ConfigError("hosts: got several; want one that computes, which is not the one that is online later")
     if not tokens and not keep:
         raise ConfigError("tokens, keep: got neither; give --tokens N or --keep N")
-    config = options.config_of("assisted", 64, corrections=corrections, **settings)
+    config = options.config_of("assisted", 64, corrections=corrections, experts=experts.value, **settings)
     want_model(model, gguf_file)
     auto = auto_class(task)
     from private_llm_hf import prepare_corrections

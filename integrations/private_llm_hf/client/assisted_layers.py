@@ -18,7 +18,7 @@ from private_llm.assisted.fixed_point import IntegerWeight
 from private_llm.errors import DomainError, UnsupportedOp
 from private_llm.tensor.dispatch import TorchArg
 from private_llm_hf.checkpoint.sample_inputs import tensors_in
-from private_llm_hf.client.assisted_rows import RowCounts
+from private_llm_hf.client.assisted_rows import RowCounts, Sides, sides_of
 from private_llm_hf.client.product_servers import ProductServers
 
 
@@ -35,30 +35,36 @@ class Products:
     The first of them asks, for all; the others take their part when they are given the same tensor.
     """
 
-    def __init__(self, weights: HoldsWeights, rows: RowCounts, name: str) -> None:
+    def __init__(self, weights: HoldsWeights, rows: RowCounts, name: str, sides: Sequence[Sides]) -> None:
+        """sides: of each member's weight."""
         self._weights, self._rows, self._name = weights, rows, name
-        self._number = -1
-        self._widths: list[int] = []
-        self._inputs = 0
+        self.number = -1
+        """What to ask for."""
+        self._widths, self.inputs = [outputs for outputs, _ in sides], sides[0][1]
+        self.outputs = sum(self._widths)
+        self._taken: dict[int, Tensor] = {}
         self._mine = threading.local()
         """What each thread asked for last."""
 
-    def load(self, weights: Sequence[Tensor]) -> None:
-        """Give all members' weights, [outputs, inputs] each. Raises DomainError naming the layer for unfit values."""
-        try:
-            number = self._weights.load(IntegerWeight.of(*weights), self._name)
-        except DomainError as error:
-            raise DomainError(f"weight of '{self._name}': {error}") from None
-        self.stand_for(number, weights[0].shape[1], [len(weight) for weight in weights])
+    def take(self, member: int, weight: Tensor) -> None:
+        """A member's weight [outputs, inputs]; the servers get it when all are here.
 
-    def stand_for(self, number: int, inputs: int, widths: list[int]) -> None:
-        """Ask for this weight, which has so many inputs, and so many outputs of each member."""
-        self._number, self._inputs, self._widths = number, inputs, widths
+        Raises DomainError naming the layer for unfit values.
+        """
+        alone = len(self._widths) == 1
+        # what is streamed may be a mapped file
+        self._taken[member] = weight.detach().cpu() if alone else weight.detach().to("cpu", copy=True)
+        if len(self._taken) == len(self._widths):
+            taken, self._taken = [self._taken[each] for each in range(len(self._widths))], {}
+            try:
+                self.number = self._weights.load(IntegerWeight.of(*taken), self._name)
+            except DomainError as error:
+                raise DomainError(f"weight of '{self._name}': {error}") from None
 
     def at(self, servers: HoldsWeights) -> Products:
         """The same weight in another session."""
-        made = Products(servers, self._rows, self._name)
-        made.stand_for(self._number, self._inputs, self._widths)
+        made = Products(servers, self._rows, self._name, [(width, self.inputs) for width in self._widths])
+        made.number = self.number
         return made
 
     def part(self, member: int, x: Tensor) -> Tensor:
@@ -71,15 +77,15 @@ class Products:
         servers = self._weights
         if not isinstance(servers, ProductServers):
             raise UnsupportedOp(f"{self._name}: this model has no servers to ask")
-        if x.shape[-1] != self._inputs:
-            raise DomainError(f"{self._name}: got {x.shape[-1]} inputs; want {self._inputs}")
+        if x.shape[-1] != self.inputs:
+            raise DomainError(f"{self._name}: got {x.shape[-1]} inputs; want {self.inputs}")
         with servers.alone():
             version, held = None if x.is_inference() else x._version, getattr(self._mine, "asked", None)
             if held is None or held.x is not x or member not in held.parts or version != held.version:
                 rows = x.detach().reshape(-1, x.shape[-1]).to("cpu", torch.float32).contiguous()
                 self._rows.asks(self._name, len(rows))
                 try:
-                    product = servers.product(self._number, rows, self._name)
+                    product = servers.product(self.number, rows, self._name)
                 except DomainError as error:
                     raise DomainError(f"{self._name}: {error}") from None
                 held = _Asked(x, version, dict(enumerate(product.split(self._widths, dim=1))))
@@ -143,7 +149,32 @@ class WeightElsewhere(nn.Parameter):
         )
 
 
-class AssistedLinear(nn.Module):
+class TakesWeights(nn.Module):
+    """A module with weights that servers hold; `elsewhere` names them, and moving it leaves them."""
+
+    elsewhere = frozenset({"weight"})
+    _products: list[Products]
+
+    def take(self, own: str, weight: Tensor) -> None:
+        """The weight of that name."""
+        raise NotImplementedError
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TakesWeights:
+        """What to(), half() and others do: to what is here."""
+        held = self._parameters
+        self._parameters = {name: value for name, value in held.items() if name not in self.elsewhere}
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._parameters = {name: self._parameters.get(name, value) for name, value in held.items()}
+        return self
+
+
+def check_grad(x: Tensor) -> None:
+    """Raises UnsupportedOp for gradients."""
+    if torch.is_grad_enabled() and x.requires_grad:
+        raise UnsupportedOp("protocol='assisted' computes no gradients; call the model under torch.no_grad()")
+
+
+class AssistedLinear(TakesWeights):
     """In place of nn.Linear or Conv1D: x W^T at the servers, plus the bias here.
 
     weight has the right shape and dtype and no values (`WeightElsewhere`).
@@ -156,29 +187,20 @@ class AssistedLinear(nn.Module):
         self.bias = None if bias is None else WeightElsewhere.of(bias, name)  # until it is read
         self.turned = isinstance(original, Conv1D)
         """Whether the weight lies as [inputs, outputs]."""
-        self.out_features = weight.shape[1 if self.turned else 0]
-        self.in_features = weight.numel() // self.out_features
-        self._products, self._member = products, member
+        self.out_features, self.in_features = sides_of(original)
+        self._products, self._member = [products], member
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., inputs] to [..., outputs]. Raises UnsupportedOp for gradients, else as `ProductServers.product`."""
-        if torch.is_grad_enabled() and input.requires_grad:
-            raise UnsupportedOp("protocol='assisted' computes no gradients; call the model under torch.no_grad()")
+        check_grad(input)
         if not input.numel():
             return input.new_empty(*input.shape[:-1], self.out_features)
-        made = self._products.part(self._member, input)
+        made = self._products[0].part(self._member, input)
         return made if self.bias is None else made + self.bias.to(made.dtype)
 
-    def matrix(self, weight: Tensor) -> Tensor:
-        """A weight of this layer as [outputs, inputs]."""
-        return weight.mT if self.turned else weight.flatten(1)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> AssistedLinear:
-        """What to(), half() and others do: to the bias, which is here."""
-        weight = self._parameters.pop("weight")
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self._parameters = {"weight": weight, **self._parameters}
-        return self
+    def take(self, own: str, weight: Tensor) -> None:
+        """The weight, as the original holds it."""
+        self._products[0].take(self._member, weight.mT if self.turned else weight.flatten(1))
 
 
 class AssistedConvolution(AssistedLinear):
@@ -214,11 +236,8 @@ def ask(model: nn.Module, servers: HoldsWeights) -> None:
     """Let all layers of a model ask these servers from now on."""
     made: dict[Products, Products] = {}
     for module in model.modules():
-        for name, products in [*vars(module).items()]:
-            if isinstance(products, Products):
-                if products not in made:
-                    made[products] = products.at(servers)
-                vars(module)[name] = made[products]
+        if isinstance(module, TakesWeights):
+            module._products = [made.setdefault(each, each.at(servers)) for each in module._products]
 
 
 def copied(model: nn.Module) -> nn.Module:

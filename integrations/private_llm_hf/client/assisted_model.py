@@ -9,7 +9,8 @@ from __future__ import annotations
 import copy
 import re
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,16 +20,18 @@ from private_llm.errors import ConfigError, PatchMismatch, PlaintextLeak, Unsupp
 from private_llm_hf.checkpoint.sample_inputs import empty_inputs
 from private_llm_hf.checkpoint.weights import WeightList, WeightSource, skeleton, without_weights
 from private_llm_hf.client.assisted_drafts import DraftsOfOneLength
+from private_llm_hf.client.assisted_experts import ExpertSizes, assist_experts, experts_at_servers
 from private_llm_hf.client.assisted_layers import (
     AssistedConvolution,
     AssistedLinear,
     HoldsWeights,
     Products,
+    TakesWeights,
     WeightElsewhere,
     ask,
     copied,
 )
-from private_llm_hf.client.assisted_rows import CONVOLUTIONS, RowCounts, is_sent, refuse_chosen_rows
+from private_llm_hf.client.assisted_rows import CONVOLUTIONS, RowCounts, refuse_chosen_rows, sent_layers, sides_of
 from private_llm_hf.client.costs import Costs
 from private_llm_hf.client.parties import Parties
 from private_llm_hf.client.product_servers import ProductServers
@@ -81,7 +84,8 @@ class AssistedModel(DraftsOfOneLength):
                 raise ConfigError(f"start: got {type(servers).__name__}; want the servers of protocol='assisted'")
             if not servers.use_weights_of(self.parties):
                 original: type[PreTrainedModel] = type(self).__bases__[-1]
-                built(original, self.config, self.reads, servers, RowCounts())  # type: ignore[attr-defined]
+                where: str = servers.config.experts
+                built(original, self.config, self.reads, servers, RowCounts(), where)  # type: ignore[attr-defined]
                 if servers.digests != self.parties.digests:
                     raise ConfigError("the weights have changed since this model was loaded; load it again")
             servers.costs(reset=True)  # of loading
@@ -118,19 +122,15 @@ class AssistedModel(DraftsOfOneLength):
         return made
 
 
-_CHOSEN = frozenset({"experts", "adapter_modules"})
-"""Names of modules of which a forward uses some, by what it reads."""
-
-
 def open_assisted(
     model_class: type[PreTrainedModel], config: PretrainedConfig, weights: WeightSource, servers: Parties,
     generation: GenerationConfig | None,
 ) -> PreTrainedModel:  # fmt: skip
     """Build the model here without the weights of its linear layers, which go to the servers as they are read.
 
-    Raises PatchMismatch for experts that are linear layers of their own (how many rows each gets would show which were
-    chosen) and for modules that read the weight of a linear layer themselves; DomainError naming a layer with values
-    that are not finite; ConfigError for the parties of another protocol.
+    Raises PatchMismatch for modules that read the weight of a linear layer themselves, and where values choose how many
+    rows a layer reads; DomainError naming a layer with values that are not finite; ConfigError for the parties of
+    another protocol.
     """
     if not isinstance(servers, ProductServers):
         raise ConfigError(f"start: got {type(servers).__name__}; want the servers of protocol='assisted'")
@@ -143,7 +143,7 @@ def _opened(
     generation: GenerationConfig | None,
 ) -> PreTrainedModel:  # fmt: skip
     rows = RowCounts()
-    model = built(model_class, config, weights, servers, rows)
+    model = built(model_class, config, weights, servers, rows, servers.config.experts)
     servers.costs(reset=True)  # of loading
     model._ask(servers)
     rows.watch(model)
@@ -154,42 +154,35 @@ def _opened(
 
 def built(
     model_class: type[PreTrainedModel], config: PretrainedConfig, weights: WeightSource, servers: HoldsWeights,
-    rows: RowCounts,
+    rows: RowCounts, experts: str,
 ) -> PreTrainedModel:  # fmt: skip
-    """The model without the weights of its linear layers, which `servers` get. Raises as `open_assisted`."""
+    """The model without the weights of its linear layers, which `servers` get, and of experts, if they shall.
+
+    experts: `PrivateConfig.experts`. Raises as `open_assisted`.
+    """
     wanted = WeightList.of(skeleton(model_class, config))
     model = without_weights(_assisted_class(model_class), config).eval()
-    layers = [name for name, module in model.named_modules() if is_sent(module)]
-    chosen = [name for name in layers if _CHOSEN & {*name.split(".")}]
-    if chosen:
-        raise PatchMismatch(
-            f"{model_class.__name__}: {chosen[0]!r} computes for chosen rows alone, so servers would learn which "
-            "experts or adapters were chosen; want another protocol, where all compute"
-        )
-    named: dict[str, tuple[Products, int, int]] = {}
-    for group in layers_by_input(model_class, config, layers):
-        products = Products(servers, rows, "+".join(group))
+    layers: dict[str, Any] = {**sent_layers(model)}
+    sent = experts_at_servers(model, experts)
+    for group in layers_by_input(model_class, config, list(layers), sent):
+        products = Products(servers, rows, "+".join(group), [sides_of(layers[name]) for name in group])
         for member, name in enumerate(group):
-            named[name] = (products, member, len(group))
             parent, _, own = name.rpartition(".")
-            original = model.get_submodule(name)
-            made = AssistedConvolution if isinstance(original, CONVOLUTIONS) else AssistedLinear
-            setattr(model.get_submodule(parent), own, made(original, products, member, name))
-    weights(wanted, _Filling(model, wanted, named), False)
+            made = AssistedConvolution if isinstance(layers[name], CONVOLUTIONS) else AssistedLinear
+            setattr(model.get_submodule(parent), own, made(layers[name], products, member, name))
+    assist_experts(model, sent, servers, rows)
+    weights(wanted, _Filling(model, wanted), False)
     return model
 
 
 class _Filling:
-    """A sink: weights of linear layers go to the servers, when all of a group are there; the others into the model."""
+    """A sink: weights of linear layers and experts go to the servers, the others into the model."""
 
-    def __init__(
-        self, model: PreTrainedModel, wanted: WeightList, named: dict[str, tuple[Products, int, int]]
-    ) -> None:  # fmt: skip
-        self._model, self._named = model, named
+    def __init__(self, model: PreTrainedModel, wanted: WeightList) -> None:
+        self._model = model
         self._names: dict[str, list[str]] = {name: [name] for name in wanted.shapes}
         for name, source in wanted.tied.items():
             self._names[source].append(name)
-        self._waiting: dict[Products, dict[int, Tensor]] = {}
 
     def __call__(self, name: str, tensor: Tensor) -> None:
         """One weight, for all that share it."""
@@ -197,8 +190,8 @@ class _Filling:
         for each in self._names[name]:
             path, _, own = each.rpartition(".")
             module = self._model.get_submodule(path)
-            if own == "weight" and path in self._named:
-                self._to_servers(path, tensor)
+            if isinstance(module, TakesWeights) and own in module.elsewhere:
+                module.take(own, tensor)
             elif own in module._buffers:
                 module._buffers[own] = tensor.detach().to("cpu", torch.float32, copy=True)
             else:
@@ -206,26 +199,16 @@ class _Filling:
                     held = nn.Parameter(tensor.detach().to("cpu", torch.float32, copy=True), requires_grad=False)
                 module._parameters[own] = held
 
-    def _to_servers(self, path: str, tensor: Tensor) -> None:
-        products, member, members = self._named[path]
-        layer = self._model.get_submodule(path)
-        found = self._waiting.setdefault(products, {})
-        if members == 1:
-            products.load([layer.matrix(tensor).detach().cpu()])
-            return
-        found[member] = layer.matrix(tensor).detach().to("cpu", copy=True)  # what is streamed may be a mapped file
-        if len(found) == members:
-            products.load([found[each] for each in range(members)])
-            del self._waiting[products]
-
 
 def layers_by_input(
-    model_class: type[PreTrainedModel], config: PretrainedConfig, layers: Sequence[str]
+    model_class: type[PreTrainedModel], config: PretrainedConfig, layers: Sequence[str],
+    experts: Mapping[str, ExpertSizes],
 ) -> list[list[str]]:  # fmt: skip
     """Linear layers of a block in groups that read the same tensor: queries, keys and values, in some models MLPs too.
 
     Found in a forward on the meta device; where that needs values, by their names. Raises PatchMismatch if that
-    forward reads the weight of a linear layer itself, or how many rows layers read depends on values.
+    forward reads the weight of a linear layer itself, or how many rows layers read depends on values. experts: whose
+    weights servers hold, too.
     """
     settings = copy.deepcopy(config)
     settings._attn_implementation = "eager"  # others look into the mask
@@ -244,7 +227,9 @@ def layers_by_input(
             return made
 
         layer.weight = WeightElsewhere.of(layer.get_parameter("weight"), name)
-        layer.forward = note
+        layer.forward, layer._apply = note, lambda *_, layer=layer: layer  # a forward may say to()
+    for name, sizes in experts.items():
+        model.get_submodule(name).forward = lambda x, *_, out=sizes.out: x.new_empty(len(x), out)
     try:
         with torch.no_grad():
             model(**empty_inputs(config))

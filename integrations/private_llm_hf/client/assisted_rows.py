@@ -58,6 +58,32 @@ def is_sent(layer: nn.Module) -> bool:
     return inputs * outputs >= _MACS_A_BYTE * BYTES * (inputs + 2 * outputs)
 
 
+_CHOSEN = frozenset({"experts", "adapter_modules"})
+"""Names of modules of which a forward uses some, by what it reads."""
+
+Sides = tuple[int, int]
+"""Outputs and inputs of a weight."""
+
+
+def sent_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """The layers of a model whose weights servers hold, by name.
+
+    Layers of experts and adapters stay at the client: how many rows each reads shows which were chosen.
+    """
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if is_sent(module) and not _CHOSEN & {*name.split(".")}
+    }  # fmt: skip
+
+
+def sides_of(layer: nn.Module) -> Sides:
+    """Of the matrix that a layer multiplies by."""
+    weight = layer.get_parameter("weight")
+    outputs = weight.shape[1 if isinstance(layer, Conv1D) else 0]
+    return outputs, weight.numel() // outputs
+
+
 ProductList = tuple[tuple[str, int], ...]
 """The products of a call in order: of which layers, and how many rows."""
 
@@ -191,11 +217,7 @@ def _rows(model: PreTrainedModel, given: Mapping[str, Tensor]) -> dict[str, list
     def note(name: str, layer: nn.Module, args: tuple[Tensor, ...]) -> None:
         found.setdefault(name, []).append(args[0].numel() // args[0].shape[-1])
 
-    hooks = [
-        module.register_forward_pre_hook(partial(note, name))
-        for name, module in model.named_modules()
-        if is_sent(module)
-    ]
+    hooks = [layer.register_forward_pre_hook(partial(note, name)) for name, layer in sent_layers(model).items()]
     try:
         outputs(model, given)
     finally:

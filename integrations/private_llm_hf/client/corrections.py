@@ -6,7 +6,7 @@ the server that gets masked rows later. It learns how many rows there are, not w
 
 from __future__ import annotations
 
-import math
+import itertools
 import shutil
 import time
 from collections.abc import Callable
@@ -16,7 +16,6 @@ from typing import cast
 
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
 from private_llm.assisted.corrections import BlockFacts, CorrectionFolder, Corrections
 from private_llm.assisted.fixed_point import BYTES
@@ -25,8 +24,9 @@ from private_llm.errors import ConfigError, CorrectionsUsedUp
 from private_llm.net.ledger import size
 from private_llm.protocol_facts import ASSISTED
 from private_llm_hf.checkpoint.weights import Sink, WeightList, WeightSource, skeleton
+from private_llm_hf.client.assisted_experts import experts_at_servers
 from private_llm_hf.client.assisted_model import open_assisted
-from private_llm_hf.client.assisted_rows import is_sent
+from private_llm_hf.client.assisted_rows import Sides, sent_layers, sides_of
 from private_llm_hf.client.launch import start_parties
 from private_llm_hf.client.product_servers import ProductServers
 
@@ -49,11 +49,11 @@ def check_online(config: PrivateConfig) -> None:
 
 
 class Preparation:
-    """Adds blocks to a folder. sizes: inputs and outputs of every linear layer."""
+    """Adds blocks to a folder. sizes: of every weight."""
 
-    def __init__(self, servers: ProductServers, folder: CorrectionFolder, sizes: list[tuple[int, int]]) -> None:
+    def __init__(self, servers: ProductServers, folder: CorrectionFolder, sizes: list[Sides]) -> None:
         self._servers, self.folder = servers, folder
-        self.bytes_per_token = BYTES * sum(outputs for _, outputs in sizes)
+        self.bytes_per_token = BYTES * sum(outputs for outputs, _ in sizes)
         widest = max(map(max, sizes))
         elements = min(_BLOCK_ELEMENTS, servers.most_elements)
         rows = min(_BLOCK_ROWS, _BLOCK_BYTES // self.bytes_per_token, elements // widest)
@@ -107,12 +107,10 @@ def make_corrections(
     if tokens < 0 or keep < 0 or not tokens + keep:
         raise ConfigError(f"tokens, keep: got {tokens} and {keep}; want one of them above 0")
     folder = CorrectionFolder.made(private_config.corrections)
-    shapes = [
-        layer.get_parameter("weight").shape[:: -1 if isinstance(layer, Conv1D) else 1]
-        for layer in skeleton(model_class, config).modules() if is_sent(layer)
-    ]  # fmt: skip
-    sizes = [(math.prod(shape[1:]), shape[0]) for shape in shapes]
-    each = BYTES * sum(outputs for _, outputs in sizes)
+    model = skeleton(model_class, config)
+    of_experts = (sizes.sides() for sizes in experts_at_servers(model, private_config.experts).values())
+    sizes = [*map(sides_of, sent_layers(model).values()), *itertools.chain.from_iterable(of_experts)]
+    each = BYTES * sum(outputs for outputs, _ in sizes)
     more = max(tokens, keep - folder.rows())
     refills = f", and more whenever fewer than {keep} are left" if keep else ""
     notice(f"{size(each)} a token; {more} tokens, {size(each * more)} in all, in {folder.path}{refills}")

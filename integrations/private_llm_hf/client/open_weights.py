@@ -26,7 +26,7 @@ def open_weights(source: str, device: torch.device) -> OpenWeights:
         checkpoint = Checkpoint(source)
         config = checkpoint.config()
         found = named_class(source, config)
-        built(found, config, functools.partial(checkpoint.stream, found, config), held, RowCounts())
+        built(found, config, functools.partial(checkpoint.stream, found, config), held, RowCounts(), "servers")
     except PrivateLLMError:
         raise
     except (

@@ -93,7 +93,8 @@ class Estimate:
     Under token sharding weights are those of a CompNode, and the cache is that of the fullest AttnNode; after a split
     both are of a party, and `sharded` has those of the nodes. seeds_bytes: the weights of each party with
     weights_at_rest="seeds"; () where there are no masks. prompt: of a generation, the part before its first new token.
-    exchanges: under protocol "assisted"; then cache_bytes are the client's, and client_bytes its own weights.
+    exchanges: under protocol "assisted"; then cache_bytes are the client's, and client_bytes are its own weights and
+    what it keeps of the others.
     """
 
     costs: Costs
@@ -386,7 +387,7 @@ def _of_exchanges(
     work.check(model)
     if model.can_generate():
         model.generation_config = work.generation
-    own = own_bytes(model)
+    own = own_bytes(model) + servers.check_bytes
 
     def so_far() -> Estimate:
         return Estimate(servers.costs(), servers.weight_bytes, 0, exchanges=tuple(servers.asked), client_bytes=own)

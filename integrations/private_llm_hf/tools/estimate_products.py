@@ -6,6 +6,7 @@ what it computes itself takes the time that it takes here.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import time
 from collections.abc import Callable
@@ -17,13 +18,14 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from private_llm.assisted.fixed_point import BYTES, IntegerWeight
 from private_llm.assisted.masks import fresh_label
+from private_llm.assisted.projection import NAMING
 from private_llm.config import PrivateConfig
 from private_llm.kernels import ops
 from private_llm.net.ledger import Ledger
 from private_llm.net.transport import CLIENT, MetaTransport
 from private_llm.ring.prg import Seed
 from private_llm.ring.ring import Ring
-from private_llm_hf.client.assisted_layers import AssistedLinear, Products, WeightElsewhere
+from private_llm_hf.client.assisted_layers import Products, TakesWeights, WeightElsewhere
 from private_llm_hf.client.assisted_model import built
 from private_llm_hf.client.assisted_rows import RowCounts
 from private_llm_hf.client.costs import Costs, layer_of
@@ -145,6 +147,11 @@ class CountedServers(ProductServers):
         """Of all weights at a server."""
         return 2 * sum(outputs * inputs for outputs, inputs in self.shapes)
 
+    @property
+    def check_bytes(self) -> int:
+        """What the client keeps of all weights: secret sums, and scales."""
+        return sum(8 * ((NAMING + 1) * outputs + (NAMING + 2) * inputs) for outputs, inputs in self.shapes)
+
     def product(self, number: int, x: Tensor, where: str) -> Tensor:
         """Zeros [M, outputs]."""
         outputs, inputs = self.shapes[number]
@@ -153,6 +160,12 @@ class CountedServers(ProductServers):
         made = x.new_zeros(len(x), outputs)
         self.goes_on()
         return made
+
+    def stand_for(self, products: Products) -> None:
+        """For servers that hold their weight."""
+        if products.number < 0:
+            products.number = len(self.shapes)
+            self.shapes.append((products.outputs, products.inputs))
 
     def goes_on(self) -> None:
         """What the client computes itself begins."""
@@ -183,19 +196,15 @@ def counted_model(
     progress: Callable[[], None],
 ) -> tuple[PreTrainedModel, CountedServers]:  # fmt: skip
     """The client's model, and what it asks. progress: called after each forward. Raises as `open_assisted`."""
-    servers = CountedServers(private_config, progress)
-    model = built(model_class, config, lambda *_: None, servers, RowCounts())
-    groups: dict[Products, list[AssistedLinear]] = {}
-    for layer in model.modules():
-        if isinstance(layer, AssistedLinear):
-            groups.setdefault(layer._products, []).append(layer)
-    for number, (products, layers) in enumerate(groups.items()):
-        widths = [layer.out_features for layer in sorted(layers, key=lambda layer: layer._member)]
-        servers.shapes.append((sum(widths), layers[0].in_features))
-        products.stand_for(number, layers[0].in_features, widths)
+    servers, plain = CountedServers(private_config, progress), copy.deepcopy(config)
+    plain._experts_implementation = "eager"  # others refuse weights that take no memory
+    model = built(model_class, plain, lambda *_: None, servers, RowCounts(), private_config.experts)
     for module in model.modules():
+        elsewhere = module.elsewhere if isinstance(module, TakesWeights) else frozenset()
+        for products in module._products if isinstance(module, TakesWeights) else ():
+            servers.stand_for(products)
         for own, value in module._parameters.items():
-            if value is not None and value.is_meta and not (own == "weight" and isinstance(value, WeightElsewhere)):
+            if value is not None and value.is_meta and own not in elsewhere:
                 module._parameters[own] = nn.Parameter(_zeros(value), requires_grad=False)
         module._buffers.update({
             own: _zeros(value) for own, value in module._buffers.items() if value is not None and value.is_meta

@@ -7,7 +7,7 @@ import torch
 from private_llm_hf import patch
 from private_llm_hf.client import assisted_rows
 from private_llm_hf.client.assisted_layers import AssistedConvolution, Products
-from private_llm_hf.client.assisted_rows import RowCounts, is_sent
+from private_llm_hf.client.assisted_rows import RowCounts, is_sent, sides_of
 from private_llm_hf.client.launch import start_parties
 from torch import Tensor, nn
 from transformers import ResNetConfig, ResNetForImageClassification
@@ -31,9 +31,8 @@ from tests.hf.test_assisted import ASSISTED, ERROR
 def test_convolutions_are_pytorchs(layer: nn.Conv2d, shape: tuple[int, ...]) -> None:
     servers, x = start_parties(ASSISTED), torch.randn(shape)
     try:
-        products = Products(servers, RowCounts(), "layer")
-        made = AssistedConvolution(layer, products, 0, "layer")
-        products.load([made.matrix(layer.weight)])
+        made = AssistedConvolution(layer, Products(servers, RowCounts(), "layer", [sides_of(layer)]), 0, "layer")
+        made.take("weight", layer.weight)
         made.bias = layer.bias
         with torch.no_grad():
             want = layer(x)

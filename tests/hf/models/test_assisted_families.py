@@ -30,13 +30,13 @@ TYPES = (
     "cohere2", "convbert", "convnext", "convnextv2", "cvt", "data2vec-text", "data2vec-vision", "deberta",
     "deepseek_v4", "diffllama", "dinov2_with_registers", "doge", "ernie4_5_moe", "eurobert", "exaone_moe", "flaubert",
     "flex_olmo", "fnet", "focalnet", "funnel", "gemma3_text", "glm4_moe", "gpt_oss", "gptj", "granitemoe",
-    "granitemoeshared", "hiera", "ibert", "layoutlm", "led", "lfm2", "llama4_text", "longformer", "longt5", "m2m_100",
-    "marian", "mbart", "megatron-bert", "mimo_v2_flash", "minimax", "minimax_m2", "mixtral", "mobilenet_v1",
+    "granitemoeshared", "hiera", "ibert", "jetmoe", "layoutlm", "led", "lfm2", "llama4_text", "longformer", "longt5",
+    "m2m_100", "marian", "mbart", "megatron-bert", "mimo_v2_flash", "minimax", "minimax_m2", "mixtral", "mobilenet_v1",
     "mobilenet_v2", "mobilevit", "modernbert-decoder", "mpnet", "mra", "mt5", "mvp", "nanochat", "nllb-moe",
     "nystromformer", "olmo3", "olmo_hybrid", "olmoe", "openai-gpt", "pegasus", "pegasus_x", "phimoe", "plbart",
     "poolformer", "prophetnet", "qwen2_moe", "qwen3_moe", "qwen3_next", "regnet", "rembert", "resnet", "roformer",
-    "segformer", "seed_oss", "siglip", "stablelm", "starcoder2", "swiftformer", "swin", "swinv2", "t5gemma", "trocr",
-    "umt5", "xglm", "xlm", "yoso",
+    "seed_oss", "segformer", "siglip", "stablelm", "starcoder2", "swiftformer", "swin", "swinv2", "switch_transformers",
+    "t5gemma", "trocr", "umt5", "xglm", "xlm", "yoso",
 )  # fmt: skip
 _AUTO = (
     tr.AutoModelForCausalLM, tr.AutoModelForSeq2SeqLM, tr.AutoModelForMaskedLM, tr.AutoModelForImageClassification
@@ -187,8 +187,6 @@ def test_a_replaced_forward_that_cannot_be_compared_is_named() -> None:
 @pytest.mark.parametrize(
     ("model_type", "why"),
     [
-        ("switch_transformers", "chosen rows"),
-        ("jetmoe", "chosen rows"),
         ("falcon_mamba", "reads the weight itself"),
         ("mobilebert", "reads the weight itself"),
     ],
