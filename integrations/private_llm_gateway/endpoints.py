@@ -9,7 +9,7 @@ import json
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request
 from sse_starlette import EventSourceResponse, ServerSentEvent
@@ -18,11 +18,12 @@ from starlette.responses import JSONResponse, Response
 
 from private_llm_gateway import engine, requests, responses
 from private_llm_gateway.completion import CompletionChunk
-from private_llm_gateway.errors import bad, in_words
+from private_llm_gateway.errors import ApiError, bad, in_words
 from private_llm_gateway.fields import Fields, body_of, refuse_unsupported
 from private_llm_gateway.prompts import check_context, of_field
 from private_llm_gateway.request_executor import ClientGone, RequestExecutor, RequestTask
 from private_llm_gateway.requests import Wanted, find_model
+from private_llm_gateway.responses_api import KeptResponses, ResponseAsked, named_here
 from private_llm_gateway.served import Served
 from private_llm_gateway.settings import GatewaySettings
 from private_llm_gateway.usage import GatewayMetrics, Usage, UsageTotal
@@ -32,6 +33,7 @@ _FIRST_S = 10.0
 _PING_S = 15
 _LINE_END = "\n"
 """Of a stream's lines, two of an event: clients that look for these do not find those of sse-starlette (CR LF)."""
+Told = TypeVar("Told")
 ReadRequest = Callable[[Mapping[str, Served], Mapping[str, Any], int], Wanted]
 
 _MOST_READING = 2  # bodies at a time: reading holds the interpreter, and a thread of the pool that streams share
@@ -48,6 +50,9 @@ class Endpoints:
         self._reading = asyncio.Semaphore(_MOST_READING)
         self.router = APIRouter()
         self._add("/v1/chat/completions", partial(self._text, requests.chat), "POST")
+        self._kept = KeptResponses()
+        self._add("/v1/responses", self._respond, "POST")
+        self._add("/v1/responses/{id}", self._kept_response, "GET", "DELETE")
         self._add("/v1/completions", partial(self._text, requests.completion), "POST")
         self._add("/v1/embeddings", self._embeddings, "POST")
         self._add("/v1/models", self._models, "GET")
@@ -56,7 +61,7 @@ class Endpoints:
         self._add("/health", self._health, "GET")
         self._add("/metrics", self._metrics, "GET")
 
-    def _add(self, path: str, endpoint: Callable[[Request], Any], method: str) -> None:
+    def _add(self, path: str, endpoint: Callable[[Request], Any], *methods: str) -> None:
         async def answer(request: Request) -> Response:
             began = time.monotonic()
             try:
@@ -71,7 +76,7 @@ class Endpoints:
                 self.metrics.answered(path, response.status_code, time.monotonic() - began)
             return response
 
-        self.router.add_route(path, answer, [method])
+        self.router.add_route(path, answer, [*methods])
 
     async def _until_told(self, events: Any, path: str, began: float) -> AsyncIterator[ServerSentEvent]:  # noqa: ANN401
         """A stream, counted when it is over."""
@@ -89,38 +94,27 @@ class Endpoints:
         raw = await request.body()
         async with self._reading:
             wanted = await run_in_threadpool(lambda: read(self.models, body_of(raw), self.settings.max_choices))
-        made = responses.Response(wanted)
-
-        def work(tell: engine.SendChunk, gone: Callable[[], bool]) -> Any:  # noqa: ANN401
-            ahead = wanted.echo and wanted.logprobs
-            with self._counted_usage(wanted.served) as total:
-                return engine.write(wanted.served, wanted.groups, tell, gone, self.settings, total, ahead)
-
-        task = self.runner.start(wanted.served, work)
+        made, task = responses.Response(wanted), self._start(wanted)
         if not wanted.stream:
             spent = await task.whole(request.is_disconnected)
             return await run_in_threadpool(lambda: _sent(made.whole(spent)))
         await task.first(_FIRST_S, request.is_disconnected)
         return EventSourceResponse(self._events(wanted, made, task), sep=_LINE_END, ping=_PING_S)
 
+    def _start(self, wanted: Wanted) -> RequestTask:
+        def work(tell: engine.SendChunk, gone: Callable[[], bool]) -> Any:  # noqa: ANN401
+            ahead = wanted.echo and wanted.logprobs
+            with self._counted_usage(wanted.served) as total:
+                return engine.write(wanted.served, wanted.groups, tell, gone, self.settings, total, ahead)
+
+        return self.runner.start(wanted.served, work)
+
     async def _events(
         self, wanted: Wanted, made: responses.Response, task: RequestTask
     ) -> AsyncIterator[ServerSentEvent]:
         try:
-            for chunk in await run_in_threadpool(made.opening):
-                yield _event(_json(chunk))
-            ended: list[CompletionChunk] = []
-            async for piece, spent in task.pieces():
-                if piece.text or piece.likelihoods or piece.ahead:
-                    open_ = dataclasses.replace(piece, finish=None)
-                    yield _event(await run_in_threadpool(_chunk, made, open_, spent))
-                if piece.finish is not None:
-                    ended.append(piece)
-            total = await task.result()
-            for piece in ended:
-                yield _event(_json(made.chunk(CompletionChunk(piece.index, "", (), piece.finish), total)))
-            if wanted.usage:
-                yield _event(_json(made.usage(total)))
+            async for chunk in self._chunks(wanted, made, task, _json):
+                yield _event(chunk)
             yield _event("[DONE]")
         except ClientGone:
             return
@@ -128,6 +122,69 @@ class Endpoints:
             yield _event(_json(in_words(error).body()))
         finally:
             task.gone.set()
+
+    async def _chunks(
+        self, wanted: Wanted, made: responses.Response, task: RequestTask, write: Callable[[dict[str, Any]], Told]
+    ) -> AsyncIterator[Told]:
+        """The chunks of a stream, each as `write` has it."""
+        for chunk in await run_in_threadpool(made.opening):
+            yield write(chunk)
+        ended: list[CompletionChunk] = []
+        async for piece, spent in task.pieces():
+            if piece.text or piece.likelihoods or piece.ahead:
+                open_ = dataclasses.replace(piece, finish=None)
+                yield await run_in_threadpool(_chunk, write, made, open_, spent)
+            if piece.finish is not None:
+                ended.append(piece)
+        total = await task.result()
+        for piece in ended:
+            yield write(made.chunk(CompletionChunk(piece.index, "", (), piece.finish), total))
+        if wanted.usage:
+            yield write(made.usage(total))
+
+    # -- responses: chats in another form ------------------------------------------------------------------------
+    async def _respond(self, request: Request) -> Response:
+        raw, owner = await request.body(), _owner(request)
+
+        def read() -> tuple[ResponseAsked, Wanted]:
+            asked = ResponseAsked(body_of(raw), owner, self._kept)
+            return asked, requests.chat(self.models, asked.chat, 1)
+
+        try:
+            async with self._reading:
+                asked, wanted = await run_in_threadpool(read)
+        except ApiError as error:
+            raise named_here(error) from None
+        made, task = responses.Response(wanted), self._start(wanted)
+        if not wanted.stream:
+            spent = await task.whole(request.is_disconnected)
+            return await run_in_threadpool(lambda: _sent(asked.whole(made.whole(spent))))
+        await task.first(_FIRST_S, request.is_disconnected)
+        return EventSourceResponse(self._response_events(asked, wanted, made, task), sep=_LINE_END, ping=_PING_S)
+
+    async def _response_events(
+        self, asked: ResponseAsked, wanted: Wanted, made: responses.Response, task: RequestTask
+    ) -> AsyncIterator[ServerSentEvent]:
+        def write(chunk: dict[str, Any]) -> list[tuple[str, str]]:
+            return [(each["type"], _json(each)) for each in asked.events(chunk)]
+
+        try:
+            async for events in self._chunks(wanted, made, task, write):
+                for kind, data in events:
+                    yield _event(data, kind)
+        except ClientGone:
+            return
+        except Exception as error:  # noqa: BLE001 - whatever it is, the client is told
+            yield _event(_json(asked.failed(in_words(error))), "response.failed")
+        finally:
+            task.gone.set()
+
+    async def _kept_response(self, request: Request) -> Response:
+        name, owner = request.path_params["id"], _owner(request)
+        if request.method == "DELETE":
+            self._kept.delete(owner, name)
+            return JSONResponse({"id": name, "object": "response", "deleted": True})
+        return await run_in_threadpool(lambda: _sent(self._kept.find(owner, name).response))
 
     @contextlib.contextmanager
     def _counted_usage(self, served: Served) -> Iterator[UsageTotal]:
@@ -211,12 +268,20 @@ def _sent(made: Mapping[str, Any]) -> Response:
     return Response("{" + ",".join(parts) + "}", media_type="application/json")
 
 
-def _event(data: str) -> ServerSentEvent:
-    return ServerSentEvent(data, sep=_LINE_END)  # each event has its own; that of the response is for its pings
+def _owner(request: Request) -> str:
+    return request.headers.get("authorization", "")
 
 
-def _chunk(made: responses.Response, piece: CompletionChunk, spent: Usage) -> str:
-    return _json(made.chunk(piece, spent))
+def _event(data: str, kind: str | None = None) -> ServerSentEvent:
+    return ServerSentEvent(
+        data, event=kind, sep=_LINE_END
+    )  # each event has its own; that of the response is for its pings
+
+
+def _chunk(
+    write: Callable[[dict[str, Any]], Told], made: responses.Response, piece: CompletionChunk, spent: Usage
+) -> Told:
+    return write(made.chunk(piece, spent))
 
 
 def _json(made: object) -> str:

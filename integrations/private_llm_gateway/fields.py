@@ -23,8 +23,12 @@ _VLLM = ("add_generation_prompt", "continue_final_message")
 _DONE: dict[str, tuple[str, ...]] = {
     "chat": (*_TEXT, "messages", "max_completion_tokens", "top_logprobs", "reasoning_effort", *_TOOLS, *_VLLM),
     "completions": (*_TEXT, "prompt", "echo"),
+    "responses": (
+        "model", "input", "instructions", "previous_response_id", "max_output_tokens", "temperature", "top_p", "store",
+        "top_logprobs", "include", "reasoning", "text", "stream", "stream_options", *_TOOLS,
+    ),
     "embeddings": ("model", "input", "encoding_format", "dimensions"),
-}
+}  # fmt: skip
 _CHANGES_NOTHING = frozenset({
     "user", "metadata", "safety_identifier", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_options",
     "prompt_cache_retention", "request_id", "priority", "keep_alive", "cache_prompt",
@@ -41,7 +45,7 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "return_tokens_as_token_ids": (False,), "min_new_tokens": (0,), "num_beams": (1,), "beam_width": (1,),
     "top_a": (0,), "tfs_z": (1,), "tfs": (1,), "xtc_probability": (0,), "dry_multiplier": (0,), "mirostat": (0,),
     "dynatemp_range": (0,), "include_stop_str_in_output": (False,), "skip_special_tokens": (True,),
-    "documents": ([],), "truncation": ("disabled",), "truncate": (False, "NONE"),
+    "documents": ([],), "background": (False,), "truncation": ("disabled",), "truncate": (False, "NONE"),
 }  # fmt: skip
 _INSTEAD = {
     "store": "the gateway keeps no chats, so want false",
@@ -135,9 +139,9 @@ class Fields:
         return value
 
     def option(self, name: str, *wanted: str) -> str | None:
-        """One of some texts."""
+        """A text that may be there, one of those wanted, if any are named."""
         value: str | None = self._of(name, str, "a text")
-        if value is not None and value not in wanted:
+        if value is not None and wanted and value not in wanted:
             raise bad(name, f"want one of {', '.join(wanted)}")
         return value
 

@@ -337,7 +337,7 @@ def test_addresses_and_methods(client: OpenAI) -> None:
     listed: Any = client.get("/models/", cast_to=object)
     assert listed == client.get("/models", cast_to=object)
     with pytest.raises(openai.NotFoundError) as nothing:
-        client.responses.create(model="small", input="a")
+        client.images.generate(model="small", prompt="a")
     assert told(nothing.value)["code"] == "unknown_url"
     assert "the base URL of clients ends in /v1" in told(nothing.value)["message"]
     with pytest.raises(openai.APIStatusError) as refused:

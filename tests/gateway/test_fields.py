@@ -12,12 +12,18 @@ from openai import OpenAI
 from openai.types.chat.completion_create_params import CompletionCreateParamsBase as ChatParams
 from openai.types.completion_create_params import CompletionCreateParamsBase as CompletionParams
 from openai.types.embedding_create_params import EmbeddingCreateParams
+from openai.types.responses.response_create_params import ResponseCreateParamsBase as ResponseParams
 from private_llm_gateway.completion import SamplingParams
 
 from tests.gateway.small_gateway import CHAT, PROMPT, greedy, text_of
 
 GUIDE = Path(__file__).resolve().parents[2] / "docs" / "gateway.md"
-COLUMNS = {"chat": ChatParams, "completions": CompletionParams, "embeddings": EmbeddingCreateParams}
+COLUMNS = {
+    "chat": ChatParams,
+    "responses": ResponseParams,
+    "completions": CompletionParams,
+    "embeddings": EmbeddingCreateParams,
+}
 
 
 def table() -> dict[str, dict[str, str]]:
@@ -41,12 +47,14 @@ def test_every_field_of_the_official_client_has_a_row(column: str) -> None:
     assert listed == known
 
 
-@pytest.mark.parametrize("column", ["chat", "completions"])
+@pytest.mark.parametrize("column", ["chat", "responses", "completions"])
 def test_refused_fields_are_refused_and_ignored_ones_change_nothing(client: OpenAI, column: str) -> None:
     path, body = {
-        "chat": ("/chat/completions", {"messages": CHAT}), "completions": ("/completions", {"prompt": PROMPT}),
-    }[column]  # fmt: skip
-    asked: dict[str, Any] = {"model": "small", "max_tokens": 3, "temperature": 0, **body}
+        "chat": ("/chat/completions", {"messages": CHAT, "max_tokens": 3}),
+        "responses": ("/responses", {"input": PROMPT, "max_output_tokens": 3}),
+        "completions": ("/completions", {"prompt": PROMPT, "max_tokens": 3}),
+    }[column]
+    asked: dict[str, Any] = {"model": "small", "temperature": 0, **body}
     for name, said in table()[column].items():
         more = {**asked, name: "anything"} if name != "best_of" else {**asked, name: 9}
         if said.startswith("refused"):
@@ -55,8 +63,8 @@ def test_refused_fields_are_refused_and_ignored_ones_change_nothing(client: Open
             assert (refused.value.param, refused.value.code) == (name, "unsupported_parameter")
         elif said == "ignored":
             made: Any = client.post(path, body=more, cast_to=object)
-            choice = made["choices"][0]
-            assert (choice["text"] if column == "completions" else choice["message"]["content"]) == text_of(greedy(3))
+            (part,) = made["output"][0]["content"] if column == "responses" else made["choices"]
+            assert (part["message"]["content"] if column == "chat" else part["text"]) == text_of(greedy(3))
 
 
 def test_every_code_of_an_error_stands_in_the_guide() -> None:
