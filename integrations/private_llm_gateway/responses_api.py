@@ -217,7 +217,7 @@ class ResponseAsked:
         usage = {
             "input_tokens": counts["prompt_tokens"], "output_tokens": counts["completion_tokens"],
             "total_tokens": counts["total_tokens"], "output_tokens_details": {"reasoning_tokens": 0},
-            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+            "input_tokens_details": {"cache_write_tokens": 0, **counts["prompt_tokens_details"]},
         }  # fmt: skip
         self.response |= {"status": status, "usage": usage, "private_llm": chunk.get("private_llm")}
         self.response["incomplete_details"] = {"reason": why} if why else None
