@@ -38,9 +38,9 @@ class CallFormat:
 _FORMATS = (
     CallFormat("<tool_call>", "<tool_call>", "\n", "\n</tool_call>\n<tool_call>\n", "\n</tool_call>"),  # Hermes, Qwen
     CallFormat("[TOOL_CALLS]", "[TOOL_CALLS]", " [", ", ", "]"),  # Mistral
-    CallFormat('"parameters": ', "", "", "; ", "", "parameters"),  # Llama
+    CallFormat("ipython", "", "", "; ", "", "parameters"),  # Llama
 )
-_OTHERS = ("<function=", "[ARGS]")
+_OTHERS = ("<function=", "<arg_key>", "[ARGS]")
 """Of templates whose calls are no such JSON."""
 MARKS = frozenset({*(each.mark for each in _FORMATS), _OPTIONAL_MARK})
 """Belong to the text of an answer with calls, also where they are special tokens."""

@@ -36,7 +36,7 @@ ROUND = """{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for c in m.too
 {{ c.id }}{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}
 {% if m.role == 'tool' %}={{ m.tool_call_id }}{% endif %}{% endfor %}
 {% if tools %}{{ tools | tojson }}{% endif %}<assistant>"""
-QWEN, LLAMA, MISTRAL = (ROUND.replace("%s", sign) for sign in ("<tool_call>", '{"parameters": ', "[TOOL_CALLS]"))
+QWEN, LLAMA, MISTRAL = (ROUND.replace("%s", sign) for sign in ("<tool_call>", "ipython", "[TOOL_CALLS]"))
 WEATHER: dict[str, Any] = {
     "type": "object", "properties": {"city": {"type": "string", "maxLength": 9}, "when": {"$ref": "#/$defs/day"}},
     "required": ["city", "when"], "additionalProperties": False,
