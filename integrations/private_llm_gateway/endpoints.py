@@ -138,9 +138,11 @@ class Endpoints:
                 ended.append(piece)
         total = await task.result()
         for piece in ended:
-            yield write(made.chunk(CompletionChunk(piece.index, "", (), piece.finish), total))
+            yield await run_in_threadpool(
+                _chunk, write, made, CompletionChunk(piece.index, "", (), piece.finish), total
+            )
         if wanted.usage:
-            yield write(made.usage(total))
+            yield await run_in_threadpool(write, made.usage(total))
 
     # -- responses: chats in another form ------------------------------------------------------------------------
     async def _respond(self, request: Request) -> Response:

@@ -233,6 +233,9 @@ _BEGIN = ("response.created", "response.in_progress")
 
 def named_here(error: ApiError) -> ApiError:
     """An error of the chat that names the fields of this address."""
+    if error.param is not None and error.param.startswith("tools["):
+        error.message = error.message.replace(".function.", ".", 1)
+        error.param = error.param.replace(".function.", ".", 1)
     for chat, own in _CHAT_NAMES.items():
         if error.param is not None and error.param.startswith(chat):
             rest = "" if own == "input" else error.param.removeprefix(chat)

@@ -199,6 +199,7 @@ def test_calls_and_their_outputs(tools: Gateway, monkeypatch: pytest.MonkeyPatch
         ("invalid_value", "max_output_tokens", {"max_output_tokens": 1000}),
         ("invalid_type", "temperature", {"temperature": "a"}), ("invalid_type", "store", {"store": 1}),
         ("context_length_exceeded", "input", {"input": "a " * 300}), ("invalid_type", "text", {"text": []}),
+        ("unsupported_parameter", "tools[0].more", {"tools": [{"type": "function", "name": "a", "more": 1}]}),
         ("unsupported_schema", "text.format.schema",
          {"text": {"format": {"type": "json_schema", "name": "a", "schema": {"allOf": []}}}}),
     ],
