@@ -59,7 +59,7 @@ def approximations_of(name: str) -> Approximations | None:
             f"approximations: got {name!r}; want one of {', '.join(map(repr, (OURS, *_TABLE)))}, or a name that a "
             "plug-in registers. Those of 'mpcformer', 'secformer' and 'puma' are in scripts/studies/rivals of the "
             "repository: put scripts/studies on PYTHONPATH and load them with plugins=('rivals',), or "
-            "`private-llm --plugin rivals ...` (docs/studies/approximations.md)"
+            "`private-llm --plugin rivals ...` (`private-llm docs studies/approximations`)"
         )
     return _TABLE.get(name)
 

@@ -314,7 +314,7 @@ class PrivateConfig:
             "approximations", "kv_cache", "sparsity", "parallel_sessions", "rotate_roles", "plan", "split",
             "device_map", "max_memory", "offload_folder",
         )  # fmt: skip
-        cache = "; give generate() a cache that evicts (docs/kv-cache.md, 'Under assisted')"
+        cache = "; give generate() a cache that evicts (`private-llm docs kv-cache`, 'Under assisted')"
         if told := [name for name in of_shares if getattr(self, name) != kept[name]]:
             raise ConfigError(
                 f"{told[0]}: got {getattr(self, told[0])!r}; protocol='assisted' has no such setting: the client "

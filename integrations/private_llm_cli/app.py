@@ -22,6 +22,7 @@ from private_llm.errors import ConfigError, PrivateLLMError
 from private_llm_cli.commands.calibrate import calibrate, diff
 from private_llm_cli.commands.certs import certs
 from private_llm_cli.commands.classify import classify
+from private_llm_cli.commands.docs import docs
 from private_llm_cli.commands.parties import party, share
 from private_llm_cli.commands.predictors import predictors
 from private_llm_cli.commands.prepare import prepare
@@ -39,7 +40,7 @@ app = typer.Typer(
     cls=Group,
 )
 for command in (
-    demo, generate, chat, gateway, audit, classify, share, calibrate, party, prepare, estimate, diff, doctor,
+    demo, generate, chat, gateway, audit, classify, share, calibrate, party, prepare, estimate, diff, doctor, docs,
 ):  # fmt: skip
     app.command(cls=Command)(command)
 app.add_typer(certs)

@@ -29,7 +29,8 @@ def markdown() -> str:
         "# Threat model",
         "",
         "Who learns what under each protocol and each shortcut. `private-llm doctor --threats` makes this page from "
-        "`private_llm/protocol_facts.py` and `private_llm/threat/`; files that it names lie in the repository.",
+        "`private_llm/protocol_facts.py` and `private_llm/threat/`; files that it names lie in the repository, and "
+        "`private-llm docs NAME` prints docs/NAME.md.",
         "",
     ]
     for entry in entries():

@@ -25,7 +25,7 @@ from private_llm.config import PrivateConfig
 ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = (
     "demo", "generate", "chat", "classify", "audit", "share", "party", "certs", "estimate", "diff", "doctor",
-    "predictors",
+    "docs", "predictors",
 )  # fmt: skip
 
 Run = Callable[..., str]
