@@ -1,16 +1,21 @@
-"""What an installation is: one version, matplotlib only as an extra, one Python version for all tools."""
+"""What an installation is: one version, matplotlib only as an extra, one Python for all tools, and its files."""
 
 from __future__ import annotations
 
 import ast
+import os
 import re
+import shutil
 import subprocess
 import sys
+import tarfile
 import tomllib
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import typer
 from private_llm_cli.app import app
 from private_llm_cli.commands.plot import load_pyplot
 from typer.testing import CliRunner
@@ -90,17 +95,104 @@ def shown(source: Path) -> Iterator[str]:
 
 
 def test_no_error_and_no_help_names_a_file_that_a_wheel_lacks() -> None:
-    """Or it says that the file is in the repository, as the page of threats does."""
+    """Or it says that the file is in the repository, as the page of threats does; pages that are named exist."""
     sources = [path for folder in ("private_llm", "integrations") for path in (ROOT / folder).rglob("*.py")]
+    texts = [(path.relative_to(ROOT), text) for path in sources for text in shown(path)]
     found = [
-        f"{path.relative_to(ROOT)}: {text[:100]}"
-        for path in sources
-        if path.parent != ROOT / "private_llm/threat"
-        for text in shown(path)
-        if _ELSEWHERE.search(text) and "repository" not in text
+        f"{path}: {text[:100]}"
+        for path, text in texts
+        if path.parent != Path("private_llm/threat") and _ELSEWHERE.search(text) and "repository" not in text
     ]
     assert found == []
     assert "files that it names lie in the repository" in markdown()
+    pages = {page for _, text in texts for page in re.findall(r"`private-llm docs ([a-z/-]+)", text)}
+    assert "kv-cache" in pages
+    assert [page for page in pages if not (ROOT / f"docs/{page}.md").is_file()] == []
+
+
+@pytest.mark.parametrize("page", ["studies/top-k", "docs/errors.md"])
+def test_pages_can_be_read_without_a_checkout(page: str) -> None:
+    text = (ROOT / "docs" / f"{page.removeprefix('docs/').removesuffix('.md')}.md").read_text()
+    assert CliRunner().invoke(app, ["docs", page]).output == text
+
+
+def test_docs_without_a_page_lists_them_and_refuses_others() -> None:
+    assert "[errors.md](errors.md)" in CliRunner().invoke(app, ["docs"]).output
+    with pytest.raises(ConfigError, match=r"got '\.\./README'"):
+        CliRunner().invoke(app, ["docs", "../README"], catch_exceptions=False)
+
+
+# -- what is in the wheel and the source distribution -----------------------------------------------------------------
+DESCRIPTION = (ROOT / PROJECT["project"]["readme"]).read_text()
+
+
+def test_the_description_stands_alone() -> None:
+    """An index shows it without the checkout: no links, and no other code than the first page's."""
+    assert "](" not in DESCRIPTION
+    (code,) = re.findall(r"```python\n(.*?)```", DESCRIPTION, re.DOTALL)
+    readme = (ROOT / "README.md").read_text()
+    assert [line for line in code.splitlines() if line not in readme.splitlines()] == []
+    (shell,) = re.findall(r"```bash\n(.*?)```", DESCRIPTION, re.DOTALL)
+    named = set(re.findall(r"^private-llm (\w+)", shell, re.MULTILINE))
+    assert named == {"demo", "docs"} & set(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
+
+
+def test_licences_are_those_of_the_bundled_files() -> None:
+    parts = PROJECT["project"]["license"].split(" AND ")
+    notes = "".join(path.read_text() for path in (ROOT / "integrations/private_llm_hf").glob("*/README.md"))
+    assert parts[0] == "Apache-2.0"
+    assert set(parts[1:]) == {"CC-" + kind.replace(" ", "-") for kind in re.findall(r"\[CC (BY[\w .-]*\d)\]", notes)}
+
+
+def test_all_files_beside_the_modules_are_package_data() -> None:
+    for package, patterns in PROJECT["tool"]["setuptools"]["package-data"].items():
+        folder = ROOT / PROJECT["tool"]["setuptools"]["package-dir"][package]
+        data = {path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}
+        there = {path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts}
+        assert {path for path in there - data if path.suffix not in {".py", ".nbi", ".nbc"}} == set()
+
+
+_BUILD = "import sys; from setuptools import build_meta; getattr(build_meta, sys.argv[1])(sys.argv[2])"
+
+
+def built(source: Path, kind: str, folder: Path) -> Path:
+    """A wheel or a source distribution, by the setuptools that is installed."""
+    folder.mkdir()
+    command = [sys.executable, "-c", _BUILD, f"build_{kind}", str(folder)]
+    environment = {**os.environ, "SOURCE_DATE_EPOCH": "1700000000"}
+    subprocess.run(command, cwd=source, env=environment, check=True, capture_output=True, timeout=300)
+    return next(folder.iterdir())
+
+
+@pytest.mark.full
+def test_builds_are_complete_and_repeat(tmp_path: Path) -> None:
+    """The wheel has the same bytes twice, from the source distribution, too, which holds every file of the commit."""
+    pytest.importorskip("setuptools", minversion="77")
+    names = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True).stdout.split("\n")
+    source = tmp_path / "source"
+    for name in filter(None, names):
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, source / name, follow_symlinks=False)
+    archive = built(source, "sdist", tmp_path / "sdist")
+    with tarfile.open(archive) as file:
+        file.extractall(tmp_path, filter="data")
+    unpacked = tmp_path / archive.name.removesuffix(".tar.gz")
+    assert [name for name in names if name and not (unpacked / name).exists()] == []
+    wheels = [built(folder, "wheel", tmp_path / f"wheel{n}") for n, folder in enumerate((source, source, unpacked))]
+    assert len({wheel.read_bytes() for wheel in wheels}) == 1
+    inside = set(zipfile.ZipFile(wheels[0]).namelist())
+    assert {"private_llm_cli/docs/studies/top-k.md", "private_llm_hf/demo_model/model.safetensors"} <= inside
+    assert not {name.partition("/")[0] for name in inside} & {"tests", "scripts", "docs", "examples"}
+
+
+def test_the_release_script_parses_and_names_files_that_there_are() -> None:
+    script = ROOT / "scripts/release.sh"
+    subprocess.run(["bash", "-n", script], check=True, timeout=20)
+    text = script.read_text()
+    (code,) = re.findall(r"<<'PYTHON'\n(.*)^PYTHON$", text, re.DOTALL | re.MULTILINE)
+    ast.parse(code)
+    assert f"## {VERSION}\n" in (ROOT / "CHANGELOG.md").read_text()
+    assert re.search(r"sed -n 's/\^VERSION = ", text)
 
 
 # -- the newest dependencies -----------------------------------------------------------------------------------------
