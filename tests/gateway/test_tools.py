@@ -271,6 +271,7 @@ WRONG: dict[str, list[tuple[str, dict[str, Any]]]] = {
         ("response_format", {"model": "llama", "response_format": {"type": "json_object"}}),
         ("tools[1].function.parameters", {"tool_choice": "required", "tools": [tool("a"), tool("b", {"allOf": []})]}),
         ("tools", {"tool_choice": "required", "tools": [tool("a", {"not": {}})]}),
+        ("tools", {"tool_choice": "required", "tools": [tool("a", {"$ref": "#/$defs/b", "$defs": "b"})]}),
         ("tools", {"tool_choice": "required", "tools": [tool("a", {"properties": {"a": {"$ref": "#/$defs/b"}}})]}),
     ],
 }  # fmt: skip
