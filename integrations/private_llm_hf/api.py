@@ -401,17 +401,18 @@ def share_checkpoint(
 def prepare_corrections(
     source: str | PreTrainedModel, private_config: PrivateConfig, tokens: int = 0, keep: int = 0,
     auto: type[_AutoPrivate] = AutoPrivateModelForCausalLM, progress: Callable[[str, int, int], None] = lambda *_: None,
-    notice: Callable[[str], None] = lambda _: None,
+    notice: Callable[[str], None] = lambda _: None, stop: Callable[[], bool] = lambda: False,
     **hf_kwargs: Any,  # noqa: ANN401 - as transformers
 ) -> int:  # fmt: skip
     """Store products of masks for PrivateConfig(protocol="assisted", corrections=FOLDER), for so many tokens more.
 
     source: a checkpoint, or a model in memory. private_config: also has `hosts` and `tls` of another host that computes
-    them; without hosts this machine does. keep: then run on until it is interrupted, and add some whenever the folder
-    has fewer tokens. notice: is told the size before it begins, and refills. progress: hears a layer or what is read,
-    tokens done, and all tokens. Returns how many tokens are in the folder. Raises ConfigError for a full disk and a
-    folder that others may open, ShareFileError for one with corrections of another model, ProtocolAbort naming a host
-    that computes wrongly, PatchMismatch as `from_pretrained`.
+    them; without hosts this machine does. keep: then run on until it is interrupted or `stop`, asked twice a second,
+    says so, and add some whenever the folder has fewer tokens; in a thread, beside a model that runs. notice: is told
+    the size before it begins, and refills. progress: hears a layer or what is read, tokens done, and all tokens.
+    Returns how many tokens are in the folder. Raises ConfigError for a full disk and a folder that others may open,
+    ShareFileError for one with corrections of another model, ProtocolAbort naming a host that computes wrongly,
+    PatchMismatch as `from_pretrained`.
     """
     private_config = _checked(private_config)
     if isinstance(source, str):
@@ -421,7 +422,7 @@ def prepare_corrections(
         model = _loaded(source, private_config)
         model_class, config = type(model), copy.deepcopy(model.config)
         weights = lambda wanted, sink, local: stream_loaded(model, wanted, sink)  # noqa: E731
-    return make_corrections(model_class, config, weights, private_config, tokens, keep, progress, notice)
+    return make_corrections(model_class, config, weights, private_config, tokens, keep, progress, notice, stop)
 
 
 def _checked(private_config: PrivateConfig | None, ranges: Ranges | None = None) -> PrivateConfig:

@@ -184,7 +184,8 @@ Source: additive sharing of x as (r, x - r) for a public linear map; Freivalds' 
 
 CORRECTIONS = threat("""prepared corrections (shortcut)
 Chosen by: corrections=FOLDER with protocol='assisted', and `private-llm prepare`
-May be corrupt: the online server, or who prepared, malicious, as servers of assisted; not both together
+May be corrupt: the online server, or who prepared, malicious, as servers of assisted; not both together. Of products
+  of masks that are wrong so that the preparation overlooks them, it overlooks one in 256; the call that uses it ends
 - the online server: what server 1 sees under assisted, and random names of blocks: when the next one begins
 - who prepared (the client's own machine, or a host): the masks, and how many; not when or whether they are used
 - both together: everything, as the two servers of assisted. The client refuses an online server at the address of one

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import re
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from threading import Event, Thread
 
 import pytest
 import torch
+import transformers
 from private_llm_hf import AutoPrivateModelForCausalLM, PrivateConfig, patch, prepare_corrections
 from private_llm_hf.client import corrections
 from private_llm_hf.party import used_blocks
@@ -280,6 +283,44 @@ def test_refills_keep_a_number_of_tokens(tmp_path: Path, monkeypatch: pytest.Mon
     assert re.search(r"a token; 10 tokens, .*B in all, in .*, and more whenever fewer than 10 are left", told[0])
     assert told[1] == f"made 10 tokens; 10 are left in {folder.path}"
     assert told[2].startswith("made 4 tokens; 1")
+
+
+def test_layers_that_run_several_times_a_token_take_as_many_rows(tmp_path: Path) -> None:
+    config = transformers.AlbertConfig(
+        embedding_size=16, hidden_size=32, num_hidden_layers=3, num_attention_heads=2, intermediate_size=48,
+        vocab_size=64, max_position_embeddings=64,
+    )  # fmt: skip
+    plain, told = transformers.AlbertForMaskedLM(config).eval(), []
+    assert prepare_corrections(plain, stored(tmp_path), 10, progress=lambda *each: told.append(each[1:])) == 10
+    assert told[-1] == (10, 10)
+    with patch(plain, stored(tmp_path)) as private, torch.no_grad():
+        for left in (5, 0):
+            ids = torch.arange(5)[None] + 3 + left
+            assert worst(private(ids).logits, plain(ids).logits) < ERROR
+            assert private.parties.tokens_left == left
+        with pytest.raises(CorrectionsUsedUp):
+            private(ids)
+
+
+@pytest.mark.parametrize("party_mode", ["threads", pytest.param("processes", marks=pytest.mark.full)])
+def test_a_thread_refills_beside_a_model_that_runs(
+    party_mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(corrections, "_BLOCK_ROWS", 8)
+    monkeypatch.setattr(corrections, "_LOOK_S", 0.01)
+    ended = Event()
+    more = {"keep": 30, "stop": ended.is_set}
+    with prepared("llama", tmp_path, 30, party_mode=party_mode) as (plain, private):
+        refill = Thread(target=prepare_corrections, args=(plain, stored(tmp_path, party_mode=party_mode)), kwargs=more)
+        refill.start()
+        for _ in range(4):
+            until = time.monotonic() + 60
+            while private.parties.tokens_left < ROWS + 10 and time.monotonic() < until:
+                time.sleep(0.01)
+            assert torch.equal(private.generate(**BATCH, **GREEDY), plain.generate(**BATCH, **GREEDY))
+        ended.set()
+        refill.join(60)
+        assert not refill.is_alive()
 
 
 @pytest.mark.parametrize(

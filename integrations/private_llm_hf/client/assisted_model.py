@@ -31,7 +31,14 @@ from private_llm_hf.client.assisted_layers import (
     ask,
     copied,
 )
-from private_llm_hf.client.assisted_rows import CONVOLUTIONS, RowCounts, refuse_chosen_rows, sent_layers, sides_of
+from private_llm_hf.client.assisted_rows import (
+    CONVOLUTIONS,
+    RowCounts,
+    refuse_chosen_rows,
+    sent_layers,
+    sides_of,
+    uses_a_token,
+)
 from private_llm_hf.client.costs import Costs
 from private_llm_hf.client.parties import Parties
 from private_llm_hf.client.product_servers import ProductServers
@@ -93,6 +100,8 @@ class AssistedModel(DraftsOfOneLength):
 
     def _ask(self, servers: ProductServers) -> None:
         ask(self, servers)  # type: ignore[arg-type]
+        if servers.corrections is not None:
+            servers.uses = uses_a_token(type(self).__bases__[-1], self.config)  # type: ignore[attr-defined]
         self.parties, self._end = servers, weakref.finalize(self, servers.close)
 
     def close(self) -> None:

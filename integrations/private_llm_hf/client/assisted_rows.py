@@ -7,7 +7,9 @@ would learn of these.
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from collections import Counter
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -21,7 +23,8 @@ from transformers.pytorch_utils import Conv1D
 from private_llm.assisted.fixed_point import BYTES
 from private_llm.errors import PatchMismatch, UnsupportedOp
 from private_llm_hf.checkpoint.miniature import miniature
-from private_llm_hf.checkpoint.sample_inputs import longer_inputs, outputs, sample_inputs
+from private_llm_hf.checkpoint.sample_inputs import empty_inputs, longer_inputs, outputs, sample_inputs
+from private_llm_hf.checkpoint.weights import skeleton
 from private_llm_hf.models.norms import CANNOT
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -199,6 +202,19 @@ def refuse_chosen_rows(model_class: type[PreTrainedModel], config: PretrainedCon
             f"{model_class.__name__}: how many rows {differing[0]!r} computes depends on values, so servers would "
             f"learn of these; {_OTHER}"
         )
+
+
+def uses_a_token(model_class: type[PreTrainedModel], config: PretrainedConfig) -> int:
+    """How many rows of corrections a token takes: as often as the layer that runs most runs in a forward (ALBERT).
+
+    1 where no forward runs without values.
+    """
+    model, uses = skeleton(model_class, config), Counter[nn.Module]()
+    for layer in sent_layers(model).values():
+        layer.register_forward_pre_hook(lambda layer, _: uses.update([layer]))
+    with torch.no_grad(), contextlib.suppress(PatchMismatch, *CANNOT):
+        model(**empty_inputs(config))
+    return max(uses.values(), default=1)
 
 
 def _other(value: Tensor, config: PretrainedConfig, n: int) -> Tensor:

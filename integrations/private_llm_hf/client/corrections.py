@@ -26,7 +26,7 @@ from private_llm.protocol_facts import ASSISTED
 from private_llm_hf.checkpoint.weights import Sink, WeightList, WeightSource, skeleton
 from private_llm_hf.client.assisted_experts import experts_at_servers
 from private_llm_hf.client.assisted_model import open_assisted
-from private_llm_hf.client.assisted_rows import Sides, sent_layers, sides_of
+from private_llm_hf.client.assisted_rows import Sides, sent_layers, sides_of, uses_a_token
 from private_llm_hf.client.launch import start_parties
 from private_llm_hf.client.product_servers import ProductServers
 
@@ -49,40 +49,44 @@ def check_online(config: PrivateConfig) -> None:
 
 
 class Preparation:
-    """Adds blocks to a folder. sizes: of every weight."""
+    """Adds blocks to a folder. sizes: of every weight. uses: see `uses_a_token`."""
 
-    def __init__(self, servers: ProductServers, folder: CorrectionFolder, sizes: list[Sides]) -> None:
-        self._servers, self.folder = servers, folder
-        self.bytes_per_token = BYTES * sum(outputs for outputs, _ in sizes)
+    def __init__(self, servers: ProductServers, folder: CorrectionFolder, sizes: list[Sides], uses: int) -> None:
+        self._servers, self.folder, self._uses = servers, folder, uses
+        self.bytes_per_row = BYTES * sum(outputs for outputs, _ in sizes)
         widest = max(map(max, sizes))
         elements = min(_BLOCK_ELEMENTS, servers.most_elements)
-        rows = min(_BLOCK_ROWS, _BLOCK_BYTES // self.bytes_per_token, elements // widest)
+        rows = min(_BLOCK_ROWS, _BLOCK_BYTES // self.bytes_per_row, elements // widest)
         self._rows, self._preparer = max(1, rows), next(iter(servers.config.hosts), "")
 
-    def add(self, tokens: int, progress: Callable[[str, int, int], None]) -> None:
-        """As many blocks as that takes. Raises ConfigError for a full disk, ProtocolAbort naming a wrong product."""
-        done = 0
-        while done < tokens:
-            rows = min(self._rows, tokens - done)
-            check_space(self.folder, rows * self.bytes_per_token)
+    def add(self, wanted: int, progress: Callable[[str, int, int], None]) -> None:
+        """Blocks of so many rows. Raises ConfigError for a full disk, ProtocolAbort naming a wrong product."""
+        done, tokens = 0, wanted // self._uses
+        while done < wanted:
+            rows = min(self._rows, wanted - done)
+            check_space(self.folder, rows * self.bytes_per_row)
             facts = BlockFacts.fresh(rows, cast(Corrections, self._servers.corrections).digests, self._preparer)
             made = {}
             for name, products in self._servers.mask_products(rows, facts.key):
                 made[name] = products
-                progress(name, done, tokens)
+                progress(name, done // self._uses, tokens)
             self.folder.add(facts, made)
             done += rows
-            progress("", done, tokens)
+            progress("", done // self._uses, tokens)
 
-    def keep(self, tokens: int, progress: Callable[[str, int, int], None], notice: Callable[[str], None]) -> None:
-        """Until it is interrupted: add blocks whenever fewer are left."""
+    def keep(
+        self, rows: int, progress: Callable[[str, int, int], None], notice: Callable[[str], None],
+        stop: Callable[[], bool],
+    ) -> None:  # fmt: skip
+        """Until it is interrupted or `stop` says so: add blocks whenever fewer rows are left."""
         touched = time.monotonic()
-        while True:
-            missing = tokens - self.folder.rows()
+        while not stop():
+            missing = rows - self.folder.rows()
             if missing > 0:
-                more = max(missing, min(self._rows, tokens))
+                more = max(missing, min(self._rows, rows))
                 self.add(more, progress)
-                notice(f"made {more} tokens; {self.folder.rows()} are left in {self.folder.path}")
+                left = self.folder.rows() // self._uses
+                notice(f"made {more // self._uses} tokens; {left} are left in {self.folder.path}")
             elif time.monotonic() - touched > _TOUCH_S:
                 self._servers.costs()
                 touched = time.monotonic()
@@ -100,6 +104,7 @@ def check_space(folder: CorrectionFolder, wanted: int) -> None:
 def make_corrections(
     model_class: type[PreTrainedModel], config: PretrainedConfig, weights: WeightSource, private_config: PrivateConfig,
     tokens: int, keep: int, progress: Callable[[str, int, int], None], notice: Callable[[str], None],
+    stop: Callable[[], bool],
 ) -> int:  # fmt: skip
     """See `private_llm_hf.prepare_corrections`. Raises ConfigError for settings that fit no preparation."""
     if private_config.protocol != ASSISTED or private_config.corrections is None:
@@ -110,8 +115,9 @@ def make_corrections(
     model = skeleton(model_class, config)
     of_experts = (sizes.sides() for sizes in experts_at_servers(model, private_config.experts).values())
     sizes = [*map(sides_of, sent_layers(model).values()), *itertools.chain.from_iterable(of_experts)]
-    each = BYTES * sum(outputs for outputs, _ in sizes)
-    more = max(tokens, keep - folder.rows())
+    uses = uses_a_token(model_class, config)
+    each = BYTES * uses * sum(outputs for outputs, _ in sizes)
+    more = max(tokens, keep - folder.rows() // uses)
     refills = f", and more whenever fewer than {keep} are left" if keep else ""
     notice(f"{size(each)} a token; {more} tokens, {size(each * more)} in all, in {folder.path}{refills}")
     check_space(folder, each * more)
@@ -125,8 +131,8 @@ def make_corrections(
         weights(wanted, put, local)
 
     with closing(open_assisted(model_class, config, shown, servers, None)):
-        preparation = Preparation(cast(ProductServers, servers), folder, sizes)
-        preparation.add(tokens, progress)
+        preparation = Preparation(cast(ProductServers, servers), folder, sizes, uses)
+        preparation.add(tokens * uses, progress)
         if keep:
-            preparation.keep(keep, progress, notice)
-    return folder.rows()
+            preparation.keep(keep * uses, progress, notice, stop)
+    return folder.rows() // uses

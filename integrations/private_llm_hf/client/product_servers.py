@@ -87,7 +87,7 @@ class ProductServers(Parties):
         """Of all weights that were loaded, in the order of their numbers."""
         self.most_elements = _ELEMENTS_AT_ONCE
         self._weights_held: dict[int, WeightsHeld] = {}
-        self.exchanges = 0
+        self.exchanges, self.uses = 0, 1  # `uses_a_token` of the model
         self.stored = True
         """Whether the servers had all weights that were loaded."""
 
@@ -108,7 +108,7 @@ class ProductServers(Parties):
 
         Each row of a batch, and each beam, takes one.
         """
-        return None if self.corrections is None else self.corrections.left()
+        return None if self.corrections is None else self.corrections.left() // self.uses
 
     def tell(self, message: Message, parties: Iterable[int] | None = None) -> None:
         """Send a command to all servers, or to these, after a frame that says so."""
