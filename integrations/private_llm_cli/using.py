@@ -244,6 +244,7 @@ def estimate(
         ),
     ] = "",
     ranges: options.RangesFile = None,
+    corrections: Annotated[bool, typer.Option(help="Under 'assisted': one server, and what `prepare` makes.")] = False,
 ) -> None:
     """What a run will cost, without weights and without hardware."""
     from private_llm_cli.commands.estimate import estimate as run
@@ -266,6 +267,8 @@ def estimate(
         compare_plans(Workload(model, seq, new, batch), config, given, plans, as_json, hardware)
         return
     more |= options.plan_of("".join(plan or []), accept_weak_plan, split)
+    if corrections:
+        more["corrections"] = "as `private-llm prepare` makes"
     config = options.config_of(protocol, ring, **more)
     work = Workload(model, seq, new, batch, sparsity)
     hardware = Hardware.of(bandwidth, latency, gmacs, config.plan is not None, config.protocol == ASSISTED)

@@ -113,10 +113,14 @@ def test_the_server_gets_rows_under_fresh_masks_and_nothing_else(
 
 def test_an_estimate_knows_one_server(tmp_path: Path) -> None:
     with prepared("llama", tmp_path, 10) as (plain, private), torch.no_grad():
+        kept = sum(each.stat().st_size for each in (tmp_path / "corrections").iterdir())
         private.cost(reset=True)
         private(torch.arange(4)[None] + 3)
-        found = estimate(type(plain), plain.config, stored(tmp_path), sequence=4, new_tokens=0).costs
-        run = private.cost()
+        made = estimate(type(plain), plain.config, stored(tmp_path), sequence=4, new_tokens=0)
+        assert made.corrections is not None
+        assert made.corrections.rows == 4
+        assert 0 < kept - made.corrections.bytes * 10 // 4 < 4000  # what a block says of itself
+        found, run = made.costs, private.cost()
         assert found.cost.sent.keys() == run.cost.sent.keys()
         assert 0 <= run.bytes_total - found.bytes_total < 10  # the start of a block
 

@@ -83,6 +83,10 @@ def _summary(work: Workload, found: Estimate, config: PrivateConfig, hardware: H
         **({} if hardware.products is None else {
             "memory_client": {"weights": found.client_bytes, "cache": found.cache_bytes},
             **dataclasses.asdict(hardware.products),
+            **({} if found.corrections is None else {"corrections": {
+                "rows": found.corrections.rows, "bytes": found.corrections.bytes,
+                "seconds": found.corrections.seconds(hardware.products),
+            }}),
         }),
         "bandwidth_mbit": hardware.link.bandwidth_mbit, "latency_ms": hardware.link.latency_ms,
         "gmacs": round(speed, 2), "seconds": sum(times), **speeds(work, found, hardware),
@@ -138,6 +142,11 @@ def _tables(work: Workload, found: Estimate, config: PrivateConfig, hardware: Ha
         )
         return
     if hardware.products is not None:
+        stored = found.corrections
+        prepared = [] if stored is None else [
+            (f"corrections on disk, {stored.rows} rows of each weight", size(stored.bytes)),
+            ("time of preparing them on this machine", duration(stored.seconds(hardware.products))),
+        ]  # fmt: skip
         emit_table(
             "in sum", ("what", "how much"),
             [
@@ -145,7 +154,7 @@ def _tables(work: Workload, found: Estimate, config: PrivateConfig, hardware: Ha
                 ("rounds, each an exchange (two latencies) with the servers", found.costs.rounds),
                 ("memory of a server, weights", size(found.weight_bytes)),
                 ("memory of the client, weights and cache", f"{size(found.client_bytes)}, {size(found.cache_bytes)}"),
-                *pace, ("time (latency, the client's link, servers, client)", total),
+                *prepared, *pace, ("time (latency, the client's link, servers, client)", total),
             ],
         )  # fmt: skip
         return

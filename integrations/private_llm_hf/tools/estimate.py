@@ -47,7 +47,13 @@ from private_llm_hf.party.party import Party
 from private_llm_hf.patch_plan import make_patch_plan
 from private_llm_hf.token_sharding.cut import Cut, stop_after
 from private_llm_hf.tools.estimate_nodes import MetaNodes, Sharded
-from private_llm_hf.tools.estimate_products import ProductExchange, counted_model, kept_bytes, own_bytes
+from private_llm_hf.tools.estimate_products import (
+    ProductExchange,
+    StoredProducts,
+    counted_model,
+    kept_bytes,
+    own_bytes,
+)
 from private_llm_hf.tools.priced_once import QuickShapes, price_once
 from private_llm_hf.vision.network import Network
 from private_llm_hf.vision.networks import BUILDERS
@@ -94,7 +100,7 @@ class Estimate:
     both are of a party, and `sharded` has those of the nodes. seeds_bytes: the weights of each party with
     weights_at_rest="seeds"; () where there are no masks. prompt: of a generation, the part before its first new token.
     exchanges: under protocol "assisted"; then cache_bytes are the client's, and client_bytes are its own weights and
-    what it keeps of the others.
+    what it keeps of the others. corrections: that it takes, if any.
     """
 
     costs: Costs
@@ -105,6 +111,7 @@ class Estimate:
     seeds_bytes: tuple[int, ...] = ()
     exchanges: tuple[ProductExchange, ...] = ()
     client_bytes: int = 0
+    corrections: StoredProducts | None = None
 
     def layers(self) -> list[LayerCost]:
         """See `by_layer`; those of nodes after the others."""
@@ -395,8 +402,8 @@ def _of_exchanges(
     first = _FirstToken(so_far)
     servers.goes_on()
     with torch.no_grad():
-        made = work.run(model, first)
-    return dataclasses.replace(so_far(), cache_bytes=kept_bytes(made), prompt=first.prompt)
+        cache = kept_bytes(work.run(model, first))
+    return dataclasses.replace(so_far(), cache_bytes=cache, prompt=first.prompt, corrections=servers.prepared)
 
 
 class _FirstToken(BaseStreamer):  # type: ignore[misc]

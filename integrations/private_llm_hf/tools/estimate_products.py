@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -128,6 +130,24 @@ class ProductExchange:
         return 2 * latency_ms / 1e3 + BYTES * elements * 8 / (bandwidth_mbit * 1e6) + computing
 
 
+@dataclasses.dataclass(frozen=True)
+class StoredProducts:
+    """Corrections that a run takes. rows: of each weight. shapes: outputs and inputs of every weight."""
+
+    rows: int
+    shapes: tuple[tuple[int, int], ...]
+
+    @property
+    def bytes(self) -> int:
+        """On disk, but for names and digests."""
+        return BYTES * self.rows * sum(outputs for outputs, _ in self.shapes)
+
+    def seconds(self, speed: ProductSpeed) -> float:
+        """Of making and checking them on this machine, without the time of its disk."""
+        macs, elements = (sum(map(each, self.shapes)) for each in (math.prod, sum))
+        return self.rows * (macs / speed.many_rows + elements / speed.elements) / 1e9
+
+
 # -- bytes -----------------------------------------------------------------------------------------------------------
 class CountedServers(ProductServers):
     """Stands where the client's link to the servers stands; answers with zeros, and counts what a run would send."""
@@ -138,6 +158,7 @@ class CountedServers(ProductServers):
         self._servers = config.endpoints
         self.asked: list[ProductExchange] = []
         self.shapes: list[tuple[int, int]] = []
+        self._rows = Counter[int]()
         self.progress = progress
         self._since = time.perf_counter()
         self._ledgers = [*map(Ledger, range(self._servers)), Ledger(CLIENT)]
@@ -152,9 +173,15 @@ class CountedServers(ProductServers):
         """What the client keeps of all weights: secret sums, and scales."""
         return sum(8 * ((NAMING + 1) * outputs + (NAMING + 2) * inputs) for outputs, inputs in self.shapes)
 
+    @property
+    def prepared(self) -> StoredProducts | None:
+        """With one server: what is prepared for what was asked so far."""
+        return None if self._servers > 1 else StoredProducts(max(self._rows.values(), default=0), tuple(self.shapes))
+
     def product(self, number: int, x: Tensor, where: str) -> Tensor:
         """Zeros [M, outputs]."""
         outputs, inputs = self.shapes[number]
+        self._rows[number] += len(x)
         for some in x.split(rows_at_once(inputs, outputs)):
             self._count(len(some), inputs, outputs, where)
         made = x.new_zeros(len(x), outputs)

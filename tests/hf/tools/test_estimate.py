@@ -285,6 +285,13 @@ def test_the_command_prices_products(run: Run) -> None:
     assert found["seconds"] > found["seconds_first_token"] > 0.098  # 49 rounds, two milliseconds each
     assert found["rounds"] == 3 * 49
     assert sum(layer["bytes"] for layer in found["layers"]) == found["bytes_total"]
-    told = run(*arguments)
+    assert "corrections" not in found
+    one = json.loads(run(*arguments, "--corrections", "--json"))
+    assert one["corrections"]["rows"] == 8 + 2
+    saved = found["bytes_total"] - one["bytes_total"]  # of labels and answers; a head answers three rows alone
+    assert 0 < saved < one["corrections"]["bytes"] + 3 * 49 * 100
+    assert one["corrections"]["seconds"] > 0
+    told = run(*arguments, "--corrections")
+    assert "corrections on disk, 10 rows of each weight" in told
     assert "rounds, each an exchange (two latencies) with the servers" in told
     assert "memory of the client" in told
