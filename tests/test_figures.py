@@ -250,6 +250,7 @@ DATED = {
     "python scripts/studies/replay_cache.py",  # of patterns
     "python scripts/studies/bench_distance.py",  # of another version
     "python scripts/studies/bench_distance.py --ways keys trained",
+    "python scripts/studies/bench_distance.py --assisted",
 }
 """Commands whose tables have such units, and cannot be counted again here: their pages say when they were made."""
 
