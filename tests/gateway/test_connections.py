@@ -97,7 +97,7 @@ def test_kept_connections_serve_again(short: Gateway) -> None:
             time.sleep(HEAD_S / 5)
 
 
-def test_bodies_are_taken_apart_some_at_a_time(short: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bodies_are_taken_apart_some_at_a_time(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
     """In chunks of one byte 256 KiB, which asyncio reads at once, would hold up everybody for 0.2 s."""
     read, real = [], H11Protocol.data_received
 
@@ -106,7 +106,7 @@ def test_bodies_are_taken_apart_some_at_a_time(short: Gateway, monkeypatch: pyte
         real(self, data)
 
     monkeypatch.setattr(H11Protocol, "data_received", received)
-    with call(short) as sock:
+    with call(gateway) as sock:
         chunks = b"1\r\n \r\n" * 20_000
         sock.sendall(f"{HEAD}Transfer-Encoding: chunked\r\n\r\n".encode() + chunks + b"0\r\n\r\n")
         assert sock.recv(4096).startswith(b"HTTP/1.1 400")
