@@ -54,6 +54,10 @@ import hashlib, json, os, pathlib, platform, sys
 commit, version, *tools = sys.argv[1:]
 def digest(path):
     return {"sha256": hashlib.sha256(pathlib.Path(path).read_bytes()).hexdigest()}
+parts = pathlib.Path(f"dist/private_llm-{version}.cdx.json")
+named = json.loads(parts.read_text()) # its version is in no file that cyclonedx-py reads
+named["metadata"]["component"] |= {"version": version, "purl": f"pkg:pypi/private-llm@{version}"}
+parts.write_text(json.dumps(named, indent=2) + "\n")
 made = sorted(pathlib.Path("dist").glob(f"private_llm-{version}*"))
 statement = {
     "_type": "https://in-toto.io/Statement/v1",

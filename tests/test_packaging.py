@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import hashlib
+import json
 import os
 import re
 import shutil
@@ -185,14 +187,29 @@ def test_builds_are_complete_and_repeat(tmp_path: Path) -> None:
     assert not {name.partition("/")[0] for name in inside} & {"tests", "scripts", "docs", "examples"}
 
 
-def test_the_release_script_parses_and_names_files_that_there_are() -> None:
+def test_the_release_script_states_what_it_made(tmp_path: Path) -> None:
+    """Its last part, with stand-ins for what is built and installed before it."""
     script = ROOT / "scripts/release.sh"
     subprocess.run(["bash", "-n", script], check=True, timeout=20)
     text = script.read_text()
     (code,) = re.findall(r"<<'PYTHON'\n(.*)^PYTHON$", text, re.DOTALL | re.MULTILINE)
-    ast.parse(code)
-    assert f"## {VERSION}\n" in (ROOT / "CHANGELOG.md").read_text()
-    assert re.search(r"sed -n 's/\^VERSION = ", text)
+    assert f"\n## {VERSION}\n" in (ROOT / "CHANGELOG.md").read_text()
+    (tmp_path / "dist").mkdir()
+    (tmp_path / "constraints.txt").write_text("torch==2\n")
+    parts = tmp_path / f"dist/private_llm-{VERSION}.cdx.json"
+    parts.write_text('{"metadata": {"component": {"name": "private-llm"}}}')
+    (tmp_path / f"dist/private_llm-{VERSION}-py3-none-any.whl").write_bytes(b"wheel")
+    environment = {**os.environ, "SOURCE_DATE_EPOCH": "7", "RELEASE_BUILDER": "https://example.org/us"}
+    command = [sys.executable, "-c", code, "c0ffee", VERSION, "build==1"]
+    subprocess.run(command, cwd=tmp_path, env=environment, check=True, timeout=60)
+    assert json.loads(parts.read_text())["metadata"]["component"]["version"] == VERSION
+    stated = json.loads((tmp_path / f"dist/private_llm-{VERSION}.intoto.json").read_text())
+    digests = {each["name"]: each["digest"]["sha256"] for each in stated["subject"]}
+    assert digests == {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in (parts, *parts.parent.glob("*.whl"))
+    }
+    assert stated["predicate"]["buildDefinition"]["resolvedDependencies"][0]["digest"] == {"gitCommit": "c0ffee"}
+    assert stated["predicate"]["runDetails"]["builder"]["id"] == "https://example.org/us"
 
 
 # -- the newest dependencies -----------------------------------------------------------------------------------------
