@@ -54,5 +54,7 @@ def test_caches_of_transformers(kind: str) -> None:
 
 
 def test_the_setting_of_other_protocols_says_what_to_do_instead() -> None:
-    with pytest.raises(ConfigError, match=r"kv_cache: got .*generate\(\) a cache that evicts \(docs/kv-cache.md"):
+    with pytest.raises(
+        ConfigError, match=r"kv_cache: .*generate\(\) a cache that evicts \(`private-llm docs kv-cache`"
+    ):
         PrivateConfig(protocol="assisted", kv_cache=H2O())
