@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import hashlib
 import json
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
@@ -94,18 +95,18 @@ class Endpoints:
         raw = await request.body()
         async with self._reading:
             wanted = await run_in_threadpool(lambda: read(self.models, body_of(raw), self.settings.max_choices))
-        made, task = responses.Response(wanted), self._start(wanted)
+        made, task = responses.Response(wanted), self._start(wanted, _owner(request))
         if not wanted.stream:
             spent = await task.whole(request.is_disconnected)
             return await run_in_threadpool(lambda: _sent(made.whole(spent)))
         await task.first(_FIRST_S, request.is_disconnected)
         return EventSourceResponse(self._events(wanted, made, task), sep=_LINE_END, ping=_PING_S)
 
-    def _start(self, wanted: Wanted) -> RequestTask:
+    def _start(self, wanted: Wanted, owner: str) -> RequestTask:
         def work(tell: engine.SendChunk, gone: Callable[[], bool]) -> Any:  # noqa: ANN401
             ahead = wanted.echo and wanted.logprobs
             with self._counted_usage(wanted.served) as total:
-                return engine.write(wanted.served, wanted.groups, tell, gone, self.settings, total, ahead)
+                return engine.write(wanted.served, wanted.groups, tell, gone, self.settings, total, ahead, owner)
 
         return self.runner.start(wanted.served, work)
 
@@ -157,7 +158,7 @@ class Endpoints:
                 asked, wanted = await run_in_threadpool(read)
         except ApiError as error:
             raise named_here(error) from None
-        made, task = responses.Response(wanted), self._start(wanted)
+        made, task = responses.Response(wanted), self._start(wanted, owner)
         if not wanted.stream:
             spent = await task.whole(request.is_disconnected)
             return await run_in_threadpool(lambda: _sent(asked.whole(made.whole(spent))))
@@ -271,7 +272,8 @@ def _sent(made: Mapping[str, Any]) -> Response:
 
 
 def _owner(request: Request) -> str:
-    return request.headers.get("authorization", "")
+    """Whose request it is: a digest of its key."""
+    return hashlib.sha256(request.headers.get("authorization", "").encode()).hexdigest()
 
 
 def _event(data: str, kind: str | None = None) -> ServerSentEvent:

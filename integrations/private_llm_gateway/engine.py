@@ -44,8 +44,10 @@ again, on sessions that were renewed too early for it, where the links between t
 class _Generation:
     """A request, or a part of it, on one session, which may be renewed."""
 
-    def __init__(self, served: Served, model: Any, gone: Callable[[], bool], total: UsageTotal, rows: int) -> None:  # noqa: ANN401
-        self.served, self.model, self.gone, self.total, self.rows = served, model, gone, total, rows
+    def __init__(
+        self, served: Served, model: Any, gone: Callable[[], bool], total: UsageTotal, rows: int, owner: str = "",  # noqa: ANN401
+    ) -> None:  # fmt: skip
+        self.served, self.model, self.gone, self.total, self.rows, self.owner = served, model, gone, total, rows, owner
         self.renewals = 0
         model.on_chunk = self._look
         self.meter: UsageMeter = self.trying(lambda: UsageMeter(self.model, total))
@@ -81,9 +83,10 @@ class _WorkerGroup:
 
     def __init__(
         self, served: Served, groups: Sequence[Sequence[Completion]], tell: SendChunk, gone: Callable[[], bool],
-        rows: int, echo: bool, total: UsageTotal,
+        rows: int, echo: bool, total: UsageTotal, owner: str,
     ) -> None:  # fmt: skip
         self.served, self.tell, self.gone, self.rows, self.echo, self.total = served, tell, gone, rows, echo, total
+        self.owner = owner
         self._left = deque(groups)
         self._at_work = 0
         self._error: BaseException | None = None
@@ -94,7 +97,9 @@ class _WorkerGroup:
         generation: _Generation | None = None
         while (group := self._next()) is not None:
             try:
-                generation = generation or _Generation(self.served, model, self._over, self.total, self.rows)
+                generation = generation or _Generation(
+                    self.served, model, self._over, self.total, self.rows, self.owner
+                )
                 self.total.prompt(len(group[0].prompt))
                 if self.echo:
                     generation.trying(partial(_prompt, generation, group))
@@ -141,16 +146,17 @@ class _WorkerGroup:
 
 def write(
     served: Served, groups: Sequence[Sequence[Completion]], tell: SendChunk, gone: Callable[[], bool],
-    settings: GatewaySettings, total: UsageTotal, echo: bool = False,
+    settings: GatewaySettings, total: UsageTotal, echo: bool = False, owner: str = "",
 ) -> Usage:  # fmt: skip
     """Write answers, in groups of one prompt each, telling what is new after every token.
 
-    echo: find the likelihoods of the prompts' tokens as well. Returns what `total` has then; whatever is raised, it has
-    what was spent before. Raises Abandoned if the client is gone, PoolBusy, and errors of the library.
+    echo: find the likelihoods of the prompts' tokens as well. owner: whose kept caches serve. Returns what `total` has
+    then; whatever is raised, it has what was spent before. Raises Abandoned if the client is
+    gone, PoolBusy, and errors of the library.
     """
-    workers = _WorkerGroup(served, groups, tell, gone, settings.rows, echo, total)
+    workers = _WorkerGroup(served, groups, tell, gone, settings.rows, echo, total, owner)
     # no inference_mode: its tensors have no version, by which layers under 'assisted' know that they share an input
-    alike = partial(served.kept.begins, ids=groups[0][0].prompt)
+    alike = partial(served.kept.begins, owner=owner, ids=groups[0][0].prompt)
     with served.pool.session(settings.wait_s, gone, alike) as model, torch.no_grad():
         for _ in range(min(len(groups), served.pool.size) - 1):
             threading.Thread(target=workers.help, name="further session", daemon=True).start()
@@ -219,7 +225,7 @@ def _write_rows(generation: _Generation, live: Sequence[Completion], tell: SendC
 
     rows = [[*answer.prompt, *answer.tokens] for answer in live]
     model, kept, ids = generation.model, generation.served.kept, torch.tensor(rows)
-    cache = kept.take(model, rows[0]) if len(rows) == 1 else None
+    cache = kept.take(model, generation.owner, rows[0]) if len(rows) == 1 else None
     if cache is not None:
         generation.total.kept(cache.get_seq_length())
     sampler = None if all(answer.params.plain for answer in live) else completion.TokenSampler(live)
@@ -236,7 +242,7 @@ def _write_rows(generation: _Generation, live: Sequence[Completion], tell: SendC
         stopping_criteria=StoppingCriteriaList([completion.CompletionStopper(live, sampler, after)]),
     )
     if len(rows) == 1 and made.past_key_values is not None:
-        kept.keep(model, made.sequences[0].tolist(), made.past_key_values)
+        kept.keep(model, generation.owner, made.sequences[0].tolist(), made.past_key_values)
 
 
 def _tell(generation: _Generation, answers: Sequence[Completion], tell: SendChunk) -> None:

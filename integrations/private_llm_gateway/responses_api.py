@@ -28,7 +28,7 @@ _INCLUDED = ("message.output_text.logprobs", "reasoning.encrypted_content")
 _STOPPED = {"length": "max_output_tokens"}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class _KeptResponse:
     owner: str
     response: dict[str, Any]
@@ -52,13 +52,14 @@ class KeptResponses:
                 del self._kept[next(iter(self._kept))]
 
     def find(self, owner: str, name: str, param: str | None = None) -> _KeptResponse:
-        """One of that key's. Raises ApiError (404)."""
+        """One of that key's. Raises ApiError (404; 400 where a request's field names it, as OpenAI's service)."""
         with self._lock:
             found = self._kept.get(name)
         if found is None or found.owner != owner:
             told = "the gateway keeps no such response: it keeps the newest, in memory, and only with store"
-            code = "response_not_found" if param is None else "previous_response_not_found"
-            raise ApiError(404, told, param=param, code=code)
+            if param is not None:
+                raise ApiError(400, told, param=param, code="previous_response_not_found")
+            raise ApiError(404, told, code="response_not_found")
         return found
 
     def delete(self, owner: str, name: str) -> None:

@@ -75,35 +75,38 @@ class Model:
 def test_as_much_is_kept_as_begins_alike_and_there_is_room_for() -> None:
     kept, one, other = KeptPrompts(10), Model(), Model()
     cache = Cache(6)
-    kept.keep(one, [1, 2, 3, 4, 5, 6, 7], cache)
-    assert [kept.begins(one, ids) for ids in ([1], [1, 2], [1, 9, 3], [2, 1], [*range(1, 12)])] == [0, 1, 1, 0, 6]
-    assert kept.begins(other, [1, 2, 3]) == 0
+    kept.keep(one, "key", [1, 2, 3, 4, 5, 6, 7], cache)
+    found = [kept.begins(one, "key", ids) for ids in ([1], [1, 2], [1, 9, 3], [2, 1], [*range(1, 12)])]
+    assert found == [0, 1, 1, 0, 6]
+    assert kept.begins(other, "key", [1, 2, 3]) == 0
     second = Cache(6)
-    kept.keep(other, [1, 2, 3, 4, 5, 6, 7], second)
-    assert second.length == kept.begins(other, [*range(1, 12)]) == 4  # of ten, six are taken
-    assert kept.take(one, [1, 2, 3, 9, 9]) is cache
+    kept.keep(other, "key", [1, 2, 3, 4, 5, 6, 7], second)
+    assert second.length == kept.begins(other, "key", [*range(1, 12)]) == 4  # of ten, six are taken
+    assert kept.take(one, "key", [1, 2, 3, 9, 9]) is cache
     assert cache.length == 3
-    assert kept.take(one, [1, 2, 3, 9, 9]) is None  # a request has it
-    kept.keep(one, [1, 2, 3, 9, 9, 8, 8, 8], cache := Cache(8))
+    assert kept.take(one, "key", [1, 2, 3, 9, 9]) is None  # a request has it
+    kept.keep(one, "key", [1, 2, 3, 9, 9, 8, 8, 8], cache := Cache(8))
     assert cache.length == 6
-    assert kept.take(one, [7, 7]) is None
-    assert kept.begins(one, [1, 2, 3]) == 0  # and it is given up
+    assert kept.take(one, "key", [7, 7]) is None
+    assert kept.begins(one, "key", [1, 2, 3]) == 0  # and it is given up
 
 
 def test_nothing_is_kept_that_could_change_an_answer() -> None:
     for policy, most in ((SlidingWindow(4), 10), (KeepAll(), 0)):
         kept, model = KeptPrompts(most), Model(policy)
-        kept.keep(model, [1, 2, 3], Cache(3))
-        assert kept.take(model, [1, 2, 3]) is None
+        kept.keep(model, "key", [1, 2, 3], Cache(3))
+        assert kept.take(model, "key", [1, 2, 3]) is None
     kept, model = KeptPrompts(), Model()
-    kept.keep(model, [*range(9)], Cache(9, most=2))
-    assert kept.take(model, [0, 1, 2, 7]) is None
-    kept.keep(model, [*range(9)], Cache(9, most=0))
-    found = kept.take(model, [*range(12)])
+    kept.keep(model, "key", [*range(9)], Cache(9, most=2))
+    assert kept.take(model, "key", [0, 1, 2, 7]) is None
+    kept.keep(model, "key", [*range(9)], Cache(9, most=0))
+    found = kept.take(model, "key", [*range(12)])
     assert found.length == 9
-    kept.keep(model, [*range(9)], found)
+    kept.keep(model, "key", [*range(9)], found)
+    assert kept.begins(model, "key", [*range(12)]) == 9
+    assert kept.begins(model, "another", [*range(12)]) == 0
     model.parties = SimpleNamespace(config=model.parties.config)
-    assert kept.take(model, [*range(12)]) is None  # its session is another one
+    assert kept.take(model, "key", [*range(12)]) is None  # its session is another one
 
 
 def test_a_request_gets_the_session_that_read_most_of_it() -> None:
@@ -113,10 +116,10 @@ def test_a_request_gets_the_session_that_read_most_of_it() -> None:
     served = replace(served, pool=pool)
     ids = [*range(5, 15)]
     for model, count in zip(models, (2, 6, 4), strict=True):
-        served.kept.keep(model, ids[:count], Cache(count))
-    with pool.session(1.0, fits=lambda model: served.kept.begins(model, ids)) as best:
+        served.kept.keep(model, "key", ids[:count], Cache(count))
+    with pool.session(1.0, fits=lambda model: served.kept.begins(model, "key", ids)) as best:
         assert best is models[1]
-        with pool.session(1.0, fits=lambda model: served.kept.begins(model, ids)) as second:
+        with pool.session(1.0, fits=lambda model: served.kept.begins(model, "key", ids)) as second:
             assert second is models[2]
     pool.close()
 

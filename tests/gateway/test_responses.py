@@ -116,9 +116,9 @@ def test_what_goes_on_from_a_response(client: OpenAI) -> None:
         with pytest.raises(openai.NotFoundError) as refused:
             client.responses.retrieve(name)
         assert refused.value.code == "response_not_found"
-    with pytest.raises(openai.NotFoundError) as refused:
+    with pytest.raises(openai.BadRequestError) as missing:
         client.responses.create(**asked)
-    assert (refused.value.code, refused.value.param) == ("previous_response_not_found", "previous_response_id")
+    assert (missing.value.code, missing.value.param) == ("previous_response_not_found", "previous_response_id")
 
 
 def test_another_keys_response_is_not_there() -> None:
@@ -133,7 +133,7 @@ def test_another_keys_response_is_not_there() -> None:
         for ask in (other.responses.retrieve, other.responses.delete):
             with pytest.raises(openai.NotFoundError):
                 ask(made.id)
-        with pytest.raises(openai.NotFoundError):
+        with pytest.raises(openai.BadRequestError, match="keeps no such response"):
             other.responses.create(**ASKED, previous_response_id=made.id)
 
 
