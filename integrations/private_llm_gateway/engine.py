@@ -226,7 +226,7 @@ def _write_rows(generation: _Generation, live: Sequence[Completion], tell: SendC
     rows = [[*answer.prompt, *answer.tokens] for answer in live]
     model, kept, ids = generation.model, generation.served.kept, torch.tensor(rows)
     cache = kept.take(model, generation.owner, rows[0]) if len(rows) == 1 else None
-    if cache is not None:
+    if cache is not None and not live[0].ahead:  # else the prompt was read for its likelihoods
         generation.total.kept(cache.get_seq_length())
     sampler = None if all(answer.params.plain for answer in live) else completion.TokenSampler(live)
     ends = live[0].ends

@@ -51,6 +51,8 @@ class KeptPrompts:
         """A request ended with this cache, whose tokens are the first of these. As many stay as there is room for."""
         if not self._most or not isinstance(model.parties.config.kv_cache, KeepAll):  # else the past decides what stays
             return
+        if any(getattr(layer, "record_past", False) for layer in cache.layers):  # cuts these back for drafts alone
+            return
         held = int(cache.get_seq_length())
         with self._lock:
             others = sum(len(each) for other, (*_, each, _) in self._kept.items() if other is not model)

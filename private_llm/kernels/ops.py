@@ -121,7 +121,7 @@ def narrow_matmul(x: Tensor, weight: Tensor, rows: int) -> Tensor:
     is_packed, columns = x.dtype is torch.uint8, len(weight)
     inner = x.numel() // max(rows * (cpu_narrow.BYTES if is_packed else 1), 1)
     if (
-        weight.dtype is not torch.int16 or not (is_packed or x.dtype is torch.int64) or weight.dim() != 2
+        rows < 0 or weight.dtype is not torch.int16 or not (is_packed or x.dtype is torch.int64) or weight.dim() != 2
         or x.numel() != rows * inner * (cpu_narrow.BYTES if is_packed else 1) or inner > weight.shape[1]
     ):  # fmt: skip
         raise DomainError(
@@ -176,9 +176,10 @@ def hide_rows(
     All as in `kernels.matmul.checked`; a row that is not finite has scale 0. Raises DomainError for other sizes.
     """
     whole, (rows, inputs) = torch.empty_like(mask), x.shape
-    _check_sizes(
-        "hide_rows", (mask.numel(), rows * inputs), (len(column_scales), inputs), (len(columns), inputs),
-        (out.numel(), cpu_narrow.BYTES * rows * inputs),
+    _check_operands(
+        "hide_rows", (x, rows * inputs, torch.float32), (mask, rows * inputs, torch.int64),
+        (column_scales, inputs, torch.float64), (columns, inputs, torch.float64),
+        (out, cpu_narrow.BYTES * rows * inputs, torch.uint8),
     )  # fmt: skip
     scales = torch.empty(rows, dtype=torch.float64)
     at = addresses(x, column_scales, columns, mask, whole, out, scales)
@@ -186,10 +187,11 @@ def hide_rows(
     return whole, scales
 
 
-def _check_sizes(name: str, *sizes: tuple[int, int]) -> None:
+def _check_operands(name: str, *wanted: tuple[Tensor, int, torch.dtype]) -> None:
     """Kernels read so many elements, and what lies beyond a smaller operand would leave, or be overwritten."""
-    if any(got != want for got, want in sizes):
-        raise DomainError(f"{name}: got operands of {[got for got, _ in sizes]} elements; want {[n for _, n in sizes]}")
+    if any(x.numel() != count or x.dtype is not dtype for x, count, dtype in wanted):
+        found = ", ".join(f"{x.numel()} x {x.dtype}" for x, _, _ in wanted)
+        raise DomainError(f"{name}: got operands of {found}; want {', '.join(f'{n} x {d}' for _, n, d in wanted)}")
 
 
 def open_rows(
@@ -201,9 +203,10 @@ def open_rows(
     """
     (lines, outputs), (rows, inputs) = sums.shape, whole.shape
     packed = cpu_narrow.BYTES * rows * outputs
-    _check_sizes(
-        "open_rows", (parts[0].numel(), packed), (parts[1].numel(), packed), (folded.numel(), lines * inputs),
-        (len(scales), rows), (len(factors), outputs),
+    _check_operands(
+        "open_rows", (parts[0], packed, torch.uint8), (parts[1], packed, torch.uint8),
+        (whole, rows * inputs, torch.int64), (sums, lines * outputs, torch.int64),
+        (folded, lines * inputs, torch.int64), (scales, rows, torch.float64), (factors, outputs, torch.float64),
     )  # fmt: skip
     out, right = torch.empty(rows, outputs), torch.empty(rows, dtype=torch.uint8)
     at = addresses(*parts, whole, sums, folded, scales, factors, out, right)

@@ -267,8 +267,11 @@ def test_kernels_refuse_operands_of_other_sizes() -> None:
             hidden(weight, x, mask)
     with pytest.raises(DomainError, match="hide_rows: got operands"):
         weight.hidden(torch.ones(2, 5), mask, torch.empty(2 * 5 * BYTES - 1, dtype=torch.uint8))
+    for x, hides in ((torch.ones(2, 5, dtype=torch.bfloat16), mask), (torch.ones(2, 5), mask.int())):
+        with pytest.raises(DomainError, match="hide_rows: got operands"):
+            hidden(weight, x, hides)
     whole, scales, _ = hidden(weight, torch.ones(2, 5), mask)
     part = torch.zeros(2 * 3 * BYTES, dtype=torch.uint8)
-    for one, other in ((part[1:], part), (part, part[:-5])):
+    for one, other in ((part[1:], part), (part, part[:-5]), (part.to(torch.int8), part)):
         with pytest.raises(DomainError, match="open_rows: got operands"):
             ops.open_rows((one, other), whole, *check.checked, scales, weight.factors)

@@ -55,8 +55,9 @@ def test_a_prompt_that_goes_on_is_read_from_there_on(gateway: Gateway) -> None:
 class Cache:
     """Holds so many tokens, and forgets up to `most` of them."""
 
-    def __init__(self, length: int, most: int = 1000) -> None:
+    def __init__(self, length: int, most: int = 1000, records: bool = False) -> None:
         self.length, self.most = length, most
+        self.layers = [SimpleNamespace(), SimpleNamespace(record_past=records)]
 
     def get_seq_length(self) -> int:
         return self.length
@@ -97,6 +98,8 @@ def test_nothing_is_kept_that_could_change_an_answer() -> None:
         kept.keep(model, "key", [1, 2, 3], Cache(3))
         assert kept.take(model, "key", [1, 2, 3]) is None
     kept, model = KeptPrompts(), Model()
+    kept.keep(model, "key", [*range(9)], Cache(9, records=True))  # as drafts leave it: it would be cut too short
+    assert kept.take(model, "key", [*range(12)]) is None
     kept.keep(model, "key", [*range(9)], Cache(9, most=2))
     assert kept.take(model, "key", [0, 1, 2, 7]) is None
     kept.keep(model, "key", [*range(9)], Cache(9, most=0))

@@ -122,10 +122,12 @@ def _drafts(choices: GatewayChoices, model: Any) -> SpeculationConfig | None:  #
     """How drafts are made. Raises ConfigError for a draft of another vocabulary, none, and policies that evict."""
     if not choices.draft:
         return None
-    from private_llm_hf.client.speculation import SpeculationConfig, check_drafts
+    from private_llm_hf.client.speculation import SpeculationConfig, check_drafts, stateful
     from private_llm_hf.models.inputs import max_positions
     from transformers import LogitsProcessorList
 
+    if stateful(model):
+        raise ConfigError(f"draft: {type(model).__name__} has states that drafts cannot put back; leave --draft out")
     made = SpeculationConfig(choices.draft)
     check_drafts(model.parties.config.kv_cache, max_positions(model.config) or 1 << 20, made.counts)
     made.drafter(model.config, LogitsProcessorList(), sample=False)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from transformers import AutoModelForCausalLM, LogitsProcessorList, PretrainedConfig, PreTrainedModel
 
-from private_llm.errors import ConfigError
+from private_llm.errors import ConfigError, UnsupportedOp
 from private_llm.kv_cache.policies.policy import CachePolicy
 from private_llm.typed_settings import check_types
 from private_llm_hf.client.drafts import Both, Draft, LookUp, ModelDraft
@@ -109,11 +109,18 @@ class SpeculationConfig:
     def drafter(self, config: PretrainedConfig, processors: LogitsProcessorList, sample: bool) -> Draft:
         """What drafts for a model of this configuration.
 
-        Raises ConfigError for a draft model of another vocabulary, and for one that `from_pretrained` cannot load.
+        Raises ConfigError for a draft model of another vocabulary, and for one that `from_pretrained` cannot load,
+        UnsupportedOp for one with recurrent states.
         """
         if self.draft == LOOKUP:
             return LookUp()
         model = _loaded(self.draft) if isinstance(self.draft, str) else self.draft
+        kinds = {*(getattr(model.config.get_text_config(), "layer_types", None) or ())}
+        if stateful(model) or not all("attention" in kind and "linear" not in kind for kind in kinds):
+            raise UnsupportedOp(
+                f"draft: got a {type(model).__name__}, whose state cannot be put back where drafts are wrong; want one "
+                "of attention layers"
+            )
         have, want = model.config.get_text_config().vocab_size, config.get_text_config().vocab_size
         if have != want:
             raise ConfigError(
@@ -122,6 +129,11 @@ class SpeculationConfig:
             )
         made = ModelDraft(model, processors, sample)
         return Both(made) if self.look_up else made
+
+
+def stateful(model: PreTrainedModel) -> bool:
+    """Whether a model carries states from token to token that no cache can put back, as transformers says of it."""
+    return bool(getattr(model, "_is_stateful", False))
 
 
 @functools.lru_cache(maxsize=1)

@@ -26,7 +26,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from private_llm.errors import ConfigError, DomainError, UnsupportedOp
 from private_llm_hf.client.drafts import ROOT, Draft, Tree, accept
-from private_llm_hf.client.speculation import DraftLength, FixedCounts, SpeculationConfig, check_drafts
+from private_llm_hf.client.speculation import DraftLength, FixedCounts, SpeculationConfig, check_drafts, stateful
 from private_llm_hf.models.inputs import GENERATED, check_positions, max_positions
 from private_llm_hf.transformers_versions import CACHE
 
@@ -73,6 +73,8 @@ def _refuse(
         raise ConfigError(f"speculation: got {len(ids)} rows, or beams; want one prompt, greedy or sampled")
     if model.config.is_encoder_decoder or facts.get("inputs_embeds") is not None:
         raise UnsupportedOp("speculation: want a decoder-only model and a prompt of token ids")
+    if stateful(model):
+        raise UnsupportedOp(f"speculation: {type(model).__name__} has states that cannot be put back; leave drafts out")
     if facts.get(CACHE) is None:
         raise ConfigError("speculation: needs a cache; leave use_cache=False and NoCache() out")
     if isinstance(facts[CACHE], StaticCache):

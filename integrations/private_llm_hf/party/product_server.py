@@ -113,11 +113,11 @@ class ServerMemory:
         self._held: Counter[str] = Counter()
         self._lock = threading.Lock()
 
-    def take(self, user: str, more: int, moment: int = 0) -> None:
-        """Hold so many bytes of weights more, and for a moment `moment` besides. Raises TransportError for too many."""
+    def take(self, user: str, more: int) -> None:
+        """Hold so many bytes of weights more. Raises TransportError for too many."""
         with self._lock:
-            held, in_all, wanted = self._held[user], self._held.total(), more + moment
-            if in_all + wanted > self.most or (user and held + wanted > self.most // 2):
+            held, in_all = self._held[user], self._held.total()
+            if in_all + more > self.most or (user and held + more > self.most // 2):
                 raise TransportError(
                     f"weights: got {in_all + more} bytes in all, {held + more} of this user; this server takes three "
                     f"quarters of its {self._whole} bytes, and half of that of one user"
@@ -125,7 +125,7 @@ class ServerMemory:
             self._held[user] += more
 
     def give_back(self, user: str, held: int) -> None:
-        """The weights of a session are gone."""
+        """So many bytes of weights are gone."""
         with self._lock:
             self._held[user] -= held
 
@@ -198,11 +198,15 @@ class ProductServer:
             case LoadLines():
                 if self._open is not None:
                     raise TransportError(f"this server multiplies by weights of {self._open.source!r} only")
-                self._count(command.name, 2 * elements(command.outputs, command.inputs, 1))
+                size = 2 * elements(command.outputs, command.inputs, 1)
+                self._count(command.name, 2 * size)  # it is there twice for a moment
                 shape = (command.outputs, command.inputs)
                 raw = self.transport.recv(CLIENT, "weight", (2 * command.outputs * command.inputs,), torch.uint8)
                 lines = ops.narrow_lines(raw.view(torch.int16).view(shape)).to(self._device)
                 self._weights.append(_Held(command.name, command.inputs, lines))
+                del raw, lines
+                self._memory.give_back(self._user, size)
+                self._bytes -= size
             case TellCosts():
                 tell_costs(self.transport, self.transport.ledger, command)
             case _:
@@ -255,13 +259,13 @@ class ProductServer:
         return _Held(command.name, inputs, lines)
 
     def _count(self, name: str, more: int) -> None:
-        """A weight of so many bytes, which is there twice for a moment. Raises TransportError as `ServerMemory.take`,
-        and for a model of more weights than any has.
+        """Hold so many bytes of a weight. Raises TransportError as `ServerMemory.take`, and for a model of more weights
+        than any has.
         """
         self._characters += len(name)
         if len(self._weights) >= _MOST_WEIGHTS or self._characters > _MOST_CHARACTERS:
             raise TransportError(f"weights: got more than {_MOST_WEIGHTS}, or {_MOST_CHARACTERS} characters of names")
-        self._memory.take(self._user, more, moment=more)
+        self._memory.take(self._user, more)
         self._bytes += more
 
     def product(self, x: Tensor, weight: _Held, rows: int) -> Tensor:

@@ -6,6 +6,7 @@ weights that the server read. They multiply side by side. What goes wrong in one
 
 from __future__ import annotations
 
+import functools
 import logging
 import socket
 import threading
@@ -13,10 +14,13 @@ import time
 from contextlib import closing
 from dataclasses import dataclass
 
+import torch
+
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError
 from private_llm.kernels.address import trim_allocator, tune_allocator
 from private_llm.kernels.devices import device_for
+from private_llm.kernels.parallel import usable_cores
 from private_llm.net.admission import Admission, ClientLink
 from private_llm.net.rendezvous import connect, open_acceptor
 from private_llm.net.roles import called
@@ -111,7 +115,8 @@ class ProductService:
         now, every = time.monotonic(), self.config.timeout_s / 8
         computing = 0
         for each in self._list():
-            since = None if each.server is None else each.server.busy_since
+            server = each.server
+            since = None if server is None else server.busy_since
             computing += since is not None
             if since is not None and now - max(since, each.told) > every:
                 each.told = now
@@ -125,12 +130,21 @@ class ProductService:
         self.observer.session_began(link.number[:12], link.user)
         threading.Thread(target=self._run, args=(served,), name=f"session {link.number[:12]}", daemon=True).start()
 
+    def _ready(self, link: ClientLink) -> None:
+        """Before a session reads its next request: its client has read the last answer. Each session computes on its
+        part of the cores, so that no product waits for pieces of another's.
+        """
+        link.await_reader()
+        share = max(1, usable_cores() // max(1, len(self._sessions)))
+        if torch.get_num_threads() != share:  # of this thread
+            torch.set_num_threads(share)
+
     def _run(self, served: _ProductSession) -> None:
         link, reason = served.link, None
 
         def serve() -> None:
             served.server = ProductServer(self.config, link, self._weights, self._memory, link.user)
-            served.server.serve(link.await_reader)
+            served.server.serve(functools.partial(self._ready, link))
 
         try:
             reason = reported(self.config, self.number, link, serve)

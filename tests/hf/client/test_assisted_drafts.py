@@ -10,9 +10,17 @@ import torch
 from private_llm_cli.commands.models import smollm2_model
 from private_llm_hf import FixedCounts, SpeculationConfig, patch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Lfm2Config,
+    Lfm2ForCausalLM,
+    PreTrainedModel,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+)  # fmt: skip
 
-from private_llm.errors import ConfigError
+from private_llm.errors import ConfigError, UnsupportedOp
 from tests.hf import tiny
 from tests.hf.compare import PADDED
 from tests.hf.test_assisted import ASSISTED, assisted
@@ -144,3 +152,23 @@ def test_drafts_with_real_weights(monkeypatch: pytest.MonkeyPatch) -> None:
             assert len(seen) < 18
             assert seen[1] == 8
             assert "speculation" not in how or {*seen[1:]} == {8}
+
+
+def test_states_that_cannot_be_put_back_are_refused(llama: tuple[Any, Any]) -> None:
+    """Of the model: its text was wrong in silence. Of a draft: it failed after some tokens."""
+    sizes: dict[str, Any] = {
+        "vocab_size": 99, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }  # fmt: skip
+    linear: dict[str, Any] = {
+        "head_dim": 8, "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8, "num_experts": 4, "moe_intermediate_size": 16, "num_experts_per_tok": 2,
+        "shared_expert_intermediate_size": 16, "layer_types": ["linear_attention", "full_attention"],
+    }  # fmt: skip
+    recurrent = Qwen3NextForCausalLM(Qwen3NextConfig(**sizes, **linear)).eval().requires_grad_(False)
+    with patch(recurrent, ASSISTED) as private, pytest.raises(UnsupportedOp, match="states that cannot be put back"):
+        private.generate(IDS, **GREEDY, speculation=SpeculationConfig())
+    short = Lfm2ForCausalLM(Lfm2Config(**sizes, layer_types=["conv", "full_attention"])).eval()
+    for draft in (recurrent, short):
+        with pytest.raises(UnsupportedOp, match=r"draft: got a .* whose state cannot"):
+            llama[1].generate(IDS, **GREEDY, speculation=SpeculationConfig(draft))

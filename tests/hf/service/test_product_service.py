@@ -296,3 +296,43 @@ def test_weights_that_are_gone_or_have_changed_are_not_sent_again(serve: Serve) 
         del source
         with pytest.raises(ConfigError, match="plaintext model is gone"):
             model.reconnect()
+
+
+def test_sessions_share_the_cores(serve: Serve, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So no product waits for pieces of another's in the pool that all have."""
+    seen: list[int] = []
+    product = ProductServer.product
+
+    def spy(self: ProductServer, *given: Any) -> Tensor:
+        seen.append(torch.get_num_threads())
+        return product(self, *given)
+
+    monkeypatch.setattr(ProductServer, "product", spy)
+    monkeypatch.setattr("private_llm_hf.service.product_service.usable_cores", lambda: 6)
+    servers = serve(tiny_folder)
+    with servers.model(tiny_folder) as model:
+        text(model, 1, new=1)
+        assert {*seen} == {6}
+        with servers.model(tiny_folder, "bob"):
+            seen.clear()
+            text(model, 1, new=1)
+            assert {*seen} == {3}
+
+
+def test_a_weight_counts_twice_until_it_is_padded() -> None:
+    """What is received and what it becomes are there together, of every client at the same time."""
+    counts: list[int] = []
+
+    class Link:
+        def recv(self, *given: Any) -> Tensor:
+            counts.append(memory._held.total())
+            return torch.zeros(2 * 3 * 5, dtype=torch.uint8)
+
+    memory = product_server.ServerMemory(torch.device("cpu"))
+    server = ProductServer.__new__(ProductServer)
+    server._open, server._memory, server._user, server._weights = None, memory, "", []
+    server._bytes = server._characters = 0
+    server._device, server.transport = torch.device("cpu"), Link()  # type: ignore[assignment]
+    server._obey(LoadLines("a", 3, 5))
+    assert counts == [2 * 3 * 2 * 32]
+    assert memory._held.total() == server._bytes == 3 * 2 * 32
