@@ -368,7 +368,9 @@ class Writing:
 
     temperature: Annotated[float, _option(WRITING, "Above 0: sample. 0: greedy.")] = 0.0
     top_p: Annotated[float, _option(WRITING, "With a temperature: nucleus sampling.")] = 1.0
-    draft: Annotated[str, _option(WRITING, "Speculative decoding: 'lookup', or a draft model's folder or hub id.")] = ""
+    draft: Annotated[
+        str, _option(WRITING, "Speculative decoding: 'lookup' (for text that repeats), or a draft model.")
+    ] = ""
     draft_paths: Annotated[int, _option(WRITING, "With a draft: ways to go on that a pass checks.")] = 1
     advance: Annotated[
         int | None,

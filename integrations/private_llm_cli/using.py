@@ -97,7 +97,7 @@ class GatewayChoices:
     no_token: Annotated[bool, typer.Option("--no-token", help="Ask for none; on loopback only.")] = False
     name: Annotated[str, typer.Option(help="What clients call the model (default: its folder's name).")] = ""
     sessions: Annotated[
-        int | None, typer.Option(min=1, help="Requests that run at a time (8); their passes are shared.")
+        int | None, typer.Option(min=1, help="Requests that run at a time (8, passes shared; 'assisted': 1).")
     ] = None
     draft: Annotated[
         str, typer.Option(help="Speculative decoding of greedy answers: 'lookup', or a draft model's folder or hub id.")

@@ -145,7 +145,7 @@ class Served:
 
     @cached_property
     def table(self) -> TokenTable:
-        """The same, as grammars take it. It may take seconds, so that requests together make one."""
+        """`texts`, as grammars take them. It may take seconds, so that requests together make one."""
         with self._tabling:
             if "table" not in self.__dict__:
                 self.__dict__["table"] = TokenTable(self.texts, self.vocabulary, self.ends)

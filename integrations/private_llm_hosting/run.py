@@ -161,7 +161,8 @@ class OperatorPort:
             self._server = _PortServer(address, answer)
         except OSError as error:
             raise ConfigError(
-                f"operator.address: cannot listen at {address[0]}:{address[1]} ({error.strerror}); choose a free port"
+                f"operator.address: cannot listen at {address[0]}:{address[1]} ({error.strerror}); "
+                "choose a free port, such as PRIVATE_LLM_PARTY__OPERATOR__ADDRESS=127.0.0.1:9101"
             ) from None
         self.address: Address = self._server.server_address[:2]  # type: ignore[assignment]
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.1,), name="operator", daemon=True)

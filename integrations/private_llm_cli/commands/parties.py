@@ -117,7 +117,9 @@ def party(
     adder: options.AgreedAdder = "",
     offline_folder: Annotated[str | None, typer.Option(help="Where this party stores preprocessing.")] = None,
     sessions: Annotated[int | None, typer.Option(help="Stop after this many sessions (default: never).")] = None,
-    device: Annotated[str, typer.Option(help="Where shares live: 'cpu', 'cuda:N', or 'cuda'.")] = "cpu",
+    device: Annotated[
+        str, typer.Option(help="Where shares (or weights, 'assisted') live: 'cpu', 'cuda:N', 'cuda'.")
+    ] = "cpu",
     device_map: Annotated[
         str, typer.Option(help="'auto', 'disk' (read layers as they run), or JSON {module: device}.")
     ] = "",

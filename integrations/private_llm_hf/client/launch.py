@@ -101,6 +101,7 @@ def serve_party(
     config = replace(config, party_mode="remote")
     if not 0 <= number < config.endpoints:
         raise ConfigError(f"party: got {number}; want 0 to {config.endpoints - 1} for {config.protocol!r}")
+    device_for(config.device, number)
     compile_ahead(config, party=True)
     stored = _stored(config, number, share_file, checkpoint)
     if isinstance(stored, ShareFile):

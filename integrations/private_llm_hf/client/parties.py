@@ -91,7 +91,8 @@ class Parties(SessionClient):
     @contextmanager
     def _guarded(self) -> Iterator[None]:
         if self._over is not None:
-            raise PartyFailed(f"this session is over ({self._over}); load the model again")
+            again = "call its reconnect(), or load" if self.config.party_mode == "remote" else "load"
+            raise PartyFailed(f"this session is over ({self._over}); {again} the model again")
         finished = False
         try:
             yield

@@ -16,7 +16,7 @@ from private_llm_hf.wire.commands import TellCosts
 LONGEST_LABEL = 256
 """Characters of the label of a mask."""
 MOST_ELEMENTS = 1 << 25
-"""Of `elements` of one product: a server needs some 30 bytes for each."""
+"""Of `elements` of one product: a server needs some 48 bytes for each."""
 
 
 def elements(rows: int, inputs: int, outputs: int) -> int:
