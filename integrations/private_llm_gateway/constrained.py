@@ -264,6 +264,10 @@ def _check(root: dict[str, Any], param: str) -> None:
             _refuse(param, others, f"beside {alone} at {place}; want it inside")
         if "$ref" in schema and not _TARGET.fullmatch(str(schema["$ref"])):
             raise _unsupported(param, f"$ref at {place}; want #/$defs/NAME or #/definitions/NAME of this schema")
+        for name in ("$defs", "definitions"):
+            held = schema.get(name, {})
+            if not isinstance(held, dict) or not all(isinstance(part, dict | bool) for part in held.values()):
+                raise _unsupported(param, f"{name} at {place}; want an object of schemas")
         for name, part in parts_of(schema):
             begins = name.startswith(("$defs/", "definitions/"))
             inside = f"{where}/{name}"

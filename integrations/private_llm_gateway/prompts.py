@@ -51,7 +51,7 @@ def of_messages(served: Served, fields: Fields, tools: list[dict[str, Any]] | No
         text = served.tokenizer.apply_chat_template(
             listed, tools=tools, add_generation_prompt=begins, continue_final_message=ends, tokenize=False, **more
         )
-    except (jinja2.TemplateError, ValueError, TypeError):
+    except (jinja2.TemplateError, ValueError, TypeError, RecursionError):
         raise bad("messages", "the model's chat template refuses this order of roles, or such calls") from None
     return _checked(served, served.encode(_short(served, text, "messages"), special=False), "messages")
 
@@ -130,6 +130,8 @@ def _calls(calls: object, where: str) -> list[dict[str, Any]]:
         name, text = (Fields(function).text(each, f"{place}.function.") for each in ("name", "arguments"))
         try:
             arguments = json.loads(text)
+            deeper = json.loads("[" * 99 + text + "]" * 99)  # as deep in the stack as a template writes it
+            json.dumps(deeper, ensure_ascii=False).encode()  # refuses lone surrogates, as tokenizers do
         except (ValueError, RecursionError):
             arguments = text
         made.append(

@@ -153,11 +153,9 @@ def _renamed(schema: dict[str, Any], name: str) -> dict[str, Any]:
             inside = str(part["$ref"]).removeprefix("#").replace("/", ".")
             part["$ref"] = f"#/$defs/{name}{inside}"
         open_ += [each for _, each in parts_of(part)]
-    made: dict[str, Any] = {name: root}
-    for group in ("$defs", "definitions"):
-        if isinstance(root.get(group), dict):
-            made |= {f"{name}.{group}.{key}": part for key, part in root.pop(group).items()}
-    return made
+    kept = ("$defs", "definitions")
+    made = {f"{name}.{group}.{key}": part for group in kept for key, part in root.pop(group, {}).items()}
+    return {name: root, **made}
 
 
 def _quoted(text: str) -> str:

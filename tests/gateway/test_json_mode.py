@@ -138,6 +138,7 @@ def test_the_seed_says_what_is_written() -> None:
         ({"$ref": "http://example/schema"}, r"\$ref at the top"),
         ({"$ref": "#/default", "default": {"allOf": []}}, r"\$ref at the top"),
         ({"$ref": "#/$defs/a%2Fdefault", "$defs": {"a": {"default": {"allOf": []}}}}, r"\$ref at the top"),
+        ({"$defs": [1]}, r"\$defs at the top"),
         ({"$ref": "#/$defs/a"}, "want one to a definition of this schema"),
         ({"$ref": "#"}, "no text fits it"),
         ({"type": []}, "no text fits it"),

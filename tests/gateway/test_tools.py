@@ -246,6 +246,19 @@ def test_what_the_template_is_told(gateway: Gateway, monkeypatch: pytest.MonkeyP
     assert '"description"' not in told[1]
 
 
+@pytest.mark.parametrize("arguments", ['{"a": "\\ud83d"}', '{"a": ' + "[" * 900 + "]" * 900 + "}"])
+def test_arguments_that_no_template_can_write_go_back_as_text(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch, arguments: str
+) -> None:
+    encode = Served.encode
+    monkeypatch.setattr(Served, "encode", lambda *given, **more: encode(*given, **more)[:9])
+    call = {"id": "c", "type": "function", "function": {"name": "city", "arguments": arguments}}
+    chat = [*CHAT, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    body = {**ASKED, "messages": chat, "max_tokens": 1, "tool_choice": "none"}
+    answer = httpx.post(f"{gateway.url}/v1/chat/completions", json=body, headers=HEADERS, timeout=20)
+    assert answer.status_code == 200, answer.text
+
+
 WRONG: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "invalid_value": [
         ("tool_choice", {"tool_choice": "another"}), ("tool_choice", {"tools": [], "tool_choice": "required"}),
@@ -271,7 +284,8 @@ WRONG: dict[str, list[tuple[str, dict[str, Any]]]] = {
         ("response_format", {"model": "llama", "response_format": {"type": "json_object"}}),
         ("tools[1].function.parameters", {"tool_choice": "required", "tools": [tool("a"), tool("b", {"allOf": []})]}),
         ("tools", {"tool_choice": "required", "tools": [tool("a", {"not": {}})]}),
-        ("tools", {"tool_choice": "required", "tools": [tool("a", {"$ref": "#/$defs/b", "$defs": "b"})]}),
+        *(("tools[0].function.parameters", {"tools": [tool("a", {"type": "object", **held}, strict=True)]})
+          for held in ({"$defs": "b"}, {"$defs": [["a", "b"]]}, {"definitions": {"b": [1, 2]}})),
         ("tools", {"tool_choice": "required", "tools": [tool("a", {"properties": {"a": {"$ref": "#/$defs/b"}}})]}),
     ],
 }  # fmt: skip
