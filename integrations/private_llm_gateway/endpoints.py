@@ -21,6 +21,7 @@ from private_llm_gateway import engine, requests, responses
 from private_llm_gateway.completion import CompletionChunk
 from private_llm_gateway.errors import ApiError, bad, in_words
 from private_llm_gateway.fields import Fields, body_of, refuse_unsupported
+from private_llm_gateway.guard import credentials
 from private_llm_gateway.prompts import check_context, of_field
 from private_llm_gateway.request_executor import ClientGone, RequestExecutor, RequestTask
 from private_llm_gateway.requests import Wanted, find_model
@@ -151,7 +152,10 @@ class Endpoints:
 
         def read() -> tuple[ResponseAsked, Wanted]:
             asked = ResponseAsked(body_of(raw), owner, self._kept)
-            return asked, requests.chat(self.models, asked.chat, 1)
+            wanted = requests.chat(self.models, asked.chat, 1)
+            given = {name: asked.chat[name] for name in ("temperature", "top_p")}  # checked by now
+            asked.response |= {name: float(value) for name, value in given.items() if value is not None}
+            return asked, wanted
 
         try:
             async with self._reading:
@@ -273,7 +277,7 @@ def _sent(made: Mapping[str, Any]) -> Response:
 
 def _owner(request: Request) -> str:
     """Whose request it is: a digest of its key."""
-    return hashlib.sha256(request.headers.get("authorization", "").encode()).hexdigest()
+    return hashlib.sha256(" ".join(credentials(request.headers)).encode()).hexdigest()
 
 
 def _event(data: str, kind: str | None = None) -> ServerSentEvent:

@@ -87,8 +87,8 @@ class Guard:
         token = self.settings.token
         if token is None or _is_open(path):
             return
-        kind, _, given = headers.get("authorization", "").partition(" ")
-        if kind.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), token.encode()):
+        kind, given = credentials(headers)
+        if kind != "bearer" or not hmac.compare_digest(given.encode(), token.encode()):
             raise ApiError(
                 401,
                 "Incorrect API key provided: want the token that the gateway printed when it started, as "
@@ -120,6 +120,12 @@ class Guard:
             told = f"the body did not arrive within {self.settings.body_s:g} s"
             raise ApiError(408, told, code="request_timeout") from None
         return b"".join(parts)
+
+
+def credentials(headers: Mapping[str, str]) -> tuple[str, str]:
+    """The kind of a request's Authorization in small letters, and the token: one for all ways to write them."""
+    kind, _, given = headers.get("authorization", "").partition(" ")
+    return kind.lower(), given.strip()
 
 
 def _is_open(path: str) -> bool:

@@ -9,6 +9,7 @@ import json
 import secrets
 import threading
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -37,7 +38,9 @@ class _KeptResponse:
 
 
 class KeptResponses:
-    """Responses by their ids, each for the key that asked for it; the oldest make room. Thread-safe."""
+    """Responses by their ids, each for the key that asked for it. Of the key that keeps most, the oldest make room.
+    Thread-safe.
+    """
 
     def __init__(self) -> None:
         self._kept: dict[str, _KeptResponse] = {}
@@ -49,7 +52,11 @@ class KeptResponses:
         with self._lock:
             self._kept[response["id"]] = _KeptResponse(owner, response, messages, size)
             while len(self._kept) > _MOST_KEPT or sum(each.size for each in self._kept.values()) > _MOST_SIZE:
-                del self._kept[next(iter(self._kept))]
+                shares: Counter[str] = Counter()
+                for each in self._kept.values():
+                    shares[each.owner] += each.size + _MOST_SIZE // _MOST_KEPT  # many small ones count, too
+                ((most, _),) = shares.most_common(1)
+                del self._kept[next(name for name, each in self._kept.items() if each.owner == most)]
 
     def find(self, owner: str, name: str, param: str | None = None) -> _KeptResponse:
         """One of that key's. Raises ApiError (404; 400 where a request's field names it, as OpenAI's service)."""
@@ -95,7 +102,7 @@ class ResponseAsked:
         if not isinstance(included, list) or any(each not in _INCLUDED for each in included):
             raise bad("include", f"want a list of {', '.join(_INCLUDED)}", "unsupported_parameter")
         self.chat["logprobs"] = _INCLUDED[0] in included or bool(body.get("top_logprobs"))
-        form = Fields(text).mapping("format")
+        form = Fields({"text.format": text.get("format")}).mapping("text.format")
         if form.get("type") == "json_schema":
             form = {"type": "json_schema", "json_schema": {name: form[name] for name in form if name != "type"}}
         self.chat["response_format"] = form or None
@@ -114,10 +121,10 @@ class ResponseAsked:
         self.response: dict[str, Any] = {
             "id": f"resp_{secrets.token_hex(24)}", "object": "response", "created_at": float(int(time.time())),
             "status": "in_progress", "error": None, "incomplete_details": None, "instructions": instructions,
-            "max_output_tokens": body.get("max_output_tokens"), "metadata": body.get("metadata") or {}, "output": [],
+            "max_output_tokens": body.get("max_output_tokens"), "metadata": _metadata(fields), "output": [],
             "model": body.get("model"), "parallel_tool_calls": body.get("parallel_tool_calls") is not False,
             "previous_response_id": before, "reasoning": {"effort": reasoning.get("effort"), "summary": None},
-            "temperature": _number(body, "temperature"), "top_p": _number(body, "top_p"),
+            "temperature": 1.0, "top_p": 1.0,
             "text": {**text, "format": text.get("format") or {"type": "text"}},
             "tool_choice": choice or "auto", "tools": [{"parameters": {}, "strict": False, **tool} for tool in tools],
             "truncation": "disabled", "usage": None, "user": body.get("user"), "background": False,
@@ -246,9 +253,13 @@ def named_here(error: ApiError) -> ApiError:
     return error
 
 
-def _number(body: Mapping[str, Any], name: str) -> float:
-    value = body.get(name)
-    return float(value) if isinstance(value, int | float) else 1.0
+def _metadata(fields: Fields) -> dict[str, str]:
+    """Within the bounds of OpenAI, since it is kept."""
+    given = fields.mapping("metadata")
+    fits = (len(name) <= 64 and isinstance(value, str) and len(value) <= 512 for name, value in given.items())
+    if len(given) > 16 or not all(fits):
+        raise bad("metadata", "want up to 16 texts of 512 characters, by names of 64, at most")
+    return given
 
 
 def _with_bytes(row: Mapping[str, Any]) -> dict[str, Any]:

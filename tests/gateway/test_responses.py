@@ -154,6 +154,24 @@ def test_the_oldest_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
     assert there() == []
 
 
+def test_the_key_that_keeps_most_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(responses_api, "_MOST_SIZE", 1000)
+    kept = KeptResponses()
+    kept.add("other", {"id": "mine"}, [])
+    for at in range(9):
+        kept.add("key", {"id": str(at)}, [{"content": "a" * 300}])
+    assert kept.find("other", "mine")
+    assert not_raised(lambda: kept.find("key", "8"))
+    assert not not_raised(lambda: kept.find("key", "5"))
+
+
+def test_a_key_finds_its_responses_however_it_is_written(client: OpenAI) -> None:
+    made = client.responses.create(**ASKED, metadata={"a": "b"})
+    assert made.metadata == {"a": "b"}
+    for header in (f"bearer {TOKEN}", f"Bearer  {TOKEN}"):
+        assert client.responses.retrieve(made.id, extra_headers={"Authorization": header}).id == made.id
+
+
 def not_raised(call: Any) -> bool:
     try:
         call()
@@ -200,6 +218,10 @@ def test_calls_and_their_outputs(tools: Gateway, monkeypatch: pytest.MonkeyPatch
         ("invalid_type", "temperature", {"temperature": "a"}), ("invalid_type", "store", {"store": 1}),
         ("context_length_exceeded", "input", {"input": "a " * 300}), ("invalid_type", "text", {"text": []}),
         ("unsupported_parameter", "tools[0].more", {"tools": [{"type": "function", "name": "a", "more": 1}]}),
+        ("invalid_value", "temperature", {"temperature": 10**400}), ("invalid_value", "top_p", {"top_p": 10**400}),
+        ("invalid_type", "text.format", {"text": {"format": [1]}}), ("invalid_type", "metadata", {"metadata": "a"}),
+        *(("invalid_value", "metadata", {"metadata": given})
+          for given in ({"a": "b" * 513}, {"a" * 65: "b"}, {"a": 1}, {str(at): "" for at in range(17)})),
         ("unsupported_schema", "text.format.schema",
          {"text": {"format": {"type": "json_schema", "name": "a", "schema": {"allOf": []}}}}),
     ],
