@@ -130,7 +130,7 @@ class Passes:
         self.cache, self.text, self.config = cache, text, model.config
         self._model, self._processors, self._sample = model, processors, sample
         self._short = "logits_to_keep" in inspect.signature(model.forward).parameters
-        cache.activate_past_recording()
+        getattr(cache, "activate_past_recording", lambda: None)()  # older transformers have none
         self._records = any(getattr(layer, "record_past", False) for layer in cache.layers)
 
     @property

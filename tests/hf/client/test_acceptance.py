@@ -24,6 +24,8 @@ LIMIT = 75.0
 class Table:
     """A language of which the next word depends on the last one; it counts what a cache holds."""
 
+    layers = ()
+
     def __init__(self, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
         self.logits = 1.5 * torch.randn(WORDS, WORDS, generator=generator)
