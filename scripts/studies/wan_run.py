@@ -269,11 +269,11 @@ def be_endpoint(order: dict[str, Any], endpoint: str) -> None:
             passes = generated(private, plain, ids, order["new"], order["drafts"])
         (Path(order["state"]) / _PASSES).write_text(passes.to_json())
         return
-    from private_llm_hf.service.local import serve
+    from delayed_links import serve
 
     from private_llm.net.addresses import listen, parse_address
 
     party, config = int(endpoint), PrivateConfig.from_dict(order["config"])
     listener = listen(parse_address(config.hosts[party]), anywhere=True)
-    models, delay = {"model": order["shares"]}, order["delay_ms"]
-    serve(config, party, listener, order["tls"], models, {}, delay, order["state"])
+    named = {"tls": order["tls"], "models": {"model": order["shares"]}, "limits": {}, "state": order["state"]}
+    serve(config, party, listener, order["delay_ms"], **named)
