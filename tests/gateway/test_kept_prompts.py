@@ -151,3 +151,13 @@ def test_drafts_change_no_text_and_save_passes(protocol: str, monkeypatch: pytes
         text, cached, _ = ask(made, [*start, *greedy(6)], 2)
         assert text == wanted([*start, *greedy(6)], 2)
         assert cached == len(start) + 5
+
+
+def test_a_prompt_that_is_echoed_with_its_likelihoods_is_read_whole() -> None:
+    """Its likelihoods come from a pass without a cache, whatever the session keeps."""
+    start = prompt_ids()[0].tolist()
+    with serving(small()) as gateway, gateway.client() as client:
+        how: dict[str, Any] = {"max_tokens": 2, "temperature": 0, "echo": True, "logprobs": 1}
+        found: Any = [client.completions.create(model="small", prompt=start, **how) for _ in range(2)]
+    assert [made.usage.prompt_tokens_details.cached_tokens for made in found] == [0, 0]
+    assert found[0].choices[0].text == found[1].choices[0].text
