@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -149,15 +150,15 @@ class WeightElsewhere(nn.Parameter):
         )
 
 
-class TakesWeights(nn.Module):
+class TakesWeights(nn.Module, ABC):
     """A module with weights that servers hold; `elsewhere` names them, and moving it leaves them."""
 
     elsewhere = frozenset({"weight"})
     _products: list[Products]
 
+    @abstractmethod
     def take(self, own: str, weight: Tensor) -> None:
         """The weight of that name."""
-        raise NotImplementedError
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TakesWeights:
         """What to(), half() and others do: to what is here."""
