@@ -63,6 +63,14 @@ def _programs_from_the_start() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _threads() -> None:
+    """As many threads for every module, its fixtures included: the last bits of trained floats depend on them."""
+    import torch
+
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
+
+
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     """Run a command in this process; its output if it ends with `code` 0, else its errors."""

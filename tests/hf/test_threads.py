@@ -34,3 +34,17 @@ def test_one_compnode_computes_on_all_cores() -> None:
         assert (during, torch.get_num_threads()) == (usable_cores(), usable_cores() + 1)
     finally:
         torch.set_num_threads(before)
+
+
+def test_sessions_that_overlap_leave_torch_as_it_was() -> None:
+    """Each remembered what it found, so the one that ended last left what another session had set."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(usable_cores() + 1)
+    try:
+        first = start_parties(PrivateConfig(party_mode="threads"))
+        second = start_parties(PrivateConfig(protocol="plain", insecure=True, party_mode="threads"))
+        first.close()
+        second.close()
+        assert torch.get_num_threads() == usable_cores() + 1
+    finally:
+        torch.set_num_threads(before)

@@ -147,13 +147,37 @@ def _stored(config: PrivateConfig, number: int, share_file: Path | None, checkpo
     return None if share_file is None else ShareFile.open(share_file, config, number)
 
 
+class _Cores:
+    """Torch's threads while sessions compute in this process; as they were once the last one ends, in any order."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._before, self._open = 0, list[int]()
+
+    def share(self, threads: int) -> None:
+        """A session begins whose parties take so many threads each."""
+        with self._lock:
+            if not self._open:
+                self._before = torch.get_num_threads()
+            self._open.append(threads)
+            torch.set_num_threads(min(self._open))
+
+    def give_back(self, threads: int) -> None:
+        """A session ends that began with so many."""
+        with self._lock:
+            self._open.remove(threads)
+            torch.set_num_threads(min(self._open, default=self._before))
+
+
+_CORES = _Cores()
+
+
 def _start_threads(config: PrivateConfig, mesh: LocalMesh) -> Parties:
     """Parties as daemon threads: they end with the session or with this process."""
-    before = torch.get_num_threads()
     shared = threads_per_party(config.endpoints, config.parallel_sessions)
     if config.protocol == "cascade" and config.plan is not None:
         shared = threads_per_node(config.plan.alpha)
-    torch.set_num_threads(shared)  # of the process, until the session ends
+    _CORES.share(shared)
 
     def run(number: int) -> None:
         with mesh.turn():
@@ -166,7 +190,7 @@ def _start_threads(config: PrivateConfig, mesh: LocalMesh) -> Parties:
         for thread in threads:
             if thread is not threading.current_thread():
                 thread.join(timeout=_EXIT_S)
-        torch.set_num_threads(before)
+        _CORES.give_back(shared)
         trim_allocator()
 
     return join_parallel_sessions(config, transport, shutdown)
