@@ -1,7 +1,5 @@
 """Every error a caller can act upon; one class per thing the caller can do about it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches

@@ -5,8 +5,6 @@ alike, and whoever sees both messages learns the difference of the prompts. So k
 connections and sessions remember the process that made them; in a fork they raise, and closing them ends nothing.
 """
 
-from __future__ import annotations
-
 import os
 
 from private_llm.errors import ProtocolAbort

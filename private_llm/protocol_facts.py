@@ -6,8 +6,6 @@ and servers of products ("assisted") run no computation on shares: they have nam
 entry here.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import dataclass

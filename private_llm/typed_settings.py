@@ -1,7 +1,5 @@
 """Whether the fields of a dataclass of settings hold what their annotations say: Python itself does not look."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

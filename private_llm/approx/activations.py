@@ -8,8 +8,6 @@ so the error is relative: small scores stay as exact as if there were no soft ca
 50). Written in z = u^2 / 32 its coefficients are numbers up to 24.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

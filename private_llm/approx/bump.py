@@ -13,8 +13,6 @@ By a chain elsewhere (quad, plain, exact divisions):
 A wrong bit a little above a threshold changes nothing: both branches are the same analytic function there.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from functools import lru_cache

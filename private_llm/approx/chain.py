@@ -10,8 +10,6 @@ whole chain is close to a function, and rounds them one form after the other, re
 Cost: a product with its shift per step, so 24 + 3 shift / 8 bytes an element and 2 rounds each (64-bit ring).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 

@@ -7,8 +7,6 @@ bits as the ring has room for; a quadratic is written around the middle of its p
 coefficient costs nothing far from zero.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass

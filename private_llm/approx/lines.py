@@ -16,8 +16,6 @@ Thresholds and coefficients are computed in decimal arithmetic, sizes without lo
 so that all parties have the same.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Hashable

@@ -10,8 +10,6 @@ to 64 with 18 fractional bits) to 14 (norms) of comparison, 16 for an injection,
 sends no more bits than it needs. Garbage outside [low, high].
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Sequence

@@ -22,8 +22,6 @@ beside the squares, in the same messages, and one product with r follows.
 Domain: |x| <= 2^20, mean squares from 2^-12 to 2^36, in rows of up to 2^14 entries (18 fractional bits).
 """
 
-from __future__ import annotations
-
 import math
 from functools import lru_cache, partial
 

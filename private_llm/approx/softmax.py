@@ -10,8 +10,6 @@ unchanged, so a coarse tournament suffices. Causal and padded positions are simp
 computed for them. A sink is one more entry of each row that counts in m and s, and has no p.
 """
 
-from __future__ import annotations
-
 import math
 
 from torch import Tensor

@@ -5,8 +5,6 @@ Piecewise linear functions; exact, in rings of 32 and 64 bits. Bytes: trio, 18 f
 Comparison keys, where they are chosen, take 1 round instead of 5 and about a kilobyte an element.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -22,8 +22,6 @@ and index: (a, i) - [a < b] (a - b, i - j). Where comparison keys may be used, b
 index), a level is one round, and a division with its remainder takes them apart in the end.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce

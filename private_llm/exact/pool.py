@@ -5,8 +5,6 @@ that is 6 comparisons an output, not 8, and as many levels. Places outside the i
 windows at the border meet one of their own entries twice instead. Sums are local.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 

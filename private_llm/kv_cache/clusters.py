@@ -5,8 +5,6 @@ and smallest of the cluster's keys; its product with a query bounds the largest 
 linearly. A tournament finds both at once: the first comparison of a pair says which is larger and which is smaller.
 """
 
-from __future__ import annotations
-
 from private_llm.approx.normalise import rsqrt
 from private_llm.exact.comparisons import coarse_bits
 from private_llm.exact.maximum import concatenated

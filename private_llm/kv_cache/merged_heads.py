@@ -1,7 +1,5 @@
 """Neighbouring heads that attend as one, by a softmax of the mean of their scores (arXiv 2408.03561)."""
 
-from __future__ import annotations
-
 from private_llm.errors import DomainError
 from private_llm.tensor.fixed import Fixed
 

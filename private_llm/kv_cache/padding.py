@@ -9,8 +9,6 @@ whatever other rows hold:
 Queries at padding count for nothing, and a row's share of the queries is one of its tokens.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import torch

@@ -11,8 +11,6 @@ The paper gathers keys and values instead, which moves 2 D elements for each cho
 query head; that way is `gather="keys"`. What is public is the shape alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce

@@ -12,8 +12,6 @@ each, n entries of D and Dv elements, and k chosen ones in clusters of s:
     keys gathered instead  k (D + Dv) 3 e, and neither `taken` nor n scores
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """Where endpoints listen: the addresses of parties, what settings allow of them, and listening sockets."""
 
-from __future__ import annotations
-
 import errno
 import ipaddress
 import os

@@ -12,8 +12,6 @@ as far as they can know it: they bound the numbers, and hear now and then whom p
 that it does not serve, those of the user who has most of them make room. Places of callers that stay away are given up.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ipaddress
 import socket

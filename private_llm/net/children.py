@@ -9,8 +9,6 @@ A server that is killed is started again, at the same address, while the others 
 reason, which would be there again.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import json

@@ -1,7 +1,5 @@
 """What a connection is to a compiled program: a row of 64-bit words (`frames.py`), lent by its two ends in Python."""
 
-from __future__ import annotations
-
 import platform
 import sys
 

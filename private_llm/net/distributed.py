@@ -11,8 +11,6 @@ who reach it. Parties that distrust each other use `rendezvous.connect` with TLS
 --multi_gpu` and `debug_launcher` are.
 """
 
-from __future__ import annotations
-
 import datetime
 import hashlib
 import itertools

@@ -11,8 +11,6 @@ Nothing here decides what a peer did wrong. What is not simply there, or not exa
 Python: a note, another header, a broken connection, silence. A full one is waited for, unless the peer has written.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numba import types
 

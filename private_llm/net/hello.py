@@ -13,8 +13,6 @@ the nonces the 8-byte name that every later frame of this connection carries. A 
 tag "busy" it means "later". Only who has proved to belong here is told anything about others.
 """
 
-from __future__ import annotations
-
 import hmac
 import secrets
 import socket

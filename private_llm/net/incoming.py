@@ -3,8 +3,6 @@
 After each slice of silence a receiver calls `idle`, and `sockets.py` decides whether the peer counts as dead.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import math

@@ -5,8 +5,6 @@ party writes and that of another reads, without Python's lock (`frames.py`). A c
 operating system says how many are there; who waits, waits for it. Without such counters everything is an object.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import functools

@@ -12,8 +12,6 @@ A store is read once, front to back, because masks must never repeat. A fork sha
 the file, so it neither reads nor writes (and the file has no buffer that it could write when it ends).
 """
 
-from __future__ import annotations
-
 import os
 import secrets
 import tempfile

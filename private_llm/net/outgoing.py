@@ -5,8 +5,6 @@ ends (`incoming.py`) are non-blocking sockets. Small frames leave at once, from 
 does not take waits for a writer thread, so that two endpoints may send each other any amount at the same time.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import select

@@ -9,8 +9,6 @@ assignment (in one sharing a party that played two roles would hold what two par
 sees independent uniform values, as in sessions one after the other.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Mapping, Sequence

@@ -7,8 +7,6 @@ Without an `Admission` one client at a time is served. Clients call the parties 
 in: of clients that start together one gets all parties, and the others, told that it is busy, none.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import math

@@ -8,8 +8,6 @@ names that are on it; the list's file is read anew at every handshake, so that r
 then on (a session that runs is not ended).
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager

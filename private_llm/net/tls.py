@@ -8,8 +8,6 @@ OpenSSL encrypts with AES-256-GCM or ChaCha20-Poly1305 and draws fresh keys for 
 should be renewed after about 2^24 records (RFC 8446 section 5.5; 256 GiB of full records).
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import socket

@@ -16,8 +16,6 @@ All numbers are big-endian; payload elements are little-endian. Whatever bytes a
 How sockets say that something is not possible now, or not any more.
 """
 
-from __future__ import annotations
-
 import ssl
 import struct
 import sys

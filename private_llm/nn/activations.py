@@ -4,8 +4,6 @@
 record. What plans say of the modules of transformers is in `private_llm_hf/models/modules.json`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """Norms and the quick GELU as one module each: what replaces the families' own spellings of them."""
 
-from __future__ import annotations
-
 import torch.nn.functional as F
 from torch import Tensor, nn
 

@@ -1,7 +1,5 @@
 """Norms: `F.layer_norm`, `F.rms_norm` and `F.batch_norm` on secrets."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

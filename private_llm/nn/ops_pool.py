@@ -1,7 +1,5 @@
 """Pooling of secret images [B, C, H, W] or [C, H, W]."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 

@@ -1,7 +1,5 @@
 """Softmax over the last dimension and PyTorch's fused attention, on secrets with public masks."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

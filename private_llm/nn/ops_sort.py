@@ -5,8 +5,6 @@ Batcher's network (oblivious/sort_network.py): of equal entries the first one co
 Maxima of secrets and where they are: `amax`, `max`, `argmax`; indices are secret numbers.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

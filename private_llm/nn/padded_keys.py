@@ -6,8 +6,6 @@ taken out by a public factor of 0 before anything is summed. Rounds stay the sam
 the next power of two; bytes grow by those of the copies' scores, at most a quarter, from 113 entries on an eighth.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

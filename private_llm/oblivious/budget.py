@@ -11,8 +11,6 @@ Units of stored weights (neurons, blocks of them, heads) are opened in the secre
 Comet's kept orders, whose price is in docs/threat-model.md.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -6,8 +6,6 @@ gate (3 bits in trio). Layers of gates take a round each, so their number is cho
 Local steps on shared bit vectors: every part of a share is changed alike.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 

@@ -14,8 +14,6 @@ Nothing is opened, and what is sent depends on the shape alone. A comparison of 
 place of steps 1 and 4 takes 24 bytes and more an entry and digit (trio) where two gates take one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache

@@ -20,8 +20,6 @@ openings of one input add up: m epsilon, m delta. A sensitivity of 1 covers a ch
 differ by more (docs/studies/secret-orders.md has figures).
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left
 from collections.abc import Sequence

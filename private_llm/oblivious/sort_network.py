@@ -8,8 +8,6 @@ element a comparator. Otherwise values and indices are compared apart, and a gat
 (a, b) becomes (a - s (a - b), b + s (a - b)), s = [a comes after b]: one comparison, one injection.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache

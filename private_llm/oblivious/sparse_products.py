@@ -11,8 +11,6 @@ Columns with entries in the same rows are one block product.
 What is wanted, or may be other than zero, is public; a secret one is opened in a secret order first.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 

@@ -8,8 +8,6 @@ of b, its inverse for that of a. An entry's rank is how many of the n - 1 others
 more comparison of log2 n bits says which ranks are below k. n (n - 1) / 2 comparisons a row: for some tens of entries.
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 from typing import Literal, get_args
 

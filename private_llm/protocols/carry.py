@@ -7,8 +7,6 @@ three (or two) at a time: (g2,p2)(g1,p1)(g0,p0) = (g2 ^ p2 g1 ^ p2 p1 g0, p2 p1 
 never needs its propagate. 63 positions: 21 blocks, then 7, 3, 1 groups: four levels.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cache
 

@@ -34,8 +34,6 @@ The dealer knows pi. A last sub-permutation of parties 1 and 2 alone (trio/shuff
 for 1 element each way more, in the same round (undone in a round of its own), of the wanted rows alone.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

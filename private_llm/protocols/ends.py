@@ -1,7 +1,5 @@
 """Both ends of a session: a party's (who it is, its links, when and where it draws masks) and the client's."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext

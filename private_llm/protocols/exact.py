@@ -6,8 +6,6 @@ product: one truncation, one comparison of f + 1 bits, one bit to arithmetic: 1 
 49.4 bytes an element in trio, 86.6 in quad (64 bits). Rounding no longer depends on the masks.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import weakref
 from collections.abc import Sequence

@@ -1,8 +1,6 @@
 """One party's side of preprocessing apart from the online phase: the helping party computes planned calls ahead, its
 receivers store what it sends, and later the others make these calls while it is silent."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 

@@ -18,8 +18,6 @@ has fewer secret bits, b, and is multiplied by 2^(most_secret - b): its shares n
 et al. 2024, opens x less a random number whose sines its dealer has shared; here x's mask is that.)
 """
 
-from __future__ import annotations
-
 import decimal
 from dataclasses import dataclass
 from functools import cached_property, lru_cache

@@ -15,8 +15,6 @@ here at the latest; then that its own result keeps the contract, computed from t
 Errors name the module, the operation, the largest value and the limit.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

@@ -4,8 +4,6 @@ The common test suite compares them with the ledger, byte for byte. All parties 
 and latency are part of what they agreed upon.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -14,8 +14,6 @@ words (64 elements); e is the bytes of an element (8 or 4). Dealer's figures are
 (`matmul="remask"`: dealer.py); plain sends nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from operator import add, neg, sub, xor

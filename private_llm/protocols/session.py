@@ -1,7 +1,5 @@
 """A session: one party's identity, protocol and settings; passed explicitly, never global."""
 
-from __future__ import annotations
-
 import hashlib
 import secrets
 from collections.abc import Iterator

@@ -8,8 +8,6 @@ once it is kept, no process starts. The processes end with this one, or when the
 That is for words of 64 bits: on the ring of 32, which networks of convolutions use, few kernels run.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import inspect

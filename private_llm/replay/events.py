@@ -3,8 +3,6 @@
 A `PlaceT` is how a program names a tensor that changes from run to run: `program.Operand` on a CPU, `Slot` on a GPU.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar

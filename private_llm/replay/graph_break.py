@@ -5,8 +5,6 @@ it. So the layer's program stops there, Python appends and attends (by a program
 on with what came of it.
 """
 
-from __future__ import annotations
-
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence

@@ -5,8 +5,6 @@ to run is computed now and kept, unless the step writes to it later. What cannot
 results whose shape depends on values, a stream of masks that is not the session's) ends the recording.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Collection, Container, Mapping, Sequence

@@ -1,7 +1,5 @@
 """How the tensors of a recorded GPU step lie in memory, found out by a run that holds no more of it than the step."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch

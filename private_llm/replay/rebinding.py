@@ -1,7 +1,5 @@
 """A recorded GPU step for a module like the one that it was recorded with: the same operations on other weights."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 

@@ -4,8 +4,6 @@ Where recording ends, the step itself goes on as always.
 Public tensors that change from call to call are, for example, rotary angles; ring elements are made of views of them.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager

@@ -1,7 +1,5 @@
 """The memory of a GPU's programs: of which none runs within another, those use the same again."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -3,8 +3,6 @@
 A row is the address of a step's function (`kernels/steps.py`) and what it takes, or one of the codes below.
 """
 
-from __future__ import annotations
-
 from private_llm.kernels import teams
 from private_llm.kernels.address import SIGNED, Array, flat
 from private_llm.kernels.compiling import compiled

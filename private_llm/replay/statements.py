@@ -4,8 +4,6 @@ Views that are added, shifted or compared are broadcast to one shape, whose elem
 operation that puts pieces together (`cat`, `stack`, padding, `repeat`) is a statement for each piece.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -10,8 +10,6 @@ Key layout (int64 words, n = depth): root 2, then n corrections of 2, control co
 leaf corrections 2: 5 + 2n words, for a vocabulary of 50,257 (n = 15) 280 bytes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cache
 

@@ -4,8 +4,6 @@ A real value v is held as round(v * 2^frac) mod 2^bits. Additions and products o
 modulo 2^bits by themselves, so ring arithmetic is plain torch arithmetic.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 

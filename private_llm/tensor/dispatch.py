@@ -7,8 +7,6 @@ Functions of tensors without readable values (`Guarded`) go through the table; f
 `__torch_dispatch__` raises; pickling, numpy, dlpack and printing of values raise, too.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 

@@ -1,7 +1,5 @@
 """Convolutions: one bilinear form each, so one truncation and the traffic of the output. Public weights: local."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

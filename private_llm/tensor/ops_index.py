@@ -1,7 +1,5 @@
 """Indexing by public positions, joining, and table lookup. Only a lookup by secret one-hot rows communicates."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

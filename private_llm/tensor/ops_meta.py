@@ -1,7 +1,5 @@
 """Rules for public facts (shape, dtype, flags) and for the refusals that deserve their own words."""
 
-from __future__ import annotations
-
 from typing import NoReturn
 
 import torch

@@ -7,8 +7,6 @@ truncates once. So RoPE (x cos + rotated(x) sin) truncates once per tensor, not 
 for a head size that is a power of four never does.
 """
 
-from __future__ import annotations
-
 import math
 from collections import OrderedDict
 from functools import partial

@@ -4,8 +4,6 @@ An entry states which corruption it withstands, what each role learns beyond its
 it. Protocols bring theirs (protocol_facts.py). A test compares docs/threat-model.md with `markdown()`.
 """
 
-from __future__ import annotations
-
 from private_llm.protocol_facts import Threat, protocol_facts, protocol_names
 from private_llm.threat import computing, running
 

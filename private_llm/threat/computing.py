@@ -1,7 +1,5 @@
 """How the parties compute: masks, preprocessing, divisions, comparisons, ranges, lookups, what secret orders show."""
 
-from __future__ import annotations
-
 from private_llm.protocol_facts import threat
 
 PRODUCT_MASKS = threat("""masks of products (shortcut)

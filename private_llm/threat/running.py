@@ -1,7 +1,5 @@
 """How models are loaded and called: what is public of them, who gets which result, who may call; token sharding."""
 
-from __future__ import annotations
-
 from private_llm.protocol_facts import threat
 
 SHAPES = threat("""public shapes (shortcut)

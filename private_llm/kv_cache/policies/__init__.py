@@ -1,7 +1,5 @@
 """What stays in the KV cache and what is attended to, by policies that parties agree upon: those on offer, by name."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from typing import Any

@@ -28,8 +28,6 @@ What each receives is uniform: party 0 (XY + t, w >> f + t1, beta - t2: masked b
 q, t3), parties 1 and 2 as in Trio, party 3 nothing.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Sequence

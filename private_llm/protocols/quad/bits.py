@@ -23,8 +23,6 @@ Bytes a 64-bit sign bit: main 326 bits, mirror 206 + 60.
 The mirror of an inject takes x = X - a as -(a - X): weights with the other sign, masks where values were.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

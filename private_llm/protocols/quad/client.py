@@ -6,8 +6,6 @@ Outputs: party 1 sends X = x + a, party 0 sends a = a1 + a2; party 2 and party 3
 liar among them makes a digest differ from its tensor, and the client raises ProtocolAbort.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections import deque
 from collections.abc import Callable, Sequence

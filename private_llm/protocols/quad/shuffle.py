@@ -25,8 +25,6 @@ what is opened decides what parties do next, so nobody may act on a lie until so
 whom the others could open a result, tells party 0 whether its two agreed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NoReturn
 

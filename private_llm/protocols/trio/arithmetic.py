@@ -4,8 +4,6 @@ Products. With E = a1 (b1 - b2) - a2 b1, v1 = -((x + a2) b1 + a1 (y + b2)) and v
 v1 + v2 = xy + E, and E is what party 0 can compute. (PIGEON, Trio.)
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

@@ -11,8 +11,6 @@ outputs. 64 bits: pre 206 bits, online 60 bits each way, 4 rounds (326 bits; par
 The ripple adder shares the bits of s (64) and does one AND per position: 253 bits, 63 rounds.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cache, lru_cache
 from typing import TypeGuard

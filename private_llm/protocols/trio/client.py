@@ -6,8 +6,6 @@ Inputs: a1 comes from a key of client, party 0 and party 1, a2 from one of clien
 receives nothing and the evaluators one element each. Outputs: the evaluators send one element each.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

@@ -37,8 +37,6 @@ evaluator, which lacks the other's g). Above the right bits a share depends on m
 functionality is truncation with an error of one unit (see threat).
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

@@ -49,8 +49,6 @@ elements and a finish. Leakage: none to a single party. Party 2 receives four nu
 all else is a finish or such a division.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Sequence
 from functools import lru_cache
 

@@ -23,8 +23,6 @@ Back, undoing pi0 first (2 elements, 1 round, as above) and then pi2 and pi1 fro
 z2 is uniform to party 2, who lacks h. The same 5 elements, 3 rounds.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -9,8 +9,6 @@ and results, (value_dim + 1) x heads x rows x 4 bytes (wire="float16": (value_di
 with j and k exchanged.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -4,8 +4,6 @@ Sends for each layer, to the beta AttnNodes of each of its query shards: queries
 (heads x dim + groups x (dim + value_dim)) x rows x 4 bytes each (2 with wire="float16").
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

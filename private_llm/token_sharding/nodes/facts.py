@@ -6,8 +6,6 @@ in section 5.2.3, with one number in place of the maximum and the sum: half the 
 A row without any allowed key has lse = -inf and out = 0.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -19,8 +19,6 @@ Domain: a row that sees itself has a sum of at least 1, of which rounding is at 
 2^(62 - FRAC) / beta, else DomainError: no shard's keys may weigh e^23 times as much as a row's own key (beta = 16).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

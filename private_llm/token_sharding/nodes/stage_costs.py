@@ -10,8 +10,6 @@ numbers of 64 bits go back, or one log-sum-exp where the paper has a maximum and
 a node: what returns to a CompNode comes from beta AttnNodes for each of its rows, through one card, and that is more.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -18,8 +18,6 @@ The repository has the attacks (attacks/collusion.py), and tests compare what th
    said beside it.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import warnings
