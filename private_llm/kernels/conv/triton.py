@@ -13,15 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from private_llm.kernels import shapes
-from private_llm.kernels.matmul.planes import (
-    Tile,
-    Tuner,
-    add_up,
-    digit_products,
-    digit_shift,
-    no_products,
-    size_range,
-)
+from private_llm.kernels.matmul.planes import Tile, Tuner, add_up, digit_products, digit_shift, no_products, size_range
 from private_llm.kernels.shapes import Pair
 
 TUNER = Tuner((Tile(64, 32), Tile(32, 64), Tile(16, 64, warps=4)))

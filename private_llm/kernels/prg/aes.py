@@ -21,17 +21,7 @@ from numba import config, types
 
 from private_llm.kernels.address import Array, flat
 from private_llm.kernels.compiling import compiled
-from private_llm.kernels.emitting import (
-    ADDRESS,
-    I32,
-    I64,
-    Function,
-    IrValue,
-    emitted,
-    known,
-    pointer,
-    shuffled,
-)
+from private_llm.kernels.emitting import ADDRESS, I32, I64, Function, IrValue, emitted, known, pointer, shuffled
 
 
 @cache
