@@ -26,9 +26,7 @@ if hasattr(os, "register_at_fork"):
 
 
 class Origin:
-    """The process that made this object. forks: how many forks lay before it; where calls are many, these are compared
-    in place with `process.forks`.
-    """
+    """The process that made this object. forks: those before it, for a quick comparison with `process.forks`."""
 
     __slots__ = ("forks",)
 

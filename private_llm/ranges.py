@@ -67,10 +67,7 @@ _SMALLEST = -40
 
 @dataclass(frozen=True)
 class Ranges:
-    """{module: {quantity: exponent}} with the quantities of `QUANTITIES`; empty where nobody has calibrated.
-
-    Raises ConfigError for unknown quantities and exponents that no model has.
-    """
+    """{module: {quantity: exponent}}, empty without calibration. Raises ConfigError for unknown or absurd entries."""
 
     modules: Mapping[str, Mapping[str, int]] = field(default_factory=dict, hash=False)
 

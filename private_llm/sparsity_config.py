@@ -87,7 +87,6 @@ class CometConfig:
         return cls(**values)
 
     def agreed(self) -> dict[str, Any]:
-        """What all parties must agree upon: all but where the owner's predictors lie, what their budgets became, and
-        how long a client uses an order."""
+        """What all parties must agree upon, so without the owner's predictors, their budgets and positions."""
         own = ("predictors", "neuron_budget", "head_budget", "positions")
         return {key: value for key, value in dataclasses.asdict(self).items() if key not in own}

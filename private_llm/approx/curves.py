@@ -41,10 +41,7 @@ class Curve:
 
 
 def takes_curve(curve: Curve, x: Fixed, frac: int, other: Callable[..., Cost], *facts: Hashable) -> bool:
-    """Whether `evaluate` is the way to go, where another one costs other(prices, *facts).
-
-    That is if the ring has room for it, and it pays. Local and public.
-    """
+    """Whether `evaluate` pays against other(prices, *facts), and the ring has room for it. Local and public."""
     room = x.session.ring.bits == 64 and LARGEST - curve.size - 2 * x.frac >= LEADING
     if not room or "piecewise" not in x.session.protocol.primitives:
         return False
@@ -52,10 +49,7 @@ def takes_curve(curve: Curve, x: Fixed, frac: int, other: Callable[..., Cost], *
 
 
 def pieces_of(curve: Curve, x: Fixed, frac: int) -> Pieces:
-    """The curve at x, with `frac` fractional bits; the first output has the quadratics, a second one what is x. Local.
-
-    x: |x| < 2^(reach + 1) - 2^10.
-    """
+    """The curve at x, |x| < 2^(reach + 1) - 2^10, with `frac` fractional bits: the quadratics, then x itself. Local."""
     return _pieces(curve, x.frac, frac, *coarse_span(x, extra=1))
 
 

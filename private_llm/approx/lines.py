@@ -166,10 +166,7 @@ class WideLines:
 
 
 def takes_lines(x: Fixed, count: int, lines: Lines | WideLines, other: Callable[..., Cost], *facts: Hashable) -> bool:
-    """Whether lines are the way to go for `count` elements, where another one costs other(prices, *facts).
-
-    Local and public. x: any value of the session.
-    """
+    """Whether lines pay for `count` elements against other(prices, *facts); x: any value of the session. Local."""
     return x.session.ring.bits == 64 and lines.fit and x.proto.takes_keys(count, lines.shape, other, *facts)
 
 

@@ -102,10 +102,7 @@ def price(prices: Prices, ring: Ring, frac: int, count: int, cells: Cells, low: 
 def powers(
     x: Fixed, cells: Cells, cubic: Cubic, low: float, high: float, frac: int | None = None, gain: float = 1.0
 ) -> Powers:
-    """As `power`, with the comparisons that it made on the way; cost and errors are the same.
-
-    Arguments outside the range give garbage, no error.
-    """
+    """As `power`, with the comparisons that it made. Arguments outside the range give garbage, no error."""
     if not 0 < low < high:
         raise DomainError(f"got a range of {low:g} to {high:g}; want 0 < low < high")
     need_wide_ring(x, "a reciprocal or reciprocal square root")
@@ -177,10 +174,7 @@ def reciprocal(x: Fixed, low: float, high: float, frac: int | None = None) -> Fi
 
 
 def fitting(factor: Fixed, frac: int) -> Fixed:
-    """A factor whose products with values of `frac` bits are at most 1, with no more bits than these have room for.
-
-    Local, or one truncation (1 round) if it has more.
-    """
+    """A factor with no more bits than its products (<= 1, `frac` bits) have room for: local or 1 round (truncation)."""
     return factor.rescale(min(factor.frac, PRODUCT_BITS - frac))
 
 

@@ -27,10 +27,7 @@ SHORTEST = 6
 
 
 def reach(x: Fixed) -> int:
-    """Bits of magnitude of what is compared: those of calibration, one more for what its check lets pass.
-
-    7 to 20; 20 without calibration. Public and local.
-    """
+    """Bits of magnitude that are compared, 7 to 20: those of calibration and one to spare, or 20. Public and local."""
     known = x.session.exponent(x.session.numerics.compared_quantity)
     return RANGE_BITS if known is None else min(RANGE_BITS, max(SHORTEST, known) + 1)
 
@@ -119,10 +116,7 @@ def chosen_below(
 
 
 def relu(x: Fixed) -> Fixed:
-    """max(x, 0) for |x| < 2^20, any shape. 56 bytes an element, 5 rounds.
-
-    The configuration's `relu_bits` narrows the range and the price, `relu_low` lets it clear tiny positive values.
-    """
+    """max(x, 0), |x| < 2^20, any shape: 56 bytes an element, 5 rounds; `relu_bits` and `relu_low` make it cheaper."""
     return x + chosen_below(x, [0.0], [-1], [0.0], key_span(x))
 
 

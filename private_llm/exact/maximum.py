@@ -117,10 +117,7 @@ def larger(a: Fixed, b: Fixed, coarse: bool) -> Fixed:
 
 
 def at_once(x: Fixed, coarse: bool) -> bool:
-    """Whether all entries of a row should meet at once: by comparison keys, and by the stated network. Local, public.
-
-    Bytes are compared, too: rows are few where it is so.
-    """
+    """Whether all entries of a row should meet at once, by comparison keys, in time and in bytes. Local, public."""
     width = x.shape[-1]
     if not _FEWEST <= width <= _MOST or "piecewise" not in x.session.protocol.primitives or not x.numel():
         return False
@@ -213,10 +210,7 @@ def argmax(x: Fixed) -> Fixed:
 
 
 def first_maximum(x: Fixed) -> tuple[Fixed, Fixed]:
-    """The maximum over the last dimension and its index, each [...], as `argmax` and at its cost.
-
-    The maximum has the fractional bits of x, the index none.
-    """
+    """The maximum over the last dimension (fractional bits as x) and its index (none), [...]; costs as `argmax`."""
     width = x.shape[-1]
     if width < 1:
         raise DomainError("argmax: got an empty last dimension; want at least one entry")

@@ -20,10 +20,7 @@ Span = tuple[int, int]
 
 
 def output_size(size: int, kernel: int, stride: int, padding: int, dilation: int, ceil: bool) -> int:
-    """Number of windows along one dimension, as PyTorch counts them. Sizes in entries.
-
-    Raises DomainError if there is none.
-    """
+    """Number of windows along a dimension, as PyTorch counts them; sizes in entries. Raises DomainError for none."""
     room = size + 2 * padding - dilation * (kernel - 1) - 1
     count = (room + stride - 1 if ceil else room) // stride + 1
     if ceil and (count - 1) * stride >= size + padding:

@@ -86,10 +86,7 @@ class Rows:
         return x.view(lambda part: part.index_select(0, self.numbers(part.device).row_of_entry))
 
     def append(self, x: Fixed, last: Fixed) -> Fixed:
-        """x [total] with one more entry at the end of each row, of `last` [count], as entries of `longer`.
-
-        Both have the same fractional bits.
-        """
+        """x [total] with one more entry at each row's end, of `last` [count], of equal fractional bits: `longer`."""
         pairs = zip(x.share.parts, last.share.parts, strict=True)
         both = Share(tuple(torch.cat(pair)[self.numbers(pair[0].device).appended] for pair in pairs))
         return x.min_width_with(last).with_share(both)

@@ -104,10 +104,7 @@ def descend(
 
 @compiled
 def finish(seeds: Array, control: Array, end: Array, last: Array, negate: bool, total: Array) -> None:
-    """Add the words at the end of the way to total [m, words], and negate it for the second holder.
-
-    end [blocks, m, 2] are the ciphers' outputs of the seeds, last [n, words] the corrections.
-    """
+    """Add the last words to total [m, words], negated if so asked; end [blocks, m, 2]: ciphers' outputs of seeds."""
     count, (entries, words) = len(last), total.shape
     for m in range(entries):
         for word in range(words):
@@ -269,10 +266,7 @@ def expand(
 
 @compiled
 def make(roots: Array, alpha: Array, beta: Array, levels: int, ciphers: Array, key: Array) -> None:
-    """Make keys of alpha [n] and beta [n, words] from roots [2, n, 2]: key [n, words of a key], which must be zero.
-
-    ciphers: as in `follow`.
-    """
+    """Keys [n, words of a key], zero so far, of alpha [n] and beta [n, words] from roots [2, n, 2]; as `follow`."""
     count, words = beta.shape
     at_tables, table_bytes = ciphers.ctypes.data, ciphers.itemsize * ciphers.size // 3
     controls, first = (2 + words) * levels, 2 * levels

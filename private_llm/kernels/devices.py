@@ -17,10 +17,7 @@ ALONE = threading.RLock()
 
 
 def device_for(name: str, party: int) -> torch.device:
-    """The device called `name` at this party; "cuda" is GPU number `party` modulo the number of GPUs here.
-
-    Raises ConfigError for a GPU that this process does not have.
-    """
+    """The device `name`; "cuda": GPU party modulo their number. Raises ConfigError for a GPU that is not there."""
     device = torch.device(name)
     if device.type != "cuda":
         return device
@@ -35,10 +32,7 @@ def device_for(name: str, party: int) -> torch.device:
 
 
 def held_on(x: Tensor, device: torch.device) -> Tensor:
-    """A public constant on a device, where it stays as long as x lives; x must not change.
-
-    So that no step copies the same constants from main memory again, for which it would wait.
-    """
+    """A public constant x, which must not change, kept on a device while x lives: no step waits for another copy."""
     if x.device == device:
         return x
     copies: dict[torch.device, Tensor] = x.__dict__.setdefault("_private_copies", {})

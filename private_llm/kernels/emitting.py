@@ -22,9 +22,7 @@ Function = Any
 
 
 def emitted(*kinds: Type, returns: Type = types.void) -> Callable[[Callable[..., IrValue]], Function]:
-    """A function of kernels, of arguments of these types; the one below writes its instructions: of the builder and the
-    arguments, which returns what it gives.
-    """
+    """A function of kernels with these types; the decorated one writes its instructions, of builder and arguments."""
 
     def of(write: Callable[..., IrValue]) -> Function:
         def typed(_: object, *given: Type) -> tuple[Type, Callable[..., IrValue]]:

@@ -41,10 +41,7 @@ class BilinearForm(ABC):
         """Multiply-adds of one product."""
 
     def narrowed(self) -> tuple[BilinearForm, Callable[[Tensor], Tensor]] | None:
-        """A form of those entries of y that take part, and how to take them out of y; None: all of them do.
-
-        For protocols that mask, or add up, whole operands.
-        """
+        """A form of the entries of y that take part, and how to take them out; None: all, as masks of whole y need."""
         return None
 
 

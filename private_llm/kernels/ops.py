@@ -243,10 +243,7 @@ def ring_matmul_rows(x: Tensor, y: Tensor, rows: Tensor, onto: Tensor | None = N
 
 
 def ring_matmul_lines(x: Tensor, y: Tensor, lines: Tensor, onto: Tensor | None = None) -> Tensor:
-    """x y[lines] modulo the ring size: [M, N] of x [M, R], y [K, N] and public row numbers [R]; as `ring_matmul_rows`.
-
-    Raises DomainError for a number outside 0 .. K-1.
-    """
+    """x y[lines]: [M, N] of x [M, R], y [K, N], public numbers [R] below K, else DomainError. As `ring_matmul_rows`."""
     return _listed("ring_matmul_lines", x, y, lines, onto)
 
 
@@ -348,10 +345,7 @@ def join_carries(
 
 
 def inject_products(bits: Tensor, lam: Tensor, weighted: Array, out: Tensor) -> None:
-    """Helper side of bit injection: out = (rows s_k, then s_k lam where weighted) - out.
-
-    bits [rows, W] of n elements, lam [n] (not read if nothing is weighted), out [rows + weighted, n].
-    """
+    """The helper's side of bits [rows, W]: out = (rows s_k, then s_k lam where weighted) - out; lam [n] if weighted."""
     if not out.is_meta and out.numel():
         sizes = (bits.shape[0], *out.shape, ZERO[out.dtype], bits.shape[1])
         plan = (weighted.view(np.uint8),)
@@ -374,10 +368,7 @@ def inject_terms(
 
 
 def pack_fields(values: Tensor, f: int) -> Tensor:
-    """The lowest 1 <= f <= 63 bits of int64 elements [n] as packed fields: [packed_words(n, f)] of 64 bits.
-
-    Raises DomainError for another f or type.
-    """
+    """Lowest 1 <= f <= 63 bits of int64 [n] as fields: [packed_words(n, f)]. Raises DomainError for other f or type."""
     if not 1 <= f <= 63:
         raise DomainError(f"fields: got {f} bits; want 1 to 63")
     if values.dtype != torch.int64:

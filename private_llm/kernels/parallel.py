@@ -147,9 +147,7 @@ class _SharedWork:
                 self._changed.notify_all()
 
     def settle(self, wanted: int) -> None:
-        """Wait for so many pieces, and for all that run. Raises interrupts of the wait, and what a piece raised if some
-        are wanted: with none the operation has failed already.
-        """
+        """Wait for so many pieces and all that run. Raises interrupts, and if some are wanted what a piece raised."""
         failed: BaseException | None = None
         while True:
             try:

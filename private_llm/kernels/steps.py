@@ -132,9 +132,7 @@ def _summed(x: Array) -> int:
 
 @CompiledStep
 def sum_last(row: StepRow) -> None:
-    """out [n0, n1, n2] = the sum of x [n0, n1, n2, n3] over its last dimension. The row: sizes of 4 dimensions, then
-    address and 4 strides of out and x in elements.
-    """
+    """out [n0, n1, n2] = x [n0, n1, n2, n3] summed over the last. The row: 4 sizes, then address, 4 strides of each."""
     a = carray(row, 14)
     out, x = flat(a[4], 1 << 40, SIGNED), flat(a[9], 1 << 40, SIGNED)
     for i in range(a[0]):

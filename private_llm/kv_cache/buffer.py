@@ -203,10 +203,7 @@ class KVBuffer:
         return None if self._rows is None else self._rows[1].held()
 
     def append(self, key: Fixed, value: Fixed) -> tuple[Fixed, Fixed]:
-        """Entries of the next positions, [B, G, new, D] and [B, G, new, Dv]; the first decide about sizes.
-
-        Returns all keys and values held, [B, G, length, D] and [B, G, length, Dv].
-        """
+        """Entries [B, G, new, D] and [B, G, new, Dv] of the next positions, to all that is held: [B, G, length, ..]."""
         new = key.shape[2]
         if self._rows is None:
             self._rows = (GrowingRows(key), GrowingRows(value))
@@ -253,10 +250,7 @@ class KVBuffer:
             each.keep(index)
 
     def columns(self, table: Tensor, heads: int) -> Tensor:
-        """Of a public table over all positions, such as a mask [B or 1, H or 1, q, position], the held columns.
-
-        heads: query heads, a multiple of G. Returns [B or 1, H or 1, q, length].
-        """
+        """Held columns [B or 1, H or 1, q, length] of a public table [B or 1, H or 1, q, position], heads: H."""
         if self.hidden:
             newer = table[..., self.position - self.length + self.hidden : self.position]
             seen = torch.ones(1, self.hidden, dtype=torch.bool) if self.tokens is None else self.tokens

@@ -44,10 +44,7 @@ def apart(out: Fixed, merged: int, shared: int) -> Fixed:
 
 
 def _side_by_side(x: Fixed, outer: int, among: int) -> Fixed:
-    """Heads [B, N, n, D] of `outer` neighbouring key heads as one: [B, N / outer, n, outer D].
-
-    among: query heads that each of them has left.
-    """
+    """Heads [B, N, n, D] of `outer` key heads as one: [B, N / outer, n, outer D]; among: query heads of each."""
     if outer == 1:
         return x
     if among != 1:

@@ -89,10 +89,7 @@ class Chosen:
 
 
 def reordered(x: Fixed, order: Tensor, dim: int) -> Fixed:
-    """Entries of x [B, G, ..] along `dim` in a public order, int64 [B or 1, entries of the result]. Local.
-
-    Zeros for the entry after the last one.
-    """
+    """Entries of x [B, G, ..] along `dim` in a public order [B or 1, entries]; zeros where it says "beyond". Local."""
     shape = [1] * len(x.shape)
     shape[0], shape[dim] = order.shape
     wanted = [*x.shape[:dim], order.shape[1], *x.shape[dim + 1 :]]
@@ -285,10 +282,7 @@ def _penalty(like: Fixed, shape: tuple[int, ...], seen: Tensor | None, addend: F
 
 
 def _weights(scores: Fixed, call: AttentionQuery, penalty: Fixed | None) -> Fixed:
-    """Softmax of gathered scores [B, G, shared, n] with many fractional bits; zeros for heads that are left out.
-
-    penalty: to be added after the cap, [B, G, 1, n].
-    """
+    """Softmax of scores [B, G, shared, n], zeros for heads left out; penalty [B, G, 1, n] is added after the cap."""
     (batch, heads), mask, softcap, frac = call.query.shape[:2], call.mask, call.softcap, scores.session.frac
     scores = scores.rescale(frac if softcap is None else frac + SLACK)
     if softcap is not None:

@@ -26,10 +26,7 @@ _SEND_BUFFER = 4 << 20
 
 
 def open_listeners(parties: int) -> list[socket.socket]:
-    """A listening loopback socket per party, on free ports: hand each to its party, and `hosts_of` to everybody.
-
-    Raises TransportError if nothing can listen here.
-    """
+    """A listening loopback socket per party, on free ports. Raises TransportError if nothing can listen here."""
     return [listen(("127.0.0.1", 0), anywhere=False) for _ in range(parties)]
 
 
@@ -150,10 +147,7 @@ def _resolve(address: Address) -> list[Address]:
 
 
 def set_options(sock: socket.socket, pause_s: int) -> None:
-    """Options of a connection: small frames leave at once, and a host that is gone is noticed after 4 `pause_s`.
-
-    Unix sockets have neither trouble; they get as much room as the system grants.
-    """
+    """Options of a connection: no delay of small frames, gone hosts noticed after 4 `pause_s`; Unix sockets: room."""
     if sock.family not in (socket.AF_INET, socket.AF_INET6):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
         return

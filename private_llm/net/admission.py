@@ -147,10 +147,7 @@ class Acceptor:
 
 
 def source_of(address: str) -> str:
-    """What counts as one source: an IPv4 address, or the 64-bit network that one host of IPv6 has to itself.
-
-    Empty, which is this machine by a Unix socket, is one, too.
-    """
+    """What counts as one source: an IPv4 address, an IPv6 network of 64 bits, or "", this machine by a Unix socket."""
     if not address:
         return ""
     found = ipaddress.ip_address(address.partition("%")[0])
@@ -173,10 +170,7 @@ _SPARE = 8
 
 
 class ClientLink(SocketTransport):
-    """This party's links to one client. What is sent to a slow client waits in memory: one answer at most.
-
-    One thread may receive while another sends.
-    """
+    """This party's links to one client, one answer at most in memory; two threads, of which one sends, may use it."""
 
     def __init__(
         self, me: int, pair: SocketPair, caller: bytes, user: str, timeout: float, idle_s: float | None
@@ -218,10 +212,7 @@ class ClientLink(SocketTransport):
 
 @dataclass
 class _Admitted:
-    """A client that was let in, and those of its two connections that are there: True for the one that sends.
-
-    known: party 0 has it, too.
-    """
+    """A client let in and its connections: True for the one that sends. known: party 0 has it, too."""
 
     user: str
     since: float

@@ -89,10 +89,7 @@ def certificate_facts(path: Path) -> tuple[CertificateFacts, ...]:
 
 
 def check_signed(tls: TLSConfig) -> CertificateFacts:
-    """What stands in an endpoint's certificate, once it is valid now and one of its `ca` signed it. Raises ConfigError.
-
-    A certificate may be followed by those of authorities in between.
-    """
+    """The facts of an endpoint's valid certificate, signed by its `ca` or an authority behind it, else ConfigError."""
     own, *between = certificates_in(Path(tls.certificate))
     facts, now = facts_of(own), datetime.datetime.now(datetime.UTC)
     if not facts.begins <= now:

@@ -46,10 +46,7 @@ class OfflineStore:
     """
 
     def __init__(self, folder: str | Path | None = None) -> None:
-        """A new file in `folder` (default: the system's place for temporary files) that only this process can open.
-
-        Raises ConfigError for a folder that cannot be written.
-        """
+        """A new file in `folder` (default: the system's) for this process alone. Raises ConfigError if it cannot."""
         try:
             self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115 - `close` closes it
         except OSError as error:
@@ -71,10 +68,7 @@ class OfflineStore:
 
     # -- writing ----------------------------------------------------------------------------------------------
     def append(self, tag: str, dtype: torch.dtype, count: int, pieces: Iterable[Tensor]) -> None:
-        """Store one message of `count` elements that comes as in `pieces_of`.
-
-        Raises ShareFileError, before the first piece, for more than the disk has room for.
-        """
+        """Store `count` elements that come as in `pieces_of`. Raises ShareFileError first if the disk has no room."""
         size, place = count * dtype.itemsize, os.fstatvfs(self._file.fileno())
         if size > place.f_bavail * place.f_frsize:
             raise ShareFileError(
@@ -104,10 +98,7 @@ class OfflineStore:
 
     # -- reading ----------------------------------------------------------------------------------------------
     def next(self, tag: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """The next message, which must be as stated.
-
-        Raises TransportError for another message, ShareFileError if the file is damaged.
-        """
+        """The next message. Raises TransportError if it is another one, ShareFileError if the file is damaged."""
         out = torch.empty(shape, dtype=dtype)
         header = self._expect(Frame(FrameKind.DATA, _WRITER, self._session, self._messages, tag, dtype, out.numel()))
         raw = out.view(-1).view(torch.uint8).numpy()

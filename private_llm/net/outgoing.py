@@ -143,9 +143,7 @@ class Outgoing:
         self._ending = True
 
     def take_back(self, row: Row) -> None:
-        """The end of `lend`. A frame of which only a part could be written goes on here, and its `send_tensor` is
-        foregone, unless no thread is left to write it: then that raises PartyFailed.
-        """
+        """End `lend`: finish a frame that was cut off, for its `send_tensor`, or raise PartyFailed without a thread."""
         if not self._lending:
             return
         try:

@@ -34,10 +34,7 @@ def named(config: PrivateConfig, text: str) -> str:
 
 
 def attributed(endpoint: int, reason: str) -> str:
-    """A reason that `endpoint` gave for the end of a session, as others may read it.
-
-    What it says of itself stays; what names another is marked as passed on: nobody speaks for another.
-    """
+    """The reason of `endpoint` for an end; what it says of another is marked as passed on, since none speaks for it."""
     if endpoint == CLIENT:
         own, name = "the client ", "the client"
     else:
@@ -100,10 +97,7 @@ def common_name(endpoint: int) -> str:
 
 
 def credential_files(folder: Path, name: str) -> dict[str, str]:
-    """The paths of an endpoint's certificate, its key and the CA's certificate in a folder, as `TLSConfig` has them.
-
-    Raises ConfigError for those that are not there.
-    """
+    """Paths of an endpoint's certificate, key and CA in a folder, for `TLSConfig`. Raises ConfigError if one lacks."""
     names = {"certificate": f"{name}.pem", "key": f"{name}.key", "ca": "ca.pem"}
     missing = [file for file in names.values() if not (folder / file).is_file()]
     if missing:

@@ -137,10 +137,7 @@ class SocketTransport(Transport):
                 out.note(FrameKind.WAITING, bytes([self.me]))
 
     def wait(self, frm: int) -> None:
-        """Block until a frame from `frm` is there.
-
-        Raises TransportError: PartyFailed if the session stops, or after idle_s of silence.
-        """
+        """Block for a frame from `frm`. Raises TransportError: PartyFailed if the session stops, or after idle_s."""
         self._check()
         link, heard = self._in[frm], time.monotonic()
 
@@ -161,10 +158,7 @@ class SocketTransport(Transport):
             raise self._fail(error, frm, f"while the next request of {endpoint_name(frm)} was awaited") from None
 
     def look(self) -> None:
-        """Notice, without waiting, who has ended the session or is gone.
-
-        Raises PartyFailed, and TransportError for a frame that is none.
-        """
+        """Notice without waiting who ended or is gone: PartyFailed; TransportError for a frame that is none."""
         self._check()
         for peer, link in self._in.items():
             try:

@@ -100,10 +100,7 @@ class Credentials:
 
 
 def check_name(sock: socket.socket, endpoint: int, users: Users | None = None) -> None:
-    """Raise TransportError unless the peer's certificate names `endpoint`; plain sockets have no certificate.
-
-    users: who may be the client (default: everybody with a client's certificate).
-    """
+    """Raise TransportError unless the peer's certificate, if any, names `endpoint`, and as a client one of `users`."""
     if not isinstance(sock, ssl.SSLSocket):
         return
     names = _names(sock)

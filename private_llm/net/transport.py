@@ -106,9 +106,7 @@ class Transport(ABC):
         return self
 
     def ends(self, endpoint: int) -> Sequence[End]:
-        """The ends of the connections with an endpoint that compiled programs may use in place of this transport: none
-        if it does more with messages than to pass them on.
-        """
+        """Ends of connections with an endpoint that programs may use instead: none if this does more than pass on."""
         return ()
 
     def barrier_end(self) -> BarrierEnd | None:

@@ -111,10 +111,7 @@ def encode(
 
 
 def decode(raw: bytes | bytearray | memoryview, maximum: int = MAX_PAYLOAD) -> Frame:
-    """Read a header whose payload may have `maximum` bytes (notes: at most MAX_NOTE).
-
-    Raises TransportError for anything that is not a well-formed header of this version.
-    """
+    """Read a header for at most `maximum` bytes (notes: MAX_NOTE). Raises TransportError for any other header."""
     if len(raw) < HEADER_BYTES:
         raise TransportError(f"truncated frame: got {len(raw)} bytes of header; want {HEADER_BYTES}")
     magic, version, kind, code, sender, session, sequence, count, tag = _LAYOUT.unpack_from(raw)

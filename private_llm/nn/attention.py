@@ -211,9 +211,7 @@ def _repeated(call: AttentionQuery, key: Fixed, value: Fixed) -> Fixed:
 
 
 def _repeated_chunk(call: AttentionQuery, key: Fixed, value: Fixed, pattern: Pattern) -> Fixed:
-    """Attention of a whole chunk of a prompt on a GPU, where Python would be most of it: the same program for all
-    layers and prompts that see the same.
-    """
+    """Attention of a whole chunk of a prompt on a GPU by one program for all layers and prompts that see the same."""
     scale, softcap = call.scale, call.softcap
 
     def compute(x: Sequence[Fixed]) -> Sequence[Fixed]:
@@ -269,10 +267,7 @@ def _score_bits(scores: Fixed) -> int:
 def mixed_values(
     weights: Fixed, value: Fixed, pattern: Pattern, frac: int | None = None, width: int | None = None
 ) -> Fixed:  # fmt: skip
-    """weights [B, G, R, k] times value [B, G, k, D], with `frac` fractional bits (default: the session's).
-
-    Rows that see nothing are zero and cost nothing.
-    """
+    """weights [B, G, R, k] times value [B, G, k, D], `frac` fractional bits or the session's; unseen rows are zero."""
     shape = (*weights.shape[:-1], value.shape[-1])
     if pattern.seeing is None or len(pattern.seeing) == math.prod(shape[:-1]):
         return weights.matmul(value, frac=frac, width=width)

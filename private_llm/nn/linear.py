@@ -87,10 +87,7 @@ class SharedInput:
         """Of an input, the outputs of all layers. It does not refer to this object, or weights would stay for long."""
 
     def piece(self, index: int, x: Tensor) -> Tensor:
-        """The output [.., N_index] of layer `index` for input x [.., K].
-
-        The first call sends what one `linear` of all layers' outputs sends, the others nothing.
-        """
+        """Output [.., N_index] of layer `index` for x [.., K]; the first call sends for all layers, as one `linear`."""
         return self._pieces.take(index, x, self.product)
 
 

@@ -21,10 +21,7 @@ class PrivateRMSNorm(nn.Module):
         self.register_parameter("weight", weight)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """Normalize a secret [.., H]; same shape. Cost: `approx.norms.rms_norm`.
-
-        Raises PlaintextLeak for a plain tensor.
-        """
+        """Normalize a secret [.., H]: `approx.norms.rms_norm`. Raises PlaintextLeak for a plain tensor."""
         if not isinstance(hidden_states, SecretTensor):
             raise PlaintextLeak("a private norm got a plain tensor; its input must be secret")
         return rms_norm_rule(hidden_states, self.weight, self.eps, self.offset)

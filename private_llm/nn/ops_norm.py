@@ -100,10 +100,7 @@ def layer_norm_rule(
 def rms_norm_function(
     x: SecretTensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
 ) -> SecretTensor:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, as `rms_norm_rule`; eps: default that of float32.
-
-    Raises UnsupportedOp for other dimensions.
-    """
+    """x / sqrt(mean(x^2) + eps) * weight, as `rms_norm_rule`. Raises UnsupportedOp unless over the last dimension."""
     _last_only(x, normalized_shape, "rms_norm")
     return rms_norm_rule(x, weight, torch.finfo(torch.float32).eps if eps is None else eps)
 

@@ -29,10 +29,7 @@ def topk(x: SecretTensor, k: int, dim: int = -1, largest: bool = True, sorted: b
 
 @implements(torch.sort, Tensor.sort)
 def sort(x: SecretTensor, dim: int = -1, descending: bool = False, stable: bool = True) -> TorchArg:
-    """Entries over a dimension in order, with their indices; stable in any case. Cost: `sort_network.sort_cost`.
-
-    Raises DomainError for an empty dimension.
-    """
+    """Sorted entries and indices, stable: `sort_network.sort_cost`. Raises DomainError for an empty dimension."""
     return torch.return_types.sort(_in_order(x, "sort", None, dim, descending))
 
 
@@ -93,19 +90,13 @@ def _kept(made: Fixed, dim: int | None, keepdim: bool, ndim: int) -> SecretTenso
 
 @implements(torch.argmax, Tensor.argmax)
 def argmax(x: SecretTensor, dim: int | None = None, keepdim: bool = False) -> SecretTensor:
-    """Index of the first maximum over `dim` (None: over all), as a secret without fractional bits.
-
-    Cost: `exact.maximum.argmax`.
-    """
+    """Index of the first maximum over `dim` (None: over all), no fractional bits. Cost: `exact.maximum.argmax`."""
     return _kept(first_maximum(_rows(x, dim))[1], dim, keepdim, x.ndim)
 
 
 @implements(torch.amax, Tensor.amax)
 def amax(x: SecretTensor, dim: TorchArg = (), keepdim: bool = False) -> SecretTensor:
-    """Maximum over a dimension, or over all (no dimension). Cost: `exact.maximum`, not coarse.
-
-    Raises UnsupportedOp for two or more dimensions.
-    """
+    """Maximum over one dimension or all; `exact.maximum`, not coarse. Raises UnsupportedOp for several dimensions."""
     if not isinstance(dim, int) and len(dim) > 1:
         raise UnsupportedOp(f"amax over the dimensions {tuple(dim)}; want one, or all")
     over = dim if isinstance(dim, int) else dim[0] if len(dim) else None
@@ -115,10 +106,7 @@ def amax(x: SecretTensor, dim: TorchArg = (), keepdim: bool = False) -> SecretTe
 
 @implements(torch.maximum, Tensor.maximum)
 def larger_of(x: Tensor, y: Tensor) -> SecretTensor:
-    """Maximum of a secret and public numbers that are all minus infinity (-1e9 or less): the secret as it is. Local.
-
-    Raises UnsupportedOp for anything else.
-    """
+    """The secret, of it and public numbers of -1e9 or less. Local. Raises UnsupportedOp for anything else."""
     if not isinstance(x, SecretTensor):
         x, y = y, x
     if not isinstance(x, SecretTensor) or isinstance(y, SecretTensor) or not bool((y <= MINUS_INFINITY).all()):

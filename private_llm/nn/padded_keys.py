@@ -46,9 +46,7 @@ def padded_length(length: int) -> int:
 
 @dataclass(frozen=True, slots=True, repr=False, eq=False)
 class HeldShare(Share):
-    """Entries of a buffer. repeated: of a total, so many entries, after these copies of the newest; None if the buffer
-    has gone on since. Local.
-    """
+    """Entries of a buffer. repeated: (of a total, newest copies), None once the buffer has gone on. Local."""
 
     repeated: Callable[[int], Share | None]
 

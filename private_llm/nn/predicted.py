@@ -87,9 +87,7 @@ class ActivityPredictor(nn.Module):
 
 
 class _PredictedBlock(ABC):
-    """Layers of one input of which outputs are computed where a predictor says so; their forward functions become
-    `read`, that of the layer after them `write`.
-    """
+    """Layers of one input whose outputs a predictor chooses; their forward becomes `read`, of the next `write`."""
 
     def __init__(
         self, predictor: ActivityPredictor, readers: Sequence[nn.Module], writer: nn.Module, count: int,
@@ -129,10 +127,7 @@ class _PredictedBlock(ABC):
 
 
 class SparseFeedForward(_PredictedBlock):
-    """FC1 (gate, up) and FC2 (down) of one block at the predicted neurons, whose units lie in the owner's order.
-
-    `read` gives the chosen neurons of all positions, 1-D in row-major order.
-    """
+    """FC1 (gate, up) and FC2 (down) at predicted neurons, in the owner's order; `read` gives them 1-D, row by row."""
 
     _wanted, _lead = _NOTHING, tuple[int, ...]()
 
@@ -154,10 +149,7 @@ class SparseFeedForward(_PredictedBlock):
         return pieces
 
     def write(self, h: Tensor) -> Tensor:
-        """FC2 of chosen neurons h (1-D, as `read` gives them): [.., N], with bytes and rounds of the whole layer.
-
-        Raises UnsupportedOp for anything but the chosen neurons.
-        """
+        """FC2 of `read`'s neurons h: [.., N], bytes and rounds of the layer. Raises UnsupportedOp for anything else."""
         if not isinstance(h, SecretTensor) or tuple(h.shape) != (int(self._wanted.sum()),):
             raise UnsupportedOp(
                 f"{self._name}: what comes out of the block's activation is {tuple(h.shape)}, not the chosen neurons; "
@@ -282,10 +274,7 @@ def _as_products(layers: Sequence[nn.Module]) -> list[list[nn.Module]]:
 def _at_wanted(
     x: SecretTensor, layers: Sequence[nn.Module], wanted: Tensor, equal: bool
 ) -> tuple[SecretTensor, Tensor]:
-    """Linear layers of one input at wanted outputs [positions, N1 + N2 + ..]: 1-D, and which column each of them is.
-
-    equal: whether all positions want as many.
-    """
+    """Layers of one input at wanted outputs [positions, N1 + N2 + ..] (`equal`: as many each): 1-D, and columns."""
     weight, bias = joined([(layer.weight, layer.bias) for layer in layers])  # type: ignore[misc]
     if not isinstance(weight, SecretTensor):
         raise UnsupportedOp("products at predicted outputs need secret weights")

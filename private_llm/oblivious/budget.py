@@ -24,10 +24,7 @@ from private_llm.tensor.fixed import Fixed, arithmetic
 
 @dataclass(frozen=True, slots=True)
 class ChosenUnits:
-    """Chosen elements in a secret order.
-
-    order: of `size` elements and then dummies, if any. places: of the chosen ones in it, int64 [chosen], public.
-    """
+    """Elements in a secret order of `size` and then dummies, if any; places: of chosen ones, int64 [chosen], public."""
 
     order: Permutation
     places: Tensor

@@ -34,9 +34,7 @@ _LANES = 64
 
 @dataclass(frozen=True, eq=False)
 class OneHotRows:
-    """`kept` of `rows` rows in each of `blocks` blocks, by products with a secret matrix [blocks, kept, rows] of zeros
-    and ones (no fractional bits).
-    """
+    """`kept` of `rows` rows of each of `blocks` blocks, as a secret matrix [blocks, kept, rows] of zeros and ones."""
 
     matrix: Fixed
 
@@ -66,10 +64,7 @@ class OneHotRows:
         return self._on(y).view(lambda part: part.transpose(1, 2)).matmul(y, frac=y.frac)
 
     def within(self, outer: OneHotRows) -> OneHotRows:
-        """Of rows that `outer` took in groups of self.rows / outer.kept, the choice that both make together.
-
-        One product, 24 bytes an entry of the matrix and 1 round in trio.
-        """
+        """This choice among the groups of rows that `outer` took, as one: 24 bytes an entry, 1 round in trio."""
         inner = self.rows // outer.kept
         own = self.matrix.view(lambda part: part.unflatten(2, (outer.kept, inner)).transpose(2, 3).flatten(1, 2))
         made = own.matmul(outer.matrix, frac=0).view(

@@ -61,10 +61,7 @@ def tree(rows: int, depth: int) -> tuple[tuple[tuple[int, ...], ...], tuple[int,
 
 
 def column_sums(x: Fixed, bits: BitShare, depth: int) -> Fixed:
-    """Bits [rows, count] to whole numbers [count], as a secret of the session of x.
-
-    depth: layers of gates, 1 round each; 1 round more. All lanes up to whole words must be shared.
-    """
+    """Bits [rows, count] (whole words shared) to secret numbers [count] in the session of x: depth + 1 rounds."""
     weighted = [bits]
     steps, _ = tree(bits.rows, depth)
     for triples in steps:

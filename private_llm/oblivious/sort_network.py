@@ -98,10 +98,7 @@ class Order:
         return self.bits + self.index_bits + 1 <= self.ring
 
     def entries(self, x: Fixed, moved: bool = False) -> list[Fixed]:
-        """What moves for each entry of x [rows, width]: one number that orders them, or value and index. Local.
-
-        moved: value and index in any case.
-        """
+        """What moves for each of x [rows, width]: one ordering number, or value and index (always if `moved`)."""
         counting = torch.arange(self.width, dtype=x.session.ring.dtype, device=x.share.parts[0].device)
         index = x.with_share(x.proto.public(counting.expand(x.shape)), 0)
         apart = [x.with_share(x.share, 0), index]
@@ -136,10 +133,7 @@ class Order:
 
 
 def sort(entries: Sequence[Fixed], order: Order, start: int, stop: int) -> list[Fixed]:
-    """Places start .. stop - 1 of the sorted rows: each [rows, width] to [rows, stop - start]. `order.entries` go in.
-
-    Two steps a layer of the network, about (log2 n)^2 / 2 layers.
-    """
+    """Places start .. stop - 1 of sorted `order.entries` [rows, width]: two steps a layer, (log2 n)^2 / 2 layers."""
     plan = network(order.width, start, stop)
     for first, second in plan.layers:
         entries = _exchanged(entries, order, first, second)

@@ -62,10 +62,7 @@ def components(wanted: Tensor) -> list[Block]:
 
 
 def _one_component(wanted: Tensor) -> Block | None:
-    """All wanted outputs as one block, if few steps from the first row reach every other; else None.
-
-    The usual case of many rows: then no graph of millions of edges is made.
-    """
+    """All outputs as one block if few steps join all rows, else None: quick for many rows, without a large graph."""
     wanted = wanted.cpu()
     used = wanted.any(1)
     if not bool(used.any()):
@@ -165,10 +162,7 @@ class Strip:
 
 
 def strips(active: Tensor) -> list[Strip]:
-    """The entries of x that may be other than zero, bool [M, K], as the blocks of a product. Local.
-
-    `places` number the entries in row-major order; columns without any are in no strip.
-    """
+    """Blocks of a product of entries that may be other than zero, bool [M, K]; places: row by row. Local."""
     held = as_array(active)
     numbers = np.cumsum(held.reshape(-1)).reshape(held.shape) - 1
     patterns, owner = np.unique(held, axis=1, return_inverse=True)

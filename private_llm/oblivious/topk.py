@@ -53,10 +53,7 @@ def largest_bits(x: Fixed, k: int, method: Method = "auto", bits: int | None = N
 
 
 def largest(x: Fixed, k: int, method: Method = "auto", bits: int | None = None) -> Fixed:
-    """The same as numbers 0 and 1 in the shape of x, without fractional bits.
-
-    One injection more: 1 round, 24 bytes an entry (trio, 64-bit ring).
-    """
+    """As numbers 0 and 1 in the shape of x, no fractional bits: 1 round, 24 bytes an entry more (trio, 64 bits)."""
     made = x.proto.inject(largest_bits(x, k, method, bits), None, [0], [1])
     shape = x.shape
     return x.with_share(made.map(lambda part: part.reshape(shape)), 0)

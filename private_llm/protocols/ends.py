@@ -131,10 +131,7 @@ class PartyEnd:
 
 
 class ClientEnd(ABC):
-    """The client's end, over links to all parties: how ring elements enter and leave the sharing.
-
-    Calls come in the parties' order.
-    """
+    """The client's end over links to all parties: how elements enter and leave. Calls come in the parties' order."""
 
     cipher: str | None = None
     """Of the parties' streams, as they said when they met; None: they were not asked."""

@@ -23,10 +23,7 @@ EndT = TypeVar("EndT", bound=Protocol)
 
 
 def exact(end: EndT) -> EndT:
-    """The same end, whose divisions are exact from now on.
-
-    It then has neither what rounds by masks (`local_truncate`, `relu_minus_waves`) nor what it lacked before.
-    """
+    """The same end with exact divisions, without what rounds by masks (`local_truncate`, `relu_minus_waves`)."""
     lacking = {"local_truncate", "relu_minus_waves", *({"exponential", "piecewise"} - end.primitives)}
     end.take(ExactTruncation(end))
     vars(end).update({name: MethodType(getattr(Protocol, name), weakref.proxy(end)) for name in lacking})
@@ -51,10 +48,7 @@ class ExactTruncation:
         self._exponential, self._piecewise = weak(end.exponential), weak(end.piecewise)
 
     def truncate(self, x: Share, shift: int, widths: BitWidths | None = None) -> Share:
-        """floor(x / 2^shift) for |x| < 2^(ring bits - 2); the shape of x.
-
-        Shift 18: 5 rounds, 49.4 bytes an element in trio, 86.6 in quad (64 bits).
-        """
+        """floor(x / 2^shift), |x| < 2^(bits - 2). Shift 18: 5 rounds, 49.4 bytes an element in trio, 86.6 in quad."""
         if shift == 0:
             return x
         high = self._truncate(x, shift)
@@ -63,10 +57,7 @@ class ExactTruncation:
         return self.end.sub(high, below.map(lambda part: part.view(x.shape)))
 
     def mul(self, x: Share, y: Share, shift: int = 0, widths: BitWidths | None = None) -> Share:
-        """floor(x*y / 2^shift): the product (1 round), then `truncate`.
-
-        Shift 18: 6 rounds, 73.4 bytes an output in trio, 126.6 in quad (64 bits).
-        """
+        """floor(x*y / 2^shift) by `truncate`. Shift 18: 6 rounds, 73.4 bytes an output in trio, 126.6 in quad."""
         return self.truncate(self._mul(x, y), shift)
 
     def bilinear(

@@ -54,10 +54,7 @@ class OfflinePhase:
 
     @contextmanager
     def following(self, label: str) -> Iterator[None]:
-        """Inside a computing party makes the next call, with the helping party's part from the store.
-
-        Raises ShareFileError for a store that is damaged.
-        """
+        """A party's next call, with its helper's part from the store. Raises ShareFileError for a damaged store."""
         protocol, store, helper = self._session.protocol, self._store, self._session.config.helper
 
         def reading(transport: Transport) -> Transport:

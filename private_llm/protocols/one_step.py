@@ -305,10 +305,7 @@ class Waves:
 
     @cached_property
     def first(self) -> int:
-        """What the first evaluator adds to the sum: the constant, half of what is sent, less half a unit.
-
-        Half a unit makes up for the carry of masks (trio/one_step.py).
-        """
+        """What the first evaluator adds: the constant, half of what is sent, less half a unit for the masks' carry."""
         total = PUBLIC_BITS + self.most_secret
         return round(self.constant * (1 << total)) + (1 << (self.wide - 2)) - (1 << (self.shift - 1))
 

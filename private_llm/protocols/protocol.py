@@ -331,10 +331,7 @@ class Protocol(PartyEnd):
         return ShuffledBits(self._moved_bits(x, order, undo=False), order)
 
     def unshuffle_bits(self, x: ShuffledBits) -> BitShare:
-        """The vectors as they were ordered before `shuffle_bits`, rows and count alike.
-
-        Rounds as `shuffle` with `undo`, bytes as there.
-        """
+        """The vectors in the order before `shuffle_bits`; rounds and bytes as `shuffle` with `undo`."""
         return self._moved_bits(x.bits, x.order, undo=True)
 
     def _moved_bits(self, x: BitShare, order: Permutation, undo: bool) -> BitShare:

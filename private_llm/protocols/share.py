@@ -208,10 +208,7 @@ class ShuffledBits:
 
 
 def drawn(words: Tensor, blocks: int = 1) -> Tensor:
-    """The permutation that sorts uniform 64-bit words [n], each of `blocks` equal runs in itself: int64 [n].
-
-    Its bias is below n^2 / 2^64. Local.
-    """
+    """The permutation that sorts uniform words [n] in `blocks` equal runs: int64 [n]; bias < n^2 / 2^64. Local."""
     runs = words.view(blocks, -1)
     if words.device.type == "cpu":  # NumPy sorts five times as fast, in the same order
         order = torch.from_numpy(np.argsort(as_array(runs), kind="stable"))

@@ -83,10 +83,7 @@ class WeightSharing:
         self._spec, self._ring, self._masks = spec, ring, masks
 
     def deal(self, piece: Tensor) -> list[Tensor | None]:
-        """What each party receives for the next ring elements [n]: as many, or None if its seeds suffice.
-
-        Every piece but the last has PIECE elements.
-        """
+        """What each party gets for elements [n] (None: its seeds suffice). All pieces but the last: PIECE elements."""
         masks = [mask.elements(piece.numel(), self._ring) for mask in self._masks]
         return [_received(self._spec, party, piece, masks) for party in range(self._spec.facts.parties)]
 

@@ -123,9 +123,7 @@ def _end_with_parent() -> None:
 
 # -- what is compiled -------------------------------------------------------------------------------------------------
 def jobs(protocol: str) -> Iterator[tuple[Any, tuple[Any, ...]]]:
-    """Kernels and the types of their arguments, and steps (`CompiledStep`) with none, in the order in which a
-    session needs them; of steps, the longest first.
-    """
+    """Kernels with types of arguments, and steps (`CompiledStep`) with none, in a session's order, longest first."""
     from private_llm.kernels import comparison_keys, steps
     from private_llm.kernels.bits import cpu as bits
     from private_llm.kernels.fields.cpu import KERNELS as FIELDS

@@ -28,9 +28,7 @@ from private_llm.replay.statements import Name, Statement, View, statements_of, 
 
 @dataclass(eq=False)
 class _Unit:
-    """A node, or one statement of it. waits: units that must have been launched before. joins: units of its own group,
-    or launched before.
-    """
+    """A node, or one statement of it. waits: units launched before; joins: those of its own group or before."""
 
     node: GraphNode
     statement: Statement | None

@@ -408,10 +408,7 @@ def _copies(given: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _letting_go(segments: Sequence[Segment], kept: set[Slot]) -> list[Segment]:
-    """The segments, with what nobody needs after each node.
-
-    Kept is what comes in and goes out, and what lies outside the pool, since graphs write to it in each run.
-    """
+    """Segments that free slots after their last use; `kept`: inputs, outputs, and what graphs write each time."""
     last: dict[Slot, tuple[int, int]] = {}
     for number, segment in enumerate(segments):
         if not segment.computes:

@@ -91,9 +91,7 @@ class JointProgram:
         return all(held() is each for held, each in zip(self._programs, programs, strict=True))
 
     def launch(self, number: int, _: object = None) -> bool:
-        """Compute a section for all parties, once all have come; True. Raises TransportError where programs do not send
-        what others wait for.
-        """
+        """Compute a section for all parties once all came; True. Raises TransportError if sends and receipts differ."""
         if self._graphs:
             self._graphs[number].replay()
         else:
@@ -179,9 +177,7 @@ class JointProgram:
 def run_together(
     program: GraphProgram, transport: ProgramTransport, end: BarrierEnd, point: Point, graph_break: Inner | None
 ) -> list[Tensor]:
-    """What a party's program makes of its inputs (`GraphProgram.ready` has copied them): together with all parties if
-    they come to this point with programs, otherwise alone.
-    """
+    """What a party's ready program makes: together with all others if they come to this point, else alone."""
     program.draw(transport, 0)
     joint = end.wait(point, program, functools.partial(_started, end.barrier, point[0]))
     if joint is None:
@@ -230,9 +226,7 @@ class CallPoints:
         self._hidden = False
 
     def next(self, session: Session, within: bool, inputs: Sequence[Fixed], binding: WeightBinding) -> Point | None:
-        """What a call is called at all parties; None for one that only this party makes, or that is no graph. within:
-        whether it lies in a graph break.
-        """
+        """The same call's name at all parties; None for one party's alone or no graph. within: in a graph break."""
         if self._hidden or not uses_cuda_graphs(session):
             return None
         what = (binding.name, within, tuple([tuple(x.shape) for x in inputs]))

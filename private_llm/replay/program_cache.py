@@ -84,10 +84,7 @@ class _RegionCall:
 
 
 class ProgramCache:
-    """The programs of one party's session.
-
-    counts: how many calls were "plain", "recorded", "checked" and "repeated". refused: why keys stay as they are.
-    """
+    """Programs of a party's session. counts: calls "plain", "recorded", "checked", "repeated"; refused: why not."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()

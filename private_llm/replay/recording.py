@@ -76,10 +76,7 @@ class StepRecorder(TracedTransport, Generic[PlaceT]):
                 held.clear()
 
     def public(self, x: Tensor) -> PlaceT:
-        """A public tensor that changes; its ring elements come from outside, too, where they are made of views of it.
-
-        Raises UnsupportedOp for an empty one.
-        """
+        """A public tensor that changes, also as ring elements of its views. Raises UnsupportedOp for an empty one."""
         if not x.numel():
             raise UnsupportedOp("a public tensor without elements")
         self._publics.append(x)

@@ -32,9 +32,7 @@ if a program could not make that."""
 
 @dataclass(frozen=True)
 class BreakRecord:
-    """A graph break: `Fixed.form` of what it takes and gives, what it is booked under, its module, and how many checks
-    of ranges came before.
-    """
+    """A graph break: `Fixed.form` of inputs and outputs, label, module, and number of range checks before it."""
 
     forms: tuple[tuple[int, int | None], ...]
     form: tuple[int, int | None]
@@ -153,9 +151,7 @@ class SideEffects:
         return exit_
 
     def end(self, made: Sequence[Fixed], facts: Hashable) -> tuple[Outcome, list[Tensor]]:
-        """All of a call that made these values: also their parts, and those of the sums that it owes. Raises
-        UnsupportedOp for what no program books.
-        """
+        """All that a call of these values leaves, with owed sums. Raises UnsupportedOp for what no program books."""
         self.pause()
         if any(rows is not None for _, _, rows in self._new):
             raise UnsupportedOp("a verdict for each row of a batch")

@@ -23,9 +23,7 @@ INTEGERS = frozenset({torch.int64, torch.int32, torch.uint8, torch.bool})
 
 @dataclass(frozen=True, eq=False, repr=False)  # of a constant, too, which may be a share of a weight
 class View:
-    """Elements of a tensor from `offset` (after its first) on; dims: sizes and strides, outermost first, of which
-    neighbours are one where they can be.
-    """
+    """Elements of a tensor from `offset` on; dims: sizes and strides, outermost first, joined where possible."""
 
     name: Name
     offset: int

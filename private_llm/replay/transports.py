@@ -21,9 +21,7 @@ from private_llm.ring.prg import Prg
 
 
 class Trace:
-    """Masks by stream, as bytes in whole blocks; messages in order. All lie where the party computes: a prompt's are
-    gigabytes.
-    """
+    """Masks by stream (whole blocks) and messages in order, where the party computes: a prompt's are gigabytes."""
 
     def __init__(self) -> None:
         self.drawn: dict[int, list[Tensor]] = {}

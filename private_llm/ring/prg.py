@@ -72,10 +72,7 @@ class Seed:
         return hashlib.blake2b(label.encode(), key=self.raw(), digest_size=size, person=b"pllm-prg").digest()
 
     def raw(self) -> bytes:
-        """The bytes, for a key exchange or a share file that only the holder may read.
-
-        Raises ProtocolAbort in a fork of the process that made this seed.
-        """
+        """The bytes, for key exchanges or a holder's share file. Raises ProtocolAbort in a fork of its process."""
         self._origin.demand("this seed")
         return self._raw
 
@@ -192,10 +189,7 @@ class ChaCha(Prg):
         return words.view(dtype)[:count]
 
     def advance(self, size: int, device: torch.device) -> None:
-        """Count the next `size` bytes, which `write_next` or a graph of it then makes on a device.
-
-        Raises ProtocolAbort in a fork of the process that made this stream.
-        """
+        """Count `size` bytes that `write_next`, or its graph, makes on a device. Raises ProtocolAbort in a fork."""
         placed, first = self._placed(device), self._take(size)
         if placed.at != first:
             placed.counter.fill_(first)

@@ -94,10 +94,7 @@ class Fixed:
         return self.view(lambda part: part[index])
 
     def restore_high_bits(self) -> Fixed:
-        """This value with all bits of its ring elements right: local if they are, else 1 round.
-
-        With `width` bits right that is (64 + 3 (64 - width)) / 8 bytes an element.
-        """
+        """All bits right: local if they are, else 1 round, (64 + 3 (64 - width)) / 8 bytes an element at `width`."""
         if self.width is None:
             return self
         bits = self.session.ring.bits
@@ -133,10 +130,7 @@ class Fixed:
         return _encoded((value,), frac, self.session.ring)[0]
 
     def finer(self, frac: int) -> Fixed:
-        """The same value with more fractional bits, exactly.
-
-        The ring must have room for frac - self.frac bits more. Raises DomainError for fewer bits than there are.
-        """
+        """The same value with more fractional bits, for which the ring must have room. Raises DomainError for fewer."""
         if frac < self.frac:
             raise DomainError(f"finer: got {frac} bits; want at least {self.frac} (use `coarser`, which communicates)")
         if frac == self.frac:
@@ -167,10 +161,7 @@ class Fixed:
         return self if frac == self.frac else self.finer(frac) if frac > self.frac else self.coarser(frac)
 
     def stack(self, other: Fixed) -> Fixed:
-        """Both, of equal shape and fractional bits, along a new first dimension [2, ..], for one step on both.
-
-        Local.
-        """
+        """Both, of equal shape and fractional bits, on a new first dimension [2, ..], for one step. Local."""
         pairs = zip(self.share.parts, other.share.parts, strict=True)
         return self.min_width_with(other).with_share(Share(tuple(torch.stack(pair) for pair in pairs)))
 
@@ -202,10 +193,7 @@ class Fixed:
         return (-self) + other
 
     def sum(self, dim: int | Sequence[int], keepdim: bool = False) -> Fixed:
-        """Sum over dimensions; same `frac`.
-
-        Local. Nothing is checked: the sum must fit the ring, a fourth of it before a truncation.
-        """
+        """Sum over dimensions; same `frac`. Local, unchecked: it must fit the ring, a fourth before truncation."""
         dims = [dim] if isinstance(dim, int) else list(dim)
         return self.view(lambda part: part.sum(dim=dims, keepdim=keepdim, dtype=part.dtype))
 

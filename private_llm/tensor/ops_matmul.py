@@ -18,10 +18,7 @@ from private_llm.tensor.secret import SecretTensor, same_session
 
 
 def ring_weight(session: Session, weight: Tensor, device: torch.device) -> Tensor:
-    """Ring elements of a public weight, of its shape, with the session's fractional bits; encoded once, and kept on it.
-
-    Raises DomainError for entries that the ring cannot hold.
-    """
+    """A public weight as ring elements of `frac` bits, made once. Raises DomainError for what the ring cannot hold."""
     key = (session.ring.bits, session.frac, device)
     held: dict[object, Tensor] = weight.__dict__.setdefault("_private_ring", {})
     if key not in held:
@@ -41,10 +38,7 @@ def layer_product(x: Fixed, y: Fixed, frac: int | None) -> Fixed:
 
 
 def product_public(x: Fixed, y: Tensor, left: bool = False, frac: int | None = None) -> Fixed:
-    """x @ y (or y @ x) for ring elements y with the session's fractional bits: local, then one truncation.
-
-    1 round, 14.75 bytes an output in trio (64-bit ring, 18 bits).
-    """
+    """x @ y (or y @ x), y ring elements of `frac` bits: 1 round, 14.75 bytes an output in trio (64 bits, shift 18)."""
     out, x = x.session.frac if frac is None else frac, x.restore_high_bits()
     shift = x.frac + x.session.frac - out
     return x.with_share(x.proto.bilinear_public(MATMUL, x.share, y, shift, left), out)

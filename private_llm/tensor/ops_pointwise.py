@@ -151,10 +151,7 @@ implements(torch.square, Tensor.square)(lambda x: mul(x, x))
 
 @implements(torch.pow, Tensor.pow, Tensor.__pow__)
 def power(x: AnyOperand, exponent: AnyOperand) -> SecretTensor:
-    """Integer powers 1 (local), 2 and 3 of a secret: one truncating product less than the exponent, 2 rounds each.
-
-    Raises UnsupportedOp for any other exponent or a plain base.
-    """
+    """Powers 1 (local), 2, 3 of a secret, each product 2 rounds. Raises UnsupportedOp for others or a plain base."""
     if isinstance(x, SecretTensor) and exponent in (1, 2, 3):
         return x if exponent == 1 else mul(x, x) if exponent == 2 else mul(mul(x, x), x)
     raise UnsupportedOp(f"pow with exponent {exponent!r} has no private rule; want a secret to the power 1, 2 or 3")
@@ -202,10 +199,7 @@ def _kept(x: AnyOperand, condition: Tensor) -> AnyOperand:
 
 @implements(torch.masked_fill, Tensor.masked_fill)
 def masked_fill(x: SecretTensor, mask: Tensor, value: float) -> SecretTensor:
-    """Public mask, public value; a value of -1e9 or less hides the entries from a later softmax. Local.
-
-    Raises UnsupportedOp for a secret mask.
-    """
+    """By a public mask; values of -1e9 or less hide entries from a softmax. Local. UnsupportedOp: a secret mask."""
     if isinstance(mask, SecretTensor):
         raise UnsupportedOp("masked_fill with a secret mask has no private rule")
     if value <= MINUS_INFINITY:
@@ -228,10 +222,7 @@ def _device_of(args: tuple[TorchArg, ...], kwargs: dict[str, TorchArg]) -> torch
 
 @implements(Tensor.to)
 def to(x: SecretTensor, *args: TorchArg, **kwargs: TorchArg) -> SecretTensor:
-    """Floating casts change nothing; a device moves the shares.
-
-    Raises UnsupportedOp for a dtype that is not floating.
-    """
+    """Floating casts change nothing; a device moves the shares. Raises UnsupportedOp for other dtypes."""
     kwargs = {k: v for k, v in kwargs.items() if k in ("device", "dtype", "other")}
     device = _device_of(args, kwargs)
     if device is None or device == x.device or device.type == "meta":

@@ -105,10 +105,7 @@ class SecretTensor(Guarded):
         return self._fixed
 
     def coarsen(self, frac: int) -> Fixed:
-        """The share with `frac` fractional bits, from now on; one truncation, 1 round, if it has more.
-
-        Marks it as `coarse`.
-        """
+        """The share with `frac` fractional bits from now on, marked `coarse`; 1 round (truncation) if it has more."""
         self._fixed, self.coarse = self.value(full=True).rescale(frac), True
         return self._fixed
 
@@ -138,10 +135,7 @@ class SecretTensor(Guarded):
         return self.view_of_parts(tuple(map(reorder, self._fixed.share.parts)), hidden)
 
     def view_of_parts(self, parts: tuple[Tensor, ...], hidden: Tensor | None = None) -> SecretTensor:
-        """A secret made of moved elements of this one (`hidden` moved alike); counts as sharing memory with it.
-
-        Local.
-        """
+        """A secret of moved elements of this one (and of `hidden`), which counts as sharing its memory. Local."""
         x = self._fixed
         out = SecretTensor(x.with_share(Share(parts)))
         out.coarse = self.coarse
@@ -164,10 +158,7 @@ class SecretTensor(Guarded):
         return self
 
     def rebind(self, value: SecretTensor) -> SecretTensor:
-        """Become `value` (an in-place operation). Local.
-
-        Raises UnsupportedOp where other tensors that still exist share the memory, or for another shape.
-        """
+        """Become `value`, in place. Local. Raises UnsupportedOp where others share the memory, or for another shape."""
         others = (other() for other in self._family or ())
         if any(other is not None and other is not self for other in others) or value.shape != self.shape:
             raise UnsupportedOp(
@@ -240,10 +231,7 @@ def same_session(x: SecretTensor, y: SecretTensor) -> None:
 
 
 class SecretIndex(Guarded):
-    """One party's hold on secret integers of a public shape; pass it to an embedding.
-
-    All functions but that and public facts raise UnsupportedOp.
-    """
+    """A party's hold on secret integers of a public shape, for embeddings; anything else raises UnsupportedOp."""
 
     __slots__ = ("_shape", "session", "share")
     session: Session
@@ -254,10 +242,7 @@ class SecretIndex(Guarded):
 
     @staticmethod
     def __new__(cls: type[SecretIndex], session: Session, index: Index, shape: Sequence[int]) -> SecretIndex:
-        """`index` as received by `Protocol.receive_index`, arranged as `shape`.
-
-        Raises DomainError if the counts differ.
-        """
+        """`index` of `Protocol.receive_index`, arranged as `shape`. Raises DomainError if the counts differ."""
         size = torch.Size(shape)
         if size.numel() != index.count:
             raise DomainError(f"SecretIndex: got {index.count} indices; want {size.numel()} for shape {tuple(size)}")

@@ -17,9 +17,7 @@ from private_llm.kernels import ops
 
 @dataclass(frozen=True)
 class Place:
-    """A view of operand `number`: elements from `offset` (after its first) on; dims: sizes and strides, outermost
-    first. Element n is the n-th, counted row by row.
-    """
+    """A view of operand `number`: elements from `offset` on; dims: sizes and strides, outermost first (row by row)."""
 
     number: int
     offset: int
@@ -36,10 +34,7 @@ class Value:
 
 @dataclass(frozen=True)
 class Operation:
-    """One elementwise operation: `name` (of `OPERATIONS`) of its arguments, each cast to `dtype`, cast to `made`.
-
-    arguments: places in memory, values of the group, and numbers.
-    """
+    """An operation, `name` of `OPERATIONS`, on arguments (places, values of the group, numbers) cast to `dtype`."""
 
     name: str
     dtype: torch.dtype

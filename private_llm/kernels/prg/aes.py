@@ -238,10 +238,7 @@ descend_two, descend_three = _descent(2), _descent(3)
 
 
 def tables(groups: list[list[Array]]) -> Array:
-    """For each group of round keys [11, 2], at most KEYS: a table. [groups, 11, KEYS, 2], at a multiple of LINE.
-
-    The last key of a group fills the lanes left.
-    """
+    """A table for each group of at most KEYS round keys [11, 2], the last repeated: [groups, 11, KEYS, 2], at LINEs."""
     made = np.stack([np.stack([keys[min(n, len(keys) - 1)] for n in range(KEYS)], 1) for keys in groups])
     room = np.empty(made.size + LINE // 8, dtype=np.uint64)
     start = -room.ctypes.data % LINE // 8

@@ -175,9 +175,7 @@ class Digits:
 
 @dataclass(frozen=True)
 class Factors:
-    """The public side: entries where the mask has the same digit, where it has the other one, and of the lower half;
-    bits that a product with either loses, rounded.
-    """
+    """The public side: entries where the mask has the same digit, the other one, the lower half; bits rounded off."""
 
     near: Tensor
     far: Tensor

@@ -127,9 +127,7 @@ def check_observed(observed: float | int) -> None:
 
 
 def checked_levels(given: object) -> tuple[Level, ...]:
-    """Levels from Level objects or JSON: mappings with size and kept, or pairs. Raises ConfigError for anything else,
-    and unless sizes divide each other, from large to small.
-    """
+    """Levels of Level objects or JSON (mappings, pairs). Raises ConfigError unless sizes fall and divide each other."""
     if not isinstance(given, list | tuple):
         raise ConfigError(f"kv_cache: levels: got {given!r}; want a list of sizes and shares, such as [[32, 0.5]]")
     levels = []
@@ -186,10 +184,7 @@ class H2O(BudgetedPolicy):
 
 @dataclass(frozen=True)
 class TOVA(BudgetedPolicy):
-    """Entries of the least attention from the newest token go, one a token (arXiv 2401.06104).
-
-    The paper adds up all heads of a layer; here each key head ranks for itself.
-    """
+    """Entries of the least attention from the newest token go (arXiv 2401.06104), here for each key head alone."""
 
     name = "tova"
     gamma: float = 0.2

@@ -179,10 +179,7 @@ class CachePolicy:
 
     @property
     def newest(self) -> int | None:
-        """So many of the newest entries always stay, and may be cropped away again (drafts do); None, the default: all.
-
-        A policy that evicts says how many.
-        """
+        """So many newest entries always stay and may be cropped (drafts do); None: all. Policies that evict say it."""
         return None
 
     def ranked(self, held: int, position: int, queries: int) -> int:

@@ -61,10 +61,7 @@ def mirrored(cost: Cost) -> Cost:
 
 
 class QuadArithmetic(TrioArithmetic):
-    """One party's arithmetic and its edges; shares have three parts.
-
-    A party without its piece of a product or of a check, which would be a bug here, raises ProtocolAbort.
-    """
+    """A party's arithmetic on shares of three parts; ProtocolAbort where it lacks its piece, which would be a bug."""
 
     end: QuadParty
     index_keys = 4

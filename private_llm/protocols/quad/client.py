@@ -67,10 +67,7 @@ class QuadClient(TrioClient):
 def open_quad(
     transport: Transport, ring: Ring, shape: tuple[int, ...], ahead: Callable[[], bytes] | None = None
 ) -> Tensor:
-    """Ring elements of `shape` that the parties reveal to this endpoint right now. Raises ProtocolAbort if one lies.
-
-    ahead: gives party 3's digest, if it came earlier.
-    """
+    """Ring elements of `shape` revealed to this endpoint. Raises ProtocolAbort for a lie. ahead: an earlier digest."""
     opened = []
     for sender, witness in ((1, 2), (0, 3)):
         value = transport.recv(sender, "reveal", shape, ring.dtype)

@@ -21,10 +21,7 @@ from private_llm.ring.ring import Ring
 
 
 class TrioClient(ClientEnd):
-    """The client's end: 32 bytes of key to each party of `mask_holders` at the start.
-
-    `one_hot`: see `TrioArithmetic`.
-    """
+    """The client's end: 32 bytes of key to each of `mask_holders` at the start. `one_hot`: see `TrioArithmetic`."""
 
     mask_holders: tuple[tuple[int, ...], ...] = ((0, 1), (0, 2))
     """Who knows the masks a1 and a2 of inputs."""
@@ -60,10 +57,7 @@ class TrioClient(ClientEnd):
         self.transport.send(2, "input", (elements + a1).contiguous())
 
     def share_index(self, indices: Tensor, domain: int) -> None:
-        """Pairs of keys of point functions, drawn from OS entropy: `key_holders` says who gets which.
-
-        Or one-hot rows [T, domain].
-        """
+        """Keys of point functions from OS entropy, for each of `key_holders`, or one-hot rows [T, domain]."""
         if self._one_hot:
             self.share(one_hot(indices, domain, self.ring))
             return
@@ -85,10 +79,7 @@ def open_trio(transport: Transport, ring: Ring, shape: tuple[int, ...]) -> Tenso
 
 
 def one_hot(indices: Tensor, domain: int, ring: Ring) -> Tensor:
-    """Rows [T, domain] of ring elements: 1 at the index, 0 elsewhere.
-
-    Raises DomainError for an index outside the domain.
-    """
+    """Rows [T, domain] of ring elements: 1 at the index, else 0. Raises DomainError for an index outside."""
     if indices.device.type == "meta":
         return torch.empty((indices.numel(), domain), dtype=ring.dtype, device="meta")
     if indices.numel() and not 0 <= int(indices.min()) <= int(indices.max()) < domain:

@@ -45,10 +45,7 @@ class TrioShuffles(Family):
         return (own, None, last) if self.role == 1 else (None, own, last)
 
     def random_bits(self, rows: int, count: int) -> BitShare:
-        """Both masks as of any bits, and B from the stream of parties 1 and 2, which party 0 lacks. Local.
-
-        Raises ProtocolAbort if these share no seed.
-        """
+        """Masks as of any bits, B by the seed of parties 1 and 2. Local. Raises ProtocolAbort if they share none."""
         size = rows * words_for(count)
         masks = [self.end._draw_words(size, which) for which in range(len(self.end._streams))]
         parts = masks if self.role == 0 else [self._mutual_words(size), *masks]
