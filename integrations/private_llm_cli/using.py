@@ -106,6 +106,10 @@ class GatewayChoices:
         int,
         typer.Option(min=0, help="Tokens whose caches stay for requests that begin alike; 0: none."),
     ] = 4096
+    public_prefix: Annotated[
+        Path | None,
+        typer.Option(help="File of a system message that all may know: sessions begin behind it."),
+    ] = None
     wait: Annotated[
         float, typer.Option(help="Seconds to wait at the start for parties that are not there yet or load models.")
     ] = 300.0

@@ -12,6 +12,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -20,7 +21,7 @@ from private_llm_hf.transformers_versions import CACHE
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
-from private_llm.errors import PartiesBusy, PrivateLLMError, TransportError
+from private_llm.errors import ConfigError, PartiesBusy, PrivateLLMError, TransportError
 from private_llm_gateway import completion
 from private_llm_gateway.completion import Completion
 from private_llm_gateway.decoding import DecodedText
@@ -165,6 +166,31 @@ def write(
         finally:
             workers.finish()
     return total.usage
+
+
+def publish(served: Served, prefix: list[int], settings: GatewaySettings) -> None:
+    """Open all sessions and have each read a prefix that everybody may know, so that requests go on from there.
+
+    Raises ConfigError under a cache policy that evicts entries, for an encoder, and for a model that cannot forget what
+    came after the prefix; and errors of the library.
+    """
+    if served.kind != "decoder":
+        raise ConfigError("public prefix: an encoder reads each text anew; start the gateway without it")
+    served.kept.public = prefix
+    ids = torch.tensor([prefix])
+
+    def read(model: Any) -> None:  # noqa: ANN401 - a private model
+        with torch.no_grad():
+            made = model.generate(
+                input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=_config(1, (), served)
+            )
+        served.kept.keep(model, "", made.sequences[0].tolist(), made.past_key_values)
+        if not served.kept.begins(model, "", [*prefix, 0]):
+            raise ConfigError("public prefix: this model or its cache policy keeps none; start the gateway without it")
+
+    with contextlib.ExitStack() as stack:
+        models = [stack.enter_context(served.pool.session(settings.wait_s)) for _ in range(served.pool.size)]
+        list(stack.enter_context(ThreadPoolExecutor(len(models))).map(read, models))
 
 
 def embed(

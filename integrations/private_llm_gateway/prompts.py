@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import takewhile
 from typing import Any
 
 import jinja2
@@ -54,6 +55,18 @@ def of_messages(served: Served, fields: Fields, tools: list[dict[str, Any]] | No
     except (jinja2.TemplateError, ValueError, TypeError, RecursionError):
         raise bad("messages", "the model's chat template refuses this order of roles, or such calls") from None
     return _checked(served, served.encode(_short(served, text, "messages"), special=False), "messages")
+
+
+def of_instructions(served: Served, text: str) -> list[int]:
+    """Tokens that all chats after this system message begin with. Raises ApiError as `of_messages` does."""
+    system = {"role": "system", "content": text}
+    chats = [
+        of_messages(served, Fields({"messages": [system, {"role": "user", "content": content}]}))
+        for content in ("a", "1")
+    ]
+    same = list(takewhile(lambda pair: pair[0] == pair[1], zip(*chats, strict=False)))
+    check_context(served, len(same), 2, "public prefix")
+    return [token for token, _ in same]
 
 
 def of_field(served: Served, name: str, value: object, most: int) -> list[list[int]]:

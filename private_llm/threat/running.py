@@ -134,7 +134,8 @@ Chosen by: `private-llm party` with `clients` above 1, `private-llm gateway`
 May be corrupt: as the protocol; and any number of clients, whatever they do
 - every party: when each user's sessions ask for what (shapes as above), and which requests run together
 - every party, behind a gateway: that a request goes on after so many tokens of the session's last one (--keep-tokens),
-  so that they begin alike, and no token of it. Caches of other users' sessions are never used
+  so that they begin alike, and no token of it. With --public-prefix also that a prompt begins with this text, which all
+  may know. Caches of other users' sessions are never used
 - a client: of others nothing but time: its answer comes when the pass is over that it shares, and first steps of a
   length that another one had before are faster, because parties keep programs of steps (replay). Outputs are opened by
   rows, each to its own client; the check of ranges has a verdict for each row, but where rows cannot be told apart it

@@ -8,12 +8,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from private_llm_gateway.engine import publish
+from private_llm_gateway.errors import ApiError
 from private_llm_gateway.kept_prompts import KeptPrompts
 from private_llm_gateway.pool import SessionPool
+from private_llm_gateway.prompts import of_instructions
+from private_llm_gateway.settings import GatewaySettings
 from private_llm_hf import patch
 from private_llm_hf.client.speculation import SpeculationConfig
 
 from private_llm.config import PrivateConfig
+from private_llm.errors import ConfigError
 from private_llm.kv_cache.policies.policy import KeepAll, SlidingWindow
 from tests.gateway.small_gateway import PLAIN, Gateway, greedy, plain_model, prompt_ids, serving, small, tokenizer
 
@@ -125,6 +130,52 @@ def test_a_request_gets_the_session_that_read_most_of_it() -> None:
         with pool.session(1.0, fits=lambda model: served.kept.begins(model, "key", ids)) as second:
             assert second is models[2]
     pool.close()
+
+
+def test_a_public_prefix_serves_every_key_and_nothing_after_it_does() -> None:
+    kept, model = KeptPrompts(0), Model()
+    kept.public = [1, 2, 3]
+    kept.keep(model, "", [1, 2, 3, 4], Cache(3))
+    kept.keep(model, "key", [1, 2, 3, 5, 6], cache := kept.take(model, "key", [1, 2, 3, 5]))
+    assert cache.length == kept.begins(model, "key", [1, 2, 3, 5, 6]) == 3  # 0 tokens beside the public ones
+    kept = KeptPrompts(100)
+    kept.public = [1, 2, 3]
+    kept.keep(model, "key", [1, 2, 3, 5, 6], Cache(5))
+    assert kept.begins(model, "key", [1, 2, 3, 5, 6, 7]) == 5
+    assert kept.begins(model, "another", [1, 2, 3, 5, 6, 7]) == 3
+    assert kept.begins(model, "another", [1, 2, 9]) == 0
+    kept.keep(model, "another", [1, 2, 9, 9], Cache(4))  # stays beside
+    assert kept.begins(model, "another", [1, 2, 9, 9, 9]) == 4
+    assert kept.take(model, "another", [1, 2, 3, 5, 6, 7]).length == 3
+
+
+@pytest.mark.parametrize("protocol", ["plain", "trio", "assisted"])
+def test_sessions_begin_behind_a_public_prefix(protocol: str) -> None:
+    config = PLAIN if protocol == "plain" else PrivateConfig(protocol=protocol, party_mode="threads")
+    served = small(config)
+    instructions = "The history of the city was written by the men who lived there."
+    prefix = of_instructions(served, instructions)
+    assert tokenizer().decode(prefix, skip_special_tokens=True).startswith(instructions[:-1])
+    asked: list[Any] = [{"role": "system", "content": instructions}, {"role": "user", "content": "It begins"}]
+    texts = []
+    with serving(served) as made, made.client() as client:
+        for cached in (0, len(prefix)):
+            found = client.chat.completions.create(model="small", messages=asked, max_tokens=4, temperature=0)
+            texts.append(found.choices[0].message.content)
+            assert found.usage is not None
+            assert found.usage.prompt_tokens_details.cached_tokens == cached
+            served.kept.take(served.pool.first, "", [0])  # what it kept
+            publish(served, prefix, GatewaySettings())
+    assert texts[0] == texts[1]
+    with pytest.raises(ApiError, match="Please reduce the length of the public prefix"):
+        of_instructions(served, instructions * 20)
+
+
+def test_a_policy_that_evicts_keeps_no_public_prefix() -> None:
+    served = small(replace(PLAIN, kv_cache=SlidingWindow(8)))
+    with pytest.raises(ConfigError, match="start the gateway without it"):
+        publish(served, [1, 2, 3], GatewaySettings())
+    served.pool.close()
 
 
 @pytest.mark.parametrize("protocol", ["plain", "assisted"])

@@ -38,7 +38,11 @@ def gateway(choices: GatewayChoices, config: PrivateConfig, settings: GatewaySet
     asks while the parties are not ready gets 503 with the cause.
     """
     _sessions(choices, config)
+    known = _instructions(choices.public_prefix)
     from private_llm_gateway.app import answering_meanwhile, bound_socket, create_app, serve
+    from private_llm_gateway.engine import publish
+    from private_llm_gateway.errors import ApiError
+    from private_llm_gateway.prompts import of_instructions
 
     listening = bound_socket(settings)
     settings = dataclasses.replace(settings, port=listening.getsockname()[1])
@@ -46,9 +50,26 @@ def gateway(choices: GatewayChoices, config: PrivateConfig, settings: GatewaySet
         stack.callback(listening.close)
         with answering_meanwhile(settings, listening) as say:
             served = start_model(choices, config, stack, say)
+            if known:
+                say("reading the public prefix")
+                try:
+                    publish(served, of_instructions(served, known), settings)
+                except ApiError as error:
+                    raise ConfigError(f"public prefix: {error}") from None
         _announce(served, settings, shown=not choices.token)
         ready = functools.partial(CONSOLE.print, "ready; Ctrl-C ends it", highlight=False)
         serve(create_app({served.name: served}, settings), settings, listening, ready)
+
+
+def _instructions(file: Path | None) -> str:
+    """The system message that all may know. Raises ConfigError for a file without a text."""
+    try:
+        text = "" if file is None else file.read_text(encoding="utf-8").strip()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"public prefix: cannot read {file} ({error}); want a text file") from None
+    if file is not None and not text:
+        raise ConfigError(f"public prefix: {file} is empty; want the text of a system message")
+    return text
 
 
 def name_of(source: str) -> str:
