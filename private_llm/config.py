@@ -20,11 +20,9 @@ from private_llm.sparsity_config import CometConfig
 from private_llm.token_sharding import ShardingPlan
 from private_llm.typed_settings import check_types, refuses_unknown, settings_of
 
-VERSION = "0.1.0"
-"""Version of the library; parties with different versions refuse each other."""
+VERSION = "0.1.0"  # version of the library; parties with different versions refuse each other
 
-MAX_PARALLEL_SESSIONS = 64
-"""Parallel sessions that a session may have."""
+MAX_PARALLEL_SESSIONS = 64  # parallel sessions that a session may have
 
 PROMPT_CHUNKS = (512, 128)
 """Tokens of a row in a chunk of a long prompt: usually, and where the arrays of that many would be too large."""

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 
 from private_llm.errors import ConfigError
 
-CASCADE, ASSISTED = "cascade", "assisted"
-"""The names of token sharding, and of servers that multiply by public weights."""
+CASCADE, ASSISTED = "cascade", "assisted"  # the names of token sharding, and of servers that multiply by public weights
 
 
 @dataclass(frozen=True)

@@ -18,14 +18,11 @@ from typing import Any
 
 from private_llm.errors import ConfigError, DomainError
 
-HEAD_ROOM = 5
-"""Bits between the largest value met in calibration and the stated power of two."""
+HEAD_ROOM = 5  # bits between the largest value met in calibration and the stated power of two
 
-SQUARE_HEAD_ROOM = 6
-"""The same for mean squares of rows, so 3 bits for the entries."""
+SQUARE_HEAD_ROOM = 6  # the same for mean squares of rows, so 3 bits for the entries
 
-REACH = 20
-"""Where nothing is known, values are promised to stay below 2^REACH (a million)."""
+REACH = 20  # where nothing is known, values are promised to stay below 2^REACH (a million)
 
 QUANTITIES = {
     "output": "rows of the results of products and convolutions have norms below 2^output",
@@ -40,8 +37,7 @@ QUANTITIES = {
 }
 """What is known of a module, and what its exponent says."""
 
-LEAST_BITS = 8
-"""Fewest fractional bits of a result."""
+LEAST_BITS = 8  # fewest fractional bits of a result
 
 WEIGHT_ROOM = 43
 """Bits that a layer's small weights and its results share in a product, beside 18 fractional bits of its input."""
@@ -148,5 +144,4 @@ def layer_of(module: str) -> str:
     return re.sub(r"\b\d+\b", "#", module)
 
 
-UNKNOWN = Ranges()
-"""What is known without calibration: nothing."""
+UNKNOWN = Ranges()  # what is known without calibration: nothing

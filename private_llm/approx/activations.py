@@ -74,8 +74,7 @@ def _price(prices: Prices, ring: Ring, count: int, made: Fitted, bits: int, low:
     return fold + price(made.chain, ring, count, prices) + prices.inject(ring, count, 1, 1, 0)
 
 
-_TOP = 4.97
-"""Where the quotient reaches 1; beyond it the argument is clipped."""
+_TOP = 4.97  # where the quotient reaches 1; beyond it the argument is clipped
 
 _ABOVE = tuple(c * 32.0**k / 135135 for k, c in enumerate((135135, 17325, 378, 1)))
 _BELOW = tuple(c * 32.0**k / 135135 for k, c in enumerate((135135, 62370, 3150, 28)))
@@ -108,8 +107,7 @@ def _polynomial(powers: tuple[Fixed, Fixed, Fixed], coefficients: tuple[float, .
 
 
 # -- e^x ---------------------------------------------------------------------------------------------------------------
-BOTTOM = 14.0
-"""Arguments below -14 count as -14: e^-14 = 8e-7."""
+BOTTOM = 14.0  # arguments below -14 count as -14: e^-14 = 8e-7
 
 
 def exp(x: Fixed, frac: int = 24) -> Fixed:
@@ -143,8 +141,7 @@ def _exp_price(prices: Prices, ring: Ring, count: int, frac: int, own: bool, bit
     return compared + prices.inject(ring, count, 1, 1, 0) + price(tables.EXP.chain, ring, count, prices)
 
 
-WIDE_TOP = 12.0
-"""Largest argument of `wide_exp`."""
+WIDE_TOP = 12.0  # largest argument of `wide_exp`
 
 
 def wide_exp(x: Fixed) -> Fixed:

@@ -27,14 +27,11 @@ from private_llm.net.ledger import Cost
 from private_llm.protocols.one_step import Pieces, PiecesShape
 from private_llm.tensor.fixed import Fixed
 
-CELLS = {-1.0: 33, -0.5: 24}
-"""Cells an octave, by exponent: relative errors of 5.6e-5 and 4e-5."""
+CELLS = {-1.0: 33, -0.5: 24}  # cells an octave, by exponent: relative errors of 5.6e-5 and 4e-5
 
-REACH = 24.5
-"""Most octaves of a range of `Lines`."""
+REACH = 24.5  # most octaves of a range of `Lines`
 
-MOST_APART = 22
-"""Largest s of `WideLines`, which is even. The range has 2 s - 1 octaves."""
+MOST_APART = 22  # largest s of `WideLines`, which is even. The range has 2 s - 1 octaves
 
 DECIMAL = Context(prec=40, rounding=ROUND_HALF_EVEN, traps=[])
 """Not that of the program around, which may round otherwise."""

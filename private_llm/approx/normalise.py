@@ -26,11 +26,9 @@ from private_llm.protocols.share import BitShare, BitWidths
 from private_llm.ring.ring import Ring
 from private_llm.tensor.fixed import Fixed, narrows
 
-Y_BITS = 18
-"""Fractional bits of y; a cubic of it carries three times as many."""
+Y_BITS = 18  # fractional bits of y; a cubic of it carries three times as many
 
-CUBIC_BITS = 6
-"""Fractional bits of the cubic's leading coefficient (the fit rounds it to them)."""
+CUBIC_BITS = 6  # fractional bits of the cubic's leading coefficient (the fit rounds it to them)
 
 
 @dataclass(frozen=True)
@@ -42,11 +40,9 @@ class Cells:
     ends: tuple[float, ...]
 
 
-QUARTERS = Cells(6, (64, 54, 45, 38), (1.194, 1.4235, 1.7, 2.0))
-"""Four cells an octave: y in [1, 1.2032]."""
+QUARTERS = Cells(6, (64, 54, 45, 38), (1.194, 1.4235, 1.7, 2.0))  # four cells an octave: y in [1, 1.2032]
 
-THIRDS = Cells(4, (16, 13, 10), (1.265, 1.6, 2.0))
-"""Three cells an octave: y in [1, 1.3]."""
+THIRDS = Cells(4, (16, 13, 10), (1.265, 1.6, 2.0))  # three cells an octave: y in [1, 1.3]
 
 
 def grid(cells: Cells, low: float, high: float) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -159,8 +155,7 @@ def _differences(steps: Sequence[int]) -> tuple[int, ...]:
     return tuple(a - b for a, b in itertools.pairwise(steps))
 
 
-PRODUCT_BITS = 61
-"""Most bits of a product of at most 1 before its truncation."""
+PRODUCT_BITS = 61  # most bits of a product of at most 1 before its truncation
 
 
 def reciprocal(x: Fixed, low: float, high: float, frac: int | None = None) -> Fixed:

@@ -22,14 +22,11 @@ from private_llm.exact.maximum import concatenated, maximum, maximum_ragged
 from private_llm.exact.ragged_rows import Rows
 from private_llm.tensor.fixed import Fixed
 
-EXP_BITS = 24
-"""Fractional bits of e^(x - m)."""
+EXP_BITS = 24  # fractional bits of e^(x - m)
 
-INVERSE_BITS = 24
-"""Fractional bits of inverse sums, less those of the largest sum (see `reciprocal`)."""
+INVERSE_BITS = 24  # fractional bits of inverse sums, less those of the largest sum (see `reciprocal`)
 
-LONGEST = 1 << 16
-"""Entries a row may have: the coarse maximum then stays within exp's range."""
+LONGEST = 1 << 16  # entries a row may have: the coarse maximum then stays within exp's range
 
 
 def softmax(x: Fixed, sink: Fixed | None = None, present: Tensor | None = None) -> Fixed:

@@ -16,14 +16,11 @@ from private_llm.protocols.share import BitShare
 from private_llm.ranges import REACH
 from private_llm.tensor.fixed import Fixed, step_price
 
-RANGE_BITS = REACH
-"""Arguments of every comparison lie within |x| < 2^20 - 2^10: about a million."""
+RANGE_BITS = REACH  # arguments of every comparison lie within |x| < 2^20 - 2^10: about a million
 
-RESOLUTION_BITS = 6
-"""Coarse comparisons are right except up to 2^-6 above a threshold."""
+RESOLUTION_BITS = 6  # coarse comparisons are right except up to 2^-6 above a threshold
 
-SHORTEST = 6
-"""Least bits of magnitude of a calibrated range: thresholds reach 14."""
+SHORTEST = 6  # least bits of magnitude of a calibrated range: thresholds reach 14
 
 
 def reach(x: Fixed) -> int:

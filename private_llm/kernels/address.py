@@ -19,8 +19,7 @@ from numba.np.arrayobj import make_array, populate_array
 from private_llm.kernels.compiling import compiled
 
 Array = np.ndarray[Any, Any]
-Zero = np.unsignedinteger[Any]
-"""Names the type of an operand's elements."""
+Zero = np.unsignedinteger[Any]  # names the type of an operand's elements
 Read = int
 Written = int
 Keys = int
@@ -51,8 +50,7 @@ def flat(typing_context, address, count, zero):  # type: ignore[no-untyped-def] 
     return signature, codegen
 
 
-WORD, SIGNED = np.uint64(0), np.int64(0)
-"""The `zero` of words, and of signed ones."""
+WORD, SIGNED = np.uint64(0), np.int64(0)  # the `zero` of words, and of signed ones
 ZERO: dict[torch.dtype, Zero] = {torch.int64: WORD, torch.int32: np.uint32(0)}
 """That of ring elements, which kernels see as unsigned."""
 
@@ -64,15 +62,13 @@ def table(address: int, rows: int, words: int) -> Array:
     return made
 
 
-_TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -2, -3, -8
-"""Parameter names of mallopt(3)."""
+_TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -2, -3, -8  # parameter names of mallopt(3)
 _MAPPED_FROM = 1 << 30
 _KEPT = (1 << 31) - 1
 _GROWTH = 256 << 20
 ARENAS = 4
 """Heaps of the process. Every thread would get one of its own, up to eight per core, and keep what it freed there."""
-_CONTAINER = Path("/sys/fs/cgroup/memory.max")
-"""Where Linux says how much memory a container may use."""
+_CONTAINER = Path("/sys/fs/cgroup/memory.max")  # where Linux says how much memory a container may use
 
 
 def memory_bytes() -> int:

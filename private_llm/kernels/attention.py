@@ -10,8 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-ROWS, KEYS = 32, 32
-"""Rows of queries and keys of one step."""
+ROWS, KEYS = 32, 32  # rows of queries and keys of one step
 
 
 @triton.jit

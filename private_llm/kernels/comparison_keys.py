@@ -216,8 +216,7 @@ def follow(
     room[:] = np.uint64(0)  # `lines` does not own its memory: without a use after the loops Numba frees it before them
 
 
-UNIT = 9
-"""Levels of a subtree that `expand` takes at a time: its 512 blocks stay in the fastest memory."""
+UNIT = 9  # levels of a subtree that `expand` takes at a time: its 512 blocks stay in the fastest memory
 
 
 @compiled

@@ -14,14 +14,11 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
-PATIENCE_S = 2.0
-"""How long compilations may take before something is said."""
-_IDLE_S = 1.0
-"""Between two compilations that count as one wait."""
+PATIENCE_S = 2.0  # how long compilations may take before something is said
+_IDLE_S = 1.0  # between two compilations that count as one wait
 _TICK_S = 0.1
 
-Tell = Callable[[str], None]
-"""Takes the name of a kernel just before it is compiled."""
+Tell = Callable[[str], None]  # takes the name of a kernel just before it is compiled
 
 
 class _Note:

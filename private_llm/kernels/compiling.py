@@ -64,8 +64,7 @@ def _folder() -> tuple[Path | None, tuple[str, ...]]:
     return folder, ()
 
 
-FOLDER, _NOT_KEPT = _folder()
-"""The folder, found once."""
+FOLDER, _NOT_KEPT = _folder()  # the folder, found once
 
 
 class KernelsNotKept(UserWarning):
@@ -167,8 +166,7 @@ def alone(function: Callable[..., Any]) -> Iterator[None]:
                 os.close(descriptor)
 
 
-_held: list[str] = []
-"""Functions that this process compiles: one, and those that call it."""
+_held: list[str] = []  # functions that this process compiles: one, and those that call it
 
 
 def _locked(name: str) -> int | None:

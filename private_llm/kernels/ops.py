@@ -37,8 +37,7 @@ _NARROW_S, _DIGIT_S, _HIDE_S, _OPEN_S = 1e-10, 2e-9, 1e-8, 8e-9
 """About what one thread takes for a multiply-add with a 16-bit weight, and for an element: to take it apart for that,
 to mask it, to put it together and check it.
 """
-WORDS = 8
-"""Threads take multiples of so many words of bits: whole lines of the cache."""
+WORDS = 8  # threads take multiples of so many words of bits: whole lines of the cache
 
 
 def _gpu(family: str, name: str, *arguments: Any, writes: int = 0) -> Any:  # noqa: ANN401

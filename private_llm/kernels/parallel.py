@@ -25,13 +25,10 @@ from torch import Tensor
 from private_llm.errors import DomainError, UnsupportedOp
 from private_llm.kernels.trace_hook import this_thread
 
-LEAST_S = 200e-6
-"""Least work for a thread: handing a piece over and waiting for it costs 30 to 150 microseconds."""
-TEAM_LEAST_S = 50e-6
-"""The same where a program is written down, whose pieces a team takes (`teams`)."""
+LEAST_S = 200e-6  # least work for a thread: handing a piece over and waiting for it costs 30 to 150 microseconds
+TEAM_LEAST_S = 50e-6  # the same where a program is written down, whose pieces a team takes (`teams`)
 
-_SMALL_S = 2 * TEAM_LEAST_S
-"""Work that nobody shares."""
+_SMALL_S = 2 * TEAM_LEAST_S  # work that nobody shares
 
 
 @cache

@@ -29,12 +29,10 @@ from private_llm.kernels.devices import triton_module
 from private_llm.kernels.prg import aes as cpu_aes
 from private_llm.kernels.trace_hook import this_thread
 
-BYTES = 1e10
-"""Bytes of a stream in a second, to guess how many threads are worth their start."""
+BYTES = 1e10  # bytes of a stream in a second, to guess how many threads are worth their start
 
 _PAGE = 4096
-_SHARED = 1 << 20
-"""Bytes below which nobody asks how many threads are worth it."""
+_SHARED = 1 << 20  # bytes below which nobody asks how many threads are worth it
 
 
 def makes_fast() -> bool:

@@ -19,13 +19,10 @@ from numba.extending import overload
 from private_llm.kernels.address import SIGNED, WORD, Array, flat
 from private_llm.kernels.compiling import CompiledStep, compiled
 
-DIMS = 4
-"""Dimensions of a strided loop."""
+DIMS = 4  # dimensions of a strided loop
 
-StepRow = Any
-"""The words of a step after its function's address."""
-NumbaValue = Any
-"""Numba's: an array or a number."""
+StepRow = Any  # the words of a step after its function's address
+NumbaValue = Any  # numba's: an array or a number
 
 
 # -- kernels that exist -------------------------------------------------------------------------------------------
@@ -58,8 +55,7 @@ def step_of(kernel: Any) -> tuple[CompiledStep, tuple[str, ...]]:  # noqa: ANN40
 
 
 # -- what PyTorch does ------------------------------------------------------------------------------------------------
-ADD, SUB, MUL, XOR, AND, RIGHT, ADD_TIMES, COPY = range(8)
-"""What `combine` computes."""
+ADD, SUB, MUL, XOR, AND, RIGHT, ADD_TIMES, COPY = range(8)  # what `combine` computes
 _FORMULAS = ("x + y", "x - y", "x * y", "x ^ y", "x & y", "x >> y", "x + factor * y", "x")
 """The same of one element; x is shifted as a signed number."""
 
@@ -86,8 +82,7 @@ def _loops(name: str, taken: str, count: str, out: str, x: str, y: str) -> Any: 
 
 _dense = _loops("_dense", "out, x, y", "len(out)", "out[m]", "_at(x, m)", "_at(y, m)")
 """Without gaps, where x or y may be one number for all: each loop becomes vectors."""
-_apart = _loops("_apart", "count, out, so, x, sx, y, sy", "count", "out[m * so]", "x[m * sx]", "y[m * sy]")
-"""With gaps."""
+_apart = _loops("_apart", "count, out, so, x, sx, y, sy", "count", "out[m * so]", "x[m * sx]", "y[m * sy]")  # with gaps
 
 
 @compiled

@@ -24,8 +24,7 @@ from private_llm.kernels.address import SIGNED, flat
 from private_llm.kernels.compiling import compiled
 from private_llm.kernels.emitting import I64, IrValue, emitted, pointer
 
-HERE = sys.platform == "linux" and hasattr(os, "eventfd")
-"""Whether there are teams."""
+HERE = sys.platform == "linux" and hasattr(os, "eventfd")  # whether there are teams
 
 _LINE = 8
 STATE, ROW, FINISHED, WAITING, DONE, WORKERS = (_LINE * n for n in range(6))
@@ -33,10 +32,8 @@ STATE, ROW, FINISHED, WAITING, DONE, WORKERS = (_LINE * n for n in range(6))
 ROW: the address of the row that was posted last. FINISHED: how many of its pieces are done. WAITING: whether the
 caller sleeps until the counter (of the operating system) number DONE is raised. WORKERS: how many there are.
 """
-ASLEEP, WAKE = 0, 1
-"""Words of a worker: whether it sleeps until the counter number WAKE is raised."""
-SCRATCH = _LINE - 1
-"""The last word of a line of DONE or of a worker: what is written to counters and read of them."""
+ASLEEP, WAKE = 0, 1  # words of a worker: whether it sleeps until the counter number WAKE is raised
+SCRATCH = _LINE - 1  # the last word of a line of DONE or of a worker: what is written to counters and read of them
 
 _BITS = 16
 _LEFT = (1 << _BITS) - 1

@@ -49,8 +49,7 @@ class _Thread(threading.local):
     hook: TraceHook | None = None
 
 
-this_thread = _Thread()
-"""Its `hook` is told of what the thread that asks computes, or None."""
+this_thread = _Thread()  # its `hook` is told of what the thread that asks computes, or None
 
 
 @contextmanager

@@ -22,8 +22,7 @@ from private_llm.nn.padded_keys import HeldShare, padded_length
 from private_llm.protocols.share import Share
 from private_llm.tensor.fixed import Fixed
 
-_SPARE = 32
-"""Least room for entries to come; buffers end at multiples of it, where padded lengths end, too."""
+_SPARE = 32  # least room for entries to come; buffers end at multiples of it, where padded lengths end, too
 
 
 @dataclass(frozen=True)

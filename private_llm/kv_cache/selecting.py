@@ -32,8 +32,7 @@ from private_llm.tensor.range_check import watch_flat
 from private_llm.tensor.scale import times_scalar
 from private_llm.tensor.secret import SLACK, SecretTensor
 
-FORBIDDEN = 2.0**16
-"""What a score at padding is less."""
+FORBIDDEN = 2.0**16  # what a score at padding is less
 
 
 @dataclass(frozen=True, eq=False)

@@ -24,10 +24,8 @@ from private_llm.protocols.share import BitWidths
 from private_llm.ranges import REACH
 
 Gather = Literal["scores", "shuffled-scores", "keys"]
-LIKENESS_BITS = 8
-"""Fractional bits of likeness: ranking needs no more."""
-LIKENESS_REACH = REACH + 4
-"""Bits of its magnitude: scores without their scale, of several query heads."""
+LIKENESS_BITS = 8  # fractional bits of likeness: ranking needs no more
+LIKENESS_REACH = REACH + 4  # bits of its magnitude: scores without their scale, of several query heads
 
 GATHERS: tuple[Gather, ...] = ("scores", "shuffled-scores", "keys")
 

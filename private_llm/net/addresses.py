@@ -15,11 +15,9 @@ from private_llm.net.transport import CLIENT
 
 Address = tuple[str, int]
 
-_BACKLOG = 64
-"""Connections that the system keeps for an endpoint that has not accepted them yet."""
+_BACKLOG = 64  # connections that the system keeps for an endpoint that has not accepted them yet
 _MIN_TOKEN = 16
-_UNIX = "unix:"
-"""Begins the address of a socket that the operating system knows by a name, not a port (Linux)."""
+_UNIX = "unix:"  # begins the address of a socket that the operating system knows by a name, not a port (Linux)
 _NAME_BYTES = 16
 _SEND_BUFFER = 4 << 20
 """Bytes asked for; the system grants `net.core.wmem_max` at most (208 KB on many, where TCP is faster)."""

@@ -31,14 +31,10 @@ from private_llm.net.sockets import SocketPair, SocketTransport
 from private_llm.net.transport import CLIENT
 from private_llm.net.wire import FrameKind
 
-HANDSHAKE_S = 10.0
-"""Seconds a handshake may take."""
-_CALLERS = 64
-"""Handshakes at the same time, besides one for each endpoint that is expected."""
-_PER_SOURCE = 16
-"""The same, of callers from one address (one network of 64 bits with IPv6)."""
-_TICK_S = 0.25
-"""How often late callers are looked for while nobody calls."""
+HANDSHAKE_S = 10.0  # seconds a handshake may take
+_CALLERS = 64  # handshakes at the same time, besides one for each endpoint that is expected
+_PER_SOURCE = 16  # the same, of callers from one address (one network of 64 bits with IPv6)
+_TICK_S = 0.25  # how often late callers are looked for while nobody calls
 
 Handshake = Callable[[socket.socket, Callable[[], None]], None]
 """Makes the handshake on a connection, and calls the function as soon as the caller has proved who it is."""
@@ -159,12 +155,9 @@ def source_of(address: str) -> str:
 
 
 _GATE = 0
-_AWAY_S = 3.0
-"""Seconds after which a client in line that has not called again has left."""
-_NOTES = 16
-"""Words that it waits which a client may say in the time in which it has reason for two."""
-_READ_S = 0.1
-"""How often it is looked whether a client that reads slowly is still there."""
+_AWAY_S = 3.0  # seconds after which a client in line that has not called again has left
+_NOTES = 16  # words that it waits which a client may say in the time in which it has reason for two
+_READ_S = 0.1  # how often it is looked whether a client that reads slowly is still there
 _SPARE = 8
 """Sessions that a party besides party 0 holds beyond the limit: theirs may end a little later than at party 0."""
 

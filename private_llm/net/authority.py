@@ -112,10 +112,8 @@ def _signed_by(certificate: x509.Certificate, issuer: x509.Certificate) -> bool:
     return True
 
 
-SKEW = datetime.timedelta(minutes=5)
-"""Clocks may differ by this much."""
-_LONGEST = 36500
-"""Days that a certificate is valid at most: dates of certificates end with the year 9999."""
+SKEW = datetime.timedelta(minutes=5)  # clocks may differ by this much
+_LONGEST = 36500  # days that a certificate is valid at most: dates of certificates end with the year 9999
 _PARTY = re.compile(r"party(0|[1-9][0-9]?)")
 _CA_KEY, _CA = "ca.key", "ca.pem"
 _NOT_USED = dict.fromkeys(

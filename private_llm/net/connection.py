@@ -17,8 +17,7 @@ LARGEST = 4 << 20
 who send to each other at the same time need not wait; others go on in Python."""
 
 FIELDS = 40
-SOCKET, MEMORY = range(2)
-"""KIND: what the connection is made of."""
+SOCKET, MEMORY = range(2)  # KIND: what the connection is made of
 (
     KIND, OUT, SENT, OUT_HEAD, WRITTEN, OUT_PLACE, OUT_SIZE, OUT_PART,
     IN, TAKEN, BUFFER, START, END, SIZE, IN_HEAD, IN_SESSION, PLACE, IN_PART, COUNTED, SOON, WAIT_MS, WAITED,
@@ -39,8 +38,7 @@ subtracted from the counter already.
 
 HEAD, TAIL, RING_STATE = 0, 8, 16
 """Words of a ring before its frames: how many words were ever written, and read, each in a line of the cache."""
-ROOM = 1 << 16
-"""Words of frames in a ring."""
+ROOM = 1 << 16  # words of frames in a ring
 TAG_WORDS = 4
 NUMBER, COUNT, TAG = 0, 1, 2
 """Words of a frame's header in a ring: the number of the message, from 1 on, its elements, its tag."""

@@ -22,12 +22,10 @@ import numpy as np
 from private_llm.errors import PartyFailed
 from private_llm.net import connection
 
-Row = np.ndarray[tuple[int], np.dtype[np.int64]]
-"""A connection as programs use it: the words of `connection`."""
+Row = np.ndarray[tuple[int], np.dtype[np.int64]]  # a connection as programs use it: the words of `connection`
 
 
-MOST = 16
-"""Endpoints; of those with higher numbers none is lent."""
+MOST = 16  # endpoints; of those with higher numbers none is lent
 
 
 class End(Protocol):
@@ -84,11 +82,9 @@ class Direct:
 Given = TypeVar("Given")
 ResultT = TypeVar("ResultT")
 _SKIPPED = object()
-_POLL_S = 0.5
-"""How often one that waits looks whether the session has ended."""
+_POLL_S = 0.5  # how often one that waits looks whether the session has ended
 
-Point = tuple[Hashable, ...]
-"""A name, the number of times that a party came to it, and what else tells points apart."""
+Point = tuple[Hashable, ...]  # a name, the number of times that a party came to it, and what else tells points apart
 
 
 class Barrier:

@@ -31,8 +31,7 @@ from private_llm.net.rendezvous import connect
 from private_llm.net.sockets import SocketTransport
 from private_llm.net.transport import CLIENT, endpoint_name
 
-_MESHES = itertools.count()
-"""All ranks make the same ones in the same order, so that they meet under one name."""
+_MESHES = itertools.count()  # all ranks make the same ones in the same order, so that they meet under one name
 
 
 class DistMesh:

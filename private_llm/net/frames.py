@@ -20,15 +20,13 @@ from private_llm.net import connection as word
 
 _DO_NOT_WAIT, _NO_SIGNAL = 0x40, 0x4000
 _POLLIN, _POLLOUT, _POLLERR = np.int64(1), np.int64(4), np.int64(8)
-_NONE = np.int64(0)
-"""Typed: for numbers as they are Numba would compile a function once more."""
+_NONE = np.int64(0)  # typed: for numbers as they are Numba would compile a function once more
 _MONOTONIC = 1
 _TRIES = 60
 """How often a message is looked for before the thread sleeps, if the last one came soon: for some 15 us. A sleep and
 its end take 50, and a step waits for hundreds of messages. Three parties on two cores that looked for 40 us took 3 %
 longer for a token, because the third one could have computed meanwhile; 5 us cost as much."""
-_SOON_NS = 200_000
-"""A sleep that was no longer was hardly worth it."""
+_SOON_NS = 200_000  # a sleep that was no longer was hardly worth it
 
 _send = types.ExternalFunction("sendmsg", types.intp(types.intc, types.uintp, types.intc))
 _recv = types.ExternalFunction("recv", types.intp(types.intc, types.uintp, types.uintp, types.intc))

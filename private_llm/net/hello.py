@@ -28,8 +28,7 @@ from private_llm.net.tls import check_name
 from private_llm.net.transport import endpoint_name
 from private_llm.net.wire import HEADER_BYTES, Frame, FrameKind
 
-_NEW = bytes(8)
-"""Session name of frames before there is one."""
+_NEW = bytes(8)  # session name of frames before there is one
 _NONCE = 32
 _PROOF = 32
 _BUSY = "busy"

@@ -24,10 +24,8 @@ from private_llm.net.roles import PASSES_ON, attributed
 from private_llm.net.transport import disagreement, endpoint_name, room
 from private_llm.net.wire import BLOCKED, HEADER_BYTES, FrameKind, cause
 
-_PROGRAM_S = 30.0
-"""How long the end of a connection waits for a program that has it, which may compute meanwhile."""
-_BUFFER = 64 << 10
-"""Bytes an incoming link reads ahead; the rest of a larger payload goes straight into its tensor."""
+_PROGRAM_S = 30.0  # how long the end of a connection waits for a program that has it, which may compute meanwhile
+_BUFFER = 64 << 10  # bytes an incoming link reads ahead; the rest of a larger payload goes straight into its tensor
 
 Idle = Callable[["Incoming", float], None]
 """Called with the seconds of silence after each slice of time, and with 0 when the peer said for whom it waits;

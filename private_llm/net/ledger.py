@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
-CONTROL = "control"
-"""Name under which messages are booked that carry no part of the protocol: commands, announcements."""
+CONTROL = "control"  # name under which messages are booked that carry no part of the protocol: commands, announcements
 
 
 @dataclass(frozen=True)
@@ -35,8 +34,7 @@ class Cost:
         return sum(self.sent.values())
 
 
-_MOST_AGAIN = 1024
-"""Different bookings that are counted before they are added up."""
+_MOST_AGAIN = 1024  # different bookings that are counted before they are added up
 _UNTIMED: AbstractContextManager[None] = nullcontext()
 
 HERE, OWNER, AS_IT_IS = range(3)

@@ -29,8 +29,7 @@ _MAX_AHEAD = 256 << 20
 _PARTIES = 3
 """Endpoints with lower numbers run programs, as parties of trio and dealer; each link of theirs takes a descriptor."""
 
-_SMALL = 1024
-"""Bytes of payloads that are not counted."""
+_SMALL = 1024  # bytes of payloads that are not counted
 
 
 class _Link:

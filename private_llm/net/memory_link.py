@@ -27,10 +27,8 @@ from private_llm.net.transport import Ready
 Item = tuple[str, Tensor, bool, Ready | None]
 """A tag, a payload, whether the writer counts its bytes until they are read, and when a payload on a GPU is there."""
 
-_WAIT_MS = 200
-"""How long a program waits, all in all, before Python does."""
-_LONGEST_MS = 2**31 - 1
-"""That the operating system can wait; some 25 days."""
+_WAIT_MS = 200  # how long a program waits, all in all, before Python does
+_LONGEST_MS = 2**31 - 1  # that the operating system can wait; some 25 days
 
 
 class ObjectLink:

@@ -31,12 +31,9 @@ from private_llm.net.transport import PassingTransport, Transport
 from private_llm.net.wire import HEADER_BYTES, Frame, FrameKind
 
 ANNOUNCED = "store frame"
-_WRITER = 0
-"""Stands for the sender in headers on a store."""
-_PIECE = 1 << 24
-"""Bytes encrypted at a time."""
-_SEAL = 16
-"""Bytes that authentication adds to a piece."""
+_WRITER = 0  # stands for the sender in headers on a store
+_PIECE = 1 << 24  # bytes encrypted at a time
+_SEAL = 16  # bytes that authentication adds to a piece
 
 
 class OfflineStore:

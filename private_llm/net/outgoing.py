@@ -25,14 +25,10 @@ from private_llm.net.direct import Row
 from private_llm.net.transport import endpoint_name
 from private_llm.net.wire import BLOCKED, HEADER_BYTES, FrameKind, cause
 
-MAX_AHEAD = 256 << 20
-"""Bytes a sender may run ahead of its receiver before it waits (bounds memory)."""
-_DRAIN_S = 0.5
-"""How long programs wait until what is queued was written once; a peer that reads takes less."""
-_LOOK_S = 2e-3
-"""How often it looks whether something has come meanwhile."""
-_POLL_MS = 200
-"""How often a blocked writer looks whether the link was closed under it."""
+MAX_AHEAD = 256 << 20  # bytes a sender may run ahead of its receiver before it waits (bounds memory)
+_DRAIN_S = 0.5  # how long programs wait until what is queued was written once; a peer that reads takes less
+_LOOK_S = 2e-3  # how often it looks whether something has come meanwhile
+_POLL_MS = 200  # how often a blocked writer looks whether the link was closed under it
 
 _NOBODY = memoryview(b"")
 

@@ -19,8 +19,7 @@ from torch import Tensor
 from private_llm.net.direct import BarrierEnd, End
 from private_llm.net.transport import CLIENT, PassingTransport, Transport
 
-RoleAssignment = tuple[int, ...]
-"""The role of each party, by its number."""
+RoleAssignment = tuple[int, ...]  # the role of each party, by its number
 
 
 @functools.cache

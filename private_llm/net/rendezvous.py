@@ -34,10 +34,8 @@ _LOG = logging.getLogger("private_llm")
 WAIT_UNTIL: ContextVar[float] = ContextVar("WAIT_UNTIL", default=math.inf)
 """When `connect` waits for nobody any more, whatever else says how long (`time.monotonic`)."""
 
-_GATE = 0
-"""The party that decides which client is served."""
-_LOOK_S = 1.0
-"""How often an endpoint that waits for calls looks which of those it knows have left."""
+_GATE = 0  # the party that decides which client is served
+_LOOK_S = 1.0  # how often an endpoint that waits for calls looks which of those it knows have left
 _TELL_FIRST_S, _TELL_AGAIN_S = 2.0, 10.0
 """Seconds after which a client's log says whom it waits for, and between two such lines."""
 

@@ -18,12 +18,9 @@ from private_llm.errors import ConfigError, PrivateLLMError, TransportError
 from private_llm.net.transport import CLIENT
 
 _NODE = r"(?:CompNode \d+|AttnNode \(\d+, \d+\))"
-WHO = rf"the dealer|party \d+|{_NODE} \(party \d+\)"
-"""Pattern of the names that `named` gives."""
-PASSES_ON = " passes on: "
-"""Between the name of an endpoint and what it claims that another one said."""
-HEARSAY = rf"(?:(?:{WHO}|the client){PASSES_ON})*"
-"""Pattern of those through whom a reason came."""
+WHO = rf"the dealer|party \d+|{_NODE} \(party \d+\)"  # pattern of the names that `named` gives
+PASSES_ON = " passes on: "  # between the name of an endpoint and what it claims that another one said
+HEARSAY = rf"(?:(?:{WHO}|the client){PASSES_ON})*"  # pattern of those through whom a reason came
 _NAMES = re.compile(rf"{WHO}|the client|\bparty \d+\b")
 _PLAIN = re.compile(rf"{_NODE} \(party \d+\)|\bparty (\d+)\b")
 

@@ -33,10 +33,8 @@ from private_llm.net.outgoing import Outgoing
 from private_llm.net.transport import CLIENT, Transport, endpoint_name
 from private_llm.net.wire import FrameKind
 
-_FIRST_HAND_S = 0.2
-"""Seconds to wait for the words of the endpoint that failed, when another has passed them on."""
-_LIFE_S = 5.0
-"""How often a client that works says so to endpoints that may have nothing to do with what it asks for."""
+_FIRST_HAND_S = 0.2  # seconds to wait for the words of the endpoint that failed, when another has passed them on
+_LIFE_S = 5.0  # how often a client that works says so to endpoints that may have nothing to do with what it asks for
 
 
 class SocketPair(NamedTuple):

@@ -27,8 +27,7 @@ from private_llm.net.direct import BarrierEnd, End
 from private_llm.net.ledger import Ledger
 from private_llm.net.wire import TRAVELS, dtype_code
 
-CLIENT = 255
-"""Endpoint number of the user's process."""
+CLIENT = 255  # endpoint number of the user's process
 
 
 def endpoint_name(endpoint: int) -> str:
@@ -189,8 +188,7 @@ class MetaTransport(Transport):
         """Nothing to wait for."""
 
 
-_SPIN_S = 2e-4
-"""How long a copy is asked for without a pause: small ones take some 10 us, and to be woken takes longer."""
+_SPIN_S = 2e-4  # how long a copy is asked for without a pause: small ones take some 10 us, and to be woken takes longer
 _NAP_S = 5e-5
 
 

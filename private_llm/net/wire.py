@@ -31,16 +31,13 @@ MAGIC = b"PLLM"
 WIRE_VERSION = 2
 HEADER_BYTES = 64
 TAG_BYTES = 32
-MAX_PAYLOAD = 1 << 34
-"""Bytes of the largest payload any frame may announce (16 GiB)."""
-MAX_NOTE = 4096
-"""Bytes of the largest payload of a frame that is not data."""
+MAX_PAYLOAD = 1 << 34  # bytes of the largest payload any frame may announce (16 GiB)
+MAX_NOTE = 4096  # bytes of the largest payload of a frame that is not data
 
 _LAYOUT = struct.Struct(">4sBBBB8sQQ32s")
 _NAMES = {1: torch.int64, 2: torch.int32, 3: torch.uint8}
 _CODES = {dtype: code for code, dtype in _NAMES.items()}
-TRAVELS = frozenset(_CODES)
-"""Dtypes that a link carries; floats would not be shares."""
+TRAVELS = frozenset(_CODES)  # dtypes that a link carries; floats would not be shares
 
 if sys.byteorder != "little":
     raise ConfigError("this machine is big-endian; tensors travel in little-endian memory order")

@@ -45,22 +45,18 @@ from private_llm.tensor.secret import SLACK, SecretTensor
 _CPU = torch.device("cpu")
 _ALL = Rows(())
 
-_FEW = 16
-"""Queries of a step that is worth a program of its own for each length of the cache (see `kv_cache`)."""
+_FEW = 16  # queries of a step that is worth a program of its own for each length of the cache (see `kv_cache`)
 
 _PATIENCE = 2
 """Calls at one length before one is recorded: to record and to check costs as much as ten calls that are repeated save,
 and all layers of up to 16 tokens have one length."""
 
-SCALE_BITS = 14
-"""Bits of a score scale that is no power of two: relative error 2^-14; one truncation of q removes them."""
+SCALE_BITS = 14  # bits of a score scale that is no power of two: relative error 2^-14; one truncation of q removes them
 
 
-ROOM = 4
-"""Bits above 2^REACH that scores need: their differences and a sign, and one to see what leaves its range."""
+ROOM = 4  # bits above 2^REACH that scores need: their differences and a sign, and one to see what leaves its range
 
-LEAST_EXP_BITS = 18
-"""Least fractional bits of exponentials that are mixed before they are divided."""
+LEAST_EXP_BITS = 18  # least fractional bits of exponentials that are mixed before they are divided
 
 LEAST_MIXED_BITS = 14
 """Least fractional bits of what is divided last: rounding it is less than rounding each probability of a row."""

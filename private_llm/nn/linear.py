@@ -17,8 +17,7 @@ from private_llm.protocols.session import Session
 from private_llm.protocols.share import Share
 from private_llm.tensor.secret import SecretTensor
 
-ReadWeights = Callable[[nn.Module], tuple[Tensor, Tensor | None]]
-"""Gives a layer's weight and bias."""
+ReadWeights = Callable[[nn.Module], tuple[Tensor, Tensor | None]]  # gives a layer's weight and bias
 
 
 class SharedProducts:

@@ -18,8 +18,7 @@ from private_llm.protocols.session import Session
 from private_llm.protocols.share import Share
 from private_llm.tensor.fixed import Fixed
 
-STEP = 16
-"""Lengths above 64 are padded to multiples of it, shorter ones to those of an eighth of the next power of two."""
+STEP = 16  # lengths above 64 are padded to multiples of it, shorter ones to those of an eighth of the next power of two
 
 
 def repeats(session: Session) -> bool:

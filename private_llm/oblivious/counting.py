@@ -41,8 +41,7 @@ def xor_all(proto: Protocol, first: BitShare, others: BitShare) -> BitShare:
     return first
 
 
-DEPTHS = range(8)
-"""Layers of gates that are tried: 64 bits become 9 in 7 layers."""
+DEPTHS = range(8)  # layers of gates that are tried: 64 bits become 9 in 7 layers
 
 
 @lru_cache(maxsize=256)

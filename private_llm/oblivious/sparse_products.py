@@ -26,8 +26,7 @@ from private_llm.kernels.forms import BilinearForm
 from private_llm.kernels.trace_hook import as_array
 from private_llm.tensor.fixed import Fixed
 
-_STEPS = 8
-"""From row to column to row, before the graph is searched."""
+_STEPS = 8  # from row to column to row, before the graph is searched
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,8 +10,7 @@ never needs its propagate. 63 positions: 21 blocks, then 7, 3, 1 groups: four le
 from dataclasses import dataclass
 from functools import cache
 
-BLOCK = 3
-"""Bits per block: 7 monomials for 3 bits cost fewer messages in sum than 3 for 2 or 15 for 4."""
+BLOCK = 3  # bits per block: 7 monomials for 3 bits cost fewer messages in sum than 3 for 2 or 15 for 4
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,7 @@ from private_llm.protocol_facts import names_where
 from private_llm.ring.prg import Prg, Seed
 from private_llm.ring.ring import Ring
 
-WrapLinks = Callable[[Transport], Transport]
-"""What puts something between a protocol and its links."""
+WrapLinks = Callable[[Transport], Transport]  # what puts something between a protocol and its links
 
 
 @dataclass(frozen=True)

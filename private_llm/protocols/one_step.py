@@ -32,8 +32,7 @@ from private_llm.kernels.ops import packed_words
 from private_llm.kernels.waves import Digits, Factors, Integers, Secrets
 from private_llm.ring.comparison_keys import shared_ways
 
-Polynomial = tuple[int, ...]
-"""Coefficients of 1, x, x^2: integers, modulo the ring size."""
+Polynomial = tuple[int, ...]  # coefficients of 1, x, x^2: integers, modulo the ring size
 
 
 @dataclass(frozen=True)
@@ -114,32 +113,25 @@ def _unsigned(values: object) -> Array:
 
 
 # -- exponentials ------------------------------------------------------------------------------------------------------
-TOP = 1
-"""Arguments lie in [TOP - SPAN, TOP)."""
+TOP = 1  # arguments lie in [TOP - SPAN, TOP)
 
-SPAN = 16
-"""How many units the range has; the modulus is twice that."""
+SPAN = 16  # how many units the range has; the modulus is twice that
 
 FACTOR_BITS = 17
 """Fractional bits of public factors, which reach e^(SPAN + TOP) = 2^24.6, and of the lower half they are made of."""
 
-_NEAR_BITS = 42
-"""Fractional bits of the upper half where the digits are equal: those factors are small."""
+_NEAR_BITS = 42  # fractional bits of the upper half where the digits are equal: those factors are small
 
-SECRET_BITS = 38
-"""Fractional bits of e^(-r): half of 2^-38 e^16 = 2^-16 of the result."""
+SECRET_BITS = 38  # fractional bits of e^(-r): half of 2^-38 e^16 = 2^-16 of the result
 
-TOTAL_BITS = FACTOR_BITS + SECRET_BITS
-"""Fractional bits of the result before its division."""
+TOTAL_BITS = FACTOR_BITS + SECRET_BITS  # fractional bits of the result before its division
 
 GIVEN_BITS = TOTAL_BITS + 4
 """Bits that a result below e^TOP is a number of, before its division: where the protocol may, shares have no more."""
 
-_COARSE_BITS, _FINE_BITS = 42, 20
-"""Fractional bits of the two tables of e^(-r)."""
+_COARSE_BITS, _FINE_BITS = 42, 20  # fractional bits of the two tables of e^(-r)
 
-_FINEST = 20
-"""Fractional bits of arguments that count; lower ones are left out."""
+_FINEST = 20  # fractional bits of arguments that count; lower ones are left out
 
 
 @dataclass(frozen=True)
@@ -214,14 +206,11 @@ def _powers(count: int, step: int, sign: int, start: int, bits: int) -> Tensor:
 
 
 # -- waves -------------------------------------------------------------------------------------------------------------
-PUBLIC_BITS = 16
-"""Fractional bits of public factors, amplitudes included."""
+PUBLIC_BITS = 16  # fractional bits of public factors, amplitudes included
 
-PLACE_BITS = 22
-"""Bits of a turn that are told apart."""
+PLACE_BITS = 22  # bits of a turn that are told apart
 
-TABLE_BITS = 30
-"""Fractional bits of cosines and sines."""
+TABLE_BITS = 30  # fractional bits of cosines and sines
 
 _HALF_BITS = PLACE_BITS // 2
 _PI = decimal.Decimal("3.14159265358979323846264338327950288419716939937510582097494459")

@@ -48,8 +48,7 @@ class Prices:
         raise AttributeError(f"prices: got {name!r}; want one of {', '.join(sorted(vars(self)))}")
 
 
-ROUND_S = 1e-4
-"""Computing that one round costs besides the network: a few calls of Python (measured 0.06 to 0.15 ms)."""
+ROUND_S = 1e-4  # computing that one round costs besides the network: a few calls of Python (measured 0.06 to 0.15 ms)
 
 BLOCK_S = 6e-9
 """A block of the cipher of comparison keys, on one thread, with what is done with it (measured 5 to 7 ns)."""

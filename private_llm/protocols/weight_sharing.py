@@ -22,10 +22,8 @@ from private_llm.protocols.share import Share
 from private_llm.ring.prg import CIPHERS, Prg, Seed
 from private_llm.ring.ring import Ring
 
-KEY_BYTES = 33
-"""Of a mask's seed as it is sent."""
-PIECE = 1 << 19
-"""Elements dealt at a time (4 MB of 64 bits); whole cipher blocks, so that pieces continue one stream."""
+KEY_BYTES = 33  # of a mask's seed as it is sent
+PIECE = 1 << 19  # elements dealt at a time (4 MB of 64 bits); whole cipher blocks, so that pieces continue one stream
 
 
 def keys_held(config: PrivateConfig, party: int) -> int:

@@ -30,10 +30,8 @@ from private_llm.kernels.parallel import usable_cores
 from private_llm.protocols.registry import DEALER, QUAD, TRIO
 
 _CHILD = "from private_llm.replay.ahead import main; main()"
-_MOST = 4
-"""Processes at most: more would import for longer than they compile."""
-_PARTIES = {table.party.name: table.party for table in (TRIO, QUAD, DEALER)}
-"""The protocols that use these kernels."""
+_MOST = 4  # processes at most: more would import for longer than they compile
+_PARTIES = {table.party.name: table.party for table in (TRIO, QUAD, DEALER)}  # the protocols that use these kernels
 
 
 def compile_ahead(config: PrivateConfig, party: bool = False) -> None:

@@ -41,8 +41,7 @@ from private_llm.ring.prg import Prg
 
 MOST_RECORDED = 256 << 20
 """Bytes of all that changes in a step that is recorded: all of it is held until the step is over."""
-MOST_BYTES = 64 << 20
-"""Largest memory of a program."""
+MOST_BYTES = 64 << 20  # largest memory of a program
 
 
 @dataclass(frozen=True, repr=False)  # of tensors, which may be shares

@@ -74,8 +74,7 @@ class Masks(Generic[PlaceT]):
     places: tuple[PlaceT, ...]
 
 
-Inner = Callable[[Sequence[Tensor]], Sequence[Tensor]]
-"""Computes a program's graph break."""
+Inner = Callable[[Sequence[Tensor]], Sequence[Tensor]]  # computes a program's graph break
 NO_BREAK = "a program with a graph break was run without one"
 
 

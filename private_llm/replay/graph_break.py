@@ -72,8 +72,7 @@ class _CallState(threading.local):
     graph_break: GraphBreak | None = None
 
 
-this_call = _CallState()
-"""Its `graph_break` is that of the region which this thread computes in Python, or None."""
+this_call = _CallState()  # its `graph_break` is that of the region which this thread computes in Python, or None
 
 
 @contextmanager

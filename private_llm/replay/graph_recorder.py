@@ -30,8 +30,7 @@ from private_llm.ring.prg import Prg
 
 MOST_RECORDED = 4 << 30
 """Bytes that a step may hold at a time while it is recorded; an eighth of what is free, where that is more."""
-SWEEP = 64 << 20
-"""After so many bytes more, memory is freed that nobody but the recorder holds."""
+SWEEP = 64 << 20  # after so many bytes more, memory is freed that nobody but the recorder holds
 
 
 @dataclass(frozen=True)

@@ -45,8 +45,7 @@ from private_llm.replay.statements import statements_of
 from private_llm.replay.transports import LiveTransport, ProgramTransport
 from private_llm.ring.prg import ChaCha
 
-MOST_BYTES = 1 << 30
-"""Largest memory of what comes in of a program; a tenth of what is free, where that is more."""
+MOST_BYTES = 1 << 30  # largest memory of what comes in of a program; a tenth of what is free, where that is more
 MOST_HELD = 2 << 30
 """Constants of all programs of a session, an eighth of what is free, where that is more: those that run within others,
 of which each length of a cache has its own, are counted apart."""

@@ -56,8 +56,7 @@ class _BranchMessage:
         return room.copy_(x.view(room.shape))
 
 
-_ALIGNED = 16
-"""Kernels were compiled for addresses that are multiples of it, as those of rooms are."""
+_ALIGNED = 16  # kernels were compiled for addresses that are multiples of it, as those of rooms are
 _Links = defaultdict[tuple[int, int], deque[_BranchMessage]]
 
 

@@ -38,12 +38,9 @@ from private_llm.replay.events import (
 )
 from private_llm.replay.transports import ProgramTransport
 
-WORD = 8
-"""Bytes of all elements."""
-_LINE = 64
-"""Bytes: where memories begin."""
-MOST_TABLES = 64
-"""Addresses of weights for which a program keeps its rows: caches, which are read where they lie, move."""
+WORD = 8  # bytes of all elements
+_LINE = 64  # bytes: where memories begin
+MOST_TABLES = 64  # addresses of weights for which a program keeps its rows: caches, which are read where they lie, move
 
 
 @dataclass(eq=False)
@@ -129,8 +126,7 @@ class Arena:
 
 
 StepTable = np.ndarray[tuple[int], np.dtype[np.int64]]
-Draws = list[tuple[int, np.ndarray[tuple[int], np.dtype[np.uint8]]]]
-"""Streams, and memory for their next bytes."""
+Draws = list[tuple[int, np.ndarray[tuple[int], np.dtype[np.uint8]]]]  # streams, and memory for their next bytes
 
 
 @dataclass

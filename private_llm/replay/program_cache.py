@@ -55,8 +55,7 @@ from private_llm.replay.transports import LiveTransport, ReplayTransport, TraceL
 from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.scale import encode_public
 
-MOST_PROGRAMS = 1024
-"""Programs that a session keeps; the one that was used longest ago goes first."""
+MOST_PROGRAMS = 1024  # programs that a session keeps; the one that was used longest ago goes first
 MOST_HELD = 256 << 20
 """Bytes of constants and tables of all programs of a session; again the one that was used longest ago goes first."""
 

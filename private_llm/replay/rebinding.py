@@ -10,8 +10,7 @@ from private_llm.kernels.seeded_tensor import SeededTensor, StreamKey
 from private_llm.replay.events import GraphNode, Slot, mapped
 from private_llm.replay.layouts import compute, storage_of
 
-Memories = tuple[torch.UntypedStorage | StreamKey, ...]
-"""Where weights lie, or the keys of masks that are made."""
+Memories = tuple[torch.UntypedStorage | StreamKey, ...]  # where weights lie, or the keys of masks that are made
 
 
 class Rebinding:

@@ -6,8 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_LINE = 512
-"""Bytes to whose multiples tensors are laid, as PyTorch's allocator does."""
+_LINE = 512  # bytes to whose multiples tensors are laid, as PyTorch's allocator does
 
 
 def part_of(device: torch.device, part: int, least: int) -> int:
@@ -20,8 +19,7 @@ def part_of(device: torch.device, part: int, least: int) -> int:
     return max(least, min(at_first // part, free // 2))
 
 
-_FREE: dict[torch.device, int] = {}
-"""Bytes when a part of it was first asked for."""
+_FREE: dict[torch.device, int] = {}  # bytes when a part of it was first asked for
 
 
 class Pool:

@@ -14,11 +14,9 @@ from torch import Tensor
 from private_llm.replay.events import GraphNode, Slot
 from private_llm.replay.loops import collapsed
 
-Name = Slot | Tensor
-"""A tensor that changes from run to run, or a constant."""
+Name = Slot | Tensor  # a tensor that changes from run to run, or a constant
 
-INTEGERS = frozenset({torch.int64, torch.int32, torch.uint8, torch.bool})
-"""Types that statements compute in."""
+INTEGERS = frozenset({torch.int64, torch.int32, torch.uint8, torch.bool})  # types that statements compute in
 
 
 @dataclass(frozen=True, eq=False, repr=False)  # of a constant, too, which may be a share of a weight

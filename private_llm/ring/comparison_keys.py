@@ -30,10 +30,8 @@ from private_llm.kernels.prg import aes
 from private_llm.kernels.trace_hook import as_array
 from private_llm.ring.prg import Prg, Seed
 
-MOST_WORDS = 4
-"""Words that a beta may have."""
-EPOCH = 1 << 20
-"""Comparison keys that are made with one set of keys of AES, at most."""
+MOST_WORDS = 4  # words that a beta may have
+EPOCH = 1 << 20  # comparison keys that are made with one set of keys of AES, at most
 add_steps = kernels.add_steps
 
 

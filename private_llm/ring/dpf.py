@@ -114,8 +114,7 @@ def expand(
     return tuple(made.to(place, non_blocking=True).view(len(keys), tokens, domain).unbind())
 
 
-_NODE_S = 3e-9
-"""About what a node of a tree takes one thread."""
+_NODE_S = 3e-9  # about what a node of a tree takes one thread
 
 
 @cache

@@ -16,8 +16,7 @@ from torch import Tensor
 from private_llm.errors import ConfigError, PlaintextLeak, UnsupportedOp
 from private_llm.kernels.seeded_tensor import Unprinted
 
-TorchArg = Any
-"""Whatever PyTorch accepts or returns at this place."""
+TorchArg = Any  # whatever PyTorch accepts or returns at this place
 
 Rule = Callable[..., Any]
 R = TypeVar("R", bound=Rule)

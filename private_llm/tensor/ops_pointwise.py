@@ -20,8 +20,7 @@ from private_llm.tensor.secret import SecretTensor, same_session
 
 AnyOperand = SecretTensor | Tensor | float | int
 
-MINUS_INFINITY = -1e9
-"""Public addends at or below this stand for minus infinity (masks use finfo.min or -inf)."""
+MINUS_INFINITY = -1e9  # public addends at or below this stand for minus infinity (masks use finfo.min or -inf)
 
 
 def _secret(x: object, op: str) -> SecretTensor:

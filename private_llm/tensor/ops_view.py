@@ -85,8 +85,7 @@ def pad(x: SecretTensor, pad: TorchArg, mode: str = "constant", value: float | N
 
 
 # -- sums and means ---------------------------------------------------------------------------------------------
-Partial = Callable[[Tensor], Tensor]
-"""Sums over a part of the entries; linear."""
+Partial = Callable[[Tensor], Tensor]  # sums over a part of the entries; linear
 
 
 def mean_of(x: SecretTensor, first: Partial, then: Partial, sizes: tuple[int, int], counts: int | Tensor) -> Fixed:

@@ -44,17 +44,14 @@ from private_llm.ranges import REACH
 from private_llm.tensor.fixed import READ_BITS, Fixed, module_bits, negative
 from private_llm.tensor.secret import SecretTensor
 
-SKETCHES = 4
-"""Patterns of signs per row."""
+SKETCHES = 4  # patterns of signs per row
 
-PIECE = 256
-"""Entries of one sum where there are no rows."""
+PIECE = 256  # entries of one sum where there are no rows
 
 _LESS_ROOM = 2
 """Bits of head room given up in a 32-bit ring: garbage of a product that wrapped is no larger than 2^(31 - frac)."""
 
-UNKNOWN = REACH + 3
-"""Bits of magnitude that the signed sums of a module without calibration may have."""
+UNKNOWN = REACH + 3  # bits of magnitude that the signed sums of a module without calibration may have
 
 
 def watch(x: Fixed, bits: int | None = None, batch: Tensor | None = None) -> None:

@@ -21,8 +21,7 @@ from private_llm.protocols.session import Session
 from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.secret import SLACK, SecretTensor, same_session
 
-CONSTANT_BITS = 16
-"""Bits of a public factor: relative error at most 2^-16 (scalars), absolute error 2^-17 (tensors)."""
+CONSTANT_BITS = 16  # bits of a public factor: relative error at most 2^-16 (scalars), absolute error 2^-17 (tensors)
 
 _CACHED = 16
 

@@ -22,8 +22,7 @@ from private_llm.protocols.share import Index, Share
 from private_llm.tensor.dispatch import Guarded, TorchArg, dispatch, op_name
 from private_llm.tensor.fixed import Fixed
 
-SLACK = 6
-"""Fractional bits above the session's that sums and scores of attention accept without truncating first."""
+SLACK = 6  # fractional bits above the session's that sums and scores of attention accept without truncating first
 
 _CPU = torch.device("cpu")
 

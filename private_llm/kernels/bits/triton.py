@@ -15,16 +15,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-WORDS = 256
-"""Words per program of the row kernels."""
-ELEMENTS = 256
-"""Elements per program of the injection kernels."""
-TRANSPOSED = 16
-"""Words of 64 elements per program of the transposition."""
-ROWS = 8
-"""Rows of bits per program of the transposition: few elements still keep many processors busy."""
-UNROLLED = 4
-"""Rows whose loads the injection has under way at once."""
+WORDS = 256  # words per program of the row kernels
+ELEMENTS = 256  # elements per program of the injection kernels
+TRANSPOSED = 16  # words of 64 elements per program of the transposition
+ROWS = 8  # rows of bits per program of the transposition: few elements still keep many processors busy
+UNROLLED = 4  # rows whose loads the injection has under way at once
 
 
 @triton.jit

@@ -15,8 +15,7 @@ from private_llm.kernels.matmul import amx as cpu_amx
 from private_llm.kernels.parallel import addresses
 from private_llm.kernels.shapes import Pair
 
-_SIDE_BY_SIDE = 4
-"""From as many images on."""
+_SIDE_BY_SIDE = 4  # from as many images on
 
 
 def product(

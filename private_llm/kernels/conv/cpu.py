@@ -41,8 +41,7 @@ from private_llm.kernels.matmul.amx_tiles import (
 )
 from private_llm.kernels.matmul.tiles import VECTOR_BITS
 
-LANES = 16
-"""Windows side by side."""
+LANES = 16  # windows side by side
 
 
 @compiled
@@ -171,8 +170,7 @@ def depthwise(x: int, w: int, out: int, geometry: Array, positions: int, zero: Z
 
 
 # -- on byte tiles ----------------------------------------------------------------------------------------------------
-PANEL = 32
-"""Windows at a time."""
+PANEL = 32  # windows at a time
 BLOCK = 6 * STEPS
 """Entries of windows at a time, in 32 bits: with a panel and 16 rows of weights they fill the first-level cache."""
 _WORD = np.uint32(0)

@@ -18,8 +18,7 @@ from private_llm.kernels.shapes import Pair
 
 TUNER = Tuner((Tile(64, 32), Tile(32, 64), Tile(16, 64, warps=4)))
 """Tiles to try. An accumulator for each digit sum takes registers: of 64 bits, 64 x 64 spills 1 KB a thread."""
-CHUNK = 8192
-"""k steps between two additions of the accumulators: 8 * 2^14 * 8192 = 2^30."""
+CHUNK = 8192  # k steps between two additions of the accumulators: 8 * 2^14 * 8192 = 2^30
 
 
 @triton.jit

@@ -51,8 +51,7 @@ class PointwiseGroup:
     stores: tuple[tuple[Place, int], ...]
 
 
-Batch = tuple[PointwiseGroup, ...]
-"""Groups that do not touch what another one of them stores."""
+Batch = tuple[PointwiseGroup, ...]  # groups that do not touch what another one of them stores
 
 OPERATIONS: Mapping[str, Callable[..., Any]] = {
     "add": lambda x, y: x + y,

@@ -21,10 +21,8 @@ from torch import Tensor
 
 from private_llm.kernels.pointwise import Batch, Operation, Place, PointwiseGroup
 
-BLOCK = 256
-"""Elements of a program."""
-_COMPILING = 8
-"""Kernels that are compiled at a time."""
+BLOCK = 256  # elements of a program
+_COMPILING = 8  # kernels that are compiled at a time
 _TYPES = {torch.int64: "tl.int64", torch.int32: "tl.int32", torch.uint8: "tl.uint8", torch.bool: "tl.int1"}
 _SIGNS = {
     "add": "+", "sub": "-", "mul": "*", "xor": "^", "and": "&", "or": "|", "shr": ">>", "shl": "<<",

@@ -67,14 +67,11 @@ def _substitution() -> bytes:
 
 _FEATURES = binding.get_host_cpu_features()
 WIDE = bool(_FEATURES.get("vaes", False)) and bool(_FEATURES.get("avx512f", False))
-LANES = 4 if WIDE else 1
-"""Blocks in a vector."""
+LANES = 4 if WIDE else 1  # blocks in a vector
 _UNDER_WAY = 8
 """Vectors that are encrypted side by side: an AES instruction takes several cycles, and one or two start in each."""
-BLOCK = 16
-"""Bytes of a block."""
-SPILL = BLOCK * LANES
-"""`write_lines` writes fewer bytes than this beyond a line's end."""
+BLOCK = 16  # bytes of a block
+SPILL = BLOCK * LANES  # `write_lines` writes fewer bytes than this beyond a line's end
 _BLOCK = ir.VectorType(I64, 2)
 
 
@@ -168,14 +165,11 @@ def write_lines(keys: int, start: int, step: int, lines: int, length: int, to: i
 
 
 # -- trees of seeds ---------------------------------------------------------------------------------------------------
-KEYS = 4
-"""Keys of a table, and blocks that are written for each, whether there are so many or not."""
-LINE = 64
-"""Bytes of so many blocks; addresses that are multiples of it are read fastest."""
+KEYS = 4  # keys of a table, and blocks that are written for each, whether there are so many or not
+LINE = 64  # bytes of so many blocks; addresses that are multiples of it are read fastest
 _LINE = ir.VectorType(I64, 2 * KEYS)
 _SEED = range(2)
-_CONTROL = 6
-"""Where a line that is a node has its seed, and all bits of it the control bit; its words are between."""
+_CONTROL = 6  # where a line that is a node has its seed, and all bits of it the control bit; its words are between
 
 
 def _encrypted(builder: IrValue, plain: IrValue, table: IrValue, keys: int) -> IrValue:

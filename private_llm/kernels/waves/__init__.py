@@ -23,8 +23,7 @@ from private_llm.kernels.ops import packed_words
 from private_llm.kernels.parallel import addresses, parallel_for
 from private_llm.kernels.waves import cpu
 
-_WAVE_S = 4e-9
-"""About what one thread takes for an element of one wave."""
+_WAVE_S = 4e-9  # about what one thread takes for an element of one wave
 
 Integers = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
@@ -145,12 +144,9 @@ def _turned(values: Tensor, plan: WaveTables, turns: Tensor) -> Iterator[tuple[T
 
 
 # -- exponentials -----------------------------------------------------------------------------------------------------
-_ELEMENT_S = 4e-9
-"""About what an element takes on one thread."""
-_STEP = 64
-"""Threads take multiples of so many elements: whole words of flags."""
-_ENTRIES = 1 << 16
-"""Elements that PyTorch looks up at once, so that what lies between stays in the cache."""
+_ELEMENT_S = 4e-9  # about what an element takes on one thread
+_STEP = 64  # threads take multiples of so many elements: whole words of flags
+_ENTRIES = 1 << 16  # elements that PyTorch looks up at once, so that what lies between stays in the cache
 
 
 @dataclass(frozen=True)

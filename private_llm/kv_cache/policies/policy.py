@@ -290,8 +290,7 @@ class KeepAll(CachePolicy):
     name = "keep-all"
 
 
-KEEP_ALL = KeepAll()
-"""The default."""
+KEEP_ALL = KeepAll()  # the default
 
 
 @dataclass(frozen=True)

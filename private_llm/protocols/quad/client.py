@@ -23,8 +23,7 @@ from private_llm.ring.ring import Ring
 DIGEST_BYTES = 32
 TAG_BYTES = 16
 
-MASK_GROUPS = ((0, 1, 3), (0, 2, 3), (1, 2, 3))
-"""Who shares the streams of masks a1, a2 and u."""
+MASK_GROUPS = ((0, 1, 3), (0, 2, 3), (1, 2, 3))  # who shares the streams of masks a1, a2 and u
 
 
 class QuadClient(TrioClient):

@@ -43,8 +43,7 @@ from private_llm.protocols.quad.client import MASK_GROUPS, TAG_BYTES, as_bytes, 
 from private_llm.protocols.trio.division import TrioParty
 from private_llm.ring.prg import Seed
 
-_AT_ONCE = 1 << 30
-"""Bytes that the cipher takes in one call."""
+_AT_ONCE = 1 << 30  # bytes that the cipher takes in one call
 
 GROUPS = (*MASK_GROUPS, (0, 1, 2))
 """Who shares a key: those of masks, and last those of permutations that party 3 must not know."""

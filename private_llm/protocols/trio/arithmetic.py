@@ -191,5 +191,4 @@ def powers(a: Tensor, extra: int) -> Tensor:
     return torch.cat([square, square * a]) if extra == 2 else square
 
 
-_LOOKUP_CELLS = 1 << 22
-"""Expanded entries held at once (32 MiB in a 64-bit ring)."""
+_LOOKUP_CELLS = 1 << 22  # expanded entries held at once (32 MiB in a 64-bit ring)

@@ -313,8 +313,7 @@ class TrioBits(Family):
         return torch.stack(made)
 
 
-_NUMBERS = {int, bool}
-"""Types of public constants that are no tensors."""
+_NUMBERS = {int, bool}  # types of public constants that are no tensors
 
 
 def _whole(values: BitWeights) -> TypeGuard[Sequence[int]]:

@@ -393,5 +393,4 @@ class TrioDivision(Family):
         return Share((((first + x.parts[1]) >> shift) - second, second))
 
 
-_JOINED = 1 << 14
-"""Elements up to which two arrays are copied into one message: a message costs more than the copy."""
+_JOINED = 1 << 14  # elements up to which two arrays are copied into one message: a message costs more than the copy

@@ -20,8 +20,7 @@ from private_llm.token_sharding.nodes import floats
 from private_llm.token_sharding.nodes.facts import AttentionCall, ForwardStep, allowed, attend, key_bias
 from private_llm.token_sharding.plans import ShardingPlan
 
-Kept = dict[tuple[int, int], tuple[Tensor, Tensor]]
-"""Keys and values by (layer, shard)."""
+Kept = dict[tuple[int, int], tuple[Tensor, Tensor]]  # keys and values by (layer, shard)
 
 _Rules = tuple[Tensor | None, Tensor | None, Tensor | None]
 """Which keys each query sees, what is added to the scores of each key, and what to a row's score on itself."""

@@ -18,8 +18,7 @@ from private_llm.kernels.devices import triton_module
 MOST_TOKENS = 1 << 20
 """Positions of a text at most, and texts of a batch: nodes list positions before anything else could stop a step."""
 
-_WIDEST = 1 << 24
-"""Heads of an attention call, and numbers of a head, at most."""
+_WIDEST = 1 << 24  # heads of an attention call, and numbers of a head, at most
 
 
 @dataclass(frozen=True)

@@ -32,11 +32,9 @@ from private_llm.ring.ring import Ring
 from private_llm.token_sharding.nodes.facts import AttentionCall, Piece
 from private_llm.token_sharding.plans import ShardingPlan
 
-_LARGE = 1 << 16
-"""Bytes from which a copy costs more than a message of its own."""
+_LARGE = 1 << 16  # bytes from which a copy costs more than a message of its own
 
-Expected = tuple[tuple[int, ...], torch.dtype]
-"""Shape and type of a tensor in a message."""
+Expected = tuple[tuple[int, ...], torch.dtype]  # shape and type of a tensor in a message
 
 
 def number_type(plan: ShardingPlan) -> torch.dtype:
@@ -119,8 +117,7 @@ def _unfolded(part: Tensor, shape: tuple[int, ...]) -> Tensor:
     return part if part.dtype == torch.float32 else part.float()
 
 
-FRAC = 24
-"""Fractional bits of a masked number."""
+FRAC = 24  # fractional bits of a masked number
 
 _RING = Ring(64)
 

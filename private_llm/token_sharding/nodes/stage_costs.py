@@ -18,11 +18,9 @@ from private_llm.token_sharding.nodes.facts import AttentionCall, ForwardStep
 from private_llm.token_sharding.nodes.floats import number_type, partial_bytes
 from private_llm.token_sharding.plans import ShardingPlan
 
-Sent = Mapping[tuple[int, int], int]
-"""Bytes by link (sender, receiver)."""
+Sent = Mapping[tuple[int, int], int]  # bytes by link (sender, receiver)
 
-HELD = 4
-"""Bytes of a number in the memory of a node: float32, however it travels."""
+HELD = 4  # bytes of a number in the memory of a node: float32, however it travels
 
 
 @dataclass(frozen=True)

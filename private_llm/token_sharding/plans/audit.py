@@ -27,14 +27,12 @@ from dataclasses import dataclass
 from private_llm.errors import ConfigError, WeakProtection
 from private_llm.token_sharding.plans import ShardingPlan
 
-PERIODS = 4
-"""Periods of delta positions that are examined; the pattern repeats from the second on."""
+PERIODS = 4  # periods of delta positions that are examined; the pattern repeats from the second on
 
 LONGEST = 1 << 12
 """Positions that are examined at most: a plan with longer periods shows in any text what it shows in this one."""
 
-SETS = 1500
-"""Pairs of nodes that `fewest` tries."""
+SETS = 1500  # pairs of nodes that `fewest` tries
 
 
 @dataclass(frozen=True)
