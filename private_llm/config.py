@@ -21,7 +21,6 @@ from private_llm.token_sharding import ShardingPlan
 from private_llm.typed_settings import check_types, refuses_unknown, settings_of
 
 VERSION = "0.1.0"  # version of the library; parties with different versions refuse each other
-
 MAX_PARALLEL_SESSIONS = 64  # parallel sessions that a session may have
 
 PROMPT_CHUNKS = (512, 128)

@@ -19,9 +19,7 @@ from typing import Any
 from private_llm.errors import ConfigError, DomainError
 
 HEAD_ROOM = 5  # bits between the largest value met in calibration and the stated power of two
-
 SQUARE_HEAD_ROOM = 6  # the same for mean squares of rows, so 3 bits for the entries
-
 REACH = 20  # where nothing is known, values are promised to stay below 2^REACH (a million)
 
 QUANTITIES = {

@@ -59,10 +59,7 @@ def angle_frac(frac: int) -> int:
 
 @lru_cache(maxsize=64)
 def waves_of(made: WaveSum, frac: int, bits: int = 64) -> Waves:
-    """The public side for results with `frac` fractional bits; arguments with `angle_frac` bits come multiplied.
-
-    bits: how many of the lowest bits of results are read.
-    """
+    """The public side for results with `frac` fractional bits (`bits` are read), of arguments that come multiplied."""
     whole = 1 << PUBLIC_BITS
     bits_of = [max(1, SECRET_BITS - 1 + math.frexp(abs(c) + abs(s))[1]) for c, s in made.waves]
     waves = tuple(Wave(round(c * whole), round(s * whole), n) for (c, s), n in zip(made.waves, bits_of, strict=True))
@@ -137,10 +134,7 @@ def _price(prices: Prices, ring: Ring, count: int, bump: Fitted, plan: Waves | N
 
 
 def folded(x: Fixed, rows: BitShare, weights: list[int], constants: list[float], made: Fitted) -> Fixed:
-    """The chain's argument (top + sum_k row_k (weights_k x + constants_k)) / 2^log2_scale - 1, in the shape of x.
-
-    It has the chain's fractional bits; one injection (1 round), and a truncation if that drops bits.
-    """
+    """The chain's argument, in the shape of x: one injection (1 round), and a truncation if that drops bits."""
     away = x.select(rows, weights, constants)
     z = away.with_share(away.share, away.frac + made.log2_scale) + (made.top / 2.0**made.log2_scale - 1)
     return z.rescale(made.chain.argument)

@@ -18,7 +18,6 @@ from private_llm.protocols.one_step import Pieces, Polynomial
 from private_llm.tensor.fixed import Fixed
 
 LARGEST = 60  # bits that a value may have before its truncation
-
 LEADING = 17  # least fractional bits of a leading coefficient: less would cost the fit its precision
 
 

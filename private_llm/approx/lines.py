@@ -28,9 +28,7 @@ from private_llm.protocols.one_step import Pieces, PiecesShape
 from private_llm.tensor.fixed import Fixed
 
 CELLS = {-1.0: 33, -0.5: 24}  # cells an octave, by exponent: relative errors of 5.6e-5 and 4e-5
-
 REACH = 24.5  # most octaves of a range of `Lines`
-
 MOST_APART = 22  # largest s of `WideLines`, which is even. The range has 2 s - 1 octaves
 
 DECIMAL = Context(prec=40, rounding=ROUND_HALF_EVEN, traps=[])
@@ -107,10 +105,7 @@ class Lines:
 
 @dataclass(frozen=True)
 class WideLines:
-    """gain * x^(-1/2) for 2^(log2_high - 2 apart + 1) <= x <= 2^log2_high, x with `own` fractional bits.
-
-    apart: s, even, at most MOST_APART.
-    """
+    """gain x^(-1/2), 2^(log2_high - 2 apart + 1) <= x <= 2^log2_high, x with `own` fractional bits; `apart` is even."""
 
     own: int
     log2_high: int

@@ -27,7 +27,6 @@ from private_llm.ring.ring import Ring
 from private_llm.tensor.fixed import Fixed, narrows
 
 Y_BITS = 18  # fractional bits of y; a cubic of it carries three times as many
-
 CUBIC_BITS = 6  # fractional bits of the cubic's leading coefficient (the fit rounds it to them)
 
 
@@ -41,7 +40,6 @@ class Cells:
 
 
 QUARTERS = Cells(6, (64, 54, 45, 38), (1.194, 1.4235, 1.7, 2.0))  # four cells an octave: y in [1, 1.2032]
-
 THIRDS = Cells(4, (16, 13, 10), (1.265, 1.6, 2.0))  # three cells an octave: y in [1, 1.3]
 
 

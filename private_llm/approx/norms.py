@@ -49,16 +49,13 @@ MEAN_BITS = 3
 
 
 WIDEST = 36  # mean squares stay below 2^WIDEST in rows that nobody has measured
-
 LARGEST = 20  # entries, and means, stay within +-2^LARGEST
-
 _SMALLEST = 2.0**-13  # comparison keys are used for norms only where mean squares of this size are inside their range
 
 _REACH_DOWN = math.sqrt(math.ldexp(1.0, -round(2 * REACH)))
 """2^-REACH by operations that are rounded alike on all machines, which powers need not be."""
 
 _WRAP_FREE = 61  # bits that a product may have before its truncation
-
 _SUM_BITS = 16  # significant bits of the smallest sum of squares, where it has no more bits than it needs
 
 _FINER = 8
@@ -112,10 +109,7 @@ def rms_norm(
 
 
 def lines_of(x: Fixed, eps: float, square: int, centred: bool = False) -> Lines | WideLines | None:
-    """The inverse roots of rows of x, or of their deviations, by comparison keys; None if another way is.
-
-    Rows are then squared with `line_bits`, and sums reach down to 2^-REACH of the ring's largest. Local and public.
-    """
+    """Inverse roots of rows of x, or of their deviations, by keys; None: another way. Sums reach 2^-REACH. Local."""
     if "piecewise" not in x.session.protocol.primitives or not x.numel():
         return None
     rows, found = x.numel() // x.shape[-1], _lines(x.frac, x.shape[-1], eps, square, centred)
@@ -161,10 +155,7 @@ def _ratio_squared(width: int) -> float:
 
 
 def _deviations(x: Fixed, fine: int) -> Fixed:
-    """(x - mean) width / 2^ceil(log2 width), with `fine` fractional bits: a truncation an element, if that drops bits.
-
-    Local in rows so short that the division leaves no more bits than that. A norm does not see the factor: no division.
-    """
+    """(x - mean) width / 2^ceil(log2 width), `fine` fractional bits; local, or a truncation an element if bits drop."""
     width, whole = x.shape[-1], _log2(x.shape[-1])
     apart = x.scale_int(width) - x.sum(-1, keepdim=True)
     return x.with_share(apart.share, x.frac + whole).rescale(fine)
@@ -199,10 +190,7 @@ def squared_bits(frac: int, width: int, square: int, gain: int | None) -> int:
 
 
 def fitting_bits(width: int, square: int) -> int:
-    """Most fractional bits with which one sum of squares holds rows with mean squares below 2^square.
-
-    (61 - square - ceil(log2 width)) / 2, rounded down.
-    """
+    """Most fractional bits of a sum of squares, their mean < 2^square: (61 - square - ceil(log2 width)) / 2, floor."""
     return (_WRAP_FREE - square - _log2(width)) // 2
 
 

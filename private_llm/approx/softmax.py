@@ -23,9 +23,7 @@ from private_llm.exact.ragged_rows import Rows
 from private_llm.tensor.fixed import Fixed
 
 EXP_BITS = 24  # fractional bits of e^(x - m)
-
 INVERSE_BITS = 24  # fractional bits of inverse sums, less those of the largest sum (see `reciprocal`)
-
 LONGEST = 1 << 16  # entries a row may have: the coarse maximum then stays within exp's range
 
 
@@ -68,10 +66,7 @@ def softmax_ragged(x: Fixed, rows: Rows, sink: Fixed | None = None) -> Fixed:
 
 
 def unscaled(x: Fixed, frac: int, present: Tensor | None = None) -> tuple[Fixed, Fixed]:
-    """Softmax before its last product: (e^(x - m) with `frac` fractional bits [..., n], 1 / their sum [..., 1]).
-
-    Domain, errors, cost and `present` otherwise as for `softmax`, for what is divided later: sums of a row's e.
-    """
+    """Softmax before its last product: e^(x - m) with `frac` bits, and 1 / their sum [..., 1]; else as `softmax`."""
     check_width(x.shape[-1])
     e = exp(x - maximum(x, coarse=True), frac)
     e = e if present is None else e.scale_int(present)

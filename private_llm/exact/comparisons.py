@@ -17,9 +17,7 @@ from private_llm.ranges import REACH
 from private_llm.tensor.fixed import Fixed, step_price
 
 RANGE_BITS = REACH  # arguments of every comparison lie within |x| < 2^20 - 2^10: about a million
-
 RESOLUTION_BITS = 6  # coarse comparisons are right except up to 2^-6 above a threshold
-
 SHORTEST = 6  # least bits of magnitude of a calibrated range: thresholds reach 14
 
 
@@ -40,10 +38,7 @@ def comparing(session: Session, quantity: str) -> Iterator[None]:
 
 
 def bounded_span(x: Fixed, *bounds: float) -> tuple[int, int]:
-    """As `exact_span`, with room for x - bound where a range of calibration is smaller than a bound. Public and local.
-
-    Bounds up to half of the range are inside what it has to spare.
-    """
+    """As `exact_span`, with room for x - bound where calibration's range is smaller than twice a bound. Public."""
     known, most = reach(x), max(abs(bound) for bound in bounds)
     if known == RANGE_BITS or most <= 2.0 ** (known - 1):
         return exact_span(x)
@@ -83,10 +78,7 @@ def sign_bits(x: Fixed, thresholds: Sequence[float], extra: int = 0) -> BitShare
 
 
 def coarse_bits(x: Fixed, thresholds: Sequence[float], extra: int = 0, resolution: int = RESOLUTION_BITS) -> BitShare:
-    """The same, but up to 2^-resolution above a threshold either answer is possible.
-
-    16 bytes an element and 8.5 for each further threshold; 3 rounds. For uses that are continuous at a threshold.
-    """
+    """The same; either answer up to 2^-resolution above a threshold. 3 rounds, 16 bytes and 8.5 a threshold more."""
     return x.less_than(thresholds, *coarse_span(x, extra, resolution))
 
 

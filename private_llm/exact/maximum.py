@@ -182,10 +182,7 @@ def whole_words(x: Fixed) -> Fixed:
 
 
 def times(bits: BitShare, moved: Sequence[Fixed]) -> list[Fixed]:
-    """Each of several secrets of one shape times the same bits, which cover their `whole_words`: one injection.
-
-    1 round, 32 bytes an element (trio, 64-bit ring). Fractional bits stay as they are.
-    """
+    """Secrets of one shape times the same bits (`whole_words`): 1 round, 32 bytes an element (trio, 64-bit ring)."""
     shape, count, lanes = moved[0].shape, moved[0].numel(), bits.count
     if len(moved) == 1:
         bits = BitShare(bits.parts, count)
@@ -327,10 +324,7 @@ def among_largest_of_groups(x: Fixed, k: int, groups: Groups) -> Fixed:
 
 
 def losses(x: Fixed, groups: int) -> Fixed:
-    """How many entries of each group come before an entry: [..., n] to [..., n, groups], whole numbers.
-
-    Larger ones do, and equal ones that stand before it. n (n - 1) / 2 comparisons (`tensor.fixed.negative`).
-    """
+    """How many of each group beat an entry, being larger, or equal and before it: [..., n] to [..., n, groups]."""
     width = x.shape[-1]
     size = width // groups
     first, second = torch.triu_indices(width, width, 1).to(x.share.parts[0].device)

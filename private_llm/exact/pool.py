@@ -78,10 +78,7 @@ def adaptive_spans(size: int, count: int) -> list[Span]:
 
 
 def window_sums(part: Tensor, dim: int, windows: Sequence[Span]) -> Tensor:
-    """Sums over windows along one dimension (-1 or -2) of one part, zeros outside: that extent becomes len(windows).
-
-    Linear. Strided slices where windows are regular, else window by window.
-    """
+    """Sums over windows along `dim` (-1 or -2) of a part, zeros outside; that extent becomes len(windows). Linear."""
     before, after = max(0, -windows[0][0]), max(0, windows[-1][1] - part.shape[dim])
     if before or after:
         part = torch.nn.functional.pad(part, (before, after) if dim == -1 else (0, 0, before, after))

@@ -98,10 +98,7 @@ class Rows:
 
 @dataclass(frozen=True, eq=False)
 class TournamentLevel:
-    """One level of a tournament of each row, as int64 positions.
-
-    Entries to compare (left with right), entries that sit out (bye), and the order that makes rows consecutive again.
-    """
+    """A level of a tournament of each row, int64 positions: who meets (left, right), who waits (bye), next order."""
 
     left: Tensor
     right: Tensor

@@ -97,10 +97,7 @@ def tune_allocator() -> bool:
 
 
 def trim_allocator() -> bool:
-    """Return freed memory to the system; False where malloc is another one than glibc's.
-
-    For the end of a session. All heaps but the first keep the end of their last piece: 64 MB each at most.
-    """
+    """Return freed memory to the system at the end of a session; False where malloc is another one than glibc's."""
     glibc = _glibc()
     if glibc is None:
         return False

@@ -99,10 +99,7 @@ def field_step(
 
 
 def ring_matmul(x: Tensor, y: Tensor) -> Tensor:
-    """torch.matmul modulo the ring size; x [..., M, K], y [..., K, N]; CPU: one thread.
-
-    Raises DomainError for other shapes, and unless both are int64 or both int32; so do all products here.
-    """
+    """torch.matmul modulo the ring size, one CPU thread. Raises DomainError unless both are int64 or int32 and fit."""
     if x.is_cpu:
         return matmul.product(x, y)
     if x.is_meta:
@@ -303,10 +300,7 @@ def transpose_bits(x: Tensor, rows: int) -> Tensor:
 
 
 def block_monomials(s: Tensor, low: int, blocks: Array, out: Tensor) -> None:
-    """All monomials of the bits of each block of s [rows, W], xored into out [monomials, W]. Helper side.
-
-    blocks: sizes of consecutive blocks of rows from `low` on, 1 to 3 each; a block of n bits has 2^n - 1 monomials.
-    """
+    """All 2^n - 1 monomials of each block of n (1 to 3) rows of s [rows, W], from `low` on, xored into out. Helper."""
     rows = out.shape[0]
     _words(cpu_bits.block_monomials, rows * _ROW_S, (s, out), (low, blocks), (s.shape[0], rows, s.shape[1]))
 

@@ -27,7 +27,6 @@ from private_llm.kernels.trace_hook import this_thread
 
 LEAST_S = 200e-6  # least work for a thread: handing a piece over and waiting for it costs 30 to 150 microseconds
 TEAM_LEAST_S = 50e-6  # the same where a program is written down, whose pieces a team takes (`teams`)
-
 _SMALL_S = 2 * TEAM_LEAST_S  # work that nobody shares
 
 
@@ -76,10 +75,7 @@ def split_range(total: int, pieces: int, step: int = 1) -> list[tuple[int, int]]
 
 
 def addresses(*tensors: Tensor) -> list[int]:
-    """Addresses of contiguous CPU tensors; the caller keeps the tensors alive during the kernel.
-
-    Raises UnsupportedOp for a tensor elsewhere, DomainError for one that is not contiguous. Sizes are not looked at.
-    """
+    """Addresses of tensors, to be kept meanwhile. Raises UnsupportedOp off the CPU, DomainError if not contiguous."""
     hook = this_thread.hook
     if hook is not None:
         hook.addressed(tensors)

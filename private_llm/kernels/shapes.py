@@ -50,10 +50,7 @@ def ring_matmul(x: Tensor, y: Tensor) -> Tensor:
 
 
 def listed_size(name: str, x: Tensor, y: Tensor, listed: Tensor) -> tuple[int, int]:
-    """Of `ring_matmul_rows` or `ring_matmul_lines`, as `name` says: x [M, K] or [M, R], y [N, K] or [K, N], listed [R].
-
-    Raises DomainError for other sizes, and unless x and y are ring tensors of one dtype.
-    """
+    """(M, N) of `name`'s x, y and int64 rows `listed`. Raises DomainError for other sizes or two dtypes."""
     turned = name == "ring_matmul_rows"
     wanted = y.shape[1:] if turned else listed.shape
     if x.dim() != 2 or y.dim() != 2 or listed.dim() != 1 or x.shape[-1:] != wanted or listed.dtype != torch.int64:

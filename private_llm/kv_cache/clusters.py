@@ -14,7 +14,6 @@ from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.range_check import watch_flat
 
 RESOLUTION_BITS = 10  # an extreme may be an entry up to 2^-10 short of it
-
 _LEAST = 2.0**-6  # added to squared norms: keys of padding may be zero
 
 _MOST = 24

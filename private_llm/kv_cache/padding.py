@@ -84,10 +84,7 @@ def arranged(selection: Selection, tokens: Tensor) -> Arranged | None:
 
 
 def queries_that_count(policy: CachePolicy, queries: int, tokens: Tensor | None) -> tuple[int, Tensor | None]:
-    """So many of the last queries of a call, and which of them for each row: bool [B, that many]; None: all.
-
-    tokens: bool [B, entries], those of the call last, False at padding; None: there is none.
-    """
+    """How many last queries count, and which: bool [B, as many] from tokens [B, entries]; None: without padding."""
     counted = policy.mass_queries(queries)
     own = None if tokens is None else tokens[:, -queries:]
     if own is None or not counted or bool(own.all()):

@@ -262,10 +262,7 @@ def _zeros(like: Fixed, shape: tuple[int, ...]) -> Tensor:
 
 
 def _seen(mask: Tensor | None, batch: int) -> Tensor | None:
-    """bool [B, 1, n]: where some query head may look, which is everywhere but at padding; None: everywhere.
-
-    Rows of heads left out do not count.
-    """
+    """bool [B, 1, n]: where some query head that counts may look (not at padding); None: everywhere."""
     seen = None if mask is None else mask.any(1).expand(batch, 1, -1)
     seen = None if seen is None else seen | ~seen.any(-1, keepdim=True)
     return None if seen is None or bool(seen.all()) else seen

@@ -33,19 +33,13 @@ GATHERS: tuple[Gather, ...] = ("scores", "shuffled-scores", "keys")
 def gather_cost(
     pricing: Pricing, shape: ClusterShape, blocks: int, shared: int, depth: int, value_size: int, gather: str
 ) -> Cost:
-    """What the way of bringing chosen entries together decides about: `rows_cost` and `moving_cost`.
-
-    Without ranking, softmax and the product with values, which are alike for all ways.
-    """
+    """What a way to bring chosen entries together costs by itself: `rows_cost` and `moving_cost`."""
     moving = moving_cost(pricing, shape, blocks, shared, depth, value_size, gather)
     return rows_cost(pricing, shape, blocks, gather, composes(shape, shared, depth, value_size, gather)) + moving
 
 
 def composes(shape: ClusterShape, shared: int, depth: int, value_size: int, gather: str) -> bool:
-    """Whether one-hot rows of several levels become those of one: a product more, and one less to take and put back.
-
-    Where the matrix has fewer entries than what the outer levels move. Public and local.
-    """
+    """Whether one-hot rows of several levels become one matrix, with fewer entries than outer levels move. Public."""
     if gather == "shuffled-scores" or len(shape.sizes) == 1:
         return False
     moved, back = (depth + value_size, 0) if gather == "keys" else (shared, shared)

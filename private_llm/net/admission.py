@@ -182,10 +182,7 @@ class ClientLink(SocketTransport):
         return self._out[CLIENT].drained(seconds)
 
     def await_reader(self) -> None:
-        """Wait until all that was sent has left this machine: who only asks would fill its memory.
-
-        Raises PartyFailed for a client that reads nothing for a time-out.
-        """
+        """Wait until all left this machine. Raises PartyFailed for a client that reads nothing for a time-out."""
         moved, until = -1, 0.0
         while not self.taken(_READ_S):
             self.look()

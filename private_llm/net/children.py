@@ -47,10 +47,7 @@ RunParty = Callable[..., str | None]
 def start_children(
     config: PrivateConfig, entry: str, extra: Mapping[str, Any]
 ) -> tuple[SocketTransport, Callable[[], None]]:
-    """Start all parties; the client's transport, and a function that ends them (idempotent; nothing in a fork).
-
-    extra must be JSON. Raises PartyFailed if they do not start.
-    """
+    """Start all parties; the client's transport and a function that ends them. Raises PartyFailed. extra: JSON."""
     listeners = open_named_listeners(config.endpoints)
     hosts, token = hosts_of(listeners), secrets.token_bytes(32)
     end = start_servers(config, entry, extra, listeners, hosts, token.hex())

@@ -97,10 +97,7 @@ def _now(link: int) -> int:
 
 @compiled
 def _waited(row: Array, link: int, descriptor: int, event: int, other: int) -> bool:
-    """Sleep until a descriptor is ready; False after WAIT_MS in all sleeps, or if the connection broke.
-
-    other: a second one (-1: none); False as soon as there is something to read from it.
-    """
+    """Sleep until a descriptor is ready; False after WAIT_MS, a broken connection, or once `other` (-1: none) is."""
     left = max(0, row[word.WAIT_MS] - row[word.WAITED] // 1_000_000)
     began = _now(link)
     # struct pollfd: the number, and what is awaited; the upper 16 bits are what has come

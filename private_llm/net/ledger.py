@@ -182,10 +182,7 @@ class Ledger:
         self._macs[self.scope_name] += count
 
     def book(self, other: Ledger, named: Callable[[str], str] = str, rows: int = 1, total: int = 1) -> None:
-        """Add what another ledger holds but control messages, under other names of modules.
-
-        rows, total: which part of bytes and multiply-adds counts, in whole numbers; rounds and seconds all count.
-        """
+        """Add another ledger but control messages, modules `named`, rows / total of bytes and multiply-adds."""
         for (scope, op, to), count in other.sent.items():
             if op != CONTROL:
                 self.sent[named(scope), op, to] += round(count * rows / total)

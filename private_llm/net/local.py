@@ -111,9 +111,7 @@ class LocalMesh:
         return LocalTransport(self, me)
 
     def abort(self, reason: str) -> None:
-        """Wake every waiting endpoint of every parallel session with PartyFailed; nothing in a fork, which has none
-        of their threads, but shares counters of messages with its parent.
-        """
+        """Wake all waiting endpoints of all parallel sessions by PartyFailed; nothing in a fork, which has none."""
         if not self.origin.here:
             return
         with self.parallel_sessions.lock:

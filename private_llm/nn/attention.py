@@ -55,7 +55,6 @@ SCALE_BITS = 14  # bits of a score scale that is no power of two: relative error
 
 
 ROOM = 4  # bits above 2^REACH that scores need: their differences and a sign, and one to see what leaves its range
-
 LEAST_EXP_BITS = 18  # least fractional bits of exponentials that are mixed before they are divided
 
 LEAST_MIXED_BITS = 14

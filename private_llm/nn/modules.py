@@ -9,10 +9,7 @@ from private_llm.tensor.secret import SecretTensor
 
 
 class PrivateRMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * (weight + offset), over the last dimension, by one fused protocol.
-
-    `offset` is 1 for the families that store weight - 1 (Gemma). `weight` may be None (no gain).
-    """
+    """x / sqrt(mean(x^2) + eps) * (weight + offset), one protocol; offset: 1 for weights stored less 1 (Gemma)."""
 
     def __init__(self, weight: nn.Parameter | None, eps: float, offset: float = 0.0) -> None:
         super().__init__()

@@ -15,10 +15,7 @@ from private_llm.tensor.secret import SecretTensor
 
 
 def gain(weight: Tensor | None, offset: float = 0.0) -> Fixed | Tensor | None:
-    """A norm's weight [width] plus a public offset as the approximations take it: secret, public or none.
-
-    A secret one with more than the session's fractional bits is truncated (1 round).
-    """
+    """A norm's weight [width] + offset: secret, public, none; more than the session's bits get truncated (1 round)."""
     if isinstance(weight, SecretTensor):
         return weight.to_fixed() + offset if offset else weight.to_fixed()
     if weight is None:

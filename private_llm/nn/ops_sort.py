@@ -116,10 +116,7 @@ def larger_of(x: Tensor, y: Tensor) -> SecretTensor:
 
 @implements(torch.max, Tensor.max)
 def largest(x: SecretTensor, dim: TorchArg = None, keepdim: bool = False) -> TorchArg:
-    """Maximum over all, or (maxima, first indices) over a dimension; cost of `amax`, or of `exact.maximum.argmax`.
-
-    With a tensor for `dim`: `larger_of`.
-    """
+    """Maximum over all, or (maxima, first indices): as `amax` or `exact.maximum.argmax`; of a tensor `larger_of`."""
     if isinstance(dim, Tensor):
         return larger_of(x, dim)
     if dim is None:

@@ -31,10 +31,7 @@ class ChosenUnits:
     size: int
 
     def take(self, x: Fixed) -> Fixed:
-        """The chosen rows of x [size, ...]; a dummy's row is zero: [chosen, ...]. One shuffle of all rows and dummies.
-
-        Raises DomainError for another number of rows.
-        """
+        """Chosen rows of x [size, ...] (dummies: 0): [chosen, ...]. One shuffle. Raises DomainError for other x."""
         if not x.shape or x.shape[0] != self.size:
             raise DomainError(f"take: got rows {tuple(x.shape)}; want {self.size} in the first dimension")
         dummies = self.order.size - self.size
@@ -43,10 +40,7 @@ class ChosenUnits:
         return moved.view(lambda part: part[self.places.to(part.device)])
 
     def put_back(self, y: Fixed) -> Fixed:
-        """Rows y [chosen, ...] where `take` found them, zero elsewhere: [size, ...]. Undoes one shuffle of all rows.
-
-        Raises DomainError for another number of rows.
-        """
+        """Rows y [chosen, ...] back in place: [size, ...], else 0. One shuffle. Raises DomainError for other y."""
         if not y.shape or y.shape[0] != len(self.places):
             raise DomainError(f"put_back: got rows {tuple(y.shape)}; want {len(self.places)} in the first dimension")
 

@@ -197,10 +197,7 @@ def _places(opened: Tensor, blocks: int, kept: int) -> Tensor | None:
 
 
 def number_bits(x: Fixed, count: int) -> BitShare:
-    """Bits of whole numbers 0 <= x < 2^count, least significant first: [count rows, numel].
-
-    `count` comparisons of count + 1 bits for each number, at once (and for lanes that fill the last word).
-    """
+    """Bits of numbers 0 <= x < 2^count, lowest first: [count rows, numel], by `count` comparisons at once."""
     shape = (x.numel() + -x.numel() % _LANES,)
 
     def moved(part: Tensor) -> Tensor:

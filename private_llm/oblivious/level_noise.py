@@ -38,7 +38,6 @@ from private_llm.protocols.session import Session
 from private_llm.protocols.share import BitShare, packed, relaned, unpacked
 
 _PRECISION = 64  # random bits of a coin; a power of two
-
 _LEAST_DELTA = 1e-12  # well above what rounding of coins and sums in double precision add
 
 _SIZES: tuple[int, ...] = (*range(2, 8), *(ratio << low for low in range(17) for ratio in range(8, 16)))

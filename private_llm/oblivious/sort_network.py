@@ -168,10 +168,7 @@ def sort_cost(pricing: Pricing, order: Order, rows: int, start: int, stop: int, 
 
 
 def largest_bits(x: Fixed, k: int, bits: int) -> BitShare:
-    """The k largest of each row of x [rows, n], 0 < k < n, as one row of bits [rows * n].
-
-    The network finds the last one that counts; one more comparison tells which entries come after it.
-    """
+    """The k of x [rows, n], 0 < k < n, as a row of bits [rows * n]: the last one that counts, then a comparison."""
     order = Order(x.shape[-1], bits, x.session.ring.bits)
     entries = order.entries(x)
     last = sort(entries, order, k - 1, k)

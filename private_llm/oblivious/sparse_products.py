@@ -40,10 +40,7 @@ class Block:
 
 
 def components(wanted: Tensor) -> list[Block]:
-    """The connected components of wanted outputs, bool [M, N]: the blocks of a product. Local.
-
-    `places` number the wanted outputs in row-major order; rows and columns without any are in no block.
-    """
+    """Blocks of a product: connected components of wanted outputs, bool [M, N]; places: row by row. Local."""
     whole = _one_component(wanted)
     if whole is not None:
         return [whole]

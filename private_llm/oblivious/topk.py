@@ -124,10 +124,7 @@ def _all(x: Fixed) -> BitShare:
 
 # -- ranks of all pairs -----------------------------------------------------------------------------------------------
 def by_pairs(x: Fixed, k: int, bits: int, depth: int) -> BitShare:
-    """The k largest of each row of x [rows, n], 0 < k < n, as one row of bits [rows * n].
-
-    |ring element| < 2^(bits - 1). depth: of `counting.column_sums`; it changes the cost alone.
-    """
+    """The k of x [rows, n], 0 < k < n, |element| < 2^(bits - 1): bits [rows * n]; depth: as `counting.column_sums`."""
     proto, (rows, width) = x.proto, x.shape
     device = x.share.parts[0].device
     first, second = torch.triu_indices(width, width, 1).to(device)

@@ -133,10 +133,7 @@ class DealerShuffles(TrioShuffles):
     def _passed(
         self, parts: Parts, steps: tuple[Tensor | None, ...], last: Tensor | None, ends: bool, kind: Moved
     ) -> Parts:
-        """Each party moves by its first step and sends; the other moves what it gets by its second step.
-
-        ends: whether the last sub-permutation follows, which the dealer lacks.
-        """
+        """Each party moves and sends, the other moves on; ends: with the last sub-permutation, unlike the dealer."""
         if self.role == 0:
             _, then1, first2, then2 = map(known, steps)
             (c1, d1, z1), (c2,) = self._some(kind, 3), self._some(kind, 1, 1)

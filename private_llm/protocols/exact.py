@@ -32,10 +32,7 @@ def exact(end: EndT) -> EndT:
 
 
 class ExactTruncation:
-    """The primitives that divide, made of those that an end has so far.
-
-    What divides by 2^0 costs what it costs there. Errors are the protocol's.
-    """
+    """Primitives that divide, from those of an end; 2^0 costs what it costs there. Errors are the protocol's."""
 
     def __init__(self, end: Protocol) -> None:
         self.end: Protocol = weakref.proxy(end)  # as families do

@@ -71,10 +71,7 @@ class Protocol(PartyEnd):
 
     # -- arithmetic: sums are local; each product costs one finish of its output's size, whatever it sums over ------
     def may_wrap(self) -> AbstractContextManager[None]:
-        """Around steps whose values may leave the ring, because what wrapped is multiplied by zero later on. Local.
-
-        Only debug sessions, which refuse every other wrap, do anything here.
-        """
+        """Values inside may leave the ring, being multiplied by zero later. Local; for debug sessions."""
         return nullcontext()
 
     def expect_rows(self, what: str, x: Share, square: float) -> None:

@@ -146,10 +146,7 @@ def meet_client(config: PrivateConfig, party: int, transport: Transport) -> list
 
 
 def receiving_end(config: PrivateConfig, party: int, transport: Transport) -> Protocol:
-    """An end that knows no key, to count costs, or to receive what a client sends, of which it makes no share.
-
-    Nothing is sent. Raises ConfigError for a protocol that there is not.
-    """
+    """An end without keys, to count costs or receive from a client. Raises ConfigError for an unknown protocol."""
     zero = Seed(bytes(32))
     seeds = dict.fromkeys([*range(config.parties), CLIENT], zero)
     return _end(PartySetup(config, party, transport, seeds, [zero] * keys_held(config, party), counting=True))
@@ -197,10 +194,7 @@ def _placed(config: PrivateConfig, protocol: Protocol, device: torch.device) -> 
 
 
 def join_as_client(config: PrivateConfig, transport: Transport) -> ClientEnd:
-    """The client's end of a session, after agreeing with every party: 64 bytes to each, and 32 for each key it shares.
-
-    Raises ConfigError when a party runs other settings or another version.
-    """
+    """The client's end: 64 bytes to each party, 32 a shared key. Raises ConfigError where settings differ."""
     seeds = _meet(config, transport, list(range(config.parties)))
     end = client_end(config, transport)
     end.cipher = seeds[0].cipher
@@ -217,10 +211,7 @@ def client_end(config: PrivateConfig, transport: Transport) -> ClientEnd:
 
 
 def opened(config: PrivateConfig, transport: Transport, shape: tuple[int, ...]) -> Tensor:
-    """Ring elements of `shape` that the parties reveal to this endpoint, which needs no key of theirs.
-
-    Bytes as `ClientEnd.open`. Raises ProtocolAbort if the protocol notices a lie (quad).
-    """
+    """Ring elements revealed to this endpoint, which needs no key. Raises ProtocolAbort if a lie is noticed (quad)."""
     return protocol_spec(config.protocol).open(transport, Ring(config.ring), shape)
 
 

@@ -87,10 +87,7 @@ class WeightSharing:
 
 
 def deal(config: PrivateConfig, elements: Tensor, seed: Seed, label: str) -> list[Share]:
-    """Split ring elements (any shape) into one share per party; masks come from `seed` under `label`.
-
-    Use each label once. Local; the shares have the parts that the protocol holds.
-    """
+    """A share of ring elements for each party, masks from `seed` under `label` (use each once). Local."""
     spec, ring = protocol_spec(config.protocol), Ring(config.ring)
     if elements.is_meta:
         masks = [torch.empty_like(elements) for _ in spec.mask_holders]

@@ -62,10 +62,7 @@ class CipherSet:
 
 
 class Ciphers:
-    """The ciphers of one comparison key after the other, a new set every EPOCH keys.
-
-    Makers and holders derive them from one seed, and take as many at a time in the same order.
-    """
+    """Ciphers of comparison keys, a new set every EPOCH keys, from one seed at makers and holders, in one order."""
 
     def __init__(self, seed: Seed) -> None:
         self._seed, self._epochs, self._left = seed, 0, 0
@@ -91,10 +88,7 @@ def _encryptor(key: bytes) -> CipherContext:
 
 
 def key_words(levels: int, words: int) -> int:
-    """64-bit words of a key without its root, for alphas of `levels` >= 1 bits and betas of `words` words.
-
-    levels (2 + words) + ceil(levels / 32) + words: 107 for 26 levels and 2 words.
-    """
+    """Words of a key without its root: levels (2 + words) + ceil(levels / 32) + words, 107 for 26 levels, 2 words."""
     return levels * (2 + words) + _control_words(levels) + words
 
 

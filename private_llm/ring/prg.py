@@ -84,10 +84,7 @@ class Seed:
 
 
 class Prg:
-    """An AES-128-CTR stream that yields ring elements and packed words. Not thread-safe.
-
-    By this package's kernel where that is faster than OpenSSL (`makes_fast`), on as many threads as are worth it.
-    """
+    """An AES-128-CTR stream of elements and packed words: this package's kernel, or OpenSSL. Not thread-safe."""
 
     __slots__ = ("_block", "_forks", "_host", "_stream")
     block = 16
@@ -126,10 +123,7 @@ class Prg:
         return self.draw(count, ring.dtype, device)
 
     def draw(self, count: int, dtype: torch.dtype, device: str | torch.device) -> Tensor:
-        """`count` uniform integers of a dtype [count], from whole cipher blocks; on the meta device none are drawn.
-
-        Raises ProtocolAbort in a fork of the process that made this stream.
-        """
+        """`count` integers of a dtype, in whole blocks; none for the meta device. Raises ProtocolAbort in a fork."""
         if str(device) == "meta":
             return torch.empty(count, dtype=dtype, device="meta")
         on_gpu = torch.device(device).type == "cuda"
@@ -179,10 +173,7 @@ class ChaCha(Prg):
         return out
 
     def make(self, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """The next `count` elements, computed by the kernel of `device`: the bytes that `fill` would give.
-
-        Raises ProtocolAbort in a fork of the process that made this stream.
-        """
+        """The next `count` elements, as `fill` would give, by the device's kernel. Raises ProtocolAbort in a fork."""
         words = torch.empty(-(-count * dtype.itemsize // self.block) * 16, dtype=torch.int32, device=device)
         first, placed = self._take(4 * words.numel()), self._placed(device)
         ops.chacha20(placed.key, placed.counter, first - placed.at, words)

@@ -76,17 +76,11 @@ class Fixed:
         return self.share.parts[0].numel()
 
     def with_share(self, share: Share, frac: int | None = None) -> Fixed:
-        """Another share of the same session, with `frac` fractional bits (default: those of this one).
-
-        A smaller or larger `frac` for the same share moves the point: the value is multiplied by a power of two.
-        """
+        """Another share with `frac` fractional bits (default: these); another `frac` alone moves the point."""
         return Fixed(self.session, share, self.frac if frac is None else frac, self.width)
 
     def view(self, reorder: Callable[[Tensor], Tensor]) -> Fixed:
-        """Apply a reordering or linear function (reshape, index, sum, ...) of one part to every part; keeps `frac`.
-
-        What it returns decides about the shape. A function that is not linear gives garbage, and no error.
-        """
+        """A linear function of one part (reshape, sum, ...) on every part; keeps `frac`; others give garbage."""
         return Fixed(self.session, Share(tuple(map(reorder, self.share.parts))), self.frac, self.width)
 
     def __getitem__(self, index: Any) -> Fixed:  # noqa: ANN401 - what indexes a tensor

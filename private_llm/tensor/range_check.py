@@ -45,7 +45,6 @@ from private_llm.tensor.fixed import READ_BITS, Fixed, module_bits, negative
 from private_llm.tensor.secret import SecretTensor
 
 SKETCHES = 4  # patterns of signs per row
-
 PIECE = 256  # entries of one sum where there are no rows
 
 _LESS_ROOM = 2
@@ -93,10 +92,7 @@ def watch(x: Fixed, bits: int | None = None, batch: Tensor | None = None) -> Non
 
 
 def watch_later(x: SecretTensor) -> None:
-    """Owe a check of x, in pieces, unless the next operation that watches anything watches x itself. Local.
-
-    The bound is the calibrated `output` of the module, else 2^23 (UNKNOWN).
-    """
+    """Owe a check of x below `output`'s bound (UNKNOWN: 2^23), unless the next operation watches x. Local."""
     watch_pending(x.session)
     known = module_bits(x.session).output
     bits = x.value().frac + (UNKNOWN if known is None else known)
@@ -237,10 +233,7 @@ def _by_row(left: Fixed, pending: list[PendingRangeCheck], batch: int) -> Fixed:
 
 
 def require(flag: Tensor, images: bool = False) -> None:
-    """What the client does with the opened verdict [1], local. images: whether the model reads images, not text.
-
-    Raises DomainError if a value left its range, with what to do about it.
-    """
+    """The client's side of the opened verdict [1], local. Raises DomainError, with what to do (images: of images)."""
     if bool((flag != 0).any()):
         do = (
             "calibrate on a batch of images like yours (patch(model, config, images=batch), or `private-llm calibrate "

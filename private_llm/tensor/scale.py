@@ -32,10 +32,7 @@ def constant_bits(session: Session) -> int:
 
 
 def dyadic(factor: float, bits: int) -> tuple[int, int]:
-    """(n, e) with factor ~ n * 2^e, n odd (or 0) and |n| below 2^bits: relative error at most 2^-bits.
-
-    Raises DomainError for NaN and infinities.
-    """
+    """(n, e), factor ~ n * 2^e, n odd or 0, |n| < 2^bits: relative error <= 2^-bits. Raises DomainError if infinite."""
     if not math.isfinite(factor):
         raise DomainError(f"a secret tensor meets the constant {factor}; want a finite number")
     mantissa, exponent = math.frexp(factor)

@@ -282,10 +282,7 @@ def inject_terms(
     first: bool, rows: int, share_rows: int, w_each: int, c_each: int, n: int, zero: Zero, words: int, begin: int,
     end: int,
 ) -> None:  # fmt: skip
-    """Evaluator side: additive share of sum_k b_k (w_k x + c_k) added into out [n].
-
-    b = B ^ s and x = m - λ:  b x = B m - B λ + (1-2B)(s m - s λ). Weights and constants are [rows, 1 or n].
-    """
+    """Adds a share of sum_k b_k (w_k x + c_k) to out [n]: b = B ^ s, x = m - λ, b x = B m - B λ + (1-2B)(s m - s λ)."""
     bits = table(bits_at, rows, words)
     shares = flat(shares_at, share_rows * n, zero).reshape(share_rows, n)
     ms, mines, outs = flat(m_at, n, zero), flat(mine_at, n, zero), flat(out_at, n, zero)

@@ -154,10 +154,7 @@ def checked_levels(given: object) -> tuple[Level, ...]:
 
 @dataclass(frozen=True)
 class H2O(BudgetedPolicy):
-    """Heavy hitters: entries of the most attention from all queries so far, and recent ones (arXiv 2306.14048).
-
-    Half of what stays is for the newest entries. every: 1 as in the paper, an eviction after each token.
-    """
+    """Half stays for most attention so far, half for the newest (arXiv 2306.14048); every: tokens between evictions."""
 
     name = "h2o"
     gamma: float = 0.2
@@ -285,10 +282,7 @@ class LongCache(_SelectingPolicy):
 
 @dataclass(frozen=True)
 class HeadMerging(CachePolicy):
-    """Neighbouring heads attend as one: `merged` heads share the softmax of their mean scores (arXiv 2408.03561).
-
-    Nothing is evicted. The paper trains a model for it; an untrained one loses much.
-    """
+    """`merged` neighbouring heads share the softmax of mean scores (arXiv 2408.03561, where models are trained so)."""
 
     name = "head-merging"
     merged: int = 2

@@ -119,10 +119,7 @@ class Selection:
 
 @dataclass(frozen=True)
 class ClusterShape:
-    """Held entries in order: `first`, clusters, `tail`. Public.
-
-    sizes: entries of a cluster at each level; there: clusters that each level ranks; kept: those that go on.
-    """
+    """`first`, clusters, `tail`, public; at each level `sizes`, clusters that are `there`, and that are `kept`."""
 
     first: int
     sizes: tuple[int, ...]
@@ -143,19 +140,13 @@ class ClusterShape:
 
 @dataclass(frozen=True)
 class LayerSharing:
-    """Neighbouring layers that use the choices of the first of them: groups of `layers`, after `apart` single ones.
-
-    What is shared is both which entries stayed and which clusters a query attends to.
-    """
+    """Groups of `layers` layers, after `apart` single ones, use the choices (kept, attended) of their first."""
 
     layers: int = 1
     apart: int = 0
 
     def leader(self, number: int, windowed: frozenset[int] = frozenset()) -> int:
-        """The layer whose choices layer `number` uses: its own number if it chooses for itself.
-
-        windowed: layers that choose nothing; the first other one of a group chooses for the group.
-        """
+        """The layer whose choices layer `number` uses; layers in `windowed` choose nothing, and lead none."""
         first = number if number < self.apart else number - (number - self.apart) % self.layers
         return next((other for other in range(first, number) if other not in windowed), number)
 

@@ -41,7 +41,6 @@ from private_llm.protocols.trio.division import Family
 OrderStep = Callable[[Tensor, Tensor], Tensor]
 
 _STEPS = (1, 2, 3, 0)  # in each the party of that number does not know the sub-permutation
-
 _VALUE = 3  # the component that party 3 lacks: V; component m is unknown to party m
 
 

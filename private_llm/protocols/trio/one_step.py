@@ -359,7 +359,5 @@ _SHARED = 3
 """Thresholds that take as long as one way by itself: most of their ways' first half is one (measured 3.3 for SiLU)."""
 
 _KEYS = 1 << 15  # elements whose keys are held, and sent, at once: 28 to 90 MB
-
 _POINTS = 1 << 16  # elements times thresholds that are evaluated at once
-
 _PLACES = 4  # two digits times two values of the mask of the bit, of an exponential

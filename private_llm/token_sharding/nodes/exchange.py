@@ -40,10 +40,7 @@ class Exchange:
         return rows
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q [B, H, n, D], k [B, G, n, D], v [B, G, n, E] of this node's rows to attention over all tokens [B, H, n, E].
-
-        Raises DomainError if the model makes another attention call than the nodes agreed upon.
-        """
+        """This node's rows' attention over all tokens, [B, H, n, E]. Raises DomainError for unplanned calls."""
         step, call = self._current(q, k, v)
         for shard, index in self._local.items():
             nodes = [self._plan.attn_endpoint(shard, other) for other in range(self._plan.beta)]

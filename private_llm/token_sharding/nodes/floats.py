@@ -155,10 +155,7 @@ def own_scores(call: AttentionCall, q: Tensor, k: Tensor, bias: Tensor | None) -
 
 
 def encode(piece: Piece, reference: Tensor, nodes: int, where: str = "attention") -> Tensor:
-    """x_k as int64 [B, H, n, E + 1] from out [B, H, n, E], lse and reference [B, H, n].
-
-    Raises DomainError, naming `where`, for results that are too large for the sum of so many nodes.
-    """
+    """x_k int64 [B, H, n, E + 1] of out, lse, reference [B, H, n]. Raises DomainError for too large results."""
     out, lse = piece
     weight = torch.exp(lse.double() - reference.double()).unsqueeze(-1)
     numbers = torch.cat([weight * out.double(), weight], -1) * 2.0**FRAC
