@@ -28,7 +28,7 @@ import math
 import re
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -214,16 +214,20 @@ def curve(made: Function, error: float) -> str:
         pieces.append(repr(coefficients))
         ends.append(end)
         at = end
-    rows = [""]
-    for piece in pieces:
-        rows = [*rows[:-1], f"{rows[-1]} {piece},"] if len(rows[-1]) + len(piece) < 108 else [*rows, f" {piece},"]
-    table = "\n".join(f"           {row}" for row in rows)
     above = "linear=True" if made.linear else f"above={made.above!r}"
     numbers = "\n            ".join(", ".join(map(repr, ends[at : at + 10])) + "," for at in range(0, len(ends), 10))
     return (
-        f"    curve=Curve(\n        ends=(\n            {numbers}\n        ),\n        pieces=(\n{table}\n        ),\n"
-        f"        size={made.size}, error={worst * 1.005:.2e}, {above},\n    ),\n"
+        f"    curve=Curve(\n        ends=(\n            {numbers}\n        ),\n        pieces=(\n{filled(pieces)}\n"
+        f"        ),\n        size={made.size}, error={worst * 1.005:.2e}, {above},\n    ),\n"
     )
+
+
+def filled(items: Iterable[str]) -> str:
+    """Lines of items with commas, as many in each as have room."""
+    rows = [""]
+    for item in items:
+        rows = [*rows[:-1], f"{rows[-1]} {item},"] if len(rows[-1]) + len(item) < 108 else [*rows, f" {item},"]
+    return "\n".join(f"           {row}" for row in rows)
 
 
 # -- chains ----------------------------------------------------------------------------------------------------------
@@ -334,7 +338,7 @@ def summed(made: Function, count: int, fewer: int | None = None) -> WaveSum:
 
 def waves(made: WaveSum) -> str:
     """The sum as source text."""
-    pairs = "\n".join(f"            {pair!r}," for pair in made.waves)
+    pairs = filled(map(repr, made.waves))
     return (
         f"    waves=WaveSum(\n        top={made.top}, factor={made.factor}, factor_bits={made.factor_bits},"
         f" period_log2={made.period_log2}, resolution={made.resolution},\n        constant={made.constant!r},\n"
