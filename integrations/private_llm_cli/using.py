@@ -110,6 +110,10 @@ class GatewayChoices:
         Path | None,
         typer.Option(help="File of a system message that all may know: sessions begin behind it."),
     ] = None
+    groups: Annotated[
+        Path | None,
+        typer.Option(help="File of several groups of parties: a line of hosts each, that of --hosts among them."),
+    ] = None
     wait: Annotated[
         float, typer.Option(help="Seconds to wait at the start for parties that are not there yet or load models.")
     ] = 300.0

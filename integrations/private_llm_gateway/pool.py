@@ -9,9 +9,12 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+
+from private_llm_hf.client.party_groups import PartyGroups
 
 from private_llm.errors import ConfigError, PartiesBusy, PartyFailed, PrivateLLMError, ProtocolAbort, TransportError
 
@@ -45,17 +48,17 @@ def _tried(join: Callable[[], Any]) -> Any:  # noqa: ANN401
 class SessionPool:
     """Private models on sessions of their own. Thread-safe.
 
-    first: a private model (what `from_pretrained` and `patch` return). size: sessions at most. Raises ConfigError for a
-    size that cannot be.
+    first: a private model (what `from_pretrained` and `patch` return). size: sessions at most. groups: of parties, at
+    which sessions begin, if there are several. Raises ConfigError for a size that cannot be.
     """
 
-    def __init__(self, first: Any, size: int) -> None:  # noqa: ANN401
+    def __init__(self, first: Any, size: int, groups: PartyGroups | None = None) -> None:  # noqa: ANN401
         if size < 1:
             raise ConfigError(f"sessions: got {size}; want at least 1")
         opening: Callable[[], Any] | None = getattr(first, "open_session", None)
         if opening is None and size > 1:
             raise ConfigError(f"sessions: got {size}; these parties serve one session at a time, so want 1")
-        self.first, self.size, self._opening = first, size, opening
+        self.first, self.size, self.groups, self._opening = first, size, groups, opening
         self._idle, self._all = [first], [first]
         self._opened = 1
         self._ended: set[int] = set()
@@ -124,18 +127,33 @@ class SessionPool:
                 return
             self._healing = True
             self._idle.remove(ended[0])
-        threading.Thread(target=self._heal, args=(ended[0],), name="renew", daemon=True).start()
+        threading.Thread(target=self._renew_idle, args=(ended[0],), name="renew", daemon=True).start()
 
-    def _heal(self, model: Any) -> None:  # noqa: ANN401
+    def regroup(self) -> None:
+        """Renew idle sessions that are better at another group of parties, one after the other."""
+        while self.groups is not None:
+            with self._changed:
+                crowded = [model for model in self._idle if self.groups.must_move(model.parties)]
+                if self._healing or self._closed or not crowded:
+                    return
+                self._healing = True
+                self._idle.remove(crowded[0])
+            if not self._renew_idle(crowded[0]):
+                return
+
+    def _renew_idle(self, model: Any) -> bool:  # noqa: ANN401
+        """Renew a session that nobody can take meanwhile; whether it could be."""
         try:
             self.renew(model)
         except (PrivateLLMError, OSError) as error:
             _LOG.warning("the parties still cannot be reached: %s", error)
+            return False
         finally:
             with self._changed:
                 self._healing = False
                 self._idle.append(model)
                 self._changed.notify()
+        return True
 
     @contextmanager
     def _using(self, model: Any) -> Iterator[Any]:  # noqa: ANN401
@@ -185,12 +203,16 @@ class SessionPool:
         return self._open() if model is None else model
 
     def _pop(self, fits: Callable[[Any], int] = lambda model: 0) -> Any:  # noqa: ANN401
-        """An idle model, one whose session goes on if there is one; None counts a session that is to be opened."""
+        """An idle model whose session goes on if there is one, of those that fit alike one at the group of parties with
+        the fewest requests; None counts a session that is to be opened.
+        """
         if not self._idle:
             self._opened += 1
             return None
         live = [at for at, model in enumerate(self._idle) if id(model) not in self._ended]
-        return self._idle.pop(max(live, key=lambda at: (fits(self._idle[at]), at), default=-1))
+        groups = [model.parties.config.hosts if self.groups is not None else () for model in self._idle]
+        free = Counter(groups)
+        return self._idle.pop(max(live, key=lambda at: (fits(self._idle[at]), free[groups[at]], at), default=-1))
 
     def _open(self) -> Any:  # noqa: ANN401
         """A model on a new session, which is counted already."""

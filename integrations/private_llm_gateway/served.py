@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import re
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, cast
@@ -171,8 +172,13 @@ class Served:
     def one_machine(self) -> bool:
         """Whether all parties run where the gateway does, or are all called by loopback addresses."""
         return self.config.party_mode != "remote" or all(
-            is_loopback(parse_address(host)[0]) for host in self.config.hosts
+            is_loopback(parse_address(host)[0]) for hosts in self._groups for host in hosts
         )
+
+    @property
+    def _groups(self) -> Sequence[tuple[str, ...]]:
+        """Hosts of each group of parties."""
+        return (self.config.hosts,) if self.pool.groups is None else self.pool.groups.groups
 
     @property
     def sentence(self) -> str:
@@ -200,7 +206,7 @@ class Served:
         facts, made = config.facts, []
         of_servers = ("the key of the masks", "masked rows")  # an only one gets rows
         for number in range(config.endpoints):
-            host = config.hosts[number] if config.hosts else "this machine"
+            host = ", ".join(hosts[number] for hosts in self._groups) if config.hosts else "this machine"
             deals = facts is not None and facts.dealer and number == facts.helper
             what = "masks only: it deals random numbers" if deals else holds
             if config.protocol == ASSISTED:

@@ -132,6 +132,10 @@ class GatewayMetrics:
             in_flight.labels(name).set_function(partial(runner.taken.__getitem__, name))
             ready.labels(name).set_function(partial(getattr, served.pool, "healthy"))
 
+        at = "Sessions at a group of parties, by its hosts."
+        self._at = Gauge("private_llm_group_sessions", at, ["model", "group"], registry=registry)
+        self._groups = {name: served.pool.groups for name, served in models.items() if served.pool.groups is not None}
+
     def answered(self, endpoint: str, status: int, seconds: float) -> None:
         """A request is over. endpoint: one of the gateway's, so that there are few."""
         self._requests.labels(endpoint, str(status)).inc()
@@ -147,4 +151,7 @@ class GatewayMetrics:
 
     def text(self) -> bytes:
         """As Prometheus reads it."""
+        for name, groups in self._groups.items():
+            for hosts, count in groups.sessions().items():
+                self._at.labels(name, ",".join(hosts)).set(count)
         return generate_latest(self.registry)

@@ -66,15 +66,16 @@ class _AutoPrivate:
     @classmethod
     def from_pretrained(
         cls, source: str, private_config: PrivateConfig | None = None, ranges: Ranges | None = None,
+        start: Start = start_parties,
         **hf_kwargs: Any,  # noqa: ANN401 - as transformers
     ) -> PreTrainedModel:  # fmt: skip
         """Share a checkpoint (hub id or folder) with the parties; returns the model to use like any other.
 
         private_config: how to run it (default: three parties, semi-honest, on this machine). ranges: those of
-        `private-llm calibrate` (default: calibrated now, on the bundled text, unless calibrate=False). hf_kwargs:
-        transformers' download and loading arguments (`gguf_file` too; a `dtype` changes nothing, see `Checkpoint`);
-        others change the model's configuration. Quantised weights are unpacked and adapters merged where transformers
-        or peft can.
+        `private-llm calibrate` (default: calibrated now, on the bundled text, unless calibrate=False). start: begins
+        sessions, such as `PartyGroups`. hf_kwargs: transformers' download and loading arguments (`gguf_file` too; a
+        `dtype` changes nothing, see `Checkpoint`); others change the model's configuration. Quantised weights are
+        unpacked and adapters merged where transformers or peft can.
         Raises, before anything is sent, DomainError naming a module whose values fit no fixed-point format;
         PatchMismatch for what has no rule (architectures, modules, checkpoints); ConfigError for unknown arguments.
         """
@@ -89,7 +90,8 @@ class _AutoPrivate:
         return _open(
             model_class, config, private_config, functools.partial(checkpoint.stream, model_class, config),
             checkpoint.generation_config(model_class, config),
-            ranges or (lambda: checkpoint_ranges(checkpoint, model_class, config, private_config)), again=again,
+            ranges or (lambda: checkpoint_ranges(checkpoint, model_class, config, private_config)), start=start,
+            again=again,
         )  # fmt: skip
 
 

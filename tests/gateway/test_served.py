@@ -28,7 +28,7 @@ from tests.gateway.small_gateway import PLAIN, greedy, prompt_ids, small
 )
 def test_parties_at_loopback_addresses_are_one_machine(hosts: tuple[str, ...], one: bool) -> None:
     config = PrivateConfig(party_mode="remote", hosts=hosts, allow_plain_loopback=True)
-    asked = SimpleNamespace(config=config)
+    asked = SimpleNamespace(config=config, _groups=(hosts,))
     assert Served.one_machine.fget(asked) is one  # type: ignore[attr-defined]
 
 

@@ -88,6 +88,7 @@ def start_model(
     """The model with its sessions, which end with `stack`: at the parties of `config.hosts`, or at services that run on
     this machine. say: hears what is done or waited for.
     """
+    from private_llm_gateway.group_file import GroupFile
     from private_llm_gateway.kept_prompts import KeptPrompts
     from private_llm_gateway.pool import SessionPool
     from private_llm_gateway.served import Served
@@ -109,6 +110,8 @@ def start_model(
             bar(text, 0)
             say(text)
 
+        listed = GroupFile(choices.groups, config) if choices.groups is not None else None
+        start = {} if listed is None else {"start": listed.groups}
         step("loading the tokenizer")
         tokenizer = tokenizer_of(client)
         writes = architecture(AutoConfig.from_pretrained(client)).kind == "decoder"
@@ -127,13 +130,15 @@ def start_model(
         ranges = None if config.hosts else ranges_from(choices.ranges)
 
         def load() -> Any:  # noqa: ANN401 - a private model
-            return loaded_from(auto, client, config, ranges=ranges)
+            return loaded_from(auto, client, config, ranges=ranges, **start)
 
         model = when_ready(load, choices.wait if config.hosts else 0.0, step)
     stack.callback(model.close)
     if writes:
         note_sparsity(model, *TURN)
-    pool = SessionPool(model, _sessions(choices, config))
+    pool = SessionPool(model, _sessions(choices, config), start.get("start"))
+    if listed is not None:
+        listed.follow(pool)
     served = Served(name, pool, tokenizer, vectors, KeptPrompts(choices.keep_tokens), _drafts(choices, model))
     stack.callback(served.pool.close)
     return served
@@ -163,6 +168,8 @@ def _sessions(choices: GatewayChoices, config: PrivateConfig) -> int:
             f"sessions: got {choices.sessions} without hosts, where servers of protocol='assisted' serve one session; "
             "want servers of their own (`private-llm party --clients N`), and their --hosts"
         )
+    if choices.groups is not None and not config.hosts:
+        raise ConfigError("groups: got a file without --hosts; want the hosts of one of its groups there")
     if not config.hosts:
         return 1
     return choices.sessions or (1 if assisted else _SESSIONS)

@@ -39,13 +39,17 @@ USERS = ("alice", "bob")
 class Servers:
     """Both, each in a thread, and how users reach them."""
 
-    def __init__(self, folder: Path, checkpoint: Path | None, clients: int, timeout_s: float, **limits: Any) -> None:
-        certificates = make_certificates(folder / "certs", 2, users=USERS)
+    def __init__(
+        self, folder: Path, checkpoint: Path | None, clients: int, timeout_s: float, like: Servers | None = None,
+        **limits: Any,
+    ) -> None:  # fmt: skip
+        """like: servers with whose certificates these ones identify themselves."""
+        self.certificates = make_certificates(folder / "certs", 2, users=USERS) if like is None else like.certificates
         listeners = open_listeners(2)
         config = PrivateConfig(
             protocol="assisted", party_mode="remote", hosts=hosts_of(listeners), timeout_s=timeout_s, busy_wait_s=0.2
         )
-        self.own = [replace(config, tls=certificates[number]) for number in range(2)]
+        self.own = [replace(config, tls=self.certificates[number]) for number in range(2)]
         self.users = {}
         for user in USERS:
             place = folder / "certs" / f"client-{user}"
