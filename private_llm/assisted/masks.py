@@ -13,7 +13,6 @@ import time
 from torch import Tensor
 
 from private_llm.ring.prg import Seed
-from private_llm.ring.ring import Ring
 
 
 def fresh_label() -> str:
@@ -23,4 +22,4 @@ def fresh_label() -> str:
 
 def mask(seed: Seed, label: str, rows: int, inputs: int) -> Tensor:
     """The mask of this label, int64 [rows, inputs], uniform. Raises ProtocolAbort in a fork."""
-    return seed.stream(label).elements(rows * inputs, Ring(64)).view(rows, inputs)
+    return seed.first_words(label, rows * inputs).view(rows, inputs)

@@ -11,6 +11,7 @@ The stream is AES-128 in counter mode from counter 0, as `ring.prg.Prg` gives it
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -38,6 +39,15 @@ _SHARED = 1 << 20  # bytes below which nobody asks how many threads are worth it
 def makes_fast() -> bool:
     """Whether this processor makes a stream as fast as it reads memory: AES on four blocks an instruction."""
     return cpu_aes.usable() and cpu_aes.LANES > 1
+
+
+def few_words(key: bytes, count: int) -> Tensor | None:
+    """The first words of an AES stream, int64 [count]; None for many, and on a processor without AES instructions."""
+    if 8 * count >= _SHARED or not cpu_aes.usable():
+        return None
+    out = torch.empty(count, dtype=torch.int64)
+    cpu_aes.write_once(*struct.unpack("<qq", key), out.data_ptr(), 8 * count)
+    return out
 
 
 _ZEROS = memoryview(bytes(1 << 20))

@@ -24,7 +24,15 @@ from torch.utils._python_dispatch import _disable_current_modes
 from private_llm.errors import ConfigError, DomainError
 from private_llm.forks import Origin, forked, process
 from private_llm.kernels import ops
-from private_llm.kernels.seeded_tensor import ChaChaKey, KeyStream, SeededTensor, StreamKey, StreamSlice, makes_fast
+from private_llm.kernels.seeded_tensor import (
+    ChaChaKey,
+    KeyStream,
+    SeededTensor,
+    StreamKey,
+    StreamSlice,
+    few_words,
+    makes_fast,
+)
 from private_llm.kernels.trace_hook import this_thread, traced_by
 from private_llm.ring.ring import Ring
 
@@ -61,6 +69,11 @@ class Seed:
         """The stream of this seed for `label`, from its beginning: the same label gives the same bytes again."""
         size, made = (16, Prg) if self.cipher == "aes" else (32, ChaCha)
         return made(self._key(label, size))
+
+    def first_words(self, label: str, count: int) -> Tensor:
+        """What `stream(label).words(count)` gives in main memory, for who needs few of a label and no more, sooner."""
+        few = few_words(self._key(label, 16), count) if self.cipher == "aes" else None
+        return self.stream(label).words(count) if few is None else few
 
     def drawn(self, label: str, shape: Sequence[int], ring: Ring) -> SeededTensor:
         """The first elements of the stream for `label` as a tensor that is made whenever it is read. Local."""

@@ -33,38 +33,6 @@ def usable() -> bool:
     return platform.machine().lower() in ("x86_64", "amd64") and bool(features.get("aes"))
 
 
-def round_keys(key: bytes) -> Array:
-    """The round keys uint64 [11, 2] of a key of 16 bytes (FIPS 197, section 5.2)."""
-    box = _substitution()
-    words = [key[at : at + 4] for at in range(0, 16, 4)]
-    constant = 1
-    for number in range(4, 44):
-        last = words[-1]
-        if number % 4 == 0:
-            last = bytes([box[last[1]] ^ constant, box[last[2]], box[last[3]], box[last[0]]])
-            constant = constant << 1 ^ (0x11B if constant & 0x80 else 0)
-        words.append(bytes(a ^ b for a, b in zip(words[-4], last, strict=True)))
-    return np.frombuffer(b"".join(words), dtype="<u8").astype(np.uint64).reshape(11, 2)
-
-
-@cache
-def _substitution() -> bytes:
-    """AES's table of bytes (FIPS 197, section 5.1.1): inverses modulo x^8 + x^4 + x^3 + x + 1, then an affine map."""
-    power, byte = [0] * 255, 1
-    for exponent in range(255):  # powers of the generator x + 1
-        power[exponent] = byte
-        byte = byte ^ (byte << 1) ^ (0x11B if byte & 0x80 else 0)
-    inverse = {power[exponent]: power[-exponent % 255] for exponent in range(255)} | {0: 0}
-    table = []
-    for value in range(256):
-        turned = made = inverse[value]
-        for _ in range(4):
-            turned = (turned << 1 | turned >> 7) & 0xFF
-            made ^= turned
-        table.append(made ^ 0x63)
-    return bytes(table)
-
-
 _FEATURES = binding.get_host_cpu_features()
 WIDE = bool(_FEATURES.get("vaes", False)) and bool(_FEATURES.get("avx512f", False))
 LANES = 4 if WIDE else 1  # blocks in a vector
@@ -81,6 +49,41 @@ def _round(builder: IrValue, number: int, blocks: IrValue, key: IrValue) -> IrVa
     width = "" if kind == _BLOCK else ".512"
     step = known(builder, f"llvm.x86.aesni.aesenc{'last' if number == 10 else ''}{width}", kind, kind, kind)
     return builder.call(step, [blocks, key])
+
+
+@emitted(ADDRESS)
+def _expanded(builder: IrValue, keys: IrValue) -> None:
+    """The rounds' keys after the first, which lies at an address (FIPS 197, section 5.2)."""
+    table, four = pointer(builder, keys, _BLOCK), ir.VectorType(I32, 4)
+    loaded = builder.bitcast(builder.load(table, align=8), four)
+    words, none, constant = [builder.extract_element(loaded, I32(n)) for n in range(4)], ir.Constant(_BLOCK, None), 1
+    for number in range(1, 11):
+        made = ir.Constant(four, ir.Undefined)
+        for n in range(4):  # a last round moves bytes between words, which are equal here
+            made = builder.insert_element(made, words[3], I32(n))
+        replaced = builder.bitcast(_round(builder, 10, builder.bitcast(made, _BLOCK), none), four)
+        last = builder.extract_element(replaced, I32(0))
+        last = builder.or_(builder.lshr(last, I32(8)), builder.shl(last, I32(24)))
+        last = builder.xor(last, I32(constant))
+        for n in range(4):
+            words[n] = last = builder.xor(words[n], last)
+            made = builder.insert_element(made, last, I32(n))
+        builder.store(builder.bitcast(made, _BLOCK), builder.gep(table, [I64(number)]), align=8)
+        constant = constant << 1 ^ (0x11B if constant & 0x80 else 0)
+
+
+@compiled
+def expand(keys: int) -> None:
+    """Overwrite the last ten of the round keys at an address, uint64 [11, 2], by those that follow from the first."""
+    _expanded(keys)
+
+
+def round_keys(key: bytes) -> Array:
+    """The round keys uint64 [11, 2] of a key of 16 bytes."""
+    made = np.empty((11, 2), np.uint64)
+    made[0] = np.frombuffer(key, "<u8")
+    expand(made.ctypes.data)
+    return made
 
 
 # -- key streams ------------------------------------------------------------------------------------------------------
@@ -149,6 +152,15 @@ def write_bytes(keys: int, start: int, to: int, count: int) -> None:
             for n in range(taken):
                 place[n] = scratch[lead + n]
             at += taken
+
+
+@compiled
+def write_once(low: int, high: int, to: int, count: int) -> None:
+    """The first bytes of the stream of a key, both halves of which are given, as `write_bytes`."""
+    keys = np.empty(22, np.int64)
+    keys[0], keys[1] = low, high
+    _expanded(keys.ctypes.data)
+    write_bytes(keys.ctypes.data, 0, to, count)
 
 
 @compiled
