@@ -195,9 +195,9 @@ class ClientLink(SocketTransport):
         """Tell the client, which waits for an answer, that this party works. From any thread."""
         self._out[CLIENT].note(FrameKind.WAITING, bytes([self.me]))
 
-    def _send(self, to: int, tag: str, payload: Tensor) -> None:
+    def _send(self, to: int, tag: str, payload: Tensor | bytes | bytearray) -> None:
         self._check()
-        self._out[to].send_tensor(tag, payload)
+        self._out[to].send_payload(tag, payload)
 
 
 @dataclass

@@ -92,9 +92,10 @@ class Incoming:
                 raise disagreement(self.peer, self._checked(head).what, due.what)
             self._accept()
         if out.numel():
-            view, done = out.view(-1).numpy().data.cast("B"), len(begun or b"")
-            view[:done] = begun or b""
-            self._fill(view[done:], idle)
+            view = out.view(-1).numpy().data.cast("B")
+            if begun:
+                view[: len(begun)], view = begun, view[len(begun) :]
+            self._fill(view, idle)
         return out
 
     def lend(self, row: Row) -> None:
@@ -133,11 +134,13 @@ class Incoming:
 
     def receive_bytes(self, tag: str, most: int, idle: Idle) -> bytes:
         """The next payload, which must be bytes with this tag; how many, its header says, and not above `most`."""
-        got = self._checked(self._data_header(idle, time.monotonic() + self._patience))
-        if got.tag != tag or got.dtype is not torch.uint8 or got.count > most:
-            raise disagreement(self.peer, got.what, f"'{tag}' with at most {most} x uint8")
+        head = self._data_header(idle, time.monotonic() + self._patience)
+        count = wire.count_in(head)
+        want = wire.encode(FrameKind.DATA, self.peer, self._session, self._sequence, tag, torch.uint8, count)
+        if head != want or count > min(most, wire.MAX_PAYLOAD):
+            raise disagreement(self.peer, self._checked(head).what, f"'{tag}' with at most {most} x uint8")
         self._accept()
-        whole = bytearray(got.count)
+        whole = bytearray(count)
         self._fill(memoryview(whole), idle)
         return bytes(whole)
 
@@ -265,14 +268,16 @@ class Incoming:
             done += self._read_some(view[done:], idle)
 
     def _read_some(self, view: memoryview, idle: Idle) -> int:
-        silence = 0.0
+        silence, ready = 0.0, not self.plain  # TLS may have read more than was asked for
         while True:
-            count = self._read(view)
-            if count:
-                return count
-            if self.ended is not None:
-                raise PartyFailed(self.ended)
-            if not self._poll.poll(self._slice * 1000):
+            if ready or self.ended is not None:
+                count = self._read(view)
+                if count:
+                    return count
+                if self.ended is not None:
+                    raise PartyFailed(self.ended)
+            ready = bool(self._poll.poll(self._slice * 1000))
+            if not ready:
                 silence += self._slice
                 idle(self, silence)
 

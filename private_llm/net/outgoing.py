@@ -61,7 +61,8 @@ class Outgoing:
         self._queue: deque[_Queued] = deque()
         self._queued = 0
         self._closing = False
-        self._room = threading.Condition()
+        self._lock = threading.RLock()
+        self._room = threading.Condition(self._lock)
         self._writer: threading.Thread | None = None
         self._head = np.zeros(connection.HEADER_WORDS, np.int64)
         head = wire.encode(FrameKind.DATA, me, session, 0, "", torch.int64, 0)
@@ -73,15 +74,15 @@ class Outgoing:
 
     def send(self, kind: FrameKind, tag: str, dtype: torch.dtype, count: int, body: memoryview) -> None:
         """Send one frame now, or queue it. Raises PartyFailed when the connection is broken."""
-        with self._room:
+        with self._lock:
             head = wire.encode(kind, self._me, self._session, self._sequence, tag, dtype, count)
             self._check()
             inline = not self._queue and len(body) <= connection.INLINE
             if inline:
-                rest = memoryview(head + body)
-                rest = rest[self._write(rest) :]
+                whole = head + body
+                done = self._write(whole)
                 self._check()
-                pieces = deque([rest] if rest else [])
+                pieces = deque([memoryview(whole)[done:]] if done < len(whole) else [])
             else:
                 pieces = deque([memoryview(head), body] if len(body) else [memoryview(head)])
             if pieces:
@@ -90,18 +91,21 @@ class Outgoing:
             self._sequence += 1
             self.wire_bytes += HEADER_BYTES + len(body)
 
-    def send_tensor(self, tag: str, payload: Tensor) -> None:
-        """Send a tensor, of any device, as `send` does."""
-        count, foregone, self._foregone = payload.numel(), self._foregone, None
+    def send_payload(self, tag: str, payload: Tensor | bytes | bytearray) -> None:
+        """Send a tensor, of any device, or bytes, as `send` does."""
+        foregone, self._foregone = self._foregone, None
+        if not isinstance(payload, Tensor):
+            self.send(FrameKind.DATA, tag, torch.uint8, len(payload), memoryview(payload))
+            return
+        count = payload.numel()
         if foregone is not None:
             number, head = foregone
             if head == wire.encode(FrameKind.DATA, self._me, self._session, number, tag, payload.dtype, count):
                 return
-        payload = payload.contiguous()
-        if payload.device.type != "cpu":
+        payload = payload.contiguous().view(-1)
+        if not payload.is_cpu:
             payload = payload.cpu()
-        body = payload.view(-1).numpy().data.cast("B") if count else _NOBODY
-        self.send(FrameKind.DATA, tag, payload.dtype, count, body)
+        self.send(FrameKind.DATA, tag, payload.dtype, count, payload.numpy().data.cast("B") if count else _NOBODY)
 
     def lend(self, row: Row) -> None:
         """Let a compiled program write frames, until `take_back`; nobody else writes meanwhile.
@@ -139,7 +143,7 @@ class Outgoing:
         self._ending = True
 
     def take_back(self, row: Row) -> None:
-        """End `lend`: finish a frame that was cut off, for its `send_tensor`, or raise PartyFailed without a thread."""
+        """End `lend`: finish a frame that was cut off, for its `send_payload`; raise PartyFailed without a thread."""
         if not self._lending:
             return
         try:
@@ -218,7 +222,7 @@ class Outgoing:
         if self.failure is not None or self._closing:
             raise PartyFailed(self.failure or "this endpoint has closed the session")
 
-    def _write(self, data: memoryview) -> int:
+    def _write(self, data: bytes | memoryview) -> int:
         """Bytes the kernel took at once; a broken connection is recorded in `failure`."""
         done = 0
         try:

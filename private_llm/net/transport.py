@@ -64,9 +64,9 @@ class Transport(ABC):
         """The next tensor from `frm`. Raises TransportError if tag, dtype or length differ, PartyFailed on silence."""
         return self._recv(frm, tag, shape, dtype)
 
-    def send_bytes(self, to: int, tag: str, raw: bytes) -> None:
+    def send_bytes(self, to: int, tag: str, raw: bytes | bytearray) -> None:
         """Send at least one byte, as `send` does; the frame says how many there are."""
-        self.send(to, tag, torch.frombuffer(bytearray(raw), dtype=torch.uint8))
+        self.send(to, tag, torch.frombuffer(raw if isinstance(raw, bytearray) else bytearray(raw), dtype=torch.uint8))
 
     def recv_bytes(self, frm: int, tag: str, most: int) -> bytes:
         """What `frm` sent by `send_bytes`, up to `most` bytes; more are refused unread. Raises TransportError."""

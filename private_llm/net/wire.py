@@ -107,6 +107,11 @@ def encode(
     return _LAYOUT.pack(MAGIC, WIRE_VERSION, kind, dtype_code(dtype), sender, session, sequence, count, tag_bytes(tag))
 
 
+def count_in(head: memoryview) -> int:
+    """The number of elements that a header states, which nobody has checked yet."""
+    return int.from_bytes(head[24:32])
+
+
 def decode(raw: bytes | bytearray | memoryview, maximum: int = MAX_PAYLOAD) -> Frame:
     """Read a header for at most `maximum` bytes (notes: MAX_NOTE). Raises TransportError for any other header."""
     if len(raw) < HEADER_BYTES:

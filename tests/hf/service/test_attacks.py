@@ -254,7 +254,7 @@ def test_a_connection_without_a_thread_fails_alone(monkeypatch: pytest.MonkeyPat
         out = Outgoing(here, 0, CLIENT, bytes(8))
         monkeypatch.setattr(threading.Thread, "start", no_thread)
         with pytest.raises(PartyFailed, match="no thread left to write to the client"):
-            out.send_tensor("reveal", torch.zeros(1 << 20, dtype=torch.int64))
+            out.send_payload("reveal", torch.zeros(1 << 20, dtype=torch.int64))
         out.abort("it is over")
         assert out.drained(0)
 
