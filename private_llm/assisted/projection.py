@@ -44,11 +44,8 @@ class Projection:
         size = max(1, _AT_ONCE // inputs)
         for some, part in zip(self.sums.split(size, dim=1), lines.split(size), strict=True):
             self.folded += ops.ring_matmul(some.contiguous(), part.long())
-
-    @property
-    def checked(self) -> tuple[Tensor, Tensor]:
+        self.checked = self.sums[:LINES], self.folded[:LINES]
         """The lines that every product is checked by."""
-        return self.sums[:LINES], self.folded[:LINES]
 
     def holds_modulo(self, x: Tensor, y: Tensor) -> bool:
         """Whether y = W x modulo 2^40, for the answer of one server, int64 [M, inputs] and [M, outputs]."""

@@ -8,7 +8,7 @@ DomainError for those that are not contiguous where the CPU's kernels take addre
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -171,27 +171,28 @@ def hide_rows(
 
     All as in `kernels.matmul.checked`; a row that is not finite has scale 0. Raises DomainError for other sizes.
     """
-    whole, (rows, inputs) = torch.empty_like(mask), x.shape
-    _check_operands(
-        "hide_rows", (x, rows * inputs, torch.float32), (mask, rows * inputs, torch.int64),
-        (column_scales, inputs, torch.float64), (columns, inputs, torch.float64),
+    whole, (rows, inputs) = torch.empty_like(mask), mask.shape
+    at = _operands(
+        "hide_rows", (x, rows * inputs, torch.float32), (column_scales, inputs, torch.float64),
+        (columns, inputs, torch.float64), (mask, rows * inputs, torch.int64), (whole, rows * inputs, torch.int64),
         (out, cpu_narrow.BYTES * rows * inputs, torch.uint8),
     )  # fmt: skip
     scales = torch.empty(rows, dtype=torch.float64)
-    at = addresses(x, column_scales, columns, mask, whole, out, scales)
-    parallel_for(rows, inputs * _HIDE_S, 1, checked.hide_rows, *at, norm, inputs)
+    parallel_for(rows, inputs * _HIDE_S, 1, checked.hide_rows, *at, scales.data_ptr(), norm, inputs)
     return whole, scales
 
 
-def _check_operands(name: str, *wanted: tuple[Tensor, int, torch.dtype]) -> None:
-    """Kernels read so many elements, and what lies beyond a smaller operand would leave, or be overwritten."""
-    if any(x.numel() != count or x.dtype is not dtype for x, count, dtype in wanted):
-        found = ", ".join(f"{x.numel()} x {x.dtype}" for x, _, _ in wanted)
-        raise DomainError(f"{name}: got operands of {found}; want {', '.join(f'{n} x {d}' for _, n, d in wanted)}")
+def _operands(name: str, *wanted: tuple[Tensor, int, torch.dtype]) -> list[int]:
+    """Like `addresses`, of so many elements: what lies beyond a smaller operand would leave, or be overwritten."""
+    for x, count, dtype in wanted:
+        if x.numel() != count or x.dtype is not dtype:
+            found = ", ".join(f"{x.numel()} x {x.dtype}" for x, _, _ in wanted)
+            raise DomainError(f"{name}: got operands of {found}; want {', '.join(f'{n} x {d}' for _, n, d in wanted)}")
+    return addresses(*[x for x, _, _ in wanted])
 
 
 def open_rows(
-    parts: tuple[Tensor, Tensor], whole: Tensor, sums: Tensor, folded: Tensor, scales: Tensor, factors: Tensor,
+    parts: Sequence[Tensor], whole: Tensor, sums: Tensor, folded: Tensor, scales: Tensor, factors: Tensor,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The product of rows from both parts, packed, float32 [M, N], and uint8 [M]: whether its secret sums are right.
 
@@ -199,13 +200,13 @@ def open_rows(
     """
     (lines, outputs), (rows, inputs) = sums.shape, whole.shape
     packed = cpu_narrow.BYTES * rows * outputs
-    _check_operands(
+    at = _operands(
         "open_rows", (parts[0], packed, torch.uint8), (parts[1], packed, torch.uint8),
         (whole, rows * inputs, torch.int64), (sums, lines * outputs, torch.int64),
         (folded, lines * inputs, torch.int64), (scales, rows, torch.float64), (factors, outputs, torch.float64),
     )  # fmt: skip
     out, right = torch.empty(rows, outputs), torch.empty(rows, dtype=torch.uint8)
-    at = addresses(*parts, whole, sums, folded, scales, factors, out, right)
+    at += out.data_ptr(), right.data_ptr()
     parallel_for(rows, outputs * _OPEN_S, 1, checked.open_rows, *at, lines, inputs, outputs)
     return out, right
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -42,7 +43,8 @@ class Products:
         self.number = -1
         """What to ask for."""
         self._widths, self.inputs = [outputs for outputs, _ in sides], sides[0][1]
-        self.outputs = sum(self._widths)
+        self._starts = dict(enumerate(itertools.accumulate(self._widths, initial=0)))
+        self.outputs = self._starts.popitem()[1]
         self._taken: dict[int, Tensor] = {}
         self._mine = threading.local()
         """What each thread asked for last."""
@@ -80,31 +82,34 @@ class Products:
             raise UnsupportedOp(f"{self._name}: this model has no servers to ask")
         if x.shape[-1] != self.inputs:
             raise DomainError(f"{self._name}: got {x.shape[-1]} inputs; want {self.inputs}")
-        with servers.alone():
-            version, held = None if x.is_inference() else x._version, getattr(self._mine, "asked", None)
-            if held is None or held.x is not x or member not in held.parts or version != held.version:
-                rows = x.detach().reshape(-1, x.shape[-1]).to("cpu", torch.float32).contiguous()
-                self._rows.asks(self._name, len(rows))
-                try:
-                    product = servers.product(self.number, rows, self._name)
-                except DomainError as error:
-                    raise DomainError(f"{self._name}: {error}") from None
-                held = _Asked(x, version, dict(enumerate(product.split(self._widths, dim=1))))
-            mine = held.parts.pop(member)
-            self._mine.asked = held if held.parts and version is not None else None
-            return mine.reshape(*x.shape[:-1], -1).to(x.dtype)
+        version, held = None if x.is_inference() else x._version, getattr(self._mine, "asked", None)
+        if held is None or held.x is not x or member not in held.left or version != held.version:
+            rows = x.detach().reshape(-1, self.inputs).to("cpu", torch.float32).contiguous()
+            self._rows.asks(self._name, rows.shape[0])
+            try:
+                product = servers.product(self.number, rows, self._name)
+            except DomainError as error:
+                raise DomainError(f"{self._name}: {error}") from None
+            made = product.view(*x.shape[:-1], self.outputs).to(x.dtype)
+            if len(self._widths) == 1:
+                return made
+            held = _Asked(x, version, made, {*self._starts})
+        held.left.discard(member)
+        self._mine.asked = held if held.left and version is not None else None
+        return held.product.narrow(-1, self._starts[member], self._widths[member])
 
 
 @dataclass
 class _Asked:
-    """The last input, its version when it was sent, and those products with it that nobody took yet.
+    """The last input, its version when it was sent, the products with it, and whose nobody took yet.
 
     Tensors of inference mode have no version, so each layer asks for itself there.
     """
 
     x: Tensor
     version: int | None
-    parts: dict[int, Tensor]
+    product: Tensor
+    left: set[int]
 
 
 _KNOWN = frozenset({

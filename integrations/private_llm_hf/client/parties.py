@@ -14,7 +14,7 @@ import re
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor
@@ -81,12 +81,10 @@ class Parties(SessionClient):
         with self.alone(), self._guarded():
             yield
 
-    @contextmanager
-    def alone(self) -> Iterator[None]:
-        """Keep other threads off. Raises ProtocolAbort in a fork, where the lock might be held for ever."""
+    def alone(self) -> AbstractContextManager[bool]:
+        """What keeps other threads off. Raises ProtocolAbort in a fork, where the lock might be held for ever."""
         self._origin.demand("this session")
-        with self.lock:
-            yield
+        return self.lock
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:

@@ -201,12 +201,11 @@ class ProductServers(Parties):
         messages. Raises DomainError for values that are not finite, ProtocolAbort naming a server or a preparation that
         computed wrongly, CorrectionsUsedUp before anything is sent; the session then goes on.
         """
-        weight = self._weights[number][0]
-        inputs, outputs = x.shape[1], len(weight.factors)
-        rows = rows_at_once(inputs, outputs, self.most_elements)
+        count, inputs = x.shape
+        rows = rows_at_once(inputs, self._weights[number][0].factors.shape[0], self.most_elements)
         with self.alone():
-            stored = self._stored(number, len(x))
-            if len(x) <= rows:
+            stored = self._stored(number, count)
+            if count <= rows:
                 return self._exchange(number, x, where, stored)
             parts = [
                 self._exchange(number, some, where, stored and stored.part(rows * place, rows))
@@ -225,32 +224,32 @@ class ProductServers(Parties):
         """stored: in place of the server of masks."""
         (rows, inputs), (weight, projection) = x.shape, self._weights[number]
         hidden = None if stored is None else stored.masks
-        raw = bytearray(HEADER.size + BYTES * rows * inputs)
-        HEADER.pack_into(raw, 0, number, rows)
-        request, ledger = torch.frombuffer(raw, dtype=torch.uint8), self.transport.ledger
+        request, ledger = bytearray(HEADER.size + BYTES * rows * inputs), self.transport.ledger
+        HEADER.pack_into(request, 0, number, rows)
         with self._guarded(), ledger.scope(where):
             if hidden is None:  # the server multiplies while rows are masked here
                 label = fresh_label()
-                self.transport.send_bytes(KEY, REQUEST, bytes(raw[: HEADER.size]) + label.encode())
+                self.transport.send_bytes(KEY, REQUEST, request[: HEADER.size] + label.encode())
                 hidden = mask(cast(Seed, self._masks), label, rows, inputs)
-            whole, scales = weight.hidden(x, hidden, request[HEADER.size :])
-            finite = bool(scales.all())
+            packed = torch.frombuffer(request, dtype=torch.uint8, offset=HEADER.size)
+            whole, scales = weight.hidden(x, hidden, packed)
+            finite = all(scales.tolist())
             if finite:
-                self.transport.send(self._online, REQUEST, request)
+                self.transport.send_bytes(self._online, REQUEST, request)
                 ledger.add_round("product")
                 self.exchanges += 1
             first = self._part(KEY, rows, weight) if stored is None else stored.products
             if finite:
                 parts = first, self._part(self._online, rows, weight)
                 product, right = ops.open_rows(parts, whole, *projection.checked, scales, weight.factors)
-                if not bool(right.all()):
+                if not all(right.tolist()):
                     first, last = (ops.unpacked(part, (rows, -1)) for part in parts)
                     self._refuse(projection, [(hidden, first), (whole - hidden, last)], where, stored)
                 return product
         raise DomainError("got an input with NaN or infinite values; want finite ones")  # the session goes on
 
     def _part(self, server: int, rows: int, weight: IntegerWeight) -> Tensor:
-        return self.transport.recv(server, "product", (BYTES * rows * len(weight.factors),), torch.uint8)
+        return self.transport.recv(server, "product", (BYTES * rows * weight.factors.shape[0],), torch.uint8)
 
     def _refuse(
         self, projection: Projection, answers: list[tuple[Tensor, Tensor]], where: str, stored: TakenRows | None

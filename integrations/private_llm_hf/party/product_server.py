@@ -231,7 +231,7 @@ class ProductServer:
         if number >= len(self._weights):
             raise TransportError(f"weight {number} was not loaded; there are {len(self._weights)}")
         weight = self._weights[number]
-        outputs = len(weight.lines)
+        outputs = weight.lines.shape[0]
         if not 0 < elements(rows, weight.inputs, outputs) <= self._memory.elements:
             raise TransportError(
                 f"rows: got {rows} for a weight of {outputs} x {weight.inputs}; want one at least, and fewer at a time"
@@ -270,5 +270,5 @@ class ProductServer:
 
     def product(self, x: Tensor, weight: _Held, rows: int) -> Tensor:
         """x weight^T modulo 2^40, packed, for so many rows of elements or of their bytes."""
-        self.transport.ledger.add_macs(rows * weight.inputs * len(weight.lines))
-        return ops.narrow_matmul(x.to(weight.lines.device), weight.lines, rows)
+        self.transport.ledger.add_macs(rows * weight.inputs * weight.lines.shape[0])
+        return ops.narrow_matmul(x if weight.lines.is_cpu else x.to(weight.lines.device), weight.lines, rows)
