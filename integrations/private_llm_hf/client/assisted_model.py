@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from private_llm.errors import ConfigError, PatchMismatch, PlaintextLeak, UnsupportedOp, undoing
+from private_llm.kernels.address import memory_bytes
 from private_llm_hf.checkpoint.sample_inputs import empty_inputs
 from private_llm_hf.checkpoint.weights import WeightList, WeightSource, skeleton, without_weights
 from private_llm_hf.client.assisted_drafts import DraftsOfOneLength
@@ -180,8 +181,22 @@ def built(
             made = AssistedConvolution if isinstance(layers[name], CONVOLUTIONS) else AssistedLinear
             setattr(model.get_submodule(parent), own, made(layers[name], products, member, name))
     assist_experts(model, sent, servers, rows)
+    _check_room(model)
     weights(wanted, _Filling(model, wanted), False)
     return model
+
+
+def _check_room(model: PreTrainedModel) -> None:
+    """Raises ConfigError for a model of which more stays here than memory holds, before a weight is read."""
+    left = {name: tensor.numel() * 4 for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    needed, room = sum(left.values()), memory_bytes()
+    if needed > room:
+        largest = max(left, key=lambda name: left[name])
+        raise ConfigError(
+            f"memory: {needed / 1e9:.1f} GB of this model stay at the client (embeddings, norms, and experts that "
+            f"servers cannot take; the largest is {largest!r}), and this machine has {room / 1e9:.1f} GB; want more "
+            "memory, or a smaller model"
+        )
 
 
 class _Filling:

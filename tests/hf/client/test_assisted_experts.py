@@ -16,7 +16,7 @@ import transformers as tr
 from private_llm_hf import AutoPrivateModelForCausalLM, patch, prepare_corrections
 from private_llm_hf.checkpoint.miniature import filled
 from private_llm_hf.checkpoint.sample_inputs import outputs, sample_inputs
-from private_llm_hf.client import assisted_experts, product_servers
+from private_llm_hf.client import assisted_experts, assisted_model, product_servers
 from private_llm_hf.client.assisted_experts import AssistedExperts, ExpertSizes, experts_at_servers
 from private_llm_hf.client.open_weights import open_weights
 from private_llm_hf.party.product_server import ProductServer
@@ -282,6 +282,15 @@ def test_experts_of_other_forms_stay_at_the_client(kind: str, monkeypatch: pytes
         want, got = outputs(plain, given), outputs(private, given)
         for name, value in want.items():
             assert worst(got[name], value) <= ERROR * max(1.0, float(value.abs().max())), name
+
+
+def test_a_client_without_room_for_experts_says_so_before_it_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = of_type("qwen3_moe")
+    monkeypatch.setattr(assisted_model, "memory_bytes", lambda: 1000)
+    with pytest.raises(
+        ConfigError, match=r"memory: 0.0 GB of this model stay .* the largest is '\S*experts.*has 0.0 GB"
+    ):
+        patch(plain, replace(ASSISTED, experts="client"))
 
 
 def test_unfit_values_name_their_experts() -> None:
