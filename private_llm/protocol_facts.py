@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from private_llm.errors import ConfigError
 
 CASCADE, ASSISTED = "cascade", "assisted"  # the names of token sharding, and of servers that multiply by public weights
+CLIENT = 255  # endpoint number of the user's process
 
 
 @dataclass(frozen=True)

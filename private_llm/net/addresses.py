@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError, TransportError, undoing
-from private_llm.net.transport import CLIENT
+from private_llm.protocol_facts import CLIENT
 
 Address = tuple[str, int]
 

@@ -26,8 +26,7 @@ from private_llm.errors import ConfigError, TransportError
 from private_llm.net.direct import BarrierEnd, End
 from private_llm.net.ledger import Ledger
 from private_llm.net.wire import TRAVELS, dtype_code
-
-CLIENT = 255  # endpoint number of the user's process
+from private_llm.protocol_facts import CLIENT as CLIENT
 
 
 def endpoint_name(endpoint: int) -> str:
