@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from private_llm.approximations import OURS, approximations_of, check_approximations
@@ -64,6 +65,18 @@ class TLSConfig:
 
     def __post_init__(self) -> None:
         check_types(self, "tls: ")
+
+    @classmethod
+    def in_folder(cls, folder: str | Path, name: str = "client") -> TLSConfig:
+        """An endpoint's files as `private-llm certs` names them. Raises ConfigError for those that are not there."""
+        files = {"certificate": f"{name}.pem", "key": f"{name}.key", "ca": "ca.pem"}
+        missing = [file for file in files.values() if not (Path(folder) / file).is_file()]
+        if missing:
+            found = f"{folder} lacks {', '.join(missing)}" if Path(folder).is_dir() else f"there is no folder {folder}"
+            raise ConfigError(
+                f"tls: {found}; want the files from whoever runs the CA (for a trial: `private-llm certs`)"
+            )
+        return cls(**{key: str(Path(folder) / file) for key, file in files.items()})
 
 
 def import_plugins(names: Iterable[str]) -> None:
@@ -122,7 +135,8 @@ class PrivateConfig:
     process per party under torchrun or Accelerate's launcher, the client last), or "auto": the last two where `hosts`
     or a launcher's environment are there, else threads.
     trusted_network: let "distributed" span machines, although its links do not encrypt.
-    hosts: "host:port" of each party for party_mode="remote". tls: certificates of this endpoint.
+    hosts: "host:port" of each party for party_mode="remote". tls: certificates of this endpoint,
+    or, of a user, the folder of them.
     allow_plain_loopback: permit unencrypted sockets, on loopback addresses only.
     timeout_s: seconds of silence after which a party counts as dead.
     busy_wait_s: seconds that a client waits for remote parties that serve another client (0: not at all).
@@ -209,6 +223,9 @@ class PrivateConfig:
         self._import_plugins()
         if isinstance(self.hosts, str):
             raise ConfigError(f"hosts: got the text {self.hosts!r}; want a list, {self.hosts.split(',')!r}")
+        tls: object = self.tls
+        if isinstance(tls, str | Path):
+            object.__setattr__(self, "tls", TLSConfig.in_folder(tls))
         check_types(self, but=_TYPED_BELOW)
         self._check_protocol()
         self._check_plan()

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError, PrivateLLMError, TransportError
-from private_llm.net.transport import CLIENT
+from private_llm.protocol_facts import CLIENT
 
 _NODE = r"(?:CompNode \d+|AttnNode \(\d+, \d+\))"
 WHO = rf"the dealer|party \d+|{_NODE} \(party \d+\)"  # pattern of the names that `named` gives
@@ -91,16 +91,6 @@ def is_client(common_name: str) -> bool:
 def common_name(endpoint: int) -> str:
     """The common name in an endpoint's certificate (of clients: the one without a user's name)."""
     return client_name(None) if endpoint == CLIENT else f"party{endpoint}"
-
-
-def credential_files(folder: Path, name: str) -> dict[str, str]:
-    """Paths of an endpoint's certificate, key and CA in a folder, for `TLSConfig`. Raises ConfigError if one lacks."""
-    names = {"certificate": f"{name}.pem", "key": f"{name}.key", "ca": "ca.pem"}
-    missing = [file for file in names.values() if not (folder / file).is_file()]
-    if missing:
-        found = f"{folder} lacks {', '.join(missing)}" if folder.is_dir() else f"there is no folder {folder}"
-        raise ConfigError(f"tls: {found}; want the files from whoever runs the CA (for a trial: `private-llm certs`)")
-    return {key: str(folder / file) for key, file in names.items()}
 
 
 class Users:

@@ -218,6 +218,13 @@ def test_a_caller_without_certificate(sets):
     assert "the client did not connect within 3 s" in thread_result["text"]
 
 
+def test_a_user_may_name_the_folder_of_certificates(sets, tmp_path):
+    own = sets["good"][CLIENT]
+    assert PrivateConfig(tls=str(Path(own.ca).parent)).tls == own
+    with pytest.raises(ConfigError, match=f"tls: {tmp_path} lacks client.pem, client.key, ca.pem; want the files"):
+        PrivateConfig(tls=tmp_path)
+
+
 @pytest.mark.parametrize("field", ["certificate", "key", "ca"])
 def test_a_missing_file_is_named(sets, field):
     paths = {name: getattr(sets["good"][0], name) for name in ("certificate", "key", "ca")}
