@@ -74,7 +74,7 @@ def connect(
     config.allow_plain_loopback or (parties started on this machine, party_mode other than "remote") with a token.
     Raises ConfigError before anything is sent if the settings do not allow a safe connection, Unreached when an
     endpoint is not there within wait_s, TransportError when one refuses or is not who it should be, PartiesBusy when
-    another client is served all the time. A client that waits logs for whom (level INFO).
+    another client is served all the time. A client that waits warns in its log for whom.
     """
     addresses = addresses_of(config, me, hosts, token)
     mesh = _Mesh(config, me, addresses, token, config.timeout_s if wait_s is None else wait_s, admission)
@@ -255,7 +255,7 @@ class _Mesh:
         if self._me == CLIENT and now >= self._tell_at:
             self._tell_at = now + _TELL_AGAIN_S
             waited = f"waiting for {who} (for {now - self._began:.0f} s): {cause}"
-            _LOG.info("%s", waited, extra={"event": "waiting"})
+            _LOG.warning("%s", waited, extra={"event": "waiting"})
 
     def _queue(self, cause: str) -> None:
         """A client is told to come later: time spent so is not counted, but must not exceed config.busy_wait_s."""
@@ -294,6 +294,11 @@ class _Mesh:
         users = self._credentials.users if self._credentials else None
 
         try:
+            with undoing(sock.close):
+                looked = not sock.recv(1, socket.MSG_PEEK)
+            if looked:  # whether somebody listens here, as users do before they load a model
+                sock.close()
+                return
             with self._handshake(sock, server=True) as secured:
 
                 def admit(caller: Greeted) -> None:

@@ -11,7 +11,7 @@ from cryptography.x509.oid import NameOID
 
 from private_llm.config import PrivateConfig, TLSConfig
 from private_llm.errors import ConfigError, TransportError
-from private_llm.net.addresses import hosts_of, open_listeners
+from private_llm.net.addresses import hosts_of, open_connection, open_listeners, parse_address
 from private_llm.net.authority import make_certificates, user_folder
 from private_llm.net.rendezvous import connect, open_acceptor
 from private_llm.net.roles import Users, check_user, client_name, is_client
@@ -133,11 +133,13 @@ def test_taking_a_name_off_the_list_keeps_its_user_out(served, folder, caplog):
     config, allowed = served
     alice, bob = (of(user_folder(folder, name), "client") for name in ("alice", "bob"))
     assert (session(config, alice), session(config, bob)) == (4, 4)
+    open_connection(parse_address(config.hosts[0]), 5.0).close()  # who looks whether a party listens is not refused
     allowed.write_text("bob\n")
     with pytest.raises(TransportError, match="party 0 refused: user 'alice' is not on this party's list"):
         session(config, alice)
     assert session(config, bob) == 4
-    assert "party 0 refused a caller: user 'alice' is not on this party's list" in caplog.text
+    refused = [line for line in caplog.messages if "refused a caller" in line]
+    assert refused == ["party 0 refused a caller: user 'alice' is not on this party's list; ask who runs it"]
     allowed.write_text("alice\nbob\n")
     assert session(config, alice) == 4
 
