@@ -17,17 +17,18 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from private_llm_hf.checkpoint import share_path
 from private_llm_hf.service.settings import ServiceSettings
 
 from private_llm.config import PrivateConfig, TLSConfig
 from private_llm.errors import ConfigError, refuse_unknown
 from private_llm.net.addresses import Address, parse_address
-from private_llm.net.roles import check_user, common_name, credential_files
+from private_llm.net.roles import check_user, common_name
 from private_llm.protocol_facts import ASSISTED
 from private_llm.typed_settings import check_types, settings_of
 
 EXAMPLE = resources.files(__package__).joinpath("party.toml").read_text("utf-8")
-"""A settings file that explains every table."""
+"""A settings file that explains every table, for parties of trio."""
 PREFIX = "PRIVATE_LLM_PARTY__"
 _ELSEWHERE = {"protocol": "protocol", "hosts": "hosts", "tls": "[tls]", "party_mode": "nothing (it is 'remote')"}
 """Settings of PrivateConfig that have a place of their own in the file."""
@@ -103,6 +104,26 @@ class PartySettings:
     operator: Address | None = None
     log_format: Literal["text", "json"] = "text"
     log_level: str = "info"
+
+
+def example_of(protocol: str) -> str:
+    """The settings file that explains every table, for parties, nodes or servers of this protocol."""
+    about, base, models, tls, limits, computation, *service = EXAMPLE.removesuffix("\n").split("\n\n")
+    config = PrivateConfig(protocol=protocol, insecure=True)
+    hosts = "".join(f'  "party{number}.example.org:7000",\n' for number in range(config.endpoints))
+    base = re.sub(r'(  "party.*\n)+', hosts, base)
+    if protocol != "trio":
+        base = re.sub(r"protocol = .*", f'protocol = "{protocol}"', base)
+    if config.facts is None:  # public weights; the second and later lines of limits are those of shares
+        models = 'checkpoint = "model"            # folder or hub id of the public model that its clients ask for'
+        computation = "\n".join(computation.split("\n")[:4])
+        limits = "\n".join(limits.split("\n")[:3])
+    elif not config.facts.hides:
+        computation += "\ninsecure = true                 # this protocol hides nothing"
+    if config.plan is not None:  # a node serves one client at a time
+        base = re.sub(r"\n(clients|drain_s) = .*", "", base)
+        return "\n\n".join((about, base, models, tls, computation)) + "\n"
+    return "\n\n".join((about, base, models, tls, limits, computation, *service)) + "\n"
 
 
 def read_settings(
@@ -265,7 +286,7 @@ def _tls(table: Mapping[str, Any], party: int) -> TLSConfig:
     if tls.allow_file is not None:
         allow = str(Path(tls.allow_file).absolute())  # with a slash, by which a file is known
     if tls.folder is not None and (tls.certificate, tls.key, tls.ca) == (None, None, None):
-        return TLSConfig(**credential_files(Path(tls.folder), common_name(party)), allow=allow)
+        return replace(TLSConfig.in_folder(tls.folder, common_name(party)), allow=allow)
     if tls.folder is not None or tls.certificate is None or tls.key is None or tls.ca is None:
         raise ConfigError("tls: want folder (--tls), or certificate, key and ca: users are known by their certificates")
     return TLSConfig(tls.certificate, tls.key, tls.ca, allow)
@@ -279,6 +300,4 @@ def _share_file(name: str, where: object, party: int) -> Path:
     path = Path(where)
     if not path.is_dir():
         return path
-    from private_llm_hf.checkpoint.share_files import share_path  # which takes seconds, and a sample needs no path
-
     return share_path(path, party)

@@ -285,8 +285,9 @@ def test_refills_keep_a_number_of_tokens(tmp_path: Path, monkeypatch: pytest.Mon
     assert looks[0] == looks[1] >= 10
     assert looks[2] >= 10
     assert re.search(r"a token; 10 tokens, .*B in all, in .*, and more whenever fewer than 10 are left", told[0])
-    assert told[1] == f"made 10 tokens; 10 are left in {folder.path}"
-    assert told[2].startswith("made 4 tokens; 1")
+    assert told[1].startswith("in blocks of up to 4 tokens; what a session leaves of the block that it used last")
+    assert told[2] == f"made 10 tokens; 10 are left in {folder.path}"
+    assert told[3].startswith("made 4 tokens; 1")
 
 
 def test_layers_that_run_several_times_a_token_take_as_many_rows(tmp_path: Path) -> None:

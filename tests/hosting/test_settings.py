@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from private_llm_cli.options import adder_of
-from private_llm_hosting.settings import EXAMPLE, PartySettings, read_settings
+from private_llm_hosting.settings import EXAMPLE, PartySettings, example_of, read_settings
 
 from private_llm.config import PrivateConfig, TLSConfig
 from private_llm.errors import ConfigError
@@ -34,6 +34,15 @@ def test_the_example_parses_and_states_the_defaults(tmp_path: Path) -> None:
         found.service, found.operator, found.log_format, found.log_level,
     )  # fmt: skip
     assert without.config == found.config
+
+
+@pytest.mark.parametrize("protocol", ["trio", "quad", "dealer", "plain", "cascade", "assisted"])
+def test_there_is_an_example_for_each_protocol(tmp_path: Path, protocol: str) -> None:
+    found = read(tmp_path, example_of(protocol))
+    assert found.config.protocol == protocol
+    assert len(found.config.hosts) == found.config.endpoints
+    assert (found.checkpoint is None, found.service is None) == (found.config.facts is not None, protocol == "cascade")
+    assert example_of("trio") == EXAMPLE
 
 
 def test_a_folder_of_shares_means_this_partys_file(tmp_path: Path) -> None:

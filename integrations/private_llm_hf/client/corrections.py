@@ -57,13 +57,13 @@ class Preparation:
         widest = max(map(max, sizes))
         elements = min(_BLOCK_ELEMENTS, servers.most_elements)
         rows = min(_BLOCK_ROWS, _BLOCK_BYTES // self.bytes_per_row, elements // widest)
-        self._rows, self._preparer = max(1, rows), next(iter(servers.config.hosts), "")
+        self.rows, self._preparer = max(1, rows), next(iter(servers.config.hosts), "")
 
     def add(self, wanted: int, progress: Callable[[str, int, int], None]) -> None:
         """Blocks of so many rows. Raises ConfigError for a full disk, ProtocolAbort naming a wrong product."""
         done, tokens = 0, wanted // self._uses
         while done < wanted:
-            rows = min(self._rows, wanted - done)
+            rows = min(self.rows, wanted - done)
             check_space(self.folder, rows * self.bytes_per_row)
             facts = BlockFacts.fresh(rows, cast(Corrections, self._servers.corrections).digests, self._preparer)
             made = {}
@@ -83,7 +83,7 @@ class Preparation:
         while not stop():
             missing = rows - self.folder.rows()
             if missing > 0:
-                more = max(missing, min(self._rows, rows))
+                more = max(missing, min(self.rows, rows))
                 self.add(more, progress)
                 left = self.folder.rows() // self._uses
                 notice(f"made {more // self._uses} tokens; {left} are left in {self.folder.path}")
@@ -132,6 +132,8 @@ def make_corrections(
 
     with closing(open_assisted(model_class, config, shown, servers, None)):
         preparation = Preparation(cast(ProductServers, servers), folder, sizes, uses)
+        at_once = max(1, min(preparation.rows, more * uses) // uses)
+        notice(f"in blocks of up to {at_once} tokens; what a session leaves of the block that it used last is lost")
         preparation.add(tokens * uses, progress)
         if keep:
             preparation.keep(keep * uses, progress, notice, stop)
