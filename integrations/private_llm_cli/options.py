@@ -14,9 +14,10 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from private_llm.config import PrivateConfig
+from private_llm.config import PrivateConfig, TLSConfig
 from private_llm.errors import ConfigError
 from private_llm.protocol_facts import ASSISTED, CASCADE, hides, protocol_names
+from private_llm_cli.commands.models import want_draft
 from private_llm_cli.kv_cache import KvCacheOption, kv_cache_of
 
 PLUGINS: ContextVar[tuple[str, ...]] = ContextVar("PLUGINS", default=())
@@ -264,6 +265,11 @@ class SharedSparsity:
             raise ConfigError(
                 "--neuron-budget, --head-budget: whoever shares the model sets them; want --sparsity FOLDER"
             )
+        if self.sparsity != SHARED and not (Path(self.sparsity) / "predictors.json").is_file():
+            raise ConfigError(
+                f"sparsity: {self.sparsity}: no predictors.json; want a folder that `private-llm predictors train` "
+                "wrote, or 'shared' if predictors were shared with the model"
+            )
         return {"sparsity": {"predictors": None if self.sparsity == SHARED else self.sparsity, **chosen}}
 
 
@@ -306,9 +312,7 @@ class LinkOptions:
             return values
         values |= {"party_mode": "remote", "hosts": addresses, "allow_plain_loopback": self.allow_plain_loopback}
         if self.tls is not None:
-            from private_llm.net.roles import credential_files
-
-            values["tls"] = credential_files(self.tls, "client")
+            values["tls"] = TLSConfig.in_folder(self.tls)
         return values
 
 
@@ -322,13 +326,9 @@ class Run(Sparsity):
     adder: AgreedAdder = ""
 
     def config(self, **more: Any) -> PrivateConfig:  # noqa: ANN401 - those of `config_of`
-        """The configuration. Other processes begin to compile kernels while this one imports."""
+        """The configuration."""
         given = self.sparse_settings() | adder_of(self.adder)
-        config = config_of(self.protocol, self.ring, self.party_mode, **given, **more)
-        from private_llm.replay.ahead import compile_ahead  # PyTorch, too: mistakes are told before
-
-        compile_ahead(config)
-        return config
+        return config_of(self.protocol, self.ring, self.party_mode, **given, **more)
 
 
 @dataclass(frozen=True)
@@ -382,20 +382,24 @@ class Writing:
         ),
     ] = None
 
-    def settings(self) -> dict[str, Any]:
-        """Settings of generate(). Raises ConfigError for those out of range, and for others of drafts without one."""
+    def __post_init__(self) -> None:
+        """Raises ConfigError for what is out of range, for a draft that is none, and for others of drafts without."""
         if not 0 <= self.temperature < float("inf"):
             raise ConfigError(f"temperature: got {self.temperature:g}; want 0 (greedy) or a positive number")
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"top-p: got {self.top_p:g}; want a probability above 0, at most 1")
         if self.temperature == 0 and self.top_p < 1:
             raise ConfigError("top-p: greedy text has no use for it; give a --temperature above 0")
+        if not self.draft and (self.draft_paths != 1 or self.advance is not None):
+            raise ConfigError("draft: --draft-paths and --advance need drafts; add --draft lookup")
+        want_draft(self.draft)
+
+    def settings(self) -> dict[str, Any]:
+        """Settings of generate(). Raises ConfigError for drafts that cannot be made so."""
         made: dict[str, Any] = {"do_sample": self.temperature > 0}
         if self.temperature:
             made |= {"temperature": self.temperature, "top_p": self.top_p}
         if not self.draft:
-            if self.draft_paths != 1 or self.advance is not None:
-                raise ConfigError("draft: --draft-paths and --advance need drafts; add --draft lookup")
             return made
         from private_llm_hf.client.speculation import FixedCounts, SpeculationConfig
 

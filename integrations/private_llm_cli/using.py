@@ -5,6 +5,7 @@ Each function parses the options of the command of its name, and imports what ru
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import secrets
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from private_llm.protocol_facts import ASSISTED, CASCADE
 from private_llm.token_sharding import ShardingPlan
 from private_llm_cli import options
 from private_llm_cli.commands.calibrate import ranges_from
-from private_llm_cli.commands.models import want_model
+from private_llm_cli.commands.models import loading, want_draft, want_model
 from private_llm_cli.kv_cache import KvCacheOption, kv_cache_of
 
 
@@ -42,6 +43,7 @@ def demo(
 ) -> None:
     """Private generate() of the bundled model, or a chat with a real one, beside the plaintext model's text."""
     config = run.config(**sharding.settings())
+    loading(config, "", as_json)
 
     from private_llm_cli.commands.generate import demo as show
     from private_llm_cli.commands.generate import demo_chat
@@ -76,8 +78,9 @@ def generate(
     if preprocess and writing.draft:
         raise ConfigError("preprocess: with --draft nobody knows ahead how often the model runs; leave one of them out")
     want_model(model, gguf_file)
-    known, chosen = ranges_from(ranges), writing.settings()
-    config = run.config(matmul=matmul, **sharding.settings())
+    known, config = ranges_from(ranges), run.config(matmul=matmul, **sharding.settings())
+    loading(config, model, as_json)
+    chosen = writing.settings()
 
     from private_llm_cli.commands.generate import generate as write
 
@@ -125,6 +128,7 @@ class GatewayChoices:
         if self.no_token and self.token:
             raise ConfigError("token: got one together with --no-token; want one of the two")
         want_model(self.model)
+        want_draft(self.draft)
         ranges_from(self.ranges)
 
 
@@ -140,16 +144,18 @@ def gateway(
     max_waiting: Annotated[int, typer.Option(help="Further requests that may wait.")] = 16,
 ) -> None:
     """Serve a private model to chat clients: the OpenAI API on this machine, and a chat page."""
-    from private_llm_gateway.settings import GatewaySettings
+    from private_llm_gateway.settings import GatewaySettings, bound_socket
 
     token = None if choices.no_token else choices.token or secrets.token_urlsafe(24)
     hosts = tuple(allow_host or ())
     settings = GatewaySettings(host=host, port=port, token=token, allowed_hosts=hosts, max_waiting=max_waiting)
     config = run.config()
+    with contextlib.closing(bound_socket(settings)) as listening:
+        loading(config, choices.model, quiet=False)
 
-    from private_llm_cli.commands.gateway import gateway as serve
+        from private_llm_cli.commands.gateway import gateway as serve
 
-    serve(choices, config, settings)
+        serve(choices, config, settings, listening)
 
 
 @options.grouped
@@ -168,7 +174,9 @@ def chat(
     if not model and run.hosts:
         raise ConfigError("model: got none with --hosts; want the client folder that the model's owner gave you")
     want_model(model)
-    chosen, config = writing.settings(), run.config()
+    config = run.config()
+    loading(config, model, quiet=False)
+    chosen = writing.settings()
 
     from private_llm_cli.commands.terminal_chat import terminal_chat
 

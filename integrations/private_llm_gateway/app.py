@@ -24,7 +24,7 @@ from private_llm_gateway.errors import SERVER, ApiError, in_words
 from private_llm_gateway.guard import Connection, Guard
 from private_llm_gateway.request_executor import RequestExecutor
 from private_llm_gateway.served import Served
-from private_llm_gateway.settings import GatewaySettings
+from private_llm_gateway.settings import GatewaySettings, bound_socket
 from private_llm_gateway.usage import GatewayMetrics
 
 
@@ -48,25 +48,6 @@ def create_app(models: Mapping[str, Served], settings: GatewaySettings) -> FastA
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Exception, _other_error)
     return app
-
-
-def bound_socket(settings: GatewaySettings) -> socket.socket:
-    """A socket that listens where `settings` say. Raises ConfigError if another program does, or for a wrong name."""
-    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    made = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        made.bind((settings.host, settings.port))
-        made.listen(settings.connections)
-    except OSError as error:
-        made.close()
-        if isinstance(error, socket.gaierror):
-            raise ConfigError(f"host: got {settings.host!r}; want an address of this machine, as 127.0.0.1") from None
-        raise ConfigError(
-            f"port: cannot listen at {settings.host}:{settings.port} ({error.strerror}); another gateway may run "
-            "there: stop it, or give another --port"
-        ) from None
-    return made
 
 
 class Server(uvicorn.Server):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
+import socket
 from dataclasses import dataclass, field
 
 from private_llm.errors import ConfigError
@@ -74,3 +75,22 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def bound_socket(settings: GatewaySettings) -> socket.socket:
+    """A socket that listens where `settings` say. Raises ConfigError if another program does, or for a wrong name."""
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    made = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.bind((settings.host, settings.port))
+        made.listen(settings.connections)
+    except OSError as error:
+        made.close()
+        if isinstance(error, socket.gaierror):
+            raise ConfigError(f"host: got {settings.host!r}; want an address of this machine, as 127.0.0.1") from None
+        raise ConfigError(
+            f"port: cannot listen at {settings.host}:{settings.port} ({error.strerror}); another gateway may run "
+            "there: stop it, or give another --port"
+        ) from None
+    return made

@@ -10,8 +10,9 @@ from typer.testing import CliRunner
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError
+from tests.hf.test_remote import free_ports
 
-HOSTS = ("--hosts", "127.0.0.1:1,127.0.0.1:2,127.0.0.1:3")
+HOSTS = ("--hosts", ",".join(free_ports(3)))
 
 
 @pytest.fixture

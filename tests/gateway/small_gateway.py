@@ -14,10 +14,10 @@ import pytest
 import torch
 from fastapi import FastAPI
 from openai import OpenAI
-from private_llm_gateway.app import Server, bound_socket, create_app, server_of
+from private_llm_gateway.app import Server, create_app, server_of
 from private_llm_gateway.pool import SessionPool
 from private_llm_gateway.served import Served
-from private_llm_gateway.settings import GatewaySettings
+from private_llm_gateway.settings import GatewaySettings, bound_socket
 from private_llm_hf import patch
 from transformers import AutoTokenizer, OPTConfig, OPTForCausalLM
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -182,7 +183,7 @@ def test_too_few_corrections_are_told_and_the_session_goes_on(tmp_path: Path) ->
 
 def test_sessions_side_by_side_want_servers_of_their_own() -> None:
     with pytest.raises(ConfigError, match=r"sessions: got 4 without hosts.*--clients N"):
-        run_gateway(GatewayChoices(sessions=4), ASSISTED, GatewaySettings(port=0))
+        run_gateway(GatewayChoices(sessions=4), ASSISTED, GatewaySettings(port=0), socket.socket())
 
 
 @contextlib.contextmanager

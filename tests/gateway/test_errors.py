@@ -18,14 +18,13 @@ import pytest
 from fastapi import FastAPI
 from openai import OpenAI
 from private_llm_gateway import app, endpoints, served
-from private_llm_gateway.app import bound_socket
 from private_llm_gateway.errors import ApiError
 from private_llm_gateway.fields import Fields
 from private_llm_gateway.guard import Guard
 from private_llm_gateway.prompts import of_messages
 from private_llm_gateway.responses import Response
 from private_llm_gateway.served import Served
-from private_llm_gateway.settings import GatewaySettings
+from private_llm_gateway.settings import GatewaySettings, bound_socket
 
 from private_llm.errors import ConfigError
 from tests.gateway.small_gateway import (

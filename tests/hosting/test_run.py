@@ -159,6 +159,7 @@ def test_options_that_do_not_fit(words: list[str], said: str) -> None:
 def test_one_setting_says_who_serves(tmp_path: Path, clients: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Options replace what the file says, whichever of them says how many clients there are."""
     (tmp_path / "shares").mkdir()
+    (tmp_path / "shares" / "party2.safetensors").write_text('{"format": "private-llm share file 2"}')
     path = write_settings(tmp_path, tls=False)
     if clients == 1:
         path.write_text(path.read_text().split("[operator]")[0])

@@ -12,7 +12,7 @@ import typer
 
 from private_llm.errors import ConfigError
 from private_llm_cli import options
-from private_llm_cli.commands.models import image_config, plaintext_model
+from private_llm_cli.commands.models import image_config, loading, plaintext_model
 from private_llm_cli.commands.output import CONSOLE, duration, emit_json, emit_table, note_sparsity, progress_bar, size
 
 if TYPE_CHECKING:
@@ -52,14 +52,15 @@ def classify(
     if run.ring == 32 and run.frac_bits is None:
         run = replace(run, frac_bits=10)
     config = run.config()
+    if bool(model) != bool(images):
+        raise ConfigError("classify: give a model and image files, or neither (the bundled network and its digits)")
+    loading(config, model, as_json)
 
     import torch
     from private_llm_hf import AutoPrivateModelForImageClassification
     from private_llm_hf.vision.network import NetworkConfig
     from private_llm_hf.vision.networks import digits_model
 
-    if bool(model) != bool(images):
-        raise ConfigError("classify: give a model and image files, or neither (the bundled network and its digits)")
     source = model or digits_model()
     known = image_config(source)
     plain = None if config.hosts else plaintext_model(source, "AutoModelForImageClassification")

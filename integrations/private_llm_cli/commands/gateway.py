@@ -7,6 +7,7 @@ import contextvars
 import dataclasses
 import functools
 import math
+import socket
 import tempfile
 import time
 from collections.abc import Callable
@@ -33,21 +34,21 @@ _LOADING_S = 900.0
 """Seconds that parties which were started here may take to load a model: a large one, on a busy machine."""
 
 
-def gateway(choices: GatewayChoices, config: PrivateConfig, settings: GatewaySettings) -> None:
-    """Start the model, say where the gateway is, and serve until interrupted. Raises ConfigError for a taken port. Who
-    asks while the parties are not ready gets 503 with the cause.
+def gateway(
+    choices: GatewayChoices, config: PrivateConfig, settings: GatewaySettings, listening: socket.socket
+) -> None:
+    """Start the model, say where the gateway is, and serve at `listening` until interrupted. Who asks while the parties
+    are not ready gets 503 with the cause.
     """
     _sessions(choices, config)
     known = _instructions(choices.public_prefix)
-    from private_llm_gateway.app import answering_meanwhile, bound_socket, create_app, serve
+    from private_llm_gateway.app import answering_meanwhile, create_app, serve
     from private_llm_gateway.engine import publish
     from private_llm_gateway.errors import ApiError
     from private_llm_gateway.prompts import of_instructions
 
-    listening = bound_socket(settings)
     settings = dataclasses.replace(settings, port=listening.getsockname()[1])
     with contextlib.ExitStack() as stack:
-        stack.callback(listening.close)
         with answering_meanwhile(settings, listening) as say:
             served = start_model(choices, config, stack, say)
             if known:

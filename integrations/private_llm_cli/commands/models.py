@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from importlib import resources
 from pathlib import Path
@@ -10,6 +11,9 @@ from typing import TYPE_CHECKING, Any
 from private_llm_hf.checkpoint import want_config
 
 from private_llm.errors import ConfigError, PrivateLLMError, meant
+from private_llm.net.addresses import addresses_of, open_connection, shown
+from private_llm.net.roles import called
+from private_llm.protocol_facts import CLIENT
 from private_llm_cli.commands.output import NOTES
 
 if TYPE_CHECKING:
@@ -28,6 +32,8 @@ LONG_PROMPT = (
 
 _HUB_S = 10.0
 """Seconds that the hub may take to answer at all."""
+_LOOK_S = 0.5
+"""Seconds in which a party that listens is reached."""
 _WEIGHTS = (".safetensors", ".bin", ".gguf")
 
 
@@ -74,11 +80,52 @@ def tokenizer_of(source: str, gguf_file: str | None = None) -> Any:  # noqa: ANN
     return _load("tokenizer", AutoTokenizer, checkpoint.tokenizer_source, **checkpoint.tokenizer_options)
 
 
+# -- before anything is imported that takes seconds -------------------------------------------------------------------
 def want_model(source: str, gguf_file: str | None = None) -> None:
-    """Raises ConfigError for a path without a model, before anything is imported that takes seconds."""
-    shared = (Path(source) / "client").is_dir()
-    if source and gguf_file is None and not source.endswith(".gguf") and not shared:
+    """Raises ConfigError for a path without a model, and for a folder without that GGUF file."""
+    folder = Path(source)
+    if source and gguf_file is None and not source.endswith(".gguf") and not (folder / "client").is_dir():
         want_config("model", source)
+    if gguf_file is not None and folder.is_dir() and not (folder / gguf_file).is_file():
+        there = ", ".join(sorted(path.name for path in folder.glob("*.gguf"))) or "it holds none"
+        raise ConfigError(f"gguf-file: got {gguf_file!r}, which is not in {source}; want a file there: {there}")
+
+
+def want_draft(draft: str) -> None:
+    """Raises ConfigError for what is neither 'lookup' nor a model."""
+    if draft in ("", "lookup"):
+        return
+    if not Path(draft).exists() and difflib.get_close_matches(draft, ["lookup"]):
+        raise ConfigError(f"draft: got {draft!r}, and there is no such folder; did you mean 'lookup'?")
+    want_config("draft", draft)
+    _want_hub("draft", draft)
+
+
+def loading(config: PrivateConfig, source: str, quiet: bool, ahead: bool = True) -> None:
+    """The first line of a command that takes long, and for whom it will wait. ahead: whether other processes begin to
+    compile kernels while this one imports. Raises ConfigError for links that need certificates, and for a name that is
+    neither a folder nor at the hub.
+    """
+    addresses = addresses_of(config, CLIENT, (), b"") if config.hosts else []
+    if not quiet:
+        NOTES.print(f"loading {source or 'the demo model'} ...", markup=False, highlight=False, soft_wrap=True)
+    for party, address in enumerate(addresses):
+        try:
+            open_connection(address, _LOOK_S).close()
+        except OSError as error:
+            text = f"{called(config, party)} does not answer at {shown(address)} ({error.strerror or error}); this "
+            text += "command will wait for it: check that it was started, its address (--hosts) and the firewall"
+            NOTES.print(text, style="yellow", markup=False, highlight=False, soft_wrap=True)
+            break
+    if source:
+        _want_hub("model", source)
+    if ahead:
+        from private_llm.replay.ahead import compile_ahead  # PyTorch, too: mistakes are told before
+
+        compile_ahead(config)
+
+
+# -- what transformers loads ------------------------------------------------------------------------------------------
 
 
 def gguf_options(gguf_file: str | None) -> dict[str, Any]:
@@ -159,22 +206,21 @@ def _unusable(what: str, source: str, error: Exception) -> ConfigError:
 
 def _want_hub(what: str, source: str) -> None:
     """Raises ConfigError for no folder while the hub does not answer: transformers would try for a minute."""
-    from huggingface_hub import constants, errors, get_session, try_to_load_from_cache
+    from huggingface_hub import constants, get_session
 
-    if constants.HF_HUB_OFFLINE or Path(source).exists():
+    kept = Path(constants.HF_HUB_CACHE) / f"models--{source.replace('/', '--')}"
+    if Path(source).exists() or kept.exists():
         return
+    why = f"HF_HUB_OFFLINE forbids to look at {constants.ENDPOINT}"
     try:
-        if isinstance(try_to_load_from_cache(source, "config.json"), str):
+        if not constants.HF_HUB_OFFLINE:
+            get_session().head(constants.ENDPOINT, timeout=_HUB_S)
             return
-    except errors.HFValidationError:
-        return  # no name that a hub has, as transformers will say
-    try:
-        get_session().head(constants.ENDPOINT, timeout=_HUB_S)
-    except Exception as error:
-        raise ConfigError(
-            f"{what} of {source!r}: there is no such folder here, and {constants.ENDPOINT} cannot be reached to look "
-            f"for it ({error}); want a model folder, or a hub id and a network"
-        ) from error
+    except Exception as error:  # noqa: BLE001 - whatever the network raises
+        why = f"{constants.ENDPOINT} cannot be reached to look for it ({error})"
+    raise ConfigError(
+        f"{what} of {source!r}: there is no such folder here, and {why}; want a model folder, or a hub id and a network"
+    )
 
 
 def _holds_weights(folder: Path) -> bool:

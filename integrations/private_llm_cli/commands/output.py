@@ -84,13 +84,14 @@ def progress_bar(total: int | None = None, quiet: bool = False) -> Iterator[Any]
 
 @contextmanager
 def waiting_told(show: Callable[[str], None]) -> Iterator[None]:
-    """Hand the library's words on whom it waits for to `show`; records go where they would go without it."""
+    """Hand the library's words on whom it waits for to `show` alone; others go where they would go without it."""
     usual, level = _LOG.getEffectiveLevel(), _LOG.level
 
     def told(record: logging.LogRecord) -> bool:
-        if getattr(record, "event", None) == "waiting":
+        waits = getattr(record, "event", None) == "waiting"
+        if waits:
             show(record.getMessage())
-        return record.levelno >= usual
+        return record.levelno >= usual and not waits
 
     _LOG.filters.insert(0, told)  # an outer one keeps from others what nobody has asked for
     _LOG.setLevel(min(usual, logging.INFO))

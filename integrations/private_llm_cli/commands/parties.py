@@ -11,13 +11,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from private_llm_hf.checkpoint import want_share_file
 
 from private_llm.errors import ConfigError, PrivateLLMError
+from private_llm.net.addresses import addresses_of, listen
 from private_llm.protocol_facts import ASSISTED, hides
 from private_llm_cli import options
 from private_llm_cli.commands.calibrate import ranges_from
-from private_llm_cli.commands.models import gguf_options, image_config, quiet, want_model
-from private_llm_cli.commands.output import CONSOLE, emit_json, emit_table, progress_bar, size
+from private_llm_cli.commands.models import gguf_options, image_config, loading, quiet, want_model
+from private_llm_cli.commands.output import CONSOLE, NOTES, emit_json, emit_table, progress_bar, size
 from private_llm_cli.kv_cache import KvCacheOption, kv_cache_of
 
 if TYPE_CHECKING:
@@ -63,7 +65,9 @@ def share(
         raise ConfigError("sparsity: whoever shares a model holds its predictors; want the folder of them")
     config = options.config_of(protocol, ring, prg=prg, frac_bits=frac_bits, **more)
     want_model(checkpoint, gguf_file)
-    folder, known, auto = Path(out), ranges_from(ranges), auto_class(task)
+    folder, known = Path(out), ranges_from(ranges)
+    loading(config, checkpoint, as_json, ahead=False)
+    auto = auto_class(task)
     from private_llm_hf.api import share_checkpoint
 
     from private_llm.net.roles import named
@@ -106,7 +110,9 @@ def party(
         Path | None, typer.Option("--config", help="A settings file (TOML); other options replace what it says.")
     ] = None,
     check: Annotated[bool, typer.Option("--check", help="Look at all files, names and ports, and end.")] = False,
-    example_config: Annotated[bool, typer.Option("--example-config", help="Print a settings file, and end.")] = False,
+    example_config: Annotated[
+        bool, typer.Option("--example-config", help="Print a settings file for --protocol, and end.")
+    ] = False,
     index: Annotated[int | None, typer.Option("--index", help="This party's or node's number, from 0.")] = None,
     shares: Annotated[Path | None, typer.Option("--shares", help="This party's share file, or its folder.")] = None,
     clients: Annotated[int, typer.Option(help="Clients to serve at a time; 1: one after the other.")] = 1,
@@ -140,10 +146,10 @@ def party(
     as_json: options.Json = False,
 ) -> None:
     """Be one party or node: for one client after the other, or with --clients for several at a time."""
-    from private_llm_hosting.settings import EXAMPLE, read_settings
+    from private_llm_hosting.settings import example_of, read_settings
 
     if example_config:
-        sys.stdout.write(EXAMPLE)
+        sys.stdout.write(example_of(protocol))
         return
     if predictors.sparsity not in ("", options.SHARED):
         raise ConfigError(
@@ -172,7 +178,9 @@ def party(
     found = read_settings(settings, options=_typed(context, given) | tables)
     if check:
         _check(found, as_json)
-    elif found.service is None:
+        return
+    _want(found)
+    if found.service is None:
         from private_llm_hf.client.launch import serve_party
 
         share_file = next(iter(found.models.values()), None)
@@ -184,6 +192,20 @@ def party(
 
         assisted = found.config.protocol == ASSISTED
         run_service(found, partial(ProductService, checkpoint=found.checkpoint) if assisted else PartyService)
+
+
+def _want(settings: PartySettings) -> None:
+    """Raises what is wrong with links, port and files before PyTorch is imported, and says what is loaded then."""
+    config, number = settings.config, settings.party
+    addresses = addresses_of(config, number, (), b"")
+    listen(addresses[number], anywhere=config.tls is not None).close()
+    for path in settings.models.values():
+        want_share_file(path)
+    if settings.checkpoint is not None:
+        want_model(settings.checkpoint)
+    if settings.log_format == "text":
+        held = ", ".join(map(str, settings.models.values())) or settings.checkpoint
+        NOTES.print(f"loading {held} ..." if held else "starting ...", markup=False, highlight=False, soft_wrap=True)
 
 
 _OPTIONS = {

@@ -8,7 +8,7 @@ import typer
 
 from private_llm.errors import ConfigError
 from private_llm_cli import options
-from private_llm_cli.commands.models import gguf_options, quiet, want_model
+from private_llm_cli.commands.models import gguf_options, loading, quiet, want_model
 from private_llm_cli.commands.output import CONSOLE, NOTES, emit_json, progress_bar
 from private_llm_cli.commands.parties import auto_class
 
@@ -33,6 +33,7 @@ def prepare(
         raise ConfigError("tokens, keep: got neither; give --tokens N or --keep N")
     config = options.config_of("assisted", 64, corrections=corrections, experts=experts.value, **settings)
     want_model(model, gguf_file)
+    loading(config, model, as_json, ahead=False)
     auto = auto_class(task)
     from private_llm_hf import prepare_corrections
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from private_llm.errors import ConfigError
+from private_llm.errors import ConfigError, ShareFileError
 
 
 def want_config(what: str, name: str) -> None:
@@ -18,3 +18,20 @@ def want_config(what: str, name: str) -> None:
     ):
         if wrong:
             raise ConfigError(f"{what} of {name!r}: {why} (want a model folder or a hub id)")
+
+
+def share_path(folder: Path, party: int) -> Path:
+    """Where a party's share file lies."""
+    return folder / f"party{party}.safetensors"
+
+
+def want_share_file(path: Path) -> None:
+    """Raises ShareFileError for what is no share file at all, before PyTorch is imported, which checks the rest."""
+    why = "no such file"
+    if path.is_file():
+        with path.open("rb") as file:
+            why = "" if b'"private-llm share file ' in file.read(1 << 20) else "it is no share file"
+    if why:
+        raise ShareFileError(
+            f"{path}: {why}; want what `private-llm share` wrote for this party, party0.safetensors for party 0"
+        )

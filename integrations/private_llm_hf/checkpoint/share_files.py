@@ -31,6 +31,7 @@ from private_llm.protocols.weight_sharing import Dealer, assemble, keys_held, ma
 from private_llm.ranges import Ranges
 from private_llm.ring.prg import Seed
 from private_llm.ring.ring import Ring
+from private_llm_hf.checkpoint import share_path as share_path
 from private_llm_hf.checkpoint.offload import OpenedFile
 from private_llm_hf.checkpoint.weights import WeightList, encode_weight
 from private_llm_hf.wire.codec import shown
@@ -42,11 +43,6 @@ _AGREE = ("protocol", "ring", "frac_bits")
 _BLANK = "0" * 64
 _MALFORMED = (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError, ConfigError)
 """What reading JSON of another form than one's own raises."""
-
-
-def share_path(folder: Path, party: int) -> Path:
-    """Where a party's file lies."""
-    return folder / f"party{party}.safetensors"
 
 
 class ShareWriter:

@@ -1,0 +1,50 @@
+"""What the command line tells before it imports PyTorch: mistakes, what it loads, and whom it waits for."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.cli.test_cli import DEMO, ENVIRONMENT, Run
+
+
+def test_mistakes_are_told_before_pytorch_is_imported(tmp_path: Path) -> None:
+    """That takes 10 s and more on a busy machine."""
+    (tmp_path / "shares").write_text("none")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        here = f"127.0.0.1:{taken.getsockname()[1]}"
+        party = f"party --index 0 --hosts {here},127.0.0.1:1,127.0.0.1:2"
+        code = "import sys; from private_llm_cli.app import main\n"
+        code += "for line in sys.stdin:\n try: sys.argv = line.split(); main()\n except SystemExit: pass\n"
+        code += "print(sorted({'torch', 'transformers', 'numba'} & set(sys.modules)))"
+        mistakes = {
+            f"x {party}": "connections between endpoints need certificates",
+            f"x {party} --allow-plain-loopback": f"cannot listen at {here}",
+            f"x generate {DEMO} --prompt x --hosts {here},a:1,b:2": "connections between endpoints need certificates",
+            f"x gateway --port {here[10:]}": f"port: cannot listen at {here}",
+            "x gateway --draft lokup": "got 'lokup', and there is no such folder; did you mean 'lookup'?",
+            f"x chat {DEMO} --draft ./x": "draft of './x': no such folder",
+            f"x chat {DEMO} --draft opt": "draft of 'opt': there is no such folder here, and HF_HUB_OFFLINE",
+            f"x chat {DEMO} --sparsity {tmp_path}": f"sparsity: {tmp_path}: no predictors.json",
+            f"x generate {DEMO} --prompt x --gguf-file a.gguf": "got 'a.gguf', which is not in",
+        }
+        for path, why in {tmp_path / "none": "no such file", tmp_path / "shares": "it is no share file"}.items():
+            words = party.replace(here, "127.0.0.1:3")
+            mistakes[f"x {words} --allow-plain-loopback --shares {path}"] = f"{path}: {why}; want what"
+        process = subprocess.Popen(
+            [sys.executable, "-c", code], env=ENVIRONMENT, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        out, err = process.communicate("\n".join(mistakes), timeout=60)
+    assert out == "[]\n"
+    assert [told for told in mistakes.values() if told not in err] == []
+
+
+def test_the_first_line_says_what_is_loaded_and_who_does_not_answer(run: Run) -> None:
+    hosts = "127.0.0.1:1,127.0.0.1:2"
+    words = ("generate", DEMO, "--prompt", "x", "--protocol", "assisted", "--hosts", hosts, "--allow-plain-loopback")
+    loading, answers, *_ = run(*words, "--timeout", "0.1", code=2).splitlines()
+    assert loading == f"loading {DEMO} ..."
+    assert answers.startswith("party 0 does not answer at 127.0.0.1:1 (Connection refused); this command will wait")
