@@ -44,7 +44,7 @@ _WIDE, _MANY = 2048, 64
 @dataclasses.dataclass(frozen=True)
 class ProductSpeed:
     """10^9 multiply-adds a second of a server with one row and with many, 10^9 elements a second that the client masks,
-    opens and checks, and the seconds that an exchange takes beside.
+    opens and checks, and the seconds that each exchange takes besides.
     """
 
     one_row: float
@@ -55,7 +55,7 @@ class ProductSpeed:
     def __str__(self) -> str:
         return (
             f"a server {self.one_row:.3g} GMAC/s with one row, {self.many_rows:.3g} with many; the client "
-            f"{self.elements * 1e3:.3g} million elements/s; {self.beside * 1e3:.2g} ms an exchange beside"
+            f"{self.elements * 1e3:.3g} million elements/s; {self.beside * 1e3:.2g} ms more for each exchange"
         )
 
     @classmethod
