@@ -6,6 +6,7 @@ Typer's tables cut off names where there are many columns. Here a name too long 
 from __future__ import annotations
 
 import difflib
+import re
 import textwrap
 from typing import Any
 
@@ -13,8 +14,11 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from private_llm.errors import ConfigError
+from private_llm.protocol_facts import ASSISTED, CASCADE, protocol_names
 
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]
+_BUILT_IN = protocol_names()
+"""Titles of panels say which of these take their options; of a plugin's protocol nobody knows, so all are shown."""
 _COLUMN = 30
 """Characters of names that stand beside their help."""
 
@@ -23,7 +27,7 @@ class _Page:
     """What is added to typer's classes; all objects are of the click that typer brings."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:  # noqa: ANN401
-        """Write arguments and options, by the panel that each belongs to."""
+        """Write arguments and options, by the panel that each belongs to; only panels of a protocol that was given."""
         panels: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
         for parameter in self.get_params(ctx):  # type: ignore[attr-defined]
             record = parameter.get_help_record(ctx)
@@ -31,13 +35,17 @@ class _Page:
                 kind = "Arguments" if parameter.param_type_name == "argument" else "Options"
                 panels.setdefault(getattr(parameter, "rich_help_panel", None) or kind, []).append(record)
         for title, records in panels.items():
-            _write(title, records, formatter)
+            of = re.findall(r"\w+", title.partition("(")[2])
+            if not of or ctx.meta.get("protocol") in (None, *of):
+                _write(title, records, formatter)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # noqa: ANN401
         """As click; the error of an unknown option names the one that is most like it. Raises ConfigError for an empty
         text, as an unset variable of a shell leaves it: it would mean the default.
         """
-        given = list(args)
+        given, text = list(args), " ".join(args)
+        if found := re.search(rf"--protocol[ =]({'|'.join((*_BUILT_IN, CASCADE, ASSISTED))})( |$)", text):
+            ctx.meta["protocol"] = found[1]
         for before, word in zip(["", *given], given, strict=False):
             name, _, value = word.partition("=") if word.startswith("--") else (before, "", word)
             if name != "--prompt" and not value.strip() and ("=" in word or not word.startswith("--")):

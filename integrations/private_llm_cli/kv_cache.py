@@ -24,7 +24,7 @@ KvCacheOption = Annotated[
         help=f"What the KV cache keeps: {', '.join(POLICIES)}; settings after commas, as mpcache,gamma=0.25 or "
         "mpcache,preset=paper; "
         "an unknown one lists those that there are.",
-        rich_help_panel="Cache of keys and values",
+        rich_help_panel="Cache of keys and values (trio, quad, dealer, plain)",
     ),
 ]
 

@@ -46,14 +46,18 @@ Levels = StrEnum("Levels", ["BUDGET", "NOISY", "OPEN"])
 PartyMode = StrEnum("PartyMode", ["AUTO", "THREADS", "PROCESSES"])
 ExpertsPlace = StrEnum("ExpertsPlace", ["AUTO", "SERVERS", "CLIENT"])
 
-PARTIES, PROTOCOL, SHARDING = "Parties", "Protocol and numbers", "Token sharding (protocol cascade)"
-SPARSITY, WRITING = "Predicted sparsity", "How text is written"
-"""Groups of options in help pages."""
+PARTIES, WRITING, PROTOCOL = "Parties", "How text is written", "Protocol"
+SHARES = "Computation on shares (trio, quad, dealer, plain)"
+SERVERS = "Linear layers at servers (assisted)"
+SHARDING = "Token sharding (cascade; after first layers under trio, quad, dealer)"
+SPARSITY = "Predicted sparsity (trio, quad, dealer, plain)"
+"""Groups of options in help pages: in parentheses the protocols of an option, if it is not of all."""
 PROTOCOLS = f"<{'|'.join((*protocol_names(), CASCADE, ASSISTED))}>"
 """How help texts show the names of this library's protocols."""
 
 
-def _option(panel: str, help_text: str, *names: str, **more: Any) -> Any:  # noqa: ANN401 - typer's own
+def option(panel: str, help_text: str, *names: str, **more: Any) -> Any:  # noqa: ANN401 - typer's own
+    """An option in a group of help pages."""
     return typer.Option(*names, help=help_text, rich_help_panel=panel, **more)
 
 
@@ -62,20 +66,26 @@ Prompt = Annotated[str, typer.Option("--prompt", help="Text to continue.")]
 TokensOption = Annotated[int, typer.Option("--max-new-tokens", min=1, help="How many tokens at most.")]
 Task = Annotated[str, typer.Option(help="causal-lm, seq2seq, classification, features, image or masked-lm.")]
 GgufFile = Annotated[str | None, typer.Option("--gguf-file", help="A GGUF file in the model's folder or repository.")]
-RangesFile = Annotated[Path | None, _option(PROTOCOL, "A file of `private-llm calibrate --out`.", "--ranges")]
+RangesFile = Annotated[Path | None, option(SHARES, "A file of `private-llm calibrate --out`.", "--ranges")]
 ProtocolOption = Annotated[
     str,
-    _option(PROTOCOL, "'plain' hides nothing (for comparison).", "--protocol", parser=protocol_name, metavar=PROTOCOLS),
+    option(
+        PROTOCOL,
+        "'plain' hides nothing (for comparison). `--protocol NAME --help` lists what NAME takes.",
+        "--protocol",
+        parser=protocol_name,
+        metavar=PROTOCOLS,
+    ),
 ]
-RingBits = Annotated[int, _option(PROTOCOL, "Bits of the ring: 64 or 32.", "--ring")]
-FracBits = Annotated[int | None, _option(PROTOCOL, "Fractional bits (default: 18; 12 in 32 bits).", "--frac-bits")]
-MatmulOption = Annotated[str, _option(PROTOCOL, "'masked', or under 'dealer' 'remask': operand-sized traffic.")]
-Reveal = Annotated[str, _option(PROTOCOL, "What the client opens: 'logits' or 'token'.", "--reveal")]
-WeightsOption = Annotated[str, _option(PROTOCOL, "'secret', or 'public' for open-weight models.", "--weights")]
+RingBits = Annotated[int, option(SHARES, "Bits of the ring: 64 or 32.", "--ring")]
+FracBits = Annotated[int | None, option(SHARES, "Fractional bits (default: 18; 12 in 32 bits).", "--frac-bits")]
+MatmulOption = Annotated[str, option(SHARES, "'masked', or under 'dealer' 'remask': operand-sized traffic.")]
+Reveal = Annotated[str, option(SHARES, "What the client opens: 'logits' or 'token'.", "--reveal")]
+WeightsOption = Annotated[str, option(SHARES, "'secret', or 'public' for open-weight models.", "--weights")]
 AdderOption = Annotated[
     AdderName | None,
-    _option(
-        PROTOCOL,
+    option(
+        SHARES,
         "Of comparisons: few rounds (prefix, the default), fewest bytes (ripple), comparison keys (keys), or for "
         "each the fastest at --bandwidth and --latency (auto; without a bandwidth it is prefix).",
         "--adder",
@@ -83,37 +93,37 @@ AdderOption = Annotated[
 ]
 AgreedAdder = Annotated[
     str,
-    _option(
-        PROTOCOL,
+    option(
+        SHARES,
         "How comparisons are made, the same at all endpoints: prefix, ripple, keys (parties far apart), or "
         "auto,bandwidth_mbit=1000,latency_ms=20, which chooses by price (default: prefix).",
         "--adder",
     ),
 ]
 ReluBits = Annotated[
-    int | None, _option(PROTOCOL, "Lowest bits that ReLU compares (default: what its range needs).", "--relu-bits")
+    int | None, option(SHARES, "Lowest bits that ReLU compares (default: what its range needs).", "--relu-bits")
 ]
-ReluLow = Annotated[int, _option(PROTOCOL, "How many of them, the lowest, ReLU leaves out.", "--relu-low")]
+ReluLow = Annotated[int, option(SHARES, "How many of them, the lowest, ReLU leaves out.", "--relu-low")]
 ApproximationsOption = Annotated[
-    str, _option(PROTOCOL, "Whose GELU and softmax: 'ours', or a name that a --plugin registers.", "--approximations")
+    str, option(SHARES, "Whose GELU and softmax: 'ours', or a name that a --plugin registers.", "--approximations")
 ]
 ParallelSessionsOption = Annotated[
-    int, _option(PROTOCOL, "Sessions side by side that share the rows of a batch.", "--parallel-sessions")
+    int, option(SHARES, "Sessions side by side that share the rows of a batch.", "--parallel-sessions")
 ]
 ExpertsOption = Annotated[
     ExpertsPlace,
-    _option(
-        PARTIES, "Under 'assisted': all experts at the servers, chosen ones here, or here if all take 1 GB (auto).",
+    option(
+        SERVERS, "All experts at the servers, chosen ones here, or here if all take 1 GB (auto).",
         "--experts",
     ),
 ]  # fmt: skip
 RotateRoles = Annotated[
-    bool, _option(PROTOCOL, "Another party plays each role in each parallel session.", "--rotate-roles")
+    bool, option(SHARES, "Another party plays each role in each parallel session.", "--rotate-roles")
 ]
-PlanOption = Annotated[str, _option(SHARDING, "Under 'cascade': alpha,c,m[,rho], for instance 8,8,2.", "--plan")]
-WeakPlan = Annotated[bool, _option(SHARDING, "Use a plan that its audit calls weak.", "--accept-weak-plan")]
+PlanOption = Annotated[str, option(SHARDING, "alpha,c,m[,rho], for instance 8,8,2.", "--plan")]
+WeakPlan = Annotated[bool, option(SHARDING, "Use a plan that its audit calls weak.", "--accept-weak-plan")]
 SplitOption = Annotated[
-    int | None, _option(SHARDING, "First layers under --protocol, the rest on the nodes of --plan.", "--split")
+    int | None, option(SHARDING, "First layers under --protocol, the rest on the nodes of --plan.", "--split")
 ]
 
 
@@ -228,22 +238,22 @@ class SharedSparsity:
 
     sparsity: Annotated[
         str,
-        _option(
+        option(
             SPARSITY,
             "Skip what predictors mark as inactive: their folder, or 'shared' if they were shared with the model.",
         ),
     ] = ""
     orders: Annotated[
-        Orders | None, _option(SPARSITY, "With --sparsity: 'kept' saves, and links patterns (default: fresh).")
+        Orders | None, option(SPARSITY, "With --sparsity: 'kept' saves, and links patterns (default: fresh).")
     ] = None
     levels: Annotated[
         Levels | None,
-        _option(
+        option(
             SPARSITY, "With --sparsity: a public 'budget' of units, what is active (open), or that and noise.",
         ),
     ] = None  # fmt: skip
     epsilon: Annotated[
-        float | None, _option(SPARSITY, "With --levels noisy: of the noise on each count (default: 0.1).")
+        float | None, option(SPARSITY, "With --levels noisy: of the noise on each count (default: 0.1).")
     ] = None
 
     def sparse_settings(self) -> dict[str, Any]:
@@ -278,10 +288,10 @@ class Sparsity(SharedSparsity):
     """What whoever has predictors may set."""
 
     neuron_budget: Annotated[
-        float | None, _option(SPARSITY, "With --sparsity: the share of neurons that a position opens.")
+        float | None, option(SPARSITY, "With --sparsity: the share of neurons that a position opens.")
     ] = None
     head_budget: Annotated[
-        float | None, _option(SPARSITY, "With --sparsity: the share of heads that a position opens.")
+        float | None, option(SPARSITY, "With --sparsity: the share of heads that a position opens.")
     ] = None
 
 
@@ -291,13 +301,13 @@ class LinkOptions:
 
     hosts: Annotated[
         list[str] | None,
-        _option(PARTIES, "host:port of each party, in order: joined by commas, or the option repeated."),
+        option(PARTIES, "host:port of each party, in order: joined by commas, or the option repeated."),
     ] = None
-    tls: Annotated[Path | None, _option(PARTIES, "Folder with ca.pem and this endpoint's .pem and .key.")] = None
-    allow_plain_loopback: Annotated[
-        bool, _option(PARTIES, "Allow unencrypted sockets, on loopback addresses only.")
-    ] = False
-    timeout: Annotated[float, _option(PARTIES, "Seconds of silence after which another endpoint is dead.")] = 120.0
+    tls: Annotated[Path | None, option(PARTIES, "Folder with ca.pem and this endpoint's .pem and .key.")] = None
+    allow_plain_loopback: Annotated[bool, option(PARTIES, "Allow unencrypted sockets, on loopback addresses only.")] = (
+        False
+    )
+    timeout: Annotated[float, option(PARTIES, "Seconds of silence after which another endpoint is dead.")] = 120.0
 
     def client_settings(self) -> dict[str, Any]:
         """As a client's `PrivateConfig` has them."""
@@ -322,7 +332,7 @@ class Run(Sparsity):
 
     protocol: ProtocolOption = "trio"
     ring: RingBits = 64
-    party_mode: Annotated[PartyMode, _option(PARTIES, "Parties as threads or as processes.")] = PartyMode.AUTO
+    party_mode: Annotated[PartyMode, option(PARTIES, "Parties as threads or as processes.")] = PartyMode.AUTO
     adder: AgreedAdder = ""
 
     def config(self, **more: Any) -> PrivateConfig:  # noqa: ANN401 - those of `config_of`
@@ -338,9 +348,9 @@ class RemoteRun(Run, LinkOptions):
     frac_bits: FracBits = None
     reveal: Reveal = "logits"
     weights: WeightsOption = "secret"
-    busy_wait: Annotated[float, _option(PARTIES, "With --hosts: seconds to wait for parties that serve others.")] = 30.0
+    busy_wait: Annotated[float, option(PARTIES, "With --hosts: seconds to wait for parties that serve others.")] = 30.0
     corrections: Annotated[
-        str | None, _option(PARTIES, "Under 'assisted': what `prepare` stored, so that one server is online.")
+        str | None, option(SERVERS, "Folder of what `prepare` stored, so that one server is online.")
     ] = None
     experts: ExpertsOption = ExpertsPlace.AUTO
 
@@ -366,15 +376,15 @@ class TextRun(RemoteRun):
 class Writing:
     """How text is written."""
 
-    temperature: Annotated[float, _option(WRITING, "Above 0: sample. 0: greedy.")] = 0.0
-    top_p: Annotated[float, _option(WRITING, "With a temperature: nucleus sampling.")] = 1.0
+    temperature: Annotated[float, option(WRITING, "Above 0: sample. 0: greedy.")] = 0.0
+    top_p: Annotated[float, option(WRITING, "With a temperature: nucleus sampling.")] = 1.0
     draft: Annotated[
-        str, _option(WRITING, "Speculative decoding: 'lookup' (for text that repeats), or a draft model.")
+        str, option(WRITING, "Speculative decoding: 'lookup' (for text that repeats), or a draft model.")
     ] = ""
-    draft_paths: Annotated[int, _option(WRITING, "With a draft: ways to go on that a pass checks.")] = 1
+    draft_paths: Annotated[int, option(WRITING, "With a draft: ways to go on that a pass checks.")] = 1
     advance: Annotated[
         int | None,
-        _option(
+        option(
             WRITING,
             "With a draft: every pass goes on by so many tokens, which hides accepted counts and may end a text "
             "early; 0: by all that are right, which the parties see. Default: by 2, or by none where fewer are known "

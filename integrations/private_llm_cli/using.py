@@ -69,7 +69,9 @@ def generate(
     sharding: options.Sharding,
     new_tokens: options.TokensOption = 32,
     as_json: options.Json = False,
-    preprocess: Annotated[bool, typer.Option("--preprocess", help="What needs no data first, apart.")] = False,
+    preprocess: Annotated[
+        bool, options.option(options.SHARES, "What needs no data first, apart.", "--preprocess")
+    ] = False,
     matmul: options.MatmulOption = "masked",
     gguf_file: options.GgufFile = None,
     ranges: options.RangesFile = None,
@@ -245,9 +247,9 @@ def estimate(
     adder: options.AdderOption = None,
     weights: options.WeightsOption = "secret",
     plan: Annotated[
-        list[str] | None, typer.Option("--plan", help="Under 'cascade': alpha,c,m[,rho]; several are compared.")
+        list[str] | None, options.option(options.SHARDING, "alpha,c,m[,rho]; several are compared.", "--plan")
     ] = None,
-    plans: Annotated[bool, typer.Option("--plans", help="Under 'cascade': compare usual plans.")] = False,
+    plans: Annotated[bool, options.option(options.SHARDING, "Compare usual plans.", "--plans")] = False,
     accept_weak_plan: options.WeakPlan = False,
     split: options.SplitOption = None,
     experts: options.ExpertsOption = options.ExpertsPlace.AUTO,
@@ -260,7 +262,7 @@ def estimate(
         ),
     ] = "",
     ranges: options.RangesFile = None,
-    corrections: Annotated[bool, typer.Option(help="Under 'assisted': one server, and what `prepare` makes.")] = False,
+    corrections: Annotated[bool, options.option(options.SERVERS, "One server, and what `prepare` makes.")] = False,
 ) -> None:
     """What a run will cost, without weights and without hardware."""
     from private_llm_cli.commands.estimate import estimate as run

@@ -18,6 +18,7 @@ import torch
 import typer
 from private_llm_cli.app import _STUDIES, app, main
 from private_llm_cli.commands.models import demo_model
+from private_llm_cli.options import SERVERS, SHARDING, SHARES
 from transformers import OPTConfig, OPTForCausalLM
 from typer.testing import CliRunner
 
@@ -87,7 +88,20 @@ def test_help_shows_every_name_whole_at_80_columns() -> None:
         assert not re.search(r"\w\.\.\.\n", shown)
         assert max(map(len, shown.splitlines())) <= 80
     panels = re.findall(r"^(\S.*):$", CliRunner().invoke(app, ["generate", "--help"]).output, re.MULTILINE)
-    assert {"Arguments", "Options", "Parties", "Protocol and numbers", "Predicted sparsity"} <= set(panels)
+    assert {"Arguments", "Options", "Parties", "Protocol", SHARES, SHARDING, SERVERS} <= set(panels)
+
+
+@pytest.mark.parametrize(
+    ("protocol", "has", "lacks"),
+    [
+        ("trio", {"--ring", "--split", "--kv-cache"}, {"--experts"}),
+        ("cascade", {"--plan", "--hosts"}, {"--ring", "--experts", "--kv-cache"}),
+        ("assisted", {"--experts", "--draft", "--timeout"}, {"--ring", "--split", "--sparsity", "--kv-cache"}),
+    ],
+)
+def test_help_of_a_protocol_has_its_options_alone(protocol: str, has: set[str], lacks: set[str]) -> None:
+    shown = {*re.findall(r"--[\w-]+", CliRunner().invoke(app, ["generate", "--protocol", protocol, "--help"]).output)}
+    assert (has <= shown, lacks & shown) == (True, set())
 
 
 @pytest.mark.parametrize(

@@ -114,11 +114,13 @@ def party(
         bool, typer.Option("--example-config", help="Print a settings file for --protocol, and end.")
     ] = False,
     index: Annotated[int | None, typer.Option("--index", help="This party's or node's number, from 0.")] = None,
-    shares: Annotated[Path | None, typer.Option("--shares", help="This party's share file, or its folder.")] = None,
+    shares: Annotated[
+        Path | None, options.option(options.SHARES, "This party's share file, or its folder.", "--shares")
+    ] = None,
     clients: Annotated[int, typer.Option(help="Clients to serve at a time; 1: one after the other.")] = 1,
     protocol: options.ProtocolOption = "trio",
     ring: options.RingBits = 64,
-    reveal: Annotated[str, typer.Option(help="As the client's.")] = "logits",
+    reveal: Annotated[str, options.option(options.SHARES, "As the client's.")] = "logits",
     matmul: options.MatmulOption = "masked",
     adder: options.AgreedAdder = "",
     offline_folder: Annotated[str | None, typer.Option(help="Where this party stores preprocessing.")] = None,
@@ -127,12 +129,18 @@ def party(
         str, typer.Option(help="Where shares (or weights, 'assisted') live: 'cpu', 'cuda:N', 'cuda'.")
     ] = "cpu",
     device_map: Annotated[
-        str, typer.Option(help="'auto', 'disk' (read layers as they run), or JSON {module: device}.")
+        str, options.option(options.SHARES, "'auto', 'disk' (read layers as they run), or JSON {module: device}.")
     ] = "",
-    max_memory: Annotated[str, typer.Option(help="JSON {device: size} for a planned --device-map.")] = "",
-    offload_folder: Annotated[str | None, typer.Option(help="Disk for weights that come from the client.")] = None,
+    max_memory: Annotated[str, options.option(options.SHARES, "JSON {device: size} for a planned --device-map.")] = "",
+    offload_folder: Annotated[
+        str | None, options.option(options.SHARES, "Disk for weights that come from the client.")
+    ] = None,
     weights_at_rest: Annotated[
-        str, typer.Option(help="Weights between uses: 'resident', 'seeds' (no masks), 'auto' (as is faster, or fits).")
+        str,
+        options.option(
+            options.SHARES,
+            "Weights between uses: 'resident', 'seeds' (no masks), 'auto' (as is faster, or fits).",
+        ),
     ] = "auto",
     frac_bits: options.FracBits = None,
     parallel_sessions: options.ParallelSessionsOption = 1,
@@ -198,11 +206,11 @@ def _want(settings: PartySettings) -> None:
     """Raises what is wrong with links, port and files before PyTorch is imported, and says what is loaded then."""
     config, number = settings.config, settings.party
     addresses = addresses_of(config, number, (), b"")
-    listen(addresses[number], anywhere=config.tls is not None).close()
     for path in settings.models.values():
         want_share_file(path)
     if settings.checkpoint is not None:
         want_model(settings.checkpoint)
+    listen(addresses[number], anywhere=config.tls is not None).close()
     if settings.log_format == "text":
         held = ", ".join(map(str, settings.models.values())) or settings.checkpoint
         NOTES.print(f"loading {held} ..." if held else "starting ...", markup=False, highlight=False, soft_wrap=True)
