@@ -24,8 +24,7 @@ from private_llm.typed_settings import check_types, refuses_unknown, settings_of
 VERSION = "0.1.0"  # version of the library; parties with different versions refuse each other
 MAX_PARALLEL_SESSIONS = 64  # parallel sessions that a session may have
 
-PROMPT_CHUNKS = (512, 128)
-"""Tokens of a row in a chunk of a long prompt: usually, and where the arrays of that many would be too large."""
+PROMPT_CHUNKS = (512, 128)  # tokens of a row in a chunk of a long prompt, and where arrays of that many are too large
 
 _AGREED = (
     "protocol", "ring", "frac_bits", "weights", "reveal", "adder", "bandwidth_mbit", "latency_ms", "relu_bits",
@@ -37,8 +36,7 @@ _AGREED = (
 _TYPED_BELOW = ("plugins", "kv_cache", "sparsity", "plan", "split", "device", "device_map", "max_memory")
 """Settings whose own checks say more than their types."""
 
-PLANNED = ("auto", "balanced", "balanced_low_0", "sequential")
-"""Device maps that Accelerate makes from the memory there is."""
+PLANNED = ("auto", "balanced", "balanced_low_0", "sequential")  # device maps that Accelerate makes
 
 
 def _device_name(key: str, where: object, *more: str) -> str:

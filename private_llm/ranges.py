@@ -37,11 +37,9 @@ QUANTITIES = {
 
 LEAST_BITS = 8  # fewest fractional bits of a result
 
-WEIGHT_ROOM = 43
-"""Bits that a layer's small weights and its results share in a product, beside 18 fractional bits of its input."""
+WEIGHT_ROOM = 43  # bits that small weights and results share in a product, beside 18 fractional bits of its input
 
-LARGEST_EXPONENT = 30
-"""Largest exponent of results and of arguments: long rows of values near 2^REACH are bounded by it."""
+LARGEST_EXPONENT = 30  # largest exponent of results and arguments: long rows of values near 2^REACH are bounded by it
 
 _LIMITS = {
     "output": (-60, LARGEST_EXPONENT),

@@ -30,8 +30,7 @@ from private_llm.tensor.fixed import Fixed
 
 SECRET_BITS = 17  # fractional bits of a wave's secret numbers, less those by which its coefficients are below 1
 
-ANGLE_BITS = 15
-"""Fractional bits of arguments that angles keep: cut from them they are less than 2^-14 off, sums half of that."""
+ANGLE_BITS = 15  # fractional bits of arguments that angles keep: they are less than 2^-14 off, sums half of that
 
 
 @dataclass(frozen=True)

@@ -38,28 +38,24 @@ from private_llm.protocols.share import Share
 from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.scale import encoded
 
-SQUARE_BITS = 30
-"""Most fractional bits of the sum of squares; 6 less than those of a square, so that the whole range can be scaled."""
+SQUARE_BITS = 30  # most fractional bits of the sum of squares; a square has 6 more, so that the whole range fits
 
 INVERSE_BITS = 15  # significant bits of the smallest inverse root: relative error 2^-16
 
 
-MEAN_BITS = 3
-"""Fractional bits that deviations from the mean have more than the row: the mean of a small row is off by one unit."""
+MEAN_BITS = 3  # fractional bits that deviations from the mean have more than the row, whose mean is off by a unit
 
 
 WIDEST = 36  # mean squares stay below 2^WIDEST in rows that nobody has measured
 LARGEST = 20  # entries, and means, stay within +-2^LARGEST
 _SMALLEST = 2.0**-13  # comparison keys are used for norms only where mean squares of this size are inside their range
 
-_REACH_DOWN = math.sqrt(math.ldexp(1.0, -round(2 * REACH)))
-"""2^-REACH by operations that are rounded alike on all machines, which powers need not be."""
+_REACH_DOWN = math.sqrt(math.ldexp(1.0, -round(2 * REACH)))  # 2^-REACH by operations that all machines round alike
 
 _WRAP_FREE = 61  # bits that a product may have before its truncation
 _SUM_BITS = 16  # significant bits of the smallest sum of squares, where it has no more bits than it needs
 
-_FINER = 8
-"""Most fractional bits that a row times its weights has more than the row: weights may then be as small as 2^-8."""
+_FINER = 8  # most fractional bits that a row times its weights has more: weights may then be as small as 2^-8
 
 
 def layer_norm(

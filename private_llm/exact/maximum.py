@@ -152,11 +152,9 @@ def _first_of_all(x: Fixed) -> Fixed:
     return total.with_share(total.proto.add_public(total.share, -(1 << (entry - 1))))
 
 
-CUT_BITS = 4
-"""Fractional bits of cut entries: a maximum is less than 3/16 below the largest, within 1/4 as softmax wants it."""
+CUT_BITS = 4  # fractional bits of cut entries: a maximum is less than 3/16 below the largest; softmax wants 1/4
 
-_FEWEST, _MOST = 5, 16
-"""Entries that may meet at once: fewer take as many rounds in pairs, of more there are too many pairs."""
+_FEWEST, _MOST = 5, 16  # entries that may meet at once: fewer take as many rounds in pairs, more have too many pairs
 
 
 def concatenated(pieces: Sequence[Fixed], dim: int) -> Fixed:

@@ -66,8 +66,7 @@ _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -2, -3, -8  # param
 _MAPPED_FROM = 1 << 30
 _KEPT = (1 << 31) - 1
 _GROWTH = 256 << 20
-ARENAS = 4
-"""Heaps of the process. Every thread would get one of its own, up to eight per core, and keep what it freed there."""
+ARENAS = 4  # heaps of the process: each thread would get one, up to eight per core, and keep what it freed there
 _CONTAINER = Path("/sys/fs/cgroup/memory.max")  # where Linux says how much memory a container may use
 
 

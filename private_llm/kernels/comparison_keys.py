@@ -139,8 +139,7 @@ def add_steps(values: Array, top: Array, offset: Array, powers: Array, steps: Ar
 
 
 _WORDS = LINE // 8
-GROUP = 8
-"""Keys that are followed side by side: a step of one waits for the cipher, which can work on the others' meanwhile."""
+GROUP = 8  # keys that are followed side by side: the cipher works on others while one waits for its step
 
 
 @compiled

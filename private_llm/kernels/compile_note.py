@@ -25,11 +25,9 @@ class _Note:
     """That of this process."""
 
     def __init__(self) -> None:
-        self.others: list[Tell | None] = []
-        """Who shows it instead, the last one; None: nobody."""
+        self.others: list[Tell | None] = []  # who shows it instead, the last one; None: nobody
         self.said = False
-        self.of_client = False
-        """Whether what this process writes stands on the terminal of a client, which writes texts there."""
+        self.of_client = False  # whether this process writes on the terminal of a client, which writes texts there
         self.begin_anew()
 
     def begin_anew(self) -> None:

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from private_llm.errors import ConfigError, UnsupportedOp
 
-ALONE = threading.RLock()
-"""Held while a CUDA graph is captured, and while kernels are timed, which would break another thread's capture."""
+ALONE = threading.RLock()  # held while a CUDA graph is captured, or kernels are timed, which would break the capture
 
 
 def device_for(name: str, party: int) -> torch.device:

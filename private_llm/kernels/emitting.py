@@ -17,8 +17,7 @@ ZERO, ARRAY = "zero", "array"
 """
 IrValue = Any
 Type = Any
-Function = Any
-"""Without types of their own: llvmlite's instructions and builders, Numba's types, and functions for kernels."""
+Function = Any  # without types of their own: llvmlite's instructions and builders, Numba's types, and kernels
 
 
 def emitted(*kinds: Type, returns: Type = types.void) -> Callable[[Callable[..., IrValue]], Function]:

@@ -21,8 +21,7 @@ from private_llm.kernels.shapes import Size
 class BilinearForm(ABC):
     """B(x, y), linear in x and in y, over tensors of ring elements (int32 or int64; any device, meta included)."""
 
-    tag: str
-    """Name under which the ledger books its messages."""
+    tag: str  # name under which the ledger books its messages
 
     @abstractmethod
     def product(self, x: Tensor, y: Tensor) -> Tensor:

@@ -93,8 +93,7 @@ class StreamKey:
     """
 
     __slots__ = ("_address", "_origin", "_raw", "_rounds")
-    on_gpus = False
-    """Whether kernels of GPUs make the stream."""
+    on_gpus = False  # whether kernels of GPUs make the stream
 
     def __init__(self, raw: bytes) -> None:
         self._raw, self._origin = raw, Origin()

@@ -37,8 +37,7 @@ SCRATCH = _LINE - 1  # the last word of a line of DONE or of a worker: what is w
 
 _BITS = 16
 _LEFT = (1 << _BITS) - 1
-_TRIES = 3000
-"""How often somebody who waits looks before sleeping: some 10 us. To sleep and to be woken takes 30 and more."""
+_TRIES = 3000  # how often somebody who waits looks before sleeping: some 10 us; to be woken takes 30 and more
 
 
 _write = types.ExternalFunction("write", types.intp(types.intc, types.uintp, types.uintp))
@@ -201,8 +200,7 @@ class Team:
     def __init__(self, workers: int) -> None:
         room = np.zeros(word_of(workers, 0) + _LINE, np.int64)
         self._words = room[-(room.ctypes.data // 8) % _LINE :]
-        self.address = int(self._words.ctypes.data)
-        """What compiled code takes for it."""
+        self.address = int(self._words.ctypes.data)  # what compiled code takes for it
         self.wanted, self.workers = workers, 0
         with suppress(OSError, RuntimeError):  # counters and threads are not unlimited
             self._words[DONE] = os.eventfd(0, os.EFD_CLOEXEC)

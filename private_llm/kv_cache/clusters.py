@@ -16,8 +16,7 @@ from private_llm.tensor.range_check import watch_flat
 RESOLUTION_BITS = 10  # an extreme may be an entry up to 2^-10 short of it
 _LEAST = 2.0**-6  # added to squared norms: keys of padding may be zero
 
-_MOST = 24
-"""Squared norms are below 2^24. The root of a larger one would be garbage, so the check of ranges watches for it."""
+_MOST = 24  # squared norms are below 2^24: the root of a larger one is garbage, so the check of ranges watches for it
 
 
 def representatives(keys: Fixed, selection: Selection, mass: Fixed | None) -> list[Fixed]:

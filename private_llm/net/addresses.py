@@ -19,8 +19,7 @@ _BACKLOG = 64  # connections that the system keeps for an endpoint that has not 
 _MIN_TOKEN = 16
 _UNIX = "unix:"  # begins the address of a socket that the operating system knows by a name, not a port (Linux)
 _NAME_BYTES = 16
-_SEND_BUFFER = 4 << 20
-"""Bytes asked for; the system grants `net.core.wmem_max` at most (208 KB on many, where TCP is faster)."""
+_SEND_BUFFER = 4 << 20  # bytes asked for; the system grants `net.core.wmem_max` at most (often 208 KB: TCP is faster)
 
 
 def open_listeners(parties: int) -> list[socket.socket]:

@@ -158,8 +158,7 @@ _GATE = 0
 _AWAY_S = 3.0  # seconds after which a client in line that has not called again has left
 _NOTES = 16  # words that it waits which a client may say in the time in which it has reason for two
 _READ_S = 0.1  # how often it is looked whether a client that reads slowly is still there
-_SPARE = 8
-"""Sessions that a party besides party 0 holds beyond the limit: theirs may end a little later than at party 0."""
+_SPARE = 8  # sessions that another party than party 0 holds beyond the limit: theirs may end a little later
 
 
 class ClientLink(SocketTransport):

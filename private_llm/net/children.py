@@ -37,8 +37,7 @@ from private_llm.net.transport import CLIENT
 _CHILD = "from private_llm.net.children import main; main()"
 _READY = b"ready\n"  # what each party writes to standard output once it has started
 _EXIT_S = 5.0  # seconds the parties may take to end before they are killed
-_STARTS = 20
-"""How often a server is started at most: one that is killed each time again has too little memory, for instance."""
+_STARTS = 20  # how often a server is started at most: one that is killed each time may have too little memory
 _PAUSE_S = 0.2
 
 RunParty = Callable[..., str | None]

@@ -10,8 +10,7 @@ IN_MEMORY = HERE and platform.machine() == "x86_64"
 
 HEADER_WORDS = 8
 HEADER = 8 * HEADER_WORDS
-INLINE = 64 << 10
-"""Bytes of the largest payload that Python writes itself; a larger one may have to wait until its reader has room."""
+INLINE = 64 << 10  # bytes of the largest payload that Python writes; a larger one may wait until its reader has room
 LARGEST = 4 << 20
 """Bytes of the largest payload that a program writes: as many as Unix sockets keep (`net/addresses.py`), so that two
 who send to each other at the same time need not wait; others go on in Python."""
@@ -40,8 +39,7 @@ HEAD, TAIL, RING_STATE = 0, 8, 16
 """Words of a ring before its frames: how many words were ever written, and read, each in a line of the cache."""
 ROOM = 1 << 16  # words of frames in a ring
 TAG_WORDS = 4
-NUMBER, COUNT, TAG = 0, 1, 2
-"""Words of a frame's header in a ring: the number of the message, from 1 on, its elements, its tag."""
+NUMBER, COUNT, TAG = 0, 1, 2  # a frame's header in a ring: number of the message, from 1 on, elements, tag
 
 
 def frame_words(count: int) -> int:

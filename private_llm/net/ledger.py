@@ -38,8 +38,7 @@ _MOST_AGAIN = 1024  # different bookings that are counted before they are added 
 _UNTIMED: AbstractContextManager[None] = nullcontext()
 
 HERE, OWNER, AS_IT_IS = range(3)
-Scope = tuple[int, str]
-"""A module: the one that was computed before, one within an owner (by its name there), or any other."""
+Scope = tuple[int, str]  # a module: the one computed before, one within an owner (by its name there), or any other
 
 
 @dataclass(frozen=True)
@@ -75,10 +74,8 @@ class Ledger:
 
     def __init__(self, party: int) -> None:
         self.party = party
-        self.scope_name = ""
-        """The innermost module being computed, or an empty string."""
-        self.op_name = ""
-        """The outermost operation being computed, or an empty string."""
+        self.scope_name = ""  # the innermost module being computed, or an empty string
+        self.op_name = ""  # the outermost operation being computed, or an empty string
         self._sent: dict[tuple[str, str, int], int] = defaultdict(int)
         self._rounds: dict[tuple[str, str], int] = defaultdict(int)
         self._macs: dict[str, int] = defaultdict(int)

@@ -23,11 +23,9 @@ from private_llm.net.direct import Barrier, BarrierEnd, End
 from private_llm.net.memory_link import MemoryLink, Reader, Writer, new_link
 from private_llm.net.transport import CLIENT, Ready, Transport, disagreement, endpoint_name
 
-_MAX_AHEAD = 256 << 20
-"""Bytes a sender may run ahead of its receiver before it waits (bounds memory of the preprocessing)."""
+_MAX_AHEAD = 256 << 20  # bytes a sender may run ahead of its receiver before it waits (bounds preprocessing's memory)
 
-_PARTIES = 3
-"""Endpoints with lower numbers run programs, as parties of trio and dealer; each link of theirs takes a descriptor."""
+_PARTIES = 3  # endpoints below run programs, as parties of trio and dealer; each of their links takes a descriptor
 
 _SMALL = 1024  # bytes of payloads that are not counted
 

@@ -36,8 +36,7 @@ WAIT_UNTIL: ContextVar[float] = ContextVar("WAIT_UNTIL", default=math.inf)
 
 _GATE = 0  # the party that decides which client is served
 _LOOK_S = 1.0  # how often an endpoint that waits for calls looks which of those it knows have left
-_TELL_FIRST_S, _TELL_AGAIN_S = 2.0, 10.0
-"""Seconds after which a client's log says whom it waits for, and between two such lines."""
+_TELL_FIRST_S, _TELL_AGAIN_S = 2.0, 10.0  # seconds until a client's log says whom it waits for, and between such lines
 
 
 class Unreached(TransportError):

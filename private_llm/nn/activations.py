@@ -22,8 +22,7 @@ from private_llm.tensor.fixed import READ_BITS, Fixed
 from private_llm.tensor.range_check import watch_compared, watch_flat
 from private_llm.tensor.secret import SecretTensor
 
-_KEY_ROOM = 7
-"""Bits that sums of 256 arguments may have more than one of them: values fill the range that `relu_bits` states."""
+_KEY_ROOM = 7  # bits that sums of 256 arguments may have more than one of them, which fills the range of `relu_bits`
 
 
 @dataclass(frozen=True, eq=False)

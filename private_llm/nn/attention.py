@@ -57,8 +57,7 @@ SCALE_BITS = 14  # bits of a score scale that is no power of two: relative error
 ROOM = 4  # bits above 2^REACH that scores need: their differences and a sign, and one to see what leaves its range
 LEAST_EXP_BITS = 18  # least fractional bits of exponentials that are mixed before they are divided
 
-LEAST_MIXED_BITS = 14
-"""Least fractional bits of what is divided last: rounding it is less than rounding each probability of a row."""
+LEAST_MIXED_BITS = 14  # least fractional bits of what is divided last, which rounds less than each probability of a row
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,8 +73,7 @@ class Pattern:
     rows: Rows
     entries: tuple[int, ...] = ()
     seeing: Tensor | None = None
-    digest: bytes = b""
-    """Equal for equal masks."""
+    digest: bytes = b""  # equal for equal masks
 
     @property
     def longest(self) -> int:

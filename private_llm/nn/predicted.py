@@ -27,13 +27,11 @@ from private_llm.tensor.ops_matmul import linear_by
 from private_llm.tensor.range_check import watch_flat
 from private_llm.tensor.secret import SecretTensor
 
-SCORE_BITS = 10
-"""Scores lie below 2^10; a larger one would count with the wrong sign, so the check of ranges watches for it."""
+SCORE_BITS = 10  # scores lie below 2^10: larger ones count with the wrong sign, so the check of ranges watches for it
 
 RESOLUTION_BITS = 8  # scores up to 2^-8 above the threshold may count as below it
 
-FEW_ROWS = 4
-"""Up to that many positions FC2 reads the weights of listed neurons only; more positions want most of them anyway."""
+FEW_ROWS = 4  # up to that many positions FC2 reads the weights of listed neurons only; more want most of them anyway
 
 _NOTHING = torch.zeros((0, 0), dtype=torch.bool)
 

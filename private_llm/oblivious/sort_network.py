@@ -21,8 +21,7 @@ from private_llm.protocols.registry import Pricing
 from private_llm.protocols.share import BitShare, Share
 from private_llm.tensor.fixed import Fixed
 
-Layer = tuple[Tensor, Tensor]
-"""Comparators that run at once, as int64 places: which gets the one that comes first, and which the other."""
+Layer = tuple[Tensor, Tensor]  # comparators that run at once, int64 places: of what comes first, and of the other
 
 
 @dataclass(frozen=True, eq=False)

@@ -26,8 +26,7 @@ from private_llm.tensor.fixed import Fixed
 Method = Literal["auto", "pairs", "network", "search"]
 """How the k largest are found; "auto" is the one that takes least time by its cost (`method_for`)."""
 
-MOST_PAIRS = 1 << 23
-"""Pairs that are compared at once take about 55 bytes of a party's memory each, half a gigabyte in all."""
+MOST_PAIRS = 1 << 23  # pairs that are compared at once take about 55 bytes of a party's memory each, half a gigabyte
 
 
 def largest_bits(x: Fixed, k: int, method: Method = "auto", bits: int | None = None) -> BitShare:

@@ -53,18 +53,14 @@ class PartyEnd:
     """
 
     name: str
-    same_inputs = False
-    """Whether a client sends the same tensor to all parties that receive one of an input."""
-    can_repeat = False
-    """Whether parties of this protocol may repeat steps as recorded programs, at some time (`mask_streams`)."""
+    same_inputs = False  # whether a client sends the same tensor to all parties that receive one of an input
+    can_repeat = False  # whether its parties may repeat steps as recorded programs, at some time (`mask_streams`)
     compares = False
     """Whether parties notice what one of them alters. Then they must compare what they were told to run, too: records
     of different runs differ, but one party alone may be the judge of records."""
 
-    module = ""
-    """The one that is being computed (`Session.module`), whose ranges hold; "" outside."""
-    runs_ahead = False
-    """Whether this is inside a `section`: the helping party may be ahead."""
+    module = ""  # the one that is being computed (`Session.module`), whose ranges hold; "" outside
+    runs_ahead = False  # whether this is inside a `section`: the helping party may be ahead
 
     def __init__(self, party: int, transport: Transport, ring: Ring) -> None:
         self.party = party
@@ -132,8 +128,7 @@ class PartyEnd:
 class ClientEnd(ABC):
     """The client's end over links to all parties: how elements enter and leave. Calls come in the parties' order."""
 
-    cipher: str | None = None
-    """Of the parties' streams, as they said when they met; None: they were not asked."""
+    cipher: str | None = None  # of the parties' streams, as they said when they met; None: they were not asked
 
     def __init__(self, transport: Transport, ring: Ring) -> None:
         self.transport, self.ring = transport, ring

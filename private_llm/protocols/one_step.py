@@ -116,15 +116,13 @@ def _unsigned(values: object) -> Array:
 TOP = 1  # arguments lie in [TOP - SPAN, TOP)
 SPAN = 16  # how many units the range has; the modulus is twice that
 
-FACTOR_BITS = 17
-"""Fractional bits of public factors, which reach e^(SPAN + TOP) = 2^24.6, and of the lower half they are made of."""
+FACTOR_BITS = 17  # fractional bits of public factors, up to e^(SPAN + TOP) = 2^24.6, and of their lower halves
 
 _NEAR_BITS = 42  # fractional bits of the upper half where the digits are equal: those factors are small
 SECRET_BITS = 38  # fractional bits of e^(-r): half of 2^-38 e^16 = 2^-16 of the result
 TOTAL_BITS = FACTOR_BITS + SECRET_BITS  # fractional bits of the result before its division
 
-GIVEN_BITS = TOTAL_BITS + 4
-"""Bits that a result below e^TOP is a number of, before its division: where the protocol may, shares have no more."""
+GIVEN_BITS = TOTAL_BITS + 4  # bits of a result below e^TOP before its division: where they may, shares have no more
 
 _COARSE_BITS, _FINE_BITS = 42, 20  # fractional bits of the two tables of e^(-r)
 _FINEST = 20  # fractional bits of arguments that count; lower ones are left out

@@ -50,8 +50,7 @@ class Prices:
 
 ROUND_S = 1e-4  # computing that one round costs besides the network: a few calls of Python (measured 0.06 to 0.15 ms)
 
-BLOCK_S = 6e-9
-"""A block of the cipher of comparison keys, on one thread, with what is done with it (measured 5 to 7 ns)."""
+BLOCK_S = 6e-9  # a block of the cipher of comparison keys and what is done with it, on one thread (5 to 7 ns)
 
 
 @dataclass(frozen=True)

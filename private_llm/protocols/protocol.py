@@ -54,8 +54,7 @@ class Protocol(PartyEnd):
     """What this end computes in its own way. Callers ask for "local_truncate" (divisions then make use of `widths` in a
     64-bit ring), "piecewise", "exponential" and "relu_minus_waves"; all other primitives are always there here."""
 
-    divides_exactly = False
-    """Whether every division is the floor, never one unit more."""
+    divides_exactly = False  # whether every division is the floor, never one unit more
 
     def __init_subclass__(cls) -> None:
         """What a class defines is there."""

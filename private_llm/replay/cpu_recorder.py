@@ -39,8 +39,7 @@ from private_llm.replay.recording import UNFORESEEN, StepRecorder, all_written_b
 from private_llm.replay.transports import noted
 from private_llm.ring.prg import Prg
 
-MOST_RECORDED = 256 << 20
-"""Bytes of all that changes in a step that is recorded: all of it is held until the step is over."""
+MOST_RECORDED = 256 << 20  # bytes of all that changes in a step that is recorded, held until the step is over
 MOST_BYTES = 64 << 20  # largest memory of a program
 
 

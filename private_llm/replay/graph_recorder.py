@@ -28,8 +28,7 @@ from private_llm.replay.rooms import Pool, part_of
 from private_llm.replay.transports import noted, unrecorded
 from private_llm.ring.prg import Prg
 
-MOST_RECORDED = 4 << 30
-"""Bytes that a step may hold at a time while it is recorded; an eighth of what is free, where that is more."""
+MOST_RECORDED = 4 << 30  # bytes that a recorded step may hold at a time; an eighth of what is free, if that is more
 SWEEP = 64 << 20  # after so many bytes more, memory is freed that nobody but the recorder holds
 
 

@@ -46,13 +46,10 @@ from private_llm.replay.transports import LiveTransport, ProgramTransport
 from private_llm.ring.prg import ChaCha
 
 MOST_BYTES = 1 << 30  # largest memory of what comes in of a program; a tenth of what is free, where that is more
-MOST_HELD = 2 << 30
-"""Constants of all programs of a session, an eighth of what is free, where that is more: those that run within others,
-of which each length of a cache has its own, are counted apart."""
+MOST_HELD = 2 << 30  # constants of a session's programs (or an eighth of what is free); inner ones are counted apart
 
 
-_FAILED = threading.Event()
-"""A capture did not end in this process. PyTorch's allocator may believe that it goes on, so there is no other one."""
+_FAILED = threading.Event()  # a capture did not end in this process, as PyTorch's allocator may believe: no other one
 
 
 def captured(pool: Pool, launches: Callable[[], None]) -> torch.cuda.CUDAGraph:

@@ -56,8 +56,7 @@ from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.scale import encode_public
 
 MOST_PROGRAMS = 1024  # programs that a session keeps; the one that was used longest ago goes first
-MOST_HELD = 256 << 20
-"""Bytes of constants and tables of all programs of a session; again the one that was used longest ago goes first."""
+MOST_HELD = 256 << 20  # bytes of constants and tables of a session's programs; the one used longest ago goes first
 
 
 @dataclass

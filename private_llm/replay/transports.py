@@ -68,8 +68,7 @@ class TracedTransport(TraceHook, PassingTransport):
         """streams: of the session's masks."""
         super().__init__(inner)
         self.inner, self.trace, self._streams = inner, Trace(), list(streams)
-        self.reason: str | None = None
-        """Why not all of the step was written down, or None."""
+        self.reason: str | None = None  # why not all of the step was written down, or None
 
     def stop(self, reason: str) -> None:
         """From now on nothing is written down."""
@@ -210,5 +209,4 @@ class LiveTransport:
         return self._streams[number]
 
 
-ProgramTransport = LiveTransport | ReplayTransport
-"""What a program meets when it runs: streams and links, or what was written down of them."""
+ProgramTransport = LiveTransport | ReplayTransport  # what a program meets: streams and links, or their record

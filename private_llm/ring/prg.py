@@ -100,8 +100,7 @@ class Prg:
     """An AES-128-CTR stream of elements and packed words: this package's kernel, or OpenSSL. Not thread-safe."""
 
     __slots__ = ("_block", "_forks", "_host", "_stream")
-    block = 16
-    """Bytes: a draw takes whole blocks."""
+    block = 16  # bytes: a draw takes whole blocks
 
     def __init__(self, key: bytes) -> None:
         self._block, self._forks = 0, process.forks

@@ -32,8 +32,7 @@ SEEN = 5
 Modulo 32 times its size, a product of any size comes out within the size with probability 1/16: the check sees others.
 """
 
-READ_BITS = 16
-"""Most fractional bits of results that products alone read: rounding is then a tenth of what activations miss."""
+READ_BITS = 16  # most fractional bits of results that products alone read; activations miss ten times its rounding
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -47,8 +47,7 @@ from private_llm.tensor.secret import SecretTensor
 SKETCHES = 4  # patterns of signs per row
 PIECE = 256  # entries of one sum where there are no rows
 
-_LESS_ROOM = 2
-"""Bits of head room given up in a 32-bit ring: garbage of a product that wrapped is no larger than 2^(31 - frac)."""
+_LESS_ROOM = 2  # bits of head room given up in a 32-bit ring, where what wrapped is at most 2^(31 - frac)
 
 UNKNOWN = REACH + 3  # bits of magnitude that the signed sums of a module without calibration may have
 

@@ -31,14 +31,11 @@ class SecretTensor(Guarded):
     """One party's share of a tensor; everything but its values is public. `repr` shows the shape only."""
 
     __slots__ = ("_family", "_fixed", "coarse", "hidden", "session")
-    session: Session
-    """The session whose parties hold the other shares."""
+    session: Session  # the session whose parties hold the other parts
     _fixed: Fixed
     _family: list[weakref.ref[SecretTensor]] | None
-    coarse: bool
-    """Whether this value is meant to have fewer fractional bits than the session (massive residual streams)."""
-    hidden: Tensor | None
-    """Public mask (bool, this shape), True where an entry stands for minus infinity, or None."""
+    coarse: bool  # whether this value is meant to have fewer fractional bits than the session
+    hidden: Tensor | None  # public mask (bool, this shape), True where an entry stands for minus infinity, or None
 
     @staticmethod
     def __new__(cls: type[SecretTensor], fixed: Fixed) -> SecretTensor:
@@ -233,10 +230,8 @@ class SecretIndex(Guarded):
     """A party's hold on secret integers of a public shape, for embeddings; anything else raises UnsupportedOp."""
 
     __slots__ = ("_shape", "session", "share")
-    session: Session
-    """The session whose parties hold the other keys."""
-    share: Index
-    """What this party holds."""
+    session: Session  # the session whose parties hold the other parts
+    share: Index  # what this party holds
     _shape: torch.Size
 
     @staticmethod

@@ -171,8 +171,7 @@ def depthwise(x: int, w: int, out: int, geometry: Array, positions: int, zero: Z
 
 # -- on byte tiles ----------------------------------------------------------------------------------------------------
 PANEL = 32  # windows at a time
-BLOCK = 6 * STEPS
-"""Entries of windows at a time, in 32 bits: with a panel and 16 rows of weights they fill the first-level cache."""
+BLOCK = 6 * STEPS  # entries of windows at a time, in 32 bits: with a panel and 16 rows they fill the first-level cache
 _WORD = np.uint32(0)
 
 

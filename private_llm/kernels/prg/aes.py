@@ -36,8 +36,7 @@ def usable() -> bool:
 _FEATURES = binding.get_host_cpu_features()
 WIDE = bool(_FEATURES.get("vaes", False)) and bool(_FEATURES.get("avx512f", False))
 LANES = 4 if WIDE else 1  # blocks in a vector
-_UNDER_WAY = 8
-"""Vectors that are encrypted side by side: an AES instruction takes several cycles, and one or two start in each."""
+_UNDER_WAY = 8  # vectors encrypted side by side: an AES instruction takes several cycles, and one or two start in each
 BLOCK = 16  # bytes of a block
 SPILL = BLOCK * LANES  # `write_lines` writes fewer bytes than this beyond a line's end
 _BLOCK = ir.VectorType(I64, 2)

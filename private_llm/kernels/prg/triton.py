@@ -10,8 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCKS, WARPS = 128, 4
-"""Blocks of 16 words per program, and its warps: a block a lane, in 31 registers, so that a multiprocessor is full."""
+BLOCKS, WARPS = 128, 4  # blocks of 16 words per program, and its warps: a block a lane, in 31 registers
 
 
 @triton.jit

@@ -158,8 +158,7 @@ ALONE = LayerSharing()
 class CachePolicy:
     """Decides how many entries stay after a call; see the module's header for what else it may declare."""
 
-    name: ClassVar[str]
-    """What it is called in JSON and on the command line."""
+    name: ClassVar[str]  # what it is called in JSON and on the command line
 
     def entries(self, held: int, position: int, queries: int) -> int:
         """How many of `held` entries stay after a call of `queries` new tokens, which `held` and `position` include.

@@ -45,8 +45,7 @@ from private_llm.ring.prg import Seed
 
 _AT_ONCE = 1 << 30  # bytes that the cipher takes in one call
 
-GROUPS = (*MASK_GROUPS, (0, 1, 2))
-"""Who shares a key: those of masks, and last those of permutations that party 3 must not know."""
+GROUPS = (*MASK_GROUPS, (0, 1, 2))  # who shares a key: of masks, and last of permutations that party 3 must not know
 
 _TRANSCRIPTS: dict[int, tuple[int, ...]] = {0: (1, 2), 1: (0,), 2: (0,), 3: ()}
 """With whom each party records what both must hold."""

@@ -23,8 +23,7 @@ from private_llm.ring.ring import Ring
 class TrioArithmetic(Family):
     """One party's products, one-step polynomials, lookups and edges."""
 
-    index_keys = 2
-    """Keys of point functions that this party receives for an index."""
+    index_keys = 2  # keys of point functions that this party receives for an index
 
     def add_public(self, x: Share, c: int | Tensor) -> Share:
         """The evaluators add c to their masked component. Local."""
@@ -65,8 +64,7 @@ class TrioArithmetic(Family):
             piece = piece.reshape(-1)[select.to(piece.device)]
         return self.end._finish(form.tag, piece.shape, piece, shift, True, widths)
 
-    _table_product = bilinear
-    """Of a shared table, which dealer masks once, whatever it does to operands."""
+    _table_product = bilinear  # of a shared table, which dealer masks once, whatever it does to operands
 
     @staticmethod
     def product_price(ring: Ring, count: int, shift: int, widths: BitWidths | None = None) -> Cost:

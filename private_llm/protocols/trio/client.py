@@ -23,8 +23,7 @@ from private_llm.ring.ring import Ring
 class TrioClient(ClientEnd):
     """The client's end: 32 bytes of key to each of `mask_holders` at the start. `one_hot`: see `TrioArithmetic`."""
 
-    mask_holders: tuple[tuple[int, ...], ...] = ((0, 1), (0, 2))
-    """Who knows the masks a1 and a2 of inputs."""
+    mask_holders: tuple[tuple[int, ...], ...] = ((0, 1), (0, 2))  # who knows the masks a1 and a2 of inputs
     key_holders: tuple[tuple[tuple[int, int], ...], ...] = (((0, 0), (1, 0)), ((0, 1), (2, 0)), ((1, 1), (2, 1)))
     """Which keys each party gets for an index (`TrioArithmetic.lookup`): (pair, end), pairs (0, 1), (0, 2), (1, 2)."""
 

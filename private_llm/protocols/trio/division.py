@@ -66,8 +66,7 @@ class TrioParty(Protocol):
 
     name = "trio"
     can_repeat = True
-    one_hot = False
-    """Whether the client shares indices as one-hot rows, which need nothing of party 0 but masks."""
+    one_hot = False  # whether the client shares indices as one-hot rows, which need nothing of party 0 but masks
     prices: Prices
 
     def __init__(self, setup: PartySetup) -> None:

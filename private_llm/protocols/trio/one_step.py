@@ -355,8 +355,7 @@ def _signed(values: Array) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(values).view(np.int64))
 
 
-_SHARED = 3
-"""Thresholds that take as long as one way by itself: most of their ways' first half is one (measured 3.3 for SiLU)."""
+_SHARED = 3  # thresholds that take as long as one way alone: most share their ways' first half (3.3 for SiLU)
 
 _KEYS = 1 << 15  # elements whose keys are held, and sent, at once: 28 to 90 MB
 _POINTS = 1 << 16  # elements times thresholds that are evaluated at once

@@ -15,8 +15,7 @@ from torch import Tensor
 from private_llm.errors import DomainError
 from private_llm.kernels.devices import triton_module
 
-MOST_TOKENS = 1 << 20
-"""Positions of a text at most, and texts of a batch: nodes list positions before anything else could stop a step."""
+MOST_TOKENS = 1 << 20  # positions of a text, and texts of a batch, at most: nodes list positions before a step stops
 
 _WIDEST = 1 << 24  # heads of an attention call, and numbers of a head, at most
 

@@ -29,8 +29,7 @@ from private_llm.token_sharding.plans import ShardingPlan
 
 PERIODS = 4  # periods of delta positions that are examined; the pattern repeats from the second on
 
-LONGEST = 1 << 12
-"""Positions that are examined at most: a plan with longer periods shows in any text what it shows in this one."""
+LONGEST = 1 << 12  # positions examined at most: a plan with longer periods shows in any text what it shows here
 
 SETS = 1500  # pairs of nodes that `fewest` tries
 
@@ -259,8 +258,7 @@ def examine(plan: ShardingPlan, nodes: Sequence[int], name: str, rho: int, setti
         known |= won
 
 
-_SearchStep = tuple[int, frozenset[int], bool]
-"""A search: its exponent of V, the positions that it wins, and whether linear algebra wins them as well."""
+_SearchStep = tuple[int, frozenset[int], bool]  # a search: exponent of V, positions won, by linear algebra as well?
 
 
 def _row_steps(held: Sequence[int], known: set[int], length: int, setting: Setting) -> Iterator[_SearchStep]:
