@@ -99,9 +99,8 @@ class PrivateConfig:
     computes the rest; docs/assisted.md), "plain" (no secrecy; needs insecure=True), or one that was registered
     (protocols/registry.py).
     ring: bits of the ring, 64 or 32. frac_bits: fractional bits of activations and weights.
-    weights: "secret" (shared by the model owner) or "public" (an open-weight model; linear layers get local).
-    reveal: "logits" (the client opens logits), or only their arg max: "token" for models that generate, "class" for
-    classifiers.
+    weights: "secret" (shared by the model owner) or "public" (an open-weight model; linear layers get local). reveal:
+    "logits" (the client opens logits), or only their arg max: "token" (models that generate) or "class" (classifiers).
     adder: how comparisons are made: by a circuit, "prefix" (few rounds) or "ripple" (fewest bytes); by comparison keys,
     "keys" (trio and dealer: one round for a comparison or a whole function, one to two kilobytes an element); or "auto"
     (for each the fastest at `bandwidth_mbit` per party and `latency_ms`; "prefix" without a bandwidth). In calls of
@@ -113,12 +112,10 @@ class PrivateConfig:
     truncation: "unit" (at most one unit in the last place too high) or "exact" (floor, by one more comparison).
     approximations: whose GELU and softmax are computed: "ours", or a name that a plug-in registers, as of other systems
     for comparisons (docs/studies/approximations.md).
-    matmul: "masked" (output-sized traffic), or for "dealer" also "remask" (both operands masked anew each time, the
-    classical way).
+    matmul: "masked" (output-sized traffic), or for "dealer" also "remask" (both operands masked anew each time).
     kv_cache: which entries of the KV cache stay after each call, and which a token attends to: KeepAll(),
     SlidingWindow(recent=256, first=4) (the first tokens and the most recent ones), MPCacheConfig(gamma=0.5) (those of
-    most attention, chosen in secret), or one of its rivals (docs/kv-cache.md). What is evicted costs later steps
-    nothing, and they do not see it.
+    most attention, chosen in secret), or one of its rivals (docs/kv-cache.md). Later steps do not see what is evicted.
     prompt_chunk: read longer prompts of decoders so many tokens at a time, with the same result: memory then grows with
     the prompt, not with its square, and each chunk takes the rounds of a prompt. "auto": 512, or 128 for many heads,
     rows or tokens; in one piece where chunks would change the result (policies that evict, sparsity, a sharding plan,

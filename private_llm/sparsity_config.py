@@ -16,8 +16,7 @@ class CometConfig:
     """What a private run leaves out, and what it opens for that.
 
     predictors: folder of `private-llm predictors train`, read by the model's owner alone; None where the model was
-    shared with its predictors. neurons, heads: whether feed-forward neurons and attention heads are left out, where
-    there are predictors of them.
+    shared with its predictors. neurons, heads: whether neurons and heads are left out, where there are predictors.
     orders: "fresh" opens every pattern in a secret order of its own, which links nothing, and leaves out activations
     of neurons only (heads need a kept order); "kept" opens patterns in the one secret order in which the owner stored
     the weights, so that products are left out as well. **A kept order tells a party that has the model your text**, as

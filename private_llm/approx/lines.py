@@ -12,8 +12,7 @@ T is x^(-1/2) between 2a and t = a 2^s, rises from 0 at a, falls to 0 at 2t, and
 the other rises by as much, so a comparison that is a little off at an end does no harm. Rows of real models need it:
 where entries are massive, sums of squares span 40 octaves.
 
-Thresholds and coefficients are computed in decimal arithmetic, sizes without logarithms of the machine's own library,
-so that all parties have the same.
+Thresholds and coefficients are the same at all parties: decimal arithmetic, and no logarithm of the machine's library.
 """
 
 import itertools

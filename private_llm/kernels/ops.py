@@ -166,8 +166,7 @@ def narrow_lines(weight: Tensor) -> Tensor:
 def hide_rows(
     x: Tensor, column_scales: Tensor, columns: Tensor, norm: float, mask: Tensor, out: Tensor
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Real rows [M, K] as whole numbers int64 and their scales float64 [M]; out: overwritten with these minus a mask,
-    packed.
+    """Real rows [M, K] as whole numbers int64 and their scales float64 [M]; out: these minus a mask, packed.
 
     All as in `kernels.matmul.checked`; a row that is not finite has scale 0. Raises DomainError for other sizes.
     """

@@ -1,8 +1,7 @@
 """Padding under a policy that chooses by secrets: which entries are padding is public, so it is set aside first.
 
 Entries are put into another, public order before clusters are formed or entries ranked. No choice then depends on what
-padding holds, the first and the newest entries are tokens, and a row's clusters begin where they would without padding,
-whatever other rows hold:
+padding holds, the first and the newest entries are tokens, and a row's clusters begin where they would without padding:
 
     first tokens | whole clusters of padding | clusters of tokens | none | the newest tokens, rest of padding | none
 

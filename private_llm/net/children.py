@@ -5,8 +5,7 @@ sockets and shares are made afterwards, in each. The child gets its orders (one 
 stays open as long as the parent lives. What the parties run is named as "module:function" and called as
 function(config, party, transport, **extra); any result but None is a reason for which it failed.
 
-A server that is killed is started again, at the same address, while the others go on; one that ends by itself has a
-reason, which would be there again.
+A server that is killed is started again, at the same address, while others go on; one that ends by itself has a reason.
 """
 
 import contextlib

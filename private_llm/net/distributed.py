@@ -7,8 +7,7 @@ says in the store of torch.distributed where it listens. Then they are connected
 So processes on several machines are refused unless the network is declared trusted: the store tells the token to all
 who reach it. Parties that distrust each other use `rendezvous.connect` with TLS.
 
-`accelerate launch --cpu` starts a single process and is no launcher for this; `torchrun`, `accelerate launch
---multi_gpu` and `debug_launcher` are.
+`accelerate launch --cpu` starts one process; take `torchrun`, `accelerate launch --multi_gpu` or `debug_launcher`.
 """
 
 import datetime

@@ -150,9 +150,8 @@ def attend(
     mask: public, boolean, True where allowed. bias: broadcastable to [B, H, q, k], secret or public. Returns [B, H, q,
     Dv]; queries that see nothing get zeros. Communicates one product per allowed score, softmax on those (with
     `softcap` a `precise_tanh`, too), one product per output. Scores, scaled, may reach 2^20. Where `scale` is no power
-    of two and q comes straight from a rotary embedding, |q| must stay below 2^14 (16384): its surplus bits and those of
-    the scale are removed in one truncation. Raises DomainError if G does not divide H, for rows longer than 65,536 and
-    in a 32-bit ring.
+    of two and q comes straight from a rotary embedding, |q| must stay below 2^14: one truncation removes its surplus
+    bits and the scale's. Raises DomainError if G does not divide H, for rows longer than 65,536 and in a 32-bit ring.
     """
     return attend_and_weigh(AttentionQuery(query, mask, None, scale, softcap), key, value, bias)[0]
 

@@ -56,8 +56,7 @@ class SharedInput:
     ) -> None:
         """layers: linear layers of one input size K.
 
-        With `read`, which gives a layer's weight and bias, nothing is kept: each product reads anew. name: the module
-        as which the product is computed.
+        With `read`, which gives a layer's weight and bias, each product reads anew. name: the product's module.
         """
         self.sizes = sizes = [layer.weight.shape[0] for layer in layers]
         self.kept: tuple[Tensor, Tensor | None] | None = None

@@ -4,8 +4,7 @@ Bits are made of every entry once (`a2b`). Two bits an entry are then kept: whet
 so far (G), and whether it begins with them (C). For a digit of b bits and its values j = 1 .. 2^b - 1:
 
 1. y_j = C and [digit >= j]: a gate. G or y_j are the entries that reach the digits found so far followed by j.
-2. Count them in each row: bits added up in binary for some layers of gates, the rest as ring elements, whose sums over
-   the row are local.
+2. Count them in each row: bits in binary for some layers of gates, the rest as ring elements, whose sums are local.
 3. d_j = [count >= k]: a comparison of a row's count, log2 n bits. The next digit is how many d_j are set.
 4. C becomes y_d less y_(d+1), G becomes G or y_(d+1): one step of gates with the d_j.
 

@@ -125,10 +125,9 @@ class Protocol(PartyEnd):
     def mul(self, x: Share, y: Share, shift: int = 0, widths: BitWidths | None = None) -> Share:
         """Elementwise product x*y with broadcasting, divided by 2^shift; before a division |x*y| < 2^(ring bits - 2).
 
-        widths: k bits of x*y are right and r bits of the result wanted; nothing is promised of those above. Where the
-        protocol has `local_truncate` (trio and dealer, 64-bit ring) it takes 2 k + r + 3 n bits, n = max(0, r + shift
-        - k), and with n = 0 one round less, and x*y may be any number modulo 2^k; elsewhere, and without a shift,
-        nothing changes.
+        widths: k bits of x*y are right and r bits of the result wanted; those above are unknown. Where the protocol has
+        `local_truncate` (trio and dealer, 64-bit ring) it takes 2 k + r + 3 n bits, n = max(0, r + shift - k), and with
+        n = 0 one round less, and x*y may be any number modulo 2^k; elsewhere, and without a shift, nothing changes.
 
         Bytes an output: trio 3 (e + s / 8) (30.75; 24 without shift), quad 5 (e + s / 8) (51.25; 40); 2 rounds, 1
         without shift. Raises DomainError for a shift outside the ring.

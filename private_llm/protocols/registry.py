@@ -44,8 +44,7 @@ __all__ = ["PartySetup", "Pricing", "ProtocolSpec", "protocol_names", "protocol_
 class ProtocolSpec:
     """One protocol: facts, both ends, and how weights are shared. Raises ConfigError for holders that are no parties.
 
-    party: makes one party's end, with exact divisions if setup.exact; with setup.counting nothing may be sent.
-    client: makes the client's end.
+    party, client: make an end, with exact divisions if setup.exact; with setup.counting nothing may be sent.
     open: receives ring elements of a shape at an endpoint outside that needs no key of the parties'.
     hold: a party's share from the masks that it holds, in order, and from what it received: the elements plus those
     masks that it lacks. A party that holds all masks receives nothing, and its share is those masks.

@@ -72,8 +72,7 @@ class RangeChecks:
 class Session:
     """Everything an operation of one party needs. Compared by identity: secrets of two sessions never meet.
 
-    `device` is where inputs arrive, "meta" when only costs are counted. `numerics` are the ranges of the loaded
-    model, `checks` what a call owes.
+    device: where inputs arrive, "meta" to count costs. numerics: ranges of the loaded model. checks: what a call owes.
     """
 
     config: PrivateConfig

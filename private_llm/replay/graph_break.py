@@ -21,8 +21,7 @@ class GraphBreak(ABC):
     What is set never refers back to this object, which holds a layer's weights and a cache: they must go with their
     session, and Python would free a circle much later.
 
-    publics: public tensors that change from call to call. reason: why this region must stay as it is. met: whether its
-    graph break was run.
+    publics: public tensors that change. reason: why this region stays as it is. met: whether its graph break was run.
     """
 
     def __init__(self, publics: Sequence[Tensor]) -> None:

@@ -63,8 +63,7 @@ _Links = defaultdict[tuple[int, int], deque[_BranchMessage]]
 class JointProgram:
     """The programs of all parties for one call, section by section: a section ends at a graph break, or at the end.
 
-    A section begins and ends with what lies in the parties' rooms (`GraphProgram.fixed`), and with what earlier ones
-    left in the pool.
+    A section takes what lies in the parties' rooms (`GraphProgram.fixed`) and what earlier ones left in the pool.
     """
 
     def __init__(self, programs: Sequence[GraphProgram]) -> None:

@@ -390,9 +390,8 @@ _held: weakref.WeakKeyDictionary[Session, ProgramCache] = weakref.WeakKeyDiction
 
 
 def programs_of(session: Session) -> ProgramCache | None:
-    """The programs of a session, None where steps are not repeated: with `replay=False`, with a device map, in a
-    32-bit ring, while costs are counted, where each row of a batch has its own verdict, and inside a step that is
-    recorded.
+    """The programs of a session, None where steps are not repeated: with `replay=False`, a device map or a 32-bit ring,
+    while costs are counted, where a batch's rows have verdicts of their own, and in a step that is recorded.
     """
     if not session.config.replay or this_thread.hook is not None or session.checks.batch is not None:
         return None
@@ -413,8 +412,7 @@ def repeat(
     """What `compute` makes of the inputs, repeated as a program where that can be.
 
     key, warmup: as for `ProgramCache.run`; the ranges of the module that is computed are part of the key anyway.
-    in_place: large inputs after the others, which a program of a CPU reads where they lie, in the same layout each
-    time, instead of copying them.
+    in_place: large inputs after the others, which a program of a CPU reads where they lie, in one layout.
     """
     programs, checks = programs_of(session), session.checks
     if programs is None or checks.deferred is not None:

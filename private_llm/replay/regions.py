@@ -174,8 +174,7 @@ class CompiledRegion:
 @dataclass
 class RegionState:
     """Calls of one key so far. checked, refused: the owners for which the program is right, and is not. bound: graphs
-    by owner, but for that with which they were recorded. place: of graphs, whether they run within others: these are
-    counted apart.
+    by owner, but for that with which they were recorded. place: of graphs, whether they run within others.
     """
 
     place: tuple[object, ...] = ()

@@ -50,8 +50,7 @@ else:
 @compiled
 def run(table: int, starts: int, first: int, last: int, links: int, workers: int) -> int:
     """Rows first .. last - 1 of a table of words, which begin where `starts` says, with the connections `links`
-    (`net/frames.py`) and a team (`teams.py`; all by address, 0 for none). Returns the first row left to Python, or
-    `last`.
+    (`net/frames.py`) and a team (`teams.py`; all by address, 0 for none). Returns the first row left, or `last`.
     """
     words, rows = flat(table, 1 << 40, SIGNED), flat(starts, 1 << 40, SIGNED)
     for step in range(first, last):

@@ -40,8 +40,7 @@ ResultT = TypeVar("ResultT")
 
 
 def noted(note: Callable[..., ResultT]) -> Callable[..., ResultT | None]:
-    """A method of a recorder that only writes down: an error there ends the writing, never the step; None once it has
-    ended.
+    """A method of a recorder that only writes down: errors end the writing, not the step; then None.
 
     So a method that does something for the step itself (sends, computes) must not be one.
     """

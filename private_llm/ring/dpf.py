@@ -90,8 +90,7 @@ def make_keys(indices: Tensor, domain: int, prg: Prg) -> tuple[Tensor, Tensor]:
 def expand(
     keys: Sequence[Tensor], domain: int, holders: Sequence[int], ring: Ring, device: torch.device | str = "cpu"
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """The holder's additive shares of the one-hot rows [T, domain] of several keys [T, words], all of one size; each of
-    `holders` is 0 or 1, as in `make_keys`.
+    """Shares of one-hot rows [T, domain] from keys [T, words] of one size, of holder 0 or 1 (`holders`) each.
 
     Made on the CPU, and moved to the device.
     """

@@ -40,8 +40,7 @@ class Fixed:
     """A secret real tensor: value = ring element / 2^frac. All methods are local unless they say otherwise.
 
     Bytes and rounds: trio, 64-bit ring, 18 fractional bits (`PrivateConfig.frac_bits`); formulas for others stand
-    beside the primitives. Before a truncation |ring element| < 2^(ring bits - 2); beyond is garbage, which debug
-    sessions find.
+    beside the primitives. Before a truncation |ring element| < 2^(ring bits - 2); debug sessions find garbage.
 
     width: how many of the ring's lowest bits are right, where others are not (products with `width`); None: all are.
     The value fits them: |ring element| < 2^(width-2). It goes along with what is made of the value: sums, products with
@@ -102,8 +101,7 @@ class Fixed:
     def local_truncate(self, frac: int, width: int) -> Fixed:
         """The same value with fewer fractional bits, less than two units away from it, in its lowest `width` bits.
 
-        Local. Raises DomainError for bits that are not right here or more than there are, and UnsupportedOp under a
-        protocol without `local_truncate`.
+        Local. Raises DomainError for bits that are not right or not there, UnsupportedOp without `local_truncate`.
         """
         right = (self.session.ring.bits if self.width is None else self.width) - (self.frac - frac)
         if frac > self.frac or width > right:

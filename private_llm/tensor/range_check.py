@@ -106,8 +106,7 @@ def watch_compared(x: SecretTensor, bits: int, rows: bool = False) -> None:
 
     One dimension is no row: it holds chosen entries of many.
 
-    Sums below 2^bits in ring elements with the session's fractional bits. Local, but for a truncation (1 round) if x
-    has more.
+    Sums below 2^bits in ring elements of the session's fractional bits. Local, or a truncation (1 round) if x has more.
     """
     watch_pending(x.session, instead=x)
     value = x.to_operand(narrow=True, least=READ_BITS)
@@ -128,8 +127,7 @@ def watch_pending(session: Session, instead: SecretTensor | None = None) -> None
 def watch_flat(x: Fixed, bits: int, counts: Sequence[int] = ()) -> None:
     """As `watch`, for values without rows (scores of attention at the allowed positions): in pieces of `PIECE`.
 
-    counts: how many entries of x each row of a batch has, one after the other, where x is flat and that is known.
-    Local.
+    counts: entries of x of each row of a batch, one after the other, where x is flat and that is known. Local.
     """
     pieces, batch = _in_pieces(x, counts)
     watch(pieces, bits, batch)

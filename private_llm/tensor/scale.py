@@ -71,9 +71,8 @@ def times_scalar(x: SecretTensor, factor: float) -> Fixed:
 def times_public(x: SecretTensor, factor: Tensor) -> Fixed:
     """x * public tensor (rope tables, masks), broadcasting; integers and booleans are exact.
 
-    Real numbers have 16 bits after the point (error 2^-17), which the result carries on top of those of x: local, but
-    for what an earlier product left over. In a 32-bit ring they have the session's, and the result is truncated (1
-    round).
+    Real numbers have 16 bits after the point (error 2^-17), which the result has on top of those of x: local, but for
+    what an earlier product left. In a 32-bit ring they have the session's; 1 round.
     """
     if factor.numel() == 1 and factor.dim() <= x.ndim:
         product = SecretTensor(times_scalar(x, float(factor)))
@@ -93,8 +92,7 @@ def encoded(x: Fixed, values: Tensor, bits: int) -> Tensor:
     """Ring elements of public values, with `bits` fractional bits, on the device of x.
 
     The last 16 of a session are kept: every layer of a model meets the same few public tensors (rope tables, masks). An
-    entry keeps its source tensor alive, so an address in a key cannot be reused. Raises DomainError for values that the
-    ring cannot hold.
+    entry keeps its source alive, whose address is in its key. Raises DomainError for values that the ring cannot hold.
     """
     hook, make = this_thread.hook, partial(_encoded, x, values, bits)
     return make() if hook is None else hook.encoded(values, bits, make)

@@ -78,8 +78,7 @@ class SecretTensor(Guarded):
         return x
 
     def to_operand(self, narrow: bool = False, least: int | None = None) -> Fixed:
-        """The share with no more fractional bits than the session's, for products have no bit to spare; truncates as
-        `to_fixed` if it has more.
+        """The share with at most the session's fractional bits, for products: `to_fixed` if it has more.
 
         narrow: maybe right in its lowest bits alone, for products that know how many they need. least: not with fewer
         fractional bits than these, or the session's if that has fewer.

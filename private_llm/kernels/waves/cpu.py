@@ -2,8 +2,7 @@
 
 Of sums of waves, operands are addresses of n 64-bit elements and of packed fields (`trunc`): those of a sum's secrets
 lie one row after the other, cosine and sine of each wave. `plan` is `Waves.table`, `sizes` is `Waves.sizes`, `turns`
-the four rows of `protocols.one_step.turns`, one after the other. A call works on elements begin .. end - 1: whole
-blocks, or up to the last.
+the four rows of `protocols.one_step.turns`, one after the other. Calls work on whole blocks, or up to the end.
 """
 
 from __future__ import annotations

@@ -10,8 +10,7 @@ How many stay is a function of public lengths (`entries`), the same for all rows
 without being told, and no shape depends on a secret. Which ones stay is secret. Policies that choose by positions alone
 (`SlidingWindow`) declare neither, and answer with public indices instead.
 
-The settings are part of what all endpoints must agree upon (`PrivateConfig.agreement`), and a name that is not in
-`policies.POLICIES` is refused.
+All endpoints must agree upon the settings (`PrivateConfig.agreement`); names are those in `policies.POLICIES`.
 """
 
 from __future__ import annotations

@@ -8,8 +8,7 @@ What can go wrong in it unseen is only what parties 1 and 2 tell each other.
 
 Check run. Every value that parties 1 and 2 open is  w = sum_k c_k h_k ^ l_w,  c_k polynomials in what parties 1
 and 2 know (bits of M, earlier w), h_k polynomials in what parties 0 and 3 know (bits of s, masks). Trio computes
-it with the h_k shared and the c_k known; the mirror computes it with the c_k shared and the h_k known, by the same
-kernels:
+it with the h_k shared and the c_k known; the mirror with the c_k shared and the h_k known, by the same kernels:
   1. parties 1, 2, 3 draw t; party 2 sends party 0 the rows c_k ^ t_k, and party 1 records the same bytes;
   2. party 3, holding t and u, sends party 0 its piece of the sum ^ u_w (u_w fresh): uniform for party 0;
   3. party 0 adds its own piece and l_w, and holds V_w = w ^ u_w: its third component, and the value that parties

@@ -8,8 +8,7 @@ A party that knows pi_j lacks only its own t_i, which two others know; it is uni
 lacks all that has pi_j in it and gets V', uniform to it, as it lacks c'_j. Party 3 needs nothing, and what it sends is
 of masks alone, so it may be ahead. Three elements a step, 12 in all.
 
-Who sends what, and why one liar is always seen (as in `arithmetic`: party 0 sends nothing, `verify` compares
-transcripts):
+Who sends what, and why one liar is always seen (party 0 sends nothing, `verify` compares transcripts; `arithmetic`):
   step 1 (0, 2, 3 know it): party 3 sends t_2 to 2, who records it with 0; and t_0 to 0. Party 2 sends V' to 1.
           V' is recorded by 0 with 1 and with 2: a lie in t_0 is off at 0 alone, a lie in V' at 1 alone.
   step 2 (0, 1, 3): likewise with 1 and 2 exchanged.

@@ -5,8 +5,7 @@ the step's new rows need: with one new token only the beta AttnNodes of that tok
 
 Sends for each layer, to the owner of query shard j, the attention of the new rows of j over the keys of shard k:
 (value_dim + 1) x heads x rows x 8 bytes, masked (`token_sharding.nodes.floats`), or if partials are open, log-sum-exps
-and results, (value_dim + 1) x heads x rows x 4 bytes (wire="float16": (value_dim + 2) x heads x rows x 2). The same
-with j and k exchanged.
+and results, (value_dim + 1) x heads x rows x 4 bytes (wire="float16": (value_dim + 2) x heads x rows x 2). So for k.
 """
 
 from collections.abc import Sequence

@@ -1,10 +1,9 @@
 """Which node sees which tokens: (c, delta)-sharding with m-split query shards (Cascade, sections 6 and 6.4).
 
 Positions are dealt in clusters of c to alpha CompNodes in turn (delta = alpha c), for ever: a position's node never
-depends on the length of the text, so that no decode step closes a gap. Each CompNode's clusters are cut into m
-blocks of neighbouring positions; block x of CompNode i is query shard j = i m + x, beta = alpha m in all. AttnNode
-(j, k), j <= k, holds the queries, keys and values of shards j and k; it stands for (j, k) and (k, j) of the paper,
-which hold the same tokens.
+depends on the length of the text, so that no decode step closes a gap. Each CompNode's clusters are cut into m blocks
+of neighbouring positions; block x of CompNode i is query shard j = i m + x, beta = alpha m in all. AttnNode (j, k), j
+<= k, holds the queries, keys and values of shards j and k; it stands for (j, k) and (k, j) of the paper.
 
 The paper takes every c-th position into a block; neighbouring positions are stronger at equal cost, because what
 a CompNode receives of one foreign block is then about c / m tokens at once (see `audit`).

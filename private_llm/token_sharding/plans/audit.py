@@ -3,8 +3,7 @@
 Costs are candidates V^g over a vocabulary of V tokens; rho is the smallest g that is out of an attacker's reach.
 The repository has the attacks (attacks/collusion.py), and tests compare what they gain with what is said here.
 
-1. Held tokens are known outright at layer 0 (an AttnNode tries V candidates each); after a split (`split`) they are
-   not, and count as unknown below.
+1. Held tokens are known outright at layer 0 (an AttnNode tries V candidates each); after a split they count as unknown.
 2. Rows of deeper layers (Cascade, section 4 and 6.2): from the front of the text, the next held position at which g
    tokens up to it are unknown costs V^g. Without a causal mask a row depends on the whole text.
 3. Attention results that CompNodes receive. Open ones (partials="open") speak of one query shard each: V^g for g
@@ -14,8 +13,7 @@ The repository has the attacks (attacks/collusion.py), and tests compare what th
    several times. AttnNodes get no results.
 4. Beyond searches: whatever the gaps, a node that tries works out other tokens by linear algebra (open results,
    attacks/row_space), sparse recovery (masked ones at layer 0, attacks/sparse_totals) or, after a split, by how likely
-   a candidate makes what was received (attacks/likelihood). No plan prevents it, so it is no part of the verdict but is
-   said beside it.
+   a candidate makes what was received (attacks/likelihood). No plan prevents it: it is said beside the verdict.
 """
 
 import dataclasses
