@@ -4,8 +4,6 @@ It comes once compilations have taken two seconds, and goes when nothing is comp
 its own takes its place (`shown_by`), and so does whoever writes an answer to the same terminal.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import threading

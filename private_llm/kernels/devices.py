@@ -1,7 +1,5 @@
 """Names of devices, and which of them a party's process can use."""
 
-from __future__ import annotations
-
 import importlib
 import threading
 from functools import cache

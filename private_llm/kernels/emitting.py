@@ -1,7 +1,5 @@
 """Functions of kernels whose instructions are written here, where Numba would not make them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from inspect import Parameter, Signature
 from typing import Any

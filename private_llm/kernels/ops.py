@@ -6,8 +6,6 @@ Kernels have the names of their operations. What each computes is said once, in 
 DomainError for those that are not contiguous where the CPU's kernels take addresses (kernels/address.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any

@@ -9,8 +9,6 @@ set it to their part of the machine; a party with a process of its own leaves it
 separate memory and are cut the same way for the same number of threads, so results are the same for any number.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Callable, Sequence

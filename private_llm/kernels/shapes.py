@@ -1,7 +1,5 @@
 """What every kernel allocates: results by shape, without computing. Checks that do not need values are here too."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import lru_cache
 

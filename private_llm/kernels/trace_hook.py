@@ -3,8 +3,6 @@
 Nobody watches as a rule. `private_llm.replay` does, once, to learn a step that is going to be repeated.
 """
 
-from __future__ import annotations
-
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Ring convolutions of CPU tensors: padding, the choice of kernel, threads."""
 
-from __future__ import annotations
-
 import numpy as np
 from torch import Tensor
 from torch.nn.functional import pad

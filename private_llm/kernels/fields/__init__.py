@@ -3,8 +3,6 @@
 The kernels of CPUs and of GPUs are made of these declarations: `cpu.py`, `triton.py`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

@@ -3,8 +3,6 @@
 In main memory PyTorch computes them one by one, which is what the kernels of GPUs are compared with.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

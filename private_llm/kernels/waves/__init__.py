@@ -5,8 +5,6 @@ Elements are int64 [n]; secrets of waves are packed fields, cosines and sines of
 (`Digits`), whose factors are in tables; flags are packed bits [1, ceil(n / 64)], rows [4, n]: 2 digit + flag.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
