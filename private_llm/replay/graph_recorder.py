@@ -21,10 +21,9 @@ from private_llm.kernels.trace_hook import traced_by
 from private_llm.net.transport import Transport
 from private_llm.replay.events import GraphNode, Slot, TorchCall, mapped, slots_of, tensors_of
 from private_llm.replay.graphs import GraphEvent, GraphProgram
+from private_llm.replay.layouts import Memories, Pool, part_of
 from private_llm.replay.loops import MOVES, STARTED
-from private_llm.replay.rebinding import Memories
 from private_llm.replay.recording import UNFORESEEN, StepRecorder, all_written_by
-from private_llm.replay.rooms import Pool, part_of
 from private_llm.replay.transports import noted, unrecorded
 from private_llm.ring.prg import Prg
 

@@ -36,11 +36,9 @@ from private_llm.replay.events import (
     whole_blocks,
 )
 from private_llm.replay.fusion import compile_launches, fused
-from private_llm.replay.layouts import Layouts, compute, storage_of, view_at
+from private_llm.replay.layouts import Layouts, Memories, Pool, Rebinding, Rooms, compute, part_of, storage_of, view_at
 from private_llm.replay.loops import STARTED
 from private_llm.replay.program import Arena
-from private_llm.replay.rebinding import Memories, Rebinding
-from private_llm.replay.rooms import Pool, Rooms, part_of
 from private_llm.replay.statements import statements_of
 from private_llm.replay.transports import LiveTransport, ProgramTransport
 from private_llm.ring.prg import ChaCha

@@ -34,6 +34,7 @@ from private_llm.replay.graph_break import GraphBreak, with_break
 from private_llm.replay.graph_recorder import GraphRecorder
 from private_llm.replay.graphs import GraphProgram
 from private_llm.replay.joint import CallPoints, end_of, run_together
+from private_llm.replay.layouts import Pool, part_of
 from private_llm.replay.program import Arena
 from private_llm.replay.recording import Encoding, StepRecorder
 from private_llm.replay.regions import (
@@ -50,7 +51,6 @@ from private_llm.replay.regions import (
     uses_cuda_graphs,
     with_parts,
 )
-from private_llm.replay.rooms import Pool, part_of
 from private_llm.replay.transports import LiveTransport, ReplayTransport, TraceLog, recorded_by, unrecorded
 from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.scale import encode_public

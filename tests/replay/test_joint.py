@@ -17,10 +17,10 @@ from private_llm.protocols.share import Share
 from private_llm.replay import joint
 from private_llm.replay.events import BreakEvent, GraphNode, Receive, Send, Slot
 from private_llm.replay.graphs import GraphEvent, GraphProgram
+from private_llm.replay.layouts import Pool
 from private_llm.replay.modules import repeated
 from private_llm.replay.program_cache import ProgramCache, programs_of
 from private_llm.replay.regions import Result, WeightBinding
-from private_llm.replay.rooms import Pool
 from private_llm.ring.prg import Seed
 from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.secret import SecretTensor

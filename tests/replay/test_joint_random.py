@@ -14,8 +14,7 @@ from private_llm.net.direct import Barrier
 from private_llm.replay import joint
 from private_llm.replay.events import BreakEvent, GraphNode, Receive, Send, Slot
 from private_llm.replay.graphs import GraphEvent, GraphProgram
-from private_llm.replay.layouts import compute
-from private_llm.replay.rooms import Pool
+from private_llm.replay.layouts import Pool, compute
 
 aten = torch.ops.aten
 PARTIES = range(3)

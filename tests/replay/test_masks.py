@@ -6,7 +6,7 @@ import torch
 
 from private_llm.net.local import LocalMesh
 from private_llm.replay.graphs import MaskDraw
-from private_llm.replay.rooms import Pool, Rooms
+from private_llm.replay.layouts import Pool, Rooms
 from private_llm.replay.transports import LiveTransport
 from private_llm.ring.prg import ChaCha, Prg
 
