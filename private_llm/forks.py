@@ -16,7 +16,6 @@ class _Process:
     forks = 0
 
     def copied(self) -> None:
-        """In the child of a fork."""
         self.forks += 1
 
 

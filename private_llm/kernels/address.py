@@ -106,5 +106,4 @@ def trim_allocator() -> bool:
 
 @cache
 def _glibc() -> ctypes.CDLL | None:
-    """The C library, if it is glibc."""
     return ctypes.CDLL(None) if platform.libc_ver()[0] == "glibc" else None

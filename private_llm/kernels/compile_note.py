@@ -20,8 +20,6 @@ Tell = Callable[[str], None]  # takes the name of a kernel just before it is com
 
 
 class _Note:
-    """That of this process."""
-
     def __init__(self) -> None:
         self.others: list[Tell | None] = []  # who shows it instead, the last one; None: nobody
         self.said = False

@@ -74,7 +74,6 @@ class KernelsNotKept(UserWarning):
 def _warn(
     why: str, advice: str = "Set XDG_CACHE_HOME (or NUMBA_CACHE_DIR) to a folder that you alone can write"
 ) -> None:
-    """Once a process."""
     if not _warned:
         _warned.append(why)
         warnings.warn(

@@ -390,7 +390,6 @@ def _picked(x: SeededTensor, dim: int, index: Tensor) -> Tensor | None:
 
 
 def _moved(x: SeededTensor, device: object = None, *more: object, **named: object) -> SeededTensor | None:
-    """`x.to(device)`: made there, later."""
     if more or named or not isinstance(device, (str, torch.device)) or torch.device(device).type == "meta":
         return None
     return SeededTensor(x.slices, x.line, x.dtype, device, x.turned)

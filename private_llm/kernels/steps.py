@@ -89,7 +89,6 @@ _apart = _loops("_apart", "count, out, so, x, sx, y, sy", "count", "out[m * so]"
 def _line(
     operation: int, factor: int, count: int, out: int, so: int, x: int, sx: int, y: int, sy: int
 ) -> None:  # fmt: skip
-    """One line of `combine`: addresses and strides."""
     if so == 1 and sx == 1 and sy == 1:
         _dense(operation, factor, flat(out, count, SIGNED), flat(x, count, SIGNED), flat(y, count, SIGNED))
     elif so == 1 and sx == 1 and sy == 0:

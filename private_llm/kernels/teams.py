@@ -64,7 +64,6 @@ def call(builder: IrValue, function: IrValue, row: IrValue) -> None:
 
 @emitted(types.int64, returns=types.int64)
 def _load(builder: IrValue, address: IrValue) -> IrValue:
-    """The word at an address."""
     return builder.load_atomic(pointer(builder, address, I64), "seq_cst", 8)
 
 

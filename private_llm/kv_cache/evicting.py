@@ -239,8 +239,10 @@ class EvictingLayer:
 
     def _hide(self, evicted: Evicted, kept: int) -> None:
         """The baseline: evicted entries stay, and their scores will be far below all others."""
-        batch, groups = evicted.marks.shape[:2]
-        ends = [_ones(evicted.marks, (batch, groups, n)) for n in (evicted.first, evicted.newest)]
+        like, part = evicted.marks, evicted.marks.share.parts[0]
+        shapes = [(*like.shape[:2], n) for n in (evicted.first, evicted.newest)]
+        ones = (torch.ones(shape, dtype=part.dtype, device=part.device) for shape in shapes)
+        ends = [like.with_share(like.proto.public(each)) for each in ones]
         marks = concatenated([ends[0], evicted.marks, ends[1]], 2)
         self._hidden = marks.shape[2] - kept
         marks = marks if evicted.order is None else reordered(marks, evicted.order.argsort(-1), 2)
@@ -322,11 +324,6 @@ def _joined(old: Fixed, new: Fixed, start: int, kept: Tensor | None) -> Fixed:
 def _longer(x: Fixed, length: int) -> Fixed:
     """Zeros for entries that are new, over the last dimension."""
     return x.view(lambda part: torch.constant_pad_nd(part, (0, length - part.shape[-1])))
-
-
-def _ones(like: Fixed, shape: tuple[int, ...]) -> Fixed:
-    part = like.share.parts[0]
-    return like.with_share(like.proto.public(torch.ones(shape, dtype=part.dtype, device=part.device)))
 
 
 def _pooled(mass: Fixed, window: int) -> Fixed:

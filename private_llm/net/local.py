@@ -261,7 +261,6 @@ class LocalTransport(Transport):
         return got, payload
 
     def _fail(self, error: TransportError) -> TransportError:
-        """Stop the session because of `error`."""
         slow = "restart the session, or raise timeout_s (--timeout) if machines are slow"
         reason = f"{endpoint_name(self.me)}: {error}; {slow}"
         self._mesh.abort(reason)

@@ -127,7 +127,6 @@ class MemoryLink:
         return self._objects.popleft() if self._objects else None
 
     def _taken(self, ring: Row, head: Row) -> Item:
-        """The frame at the front of the ring."""
         count = int(head[word.COUNT])
         payload = torch.from_numpy(_front(ring, word.HEADER_WORDS, count))
         ring[word.TAIL] += word.frame_words(count)

@@ -191,7 +191,6 @@ class _Mesh:
             )
 
     def close(self) -> None:
-        """Close whatever was opened."""
         with self._changed:
             self._done = True
             for sock, _ in self._made.values():

@@ -230,7 +230,9 @@ def _attended(
         capped = precise_tanh(_scores(query, key, scale / softcap, pattern.select, query.session.frac + SLACK))
         scores = times_scalar(SecretTensor(capped), softcap).rescale(query.session.frac)
     counting = scores if present is None else scores.scale_int(present)
-    watch_flat(counting, _score_bits(scores) + scores.frac, pattern.entries)
+    reach = scores.session.exponent("score")  # bits of magnitude that the check of ranges allows signed sums of scores
+    reach = REACH - 1 if reach is None else min(REACH - 1, max(reach, SHORTEST))
+    watch_flat(counting, reach + scores.frac, pattern.entries)
     if pattern.select is None:
         scores = scores.view(lambda part: part.reshape(pattern.shape))
     if bias is not None:
@@ -240,20 +242,15 @@ def _attended(
         if late is not None:
             mixed = _divided_last(scores, pattern, grouped, value, late, present)
             return mixed.view(lambda part: part.reshape(batch, heads, queries, -1)), None
-        weights = soften(
-            scores, pattern, None if sinks is None else _at_rows(sinks.rescale(scores.frac), pattern), present
-        )
+        if sinks is not None:  # that of each row that is not empty, from those of the heads
+            sinks = sinks.rescale(scores.frac)
+            sinks = sinks.view(lambda part: part[pattern.row_numbers(part.device) // queries % heads])
+        weights = soften(scores, pattern, sinks, present)
     weighing = weights.view(lambda part: part.reshape(*grouped, keys))
     known = module_bits(value.session)
     mixed = mixed_values(weighing, value, pattern, known.read_frac, known.width(known.read_frac, values=True))
     mass = _mass(weights, groups, counted, among) if counted else None
     return mixed.view(lambda part: part.reshape(batch, heads, queries, -1)), mass
-
-
-def _score_bits(scores: Fixed) -> int:
-    """Bits of magnitude that the check of ranges allows signed sums of scores. Local and public."""
-    known = scores.session.exponent("score")
-    return REACH - 1 if known is None else min(REACH - 1, max(known, SHORTEST))
 
 
 def mixed_values(
@@ -360,12 +357,6 @@ def _at_scores(bias: Fixed | Tensor, pattern: Pattern) -> Fixed | Tensor:
         return full if pattern.select is None else full.reshape(-1)[pattern.select]
 
     return pick(bias) if isinstance(bias, Tensor) else bias.view(pick)
-
-
-def _at_rows(sinks: Fixed, pattern: Pattern) -> Fixed:
-    """The sink of each row that is not empty, from those of the heads."""
-    _, heads, queries, _ = pattern.shape
-    return sinks.view(lambda part: part[pattern.row_numbers(part.device) // queries % heads])
 
 
 def soften(scores: Fixed, pattern: Pattern, sinks: Fixed | None = None, present: Tensor | None = None) -> Fixed:

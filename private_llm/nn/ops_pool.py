@@ -15,7 +15,6 @@ from private_llm.tensor.secret import SecretTensor
 
 
 def _check(name: str, x: SecretTensor, kernel: Pair, padding: Pair) -> None:
-    """PyTorch's own conditions."""
     if x.ndim not in (3, 4):
         raise DomainError(f"{name}: got shape {tuple(x.shape)}; want [batch, channels, height, width]")
     if any(2 * pad > size for pad, size in zip(padding, kernel, strict=True)):

@@ -198,18 +198,13 @@ def plan_cost(pricing: Pricing, plan: SearchPlan) -> Cost:
 @lru_cache(maxsize=1024)
 def plan_for(pricing: Pricing, rows: int, width: int, bits: int) -> SearchPlan:
     """The plan that takes least time by its cost, of digits of 1 to 4 bits and all ways to count. Public."""
+    # least entries with those that fill up, counting a lane as four of them: it becomes a ring element each way
+    folds = min(_FOLDS, key=lambda each: 64 * words_for(rows * -(-width // each)) * (each + 4))
     plans = [
-        SearchPlan(rows, width, -(-bits // digit) * digit, digit, depth, _folds(rows, width))
-        for digit in _DIGITS
-        for depth in DEPTHS
+        SearchPlan(rows, width, -(-bits // digit) * digit, digit, depth, folds) for digit in _DIGITS for depth in DEPTHS
     ]
     fitting = [plan for plan in plans if plan.bits < pricing.ring.bits]
     return min(fitting, key=lambda plan: pricing.seconds(plan_cost(pricing, plan)))
-
-
-def _folds(rows: int, width: int) -> int:
-    """Least entries with those that fill up, counting a lane as four of them: it becomes a ring element each way."""
-    return min(_FOLDS, key=lambda folds: 64 * words_for(rows * -(-width // folds)) * (folds + 4))
 
 
 def cost(pricing: Pricing, rows: int, width: int, bits: int) -> Cost:

@@ -211,7 +211,6 @@ class CheckedPlain(Plain):
         return Share((elements,))
 
     def _fits(self, what: str, exact: Tensor, shift: int) -> None:
-        """Before a division by 2^shift."""
         limit = 2.0 ** (self.ring.bits - (2 if shift else 1))
         largest = float(exact.abs().max()) if exact.numel() else 0.0
         if not largest < limit:

@@ -338,7 +338,6 @@ class Protocol(PartyEnd):
         return parts
 
     def _moved(self, parts: tuple[Tensor, ...], order: Permutation, kind: Moved, undo: bool) -> tuple[Tensor, ...]:
-        """Parts of elements in a secret order, or back."""
         self.lacks("moved")
 
     def open_shuffled(self, x: ShuffledBits) -> Tensor:
@@ -358,7 +357,6 @@ class Protocol(PartyEnd):
         return unpacked(self._opened(x), x.bits.count).bool()
 
     def _opened(self, x: ShuffledBits) -> Tensor:
-        """The words that are opened."""
         self.lacks("opened")
 
     # -- the edges of the sharing --------------------------------------------------------------------------------

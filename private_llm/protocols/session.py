@@ -179,7 +179,6 @@ def _end(setup: PartySetup) -> Protocol:
 
 
 def _input_key(transport: Transport) -> Seed:
-    """The key of one of the client's masks that this party shares."""
     return Seed(bytes(transport.recv(CLIENT, "input key", (32,), torch.uint8).numpy().tobytes()))
 
 

@@ -48,10 +48,6 @@ class _Touch:
     key: object
     count: int
 
-    def overlaps(self, other: _Touch) -> bool:
-        """Whether both may touch one element."""
-        return self.storage == other.storage and self.low <= other.high and other.low <= self.high
-
     def same(self, other: _Touch) -> bool:
         """Whether each thread of one touches what the same thread of the other does."""
         return self.key is not None and self.key == other.key and self.count == other.count
@@ -118,7 +114,8 @@ def _link(units: Sequence[_Unit], found: Mapping[Slot, Tensor]) -> None:
 
 
 def _order(unit: _Unit, other: _Touch, mine: _Touch, joins: bool = True) -> None:
-    if other.unit != unit.order and mine.overlaps(other):
+    overlap = mine.storage == other.storage and mine.low <= other.high and other.low <= mine.high
+    if other.unit != unit.order and overlap:
         (unit.joins if joins and mine.same(other) else unit.waits).add(other.unit)
 
 
@@ -212,7 +209,6 @@ class _Emission:
         self._made: list[GraphNode] = []
 
     def of(self, steps: Sequence[GraphNode | list[FusedUnits]]) -> list[GraphNode]:
-        """All nodes."""
         drafts = [
             step if isinstance(step, TorchCall) else [_FusedGroup(g, self._found) for g in step] for step in steps
         ]

@@ -71,7 +71,6 @@ class _RegionCall:
     region: RegionState = field(default_factory=RegionState)
 
     def parts(self) -> list[Tensor]:
-        """Those of the inputs."""
         return [part for x in self.inputs for part in x.share.parts]
 
     def encoded(self, encodings: Iterable[Encoding]) -> Iterator[Tensor]:
@@ -208,7 +207,6 @@ class ProgramCache:
 
     @contextmanager
     def _inside_break(self) -> Iterator[None]:
-        """Inside, a graph break is computed."""
         before, self._place = self._place, 1
         try:
             yield

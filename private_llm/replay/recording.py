@@ -164,7 +164,9 @@ class StepRecorder(TracedTransport, Generic[PlaceT]):
         try:
             return call()
         except (MemoryError, RuntimeError) as error:
-            if self.reason is not None or writes or not _memory_ran_out(error):
+            # of PyTorch's allocators that of the CPU has no class of its own for it
+            full = isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+            if self.reason is not None or writes or not full:
                 raise
             self.stop(f"memory ran out: {error}")
         return call()
@@ -172,11 +174,6 @@ class StepRecorder(TracedTransport, Generic[PlaceT]):
     def encodings(self) -> dict[Encoding, PlaceT]:
         """Ring elements of public tensors, which whoever repeats the program makes anew."""
         return {key: self.place(held) for key, held in self._encodings.items()}
-
-
-def _memory_ran_out(error: Exception) -> bool:
-    """Of PyTorch's allocators that of the CPU has no class of its own for it."""
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 class _Operations(TorchDispatchMode):
@@ -190,7 +187,6 @@ class _Operations(TorchDispatchMode):
         self, func: TorchArg, types: Sequence[type], args: Sequence[TorchArg] = (),
         kwargs: Mapping[str, TorchArg] | None = None,
     ) -> TorchArg:  # fmt: skip
-        """One operation."""
         return self._recorder.operated(func, args, kwargs or {})
 
 

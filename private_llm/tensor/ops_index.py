@@ -151,7 +151,6 @@ def embedding(
 
 
 def _looked_up(tokens: SecretIndex, weight: Tensor) -> SecretTensor:
-    """Rows at secret indices: one protocol lookup."""
     session = tokens.session
     if tokens.share.domain != weight.shape[0]:
         raise UnsupportedOp(f"lookup of indices below {tokens.share.domain} in a table of {weight.shape[0]} rows")

@@ -26,11 +26,6 @@ CONSTANT_BITS = 16  # bits of a public factor: relative error at most 2^-16 (sca
 _CACHED = 16
 
 
-def constant_bits(session: Session) -> int:
-    """Bits a public tensor's entries have after the point: 16, in a small ring as many as a weight."""
-    return CONSTANT_BITS if session.ring.bits == 64 else session.frac
-
-
 def dyadic(factor: float, bits: int) -> tuple[int, int]:
     """(n, e), factor ~ n * 2^e, n odd or 0, |n| < 2^bits: relative error <= 2^-bits. Raises DomainError if infinite."""
     if not math.isfinite(factor):
@@ -80,7 +75,8 @@ def times_public(x: SecretTensor, factor: Tensor) -> Fixed:
             full=True
         )
     value = x.to_operand()
-    bits = 0 if not factor.is_floating_point() else constant_bits(value.session)
+    real_bits = CONSTANT_BITS if value.session.ring.bits == 64 else value.session.frac  # there as many as a weight
+    bits = real_bits if factor.is_floating_point() else 0
     out = value.with_share(value.proto.mul_public(value.share, encoded(value, factor, bits)), value.frac + bits)
     return out if value.session.ring.bits == 64 else out.rescale(value.session.frac)
 

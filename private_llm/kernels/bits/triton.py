@@ -135,7 +135,6 @@ def join_carries_kernel(b, lam, prod, rows, out, words, made, one, BW: tl.conste
 
 @triton.jit
 def _bit(row, o_n, m_n):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
-    """Bit of each element o_n in a row of words, 0 or 1."""
     b_word = tl.load(row + (o_n >> 6), mask=m_n, other=0)
     return (b_word >> (o_n & 63)) & 1
 

@@ -72,7 +72,6 @@ def _spread(at: list[int], geometry: Array, sizes: tuple[int, int, int, int], ze
 
 
 def _run(places: tuple[int, int, int], geometry: Array, sizes: tuple[int, int, int, int], zero: Zero) -> None:
-    """The same in one thread."""
     images, groups, outputs, inner = sizes
     positions = images * geometry[1]
     if groups > 1 and groups * geometry[6] == geometry[2]:  # one channel each

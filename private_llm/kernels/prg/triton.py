@@ -34,7 +34,6 @@ def _quarter(a, b, c, d):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN20
 
 @triton.jit
 def _word(source, place: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
-    """A word of key or nonce."""
     return tl.load(source + place).to(tl.uint32, bitcast=True)
 
 

@@ -111,7 +111,6 @@ def summed(
 # -- exponentials: words of bits, four rows [4, n]; `digits` is `Digits`, tables have an entry for each half -----------
 @compiled
 def _flag(words: Array, place: int) -> int:
-    """One bit."""
     return int((words[place >> 6] >> (place & 63)) & 1)
 
 

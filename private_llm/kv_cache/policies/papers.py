@@ -59,7 +59,13 @@ class MPCacheConfig(BudgetedPolicy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_observed(self.observed)
+        seen = self.observed
+        fits = (0 < seen <= 1) if isinstance(seen, float) else isinstance(seen, int) and seen >= 1
+        if not fits or isinstance(seen, bool):
+            raise ConfigError(
+                f"kv_cache: observed: got {seen!r}; want a whole number of tokens, at least 1, or a share of the "
+                "prompt with a point, above 0 and at most 1.0"
+            )
         whole(self, shared_layers=1, apart=0)
         check_pool(self, self.pool)
         check_types(self, "kv_cache: ", but=("levels", "name"))
@@ -114,16 +120,6 @@ class MPCacheConfig(BudgetedPolicy):
             "shared_layers": 2, "apart": 2,
         }  # fmt: skip
         return cls(**{**named, **settings})
-
-
-def check_observed(observed: float | int) -> None:
-    """Raise ConfigError unless it is a whole number of tokens, or (a float) a share of the prompt."""
-    fits = (0 < observed <= 1) if isinstance(observed, float) else isinstance(observed, int) and observed >= 1
-    if not fits or isinstance(observed, bool):
-        raise ConfigError(
-            f"kv_cache: observed: got {observed!r}; want a whole number of tokens, at least 1, or a share of the "
-            "prompt with a point, above 0 and at most 1.0"
-        )
 
 
 def checked_levels(given: object) -> tuple[Level, ...]:

@@ -81,7 +81,6 @@ def _messages(sizes: Sequence[int]) -> list[list[int]]:
 
 
 def _received(transport: Transport, frm: int, tag: str, expected: Sequence[Expected]) -> list[Tensor]:
-    """The tensors of one message."""
     kinds = [dtype for _, dtype in expected]
     counts = [math.prod(shape) for shape, _ in expected]
     sizes = [count * dtype.itemsize for count, dtype in zip(counts, kinds, strict=True)]
