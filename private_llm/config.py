@@ -137,8 +137,7 @@ class PrivateConfig:
     busy_wait_s: seconds that a client waits for remote parties that serve another client (0: not at all).
     idle_s: seconds without a call after which a remote party ends a session, so that others get their turn (None:
     never). A client that thinks between calls sends nothing, so this is the longest thought.
-    device: where a party's shares, or a server's public weights, live: "cpu", "cuda:N", or "cuda" (GPU number party
-    modulo the number of GPUs).
+    device: where a party's shares, or a server's public weights, live: "cpu", "cuda:N", or "cuda" (party modulo GPUs).
     Parties need not agree on devices and folders.
     device_map: how a party's layers are spread, as in transformers: "auto", "balanced", "balanced_low_0",
     "sequential", or {module name: GPU number, "cuda:N", "cpu" or "disk"} for the whole model; None: all on `device`.

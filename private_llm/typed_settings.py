@@ -37,8 +37,7 @@ def refuses_unknown(cls: type[_Config]) -> type[_Config]:
 def check_types(settings: object, where: str = "", but: Collection[str] = ()) -> None:
     """Raise ConfigError for a field of another type than its annotation, and for NaN and infinities.
 
-    where: what stands before a field's name, as "plan: ". but: fields that are not looked at. A whole number is a
-    number, too; True is none.
+    where: what stands before a field's name, as "plan: ". but: other fields. Whole numbers are numbers; True is none.
     """
     cls: Any = type(settings)
     for name, wanted in _hints(cls).items():

@@ -174,8 +174,7 @@ def fitting(factor: Fixed, frac: int) -> Fixed:
 def rsqrt(x: Fixed, low: float, high: float, frac: int | None = None) -> Fixed:
     """x^(-1/2) for low <= x <= high (public, low > 0), any shape; 64-bit ring only. Method: normalise.py.
 
-    `frac`: fractional bits of the result (default: the session's). Relative error 3e-5, plus 2^-frac absolute and half
-    the relative precision of x itself. 3 thresholds an octave; 9 or 10 rounds; 602 bytes an element for 1 to 64. Raises
-    DomainError as `normalise.power`.
+    `frac` fractional bits (the session's). Relative error 3e-5 and half that of x itself, plus 2^-frac. 3 thresholds an
+    octave; 9 or 10 rounds; 602 bytes an element for 1 to 64. Raises DomainError as `normalise.power`.
     """
     return power(x, THIRDS, RSQRT, low, high, x.session.frac if frac is None else frac)

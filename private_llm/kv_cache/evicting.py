@@ -37,8 +37,7 @@ class Evicted:
     """Which entries stayed in this call: `first` and `newest` ones, and those that `middle` brings together.
 
     order: the public order of entries that this is about, int64 [B or 1, n]; None: theirs. marks: 0 or 1, [B, G, those
-    between first and newest]. tokens: bool [B or 1, entries that stay], None: all are. croppable: so many of the newest
-    entries lay where they lie now.
+    between first and newest]. tokens: bool [B or 1, entries that stay], None: all. croppable: newest entries in place.
     """
 
     middle: ShuffledRows

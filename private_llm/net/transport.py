@@ -93,8 +93,7 @@ class Transport(ABC):
     def parallel_session(self, number: int) -> Transport:
         """This endpoint's links of parallel session `number` (0: this transport), with a ledger of their own.
 
-        Every parallel session belongs to one thread, and the end of one is the end of all. Raises ConfigError if these
-        links carry one parallel session only.
+        Each belongs to one thread; the end of one is the end of all. Raises ConfigError if these links carry one only.
         """
         if number:
             raise ConfigError(

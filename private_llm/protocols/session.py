@@ -202,8 +202,7 @@ def join_as_client(config: PrivateConfig, transport: Transport) -> ClientEnd:
 def client_end(config: PrivateConfig, transport: Transport) -> ClientEnd:
     """The client's end once all have agreed (or for counting costs on a `MetaTransport`).
 
-    Sends the keys of input masks, 32 bytes to each holder of each (trio, dealer: 4, quad: 9). Raises ConfigError for a
-    protocol that there is not.
+    Sends input masks' keys, 32 bytes to each holder (trio, dealer: 4, quad: 9). Raises ConfigError: unknown protocol.
     """
     return protocol_spec(config.protocol).client(transport, Ring(config.ring))
 

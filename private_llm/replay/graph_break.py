@@ -1,8 +1,7 @@
 """A region with a graph_break: in its midst it leaves something to Python, whose program is another one.
 
 A decoder layer is the same at every step but for its attention, which depends on the length of the cache and writes to
-it. So the layer's program stops there, Python appends and attends (by a program of that length), and the program goes
-on with what came of it.
+it. So the layer's program stops there, Python appends and attends (by a program of that length), and it goes on.
 """
 
 import threading

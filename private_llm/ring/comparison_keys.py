@@ -101,8 +101,7 @@ def make_keys(alpha: Array, beta: Array, levels: int, first: Prg, second: Prg, c
     """What both holders have of the keys of alpha uint64 [n] and beta uint64 [n, words]: uint64 [n, key_words].
 
     The roots, 2 words each, are drawn from the streams of the two holders, who draw the same (`roots`) and have the
-    same ciphers. Only the lowest `levels` bits of alpha count. Raises DomainError for levels outside 1 to 64, no or too
-    many words.
+    same ciphers. Only the lowest `levels` bits of alpha count. Raises DomainError for other levels (1 to 64) or words.
     """
     count, words = beta.shape
     _check(levels, words)

@@ -3,8 +3,7 @@
 Sums and means; local for few entries (a mean carries its 1/n in the fractional bits until the next product). Means
 hold wherever the mean does: sums are divided by powers of two before they can leave the ring.
 
-With f fractional bits, values up to V = 2^(ring bits - 2 - 2 f) have room for a product, and a sum of up to 2^f of them
-for a truncation. So
+With f fractional bits, values up to V = 2^(ring bits - 2 - 2 f) have room for a product, 2^f of them for a truncation.
 
 1. an operand with surplus bits that leave too little room is truncated first;
 2. more than 2^f entries are added in two steps, with a division by a power of two between them;

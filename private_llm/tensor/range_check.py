@@ -23,8 +23,7 @@ ones of which it is known where each row's entries end. What cannot be told apar
 Values out of their range may make parties open an arrangement that no choice by rank has (`ranked_wrong`). They all
 see it and go on with any rows of that number; the verdict of the call is then 1, and nobody else's call suffers.
 
-Cost for n watched rows: 8 n comparisons over the whole ring and as many injections of a bit, 65 bytes each, 8 to 10
-rounds for a call of any length.
+Cost of n watched rows: 8 n comparisons over the whole ring and injections of a bit, 65 bytes each, 8 to 10 rounds.
 """
 
 from __future__ import annotations
@@ -53,8 +52,7 @@ UNKNOWN = REACH + 3  # bits of magnitude that the signed sums of a module withou
 
 
 def watch(x: Fixed, bits: int | None = None, batch: Tensor | None = None) -> None:
-    """Owe a check of the rows of x [.., width]: signed sums below 2^bits in ring elements. Local, unless x is right in
-    no more bits than that (1 round).
+    """Owe a check of x [.., width]: signed sums of rows below 2^bits. Local, or 1 round if x is right in no more bits.
 
     bits: default, the calibrated `output` of the module that is computed. batch: of `RangeChecks.batch` rows of a
     batch the one that each row of x belongs to; default, as the first dimension of x tells. Nothing is done with

@@ -88,8 +88,7 @@ class QuadArithmetic(TrioArithmetic):
     ) -> Share:  # fmt: skip
         """`_finish` of Trio and its check.
 
-        mirror: at parties 0 and 3 additive pieces of the result before the shift, less `known`, which parties 1 and 2
-        hold if `helped` (and nobody otherwise).
+        mirror: parties 0 and 3's pieces of the result before the shift, less `known` (if `helped`, at parties 1 and 2).
         """
         if shift:
             return self._finish_checked_shift(tag, shape, piece, mirror, shift, known)
