@@ -29,7 +29,7 @@ PROMPT_CHUNKS = (512, 128)  # tokens of a row in a chunk of a long prompt, and w
 _AGREED = (
     "protocol", "ring", "frac_bits", "weights", "reveal", "adder", "bandwidth_mbit", "latency_ms", "relu_bits",
     "relu_low", "truncation", "matmul", "prg", "parallel_sessions", "rotate_roles", "plan", "split", "guard", "plugins",
-    "kv_cache", "approximations", "sparsity",
+    "kv_cache", "approximations", "sparsity", "weight_bits",
 )  # fmt: skip
 """What all parties must agree upon: these settings change the order or the meaning of messages."""
 
@@ -162,6 +162,8 @@ class PrivateConfig:
     corrections: for "assisted", a folder that `private-llm prepare` filled; one server is then online in place of two.
     experts: for "assisted", where experts of a mixture compute: all of them for every token at the "servers", chosen
     ones at the "client", which then holds all in float32, or "auto": at the client where that takes 1 GB at most.
+    weight_bits: for "assisted", of the weights by which servers multiply: 16, or 8, which is faster and sends and holds
+    less, and makes answers differ from the plaintext model's by an error that is said when a model is loaded.
     plugins: names of Python modules that this endpoint imports first, such as a file that calls `register_handler` or
     registers a protocol. All endpoints need the same; nobody imports what another endpoint names.
     plan: which node sees which tokens, for protocol="cascade" and after a split. split: the first `split` layers run
@@ -211,6 +213,7 @@ class PrivateConfig:
     offline_folder: str | None = None
     corrections: str | None = None
     experts: Literal["auto", "servers", "client"] = "auto"
+    weight_bits: Literal[16, 8] = 16
     replay: bool = True
 
     def __post_init__(self) -> None:
@@ -336,8 +339,9 @@ class PrivateConfig:
             return
         if self.corrections is not None:
             raise ConfigError(f"corrections: protocol {self.protocol!r} has none; they are for 'assisted'")
-        if self.experts != "auto":
-            raise ConfigError(f"experts: protocol {self.protocol!r} has no such setting; it is for 'assisted'")
+        for name, kept in (("experts", "auto"), ("weight_bits", 16)):
+            if getattr(self, name) != kept:
+                raise ConfigError(f"{name}: protocol {self.protocol!r} has no such setting; it is for 'assisted'")
         if self.plan is not None and not isinstance(self.plan, ShardingPlan):
             raise ConfigError(f"plan: got {self.plan!r}; want a ShardingPlan, such as ShardingPlan(alpha=8, c=8, m=2)")
         if self.split is not None:

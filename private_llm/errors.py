@@ -54,7 +54,7 @@ class CorrectionsUsedUp(PrivateLLMError):
 
 
 class LowPrecision(UserWarning):
-    """Values are so small that fixed point keeps few of their digits: answers may differ from the plaintext model's."""
+    """Few digits are kept, of very small values or of weights: answers may differ from the plaintext model's."""
 
 
 class TightRange(UserWarning):

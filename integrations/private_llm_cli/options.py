@@ -117,6 +117,9 @@ ExpertsOption = Annotated[
         "--experts",
     ),
 ]  # fmt: skip
+WeightBits = Annotated[
+    int, option(SERVERS, "16, or 8: faster and less exact; the error is said (all endpoints alike).", "--weight-bits")
+]
 RotateRoles = Annotated[
     bool, option(SHARES, "Another party plays each role in each parallel session.", "--rotate-roles")
 ]
@@ -353,11 +356,12 @@ class RemoteRun(Run, LinkOptions):
         str | None, option(SERVERS, "Folder of what `prepare` stored, so that one server is online.")
     ] = None
     experts: ExpertsOption = ExpertsPlace.AUTO
+    weight_bits: WeightBits = 16
 
     def config(self, **more: Any) -> PrivateConfig:  # noqa: ANN401 - those of `config_of`
         """The configuration of a client."""
         more |= self.client_settings() | {"frac_bits": self.frac_bits}
-        more |= {"corrections": self.corrections, "experts": self.experts.value}
+        more |= {"corrections": self.corrections, "experts": self.experts.value, "weight_bits": self.weight_bits}
         return super().config(reveal=self.reveal, weights=self.weights, busy_wait_s=self.busy_wait, **more)
 
 

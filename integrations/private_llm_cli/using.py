@@ -253,6 +253,7 @@ def estimate(
     accept_weak_plan: options.WeakPlan = False,
     split: options.SplitOption = None,
     experts: options.ExpertsOption = options.ExpertsPlace.AUTO,
+    weight_bits: options.WeightBits = 16,
     kv_cache: KvCacheOption = "",
     sparsity: Annotated[
         str,
@@ -269,7 +270,7 @@ def estimate(
     from private_llm_cli.commands.estimate_plans import Hardware, Workload, compare_plans
 
     more: dict[str, Any] = {"reveal": reveal, "matmul": matmul, "weights": weights, **kv_cache_of(kv_cache)}
-    more["experts"] = experts.value
+    more |= {"experts": experts.value, "weight_bits": weight_bits}
     if adder is not None:
         more |= {"adder": adder.value, "bandwidth_mbit": bandwidth, "latency_ms": latency}
     given = [ShardingPlan(**options.plan_of(text)["plan"]) for text in plan or []]
@@ -289,7 +290,8 @@ def estimate(
         more["corrections"] = "as `private-llm prepare` makes"
     config = options.config_of(protocol, ring, **more)
     work = Workload(model, seq, new, batch, sparsity)
-    hardware = Hardware.of(bandwidth, latency, gmacs, config.plan is not None, config.protocol == ASSISTED)
+    assisted_bits = config.weight_bits if config.protocol == ASSISTED else None
+    hardware = Hardware.of(bandwidth, latency, gmacs, config.plan is not None, assisted_bits)
     run(work, config, as_json, hardware, image, ranges)
 
 

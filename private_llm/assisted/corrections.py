@@ -47,7 +47,8 @@ _KEPT = 256
 @dataclass(frozen=True)
 class BlockFacts:
     """What a block says of itself. name: a digest of key. rows: of every weight. key: of its masks (`mask_label`).
-    digests: of the weights. preparer: the address of who computed it; "" for the client's own machine.
+    digests: of the weights. preparer: the address of who computed it; "" for the client's own machine. weight_bits:
+    `PrivateConfig.weight_bits`.
     """
 
     name: str
@@ -55,12 +56,13 @@ class BlockFacts:
     key: Seed
     digests: Mapping[str, str]
     preparer: str
+    weight_bits: int = 16
 
     @classmethod
-    def fresh(cls, rows: int, digests: Mapping[str, str], preparer: str) -> BlockFacts:
+    def fresh(cls, rows: int, digests: Mapping[str, str], preparer: str, weight_bits: int) -> BlockFacts:
         """Of a new block."""
         key = Seed.fresh()
-        return cls(_name_of(key), rows, key, digests, preparer)
+        return cls(_name_of(key), rows, key, digests, preparer, weight_bits)
 
 
 def _name_of(key: Seed) -> str:
@@ -99,10 +101,10 @@ class CorrectionFolder:
         return sorted((path, int(found[1])) for path, found in named if found)
 
     def add(self, facts: BlockFacts, products: Mapping[str, Tensor]) -> None:
-        """Store a block: by weight its products, packed, uint8 [rows, 5 outputs]. Whole, or not at all."""
+        """Store a block: by weight its products, packed, uint8 [rows, 5 or 4 outputs]. Whole, or not at all."""
         said = {
             "name": facts.name, "key": facts.key.raw().hex(), "preparer": facts.preparer,
-            "digests": json.dumps(dict(facts.digests)),
+            "digests": json.dumps(dict(facts.digests)), "weight_bits": str(facts.weight_bits),
         }  # fmt: skip
         path = self.path / f"{facts.name}-{facts.rows}.safetensors"
         part = path.with_suffix(".part")
@@ -160,7 +162,8 @@ def _read(path: Path, rows: int, whole: bool = False) -> tuple[BlockFacts, dict[
                 raise ValueError("its name is not that of its key")
             if any(each["dtype"] != "U8" or each["shape"][0] != rows for each in header.values()):
                 raise ValueError(f"it has not {rows} rows of bytes of each weight")
-            facts = BlockFacts(said["name"], rows, key, {**digests}, said["preparer"])
+            bits = int(said.get("weight_bits", 16))
+            facts = BlockFacts(said["name"], rows, key, {**digests}, said["preparer"], bits)
             if header.keys() != facts.digests.keys():
                 raise ValueError("it lacks products of a weight")
             file.seek(0)
@@ -211,7 +214,7 @@ class _MaskRows:
 
 @dataclass(frozen=True)
 class TakenRows:
-    """masks: int64 [rows, inputs]. by_row: their products, packed, uint8 [rows, 5 outputs]. source: of the products."""
+    """masks: int64 [rows, inputs]. by_row: their products, packed, uint8 [rows, 5 or 4 outputs]. source: of these."""
 
     masks: Tensor
     by_row: Tensor
@@ -219,7 +222,7 @@ class TakenRows:
 
     @property
     def products(self) -> Tensor:
-        """As a server sends them, uint8 [5 rows outputs]."""
+        """As a server sends them, flat."""
         return self.by_row.reshape(-1)
 
     def part(self, first: int, rows: int) -> TakenRows:
@@ -231,10 +234,13 @@ class TakenRows:
 class Corrections:
     """What one session takes from a folder: masks and their products, each row once. Not thread-safe."""
 
-    def __init__(self, folder: str | Path, announce: Callable[[str], bool], online: Collection[str] = ()) -> None:
+    def __init__(
+        self, folder: str | Path, announce: Callable[[str], bool], online: Collection[str] = (), weight_bits: int = 16
+    ) -> None:
         """announce: tells the online server the name of a block; whether it is new there. online: its address, from
-        which no block is taken, because it knows the masks of those that it made.
+        which no block is taken, because it knows the masks of those that it made. weight_bits: of this session.
         """
+        self._weight_bits = weight_bits
         self.folder, self._announce, self._online = CorrectionFolder.made(folder), announce, online
         self._origin = Origin()
         self.digests: dict[str, str] = {}
@@ -255,6 +261,11 @@ class Corrections:
             self._check(found, [name])
 
     def _check(self, found: BlockFacts, names: Collection[str]) -> None:
+        if found.weight_bits != self._weight_bits:
+            raise ShareFileError(
+                f"{self.folder.path} holds corrections for weights of {found.weight_bits} bits, and weight_bits is "
+                f"{self._weight_bits}; prepare with the same weight_bits in a folder of its own"
+            )
         other = [name for name in names if found.digests.get(name) != self.digests.get(name)]
         if other:
             raise ShareFileError(

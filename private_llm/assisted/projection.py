@@ -8,6 +8,8 @@ for which the line overlooks e: probability 2^-25 at most, and 2^-50 for `LINES`
 tells a server nothing that it could use: but for that probability the outcome follows from its own e alone, and after
 one that failed the session ends, and with it P.
 
+With 8-bit weights products are below 2^31 and t < 32: the same holds, for modulo 2^32 in place of 2^40.
+
 The answer of one server alone is known modulo 2^40 only, where a line overlooks 2^39 every second time. The client
 looks at it when a product is wrong, to find whose part is: `NAMING` lines overlook such errors once in 256 times.
 """
@@ -17,7 +19,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from private_llm.assisted.fixed_point import centred
+from private_llm.assisted.fixed_point import centred, element_bytes
 from private_llm.kernels import ops
 from private_llm.ring.prg import Seed
 from private_llm.ring.ring import Ring
@@ -36,8 +38,9 @@ class Projection:
     """
 
     def __init__(self, lines: Tensor, seed: Seed) -> None:
-        """lines: int16 [outputs, inputs]. seed: fresh, for this weight alone."""
+        """lines: int16 or int8 [outputs, inputs]. seed: fresh, for this weight alone."""
         outputs, inputs = lines.shape
+        self._size = element_bytes(lines)
         drawn = seed.stream("projection").elements(NAMING * outputs, Ring(64))
         self.sums = drawn.view(NAMING, outputs) & ((1 << _BITS) - 1)
         self.folded = torch.zeros(NAMING, inputs, dtype=torch.int64)
@@ -48,5 +51,6 @@ class Projection:
         """The lines that every product is checked by."""
 
     def holds_modulo(self, x: Tensor, y: Tensor) -> bool:
-        """Whether y = W x modulo 2^40, for the answer of one server, int64 [M, inputs] and [M, outputs]."""
-        return not bool(centred(ops.ring_matmul(y, self.sums.mT) - ops.ring_matmul(x, self.folded.mT)).any())
+        """Whether y = W x modulo 2^40 (or 2^32), for the answer of one server, int64 [M, inputs] and [M, outputs]."""
+        difference = ops.ring_matmul(y, self.sums.mT) - ops.ring_matmul(x, self.folded.mT)
+        return not bool(centred(difference, self._size).any())

@@ -109,44 +109,47 @@ def ring_matmul(x: Tensor, y: Tensor) -> Tensor:
 def narrow_matmul(x: Tensor, weight: Tensor, rows: int) -> Tensor:
     """x weight^T modulo 2^40, packed, uint8 [5 M N]; x int64 [M, K], or packed; weight int16 [N, K], which is public.
 
-    rows: M. A weight with more columns, a multiple of 32 of them, is read where it lies: those beyond K meet zeros. On
-    a GPU its elements stay below 32640. Raises DomainError for other shapes and types.
+    For an int8 weight all is modulo 2^32, and packed 4 bytes an element. rows: M. A weight with more columns, a
+    multiple of 32 of them, is read where it lies: those beyond K meet zeros. On a GPU elements of an int16 weight stay
+    below 32640. Raises DomainError for other shapes and types.
     """
     is_packed, columns = x.dtype is torch.uint8, len(weight)
-    inner = x.numel() // max(rows * (cpu_narrow.BYTES if is_packed else 1), 1)
+    size = cpu_narrow.BYTES.get(8 * weight.element_size(), 0)
+    inner = x.numel() // max(rows * (size if is_packed else 1), 1)
     if (
-        rows < 0 or weight.dtype is not torch.int16 or not (is_packed or x.dtype is torch.int64) or weight.dim() != 2
-        or x.numel() != rows * inner * (cpu_narrow.BYTES if is_packed else 1) or inner > weight.shape[1]
+        rows < 0 or weight.dtype not in (torch.int16, torch.int8) or not (is_packed or x.dtype is torch.int64)
+        or weight.dim() != 2 or x.numel() != rows * inner * (size if is_packed else 1) or inner > weight.shape[1]
     ):  # fmt: skip
         raise DomainError(
             f"narrow_matmul: got {x.dtype} {tuple(x.shape)} for {rows} rows and {weight.dtype} {tuple(weight.shape)}; "
-            "want int64 [M, K], or its bytes uint8 [5 M K], and int16 [N, K]"
+            "want int64 [M, K], or its bytes uint8 [5 M K] or [4 M K], and int16 or int8 [N, K]"
         )
     if not x.is_cpu:
-        return packed(_gpu("matmul", "narrow", unpacked(x, (rows, inner)) if is_packed else x, weight[:, :inner]))
-    made = torch.empty(cpu_narrow.BYTES * rows * columns, dtype=torch.uint8)
+        x = unpacked(x, (rows, inner), size) if is_packed else x
+        return packed(_gpu("matmul", "narrow", x, weight[:, :inner]), size)
+    made = torch.empty(size * rows * columns, dtype=torch.uint8)
     if not inner:
         return made.zero_()
     weight = narrow_lines(weight)
     length = weight.shape[1]
-    digits = torch.empty(rows * cpu_narrow.DIGITS * length, dtype=torch.int16)
-    wide = torch.empty(rows * columns, dtype=torch.int64)
+    digits = torch.empty(rows * cpu_narrow.DIGITS[size] * length, dtype=torch.int16)
+    wide = torch.empty(rows * columns if size == 5 else 0, dtype=torch.int64)
     of, to, *at = addresses(x, digits, weight, wide, made)
-    parallel_for(rows, inner * _DIGIT_S, 1, cpu_narrow.narrow_digits, of, to, int(is_packed), inner, length)
+    parallel_for(rows, inner * _DIGIT_S, 1, cpu_narrow.narrow_digits, of, to, size, int(is_packed), inner, length)
     kernel, each = cpu_narrow.narrow_product, _NARROW_S * rows * inner
-    parallel_for(columns, each, cpu_narrow.LINES, kernel, to, *at, rows, length, columns)
+    parallel_for(columns, each, cpu_narrow.LINES, kernel, to, *at, size, rows, length, columns)
     return made
 
 
-def packed(x: Tensor) -> Tensor:
-    """Elements modulo 2^40 as bytes, uint8 [5 n]."""
-    return x.contiguous().view(torch.uint8).view(-1, 8)[:, : cpu_narrow.BYTES].contiguous().view(-1)
+def packed(x: Tensor, size: int) -> Tensor:
+    """Elements modulo 2^(8 size) as bytes, uint8 [size n]."""
+    return x.contiguous().view(torch.uint8).view(-1, 8)[:, :size].contiguous().view(-1)
 
 
-def unpacked(raw: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """The inverse of `packed`: int64 of this shape, from 0 to 2^40 - 1."""
-    wide = raw.new_zeros(raw.numel() // cpu_narrow.BYTES, 8)
-    wide[:, : cpu_narrow.BYTES] = raw.view(-1, cpu_narrow.BYTES)
+def unpacked(raw: Tensor, shape: tuple[int, ...], size: int) -> Tensor:
+    """The inverse of `packed`: int64 of this shape, from 0 to 2^(8 size) - 1."""
+    wide = raw.new_zeros(raw.numel() // size, 8)
+    wide[:, :size] = raw.view(-1, size)
     return wide.view(torch.int64).view(shape)
 
 
@@ -162,7 +165,7 @@ def narrow_lines(weight: Tensor) -> Tensor:
 
 
 def hide_rows(
-    x: Tensor, column_scales: Tensor, columns: Tensor, norm: float, mask: Tensor, out: Tensor
+    x: Tensor, column_scales: Tensor, columns: Tensor, norm: float, mask: Tensor, out: Tensor, size: int
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Real rows [M, K] as whole numbers int64 and their scales float64 [M]; out: these minus a mask, packed.
 
@@ -172,10 +175,10 @@ def hide_rows(
     at = _operands(
         "hide_rows", (x, rows * inputs, torch.float32), (column_scales, inputs, torch.float64),
         (columns, inputs, torch.float64), (mask, rows * inputs, torch.int64), (whole, rows * inputs, torch.int64),
-        (out, cpu_narrow.BYTES * rows * inputs, torch.uint8),
+        (out, size * rows * inputs, torch.uint8),
     )  # fmt: skip
     scales = torch.empty(rows, dtype=torch.float64)
-    parallel_for(rows, inputs * _HIDE_S, 1, checked.hide_rows, *at, scales.data_ptr(), norm, inputs)
+    parallel_for(rows, inputs * _HIDE_S, 1, checked.hide_rows, *at, scales.data_ptr(), norm, size, inputs)
     return whole, scales
 
 
@@ -190,13 +193,14 @@ def _operands(name: str, *wanted: tuple[Tensor, int, torch.dtype]) -> list[int]:
 
 def open_rows(
     parts: Sequence[Tensor], whole: Tensor, sums: Tensor, folded: Tensor, scales: Tensor, factors: Tensor,
+    size: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The product of rows from both parts, packed, float32 [M, N], and uint8 [M]: whether its secret sums are right.
 
     All as in `kernels.matmul.checked`. Raises DomainError for other sizes.
     """
     (lines, outputs), (rows, inputs) = sums.shape, whole.shape
-    packed = cpu_narrow.BYTES * rows * outputs
+    packed = size * rows * outputs
     at = _operands(
         "open_rows", (parts[0], packed, torch.uint8), (parts[1], packed, torch.uint8),
         (whole, rows * inputs, torch.int64), (sums, lines * outputs, torch.int64),
@@ -204,7 +208,7 @@ def open_rows(
     )  # fmt: skip
     out, right = torch.empty(rows, outputs), torch.empty(rows, dtype=torch.uint8)
     at += out.data_ptr(), right.data_ptr()
-    parallel_for(rows, outputs * _OPEN_S, 1, checked.open_rows, *at, lines, inputs, outputs)
+    parallel_for(rows, outputs * _OPEN_S, 1, checked.open_rows, *at, size, lines, inputs, outputs)
     return out, right
 
 

@@ -31,7 +31,7 @@ def filled(path: Path, *blocks: int, preparer: str = "") -> CorrectionFolder:
     """A folder with blocks of so many rows."""
     folder = CorrectionFolder.made(path)
     for rows in blocks:
-        facts = BlockFacts.fresh(rows, {name: lines_digest(each) for name, each in LINES.items()}, preparer)
+        facts = BlockFacts.fresh(rows, {name: lines_digest(each) for name, each in LINES.items()}, preparer, 16)
         products = {
             name: ops.narrow_matmul(mask(facts.key, mask_label(name), rows, each.shape[1]), each, rows).view(rows, -1)
             for name, each in LINES.items()

@@ -119,7 +119,7 @@ def test_bytes_and_exchanges_are_those_of_the_shapes() -> None:
         assert private.parties.exchanges - before == 4 * config.num_hidden_layers + 1 == before
         assert costs.rounds == 2 * before
         asked = 2 * HEADER.size + len(fresh_label())
-        assert costs.bytes_total == 2 * 3 * BYTES * (up + 2 * down) + 2 * before * asked
+        assert costs.bytes_total == 2 * 3 * BYTES[16] * (up + 2 * down) + 2 * before * asked
 
 
 def test_servers_see_masked_rows_or_labels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,7 +128,7 @@ def test_servers_see_masked_rows_or_labels(monkeypatch: pytest.MonkeyPatch) -> N
     original = ProductServer.product
 
     def spy(self: ProductServer, x: Tensor, weight: object, rows: int) -> Tensor:
-        seen[self.transport.me].append(x.clone() if x.dtype is torch.int64 else ops.unpacked(x, (rows, -1)))
+        seen[self.transport.me].append(x.clone() if x.dtype is torch.int64 else ops.unpacked(x, (rows, -1), 5))
         return original(self, x, weight, rows)
 
     monkeypatch.setattr(ProductServer, "product", spy)

@@ -90,7 +90,7 @@ def test_the_server_gets_rows_under_fresh_masks_and_nothing_else(
 
     def spy(self: ProductServer, x: Tensor, weight: object, rows: int) -> Tensor:
         assert self._seed is None
-        seen.append(ops.unpacked(x, (rows, -1)))
+        seen.append(ops.unpacked(x, (rows, -1), 5))
         return original(self, x, weight, rows)
 
     plain, config = tiny.build("llama"), stored(tmp_path)
@@ -107,7 +107,7 @@ def test_the_server_gets_rows_under_fresh_masks_and_nothing_else(
     assert float(((counts - len(values) / 256) ** 2 / (len(values) / 256)).sum()) < 400  # chi-square, 255 degrees
     up = 2 * (3 * hidden + inner) + hidden
     down = 2 * (hidden + 2 * 32 + hidden + 2 * inner + hidden) + plain.config.vocab_size
-    commands = costs.bytes_total - 3 * (40 * BYTES * (up + down) + 9 * HEADER.size)
+    commands = costs.bytes_total - 3 * (40 * BYTES[16] * (up + down) + 9 * HEADER.size)
     assert 0 <= commands < 10
 
 

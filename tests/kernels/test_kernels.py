@@ -129,18 +129,20 @@ def test_products_of_planes(shape: tuple[int, ...], ring: Ring, monkeypatch: pyt
 
 
 @pytest.mark.parametrize(("rows", "inner", "columns"), [(1, 33, 70), (8, 130, 5), (9, 150, 40), (40, 7, 3)])
-def test_products_with_16_bit_weights(
-    rows: int, inner: int, columns: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("bits", [16, 8])
+def test_products_with_narrow_weights(
+    rows: int, inner: int, columns: int, bits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
-    """Modulo 2^40, in whole planes and in pieces of some lines of the weight."""
+    """Modulo 2^40 or 2^32, in whole planes and in pieces of some lines of the weight."""
     planes, matmul, draw = triton_module("matmul.planes"), triton_module("matmul.triton"), Draw("narrow")
-    x, weight = draw.ring(RING64, rows, inner), (draw.ring(RING64, columns, inner) % 65280 - 32640).to(torch.int16)
-    weight[0], weight[-1] = -32768, 32639
-    want = reference.ring_matmul(x, weight.long().mT) << 24
+    most, kind, shift = (32640, torch.int16, 24) if bits == 16 else (128, torch.int8, 32)
+    x, weight = draw.ring(RING64, rows, inner), (draw.ring(RING64, columns, inner) % (2 * most) - most).to(kind)
+    weight[0], weight[-1] = -1 << (bits - 1), most - 1
+    want = reference.ring_matmul(x, weight.long().mT) << shift
     for most in (planes.BYTES, 4 * inner):
         monkeypatch.setattr(planes, "BYTES", most)
         made = matmul.narrow(x.to(device()), weight.to(device())).cpu()
-        assert torch.equal(made << 24, want)
+        assert torch.equal(made << shift, want)
 
 
 @pytest.mark.parametrize("rows", [2, 9])

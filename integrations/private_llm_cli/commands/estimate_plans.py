@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError, DomainError
@@ -76,16 +76,20 @@ class Hardware:
 
     @classmethod
     def of(
-        cls, bandwidth: float, latency: float, gmacs: float | None, sharded: bool, assisted: bool = False
-    ) -> Hardware:
-        """gmacs None: measured here; under 'assisted' the client is. Raises ConfigError for impossible values."""
+        cls, bandwidth: float, latency: float, gmacs: float | None, sharded: bool,
+        weight_bits: Literal[16, 8] | None = None,
+    ) -> Hardware:  # fmt: skip
+        """gmacs None: measured here; under 'assisted', which has weight_bits, the client is.
+
+        Raises ConfigError for impossible values.
+        """
         link = LinkSpeed(bandwidth, latency)
         if gmacs is not None and not gmacs > 0:
             raise ConfigError(f"gmacs: got {gmacs:g}; want a positive number")
-        if assisted:
+        if weight_bits is not None:
             from private_llm_hf.tools.estimate_products import ProductSpeed
 
-            products = ProductSpeed.measured(gmacs)
+            products = ProductSpeed.measured(gmacs, weight_bits)
             return cls(link, products.one_row, 0.0, products)
         if gmacs is None:
             return cls(link, matmul_speed(), float_speed() if sharded else 0.0)

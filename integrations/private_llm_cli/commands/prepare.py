@@ -21,6 +21,7 @@ def prepare(
     tokens: Annotated[int, typer.Option("--tokens", help="Make corrections of so many tokens more.")] = 0,
     keep: Annotated[int, typer.Option("--keep", help="Run on, and make some whenever fewer tokens are left.")] = 0,
     experts: options.ExpertsOption = options.ExpertsPlace.AUTO,
+    weight_bits: options.WeightBits = 16,
     task: options.Task = "causal-lm",
     gguf_file: options.GgufFile = None,
     as_json: options.Json = False,
@@ -31,7 +32,8 @@ def prepare(
         raise ConfigError("hosts: got several; want one that computes, which is not the one that is online later")
     if not tokens and not keep:
         raise ConfigError("tokens, keep: got neither; give --tokens N or --keep N")
-    config = options.config_of("assisted", 64, corrections=corrections, experts=experts.value, **settings)
+    settings |= {"corrections": corrections, "experts": experts.value, "weight_bits": weight_bits}
+    config = options.config_of("assisted", 64, **settings)
     want_model(model, gguf_file)
     loading(config, model, as_json, ahead=False)
     auto = auto_class(task)

@@ -71,7 +71,7 @@ class ExpertSizes:
 class AssistedExperts(TakesWeights):
     """In front of a class of experts: its gate and biases here, the products of all experts at the servers.
 
-    Bytes a row: 5 (hidden + count inner) to the last server, 5 (count outer + out) from each.
+    Bytes a row: 5 (hidden + count inner) to the last server, 5 (count outer + out) from each; 4 for 8-bit weights.
     """
 
     _sizes: ExpertSizes

@@ -27,6 +27,10 @@ from private_llm_hf.client.product_servers import ProductServers
 class HoldsWeights(Protocol):
     """What takes the weights of layers: a session's servers, or what a server itself reads."""
 
+    @property
+    def weight_bits(self) -> int:
+        """As of `PrivateConfig`."""
+
     def load(self, weight: IntegerWeight, name: str) -> int:
         """Hold a weight; the number to ask for it by. name: of its layers."""
 
@@ -60,7 +64,7 @@ class Products:
         if len(self._taken) == len(self._widths):
             taken, self._taken = [self._taken[each] for each in range(len(self._widths))], {}
             try:
-                self.number = self._weights.load(IntegerWeight.of(*taken), self._name)
+                self.number = self._weights.load(IntegerWeight.of(*taken, bits=self._weights.weight_bits), self._name)
             except DomainError as error:
                 raise DomainError(f"weight of '{self._name}': {error}") from None
 

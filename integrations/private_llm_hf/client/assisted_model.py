@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import re
+import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
-from private_llm.errors import ConfigError, PatchMismatch, PlaintextLeak, UnsupportedOp, undoing
+from private_llm.errors import ConfigError, LowPrecision, PatchMismatch, PlaintextLeak, UnsupportedOp, undoing
 from private_llm.kernels.address import memory_bytes
 from private_llm_hf.checkpoint.sample_inputs import empty_inputs
 from private_llm_hf.checkpoint.weights import WeightList, WeightSource, skeleton, without_weights
@@ -155,6 +156,13 @@ def _opened(
     rows = RowCounts()
     model = built(model_class, config, weights, servers, rows, servers.config.experts)
     servers.costs(reset=True)  # of loading
+    if servers.errors:
+        worst, mean = max(servers.errors, key=servers.errors.__getitem__), sum(servers.errors.values())
+        warnings.warn(
+            f"weights of 8 bits: rounding changes a layer's weights by {mean / len(servers.errors):.2%} on average and "
+            f"by {servers.errors[worst]:.2%} at most ('{worst}'), so answers may differ from those of 16 bits",
+            LowPrecision, stacklevel=4,
+        )  # fmt: skip
     model._ask(servers)
     rows.watch(model)
     if generation is not None:

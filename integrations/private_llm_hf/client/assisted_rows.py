@@ -20,7 +20,6 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from transformers import Cache, EncoderDecoderCache, PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from private_llm.assisted.fixed_point import BYTES
 from private_llm.errors import PatchMismatch, UnsupportedOp
 from private_llm_hf.checkpoint.miniature import miniature
 from private_llm_hf.checkpoint.sample_inputs import empty_inputs, longer_inputs, outputs, sample_inputs
@@ -28,9 +27,9 @@ from private_llm_hf.checkpoint.weights import skeleton
 from private_llm_hf.models.norms import CANNOT
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-_MACS_A_BYTE = 32
-"""Multiply-adds for each byte that travels, from which on a convolution is worth it: a linear layer of 480 inputs and
-outputs has as many."""
+_MACS_AN_ELEMENT = 160
+"""Multiply-adds for each element that travels, 32 a byte of five, from which on a convolution is worth it: a linear
+layer of 480 inputs and outputs has as many."""
 
 
 @cache
@@ -58,7 +57,7 @@ def is_sent(layer: nn.Module) -> bool:
     if not isinstance(layer, CONVOLUTIONS) or type(layer) not in CONVOLUTIONS or layer.groups > 1:
         return False
     outputs, inputs = len(layer.weight), layer.weight[0].numel()
-    return inputs * outputs >= _MACS_A_BYTE * BYTES * (inputs + 2 * outputs)
+    return inputs * outputs >= _MACS_AN_ELEMENT * (inputs + 2 * outputs)
 
 
 _CHOSEN = frozenset({"experts", "adapter_modules"})

@@ -53,7 +53,8 @@ class Preparation:
 
     def __init__(self, servers: ProductServers, folder: CorrectionFolder, sizes: list[Sides], uses: int) -> None:
         self._servers, self.folder, self._uses = servers, folder, uses
-        self.bytes_per_row = BYTES * sum(outputs for outputs, _ in sizes)
+        self._bits = servers.weight_bits
+        self.bytes_per_row = BYTES[self._bits] * sum(outputs for outputs, _ in sizes)
         widest = max(map(max, sizes))
         elements = min(_BLOCK_ELEMENTS, servers.most_elements)
         rows = min(_BLOCK_ROWS, _BLOCK_BYTES // self.bytes_per_row, elements // widest)
@@ -65,7 +66,8 @@ class Preparation:
         while done < wanted:
             rows = min(self.rows, wanted - done)
             check_space(self.folder, rows * self.bytes_per_row)
-            facts = BlockFacts.fresh(rows, cast(Corrections, self._servers.corrections).digests, self._preparer)
+            digests = cast(Corrections, self._servers.corrections).digests
+            facts = BlockFacts.fresh(rows, digests, self._preparer, self._bits)
             made = {}
             for name, products in self._servers.mask_products(rows, facts.key):
                 made[name] = products
@@ -116,7 +118,7 @@ def make_corrections(
     of_experts = (sizes.sides() for sizes in experts_at_servers(model, private_config.experts).values())
     sizes = [*map(sides_of, sent_layers(model).values()), *itertools.chain.from_iterable(of_experts)]
     uses = uses_a_token(model_class, config)
-    each = BYTES * uses * sum(outputs for outputs, _ in sizes)
+    each = BYTES[private_config.weight_bits] * uses * sum(outputs for outputs, _ in sizes)
     more = max(tokens, keep - folder.rows() // uses)
     refills = f", and more whenever fewer than {keep} are left" if keep else ""
     notice(f"{size(each)} a token; {more} tokens, {size(each * more)} in all, in {folder.path}{refills}")

@@ -134,7 +134,7 @@ def serve_party(
 
 def _stored(config: PrivateConfig, number: int, share_file: Path | None, checkpoint: str | None) -> Stored | None:
     if checkpoint is not None and config.protocol == ASSISTED:
-        return open_weights(checkpoint, device_for(config.device, number))
+        return open_weights(checkpoint, device_for(config.device, number), config.weight_bits)
     if checkpoint is not None:
         if config.plan is None or config.protocol != "cascade" or number >= config.plan.alpha:
             raise ConfigError(

@@ -15,13 +15,13 @@ from private_llm_hf.client.assisted_rows import RowCounts
 from private_llm_hf.party.product_server import OpenWeights
 
 
-def open_weights(source: str, device: torch.device) -> OpenWeights:
+def open_weights(source: str, device: torch.device, weight_bits: int = 16) -> OpenWeights:
     """The weights of a model folder or hub id, in the groups and numbers in which clients ask for them, on a device.
 
     Raises ConfigError if there is no such checkpoint, or no room for it, PatchMismatch for one that 'assisted' does not
     run.
     """
-    held = OpenWeights(source, device)
+    held = OpenWeights(source, device, weight_bits)
     try:
         checkpoint = Checkpoint(source)
         config = checkpoint.config()

@@ -73,18 +73,21 @@ class ProductServers(Parties):
         """Raises ConfigError if a server runs other settings."""
         super().__init__(config, transport, _NoShares(transport, Ring(64)), shutdown)
         agree(config, transport, list(self.members))
+        self.weight_bits, self._size = config.weight_bits, BYTES[config.weight_bits]
         self._online, self._checks = config.endpoints - 1, Seed.fresh()
         self._masks: Seed | None = None
         self.corrections: Corrections | None = None
         """What stands in for the server of masks."""
         if config.corrections is not None:
-            self.corrections = Corrections(config.corrections, self._begins, config.hosts)
+            self.corrections = Corrections(config.corrections, self._begins, config.hosts, config.weight_bits)
         else:
             self._give_key(Seed.fresh())
         self._weights: list[tuple[IntegerWeight, Projection]] = []
         self._names: list[str] = []
         self.digests: list[str] = []
         """Of all weights that were loaded, in the order of their numbers."""
+        self.errors: dict[str, float] = {}
+        """Of 8-bit weights that were loaded here: of each its `IntegerWeight.error`, by its layers."""
         self.most_elements = _ELEMENTS_AT_ONCE
         self._weights_held: dict[int, WeightsHeld] = {}
         self.exchanges, self.uses = 0, 1  # `uses_a_token` of the model
@@ -120,8 +123,8 @@ class ProductServers(Parties):
     def load(self, weight: IntegerWeight, name: str) -> int:
         """Give the servers a weight; the number to ask for it by. name: of its layers.
 
-        Two bytes an element to each server that does not hold it. Raises ConfigError naming a server that holds another
-        checkpoint.
+        `weight_bits` an element to each server that does not hold it. Raises ConfigError naming a server that holds
+        another checkpoint.
         """
         with self._call():
             number, lines = len(self._weights), weight.lines.contiguous()
@@ -143,6 +146,8 @@ class ProductServers(Parties):
                 self.transport.send(server, "weight", lines.view(torch.uint8).view(-1))
             none = lines.new_empty(0, lines.shape[1])  # a view would keep all of them in memory
             self._keep(replace(weight, lines=none), projection, name, digest)
+            if self.weight_bits == 8:
+                self.errors[name] = weight.error
             return number
 
     def _keep(self, weight: IntegerWeight, projection: Projection, name: str, digest: str) -> None:
@@ -173,7 +178,8 @@ class ProductServers(Parties):
         return self._weights_held
 
     def mask_products(self, rows: int, masks: Seed) -> Iterator[tuple[str, Tensor]]:
-        """For a preparation: of each weight the products of so many rows of masks, packed, uint8 [rows, 5 outputs].
+        """For a preparation: of each weight the products of so many rows of masks, packed, as uint8
+        [rows, 5 outputs], or 4 outputs for 8-bit weights.
 
         The server gets the key of these masks and so no masked rows in this session. Raises ProtocolAbort naming it
         for a wrong product (one in 256 passes at most, and is found when it is used), and in a session that computes.
@@ -187,7 +193,8 @@ class ProductServers(Parties):
             with self._call(), self.transport.ledger.scope(name):
                 self.transport.send_bytes(KEY, REQUEST, HEADER.pack(number, rows) + label.encode())
                 product = self._part(KEY, rows, weight)
-                if not projection.holds_modulo(mask(masks, label, rows, inputs), ops.unpacked(product, (rows, -1))):
+                wide = ops.unpacked(product, (rows, -1), self._size)
+                if not projection.holds_modulo(mask(masks, label, rows, inputs), wide):
                     raise ProtocolAbort(
                         f"party {KEY} gave a wrong product of masks for {name!r}; nothing of this block is stored: "
                         "prepare at another server"
@@ -197,9 +204,10 @@ class ProductServers(Parties):
     def product(self, number: int, x: Tensor, where: str) -> Tensor:
         """x W^T for real rows [M, inputs], float32 [M, outputs], in one exchange with all servers (large M: several).
 
-        Bytes: 5 M inputs to the last server, 5 M outputs from each. Error: docs/assisted.md. where: the module, for
-        messages. Raises DomainError for values that are not finite, ProtocolAbort naming a server or a preparation that
-        computed wrongly, CorrectionsUsedUp before anything is sent; the session then goes on.
+        Bytes: 5 M inputs to the last server, 5 M outputs from each; 4 in place of 5 for 8-bit weights. Error:
+        docs/assisted.md. where: the module, for messages. Raises DomainError for values that are not finite,
+        ProtocolAbort naming a server or a preparation that computed wrongly, CorrectionsUsedUp before anything is sent;
+        the session then goes on.
         """
         count, inputs = x.shape
         rows = rows_at_once(inputs, self._weights[number][0].factors.shape[0], self.most_elements)
@@ -224,7 +232,7 @@ class ProductServers(Parties):
         """stored: in place of the server of masks."""
         (rows, inputs), (weight, projection) = x.shape, self._weights[number]
         hidden = None if stored is None else stored.masks
-        request, ledger = bytearray(HEADER.size + BYTES * rows * inputs), self.transport.ledger
+        request, ledger = bytearray(HEADER.size + self._size * rows * inputs), self.transport.ledger
         HEADER.pack_into(request, 0, number, rows)
         with self._guarded(), ledger.scope(where):
             if hidden is None:  # the server multiplies while rows are masked here
@@ -241,15 +249,15 @@ class ProductServers(Parties):
             first = self._part(KEY, rows, weight) if stored is None else stored.products
             if finite:
                 parts = first, self._part(self._online, rows, weight)
-                product, right = ops.open_rows(parts, whole, *projection.checked, scales, weight.factors)
+                product, right = ops.open_rows(parts, whole, *projection.checked, scales, weight.factors, self._size)
                 if not all(right.tolist()):
-                    first, last = (ops.unpacked(part, (rows, -1)) for part in parts)
+                    first, last = (ops.unpacked(part, (rows, -1), self._size) for part in parts)
                     self._refuse(projection, [(hidden, first), (whole - hidden, last)], where, stored)
                 return product
         raise DomainError("got an input with NaN or infinite values; want finite ones")  # the session goes on
 
     def _part(self, server: int, rows: int, weight: IntegerWeight) -> Tensor:
-        return self.transport.recv(server, "product", (BYTES * rows * weight.factors.shape[0],), torch.uint8)
+        return self.transport.recv(server, "product", (self._size * rows * weight.factors.shape[0],), torch.uint8)
 
     def _refuse(
         self, projection: Projection, answers: list[tuple[Tensor, Tensor]], where: str, stored: TakenRows | None

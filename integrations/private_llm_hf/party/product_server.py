@@ -17,7 +17,7 @@ from typing import assert_never, get_args
 import torch
 from torch import Tensor
 
-from private_llm.assisted.fixed_point import BYTES, IntegerWeight, lines_digest
+from private_llm.assisted.fixed_point import BYTES, LINES, IntegerWeight, lines_digest
 from private_llm.assisted.masks import mask
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError, TransportError
@@ -62,7 +62,7 @@ _EACH_S, _AT_ONCE = 0.02, 100
 
 @dataclass(frozen=True)
 class _Held:
-    """A weight, int16 [outputs, inputs and zeros]. name: of its layers."""
+    """A weight, int16 or int8 [outputs, inputs and zeros]. name: of its layers."""
 
     name: str
     inputs: int
@@ -72,11 +72,11 @@ class _Held:
 class OpenWeights:
     """The weights of a checkpoint that a server multiplies by, each by its digest; sessions share them.
 
-    source: folder or hub id, for messages. device: where they lie.
+    source: folder or hub id, for messages. device: where they lie. weight_bits: as of `PrivateConfig`.
     """
 
-    def __init__(self, source: str, device: torch.device) -> None:
-        self.source, self._device = source, device
+    def __init__(self, source: str, device: torch.device, weight_bits: int) -> None:
+        self.source, self._device, self.weight_bits = source, device, weight_bits
         self.weights: dict[str, tuple[int, Tensor]] = {}
 
     def load(self, weight: IntegerWeight, name: str) -> int:
@@ -142,6 +142,7 @@ class ProductServer:
 
         Raises ConfigError if the client runs other settings.
         """
+        self._bits, self._size = config.weight_bits, BYTES[config.weight_bits]
         self._open, self._device, self._user = weights, device_for(config.device, transport.me), user
         self._memory = memory or ServerMemory(self._device)
         agree(config, transport, [CLIENT])
@@ -169,7 +170,7 @@ class ProductServer:
         """Whether the client goes on."""
         self.transport.wait(CLIENT)
         ready()
-        asked = self.transport.recv_bytes(CLIENT, REQUEST, HEADER.size + BYTES * self._memory.elements)
+        asked = self.transport.recv_bytes(CLIENT, REQUEST, HEADER.size + self._size * self._memory.elements)
         if asked != COMMAND:
             self._multiply(asked)
             return True
@@ -198,11 +199,12 @@ class ProductServer:
             case LoadLines():
                 if self._open is not None:
                     raise TransportError(f"this server multiplies by weights of {self._open.source!r} only")
-                size = 2 * elements(command.outputs, command.inputs, 1)
+                width = self._bits // 8
+                size = width * elements(command.outputs, command.inputs, 1)
                 self._count(command.name, 2 * size)  # it is there twice for a moment
                 shape = (command.outputs, command.inputs)
-                raw = self.transport.recv(CLIENT, "weight", (2 * command.outputs * command.inputs,), torch.uint8)
-                lines = ops.narrow_lines(raw.view(torch.int16).view(shape)).to(self._device)
+                raw = self.transport.recv(CLIENT, "weight", (width * command.outputs * command.inputs,), torch.uint8)
+                lines = ops.narrow_lines(raw.view(LINES[self._bits]).view(shape)).to(self._device)
                 self._weights.append(_Held(command.name, command.inputs, lines))
                 del raw, lines
                 self._memory.give_back(self._user, size)
@@ -242,10 +244,10 @@ class ProductServer:
         """The mask of a label, or masked rows, packed. Raises TransportError where the client mixes up the servers."""
         if self._seed is not None and len(given) <= LONGEST_LABEL:
             return mask(self._seed, bytes(given).decode("ascii", "replace"), rows, inputs)
-        if self._seed is not None or len(given) != BYTES * rows * inputs:
+        if self._seed is not None or len(given) != self._size * rows * inputs:
             raise TransportError(
                 f"request: got {len(given)} bytes for {rows} rows of {inputs}; a server with the key of masks takes "
-                f"a label, another one masked rows of {BYTES} bytes an element"
+                f"a label, another one masked rows of {self._size} bytes an element"
             )
         return torch.frombuffer(bytearray(given), dtype=torch.uint8)
 
@@ -269,6 +271,6 @@ class ProductServer:
         self._bytes += more
 
     def product(self, x: Tensor, weight: _Held, rows: int) -> Tensor:
-        """x weight^T modulo 2^40, packed, for so many rows of elements or of their bytes."""
+        """x weight^T modulo 2^40 (8-bit weights: 2^32), packed, for so many rows of elements or of their bytes."""
         self.transport.ledger.add_macs(rows * weight.inputs * weight.lines.shape[0])
         return ops.narrow_matmul(x if weight.lines.is_cpu else x.to(weight.lines.device), weight.lines, rows)

@@ -64,7 +64,7 @@ class ProductService:
         self.observer = observer or Observer()
         device = device_for(config.device, number)
         self._memory = ServerMemory(device, settings.sessions)
-        self._weights = None if checkpoint is None else open_weights(checkpoint, device)
+        self._weights = None if checkpoint is None else open_weights(checkpoint, device, config.weight_bits)
         self._sessions: set[_ProductSession] = set()
         self._lock, self._up = threading.Lock(), False
         self._leave_at: float | None = None

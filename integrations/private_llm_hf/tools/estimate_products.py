@@ -12,13 +12,13 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from private_llm.assisted.fixed_point import BYTES, IntegerWeight
+from private_llm.assisted.fixed_point import BYTES, LINES, IntegerWeight
 from private_llm.assisted.masks import fresh_label
 from private_llm.assisted.projection import NAMING
 from private_llm.config import PrivateConfig
@@ -59,14 +59,14 @@ class ProductSpeed:
         )
 
     @classmethod
-    def measured(cls, gmacs: float | None = None) -> ProductSpeed:
+    def measured(cls, gmacs: float | None = None, weight_bits: Literal[16, 8] = 16) -> ProductSpeed:
         """Of this machine, with a weight that is read from memory; some seconds. gmacs: of servers elsewhere."""
-        lines = ops.narrow_lines(torch.ones(4 * _WIDE, _WIDE, dtype=torch.int16))
+        lines = ops.narrow_lines(torch.ones(4 * _WIDE, _WIDE, dtype=LINES[weight_bits]))
         stream, rates = Seed.fresh().stream("speed"), []
         for rows in (1, _MANY):
             x = stream.elements(rows * _WIDE, Ring(64)).view(rows, _WIDE)
             rates.append(rows * lines.numel() / _fastest(ops.narrow_matmul, x, lines, rows) / 1e9)
-        config = PrivateConfig(protocol="assisted", party_mode="threads")
+        config = PrivateConfig(protocol="assisted", party_mode="threads", weight_bits=weight_bits)
         ends = _OneEnd(config, _Zeros(CLIENT), lambda: None), start_parties(config)
         sizes = (_MANY, _WIDE), (1, 64)
         times = [_product(servers, *each) for servers, each in zip(ends, sizes, strict=True)]  # type: ignore[arg-type]
@@ -77,7 +77,7 @@ class ProductSpeed:
 
 def _product(servers: ProductServers, rows: int, wide: int) -> float:
     """Seconds of a product of zeros."""
-    number = servers.load(IntegerWeight.of(torch.ones(wide, wide)), "speed")
+    number = servers.load(IntegerWeight.of(torch.ones(wide, wide), bits=servers.weight_bits), "speed")
     return _fastest(servers.product, number, torch.zeros(rows, wide), "speed")
 
 
@@ -113,7 +113,9 @@ class _OneEnd(ProductServers):
 
 @dataclasses.dataclass(frozen=True)
 class ProductExchange:
-    """One product: rows [rows, inputs] by a weight [outputs, inputs]. own: seconds that the client computes before."""
+    """One product: rows [rows, inputs] by a weight [outputs, inputs]. own: seconds that the client computes before.
+    size: bytes of an element.
+    """
 
     layer: str
     rows: int
@@ -121,26 +123,30 @@ class ProductExchange:
     outputs: int
     own: float
     servers: int = 2
+    size: int = BYTES[16]
 
     def seconds(self, bandwidth_mbit: float, latency_ms: float, speed: ProductSpeed) -> float:
         """One after the other: the rows' way there, a server, both answers through the client's link, the client."""
         elements, size = self.rows * (self.inputs + self.servers * self.outputs), self.inputs * self.outputs
         server = max(size / speed.one_row, self.rows * size / speed.many_rows)
         computing = (server + elements / speed.elements) / 1e9 + speed.beside + self.own
-        return 2 * latency_ms / 1e3 + BYTES * elements * 8 / (bandwidth_mbit * 1e6) + computing
+        return 2 * latency_ms / 1e3 + self.size * elements * 8 / (bandwidth_mbit * 1e6) + computing
 
 
 @dataclasses.dataclass(frozen=True)
 class StoredProducts:
-    """Corrections that a run takes. rows: of each weight. shapes: outputs and inputs of every weight."""
+    """Corrections that a run takes. rows: of each weight. shapes: outputs and inputs of every weight. size: bytes of an
+    element.
+    """
 
     rows: int
     shapes: tuple[tuple[int, int], ...]
+    size: int
 
     @property
     def bytes(self) -> int:
         """On disk, but for names and digests."""
-        return BYTES * self.rows * sum(outputs for outputs, _ in self.shapes)
+        return self.size * self.rows * sum(outputs for outputs, _ in self.shapes)
 
     def seconds(self, speed: ProductSpeed) -> float:
         """Of making and checking them on this machine, without the time of its disk."""
@@ -166,7 +172,7 @@ class CountedServers(ProductServers):
     @property
     def weight_bytes(self) -> int:
         """Of all weights at a server."""
-        return 2 * sum(outputs * inputs for outputs, inputs in self.shapes)
+        return self.weight_bits // 8 * sum(outputs * inputs for outputs, inputs in self.shapes)
 
     @property
     def check_bytes(self) -> int:
@@ -176,7 +182,8 @@ class CountedServers(ProductServers):
     @property
     def prepared(self) -> StoredProducts | None:
         """With one server: what is prepared for what was asked so far."""
-        return None if self._servers > 1 else StoredProducts(max(self._rows.values(), default=0), tuple(self.shapes))
+        rows = max(self._rows.values(), default=0)
+        return None if self._servers > 1 else StoredProducts(rows, tuple(self.shapes), self._size)
 
     def product(self, number: int, x: Tensor, where: str) -> Tensor:
         """Zeros [M, outputs]."""
@@ -199,17 +206,17 @@ class CountedServers(ProductServers):
         self._since = time.perf_counter()
 
     def _count(self, rows: int, inputs: int, outputs: int, where: str) -> None:
-        self.asked.append(
-            ProductExchange(layer_of(where), rows, inputs, outputs, time.perf_counter() - self._since, self._servers)
-        )
+        own = time.perf_counter() - self._since
+        exchange = ProductExchange(layer_of(where), rows, inputs, outputs, own, self._servers, self._size)
+        self.asked.append(exchange)
         self.goes_on()
         *servers, client = self._ledgers
         if self._servers > 1:  # otherwise products of masks are stored
             client.sent[where, REQUEST, KEY] += HEADER.size + len(fresh_label())
-        client.sent[where, REQUEST, self._servers - 1] += HEADER.size + BYTES * rows * inputs
+        client.sent[where, REQUEST, self._servers - 1] += HEADER.size + self._size * rows * inputs
         client.rounds[where, "product"] += 1
         for ledger in servers:
-            ledger.sent[where, "product", CLIENT] += BYTES * rows * outputs
+            ledger.sent[where, "product", CLIENT] += self._size * rows * outputs
             ledger.rounds[where, "product"] += 1
             ledger.macs[where] += rows * inputs * outputs
 

@@ -49,7 +49,8 @@ class BlockBegun(Message):
 
 
 class LoadLines(Message):
-    """Hold this weight, int16 [outputs, inputs], under the next number from 0; its bytes follow. No answer.
+    """Hold this weight [outputs, inputs], int16 (int8 if `weight_bits` is 8), under the next number from 0; its bytes
+    follow. No answer.
 
     name: of the layers that it belongs to, for accounts of costs.
     """

@@ -1,19 +1,34 @@
-"""Products modulo 2^40 with public 16-bit weights on the CPU (Numba, GIL-free).
+"""Products with public weights on the CPU (Numba, GIL-free): modulo 2^40 for 16-bit weights, 2^32 for 8-bit ones.
 
-A weight is read as it lies, two bytes an element, which is what a product with few rows waits for. Elements x of the
-left operand come as three balanced digits, x = d0 + 2^13 d1 + 2^26 d2 modulo 2^40: one instruction multiplies pairs of
-16-bit numbers and adds them up in 32 bits. Sums of d1 are needed modulo 2^27 and those of d2 modulo 2^14, so they may
-leave 32 bits; those of d0 are widened every `_STEPS` vectors, before they do: 7 * 2 * 2^12 * 2^15 < 2^31.
+A weight is read as it lies, two bytes an element or one, which is what a product with few rows waits for. For 16 bits
+elements x of the left operand come as three balanced digits, x = d0 + 2^13 d1 + 2^26 d2 modulo 2^40: one instruction
+multiplies pairs of 16-bit numbers and adds them up in 32 bits. Sums of d1 are needed modulo 2^27 and those of d2 modulo
+2^14, so they may leave 32 bits; those of d0 are widened every `_STEPS` vectors, before they do: 7 * 2 * 2^12 * 2^15 <
+2^31. For 8 bits x = d0 + 2^16 d1 modulo 2^32, and all sums may leave 32 bits.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import numpy as np
 from llvmlite import binding, ir
 
 from private_llm.kernels.address import Read, Written, flat
 from private_llm.kernels.compiling import compiled
-from private_llm.kernels.emitting import ADDRESS, I32, I64, Function, IrValue, emitted, known, loop, pointer, shuffled
+from private_llm.kernels.emitting import (
+    ADDRESS,
+    I8,
+    I32,
+    I64,
+    Function,
+    IrValue,
+    emitted,
+    known,
+    loop,
+    pointer,
+    shuffled,
+)
 
 _FEATURES = binding.get_host_cpu_features()
 LANES = 32 if _FEATURES.get("avx512bw") else 16
@@ -23,12 +38,16 @@ STEP = 32
 LINES = 16
 """Lines of the weight that meet all rows before the next: they stay in the first-level cache."""
 _STEPS = 7
-DIGITS, BYTES = 3, 5
+BYTES = {16: 5, 8: 4}
+"""Of an element of inputs and products, by the bits of a weight: the modulus is 2^40, or 2^32."""
+DIGITS = {5: 3, 4: 2}
+"""Of an element, by its bytes."""
 _LOW, _MIDDLE = 13, 26
 _SHORTS, _SUMS = ir.VectorType(ir.IntType(16), LANES), ir.VectorType(I32, LANES // 2)
+_OCTETS = ir.VectorType(I8, LANES)
 _WIDE = ir.VectorType(I64, LANES // 4)
-NARROW, WHOLE, BYTE = np.int16(0), np.int64(0), np.uint8(0)
-"""The `zero` of weights and digits, of ring elements, and of bytes."""
+NARROW, WHOLE, BYTE, HALF = np.int16(0), np.int64(0), np.uint8(0), np.int32(0)
+"""The `zero` of digits, of ring elements, of bytes, and of elements modulo 2^32."""
 
 
 def _pairs(builder: IrValue, a: IrValue, b: IrValue) -> IrValue:
@@ -54,88 +73,158 @@ def _sum(builder: IrValue, lanes: IrValue) -> IrValue:
 
 
 def _tile(rows: int, lines: int) -> Function:
-    """out[m, n] of some rows of digits int16 [3, length] and lines of the weight, all of them, `length` a multiple of
-    STEP; addresses, and elements from a row of `out` to the next.
+    """out[m, n] of some rows of digits int16 [3 or 2, length] and lines of the weight, all of them, `length` a multiple
+    of STEP; addresses, elements from a row of `out` to the next, and bytes of an element: `out` is int64 for 5, else
+    int32.
     """
-    cells = [(m, n) for m in range(rows) for n in range(lines)]
 
-    @emitted(ADDRESS, ADDRESS, ADDRESS, ADDRESS, ADDRESS)
+    @emitted(ADDRESS, ADDRESS, ADDRESS, ADDRESS, ADDRESS, ADDRESS)
     def run(
-        builder: IrValue, digits: IrValue, weight: IrValue, out: IrValue, length: IrValue, columns: IrValue
-    ) -> None:
-        zero, none = ir.Constant(_SUMS, None), ir.Constant(_WIDE, None)
-        with builder.goto_entry_block():  # where LLVM turns them into registers
-            held = [builder.alloca(_WIDE) for _ in cells] + [builder.alloca(_SUMS) for _ in 2 * cells]
-            lows = [builder.alloca(_SUMS) for _ in cells]
-        for place in held:
-            builder.store(none if place.type.pointee == _WIDE else zero, place)
-
-        def vector(base: IrValue, line: int, k: IrValue) -> IrValue:
-            at = builder.add(builder.mul(length, I64(line)), k)
-            return builder.load(pointer(builder, builder.add(base, builder.shl(at, I64(1))), _SHORTS), align=2)
-
-        def chunk(first: IrValue) -> None:
-            for place in lows:
-                builder.store(zero, place)
-            left = builder.sub(length, first)
-            most = I64(_STEPS * LANES)
-            count = builder.select(builder.icmp_signed("<", left, most), left, most)
-
-            def step(offset: IrValue) -> None:
-                k = builder.add(first, offset)
-                weights = [vector(weight, n, k) for n in range(lines)]
-                for m in range(rows):
-                    for digit in range(DIGITS):
-                        mine = vector(digits, m * DIGITS + digit, k)
-                        for n in range(lines):
-                            cell = m * lines + n
-                            place = lows[cell] if digit == 0 else held[len(cells) * digit + cell]
-                            builder.store(builder.add(builder.load(place), _pairs(builder, mine, weights[n])), place)
-
-            loop(builder, count, LANES, step)
-            half = LANES // 4
-            for low, place in zip(lows, held, strict=False):
-                found = builder.load(low)
-                for part in (range(half), range(half, 2 * half)):
-                    wide = builder.sext(shuffled(builder, part, found), _WIDE)
-                    builder.store(builder.add(builder.load(place), wide), place)
-
-        loop(builder, length, _STEPS * LANES, chunk)
-        for cell, (m, n) in enumerate(cells):
-            low = _sum(builder, builder.load(held[cell]))
-            middle, top = (builder.load(held[len(cells) * digit + cell]) for digit in (1, 2))
-            shift = ir.Constant(_SUMS, [_MIDDLE - _LOW] * _SUMS.count)
-            rest = builder.sext(_sum(builder, builder.add(middle, builder.shl(top, shift))), I64)
-            place = builder.add(builder.mul(columns, I64(m)), I64(n))
-            made = builder.add(low, builder.shl(rest, I64(_LOW)))
-            builder.store(made, pointer(builder, builder.add(out, builder.shl(place, I64(3))), I64), align=8)
+        builder: IrValue, digits: IrValue, weight: IrValue, out: IrValue, length: IrValue, columns: IrValue,
+        size: IrValue,
+    ) -> None:  # fmt: skip
+        given = builder, (rows, lines), digits, weight, out, length, columns
+        with builder.if_else(builder.icmp_signed("==", size, I64(BYTES[8]))) as (eight, sixteen):
+            with eight:
+                _eight(*given)
+            with sixteen:
+                _sixteen(*given)
 
     return run
+
+
+def _vector(builder: IrValue, kind: ir.VectorType, base: IrValue, length: IrValue, line: int, k: IrValue) -> IrValue:
+    """Elements from k on of a line, as 16-bit numbers."""
+    width = kind.element.width // 8
+    at = builder.mul(builder.add(builder.mul(length, I64(line)), k), I64(width))
+    made = builder.load(pointer(builder, builder.add(base, at), kind), align=width)
+    return made if kind == _SHORTS else builder.sext(made, _SHORTS)
+
+
+def _zeros(builder: IrValue, kind: ir.VectorType, count: int) -> list[IrValue]:
+    """Variables, where LLVM turns them into registers."""
+    with builder.goto_entry_block():
+        made = [builder.alloca(kind) for _ in range(count)]
+    for place in made:
+        builder.store(ir.Constant(kind, None), place)
+    return made
+
+
+def _add_pairs(
+    builder: IrValue, sizes: tuple[int, int], held: list[IrValue], left: Callable[[int], IrValue],
+    weights: list[IrValue],
+) -> None:  # fmt: skip
+    """To the sums of each digit of each cell, digit by digit. left: a line of digits."""
+    (rows, lines), digits = sizes, len(held) // (sizes[0] * sizes[1])
+    for m in range(rows):
+        for digit in range(digits):
+            mine = left(m * digits + digit)
+            for n in range(lines):
+                place = held[(digit * rows + m) * lines + n]
+                builder.store(builder.add(builder.load(place), _pairs(builder, mine, weights[n])), place)
+
+
+def _store(builder: IrValue, made: IrValue, out: IrValue, columns: IrValue, m: int, n: int) -> None:
+    """In row m and column n."""
+    width = made.type.width // 8
+    at = builder.mul(builder.add(builder.mul(columns, I64(m)), I64(n)), I64(width))
+    builder.store(made, pointer(builder, builder.add(out, at), made.type), align=1)
+
+
+def _eight(
+    builder: IrValue, sizes: tuple[int, int], digits: IrValue, weight: IrValue, out: IrValue, length: IrValue,
+    columns: IrValue,
+) -> None:  # fmt: skip
+    """With 8-bit weights: everything is modulo 2^32."""
+    rows, lines = sizes
+    cells = rows * lines
+    held = _zeros(builder, _SUMS, DIGITS[4] * cells)
+
+    def step(k: IrValue) -> None:
+        weights = [_vector(builder, _OCTETS, weight, length, n, k) for n in range(lines)]
+        _add_pairs(builder, sizes, held, lambda line: _vector(builder, _SHORTS, digits, length, line, k), weights)
+
+    loop(builder, length, LANES, step)
+    for cell in range(cells):
+        low, high = (builder.load(held[digit * cells + cell]) for digit in range(2))
+        made = _sum(builder, builder.add(low, builder.shl(high, ir.Constant(_SUMS, [16] * _SUMS.count))))
+        _store(builder, made, out, columns, *divmod(cell, lines))
+
+
+def _sixteen(
+    builder: IrValue, sizes: tuple[int, int], digits: IrValue, weight: IrValue, out: IrValue, length: IrValue,
+    columns: IrValue,
+) -> None:  # fmt: skip
+    """With 16-bit weights: sums of the lowest digits are widened."""
+    rows, lines = sizes
+    cells = rows * lines
+    wholes, sums = _zeros(builder, _WIDE, cells), _zeros(builder, _SUMS, DIGITS[5] * cells)
+    lows = sums[:cells]
+
+    def chunk(first: IrValue) -> None:
+        for place in lows:
+            builder.store(ir.Constant(_SUMS, None), place)
+        left = builder.sub(length, first)
+        most = I64(_STEPS * LANES)
+        count = builder.select(builder.icmp_signed("<", left, most), left, most)
+
+        def step(offset: IrValue) -> None:
+            k = builder.add(first, offset)
+            weights = [_vector(builder, _SHORTS, weight, length, n, k) for n in range(lines)]
+            _add_pairs(builder, sizes, sums, lambda line: _vector(builder, _SHORTS, digits, length, line, k), weights)
+
+        loop(builder, count, LANES, step)
+        half = LANES // 4
+        for low, place in zip(lows, wholes, strict=True):
+            found = builder.load(low)
+            for part in (range(half), range(half, 2 * half)):
+                wide = builder.sext(shuffled(builder, part, found), _WIDE)
+                builder.store(builder.add(builder.load(place), wide), place)
+
+    loop(builder, length, _STEPS * LANES, chunk)
+    for cell in range(cells):
+        middle, top = (builder.load(sums[digit * cells + cell]) for digit in (1, 2))
+        shift = ir.Constant(_SUMS, [_MIDDLE - _LOW] * _SUMS.count)
+        rest = builder.sext(_sum(builder, builder.add(middle, builder.shl(top, shift))), I64)
+        made = builder.add(_sum(builder, builder.load(wholes[cell])), builder.shl(rest, I64(_LOW)))
+        _store(builder, made, out, columns, *divmod(cell, lines))
 
 
 _two_two, _two_one, _one_two, _one_one = _tile(2, 2), _tile(2, 1), _tile(1, 2), _tile(1, 1)
 
 
 @compiled
-def narrow_digits(x: Read, out: Written, packed: int, inner: int, length: int, first: int, last: int) -> None:
-    """Rows first to last of int64 [rows, inner], modulo 2^40, as digits int16 [rows, 3, length], zeros beyond inner.
+def narrow_digits(
+    x: Read, out: Written, size: int, packed: int, inner: int, length: int, first: int, last: int
+) -> None:  # fmt: skip
+    """Rows first to last of int64 [rows, inner], modulo 2^(8 size), as digits int16 [rows, 3 or 2, length], zeros
+    beyond inner.
 
-    packed: whether x is uint8 [5 rows inner].
+    packed: whether x is uint8 [size rows inner].
     """
     low, half = (1 << _LOW) - 1, 1 << (_LOW - 1)
-    row, raw = flat(x, 0, WHOLE), flat(x, 0, BYTE)
+    row, raw, words = flat(x, 0, WHOLE), flat(x, 0, BYTE), flat(x, 0, HALF)
     for m in range(first, last):
         if packed:
-            raw = flat(x + BYTES * m * inner, BYTES * inner, BYTE)
+            raw, words = flat(x + size * m * inner, size * inner, BYTE), flat(x + size * m * inner, inner, HALF)
         else:
             row = flat(x + 8 * m * inner, inner, WHOLE)
-        made = flat(out + 2 * DIGITS * m * length, DIGITS * length, NARROW)
+        if size == 4:
+            made = flat(out + 4 * m * length, 2 * length, NARROW)
+            for k in range(inner):
+                rest = np.int64(words[k]) if packed else row[k]
+                made[k] = np.int16(rest)
+                made[length + k] = np.int16((rest + (1 << 15)) >> 16)
+            for k in range(inner, length):
+                made[k] = made[length + k] = 0
+            continue
+        made = flat(out + 6 * m * length, 3 * length, NARROW)
         d0, d1, d2 = made[:length], made[length : 2 * length], made[2 * length :]
         for k in range(inner):
             rest = np.int64(0)
             if packed:
-                for b in range(BYTES):
-                    rest |= np.int64(raw[BYTES * k + b]) << (8 * b)
+                for b in range(5):
+                    rest |= np.int64(raw[5 * k + b]) << (8 * b)
             else:
                 rest = row[k]
             a = ((rest + half) & low) - half
@@ -150,36 +239,39 @@ def narrow_digits(x: Read, out: Written, packed: int, inner: int, length: int, f
 
 @compiled
 def narrow_product(
-    digits: Read, weight: Read, wide: Written, out: Written, rows: int, length: int, columns: int, first: int,
-    last: int,
+    digits: Read, weight: Read, wide: Written, out: Written, size: int, rows: int, length: int, columns: int,
+    first: int, last: int,
 ) -> None:  # fmt: skip
-    """Columns first to last of x weight^T modulo 2^40, in five bytes an element, uint8 [rows, columns, 5].
+    """Columns first to last of x weight^T modulo 2^(8 size), uint8 [rows, columns, size].
 
-    digits: of x, int16 [rows, 3, length]; weight: int16 [columns, length]; wide: int64 [rows, columns], overwritten by
-    what equals the product; by address, contiguous.
+    digits: of x, int16 [rows, 3 or 2, length]; weight: int16 or int8 [columns, length]; wide: int64 [rows, columns],
+    overwritten for 5 bytes by what equals the product; by address, contiguous.
     """
-    pairs = rows - rows % 2
+    pairs, line = rows - rows % 2, (2 if size == 5 else 1) * length
+    to, unit, digit_lines = (wide, 8, 3) if size == 5 else (out, 4, 2)
     for begin in range(first, last, LINES):
         end = min(begin + LINES, last)
         lines = end - (end - begin) % 2
         for m in range(0, rows, 2):
-            left = digits + 2 * DIGITS * m * length
+            left = digits + 2 * digit_lines * m * length
             for n in range(begin, lines, 2):
-                at = wide + 8 * (m * columns + n)
+                at = to + unit * (m * columns + n)
                 if m < pairs:
-                    _two_two(left, weight + 2 * n * length, at, length, columns)
+                    _two_two(left, weight + n * line, at, length, columns, size)
                 else:
-                    _one_two(left, weight + 2 * n * length, at, length, columns)
+                    _one_two(left, weight + n * line, at, length, columns, size)
             if lines < end:
-                at = wide + 8 * (m * columns + lines)
+                at = to + unit * (m * columns + lines)
                 if m < pairs:
-                    _two_one(left, weight + 2 * lines * length, at, length, columns)
+                    _two_one(left, weight + lines * line, at, length, columns, size)
                 else:
-                    _one_one(left, weight + 2 * lines * length, at, length, columns)
+                    _one_one(left, weight + lines * line, at, length, columns, size)
+    if size != 5:
+        return
     for m in range(rows):
         row = flat(wide + 8 * (m * columns + first), last - first, WHOLE)
-        made = flat(out + BYTES * (m * columns + first), BYTES * (last - first), BYTE)
+        made = flat(out + 5 * (m * columns + first), 5 * (last - first), BYTE)
         for n in range(last - first):
             rest = row[n]
-            for b in range(BYTES):
-                made[BYTES * n + b] = np.uint8(rest >> (8 * b))
+            for b in range(5):
+                made[5 * n + b] = np.uint8(rest >> (8 * b))

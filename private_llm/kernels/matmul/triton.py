@@ -15,6 +15,7 @@ from torch import Tensor
 from private_llm.kernels import shapes
 from private_llm.kernels.matmul import planes
 from private_llm.kernels.matmul import seeded_triton as seeded_matmul
+from private_llm.kernels.matmul.narrow import BYTES
 from private_llm.kernels.matmul.planes import Tile, Tuner, size_range
 from private_llm.kernels.seeded_tensor import SeededTensor, dense
 
@@ -70,7 +71,7 @@ def few_rows_kernel(  # type: ignore[no-untyped-def]  # noqa: ANN201
 def add_product(
     x: Tensor, y: Tensor, out: Tensor, by_column: Tensor | None = None, by_row: Tensor | None = None
 ) -> None:
-    """out [B, M, N] += x y for x [B, M, K], y [B, K, N] of any strides, M <= MOST; y may be int16.
+    """out [B, M, N] += x y for x [B, M, K], y [B, K, N] of any strides, M <= MOST; y may be int16 or int8.
 
     by_column, by_row: of y only the listed columns, or rows, take part, in their order; int64 and contiguous.
     """
@@ -140,20 +141,21 @@ def pair(x0: Tensor, y0: Tensor, x1: Tensor, y1: Tensor) -> Tensor:
     return out
 
 
-_DIGITS = 5
-"""Of 8 bits, modulo 2^40."""
-
-
 def narrow(x: Tensor, weight: Tensor) -> Tensor:
-    """int64 [M, N] equal to x weight^T modulo 2^40; x int64 [M, K], weight int16 [N, K] with elements below 32640."""
+    """int64 [M, N] equal to x weight^T modulo 2^40; x int64 [M, K], weight int16 [N, K] with elements below 32640.
+
+    For an int8 weight modulo 2^32. Digits have 8 bits.
+    """
     out = x.new_zeros(1, len(x), len(weight))
     if len(x) <= MOST:
         add_product(x[None], weight.mT[None], out)
         return out[0]
-    rows, lines = planes.take_apart(x[None], _DIGITS), max(planes.BYTES // (2 * weight.shape[1]), 1)
+    width = weight.element_size()
+    rows, lines = planes.take_apart(x[None], BYTES[8 * width]), max(planes.BYTES // (width * weight.shape[1]), 1)
     parts = [out.new_empty(1, len(x), len(some)) for some in weight.split(lines)]
     for part, some in zip(parts, weight.split(lines), strict=True):
-        planes.product_of_planes(rows, planes.take_apart(some[None]), part, False)
+        some = some.short() if width == 1 else some  # digits are taken of wider numbers
+        planes.product_of_planes(rows, planes.take_apart(some[None], width), part, False)
     return torch.cat(parts, dim=2)[0]
 
 

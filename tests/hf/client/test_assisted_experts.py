@@ -104,7 +104,7 @@ def test_servers_see_the_same_requests_whichever_experts_were_chosen(monkeypatch
     def spy(self: ProductServer, x: Tensor, weight: Any, count: int) -> Tensor:
         seen.append((self.transport.me, count, weight.inputs, len(weight.lines), len(x)))
         if self.transport.me == 1 and weight.inputs == inner:
-            hidden.append(ops.unpacked(x.clone(), (count, -1)))
+            hidden.append(ops.unpacked(x.clone(), (count, -1), 5))
         return original(self, x, weight, count)
 
     monkeypatch.setattr(ProductServer, "product", spy)
@@ -150,7 +150,7 @@ def test_prepared_corrections_and_what_they_take(tmp_path: Path) -> None:
         assert worst(private(IDS).logits, plain(IDS).logits) < ERROR
         assert private.parties.tokens_left == 16
         outs = sum(len(weight.factors) for weight, _ in private.parties._weights)
-    assert told[0].startswith(f"{size(BYTES * outs)} a token; 20 tokens")
+    assert told[0].startswith(f"{size(BYTES[16] * outs)} a token; 20 tokens")
 
 
 @pytest.mark.parametrize("where", ["servers", "client"])
@@ -174,7 +174,7 @@ def test_bytes_are_those_of_all_experts() -> None:
     elements = hidden + count * inner + 2 * (2 * count * inner + hidden)
     exchange = 2 * HEADER.size + len(fresh_label())
     layers = config.num_hidden_layers
-    assert costs[0].bytes_total - costs[1].bytes_total == layers * (BYTES * elements + 2 * exchange)
+    assert costs[0].bytes_total - costs[1].bytes_total == layers * (BYTES[16] * elements + 2 * exchange)
     assert costs[0].rounds - costs[1].rounds == 2 * layers
 
 

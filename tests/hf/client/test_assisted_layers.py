@@ -43,7 +43,7 @@ def test_convolutions_are_pytorchs(layer: nn.Conv2d, shape: tuple[int, ...]) -> 
             layer.weight.shape,
         )
         windows, inputs = want.numel() // layer.out_channels, layer.weight[0].numel()
-        assert servers.costs().bytes_total > windows * BYTES * (inputs + 2 * layer.out_channels)
+        assert servers.costs().bytes_total > windows * BYTES[16] * (inputs + 2 * layer.out_channels)
     finally:
         servers.close()
 
@@ -81,7 +81,7 @@ def test_models_of_images(made: object, sent: int, monkeypatch: pytest.MonkeyPat
     torch.manual_seed(3)
     plain, given = made()  # type: ignore[operator]
     if made is _vit:  # a tiny one
-        monkeypatch.setattr(assisted_rows, "_MACS_A_BYTE", 1)
+        monkeypatch.setattr(assisted_rows, "_MACS_AN_ELEMENT", 5)
     with patch(plain.eval(), ASSISTED) as private, torch.no_grad():
         found = [module for module in private.modules() if isinstance(module, AssistedConvolution)]
         assert len(found) == sent

@@ -335,7 +335,7 @@ def test_a_weight_counts_twice_until_it_is_padded() -> None:
     memory = product_server.ServerMemory(torch.device("cpu"))
     server = ProductServer.__new__(ProductServer)
     server._open, server._memory, server._user, server._weights = None, memory, "", []
-    server._bytes = server._characters = 0
+    server._bytes, server._characters, server._bits = 0, 0, 16
     server._device, server.transport = torch.device("cpu"), Link()  # type: ignore[assignment]
     server._obey(LoadLines("a", 3, 5))
     assert counts == [2 * 3 * 2 * 32]
