@@ -102,7 +102,7 @@ class Outgoing:
             number, head = foregone
             if head == wire.encode(FrameKind.DATA, self._me, self._session, number, tag, payload.dtype, count):
                 return
-        payload = payload.contiguous().view(-1)
+        payload = payload.contiguous()
         if not payload.is_cpu:
             payload = payload.cpu()
         self.send(FrameKind.DATA, tag, payload.dtype, count, payload.numpy().data.cast("B") if count else _NOBODY)
