@@ -94,7 +94,8 @@ class Products:
                 product = servers.product(self.number, rows, self._name)
             except DomainError as error:
                 raise DomainError(f"{self._name}: {error}") from None
-            made = product.view(*x.shape[:-1], self.outputs).to(x.dtype)
+            made = product.view(*x.shape[:-1], self.outputs)
+            made = made if made.dtype is x.dtype else made.to(x.dtype)
             if len(self._widths) == 1:
                 return made
             held = _Asked(x, version, made, {*self._starts})
