@@ -104,7 +104,7 @@ def test_diff_compares_layer_by_layer(capsys: pytest.CaptureFixture[str], tmp_pa
 def test_what_it_refuses(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="give a model and image files, or neither"):
         classify(model="model")
-    with pytest.raises(ConfigError, match="configuration of 'nowhere'"):
+    with pytest.raises(ConfigError, match="model of 'nowhere': there is no such folder here"):
         classify(model="nowhere", images=[tmp_path / "a.png"])
     with pytest.raises(ConfigError, match="images: "):
         classify(model=digits_model(), images=[tmp_path / "a.png"])
