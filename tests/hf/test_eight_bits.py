@@ -6,10 +6,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from private_llm_hf import AutoPrivateModelForCausalLM, PrivateConfig, patch, prepare_corrections
+from private_llm_hf.client import launch
 from private_llm_hf.client.product_servers import ProductServers
 from private_llm_hf.party.product_server import ProductServer
 from private_llm_hf.tools.estimate import estimate
@@ -17,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from private_llm.assisted.fixed_point import IntegerWeight
-from private_llm.errors import ConfigError, LowPrecision, ProtocolAbort, ShareFileError
+from private_llm.errors import ConfigError, LowPrecision, PrivateLLMError, ProtocolAbort, ShareFileError
 from tests.hf import tiny
 from tests.hf.compare import BATCH, GREEDY, worst
 from tests.hf.test_assisted import ASSISTED, ERROR
@@ -92,14 +94,25 @@ def test_corrections_are_of_one_size_of_weights(tmp_path: Path) -> None:
                 use(tiny.build("llama"), config)
 
 
-def test_servers_with_checkpoints_hold_the_same_weights_and_others_are_refused(checkpoint: Path) -> None:
+def test_servers_with_checkpoints_hold_the_same_weights(checkpoint: Path) -> None:
     remote = replace(EIGHT, party_mode="remote", hosts=free_ports(2), allow_plain_loopback=True)
-    with running(remote, [None, None], checkpoint=str(checkpoint), sessions=2):
-        with AutoPrivateModelForCausalLM.from_pretrained(str(checkpoint), remote) as private:
-            assert private.parties.stored
-            private(**BATCH)
-        with pytest.raises(ConfigError, match="other settings"):
-            AutoPrivateModelForCausalLM.from_pretrained(str(checkpoint), replace(remote, weight_bits=16))
+    with (
+        running(remote, [None, None], checkpoint=str(checkpoint)),
+        AutoPrivateModelForCausalLM.from_pretrained(str(checkpoint), remote) as private,
+    ):
+        assert private.parties.stored
+        private(**BATCH)
+
+
+def test_servers_with_other_weights_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = launch.run_party
+
+    def run(config: PrivateConfig, number: int, *more: Any) -> str | None:
+        return original(replace(config, weight_bits=16) if number else config, number, *more)
+
+    monkeypatch.setattr(launch, "run_party", run)
+    with pytest.raises(PrivateLLMError, match="party 1 runs other settings"):
+        patch(tiny.build("llama"), EIGHT)
 
 
 def test_the_error_is_said_once() -> None:
