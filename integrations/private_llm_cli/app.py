@@ -6,8 +6,6 @@ Errors of the library, and files that cannot be read or written, are one message
 nobody foresaw is one message and exit code 1. `private-llm --traceback COMMAND` shows the traceback of any of them.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 import sys

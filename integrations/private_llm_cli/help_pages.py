@@ -3,8 +3,6 @@
 Typer's tables cut off names where there are many columns. Here a name too long for its column has a line of its own.
 """
 
-from __future__ import annotations
-
 import difflib
 import re
 import textwrap

@@ -6,8 +6,6 @@ Settings are numbers, true and false, none, or words; levels are sizes and share
 settings of the paper have a name: `mpcache,preset=paper`; others after it replace them.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Annotated, Any
 

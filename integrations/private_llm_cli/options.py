@@ -1,7 +1,5 @@
 """The options that commands share, alone and in groups, and what they mean as settings of `PrivateConfig`."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import inspect

@@ -3,8 +3,6 @@
 Each function parses the options of the command of its name, and imports what runs it (`commands/`) when it is called.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import secrets

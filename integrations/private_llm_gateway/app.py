@@ -1,7 +1,5 @@
 """The gateway as an ASGI application, and serving it."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import gc

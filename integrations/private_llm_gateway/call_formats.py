@@ -4,8 +4,6 @@ A tokenizer that has a `response_template` reads its model's calls itself (trans
 what stands around calls. Text that looked like a call and is none is text.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import secrets

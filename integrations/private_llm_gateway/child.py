@@ -1,7 +1,5 @@
 """A gateway as a child process, for programs and tests that bring their own: `with child_gateway() as gateway: ...`."""
 
-from __future__ import annotations
-
 import secrets
 import subprocess
 from collections.abc import Iterator

@@ -7,8 +7,6 @@ log-probabilities plus Gumbel noise, which is an exact sample of them (Gumbel 19
 section 2), from a generator that belongs to the answer alone.
 """
 
-from __future__ import annotations
-
 import secrets
 from collections import Counter
 from collections.abc import Callable, Sequence

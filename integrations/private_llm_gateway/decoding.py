@@ -4,8 +4,6 @@ Tokenizers of bytes (GPT-2's kind) tell each token's bytes by its name. Others a
 another one. A token may hold a part of a character only: the character shows with the token that completes it.
 """
 
-from __future__ import annotations
-
 import codecs
 import re
 from collections.abc import Iterable

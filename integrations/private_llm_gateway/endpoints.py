@@ -1,7 +1,5 @@
 """What each address of the API does, once a request has come in."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import dataclasses

@@ -5,8 +5,6 @@ that greedy text stays the same and nothing is lost. The prompts of one request 
 nobody else waits for; party services merge what sessions ask at the same time.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import threading

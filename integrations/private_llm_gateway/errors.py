@@ -4,8 +4,6 @@ No message here repeats anything of a prompt or an answer: errors of the library
 other error only its type is told.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from starlette.responses import JSONResponse

@@ -3,8 +3,6 @@
 No error repeats a value that a client sent: it may be a secret.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Collection, Mapping

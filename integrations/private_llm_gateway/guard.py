@@ -4,8 +4,6 @@ A web page that resolves its own name to this machine (DNS rebinding) sends its 
 request carries its Origin; both are refused, on loopback also where no token is asked for.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hmac
 import time

@@ -4,8 +4,6 @@ Chats send all that was said before with every message, and agents begin alike. 
 serves the key alone that its request came with; a prefix that the gateway declares public serves all.
 """
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ A session that failed is renewed before it is used again, by whoever uses it nex
 found without a restart. Sessions that are not known to have ended are used first.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

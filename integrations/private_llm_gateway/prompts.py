@@ -1,7 +1,5 @@
 """Prompts: tokens of messages, texts and token ids; what does not fit the model is refused."""
 
-from __future__ import annotations
-
 import json
 from itertools import takewhile
 from typing import Any

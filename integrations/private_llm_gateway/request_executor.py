@@ -3,8 +3,6 @@
 The event loop never computes, and never waits for a party.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import threading

@@ -1,7 +1,5 @@
 """What a request of each kind asks for: settings and prompts' tokens, checked against the model that it names."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """OpenAI's response objects, made of answers."""
 
-from __future__ import annotations
-
 import base64
 import dataclasses
 import secrets

@@ -3,8 +3,6 @@
 What a client asks to be kept for its next question stays in memory, within bounds, until the gateway ends.
 """
 
-from __future__ import annotations
-
 import json
 import secrets
 import threading

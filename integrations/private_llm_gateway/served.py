@@ -1,7 +1,5 @@
 """A model that a gateway serves: its sessions, its tokenizer, and what clients may know of it."""
 
-from __future__ import annotations
-
 import gc
 import re
 import threading

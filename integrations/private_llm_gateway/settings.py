@@ -1,7 +1,5 @@
 """How a gateway listens and what it allows."""
 
-from __future__ import annotations
-
 import ipaddress
 import re
 import socket

@@ -1,7 +1,5 @@
 """Functions that a chat offers to its model: which, whether it must call one, and what holds its calls to schemas."""
 
-from __future__ import annotations
-
 import copy
 import json
 from dataclasses import dataclass

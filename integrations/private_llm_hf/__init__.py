@@ -3,8 +3,6 @@
 A name is imported when somebody first asks for it, as transformers does it: most need PyTorch and transformers.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from private_llm.importing import lazy_names

@@ -1,7 +1,5 @@
 """The two entry points: `AutoPrivate*.from_pretrained(id_or_folder, PrivateConfig(...))` and `patch(model, ...)`."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import functools

@@ -5,8 +5,6 @@ forward on shares; whether it can, is tried (trial.py). Nodes of token sharding 
 clear, and the table says what they see.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """What differs between the versions of transformers that this package supports."""
 
-from __future__ import annotations
-
 import multiprocessing
 import warnings
 from importlib import metadata

@@ -1,7 +1,5 @@
 """Everything about a party that can be checked before it runs: files, certificates, share files, ports, names."""
 
-from __future__ import annotations
-
 import os
 import socket
 import stat

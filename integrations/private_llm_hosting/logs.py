@@ -4,8 +4,6 @@ What others chose (names, reasons) is made legible, cut and, as text, quoted, so
 field. Of an exception the log keeps class and places in the code; its words only if the library wrote them.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import sys

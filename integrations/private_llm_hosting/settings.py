@@ -5,8 +5,6 @@ replaces single settings of the one before.
 without a file from where the party starts.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -6,8 +6,6 @@ Products that are added to a residual stream may leave fewer fractional bits if 
 one sum of squares: streams are followed from the product over sums to that norm.
 """
 
-from __future__ import annotations
-
 import math
 import threading
 import warnings

@@ -1,7 +1,5 @@
 """Calibration runs: which models are calibrated, and on what: text and tokens of every kind, or pictures of noise."""
 
-from __future__ import annotations
-
 import functools
 import math
 import warnings

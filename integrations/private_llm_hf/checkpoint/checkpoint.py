@@ -4,8 +4,6 @@ GGUF files, quantised checkpoints and adapters (LoRA) have no tensor under the n
 loads them, and `dense.py` makes plain weights of them in the owner's memory, or refuses, before anything is sent.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import json

@@ -4,8 +4,6 @@ An adapter beside a weight that is tied to another becomes part of its own copy 
 with the adapted one before anybody uses it.
 """
 
-from __future__ import annotations
-
 import copy
 import sys
 import warnings

@@ -12,8 +12,6 @@ Both go into the layer before it, W' = factor * W and b' = factor * (b - mean) +
 factor and addend: one product per element. Statistics never leave the owner; public structure says which.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

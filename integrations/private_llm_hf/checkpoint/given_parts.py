@@ -4,8 +4,6 @@ A compiled module stands around the original, accelerate keeps weights elsewhere
 parametrisations and pruning compute a weight when it is read.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import types

@@ -5,8 +5,6 @@ both compute one short text: where they differ, the first such module is named. 
 window, an eps, numbers of positions) is compared as it stands.
 """
 
-from __future__ import annotations
-
 import copy
 import inspect
 import sys

@@ -1,7 +1,5 @@
 """A small model of the same class and settings as a large one, with random weights."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping
 from typing import Any

@@ -5,8 +5,6 @@ space is free again when the party ends, however it ends. It holds what the part
 made anew from their seeds. Reading needs no lock, so parallel sessions may share a file.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

@@ -4,8 +4,6 @@ It is looked for before wrappers are taken off and adapters are merged, because 
 torch, transformers, accelerate and peft put on modules themselves changes nothing that they do not undo.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import importlib.util

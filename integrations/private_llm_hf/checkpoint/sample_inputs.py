@@ -1,7 +1,5 @@
 """Small plaintext inputs that a model of any kind takes, and what two models that should be one make of them."""
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import sys

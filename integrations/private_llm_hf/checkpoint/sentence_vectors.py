@@ -9,8 +9,6 @@ What is not computed here is refused: layers of their own after the pooling (Den
 words that are left out of the pooling, settings that are not known.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """Where a checkpoint lies: errors that name the folder, the file and the argument in which something is wrong."""
 
-from __future__ import annotations
-
 import json
 import zipfile
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ Who computes them (this machine, or a host that runs a server of "assisted") kno
 the server that gets masked rows later. It learns how many rows there are, not when or whether they are used.
 """
 
-from __future__ import annotations
-
 import itertools
 import shutil
 import time

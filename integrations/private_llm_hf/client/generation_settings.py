@@ -2,8 +2,6 @@
 name no argument, and would ignore settings that contradict drafts.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping

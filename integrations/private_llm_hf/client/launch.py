@@ -3,8 +3,6 @@
 Threads and processes on one machine protect nobody from that machine's owner; hosts of different owners do.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import threading

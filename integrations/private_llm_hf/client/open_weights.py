@@ -1,7 +1,5 @@
 """What a server of protocol "assisted" reads of a checkpoint, so that its clients need not send it."""
 
-from __future__ import annotations
-
 import functools
 
 import torch

@@ -6,8 +6,6 @@ everywhere, and later calls repeat the reason. What the parties learn from comma
 which cache a call continues, how many tokens are generated, and in beam search which beams survive (indices).
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import re

@@ -7,8 +7,6 @@ A pass over several tokens has as many rounds as one over a single token, so dra
 text is the one that the private model alone would write: the same when greedy, of the same distribution when sampled.
 """
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass, field
 

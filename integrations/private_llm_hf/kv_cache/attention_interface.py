@@ -4,8 +4,6 @@ The mask function returns a boolean mask computed from public data alone (or Non
 never the additive finfo.min mask, which no fixed-point number holds.
 """
 
-from __future__ import annotations
-
 import functools
 
 from torch import Tensor, nn

@@ -1,7 +1,5 @@
 """Whether a model's attention can follow a policy of the KV cache: asked before anything is sent."""
 
-from __future__ import annotations
-
 import inspect
 
 import torch

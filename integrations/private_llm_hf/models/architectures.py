@@ -1,7 +1,5 @@
 """What is known of architectures: transformers' own tables, exceptions to them, rules for modules (models/*.json)."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib

@@ -9,8 +9,6 @@ the last the module's own forward runs on shares. The first handler that matches
         def forward(self, x): ...                           # on SecretTensor
 """
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Callable, Mapping

@@ -3,8 +3,6 @@
 Every check raises DomainError saying what came, what is wanted and what to do. `Labels`, checked alike, give the loss.
 """
 
-from __future__ import annotations
-
 import copy
 import inspect
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ A copy of the module gets random weights and random rows, and its results are co
 norms know. A module that computes anything else is none of them, whatever it is called.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

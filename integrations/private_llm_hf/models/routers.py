@@ -5,8 +5,6 @@ all or among the best groups; weights are the scores of those chosen, maybe divi
 of these a module spells is found by trying it; one that computes anything else is no router.
 """
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import itertools

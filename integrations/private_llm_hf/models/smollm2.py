@@ -5,8 +5,6 @@ once into a folder of the user's cache: float32 safetensors, configuration, toke
 model folder like any other. The package itself is never imported, and its own dependencies are not needed.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import shutil

@@ -10,8 +10,6 @@ sent the same. Of two honest parties one is told what the other is, or both stop
 Which messages this covers, and which reach one party only: docs/decisions/020-what-quad-parties-were-told.md.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated

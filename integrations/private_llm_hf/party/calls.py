@@ -1,8 +1,6 @@
 """One call at a party: what it may ask for, its inputs as the model takes them, what is opened of its outputs; and the
 calls of a plan, one by one."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ No plaintext weight is ever here: the tree is built without weights, then every 
 one protocol; attention and masks are in `kv_cache`, and every module books its cost under its own name.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import re

@@ -9,8 +9,6 @@ A party that holds no share file builds what its client describes. It does so on
   4. its weights fit into this machine's memory; what then arrives must be these weights, in these shapes.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

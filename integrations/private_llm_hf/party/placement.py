@@ -5,8 +5,6 @@ rest: inputs move to the device of the module that runs, weights on disk are rea
 Nothing of this is visible to other parties: messages, rounds and results are the same for every placement.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -4,8 +4,6 @@ A server with the key of masks gets labels only, another one masked rows; where 
 the latter is the only one. Neither holds a secret of its own.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import Counter

@@ -5,8 +5,6 @@ ones are padded on the left, which masks hide. A cache changes its company only 
 another one: rows are then copied into a new cache, without columns that nobody in it needs. All of this is local.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Which blocks of corrections a server has heard of, so that a client that was restored from a copy repeats no mask."""
 
-from __future__ import annotations
-
 import os
 import threading
 from collections import Counter

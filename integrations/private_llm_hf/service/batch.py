@@ -9,8 +9,6 @@ Rounds are those of one request and bytes those of a batch. Every party runs the
 client gets depends on its own rows alone, but for roundings, and what the range check cannot tell apart.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -6,8 +6,6 @@ client can make a batch wait: the protocol receives from what was recorded, and 
 turn it is (`ServiceLinks`).
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections import deque

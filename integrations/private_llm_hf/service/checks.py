@@ -3,8 +3,6 @@
 All of it is public: names, shapes, masks, positions, handles; all parties find the same. What passes runs to its end.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable, Hashable, Iterable, Mapping

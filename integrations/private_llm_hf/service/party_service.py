@@ -7,8 +7,6 @@ makes nobody wait and ends nothing but its own session. When a party fails, all 
 connect again, with the shares that they hold, as soon as it is back.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 import math

@@ -5,8 +5,6 @@ helping party sends lies on its receivers' disks, encrypted, up to a bound; it g
 ends, and when the parties connect anew.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from private_llm.errors import ConfigError, PrivateLLMError, ShareFileError, TransportError

@@ -4,8 +4,6 @@ Servers hold no secret and say nothing to each other, so each lets clients in by
 weights that the server read. They multiply side by side. What goes wrong in one ends it, and nothing else.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 import socket

@@ -7,8 +7,6 @@ steps, party 0 waits a little for the next steps of sessions that were in the la
 clients have chosen a token, and each that joins saves a batch of its own.
 """
 
-from __future__ import annotations
-
 import math
 import threading
 import time

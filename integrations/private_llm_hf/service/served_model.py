@@ -1,7 +1,5 @@
 """A model that a party serves: read from its share file once, and used again whenever the parties connect anew."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a party service allows (models, numbers of sessions, sizes of batches), and what it tells whoever watches it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -6,8 +6,6 @@ convert-hf-to-powerinfer-gguf.py). Their scores are log odds, so the threshold i
 what is in them (`weights_only=True`).
 """
 
-from __future__ import annotations
-
 import pickle  # noqa: TID251 - for the name of the error that torch.load raises
 import re
 from pathlib import Path

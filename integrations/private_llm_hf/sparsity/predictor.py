@@ -1,7 +1,5 @@
 """The predictor: two linear layers of low rank and a threshold (Comet, section 4.1 and figure 7a), and its measures."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass

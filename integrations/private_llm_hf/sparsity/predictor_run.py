@@ -1,7 +1,5 @@
 """Predictors for one model from text or images: record what the model does, train, measure, save. All in plaintext."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager

@@ -4,8 +4,6 @@ A folder of a site holds inputs.f16 [rows, width], active.bits [rows, ceil(units
 complete, site.json. 2 width + units / 8 bytes a position.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack

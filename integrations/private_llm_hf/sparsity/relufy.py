@@ -7,8 +7,6 @@ configuration then names an activation that transformers does not know, so that 
 computing something else, and relufied.json beside it tells `load_relufied` what to put in place.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What a predictor is and how it is trained, as two frozen settings."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, Self

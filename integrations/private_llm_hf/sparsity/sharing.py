@@ -6,8 +6,6 @@ an order of units for each block, uniformly and from the project's PRG, before t
 holds it, and it changes whenever the model is shared.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Mapping
 

@@ -6,8 +6,6 @@ the same force. The epoch with the best F1 is kept. If it has a budget, the thre
 recall of what a run draws within it. Epochs have their own seeds: an interrupted run ends as one that was not.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass

@@ -5,8 +5,6 @@ rows' queries, keys and values leave for the AttnNodes and the result for all to
 by the AttnNodes from positions, so the model's own mask is a placeholder that carries its rule.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What the client asks of the nodes of a sharding plan, beside what it asks of parties, too (wire/commands.py)."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import torch

@@ -5,8 +5,6 @@ steps included (protocols/plain.py). It runs where the plaintext is known anyway
 arithmetic is that of the real protocols up to one unit a truncation. `survey` finds all operations without a rule.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

@@ -4,8 +4,6 @@ The client is the ordinary one. A CompNode's model runs without values, which sa
 returns; what travels between the nodes and what AttnNodes compute comes from `token_sharding/nodes/stage_costs.py`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import itertools

@@ -6,8 +6,6 @@ second is not run: what the first booked is booked under the second's name, and 
 to where the first left them. Whatever cannot be compared is run.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence

@@ -6,8 +6,6 @@ a batch with padding, with a cache and without, and both must agree. Takes secon
 weights. What passed is remembered in the user's cache folder.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import json

@@ -5,8 +5,6 @@ which module or function runs on which earlier values (value 0 is the input, ste
 of a last softmax, which is left to the client. No code travels; whoever receives a description checks all of it.
 """
 
-from __future__ import annotations
-
 import math
 import operator
 from collections.abc import Callable

@@ -5,8 +5,6 @@ CIFAR size), Simonyan and Zisserman 2015 (VGG-16), He et al. 2016 (residual bloc
 ImageNet networks with average pools in place of max pools.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import resources

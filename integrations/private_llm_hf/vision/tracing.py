@@ -4,8 +4,6 @@ Functions of PyTorch that do a module's work (`F.relu`) become modules of their 
 Refused by name: unknown modules and functions, weights used outside modules, hooks, control flow on values.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Sequence
 from typing import Any
