@@ -45,8 +45,7 @@ app.add_typer(certs)
 app.add_typer(predictors)
 
 
-_STUDIES = ("cascade", "comet", "kernels", "mpcache", "pigeon", "wan")
-"""Tables of papers that `bench` once made."""
+_STUDIES = ("cascade", "comet", "kernels", "mpcache", "pigeon", "wan")  # tables of papers that `bench` once made
 
 
 @app.command("bench", hidden=True, context_settings={"ignore_unknown_options": True})
@@ -83,8 +82,7 @@ def _root(
     PLUGINS.set(tuple(plugin or ()))
 
 
-_INTERRUPTED = 130
-"""How a command ends by Ctrl-C: what a shell makes of a process that SIGINT ended."""
+_INTERRUPTED = 130  # how a command ends by Ctrl-C: what a shell makes of a process that SIGINT ended
 
 
 def main(commands: typer.Typer = app) -> None:

@@ -17,8 +17,7 @@ from private_llm.protocol_facts import ASSISTED, CASCADE, protocol_names
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 _BUILT_IN = protocol_names()
 """Titles of panels say which of these take their options; of a plugin's protocol nobody knows, so all are shown."""
-_COLUMN = 30
-"""Characters of names that stand beside their help."""
+_COLUMN = 30  # characters of names that stand beside their help
 
 
 class _Page:

@@ -229,8 +229,7 @@ class Sharding:
         return plan_of(self.plan, self.accept_weak_plan, self.split)
 
 
-SHARED = "shared"
-"""What --sparsity says where predictors come with the model's shares."""
+SHARED = "shared"  # what --sparsity says where predictors come with the model's shares
 
 
 @dataclass(frozen=True)

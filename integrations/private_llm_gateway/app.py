@@ -175,8 +175,7 @@ def _read() -> dict[str, tuple[bytes, str]]:
 
 
 _FILES = _read()
-page_router = APIRouter(include_in_schema=False)
-"""`/` and `/page/...`, without a token."""
+page_router = APIRouter(include_in_schema=False)  # `/` and `/page/...`, without a token
 
 
 @page_router.get("/")

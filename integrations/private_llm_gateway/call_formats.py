@@ -13,8 +13,7 @@ from typing import Any, Protocol
 NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
 _HEADER = re.compile(rf'\{{\s*"name"\s*:\s*"({NAME.pattern})"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{{)')
 _SIGN = re.compile(r'\\.|["{}]', re.DOTALL)
-_OPTIONAL_MARK = "<|python_tag|>"
-"""May stand before a call that needs no mark."""
+_OPTIONAL_MARK = "<|python_tag|>"  # may stand before a call that needs no mark
 
 
 @dataclass(frozen=True)
@@ -38,8 +37,7 @@ _FORMATS = (
     CallFormat("[TOOL_CALLS]", "[TOOL_CALLS]", " [", ", ", "]"),  # Mistral
     CallFormat("ipython", "", "", "; ", "", "parameters"),  # Llama
 )
-_OTHERS = ("<function=", "<arg_key>", "[ARGS]")
-"""Of templates whose calls are no such JSON."""
+_OTHERS = ("<function=", "<arg_key>", "[ARGS]")  # of templates whose calls are no such JSON
 MARKS = frozenset({*(each.mark for each in _FORMATS), _OPTIONAL_MARK})
 """Belong to the text of an answer with calls, also where they are special tokens."""
 

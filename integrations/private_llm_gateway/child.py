@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from private_llm.errors import ConfigError
 from private_llm.importing import python_like_this
 
-_END_S = 30.0
-"""Seconds that a gateway may take to end before it is killed."""
+_END_S = 30.0  # seconds that a gateway may take to end before it is killed
 
 
 @dataclass(frozen=True)

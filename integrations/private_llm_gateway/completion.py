@@ -22,12 +22,9 @@ from private_llm_gateway.constrained import Grammar
 from private_llm_gateway.decoding import DecodedText, TokenTexts
 
 Finish = Literal["stop", "length"]
-_GREEDY = 1e-4
-"""Temperatures below are greedy: logits divided by them would be infinite."""
-_TRIES = 4
-"""Tokens that are drawn, where the text must be closed soon, before what closes it is taken."""
-_TAIL = 16
-"""Tokens of the prompt that the first token's text is decoded after: a character of theirs may not be whole."""
+_GREEDY = 1e-4  # temperatures below are greedy: logits divided by them would be infinite
+_TRIES = 4  # tokens that are drawn, where the text must be closed soon, before what closes it is taken
+_TAIL = 16  # tokens of the prompt that the first token's text is decoded after: a character of theirs may not be whole
 
 
 @dataclass(frozen=True)

@@ -34,14 +34,11 @@ _LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 200_000, "max_grammar_size": 50_000, "max_items_in_row": 20_000, "verbose_errors": False,
 }  # fmt: skip
 """A row holds an object of 4,000 optional members."""
-_MOST_TEXT = 1 << 17
-"""Characters of a schema."""
-_MOST_PARTS = 1 << 12
-"""Lists and objects of a schema, those of its values too: 4,096 take half a second at most."""
+_MOST_TEXT = 1 << 17  # characters of a schema
+_MOST_PARTS = 1 << 12  # lists and objects of a schema, those of its values too: 4,096 take half a second at most
 _MOST_LEVELS = 512
 """Levels of a schema, each definition's added: the library ends the process at some 1,300, in 8 MiB of stack."""
-_STACK = 16 << 20
-"""Bytes of stack of a start. Threads have 2 MiB where the process's own may grow without end."""
+_STACK = 16 << 20  # bytes of stack of a start. Threads have 2 MiB where the process's own may grow without end.
 _STARTING = threading.Lock()
 _REFUSED = (
     "allOf", "multipleOf", "patternProperties", "x-guidance",  # without bounds
@@ -65,11 +62,9 @@ _ERRORS = (
     (r"", "size: it says too much at one place; want fewer alternatives, or shorter patterns"),
 )
 
-_NEAR = 64
-"""Tokens before the end of an answer in which it is looked whether the text can be closed."""
+_NEAR = 64  # tokens before the end of an answer in which it is looked whether the text can be closed
 
-_STEPS = 1024
-"""Tokens that are tried in an answer to see how it can be closed, besides those that close it."""
+_STEPS = 1024  # tokens that are tried in an answer to see how it can be closed, besides those that close it
 _CLOSERS = (b'"', b":", b"}", b"]", b"0")
 
 

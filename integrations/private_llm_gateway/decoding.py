@@ -16,8 +16,7 @@ _PRINTED = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 _BYTE = {chr(byte): byte for byte in _PRINTED}
 _BYTE |= {chr(0x100 + at): byte for at, byte in enumerate(sorted({*range(0x100)} - {*_PRINTED}))}
 """The byte of each character in a token's name, as GPT-2 writes them."""
-_UNKNOWN = "\ufffd"
-"""What stands in a text for bytes that are no character."""
+_UNKNOWN = "\ufffd"  # what stands in a text for bytes that are no character
 
 
 class TokenTexts:

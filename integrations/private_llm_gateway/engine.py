@@ -29,8 +29,7 @@ from private_llm_gateway.settings import GatewaySettings
 from private_llm_gateway.usage import Usage, UsageMeter, UsageTotal
 
 _LOG = logging.getLogger("private_llm")
-_LOOK_S = 0.2
-"""How often a thread that waits for others looks after its client."""
+_LOOK_S = 0.2  # how often a thread that waits for others looks after its client
 
 SendChunk = Callable[[completion.CompletionChunk, Usage], None]
 

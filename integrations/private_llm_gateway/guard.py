@@ -17,12 +17,10 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from private_llm_gateway.errors import ApiError
 from private_llm_gateway.settings import GatewaySettings
 
-HEAD_S = 10.0
-"""Seconds from a connection, or from the first byte after an answer, to the end of a request's headers."""
+HEAD_S = 10.0  # seconds from a connection, or from the first byte after an answer, to the end of a request's headers
 READ_S = 60.0
 """Seconds in which a client that has fallen behind must catch up (to 16 KiB here), or take the end of an answer."""
-_AT_ONCE = 4096
-"""Bytes that are read before others have their turn: 700 chunks of one byte, 3 ms."""
+_AT_ONCE = 4096  # bytes that are read before others have their turn: 700 chunks of one byte, 3 ms
 _OPEN = ("/", "/health", "/favicon.ico")
 _OPEN_BELOW = "/page/"
 _FRAMING = "invalid_framing"

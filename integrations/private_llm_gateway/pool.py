@@ -17,8 +17,7 @@ from private_llm_hf.client.party_groups import PartyGroups
 from private_llm.errors import ConfigError, PartiesBusy, PartyFailed, PrivateLLMError, ProtocolAbort, TransportError
 
 _LOG = logging.getLogger("private_llm")
-_LOOK_S = 0.1
-"""How often a waiting request looks whether its client is still there."""
+_LOOK_S = 0.1  # how often a waiting request looks whether its client is still there
 _TRIES = 3
 _PAUSE_S = 0.2
 """Tries to join the parties, and the time between them: parties that form their links anew end what has just begun."""

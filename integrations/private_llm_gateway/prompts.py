@@ -12,10 +12,8 @@ from private_llm_gateway.served import Served
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _MOST_MESSAGES = 4096
-_MOST_CHARACTERS = 256
-"""Of a token, on an average: more than any text has."""
-_OUT_OF_BAND = ("id", "annotations", "cache_control")
-"""Of messages and their parts: no part of the text, and no wish."""
+_MOST_CHARACTERS = 256  # of a token, on an average: more than any text has
+_OUT_OF_BAND = ("id", "annotations", "cache_control")  # of messages and their parts: no part of the text, and no wish
 _NOTHING: dict[str, tuple[object, ...]] = {"refusal": ("",), "reasoning_content": ("",)}
 """As answers come back with the next question."""
 _NO_TOOLS = "the model's chat template knows no tools; want a model whose template does (as those of Qwen and Llama 3)"

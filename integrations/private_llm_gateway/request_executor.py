@@ -19,8 +19,7 @@ from private_llm_gateway.served import Served
 from private_llm_gateway.settings import GatewaySettings
 from private_llm_gateway.usage import Usage
 
-_LOOK_S = 0.2
-"""How often it is asked whether a client is still there."""
+_LOOK_S = 0.2  # how often it is asked whether a client is still there
 
 RequestWork = Callable[[SendChunk, Callable[[], bool]], Any]
 """What runs in a thread: told pieces go to the client; the second argument says whether the client is gone."""

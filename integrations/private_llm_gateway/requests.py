@@ -13,8 +13,7 @@ from private_llm_gateway.served import Served
 from private_llm_gateway.tools import Tools, read_tools
 
 _MOST_LOGPROBS = 20
-_COMPLETION_TOKENS = 16
-"""Of a completion that does not say how many, as OpenAI defines it."""
+_COMPLETION_TOKENS = 16  # of a completion that does not say how many, as OpenAI defines it
 _ANY = 1 << 62
 
 

@@ -16,8 +16,7 @@ from private_llm_gateway.requests import Wanted
 from private_llm_gateway.served import Served
 from private_llm_gateway.usage import Usage
 
-_LEAST = -9999.0
-"""What OpenAI writes for the logarithm of nothing, which JSON cannot say."""
+_LEAST = -9999.0  # what OpenAI writes for the logarithm of nothing, which JSON cannot say
 
 
 class Response:

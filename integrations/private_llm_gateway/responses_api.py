@@ -15,8 +15,7 @@ from typing import Any
 from private_llm_gateway.errors import ApiError, bad
 from private_llm_gateway.fields import Fields, refuse_others, refuse_unsupported
 
-_MOST_KEPT, _MOST_SIZE = 256, 16 << 20
-"""Responses, and characters of them and of what they go on from."""
+_MOST_KEPT, _MOST_SIZE = 256, 16 << 20  # responses, and characters of them and of what they go on from
 _PASSED = ("model", "temperature", "top_p", "top_logprobs", "parallel_tool_calls", "tool_choice", "stream")
 _CHAT_NAMES = {
     "messages": "input", "max_completion_tokens": "max_output_tokens", "reasoning_effort": "reasoning.effort",

@@ -11,11 +11,9 @@ from private_llm_gateway.errors import bad
 from private_llm_gateway.fields import Fields, refuse_others
 from private_llm_gateway.served import Served
 
-_MOST = 128
-"""Functions of a request, as OpenAI allows; and calls of an answer."""
+_MOST = 128  # functions of a request, as OpenAI allows; and calls of an answer
 _TEXT = r"/(.|\n)*/"
-_NO_CALL = r"/([^{\s](.|\n)*)?/"
-"""Where a brace begins a call."""
+_NO_CALL = r"/([^{\s](.|\n)*)?/"  # where a brace begins a call
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from private_llm_gateway.served import Served
 
 _SECONDS = (0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
-_LOOK_S = 0.5
-"""How often the parties are asked what they sent: asking takes a trip to them."""
+_LOOK_S = 0.5  # how often the parties are asked what they sent: asking takes a trip to them
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,9 @@ from typing import Any
 
 from private_llm.errors import ConfigError, UntestedVersion
 
-TESTED = (5, 24)
-"""The newest minor version of transformers that the tests of this release passed with."""
+TESTED = (5, 24)  # the newest minor version of transformers that the tests of this release passed with
 
-_NAMES = ("cache", "past_key_values")
-"""The KV cache as an argument and as an output: since 5.24, and before."""
+_NAMES = ("cache", "past_key_values")  # the KV cache as an argument and as an output: since 5.24, and before
 
 
 def _numbers(version: str) -> tuple[int, ...]:
@@ -20,8 +18,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 _INSTALLED = metadata.version("transformers")  # which transformers itself takes half a second to tell
-CACHE = _NAMES[0 if _numbers(_INSTALLED) >= (5, 24) else 1]
-"""Its name in the version that is installed."""
+CACHE = _NAMES[0 if _numbers(_INSTALLED) >= (5, 24) else 1]  # its name in the version that is installed
 
 
 def with_cache_named(arguments: dict[str, Any]) -> dict[str, Any]:

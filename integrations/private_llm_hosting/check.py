@@ -20,8 +20,7 @@ from private_llm.net.tls import Credentials
 from private_llm_hosting.settings import PartySettings
 
 Verdict = Literal["ok", "warning", "error"]
-WARN_DAYS = 30
-"""Days before its end from which a certificate is warned of."""
+WARN_DAYS = 30  # days before its end from which a certificate is warned of
 
 
 @dataclass(frozen=True)

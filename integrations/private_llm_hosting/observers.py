@@ -21,16 +21,11 @@ from private_llm_hosting.check import in_words
 from private_llm_hosting.logs import LOGGER
 
 _LOG = logging.getLogger(LOGGER)
-_MOST, _PERIOD_S = 5, 60.0
-"""Lines about refusals of one class and caller, and the time in which they may be written."""
-_MOST_IN_ALL = 60
-"""Lines about all refusals in the same time."""
-_SESSIONS, _SESSIONS_IN_ALL = 60, 600
-"""Lines of one kind about sessions of one user, and of all, in the same time."""
-STARTING_S = 300.0
-"""Seconds in which a party that is not there is taken to load its models; afterwards it is an error."""
-_AWAITED_S = 30.0
-"""Seconds between two lines about parties that are not there."""
+_MOST, _PERIOD_S = 5, 60.0  # lines about refusals of one class and caller, and the time in which they may be written
+_MOST_IN_ALL = 60  # lines about all refusals in the same time
+_SESSIONS, _SESSIONS_IN_ALL = 60, 600  # lines of one kind about sessions of one user, and of all, in the same time
+STARTING_S = 300.0  # seconds in which a party that is not there is taken to load its models; afterwards it is an error
+_AWAITED_S = 30.0  # seconds between two lines about parties that are not there
 
 
 class LogObserver(Observer):
@@ -142,8 +137,7 @@ _CLASSES = (
     ("slow or gone", ("timed out", "closed", "reset", "handshake")),
 )
 OTHER = "other"
-_SHARED = ("", "others")
-"""Key of those for whom there is no place."""
+_SHARED = ("", "others")  # key of those for whom there is no place
 CLASSES = (*(name for name, _ in _CLASSES), OTHER)
 
 
@@ -304,12 +298,9 @@ class PartyMetrics(Observer):
 
 
 # -- how long certificates are valid: a figure always, warnings in the log from 30 days on ----------------------------
-ALARM_DAYS = 7
-"""Days before its end from which a certificate is an error, as of `check.WARN_DAYS` a warning."""
-_LOOK_S = 60.0
-"""Seconds between two looks: what is renewed shows soon."""
-_REPEAT = 24 * 60
-"""Looks after which a warning is repeated: a day."""
+ALARM_DAYS = 7  # days before its end from which a certificate is an error, as of `check.WARN_DAYS` a warning
+_LOOK_S = 60.0  # seconds between two looks: what is renewed shows soon
+_REPEAT = 24 * 60  # looks after which a warning is repeated: a day
 
 
 class ExpiryWatch:

@@ -131,10 +131,8 @@ def _serve(service: PartyService | ProductService) -> None:
 #    GET /ready    200 when sessions may begin, else 503 with the reason in a line
 #    GET /metrics  figures for Prometheus
 # There is no authentication and nothing but public facts: keep it on loopback or on a network of operators.
-_TIMEOUT_S = 5.0
-"""Seconds that a caller may take for its request."""
-_CALLERS = 16
-"""Callers at a time; one more is turned away."""
+_TIMEOUT_S = 5.0  # seconds that a caller may take for its request
+_CALLERS = 16  # callers at a time; one more is turned away
 _TEXT = "text/plain; charset=utf-8"
 
 HttpAnswer = tuple[HTTPStatus, str, bytes]

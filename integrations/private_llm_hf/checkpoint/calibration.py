@@ -44,11 +44,9 @@ ROUNDING = 4e-4
 VISIBLE = 2e-3
 """One unit may be this part of a row's root mean square before a warning says so: logits are then off by 0.01."""
 
-_LARGE_SCORE = 500.0
-"""Attention scores above it are warned of."""
+_LARGE_SCORE = 500.0  # attention scores above it are warned of
 
-_MOST_SCORE = 15
-"""Scores below 2^15 pass the check of ranges, which sums up 256 of them."""
+_MOST_SCORE = 15  # scores below 2^15 pass the check of ranges, which sums up 256 of them
 
 
 class Largest(TorchFunctionMode):
@@ -61,10 +59,8 @@ class Largest(TorchFunctionMode):
         super().__init__()
         self.largest: dict[str, dict[str, float]] = {}
         self.widths: dict[str, int] = {}
-        self.smallest: dict[str, float] = {}
-        """Smallest mean square of a row, by norm; rows of zeros do not count."""
-        self.feeds: dict[str, set[str]] = {}
-        """Norms that read a residual sum, by the products that were added to it."""
+        self.smallest: dict[str, float] = {}  # smallest mean square of a row, by norm; rows of zeros do not count
+        self.feeds: dict[str, set[str]] = {}  # norms that read a residual sum, by the products that were added to it
         self._names = {module: name for name, module in model.named_modules()}
         found = {module: norm_of(module) for module in self._names}
         self._norms = {module: norm for module, norm in found.items() if norm is not None}
@@ -73,8 +69,7 @@ class Largest(TorchFunctionMode):
         self._streams: dict[int, tuple[Tensor, set[str]]] = {}
         self.readers = ResultReaders(model)
         self._convolved: tuple[str, Tensor] | None = None
-        self.folded: set[str] = set()
-        """Convolutions before a batch norm, which their weights will contain."""
+        self.folded: set[str] = set()  # convolutions before a batch norm, which their weights will contain
 
     def enter(self, module: nn.Module, inputs: tuple[object, ...]) -> None:
         """A module begins; in other threads the model may run meanwhile, which is nobody's business here."""

@@ -29,11 +29,9 @@ from private_llm_hf.models.architectures import architecture
 from private_llm_hf.models.inputs import max_positions
 from private_llm_hf.vision.network import Network
 
-LENGTH = 128
-"""Tokens of a row."""
+LENGTH = 128  # tokens of a row
 
-ROWS = 2
-"""Rows of text."""
+ROWS = 2  # rows of text
 
 _PRIME = 7919
 
@@ -185,16 +183,14 @@ def _run(model: PreTrainedModel, ids: Tensor) -> object:
 
 # -- fractional bits of small weights: as many as it takes that rounding does not show in them ------------------------
 # What counts are weights as the parties get them: of layers that take up a norm, with the norm's weight in them.
-WEIGHT_BITS = 11
-"""A layer's weights have a root mean square of 2^WEIGHT_BITS units: rounding is then 1e-4 of them."""
+WEIGHT_BITS = 11  # a layer's weights have a root mean square of 2^WEIGHT_BITS units: rounding is then 1e-4 of them
 
 FOLDED_WEIGHT_BITS = 14
 """The same of layers that take up a norm: they would have had more units without it, and they are most layers."""
 
 _MOST_WEIGHT_BITS = 40
 
-_FEW_UNITS = 128.0
-"""Weights of a root mean square of fewer units are warned of: logits are then off by 0.01."""
+_FEW_UNITS = 128.0  # weights of a root mean square of fewer units are warned of: logits are then off by 0.01
 
 
 def with_fine_weights(

@@ -28,15 +28,13 @@ from private_llm_hf.models.architectures import table
 from private_llm_hf.models.norms import FoldedNorm, spelled_norm
 from private_llm_hf.vision.network import Network
 
-Folded = Mapping[str, Sequence[str]]
-"""Names of the layers that hold the weight of a norm, by the norm's name."""
+Folded = Mapping[str, Sequence[str]]  # names of the layers that hold the weight of a norm, by the norm's name
 
 NONE_FOLDED: Folded = MappingProxyType({})
 
 _VECTORS = ("weight", "bias")
 _STATED = (*_VECTORS, *STATISTICS)
-_ROWS = 1024
-"""Rows of a weight that are multiplied with a norm's bias at once."""
+_ROWS = 1024  # rows of a weight that are multiplied with a norm's bias at once
 
 
 @dataclass(frozen=True)

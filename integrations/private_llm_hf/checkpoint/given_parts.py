@@ -21,8 +21,7 @@ from private_llm_hf.models.architectures import caches
 
 _ACTIVATIONS = ("torch.nn.modules.activation", "transformers.activations")
 """Where activations are from of which another one may stand in a module, if it computes the same."""
-_IN_TRAINING = (nn.Dropout, nn.Identity)
-"""What computes nothing in evaluation."""
+_IN_TRAINING = (nn.Dropout, nn.Identity)  # what computes nothing in evaluation
 _WIDEST, _POINTS = 1e3, 20_001
 
 

@@ -27,8 +27,7 @@ from private_llm_hf.checkpoint.own_code import of_user, replaced_forwards
 from private_llm_hf.checkpoint.sample_inputs import difference, evaluating, outputs, recorded
 from private_llm_hf.models.architectures import require_inputs
 
-_ELSEWHERE = 1e-2
-"""As EQUAL, where accelerate moves the model between devices, whose kernels differ."""
+_ELSEWHERE = 1e-2  # as EQUAL, where accelerate moves the model between devices, whose kernels differ
 
 _SHOWN = 5
 

@@ -40,12 +40,9 @@ _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
 _TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id")
 _STAGES = {"depths": 1, "layers": 1, "hidden_sizes": 16, "embed_dims": 16, "neck_hidden_sizes": 16}
 """Lists with an entry for each stage of a network of images: layers of each, or what widths are divided by."""
-_STAGED_SIDE = 64
-"""Pixels of images for networks in stages."""
-_LARGEST = 60_000_000
-"""Weights of a model that is tried at its real width, where no small one can be made."""
-_LONGEST = 8
-"""Layers, where a list says what each of them is."""
+_STAGED_SIDE = 64  # pixels of images for networks in stages
+_LARGEST = 60_000_000  # weights of a model that is tried at its real width, where no small one can be made
+_LONGEST = 8  # layers, where a list says what each of them is
 
 
 def miniature(model_class: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:

@@ -99,8 +99,7 @@ class _NormTrace(TorchFunctionMode):
         self._rows: dict[int, tuple[Tensor, nn.Module]] = {}
         self._read: dict[nn.Module, set[nn.Module | None]] = {layer: set() for layer in self._layers}
         """What each layer reads: norms, and None for anything else."""
-        self._lost: set[nn.Module] = set()
-        """Norms whose output, or whose weight, goes somewhere else."""
+        self._lost: set[nn.Module] = set()  # norms whose output, or whose weight, goes somewhere else
 
     def enter(self, module: nn.Module, inputs: tuple[object, ...], named: Mapping[str, object]) -> None:
         self._running.append(module)

@@ -88,8 +88,7 @@ class OffloadFile:
 # the file's own record is new (a new name, new rights, or a time that was set back). Nothing is mapped here: a shorter
 # file is an error, and no SIGBUS.
 _CHUNK = 1 << 22
-_LONGEST_HEADER = 100_000_000
-"""Bytes of a header, as safetensors itself takes."""
+_LONGEST_HEADER = 100_000_000  # bytes of a header, as safetensors itself takes
 
 
 class OpenedFile:

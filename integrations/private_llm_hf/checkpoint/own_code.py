@@ -139,8 +139,7 @@ def _is_foreign(function: Any, packages: tuple[str, ...] = _PACKAGES) -> bool:  
 
 
 # -- code of transformers and torch.nn that this process has replaced: parties in other processes run the original -----
-_BASE = "transformers.modeling_utils"
-"""Loading and saving, which parties do not do."""
+_BASE = "transformers.modeling_utils"  # loading and saving, which parties do not do
 _SHARED = frozenset({"transformers.masking_utils", "transformers.modeling_rope_utils", "transformers.pytorch_utils"})
 """Files whose functions models call."""
 

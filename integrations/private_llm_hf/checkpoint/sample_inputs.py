@@ -17,16 +17,13 @@ from private_llm_hf.models.architectures import architecture
 from private_llm_hf.models.inputs import check_pixels, check_values, image_shape
 from private_llm_hf.vision.network import Network, NetworkConfig
 
-SPAN = 2.5
-"""Largest value of the pictures of noise: white, normalised by the usual means and deviations, is 2.2 to 2.7."""
+SPAN = 2.5  # largest value of the pictures of noise: white, normalised by the usual means and deviations, is 2.2 to 2.7
 _LENGTH = 6
 _LONG = 512
 _SPARE = 4
 """Positions that are left for generated tokens, and for numbers of positions that begin after the padding token's."""
-_SIDE = 32
-"""Pixels of images, where any size goes."""
-_SIDES = (_SIDE, 28, 224, 64, 96, 128, 256, 299, 16, 8)
-"""Usual ones, for networks that may take one size only."""
+_SIDE = 32  # pixels of images, where any size goes
+_SIDES = (_SIDE, 28, 224, 64, 96, 128, 256, 299, 16, 8)  # usual ones, for networks that may take one size only
 _SEED = 7919
 
 

@@ -31,11 +31,9 @@ from private_llm.protocols.weight_sharing import pieces
 from private_llm.ring.ring import Ring
 from private_llm.tensor.dispatch import TorchArg
 
-Sink = Callable[[str, Tensor], None]
-"""Takes one named plaintext tensor; must not keep it."""
+Sink = Callable[[str, Tensor], None]  # takes one named plaintext tensor; must not keep it
 
-STATISTICS = ("running_mean", "running_var")
-"""Buffers of batch norms that count as weights."""
+STATISTICS = ("running_mean", "running_var")  # buffers of batch norms that count as weights
 
 _METHOD = "private-llm-share"
 

@@ -11,8 +11,7 @@ from private_llm.net.ledger import Cost, Ledger, merge, size
 from private_llm.net.transport import endpoint_name
 from private_llm_hf.wire.answers import CostRows
 
-_SHOWN = 12
-"""Lines of a printed part; what is not among the dearest goes into one line."""
+_SHOWN = 12  # lines of a printed part; what is not among the dearest goes into one line
 
 
 @dataclass(frozen=True)
@@ -167,8 +166,7 @@ class Costs:
         }  # fmt: skip
 
 
-Grouping = Callable[[str, str], str]
-"""A name for a scope and an operation."""
+Grouping = Callable[[str, str], str]  # a name for a scope and an operation
 
 Total = TypeVar("Total", int, float)
 

@@ -27,8 +27,7 @@ from transformers import DynamicCache, LogitsProcessorList, PreTrainedModel
 
 from private_llm_hf.transformers_versions import CACHE
 
-ROOT = -1
-"""The last token of the text, which no node is."""
+ROOT = -1  # the last token of the text, which no node is
 
 
 @dataclass(frozen=True, eq=False)

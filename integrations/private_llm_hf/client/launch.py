@@ -34,10 +34,8 @@ from private_llm_hf.models.sparse_blocks import adopted
 from private_llm_hf.party.node import NodeCheckpoint
 from private_llm_hf.party.party import Stored, in_threads, run_party
 
-_FOREVER_S = 1e8
-"""Seconds that a serving party waits for its next client: three years."""
-_EXIT_S = 5.0
-"""Seconds that threads may take to end."""
+_FOREVER_S = 1e8  # seconds that a serving party waits for its next client: three years
+_EXIT_S = 5.0  # seconds that threads may take to end
 _PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 30.0
 """Seconds before a serving party listens again after its links could not be made: at first, and at most."""

@@ -43,8 +43,7 @@ from private_llm_hf.wire import commands
 from private_llm_hf.wire.answers import NodeLoaded, NodeModel, NodeOutputs
 from private_llm_hf.wire.commands import OPENED, Call, send_message
 
-MOST_NODES = 250
-"""Endpoints have one-byte numbers, and the client has one."""
+MOST_NODES = 250  # endpoints have one-byte numbers, and the client has one
 
 
 def join_nodes(config: PrivateConfig, transport: Transport, shutdown: Callable[[], None]) -> Nodes:
@@ -292,8 +291,7 @@ def _tensor(public: Mapping[str, commands.Fact], name: str) -> Tensor | None:
 _BY_ROW = ("last_hidden_state", "start_logits", "end_logits")
 """Outputs with an entry for each position; logits have one if they are three-dimensional."""
 
-_WIDEST = 1 << 20
-"""Numbers that an entry of an output may have: larger than vocabularies and hidden sizes."""
+_WIDEST = 1 << 20  # numbers that an entry of an output may have: larger than vocabularies and hidden sizes
 
 
 @dataclass(frozen=True)

@@ -224,10 +224,8 @@ class ParallelSessions(Parties):
 
 # -- Which rows of a batch are whose ----------------------------------------------------------------------------------
 Entry = TypeVar("Entry", bound=CallOrEdit)
-RowNumbers = list[int]
-"""How many rows each parallel session holds."""
-Picks = list[Tensor | None]
-"""For each parallel session which of its own rows are meant; None: all."""
+RowNumbers = list[int]  # how many rows each parallel session holds
+Picks = list[Tensor | None]  # for each parallel session which of its own rows are meant; None: all
 
 
 class SessionRows:

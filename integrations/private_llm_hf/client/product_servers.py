@@ -42,8 +42,7 @@ from private_llm_hf.wire.assisted import (
 )
 from private_llm_hf.wire.codec import Message
 
-KEY = 0
-"""The server that knows the key of the masks; the last one gets masked rows, which is the same if it is alone."""
+KEY = 0  # the server that knows the key of the masks; the last one gets masked rows, which is the same if it is alone
 
 _MACS_AT_ONCE, _ELEMENTS_AT_ONCE = 1 << 33, 1 << 24
 """Multiply-adds and elements of an exchange, so that a server answers within seconds: more rows take several."""
@@ -76,8 +75,7 @@ class ProductServers(Parties):
         self.weight_bits, self._size = config.weight_bits, BYTES[config.weight_bits]
         self._online, self._checks = config.endpoints - 1, Seed.fresh()
         self._masks: Seed | None = None
-        self.corrections: Corrections | None = None
-        """What stands in for the server of masks."""
+        self.corrections: Corrections | None = None  # what stands in for the server of masks
         if config.corrections is not None:
             self.corrections = Corrections(config.corrections, self._begins, config.hosts, config.weight_bits)
         else:
@@ -91,8 +89,7 @@ class ProductServers(Parties):
         self.most_elements = _ELEMENTS_AT_ONCE
         self._weights_held: dict[int, WeightsHeld] = {}
         self.exchanges, self.uses = 0, 1  # `uses_a_token` of the model
-        self.stored = True
-        """Whether the servers had all weights that were loaded."""
+        self.stored = True  # whether the servers had all weights that were loaded
 
     def _give_key(self, masks: Seed) -> None:
         self.tell(MaskKey(), [KEY])

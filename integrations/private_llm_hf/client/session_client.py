@@ -26,8 +26,7 @@ from private_llm_hf.client.costs import Costs
 from private_llm_hf.transformers_versions import CACHE
 from private_llm_hf.wire.commands import CacheEdit, Call, CallOrEdit, CopyCache, CropCache, ResetCache, SelectRows
 
-Secret = Tensor | tuple[Tensor, int]
-"""Ring elements, or token ids (int64) and the size of their vocabulary."""
+Secret = Tensor | tuple[Tensor, int]  # ring elements, or token ids (int64) and the size of their vocabulary
 
 
 def share(end: ClientEnd, secrets: Iterable[Secret]) -> None:
@@ -48,8 +47,7 @@ class SessionClient(ABC):
     config: PrivateConfig
     ring: Ring
     ranges: Ranges = UNKNOWN
-    opened_positions: int = 0
-    """Of calls so far, where a kept order serves a limited number (`CometConfig.positions`)."""
+    opened_positions: int = 0  # of calls so far, where a kept order serves a limited number (`CometConfig.positions`)
 
     @abstractmethod
     def forward(self, call: Call, secrets: list[Secret]) -> tuple[str, dict[str, Tensor]]:

@@ -218,5 +218,4 @@ def check_drafts(policy: object, limit: int, counts: FixedCounts | None) -> None
     )
 
 
-_LONG = 1 << 20
-"""Tokens of a text, longer than any."""
+_LONG = 1 << 20  # tokens of a text, longer than any

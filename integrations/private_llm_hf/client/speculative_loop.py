@@ -31,8 +31,7 @@ from private_llm_hf.models.inputs import GENERATED, check_positions, max_positio
 from private_llm_hf.transformers_versions import CACHE
 
 _LOG = logging.getLogger(__name__)
-_LONG = 1 << 30
-"""More than any text."""
+_LONG = 1 << 30  # more than any text
 
 
 def decoding(
@@ -183,8 +182,7 @@ class DraftRows:
     """The paths of a tree as rows of drafted tokens, filled up to the same number and length for every tree."""
 
     def __init__(self, tree: Tree, paths: int, length: int, filler: int) -> None:
-        self.places = {ROOT: (0, 0)}
-        """Row and column of the logits after each node."""
+        self.places = {ROOT: (0, 0)}  # row and column of the logits after each node
         self.tokens = [[filler] * length for _ in range(paths)]
         for row, leaf in enumerate(tree.leaves()):
             for column, number in enumerate(tree.path(leaf)):

@@ -21,8 +21,7 @@ from private_llm.tensor.secret import SecretTensor
 from private_llm_hf.kv_cache.cache import AttentionBreak, HeldKeys
 from private_llm_hf.models.sparse_blocks import SPARSE
 
-NAME = "private_llm"
-"""What `config._attn_implementation` is set to."""
+NAME = "private_llm"  # what `config._attn_implementation` is set to
 
 
 def register() -> None:
@@ -47,8 +46,7 @@ def private_mask(*args: object, **kwargs: object) -> Tensor | None:
     return None if bool(mask.all()) else mask
 
 
-_MOST_KEPT = 1 << 15
-"""Entries of a mask that is kept."""
+_MOST_KEPT = 1 << 15  # entries of a mask that is kept
 
 
 @functools.lru_cache(maxsize=4)

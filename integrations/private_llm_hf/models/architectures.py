@@ -19,8 +19,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_M
 
 from private_llm.errors import PatchMismatch
 
-_EXCEPTIONS = "architectures.json"
-"""Facts by model type that transformers' tables do not tell."""
+_EXCEPTIONS = "architectures.json"  # facts by model type that transformers' tables do not tell
 _FOREIGN = frozenset(
     {"timm_wrapper", "timm_backbone", "encoder-decoder", "vision-encoder-decoder", "speech-encoder-decoder", "rag"}
 )

@@ -16,17 +16,13 @@ from torch import Tensor, nn
 
 from private_llm.nn.modules import PrivateLayerNorm, PrivateRMSNorm
 
-_WIDTH = 16
-"""Entries of the rows that a norm without weights is tried on."""
+_WIDTH = 16  # entries of the rows that a norm without weights is tried on
 
-_SIZES = (3.0, 3.0, 1.0, 0.05, 0.01, 0.002)
-"""Rows so small that what is added to the variance shows."""
+_SIZES = (3.0, 3.0, 1.0, 0.05, 0.01, 0.002)  # rows so small that what is added to the variance shows
 
-_TOLERANCE = 1e-4
-"""Relative: families round in different places."""
+_TOLERANCE = 1e-4  # relative: families round in different places
 
-_USUAL = (1e-5, 1e-6)
-"""What a family may add to the variance without saying so."""
+_USUAL = (1e-5, 1e-6)  # what a family may add to the variance without saying so
 
 _PYTORCH_S = (nn.LayerNorm.forward, nn.RMSNorm.forward, nn.Module.forward)
 

@@ -24,8 +24,7 @@ from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.secret import SecretTensor
 from private_llm_hf.models.norms import CANNOT, tried
 
-_ROWS, _WIDTH = 32, 16
-"""Tokens that a router is tried on, and their size."""
+_ROWS, _WIDTH = 32, 16  # tokens that a router is tried on, and their size
 _TOLERANCE = 1e-4
 
 LEAST_SUM = 2.0**-8

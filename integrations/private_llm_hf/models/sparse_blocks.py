@@ -26,14 +26,11 @@ from private_llm.protocols.session import Session
 from private_llm.sparsity_config import CometConfig
 from private_llm.typed_settings import check_types, settings_of
 
-SPARSE = "private_llm_sparse_heads"
-"""Attribute of an attention module whose heads are predicted."""
+SPARSE = "private_llm_sparse_heads"  # attribute of an attention module whose heads are predicted
 
-KEY = "private_sparsity"
-"""The attribute of a configuration that holds the facts."""
+KEY = "private_sparsity"  # the attribute of a configuration that holds the facts
 
-PREDICTOR = "_predictor"
-"""Follows the name of a block's first layer in that of its predictor."""
+PREDICTOR = "_predictor"  # follows the name of a block's first layer in that of its predictor
 
 _MOST = 1 << 24
 _LISTED = re.compile(r"\.(\d+)$")

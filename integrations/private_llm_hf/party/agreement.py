@@ -86,8 +86,7 @@ def joined(facts: Sequence[Mapping[str, str]]) -> dict[str, str]:
 # request. What follows from them is done in the same order at all parties, so that all hold the same caches. Party 0
 # alone proposes, compares the votes and says what runs. Under quad, where it may lie, all parties then compare
 # what they were told and what they got from the clients, before anything is opened.
-StepNumber = Annotated[int, Between(0, 1 << 62)]
-"""The number of a step, from 1 since the parties connected."""
+StepNumber = Annotated[int, Between(0, 1 << 62)]  # the number of a step, from 1 since the parties connected
 
 
 class RequestRef(Message):

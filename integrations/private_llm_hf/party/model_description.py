@@ -30,14 +30,10 @@ from private_llm_hf.wire.commands import Description, Weight
 
 LARGEST_NUMBER = 1 << 24
 """Largest whole number in a configuration; the longest contexts of today have 10 million positions."""
-MOST_LISTED = 1 << 16
-"""Labels, or repetitions of layers, that a configuration spells out when it is made."""
-MOST_TENSORS = 20_000
-"""Tensors that building a model may ask for; a model of 405 B parameters has 1200 weights."""
-MOST_BUFFERS = 1 << 30
-"""Bytes of public buffers that a model may have."""
-MOST_INPUTS = 1 << 28
-"""Elements of one secret input: 65,536 embedded tokens of width 4096, or 1780 images of 224 x 224."""
+MOST_LISTED = 1 << 16  # labels, or repetitions of layers, that a configuration spells out when it is made
+MOST_TENSORS = 20_000  # tensors that building a model may ask for; a model of 405 B parameters has 1200 weights
+MOST_BUFFERS = 1 << 30  # bytes of public buffers that a model may have
+MOST_INPUTS = 1 << 28  # elements of one secret input: 65,536 embedded tokens of width 4096, or 1780 images of 224 x 224
 
 Shapes = dict[str, tuple[int, ...]]
 

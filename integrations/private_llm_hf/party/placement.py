@@ -32,8 +32,7 @@ from private_llm_hf.checkpoint.offload import Offloaded
 from private_llm_hf.checkpoint.share_files import ShareFile
 
 _LOG = logging.getLogger("private_llm")
-FILLED = 0.9
-"""Part of a device's free memory that may be filled with weights; activations and caches need the rest."""
+FILLED = 0.9  # part of a device's free memory that may be filled with weights; activations and caches need the rest
 LARGE = 256 << 20
 """Bytes of whole shares from which seeds are faster than memory, which is then read from beyond the caches."""
 
@@ -114,8 +113,7 @@ def _number(device: int | str) -> int | str:
 
 
 # -- A party's weights where they are already: in its share file, or in a model that it built before ------------------
-Weights = dict[str, Fixed | Tensor | Offloaded]
-"""By the model's own parameter names."""
+Weights = dict[str, Fixed | Tensor | Offloaded]  # by the model's own parameter names
 
 
 def weights_of_file(session: Session, share_file: ShareFile) -> Weights:
@@ -183,8 +181,7 @@ class Placement:
         self._devices = {where: device_for(where, session.party) for where in computing}
         self._offloaded: dict[nn.Module, dict[str, Offloaded]] = {}
         self._grouped: set[nn.Module] = set()
-        self.on_disk: set[str] = set()
-        """Names of the weights that are on disk while they are not used."""
+        self.on_disk: set[str] = set()  # names of the weights that are on disk while they are not used
 
     def where(self, path: str) -> str | None:
         """What the map says about a module or parameter: the entry with the longest fitting name, if any."""

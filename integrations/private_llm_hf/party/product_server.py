@@ -48,12 +48,10 @@ from private_llm_hf.wire.assisted import (
 from private_llm_hf.wire.commands import Stop, TellCosts, recv_message, send_message
 
 _COMMANDS: tuple[type[ServerCommand | Stop], ...] = (*get_args(ServerCommand), Stop)
-_MOST_WEIGHTS, _MOST_CHARACTERS = 1 << 16, 1 << 24
-"""Of a session, and of the names of their layers."""
+_MOST_WEIGHTS, _MOST_CHARACTERS = 1 << 16, 1 << 24  # of a session, and of the names of their layers
 _BYTES_AN_ELEMENT, _LEAST_ELEMENTS = 48, 1 << 18
 """What a product takes for each of `elements`, and how many the last row of a large model has."""
-_MOST_COMMAND = 1 << 16
-"""Bytes."""
+_MOST_COMMAND = 1 << 16  # bytes
 _EACH_S, _AT_ONCE = 0.02, 100
 """Seconds between two questions of a session, but for so many at once: who only asks would take the time of all."""
 

@@ -21,8 +21,7 @@ from private_llm_hf.kv_cache.cache import SecretCache, SecretEncoderDecoderCache
 from private_llm_hf.wire import commands
 from private_llm_hf.wire.commands import CacheEdit
 
-Key = tuple[str, int]
-"""Owner (a session; "" where a party has one client) and handle."""
+Key = tuple[str, int]  # owner (a session; "" where a party has one client) and handle
 
 AnyCache = SecretCache | SecretEncoderDecoderCache
 

@@ -29,8 +29,7 @@ from private_llm_hf.service.served_model import ServedModel
 from private_llm_hf.wire.commands import CacheEdit, Call, SelectRows
 
 _LOG = logging.getLogger("private_llm")
-OF_THE_MACHINE = (MemoryError, OSError)
-"""What one party may meet and the others not."""
+OF_THE_MACHINE = (MemoryError, OSError)  # what one party may meet and the others not
 
 
 class ServiceLinks(PassingTransport):

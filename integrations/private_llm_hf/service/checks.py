@@ -158,8 +158,7 @@ def _check_head(model: PreTrainedModel, which: Architecture, rows: int) -> None:
 
 
 # -- Which requests may share a batch: those of equal key -------------------------------------------------------------
-WASTE = 4
-"""Padding takes at most one of so many positions of a batch that reads prompts."""
+WASTE = 4  # padding takes at most one of so many positions of a batch that reads prompts
 
 _NARROW = 1024
 """Positions up to which caches share their columns, whatever they hold; beyond, each holds at least half of them."""
@@ -243,8 +242,7 @@ def _tolerates_padding(model: PreTrainedModel) -> bool:
 # numbers that it is told, not from columns (ALiBi, relative biases). A small model of the class shows it in the clear,
 # with a cache and without: takes a tenth of a second, knows nothing of the weights.
 _LENGTH, _PADDING = 7, 3
-_ERROR = 1e-4
-"""Of the largest logit: rounding to single precision stays far below, another position far above."""
+_ERROR = 1e-4  # of the largest logit: rounding to single precision stays far below, another position far above
 
 
 def generates(model_class: type[PreTrainedModel]) -> bool:

@@ -42,14 +42,11 @@ if TYPE_CHECKING:
     from private_llm_hf.service.party_service import PartyService
 
 _LOG = logging.getLogger("private_llm")
-_TICK_S = 0.25
-"""How often a session that waits for a batch looks whether its client is still there."""
+_TICK_S = 0.25  # how often a session that waits for a batch looks whether its client is still there
 _EACH_S, _AT_ONCE = 0.02, 100
 """Seconds between two questions of a session, but for so many at once: who only asks would take the time of all."""
-MOST_CALLS = 1 << 12
-"""Calls of one plan."""
-_KEYS = 4
-"""Keys of point functions for each index, at most (quad)."""
+MOST_CALLS = 1 << 12  # calls of one plan
+_KEYS = 4  # keys of point functions for each index, at most (quad)
 
 _COMMANDS: tuple[type[PartyCommand], ...] = get_args(PartyCommand)
 

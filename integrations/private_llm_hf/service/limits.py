@@ -24,22 +24,16 @@ from private_llm_hf.service.settings import ServiceSettings
 from private_llm_hf.wire.codec import Between, Message
 from private_llm_hf.wire.commands import MOST_BYTES, Call, recv_message, send_message
 
-MOST_HANDLES = 64
-"""Caches and encoder outputs that one session may keep, however little they hold."""
-MOST_EDITS = 64
-"""Changes of caches between two calls; a beam search or a draft needs one or two for each call."""
-_EDITED = 4
-"""Positions that the changes between two calls may copy, in parts of those that a session may keep."""
+MOST_HANDLES = 64  # caches and encoder outputs that one session may keep, however little they hold
+MOST_EDITS = 64  # changes of caches between two calls; a beam search or a draft needs one or two for each call
+_EDITED = 4  # positions that the changes between two calls may copy, in parts of those that a session may keep
 _CACHES = 4
 """One part in so many of a machine's memory is for caches, unless the settings say otherwise; a cache that grows, or
 changes its company, is there twice for a moment, and buffers have room for half as much again."""
-_CALL = 64
-"""A call takes up to 20 times its largest array (measured, attention under trio); so many fill the memory."""
-_IMAGE = 8
-"""Elements of the largest array of an image's network, for each of the image, about."""
+_CALL = 64  # a call takes up to 20 times its largest array (measured, attention under trio); so many fill the memory
+_IMAGE = 8  # elements of the largest array of an image's network, for each of the image, about
 _MESSAGE = 1 << 20
-_MESSAGE_EACH = 16
-"""Bytes of a command, and for each position of it: a mask and position numbers, as JSON."""
+_MESSAGE_EACH = 16  # bytes of a command, and for each position of it: a mask and position numbers, as JSON
 
 LimitSize = Annotated[int, Between(1, 1 << 62)]
 

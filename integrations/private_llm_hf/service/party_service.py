@@ -41,17 +41,13 @@ from private_llm_hf.service.settings import BatchFacts, Observer, ServiceSetting
 from private_llm_hf.wire.commands import recv_message, send_message
 
 _LOG = logging.getLogger("private_llm")
-_CONNECT_S = 10.0
-"""Seconds of one try to reach the others; between two it is looked whether the service should end."""
+_CONNECT_S = 10.0  # seconds of one try to reach the others; between two it is looked whether the service should end
 _PAUSE_S = 0.2
-_TICK_S = 0.25
-"""How often an idle party looks after its links."""
-_STOPPED = "has stopped"
-"""What a party that was drained says at the end, after its name."""
+_TICK_S = 0.25  # how often an idle party looks after its links
+_STOPPED = "has stopped"  # what a party that was drained says at the end, after its name
 _APART = "the parties disagree on the step that they are at"
 StepMessage = TypeVar("StepMessage", Proposal, Vote, Commit, Ack)
-_GRACE_S = 0.02
-"""Seconds that a party waits for a request that party 0 has got already."""
+_GRACE_S = 0.02  # seconds that a party waits for a request that party 0 has got already
 
 
 class PartyService:

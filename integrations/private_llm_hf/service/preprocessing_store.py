@@ -30,8 +30,7 @@ class _PreparedPlan:
 class PreprocessingStore:
     """The prepared plans of all sessions at this party, for the thread that computes, alike at every party."""
 
-    quota: KVCacheQuota
-    """Of the parties' present links."""
+    quota: KVCacheQuota  # of the parties' present links
 
     def __init__(self) -> None:
         self._plans: dict[str, _PreparedPlan] = {}

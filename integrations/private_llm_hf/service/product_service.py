@@ -29,8 +29,7 @@ from private_llm_hf.party.product_server import ProductServer, ServerMemory
 from private_llm_hf.service.settings import Observer, ServiceSettings
 
 _LOG = logging.getLogger("private_llm")
-_TICK_S = 0.25
-"""How often it is looked whether the service should end, and who waits long for an answer."""
+_TICK_S = 0.25  # how often it is looked whether the service should end, and who waits long for an answer
 
 
 @dataclass(eq=False)

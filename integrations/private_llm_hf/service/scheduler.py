@@ -19,18 +19,14 @@ from private_llm_hf.service.settings import ServiceSettings
 _PATIENCE = 2.0
 """A batch waits for a session this many times as long as its client usually takes, and no longer than the last batch
 took: to run twice would take longer than to wait."""
-_FIRST = 0.25
-"""What a client is thought to take before it is known, in parts of the last batch."""
-_MEMORY = 0.5
-"""How much of what a client usually takes is what it took the last time."""
+_FIRST = 0.25  # what a client is thought to take before it is known, in parts of the last batch
+_MEMORY = 0.5  # how much of what a client usually takes is what it took the last time
 _AGAIN_S, _LATEST_S = 0.01, 0.5
 """Seconds before a request is offered again that another party had not got: at first, and at most. They double with
 each offer in vain, and the session's next requests wait as long before they are offered: who sends to party 0 first
 keeps the others waiting."""
-_MEMORY_S = 30.0
-"""Seconds of batches after which a third is left of what a user has had."""
-_LACKED = 256
-"""Requests of which it is remembered that they were awaited in vain."""
+_MEMORY_S = 30.0  # seconds of batches after which a third is left of what a user has had
+_LACKED = 256  # requests of which it is remembered that they were awaited in vain
 
 
 @dataclass(frozen=True)

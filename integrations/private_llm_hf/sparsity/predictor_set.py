@@ -52,8 +52,7 @@ _CALLED = {str: "a text", dict: "an object", list: "a list", int: "a whole numbe
 OTHER_ACTIVITY = (
     ": what they predict is another model's activity; load the checkpoint that they were trained on, or train anew"
 )
-_SHOWN, _LONG = 4, 60
-"""Differing settings that an error names, and characters of a value that it shows."""
+_SHOWN, _LONG = 4, 60  # differing settings that an error names, and characters of a value that it shows
 
 
 @dataclass(frozen=True)

@@ -257,8 +257,7 @@ def _refuse_per_head(model: PreTrainedModel, path: str, heads: int, depth: int, 
 _SIZE = 2.0
 """Root mean square of scores. Comparisons resolve steps of 2^-8, and the check of ranges wants scores below 2^10."""
 
-_LEARNT = 0.25
-"""Factor of scores where nothing is known of the input: those of training are logits, of 1 to 10."""
+_LEARNT = 0.25  # factor of scores where nothing is known of the input: those of training are logits, of 1 to 10
 
 _SMALLEST, _LARGEST = 2.0**-4, 2.0**8
 """Bounds of the root mean square of hidden values: they have 18 fractional bits and reach 2^20."""

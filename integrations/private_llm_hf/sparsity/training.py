@@ -23,14 +23,11 @@ from private_llm_hf.sparsity.predictor import Measures, Predictor, Scored, measu
 from private_llm_hf.sparsity.recordings import Recording
 from private_llm_hf.sparsity.settings import PredictorConfig, TrainingConfig
 
-_RUN = 512
-"""Consecutive positions that are held out together: neighbours in a text are too alike to be on both sides."""
+_RUN = 512  # consecutive positions that are held out together: neighbours in a text are too alike to be on both sides
 _READ = 4096
-_LIGHTEST, _HEAVIEST = 0.02, 500.0
-"""Bounds of the weight of active units."""
+_LIGHTEST, _HEAVIEST = 0.02, 500.0  # bounds of the weight of active units
 
-Report = Callable[[int, float], None]
-"""Called after each epoch with its number and the best F1 so far."""
+Report = Callable[[int, float], None]  # called after each epoch with its number and the best F1 so far
 
 
 @dataclass(frozen=True)
@@ -262,8 +259,7 @@ def _load(
 # odds as in linear discriminant analysis.
 _RIDGE = 1e-4
 """Of the mean variance of inputs: they may span less than their width (a layer norm takes one dimension away)."""
-_UNEXPLAINED = 0.1
-"""Least share of a unit's variance that is taken as unexplained."""
+_UNEXPLAINED = 0.1  # least share of a unit's variance that is taken as unexplained
 
 
 def start_from_regression(predictor: Predictor, data: Iterable[tuple[Tensor, Tensor]]) -> None:
@@ -312,8 +308,7 @@ def start_from_regression(predictor: Predictor, data: Iterable[tuple[Tensor, Ten
 # an active neuron there. Blocks are filled one after the other: each begins with the rarest neuron that is left, and
 # takes the one that adds the fewest positions to those at which the block is active already, until it is full. Rare
 # neurons so share blocks that are seldom active, and those that are nearly always active the last ones.
-MOST_ROWS = 8192
-"""Positions that decide; more change the share of active blocks by less than a hundredth."""
+MOST_ROWS = 8192  # positions that decide; more change the share of active blocks by less than a hundredth
 
 
 def grouping_of(recording: Recording, rows: Tensor, block: int) -> Tensor:

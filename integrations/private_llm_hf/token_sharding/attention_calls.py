@@ -20,17 +20,14 @@ from transformers.models.falcon import modeling_falcon as falcon
 from private_llm.errors import PatchMismatch, UnsupportedOp
 from private_llm.token_sharding import AttentionCall
 
-NAME = "private_llm_cascade"
-"""What `config._attn_implementation` is set to."""
+NAME = "private_llm_cascade"  # what `config._attn_implementation` is set to
 
-_ATTEND = "private_llm_attend"
-"""Under which a module keeps what its attention calls are handed to."""
+_ATTEND = "private_llm_attend"  # under which a module keeps what its attention calls are handed to
 
 MaskRule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """transformers' mask function: (batch, head, query, key) indices to whether the query sees the key."""
 
-_LONGEST = 1 << 17
-"""Positions over which a mask's rule is examined, if the model has no limit of its own."""
+_LONGEST = 1 << 17  # positions over which a mask's rule is examined, if the model has no limit of its own
 
 
 Attend = Callable[[nn.Module, tuple[Tensor, Tensor, Tensor], Tensor | None, dict[str, Any]], Tensor]

@@ -11,8 +11,7 @@ from private_llm_hf.token_sharding.cut import Cut
 from private_llm_hf.wire.codec import Dims, Message, OneOf
 from private_llm_hf.wire.commands import CopyCache, Count, Description, Handle, Hello, ResetCache, SelectRows, TellCosts
 
-ByRow = Annotated[Tensor, Dims(2, torch.int64)]
-"""A number for each of a node's rows, [batch, rows]."""
+ByRow = Annotated[Tensor, Dims(2, torch.int64)]  # a number for each of a node's rows, [batch, rows]
 
 
 class LoadNode(Message):

@@ -70,10 +70,8 @@ class LayerCost:
     sent: dict[tuple[int, int], int]
     rounds: int
     macs: dict[int, int]
-    stages: tuple[Stage, ...] = ()
-    """What a layer under token sharding consists of, one after the other."""
-    exchanges: tuple[ProductExchange, ...] = ()
-    """The same under protocol "assisted"."""
+    stages: tuple[Stage, ...] = ()  # what a layer under token sharding consists of, one after the other
+    exchanges: tuple[ProductExchange, ...] = ()  # the same under protocol "assisted"
 
     @property
     def bytes_total(self) -> int:

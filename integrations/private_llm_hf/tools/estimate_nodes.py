@@ -30,8 +30,7 @@ from private_llm_hf.token_sharding.commands import LoadNode
 from private_llm_hf.token_sharding.cut import Cut
 from private_llm_hf.wire.answers import CostRows
 
-AROUND = "input, head and output"
-"""What belongs to no layer."""
+AROUND = "input, head and output"  # what belongs to no layer
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,8 +15,7 @@ from private_llm_hf.checkpoint.sample_inputs import evaluating
 if TYPE_CHECKING:
     import datasets
 
-_ROWS = 8
-"""In a call of the model."""
+_ROWS = 8  # in a call of the model
 
 
 def load_texts(files: list[Path], dataset: list[str] | None) -> datasets.Dataset:

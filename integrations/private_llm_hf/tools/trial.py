@@ -47,13 +47,10 @@ AT_NODES = PrivateConfig(protocol="cascade", plan=ShardingPlan(2, 2, 1, accept_w
 
 _SPREAD = 0.05
 """Largest difference, in standard deviations of the plaintext outputs. Fixed point stays a hundred times below it."""
-_LEAST = 4e-3
-"""What fixed point may always be off by."""
-_NEW = ((5, 17), (9, 23), (31, 40))
-"""Tokens that both models are made to generate: two rows, three steps."""
+_LEAST = 4e-3  # what fixed point may always be off by
+_NEW = ((5, 17), (9, 23), (31, 40))  # tokens that both models are made to generate: two rows, three steps
 
-Open = Callable[[PreTrainedModel, PrivateConfig], PreTrainedModel]
-"""Makes a model private without a trial."""
+Open = Callable[[PreTrainedModel, PrivateConfig], PreTrainedModel]  # makes a model private without a trial
 
 
 @dataclass(frozen=True)

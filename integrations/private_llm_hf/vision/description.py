@@ -122,8 +122,7 @@ def kind_name(cls: type[nn.Module]) -> str | None:
     return names.get(cls) or next((name for name, (own, _) in kinds_of_users().items() if own is cls), None)
 
 
-HEADS = ("Softmax", "LogSoftmax")
-"""What only the client may compute, as the last step."""
+HEADS = ("Softmax", "LogSoftmax")  # what only the client may compute, as the last step
 
 
 def _item(sizes: object, index: object) -> int:

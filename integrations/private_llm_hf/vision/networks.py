@@ -125,8 +125,7 @@ BUILDERS: dict[str, tuple[Callable[[], nn.Sequential], tuple[int, int, int]]] = 
 
 
 # -- handwritten digits, and the small network that is trained on them ------------------------------------------------
-HELD_OUT = 5
-"""Every fifth image is never trained on: 360 of 1797."""
+HELD_OUT = 5  # every fifth image is never trained on: 360 of 1797
 
 
 def _bundled(name: str) -> Path:

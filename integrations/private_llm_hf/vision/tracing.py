@@ -38,10 +38,8 @@ _AS_FUNCTION: dict[object, str] = {
     operator.add: "add", operator.mul: "mul", operator.getitem: "item", torch.cat: "cat", "view": "reshape",
     "size": "size", "contiguous": "same",
 }  # fmt: skip
-_PLAIN = ("add", "mul")
-"""Functions that take their operands alone."""
-_LISTS = ("reshape", "permute")
-"""Functions that take sizes either one by one or as a list."""
+_PLAIN = ("add", "mul")  # functions that take their operands alone
+_LISTS = ("reshape", "permute")  # functions that take sizes either one by one or as a list
 
 _ALIASES = ("Identity", "Dropout", "Dropout2d", "same")
 """What returns its input itself; `flatten` and its like may return a view of it."""

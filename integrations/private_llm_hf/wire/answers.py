@@ -9,11 +9,9 @@ from private_llm.errors import DomainError
 from private_llm.net.ledger import CONTROL, Ledger
 from private_llm_hf.wire.codec import Between, Message, ShapeOf
 
-GUARD = "range check"
-"""Name under which the verdict on the ranges of a call is opened and booked."""
+GUARD = "range check"  # name under which the verdict on the ranges of a call is opened and booked
 
-MOST_OPENED = 1 << 36
-"""Elements of one output that the client makes room for."""
+MOST_OPENED = 1 << 36  # elements of one output that the client makes room for
 
 Number = Annotated[int, Between(0, 1 << 62)]
 

@@ -31,8 +31,7 @@ _TENSOR = "__tensor__"
 _DTYPES = {"int64": torch.int64, "int32": torch.int32, "bool": torch.bool}
 _MOST_DIMENSIONS = 8
 
-_MOST_ITEMS = 1 << 22
-"""Values of one message: a small text of brackets and commas would become gigabytes."""
+_MOST_ITEMS = 1 << 22  # values of one message: a small text of brackets and commas would become gigabytes
 
 
 @typing.dataclass_transform(frozen_default=True, field_specifiers=(field,))

@@ -25,17 +25,13 @@ PUBLIC = frozenset(
 )
 """Public arguments that a client may pass to a party's model."""
 
-Handle = Annotated[int, Between(1, 1 << 53)]
-"""The number of something that parties keep: a cache, an encoder's output."""
+Handle = Annotated[int, Between(1, 1 << 53)]  # the number of something that parties keep: a cache, an encoder's output
 
-Count = Annotated[int, Between(0, 1 << 31)]
-"""How many there are of something, or the place of one."""
+Count = Annotated[int, Between(0, 1 << 31)]  # how many there are of something, or the place of one
 
-RowIndex = Annotated[Tensor, Dims(1, torch.int64)]
-"""Which rows of a batch."""
+RowIndex = Annotated[Tensor, Dims(1, torch.int64)]  # which rows of a batch
 
-Fact = Tensor | bool | int
-"""A public argument of a model."""
+Fact = Tensor | bool | int  # a public argument of a model
 
 
 class Description(Message):
@@ -235,8 +231,7 @@ PartyCommand = Hello | Load | Forward | ManageCache | Preprocess | TellCosts
 # -- Control messages between client and parties: one frame each, JSON with small public integer tensors --------------
 # They carry public facts only (shapes, masks, positions, handles, costs). Their bytes are booked under
 # `CONTROL`, apart from the protocol's traffic.
-MOST_BYTES = 64 << 20
-"""Bytes of the largest message: a plan of thousands of calls, the costs of thousands of modules."""
+MOST_BYTES = 64 << 20  # bytes of the largest message: a plan of thousands of calls, the costs of thousands of modules
 
 
 def send_message(transport: Transport, to: int, message: Message) -> None:
