@@ -1,8 +1,6 @@
 """Who watches a party service: one that writes logs, one that counts for Prometheus (public figures, no user's name),
 one that tells several others; and the watch over certificates."""
 
-from __future__ import annotations
-
 import functools
 import logging
 import math
@@ -97,7 +95,7 @@ class LogObserver(Observer):
         _repeated(self._sessions, message, level, message, **extra)
 
 
-def _repeated(throttles: tuple[Throttle, Throttle], kind: str, level: int, message: str, **extra: object) -> None:
+def _repeated(throttles: "tuple[Throttle, Throttle]", kind: str, level: int, message: str, **extra: object) -> None:
     """A line, unless there were too many of its kind and user, or in all; the next one counts those held back."""
     held = throttles[0].let(kind, str(extra["user"]))
     in_all = None if held is None else throttles[1].let()

@@ -1,7 +1,5 @@
 """A model's structure as its owner and the parties agree on it: before and after norms are folded."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping
@@ -100,7 +98,7 @@ class ModelSpec:
     @classmethod
     def of(
         cls, model_class: type[PreTrainedModel], config: PretrainedConfig, fold_norms_too: bool = False
-    ) -> ModelSpec:  # fmt: skip
+    ) -> "ModelSpec":  # fmt: skip
         """From class and configuration alone. fold_norms_too: see `folds_norms`; not where predictors read norms.
 
         Raises PatchMismatch for weights without a rule.

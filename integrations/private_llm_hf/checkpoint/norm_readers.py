@@ -5,8 +5,6 @@ else (a sum, a product, an expert, the model's output), if a layer that reads it
 its weight, if somebody looks at the norm's weight, if a module around it is replaced, or if the forward needs values.
 """
 
-from __future__ import annotations
-
 import copy
 import weakref
 from collections import Counter
@@ -56,7 +54,7 @@ def norms_read(model_class: type[PreTrainedModel], config: PretrainedConfig) -> 
     return {} if found is None else found[0].norms_of_layers()
 
 
-def _traced(model_class: type[PreTrainedModel], config: PretrainedConfig) -> tuple[_NormTrace, object] | None:
+def _traced(model_class: type[PreTrainedModel], config: PretrainedConfig) -> "tuple[_NormTrace, object] | None":
     """The trace of a forward, and what it returned; None if it does not run without values."""
     settings = copy.deepcopy(config)
     settings._attn_implementation = "eager"  # others look into the mask

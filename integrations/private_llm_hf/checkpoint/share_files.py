@@ -9,8 +9,6 @@ their names when all of them are whole: a sharing is there for all parties or fo
 touched only if that is asked for.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json
@@ -87,7 +85,7 @@ class ShareWriter:
                     out.append(name, part)
         self._missing.discard(name)
 
-    def __enter__(self) -> ShareWriter:
+    def __enter__(self) -> "ShareWriter":
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
@@ -237,7 +235,7 @@ class ShareFile:
     stored: OpenedFile
 
     @classmethod
-    def open(cls, path: Path, config: PrivateConfig, party: int) -> ShareFile:
+    def open(cls, path: Path, config: PrivateConfig, party: int) -> "ShareFile":
         """Check everything about a file. Raises ShareFileError saying what does not fit."""
         if not path.is_file():
             raise ShareFileError(f"{path.name}: no such file; make share files with `private-llm share`")

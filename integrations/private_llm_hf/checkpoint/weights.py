@@ -5,8 +5,6 @@ entry point for that, sees each tensor as it is read, hands it to a sink and lea
 second copy of the model. Tied weights are streamed once, under the name that the model ties them to.
 """
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import inspect
@@ -149,7 +147,7 @@ class WeightList:
     tied: dict[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, model: PreTrainedModel) -> WeightList:
+    def of(cls, model: PreTrainedModel) -> "WeightList":
         """All parameters of `model` (after `weights_of_buffers`), tied ones once, and the statistics of batch norms."""
         tied = dict(model.get_expanded_tied_weights_keys(all_submodels=True))
         shapes = {n: tuple(p.shape) for n, p in model.named_parameters(remove_duplicate=False) if n not in tied}
@@ -283,7 +281,7 @@ class _StreamConfig(QuantizationConfigMixin):  # type: ignore[misc]
         self.quant_method = _METHOD
         self.collector = collector
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _StreamConfig:
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_StreamConfig":
         return _StreamConfig(self.collector)
 
     def to_dict(self) -> dict[str, Any]:

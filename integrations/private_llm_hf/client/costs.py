@@ -1,7 +1,5 @@
 """What a call or a whole generation cost: bytes by link, rounds, multiply-adds, by module and by operation; seconds."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -45,7 +43,7 @@ class Costs:
     """Class of each module."""
 
     @classmethod
-    def from_rows(cls, rows: list[CostRows], helper: int | None = None) -> Costs:
+    def from_rows(cls, rows: list[CostRows], helper: int | None = None) -> "Costs":
         """Rebuild ledgers from their rows; row number `helper` is of the party that works in preprocessing only."""
         ledgers = []
         for row in rows:
@@ -109,11 +107,11 @@ class Costs:
         parts = self._parts(lambda scope, op: self.kinds.get(scope.partition("+")[0], scope or layer_of(scope)))
         return dict(sorted(parts.items(), key=lambda part: part[1].seconds, reverse=True))
 
-    def _sums(self, group: Grouping) -> dict[str, tuple[int, int]]:
+    def _sums(self, group: "Grouping") -> dict[str, tuple[int, int]]:
         parts = self._parts(group, timed=False)
         return {name: (part.bytes_total, part.rounds) for name, part in parts.items()}
 
-    def _parts(self, group: Grouping, timed: bool = True) -> dict[str, PartCost]:
+    def _parts(self, group: "Grouping", timed: bool = True) -> dict[str, PartCost]:
         """By the names that `group` gives scopes and operations. timed: with what took time alone, too."""
         sent, rounds, seconds = [], [], []  # of each ledger by name
         for ledger in self.ledgers:

@@ -14,8 +14,6 @@ for several, drawn without replacement as in Sequoia (arXiv 2402.12374), each q 
 sum_x q(x) min(1, p(x) / q(x)) delta_x + (rejected) * max(p - q, 0) / (its sum) = p; tries draw from that in turn.
 """
 
-from __future__ import annotations
-
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -68,7 +66,7 @@ class Tree:
             number = self.nodes[number].parent
         return found[::-1]
 
-    def cut(self, length: int) -> Tree:
+    def cut(self, length: int) -> "Tree":
         """The tree without what lies deeper than `length` tokens."""
         made, names = Tree(), {ROOT: ROOT}
         for number, node in enumerate(self.nodes):

@@ -4,8 +4,6 @@
 transformers' own generate() runs here, at the client, who alone sees token ids and logits.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import sys
@@ -150,7 +148,7 @@ class PrivateModel:
         """
         return replace(self.parties.costs(reset), kinds={row.name: row.kind for row in self.patch_plan.rows})
 
-    def open_session(self) -> PrivateModel:
+    def open_session(self) -> "PrivateModel":
         """Another model object, on a session of its own of the same parties: its calls run beside this one's.
 
         A party service merges what its sessions ask at the same time. Close it when it is not needed any more. Raises
@@ -178,7 +176,7 @@ class PrivateModel:
         """Stop the parties (of a service: end this session); the model can be used again only by `reconnect`."""
         self.parties.close()
 
-    def __enter__(self) -> PrivateModel:
+    def __enter__(self) -> "PrivateModel":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -277,7 +275,7 @@ class PrivateModel:
 
     compile = tie_weights
 
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> PrivateModel:
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "PrivateModel":
         """What to(), cuda(), half() and others do to weights, here and in a module that holds this one: nothing.
 
         Raises ConfigError for another device than the CPU, UnsupportedOp for another dtype than float32.
@@ -300,7 +298,7 @@ class PrivateModel:
             )
         return self
 
-    def train(self, mode: bool = True) -> PrivateModel:
+    def train(self, mode: bool = True) -> "PrivateModel":
         """The model as it is for mode=False (evaluation). Raises UnsupportedOp for True."""
         if mode:
             raise UnsupportedOp("private models run inference only; train the plaintext model")

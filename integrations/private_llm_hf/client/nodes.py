@@ -4,8 +4,6 @@ Tokens go in the clear to the CompNode of their position, and to no other. Comma
 positions, padding. Nodes that have nothing to do in a step receive nothing.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -46,7 +44,7 @@ from private_llm_hf.wire.commands import OPENED, Call, send_message
 MOST_NODES = 250  # endpoints have one-byte numbers, and the client has one
 
 
-def join_nodes(config: PrivateConfig, transport: Transport, shutdown: Callable[[], None]) -> Nodes:
+def join_nodes(config: PrivateConfig, transport: Transport, shutdown: Callable[[], None]) -> "Nodes":
     """The client's end, after agreeing with every node."""
     agree(config, transport, list(range(plan_of(config).nodes)))
     return Nodes(config, transport, shutdown)
@@ -93,7 +91,7 @@ class NodeStep:
     token_types: Tensor | None
     wanted: range
 
-    def due(self, rows: Sequence[int]) -> Due:
+    def due(self, rows: Sequence[int]) -> "Due":
         """What the CompNode of these rows owes."""
         positions = tuple(self.at.past + row for row in rows)
         return Due(self.at.batch, positions, tuple(p for p in positions if p in self.wanted))
@@ -248,7 +246,7 @@ class Nodes(Parties):
             send_message(self.transport, node, AttnForward(step, tuple(self._gone[node])))
             self._gone[node] = []
 
-    def _outputs(self, step: NodeStep) -> tuple[str, list[tuple[Due, dict[str, Tensor]]]]:
+    def _outputs(self, step: NodeStep) -> "tuple[str, list[tuple[Due, dict[str, Tensor]]]]":
         """Class and outputs of the awake nodes. Raises TransportError, with its name, for one whose answer is odd."""
         answers: dict[str, Answer] = {}
         found = []

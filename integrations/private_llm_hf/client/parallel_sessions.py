@@ -7,8 +7,6 @@ may be reordered within a parallel session only. What is preprocessed is planned
 party runs ahead and its receivers store, and planned calls are made one after the other.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -65,7 +63,7 @@ class ParallelSessions(Parties):
         self._choice = threading.Lock()
 
     @contextmanager
-    def _using(self, rows: RowNumbers) -> Iterator[None]:
+    def _using(self, rows: "RowNumbers") -> Iterator[None]:
         """Have the parallel sessions that hold rows for oneself."""
         with ExitStack() as stack:
             for each, count in zip(self._every, rows, strict=True):  # in this order: nobody waits in a circle
@@ -139,7 +137,7 @@ class ParallelSessions(Parties):
                 return self._run(call, secrets, self._planned[place[1]])
         return self._run(call, secrets, None)
 
-    def _run(self, call: Call, secrets: list[Secret], planned: RowNumbers | None) -> tuple[str, dict[str, Tensor]]:
+    def _run(self, call: Call, secrets: list[Secret], planned: "RowNumbers | None") -> tuple[str, dict[str, Tensor]]:
         """planned: the rows of a call that was preprocessed."""
         held, picks = self._kept.of(call)
         where = self._reserved(held or planned or [], call.rows, self._kept.together(call))
@@ -158,7 +156,7 @@ class ParallelSessions(Parties):
         return answers[0][0], {name: torch.cat([opened[name] for _, opened in answers]) for name in answers[0][1]}
 
     @contextmanager
-    def _reserved(self, rows: RowNumbers, total: int, together: int) -> Iterator[RowNumbers]:
+    def _reserved(self, rows: "RowNumbers", total: int, together: int) -> "Iterator[RowNumbers]":
         """The parallel sessions of a call, its own while it runs: those that hold what it continues, or idle ones."""
         with self._choice:
             rows = rows or spread(total, together, self._busy)

@@ -3,8 +3,6 @@
 Two servers, or one and corrections that a preparation stored: products of the masks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import NoReturn, cast
@@ -154,7 +152,7 @@ class ProductServers(Parties):
         self._names.append(name)
         self.digests.append(digest)
 
-    def use_weights_of(self, other: ProductServers) -> bool:
+    def use_weights_of(self, other: "ProductServers") -> bool:
         """Ask for the weights of another session of this client, whose checks do for both. False, and nothing was done,
         if a server does not hold one of them itself.
         """

@@ -4,8 +4,6 @@ Those are parties of secret sharing, nodes of token sharding, or both, and stand
 it would cost. Dropping a handle frees what it stands for with the next call.
 """
 
-from __future__ import annotations
-
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
@@ -137,7 +135,7 @@ class PrivateCache(Cache):  # type: ignore[misc]
         held = f", kv_length={self.kv_length}" if self.kv_length < self.position else ""
         return f"PrivateCache(handle={self.handle}, rows={self.rows}, position={self.position}{held})"
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> PrivateCache:
+    def __deepcopy__(self, memo: dict[int, Any]) -> "PrivateCache":
         twin = PrivateCache(self._parties, self.rows)
         twin.position, twin.kv_length, twin._newest = self.position, self.kv_length, self._newest
         if self.position:
@@ -226,7 +224,7 @@ class PrivateEncoderOutput(BaseModelOutput):  # type: ignore[misc]
     """
 
     @classmethod
-    def of(cls, parties: SessionClient, rows: int, length: int) -> PrivateEncoderOutput:
+    def of(cls, parties: SessionClient, rows: int, length: int) -> "PrivateEncoderOutput":
         """A new handle for `rows` encoded inputs of `length` positions."""
         out = cls(last_hidden_state=torch.arange(rows).view(rows, 1, 1))
         out.keeper, out.source_rows, out.length = _Keeper(parties), rows, length

@@ -10,8 +10,6 @@
 A plaintext model's cache has the same methods: that is how tests compare.
 """
 
-from __future__ import annotations
-
 import inspect
 import logging
 import time
@@ -153,7 +151,7 @@ class Passes:
         if forget or self._records:  # which hold more than their window until then
             self.cache.crop(-forget)
 
-    def take(self, tree: Tree, rows: DraftRows, logits: Tensor) -> list[int]:
+    def take(self, tree: Tree, rows: "DraftRows", logits: Tensor) -> list[int]:
         """Accept drafted tokens and the one after them into the text; the accepted nodes.
 
         logits: [R, 1 + length, V], the first after the last known token.

@@ -6,8 +6,6 @@ What each CompNode opens is [batch, rows, hidden] ring elements: for trio and de
 and two digests; all slices together cost as much as opening the states to one endpoint.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -29,7 +27,7 @@ from private_llm_hf.token_sharding.cut import Cut
 from private_llm_hf.wire.commands import CacheEdit, Call, CallOrEdit, Description, Forward
 
 
-def join_split(config: PrivateConfig, transport: Transport, shutdown: Callable[[], None]) -> SplitParties:
+def join_split(config: PrivateConfig, transport: Transport, shutdown: Callable[[], None]) -> "SplitParties":
     """The client's end, after agreeing with every party and every node."""
     nodes = join_nodes(config, node_links(transport, config.parties, config.endpoints - config.parties), shutdown)
     return SplitParties(config, transport, nodes, shutdown)

@@ -5,8 +5,6 @@ those of the whole text. What a model's own sliding window leaves out is the mas
 cost no traffic; what stays in memory is decided by a policy (private_llm/kv_cache/policies/) after each call.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 from abc import abstractmethod
@@ -33,7 +31,7 @@ class HeldKeys(SecretTensor):
     """The keys that a layer under an evicting policy hands to attention: they know which layer to ask."""
 
     __slots__ = ("layer",)
-    layer: SecretCacheLayer
+    layer: "SecretCacheLayer"
 
 
 class PositionsLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -79,7 +77,7 @@ class SecretCacheLayer(PositionsLayer):
     leader: the layer whose choices this one shares, if its policy chooses by secrets (`evicting`).
     """
 
-    def __init__(self, policy: CachePolicy = KEEP_ALL, leader: SecretCacheLayer | None = None) -> None:
+    def __init__(self, policy: CachePolicy = KEEP_ALL, leader: "SecretCacheLayer | None" = None) -> None:
         self.policy, self.leader = policy, leader
         first = None if leader is None else leader.evicting
         self.evicting: EvictingLayer | None = EvictingLayer(policy, first) if policy.in_secret else None
@@ -88,7 +86,7 @@ class SecretCacheLayer(PositionsLayer):
         self._start, self._attended = 0, False
         self._mass: Fixed | None = None
 
-    def follow(self, leader: SecretCacheLayer) -> None:
+    def follow(self, leader: "SecretCacheLayer") -> None:
         """Share the choices of another layer from now on."""
         self.leader = leader
         if self.evicting is not None:
@@ -177,13 +175,13 @@ class SecretCacheLayer(PositionsLayer):
         """Each row `repeats` times in a row."""
         self.reorder_cache(torch.arange(self.buffer.batch).repeat_interleave(repeats))
 
-    def __deepcopy__(self, memo: dict[int, object]) -> SecretCacheLayer:
+    def __deepcopy__(self, memo: dict[int, object]) -> "SecretCacheLayer":
         """Another holder of the same entries so far."""
         leader = None if self.leader is None else copy.deepcopy(self.leader, memo)
         twin = memo[id(self)] = self.copy(leader)
         return twin
 
-    def copy(self, leader: SecretCacheLayer | None) -> SecretCacheLayer:
+    def copy(self, leader: "SecretCacheLayer | None") -> "SecretCacheLayer":
         """The same entries so far, for a layer that follows `leader`."""
         twin = SecretCacheLayer(self.policy, leader)
         if self.evicting is None:
@@ -257,7 +255,7 @@ class SecretCache(Cache):  # type: ignore[misc]
                 layer.evict(number, None if padding is None else padding.bool())
 
     @classmethod
-    def stacked(cls, pieces: Sequence[tuple[SecretCache, CacheRows]]) -> SecretCache:
+    def stacked(cls, pieces: "Sequence[tuple[SecretCache, CacheRows]]") -> "SecretCache":
         """Rows of caches that keep all, as those of one; cost and errors as `KVBuffer.stacked`."""
         first = pieces[0][0]
         made = cls(first.policy, first.windowed)
@@ -267,7 +265,7 @@ class SecretCache(Cache):  # type: ignore[misc]
             made.layers[number].is_initialized = first.layers[number].is_initialized
         return made
 
-    def __deepcopy__(self, memo: dict[int, object]) -> SecretCache:
+    def __deepcopy__(self, memo: dict[int, object]) -> "SecretCache":
         """Another cache with the same entries so far; layers that share choices still do."""
         twin = memo[id(self)] = SecretCache(self.policy, self.windowed)
         twin.layers = [copy.deepcopy(layer, memo) for layer in self.layers]
@@ -297,7 +295,7 @@ class AttentionBreak(GraphBreak):
     """Of one call of a layer: the cache takes a key and a value, and attention a query."""
 
     def __init__(
-        self, layer: RepeatedLayer, cache: SecretCache, publics: Sequence[Tensor], mask: Tensor | None
+        self, layer: "RepeatedLayer", cache: SecretCache, publics: Sequence[Tensor], mask: Tensor | None
     ) -> None:  # fmt: skip
         super().__init__(publics)
         self._layer, self._cache, self._mask = layer, cache, mask

@@ -5,8 +5,6 @@ The facts are part of the model's configuration (`private_sparsity`, as quantise
 weights are ordinary secret weights, of a module beside the first layer of each block.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Collection, Mapping
@@ -72,7 +70,7 @@ class SparseBlock:
         return {**asdict(self), "readers": list(self.readers)}
 
     @classmethod
-    def from_dict(cls, values: Any) -> SparseBlock:  # noqa: ANN401 - a JSON value
+    def from_dict(cls, values: Any) -> "SparseBlock":  # noqa: ANN401 - a JSON value
         """Raises PatchMismatch for anything but what `to_dict` gives, with sizes that a model may have."""
         try:
             refuse_unknown(values, settings_of(cls))

@@ -1,7 +1,5 @@
 """What every endpoint that serves a client does: answer its commands, say that it is alive, pass on why it stops."""
 
-from __future__ import annotations
-
 import logging
 import re
 import time
@@ -26,7 +24,7 @@ _REPORTED = re.compile(rf"{HEARSAY}(?:(?:{WHO}): \w+: |the client stopped)")
 
 
 def serve_commands(
-    transport: Transport, kinds: tuple[type[M], ...], obey: Callable[[M], None], heartbeat: Heartbeat,
+    transport: Transport, kinds: tuple[type[M], ...], obey: Callable[[M], None], heartbeat: "Heartbeat",
     most: int = MOST_BYTES,
 ) -> None:  # fmt: skip
     """Obey commands of these kinds, of `most` bytes each, until the client stops.

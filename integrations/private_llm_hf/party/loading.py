@@ -1,7 +1,5 @@
 """A model at a party: from its share file, from what a client sends, or from another session of the party."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 
@@ -43,7 +41,7 @@ class LoadedModel(SessionState):
             stop_after(model, loaded.stop_after)
         super().__init__(model, session)
 
-    def again(self, session: Session, progress: Callable[[], None] = lambda: None) -> LoadedModel:
+    def again(self, session: Session, progress: Callable[[], None] = lambda: None) -> "LoadedModel":
         """The same shares as a model for another session; nothing is copied, no cache goes along. Local."""
         session.numerics.lazy_masks = self.session.numerics.lazy_masks
         weights = weights_of_model(session, self.model, self.offloaded)

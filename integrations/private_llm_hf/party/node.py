@@ -4,8 +4,6 @@ A CompNode receives the tokens of its rows in the clear and returns what the mod
 sharding promises and no more (docs/cascade.md). Positions are the true ones, so the model's own forward is right.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hmac
 from collections.abc import Callable, Mapping
@@ -65,7 +63,7 @@ class Node:
     """One endpoint of a plan. Raises ConfigError for a device_map, which nodes do not follow."""
 
     def __init__(
-        self, config: PrivateConfig, number: int, transport: Transport, checkpoint: NodeCheckpoint | None = None
+        self, config: PrivateConfig, number: int, transport: Transport, checkpoint: "NodeCheckpoint | None" = None
     ) -> None:
         """checkpoint: the model that this CompNode read itself."""
         if config.device_map is not None and config.protocol == "cascade":  # before a split the parties may have one
@@ -276,7 +274,7 @@ class NodeCheckpoint:
     digest: str
 
     @classmethod
-    def open(cls, source: str) -> NodeCheckpoint:
+    def open(cls, source: str) -> "NodeCheckpoint":
         """Read a model folder or hub id, as the class that its configuration names.
 
         Raises ConfigError if there is no such checkpoint, PatchMismatch if weights are missing or do not fit.

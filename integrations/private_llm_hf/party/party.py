@@ -4,8 +4,6 @@ It sees shapes, masks and positions, shares of everything else. An error of any 
 and text (never a value) go to all endpoints, who stop as well.
 """
 
-from __future__ import annotations
-
 import functools
 import operator
 import threading
@@ -49,7 +47,7 @@ class Party:
 
     def __init__(
         self, config: PrivateConfig, number: int, transport: Transport, share_file: ShareFile | None,
-        parallel_sessions: dict[int, Party] | None = None, parallel_session: int = 0,
+        parallel_sessions: "dict[int, Party] | None" = None, parallel_session: int = 0,
     ) -> None:  # fmt: skip
         """parallel_sessions: where one party's find each other; this one enters itself as its number."""
         links = parallel_session_links(transport, config.parties, parallel_session, config.rotate_roles)

@@ -4,8 +4,6 @@ Every party states what it allows, and the smallest numbers hold at all of them:
 everywhere, or one party would run a request that another has refused. All sizes are public facts.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Iterable
@@ -51,7 +49,7 @@ class Limits(Message):
     elements: LimitSize
 
     @classmethod
-    def own(cls, settings: ServiceSettings, config: PrivateConfig, models: Iterable[PretrainedConfig]) -> Limits:
+    def own(cls, settings: ServiceSettings, config: PrivateConfig, models: Iterable[PretrainedConfig]) -> "Limits":
         """What this party allows: its settings, else what its memory holds."""
         found = list(models)
         memory, each = memory_bytes(), max(position_bytes(model, config) for model in found)

@@ -4,8 +4,6 @@ They protect nobody from this machine's owner. They speak mutual TLS on loopback
 the certificates are made for the occasion, in a folder that only this user may open and that goes with them.
 """
 
-from __future__ import annotations
-
 import shutil
 import socket
 import tempfile
@@ -90,7 +88,7 @@ class LocalParties:
     def _remove(self) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def __enter__(self) -> LocalParties:
+    def __enter__(self) -> "LocalParties":
         return self
 
     def __exit__(self, *_: object) -> None:

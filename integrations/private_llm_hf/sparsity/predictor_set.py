@@ -15,8 +15,6 @@ predicted in blocks. `<site>.grouping`, int32 [neurons], is there where blocks a
 neurons grouping[u * block : (u + 1) * block]. Version 1 had no groupings and is read as it is.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator, Mapping
@@ -115,7 +113,7 @@ class PredictorSet:
         (folder / _FACTS).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
 
     @classmethod
-    def from_pretrained(cls, folder: str | Path) -> PredictorSet:
+    def from_pretrained(cls, folder: str | Path) -> "PredictorSet":
         """Read both files. Raises ConfigError if there are none, or damaged, mixed up or of another version."""
         folder = Path(folder)
         facts = _facts(folder)
@@ -158,7 +156,7 @@ class PredictorSet:
         if weights_digest(model) != self.model["weights"]:
             raise ConfigError(f"predictors of the same architecture with other weights{self._named()}{OTHER_ACTIVITY}")
 
-    def with_measures(self, data: str, found: Mapping[str, Measures]) -> PredictorSet:
+    def with_measures(self, data: str, found: Mapping[str, Measures]) -> "PredictorSet":
         """The same set, with measures of each named site on some data."""
         members = [replace(m, measures={**m.measures, data: found[m.site.name]}) for m in self]
         return PredictorSet(self.model, members)

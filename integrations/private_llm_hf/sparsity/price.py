@@ -1,7 +1,5 @@
 """What a run with predictors will send and what it would send without, and estimates of models that have none yet."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -125,7 +123,7 @@ class PlannedSparsity:
             raise ConfigError(f"sparsity: levels: got {self.levels!r}; want 'budget' or 'open'")
 
     @classmethod
-    def parse(cls, text: str) -> PlannedSparsity:
+    def parse(cls, text: str) -> "PlannedSparsity":
         """Of `neurons=0.9,heads=0.5,block=16,rank=128,heads-rank=32,levels=open`. Raises ConfigError."""
         values: dict[str, Any] = {}
         names = [item.name for item in fields(cls)]

@@ -8,8 +8,6 @@ received the block's input (q, or q, k and v in one), the last one projects the 
 matter. Blocks that fuse gate and up into one layer, and experts that are no modules, are not found.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -52,7 +50,7 @@ class Site:
         return {**asdict(self), "readers": list(self.readers)}
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Site:
+    def from_dict(cls, values: Mapping[str, Any]) -> "Site":
         """Raises ConfigError for unknown keys, TypeError for missing ones."""
         refuse_unknown(values, cls.__dataclass_fields__, "site: ")
         return cls(**{**values, "readers": tuple(values["readers"])})
@@ -252,7 +250,7 @@ class ReLULinear(nn.Linear):
         return super().forward(x).relu()
 
     @classmethod
-    def of(cls, layer: nn.Linear) -> ReLULinear:
+    def of(cls, layer: nn.Linear) -> "ReLULinear":
         """With the same parameters, not copies of them."""
         made = cls(layer.in_features, layer.out_features, layer.bias is not None, device="meta")
         made.weight, made.bias = layer.weight, layer.bias

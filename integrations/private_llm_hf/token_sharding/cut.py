@@ -4,8 +4,6 @@ Both run the model's own forward. At the party a hook ends it; at the CompNode t
 give out the hidden states that came from the parties.
 """
 
-from __future__ import annotations
-
 import copy
 from dataclasses import dataclass
 from typing import Any
@@ -33,7 +31,7 @@ class Cut:
     tuples: bool
 
     @classmethod
-    def of(cls, kind: type[PreTrainedModel], config: PretrainedConfig, count: int) -> Cut:
+    def of(cls, kind: type[PreTrainedModel], config: PretrainedConfig, count: int) -> "Cut":
         """Where `count` layers of a model end.
 
         Raises ConfigError if it has no layer after them, PatchMismatch unless it has exactly one list of layers,

@@ -5,8 +5,6 @@ session that counts instead of computing. Token values do not matter, because no
 zeros here, and generation is told to make a fixed number of tokens.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import itertools
@@ -105,7 +103,7 @@ class Estimate:
     weight_bytes: int
     cache_bytes: int
     sharded: Sharded | None = None
-    prompt: Estimate | None = None
+    prompt: "Estimate | None" = None
     seeds_bytes: tuple[int, ...] = ()
     exchanges: tuple[ProductExchange, ...] = ()
     client_bytes: int = 0

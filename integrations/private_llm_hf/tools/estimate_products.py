@@ -4,8 +4,6 @@ The model is the ordinary one with zeros as weights, which take no memory. What 
 what it computes itself takes the time that it takes here.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import math

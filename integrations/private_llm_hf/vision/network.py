@@ -3,8 +3,6 @@
 So plans, share files and estimates work as for other models.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -50,7 +48,7 @@ class Network(PreTrainedModel):  # type: ignore[misc]
         self.post_init()
 
     @classmethod
-    def of(cls, module: nn.Module, image_shape: Sequence[int] | None = None) -> Network:
+    def of(cls, module: nn.Module, image_shape: Sequence[int] | None = None) -> "Network":
         """The network of a module, sharing its weights. Raises PatchMismatch for what has no rule, listing names.
 
         image_shape: channels, height and width, for those who want to know (estimates); any that fits can be used.

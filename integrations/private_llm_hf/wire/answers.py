@@ -1,7 +1,5 @@
 """What parties and nodes answer to the client: one class for each answer."""
 
-from __future__ import annotations
-
 import math
 from typing import Annotated
 
@@ -108,7 +106,7 @@ class CostRows(Message):
     seconds: dict[str, float]
 
     @classmethod
-    def of(cls, ledger: Ledger) -> CostRows:
+    def of(cls, ledger: Ledger) -> "CostRows":
         """The rows of a ledger, without control traffic."""
         return cls(
             ledger.party,

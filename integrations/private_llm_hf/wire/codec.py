@@ -6,8 +6,6 @@ may be bool, int, float, str, None, tuples, dicts by str, unions, public integer
 fields must be together is said by the class's own `__post_init__`. Never pickle.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json
@@ -65,7 +63,7 @@ class Unfit(ValueError):
         """Made when it is asked for: unions try several types."""
         return f"got {shown(self.got)}; want {self.want}" if self.text is None else self.text
 
-    def inside(self, place: str) -> Unfit:
+    def inside(self, place: str) -> "Unfit":
         """The same, seen from outside `place`."""
         self.path.insert(0, place)
         return self

@@ -4,8 +4,6 @@ A request (`Call`, or a change of a cache) is the same wherever it goes: to the 
 plan, to parallel sessions. Commands to the nodes of token sharding are in token_sharding/commands.py.
 """
 
-from __future__ import annotations
-
 from dataclasses import field
 from typing import Annotated, Any
 
@@ -55,7 +53,7 @@ class Description(Message):
         }  # fmt: skip
 
     @classmethod
-    def from_dict(cls, facts: dict[str, Any]) -> Description:
+    def from_dict(cls, facts: dict[str, Any]) -> "Description":
         """The inverse; share files of before norms were folded say nothing of it."""
         folded = {norm: tuple(layers) for norm, layers in facts.get("folded", {}).items()}
         return cls(facts["class"], facts["config"], facts["model"], facts["ranges"], folded)
