@@ -49,10 +49,7 @@ def create_app(models: Mapping[str, Served], settings: GatewaySettings) -> FastA
 
 
 class Server(uvicorn.Server):
-    """A server that says when it answers, and when it is about to end.
-
-    ready, ending: called in its event loop, then and as soon as a signal has come.
-    """
+    """A server that calls `ready` in its event loop when it answers, `ending` there as soon as a signal has come."""
 
     def __init__(self, config: uvicorn.Config, ready: Callable[[], None], ending: Callable[[], None]) -> None:
         super().__init__(config)

@@ -18,10 +18,8 @@ _OPTIONAL_MARK = "<|python_tag|>"  # may stand before a call that needs no mark
 
 @dataclass(frozen=True)
 class CallFormat:
-    """JSON of a call, with what a family of models writes around it.
-
-    sign: what only such chat templates hold. mark: before calls (empty: an answer that begins with a brace is a call).
-    first, last: what follows the mark, and what ends calls; between: what stands between two. arguments: their name.
+    """JSON of calls, and what a family of models writes around it. sign: in its chat templates alone. mark: before
+    calls ("": a brace begins one). first, last: after the mark, and after calls. between: two. arguments: their name.
     """
 
     sign: str
@@ -38,8 +36,7 @@ _FORMATS = (
     CallFormat("ipython", "", "", "; ", "", "parameters"),  # Llama
 )
 _OTHERS = ("<function=", "<arg_key>", "[ARGS]")  # of templates whose calls are no such JSON
-MARKS = frozenset({*(each.mark for each in _FORMATS), _OPTIONAL_MARK})
-"""Belong to the text of an answer with calls, also where they are special tokens."""
+MARKS = frozenset({*(each.mark for each in _FORMATS), _OPTIONAL_MARK})  # text of an answer with calls, special or not
 
 
 def format_of(template: str) -> CallFormat | None:

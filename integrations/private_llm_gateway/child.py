@@ -27,9 +27,8 @@ class ChildGateway:
 
 @contextmanager
 def child_gateway(model: str = "", *options: str) -> Iterator[ChildGateway]:
-    """`private-llm gateway MODEL --port 0 OPTIONS` on loopback, ready to be asked, and ended at the end.
-
-    model: "" for the bundled one. Its messages go to standard error. Raises ConfigError if it does not start.
+    """`private-llm gateway MODEL --port 0 OPTIONS` on loopback, ready to be asked, and ended at the end. model: "" for
+    the bundled one. Its messages go to standard error. Raises ConfigError if it does not start.
     """
     token = secrets.token_urlsafe(24)
     words = ["gateway", *filter(None, [model]), "--port", "0", *options]

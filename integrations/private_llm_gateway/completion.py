@@ -30,7 +30,6 @@ _TAIL = 16  # tokens of the prompt that the first token's text is decoded after:
 @dataclass(frozen=True)
 class SamplingParams:
     """How to write. logprobs: how many of the likeliest tokens to report beside each token's own (None: nothing).
-
     temperature 0 is greedy. frequency, presence, bias: added to logits, as OpenAI's. grammar: what the text must be.
     """
 
@@ -169,15 +168,8 @@ class Completion:
 
     def _held(self) -> int:
         """Characters at the end with which a stop text may begin."""
-        return max(
-            (
-                size
-                for stop in self.params.stop
-                for size in range(1, min(len(stop), len(self.text) + 1))
-                if self.text.endswith(stop[:size])
-            ),
-            default=0,
-        )
+        begun = (stop[:size] for stop in self.params.stop for size in range(1, len(stop)))
+        return max((len(each) for each in begun if self.text.endswith(each)), default=0)
 
 
 class TokenSampler(LogitsProcessor):  # type: ignore[misc]

@@ -36,8 +36,7 @@ _LIMITS: dict[str, Any] = {
 """A row holds an object of 4,000 optional members."""
 _MOST_TEXT = 1 << 17  # characters of a schema
 _MOST_PARTS = 1 << 12  # lists and objects of a schema, those of its values too: 4,096 take half a second at most
-_MOST_LEVELS = 512
-"""Levels of a schema, each definition's added: the library ends the process at some 1,300, in 8 MiB of stack."""
+_MOST_LEVELS = 512  # levels of a schema, definitions' added: the library ends the process at some 1,300 (8 MiB stack)
 _STACK = 16 << 20  # bytes of stack of a start. Threads have 2 MiB where the process's own may grow without end.
 _STARTING = threading.Lock()
 _REFUSED = (
@@ -69,10 +68,7 @@ _CLOSERS = (b'"', b":", b"}", b"]", b"0")
 
 
 class TokenTable:
-    """The tokens that a model writes with, by their bytes. ends: those that end a text.
-
-    Raises ApiError (501) without llguidance.
-    """
+    """A model's tokens by their bytes. ends: those that end a text. Raises ApiError (501) without llguidance."""
 
     def __init__(self, texts: TokenTexts, size: int, ends: tuple[int, ...]) -> None:
         try:
@@ -104,10 +100,8 @@ class _Named:
 
 
 class Grammar:
-    """JSON of a schema, written with a model's tokens. Raises ApiError (400) for a schema that will not do.
-
-    place: the field that errors name. rules: a grammar (Lark's form) of all that is written, in which `payload` is the
-    JSON; `form` is JSON of another schema.
+    """JSON of a schema in a model's tokens. place: the field that errors name. rules: a grammar (Lark's form) in which
+    `payload` is that JSON, and `form` that of another schema. Raises ApiError (400) for a schema that will not do.
     """
 
     def __init__(

@@ -116,10 +116,7 @@ class DecodedText:
         return at + bool(broken)
 
     def _undecoded(self, whole: bool) -> str:
-        """The text of tokens that were not decoded yet; `whole`: half a character, too.
-
-        Some tokens before them are decoded as well, since a tokenizer may strip what begins a text.
-        """
+        """Text of tokens not decoded yet, after some that were (tokenizers strip). whole: half characters, too."""
         before = self._texts.decode(self._tokens[self._from : self._read])
         now = self._texts.decode(self._tokens[self._from :])
         if len(now) <= len(before) or (now.endswith(_UNKNOWN) and not whole):

@@ -6,9 +6,9 @@ import dataclasses
 import hashlib
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from fastapi import APIRouter, Request
 from sse_starlette import EventSourceResponse, ServerSentEvent
@@ -28,12 +28,11 @@ from private_llm_gateway.served import Served
 from private_llm_gateway.settings import GatewaySettings
 from private_llm_gateway.usage import GatewayMetrics, Usage, UsageTotal
 
-_FIRST_S = 10.0
-"""Errors within this time have a status of their own; later ones are events of the stream that has begun."""
+_FIRST_S = 10.0  # errors within this time have a status of their own; later ones are events of the stream that began
 _PING_S = 15
-_LINE_END = "\n"
-"""Of a stream's lines, two of an event: clients that look for these do not find those of sse-starlette (CR LF)."""
-Told = TypeVar("Told")
+_LINE_END = "\n"  # of a stream's lines: clients that look for two of them do not find those of sse-starlette (CR LF)
+StreamEvent = tuple[str, str | None]  # data of an event, and its kind
+WriteEvents = Callable[[dict[str, Any]], list[StreamEvent]]  # the events of a chunk
 ReadRequest = Callable[[Mapping[str, Served], Mapping[str, Any], int], Wanted]
 
 _MOST_READING = 2  # bodies at a time: reading holds the interpreter, and a thread of the pool that streams share
@@ -94,38 +93,48 @@ class Endpoints:
         raw = await request.body()
         async with self._reading:
             wanted = await run_in_threadpool(lambda: read(self.models, body_of(raw), self.settings.max_choices))
-        made, task = responses.Response(wanted), self._start(wanted, _owner(request))
-        if not wanted.stream:
-            spent = await task.whole(request.is_disconnected)
-            return await run_in_threadpool(lambda: _sent(made.whole(spent)))
-        await task.first(_FIRST_S, request.is_disconnected)
-        return EventSourceResponse(self._events(wanted, made, task), sep=_LINE_END, ping=_PING_S)
 
-    def _start(self, wanted: Wanted, owner: str) -> RequestTask:
+        def failed(error: ApiError) -> StreamEvent:
+            return _json(error.body()), None
+
+        return await self._answer(request, wanted, dict, lambda chunk: [(_json(chunk), None)], failed, ("[DONE]",))
+
+    async def _answer(
+        self, request: Request, wanted: Wanted, whole: Callable[[dict[str, Any]], dict[str, Any]], write: WriteEvents,
+        failed: Callable[[ApiError], StreamEvent], last: Sequence[str] = (),
+    ) -> Response:  # fmt: skip
+        """whole: what is sent of all answers at once. failed, last: events of an error, and after all chunks."""
+        owner, made = _owner(request), responses.Response(wanted)
+
         def work(tell: engine.SendChunk, gone: Callable[[], bool]) -> Any:  # noqa: ANN401
             ahead = wanted.echo and wanted.logprobs
             with self._counted_usage(wanted.served) as total:
                 return engine.write(wanted.served, wanted.groups, tell, gone, self.settings, total, ahead, owner)
 
-        return self.runner.start(wanted.served, work)
+        async def events() -> AsyncIterator[ServerSentEvent]:
+            try:
+                async for chunk in self._chunks(wanted, made, task, write):
+                    for told in chunk:
+                        yield _event(*told)
+                for data in last:
+                    yield _event(data)
+            except ClientGone:
+                return
+            except Exception as error:  # noqa: BLE001 - whatever it is, the client is told in the envelope
+                yield _event(*failed(in_words(error)))
+            finally:
+                task.gone.set()
 
-    async def _events(
-        self, wanted: Wanted, made: responses.Response, task: RequestTask
-    ) -> AsyncIterator[ServerSentEvent]:
-        try:
-            async for chunk in self._chunks(wanted, made, task, _json):
-                yield _event(chunk)
-            yield _event("[DONE]")
-        except ClientGone:
-            return
-        except Exception as error:  # noqa: BLE001 - whatever it is, the client is told in the envelope
-            yield _event(_json(in_words(error).body()))
-        finally:
-            task.gone.set()
+        task = self.runner.start(wanted.served, work)
+        if not wanted.stream:
+            spent = await task.whole(request.is_disconnected)
+            return await run_in_threadpool(lambda: _sent(whole(made.whole(spent))))
+        await task.first(_FIRST_S, request.is_disconnected)
+        return EventSourceResponse(events(), sep=_LINE_END, ping=_PING_S)
 
     async def _chunks(
-        self, wanted: Wanted, made: responses.Response, task: RequestTask, write: Callable[[dict[str, Any]], Told]
-    ) -> AsyncIterator[Told]:
+        self, wanted: Wanted, made: responses.Response, task: RequestTask, write: WriteEvents
+    ) -> AsyncIterator[list[StreamEvent]]:
         """The chunks of a stream, each as `write` has it."""
         for chunk in await run_in_threadpool(made.opening):
             yield write(chunk)
@@ -138,9 +147,8 @@ class Endpoints:
                 ended.append(piece)
         total = await task.result()
         for piece in ended:
-            yield await run_in_threadpool(
-                _chunk, write, made, CompletionChunk(piece.index, "", (), piece.finish), total
-            )
+            end = CompletionChunk(piece.index, "", (), piece.finish)
+            yield await run_in_threadpool(_chunk, write, made, end, total)
         if wanted.usage:
             yield await run_in_threadpool(write, made.usage(total))
 
@@ -160,29 +168,14 @@ class Endpoints:
                 asked, wanted = await run_in_threadpool(read)
         except ApiError as error:
             raise named_here(error) from None
-        made, task = responses.Response(wanted), self._start(wanted, owner)
-        if not wanted.stream:
-            spent = await task.whole(request.is_disconnected)
-            return await run_in_threadpool(lambda: _sent(asked.whole(made.whole(spent))))
-        await task.first(_FIRST_S, request.is_disconnected)
-        return EventSourceResponse(self._response_events(asked, wanted, made, task), sep=_LINE_END, ping=_PING_S)
 
-    async def _response_events(
-        self, asked: ResponseAsked, wanted: Wanted, made: responses.Response, task: RequestTask
-    ) -> AsyncIterator[ServerSentEvent]:
-        def write(chunk: dict[str, Any]) -> list[tuple[str, str]]:
-            return [(each["type"], _json(each)) for each in asked.events(chunk)]
+        def write(chunk: dict[str, Any]) -> list[StreamEvent]:
+            return [(_json(each), each["type"]) for each in asked.events(chunk)]
 
-        try:
-            async for events in self._chunks(wanted, made, task, write):
-                for kind, data in events:
-                    yield _event(data, kind)
-        except ClientGone:
-            return
-        except Exception as error:  # noqa: BLE001 - whatever it is, the client is told
-            yield _event(_json(asked.failed(in_words(error))), "response.failed")
-        finally:
-            task.gone.set()
+        def failed(error: ApiError) -> StreamEvent:
+            return _json(asked.failed(error)), "response.failed"
+
+        return await self._answer(request, wanted, asked.whole, write, failed)
 
     async def _kept_response(self, request: Request) -> Response:
         name, owner = request.path_params["id"], _owner(request)
@@ -279,14 +272,10 @@ def _owner(request: Request) -> str:
 
 
 def _event(data: str, kind: str | None = None) -> ServerSentEvent:
-    return ServerSentEvent(
-        data, event=kind, sep=_LINE_END
-    )  # each event has its own; that of the response is for its pings
+    return ServerSentEvent(data, event=kind, sep=_LINE_END)  # that of the response is for its pings
 
 
-def _chunk(
-    write: Callable[[dict[str, Any]], Told], made: responses.Response, piece: CompletionChunk, spent: Usage
-) -> Told:
+def _chunk(write: WriteEvents, made: responses.Response, piece: CompletionChunk, spent: Usage) -> list[StreamEvent]:
     return write(made.chunk(piece, spent))
 
 

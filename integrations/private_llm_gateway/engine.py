@@ -33,7 +33,6 @@ _LOOK_S = 0.2  # how often a thread that waits for others looks after its client
 
 SendChunk = Callable[[completion.CompletionChunk, Usage], None]
 
-
 _RENEWALS = 3
 """How often a request's session may be renewed: the end of a party is met where its connection to this client ends, and
 again, on sessions that were renewed too early for it, where the links between the parties end and form anew."""
@@ -98,7 +97,7 @@ class _WorkerGroup:
                 generation = generation or _Generation(
                     self.served, model, self._over, self.total, self.rows, self.owner
                 )
-                self.total.prompt(len(group[0].prompt))
+                self.total.add(read=len(group[0].prompt))
                 if self.echo:
                     generation.trying(partial(_prompt, generation, group))
                 generation.trying(partial(_write_group, generation, group, self.tell))
@@ -146,11 +145,9 @@ def write(
     served: Served, groups: Sequence[Sequence[Completion]], tell: SendChunk, gone: Callable[[], bool],
     settings: GatewaySettings, total: UsageTotal, echo: bool = False, owner: str = "",
 ) -> Usage:  # fmt: skip
-    """Write answers, in groups of one prompt each, telling what is new after every token.
-
-    echo: find the likelihoods of the prompts' tokens as well. owner: whose kept caches serve. Returns what `total` has
-    then; whatever is raised, it has what was spent before. Raises Abandoned if the client is
-    gone, PoolBusy, and errors of the library.
+    """Write answers in groups of one prompt each, and tell what is new. echo: with likelihoods of prompts. owner: of
+    kept caches. Returns what was spent, as `total` has it however this ends. Raises Abandoned, PoolBusy, errors of the
+    library.
     """
     workers = _WorkerGroup(served, groups, tell, gone, settings.rows, echo, total, owner)
     # no inference_mode: its tensors have no version, by which layers under 'assisted' know that they share an input
@@ -203,7 +200,7 @@ def embed(
                 if gone():
                     raise Abandoned
                 part = order[first : first + settings.rows]
-                total.prompt(sum(len(rows[at]) for at in part))
+                total.add(read=sum(len(rows[at]) for at in part))
                 vectors = generation.trying(partial(_vectors, generation, [rows[at] for at in part]))
                 for at, vector in zip(part, vectors, strict=True):
                     made[at] = vector
@@ -250,7 +247,7 @@ def _write_rows(generation: _Generation, live: Sequence[Completion], tell: SendC
     model, kept, ids = generation.model, generation.served.kept, torch.tensor(rows)
     cache = kept.take(model, generation.owner, rows[0]) if len(rows) == 1 else None
     if cache is not None and not live[0].ahead:  # else the prompt was read for its likelihoods
-        generation.total.kept(cache.get_seq_length())
+        generation.total.add(kept=cache.get_seq_length())
     sampler = None if all(answer.params.plain for answer in live) else completion.TokenSampler(live)
     ends = live[0].ends
     more: dict[str, Any] = {} if cache is None else {CACHE: cache}

@@ -83,10 +83,7 @@ def _no_number(name: str) -> float:
 
 
 def refuse_unsupported(body: Mapping[str, Any], place: str, alright: tuple[str, ...] = ()) -> None:
-    """Raises ApiError (400) naming a field that is not done here, unless it is known to change nothing.
-
-    place: chat, completions, embeddings or responses.
-    """
+    """Raises ApiError (400) naming a field that may change something and is not done at `place`: a key of `_DONE`."""
     refuse_others(body, {*_DONE[place], *alright, *_CHANGES_NOTHING}, _NEUTRAL)
 
 

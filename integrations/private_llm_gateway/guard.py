@@ -18,8 +18,7 @@ from private_llm_gateway.errors import ApiError
 from private_llm_gateway.settings import GatewaySettings
 
 HEAD_S = 10.0  # seconds from a connection, or from the first byte after an answer, to the end of a request's headers
-READ_S = 60.0
-"""Seconds in which a client that has fallen behind must catch up (to 16 KiB here), or take the end of an answer."""
+READ_S = 60.0  # in which a client that fell behind must catch up (to 16 KiB here), or take the end of an answer
 _AT_ONCE = 4096  # bytes that are read before others have their turn: 700 chunks of one byte, 3 ms
 _OPEN = ("/", "/health", "/favicon.ico")
 _OPEN_BELOW = "/page/"
@@ -74,9 +73,8 @@ class Guard:
         host = headers.get("host", "")
         name = _part(f"//{host}", "hostname")
         if name is None or (not self._any_name and name not in self._names):
-            raise ApiError(
-                403, "host: this gateway is not called by that name; start it with --allow-host", code="unknown_host"
-            )
+            told = "host: this gateway is not called by that name; start it with --allow-host"
+            raise ApiError(403, told, code="unknown_host")
         origin = headers.get("origin")
         if origin is not None and _part(origin, "netloc") != host.lower():
             raise ApiError(403, "origin: pages of other sites may not call this gateway", code="origin_not_allowed")
@@ -85,12 +83,8 @@ class Guard:
             return
         kind, given = credentials(headers)
         if kind != "bearer" or not hmac.compare_digest(given.encode(), token.encode()):
-            raise ApiError(
-                401,
-                "Incorrect API key provided: want the token that the gateway printed when it started, as "
-                "'Authorization: Bearer TOKEN'",
-                code="invalid_api_key",
-            )
+            told = "Incorrect API key provided: want the token that the gateway printed when it started, as "
+            raise ApiError(401, f"{told}'Authorization: Bearer TOKEN'", code="invalid_api_key")
 
     async def _body(self, headers: Mapping[str, str], receive: Receive, most: int) -> bytes | None:
         """All of it. most: bytes; with 0 it is refused at its head, since strangers may call such addresses."""

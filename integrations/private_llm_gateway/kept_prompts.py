@@ -17,9 +17,8 @@ KEEP_TOKENS = 4096
 
 
 class KeptPrompts:
-    """What the sessions of a model have read last, and its cache. Thread-safe; a session's model has one user at a
-    time. most: tokens of all sessions together (0: none stays). public: a beginning that everybody may know, which
-    each session keeps in any case, beside what it read last of prompts that begin otherwise.
+    """What a model's sessions read last, and the caches. Thread-safe. most: tokens of all of them (0: nothing).
+    public: a beginning that everybody may know, which each session keeps in any case, beside what it read last.
     """
 
     def __init__(self, most: int = KEEP_TOKENS) -> None:
@@ -38,10 +37,7 @@ class KeptPrompts:
         return alike if whose == owner else min(alike, _alike(tokens, self.public))
 
     def take(self, model: Any, owner: str, ids: Sequence[int]) -> Any:  # noqa: ANN401
-        """The cache of the first tokens of `ids` on this model's session, which keeps it no more; None: there is none.
-
-        Its length is how many tokens it holds.
-        """
+        """The cache of the first tokens of `ids` on this model's session, as long as it holds, or None; it leaves."""
         count = self.begins(model, owner, ids)
         with self._lock:
             *_, tokens, cache = self._kept.get(model, {}).pop(self._goes_on(ids), ([], None))

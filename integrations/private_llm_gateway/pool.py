@@ -19,8 +19,7 @@ from private_llm.errors import ConfigError, PartiesBusy, PartyFailed, PrivateLLM
 _LOG = logging.getLogger("private_llm")
 _LOOK_S = 0.1  # how often a waiting request looks whether its client is still there
 _TRIES = 3
-_PAUSE_S = 0.2
-"""Tries to join the parties, and the time between them: parties that form their links anew end what has just begun."""
+_PAUSE_S = 0.2  # between tries to join the parties, which end what has just begun where they form their links anew
 
 
 class PoolBusy(Exception):
@@ -43,10 +42,8 @@ def _tried(join: Callable[[], Any]) -> Any:  # noqa: ANN401
 
 
 class SessionPool:
-    """Private models on sessions of their own. Thread-safe.
-
-    first: a private model (what `from_pretrained` and `patch` return). size: sessions at most. groups: of parties, at
-    which sessions begin, if there are several. Raises ConfigError for a size that cannot be.
+    """Private models, `first` and others, on `size` sessions at most, at several `groups` of parties if they are given.
+    Thread-safe. Raises ConfigError for a size that cannot be.
     """
 
     def __init__(self, first: Any, size: int, groups: PartyGroups | None = None) -> None:  # noqa: ANN401
@@ -80,10 +77,8 @@ class SessionPool:
     def session(
         self, timeout_s: float, gone: Callable[[], bool] = lambda: False, fits: Callable[[Any], int] = lambda model: 0
     ) -> Iterator[Any]:
-        """A private model for one request. gone: whether the client is (asked while waiting). fits: how well a model
-        does; of those that are free, the one that fits best is taken.
-
-        Raises PoolBusy after `timeout_s`, Abandoned, and what `renew` and opening a session raise.
+        """A private model for one request, of those that are free the one that `fits` best. gone: whether nobody waits
+        any more. Raises PoolBusy after `timeout_s`, Abandoned, and what `renew` and opening a session raise.
         """
         with self._using(self._take(timeout_s, gone, fits)) as model:
             yield model

@@ -20,10 +20,8 @@ _NO_TOOLS = "the model's chat template knows no tools; want a model whose templa
 
 
 def of_messages(served: Served, fields: Fields, tools: list[dict[str, Any]] | None = None) -> list[int]:
-    """Tokens of a chat, by the model's template or, without one, of the messages joined by line ends.
-
-    tools: functions that the model may call. Raises ApiError (400) for messages that are no text, for tools of which
-    the template knows nothing, and for what it refuses.
+    """Tokens of a chat and its tools, by the model's template, without one of its messages joined by line ends. Raises
+    ApiError (400) for messages that are no text, unknown tools, and what the template refuses.
     """
     wanted = f'want a list of 1 to {_MOST_MESSAGES} messages, as [{{"role": "user", "content": "Hello"}}]'
     messages, ends = fields.body.get("messages"), fields.flag("continue_final_message")

@@ -21,8 +21,7 @@ from private_llm_gateway.usage import Usage
 
 _LOOK_S = 0.2  # how often it is asked whether a client is still there
 
-RequestWork = Callable[[SendChunk, Callable[[], bool]], Any]
-"""What runs in a thread: told pieces go to the client; the second argument says whether the client is gone."""
+RequestWork = Callable[[SendChunk, Callable[[], bool]], Any]  # in a thread: tells pieces; asks whether nobody waits
 
 
 class ClientGone(Exception):

@@ -19,9 +19,7 @@ _ANY = 1 << 62
 
 @dataclass(frozen=True)
 class Wanted:
-    """A text that is wanted. groups: answers by prompt. logprobs, echo, stream, usage: what is sent of it, and how.
-    tools: what it may call.
-    """
+    """A text that is wanted. groups: answers by prompt. logprobs, echo, stream, usage: what is sent. tools: to call."""
 
     served: Served
     chat: bool
@@ -49,8 +47,7 @@ def find_model(models: Mapping[str, Served], body: Mapping[str, Any], kind: str)
     """The model that a body names. Raises ApiError (404, 400) if there is none of that name or kind."""
     name = Fields(body).text("model")
     if name not in models:
-        offered = ", ".join(models)
-        told = f"The model does not exist here; want one of: {offered}"
+        told = f"The model does not exist here; want one of: {', '.join(models)}"
         raise ApiError(404, told, param="model", code="model_not_found")
     served = models[name]
     if served.kind != kind:
@@ -133,35 +130,22 @@ def _sampling_params(
     top_p = fields.number("top_p", 0, 1)
     only_token = served.config.reveal == "token"
     default = 0.0 if only_token else 1.0
+    form = _schema(fields)
     params = SamplingParams(
-        max_tokens=limit,
-        temperature=default if temperature is None else temperature,
-        top_p=1.0 if top_p is None else top_p,
-        seed=fields.integer("seed", -_ANY, _ANY),
+        max_tokens=limit, temperature=default if temperature is None else temperature,
+        top_p=1.0 if top_p is None else top_p, seed=fields.integer("seed", -_ANY, _ANY),
         presence=fields.number("presence_penalty", -2, 2) or 0.0,
         frequency=fields.number("frequency_penalty", -2, 2) or 0.0,
-        bias=fields.bias(served.vocabulary),
-        stop=fields.stops(),
-        logprobs=logprobs,
-        grammar=_grammar(fields, served, tools),
-    )
+        bias=fields.bias(served.vocabulary), stop=fields.stops(), logprobs=logprobs,
+        grammar=tools.grammar(served, form) if tools else Grammar(form[0], served.table) if form else None,
+    )  # fmt: skip
     if only_token and not (params.plain and params.top_p == 1):
         names = ("temperature", "top_p", "presence_penalty", "frequency_penalty", "logit_bias", "logprobs",
                  "response_format", "tools")  # fmt: skip
         given = next((name for name in names if fields.body.get(name)), "temperature")
-        told = (
-            "the parties open only the most likely token (reveal='token'), so logits cannot be used; leave it out, or "
-        )
-        raise bad(given, f"{told}start the gateway with --reveal logits", "unsupported_parameter")
+        told = "the parties open only the most likely token (reveal='token'), so logits cannot be used; leave it out, "
+        raise bad(given, f"{told}or start the gateway with --reveal logits", "unsupported_parameter")
     return params
-
-
-def _grammar(fields: Fields, served: Served, tools: Tools | None) -> Grammar | None:
-    """What holds an answer to schemas: none for free text."""
-    form = _schema(fields)
-    if tools is not None:
-        return tools.grammar(served, form)
-    return Grammar(form[0], served.table) if form else None
 
 
 def _schema(fields: Fields) -> tuple[object, ...]:

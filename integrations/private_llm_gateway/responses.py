@@ -25,13 +25,10 @@ class Response:
     def __init__(self, wanted: Wanted) -> None:
         self.wanted = wanted
         kind = "chatcmpl" if wanted.chat else "cmpl"
-        self._readers = self._new_readers()
+        self._readers: list[CallReader] = []  # of each answer, where there may be calls
+        if wanted.tools:
+            self._readers = [wanted.tools.reader(wanted.served, each.prompt) for each in wanted.answers]
         self._head = {"id": f"{kind}-{secrets.token_hex(12)}", "created": int(time.time()), "model": wanted.served.name}
-
-    def _new_readers(self) -> list[CallReader]:
-        """What finds calls in each answer, where there may be any."""
-        wanted = self.wanted
-        return [wanted.tools.reader(wanted.served, each.prompt) for each in wanted.answers] if wanted.tools else []
 
     def whole(self, spent: Usage) -> dict[str, Any]:
         """All answers at once."""
@@ -52,10 +49,8 @@ class Response:
             return [self._chunk([row], None) for row in rows]
         if not self.wanted.echo or self.wanted.logprobs:  # a prompt with its likelihoods comes when these are known
             return []
-        pieces = [
-            CompletionChunk(answer.index, self._echoed(answer.prompt), (), None) for answer in self.wanted.answers
-        ]
-        return [self.chunk(piece, None) for piece in pieces]
+        echoed = ((each.index, self._echoed(each.prompt)) for each in self.wanted.answers)
+        return [self.chunk(CompletionChunk(*each, (), None), None) for each in echoed]
 
     def chunk(self, piece: CompletionChunk, spent: Usage | None) -> dict[str, Any]:
         """A part of a stream."""
@@ -89,7 +84,10 @@ class Response:
             return made
         told: dict[str, Any] = {"content": piece.text} if piece.text or piece.likelihoods else {}
         if self._readers:
-            told = self._with_calls(piece, made)
+            reader = self._readers[piece.index]
+            told = reader.feed(piece.text, piece.finish is not None)
+            if piece.finish == "stop" and reader.calls and self.wanted.tools and not self.wanted.tools.named:
+                made["finish_reason"] = "tool_calls"  # as OpenAI says whether the model chose to call something
         if field == "message":
             for call in told.get("tool_calls", ()):
                 del call["index"]
@@ -99,14 +97,6 @@ class Response:
             rows = [_chat_logprob(self.wanted.served, each) for each in piece.likelihoods]
             made["logprobs"] = {"content": rows, "refusal": None}
         return made
-
-    def _with_calls(self, piece: CompletionChunk, made: dict[str, Any]) -> dict[str, Any]:
-        """The delta of a piece; at its end `made` says, as OpenAI does, whether the model chose to call something."""
-        reader = self._readers[piece.index]
-        told = reader.feed(piece.text, piece.finish is not None)
-        if piece.finish == "stop" and reader.calls and self.wanted.tools and not self.wanted.tools.named:
-            made["finish_reason"] = "tool_calls"
-        return told
 
     def _echoed(self, prompt: list[int]) -> str:
         """A prompt's text, but for a character that is not whole: that belongs to the answer."""

@@ -35,9 +35,7 @@ class _KeptResponse:
 
 
 class KeptResponses:
-    """Responses by their ids, each for the key that asked for it. Of the key that keeps most, the oldest make room.
-    Thread-safe.
-    """
+    """Responses by id, each for the key that asked. Of the key that keeps most, the oldest make room. Thread-safe."""
 
     def __init__(self) -> None:
         self._kept: dict[str, _KeptResponse] = {}
@@ -74,10 +72,7 @@ class KeptResponses:
 
 
 class ResponseAsked:
-    """A request to /v1/responses, and the response while it comes. chat: the body of the same as a chat.
-
-    Raises ApiError (400, 404).
-    """
+    """A request to /v1/responses, its response while it comes, and the same as a chat. Raises ApiError (400, 404)."""
 
     def __init__(self, body: Mapping[str, Any], owner: str, kept: KeptResponses) -> None:
         refuse_unsupported(body, "responses")
@@ -169,7 +164,9 @@ class ResponseAsked:
                 made += self._begin({"type": "message", "role": "assistant", "content": []}, "msg")
             (part,) = self.response["output"][-1]["content"]
             part["text"] += text or ""
-            part["logprobs"] += [_with_bytes(row) for row in rows]
+            for row in rows:
+                tops = [{**top, "bytes": top["bytes"] or []} for top in row["top_logprobs"]]
+                part["logprobs"].append({**row, "bytes": row["bytes"] or [], "top_logprobs": tops})
             bare = [_without_bytes(row) for row in rows]
             made.append(self._of_item("response.output_text.delta", content_index=0, delta=text or "", logprobs=bare))
         for call in delta.get("tool_calls") or ():
@@ -257,11 +254,6 @@ def _metadata(fields: Fields) -> dict[str, str]:
     if len(given) > 16 or not all(fits):
         raise bad("metadata", "want up to 16 texts of 512 characters, by names of 64, at most")
     return given
-
-
-def _with_bytes(row: Mapping[str, Any]) -> dict[str, Any]:
-    return {**row, "bytes": row["bytes"] or [], "top_logprobs": [{**top, "bytes": top["bytes"] or []}
-                                                                for top in row["top_logprobs"]]}  # fmt: skip
 
 
 def _without_bytes(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -30,10 +30,8 @@ OWN_CHAT = "the model's own"
 
 @dataclass(frozen=True)
 class Served:
-    """A model by its name. tokenizer: of transformers. vectors: which ones an encoder gives. kept: of sessions.
-    speculation: how drafts are made for single greedy answers; None: not at all.
-
-    Raises ConfigError for models without a place in this API.
+    """A model by its name. vectors: of an encoder. kept: of sessions. speculation: drafts of single greedy answers
+    (None: none). Raises ConfigError for models without a place in this API.
     """
 
     name: str

@@ -41,9 +41,7 @@ class Tools:
         return TemplateReader(served.tokenizer, served.tokenizer.decode(prompt), self.listed, most)
 
     def grammar(self, served: Served, form: tuple[object, ...]) -> Grammar | None:
-        """What an answer must be: calls by their schemas, where they are forced or strict, else text or, with `form`
-        (of one schema), its JSON. None for anything. Raises ApiError (400).
-        """
+        """What an answer must be: calls, if forced or strict, or `form`'s JSON; None: any. Raises ApiError (400)."""
         if not (self.forced or form or any(each.get("strict") for each in self.functions)):
             return None
         written = served.call_format
@@ -114,10 +112,8 @@ def read_tools(fields: Fields, served: Served) -> Tools | None:
     if choice == "none":
         return None
     if served.knows_tools and served.call_format is None and not served.reads_calls:
-        told = (
-            "the gateway does not know how this model writes calls; want one of Qwen's, Llama's or Mistral's form, or "
-        )
-        raise bad("tools", f"{told}a tokenizer with a response_template", "unsupported_parameter")
+        told = "the gateway does not know how this model writes calls; want one of Qwen's, Llama's or Mistral's form, "
+        raise bad("tools", f"{told}or a tokenizer with a response_template", "unsupported_parameter")
     return Tools(functions, named is not None or choice == "required", named, parallel)
 
 

@@ -23,10 +23,8 @@ _LOOK_S = 0.5  # how often the parties are asked what they sent: asking takes a 
 
 @dataclass(frozen=True)
 class Usage:
-    """What a request cost so far: bytes over all links, rounds, and tokens in a second since its first. kept: tokens of
-    its prompts that a session had read before.
-
-    Rounds of sessions that run side by side are added, though they may be the same rounds at the parties.
+    """What a request cost so far: bytes over all links, rounds (of parallel sessions in sum), tokens a second since the
+    first. kept: tokens of its prompts that a session had read before.
     """
 
     bytes: int = 0
@@ -47,16 +45,6 @@ class UsageTotal:
         self._bytes = self._rounds = self._kept = self.read = self.made = 0
         self._first: tuple[float, int] | None = None
 
-    def prompt(self, tokens: int) -> None:
-        """A prompt is given to the parties."""
-        with self._lock:
-            self.read += tokens
-
-    def kept(self, tokens: int) -> None:
-        """So many of a prompt need not be read again."""
-        with self._lock:
-            self._kept += tokens
-
     def tokens(self, count: int) -> None:
         """Tokens came."""
         with self._lock:
@@ -64,11 +52,13 @@ class UsageTotal:
             if self._first is None:
                 self._first = (time.monotonic(), self.made)
 
-    def add(self, sent: int, rounds: int) -> None:
-        """More was sent."""
+    def add(self, sent: int = 0, rounds: int = 0, read: int = 0, kept: int = 0) -> None:
+        """More was sent; so many tokens of a prompt are given to the parties, or need not be read again."""
         with self._lock:
             self._bytes += sent
             self._rounds += rounds
+            self.read += read
+            self._kept += kept
 
     @property
     def usage(self) -> Usage:
