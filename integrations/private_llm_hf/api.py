@@ -158,11 +158,10 @@ def patch(
         found = given()
         if found is None:
             raise ConfigError("sessions: servers want the weights again, and the plaintext model is gone; keep it")
-        stream_loaded(_loaded(found, private_config), wanted, sink)
+        stream_loaded(_loaded(found, private_config), wanted, sink, local)
 
     return _open(
-        type(model), copy.deepcopy(model.config), private_config,
-        lambda wanted, sink, local: stream_loaded(model, wanted, sink), generation,
+        type(model), copy.deepcopy(model.config), private_config, functools.partial(stream_loaded, model), generation,
         ranges or (lambda: loaded_ranges(model, private_config, images)), mesh, start, again=again,
     )  # fmt: skip
 
@@ -206,10 +205,7 @@ def _open(
     generation: GenerationConfig | None, ranges: Ranges | Callable[[], Ranges], mesh: LocalMesh | None = None,
     start: Start = start_parties, tried: bool = False, again: WeightSource | None = None,
 ) -> PreTrainedModel:  # fmt: skip
-    """Try a class that no test compares, plan, start parties; calibrate and share the weights if they hold none.
-
-    again: reads the weights another time, if `weights` would keep them in memory until then.
-    """
+    """Try an untested class, plan, start parties; calibrate and share what they lack. again: reads weights anew."""
     if private_config.protocol == ASSISTED:
 
         def joins(mesh: LocalMesh | None = None) -> Parties:
@@ -329,11 +325,8 @@ def _stream(weights: Callable[[Sink], None], spec: ModelSpec, sparse: SharedPred
 
 
 def _open_small(model: PreTrainedModel, settings: PrivateConfig) -> PreTrainedModel:
-    generation = getattr(model, "generation_config", None)
-    return _open(
-        type(model), model.config, settings, lambda wanted, sink, local: stream_loaded(model, wanted, sink), generation,
-        UNKNOWN, tried=True,
-    )  # fmt: skip
+    generation, weights = getattr(model, "generation_config", None), functools.partial(stream_loaded, model)
+    return _open(type(model), model.config, settings, weights, generation, UNKNOWN, tried=True)
 
 
 def ranges_of_checkpoint(
@@ -370,8 +363,7 @@ def share_checkpoint(
     require_agreement(model_class, source_config, _open_small)
     config, sparse, spec = _specified(model_class, source_config, private_config)
     _fitting(model_class, source_config, spec, private_config)
-    wanted = spec.shared
-    target = Path(folder)
+    wanted, target = spec.shared, Path(folder)
     client = target / "client"
     if client.is_symlink() or (client.exists() and not client.is_dir()):
         raise ShareFileError(f"{client} is a link or a file; want a folder there, or nothing")
@@ -417,11 +409,11 @@ def prepare_corrections(
     private_config = _checked(private_config)
     if isinstance(source, str):
         checkpoint, model_class, config = _found(source, auto, hf_kwargs, private_config)
-        weights: WeightSource = functools.partial(checkpoint.stream, model_class, config)
+        weights = functools.partial(checkpoint.stream, model_class, config)
     else:
         model = _loaded(source, private_config)
         model_class, config = type(model), copy.deepcopy(model.config)
-        weights = lambda wanted, sink, local: stream_loaded(model, wanted, sink)  # noqa: E731
+        weights = functools.partial(stream_loaded, model)
     return make_corrections(model_class, config, weights, private_config, tokens, keep, progress, notice, stop)
 
 

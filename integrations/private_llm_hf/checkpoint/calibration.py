@@ -39,10 +39,8 @@ _COMPARED = {op: made.name for made in ACTIVATIONS if made.compared for op in ma
 _SUMS = {torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__, Tensor.add_, Tensor.__iadd__}
 _SAME = {F.dropout, torch.dropout, Tensor.to, Tensor.float, Tensor.contiguous, Tensor.view, Tensor.reshape}
 
-ROUNDING = 4e-4
-"""One unit of a row with fewer fractional bits may be this part of its smallest root mean square: error about 1e-4."""
-VISIBLE = 2e-3
-"""One unit may be this part of a row's root mean square before a warning says so: logits are then off by 0.01."""
+ROUNDING = 4e-4  # one unit of a row with fewer bits, in parts of its smallest root mean square: error about 1e-4
+VISIBLE = 2e-3  # one unit, in parts of a row's root mean square, from which a warning says so: logits off by 0.01
 
 _LARGE_SCORE = 500.0  # attention scores above it are warned of
 
@@ -50,10 +48,7 @@ _MOST_SCORE = 15  # scores below 2^15 pass the check of ranges, which sums up 25
 
 
 class Largest(TorchFunctionMode):
-    """Notes the largest values of each module while the mode is on; see the module header.
-
-    Whatever meets NaN or infinity raises DomainError, which names the module.
-    """
+    """Notes each module's largest values while it is on. Raises DomainError naming a module for NaN and infinity."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -163,10 +158,7 @@ class Largest(TorchFunctionMode):
         self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, scale: float | None = None,
         **_: object,
     ) -> None:  # fmt: skip
-        """Scores of fused attention, before they are scaled and after, and values; grouped heads share their keys.
-
-        Ranges of scores are noted where nothing is added to them.
-        """
+        """Values, and scores of fused attention before and after scaling; ranges where nothing is added to them."""
         key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
         scores = query.float() @ key.float().mT
         largest = float(scores.abs().max())

@@ -35,15 +35,12 @@ ROWS = 2  # rows of text
 
 _PRIME = 7919
 
-_LARGEST, _SMALLEST = 32, 8
-"""Tokens with the largest and the smallest rows of embeddings that are tried, whatever the text."""
+_LARGEST, _SMALLEST = 32, 8  # tokens with the largest and smallest rows of embeddings that are tried, whatever the text
 
 
 def calibrate(model: nn.Module, config: PrivateConfig, batches: Sequence[Callable[[nn.Module], object]]) -> Ranges:
-    """Run `model` (plaintext, all weights present) on every batch and return its ranges.
-
-    batches: functions that call the model once. The model stays as it is; it should be in eval mode.
-    Raises DomainError naming a module whose values fit no fixed-point format, before anything was sent.
+    """The ranges of a plaintext model in eval mode, which each of `batches` calls once. Raises DomainError naming a
+    module whose values fit no fixed-point format, before anything was sent.
     """
     if any(not bool(torch.isfinite(value).all()) for value in model.parameters()):
         return UNKNOWN  # sharing names the weight
@@ -68,7 +65,6 @@ def checkpoint_ranges(
     private_config: PrivateConfig, text: str | None = None, images: Tensor | None = None,
 ) -> Ranges:  # fmt: skip
     """Calibrate a checkpoint on `text` (default: the bundled one); nothing is known of what cannot be calibrated.
-
     images: for models of images, instead of pictures of noise. The whole plaintext model is in memory meanwhile.
     """
     if not can_calibrate(config, private_config):
@@ -79,10 +75,8 @@ def checkpoint_ranges(
 
 
 def loaded_ranges(model: nn.Module, private_config: PrivateConfig, images: Tensor | None = None) -> Ranges:
-    """Calibrate a model in memory; its mode stays as it was.
-
-    On the bundled text if it was loaded from a folder with a tokenizer, and on tokens from all over its vocabulary; a
-    model of images on `images`, or on pictures of noise if it says what shape it takes.
+    """Calibrate a model in memory: on the bundled text, if its folder has a tokenizer, and tokens of every kind; one of
+    images on `images`, or on pictures of noise of the shape that it states.
     """
     if not isinstance(model, PreTrainedModel) or not can_calibrate(model.config, private_config):
         return UNKNOWN
@@ -132,9 +126,8 @@ def bundled_text() -> str:
 def batches(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, text: str | None = None
 ) -> list[Callable[[nn.Module], object]]:
-    """Calls of the model: text (with a tokenizer), and tokens of every kind, those with the largest embeddings first.
-
-    Raises ConfigError for a text without a tokenizer to read it, or of less than two tokens.
+    """Calls of the model: text (with a tokenizer), and tokens of every kind, those of large embeddings first. Raises
+    ConfigError for a text without a tokenizer, or of less than two tokens.
     """
     if text is not None and tokenizer is None:
         raise ConfigError("calibration text: the checkpoint has no tokenizer to read it; leave the text out")
@@ -185,8 +178,7 @@ def _run(model: PreTrainedModel, ids: Tensor) -> object:
 # What counts are weights as the parties get them: of layers that take up a norm, with the norm's weight in them.
 WEIGHT_BITS = 11  # a layer's weights have a root mean square of 2^WEIGHT_BITS units: rounding is then 1e-4 of them
 
-FOLDED_WEIGHT_BITS = 14
-"""The same of layers that take up a norm: they would have had more units without it, and they are most layers."""
+FOLDED_WEIGHT_BITS = 14  # of those that take up a norm: they would have had more units without it, and are most
 
 _MOST_WEIGHT_BITS = 40
 

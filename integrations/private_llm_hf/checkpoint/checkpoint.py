@@ -63,10 +63,8 @@ class Checkpoint:
         self._whole: PreTrainedModel | None = None
 
     def config(self) -> PretrainedConfig:
-        """The configuration as if weights were plain.
-
-        Raises PatchMismatch for weights that cannot be made plain, ConfigError if a package is missing to read them,
-        for a folder that is not there and for arguments that the configuration has no use for.
+        """The configuration as if weights were plain. Raises PatchMismatch where they cannot be, ConfigError for
+        missing packages and folders, and for arguments that it has no use for.
         """
         given = self._settings.get("config")
         if given is not None:
@@ -98,7 +96,6 @@ class Checkpoint:
 
     def settled(self, model_class: type[PreTrainedModel], config: PretrainedConfig) -> PretrainedConfig:
         """The configuration of the weights as they are shared: an adapter may resize the vocabulary, or untie the head.
-
         The whole model of an adapter is loaded for that, and kept until it is shared. Raises as `load`.
         """
         if self._base is None:
@@ -107,10 +104,8 @@ class Checkpoint:
         return self._whole.config
 
     def _plain_config(self, config: PretrainedConfig) -> PretrainedConfig:
-        """A configuration without the note that weights are quantised, which is kept for loading, and as here.
-
-        Attention of another machine (FlashAttention) may have no package here, and does not matter to a private model.
-        Raises ConfigError for attention of somebody's own.
+        """A configuration without quantisation, which is kept for loading, and without another machine's attention
+        (FlashAttention). Raises ConfigError for attention of somebody's own.
         """
         self._quantised = getattr(config, "quantization_config", None) or self._quantised
         check_attention(config._attn_implementation)
@@ -143,10 +138,8 @@ class Checkpoint:
         self, model_class: type[PreTrainedModel], config: PretrainedConfig, wanted: WeightList, sink: Sink,
         local: bool = False,
     ) -> None:  # fmt: skip
-        """Pass on every weight: as it is read where weights are plain, else from the whole model in memory.
-
-        local: only if nothing need be downloaded. Raises PatchMismatch for weights that are missing or cannot be made
-        plain, OSError without a checkpoint.
+        """Pass on every weight, as it is read or from the whole model in memory. local: without download. Raises
+        PatchMismatch for weights that are missing or cannot be made plain, OSError without a checkpoint.
         """
         if not self._special:
             with readable_files(self.source):
@@ -160,10 +153,7 @@ class Checkpoint:
     def load(
         self, model_class: type[PreTrainedModel], config: PretrainedConfig, local: bool = False
     ) -> PreTrainedModel:
-        """The whole plaintext model, plain float32 weights, in evaluation mode.
-
-        Raises PatchMismatch and OSError as `stream`.
-        """
+        """The whole plaintext model, plain float32 weights, evaluating. Raises PatchMismatch, OSError as `stream`."""
         if self._whole is not None:
             return self._whole
         model, missing = self._load(model_class, config, self._options(local))

@@ -23,18 +23,14 @@ from private_llm_hf.vision.network import Network
 FOREIGN = (ImportError, ValueError, RuntimeError, TypeError, AttributeError, KeyError)
 """What transformers, peft and the packages of quantisers raise for a model that they cannot handle."""
 
-TIED = "(?s).*tie(d|_word)"
-"""What peft warns of where adapters meet tied weights, which are separated before they are merged."""
+TIED = "(?s).*tie(d|_word)"  # what peft warns of where adapters meet tied weights, which are separated before merging
 
-_MERGED, _ROUNDED = 1e-4, 5e-2
-"""Largest difference that merging makes, as a part of the largest output: in 32 bits, and where weights have 16."""
+_MERGED, _ROUNDED = 1e-4, 5e-2  # difference by merging, in parts of the largest output: in 32 bits, of 16-bit weights
 
 
 def dense_model(model: nn.Module, owned: bool = False) -> nn.Module:
-    """The model itself if its weights are plain, else a copy with plain ones.
-
-    owned: nobody else uses the model, so it need not be copied. Raises PatchMismatch for what cannot be made plain, and
-    for hooks and methods of somebody's own, on the model, on what is around it and on adapters.
+    """The model, or a copy with plain weights. owned: it need not be copied. Raises PatchMismatch for weights that
+    cannot be plain, and for somebody's own hooks and methods on it, around it and on adapters.
     """
     refuse_own_code(model)
     model = _merged(unwrapped(model), owned)

@@ -66,10 +66,7 @@ class NormFold:
 
 
 def fold_norms(model: nn.Module, folded: Folded) -> tuple[NormFold, ...]:
-    """Take the weights of these norms out of a module tree (structure only; values follow through `Folder`).
-
-    Raises PatchMismatch for what is no norm with a weight, and for layers that cannot take it up.
-    """
+    """Take these norms' weights out (values follow through `Folder`). Raises PatchMismatch where a fold cannot be."""
     folds: list[NormFold] = []
     modules = dict(model.named_modules())
     for name, readers in folded.items():
@@ -152,10 +149,7 @@ class Fold:
 
 
 def fold_batch_norms(model: nn.Module) -> tuple[Fold, ...]:
-    """Replace every batch norm of a module tree (structure only; weights follow through `Folder`).
-
-    Raises PatchMismatch for norms without running statistics.
-    """
+    """Replace all batch norms (weights follow through `Folder`). Raises PatchMismatch for those without statistics."""
     layers = _layers_before(model)
     folds = []
     for name, norm in list(model.named_modules()):
@@ -195,10 +189,7 @@ def _layers_before(model: nn.Module) -> dict[str, str]:
 
 # -- weights on their way ----------------------------------------------------------------------------------------------
 class Folder:
-    """A sink before a sink: holds the few tensors of each fold until all have come, then passes on its result.
-
-    known: the weights that come.
-    """
+    """A sink before a sink: of `known` weights it holds those of each fold till all have come, and passes results."""
 
     def __init__(self, folds: Sequence[Fold | NormFold], known: set[str], sink: Sink) -> None:
         self._sink = sink

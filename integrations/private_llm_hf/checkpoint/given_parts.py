@@ -19,8 +19,7 @@ from private_llm.errors import PatchMismatch
 from private_llm_hf.checkpoint.model_spec import sent_values
 from private_llm_hf.models.architectures import caches
 
-_ACTIVATIONS = ("torch.nn.modules.activation", "transformers.activations")
-"""Where activations are from of which another one may stand in a module, if it computes the same."""
+_ACTIVATIONS = ("torch.nn.modules.activation", "transformers.activations")  # of which others may stand in, if equal
 _IN_TRAINING = (nn.Dropout, nn.Identity)  # what computes nothing in evaluation
 _WIDEST, _POINTS = 1e3, 20_001
 
@@ -49,10 +48,8 @@ def pairs(model: nn.Module, built: nn.Module) -> dict[str, tuple[nn.Module, nn.M
 
 
 def strange_modules(model: nn.Module, built: nn.Module) -> list[str]:
-    """Modules of another class than in `built`, or that only one of them has, as "name (class, want class)".
-
-    What is inside them is not listed. An activation may be another class of torch or transformers that computes the
-    same. A list of layers may have more of the same kind, as the configuration says how many of them run.
+    """Modules of another class than in `built`, or in one of both, as "name (class, want class)", without their parts.
+    Activations may be other classes that compute the same, lists of layers longer.
     """
     found: dict[str, str] = {}
     for name, module in built.named_modules(remove_duplicate=False):
@@ -180,7 +177,6 @@ def _same_buffer(found: Tensor, wanted: Tensor) -> bool:
 # -- settings: eps, scaling, windows, functions -----------------------------------------------------------------------
 def check_settings(model: PreTrainedModel, built: PreTrainedModel) -> None:
     """Raise PatchMismatch for settings of modules (eps, scaling, windows), functions and configurations that differ.
-
     Some modules change theirs in a call, so both should have computed the same inputs before.
     """
     ignored = {*_OF_TRAINING, *_SIZES} | (set() if caches(model.config) else {"layer_idx"})

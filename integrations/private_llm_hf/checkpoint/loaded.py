@@ -273,10 +273,7 @@ def _dense(name: str, found: Tensor) -> Tensor:
 
 @contextmanager
 def _unpacked(model: nn.Module) -> Iterator[None]:
-    """Weights in classes of their own (torchao's, for instance) as plain ones inside: the values that are shared.
-
-    Raises PatchMismatch with the weight's name if one cannot be made plain.
-    """
+    """Weights in classes of their own as plain ones inside. Raises PatchMismatch with the name where none can."""
     held = []
     try:
         for path, module in model.named_modules():

@@ -46,10 +46,7 @@ _LONGEST = 8  # layers, where a list says what each of them is
 
 
 def miniature(model_class: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:
-    """A model of this class with random weights: every setting of `config` but its sizes, float32, evaluation mode.
-
-    Raises PatchMismatch if neither a small one nor one of two layers can be made.
-    """
+    """A model of this class and settings but for sizes, random, float32. Raises PatchMismatch if it cannot be."""
     reasons = []
     for shrink in (small_config, _few_layers):
         try:

@@ -20,8 +20,7 @@ from private_llm_hf.models.sparse_blocks import attach_predictors, sparse_blocks
 from private_llm_hf.vision.network import Network
 from private_llm_hf.wire.commands import Description
 
-_PASSING = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version")
-"""Configuration keys that do not change what a model computes."""
+_PASSING = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version")  # of no effect on results
 
 
 def model_class(name: str) -> type[PreTrainedModel]:
@@ -41,10 +40,7 @@ def named_class(source: str, config: PretrainedConfig) -> type[PreTrainedModel]:
 
 
 def accepted_class(name: object, config: object) -> type[PreTrainedModel]:
-    """The class called `name`, if `architecture()` accepts the type of the configuration, and it is the class's own.
-
-    Builds nothing. Raises PatchMismatch.
-    """
+    """The class `name` if `architecture()` accepts its configuration's type. Builds nothing. Raises PatchMismatch."""
     model_type = config.get("model_type") if isinstance(config, Mapping) else None
     architecture_of(model_type)
     refuse_loading(config)
@@ -73,20 +69,16 @@ def describe(
 
 
 def folds_norms(config: PrivateConfig) -> bool:
-    """Whether norms are folded into the layers that read them: where weights are secret, and whole at the parties.
-
-    Folded weights are small where a norm's are, and want fractional bits of their own, which public weights and those
-    of models that nobody calibrates do not get.
+    """Whether norms are folded into layers that read them: where weights are secret, whole at the parties, and
+    calibrated, since folded weights are small and want fractional bits of their own.
     """
     return config.weights == "secret" and config.calibrate and config.plan is None and config.sparsity is None
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """What is known of a model without its weights.
-
-    model: the tree that the parties build. source: the weights that a checkpoint holds. shared: those that the parties
-    get, which differ where norms are folded. norm_folds: layers that take up a norm that they read.
+    """A model without its weights. model: the tree that parties build. source: weights of a checkpoint. shared: those
+    that parties get, which differ where norms are folded. norm_folds: layers that take up a norm.
     """
 
     model: PreTrainedModel
@@ -99,10 +91,7 @@ class ModelSpec:
     def of(
         cls, model_class: type[PreTrainedModel], config: PretrainedConfig, fold_norms_too: bool = False
     ) -> "ModelSpec":  # fmt: skip
-        """From class and configuration alone. fold_norms_too: see `folds_norms`; not where predictors read norms.
-
-        Raises PatchMismatch for weights without a rule.
-        """
+        """fold_norms_too: see `folds_norms`; not where predictors read norms. Raises PatchMismatch without a rule."""
         folded = norm_readers(model_class, config) if fold_norms_too and not sparse_blocks(config) else NONE_FOLDED
         model = skeleton(model_class, config)
         source = WeightList.of(model)

@@ -30,15 +30,11 @@ from private_llm_hf.models.handlers import handler_of, match
 from private_llm_hf.models.norms import CANNOT, spelled_norm
 
 _SAME = {Tensor.contiguous, Tensor.to, Tensor.float, Tensor.detach, Tensor.unsqueeze, F.dropout, torch.dropout}
-_SHAPED = {Tensor.view, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten}
-"""Operations that leave rows as they are, if the last dimension stays as long as it was."""
+_SHAPED = {Tensor.view, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten}  # if the last dimension stays
 
 
 def norm_readers(model_class: type[PreTrainedModel], config: PretrainedConfig) -> dict[str, tuple[str, ...]]:
-    """The norms of a decoder whose output linear layers alone read, with the names of those layers.
-
-    The model runs once, on the meta device.
-    """
+    """The norms of a decoder that linear layers alone read, with these layers, of one run on the meta device."""
     if architecture(config).kind != "decoder":
         return {}
     found = _traced(model_class, config)
@@ -46,10 +42,7 @@ def norm_readers(model_class: type[PreTrainedModel], config: PretrainedConfig) -
 
 
 def norms_read(model_class: type[PreTrainedModel], config: PretrainedConfig) -> dict[str, str]:
-    """Linear layers, of any kind of model, that read the output of one norm and nothing else, with the norm's name.
-
-    Others may read the norm as well. The model runs once, on the meta device.
-    """
+    """Linear layers of any model that read one norm and nothing else, with its name; one run on the meta device."""
     found = _traced(model_class, config)
     return {} if found is None else found[0].norms_of_layers()
 
@@ -200,8 +193,7 @@ class ResultReaders:
 
     def __init__(self, model: nn.Module) -> None:
         self.of: dict[str, set[str | None]] = {}
-        self.factors: dict[str, set[str | None]] = {}
-        """The modules whose results are factors of each product; None among them is a factor that is anything else."""
+        self.factors: dict[str, set[str | None]] = {}  # by product the modules of its factors; None: anything else
         self._gelus = {module for module in model.modules() if match("gelus", module) is not None}
         self._inside: list[nn.Module] = []
         self._results: dict[int, tuple[weakref.ref[Tensor], set[str]]] = {}

@@ -24,10 +24,8 @@ from private_llm.errors import PatchMismatch
 
 _OWN = ("torch", "transformers")
 _PACKAGES = (*_OWN, "accelerate", "peft")
-_WRAPPERS = ("peft.", "torch._dynamo.", "torch.nn.parallel.")
-"""Where classes are from that are taken off before parties build the model."""
-_ALSO_RUN = ("_compiled_call_impl", "_loss_function")
-"""Attributes that modules run if one is set; no method of theirs stands in its place."""
+_WRAPPERS = ("peft.", "torch._dynamo.", "torch.nn.parallel.")  # of classes that are taken off before parties build
+_ALSO_RUN = ("_compiled_call_impl", "_loss_function")  # run by modules if one is set, in place of no method
 
 
 def refuse_own_code(model: nn.Module) -> None:
@@ -146,7 +144,6 @@ _SHARED = frozenset({"transformers.masking_utils", "transformers.modeling_rope_u
 
 def patched_code(model: nn.Module) -> list[str]:
     """Dotted names of methods, functions and classes that somebody put in place of those of transformers and torch.nn.
-
     Looks at the classes of all modules, at the files that define them, and at the attention function.
     """
     kinds = {kind for module in model.modules() for kind in type(module).__mro__ if issubclass(kind, nn.Module)}
@@ -173,12 +170,12 @@ def _definitions(home: str) -> Iterator[str]:
     module = sys.modules[home]
     for name, origin in _names(home):
         value = getattr(module, name, None)
-        foreign = isinstance(value, types.FunctionType) and _is_foreign(value, _OWN)
+        function = isinstance(value, types.FunctionType)
         if origin is not None:
-            source = sys.modules.get(origin)
-            if isinstance(value, types.FunctionType) and value is not getattr(source, name, value):
-                yield f"{home}.{name}"
-        elif foreign or (isinstance(value, type) and value.__module__ != home):
+            changed = function and value is not getattr(sys.modules.get(origin), name, value)
+        else:
+            changed = (function and _is_foreign(value, _OWN)) or (isinstance(value, type) and value.__module__ != home)
+        if changed:
             yield f"{home}.{name}"
 
 

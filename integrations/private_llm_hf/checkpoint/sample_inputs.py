@@ -20,8 +20,7 @@ from private_llm_hf.vision.network import Network, NetworkConfig
 SPAN = 2.5  # largest value of the pictures of noise: white, normalised by the usual means and deviations, is 2.2 to 2.7
 _LENGTH = 6
 _LONG = 512
-_SPARE = 4
-"""Positions that are left for generated tokens, and for numbers of positions that begin after the padding token's."""
+_SPARE = 4  # positions left for generated tokens, and for numbers that begin after the padding token's
 _SIDE = 32  # pixels of images, where any size goes
 _SIDES = (_SIDE, 28, 224, 64, 96, 128, 256, 299, 16, 8)  # usual ones, for networks that may take one size only
 _SEED = 7919
@@ -95,10 +94,7 @@ def sample_pictures(config: PretrainedConfig) -> Tensor:
 
 
 def fitting_inputs(network: Network) -> Tensor | None:
-    """Rough inputs [4, ...] of a network that does not say what it takes, of the first usual size that it runs on.
-
-    None if no size is right. The network computes on each that is tried, in plaintext.
-    """
+    """Rough inputs [4, ...] of the first usual size on which a network without a stated one runs, in plaintext."""
     weighted = (module for module in network.modules() if getattr(module, "weight", None) is not None)
     first, shapes = next(weighted, None), list[tuple[int, ...]]()
     if isinstance(first, nn.Linear):
@@ -116,7 +112,6 @@ def fitting_inputs(network: Network) -> Tensor | None:
 
 def pictures(config: PretrainedConfig) -> Tensor:
     """Images [4, C, H, W] from -2.5 to 2.5, the span that processors leave: rough, smooth, and of one colour each half.
-
     Natural images have spectra like 1 / frequency; the smooth picture has, the rough one has all alike.
     """
     channels, height, width = image_shape(config)
@@ -134,10 +129,7 @@ def pictures(config: PretrainedConfig) -> Tensor:
 def output_shape(
     model_class: type[PreTrainedModel], config: PretrainedConfig, shape: Sequence[int], name: str = "pixel_values"
 ) -> tuple[int, ...]:
-    """The shape of what a model makes of images of this shape, tried without values.
-
-    Raises DomainError, which names the argument, for images that cannot go through the layers.
-    """
+    """The shape of what a model makes of images of `shape`, without values. Raises DomainError if they are unfit."""
     try:
         with torch.no_grad():
             made = skeleton(model_class, config)(torch.empty(tuple(shape), device="meta"), return_dict=True)
@@ -149,10 +141,7 @@ def output_shape(
 
 
 def check_images(model_class: type[PreTrainedModel], config: PretrainedConfig, images: object) -> Tensor:
-    """`images=` as given for calibration: a floating-point batch of the model's shape.
-
-    Raises ConfigError for a model that reads none, DomainError for another type, shape or value.
-    """
+    """Calibration's images of the model's shape. Raises ConfigError if it reads none, DomainError for others."""
     if architecture(config).kind != "vision":
         raise ConfigError(f"images: got them for {model_class.__name__}, which reads tokens; leave them out")
     check_values("images", images)
@@ -164,15 +153,11 @@ def check_images(model_class: type[PreTrainedModel], config: PretrainedConfig, i
 
 
 # -- what two models that should be one compute, and the first module in which they differ ----------------------------
-EQUAL = 1e-5
-"""Largest difference between two runs of the same code, as a part of the largest value: sums in another order."""
+EQUAL = 1e-5  # largest difference of two runs of the same code, in parts of the largest value: sums in another order
 
 
 def outputs(model: nn.Module, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Every tensor that one forward returns, by name, in float32 on the CPU; the model's mode stays as it was.
-
-    Inputs go to where the weights lie. A model that was compiled runs without its compiler.
-    """
+    """Every tensor of one forward, where the weights lie, by name: float32, CPU; in evaluation, not compiled."""
     weights = [value for value in model.parameters() if not value.is_meta]
     device = weights[0].device if weights else torch.device("cpu")
     dtype = next((value.dtype for value in weights if value.is_floating_point()), torch.float32)
@@ -209,15 +194,11 @@ def difference(wanted: Mapping[str, Tensor], found: Mapping[str, Tensor], allowe
     return None
 
 
-Calls = dict[str, tuple[list[Tensor], list[Tensor]]]
-"""Inputs and outputs of modules by name, in the order in which they end."""
+Calls = dict[str, tuple[list[Tensor], list[Tensor]]]  # inputs and outputs of modules by name, in order of their ends
 
 
 def first_difference(first: Calls, second: Calls, allowed: float = EQUAL) -> str:
-    """The innermost module that makes another output of the same first input; "" for the whole model.
-
-    Masks come after it, and ways to compute the same attention take them in different forms.
-    """
+    """The innermost module with another output of the same first input ("": the whole model); masks may differ."""
     differing = [name for name in second if name in first and not _alike(first[name][1], second[name][1], allowed)]
     begun = (name for name in differing if _alike(first[name][0][:1], second[name][0][:1], allowed))
     return next(begun, differing[0] if differing else "")
@@ -229,11 +210,8 @@ def recorded(model: nn.Module, parts: Mapping[str, nn.Module], given: Mapping[st
 
     def keep(name: str) -> Any:  # noqa: ANN401 - a hook
         def hook(module: nn.Module, args: object, kwargs: object, made: object) -> None:
-            seen = (
-                [_seen(value) for value in tensors_in((args, kwargs))],
-                [_seen(value) for value in tensors_in(made)],
-            )
-            calls.setdefault(name, seen)
+            inputs, results = ([_seen(value) for value in tensors_in(each)] for each in ((args, kwargs), made))
+            calls.setdefault(name, (inputs, results))
 
         return hook
 

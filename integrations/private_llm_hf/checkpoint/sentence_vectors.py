@@ -88,10 +88,7 @@ _WAYS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 # -- the files ---------------------------------------------------------------------------------------------------
 def sentence_vectors(source: str | Path, **download: Any) -> SentenceVectors:  # noqa: ANN401 - as transformers
-    """As the files beside a model say; without them the mean of all tokens, of length 1.
-
-    source: folder or hub id. Raises ConfigError for what is not computed here.
-    """
+    """As files of a folder or hub id say (none: the mean of all tokens, length 1). Raises ConfigError for others."""
     modules = _json(source, _MODULES, download)
     if modules is None:
         return SentenceVectors()
@@ -122,10 +119,7 @@ def sentence_vectors(source: str | Path, **download: Any) -> SentenceVectors:  #
 
 
 def copy_sentence_files(source: str | Path, folder: Path, **download: Any) -> None:  # noqa: ANN401 - as transformers
-    """Copy those of these files that there are, none of which holds weights.
-
-    Raises ConfigError for a file that is not JSON.
-    """
+    """Copy those of these files that are there, none with weights. Raises ConfigError for a file that is not JSON."""
     modules = _json(source, _MODULES, download)
     paths = [each.get("path") for each in modules if isinstance(each, Mapping)] if isinstance(modules, list) else []
     inside = [f"{path}/config.json" for path in paths if isinstance(path, str) and path and Path(path).name == path]

@@ -35,8 +35,7 @@ from private_llm_hf.checkpoint.weights import WeightList, encode_weight
 from private_llm_hf.wire.codec import shown
 from private_llm_hf.wire.commands import Description
 
-FORMATS = {"private-llm share file 2": "aes", "private-llm share file 3": "chacha20"}
-"""Formats, and the cipher of their masks."""
+FORMATS = {"private-llm share file 2": "aes", "private-llm share file 3": "chacha20"}  # with their masks' cipher
 _AGREE = ("protocol", "ring", "frac_bits")
 _BLANK = "0" * 64
 _MALFORMED = (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError, ConfigError)
@@ -276,10 +275,8 @@ class ShareFile:
         return self.keys[0].cipher if self.keys else None
 
     def weight(self, name: str, seeds: bool = False) -> Share:
-        """This party's share of one weight: what the file holds of it is read, masks are made from their seeds.
-
-        seeds: masks of matrices are made anew whenever they are read (`weight_sharing.assemble`). Raises ShareFileError
-        if the file has changed since it was opened.
+        """This party's share of one weight: read, and masked from seeds (anew at every reading, for matrices with
+        `seeds`, see `weight_sharing.assemble`). Raises ShareFileError if the file has changed since it was opened.
         """
         shape, received = self.shapes[name], None
         self.stored.check()

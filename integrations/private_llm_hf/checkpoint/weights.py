@@ -35,14 +35,11 @@ STATISTICS = ("running_mean", "running_var")  # buffers of batch norms that coun
 
 _METHOD = "private-llm-share"
 
-LOADING = threading.Lock()
-"""transformers patches its own classes while it loads: two loads at once would leave models untied for good."""
+LOADING = threading.Lock()  # transformers patches its classes as it loads: two at once would leave models untied
 
-AS_GIVEN = threading.Lock()
-"""Held while a model of the caller's is in another state than the caller gave it in, and by who looks at that state."""
+AS_GIVEN = threading.Lock()  # held while a caller's model is in another state than it was given, and by who looks at it
 
-POOLER = "add_pooling_layer"
-"""Argument of classes for whether they have a pooler, which a configuration says if its model was built with it."""
+POOLER = "add_pooling_layer"  # argument for whether there is a pooler, as a configuration says of a model built so
 
 
 def _arguments(cls: type[PreTrainedModel], config: PretrainedConfig) -> dict[str, bool]:
@@ -51,10 +48,7 @@ def _arguments(cls: type[PreTrainedModel], config: PretrainedConfig) -> dict[str
 
 
 def skeleton(cls: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:
-    """The module tree of a model on the meta device: names and shapes, no weights.
-
-    Raises PatchMismatch for a configuration from which transformers builds no model.
-    """
+    """A model's modules on the meta device. Raises PatchMismatch for a configuration that makes no model."""
     try:
         with torch.device("meta"), _Uninitialised():
             model = cls(config, **_arguments(cls, config))
@@ -75,10 +69,8 @@ def skeleton(cls: type[PreTrainedModel], config: PretrainedConfig) -> PreTrained
 
 
 def stored_buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """A module's own buffers that count as weights: those that a checkpoint holds (BART's logit bias, routers' biases).
-
-    Others come from the configuration and are public, as do the frequencies of rotary positions, which ESM stores;
-    statistics of batch norms are folded.
+    """A module's own buffers that count as weights, as checkpoints hold them (BART's logit bias, routers' biases); not
+    rotary frequencies, which ESM stores, and statistics of batch norms, which are folded.
     """
     if isinstance(module, _BatchNorm) or type(module).__name__.endswith("RotaryEmbedding"):
         return []
@@ -116,10 +108,8 @@ class _Uninitialised(TorchFunctionMode):
 
 
 class WithoutWeights(_Uninitialised):
-    """Layers get their weights on the meta device, uninitialised; everything else is real.
-
-    Layers allocate weights by `torch.empty`, buffers (rope frequencies, position numbers) come from values. The mode
-    belongs to one thread. (accelerate's init_empty_weights patches the process, where other parties may be threads.)
+    """Layers get weights (`torch.empty`) on the meta device, and real buffers, which come from values. In one thread:
+    accelerate's init_empty_weights patches the process, where other parties may be threads.
     """
 
     def __torch_function__(
@@ -157,8 +147,7 @@ class WeightList:
         return cls(shapes | {n: tuple(values[n].shape) for n in statistics if n in values}, tied)
 
 
-WeightSource = Callable[[WeightList, Sink, bool], None]
-"""Passes a model's weights to the sink; if told True only if nothing need be downloaded: OSError without weights."""
+WeightSource = Callable[[WeightList, Sink, bool], None]  # to the sink; True: without download (OSError without weights)
 
 
 class Collector:
@@ -206,8 +195,8 @@ class Collector:
             )
 
 
-def stream_loaded(model: PreTrainedModel, wanted: WeightList, sink: Sink) -> None:
-    """Pass on every weight of a model that is already in memory."""
+def stream_loaded(model: PreTrainedModel, wanted: WeightList, sink: Sink, local: bool = True) -> None:
+    """Pass on every weight of a model that is already in memory, a `WeightSource` without a download."""
     collector = Collector(wanted, sink)
     for name, value in model.state_dict().items():
         if isinstance(value, Tensor) and value.is_floating_point():
@@ -216,10 +205,7 @@ def stream_loaded(model: PreTrainedModel, wanted: WeightList, sink: Sink) -> Non
 
 
 def dense_weight(name: str, value: Tensor) -> Tensor:
-    """A weight as a plain tensor; one of a class of its own (torchao's, for instance) must be able to `dequantize`.
-
-    Raises PatchMismatch for one that is not.
-    """
+    """A weight as a plain tensor, also one of another class (torchao's) that can `dequantize`; else PatchMismatch."""
     if type(value) in (Tensor, nn.Parameter, nn.Buffer):
         return value
     if type(value).dequantize is not Tensor.dequantize:

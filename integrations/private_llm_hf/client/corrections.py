@@ -28,8 +28,7 @@ from private_llm_hf.client.assisted_rows import Sides, sent_layers, sides_of, us
 from private_llm_hf.client.launch import start_parties
 from private_llm_hf.client.product_servers import ProductServers
 
-_BLOCK_ROWS, _BLOCK_BYTES, _BLOCK_ELEMENTS = 64, 1 << 28, 1 << 24
-"""Rows of a block at most, and its bytes, and elements of one product: a session loses the rest of its last block."""
+_BLOCK_ROWS, _BLOCK_BYTES, _BLOCK_ELEMENTS = 64, 1 << 28, 1 << 24  # at most; a session loses the rest of its last block
 _LOOK_S, _TOUCH_S = 0.5, 60.0  # seconds between looks at the folder, and between signs of life to who computes
 
 

@@ -81,15 +81,11 @@ class Tree:
         return [number for number in range(len(self.nodes)) if number not in parents]
 
 
-Chances = Callable[[int], Tensor]
-"""What the model gives the token after a node (or ROOT): float [V], sum 1. Asked once each, from the text on."""
+Chances = Callable[[int], Tensor]  # of the token after a node (or ROOT): float [V], sum 1; asked once each, in order
 
 
 def accept(tree: Tree, chances: Chances) -> tuple[list[int], int]:
-    """The nodes that are kept, a path from the text, and the token after them.
-
-    Draws from torch's generator, as generate() does. Local to the client.
-    """
+    """The nodes that are kept, a path from the text, and the token after them; draws from torch's generator. Local."""
     at, kept = ROOT, list[int]()
     while True:
         left = chances(at)
@@ -123,8 +119,7 @@ def _without(left: Tensor, node: DraftNode) -> Tensor:
     return rest / total if bool(total > 0) else left
 
 
-LONGEST, SHORTEST = 4, 2
-"""Tokens at the end of the text that a look-up searches for earlier in it: first the most, then fewer."""
+LONGEST, SHORTEST = 4, 2  # tokens at the end of the text that a look-up searches for before it: the most first
 
 
 class Draft(ABC):
@@ -132,10 +127,7 @@ class Draft(ABC):
 
     @abstractmethod
     def add(self, tree: Tree, ids: Sequence[int], paths: int, length: int) -> None:
-        """Add at most `paths` paths of at most `length` tokens that may follow the text `ids`.
-
-        What is added as certain (without chances) is a function of the text alone.
-        """
+        """Add up to `paths` paths of up to `length` tokens after the text `ids`; certain ones depend on it alone."""
 
 
 class LookUp(Draft):
@@ -156,10 +148,8 @@ class LookUp(Draft):
 
 
 class ModelDraft(Draft):
-    """A plaintext model of the same vocabulary, with a cache of its own.
-
-    Greedy: its greedy path and the likeliest others by beam search, certain. Sampled: first tokens drawn without
-    replacement, each followed by a drawn path; every draw under the caller's logits processors.
+    """A plaintext model of the same vocabulary, with its own cache. Greedy: its greedy path and others by beam search,
+    certain. Sampled: first tokens without replacement, and a drawn path each, by the caller's processors.
     """
 
     def __init__(self, model: PreTrainedModel, processors: LogitsProcessorList, sample: bool) -> None:

@@ -40,10 +40,7 @@ _GENERATE_S = ("tokenizer", "assistant_tokenizer", "is_first_iteration", "next_s
 
 
 def spend_positions(parties: SessionClient, count: int) -> None:
-    """Count positions whose patterns will be opened in a kept order.
-
-    Raises ConfigError where they are more than `CometConfig.positions`.
-    """
+    """Count positions opened in a kept order. Raises ConfigError for more than `CometConfig.positions`."""
     settings = parties.config.sparsity
     if settings is None or settings.positions is None:
         return
@@ -292,10 +289,7 @@ class ForwardCall:
 
 
 def encode_prompt(model: PrivateModel, **given: Tensor | None) -> PrivateEncoderOutput:
-    """Run an encoder-decoder model's encoder at the parties; they keep the result, the client gets a handle.
-
-    given: `input_ids` or `inputs_embeds`, and `attention_mask`.
-    """
+    """Run an encoder on `input_ids` or `inputs_embeds`, and a mask, at the parties; the client gets a handle."""
     call = ForwardCall(model, given)
     rows, length = call.take_secret("")
     check.check_positions(model.config, length)
@@ -323,10 +317,8 @@ def _as_logits(index: Tensor, count: int) -> Tensor:
 def chunks(
     call: Call, secrets: Sequence[Secret], past: int, size: int, by_token: bool
 ) -> Iterator[tuple[Call, list[Secret], int]]:  # fmt: skip
-    """The calls of a prompt, with their secrets and numbers of tokens. size: tokens of each but the first.
-
-    past: positions that the cache holds before. by_token: whether outputs are of each token, not of the last one alone.
-    Only those are opened, and their logits made, that are wanted.
+    """The calls of a prompt, with secrets and numbers of tokens. size: tokens of each but the first. past: positions
+    cached before. by_token: outputs are of each token. Only those that are wanted are opened and made.
     """
     length = call.secret[0].shape[1]
     kept = call.public.get("logits_to_keep", 0) or length
@@ -347,10 +339,18 @@ def chunks(
                 call, public=public, outputs=call.outputs if wanted > 0 else (), more=stop < length,
                 secret=tuple(replace(x, shape=(x.shape[0], stop - start, *x.shape[2:])) for x in call.secret),
             ),
-            [_secret(secret, call.rows, start, stop) for secret in secrets],
+            [part_of(secret, call.rows, (slice(None), slice(start, stop))) for secret in secrets],
             stop - start,
         )  # fmt: skip
         start = stop
+
+
+def part_of(secret: Secret, rows: int, part: slice | tuple[slice, slice]) -> Secret:
+    """Some rows, or positions of all rows, of an input of a call with `rows` rows."""
+    if isinstance(secret, Tensor):
+        return secret[part]
+    ids, vocabulary = secret
+    return ids.view(rows, -1)[part].reshape(-1), vocabulary
 
 
 def joined(opened: Sequence[dict[str, Tensor]], by_token: bool) -> dict[str, Tensor]:
@@ -359,10 +359,3 @@ def joined(opened: Sequence[dict[str, Tensor]], by_token: bool) -> dict[str, Ten
     if not by_token:
         return last
     return {name: torch.cat([each[name] for each in opened if name in each], dim=1) for name in last}
-
-
-def _secret(secret: Secret, rows: int, start: int, stop: int) -> Secret:
-    if isinstance(secret, Tensor):
-        return secret[:, start:stop]
-    ids, vocabulary = secret
-    return ids.view(rows, -1)[:, start:stop].reshape(-1), vocabulary

@@ -38,8 +38,7 @@ _INPUTS = {
 
 _FLAGS = ("do_sample", "use_cache", "return_dict_in_generate", "output_scores", "output_logits", "renormalize_logits")
 
-_TOKENS = ("bad_words_ids", "sequence_bias", "forced_bos_token_id", "forced_eos_token_id")
-"""Settings whose token ids transformers looks up in the logits."""
+_TOKENS = ("bad_words_ids", "sequence_bias", "forced_bos_token_id", "forced_eos_token_id")  # looked up in the logits
 
 _BESIDE_DRAFTS = {
     "assistant_model": "drafts, too", "prompt_lookup_num_tokens": "drafts, too", "assistant_early_exit": "drafts, too",
@@ -56,7 +55,6 @@ _FOREIGN = (ArithmeticError, AttributeError, LookupError, OSError, RuntimeError,
 
 def check_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any], vocabulary: int, speculation: object) -> None:
     """Raise ConfigError for what generate() cannot use, and beside drafts, DomainError for inputs that are no batch.
-
     vocabulary: how many tokens there are. Settings of a `generation_config` count as those given one by one.
     """
     names = list(inspect.signature(GenerationMixin.generate).parameters)[1:]
@@ -145,10 +143,7 @@ def check_token_alone(generation: GenerationConfig, processors: LogitsProcessorL
 
 @contextmanager
 def as_config_errors(asked: Callable[[], int]) -> Iterator[None]:
-    """What transformers raises of its arguments becomes ConfigError, until the model has been asked for something.
-
-    asked: how often it was so far. Later errors are those of the user's own functions.
-    """
+    """What transformers raises of its arguments becomes ConfigError until the model was `asked` once more."""
     before = asked()
     try:
         yield

@@ -193,10 +193,8 @@ def _start_threads(config: PrivateConfig, mesh: LocalMesh) -> Parties:
 
 
 def _start_distributed(config: PrivateConfig) -> Parties:
-    """The same script on every rank: ranks of parties serve until the client stops, and then end; the client goes on.
-
-    With as many ranks as parties the client shares the process of party 0 (good for tests only: that process then
-    sees the client's values).
+    """The same script on every rank: those of parties serve until the client stops, and end. With as many ranks as
+    parties the client shares party 0's process, which sees its values (for tests).
     """
     from private_llm.net.distributed import DistMesh  # torch.distributed is slow to import and rarely wanted
 

@@ -204,10 +204,7 @@ class PrivateModel:
         return _Encoder(self)
 
     def shifted(self, labels: torch.Tensor) -> torch.Tensor:
-        """What the decoder of an encoder-decoder model reads when its outputs are compared with these labels.
-
-        Raises UnsupportedOp where neither its class nor its configuration says.
-        """
+        """What a decoder reads whose outputs are compared with labels. Raises UnsupportedOp where nothing says so."""
         prepare = getattr(self, "prepare_decoder_input_ids_from_labels", None)
         shift = getattr(sys.modules[self.original_class.__module__], "shift_tokens_right", None)
         made, reason = None, "its class does not say what its decoder reads for them"

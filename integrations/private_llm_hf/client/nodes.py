@@ -53,10 +53,7 @@ def join_nodes(config: PrivateConfig, transport: Transport, shutdown: Callable[[
 def check_sharding(
     cls: type[PreTrainedModel], config: PretrainedConfig, plan: ShardingPlan, split: int | None = None
 ) -> None:
-    """Raises ConfigError for plans that are weak or too large, PatchMismatch for models that cannot be sharded.
-
-    Warns (WeakProtection) of what no plan protects from.
-    """
+    """Raises ConfigError for weak or large plans, PatchMismatch for unfit models. Warns (WeakProtection) always."""
     if plan.nodes > MOST_NODES:
         raise ConfigError(f"plan: {plan.nodes} nodes; want at most {MOST_NODES} (lower alpha or m)")
     kind = architecture(config).kind
@@ -79,10 +76,8 @@ def check_sharding(
 
 @dataclass(frozen=True)
 class NodeStep:
-    """One forward as the client plans it, and whose its positions are.
-
-    rows: for each CompNode with new positions, their places among the new ones. positions: the numbers that the
-    model gives them, [batch, new]. wanted: positions whose logits come back.
+    """One forward as the client plans it. rows: for each CompNode its places among the new positions. positions: the
+    model's numbers, [batch, new]. wanted: positions whose logits come back.
     """
 
     at: ForwardStep
@@ -126,10 +121,7 @@ class Nodes(Parties):
     def loading(
         self, description: commands.Description, stop_after: str | None = None, cut: Cut | None = None
     ) -> Iterator[Sink]:
-        """Tell the nodes the model: its public weights go to every CompNode. Nodes run it to its end.
-
-        cut: where a split cuts the model, if it does.
-        """
+        """Send the model to the nodes, its public weights to every CompNode. cut: where a split cuts it, if it does."""
         with self._call():
             self._load(description, disk=False, cut=cut)
             yield self._send_weight
@@ -196,9 +188,8 @@ class Nodes(Parties):
         )  # fmt: skip
 
     def run(self, step: NodeStep, source: str, feed: Callable[[int, list[int]], None]) -> tuple[str, dict[str, Tensor]]:
-        """One forward; `feed` sends each CompNode its rows of the inputs, unless they come from elsewhere.
-
-        source: what the rows are, "tokens", "values" (embeddings) or "states" (from the parties of a split).
+        """One forward; `feed` sends each CompNode its rows of the inputs, unless they come from elsewhere. source: what
+        the rows are, "tokens", "values" (embeddings) or "states" (from the parties of a split).
         """
         at, types = step.at, step.token_types
         with self._call():

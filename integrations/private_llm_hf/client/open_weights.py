@@ -27,11 +27,6 @@ def open_weights(source: str, device: torch.device, weight_bits: int = 16) -> Op
         built(found, config, functools.partial(checkpoint.stream, found, config), held, RowCounts(), "servers")
     except PrivateLLMError:
         raise
-    except (
-        OSError,
-        ValueError,
-        SafetensorError,
-        torch.OutOfMemoryError,
-    ) as error:  # transformers' and safetensors' own
+    except (OSError, ValueError, SafetensorError, torch.OutOfMemoryError) as error:  # also of transformers
         raise ConfigError(f"model {source!r}: {str(error).splitlines()[0]}") from None
     return held

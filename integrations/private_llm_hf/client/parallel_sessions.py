@@ -24,6 +24,7 @@ from private_llm.protocol_facts import ASSISTED
 from private_llm.protocols.session import join_as_client
 from private_llm_hf.checkpoint.weights import Sink
 from private_llm_hf.client.costs import Costs
+from private_llm_hf.client.forward import part_of
 from private_llm_hf.client.nodes import join_nodes
 from private_llm_hf.client.parties import Parties
 from private_llm_hf.client.preprocess import Schedule
@@ -79,10 +80,7 @@ class ParallelSessions(Parties):
 
     # -- weights --------------------------------------------------------------------------------------------
     def use_stored(self, description: commands.Description, mine: Callable[[], str | None]) -> bool:
-        """As `Parties.use_stored`, in every parallel session: the parallel sessions of a party share its file.
-
-        Raises ConfigError for share files with rotate_roles.
-        """
+        """As `Parties.use_stored`; a party's sessions share its file. Raises ConfigError for one with rotate_roles."""
         with self._call():
             if self.config.rotate_roles and self._every[0].stored_model() is not None:
                 raise ConfigError(
@@ -127,10 +125,7 @@ class ParallelSessions(Parties):
 
     # -- calls ------------------------------------------------------------------------------------------------
     def forward(self, call: Call, secrets: list[Secret]) -> tuple[str, dict[str, Tensor]]:
-        """As `Parties.forward`, every parallel session its rows, all at the same time.
-
-        Raises TransportError if they give different answers, UnsupportedOp and DomainError as `SessionRows.of`.
-        """
+        """As `Parties.forward`, all at once. Raises TransportError for different answers, else as `SessionRows.of`."""
         with self.alone():
             place = self.place_of(call)
             if place is not None:
@@ -146,7 +141,8 @@ class ParallelSessions(Parties):
             for number, part, mine in parts_of(call, rows, picks):
                 each = self._every[number]
                 place = None if planned is None else each.place_of(part)
-                waiting.append(stack.enter_context(each.asking(part, secrets_of(secrets, mine, call.rows), place)))
+                given = [part_of(secret, call.rows, mine) for secret in secrets]
+                waiting.append(stack.enter_context(each.asking(part, given, place)))
             answers = [answer() for answer in waiting]
         self._kept.keep(call, rows)
         if len({(kind, *opened) for kind, opened in answers}) != 1:
@@ -236,7 +232,6 @@ class SessionRows:
 
     def of(self, entry: CallOrEdit) -> tuple[RowNumbers, Picks]:
         """The rows of what a request continues or changes (empty: nothing that is kept), and which of them it means.
-
         Raises DomainError for another number of rows, UnsupportedOp if a row would change its parallel session.
         """
         whole: Picks = [None] * self._number
@@ -347,15 +342,3 @@ def plan_parallel_sessions(
             parts[place].append(part)
         every.append(rows)
     return every, parts
-
-
-def secrets_of(secrets: Sequence[Secret], rows: slice, total: int) -> list[Secret]:
-    """The rows `rows` of the secret inputs of a call with `total` rows."""
-    mine = list[Secret]()
-    for secret in secrets:
-        if isinstance(secret, Tensor):
-            mine.append(secret[rows])
-        else:
-            ids, vocabulary = secret
-            mine.append((ids.view(total, -1)[rows].reshape(-1), vocabulary))
-    return mine

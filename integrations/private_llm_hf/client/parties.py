@@ -62,16 +62,11 @@ class Parties(SessionClient):
         self.lock, self._origin = threading.RLock(), Origin()
         self._handles = itertools.count(1)
         self._unused: deque[int] = deque()
-        self._over: str | None = None
+        self.over: str | None = None  # why this session has ended; None while it goes on
         self._plans = itertools.count(1)
         self._schedule: Schedule | None = None
         self._ask_all = False
         self._filled: dict[bool, set[int]] = {False: set(), True: set()}  # handles, by whether they were preprocessed
-
-    @property
-    def over(self) -> str | None:
-        """Why this session has ended; None while it goes on."""
-        return self._over
 
     # -- one call at a time ---------------------------------------------------------------------------------
     @contextmanager
@@ -86,9 +81,9 @@ class Parties(SessionClient):
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
-        if self._over is not None:
+        if self.over is not None:
             again = "call its reconnect(), or load" if self.config.party_mode == "remote" else "load"
-            raise PartyFailed(f"this session is over ({self._over}); {again} the model again")
+            raise PartyFailed(f"this session is over ({self.over}); {again} the model again")
         finished = False
         try:
             yield
@@ -96,12 +91,12 @@ class Parties(SessionClient):
         except TransportError as error:
             raise _remote_error(type(error)(named(self.config, str(error)))) from None
         finally:
-            if not finished and self._over is None:
+            if not finished and self.over is None:
                 self._stop("an earlier call failed or was interrupted")
 
     def _stop(self, reason: str) -> None:
         """End the session. reason: a public fact, which the parties are told."""
-        self._over = reason
+        self.over = reason
         try:
             self.transport.abort(f"the client stopped: {reason}")
         finally:  # an interrupt may come here too
@@ -131,10 +126,8 @@ class Parties(SessionClient):
 
     # -- weights ----------------------------------------------------------------------------------------------
     def use_stored(self, description: Description, mine: Callable[[], str | None]) -> bool:
-        """Let the parties build the model from what they hold; False if they hold nothing, and wait for `loading`.
-
-        mine: finds the `WeightsDigest` of the client's own weights, None without weights; shares have none to compare.
-        Raises ShareFileError if they hold different models, files of different sharings, or another model than this.
+        """Let the parties build the model from what they hold; False if that is nothing. mine: `WeightsDigest` of the
+        client's own weights, or None. Raises ShareFileError if they hold other models, or files of several sharings.
         """
         with self._call():
             stored = self.stored_model(description.model)
@@ -151,10 +144,7 @@ class Parties(SessionClient):
             return True
 
     def stored_model(self, wanted: str | None = None) -> str | None:
-        """Digest of the model that all parties hold, None if they hold none; of several, the wanted one if it is there.
-
-        Raises ShareFileError if they differ.
-        """
+        """Digest of the model that all hold (of several, the wanted one). Raises ShareFileError if they differ."""
         self.tell(commands.Hello(wanted))
         answers = [self._answer(party, StoredFile) for party in self.members]
         if any(answer != answers[0] for answer in answers[1:]):
@@ -166,10 +156,7 @@ class Parties(SessionClient):
 
     @contextmanager
     def loading(self, description: Description, stop_after: str | None = None) -> Iterator[Sink]:
-        """Share a model with the parties: pass every weight to the yielded sink, then they build the model.
-
-        stop_after: the module after which it ends, if it is split.
-        """
+        """Share a model: pass its weights to the sink; then parties build it, up to module `stop_after` (split)."""
         with self._call():
             self.tell(commands.LoadModel(description, stop_after))
             ranges = Ranges(description.ranges)
@@ -263,10 +250,7 @@ class Parties(SessionClient):
         return helper
 
     def prepare(self, entries: list[CallOrEdit]) -> Callable[[], int]:
-        """The first half of `preprocess`; what is returned waits for the parties and gives the bytes stored.
-
-        Raises ConfigError where no party runs ahead.
-        """
+        """Half of `preprocess`; the result waits, for the bytes stored. Raises ConfigError where nobody runs ahead."""
         helper = self._check_helped()
         self._drop_schedule()
         schedule = Schedule(next(self._plans), entries)
@@ -340,9 +324,9 @@ class Parties(SessionClient):
         if not self._origin.here:
             return
         with self.lock:
-            if self._over is not None:
+            if self.over is not None:
                 return
-            self._over = "it was closed"
+            self.over = "it was closed"
             try:
                 self.stop()
             except TransportError:

@@ -111,10 +111,7 @@ class DryRun(SessionClient):
         self._held: dict[int, tuple[int, int]] = {}  # by cache: entries, positions
 
     def forward(self, call: Call, secrets: list[Secret]) -> tuple[str, dict[str, Tensor]]:
-        """As `SessionClient.forward`; answers the first token every time.
-
-        Raises ConfigError for a call that evicts: what is opened then, the helping party has to know.
-        """
+        """As `SessionClient.forward`, with token 0. Raises ConfigError for calls that evict: helpers need what opens"""
         self.entries.append(call)
         policy = self.config.kv_cache
         if call.cache is not None and policy.eviction is not None:
@@ -192,10 +189,7 @@ class Schedule:
         return self._next == len(self.entries)
 
     def take(self, message: CallOrEdit, known: set[int]) -> int:
-        """The place of a request, which must be the next one; `known`: handles that other calls have filled.
-
-        Raises DomainError saying what was planned, before anything changes.
-        """
+        """The place of the next request. known: handles of other calls. Raises DomainError if another was planned."""
         want = self.entries[self._next]
         named = dict(self._handles)
         fresh = all(

@@ -42,8 +42,7 @@ from private_llm_hf.wire.codec import Message
 
 KEY = 0  # the server that knows the key of the masks; the last one gets masked rows, which is the same if it is alone
 
-_MACS_AT_ONCE, _ELEMENTS_AT_ONCE = 1 << 33, 1 << 24
-"""Multiply-adds and elements of an exchange, so that a server answers within seconds: more rows take several."""
+_MACS_AT_ONCE, _ELEMENTS_AT_ONCE = 1 << 33, 1 << 24  # of an exchange, so that a server answers within seconds
 
 
 def rows_at_once(inputs: int, outputs: int, most: int = _ELEMENTS_AT_ONCE) -> int:
@@ -102,10 +101,7 @@ class ProductServers(Parties):
 
     @property
     def tokens_left(self) -> int | None:
-        """Tokens for which there are corrections, in this session and in the folder; None with two servers.
-
-        Each row of a batch, and each beam, takes one.
-        """
+        """Tokens (of rows, of beams) for which there are corrections here and in the folder; None with two servers."""
         return None if self.corrections is None else self.corrections.left() // self.uses
 
     def tell(self, message: Message, parties: Iterable[int] | None = None) -> None:
@@ -153,9 +149,7 @@ class ProductServers(Parties):
         self.digests.append(digest)
 
     def use_weights_of(self, other: "ProductServers") -> bool:
-        """Ask for the weights of another session of this client, whose checks do for both. False, and nothing was done,
-        if a server does not hold one of them itself.
-        """
+        """Ask for the weights of another session, whose checks do for both. False, nothing done: a server lacks one."""
         with self._call():
             if any(not {*other.digests} <= {*held.digests} for held in self._held().values()):
                 return False

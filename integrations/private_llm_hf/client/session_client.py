@@ -37,9 +37,8 @@ def share(end: ClientEnd, secrets: Iterable[Secret]) -> None:
 
 
 class SessionClient(ABC):
-    """One session as the client sees it. Thread-safe: one call at a time.
-
-    What an implementation raises when its session fails is in its class.
+    """One session as the client sees it. Thread-safe: one call at a time. What an implementation raises when its
+    session fails is in its class.
     """
 
     config: PrivateConfig
@@ -49,10 +48,8 @@ class SessionClient(ABC):
 
     @abstractmethod
     def forward(self, call: Call, secrets: list[Secret]) -> tuple[str, dict[str, Tensor]]:
-        """Run the model once: name of its output class and the opened outputs (float64).
-
-        secrets: the inputs listed in call.secret, in that order: ring elements, or token ids with their vocabulary.
-        Raises DomainError for a call that was not planned, while a plan is being followed.
+        """Run the model: its output class, and the opened outputs (float64). secrets: in the order of call.secret, ring
+        elements, or token ids with their vocabulary. Raises DomainError for calls beside a plan.
         """
 
     @abstractmethod
@@ -79,10 +76,7 @@ class SessionClient(ABC):
         raise ConfigError("preprocess: nobody can run ahead here; want a model whose parties run")
 
     def costs(self, reset: bool = False) -> Costs:
-        """What everybody sent since the last reset (control messages apart).
-
-        Raises ConfigError where nothing is counted.
-        """
+        """What everybody sent since the last reset, but control. Raises ConfigError where nothing is counted."""
         raise ConfigError("cost: nothing is counted here; want a model whose parties run")
 
 
@@ -120,8 +114,7 @@ class PrivateCache(Cache):  # type: ignore[misc]
             self._newest = min(self._newest, policy.newest)
 
     is_compileable, is_croppable = False, True
-    is_linear: ClassVar[list[bool]] = [False]
-    """It holds positions, which generate() does not send again; of no layers, all would be linear."""
+    is_linear: ClassVar[list[bool]] = [False]  # positions, which generate() does not send again (no layers: all)
 
     @property
     def is_initialized(self) -> bool:
@@ -182,9 +175,8 @@ class PrivateCache(Cache):  # type: ignore[misc]
         self.batch_select_indices(torch.arange(self.rows).repeat_interleave(repeats))
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last `tokens_to_remove` positions (0 or negative, as transformers counts them).
-
-        Raises DomainError for a positive number, and for positions before which entries were evicted.
+        """Forget the last `tokens_to_remove` positions (0 or negative, as transformers counts them). Raises DomainError
+        for a positive number, and for positions before which entries were evicted.
         """
         if tokens_to_remove > 0:
             raise DomainError(f"crop: got {tokens_to_remove}; want 0 or a negative number of positions to remove")
@@ -217,10 +209,8 @@ def check_cache(cache: object, parties: SessionClient) -> PrivateCache:
 
 
 class PrivateEncoderOutput(BaseModelOutput):  # type: ignore[misc]
-    """The handle of an encoder's output at the parties.
-
-    `last_hidden_state` holds row numbers (int64 [B, 1, 1]), no hidden states: it survives the repeating and
-    selecting of rows that generate() does, and tells the parties which rows a decoder call uses.
+    """The handle of an encoder's output. `last_hidden_state` has row numbers (int64 [B, 1, 1]), no states: they survive
+    generate()'s repeating and selecting, and tell the parties which rows a decoder call uses.
     """
 
     @classmethod

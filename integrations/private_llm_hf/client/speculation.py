@@ -51,8 +51,7 @@ class FixedCounts:
         return -(-(new - 1) // self.advance)
 
 
-DEFAULT_COUNTS = FixedCounts(advance=2, window=8, reserve=0, exact=True)
-"""What passes look like unless a user says otherwise."""
+DEFAULT_COUNTS = FixedCounts(advance=2, window=8, reserve=0, exact=True)  # unless a user says otherwise
 
 
 @dataclass(frozen=True)
@@ -105,11 +104,7 @@ class SpeculationConfig:
         return None if open_ else self.fixed_counts or DEFAULT_COUNTS
 
     def drafter(self, config: PretrainedConfig, processors: LogitsProcessorList, sample: bool) -> Draft:
-        """What drafts for a model of this configuration.
-
-        Raises ConfigError for a draft model of another vocabulary, and for one that `from_pretrained` cannot load,
-        UnsupportedOp for one with recurrent states.
-        """
+        """What drafts. Raises ConfigError for another vocabulary and unloadable models, UnsupportedOp if recurrent."""
         if self.draft == LOOKUP:
             return LookUp()
         model = _loaded(self.draft) if isinstance(self.draft, str) else self.draft
@@ -194,10 +189,8 @@ class DraftLength:
 # A pass over drafts reads several tokens at once. Its queries choose no clusters, see what a window of single tokens
 # would have evicted by then, and give their attention to evictions, drafts that are rejected as well.
 def check_drafts(policy: object, limit: int, counts: FixedCounts | None) -> None:
-    """Raise ConfigError where drafts could change the text.
-
-    limit: the most tokens that the cache will hold. counts: how passes read; None: as many drafts as they like, the
-    first of them in the prompt's pass.
+    """Raise ConfigError where drafts could change the text. limit: the most tokens that the cache will hold. counts:
+    how passes read; None: as many drafts as they like, the first of them in the prompt's pass.
     """
     if not isinstance(policy, CachePolicy):
         return

@@ -152,10 +152,7 @@ class Passes:
             self.cache.crop(-forget)
 
     def take(self, tree: Tree, rows: "DraftRows", logits: Tensor) -> list[int]:
-        """Accept drafted tokens and the one after them into the text; the accepted nodes.
-
-        logits: [R, 1 + length, V], the first after the last known token.
-        """
+        """Accept nodes and the token after them into the text. logits: [R, 1 + length, V], from the last token on."""
         met: list[tuple[Tensor, Tensor]] = []
         prefix = list(self.text.ids)
 

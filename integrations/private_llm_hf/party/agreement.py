@@ -40,10 +40,8 @@ class Transcript:
             self._told[among] = digest(self._told.get(among, "").encode(), text.encode())
 
     def compare(self, links: Transport, parties: Iterable[int], facts: Mapping[str, str]) -> None:
-        """Go on if these parties were told the same, and got the same (facts: of the next call).
-
-        A message of some hundred bytes to each of them, booked as control; no round is booked. Raises ProtocolAbort if
-        one of them states something else; nothing of the call has then been sent.
+        """Go on if these parties were told and got the same (facts: of the next call). A message of some hundred bytes
+        each, booked as control; no round. Raises ProtocolAbort, with nothing of the call sent, if one differs.
         """
         if not self._session.protocol.compares:
             return
@@ -105,10 +103,8 @@ class Proposal(Message):
 
 
 class Vote(Message):
-    """To party 0: for each request of the proposal what this party holds of it, or None if it is not there (yet).
-
-    facts: digests by name; those of one name must be equal at all parties that state it. ended: sessions that are over
-    at this party. leaving: it wants to stop.
+    """To party 0: what this party holds of each proposed request (None: not there yet). facts: digests by name, equal
+    at all parties that state them. ended: sessions that are over here. leaving: it wants to stop.
     """
 
     step: StepNumber

@@ -29,10 +29,7 @@ from private_llm_hf.wire.commands import OPENED, PUBLIC, CacheEdit, Call, CallOr
 
 @dataclass(frozen=True)
 class CallResult:
-    """What a call opens towards its client, in this order; the verdict of the range check comes last.
-
-    class_: of the model's output.
-    """
+    """What a call opens to its client, in order; the range check's verdict is last. class_: of the model's output."""
 
     class_: str
     outputs: tuple[tuple[str, Fixed], ...]
@@ -57,10 +54,7 @@ def table_of(model: PreTrainedModel, item: Tokens) -> nn.Embedding:
 
 
 def receive_inputs(protocol: Protocol, model: PreTrainedModel, call: Call) -> list[Share | Index]:
-    """Shares of a call's secret inputs, as they come from the client: of token ids, or of values as they are.
-
-    Raises TransportError for a shape that no input has, and as `table_of`.
-    """
+    """Shares of a call's token ids and values from the client. Raises TransportError for other shapes (`table_of`)."""
     made: list[Share | Index] = []
     for item in call.secret:
         shape = validate_input_shape(item.shape)
@@ -72,10 +66,7 @@ def receive_inputs(protocol: Protocol, model: PreTrainedModel, call: Call) -> li
 
 
 def taken(state: SessionState, item: Tokens | Values, held: Share | Index, shape: tuple[int, ...]) -> SecretTensor:
-    """A secret input, arranged as `shape`, as the model takes it: token ids become embeddings (one lookup).
-
-    Raises TransportError as `table_of`.
-    """
+    """A secret input of `shape`, as the model takes it: ids are looked up as embeddings. Raises as `table_of`."""
     session = state.session
     if isinstance(held, Share):
         return SecretTensor(Fixed(session, held.map(lambda part: part.reshape(shape)), session.frac))
@@ -150,10 +141,7 @@ def answer(session: Session, result: ModelOutput, wanted: Iterable[str]) -> Call
 # -- calls that a client has planned with `model.preprocess`, each with the changes of caches before it ----------------
 @dataclass(frozen=True)
 class PlannedCall:
-    """A call of a plan. number: its own among the plan's requests. index: among its calls. last: whether it ends it.
-
-    positions: that the caches of the whole plan hold at most.
-    """
+    """A call of a plan. number, index: among its requests, its calls. last: ends it. positions: of all its caches."""
 
     plan: int
     number: int

@@ -27,10 +27,7 @@ def serve_commands(
     transport: Transport, kinds: tuple[type[M], ...], obey: Callable[[M], None], heartbeat: "Heartbeat",
     most: int = MOST_BYTES,
 ) -> None:  # fmt: skip
-    """Obey commands of these kinds, of `most` bytes each, until the client stops.
-
-    Raises what ended the session otherwise, TransportError for a command that is none of these or malformed.
-    """
+    """Obey such commands, of `most` bytes, until the client stops. Raises what ended it otherwise, TransportError."""
     while True:
         transport.wait(CLIENT)
         command: M | Stop = recv_message(transport, CLIENT, (*kinds, Stop), most)

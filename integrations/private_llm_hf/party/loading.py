@@ -28,10 +28,7 @@ class LoadedModel(SessionState):
         self, session: Session, loaded: LoadModel, weights: Weights, progress: Callable[[], None] = lambda: None,
         offloaded: dict[str, Offloaded] | None = None,
     ) -> None:  # fmt: skip
-        """weights: emptied. offloaded: those that stay on disk, as they were first read. Local.
-
-        Raises PatchMismatch and ConfigError as `build_party_model`.
-        """
+        """weights: emptied. offloaded: as first read. Raises PatchMismatch, ConfigError (`build_party_model`)."""
         facts = loaded.description
         session.numerics.ranges = Ranges(facts.ranges)
         stored = {name: value for name, value in weights.items() if isinstance(value, Offloaded)}
@@ -52,7 +49,6 @@ def receive_weights(
     session: Session, links: Transport, description: Description, progress: Callable[[], None]
 ) -> Weights:
     """The weights of the model that a client describes, as it sends them; the session learns whether masks stay seeds.
-
     Raises PatchMismatch for a model that this party does not build, and for another weight than the next.
     """
     config, public = session.config, session.config.weights == "public"

@@ -38,8 +38,7 @@ from private_llm_hf.models.sparse_blocks import attach_predictors, make_sparse
 from private_llm_hf.party.placement import PlacedValue, Placement
 from private_llm_hf.patch_plan import make_patch_plan
 
-_HOLES = 1 << 23
-"""Weights whose joining leaves holes worth returning: 64 MB of each part of a share, in the 64-bit ring."""
+_HOLES = 1 << 23  # weights whose joining leaves holes worth returning: 64 MB of each part of a share, in 64 bits
 
 AnyValue = TypeVar("AnyValue", bound=PlacedValue)
 
@@ -96,10 +95,7 @@ def meta_parameters(model: PreTrainedModel, session: Session) -> dict[str, Fixed
 
 
 def release(model: nn.Module) -> None:
-    """Let go of a model's weights and of all else that it holds, at once; it cannot run afterwards.
-
-    A module whose forward was replaced refers to itself, so Python would free it many sessions later.
-    """
+    """Let go of all that a model holds, at once: forwards that were replaced would keep it for many sessions."""
     for module in list(model.modules()):
         vars(module).clear()
 
@@ -113,10 +109,7 @@ def new_cache(model: PreTrainedModel, policy: CachePolicy) -> SecretCache | Secr
 
 # -- the bare tree ---------------------------------------------------------------------------------------------
 def empty_model(config: Mapping[str, Any], class_name: str, folded: Folded = NONE_FOLDED) -> PreTrainedModel:
-    """The module tree without weights and with real (public) buffers; batch norms are folded away.
-
-    Norms that are `folded` have no weight. Raises PatchMismatch first for a class that `architecture()` refuses.
-    """
+    """The module tree with public buffers, norms `folded`. Raises PatchMismatch as `architecture()`, first of all."""
     cls = accepted_class(class_name, config)
     register()
     model = without_weights(cls, party_config(config, cls))
@@ -164,8 +157,7 @@ def _pool_first(parent: nn.Module, relu: str, pool: str) -> None:
             setattr(parent.get_submodule(path), own, module)
 
 
-Grouped = dict[nn.Module, list[tuple[str, object]]]
-"""Modules that are part of a product, and the weights of that product, at one of them."""
+Grouped = dict[nn.Module, list[tuple[str, object]]]  # modules of a product, and all its weights at one of them
 
 
 def _share_inputs(model: nn.Module, session: Session, placement: Placement) -> Grouped:
@@ -225,17 +217,14 @@ def _repeat_modules(model: nn.Module, session: Session, grouped: Grouped) -> Non
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 
-_KNOWN_PACKAGES = {"torch", "transformers", "private_llm", "private_llm_hf"}
-"""Their modules compute the same from the same inputs."""
+_KNOWN_PACKAGES = {"torch", "transformers", "private_llm", "private_llm_hf"}  # same inputs give same results
 
 
 # -- weights ------------------------------------------------------------------------------------------------
 def _set_parameters(
-    model: PreTrainedModel,
-    parameters: MutableMapping[str, AnyValue],
-    placement: Placement,
+    model: PreTrainedModel, parameters: MutableMapping[str, AnyValue], placement: Placement,
     progress: Callable[[], None],
-) -> None:
+) -> None:  # fmt: skip
     """Set every parameter; a tied one may come under any of its names."""
     groups: dict[int, list[tuple[str, nn.Module, str]]] = {}
     for path, module in model.named_modules():

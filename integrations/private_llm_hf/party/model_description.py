@@ -28,8 +28,7 @@ from private_llm_hf.models.sparse_blocks import attach_predictors
 from private_llm_hf.party.model import party_config
 from private_llm_hf.wire.commands import Description, Weight
 
-LARGEST_NUMBER = 1 << 24
-"""Largest whole number in a configuration; the longest contexts of today have 10 million positions."""
+LARGEST_NUMBER = 1 << 24  # in a configuration; the longest contexts of today have 10 million positions
 MOST_LISTED = 1 << 16  # labels, or repetitions of layers, that a configuration spells out when it is made
 MOST_TENSORS = 20_000  # tensors that building a model may ask for; a model of 405 B parameters has 1200 weights
 MOST_BUFFERS = 1 << 30  # bytes of public buffers that a model may have
@@ -39,10 +38,8 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def validate_model_description(description: Description, bytes_each: int, whole: bool = True) -> Shapes:
-    """Shapes of the weights that the described model needs, by name.
-
-    bytes_each: what one weight takes here; whole: all of them must fit into memory at once, otherwise each alone.
-    Raises PatchMismatch for a model that this library does not run, or that this machine cannot hold.
+    """Shapes of the model's weights, by name. bytes_each: of one here. whole: all must fit into memory at once, else
+    each alone. Raises PatchMismatch for a model that this library does not run, or machine not hold.
     """
     config, name = description.config, description.class_
     cls = accepted_class(name, config)
@@ -89,10 +86,7 @@ def validate_input_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _check_numbers(value: object, key: str, depth: int = 0) -> None:
-    """Raise PatchMismatch for a whole number that is larger than any model's.
-
-    Numbers of layers, of labels and in lists of lists are counts that some configurations multiply into lists.
-    """
+    """Raise PatchMismatch for numbers larger than any model's; counts of layers and labels multiply lists."""
     if isinstance(value, dict):
         for name, inner in value.items():
             _check_numbers(inner, str(name))

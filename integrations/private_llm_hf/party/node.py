@@ -82,8 +82,10 @@ class Node:
         """Answer commands until the client stops. Raises what ended the session otherwise."""
         try:
             serve_commands(self.transport, _COMMANDS, self._obey, self._heartbeat)
-        finally:
-            self._forget()
+        finally:  # free model and caches now: a model refers to its node, so Python would do it much later
+            comp, self._comp, self._attn = self._comp, None, None
+            if comp is not None:
+                release(comp.model)
 
     def _obey(self, command: NodeCommand) -> None:
         match command:
@@ -103,12 +105,6 @@ class Node:
                 self._edit(command)
             case _:
                 assert_never(command)
-
-    def _forget(self) -> None:
-        """Free model and caches now: a model refers to its node, so Python would do it much later."""
-        comp, self._comp, self._attn = self._comp, None, None
-        if comp is not None:
-            release(comp.model)
 
     def _load(self, command: LoadNode) -> None:
         links = PlacedTransport(self.transport, lambda: self._device)
@@ -175,10 +171,8 @@ class Node:
 
 # -- a CompNode: the model's own forward on some rows, attention by way of the AttnNodes ------------------------------
 class CompNode:
-    """The model on this node's rows, on `device`; what comes and goes lies in main memory.
-
-    links: to all endpoints by their own numbers, the parties of a split among them. Raises PatchMismatch for weights
-    that are missing or surplus.
+    """The model on this node's rows, on `device`; what comes and goes lies in main memory. links: to all endpoints by
+    their own numbers, the parties of a split among them. Raises PatchMismatch for weights that are missing or surplus.
     """
 
     def __init__(
@@ -203,10 +197,7 @@ class CompNode:
         return self._exchange.attend(*rows)
 
     def run(self, command: CompForward) -> tuple[str, dict[str, Tensor]]:
-        """One forward: name of its output class, and its outputs for the wanted rows, float32.
-
-        Raises TransportError for inputs of another kind than this model takes, and for what does not come.
-        """
+        """One forward: output class, outputs of the wanted rows, float32. Raises TransportError for other inputs."""
         batch = command.step.batch
         rows = self._exchange.begin(command.step)
         given = self._inputs(command.source, batch, command.rows)
@@ -275,10 +266,7 @@ class NodeCheckpoint:
 
     @classmethod
     def open(cls, source: str) -> "NodeCheckpoint":
-        """Read a model folder or hub id, as the class that its configuration names.
-
-        Raises ConfigError if there is no such checkpoint, PatchMismatch if weights are missing or do not fit.
-        """
+        """Read a model folder or hub id. Raises ConfigError without one, PatchMismatch where weights do not fit."""
         try:
             checkpoint = Checkpoint(source)
             config = checkpoint.config()

@@ -65,8 +65,13 @@ class Party:
         """Answer commands until the client stops. Raises what ended the session otherwise."""
         try:
             serve_commands(self.transport, _COMMANDS, self._obey, self._heartbeat)
-        finally:
-            self._forget()
+        finally:  # free what is large now: this and its parts refer to each other, so Python would do it much later
+            self.ahead.close()
+            state, self.state = self.state, None
+            if state is not None:
+                release(state.model)
+                state.offloaded = {}
+            forget(self.session)
 
     def _obey(self, command: PartyCommand) -> None:
         planned = isinstance(command, Forward) and command.at is not None
@@ -87,15 +92,6 @@ class Party:
                 tell_costs(self.transport, self.transport.ledger, command)
             case _:
                 assert_never(command)
-
-    def _forget(self) -> None:
-        """Free what is large now: this object and its parts refer to each other, so Python would do it much later."""
-        self.ahead.close()
-        state, self.state = self.state, None
-        if state is not None:
-            release(state.model)
-            state.offloaded = {}
-        forget(self.session)
 
     def _compare(self, parties: Iterable[int]) -> None:
         """Before a call under quad: were all who compute it told the same? Raises ProtocolAbort if not."""
@@ -159,10 +155,8 @@ class Party:
             self.state.free("", handles)
 
     def forward(self, command: Forward) -> None:
-        """The command of the same name: run the model once.
-
-        Raises UnsupportedOp for inputs or outputs that parties do not take or open, TransportError before a model is
-        loaded and for a vocabulary, shape or node that is not its, ProtocolAbort for a call out of order.
+        """Run the model once. Raises UnsupportedOp for what parties do not take or open, TransportError before a model
+        is loaded and for another vocabulary, shape or node, ProtocolAbort for a call out of order.
         """
         with self.transport.ledger.scope(""):  # the time of inputs and opening
             self._free(command.free)
@@ -222,15 +216,11 @@ class Party:
         return self.state
 
 
-Stored = ShareFile | NodeCheckpoint | OpenWeights
-"""A party's shares, a CompNode's checkpoint, the weights of a server of 'assisted'."""
+Stored = ShareFile | NodeCheckpoint | OpenWeights  # of a party, a CompNode, a server of 'assisted'
 
 
 def run_party(config: PrivateConfig, number: int, transport: Transport, stored: Stored | None = None) -> str | None:
-    """Serve one client until it stops. stored: what this party holds before clients come.
-
-    Returns None, or why the session ended (which all others were told).
-    """
+    """Serve one client until it stops. stored: held before it came. None, or why the session ended, as told to all."""
     tune_allocator()
     parallel_sessions: dict[int, Party] = {}
     reasons: list[str] = []

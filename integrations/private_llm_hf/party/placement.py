@@ -33,8 +33,7 @@ from private_llm_hf.checkpoint.share_files import ShareFile
 
 _LOG = logging.getLogger("private_llm")
 FILLED = 0.9  # part of a device's free memory that may be filled with weights; activations and caches need the rest
-LARGE = 256 << 20
-"""Bytes of whole shares from which seeds are faster than memory, which is then read from beyond the caches."""
+LARGE = 256 << 20  # bytes of whole shares from which seeds are faster than memory, read from beyond the caches
 
 
 def keeps_seeds(session: Session, shapes: Iterable[tuple[int, ...]], cipher: str | None = None) -> bool:
@@ -121,17 +120,16 @@ def weights_of_file(session: Session, share_file: ShareFile) -> Weights:
     session.numerics.lazy_masks = keeps_seeds(session, share_file.shapes.values(), share_file.cipher)
     warn_of_copies(session, share_file.keys)
     ranges = Ranges(share_file.description.ranges)
-    return {
-        name: Offloaded(shape, functools.partial(_from_file, session, share_file, name, ranges))
-        for name, shape in share_file.shapes.items()
-    }
+
+    def read(name: str) -> Fixed:
+        share = share_file.weight(name, session.numerics.lazy_masks)
+        return Fixed(session, share, ranges.frac_of_weight(name, session.frac))
+
+    return {name: Offloaded(shape, functools.partial(read, name)) for name, shape in share_file.shapes.items()}
 
 
 def weights_of_model(session: Session, model: PreTrainedModel, offloaded: Mapping[str, Offloaded]) -> Weights:
-    """The shares of a model that was built for another session: the same memory or file, used in this one. Local.
-
-    offloaded: its weights as they were before it was built, if some of them stay on disk.
-    """
+    """The shares of another session's model, same memory or file. Local. offloaded: those on disk, as first read."""
     found = dict(model.named_parameters())
     if any(value.is_meta for value in found.values()):
         return {n: Offloaded(v.shape, functools.partial(_again, session, v)) for n, v in offloaded.items()}
@@ -145,12 +143,6 @@ def used_in(session: Session, value: Fixed | Tensor) -> Fixed | Tensor:
     return Fixed(session, value.share, value.frac) if isinstance(value, Fixed) else value.detach()
 
 
-def _from_file(session: Session, share_file: ShareFile, name: str, ranges: Ranges) -> Fixed:
-    return Fixed(
-        session, share_file.weight(name, session.numerics.lazy_masks), ranges.frac_of_weight(name, session.frac)
-    )
-
-
 def _again(session: Session, value: Offloaded) -> Fixed | Tensor:
     return used_in(session, value.read())
 
@@ -161,10 +153,7 @@ PlacedValue = Fixed | SecretTensor | Tensor | Offloaded
 
 
 class Placement:
-    """The device of every module of one party's model.
-
-    Raises ConfigError for a device_map that names other modules, or leaves weights out, and for devices not here.
-    """
+    """The device of each module of a party's model. Raises ConfigError for a device_map of other modules or devices."""
 
     def __init__(self, model: nn.Module, session: Session) -> None:
         named = session.config.device_map
@@ -196,10 +185,7 @@ class Placement:
 
     # -- weights ------------------------------------------------------------------------------------------------
     def settle(self, places: Sequence[tuple[str, nn.Module, str]], value: PlacedValue) -> None:
-        """Put one weight where its modules (path, module, own name) lie; a tied one once on each device.
-
-        Raises ConfigError for a weight on disk that nobody has stored.
-        """
+        """Put a weight where its modules (path, module, name) lie. Raises ConfigError for one on disk that is not."""
         ready: dict[torch.device, nn.Parameter] = {}
         for path, module, own in places:
             if self.where(path) == DISK:
@@ -219,10 +205,7 @@ class Placement:
     def reader(
         self, paths: Sequence[str], layers: Sequence[nn.Module]
     ) -> Callable[[nn.Module], tuple[Tensor, Tensor | None]] | None:
-        """How to read a layer's weight and bias, for layers on disk that are one product; None if they are in memory.
-
-        Raises ConfigError if the layers do not lie in one place.
-        """
+        """Reads weight and bias of layers on disk that are one product, or None. Raises ConfigError for mixed ones."""
         places = {self.where(path) for path in paths}
         if len(places) > 1:
             raise ConfigError(
@@ -242,10 +225,7 @@ class Placement:
 
     # -- hooks --------------------------------------------------------------------------------------------------
     def attach(self, model: nn.Module) -> None:
-        """Move buffers, and make modules fetch their inputs and stored weights.
-
-        With public weights on a GPU, plain inputs (positions) meet plain weights, which nothing else moves.
-        """
+        """Move buffers, and make modules fetch inputs and stored weights; on GPUs plain inputs meet plain weights."""
         several = len(self._devices) > 1
         for path, module in model.named_modules():
             device = self.device(path)
@@ -290,10 +270,7 @@ def parameter(value: PlacedValue, device: torch.device) -> nn.Parameter:
 
 # -- plans ------------------------------------------------------------------------------------------------------
 def planned_map(model: nn.Module, session: Session) -> dict[str, str]:
-    """Accelerate's device map for a model without weights, in the bytes that this party's shares take.
-
-    Raises ConfigError for a max_memory that accelerate does not take.
-    """
+    """Accelerate's device map by the bytes of this party's shares. Raises ConfigError for a max_memory it refuses."""
     config = session.config
     one = torch.zeros(1, dtype=session.ring.dtype)
     parts = 1 if config.weights == "public" else len(session.protocol.public(one).parts)

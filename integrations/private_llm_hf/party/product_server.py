@@ -49,11 +49,9 @@ from private_llm_hf.wire.commands import Stop, TellCosts, recv_message, send_mes
 
 _COMMANDS: tuple[type[ServerCommand | Stop], ...] = (*get_args(ServerCommand), Stop)
 _MOST_WEIGHTS, _MOST_CHARACTERS = 1 << 16, 1 << 24  # of a session, and of the names of their layers
-_BYTES_AN_ELEMENT, _LEAST_ELEMENTS = 48, 1 << 18
-"""What a product takes for each of `elements`, and how many the last row of a large model has."""
+_BYTES_AN_ELEMENT, _LEAST_ELEMENTS = 48, 1 << 18  # of a product; those of the last row of a large model
 _MOST_COMMAND = 1 << 16  # bytes
-_EACH_S, _AT_ONCE = 0.02, 100
-"""Seconds between two questions of a session, but for so many at once: who only asks would take the time of all."""
+_EACH_S, _AT_ONCE = 0.02, 100  # between two questions, but for so many at once: who only asks takes everybody's time
 
 
 @dataclass(frozen=True)
@@ -88,10 +86,8 @@ class OpenWeights:
 
 
 class ServerMemory:
-    """What all sessions of a server may hold: `elements` of a product each, and weights of clients, all together.
-
-    A quarter of the memory of this machine, or its GPU, is for products, so that no session waits for another's; three
-    are for weights, half of them of one user with a name.
+    """What all sessions of a server hold: a quarter of its memory for products, `elements` each, so that none waits for
+    another's; the rest for weights of clients, half of it for one user with a name.
     """
 
     def __init__(self, device: torch.device, clients: int = 1) -> None:
@@ -148,13 +144,11 @@ class ProductServer:
         self._seed: Seed | None = None
         self._blocks = UsedBlocks(config.offline_folder, user)
         self._questions = Allowance(_EACH_S, _AT_ONCE)
-        self.busy_since: float | None = None
-        """When it began to compute an answer; None while the client asks for none (`time.monotonic`)."""
+        self.busy_since: float | None = None  # since when an answer is computed, None: none is
 
     def serve(self, ready: Callable[[], None] = lambda: None) -> None:
-        """Multiply, and answer commands, until the client stops. ready: is called before each request is read.
-
-        Raises what ended the session otherwise, and TransportError for a request that this server does not answer.
+        """Multiply, and answer commands, until the client stops. ready: is called before each request is read. Raises
+        what ended the session otherwise, and TransportError for a request that this server does not answer.
         """
         try:
             while self._serve_one(ready):
@@ -257,9 +251,7 @@ class ProductServer:
         return _Held(command.name, inputs, lines)
 
     def _count(self, name: str, more: int) -> None:
-        """Hold so many bytes of a weight. Raises TransportError as `ServerMemory.take`, and for a model of more weights
-        than any has.
-        """
+        """Hold bytes of a weight. Raises TransportError as `ServerMemory.take`, and for too many weights."""
         self._characters += len(name)
         if len(self._weights) >= _MOST_WEIGHTS or self._characters > _MOST_CHARACTERS:
             raise TransportError(f"weights: got more than {_MOST_WEIGHTS}, or {_MOST_CHARACTERS} characters of names")

@@ -112,10 +112,8 @@ class SessionState:
         return group.cache
 
     def together(self, wanted: Sequence[tuple[Key, int, int]]) -> AnyCache:
-        """The caches of these (key, rows, positions that the next pass adds) as rows of one, in this order.
-
-        Nothing is copied while the company stays the same, in the same order. Either all are new or none is. Raises
-        DomainError for a cache that is named twice, and for new ones beside others.
+        """Caches (key, rows, positions to come) as rows of one, in this order, not copied while the company stays the
+        same. All are new or none is. Raises DomainError for one named twice, and new ones beside others.
         """
         keys = [key for key, _, _ in wanted]
         held = [key for key in keys if self.past(*key)]

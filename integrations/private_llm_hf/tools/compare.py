@@ -47,10 +47,7 @@ class ModuleError:
 
 @dataclass(frozen=True)
 class Comparison:
-    """All modules in the order in which they finished; `stopped` says why the run ended early, if it did.
-
-    Where a value left its range, that is the module, the operation, the largest value and the limit.
-    """
+    """Modules in the order in which they finished. stopped: why, or which value left its range, and the limit."""
 
     modules: tuple[ModuleError, ...]
     stopped: str | None
@@ -196,10 +193,7 @@ def _secret(session: Session, value: Tensor) -> SecretTensor:
 # -- which operations have no rule: all of them, not the first, found on a small model with random weights -------------
 # Where one is refused, its result is computed from the decoded numbers, which are nobody's, so that the run goes on.
 def survey(model: PreTrainedModel, run: Callable[[nn.Module, Callable[[Tensor], SecretTensor]], object]) -> list[str]:
-    """Run a model of random weights; every refusal as "module (class): what was refused", in order, each once.
-
-    run: calls the private model, given what makes a secret of a tensor of numbers.
-    """
+    """`run` a private model of random weights (given what makes secrets); each refusal as "module (class): what"."""
     config = PrivateConfig(protocol="plain", insecure=True, guard=False)
     spec = ModelSpec.of(type(model), model.config, folds_norms(config))
     private, session = _under_plain(model, spec, config, UNKNOWN, Plain)

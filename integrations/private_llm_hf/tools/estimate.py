@@ -183,10 +183,8 @@ class _MetaParty(Party):
         return sum(_bytes(weight) + kept * weight.numel() for weight in weights)
 
     def seeds_bytes(self) -> int:
-        config, party = self.config, self.session.party
-        return sum(
-            bytes_at_rest(config, party, tuple(weight.shape), True) for weight in self.ready().model.parameters()
-        )
+        shapes = (tuple(weight.shape) for weight in self.ready().model.parameters())
+        return sum(bytes_at_rest(self.config, self.session.party, shape, True) for shape in shapes)
 
     def cache_bytes(self) -> int:
         """Memory of the shares in the caches that are kept."""
@@ -299,17 +297,10 @@ class _MetaSplit(_MetaParties):
 
 
 def estimate(
-    model_class: type[PreTrainedModel],
-    config: PretrainedConfig,
-    private_config: PrivateConfig,
-    sequence: int,
-    new_tokens: int = 0,
-    batch: int = 1,
-    progress: Callable[[], None] = lambda: None,
-    image: Sequence[int] | None = None,
-    every_layer: bool = False,
-    ranges: Ranges = UNKNOWN,
-) -> Estimate:
+    model_class: type[PreTrainedModel], config: PretrainedConfig, private_config: PrivateConfig, sequence: int,
+    new_tokens: int = 0, batch: int = 1, progress: Callable[[], None] = lambda: None,
+    image: Sequence[int] | None = None, every_layer: bool = False, ranges: Ranges = UNKNOWN,
+) -> Estimate:  # fmt: skip
     """Cost of one forward over `sequence` tokens, or of generating `new_tokens` after a prompt of that length.
 
     Models of images take a batch of them instead, each of shape `image` (default: what the configuration says). Loading

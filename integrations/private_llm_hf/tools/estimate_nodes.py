@@ -86,10 +86,7 @@ class _MetaComp(CompNode):
 
 @dataclasses.dataclass(frozen=True)
 class Sharded:
-    """What nodes cost: the stages of each forward, in time, and the memory of one CompNode and of the fullest AttnNode.
-
-    calls: the attentions of one forward.
-    """
+    """Stages of each forward, memory of a CompNode and of the fullest AttnNode. calls: attentions of one forward."""
 
     forwards: Sequence[Sequence[Stage]]
     calls: Sequence[AttentionCall]

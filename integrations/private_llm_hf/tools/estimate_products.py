@@ -32,7 +32,7 @@ from private_llm_hf.client.costs import Costs, layer_of
 from private_llm_hf.client.launch import start_parties
 from private_llm_hf.client.product_servers import KEY, ProductServers, rows_at_once
 from private_llm_hf.wire.answers import CostRows
-from private_llm_hf.wire.assisted import HEADER, REQUEST, WeightsHeld
+from private_llm_hf.wire.assisted import HEADER, REQUEST
 
 _RUNS = 5
 _WIDE, _MANY = 2048, 64
@@ -41,9 +41,7 @@ _WIDE, _MANY = 2048, 64
 # -- time ------------------------------------------------------------------------------------------------------------
 @dataclasses.dataclass(frozen=True)
 class ProductSpeed:
-    """10^9 multiply-adds a second of a server with one row and with many, 10^9 elements a second that the client masks,
-    opens and checks, and the seconds that each exchange takes besides.
-    """
+    """GMAC/s of servers with one row and many, 10^9 elements/s at the client, and seconds of each exchange besides."""
 
     one_row: float
     many_rows: float
@@ -57,7 +55,7 @@ class ProductSpeed:
         )
 
     @classmethod
-    def measured(cls, gmacs: float | None = None, weight_bits: Literal[16, 8] = 16) -> ProductSpeed:
+    def measured(cls, gmacs: float | None = None, weight_bits: Literal[16, 8] = 16) -> "ProductSpeed":
         """Of this machine, with a weight that is read from memory; some seconds. gmacs: of servers elsewhere."""
         lines = ops.narrow_lines(torch.ones(4 * _WIDE, _WIDE, dtype=LINES[weight_bits]))
         stream, rates = Seed.fresh().stream("speed"), []
@@ -65,7 +63,9 @@ class ProductSpeed:
             x = stream.elements(rows * _WIDE, Ring(64)).view(rows, _WIDE)
             rates.append(rows * lines.numel() / _fastest(ops.narrow_matmul, x, lines, rows) / 1e9)
         config = PrivateConfig(protocol="assisted", party_mode="threads", weight_bits=weight_bits)
-        ends = _OneEnd(config, _Zeros(CLIENT), lambda: None), start_parties(config)
+        alone = ProductServers(config, _Zeros(CLIENT), lambda: None)
+        alone._held = dict  # type: ignore[method-assign]  # no server holds anything
+        ends = alone, start_parties(config)
         sizes = (_MANY, _WIDE), (1, 64)
         times = [_product(servers, *each) for servers, each in zip(ends, sizes, strict=True)]  # type: ignore[arg-type]
         ends[1].close()
@@ -100,13 +100,6 @@ class _Zeros(MetaTransport):
 
     def _recv(self, frm: int, tag: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return self._said if tag == "hello" else torch.zeros(shape, dtype=dtype)
-
-
-class _OneEnd(ProductServers):
-    """A client without servers."""
-
-    def _held(self) -> dict[int, WeightsHeld]:
-        return {}
 
 
 @dataclasses.dataclass(frozen=True)

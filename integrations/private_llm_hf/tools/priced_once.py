@@ -8,7 +8,7 @@ to where the first left them. Whatever cannot be compared is run.
 
 import functools
 import hashlib
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,8 +26,7 @@ from private_llm.tensor.secret import SecretTensor
 from private_llm_hf.kv_cache.cache import SecretCache, SecretCacheLayer
 from private_llm_hf.models.sparse_blocks import PREDICTOR, SPARSE
 
-_NUMBERS = ("layer_idx", "layer_id")
-"""Attributes that say which layer a module belongs to; they address the cache, which is compared by itself."""
+_NUMBERS = ("layer_idx", "layer_id")  # which layer a module belongs to: they address the cache, compared by itself
 
 _OWN = frozenset(vars(nn.Module())) | {"forward", *_NUMBERS, "name", SPARSE}
 """Attributes that are not compared: a predictor's name, and what it tells about a block, follow from the rest of it."""
@@ -49,11 +48,7 @@ class _ModulePlace:
 
 @dataclass(frozen=True)
 class _Ran:
-    """A layer that was run: what it booked and left.
-
-    rescaled: which of the secret arguments it brought to the session's fractional bits. pending: range checks that it
-    left for the end of the call.
-    """
+    """What a layer booked and left. rescaled: arguments brought to the session's bits. pending: its range checks."""
 
     at: _ModulePlace
     counts: Ledger
@@ -63,10 +58,8 @@ class _Ran:
 
 
 def price_once(model: nn.Module, ledger: Ledger) -> None:
-    """Let each list of layers of `model`, which books in `ledger` by module, run the first of equal layers only.
-
-    Parts of layers that see no cache (norms, feed-forward) run once for all tokens of equal shapes. For meta sessions:
-    the values that come out are those of the first.
+    """Let lists of layers of `model`, which book in `ledger`, run the first of equal layers only, and parts that see no
+    cache once for all tokens of equal shapes. In meta sessions: values are those of the first.
     """
     known, forever = dict[Hashable, _Ran](), dict[Hashable, _Ran]()
 
@@ -283,12 +276,8 @@ class QuickShapes(TorchDispatchMode):
     """Within, sums, products and concatenations of meta tensors are made from their shapes."""
 
     def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401 - PyTorch's own signature
+        self, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None,  # noqa: ANN401
+    ) -> Any:  # noqa: ANN401 - PyTorch's own signature  # fmt: skip
         """The shape alone where a rule knows it, else what PyTorch makes."""
         rule = _RULES.get(func)
         made = None if rule is None else rule(*args, **(kwargs or {}))
@@ -311,19 +300,17 @@ def _onto(x: Tensor, y: object, *, alpha: int = 1, out: Tensor) -> Tensor | None
 
 
 def _joined(pieces: Sequence[Tensor], dim: int = 0) -> Tensor | None:
+    def others(x: Tensor) -> tuple[int, ...]:
+        return (*x.shape[:dim], *x.shape[dim + 1 :])
+
     first = pieces[0]
     dim %= max(first.dim(), 1)
     shape = list(first.shape)
     for piece in pieces[1:]:
-        if not piece.is_meta or piece.dtype is not first.dtype or _but(piece, dim) != _but(first, dim):
+        if not piece.is_meta or piece.dtype is not first.dtype or others(piece) != others(first):
             return None
         shape[dim] += piece.shape[dim]
     return _like(first, torch.Size(shape)) if first.is_meta else None
-
-
-def _but(x: Tensor, dim: int) -> tuple[int, ...]:
-    """The shape of x without one dimension."""
-    return (*x.shape[:dim], *x.shape[dim + 1 :])
 
 
 def _like(x: Tensor, shape: torch.Size) -> Tensor:
@@ -331,11 +318,7 @@ def _like(x: Tensor, shape: torch.Size) -> Tensor:
 
 
 _RULES: dict[Any, Callable[..., Tensor | None]] = {
-    _aten.add.Tensor: _pair,
-    _aten.sub.Tensor: _pair,
-    _aten.mul.Tensor: _pair,
-    _aten.bitwise_xor.Tensor: _pair,
-    _aten.bitwise_and.Tensor: _pair,
+    **{getattr(_aten, name).Tensor: _pair for name in ("add", "sub", "mul", "bitwise_xor", "bitwise_and")},
     _aten.add.out: _onto,
     _aten.neg.default: lambda x: _like(x, x.shape) if x.is_meta else None,
     _aten.cat.default: _joined,

@@ -19,10 +19,7 @@ _ROWS = 8  # in a call of the model
 
 
 def load_texts(files: list[Path], dataset: list[str] | None) -> datasets.Dataset:
-    """Whole texts, one a row, in a column "text": of files, or of a `datasets` name and its configuration.
-
-    Raises ConfigError if `datasets` is not installed.
-    """
+    """Texts, a row each, in column "text": of files, or `datasets` name and configuration. Raises ConfigError."""
     try:
         import datasets
     except ImportError:

@@ -45,8 +45,7 @@ ON_SHARES = PrivateConfig(protocol="plain", insecure=True, party_mode="threads",
 AT_NODES = PrivateConfig(protocol="cascade", plan=ShardingPlan(2, 2, 1, accept_weak_plan=True), party_mode="threads")
 """The same for token sharding."""
 
-_SPREAD = 0.05
-"""Largest difference, in standard deviations of the plaintext outputs. Fixed point stays a hundred times below it."""
+_SPREAD = 0.05  # largest difference, in standard deviations of plaintext outputs; fixed point stays a 100th of it
 _LEAST = 4e-3  # what fixed point may always be off by
 _NEW = ((5, 17), (9, 23), (31, 40))  # tokens that both models are made to generate: two rows, three steps
 
@@ -63,15 +62,11 @@ class _Case:
 
 
 def require_agreement(
-    model_class: type[PreTrainedModel],
-    config: PretrainedConfig,
-    make_private: Open,
+    model_class: type[PreTrainedModel], config: PretrainedConfig, make_private: Open,
     settings: PrivateConfig = ON_SHARES,
-) -> None:
-    """Compare a small model of this class with its plaintext self, unless that was done before.
-
-    settings: ON_SHARES or AT_NODES. A handler of a user, and code put in place of transformers', is tried with every
-    class, each time. Raises PatchMismatch naming what has no rule, or the first module that differs.
+) -> None:  # fmt: skip
+    """Compare a small model of this class with its plaintext self, once; each time with a user's handler or code.
+    settings: ON_SHARES or AT_NODES. Raises PatchMismatch naming what has no rule, or differs first.
     """
     bare = skeleton(model_class, config)
     sharded = settings == AT_NODES
@@ -96,10 +91,7 @@ def require_agreement(
 def require_ring(
     model_class: type[PreTrainedModel], config: PretrainedConfig, make_private: Open, private_config: PrivateConfig
 ) -> None:
-    """In the 32-bit ring try what `check_ring` cannot know: modules without a rule of ours, and handlers of users.
-
-    Raises ConfigError for an operation that needs 64 bits.
-    """
+    """In 32 bits, try modules and users' handlers without a rule. Raises ConfigError for what needs 64 bits."""
     if private_config.ring == 64:
         return
     bare = skeleton(model_class, config)
@@ -254,7 +246,6 @@ def _first_difference(model: PreTrainedModel) -> str:
 
 
 def _refusals(model: PreTrainedModel, first: str) -> str:
-
     def run(private: nn.Module, secret: Callable[[Tensor], SecretTensor]) -> object:
         if architecture(model.config).kind == "vision":
             return private(pixel_values=secret(sample_pictures(model.config)), return_dict=True)
@@ -282,12 +273,9 @@ def _note(model: PreTrainedModel, settings: PrivateConfig) -> Path | None:
     """The file that says that this class with these settings agreed, under these versions; None without a folder."""
     if FOLDER is None:
         return None
-    digest = hashlib.sha256(
-        json.dumps(
-            [type(model).__name__, settings.protocol, transformers.__version__, torch.__version__, _sources()]
-        ).encode()
-        + model.config.to_json_string(use_diff=False).encode()
-    ).hexdigest()[:16]
+    versions = [type(model).__name__, settings.protocol, transformers.__version__, torch.__version__, _sources()]
+    noted = json.dumps(versions) + model.config.to_json_string(use_diff=False)
+    digest = hashlib.sha256(noted.encode()).hexdigest()[:16]
     folder = FOLDER.parent / "agreed"
     return folder / digest if _is_ours(FOLDER.parent) and _is_ours(folder) else None
 
