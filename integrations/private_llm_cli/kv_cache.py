@@ -28,9 +28,7 @@ KvCacheOption = Annotated[
 
 
 def kv_cache_of(text: str) -> dict[str, Any]:
-    """Settings of --kv-cache. Raises ConfigError for names, settings and values that are not known, which lists those
-    that are.
-    """
+    """Settings of --kv-cache. Raises ConfigError for unknown names, settings and values, which lists the known ones."""
     if not text:
         return {}
     name, *parts = (part.strip() for part in text.split(","))

@@ -18,8 +18,7 @@ from private_llm.protocol_facts import ASSISTED, CASCADE, hides, protocol_names
 from private_llm_cli.commands.models import want_draft
 from private_llm_cli.kv_cache import KvCacheOption, kv_cache_of
 
-PLUGINS: ContextVar[tuple[str, ...]] = ContextVar("PLUGINS", default=())
-"""What `private-llm --plugin` named, for the configurations that commands make."""
+PLUGINS: ContextVar[tuple[str, ...]] = ContextVar("PLUGINS", default=())  # as `private-llm --plugin` named them
 
 SHAPES = (
     "opt-125m", "opt-1.3b", "opt-2.7b", "opt-6.7b", "llama-7b", "llama-13b", "gpt2", "bert-base", "resnet-18",
@@ -50,8 +49,7 @@ SERVERS = "Linear layers at servers (assisted)"
 SHARDING = "Token sharding (cascade; after first layers under trio, quad, dealer)"
 SPARSITY = "Predicted sparsity (trio, quad, dealer, plain)"
 """Groups of options in help pages: in parentheses the protocols of an option, if it is not of all."""
-PROTOCOLS = f"<{'|'.join((*protocol_names(), CASCADE, ASSISTED))}>"
-"""How help texts show the names of this library's protocols."""
+PROTOCOLS = f"<{'|'.join((*protocol_names(), CASCADE, ASSISTED))}>"  # how help texts show protocols' names
 
 
 def option(panel: str, help_text: str, *names: str, **more: Any) -> Any:  # noqa: ANN401 - typer's own

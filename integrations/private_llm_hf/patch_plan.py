@@ -72,10 +72,8 @@ class PatchPlan:
 
 
 def make_patch_plan(model: PreTrainedModel, config: PrivateConfig) -> PatchPlan:
-    """The plan of a module tree (on any device).
-
-    Raises PatchMismatch for an architecture that is not run, ConfigError for a cache policy that the model's attention
-    cannot follow, and for chunks of prompts that would change results.
+    """The plan of a module tree (on any device). Raises PatchMismatch for an architecture that is not run, ConfigError
+    for a cache policy that the model's attention cannot follow, and for chunks of prompts that would change results.
     """
     check_cache_policy(model, config)
     check_prompt_chunk(type(model), model.config, config)
@@ -118,10 +116,7 @@ def make_patch_plan(model: PreTrainedModel, config: PrivateConfig) -> PatchPlan:
 
 
 def check_ring(model: PreTrainedModel, config: PrivateConfig) -> None:
-    """Raise ConfigError, which names the module, for what the 32-bit ring cannot compute: every request would fail.
-
-    model: on any device. What nodes of token sharding run needs no ring.
-    """
+    """Raise ConfigError, with the module's name, for what the 32-bit ring cannot compute (nodes need no ring)."""
     if config.ring >= 64 or config.plan is not None:
         return
     for name, module in model.named_modules():

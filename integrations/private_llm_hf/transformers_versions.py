@@ -22,10 +22,7 @@ CACHE = _NAMES[0 if _numbers(_INSTALLED) >= (5, 24) else 1]  # its name in the v
 
 
 def with_cache_named(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The same arguments of forward() or generate(), with the KV cache under the name that is installed.
-
-    Users may give either name, whatever the version. Raises ConfigError if both are given.
-    """
+    """Arguments with the KV cache under its installed name; users may give either. Raises ConfigError for both."""
     other = _NAMES[1 - _NAMES.index(CACHE)]
     if other not in arguments:
         return arguments

@@ -40,10 +40,8 @@ MakeService = Callable[[PrivateConfig, int, ServiceSettings, Observer], "PartySe
 
 
 def run_service(settings: PartySettings, make: MakeService) -> None:
-    """Serve several clients at a time until a signal comes or the service ends. Call it in the main thread.
-
-    Raises ConfigError for an operator port that is taken or settings without a service, and what `make` and the service
-    raise.
+    """Serve several clients, in the main thread, until a signal or the service's end. Raises ConfigError for an
+    operator port that is taken and settings without a service, and what `make` and the service raise.
     """
     if settings.service is None:
         raise ConfigError("clients: got 1; want more for a service")

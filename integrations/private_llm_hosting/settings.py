@@ -128,7 +128,6 @@ def read_settings(
     path: Path | None, environment: Mapping[str, str] | None = None, options: Mapping[str, Any] | None = None
 ) -> PartySettings:
     """The settings of a file, if there is one, with those of the environment and of options, which have its form.
-
     Raises ConfigError saying which setting is wrong, what was found and what is wanted.
     """
     values = {} if path is None else _read(path)

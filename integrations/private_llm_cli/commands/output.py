@@ -1,5 +1,7 @@
 """Figures on stdout (tables for people, JSON for programs), progress on stderr."""
 
+from __future__ import annotations
+
 import contextlib
 import json
 import logging

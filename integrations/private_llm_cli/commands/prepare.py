@@ -1,5 +1,7 @@
 """`private-llm prepare`: what a user of protocol "assisted" stores beforehand, so that one server is online."""
 
+from __future__ import annotations
+
 from typing import Annotated
 
 import typer

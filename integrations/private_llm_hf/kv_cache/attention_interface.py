@@ -25,9 +25,7 @@ NAME = "private_llm"  # what `config._attn_implementation` is set to
 
 
 def register() -> None:
-    """Make `NAME` known to transformers. Both functions together: with an attention function but no mask
-    function transformers silently runs causal models without a mask.
-    """
+    """Make `NAME` known, with its mask: without one transformers silently runs causal models without a mask."""
     AttentionInterface.register(NAME, private_attention)
     AttentionMaskInterface.register(NAME, private_mask)
 

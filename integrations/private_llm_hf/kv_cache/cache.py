@@ -54,9 +54,8 @@ class PositionsLayer(CacheLayerMixin):  # type: ignore[misc]
         return -1
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Drop that many (given as a negative number, as transformers does) positions at the end.
-
-        Raises DomainError for a positive number, and if some of them were evicted and earlier ones not.
+        """Drop that many (given as a negative number, as transformers does) positions at the end. Raises DomainError
+        for a positive number, and if some of them were evicted and earlier ones not.
         """
         if tokens_to_remove > 0:
             raise DomainError(f"crop: got {tokens_to_remove}; want a negative number of positions to remove")
@@ -72,10 +71,7 @@ class PositionsLayer(CacheLayerMixin):  # type: ignore[misc]
 
 
 class SecretCacheLayer(PositionsLayer):
-    """Keys and values of one layer as shares.
-
-    leader: the layer whose choices this one shares, if its policy chooses by secrets (`evicting`).
-    """
+    """Keys and values of one layer as shares. leader: the layer whose choices by secrets this one shares."""
 
     def __init__(self, policy: CachePolicy = KEEP_ALL, leader: "SecretCacheLayer | None" = None) -> None:
         self.policy, self.leader = policy, leader
@@ -128,10 +124,8 @@ class SecretCacheLayer(PositionsLayer):
         self._attended, self._mass = True, mass
 
     def evict(self, number: int, padding: Tensor | None) -> None:
-        """Ask the policy, after a call, what stays; `number`: of this layer.
-
-        Raises UnsupportedOp if the model's attention did not ask which entries its keys are, or if the policy keeps
-        another number of entries than it said.
+        """Ask the policy, after a call, what stays; `number`: of this layer. Raises UnsupportedOp if the model's
+        attention did not ask which entries its keys are, or if the policy keeps another number of entries than it said.
         """
         if not self._attended:
             raise UnsupportedOp(
@@ -375,9 +369,7 @@ class RepeatedLayer:
 
 
 def _facts(kwargs: Mapping[str, Any]) -> tuple[Hashable, list[Tensor], Tensor | None] | None:
-    """What is the same at every call, tensors that are not, and the mask of attention, which no program reads; None for
-    arguments that are nothing of these, and for a mask under which nobody sees anything.
-    """
+    """What is the same at every call, tensors that are not, and the mask; None where no program can run."""
     facts: list[Hashable] = []
     publics: list[Tensor] = []
     mask: Tensor | None = None

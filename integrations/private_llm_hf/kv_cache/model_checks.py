@@ -62,8 +62,7 @@ def check_cache_policy(model: PreTrainedModel, config: PrivateConfig) -> None:
 
 
 # -- windows of attention ---------------------------------------------------------------------------------------------
-FULL, BOUNDED = "full_attention", ("sliding_attention", "chunked_attention")
-"""Kinds of layers that a cache policy can serve."""
+FULL, BOUNDED = "full_attention", ("sliding_attention", "chunked_attention")  # layers that a policy can serve
 
 
 def layer_kinds(config: PretrainedConfig) -> list[str]:
@@ -140,10 +139,7 @@ def chunk_of(
     model_class: type[PreTrainedModel], config: PretrainedConfig, settings: PrivateConfig, rows: int, length: int,
     keys: int,
 ) -> int:  # fmt: skip
-    """How many of the `length` tokens of each row are read at a time, from public numbers alone.
-
-    keys: the tokens with those that the cache holds already.
-    """
+    """How many of a row's `length` tokens are read at a time, by public numbers. keys: tokens, cached ones too."""
     if settings.prompt_chunk != "auto":
         return settings.prompt_chunk or length
     longer, shorter = PROMPT_CHUNKS

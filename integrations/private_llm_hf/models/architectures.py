@@ -57,7 +57,6 @@ def architecture(config: PretrainedConfig) -> Architecture:
 
 def architecture_of(model_type: object) -> Architecture:
     """The architecture of a model type: what architectures.json says of it, the rest from transformers' own tables.
-
     Raises PatchMismatch for what transformers does not know, and for kinds of models that are not run.
     """
     if not isinstance(model_type, str) or model_type not in {*CONFIG_MAPPING_NAMES, *read_facts(_EXCEPTIONS)}:
@@ -122,10 +121,7 @@ def classes_of(model_type: str) -> frozenset[str]:
 
 
 def refuse_loading(config: object) -> None:
-    """Raise PatchMismatch for settings that let a configuration load something else: code, or another model.
-
-    Parties build models from the configurations of their clients.
-    """
+    """Raise PatchMismatch for settings by which configurations, which parties get from clients, load something else."""
     if not isinstance(config, Mapping):
         return
     if isinstance(config.get("model_type"), str) and config["model_type"] in _FOREIGN:
@@ -151,10 +147,8 @@ def compared(way: Literal["shares", "token sharding"] = "shares") -> frozenset[s
 
 
 def table(section: str) -> Any:  # noqa: ANN401 - a JSON value
-    """A section of replacements.json: what of a family is done in another way.
-
-    positions_by_mask: types that number positions by unmasked tokens unless they are given numbers. batch_first:
-    encoders in which every tensor has the rows of the batch, or all their tokens in order, first.
+    """A section of replacements.json. positions_by_mask: types that number positions by unmasked tokens by themselves.
+    batch_first: encoders whose tensors all have the rows of the batch, or all their tokens, first.
     """
     return read_facts("replacements.json")[section]
 

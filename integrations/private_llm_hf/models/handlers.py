@@ -151,8 +151,7 @@ def _named(rules: Mapping[str, Any], module: nn.Module) -> Any:  # noqa: ANN401 
 
 
 # -- ESM spells a GELU by hand, and leaves its embeddings out for tokens that were looked up --------------------------
-UNMASKED = 1 - 0.15 * 0.8
-"""The part of tokens that ESM's training left unmasked, by which a text without masks is scaled."""
+UNMASKED = 1 - 0.15 * 0.8  # the part of tokens that ESM's training left unmasked, which scales texts without masks
 
 
 def _esm_head(module: Any, features: Tensor, **_: object) -> Tensor:  # noqa: ANN401 - transformers' module
@@ -171,14 +170,9 @@ def is_esm(module: nn.Module) -> bool:
 
 
 def embedding_first(
-    model: Any,  # noqa: ANN401 - transformers' module
-    input_ids: None = None,
-    attention_mask: Tensor | None = None,
-    position_ids: Tensor | None = None,
-    *,
-    inputs_embeds: Tensor,
-    **kwargs: Any,  # noqa: ANN401 - as the module
-) -> Any:  # noqa: ANN401 - as the module
+    model: Any, input_ids: None = None, attention_mask: Tensor | None = None,  # noqa: ANN401 - transformers' module
+    position_ids: Tensor | None = None, *, inputs_embeds: Tensor, **kwargs: Any,  # noqa: ANN401 - as the module
+) -> Any:  # noqa: ANN401 - as the module  # fmt: skip
     """EsmModel.forward of embeddings that were looked up: transformers leaves out what follows the lookup for these.
 
     Tokens are scaled as in a text without masks, which would change the factor: the client refuses them

@@ -79,8 +79,7 @@ def check_index(name: str, value: object, rows: int, length: int) -> Tensor:
     return _tensor(name, value, wanted, _INTEGERS, 1 if one else rows, length).to(device="cpu", dtype=torch.int64)
 
 
-GENERATED = "generate: prompt and new tokens take"
-"""What would cross the model's positions is refused before its first token; the last one needs no position."""
+GENERATED = "generate: prompt and new tokens take"  # refused before the first token; the last one needs no position
 
 
 def check_positions(config: PretrainedConfig, length: int, said: str = "sequence length: got") -> None:
@@ -118,9 +117,8 @@ def check_position_values(config: PretrainedConfig, positions: Tensor) -> None:
 
 
 def check_last_token(config: PretrainedConfig, rows: int, mask: Tensor | None, ids: Tensor | None) -> None:
-    """A decoder with a classification head looks at each row's last token that is not the padding token.
-
-    Parties look at the last one, so padding must be on the left, and no text may end with the padding token.
+    """A decoder with a classification head looks at each row's last token that is not the padding token. Parties look
+    at the last one, so padding must be on the left, and no text may end with the padding token.
     """
     if rows > 1 and config.pad_token_id is None:
         raise DomainError("classifying a batch needs a padding token; set config.pad_token_id")
@@ -157,21 +155,15 @@ def check_pixels(name: str, pixels: object, config: PretrainedConfig) -> Tensor:
 # has (`transformers.loss.loss_utils`).
 _IGNORED = -100
 _HEADS = {
-    "ForSequenceClassification": "classes",
-    "ForImageClassification": "classes",
-    "ForTokenClassification": "classes of tokens",
-    "ForMaskedLM": "tokens",
-    "ForCausalLM": "next tokens",
-    "LMHeadModel": "next tokens",
-    "ForConditionalGeneration": "tokens",
-}
+    "ForSequenceClassification": "classes", "ForImageClassification": "classes",
+    "ForTokenClassification": "classes of tokens", "ForMaskedLM": "tokens", "ForCausalLM": "next tokens",
+    "LMHeadModel": "next tokens", "ForConditionalGeneration": "tokens",
+}  # fmt: skip
 
 
 class Labels:
-    """The labels of one call, checked before anything is sent.
-
-    original: the plaintext class. reveal: PrivateConfig.reveal; the loss needs logits. Raises UnsupportedOp where there
-    is no loss, DomainError for labels that do not fit.
+    """The labels of a call, checked before anything is sent. original: the plaintext class. reveal: the loss needs
+    logits. Raises UnsupportedOp where there is no loss, DomainError for labels that do not fit.
     """
 
     def __init__(self, original: type[PreTrainedModel], config: PretrainedConfig, reveal: str, labels: object) -> None:
@@ -207,10 +199,7 @@ class Labels:
         return self._kind == "tokens"
 
     def check(self, rows: int, length: int, kept: object) -> None:
-        """Refuse labels that are not one per position of [rows, length], or not one set of classes per row.
-
-        kept: the call's `logits_to_keep`; a loss wants the logits of all positions.
-        """
+        """Refuse labels that are not one for each of [rows, length] positions, all of them kept, or a set a row."""
         if self._kind == "classes":
             try:
                 self.loss(torch.zeros(rows, self._count))  # labels of a wrong kind, shape or range fail here

@@ -26,8 +26,7 @@ _USUAL = (1e-5, 1e-6)  # what a family may add to the variance without saying so
 
 _PYTORCH_S = (nn.LayerNorm.forward, nn.RMSNorm.forward, nn.Module.forward)
 
-CANNOT = (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError)
-"""What a module may raise that cannot be run in this way."""
+CANNOT = (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError)  # of modules that cannot run so
 
 
 @dataclass(frozen=True)
@@ -56,10 +55,7 @@ class Norm:
 
 
 class FoldedNorm(nn.Module):
-    """What is left of a norm without weight and bias, for plain rows: parties put theirs in its place.
-
-    taken: weights that it had, less those that layers got for it.
-    """
+    """A norm without weight and bias, in whose place parties put theirs. taken: weights that it lost to no layer."""
 
     def __init__(self, norm: Norm, taken: int) -> None:
         super().__init__()
@@ -115,10 +111,7 @@ def tried(
     module: nn.Module, weights: Callable[[str, Tensor], Tensor], *calls: tuple[Tensor, ...],
     **settings: object,
 ) -> Iterator[object]:  # fmt: skip
-    """What a copy of a module makes of each of these arguments that it takes.
-
-    weights: gives another value for a parameter, its own or a child's, by name and value. settings: attributes.
-    """
+    """What a copy of a module makes of each argument. weights: other values by name and value. settings: attributes."""
     copied = copy.copy(module)
     copied._modules = {name: copy.copy(child) for name, child in module._modules.items()}
     for holder in (copied, *copied.children()):

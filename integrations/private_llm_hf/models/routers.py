@@ -27,15 +27,13 @@ from private_llm_hf.models.norms import CANNOT, tried
 _ROWS, _WIDTH = 32, 16  # tokens that a router is tried on, and their size
 _TOLERANCE = 1e-4
 
-LEAST_SUM = 2.0**-8
-"""Least sum of chosen scores that weights are divided by, where nothing else bounds it; smaller sums count as more."""
+LEAST_SUM = 2.0**-8  # of chosen scores that weights are divided by, where nothing else bounds it; smaller count as more
 
 
 @dataclass(frozen=True)
 class Routing:
-    """Scores of all experts, k of them chosen; `normal`: divided by their sum; times `scale`.
-
-    corrected: what the learned correction is added to before the choice. groups: only the best are chosen from.
+    """Scores of all experts, k of them chosen; `normal`: divided by their sum; times `scale`. corrected: what the
+    learned correction is added to before the choice. groups: only the best are chosen from.
     """
 
     k: int
@@ -77,10 +75,8 @@ class Routing:
 
 @dataclass(frozen=True)
 class RouterParts:
-    """Where a router holds its weights.
-
-    linear: the child that is its linear layer, or "" for its own `weight` (and `bias`). correction: the name of its own
-    one, of a child that adds one, or "" if there is none, or the caller gives it.
+    """A router's weights. linear: its linear child, or "" for its own `weight` (and `bias`). correction: the name of
+    its own one, or of a child that adds one; "": none, or the caller gives it.
     """
 
     linear: str
@@ -250,9 +246,8 @@ class PrivateExperts(nn.Module):
         self.down_proj = original.get_parameter("down_proj")
 
     def forward(self, hidden_states: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        """Secret tokens [T, H] and the router's weights [T, n] (given twice) to [T, H].
-
-        All n experts are computed. Raises UnsupportedOp for weights of another shape, or plain ones.
+        """Secret tokens [T, H] and the router's weights [T, n] (given twice) to [T, H]. All n experts are computed.
+        Raises UnsupportedOp for weights of another shape, or plain ones.
         """
         count, double, width = self.gate_up_proj.shape
         tokens = hidden_states.shape[0]
@@ -305,10 +300,7 @@ def _check(weights: Tensor, shape: tuple[int, int]) -> None:
 
 # -- what a module is -----------------------------------------------------------------------------------------------
 def is_experts(module: nn.Module) -> bool:
-    """Whether a module holds the matrices of all experts as [n, 2 I, H] and [n, H, I], and nothing else.
-
-    What its forward does with them is for the comparison with plaintext to find out.
-    """
+    """Whether a module holds all experts as [n, 2 I, H] and [n, H, I], and nothing else (comparison shows the rest)."""
     held = {name: value for name, value in module._parameters.items() if value is not None}
     if set(held) != {"gate_up_proj", "down_proj"} or set(dict(module.named_children())) != {"act_fn"}:
         return False

@@ -103,10 +103,7 @@ def sparse_blocks(config: PretrainedConfig) -> tuple[SparseBlock, ...]:
 
 
 def shared_settings(config: object) -> CometConfig | None:
-    """What the owner of a model chose when it was shared, None without predictors. Raises PatchMismatch.
-
-    config: a model's configuration, or the mapping that share files hold of it.
-    """
+    """What the owner chose when a model of this configuration (also as a mapping) was shared. Raises PatchMismatch."""
     held = config.get(KEY) if isinstance(config, Mapping) else getattr(config, KEY, None)
     if held is None:
         return None
@@ -131,10 +128,7 @@ def facts_of(settings: CometConfig, blocks: Collection[SparseBlock]) -> dict[str
 
 
 def attach_predictors(model: PreTrainedModel) -> None:
-    """Add the modules of the predictors that the model's configuration names, on the meta device.
-
-    Raises PatchMismatch for blocks that the model does not have.
-    """
+    """Add a configuration's predictors, on the meta device. Raises PatchMismatch for blocks that the model lacks."""
     taken: set[str] = set()
     for block in sparse_blocks(model.config):
         _check(model, block, taken)
@@ -146,9 +140,8 @@ def attach_predictors(model: PreTrainedModel) -> None:
 
 
 def check_sparsity(model: PreTrainedModel, config: CometConfig | None) -> None:
-    """Raise ConfigError unless a model has predictors if and only if sparsity is wanted, and of the wanted kinds.
-
-    Nor may patterns be opened in a kept order where the owner drew none, or to a budget where he set none.
+    """Raise ConfigError unless a model has predictors if and only if sparsity is wanted, and of the wanted kinds. Nor
+    may patterns be opened in a kept order where the owner drew none, or to a budget where he set none.
     """
     kinds = {block.kind for block in sparse_blocks(model.config)}
     chosen = shared_settings(model.config)
@@ -175,10 +168,8 @@ def check_sparsity(model: PreTrainedModel, config: CometConfig | None) -> None:
 
 
 def make_sparse(model: PreTrainedModel, session: Session, on_disk: Collection[str] = ()) -> None:
-    """Let blocks with predictors compute predicted units only, as the session's configuration says. Local.
-
-    on_disk: names of weights that are read for each use. Raises ConfigError if a sparse block has such weights,
-    PatchMismatch if a module of another kind stands where its predictor should.
+    """Let blocks compute predicted units only, as the configuration says. Local. on_disk: weights read at each use.
+    Raises ConfigError if a sparse block has some, PatchMismatch for another module in a predictor's place.
     """
     config = session.config.sparsity
     check_sparsity(model, config)

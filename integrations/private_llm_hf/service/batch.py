@@ -32,10 +32,7 @@ from private_llm_hf.wire.commands import Call
 
 @dataclass(frozen=True)
 class BatchedRequest:
-    """One session's request in a batch.
-
-    owner: the session. inputs: as received, in the order of `call.secret` (Tokens: `Index`, Values: `Share`).
-    """
+    """A session's request in a batch. inputs: in the order of `call.secret` (for Tokens `Index`, else `Share`)."""
 
     owner: str
     call: Call
@@ -142,10 +139,7 @@ def _joined_index(held: Sequence[Index]) -> Index:
 
 
 def _padded(flat: Tensor, spans: Sequence[_RowSpan], width: int) -> Tensor:
-    """[tokens of all, size] as [rows, width, size]: the first of a row once more for each column before it.
-
-    Zeros would leave the ranges of norms; what a token makes of itself does not.
-    """
+    """[tokens, size] as [rows, width, size]: a row's first once more for each column before it, as norms want."""
     made, start = [], 0
     for span in spans:
         stop = start + span.rows * span.length

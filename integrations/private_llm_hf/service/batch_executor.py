@@ -33,10 +33,7 @@ OF_THE_MACHINE = (MemoryError, OSError)  # what one party may meet and the other
 
 
 class ServiceLinks(PassingTransport):
-    """The links between the parties, with a client's number for whichever clients a batch serves.
-
-    inputs: what is received next from "the client". receivers: who gets what is sent to "the client", in order.
-    """
+    """Links between parties, with the client's number for a batch's clients. inputs, receivers: next, in order."""
 
     def __init__(self, inner: Transport) -> None:
         super().__init__(inner)
@@ -71,10 +68,8 @@ class ServiceLinks(PassingTransport):
 def run_requests(
     model: ServedModel, links: ServiceLinks, requests: Sequence[Request], quota: KVCacheQuota
 ) -> tuple[int, int]:
-    """Answer these requests; rows and positions that were computed.
-
-    A request's own mistake, and a DomainError or other error of the whole batch, ends the sessions of their requests;
-    it is not raised. Raises as `compute`.
+    """Answer these requests; rows and positions that were computed. A request's own mistake, and a DomainError or other
+    error of the whole batch, ends the sessions of their requests; it is not raised. Raises as `compute`.
     """
     accepted = [request for request in requests if accepts(model, request, quota)]
     if not accepted or not compute(model, links, accepted, quota):
@@ -115,10 +110,8 @@ def give_up(model: ServedModel, request: Request, quota: KVCacheQuota, error: Pr
 def compute(
     model: ServedModel, links: ServiceLinks, requests: Sequence[Request], quota: KVCacheQuota, heard: bool = True
 ) -> bool:
-    """Run requests that `accepts` let pass as one batch, and open to each client what is its own; False if all failed.
-
-    heard: the clients hear what comes (not when a helping party runs ahead). Raises TransportError, ProtocolAbort and
-    ShareFileError when the parties cannot go on.
+    """Run what `accepts` let pass as one batch, and open to each client its own; False if all failed. heard: by clients
+    (no helper runs ahead). Raises TransportError, ProtocolAbort, ShareFileError if parties cannot go on.
     """
     try:
         batch = [BatchedRequest(r.owner, r.call, tuple(_received(model, links, r))) for r in requests]
@@ -143,10 +136,7 @@ def compute(
 
 
 def refusal(request: Request, error: Exception) -> PrivateLLMError:
-    """What a session ends with whose request cannot run; what nobody foresaw is logged. Nothing of it was sent.
-
-    Raises the error if it may be this machine's alone: the others would wait for this party.
-    """
+    """What ends a request's session; the unforeseen is logged. Raises errors that may be this machine's alone."""
     if isinstance(error, PrivateLLMError):
         return error
     if isinstance(error, OF_THE_MACHINE):

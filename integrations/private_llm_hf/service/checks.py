@@ -160,8 +160,7 @@ def _check_head(model: PreTrainedModel, which: Architecture, rows: int) -> None:
 # -- Which requests may share a batch: those of equal key -------------------------------------------------------------
 WASTE = 4  # padding takes at most one of so many positions of a batch that reads prompts
 
-_NARROW = 1024
-"""Positions up to which caches share their columns, whatever they hold; beyond, each holds at least half of them."""
+_NARROW = 1024  # positions up to which caches share columns; beyond, each holds at least half of them
 
 _DECODER = frozenset({"attention_mask", "position_ids", "use_cache", "logits_to_keep"})
 

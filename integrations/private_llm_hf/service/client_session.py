@@ -43,8 +43,7 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger("private_llm")
 _TICK_S = 0.25  # how often a session that waits for a batch looks whether its client is still there
-_EACH_S, _AT_ONCE = 0.02, 100
-"""Seconds between two questions of a session, but for so many at once: who only asks would take the time of all."""
+_EACH_S, _AT_ONCE = 0.02, 100  # between two questions, but for so many at once: who only asks takes everybody's time
 MOST_CALLS = 1 << 12  # calls of one plan
 _KEYS = 4  # keys of point functions for each index, at most (quad)
 
@@ -85,10 +84,8 @@ def owner_of(session: str) -> str:
 
 @dataclass(eq=False)
 class Request:
-    """A call that waits for a batch. edits: changes of caches that come before it. free: handles that nobody needs.
-
-    planned: which call of a plan it is. prepares: the parties compute it ahead (stored and digests say what came of
-    it); otherwise they did. drop: the session's older plan is over.
+    """A call that waits for a batch. edits: of caches, before it. free: handles to drop. planned: its call of a plan.
+    prepares: it is computed ahead (stored, digests: what came of it). drop: the older plan is over.
     """
 
     session: ClientSession
@@ -298,10 +295,8 @@ class ClientSession:
         return recorder.frames
 
     def _facts(self, command: Message, edits: Sequence[CacheEdit], frames: Sequence[ReceivedTensor]) -> dict[str, str]:
-        """Digests of all that another party must have got alike from this client.
-
-        earlier: the calls before, which drew from the streams of its masks; a session that begins anew at one party
-        alone, under the number and keys of an older one, has had others.
+        """Digests of what another party must have got alike. earlier: calls that drew from the streams of its masks; a
+        session that begins anew at one party alone, under an older number and keys, has had others.
         """
         spec = protocol_spec(self.host.config.protocol)
         text = text_of([command, list(edits)], ordered=True)

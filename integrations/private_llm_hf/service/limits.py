@@ -37,10 +37,8 @@ LimitSize = Annotated[int, Between(1, 1 << 62)]
 
 
 class Limits(Message):
-    """Sent by each party to each other one when they connect.
-
-    positions: that one session's caches may hold, over all rows. of_user: those of one user with a name. in_all: of all
-    clients. elements: of the largest array of one call or batch.
+    """Told to each other party. positions: cached by one session, over all rows. of_user: by a named user's. in_all: by
+    all clients'. elements: of the largest array of one call or batch.
     """
 
     positions: LimitSize
@@ -164,8 +162,7 @@ class KVCacheQuota:
 # Inputs of a client that do not fit together look as a party's lie does, and nobody can tell which it was. So the users
 # of such a batch run alone for a while: the next time it is one of them only. Who is alone when it happens again is not
 # let in for a while. Both times grow with each time. Clients without a name cannot be told apart and stay in.
-_ALONE_S, _BARRED_S, _GROWS = 60.0, 600.0, 4.0
-"""Seconds that the first time has, and how many times as long the next one is."""
+_ALONE_S, _BARRED_S, _GROWS = 60.0, 600.0, 4.0  # the first time alone and barred, and the factor of the next
 _LONGEST_S = 86400.0
 
 

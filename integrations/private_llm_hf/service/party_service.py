@@ -51,11 +51,7 @@ _GRACE_S = 0.02  # seconds that a party waits for a request that party 0 has got
 
 
 class PartyService:
-    """One party, for all clients of its models.
-
-    Raises ConfigError, ShareFileError and PatchMismatch before it listens: for settings that a service does not have,
-    and for share files that do not fit.
-    """
+    """One party, for all its models' clients. Raises ConfigError, ShareFileError, PatchMismatch before it listens."""
 
     limits: Limits
 
@@ -256,10 +252,7 @@ class PartyService:
         return message
 
     def _size_of(self, request: Request) -> RequestSize:
-        """Which requests may share a batch with this one, and how large its part is.
-
-        A planned call runs alone, and so does one that cannot be measured, which all parties will refuse.
-        """
+        """What of a batch it takes; planned calls run alone, as do those that cannot be measured and will fail."""
         if request.planned is not None:
             return RequestSize(None, 0)
         try:
@@ -327,10 +320,7 @@ class PartyService:
 
     # -- all ------------------------------------------------------------------------------------------------------
     def _carry_out(self, links: ServiceLinks, requests: list[Request], proposal: Proposal, commit: Commit) -> None:
-        """Forget what ended, and run a batch. Everything here is the same at all parties.
-
-        Raises ProtocolAbort, before anything is sent, where parties that compare were told or sent different things.
-        """
+        """Forget what ended, run a batch; the same at all parties. Raises ProtocolAbort, unsent, where they differ."""
         self._transcript.add([proposal, commit])
         self._transcript.compare(links, range(self.config.parties), joined([request.facts for request in requests]))
         self._forget(commit.ended, requests)
@@ -358,10 +348,8 @@ class PartyService:
         self.observer.batch_done(BatchFacts(model.name, len(requests), users, rows, tokens, seconds, sent, rounds))
 
     def _forget(self, ended: Sequence[str], requests: Sequence[Request]) -> None:
-        """Let go of what sessions kept that are over, and end those of them that live here: without what they kept
-        their next call would be computed as if it were their first.
-
-        Raises ProtocolAbort for what names no session, and for one that is to run in this very step.
+        """Let go of what sessions kept that are over, and cut them here: without it their next call would run as their
+        first. Raises ProtocolAbort for one that is no session, or runs in this very step.
         """
         running = {request.session.id for request in requests}
         for number in ended:

@@ -93,10 +93,8 @@ class PreprocessingStore:
         request.done.set()
 
     def run_prepared(self, model: ServedModel, links: ServiceLinks, request: Request) -> None:
-        """A call that was prepared: the helping party is silent, what it sent comes from the store.
-
-        A call that does not fit ends its session (ConfigError for too many positions). Raises TransportError if what is
-        stored is damaged: the others would wait for this party.
+        """A prepared call: the helper is silent, its messages are stored. One that does not fit ends its session
+        (ConfigError for positions). Raises TransportError for damage: the others would wait.
         """
         session, planned = model.session, _planned(request)
         prepared = self._plans.get(request.session.id)

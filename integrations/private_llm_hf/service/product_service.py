@@ -49,11 +49,8 @@ class ProductService:
         self, config: PrivateConfig, number: int, settings: ServiceSettings, observer: Observer | None = None,
         checkpoint: str | None = None, listener: socket.socket | None = None,
     ) -> None:  # fmt: skip
-        """checkpoint: folder or hub id of what it multiplies by (None: each client sends weights). listener: its
-        listening socket, if there is one.
-
-        Raises ConfigError for settings that it does not have and more clients than there is memory for, and as
-        `open_weights`.
+        """checkpoint: what it multiplies by (None: clients send weights). listener: its socket, if there is one. Raises
+        ConfigError for other settings and too many clients, and as `open_weights`.
         """
         if config.protocol != ASSISTED or config.party_mode != "remote" or not 0 <= number < config.endpoints:
             raise ConfigError(f"party: got {number} of {config.protocol!r}; want a server of 'assisted' with hosts")
@@ -128,9 +125,7 @@ class ProductService:
         threading.Thread(target=self._run, args=(served,), name=f"session {link.number[:12]}", daemon=True).start()
 
     def _ready(self, link: ClientLink) -> None:
-        """Before a session reads its next request: its client has read the last answer. Each session computes on its
-        part of the cores, so that no product waits for pieces of another's.
-        """
+        """Before the next request: the client has read the last answer; each session has its part of the cores."""
         link.await_reader()
         share = max(1, usable_cores() // max(1, len(self._sessions)))
         if torch.get_num_threads() != share:  # of this thread

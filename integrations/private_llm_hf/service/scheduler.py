@@ -31,9 +31,7 @@ _LACKED = 256  # requests of which it is remembered that they were awaited in va
 
 @dataclass(frozen=True)
 class RequestSize:
-    """What a request wants of a batch. batch_key: requests of equal keys may share one; None: it runs alone. elements:
-    of the largest array that its part of the batch makes.
-    """
+    """What a request wants of a batch: one of equal batch_key (None: alone). elements: of its largest array."""
 
     batch_key: Hashable | None
     elements: int
@@ -107,10 +105,7 @@ class Scheduler:
 
     # -- party 0 ------------------------------------------------------------------------------------------------
     def schedule(self, seconds: float, measure: MeasureRequest, most: int) -> list[Request]:
-        """Take the requests of the next batch out, of `most` elements together, or the first alone.
-
-        None if nothing comes within `seconds`.
-        """
+        """Take the next batch's requests, of `most` elements together, or the first; None after `seconds`."""
         with self._changed:
             self._await_offers(time.monotonic() + seconds)
             self._woken = False
@@ -187,10 +182,7 @@ class Scheduler:
 
     # -- the others -----------------------------------------------------------------------------------------------
     def find_requests(self, wanted: Sequence[tuple[str, int]], seconds: float) -> list[Request | None]:
-        """The requests of these sessions and numbers, None for those that have not come within `seconds`.
-
-        Those that were awaited in vain before are not awaited again.
-        """
+        """These requests, None for those not there within `seconds`, which are awaited in vain once only."""
         awaited = [place for place, ticket in enumerate(wanted) if ticket not in self._lacked]
 
         def held() -> list[Request | None]:

@@ -36,10 +36,7 @@ class ServedModel:
         self._built: LoadedModel | None = None
 
     def begin(self, session: Session) -> None:
-        """Build the model for the parties' new session; no cache is left of the one before. Local.
-
-        Raises PatchMismatch for a model that cannot run under the session's settings.
-        """
+        """Build the model for a new session, without caches. Local. Raises PatchMismatch where it cannot run."""
         self.session, before = replace(session, numerics=NumericContext(), checks=RangeChecks()), self._built
         if before is None:
             description, weights = LoadModel(self.file.description, None), weights_of_file(self.session, self.file)
@@ -51,11 +48,7 @@ class ServedModel:
 
 
 def open_model(path: Path, config: PrivateConfig, number: int) -> ShareFile:
-    """A party's share file of a model that it can run.
-
-    Raises ShareFileError for a file that is not this party's or is damaged, ConfigError and PatchMismatch for a model
-    that cannot run under these settings.
-    """
+    """A party's share file. Raises ShareFileError for others and damage, ConfigError, PatchMismatch if unfit."""
     file = ShareFile.open(path, config, number)
     facts = file.description
     model, own = empty_model(facts.config, facts.class_, facts.folded), adopted(config, facts.config)
@@ -67,10 +60,7 @@ def open_model(path: Path, config: PrivateConfig, number: int) -> ShareFile:
 def open_models(
     paths: Mapping[str, Path], config: PrivateConfig, number: int
 ) -> tuple[dict[str, ServedModel], PrivateConfig]:
-    """A party's models by digest, and the configuration with which they run.
-
-    Raises as `open_model`, and for a model that is there twice, or is not alone and has predictors.
-    """
+    """Models by digest, and their configuration. Raises as `open_model`, and for doubles, predictors beside others."""
     if not paths:
         raise ConfigError("models: got none; want the share file of at least one model, {name: path}")
     found: dict[str, ServedModel] = {}

@@ -63,27 +63,18 @@ class BatchFacts:
 
 
 class Observer:
-    """Watches a service (logs, metrics), and hears public facts, never a value; this one looks away.
-
-    Every method may be called from any thread, returns quickly and must not raise. `session` is the first 12
-    hexadecimal digits of a session's number, the same at all parties.
+    """Watches a service, hears public facts, never a value; this one looks away. Methods are called from any thread,
+    return quickly and must not raise. session: a session's first 12 digits, the same at all parties.
     """
 
     def links_up(self) -> None:
         """This party is connected with all others, and sessions may begin."""
 
     def links_down(self, reason: str, orderly: bool = False) -> None:
-        """The links between the parties ended, and all sessions with them; they are being made again.
-
-        orderly: because a party stops as it was told to.
-        """
+        """The links between parties, and all sessions, ended; new ones are made. orderly: a party was told to stop."""
 
     def links_awaited(self, who: str | None, reason: str, seconds: float) -> None:
-        """A try to link the parties failed; the next one has begun.
-
-        who: the parties that were not there, None if it failed for another reason. seconds: since the links ended, or
-        since this party started.
-        """
+        """A try to link the parties failed. who: was not there, or None. seconds: since links ended, or the start."""
 
     def session_began(self, session: str, user: str) -> None:
         """A client came in. user: the name in its certificate, "" without one."""

@@ -27,9 +27,8 @@ _KEYS = {"fc1.weight", "fc2.weight"}
 
 
 def read_powerinfer(folder: Path, model: PreTrainedModel, sites: list[Site], name: str = "") -> PredictorSet:
-    """Predictors for the feed-forward `sites` of `model`, in order of layers; not measured yet.
-
-    Raises ConfigError for a folder without them, a layer that is missing or too many, and files of another form.
+    """Predictors for the feed-forward `sites` of `model`, in order of layers; not measured yet. Raises ConfigError for
+    a folder without them, a layer that is missing or too many, and files of another form.
     """
     blocks = [site for site in sites if site.kind == "ffn"]
     files = {int(m.group(1)): path for path in sorted(folder.glob("model_*")) if (m := _NAME.fullmatch(path.name))}

@@ -152,8 +152,7 @@ def block_counts(active: Tensor, block: int) -> Tensor:
 # in the mean over what it may draw.
 _BINS = 1 << 16
 
-Scored = Callable[[], Iterator[tuple[Tensor, Tensor]]]
-"""Goes over the data anew: scores [N, units], and active neurons per unit [N, units]."""
+Scored = Callable[[], Iterator[tuple[Tensor, Tensor]]]  # the data anew: scores, active neurons per unit [N, units]
 
 
 @dataclass(frozen=True)
@@ -183,7 +182,6 @@ class Measures:
 
 def measures_of(found: Iterable[tuple[Tensor, Tensor]], budget: int | None = None) -> Measures:
     """Of predictions bool [N, units], scores above the threshold, and active neurons per unit [N, units], in batches.
-
     budget: units that every position computes, drawn as a run draws them; None: those that are predicted.
     """
     rows = units = active_units = predicted_units = most = 0

@@ -27,8 +27,7 @@ from private_llm_hf.sparsity.sites import Site, find_sites
 from private_llm_hf.sparsity.training import measure, split_rows, train_predictor
 from private_llm_hf.tools.texts import encode, first_token, load_texts, total_nll, windows
 
-Images = Callable[[], Iterable[Tensor]]
-"""Goes over prepared images anew, a batch [n, channels, height, width] at a time."""
+Images = Callable[[], Iterable[Tensor]]  # prepared images anew, in batches [n, channels, height, width]
 
 _COLUMNS = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
 
@@ -98,10 +97,8 @@ class PredictorRun:
 
 
 def run(settings: PredictorRun) -> tuple[PredictorSet, dict[str, Any]]:
-    """Record, train, test and save; returns the set, and a row of its figures (`summary`, perplexities of a decoder).
-
-    Shows progress on stderr. Raises ConfigError for settings that do not fit the model or an earlier run,
-    PatchMismatch for a model whose activations make no zeros.
+    """Record, train, test and save: the set, and a row of its figures (`summary`). Shows progress on stderr. Raises
+    ConfigError for unfit settings or an earlier run's, PatchMismatch for activations without zeros.
     """
     if not settings.resume and (settings.out / "checkpoints").exists():
         raise ConfigError(f"{settings.out} holds checkpoints of an earlier run: add --resume, or give another --out")
@@ -130,10 +127,7 @@ def run(settings: PredictorRun) -> tuple[PredictorSet, dict[str, Any]]:
 
 
 def load_model(source: str) -> PreTrainedModel:
-    """A model as the class that its configuration names, float32; what scripts/relufy.py wrote as it says.
-
-    Raises ConfigError for what is no model.
-    """
+    """A model as its configuration says, float32, or of scripts/relufy.py. Raises ConfigError for what is none."""
     try:
         if (Path(source) / FACTS).is_file():
             return load_relufied(source)
@@ -147,10 +141,7 @@ def load_model(source: str) -> PreTrainedModel:
 
 
 def batches(model: PreTrainedModel, rows: Tensor, size: int) -> Iterator[dict[str, Any]]:
-    """Arguments of calls; an encoder-decoder reads the first half of each row and writes the second.
-
-    Raises ConfigError for a model of images.
-    """
+    """Calls' arguments; an encoder-decoder writes each row's second half. Raises ConfigError for models of images."""
     kind = architecture(model.config).kind
     if kind == "vision":
         raise ConfigError(f"{type(model).__name__} takes images: give --images FOLDER")
@@ -163,10 +154,7 @@ def batches(model: PreTrainedModel, rows: Tensor, size: int) -> Iterator[dict[st
 
 
 def record_text(settings: PredictorRun, model: PreTrainedModel, texts: list[str], folder: Path, most: int) -> None:
-    """Run the model over texts, cut into rows, and record `most` positions below `folder`.
-
-    Raises ConfigError for rows longer than the model's positions, or than the text.
-    """
+    """Run texts in rows, and record `most` positions below `folder`. Raises ConfigError for rows that are too long."""
     tokenizer, length = AutoTokenizer.from_pretrained(settings.model), settings.length
     ids = torch.cat([encode(tokenizer, text) for text in texts])
     rows = windows(ids, length, first_token(tokenizer))
@@ -180,10 +168,7 @@ def record_text(settings: PredictorRun, model: PreTrainedModel, texts: list[str]
 
 
 def record_images(settings: PredictorRun, model: PreTrainedModel, images: Images, folder: Path, most: int) -> None:
-    """Run the model over images and record `most` positions (patches, and what stands before them) below `folder`.
-
-    Raises ConfigError for a model of text, or no images.
-    """
+    """Run images, and record `most` positions below `folder`. Raises ConfigError for a model of text, or no images."""
     if architecture(model.config).kind != "vision":
         raise ConfigError(f"{type(model).__name__} takes text: give --text FILE")
     first = next(iter(images()), None)
@@ -298,8 +283,7 @@ def _listen(model: PreTrainedModel, member: SitePredictor, chance: torch.Generat
 
 
 # -- predictors for all recorded sites, one after the other; what is done already is not done again -------------------
-TrainingProgress = Callable[[Site, int, float], None]
-"""Called after each epoch: the site, the epoch, the best F1 so far."""
+TrainingProgress = Callable[[Site, int, float], None]  # after each epoch: site, epoch, best F1 so far
 
 
 def train_set(
@@ -343,10 +327,7 @@ def train_set(
 
 
 def fit_budget(predictor: Predictor, recording: Recording, training: TrainingConfig, share: float) -> Predictor:
-    """The predictor with the smallest budget that at least `share` of the validation positions keep to.
-
-    Raises ConfigError for a share outside (0, 1].
-    """
+    """The least budget that `share` of the validation positions keep to. Raises ConfigError unless it is in (0, 1]."""
     if not 0.0 < share <= 1.0:
         raise ConfigError(f"budget share: got {share!r}; want a number above 0 and at most 1")
     _, held_out = split_rows(len(recording), training)

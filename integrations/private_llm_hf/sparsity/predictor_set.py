@@ -63,9 +63,8 @@ class SitePredictor:
 
 
 class PredictorSet:
-    """Predictors by site name, for one model; prints as a table.
-
-    model: facts of `fingerprint`. Raises ConfigError for a predictor that does not fit its site, or a site named twice.
+    """Predictors by site name, for one model; prints as a table. model: facts of `fingerprint`. Raises ConfigError for
+    a predictor that does not fit its site, or a site named twice.
     """
 
     def __init__(self, model: Mapping[str, Any], members: list[SitePredictor]) -> None:
@@ -134,10 +133,8 @@ class PredictorSet:
     def check(
         self, model: PreTrainedModel | PretrainedConfig, loaded_as: type[PreTrainedModel] | None = None
     ) -> None:  # fmt: skip
-        """Raise ConfigError unless these predictors were made for this model: class, configuration, and its weights.
-
-        A configuration, or a model on the meta device, has no weights to compare. loaded_as: the class of the model
-        that a configuration is of (default: the predictors' own).
+        """Raise ConfigError unless these were made for this model: class, configuration, weights (if it has some).
+        loaded_as: the class of the model that a configuration is of (default: the predictors' own).
         """
         made_for = self.model["class"]
         config = model.config if isinstance(model, PreTrainedModel) else model

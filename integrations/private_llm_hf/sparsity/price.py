@@ -30,10 +30,7 @@ _HERE: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class SparsityPrice:
-    """Bytes over all links and rounds of one run, with and without predictors.
-
-    most: whether fewer bytes may be sent, since how many units will be active is not known here.
-    """
+    """Bytes and rounds of a run, with and without predictors. most: bytes may be fewer, as activity is unknown."""
 
     sparse_bytes: int
     dense_bytes: int

@@ -103,10 +103,7 @@ class Recording:
 
 
 def recordings(folder: Path) -> list[Recording]:
-    """All complete recordings below a folder, in the order in which the model runs them.
-
-    Raises ConfigError if there are none, and for incomplete ones or those of another version.
-    """
+    """Recordings below a folder, as the model runs them. Raises ConfigError for none, incomplete and other ones."""
     order = json.loads((folder / "order.json").read_text(encoding="utf-8")) if (folder / "order.json").exists() else []
     if not order:
         raise ConfigError(f"{folder}: no recordings; record the activity of a model first")
@@ -121,10 +118,8 @@ def record(
     model: PreTrainedModel, sites: Iterable[Site], batches: Iterable[Mapping[str, Any]], folder: Path,
     tolerance: float = 0.1, most_rows: int | None = None, seen: Callable[[int], None] | None = None,
 ) -> int:  # fmt: skip
-    """Write a recording of each site below `folder`; returns the positions of the longest.
-
-    batches: arguments of the model's calls, rows of one length without padding. seen: called with the positions so far
-    after each. Memory holds one batch. Raises DomainError for padded rows and for inputs that float16 cannot hold.
+    """Write recordings of sites below `folder`; the positions of the longest. batches: arguments of calls, unpadded.
+    seen: told the positions so far. In memory: one batch. Raises DomainError for padding, and beyond float16.
     """
     folder.mkdir(parents=True, exist_ok=True)
     wanted = list(sites)

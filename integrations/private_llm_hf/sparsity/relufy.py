@@ -32,10 +32,8 @@ GATED, T5_NAME = "gated-", "dense_act_fn"
 
 @dataclass(frozen=True)
 class Relufied:
-    """What was put in place of what, by module names; enough to do it again.
-
-    native: whether transformers loads the saved model by itself. ups: up projections that got a ReLU (dReLU).
-    Raises ConfigError for an unknown activation.
+    """What was put in place of what, by module names. native: whether transformers loads the saved model. ups: up
+    projections with a ReLU (dReLU). Raises ConfigError for an unknown activation.
     """
 
     activation: ReluKind
@@ -51,10 +49,7 @@ class Relufied:
 
 
 def put_in_place(model: PreTrainedModel, made: Relufied) -> None:
-    """Set the modules that `made` names, and the activation's name in the configuration.
-
-    Raises PatchMismatch where an up projection is no linear layer, or the configuration names no activation.
-    """
+    """Set `made`, and the activation's name. Raises PatchMismatch without one, and for projections not linear."""
     key = activation_key(model.config)
     for name in made.modules:
         model.set_submodule(name, _module(made))
@@ -67,9 +62,8 @@ def put_in_place(model: PreTrainedModel, made: Relufied) -> None:
 
 
 def load_relufied(folder: str | Path) -> PreTrainedModel:
-    """A model that `save_relufied` wrote, float32, ready to run.
-
-    Raises ConfigError for another folder, PatchMismatch for a configuration that names no activation, or no class.
+    """A model that `save_relufied` wrote, float32, ready to run. Raises ConfigError for another folder, PatchMismatch
+    for a configuration that names no activation, or no class.
     """
     folder = Path(folder)
     if not (folder / FACTS).is_file():
@@ -88,10 +82,7 @@ def load_relufied(folder: str | Path) -> PreTrainedModel:
 
 
 def with_relu(config: PretrainedConfig) -> tuple[PretrainedConfig, str]:
-    """A copy of a configuration with ReLU for its activation, and the activation that it names.
-
-    Raises PatchMismatch where it does not name any.
-    """
+    """A copy of a configuration with ReLU, and the activation that it names. Raises PatchMismatch if it names none."""
     made, key = copy.deepcopy(config), activation_key(config)
     old = str(getattr(config, key)).removeprefix(GATED)
     _rename(made, key, "relu")

@@ -30,10 +30,7 @@ from private_llm_hf.sparsity.predictor_set import OTHER_ACTIVITY, PredictorSet, 
 
 
 class SharedPredictors:
-    """The predictors of one model on their way into shares, and the orders of this sharing. `repr` shows neither.
-
-    config: the model's configuration with the public facts of its sparse blocks.
-    """
+    """A model's predictors on their way into shares, and orders; `repr` shows none. config: with their public facts."""
 
     def __init__(
         self, predictors: PredictorSet, settings: CometConfig, cls: type[PreTrainedModel], config: PretrainedConfig
@@ -63,10 +60,8 @@ class SharedPredictors:
         setattr(self.config, KEY, facts_of(settings, blocks))
 
     def stream(self, weights: Callable[[Sink], None], spec: ModelSpec, sink: Sink) -> None:
-        """Pass on the model's weights, reordered and folded, and then the predictors'.
-
-        weights: passes the model's own to a sink. Raises ConfigError if these are not the weights that the predictors
-        were trained on, PatchMismatch if two blocks share one weight, which has no two orders.
+        """Pass on the model's weights (from `weights`), reordered and folded, then the predictors'. Raises ConfigError
+        if predictors were trained on others, PatchMismatch for a weight in two blocks.
         """
         digest, folded = WeightsDigest(), spec.folding(sink)
         left = {name for name in self._moves if name.endswith(".weight")}
@@ -102,10 +97,7 @@ class SharedPredictors:
         return None if weight is None else weight + offset, vectors.get(f"{name}.bias")
 
     def _ordered(self, model: PreTrainedModel, block: SparseBlock, grouping: Tensor | None, kept: bool) -> Tensor:
-        """Draw the block's order, if it is kept, and note what moves; returns it, of units.
-
-        grouping: of neurons into units, in whose order they come even where none is drawn.
-        """
+        """Draw the block's order of units, if it is kept, and note what moves. grouping: of neurons into units."""
         if block.kind == "ffn":
             order = _uniform(block.units) if kept else torch.arange(block.units)
             index = _spread(order, block.block)
@@ -254,19 +246,16 @@ def _refuse_per_head(model: PreTrainedModel, path: str, heads: int, depth: int, 
 # which the owner knows g and h, and rows n have a mean square of 1: scores get a root mean square of 2 for independent
 # entries, and then none exceeds 2 (sqrt(width) + 1). Between the two layers the factor is divided so that the weights
 # of both are of one size: fixed point rounds either as little as it can.
-_SIZE = 2.0
-"""Root mean square of scores. Comparisons resolve steps of 2^-8, and the check of ranges wants scores below 2^10."""
+_SIZE = 2.0  # root mean square of scores: comparisons resolve 2^-8, the check of ranges wants them below 2^10
 
 _LEARNT = 0.25  # factor of scores where nothing is known of the input: those of training are logits, of 1 to 10
 
-_SMALLEST, _LARGEST = 2.0**-4, 2.0**8
-"""Bounds of the root mean square of hidden values: they have 18 fractional bits and reach 2^20."""
+_SMALLEST, _LARGEST = 2.0**-4, 2.0**8  # of hidden values' root mean square: they have 18 fractional bits, up to 2^20
 
 
 def scaled(predictor: Predictor, gain: Tensor | None = None, shift: Tensor | None = None) -> dict[str, Tensor]:
-    """Weights by their names, float32: of the same predictions, with threshold 0 and scores of about `_SIZE`.
-
-    gain, shift: float64 [width], weight and bias of the norm whose output is read; None: nothing is known of the input.
+    """Weights by their names, float32: of the same predictions, with threshold 0 and scores of about `_SIZE`. gain,
+    shift: float64 [width], weight and bias of the norm whose output is read; None: nothing is known of the input.
     """
     down, lift = predictor.fc1.weight.detach().double(), predictor.fc1.bias.detach().double()
     up, bias = predictor.fc2.weight.detach().double(), predictor.fc2.bias.detach().double()

@@ -69,10 +69,8 @@ class _LeafCall:
 def find_sites(
     model: PreTrainedModel, inputs: Mapping[str, Any], kinds: tuple[Kind, ...] = ("ffn", "heads")
 ) -> list[Site]:
-    """All sites of these kinds in the order in which they run.
-
-    inputs: arguments of one call, a short one will do. Feed-forward blocks whose activation does not make zeros are
-    left out. Raises PatchMismatch if there are none of a kind that is asked for.
+    """All sites of these kinds as they run, in one call with `inputs` (short ones do); not of activations without
+    zeros. Raises PatchMismatch if there are none of a kind.
     """
     calls = _watch(model, inputs)
     found: list[Site] = []
@@ -85,10 +83,7 @@ def find_sites(
 
 
 def activations_of(model: PreTrainedModel, inputs: Mapping[str, Any]) -> list[tuple[Site, nn.Module]]:
-    """Every feed-forward block with its activation, whether that makes zeros or not.
-
-    Raises PatchMismatch if one activation module serves several linear layers.
-    """
+    """Every feed-forward block with its activation. Raises PatchMismatch where one module serves several layers."""
     return [(site, model.get_submodule(str(site.activation))) for site in _blocks(model, _watch(model, inputs))]
 
 
@@ -240,10 +235,7 @@ class ShiftedReLU(nn.Module):
 
 
 class ReLULinear(nn.Linear):
-    """A linear layer with a ReLU after it: the up projection of dReLU, relu(gate(x)) * relu(up(x)).
-
-    It holds the weights under the names of the layer that it replaces.
-    """
+    """A linear layer with a ReLU after it, dReLU's up projection; weights have the names of the layer it replaces."""
 
     def forward(self, x: Tensor) -> Tensor:
         """relu(x W^T + b)."""

@@ -54,10 +54,8 @@ def train_predictor(
     recording: Recording, config: PredictorConfig, training: TrainingConfig, checkpoint: Path | None = None,
     accelerator: Accelerator | None = None, report: Report | None = None,
 ) -> Trained:  # fmt: skip
-    """Train, or go on from `checkpoint` if it exists; it is written after each epoch.
-
-    Raises ConfigError for a recording of another kind, of heads under another tolerance, or too short to hold out
-    part of it, and for a checkpoint of other settings.
+    """Train, or go on from `checkpoint`, written after each epoch. Raises ConfigError for a recording of another kind
+    or tolerance, or too short to hold out part of it, and for a checkpoint of other settings.
     """
     _check(recording, config)
     accelerator = accelerator or Accelerator(cpu=True)
@@ -105,10 +103,7 @@ def train_predictor(
 
 
 def measure(predictor: Predictor, recording: Recording, rows: Tensor | None = None) -> Measures:
-    """Recall and precision on a recording (or these rows of it), with the predictor's own threshold and budget.
-
-    Raises ConfigError for a recording of another site.
-    """
+    """Recall and precision on (rows of) a recording, as the predictor decides. Raises ConfigError for another site."""
     _check(recording, predictor.config)
     if (recording.site.width, recording.site.units) != (predictor.width, predictor.neurons):
         raise ConfigError(
@@ -167,10 +162,7 @@ def _epoch(
 
 
 def weighted_loss(scores: Tensor, counts: Tensor, weight: float) -> Tensor:
-    """Binary cross-entropy of scores [N, units]; an active unit weighs more by its neurons.
-
-    counts: active neurons per unit [N, units]; the mean active unit weighs `weight`, an inactive one 1.
-    """
+    """Cross-entropy of scores [N, units]; active units weigh by counts [N, units], on average `weight`, others 1."""
     active = counts > 0
     weights = torch.where(active, counts / _mean(counts).clamp_min(1e-12) * weight, 1.0)
     return torch.nn.functional.binary_cross_entropy_with_logits(scores, active.float(), weights)
@@ -257,16 +249,12 @@ def _load(
 # error is B = L^-T U U^T L^-1 C, where U holds the first r left singular vectors of L^-1 C (Izenman 1975). So W1 = U^T
 # L^-1 makes r uncorrelated features of unit variance, and W2 is C^T L^-T U, scaled by unit from a probability to log
 # odds as in linear discriminant analysis.
-_RIDGE = 1e-4
-"""Of the mean variance of inputs: they may span less than their width (a layer norm takes one dimension away)."""
+_RIDGE = 1e-4  # of inputs' mean variance: they may span less than their width (a layer norm takes one dimension)
 _UNEXPLAINED = 0.1  # least share of a unit's variance that is taken as unexplained
 
 
 def start_from_regression(predictor: Predictor, data: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Set the weights from inputs [N, width] and activity of units, float [N, units], one pass.
-
-    Memory: width^2 + width * units float64.
-    """
+    """Set weights from inputs [N, width] and activity [N, units], one pass. Memory: width^2 + width * units float64."""
     width, units = predictor.width, predictor.units
     rows = 0
     x_sum, y_sum = torch.zeros(width, dtype=torch.float64), torch.zeros(units, dtype=torch.float64)
@@ -319,10 +307,8 @@ def grouping_of(recording: Recording, rows: Tensor, block: int) -> Tensor:
 
 
 def group(active: Tensor, block: int) -> Tensor:
-    """A permutation of neurons, int32 [neurons], whose runs of `block` are the blocks; of bool [N, neurons].
-
-    Depends on nothing else; ties go to the lower number. The last block has what is left. N * neurons bytes, and time
-    for N * neurons times the mean number of blocks that are active at a position.
+    """The permutation, int32 [neurons], whose runs of `block` are blocks, of bool [N, neurons]; ties go to the lower
+    number. N * neurons bytes, and time N * neurons * blocks active at a position.
     """
     neurons = active.shape[1]
     often = active.sum(0)

@@ -75,10 +75,7 @@ def _attention(
 
 # -- what the calls look like ------------------------------------------------------------------------------------
 def span(rule: MaskRule, longest: int) -> tuple[int | None, int | None]:
-    """(back, ahead) of a mask that depends on the distance of query and key alone; None: no limit within `longest`.
-
-    Raises PatchMismatch for a mask of another kind (chunks, packed sequences).
-    """
+    """(back, ahead) of a mask by distance alone; None: no limit within `longest`. Raises PatchMismatch for others."""
     zero = torch.zeros((), dtype=torch.int64)
     seen = {}
     for query in (longest, longest - 1):
@@ -104,10 +101,8 @@ def cascade_config(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def attention_calls(model_class: type[PreTrainedModel], config: PretrainedConfig) -> list[AttentionCall]:
-    """The attention calls of one forward, found by running it without values.
-
-    Raises PatchMismatch for models whose attention does not go through transformers' attention interface, and for
-    masks and arguments without a rule.
+    """The attention calls of one forward without values. Raises PatchMismatch for attention outside transformers'
+    interface, and for masks and arguments without a rule.
     """
     calls: list[AttentionCall] = []
     longest = int(getattr(config, "max_position_embeddings", 0) or _LONGEST)
@@ -142,10 +137,7 @@ def run_without_values(
     model_class: type[PreTrainedModel], config: PretrainedConfig,
     prepare: Callable[[PreTrainedModel], object] = lambda model: None, attend: Attend = shape_alone,
 ) -> None:  # fmt: skip
-    """One forward over two tokens on the meta device; `prepare` may hang hooks on the model.
-
-    Raises PatchMismatch if it cannot be built or run in this way.
-    """
+    """One forward over two tokens on meta, after `prepare` hung its hooks. Raises PatchMismatch if it cannot run so."""
     register()
     name = model_class.__name__
     try:
@@ -171,13 +163,9 @@ class InterfaceFalconAttention(falcon.FalconAttention):  # type: ignore[misc]
     """Falcon's attention: rotary or ALiBi; one key and value head, one a group, or one a query head."""
 
     def forward(
-        self,
-        hidden_states: Tensor,
-        alibi: Tensor | None,
-        attention_mask: Tensor | None,
-        position_embeddings: tuple[Tensor, Tensor],
-        **_: object,
-    ) -> tuple[Tensor, None]:
+        self, hidden_states: Tensor, alibi: Tensor | None, attention_mask: Tensor | None,
+        position_embeddings: tuple[Tensor, Tensor], **_: object,
+    ) -> tuple[Tensor, None]:  # fmt: skip
         """States [B, n, hidden] to attention [B, n, hidden]."""
         q, k, v = (rows.transpose(1, 2) for rows in self._split_heads(self.query_key_value(hidden_states)))
         if self.new_decoder_architecture:  # it repeats each group's keys and values for all queries of the group

@@ -15,10 +15,8 @@ ByRow = Annotated[Tensor, Dims(2, torch.int64)]  # a number for each of a node's
 
 
 class LoadNode(Message):
-    """Build the model, or the attention of it. Answered by `NodeLoaded`.
-
-    disk: a CompNode takes the model that it read itself; otherwise weights follow as after `LoadModel`. cut: where a
-    split cuts the model. calls: its attention calls. accepts: arguments of its forward.
+    """Build the model, or its attention; answered by `NodeLoaded`. disk: a CompNode has read it; else weights follow as
+    after `LoadModel`. cut: of a split. calls: of attention. accepts: arguments of forwards.
     """
 
     description: Description
@@ -36,10 +34,8 @@ class AttnForward(Message):
 
 
 class CompForward(Message):
-    """A CompNode's part of a forward: its rows of the model. Answered by `NodeOutputs`.
-
-    source: what comes for these rows: "tokens" or "values" of the client, or "states" of the parties of a split.
-    positions, token_types: [batch, rows]. wanted: positions whose logits come back.
+    """Run a CompNode's rows; answered by `NodeOutputs`. source: "tokens", "values" of the client, or "states" of a
+    split's parties. positions, token_types: [batch, rows]. wanted: positions whose logits come back.
     """
 
     step: ForwardStep

@@ -20,10 +20,7 @@ from private_llm_hf.token_sharding.attention_calls import cascade_config, listen
 
 @dataclass(frozen=True)
 class Cut:
-    """Between layers `count - 1` and `count` of the list of layers at `path`.
-
-    tuples: whether a layer of this model returns a tuple. width: numbers in one hidden state.
-    """
+    """Between layers `count - 1` and `count` at `path`. tuples: what layers return. width: of a hidden state."""
 
     path: str
     count: int
@@ -32,11 +29,7 @@ class Cut:
 
     @classmethod
     def of(cls, kind: type[PreTrainedModel], config: PretrainedConfig, count: int) -> "Cut":
-        """Where `count` layers of a model end.
-
-        Raises ConfigError if it has no layer after them, PatchMismatch unless it has exactly one list of layers,
-        DomainError if its forward does not come to them.
-        """
+        """Where `count` layers end. Raises ConfigError at the last, PatchMismatch for other lists, DomainError."""
         layers = config.num_hidden_layers
         if count >= layers:
             raise ConfigError(f"split: got {count}; want 1 to {layers - 1} for a model of {layers} layers")
@@ -94,10 +87,7 @@ def _run_to(model: nn.Module, inputs: dict[str, Any]) -> Reached:
 
 
 def states_before_cut(model: nn.Module, inputs: dict[str, Any]) -> SecretTensor:
-    """A party's hidden states at the end of its layers, [batch, new, hidden].
-
-    Raises DomainError if the forward does not end there, or with plain states.
-    """
+    """Hidden states at the end of a party's layers, [batch, new, hidden]. Raises DomainError if it ends elsewhere."""
     states = _run_to(model, inputs).states
     if not isinstance(states, SecretTensor):
         raise DomainError(f"{type(model).__name__}: the states at the split are not secret")

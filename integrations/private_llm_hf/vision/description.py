@@ -48,12 +48,8 @@ def _one_or_two(check: Check) -> Check:
 
 def _setting(value: object) -> bool:
     """A constructor argument of a user's module."""
-    return (
-        value is None
-        or isinstance(value, str | bool)
-        or _real(value)
-        or (isinstance(value, list) and all(map(_setting, value)))
-    )
+    listed = isinstance(value, list) and all(map(_setting, value))
+    return value is None or isinstance(value, str | bool) or _real(value) or listed
 
 
 _CHECKS: dict[str, Check] = {
@@ -133,20 +129,12 @@ def _item(sizes: object, index: object) -> int:
 
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "add": operator.add,
-    "mul": operator.mul,
-    "cat": torch.cat,
-    "flatten": torch.flatten,
-    "reshape": lambda x, shape: x.reshape(*shape),
-    "permute": torch.permute,
-    "transpose": torch.transpose,
-    "unsqueeze": torch.unsqueeze,
-    "squeeze": torch.squeeze,
-    "mean": torch.mean,
+    "add": operator.add, "mul": operator.mul, "cat": torch.cat, "flatten": torch.flatten,
+    "reshape": lambda x, shape: x.reshape(*shape), "permute": torch.permute, "transpose": torch.transpose,
+    "unsqueeze": torch.unsqueeze, "squeeze": torch.squeeze, "mean": torch.mean,
     "size": lambda x, dim=None: tuple(x.shape) if dim is None else x.shape[dim],
-    "item": _item,
-    "same": lambda x: x,
-}
+    "item": _item, "same": lambda x: x,
+}  # fmt: skip
 """Functions between modules: sums, products and moves."""
 
 

@@ -50,7 +50,6 @@ class Network(PreTrainedModel):  # type: ignore[misc]
     @classmethod
     def of(cls, module: nn.Module, image_shape: Sequence[int] | None = None) -> "Network":
         """The network of a module, sharing its weights. Raises PatchMismatch for what has no rule, listing names.
-
         image_shape: channels, height and width, for those who want to know (estimates); any that fits can be used.
         """
         description, modules = describe_module(module)

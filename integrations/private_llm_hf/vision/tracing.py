@@ -41,8 +41,7 @@ _AS_FUNCTION: dict[object, str] = {
 _PLAIN = ("add", "mul")  # functions that take their operands alone
 _LISTS = ("reshape", "permute")  # functions that take sizes either one by one or as a list
 
-_ALIASES = ("Identity", "Dropout", "Dropout2d", "same")
-"""What returns its input itself; `flatten` and its like may return a view of it."""
+_ALIASES = ("Identity", "Dropout", "Dropout2d", "same")  # return their input itself; `flatten` may return a view
 _VIEWS = ("Flatten", "flatten", "reshape", "permute", "transpose", "unsqueeze", "squeeze")
 
 

@@ -86,7 +86,6 @@ class NodeOutputs(Message):
 
 class Prepared(Message):
     """A preprocessing plan was prepared. stored: bytes. digests: digests (hex) of what a quad's helper opens later.
-
     ask_all: planned requests go to the helping party, too, which has nothing to do for them but must hear of them.
     """
 

@@ -135,10 +135,7 @@ class Dims:
 
 # -- out ------------------------------------------------------------------------------------------------------
 def text_of(message: object, ordered: bool = False) -> str:
-    """A message as JSON. ordered: equal messages give equal texts.
-
-    Raises TypeError or ValueError for what JSON and integer tensors do not hold.
-    """
+    """A message as JSON. ordered: equal ones give equal texts. Raises TypeError, ValueError for other contents."""
     return json.dumps(message, default=_packed, allow_nan=False, separators=(",", ":"), sort_keys=ordered)
 
 

@@ -33,10 +33,9 @@ Fact = Tensor | bool | int  # a public argument of a model
 
 
 class Description(Message):
-    """What parties need to know to build a model.
-
-    class_: of transformers, or `Network`. config: its configuration, checked in party/model_description.py. model: a
-    digest of both. ranges: as `Ranges.to_dict`. folded: norms that are part of the layers that read them, with these.
+    """What parties build a model of. class_: of transformers, or `Network`. config: checked in
+    party/model_description.py. model: a digest of both. ranges: as `Ranges.to_dict`. folded: norms with layers that
+    hold them.
     """
 
     class_: str
@@ -83,10 +82,8 @@ class Encoded(Message):
 
 
 class Call(Message):
-    """Run the model once.
-
-    cache: the one to continue or fill. encoded: what a decoder reads. encode_to: run the encoder alone and keep its
-    output under this number. outputs: what to open. more: further chunks of the same prompt follow.
+    """Run the model. cache: to continue or fill. encoded: what a decoder reads. encode_to: run the encoder alone, and
+    keep its output under this number. outputs: to open. more: chunks of the same prompt follow.
     """
 
     public: dict[str, Fact]
@@ -137,19 +134,14 @@ class CopyCache(Message):
 CacheEdit = SelectRows | CropCache | ResetCache | CopyCache
 CallOrEdit = Call | CacheEdit
 
-CallPlace = tuple[Count, Count]
-"""Of a request that was preprocessed: the number of its preprocessing plan, and its own in it."""
+CallPlace = tuple[Count, Count]  # of a preprocessed request: the number of its plan, and its own in it
 
-Slices = tuple[tuple[int, tuple[Count, ...]], ...]
-"""Which rows of the hidden states before a split go to which endpoint."""
+Slices = tuple[tuple[int, tuple[Count, ...]], ...]  # which rows of hidden states go to which endpoint (split)
 
 
 # -- commands -------------------------------------------------------------------------------------------------
 class Hello(Message):
-    """What do you hold? Answered by `StoredFile`, or a node's `NodeModel`.
-
-    model: digest of the model that is wanted, for parties that hold several.
-    """
+    """What do you hold? Answered by `StoredFile` or `NodeModel`. model: digest of the wanted one of several."""
 
     model: str | None = None
 
@@ -165,10 +157,7 @@ class LoadLike(Message):
 
 
 class LoadModel(Message):
-    """Build this model from the weights that follow, each after a `Weight`, up to `EndOfWeights`.
-
-    stop_after: the module after which every forward ends (a split), None to run it whole.
-    """
+    """Build this model from the `Weight`s up to `EndOfWeights`. stop_after: the module where a split ends it."""
 
     description: Description
     stop_after: str | None
@@ -186,10 +175,8 @@ class EndOfWeights(Message):
 
 
 class Forward(Message):
-    """Run the model once. Answered by `Outputs`.
-
-    free: what nobody needs any more. at: the place of a call that was preprocessed. slices: of a split, which rows of
-    the hidden states go to which endpoint (None: the model runs to its end).
+    """Run the model; answered by `Outputs`. free: needed no more. at: place of a preprocessed call. slices: of a split,
+    which rows of hidden states go to which endpoint (None: the model runs to its end).
     """
 
     call: Call
