@@ -1,7 +1,5 @@
 """The command line: what it prints, its JSON, and how it fails."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os
@@ -36,7 +34,7 @@ DEMO = demo_model()
 DEAD = ("--hosts", "127.0.0.1:1,127.0.0.1:2,127.0.0.1:3", "--allow-plain-loopback")
 
 
-def rows(run: Run, *arguments: str) -> list[dict[str, object]]:
+def rows(run: Run, *arguments: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in run(*arguments, "--json").splitlines()]
 
 
@@ -173,10 +171,7 @@ def test_doctor_measures(run: Run) -> None:
         (("generate", "any", "--prompt", "x", "--draft", "lookup", "--preprocess"), "preprocess: with --draft"),
         (("generate", "any", "--prompt", "x", "--top-p", "0.5"), "greedy text has no use for it"),
         (("generate", "any", "--prompt", "x", "--tls", "/nowhere"), "--tls and --allow-plain-loopback protect nothing"),
-        (
-            ("generate", "any", "--prompt", "x", "--kv-cache", "sliding-window,recent"),
-            "got 'sliding-window,recent'",
-        ),
+        (("generate", "any", "--prompt", "x", "--kv-cache", "sliding-window,recent"), "got 'sliding-window,recent'"),
         (("generate", "any", "--prompt", "x", "--kv-cache", "newest"), "kv_cache: got 'newest'"),
         (("estimate", "opt-125m", "--kv-cache", "sliding-window,last=3"), "kv_cache: unknown key(s) last"),
         (("generate", "any", "--prompt", "x", "--adder", "fast"), "adder: got 'fast'; want auto, prefix, ripple, keys"),
@@ -316,11 +311,8 @@ def test_generate(run: Run, checkpoint: Path) -> None:
     (made,) = rows(run, "generate", str(checkpoint), "--prompt", "a b c", "--max-new-tokens", "4")
     assert made["new_tokens"] == 4
     text = made["private_text"]
-    assert isinstance(text, str)
     assert text.startswith("a b c")
-    by_link = made["bytes_by_link"]
-    assert isinstance(by_link, dict)
-    assert sum(by_link.values()) == made["bytes_total"]
+    assert sum(made["bytes_by_link"].values()) == made["bytes_total"]
     (by_keys,) = rows(run, "generate", str(checkpoint), "--prompt", "a b c", "--max-new-tokens", "4", "--adder", "keys")
     assert by_keys["private_text"] == text
     assert by_keys["rounds"] < made["rounds"] * 2 / 3
@@ -339,10 +331,7 @@ def test_generate_under_a_cache_policy(run: Run, checkpoint: Path) -> None:
     size = ("estimate", str(checkpoint), "--seq", "3", "--new", "6")
     (full,), (window,) = rows(run, *size), rows(run, *size, *policy)
     assert window["bytes_total"] < full["bytes_total"]
-    kept, held = window["memory_per_party"], full["memory_per_party"]
-    assert isinstance(kept, dict)
-    assert isinstance(held, dict)
-    assert kept["cache"] * 8 == held["cache"] * 4
+    assert window["memory_per_party"]["cache"] * 8 == full["memory_per_party"]["cache"] * 4
 
 
 @pytest.mark.parametrize("protocol", ["trio", "dealer"])
@@ -353,10 +342,8 @@ def test_generate_with_preprocessing_apart(run: Run, checkpoint: Path, protocol:
     assert isinstance(apart["seconds_preprocessing"], float)
     assert merged["seconds_preprocessing"] is None
     assert apart["bytes_preprocessing"] == merged["bytes_preprocessing"]
-    by_link = apart["bytes_by_link"]
-    assert isinstance(by_link, dict)
     helper = "the dealer" if protocol == "dealer" else "party 0"
-    assert by_link[f"{helper} to party 2"] == apart["bytes_preprocessing"]
+    assert apart["bytes_by_link"][f"{helper} to party 2"] == apart["bytes_preprocessing"]
 
 
 def test_diff_shows_small_errors(run: Run, checkpoint: Path) -> None:
@@ -396,7 +383,6 @@ def test_share_overwrites_when_told_to(run: Run, checkpoint: Path, tmp_path: Pat
 def test_share_party_generate(run: Run, checkpoint: Path, tmp_path: Path) -> None:
     """The three hosts' commands, on loopback with mutual TLS; all say that they are far apart."""
     (shared,) = rows(run, "share", str(checkpoint), "--out", str(tmp_path / "shares"))
-    assert isinstance(shared["files"], dict)
     assert len(shared["files"]) == 3
     run("certs", "--out", str(tmp_path / "certs"))
     with socket.create_server(("127.0.0.1", 0)) as a, socket.create_server(("127.0.0.1", 0)) as b, \
@@ -428,9 +414,7 @@ def test_demo_agrees_with_plaintext(run: Run, tmp_path: Path) -> None:
     assert made["tokens_equal"] == made["tokens"] == 3
     assert made["private_text"] == made["plain_text"]
     assert (tmp_path / "costs.png").stat().st_size > 10_000
-    layers = made["layers"]
-    assert isinstance(layers, list)
-    assert sum(layer["bytes"] for layer in layers) == made["bytes_total"]
+    assert sum(layer["bytes"] for layer in made["layers"]) == made["bytes_total"]
 
 
 def test_demo_prints_tables(run: Run) -> None:

@@ -1,13 +1,12 @@
 """Protocol "assisted": transformers' models at the client, products of masked rows at two servers."""
 
-from __future__ import annotations
-
 import re
-import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -94,11 +93,8 @@ def test_it_is_the_models_own_class_without_weights_of_linear_layers() -> None:
         assert all(private.get_submodule(name).weight.is_meta for name in names)
         assert not any(weight.lines.untyped_storage().nbytes() for weight, _ in private.parties._weights)
         assert private.num_parameters() == plain.num_parameters()
-        assert not any(
-            value.is_meta
-            for name, value in private.named_parameters()
-            if not name.endswith("_proj.weight") and "lm_head" not in name
-        )
+        sent = ("_proj.weight", "lm_head.weight")
+        assert not any(value.is_meta for name, value in private.named_parameters() if not name.endswith(sent))
         with pytest.raises(PlaintextLeak, match="servers hold"):
             private.save_pretrained("anywhere")
         assert not private.training
@@ -160,24 +156,14 @@ def test_a_wrong_product_ends_the_call_and_names_the_server(liar: int, monkeypat
 
     monkeypatch.setattr(ProductServer, "product", lie)
     shown: list[int] = []
+    streamer = SimpleNamespace(put=lambda value: shown.append(len(value)), end=lambda: None)
     with assisted("llama") as (_, private):
         with pytest.raises(ProtocolAbort, match=rf"^party {liar} gave a wrong product for 'model\.layers\.1") as told:
-            private.generate(**BATCH, max_new_tokens=4, streamer=_Noting(shown))
+            private.generate(**BATCH, max_new_tokens=4, streamer=streamer)
         assert "withheld" in str(told.value)
         assert shown == [2]  # the prompt
         with pytest.raises(PartyFailed, match="over"):
             private(**BATCH)
-
-
-class _Noting:
-    def __init__(self, shown: list[int]) -> None:
-        self._shown = shown
-
-    def put(self, value: Tensor) -> None:
-        self._shown.append(len(value))
-
-    def end(self) -> None:
-        """Nothing to do."""
 
 
 def test_two_sessions_do_not_disturb_each_other() -> None:
@@ -215,9 +201,8 @@ def test_servers_read_open_checkpoints_themselves(checkpoint: object) -> None:
                 assert private.cost().bytes_total < 2e6
         with torch.no_grad():
             plain.model.layers[1].mlp.down_proj.weight[3, 4] += 0.01
-        with pytest.raises(
-            ConfigError, match=r"party 0 holds the weights of .*for 'model.layers.1.mlp.down_proj'; want"
-        ):
+        named = r"party 0 holds the weights of .*for 'model.layers.1.mlp.down_proj'; want"
+        with pytest.raises(ConfigError, match=named):
             patch(plain, remote)
         servers = start_parties(remote)
         assert isinstance(servers, product_servers.ProductServers)
@@ -368,19 +353,13 @@ def test_threads_that_call_one_model_do_not_disturb_each_other() -> None:
     with assisted("llama") as (plain, private), torch.no_grad():
         texts = [torch.arange(3, 9)[None] + n for n in range(4)]
         want = [plain(ids).logits for ids in texts]
-        found: dict[int, list[float]] = {}
 
-        def call(number: int) -> None:
-            with torch.no_grad():
-                found[number] = [worst(private(texts[number]).logits, want[number]) for _ in range(6)]
+        @torch.no_grad()
+        def call(number: int) -> list[float]:
+            return [worst(private(texts[number]).logits, want[number]) for _ in range(6)]
 
-        threads = [threading.Thread(target=call, args=(number,)) for number in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert sorted(map(len, found.values())) == [6] * 4
-        assert max(map(max, found.values())) < ERROR
+        with ThreadPoolExecutor(4) as pool:
+            assert max(map(max, pool.map(call, range(4)))) < ERROR
 
 
 def test_few_bytes_make_no_server_need_much_memory() -> None:
