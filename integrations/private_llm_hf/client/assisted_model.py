@@ -196,7 +196,8 @@ def built(
 
 def _check_room(model: PreTrainedModel) -> None:
     """Raises ConfigError for a model of which more stays here than memory holds, before a weight is read."""
-    left = {name: tensor.numel() * 4 for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    held = (*model.named_parameters(), *model.named_buffers())
+    left = {name: tensor.numel() * 4 for name, tensor in held if not isinstance(tensor, WeightElsewhere)}
     needed, room = sum(left.values()), memory_bytes()
     if needed > room:
         largest = max(left, key=lambda name: left[name])
