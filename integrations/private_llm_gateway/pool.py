@@ -78,10 +78,22 @@ class SessionPool:
         self, timeout_s: float, gone: Callable[[], bool] = lambda: False, fits: Callable[[Any], int] = lambda model: 0
     ) -> Iterator[Any]:
         """A private model for one request, of those that are free the one that `fits` best. gone: whether nobody waits
-        any more. Raises PoolBusy after `timeout_s`, Abandoned, and what `renew` and opening a session raise.
+        any more. Where parties let no further session in, others give theirs back. Raises PoolBusy after `timeout_s`,
+        Abandoned, and what `renew` and opening a session raise.
         """
-        with self._using(self._take(timeout_s, gone, fits)) as model:
-            yield model
+        until, full = time.monotonic() + timeout_s, False
+        while True:
+            model = self._take(until, gone, fits, full)
+            try:
+                found = self._live(model)
+                break
+            except PartiesBusy:
+                with self._changed:
+                    full = self._opened > len(self._idle) or any(id(each) not in self._ended for each in self._idle)
+                if not full:
+                    raise
+        with self._using(found):
+            yield found
 
     @contextmanager
     def spare_session(self) -> Iterator[Any]:
@@ -92,7 +104,8 @@ class SessionPool:
         if none:
             yield None
             return
-        with self._using(self._open() if model is None else model) as found:
+        found = self._live(model)
+        with self._using(found):
             yield found
 
     @property
@@ -147,15 +160,29 @@ class SessionPool:
                 self._changed.notify()
         return True
 
-    @contextmanager
-    def _using(self, model: Any) -> Iterator[Any]:  # noqa: ANN401
-        """Renew a model's session if need be, and give it back in the end."""
+    def _live(self, model: Any) -> Any:  # noqa: ANN401
+        """This model, on a new session if its own ended; without one, a model on a session that is counted already."""
+        if model is None:
+            return self._open()
         try:
             with self._changed:
                 ended = id(model) in self._ended
             if ended:
                 self.renew(model)
-            yield model
+        except BaseException as error:
+            with self._changed:
+                failed = isinstance(error, TransportError | ProtocolAbort) and not isinstance(error, PartiesBusy)
+                self._trouble = self._trouble or failed
+                self._idle.append(model)
+                self._changed.notify()
+            raise
+        return model
+
+    @contextmanager
+    def _using(self, model: Any) -> Iterator[None]:  # noqa: ANN401
+        """Give a model back in the end."""
+        try:
+            yield
             with self._changed:
                 self._trouble = False
         except PrivateLLMError as error:
@@ -180,19 +207,24 @@ class SessionPool:
         for model in models:
             model.close()
 
-    def _take(self, timeout_s: float, gone: Callable[[], bool], fits: Callable[[Any], int]) -> Any:  # noqa: ANN401
-        until = time.monotonic() + timeout_s
+    def _take(self, until: float, gone: Callable[[], bool], fits: Callable[[Any], int], full: bool) -> Any:  # noqa: ANN401
+        """As `_pop`, as soon as there is one. full: the parties let no further session in; want one that goes on."""
+
+        def wait() -> bool:
+            if full and self._opened > len(self._idle):
+                return all(id(model) in self._ended for model in self._idle)
+            return not self._idle and (self._opened == self.size or self._closed)
+
         with self._changed:
             self._waiting += 1
             try:
-                while not self._idle and (self._opened == self.size or self._closed):
+                while wait():
                     self._check(until, gone)
                     self._changed.wait(_LOOK_S)
                 self._check(until, gone, waited=False)
             finally:
                 self._waiting -= 1
-            model = self._pop(fits)
-        return self._open() if model is None else model
+            return self._pop(fits)
 
     def _pop(self, fits: Callable[[Any], int] = lambda model: 0) -> Any:  # noqa: ANN401
         """An idle model whose session goes on if there is one, of those that fit alike one at the group of parties with

@@ -113,6 +113,20 @@ def test_a_group_that_failed_is_called_again_and_gets_its_part(groups: list[Serv
         assert not chosen.must_move(other.parties)
 
 
+def test_requests_wait_for_sessions_where_the_parties_let_no_more_in(tmp_path: Path, checkpoint: Path) -> None:
+    servers = Servers(tmp_path, checkpoint, 2, 20.0)  # of two clients
+    model = AutoPrivateModelForCausalLM.from_pretrained(str(checkpoint), servers.users["alice"])
+    pool = SessionPool(model, 4)
+    try:
+        with serving(Served("small", pool, tokenizer())) as gateway, ThreadPoolExecutor(4) as threads:
+            assert all(threads.map(lambda _: right(gateway, 8), range(8)))
+            assert pool._opened == 2
+            assert pool.healthy
+    finally:
+        for number in servers.services:
+            servers.stop(number)
+
+
 def test_mistakes_are_named(groups: list[Servers], tmp_path: Path) -> None:
     config, listed = groups[0].users["alice"], tmp_path / "groups"
     first, second = (",".join(hosts(each)) for each in groups[:2])
