@@ -102,7 +102,7 @@ class SocketTransport(Transport):
         return self._parallel_sessions[number]
 
     def send_bytes(self, to: int, tag: str, raw: bytes | bytearray) -> None:
-        """As the interface says, without a copy."""
+        """As the interface says, without a copy. Raises TransportError if the endpoint has left or is dead."""
         self.ledger.add_sent(to, tag, len(raw))
         self._send(to, tag, raw)
 
