@@ -189,7 +189,6 @@ def built(
             made = AssistedConvolution if isinstance(layers[name], CONVOLUTIONS) else AssistedLinear
             setattr(model.get_submodule(parent), own, made(layers[name], products, member, name))
     assist_experts(model, sent, servers, rows)
-    _check_room(model)
     weights(wanted, _Filling(model, wanted), False)
     return model
 
@@ -212,13 +211,16 @@ class _Filling:
     """A sink: weights of linear layers and experts go to the servers, the others into the model."""
 
     def __init__(self, model: PreTrainedModel, wanted: WeightList) -> None:
-        self._model = model
+        self._model, self._empty = model, True
         self._names: dict[str, list[str]] = {name: [name] for name in wanted.shapes}
         for name, source in wanted.tied.items():
             self._names[source].append(name)
 
     def __call__(self, name: str, tensor: Tensor) -> None:
-        """One weight, for all that share it."""
+        """One weight, for all that share it. Raises ConfigError if not all will have room."""
+        if self._empty:  # an estimate reads no weights
+            _check_room(self._model)
+            self._empty = False
         held: nn.Parameter | None = None
         for each in self._names[name]:
             path, _, own = each.rpartition(".")

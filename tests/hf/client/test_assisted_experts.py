@@ -291,6 +291,7 @@ def test_a_client_without_room_for_experts_says_so_before_it_reads_them(monkeypa
         ConfigError, match=r"memory: 0.0 GB of this model stay .* the largest is '\S*experts.*has 0.0 GB"
     ):
         patch(plain, replace(ASSISTED, experts="client"))
+    estimate(type(plain), plain.config, replace(ASSISTED, experts="client"), sequence=1)  # reads no weights
 
 
 def test_unfit_values_name_their_experts() -> None:
