@@ -7,6 +7,7 @@ import hashlib
 import os
 import pickle
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -39,6 +40,17 @@ def test_known_answer_of_key_derivation() -> None:
     key = hashlib.blake2b(b"trio masks", key=bytes(range(32)), digest_size=16, person=b"pllm-prg").digest()
     assert torch.equal(seed.stream("trio masks").words(4), Prg(key).words(4))
     assert seed.stream("trio masks").words(2).tolist() == [7908340457693692814, -1967959876142403407]
+
+
+@pytest.mark.parametrize("cipher", ["aes", "chacha20"])
+def test_first_words_are_those_of_the_stream(cipher: str) -> None:
+    """Also from many threads, one after the other: round keys are scratch memory of the kernel."""
+    seed = Seed(bytes(range(32)), cipher)
+    counts = [0, 1, 2, 3, 7, 129, 4096, 1 << 17, (1 << 17) + 1] * 4
+    with ThreadPoolExecutor(8) as threads:
+        made = list(threads.map(lambda at: seed.first_words(f"label {at}", counts[at]), range(len(counts))))
+    for at, count in enumerate(counts):
+        assert torch.equal(made[at], seed.stream(f"label {at}").words(count))
 
 
 def test_labels_and_derived_seeds_give_other_streams() -> None:
@@ -193,6 +205,7 @@ def test_a_fork_draws_nothing_of_its_parents_streams(cipher: str) -> None:
         try:
             draws = [lambda: stream.words(3), lambda: stream.fill(np.zeros(16, np.uint8))]
             draws += [lambda: seed.stream("own"), lambda: seed.derive("own"), seed.raw]
+            draws += [lambda: seed.first_words("own", 3)]
             draws += [drawn.made, lambda: drawn + 1] if drawn is not None else []
             own = Seed(bytes(32), cipher)
             right = all(map(refused, draws)) and bool(torch.equal(own.stream("o").words(2), own.stream("o").words(2)))

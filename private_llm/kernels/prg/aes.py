@@ -160,6 +160,7 @@ def write_once(low: int, high: int, to: int, count: int) -> None:
     keys[0], keys[1] = low, high
     _expanded(keys.ctypes.data)
     write_bytes(keys.ctypes.data, 0, to, count)
+    keys[:] = 0  # without a use after the calls Numba frees it before them
 
 
 @compiled
