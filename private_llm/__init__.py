@@ -1,6 +1,6 @@
 """private-llm: HuggingFace models on secret-shared data."""
 
-from private_llm.config import VERSION, PrivateConfig, TLSConfig
+from private_llm.config import VERSION, PrivateConfig
 from private_llm.errors import (
     ConfigError,
     DomainError,
@@ -15,6 +15,7 @@ from private_llm.errors import (
     UnsupportedOp,
 )
 from private_llm.sparsity_config import CometConfig
+from private_llm.tls_config import TLSConfig
 
 __version__ = VERSION
 

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LAYERS = {
     "private_llm": (
         "importing", "errors", "typed_settings", "forks", "ranges", "kv_cache.policies", "sparsity_config",
-        "token_sharding.plans", "protocol_facts", "approximations", "config", "threat",
+        "tls_config", "token_sharding.plans", "protocol_facts", "approximations", "config", "threat",
         "kernels", "ring", "net", "assisted", "protocols", "tensor", "replay", "exact", "approx", "oblivious", "nn",
         "kv_cache", "token_sharding.nodes",
     ),

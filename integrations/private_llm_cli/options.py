@@ -12,9 +12,10 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from private_llm.config import PrivateConfig, TLSConfig
+from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError
 from private_llm.protocol_facts import ASSISTED, CASCADE, hides, protocol_names
+from private_llm.tls_config import TLSConfig
 from private_llm_cli.commands.models import want_draft
 from private_llm_cli.kv_cache import KvCacheOption, kv_cache_of
 

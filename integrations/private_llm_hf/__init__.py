@@ -10,7 +10,6 @@ from private_llm_hf.transformers_versions import warn_if_untested
 
 if TYPE_CHECKING:
     from private_llm.config import PrivateConfig as PrivateConfig
-    from private_llm.config import TLSConfig as TLSConfig
     from private_llm.kv_cache.policies.papers import H2O as H2O
     from private_llm.kv_cache.policies.papers import TOVA as TOVA
     from private_llm.kv_cache.policies.papers import HeadMerging as HeadMerging
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
     from private_llm.kv_cache.policies.policy import SlidingWindow as SlidingWindow
     from private_llm.ranges import Ranges as Ranges
     from private_llm.sparsity_config import CometConfig as CometConfig
+    from private_llm.tls_config import TLSConfig as TLSConfig
     from private_llm.token_sharding import ShardingPlan as ShardingPlan
     from private_llm_hf.api import AutoPrivateModel as AutoPrivateModel
     from private_llm_hf.api import AutoPrivateModelForCausalLM as AutoPrivateModelForCausalLM

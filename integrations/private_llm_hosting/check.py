@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from private_llm.config import TLSConfig
 from private_llm.errors import ConfigError, PrivateLLMError
 from private_llm.kernels.devices import device_for
 from private_llm.net.addresses import addresses_of, listen, parse_address
@@ -17,6 +16,7 @@ from private_llm.net.authority import CertificateFacts, certificate_facts, check
 from private_llm.net.ledger import size
 from private_llm.net.roles import common_name
 from private_llm.net.tls import Credentials
+from private_llm.tls_config import TLSConfig
 from private_llm_hosting.settings import PartySettings
 
 Verdict = Literal["ok", "warning", "error"]

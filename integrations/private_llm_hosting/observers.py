@@ -12,9 +12,10 @@ from pathlib import Path
 from private_llm_hf.service.settings import BatchFacts, Observer
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 
-from private_llm.config import VERSION, TLSConfig
+from private_llm.config import VERSION
 from private_llm.errors import ConfigError
 from private_llm.net.authority import certificate_facts
+from private_llm.tls_config import TLSConfig
 from private_llm_hosting.check import in_words
 from private_llm_hosting.logs import LOGGER
 

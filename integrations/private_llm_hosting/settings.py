@@ -18,11 +18,12 @@ from typing import Any, Literal, TypeVar
 from private_llm_hf.checkpoint import share_path
 from private_llm_hf.service.settings import ServiceSettings
 
-from private_llm.config import PrivateConfig, TLSConfig
+from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError, refuse_unknown
 from private_llm.net.addresses import Address, parse_address
 from private_llm.net.roles import check_user, common_name
 from private_llm.protocol_facts import ASSISTED
+from private_llm.tls_config import TLSConfig
 from private_llm.typed_settings import check_types, settings_of
 
 EXAMPLE = resources.files(__package__).joinpath("party.toml").read_text("utf-8")

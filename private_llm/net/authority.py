@@ -25,10 +25,10 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec, ed448, ed25519, rsa
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from private_llm.config import TLSConfig
 from private_llm.errors import ConfigError
 from private_llm.net.roles import check_user, client_name, common_name, is_client
 from private_llm.net.transport import CLIENT
+from private_llm.tls_config import TLSConfig
 
 
 @dataclass(frozen=True)

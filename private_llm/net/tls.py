@@ -16,11 +16,11 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from private_llm.config import TLSConfig
 from private_llm.errors import ConfigError, TransportError
 from private_llm.net.authority import certificate_facts, check_signed
 from private_llm.net.roles import Users, common_name, is_client
 from private_llm.net.transport import CLIENT, endpoint_name
+from private_llm.tls_config import TLSConfig
 
 _LOG = logging.getLogger("private_llm")
 

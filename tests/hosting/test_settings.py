@@ -8,9 +8,10 @@ import pytest
 from private_llm_cli.options import adder_of
 from private_llm_hosting.settings import EXAMPLE, PartySettings, example_of, read_settings
 
-from private_llm.config import PrivateConfig, TLSConfig
+from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError
 from private_llm.net.authority import make_certificates
+from private_llm.tls_config import TLSConfig
 
 from .party import settings, write_settings
 

@@ -8,7 +8,6 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
 from cryptography.x509.oid import NameOID
 
-from private_llm.config import TLSConfig
 from private_llm.errors import ConfigError
 from private_llm.net.authority import (
     Authority,
@@ -19,6 +18,7 @@ from private_llm.net.authority import (
     read_request,
     sign_request,
 )
+from private_llm.tls_config import TLSConfig
 
 
 @pytest.fixture(scope="module")

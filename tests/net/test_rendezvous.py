@@ -11,13 +11,14 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from private_llm.config import PrivateConfig, TLSConfig
+from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError, TransportError
 from private_llm.net import addresses, hello, rendezvous
 from private_llm.net.addresses import hosts_of, open_listeners, open_named_listeners, parse_address
 from private_llm.net.admission import Acceptor
 from private_llm.net.rendezvous import connect
 from private_llm.net.transport import CLIENT
+from private_llm.tls_config import TLSConfig
 
 from .mesh import TOKEN, run_threads
 

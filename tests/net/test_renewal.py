@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from private_llm.config import TLSConfig
 from private_llm.errors import ConfigError
 from private_llm.net.authority import certificate_facts, make_authority, make_certificates, make_request, sign_request
 from private_llm.net.tls import Credentials
+from private_llm.tls_config import TLSConfig
 
 
 def issued(folder: Path, name: str, ca: Path) -> TLSConfig:

@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from private_llm.config import PrivateConfig, TLSConfig
+from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError, TransportError
 from private_llm.net.addresses import hosts_of, open_listeners
 from private_llm.net.authority import make_certificates
 from private_llm.net.rendezvous import connect
 from private_llm.net.tls import check_name
 from private_llm.net.transport import CLIENT
+from private_llm.tls_config import TLSConfig
 
 from .mesh import ENDPOINTS, open_mesh, run_threads
 

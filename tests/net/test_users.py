@@ -9,13 +9,14 @@ import torch
 from cryptography import x509
 from cryptography.x509.oid import NameOID
 
-from private_llm.config import PrivateConfig, TLSConfig
+from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError, TransportError
 from private_llm.net.addresses import hosts_of, open_connection, open_listeners, parse_address
 from private_llm.net.authority import make_certificates, user_folder
 from private_llm.net.rendezvous import connect, open_acceptor
 from private_llm.net.roles import Users, check_user, client_name, is_client
 from private_llm.net.transport import CLIENT
+from private_llm.tls_config import TLSConfig
 
 
 @pytest.fixture(scope="module")

@@ -105,8 +105,9 @@ def serve(settings: Path) -> None:
     from private_llm_hf import AutoPrivateModelForCausalLM
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from private_llm.config import PrivateConfig, TLSConfig
+    from private_llm.config import PrivateConfig
     from private_llm.errors import PrivateLLMError
+    from private_llm.tls_config import TLSConfig
 
     for line in sys.stdin:
         values, asked = json.loads(settings.read_text()), json.loads(line)

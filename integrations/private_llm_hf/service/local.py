@@ -13,13 +13,14 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from private_llm.config import PrivateConfig, TLSConfig
+from private_llm.config import PrivateConfig
 from private_llm.errors import PartyFailed, PrivateLLMError, undoing
 from private_llm.forks import Origin
 from private_llm.net.addresses import hosts_of, open_listeners
 from private_llm.net.authority import make_certificates, user_folder
 from private_llm.net.children import start_servers
 from private_llm.net.transport import CLIENT
+from private_llm.tls_config import TLSConfig
 from private_llm_hf.checkpoint.share_files import share_path
 from private_llm_hf.service.party_service import PartyService
 from private_llm_hf.service.settings import Observer, ServiceSettings

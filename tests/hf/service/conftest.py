@@ -22,11 +22,11 @@ from private_llm_hf.checkpoint.share_files import share_path
 from private_llm_hf.service.party_service import PartyService
 from private_llm_hf.service.settings import BatchFacts, Observer, ServiceSettings
 
-from private_llm.config import TLSConfig
 from private_llm.kv_cache.policies.policy import KEEP_ALL, CachePolicy
 from private_llm.net.addresses import hosts_of, open_listeners
 from private_llm.net.authority import make_certificates
 from private_llm.net.transport import CLIENT
+from private_llm.tls_config import TLSConfig
 from tests.hf import tiny
 
 

@@ -25,11 +25,11 @@ from private_llm_hf.wire.commands import TellCosts
 from torch import Tensor
 
 from private_llm.assisted.fixed_point import IntegerWeight
-from private_llm.config import TLSConfig
 from private_llm.errors import ConfigError, PartiesBusy, PartyFailed, PrivateLLMError, TransportError
 from private_llm.net.addresses import hosts_of, open_listeners
 from private_llm.net.authority import make_certificates
 from private_llm.net.transport import CLIENT
+from private_llm.tls_config import TLSConfig
 from tests.hf import tiny
 from tests.hf.service.conftest import Watch, eventually
 

@@ -16,9 +16,9 @@ import torch
 from private_llm_hf import AutoPrivateModelForCausalLM, PrivateConfig
 from private_llm_hf.client.launch import choose_mode, serve_party
 
-from private_llm.config import TLSConfig
 from private_llm.net.authority import make_certificates
 from private_llm.net.transport import CLIENT
+from private_llm.tls_config import TLSConfig
 from private_llm.token_sharding import ShardingPlan
 from tests.hf import tiny
 from tests.hf.test_remote import free_ports
