@@ -22,7 +22,8 @@ from private_llm.tls_config import TLSConfig
 from private_llm.token_sharding import ShardingPlan
 from private_llm.typed_settings import check_types, refuses_unknown, settings_of
 
-VERSION = "0.1.0"  # version of the library; parties with different versions refuse each other
+VERSION = "0.1.0"
+"""Of the library; parties with different versions refuse each other."""
 MAX_PARALLEL_SESSIONS = 64  # parallel sessions that a session may have
 
 PROMPT_CHUNKS = (512, 128)  # tokens of a row in a chunk of a long prompt, and where arrays of that many are too large

@@ -138,7 +138,7 @@ def test_networks_of_nothing_but_functions() -> None:
         (lambda: PrivateConfig(hosts=3), "hosts: got 3; want a list, each a text"),
         (lambda: PrivateConfig(hosts=("a:1", "b:1", "a:1")), "hosts: got 'a:1' 2 times; want one address for each"),
         (lambda: PrivateConfig(plugins=3), "plugins: got 3; want a list"),
-        (lambda: PrivateConfig(tls="certs"), "tls: got 'certs'; want a TLSConfig or None"),
+        (lambda: PrivateConfig(tls=3), "tls: got 3; want a TLSConfig or None"),
         (lambda: PrivateConfig.from_dict(None), "settings: got NoneType; want a mapping"),
         (lambda: PrivateConfig.from_dict({1: 2}), r"unknown key\(s\) 1"),
         (lambda: SpeculationConfig(paths="2"), "SpeculationConfig.paths: got '2'; want a whole number"),

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
+from private_llm_hf.client import launch
 from private_llm_hf.client.launch import start_parties
 
 from private_llm.config import PrivateConfig
 from private_llm.kernels.parallel import threads_per_party, usable_cores
 from private_llm.token_sharding import ShardingPlan
+
+
+@pytest.fixture(autouse=True)
+def _no_other_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "_CORES", launch._Cores())
 
 
 def test_torch_gets_its_threads_back_after_a_session() -> None:
