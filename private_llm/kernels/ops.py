@@ -206,7 +206,8 @@ def open_rows(
         (whole, rows * inputs, torch.int64), (sums, lines * outputs, torch.int64),
         (folded, lines * inputs, torch.int64), (scales, rows, torch.float64), (factors, outputs, torch.float64),
     )  # fmt: skip
-    out, right = torch.empty(rows, outputs), torch.empty(rows, dtype=torch.uint8)
+    # other threads may change torch's default dtype, as transformers does while it loads a checkpoint
+    out, right = torch.empty(rows, outputs, dtype=torch.float32), torch.empty(rows, dtype=torch.uint8)
     at += out.data_ptr(), right.data_ptr()
     parallel_for(rows, outputs * _OPEN_S, 1, checked.open_rows, *at, size, lines, inputs, outputs)
     return out, right

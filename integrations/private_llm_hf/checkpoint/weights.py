@@ -226,7 +226,8 @@ def stream_checkpoint(
     settings = copy.deepcopy(config)
     try:
         with LOADING:
-            cls.from_pretrained(source, config=settings, quantization_config=_StreamConfig(collector), **hf)
+            plain = {**hf, "dtype": torch.float32}  # of half precision, torch's default would be half in other threads
+            cls.from_pretrained(source, config=settings, quantization_config=_StreamConfig(collector), **plain)
     except RuntimeError:  # transformers records what a conversion raised, and reports one of its own at the end
         if collector.error is None:
             raise
