@@ -183,7 +183,10 @@ def publish(served: Served, prefix: list[int], settings: GatewaySettings) -> Non
             raise ConfigError("public prefix: this model or its cache policy keeps none; start the gateway without it")
 
     with contextlib.ExitStack() as stack:
-        models = [stack.enter_context(served.pool.session(settings.wait_s)) for _ in range(served.pool.size)]
+        models = [stack.enter_context(served.pool.session(settings.wait_s))]
+        with contextlib.suppress(PartiesBusy):  # which let fewer in
+            while (more := stack.enter_context(served.pool.spare_session())) is not None:
+                models.append(more)
         list(stack.enter_context(ThreadPoolExecutor(len(models))).map(read, models))
 
 

@@ -29,7 +29,7 @@ class GroupFile:
 
     def __init__(self, path: Path, config: PrivateConfig) -> None:
         self._path, self._config = path, config
-        self._text = self._read()
+        self._text, self._told = self._read(), ""
         self.groups = PartyGroups(self._listed())
         if config.hosts not in self.groups.groups:
             raise ConfigError(f"groups: {path} does not list the group of --hosts; want all groups there")
@@ -41,12 +41,13 @@ class GroupFile:
     def _follow(self, pool: SessionPool) -> None:
         while True:
             time.sleep(_LOOK_S)
-            try:
-                self._look()
-            except ConfigError as error:
-                _LOG.warning("%s; the gateway goes on with the groups it knows", error)
-            self.groups.call_again()
-            pool.regroup()
+            for step in (self._look, self.groups.call_again, pool.regroup):
+                try:
+                    step()
+                except Exception as error:  # noqa: BLE001 - this thread goes on
+                    if str(error) != self._told:
+                        _LOG.warning("%s; the gateway goes on with the groups it knows", error)
+                    self._told = str(error)
 
     def _look(self) -> None:
         text = self._read()
@@ -67,5 +68,8 @@ class GroupFile:
         lines = (line.partition("#")[0].strip() for line in self._text.splitlines())
         listed = [tuple(host.strip() for host in line.split(",")) for line in lines if line]
         for hosts in listed:
+            if len(hosts) != len(self._config.hosts) or any(" " in host for host in hosts):
+                want = f"{len(self._config.hosts)} hosts, joined by commas"
+                raise ConfigError(f"groups: {self._path} has the line {','.join(hosts)!r}; want {want}")
             addresses_of(replace(self._config, hosts=hosts), CLIENT, hosts, b"")
         return listed

@@ -54,8 +54,9 @@ class KeptPrompts:
             kept = self._kept.pop(model, {}).items()
             self._kept[model] = own = {at: each for at, each in kept if each[0] is model.parties}
             own.pop(self._goes_on(tokens), None)
-            others = sum(len(each) for one in self._kept.values() for *_, each, _ in one.values())
-        count = min(held, max(self._most - others, _alike(tokens, self.public)))
+            every = [each for one in self._kept.values() for *_, each, _ in one.values()]
+            others = sum(len(each) - _alike(each, self.public) for each in every)
+        count = min(held, _alike(tokens, self.public) + max(0, self._most - others))
         if count > 0 and _cut(cache, held - count) is not None:
             with self._lock:
                 self._kept[model][self._goes_on(tokens)] = model.parties, owner, tokens[:count], cache

@@ -14,7 +14,15 @@ from typing import Any
 
 from private_llm_hf.client.party_groups import PartyGroups
 
-from private_llm.errors import ConfigError, PartiesBusy, PartyFailed, PrivateLLMError, ProtocolAbort, TransportError
+from private_llm.errors import (
+    ConfigError,
+    PartiesBusy,
+    PartyFailed,
+    PrivateLLMError,
+    ProtocolAbort,
+    ShareFileError,
+    TransportError,
+)
 
 _LOG = logging.getLogger("private_llm")
 _LOOK_S = 0.1  # how often a waiting request looks whether its client is still there
@@ -30,14 +38,21 @@ class Abandoned(Exception):
     """The client went away before there was a session, or while its prompt was read."""
 
 
-def _tried(join: Callable[[], Any]) -> Any:  # noqa: ANN401
-    """The result of `join`, which is called again if a party ends the session while it begins."""
+def _tried(join: Callable[[], Any], groups: PartyGroups | None = None) -> Any:  # noqa: ANN401
+    """The result of `join`, which is called again if a party ends the session while it begins, or a group of parties
+    holds something else.
+    """
     for _ in range(_TRIES - 1):
         try:
             return join()
         except PartyFailed as error:
             _LOG.debug("a session ended as it began: %s", error)
             time.sleep(_PAUSE_S)
+        except (ConfigError, ShareFileError) as error:
+            if groups is None:
+                raise
+            _LOG.warning("a group of parties is left out for a while: %s", error)
+            groups.avoid_last()
     return join()
 
 
@@ -119,7 +134,7 @@ class SessionPool:
             self._ended.add(id(model))
         if not self.renews:
             raise PartyFailed("the session with the parties is over; start the gateway again")
-        _tried(model.reconnect)
+        _tried(model.reconnect, self.groups)
         with self._changed:
             self._ended.discard(id(model))
             self._trouble = False
@@ -132,33 +147,46 @@ class SessionPool:
                 return
             self._healing = True
             self._idle.remove(ended[0])
-        threading.Thread(target=self._renew_idle, args=(ended[0],), name="renew", daemon=True).start()
+        threading.Thread(target=self._heal, args=(ended[0],), name="renew", daemon=True).start()
 
-    def regroup(self) -> None:
-        """Renew idle sessions that are better at another group of parties, one after the other."""
-        while self.groups is not None:
-            with self._changed:
-                crowded = [model for model in self._idle if self.groups.must_move(model.parties)]
-                if self._healing or self._closed or not crowded:
-                    return
-                self._healing = True
-                self._idle.remove(crowded[0])
-            if not self._renew_idle(crowded[0]):
-                return
-
-    def _renew_idle(self, model: Any) -> bool:  # noqa: ANN401
-        """Renew a session that nobody can take meanwhile; whether it could be."""
+    def _heal(self, model: Any) -> None:  # noqa: ANN401
         try:
             self.renew(model)
         except (PrivateLLMError, OSError) as error:
             _LOG.warning("the parties still cannot be reached: %s", error)
-            return False
         finally:
             with self._changed:
                 self._healing = False
                 self._idle.append(model)
                 self._changed.notify()
-        return True
+
+    def regroup(self) -> None:
+        """Replace idle sessions that are better at another group of parties, one after the other: each by one that has
+        begun there.
+        """
+        while self.groups is not None and self._opening is not None:
+            with self._changed:
+                crowded = [model for model in self._idle if self.groups.must_move(model.parties)]
+                if self._closed or not crowded:
+                    return
+                old = kept = crowded[0]
+                self._idle.remove(old)
+            left = None
+            try:
+                made = _tried(self._opening, self.groups)
+                moved = made.parties.config.hosts != old.parties.config.hosts
+                kept, left = (made, old) if moved else (old, made)
+            except (PrivateLLMError, OSError) as error:
+                _LOG.debug("a session stays where it is: %s", error)
+            finally:
+                with self._changed:
+                    self._all = [kept if model is old else model for model in self._all]
+                    self._idle.append(kept)
+                    self._changed.notify()
+            if left is not None:
+                left.close()
+            if kept is old:
+                return
 
     def _live(self, model: Any) -> Any:  # noqa: ANN401
         """This model, on a new session if its own ended; without one, a model on a session that is counted already."""
@@ -234,15 +262,19 @@ class SessionPool:
             self._opened += 1
             return None
         live = [at for at, model in enumerate(self._idle) if id(model) not in self._ended]
-        groups = [model.parties.config.hosts if self.groups is not None else () for model in self._idle]
-        free = Counter(groups)
-        return self._idle.pop(max(live, key=lambda at: (fits(self._idle[at]), free[groups[at]], at), default=-1))
+        if self.groups is None:
+            return self._idle.pop(max(live, key=lambda at: (fits(self._idle[at]), at), default=-1))
+        groups = [model.parties.config.hosts for model in self._idle]
+        free, works = Counter(groups), [not self.groups.avoided(model.parties) for model in self._idle]
+        return self._idle.pop(
+            max(live, key=lambda at: (works[at], fits(self._idle[at]), free[groups[at]], at), default=-1)
+        )
 
     def _open(self) -> Any:  # noqa: ANN401
         """A model on a new session, which is counted already."""
         try:
-            made = _tried(self._opening)  # type: ignore[arg-type]
-        except (PrivateLLMError, OSError) as error:
+            made = _tried(self._opening, self.groups)  # type: ignore[arg-type]
+        except BaseException as error:
             with self._changed:
                 self._opened -= 1
                 self._trouble = self._trouble or not isinstance(error, PartiesBusy)

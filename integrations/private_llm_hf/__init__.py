@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from private_llm_hf.api import prepare_corrections as prepare_corrections
     from private_llm_hf.api import ranges_of_checkpoint as ranges_of_checkpoint
     from private_llm_hf.api import share_checkpoint as share_checkpoint
+    from private_llm_hf.client.party_groups import PartyGroups as PartyGroups
     from private_llm_hf.client.preprocess import ForwardPlan as ForwardPlan
     from private_llm_hf.client.preprocess import GeneratePlan as GeneratePlan
     from private_llm_hf.client.speculation import FixedCounts as FixedCounts
@@ -50,7 +51,8 @@ else:
     __all__, __getattr__, __dir__ = lazy_names(
         __name__,
         {
-            "private_llm.config": "PrivateConfig TLSConfig",
+            "private_llm.config": "PrivateConfig",
+            "private_llm.tls_config": "TLSConfig",
             "private_llm.kv_cache.policies.policy": "KeepAll Level NoCache SlidingWindow",
             "private_llm.kv_cache.policies.papers": "H2O HeadMerging InfLLM LongCache MPCacheConfig SnapKV TOVA",
             "private_llm.ranges": "Ranges",
@@ -60,6 +62,7 @@ else:
             "AutoPrivateModelForMaskedLM AutoPrivateModelForQuestionAnswering AutoPrivateModelForSeq2SeqLM "
             "AutoPrivateModelForSequenceClassification AutoPrivateModelForTokenClassification patch "
             "prepare_corrections ranges_of_checkpoint share_checkpoint",
+            "private_llm_hf.client.party_groups": "PartyGroups",
             "private_llm_hf.client.preprocess": "ForwardPlan GeneratePlan",
             "private_llm_hf.client.speculation": "FixedCounts SpeculationConfig",
             "private_llm_hf.models.handlers": "register_handler unregister_handler",

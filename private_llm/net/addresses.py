@@ -1,5 +1,6 @@
 """Where endpoints listen: the addresses of parties, what settings allow of them, and listening sockets."""
 
+import contextlib
 import errno
 import ipaddress
 import os
@@ -94,8 +95,11 @@ def same_user(sock: socket.socket) -> bool:
 def parse_address(text: str) -> Address:
     """ "host:port" or "[ipv6]:port". Raises ConfigError."""
     host, colon, port = text.rpartition(":")
-    host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
-    if not colon or not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
+    host, named = host[1:-1] if host.startswith("[") and host.endswith("]") else host, False
+    with contextlib.suppress(UnicodeError):
+        host.encode("idna")  # as the system asks for a name
+        named = bool(host)
+    if not named or not colon or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
         raise ConfigError(f"hosts: got {text!r}; want host:port with a port from 1 to 65535")
     return host, int(port)
 
@@ -121,7 +125,7 @@ def _check_plain(config: PrivateConfig, addresses: Sequence[Address], token: byt
     local = config.party_mode != "remote" and len(token) >= _MIN_TOKEN
     if not (config.allow_plain_loopback or local):
         raise ConfigError(
-            "connections between endpoints need certificates: set tls=TLSConfig(certificate, key, ca) (--tls FOLDER), "
+            "connections between endpoints need certificates: set tls='FOLDER' (--tls FOLDER), "
             "or allow_plain_loopback=True (--allow-plain-loopback) if all endpoints run on this machine"
         )
     if local and config.party_mode == "distributed" and config.trusted_network:
@@ -131,7 +135,7 @@ def _check_plain(config: PrivateConfig, addresses: Sequence[Address], token: byt
             if not ipaddress.ip_address(address[0].partition("%")[0]).is_loopback:
                 raise ConfigError(
                     f"hosts: {host} is not a loopback address, and nothing leaves this machine unencrypted; "
-                    "set tls=TLSConfig(certificate, key, ca)"
+                    "set tls='FOLDER'"
                 )
 
 

@@ -27,7 +27,7 @@ _LOG = logging.getLogger("private_llm")
 _REMEDIES = {
     "CERTIFICATE_EXPIRED": "its certificate has expired; issue new ones (private-llm certs makes a local set)",
     "UNKNOWN_CA": "the two certificates come from different CAs; give all endpoints certificates of one CA",
-    "CERTIFICATE_REQUIRED": "no certificate was shown; set tls=TLSConfig(certificate, key, ca)",
+    "CERTIFICATE_REQUIRED": "no certificate was shown; set tls='FOLDER'",
     "BAD_CERTIFICATE": "the certificate was refused; it needs the endpoint's name and a signature of the common CA",
     "DECRYPT_ERROR": "the certificate was altered, or signed by another CA of the same name",
     "UNSUPPORTED_CERTIFICATE": "the certificate is not made for TLS servers and clients; issue one for both uses",

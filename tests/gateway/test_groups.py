@@ -9,10 +9,13 @@ from pathlib import Path
 
 import httpx
 import pytest
+import torch
 from private_llm_gateway import group_file
+from private_llm_gateway.engine import publish
 from private_llm_gateway.group_file import GroupFile
 from private_llm_gateway.pool import SessionPool
 from private_llm_gateway.served import Served
+from private_llm_gateway.settings import GatewaySettings
 from private_llm_hf import AutoPrivateModelForCausalLM
 from private_llm_hf.client import party_groups
 from private_llm_hf.client.party_groups import PartyGroups
@@ -113,6 +116,52 @@ def test_a_group_that_failed_is_called_again_and_gets_its_part(groups: list[Serv
         assert not chosen.must_move(other.parties)
 
 
+def test_a_group_that_cannot_be_used_takes_no_session_away(
+    groups: list[Servers], checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that holds another model; one whose places are taken; and a name that cannot be."""
+    monkeypatch.setattr(party_groups, "_AGAIN_S", 0.0)
+    torch.manual_seed(9)
+    other = type(plain_model())(plain_model().config)
+    other.save_pretrained(tmp_path / "other")
+    wrong = Servers(tmp_path, tmp_path / "other", SESSIONS, 20.0, groups[0])
+    full = Servers(tmp_path, checkpoint, 1, 20.0, groups[0])
+    listed, config = tmp_path / "groups", groups[0].users["alice"]
+    listed.write_text("".join(",".join(hosts(each)) + "\n" for each in (groups[0], wrong, full)))
+    try:
+        file = GroupFile(listed, config)
+        taken = AutoPrivateModelForCausalLM.from_pretrained(str(checkpoint), full.users["alice"])
+        model = AutoPrivateModelForCausalLM.from_pretrained(str(checkpoint), config, start=file.groups)
+        pool = SessionPool(model, 3, file.groups)
+        with taken, serving(Served("small", pool, tokenizer())) as gateway, ThreadPoolExecutor(3) as threads:
+            for _ in range(3):
+                assert all(threads.map(lambda _: right(gateway, 4), range(3)))
+                file.groups.call_again()
+                pool.regroup()
+            assert file.groups.sessions()[hosts(groups[0])] == len(pool._idle) == len(pool._all) > 0
+            assert file.groups.sessions().total() == len(pool._all)
+            listed.write_text("a..b:7000,127.0.0.1:1")
+            with pytest.raises(ConfigError, match=r"got 'a\.\.b:7000'; want host:port"):
+                file._look()
+    finally:
+        for servers in (wrong, full):
+            for number in servers.services:
+                servers.stop(number)
+
+
+def test_a_public_prefix_is_read_by_as_many_sessions_as_there_are(tmp_path: Path, checkpoint: Path) -> None:
+    servers = Servers(tmp_path, checkpoint, 2, 20.0)
+    model = AutoPrivateModelForCausalLM.from_pretrained(str(checkpoint), servers.users["alice"])
+    served = Served("small", SessionPool(model, 4), tokenizer())
+    try:
+        publish(served, [5, 6, 7], GatewaySettings())
+        assert [served.kept.begins(each, "key", [5, 6, 7, 8]) for each in served.pool._idle] == [3, 3]
+    finally:
+        served.pool.close()
+        for number in servers.services:
+            servers.stop(number)
+
+
 def test_requests_wait_for_sessions_where_the_parties_let_no_more_in(tmp_path: Path, checkpoint: Path) -> None:
     servers = Servers(tmp_path, checkpoint, 2, 20.0)  # of two clients
     model = AutoPrivateModelForCausalLM.from_pretrained(str(checkpoint), servers.users["alice"])
@@ -132,8 +181,8 @@ def test_mistakes_are_named(groups: list[Servers], tmp_path: Path) -> None:
     first, second = (",".join(hosts(each)) for each in groups[:2])
     for text, told in (
         ("", "groups: got 0; want one or more"), (f"{first}\n{first}", "groups: got 2; want one or more, each once"),
-        (f"{first}\n{second},127.0.0.1:1", "hosts"), (second, "does not list the group of"),
-        (f"{first}\nnothing,127.0.0.1:1", "'nothing'"),
+        (f"{first}\n{second},127.0.0.1:1", "want 2 hosts, joined by commas"), (second, "does not list the group of"),
+        (f"{first}\nnothing,127.0.0.1:1", "'nothing'"), (f"{first}\n127.0.0.1:1 127.0.0.1:2", "want 2 hosts, joined"),
     ):  # fmt: skip
         listed.write_text(text)
         with pytest.raises(ConfigError, match=told):

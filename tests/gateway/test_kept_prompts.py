@@ -147,6 +147,12 @@ def test_a_public_prefix_serves_every_key_and_nothing_after_it_does() -> None:
     kept.keep(model, "another", [1, 2, 9, 9], Cache(4))  # stays beside
     assert kept.begins(model, "another", [1, 2, 9, 9, 9]) == 4
     assert kept.take(model, "another", [1, 2, 3, 5, 6, 7]).length == 3
+    kept, models = KeptPrompts(4), [Model() for _ in range(3)]
+    kept.public = [1, 2, 3]  # of each session, and leaves room for others
+    for each in models:
+        kept.keep(each, "", [1, 2, 3], Cache(3))
+    kept.keep(models[0], "key", [1, 2, 3, 4, 5, 6, 7, 8], Cache(8))
+    assert kept.begins(models[0], "key", [*range(1, 20)]) == 7
 
 
 @pytest.mark.parametrize("protocol", ["plain", "trio", "assisted"])

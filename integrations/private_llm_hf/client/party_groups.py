@@ -14,7 +14,7 @@ from dataclasses import replace
 from weakref import WeakSet
 
 from private_llm.config import PrivateConfig
-from private_llm.errors import ConfigError, TransportError
+from private_llm.errors import ConfigError, PartiesBusy, TransportError
 from private_llm.net.addresses import parse_address
 from private_llm.net.local import LocalMesh
 from private_llm.net.rendezvous import WAIT_UNTIL
@@ -40,6 +40,8 @@ class PartyGroups:
         self._sessions: dict[Hosts, WeakSet[Parties]] = {}
         self._starting: Counter[Hosts] = Counter()
         self._failed: dict[Hosts, float] = {}
+        self._full: set[Hosts] = set()  # of these those that answered, and let nobody in
+        self._mine = threading.local()
         self._groups: tuple[Hosts, ...] = ()
         self.change(groups)
 
@@ -54,12 +56,12 @@ class PartyGroups:
             raise ConfigError(f"groups: got {len(groups)}; want one or more, each once")
         with self._lock:
             self._groups = tuple(groups)
-            for hosts in groups:
-                self._sessions.setdefault(hosts, WeakSet())
+            kept = {hosts: made for hosts, made in self._sessions.items() if any(each.over is None for each in made)}
+            self._sessions = kept | {hosts: kept.get(hosts, WeakSet()) for hosts in groups}
 
     def __call__(self, config: PrivateConfig, mesh: LocalMesh | None = None) -> Parties:
         """A session at one of the groups. Raises the error of the last one that was asked, if none lets it in."""
-        error = TransportError("groups: none was asked")
+        error: TransportError | ConfigError = TransportError("groups: none was asked")
         asked: set[Hosts] = set()
         while (hosts := self._next(asked)) is not None:
             asked.add(hosts)
@@ -69,16 +71,29 @@ class PartyGroups:
                 made = within.run(start_parties, replace(config, hosts=hosts), mesh)
                 with self._lock:
                     self._failed.pop(hosts, None)
-                    self._sessions[hosts].add(made)
+                    self._sessions.setdefault(hosts, WeakSet()).add(made)
+                self._mine.last = hosts
                 return made
-            except TransportError as found:
+            except (TransportError, ConfigError) as found:
                 error = found
-                with self._lock:
-                    self._failed[hosts] = time.monotonic()
+                self._avoid(hosts, full=isinstance(error, PartiesBusy))
             finally:
                 with self._lock:
                     self._starting[hosts] -= 1
         raise error
+
+    def avoid_last(self) -> None:
+        """The group at which this thread began a session last holds something else: ask it last for a while."""
+        self._avoid(self._mine.last)
+
+    def _avoid(self, hosts: Hosts, full: bool = False) -> None:
+        with self._lock:
+            self._failed[hosts] = time.monotonic()
+            (self._full.add if full else self._full.discard)(hosts)
+
+    def avoided(self, parties: Parties) -> bool:
+        """Whether the group of a session failed when it was asked last."""
+        return parties.config.hosts in self._failed
 
     def _next(self, asked: set[Hosts]) -> Hosts | None:
         """Where a session is to begin that these have turned away; None: nowhere."""
@@ -97,10 +112,15 @@ class PartyGroups:
             return Counter({hosts: sum(each.over is None for each in made) for hosts, made in self._sessions.items()})
 
     def must_move(self, parties: Parties) -> bool:
-        """Whether a session is at a group that is used no more, or at one with more than its part of all sessions."""
-        found, hosts = self.sessions(), parties.config.hosts
-        live = sum(each not in self._failed for each in self._groups) or 1
-        return parties.over is None and (hosts not in self._groups or found[hosts] > -(-found.total() // live))
+        """Whether a session is at a group that is used no more or failed while others did not, or at one with more than
+        its part of all sessions.
+        """
+        found, hosts, failed = self.sessions(), parties.config.hosts, {*self._failed}
+        live = sum(each not in failed for each in self._groups)
+        if parties.over is not None or not live:
+            return False
+        left = hosts not in self._groups or (hosts in failed and hosts not in self._full)
+        return left or found[hosts] > -(-found.total() // live)
 
     def call_again(self) -> None:
         """Find out whether the parties of groups that failed some time ago listen again."""
