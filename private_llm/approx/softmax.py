@@ -66,7 +66,9 @@ def softmax_ragged(x: Fixed, rows: Rows, sink: Fixed | None = None) -> Fixed:
 
 
 def unscaled(x: Fixed, frac: int, present: Tensor | None = None) -> tuple[Fixed, Fixed]:
-    """Softmax before its last product: e^(x - m) with `frac` bits, and 1 / their sum [..., 1]; else as `softmax`."""
+    """Softmax before its last product: e^(x - m) [..., n] with `frac` fractional bits, and 1 / their sum [..., 1]; else
+    as `softmax`.
+    """
     check_width(x.shape[-1])
     e = exp(x - maximum(x, coarse=True), frac)
     e = e if present is None else e.scale_int(present)

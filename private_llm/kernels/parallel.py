@@ -73,7 +73,9 @@ def split_range(total: int, pieces: int, step: int = 1) -> list[tuple[int, int]]
 
 
 def addresses(*tensors: Tensor) -> list[int]:
-    """Addresses of tensors, to be kept meanwhile. Raises UnsupportedOp off the CPU, DomainError if not contiguous."""
+    """Addresses of tensors, which the caller keeps meanwhile; sizes are not looked at. Raises UnsupportedOp off the
+    CPU, DomainError if not contiguous.
+    """
     hook = this_thread.hook
     if hook is not None:
         hook.addressed(tensors)

@@ -48,7 +48,9 @@ def ring_matmul(x: Tensor, y: Tensor) -> Tensor:
 
 
 def listed_size(name: str, x: Tensor, y: Tensor, listed: Tensor) -> tuple[int, int]:
-    """(M, N) of `name`'s x, y and int64 rows `listed`. Raises DomainError for other sizes or two dtypes."""
+    """(M, N) of the operands of `name`: x [M, K], y, and int64 `listed`, rows of y. Raises DomainError for other sizes
+    or two dtypes.
+    """
     turned = name == "ring_matmul_rows"
     wanted = y.shape[1:] if turned else listed.shape
     if x.dim() != 2 or y.dim() != 2 or listed.dim() != 1 or x.shape[-1:] != wanted or listed.dtype != torch.int64:

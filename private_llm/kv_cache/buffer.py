@@ -145,7 +145,10 @@ def _in_buffer(part: Tensor, capacity: int) -> Tensor:
 
 
 def columns_at(table: Tensor, positions: Tensor, heads: int) -> Tensor:
-    """Columns `positions` [B or 1, G or 1, kept] of a table [B or 1, H or 1, q, position], H heads: [.., q, kept]."""
+    """Columns at int64 `positions` [B or 1, G or 1, kept] of a table [B or 1, H or 1, q, position]: [.., q, kept].
+
+    heads: query heads H, a multiple of G.
+    """
     if positions.shape[1] > 1:
         positions = positions.repeat_interleave(heads // positions.shape[1], dim=1)
     outer = torch.broadcast_shapes(table.shape[:2], positions.shape[:2])
@@ -154,7 +157,9 @@ def columns_at(table: Tensor, positions: Tensor, heads: int) -> Tensor:
 
 
 def checked_index(index: Tensor, batch: int, heads: int, length: int) -> Tensor:
-    """Ascending entries below `length` as [B or 1, G or 1, kept]. Raises DomainError for anything else, or none."""
+    """Ascending entries below `length`, int64 [kept] or [B or 1, G or 1, kept], as the latter. Raises DomainError for
+    anything else, or none.
+    """
     index = index.view(1, 1, -1) if index.ndim == 1 else index
     if index.ndim != 3 or index.shape[0] not in (1, batch) or index.shape[1] not in (1, heads):
         rows = [f"{size} or 1" if size > 1 else "1" for size in (batch, heads)]

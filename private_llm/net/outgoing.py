@@ -143,7 +143,9 @@ class Outgoing:
         self._ending = True
 
     def take_back(self, row: Row) -> None:
-        """End `lend`: finish a frame that was cut off, for its `send_payload`; raise PartyFailed without a thread."""
+        """End `lend`: finish a frame that was cut off, for its `send_payload`. Raises PartyFailed if no thread is
+        left to write it.
+        """
         if not self._lending:
             return
         try:

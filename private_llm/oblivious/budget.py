@@ -31,7 +31,9 @@ class ChosenUnits:
     size: int
 
     def take(self, x: Fixed) -> Fixed:
-        """Chosen rows of x [size, ...] (dummies: 0): [chosen, ...]. One shuffle. Raises DomainError for other x."""
+        """Chosen rows of x [size, ...], 0 for dummies: [chosen, ...]. One shuffle of all rows and dummies. Raises
+        DomainError for another number of rows.
+        """
         if not x.shape or x.shape[0] != self.size:
             raise DomainError(f"take: got rows {tuple(x.shape)}; want {self.size} in the first dimension")
         dummies = self.order.size - self.size

@@ -192,7 +192,7 @@ def _placed(config: PrivateConfig, protocol: Protocol, device: torch.device) -> 
 
 
 def join_as_client(config: PrivateConfig, transport: Transport) -> ClientEnd:
-    """The client's end: 64 bytes to each party, 32 a shared key. Raises ConfigError where settings differ."""
+    """The client's end: 64 bytes to each party, 32 a shared key. Raises ConfigError if settings or versions differ."""
     seeds = _meet(config, transport, list(range(config.parties)))
     end = client_end(config, transport)
     end.cipher = seeds[0].cipher
@@ -202,7 +202,8 @@ def join_as_client(config: PrivateConfig, transport: Transport) -> ClientEnd:
 def client_end(config: PrivateConfig, transport: Transport) -> ClientEnd:
     """The client's end once all have agreed (or for counting costs on a `MetaTransport`).
 
-    Sends input masks' keys, 32 bytes to each holder (trio, dealer: 4, quad: 9). Raises ConfigError: unknown protocol.
+    Sends keys of input masks, 32 bytes to each holder of each (in all 4 for trio and dealer, 9 for quad). Raises
+    ConfigError for an unknown protocol.
     """
     return protocol_spec(config.protocol).client(transport, Ring(config.ring))
 

@@ -150,7 +150,9 @@ implements(torch.square, Tensor.square)(lambda x: mul(x, x))
 
 @implements(torch.pow, Tensor.pow, Tensor.__pow__)
 def power(x: AnyOperand, exponent: AnyOperand) -> SecretTensor:
-    """Powers 1 (local), 2, 3 of a secret, each product 2 rounds. Raises UnsupportedOp for others or a plain base."""
+    """Powers 1 (local), 2, 3 of a secret: a product less than the exponent, 2 rounds each. Raises UnsupportedOp for
+    other exponents, or a plain base.
+    """
     if isinstance(x, SecretTensor) and exponent in (1, 2, 3):
         return x if exponent == 1 else mul(x, x) if exponent == 2 else mul(mul(x, x), x)
     raise UnsupportedOp(f"pow with exponent {exponent!r} has no private rule; want a secret to the power 1, 2 or 3")

@@ -33,7 +33,9 @@ class Offloaded:
 
 
 def read_tensor(descriptor: int, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """The tensor from byte `start` of an open file on, copied (mapped pages count as memory). Raises ShareFileError."""
+    """The tensor from byte `start` of an open file on, copied (mapped pages count as memory). Raises
+    ShareFileError if the file ends too early.
+    """
     out = torch.empty(math.prod(shape), dtype=dtype)
     room = _bytes(out)
     while room:

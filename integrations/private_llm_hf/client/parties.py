@@ -144,7 +144,9 @@ class Parties(SessionClient):
             return True
 
     def stored_model(self, wanted: str | None = None) -> str | None:
-        """Digest of the model that all hold (of several, the wanted one). Raises ShareFileError if they differ."""
+        """Digest of the model that all hold (of several, the wanted one); None: they hold none. Raises ShareFileError
+        if they differ.
+        """
         self.tell(commands.Hello(wanted))
         answers = [self._answer(party, StoredFile) for party in self.members]
         if any(answer != answers[0] for answer in answers[1:]):
@@ -250,7 +252,9 @@ class Parties(SessionClient):
         return helper
 
     def prepare(self, entries: list[CallOrEdit]) -> Callable[[], int]:
-        """Half of `preprocess`; the result waits, for the bytes stored. Raises ConfigError where nobody runs ahead."""
+        """The first half of `preprocess`; the result waits for the parties and gives the bytes stored. Raises
+        ConfigError where nobody runs ahead.
+        """
         helper = self._check_helped()
         self._drop_schedule()
         schedule = Schedule(next(self._plans), entries)

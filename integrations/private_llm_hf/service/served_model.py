@@ -48,7 +48,9 @@ class ServedModel:
 
 
 def open_model(path: Path, config: PrivateConfig, number: int) -> ShareFile:
-    """A party's share file. Raises ShareFileError for others and damage, ConfigError, PatchMismatch if unfit."""
+    """A party's share file. Raises ShareFileError for another party's or a damaged one, ConfigError and PatchMismatch
+    for a model that these settings cannot run.
+    """
     file = ShareFile.open(path, config, number)
     facts = file.description
     model, own = empty_model(facts.config, facts.class_, facts.folded), adopted(config, facts.config)

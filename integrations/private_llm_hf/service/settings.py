@@ -64,7 +64,7 @@ class BatchFacts:
 
 class Observer:
     """Watches a service, hears public facts, never a value; this one looks away. Methods are called from any thread,
-    return quickly and must not raise. session: a session's first 12 digits, the same at all parties.
+    return quickly and must not raise. session: the first 12 hexadecimal digits of its number, equal at all parties.
     """
 
     def links_up(self) -> None:
@@ -74,7 +74,7 @@ class Observer:
         """The links between parties, and all sessions, ended; new ones are made. orderly: a party was told to stop."""
 
     def links_awaited(self, who: str | None, reason: str, seconds: float) -> None:
-        """A try to link the parties failed. who: was not there, or None. seconds: since links ended, or the start."""
+        """Links could not be made. who: was missing; None: another cause. seconds: since links ended, or began."""
 
     def session_began(self, session: str, user: str) -> None:
         """A client came in. user: the name in its certificate, "" without one."""

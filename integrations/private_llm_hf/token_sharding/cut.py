@@ -29,7 +29,9 @@ class Cut:
 
     @classmethod
     def of(cls, kind: type[PreTrainedModel], config: PretrainedConfig, count: int) -> "Cut":
-        """Where `count` layers end. Raises ConfigError at the last, PatchMismatch for other lists, DomainError."""
+        """Where `count` layers end. Raises ConfigError unless a layer comes after them, PatchMismatch unless there is
+        one list of layers, DomainError if forward does not reach it.
+        """
         layers = config.num_hidden_layers
         if count >= layers:
             raise ConfigError(f"split: got {count}; want 1 to {layers - 1} for a model of {layers} layers")

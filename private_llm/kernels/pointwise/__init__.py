@@ -32,7 +32,9 @@ class Value:
 
 @dataclass(frozen=True)
 class Operation:
-    """An operation, `name` of `OPERATIONS`, on arguments (places, values of the group, numbers) cast to `dtype`."""
+    """An operation, `name` of `OPERATIONS`, on arguments (places, values of the group, numbers) cast to `dtype`; its
+    result is cast to `made`.
+    """
 
     name: str
     dtype: torch.dtype

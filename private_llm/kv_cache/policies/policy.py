@@ -118,7 +118,9 @@ class Selection:
 
 @dataclass(frozen=True)
 class ClusterShape:
-    """`first`, clusters, `tail`, public; at each level `sizes`, clusters that are `there`, and that are `kept`."""
+    """Entries `first`, then clusters, then `tail`; public. At each level entries of a cluster (`sizes`), clusters that
+    are `there`, and clusters that are `kept`.
+    """
 
     first: int
     sizes: tuple[int, ...]
