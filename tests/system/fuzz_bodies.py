@@ -72,7 +72,7 @@ class Bodies(Http):
             known[name] = Served(name, SessionPool(model, 1), words)
         request_executor.ThreadPoolExecutor = _Here  # type: ignore[assignment,misc]
         endpoints.run_in_threadpool = _here  # type: ignore[assignment]
-        endpoints.engine = SimpleNamespace(write=_write, embed=_embed)  # type: ignore[assignment]
+        endpoints.engine = SimpleNamespace(write=_write, embed=_embed, SendChunk=SendChunk)  # type: ignore[assignment]
         self._app = create_app(known, GatewaySettings(port=8000, token="a-token-of-fuzzing", body_s=1.0))
         self._loop = asyncio.new_event_loop()
         self._unforeseen = ""
@@ -113,7 +113,7 @@ class Bodies(Http):
 
 def _write(
     served: Served, groups: Sequence[Sequence[Completion]], tell: SendChunk, gone: Callable[[], bool],
-    settings: GatewaySettings, bill: UsageTotal, echo: bool = False,
+    settings: GatewaySettings, bill: UsageTotal, echo: bool = False, owner: str = "",
 ) -> Usage:  # fmt: skip
     """As `engine.write`, of some tokens that are always the same."""
     for group in groups:
