@@ -129,6 +129,9 @@ class GatewayChoices:
             raise ConfigError("token: got one together with --no-token; want one of the two")
         want_model(self.model)
         want_draft(self.draft)
+        for name, file in (("public prefix", self.public_prefix), ("groups", self.groups)):
+            if file is not None and not file.is_file():
+                raise ConfigError(f"{name}: there is no file {file}; want a text file")
         ranges_from(self.ranges)
 
 
@@ -146,6 +149,8 @@ def gateway(
     """Serve a private model to chat clients: the OpenAI API on this machine, and a chat page."""
     from private_llm_gateway.settings import GatewaySettings, bound_socket
 
+    if choices.groups is not None and not run.hosts:
+        raise ConfigError("groups: got a file without --hosts; want the hosts of one of its groups there")
     token = None if choices.no_token else choices.token or secrets.token_urlsafe(24)
     hosts = tuple(allow_host or ())
     settings = GatewaySettings(host=host, port=port, token=token, allowed_hosts=hosts, max_waiting=max_waiting)

@@ -169,8 +169,6 @@ def _sessions(choices: GatewayChoices, config: PrivateConfig) -> int:
             f"sessions: got {choices.sessions} without hosts, where servers of protocol='assisted' serve one session; "
             "want servers of their own (`private-llm party --clients N`), and their --hosts"
         )
-    if choices.groups is not None and not config.hosts:
-        raise ConfigError("groups: got a file without --hosts; want the hosts of one of its groups there")
     if not config.hosts:
         return 1
     return choices.sessions or (1 if assisted else _SESSIONS)
