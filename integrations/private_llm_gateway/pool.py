@@ -49,10 +49,9 @@ def _tried(join: Callable[[], Any], groups: PartyGroups | None = None) -> Any:  
             _LOG.debug("a session ended as it began: %s", error)
             time.sleep(_PAUSE_S)
         except (ConfigError, ShareFileError) as error:
-            if groups is None:
+            if groups is None or not groups.avoid_last():
                 raise
             _LOG.warning("a group of parties is left out for a while: %s", error)
-            groups.avoid_last()
     return join()
 
 
@@ -171,15 +170,15 @@ class SessionPool:
                     return
                 old = kept = crowded[0]
                 self._idle.remove(old)
-            left = None
+            left: Any = None
             try:
-                made = _tried(self._opening, self.groups)
-                moved = made.parties.config.hosts != old.parties.config.hosts
-                kept, left = (made, old) if moved else (old, made)
+                left = _tried(self._opening, self.groups)
             except (PrivateLLMError, OSError) as error:
                 _LOG.debug("a session stays where it is: %s", error)
             finally:
                 with self._changed:
+                    if left is not None and not self._closed and left.parties.config.hosts != old.parties.config.hosts:
+                        kept, left = left, old
                     self._all = [kept if model is old else model for model in self._all]
                     self._idle.append(kept)
                     self._changed.notify()

@@ -140,6 +140,7 @@ class GatewayMetrics:
 
     def text(self) -> bytes:
         """As Prometheus reads it."""
+        self._at.clear()  # groups that are left
         for name, groups in self._groups.items():
             for hosts, count in groups.sessions().items():
                 self._at.labels(name, ",".join(hosts)).set(count)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -13,7 +14,7 @@ import torch
 from private_llm_gateway import group_file
 from private_llm_gateway.engine import publish
 from private_llm_gateway.group_file import GroupFile
-from private_llm_gateway.pool import SessionPool
+from private_llm_gateway.pool import SessionPool, _tried
 from private_llm_gateway.served import Served
 from private_llm_gateway.settings import GatewaySettings
 from private_llm_hf import AutoPrivateModelForCausalLM
@@ -87,7 +88,12 @@ def test_requests_go_on_while_groups_die_join_and_leave(
         assert eventually(lambda: found()[one] == found()[two] == 0 and found()[three] == found()[four])
         assert all(threads.map(lambda _: right(gateway, 4), range(SESSIONS)))
         assert served.about()["parties"][0]["host"] == f"{three[0]}, {four[0]}"
-        assert f'group="{four[0]},{four[1]}"' in httpx.get(f"{gateway.url}/metrics", headers=HEADERS).text
+        metrics = httpx.get(f"{gateway.url}/metrics", headers=HEADERS).text
+        assert f'group="{four[0]},{four[1]}"' in metrics
+        file.groups.change([three])
+        assert eventually(lambda: file.groups.sessions().keys() == {three, four} and found()[four] == 0)
+        file.groups.change([three])
+        assert four[0] not in httpx.get(f"{gateway.url}/metrics", headers=HEADERS).text
 
 
 def test_a_group_that_failed_is_called_again_and_gets_its_part(groups: list[Servers], checkpoint: Path) -> None:
@@ -140,6 +146,11 @@ def test_a_group_that_cannot_be_used_takes_no_session_away(
                 pool.regroup()
             assert file.groups.sessions()[hosts(groups[0])] == len(pool._idle) == len(pool._all) > 0
             assert file.groups.sessions().total() == len(pool._all)
+            file.groups.change([hosts(wrong), hosts(full)])
+            pool._opened += 1  # as who is about to open one
+            with pytest.raises((ConfigError, TransportError)):  # no group is left that could be avoided
+                pool._open()
+            assert pool._opened == len(pool._all)
             listed.write_text("a..b:7000,127.0.0.1:1")
             with pytest.raises(ConfigError, match=r"got 'a\.\.b:7000'; want host:port"):
                 file._look()
@@ -147,6 +158,89 @@ def test_a_group_that_cannot_be_used_takes_no_session_away(
         for servers in (wrong, full):
             for number in servers.services:
                 servers.stop(number)
+
+
+def test_settings_that_no_group_has_are_told(groups: list[Servers], checkpoint: Path) -> None:
+    config = replace(groups[0].users["alice"], weight_bits=8)
+    chosen, tries = PartyGroups([hosts(groups[0])]), []
+
+    def begin() -> Any:
+        tries.append(1)
+        return chosen(config)
+
+    with pytest.raises(ConfigError, match="runs other settings"):
+        _tried(begin, chosen)
+    assert tries == [1], "another try would find the same"
+
+
+class Session:
+    """At a group, and a private model on it."""
+
+    def __init__(self, config: PrivateConfig, begin: Callable[[PrivateConfig], Any]) -> None:
+        self.config, self.over, self._begin = config, None, begin
+        self.parties = self
+
+    def open_session(self) -> Session:
+        return self._begin(self.config)
+
+    def close(self) -> None:
+        self.over = "it was closed"
+
+
+def test_groups_that_failed_or_are_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two, wrong = (tuple(f"127.0.0.{place}:{n}" for n in (1, 2, 3)) for place in (1, 2, 3))
+
+    def begin(config: PrivateConfig, mesh: object = None) -> Session:
+        if config.hosts == wrong:
+            raise ConfigError("other settings")
+        return Session(config, chosen)
+
+    monkeypatch.setattr(party_groups, "start_parties", begin)
+    chosen = PartyGroups([wrong, one])
+    config = PrivateConfig(party_mode="remote", hosts=one, allow_plain_loopback=True)
+    models = [chosen(config), chosen(config)]
+    assert [model.config.hosts for model in models] == [one, one]
+    pool = SessionPool(models[0], 2, chosen)
+    pool._idle, pool._all, pool._opened = list(models), list(models), 2
+    chosen._failed.clear()
+    assert chosen.must_move(models[0])
+    pool.regroup()  # finds that the other one cannot be used
+    assert {*pool._idle} == {*pool._all} == {*models}
+    assert chosen.sessions().total() == 2
+    chosen.change([one, two])
+    pool.regroup()
+    assert sorted(model.config.hosts for model in pool._idle) == [one, two]
+    there = next(model for model in pool._idle if model.config.hosts == two)
+    for full in (True, False):
+        chosen._avoid(two, full)
+        assert chosen.must_move(there) is not full, "where nobody gets in, sessions go on"
+    with pool.session(1.0, fits=lambda model: int(model is there)) as model:
+        assert model.config.hosts == one
+
+
+def test_a_group_that_failed_is_the_last_that_is_asked() -> None:
+    """Also before it is known which are live."""
+    chosen = PartyGroups([("a:1",), ("b:1",)])
+    chosen._avoid(("a:1",))
+    assert [chosen._next(set()) for _ in range(2)] == [("b:1",)] * 2
+    assert chosen._next({("b:1",)}) == ("a:1",)
+    assert chosen._next({("a:1",), ("b:1",)}) is None
+
+
+def test_a_pool_that_closes_takes_a_session_along_that_has_just_begun(groups: list[Servers], checkpoint: Path) -> None:
+    config, chosen = groups[0].users["alice"], PartyGroups([hosts(groups[0])])
+    model = AutoPrivateModelForCausalLM.from_pretrained(str(checkpoint), config, start=chosen)
+    pool, begin = SessionPool(model, 2, chosen), model.open_session
+    chosen.change([hosts(groups[1])])
+
+    def closing() -> Any:
+        made = begin()
+        pool.close()
+        return made
+
+    pool._opening = closing
+    pool.regroup()
+    assert eventually(lambda: chosen.sessions().total() == 0)
 
 
 def test_a_public_prefix_is_read_by_as_many_sessions_as_there_are(tmp_path: Path, checkpoint: Path) -> None:

@@ -51,6 +51,7 @@ def test_sessions_that_overlap_leave_torch_as_it_was() -> None:
         first = start_parties(PrivateConfig(party_mode="threads"))
         second = start_parties(PrivateConfig(protocol="plain", insecure=True, party_mode="threads"))
         first.close()
+        assert torch.get_num_threads() == threads_per_party(1), "the other goes on"
         second.close()
         assert torch.get_num_threads() == usable_cores() + 1
     finally:

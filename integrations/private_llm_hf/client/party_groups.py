@@ -63,6 +63,7 @@ class PartyGroups:
         """A session at one of the groups. Raises the error of the last one that was asked, if none lets it in."""
         error: TransportError | ConfigError = TransportError("groups: none was asked")
         asked: set[Hosts] = set()
+        self._mine.last = None
         while (hosts := self._next(asked)) is not None:
             asked.add(hosts)
             within = contextvars.copy_context()
@@ -82,9 +83,12 @@ class PartyGroups:
                     self._starting[hosts] -= 1
         raise error
 
-    def avoid_last(self) -> None:
-        """The group at which this thread began a session last holds something else: ask it last for a while."""
-        self._avoid(self._mine.last)
+    def avoid_last(self) -> bool:
+        """Ask the group last for a while at which this thread has just begun a session; whether it had."""
+        hosts: Hosts | None = getattr(self._mine, "last", None)
+        if hosts is not None:
+            self._avoid(hosts)
+        return hosts is not None
 
     def _avoid(self, hosts: Hosts, full: bool = False) -> None:
         with self._lock:
