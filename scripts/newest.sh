@@ -74,6 +74,6 @@ export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1 MKL_NUM_T
   tests/hf/checkpoint/test_checkpoints.py::test_an_adapter_checkpoint_with_its_own_head \
   tests/gateway/test_types.py \
   tests/hosting/test_settings.py \
-  tests/cli/test_cli.py::test_help_names_every_command \
+  tests/cli/test_help.py::test_help_names_every_command \
   tests/cli/test_cli.py::test_generate \
   tests/cli/test_cli.py::test_demo_agrees_with_plaintext
