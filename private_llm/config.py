@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import importlib
 import json
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -31,7 +32,7 @@ PROMPT_CHUNKS = (512, 128)  # tokens of a row in a chunk of a long prompt, and w
 _AGREED = (
     "protocol", "ring", "frac_bits", "weights", "reveal", "adder", "bandwidth_mbit", "latency_ms", "relu_bits",
     "relu_low", "truncation", "matmul", "prg", "parallel_sessions", "rotate_roles", "plan", "split", "guard", "plugins",
-    "kv_cache", "approximations", "sparsity", "weight_bits",
+    "kv_cache", "approximations", "sparsity", "weight_bits", "expert_capacity",
 )  # fmt: skip
 """What all parties must agree upon: these settings change the order or the meaning of messages."""
 
@@ -93,6 +94,8 @@ class PrivateConfig:
     rows or tokens; in one piece where chunks would change the result (policies that evict, sparsity, a sharding plan,
     rotary frequencies that depend on the length), where a number is a ConfigError. None: always in one piece.
     sparsity: leave out neurons and heads that predictors mark as inactive (`CometConfig`, docs/sparsity.md).
+    expert_capacity: let each expert of a mixture take at most so many times its equal part of a row's tokens, those of
+    largest weight (docs/models.md), in place of all tokens (None): fewer bytes, and answers differ.
     parallel_sessions: sessions side by side that share the rows of a batch, so that one computes while another sends or
     waits (rows beyond the batch idle). rotate_roles: in each of them another party plays each role, so that all parties
     and links carry the same; each party then holds a weight share for each different assignment of roles (for trio
@@ -159,6 +162,7 @@ class PrivateConfig:
     kv_cache: CachePolicy = KEEP_ALL
     prompt_chunk: int | Literal["auto"] | None = "auto"
     sparsity: CometConfig | None = None
+    expert_capacity: float | None = None
     prg: Literal["auto", "aes", "chacha20"] = "auto"
     parallel_sessions: int = 1
     rotate_roles: bool = False
@@ -202,7 +206,7 @@ class PrivateConfig:
         self._check_kv_cache()
         self._check_sparsity()
         top, most, bits = 20 if self.ring == 64 else 13, MAX_PARALLEL_SESSIONS, self.frac_bits
-        relu, chunk, mbit = self.relu_bits, self.prompt_chunk, self.bandwidth_mbit
+        relu, chunk, mbit, capacity = self.relu_bits, self.prompt_chunk, self.bandwidth_mbit, self.expert_capacity
         for key, fits, want in (
             ("frac_bits", 4 <= bits <= top, f"4 to {top} in a {self.ring}-bit ring"),
             ("bandwidth_mbit", mbit is None or mbit > 0, "a positive number, or None"),
@@ -214,6 +218,7 @@ class PrivateConfig:
             ),
             ("relu_low", 0 <= self.relu_low < bits, f"0 or more, below frac_bits ({bits})"),
             ("prompt_chunk", not isinstance(chunk, int) or chunk >= 1, "1 or more tokens, 'auto' or None"),
+            ("expert_capacity", capacity is None or 0 < capacity < math.inf, "a positive number, such as 1.5, or None"),
             ("parallel_sessions", 1 <= self.parallel_sessions <= most, f"1 to {most}"),
             ("timeout_s", self.timeout_s > 0, "a positive number of seconds"),
             ("busy_wait_s", self.busy_wait_s >= 0, "0 or more seconds"),
@@ -295,7 +300,7 @@ class PrivateConfig:
         of_shares = (
             "ring", "frac_bits", "reveal", "adder", "bandwidth_mbit", "relu_bits", "relu_low", "truncation",
             "approximations", "kv_cache", "sparsity", "parallel_sessions", "rotate_roles", "plan", "split",
-            "device_map", "max_memory", "offload_folder",
+            "device_map", "max_memory", "offload_folder", "expert_capacity",
         )  # fmt: skip
         cache = "; give generate() a cache that evicts (`private-llm docs kv-cache`, 'Under assisted')"
         if told := [name for name in of_shares if getattr(self, name) != kept[name]]:
@@ -350,6 +355,8 @@ class PrivateConfig:
             )
 
     def _check_sparsity(self) -> None:
+        if self.expert_capacity is not None and self.plan is not None:
+            raise ConfigError("expert_capacity: nodes of a sharding plan compute chosen experts; leave one of both out")
         if self.sparsity is None:
             return
         if not isinstance(self.sparsity, CometConfig):
@@ -421,7 +428,7 @@ class PrivateConfig:
         """Digest of everything all parties must agree upon, with the library's version."""
         values = self.to_dict()
         shared = {key: values[key] for key in _AGREED}
-        for key in ("bandwidth_mbit", "latency_ms"):  # 20 in one place is 20.0 in another
+        for key in ("bandwidth_mbit", "latency_ms", "expert_capacity"):  # 20 in one place is 20.0 in another
             shared[key] = None if shared[key] is None else float(shared[key])
         shared["sparsity"] = None if self.sparsity is None else self.sparsity.agreed()
         if shared["plan"] is not None:  # what a client accepts is its own business

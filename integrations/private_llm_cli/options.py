@@ -117,6 +117,15 @@ ExpertsOption = Annotated[
 WeightBits = Annotated[
     int, option(SERVERS, "16, or 8: faster and less exact; the error is said (all endpoints alike).", "--weight-bits")
 ]
+ExpertCapacity = Annotated[
+    float | None,
+    option(
+        SHARES,
+        "Tokens of a prompt that an expert of a mixture takes, at most, in parts of an equal share, such as 1.5: fewer "
+        "bytes, less exact (default: all tokens; the same at all endpoints).",
+        "--expert-capacity",
+    ),
+]
 RotateRoles = Annotated[
     bool, option(SHARES, "Another party plays each role in each parallel session.", "--rotate-roles")
 ]
@@ -333,10 +342,11 @@ class Run(Sparsity):
     ring: RingBits = 64
     party_mode: Annotated[PartyMode, option(PARTIES, "Parties as threads or as processes.")] = PartyMode.AUTO
     adder: AgreedAdder = ""
+    expert_capacity: ExpertCapacity = None
 
     def config(self, **more: Any) -> PrivateConfig:  # noqa: ANN401 - those of `config_of`
         """The configuration."""
-        given = self.sparse_settings() | adder_of(self.adder)
+        given = self.sparse_settings() | adder_of(self.adder) | {"expert_capacity": self.expert_capacity}
         return config_of(self.protocol, self.ring, self.party_mode, **given, **more)
 
 

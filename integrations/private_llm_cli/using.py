@@ -257,6 +257,7 @@ def estimate(
     split: options.SplitOption = None,
     experts: options.ExpertsOption = options.ExpertsPlace.AUTO,
     weight_bits: options.WeightBits = 16,
+    expert_capacity: options.ExpertCapacity = None,
     kv_cache: KvCacheOption = "",
     sparsity: Annotated[
         str,
@@ -273,7 +274,7 @@ def estimate(
     from private_llm_cli.commands.estimate_plans import Hardware, Workload, compare_plans
 
     more: dict[str, Any] = {"reveal": reveal, "matmul": matmul, "weights": weights, **kv_cache_of(kv_cache)}
-    more |= {"experts": experts.value, "weight_bits": weight_bits}
+    more |= {"experts": experts.value, "weight_bits": weight_bits, "expert_capacity": expert_capacity}
     if adder is not None:
         more |= {"adder": adder.value, "bandwidth_mbit": bandwidth, "latency_ms": latency}
     given = [ShardingPlan(**options.plan_of(text)["plan"]) for text in plan or []]

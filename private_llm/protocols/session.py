@@ -32,11 +32,12 @@ they belong to, int64 [n] (the number of rows for all of them)."""
 
 
 class NumericContext:
-    """The ranges that a session works with, set once when its model is loaded.
+    """The ranges that a session works with, set once when its model is loaded; and `tokens` of the running call.
 
     compared_quantity: which of `ranges.QUANTITIES` the arguments of comparisons are (`exact.comparisons.comparing`).
     shared_ranges: quantities of which every module counts as having the widest range of all modules that have one.
     lazy_masks: whether masks of weights stay seeds until a layer runs. module_bits: kept by `tensor.fixed.module_bits`.
+    tokens: which columns of a text's rows are no padding, [rows, columns] of 1 and 0; None where that is not known.
     """
 
     def __init__(self) -> None:
@@ -45,6 +46,7 @@ class NumericContext:
         self.shared_ranges: frozenset[str] = frozenset()
         self.lazy_masks = False
         self.module_bits: dict[tuple[str, frozenset[str]], Any] = {}
+        self.tokens: Tensor | None = None
 
 
 class RangeChecks:

@@ -10,9 +10,9 @@ from private_llm.threat import computing, running
 _SHORTCUTS: tuple[Threat, ...] = (
     computing.TRUNCATION, computing.COARSE, computing.COMPARISON_KEYS, computing.RANGES, computing.PRODUCT_MASKS,
     computing.PREPROCESSED, computing.LOOKUP, computing.FRESH_ORDERS, computing.NOISY_LEVELS, computing.REUSED_ORDERS,
-    running.SHAPES, running.CACHE_POLICY, running.STOP_TIME, running.DRAFTS, running.REVEAL_LOGITS,
-    running.REVEAL_TOKEN, running.PUBLIC_WEIGHTS, running.SHARE_FILES, running.SPLIT, running.CORRECTIONS,
-    computing.PARALLEL_SESSIONS, running.ONE_MACHINE, running.ADMISSION, running.SERVICE,
+    running.SHAPES, running.CACHE_POLICY, running.EXPERT_CAPACITY, running.STOP_TIME, running.DRAFTS,
+    running.REVEAL_LOGITS, running.REVEAL_TOKEN, running.PUBLIC_WEIGHTS, running.SHARE_FILES, running.SPLIT,
+    running.CORRECTIONS, computing.PARALLEL_SESSIONS, running.ONE_MACHINE, running.ADMISSION, running.SERVICE,
 )  # fmt: skip
 
 

@@ -38,6 +38,18 @@ Source: private_llm/kv_cache/evicting.py, selecting.py; oblivious/chosen_rows.py
   arrangement, and the cost of a layer that shares with that of one shuffle
 """)
 
+EXPERT_CAPACITY = threat("""tokens that full experts leave out (shortcut)
+Chosen by: expert_capacity=1.5 (None, the default: every expert computes every token)
+- every party, and whoever sees the traffic: the capacity, a setting that all endpoints agree upon, and with the public
+  length of a text how many tokens each expert takes. Nothing about which they are, to which experts tokens would have
+  gone, or how many were left out
+- the user, and whoever reads the answer: the answer is that of a model that left tokens out of experts. Texts of other
+  users and other rows of a batch change nothing in it: places belong to one row
+Source: private_llm/oblivious/dispatch.py; integrations/private_llm_hf/models/experts.py; CryptoMoE (arXiv 2511.01197);
+  why places belong to a row: Yona et al., arXiv 2410.22884. Tests compare logits with a plaintext model that is limited
+  so, and the cost of two inputs of one shape
+""")
+
 STOP_TIME = threat("""token count and stop time (shortcut)
 Chosen by: always on; avoidable as described
 - every party, and whoever sees the traffic: how many tokens were generated and when generation stopped, hence whether

@@ -146,6 +146,7 @@ def party(
     parallel_sessions: options.ParallelSessionsOption = 1,
     rotate_roles: options.RotateRoles = False,
     weight_bits: options.WeightBits = 16,
+    expert_capacity: options.ExpertCapacity = None,
     kv_cache: KvCacheOption = "",
     model: Annotated[str, typer.Option(help="The public model that a CompNode or a server of 'assisted' reads.")] = "",
     allow: Annotated[
@@ -171,7 +172,7 @@ def party(
     computation = {
         "ring": ring, "reveal": reveal, "matmul": matmul, "offline_folder": offline_folder, "frac_bits": frac_bits,
         "parallel_sessions": parallel_sessions, "rotate_roles": rotate_roles, "idle_s": idle,
-        "insecure": not hides(protocol), "weight_bits": weight_bits,
+        "insecure": not hides(protocol), "weight_bits": weight_bits, "expert_capacity": expert_capacity,
         "timeout_s": links.timeout, "allow_plain_loopback": links.allow_plain_loopback,
         **devices(device, device_map, max_memory, offload_folder, weights_at_rest),
     }  # fmt: skip

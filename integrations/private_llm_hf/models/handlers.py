@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from private_llm.errors import ConfigError
 from private_llm.nn.activations import ACTIVATIONS
 from private_llm.nn.modules import PrivateQuickGELU
-from private_llm_hf.models import routers
+from private_llm_hf.models import experts, routers
 from private_llm_hf.models.architectures import read_facts, table
 from private_llm_hf.models.norms import FoldedNorm, norm_of
 
@@ -108,11 +108,14 @@ def _gelu(module: nn.Module) -> Handler | None:
     return forward and Handler("secret GELU", make=functools.partial(_with_forward, forward), wide=True)
 
 
+_EXPERTS = "all experts on all tokens, or as many of a row for each (expert_capacity)"
+
+
 def _experts(module: nn.Module) -> Handler | None:
-    if routers.is_experts(module):
-        return Handler("all experts on all tokens", "number of experts", routers.PrivateExperts)
-    if routers.is_clamped_experts(module):
-        return Handler("all experts on all tokens", "number of experts", routers.PrivateClampedExperts)
+    if experts.is_experts(module):
+        return Handler(_EXPERTS, "number of experts", experts.PrivateExperts)
+    if experts.is_clamped_experts(module):
+        return Handler(_EXPERTS, "number of experts", experts.PrivateClampedExperts)
     found = routers.router_of(module)
     if found is None:
         return None

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import ModelOutput
@@ -105,12 +106,24 @@ def run_alone(state: SessionState, owner: str, call: Call, secrets: Iterable[Sha
 
 def run_model(model: nn.Module, session: Session, inputs: dict[str, Any]) -> ModelOutput:
     """The model's output; after it the cache's policy decides what stays."""
+    session.numerics.tokens = _present(inputs)
     result: ModelOutput = model(**inputs, return_dict=True)
     cache = inputs.get(CACHE)
     if isinstance(cache, SecretCache):
         with session.module("cache policy"):
             cache.evict(inputs.get("attention_mask"))
     return result
+
+
+def _present(inputs: dict[str, Any]) -> Tensor | None:
+    """Which columns of a text's rows are tokens, [rows, columns] of 1 and 0; None for what is no text."""
+    given, mask = inputs.get("inputs_embeds"), inputs.get("attention_mask")
+    if given is None or given.dim() != 3:
+        return None
+    rows, columns = given.shape[:2]
+    if isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[0] == rows and mask.shape[1] >= columns:
+        return (mask[:, -columns:] != 0).to(torch.int64)
+    return torch.ones(rows, columns, dtype=torch.int64)
 
 
 def outputs_message(result: CallResult) -> Outputs:

@@ -21,6 +21,7 @@ from private_llm_hf.checkpoint.miniature import miniature
 from private_llm_hf.kv_cache.model_checks import BOUNDED, depends_on_longest, layer_kinds
 from private_llm_hf.models import inputs as check
 from private_llm_hf.models.architectures import Architecture, architecture, table
+from private_llm_hf.models.experts import LEAST_PLACES
 from private_llm_hf.models.inputs import image_shape
 from private_llm_hf.party.calls import refuse_unknown, table_of
 from private_llm_hf.party.model_description import validate_input_shape
@@ -172,8 +173,8 @@ def batch_key(model: PreTrainedModel, config: PrivateConfig, call: Call, past: i
 
     Decoders share decode steps whatever their caches hold (up to a factor of two beyond 1024 positions), and prompts
     whose lengths differ by less than a third; encoders share texts of one length. Alone: cache policies other than
-    KeepAll, sparsity, encoder-decoders, images, and models that take positions from columns. The first call of a
-    model tries a small one, a tenth of a second; others take microseconds.
+    KeepAll, sparsity, prompts under a capacity of experts, encoder-decoders, images, and models that take positions
+    from columns. The first call of a model tries a small one, a tenth of a second; others take microseconds.
     """
     alone = config.kv_cache != KEEP_ALL or config.sparsity is not None
     if alone or len(call.secret) != 1 or call.encoded is not None or call.encode_to is not None:
@@ -183,6 +184,8 @@ def batch_key(model: PreTrainedModel, config: PrivateConfig, call: Call, past: i
     usual = len(item.shape) == (2 if isinstance(item, Tokens) else 3)
     if not usual or not isinstance(call.public.get("use_cache", False), bool):
         return None  # it will be refused
+    if config.expert_capacity is not None and item.shape[1] > LEAST_PLACES:
+        return None
     wanted = (item.name, call.outputs, call.public.get("use_cache"), "logits_to_keep" in given)
     which = architecture(model.config)
     if which.kind == "encoder":

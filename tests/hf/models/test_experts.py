@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
 import pytest
 import torch
 import transformers as tr
-from private_llm_hf import patch
+from private_llm_hf import PrivateConfig, patch
 from private_llm_hf.checkpoint.miniature import miniature
-from private_llm_hf.models.routers import PrivateRouter, RouterParts, Routing, is_experts, router_of
+from private_llm_hf.models.experts import is_experts, places
+from private_llm_hf.models.routers import PrivateRouter, RouterParts, Routing, router_of
+from private_llm_hf.service.checks import batch_key
+from private_llm_hf.tools.estimate import estimate
+from private_llm_hf.wire.commands import Call, Tokens
 from torch import Tensor, nn
 
+from private_llm.errors import ConfigError
 from private_llm.exact.maximum import Groups
 from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.secret import SecretTensor
+from private_llm.token_sharding import ShardingPlan
 from tests.harness import PLAIN as HARNESS_PLAIN
 from tests.harness import run_parties
 from tests.hf.compare import BATCH, GREEDY, LOGIT_ERROR, MASK, worst
@@ -175,3 +187,100 @@ def test_a_configuration_that_asks_for_router_logits_gets_none() -> None:
         found = private(**BATCH)
         assert worst(found.logits, model(**BATCH).logits, MASK) < LOGIT_ERROR
     assert "router_logits" not in found
+
+
+# -- a capacity -------------------------------------------------------------------------------------------------------
+TEXT = torch.randint(1, 60, (2, 40), generator=torch.Generator().manual_seed(5))
+PRESENT = torch.ones_like(TEXT).index_put((torch.tensor(1), torch.arange(9)), torch.tensor(0))
+CAPACITY = 1.0
+
+
+@contextmanager
+def limited(model: tr.PreTrainedModel, present: Tensor) -> Iterator[None]:
+    """The plaintext model whose experts take as many tokens of each row, chosen one by one, of texts of this shape."""
+
+    def only(forward: Callable[..., Tensor], hidden: Tensor, index: Tensor, weights: Tensor, *, experts: int) -> Tensor:
+        if len(hidden) == present.numel():
+            rows, columns = present.shape
+            most = places(CAPACITY, columns, index.shape[-1], experts)
+            of_all = torch.zeros(len(hidden), experts).scatter_(-1, index, weights).view(rows, columns, experts)
+            kept = torch.zeros_like(of_all)
+            for row, expert in itertools.product(range(rows), range(experts)):
+                own = [float(of_all[row, t, expert]) * int(present[row, t]) for t in range(columns)]
+                best = sorted(range(columns), key=lambda t: (-own[t], t))[:most]
+                kept[row, best, expert] = of_all[row, best, expert]
+            weights = kept.view(len(hidden), experts).gather(-1, index)
+        return forward(hidden, index, weights)
+
+    found = [each for each in model.modules() if hasattr(each, "gate_up_proj")]
+    for each in found:
+        each.forward = functools.partial(only, each.forward, experts=len(each.gate_up_proj))
+    yield
+    for each in found:
+        del each.forward
+
+
+@pytest.mark.parametrize(
+    "config", [PLAIN, TRIO, replace(TRIO, weights="public"), replace(TRIO, weights_at_rest="seeds")]
+)
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+def test_with_a_capacity_experts_take_the_tokens_of_largest_weight(name: str, config: PrivateConfig) -> None:
+    """As the plaintext model whose experts are limited so, padding left out; texts of 16 tokens are computed whole."""
+    model = build(name)
+    given = {"input_ids": TEXT, "attention_mask": PRESENT}
+    with patch(model, replace(config, expert_capacity=CAPACITY)) as private, torch.no_grad():
+        whole = model(**given).logits
+        with limited(model, PRESENT):
+            wanted, tokens = model(**given).logits, model.generate(**given, **GREEDY)
+        assert worst(private(**given).logits, wanted, PRESENT) < LOGIT_ERROR
+        assert torch.equal(private.generate(**given, **GREEDY), tokens)
+        assert worst(whole, wanted, PRESENT) > 10 * LOGIT_ERROR  # something was left out
+        short = {"input_ids": TEXT[:, :16]}
+        assert worst(private(**short).logits, model(**short).logits) < LOGIT_ERROR
+
+
+def test_rows_of_a_batch_take_no_places_from_each_other() -> None:
+    model = build("mixtral")
+    with patch(model, replace(PLAIN, expert_capacity=CAPACITY)) as private, torch.no_grad():
+        alone = private(input_ids=TEXT[:1]).logits
+        other = private(input_ids=torch.cat([TEXT[:1], TEXT[1:].flip(1)])).logits
+    assert worst(other[:1], alone) < LOGIT_ERROR / 10
+
+
+def test_a_capacity_sends_a_part_of_the_bytes() -> None:
+    """OLMoE's layer of 64 experts, of which 8 are chosen, and a prompt of 128 tokens: 3.7 times fewer bytes."""
+    shape = tr.OlmoeConfig(num_hidden_layers=1, intermediate_size=1024, vocab_size=64, pad_token_id=0)
+    full, part = (
+        estimate(tr.OlmoeForCausalLM, shape, PrivateConfig(expert_capacity=capacity), 128).costs
+        for capacity in (None, 1.25)
+    )
+    assert full.bytes_total > 3.4 * part.bytes_total
+
+
+def test_prompts_under_a_capacity_share_no_batch() -> None:
+    """Of several users; their decode steps do."""
+    model = build("mixtral")
+    config = replace(TRIO, expert_capacity=CAPACITY)
+    for length, past, shared in ((40, 0, False), (8, 0, True), (1, 40, True)):
+        call = Call({}, (Tokens("input_ids", (1, length), model.config.vocab_size),), 1, None, None, ("logits",))
+        assert (batch_key(model, config, call, past) is not None) == shared
+        assert batch_key(model, TRIO, call, past) is not None
+
+
+@pytest.mark.parametrize("wrong", [0.0, -1.0, float("nan"), float("inf"), "all"])
+def test_capacities_that_are_none(wrong: object) -> None:
+    with pytest.raises(ConfigError, match="expert_capacity"):
+        PrivateConfig(expert_capacity=wrong)  # type: ignore[arg-type]
+
+
+def test_parties_agree_on_a_capacity() -> None:
+    agreed = [replace(TRIO, expert_capacity=capacity).agreement() for capacity in (2, 2.0, 1.5, None)]
+    assert agreed[0] == agreed[1]
+    assert len(set(agreed)) == 3
+
+
+def test_protocols_without_private_experts_have_no_capacity() -> None:
+    with pytest.raises(ConfigError, match=r"expert_capacity: got 2\.0; protocol='assisted' has no such setting"):
+        PrivateConfig(protocol="assisted", expert_capacity=2.0)
+    with pytest.raises(ConfigError, match="expert_capacity: nodes of a sharding plan"):
+        PrivateConfig(protocol="cascade", weights="public", plan=ShardingPlan(8, 8, 2), expert_capacity=2.0)

@@ -9,7 +9,7 @@ import torch
 import transformers as tr
 from private_llm_hf import PrivateConfig, patch
 from private_llm_hf.checkpoint.miniature import miniature
-from private_llm_hf.models.routers import is_clamped_experts
+from private_llm_hf.models.experts import is_clamped_experts
 from private_llm_hf.tools.estimate import estimate
 from torch import nn
 
