@@ -241,11 +241,17 @@ def topk_again(script: Any) -> tuple[str, list[str]]:
     return "| 1 x 256 |", [f"{price.total / 1e3:.0f}, {price.rounds}," for price in prices]
 
 
+def experts_again(script: Any) -> tuple[str, list[str]]:
+    """Layers of two mixtures for a prompt, each expert with a capacity."""
+    return "| 1.25 |", [script.cell(script.costs(shape, 1.25, script.LENGTH)) for shape in script.LAYERS.values()]
+
+
 CELLS: dict[str, tuple[str, Callable[[Any], tuple[str, list[str]]]]] = {
     "python scripts/studies/compare_indexing.py": ("compare_indexing", indexing_again),
     "python scripts/studies/level_noise.py": ("level_noise", noise_again),
     "python scripts/studies/compare_sparse_products.py": ("compare_sparse_products", products_again),
     "python scripts/studies/bench_comet.py": ("bench_comet", decode_again),
+    "python scripts/studies/expert_capacity.py": ("expert_capacity", experts_again),
     "python scripts/studies/compare_topk.py": ("compare_topk", topk_again),
 }
 """Commands whose tables have bytes or rounds, and a row of them that is counted again: how it begins, and its cells."""

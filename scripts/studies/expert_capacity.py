@@ -126,6 +126,11 @@ def costs(shape: PretrainedConfig, capacity: float | None, length: int) -> Costs
     return estimate(model_class, shape, PrivateConfig(expert_capacity=capacity), length).costs
 
 
+def cell(costs: Costs) -> str:
+    """Megabytes and rounds."""
+    return f"{costs.bytes_total / 1e6:,.0f}, {costs.rounds:,}"
+
+
 def main() -> None:
     """Print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -139,7 +144,7 @@ def main() -> None:
     print("|---" * (4 + len(LAYERS)) + "|")
     for capacity, (loss, same, lost) in found.items():
         counted = [costs(shape, capacity, 32 if tiny else LENGTH) for shape in LAYERS.values()]
-        cells = " | ".join(f"{each.bytes_total / 1e6:,.0f}, {each.rounds:,}" for each in counted)
+        cells = " | ".join(map(cell, counted))
         print(f"| {capacity or 'all'} | {100 * lost:.1f} % | {loss:.3f} | {100 * same:.1f} % | {cells} |")
 
 
