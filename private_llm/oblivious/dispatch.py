@@ -1,10 +1,11 @@
 """Rows to queues of one public length, and back, without opening who goes where: balanced routing, as in CryptoMoE
 (arXiv 2511.01197, section 4), for mixtures of experts that do not compute all experts for all tokens.
 
-Each queue takes the rows of largest weight for it (`topk`), as many as it has places. Their order is kept: how many of
-the first t rows a queue takes is a sum, and row t is in place c where that sum comes to c + 1 at t. So one comparison
-of a few bits with all places says which row is in which place. That is a matrix of zeros and ones, and rows go to
-places and back by products with it; the first is exact. Nothing is sent that depends on weights.
+Each queue takes the rows of largest weight for it (`topk`), as many as it has places, and none of weight zero: what an
+expert makes of a token that nobody sent it might leave its range. Their order is kept: how many of the first t rows a
+queue takes is a sum, and row t is in place c where that sum comes to c + 1 at t. So one comparison of a few bits with
+all places says which row is in which place. That is a matrix of zeros and ones, and rows go to places and back by
+products with it; the first is exact. Nothing is sent that depends on weights.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ from private_llm.errors import DomainError
 from private_llm.exact.maximum import whole_words
 from private_llm.oblivious.topk import largest
 from private_llm.protocols.share import BitShare
-from private_llm.tensor.fixed import Fixed
+from private_llm.tensor.fixed import Fixed, negative
+
+LEAST = 4
+"""Units in the last place from which a weight counts: zeros times something are truncated to one at most."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,14 +53,17 @@ class Queues:
 def queues_of(weights: Fixed, length: int) -> Queues:
     """The `length` rows of largest weight for each queue, from weights [B, rows, queues] of 0 and more.
 
-    Of equal weights the first rows count. `topk.cost` for B queues rows of `rows` entries; then, for each row, queue
+    Of equal weights the first rows count; weights below LEAST units are 0, and places that are left over stay empty.
+    `topk.cost` for B queues rows of `rows` entries, a comparison and a product of as many; then, for each row, queue
     and place, a comparison of log2 length bits by a public number and an injection: 24 bytes and 4 rounds (trio).
     Raises DomainError unless 0 < length <= rows.
     """
     batch, rows, queues = weights.shape
     if not 0 < length <= rows:
         raise DomainError(f"queues: got a length of {length}; want 1 to {rows}, the rows there are")
-    taken = largest(weights.view(lambda part: part.mT.contiguous()), length)
+    by_queue = weights.view(lambda part: part.mT.contiguous())
+    zero = negative(by_queue - LEAST * 2.0**-weights.frac)
+    taken = largest(by_queue, length).mul(1 - zero.view(lambda part: part.view(by_queue.shape)), frac=0)
     so_far = taken.view(lambda part: part.cumsum(-1))  # [B, queues, rows], 0 to length
     padded = whole_words(so_far)
     bits = padded.less_than([place + 1.0 for place in range(length)], bits=length.bit_length() + 2)

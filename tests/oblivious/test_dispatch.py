@@ -24,13 +24,13 @@ def config(protocol: str, **more: object) -> PrivateConfig:
 
 
 def places_of(weights: Tensor, length: int) -> Tensor:
-    """[B, queues, length, rows]: the slow way, row by row."""
+    """[B, queues, length, rows]: the slow way, row by row; none of weight zero."""
     batch, rows, queues = weights.shape
     found = torch.zeros(batch, queues, length, rows, dtype=torch.float64)
     for b in range(batch):
         for q in range(queues):
             best = sorted(range(rows), key=lambda row: (-float(weights[b, row, q]), row))[:length]
-            for place, row in enumerate(sorted(best)):
+            for place, row in enumerate(sorted(row for row in best if weights[b, row, q] > 0)):
                 found[b, q, place, row] = 1.0
     return found
 
