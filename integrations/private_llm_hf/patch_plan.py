@@ -17,6 +17,7 @@ from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError
 from private_llm.ranges import QUANTITIES, UNKNOWN, Ranges, layer_of
 from private_llm_hf.kv_cache.model_checks import check_cache_policy, check_prompt_chunk
+from private_llm_hf.models.experts import check_capacity
 from private_llm_hf.models.handlers import handler_of
 from private_llm_hf.models.norms import FoldedNorm
 from private_llm_hf.token_sharding.attention_calls import run_without_values
@@ -73,10 +74,12 @@ class PatchPlan:
 
 def make_patch_plan(model: PreTrainedModel, config: PrivateConfig) -> PatchPlan:
     """The plan of a module tree (on any device). Raises PatchMismatch for an architecture that is not run, ConfigError
-    for a cache policy that the model's attention cannot follow, and for chunks of prompts that would change results.
+    for a cache policy that the model's attention cannot follow, for chunks of prompts that would change results, and
+    for a capacity of experts that there are not.
     """
     check_cache_policy(model, config)
     check_prompt_chunk(type(model), model.config, config)
+    check_capacity(model, config)
     nodes = _at_nodes(model, config)
     rows: list[PatchRow] = []
     listed: set[int] = set()

@@ -14,7 +14,8 @@ from abc import abstractmethod
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from private_llm.errors import PlaintextLeak, UnsupportedOp
+from private_llm.config import PrivateConfig
+from private_llm.errors import ConfigError, PlaintextLeak, UnsupportedOp
 from private_llm.oblivious.dispatch import queues_of
 from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.ops_matmul import linear
@@ -162,3 +163,15 @@ def is_clamped_experts(module: nn.Module) -> bool:
     count, width, double = held["gate_up_proj"].shape
     wanted = ((count, width, double), (count, double), (count, double // 2, width), (count, width))
     return double % 2 == 0 and all(tuple(held[n].shape) == size for n, size in zip(_CLAMPED, wanted, strict=True))
+
+
+def check_capacity(model: nn.Module, config: PrivateConfig) -> None:
+    """Raises ConfigError for a capacity of experts in a model without any (plain or private ones)."""
+    held = config.expert_capacity is None or any(
+        isinstance(part, _Experts) or is_experts(part) or is_clamped_experts(part) for part in model.modules()
+    )
+    if not held:
+        raise ConfigError(
+            f"expert_capacity: got {config.expert_capacity:g}, but {type(model).__name__} has no experts that it could "
+            "hold for; leave it out"
+        )

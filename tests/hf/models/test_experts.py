@@ -284,3 +284,8 @@ def test_protocols_without_private_experts_have_no_capacity() -> None:
         PrivateConfig(protocol="assisted", expert_capacity=2.0)
     with pytest.raises(ConfigError, match="expert_capacity: nodes of a sharding plan"):
         PrivateConfig(protocol="cascade", weights="public", plan=ShardingPlan(8, 8, 2), expert_capacity=2.0)
+
+
+def test_models_without_experts_have_no_capacity() -> None:
+    with pytest.raises(ConfigError, match=r"expert_capacity: got 2, but LlamaForCausalLM has no experts"):
+        patch(build("llama"), replace(PLAIN, expert_capacity=2.0))
