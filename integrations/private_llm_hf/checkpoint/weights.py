@@ -228,9 +228,8 @@ def stream_checkpoint(
         with LOADING:
             plain = {**hf, "dtype": torch.float32}  # of half precision, torch's default would be half in other threads
             cls.from_pretrained(source, config=settings, quantization_config=_StreamConfig(collector), **plain)
-    except RuntimeError:  # transformers records what a conversion raised, and reports one of its own at the end
-        if collector.error is None:
-            raise
+    except _Refused:
+        pass
     collector.finish()
 
 
@@ -275,6 +274,10 @@ class _StreamConfig(QuantizationConfigMixin):  # type: ignore[misc]
         return {"quant_method": _METHOD}  # nothing else belongs into a saved configuration
 
 
+class _Refused(BaseException):
+    """Ends transformers' loading: it notes every Exception of a conversion, and goes on reading all other weights."""
+
+
 class _Take(ConversionOps):  # type: ignore[misc]
     """Hands each tensor to the collector and leaves an empty one in the model."""
 
@@ -284,11 +287,11 @@ class _Take(ConversionOps):  # type: ignore[misc]
     def convert(self, input_dict: dict[str, Any], **_: object) -> dict[str, Any]:
         tensors = {name: value[0] if isinstance(value, list) else value for name, value in input_dict.items()}
         for name, tensor in tensors.items():
-            if self.collector.error is None:
-                try:
-                    self.collector.take(name, tensor)
-                except PrivateLLMError as error:
-                    self.collector.error = error
+            try:
+                self.collector.take(name, tensor)
+            except PrivateLLMError as error:
+                self.collector.error = error
+                raise _Refused from None
         return {n: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for n, tensor in tensors.items()}
 
 

@@ -107,6 +107,25 @@ def test_weights_the_ring_cannot_hold_are_named(bad: float, tmp_path: Path) -> N
             stream()
 
 
+def test_nothing_is_read_after_a_weight_that_was_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, read = tiny.build("opt"), list[object]()
+    model.save_pretrained(tmp_path)
+    original = core_model_loading._materialize_copy
+
+    def counted(*args: object, **given: object) -> torch.Tensor:
+        read.append(args)
+        return original(*args, **given)
+
+    def sink(name: str, tensor: torch.Tensor) -> None:
+        raise DomainError(f"not {name}")
+
+    monkeypatch.setattr(core_model_loading, "_materialize_copy", counted)
+    with pytest.raises(DomainError, match=r"not (lm_head|model)"):
+        stream_checkpoint(type(model), str(tmp_path), model.config, WeightList.of(model), sink)
+    assert len(read) == 1
+    streamed(type(model), tmp_path, model.config)
+
+
 def test_a_checkpoint_is_never_in_memory_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of all tensors that transformers has read, only the one at hand is alive when it reaches the sink."""
     model = tiny.build("opt")
