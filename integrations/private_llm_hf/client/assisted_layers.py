@@ -43,7 +43,7 @@ class Products:
 
     def __init__(self, weights: HoldsWeights, rows: RowCounts, name: str, sides: Sequence[Sides]) -> None:
         """sides: of each member's weight."""
-        self._weights, self._rows, self._name = weights, rows, name
+        self._weights, self._rows, self.name = weights, rows, name
         self.number = -1
         """What to ask for."""
         self._widths, self.inputs = [outputs for outputs, _ in sides], sides[0][1]
@@ -64,13 +64,13 @@ class Products:
         if len(self._taken) == len(self._widths):
             taken, self._taken = [self._taken[each] for each in range(len(self._widths))], {}
             try:
-                self.number = self._weights.load(IntegerWeight.of(*taken, bits=self._weights.weight_bits), self._name)
+                self.number = self._weights.load(IntegerWeight.of(*taken, bits=self._weights.weight_bits), self.name)
             except DomainError as error:
-                raise DomainError(f"weight of '{self._name}': {error}") from None
+                raise DomainError(f"weight of '{self.name}': {error}") from None
 
     def at(self, servers: HoldsWeights) -> Products:
         """The same weight in another session."""
-        made = Products(servers, self._rows, self._name, [(width, self.inputs) for width in self._widths])
+        made = Products(servers, self._rows, self.name, [(width, self.inputs) for width in self._widths])
         made.number = self.number
         return made
 
@@ -83,17 +83,17 @@ class Products:
         """
         servers = self._weights
         if not isinstance(servers, ProductServers):
-            raise UnsupportedOp(f"{self._name}: this model has no servers to ask")
+            raise UnsupportedOp(f"{self.name}: this model has no servers to ask")
         if x.shape[-1] != self.inputs:
-            raise DomainError(f"{self._name}: got {x.shape[-1]} inputs; want {self.inputs}")
+            raise DomainError(f"{self.name}: got {x.shape[-1]} inputs; want {self.inputs}")
         version, held = None if x.is_inference() else x._version, getattr(self._mine, "asked", None)
         if held is None or held.x is not x or member not in held.left or version != held.version:
             rows = x.detach().reshape(-1, self.inputs).to("cpu", torch.float32).contiguous()
-            self._rows.asks(self._name, rows.shape[0])
+            self._rows.asks(self.name, rows.shape[0])
             try:
-                product = servers.product(self.number, rows, self._name)
+                product = servers.product(self.number, rows, self.name)
             except DomainError as error:
-                raise DomainError(f"{self._name}: {error}") from None
+                raise DomainError(f"{self.name}: {error}") from None
             made = product.view(*x.shape[:-1], self.outputs)
             made = made if made.dtype is x.dtype else made.to(x.dtype)
             if len(self._widths) == 1:

@@ -176,7 +176,8 @@ def built(
 ) -> PreTrainedModel:  # fmt: skip
     """The model without the weights of its linear layers, which `servers` get, and of experts, if they shall.
 
-    experts: `PrivateConfig.experts`. Raises as `open_assisted`.
+    experts: `PrivateConfig.experts`. Raises as `open_assisted`, before a weight is read where shapes tell that a server
+    holds another checkpoint.
     """
     wanted = WeightList.of(skeleton(model_class, config))
     model = without_weights(_assisted_class(model_class), config).eval()
@@ -189,6 +190,9 @@ def built(
             made = AssistedConvolution if isinstance(layers[name], CONVOLUTIONS) else AssistedLinear
             setattr(model.get_submodule(parent), own, made(layers[name], products, member, name))
     assist_experts(model, sent, servers, rows)
+    if isinstance(servers, ProductServers):
+        found = (each for module in model.modules() if isinstance(module, TakesWeights) for each in module._products)
+        servers.expect({(each.outputs, each.inputs): each.name for each in found})
     weights(wanted, _Filling(model, wanted), False)
     return model
 

@@ -111,6 +111,26 @@ class ProductServers(Parties):
                 self.transport.send_bytes(server, REQUEST, COMMAND)
             super().tell(message, [server])
 
+    def expect(self, names: dict[tuple[int, int], str]) -> None:
+        """Compare the shapes of weights to come with those that servers read: names of layers by outputs and inputs.
+
+        Unlike weights of one shape show in `load`. Raises ConfigError naming a server that read none of a shape.
+        """
+        with self._call():
+            for server, held in self._held().items():
+                missing = names.keys() - {*held.shapes}
+                if held.source is not None and missing:
+                    outputs, inputs = shape = min(missing)
+                    what = f"none of them {outputs} x {inputs} as this model's of {names[shape]!r}"
+                    self._refuse_checkpoint(server, held, what)
+
+    def _refuse_checkpoint(self, server: int, held: WeightsHeld, what: str) -> NoReturn:
+        self._stop(f"party {server} holds another checkpoint, of {held.source!r}, than this client wants")
+        raise ConfigError(
+            f"party {server} holds the weights of {held.source!r}, {what}; want the same checkpoint and revision here "
+            "and there, or a server that was started without --model, which takes weights from its client"
+        )
+
     def load(self, weight: IntegerWeight, name: str) -> int:
         """Give the servers a weight; the number to ask for it by. name: of its layers.
 
@@ -127,12 +147,7 @@ class ProductServers(Parties):
                     continue
                 self.stored = False
                 if held.source is not None:
-                    self._stop(f"party {server} holds another checkpoint, of {held.source!r}, than this client wants")
-                    raise ConfigError(
-                        f"party {server} holds the weights of {held.source!r}, and other ones than this model's for "
-                        f"{name!r}; want the same checkpoint and revision here and there, or a server that was started "
-                        "without --model, which takes weights from its client"
-                    )
+                    self._refuse_checkpoint(server, held, f"and other ones than this model's for {name!r}")
                 self.tell(LoadLines(name, *lines.shape), [server])
                 self.transport.send(server, "weight", lines.view(torch.uint8).view(-1))
             none = lines.new_empty(0, lines.shape[1])  # a view would keep all of them in memory
@@ -149,9 +164,18 @@ class ProductServers(Parties):
         self.digests.append(digest)
 
     def use_weights_of(self, other: "ProductServers") -> bool:
-        """Ask for the weights of another session, whose checks do for both. False, nothing done: a server lacks one."""
+        """Ask for the weights of another session, whose checks do for both. False, nothing done: a server that takes
+        weights lacks one. Raises ConfigError naming a server that holds another checkpoint.
+        """
         with self._call():
-            if any(not {*other.digests} <= {*held.digests} for held in self._held().values()):
+            complete, names = True, dict(zip(other.digests, other._names, strict=True))
+            for server, held in self._held().items():
+                missing = next((name for digest, name in names.items() if digest not in held.digests), None)
+                if missing is not None and held.source is not None:
+                    what = f"and other ones than this model was loaded with for {missing!r}"
+                    self._refuse_checkpoint(server, held, what)
+                complete = complete and missing is None
+            if not complete:
                 return False
             for kept in zip(other._weights, other._names, other.digests, strict=True):
                 self.tell(UseLines(*kept[1:]))

@@ -183,7 +183,9 @@ class ProductServer:
                 send_message(self.transport, CLIENT, BlockBegun(self._blocks.add(command.block)))
             case TellWeights():
                 name, weights = (None, {}) if self._open is None else (self._open.name, self._open.weights)
-                send_message(self.transport, CLIENT, WeightsHeld(name, tuple(weights), self._memory.elements))
+                shapes = {(lines.shape[0], inputs) for inputs, lines in weights.values()}
+                held = WeightsHeld(name, tuple(weights), tuple(shapes), self._memory.elements)
+                send_message(self.transport, CLIENT, held)
             case UseLines():
                 self._weights.append(self._own(command))
             case LoadLines():

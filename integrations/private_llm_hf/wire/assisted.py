@@ -74,11 +74,14 @@ class UseLines(Message):
 class WeightsHeld(Message):
     """The weights of the checkpoint that a server read itself: which one it is (None: it read none), and digests.
 
-    elements: of a product, as `elements` counts them, at most.
+    shapes: outputs and inputs of them, each pair once, for a client to look at before it reads its own. They are the
+    same however files hold weights (shards, dtype, GGUF), and who has none of a shape lacks whatever weight of that
+    shape is wanted. elements: of a product, as `elements` counts them, at most.
     """
 
     source: ShortText | None
     digests: tuple[Digest, ...]
+    shapes: tuple[tuple[Annotated[int, Between(1, 1 << 40)], Side], ...]
     elements: Annotated[int, Between(1, MOST_ELEMENTS)]
 
 

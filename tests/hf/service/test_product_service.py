@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from private_llm_hf import AutoPrivateModelForCausalLM, PrivateConfig, patch
+from private_llm_hf.checkpoint.weights import Collector
 from private_llm_hf.client.launch import start_parties
 from private_llm_hf.client.product_servers import ProductServers
 from private_llm_hf.party import product_server
@@ -222,6 +223,46 @@ def test_who_reads_nothing_or_only_asks_holds_up_nobody(serve: Serve, plain: Any
         assert max(link.link._out[CLIENT]._queued for s in servers.services.values() for link in s._sessions) < 1 << 20
         deaf.transport.abort("enough")
         sending.join(20)
+
+
+def test_another_checkpoint_is_told_before_weights_are_read(
+    serve: Serve, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By shapes; at the first unlike weight, if all shapes are there; and never of the same weights in other files."""
+    read: list[str] = []
+    take = Collector.take
+
+    def counted(self: Collector, name: str, tensor: Tensor) -> None:
+        read.append(name)
+        take(self, name, tensor)
+
+    rounded = tiny.build("llama").bfloat16()
+    rounded.save_pretrained(tmp_path / "sharded", max_shard_size="20KB")
+    rounded.float().save_pretrained(tmp_path / "whole")
+    tiny.build("llama", intermediate_size=48).save_pretrained(tmp_path / "narrow")
+    tiny.build("llama", seed=3).save_pretrained(tmp_path / "unlike")
+    servers = serve(tmp_path / "whole")
+    monkeypatch.setattr(Collector, "take", counted)
+    with servers.model(tmp_path / "sharded") as model:
+        assert model.parties.stored
+        whole = len(read)
+        read.clear()
+        shape = r"none of them 64 x 48 as this model's of 'model\.layers\.\d\.mlp\.down_proj'; want the same checkpoint"
+        with pytest.raises(ConfigError, match=f"party 0 holds the weights of 'whole', {shape}"):
+            servers.model(tmp_path / "narrow")
+        assert read == []
+        with pytest.raises(ConfigError, match="party 0 holds the weights of 'whole', and other ones than this model's"):
+            servers.model(tmp_path / "unlike")
+        assert len(read) < whole / 2
+        for number in range(2):
+            servers.stop(number)
+        servers._checkpoint = tmp_path / "unlike"
+        servers.start(0)
+        servers.start(1)
+        read.clear()
+        with pytest.raises(ConfigError, match=r"party 0 holds .*'unlike', and other ones than this model was"):
+            model.open_session()
+        assert read == []
 
 
 def _flood(servers: Any) -> None:
