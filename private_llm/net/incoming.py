@@ -25,6 +25,7 @@ from private_llm.net.transport import disagreement, endpoint_name, room
 from private_llm.net.wire import BLOCKED, HEADER_BYTES, FrameKind, cause
 
 _PROGRAM_S = 30.0  # how long the end of a connection waits for a program that has it, which may compute meanwhile
+_LEAST_RATE = 8 << 10  # bytes a second of a frame that has begun: 64 kbit/s, for one of several sessions on a slow line
 _BUFFER = 64 << 10  # bytes an incoming link reads ahead; the rest of a larger payload goes straight into its tensor
 
 Idle = Callable[["Incoming", float], None]
@@ -56,12 +57,15 @@ class Incoming:
     def __init__(
         self, sock: socket.socket, peer: int, session: bytes, slice_s: float, patience_s: float = math.inf
     ) -> None:
-        """patience_s: how long a payload is waited for, whatever the peer says about its own waiting."""
+        """patience_s: how long a payload is waited for, whatever the peer says about its own waiting, and how much
+        longer than at `_LEAST_RATE` a frame may take.
+        """
         sock.setblocking(False)
         self.peer = peer
         self.plain = not isinstance(sock, ssl.SSLSocket)
         self.pinned = False
         self._patience = patience_s
+        self._left = math.inf
         self._notes: Allowance | None = None
         self.waits_for: int | None = None
         self.ended: str | None = None
@@ -251,8 +255,15 @@ class Incoming:
             raise TransportError(f"from {endpoint_name(self.peer)}: a {frame.kind.name} frame out of place")
 
     # -- bytes ------------------------------------------------------------------------------------------
+    def _most_s(self, count: int) -> float:
+        """Seconds for so many bytes of a frame that has begun, however often one of them comes."""
+        return self._patience + count / _LEAST_RATE
+
     def _need(self, count: int, idle: Idle) -> None:
-        while self._end - self._start < count:
+        self._left = math.inf
+        while (there := self._end - self._start) < count:
+            if there:
+                self._left = min(self._left, self._most_s(count))
             got = self._read_some(self._space(), idle)  # moves `_end` first
             self._end += got
 
@@ -269,11 +280,13 @@ class Incoming:
         done = min(len(view), self._end - self._start)
         view[:done] = self._buffer[self._start : self._start + done]
         self._start += done
+        self._left = self._most_s(len(view))
         while done < len(view):
             done += self._read_some(view[done:], idle)
 
     def _read_some(self, view: memoryview, idle: Idle) -> int:
-        silence, ready = 0.0, not self.plain  # TLS may have read more than was asked for
+        silence = told = 0.0
+        ready = not self.plain  # TLS may have read more than was asked for
         while True:
             if ready or self.ended is not None:
                 count = self._read(view)
@@ -281,10 +294,18 @@ class Incoming:
                     return count
                 if self.ended is not None:
                     raise PartyFailed(self.ended)
+            began = time.monotonic()
             ready = bool(self._poll.poll(self._slice * 1000))
-            if not ready:
-                silence += self._slice
-                idle(self, silence)
+            waited = min(self._slice, time.monotonic() - began) if ready else self._slice
+            silence, self._left = silence + waited, self._left - waited  # a part of a TLS record is silence, too
+            if self._left < 0:
+                raise PartyFailed(
+                    f"{endpoint_name(self.peer)} sends too slowly: a message took {self._patience:g} s longer than at "
+                    f"{_LEAST_RATE} bytes/s"
+                )
+            if silence >= told + self._slice:
+                told += self._slice
+                idle(self, told)
 
     def _read(self, view: memoryview) -> int:
         """Bytes that are there now; the end of the connection is recorded in `ended`."""
