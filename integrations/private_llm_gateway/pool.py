@@ -38,7 +38,7 @@ class Abandoned(Exception):
     """The client went away before there was a session, or while its prompt was read."""
 
 
-def _tried(join: Callable[[], Any], groups: PartyGroups | None = None) -> Any:  # noqa: ANN401
+def tried(join: Callable[[], Any], groups: PartyGroups | None = None) -> Any:  # noqa: ANN401
     """The result of `join`, which is called again if a party ends the session while it begins, or a group of parties
     holds something else.
     """
@@ -49,9 +49,10 @@ def _tried(join: Callable[[], Any], groups: PartyGroups | None = None) -> Any:  
             _LOG.debug("a session ended as it began: %s", error)
             time.sleep(_PAUSE_S)
         except (ConfigError, ShareFileError) as error:
-            if groups is None or not groups.avoid_last():
+            left = None if groups is None else groups.avoid_last()
+            if left is None:
                 raise
-            _LOG.warning("a group of parties is left out for a while: %s", error)
+            _LOG.warning("the parties at %s are left out for a while: %s", ", ".join(left), error)
     return join()
 
 
@@ -133,7 +134,7 @@ class SessionPool:
             self._ended.add(id(model))
         if not self.renews:
             raise PartyFailed("the session with the parties is over; start the gateway again")
-        _tried(model.reconnect, self.groups)
+        tried(model.reconnect, self.groups)
         with self._changed:
             self._ended.discard(id(model))
             self._trouble = False
@@ -172,7 +173,7 @@ class SessionPool:
                 self._idle.remove(old)
             left: Any = None
             try:
-                left = _tried(self._opening, self.groups)
+                left = tried(self._opening, self.groups)
             except (PrivateLLMError, OSError) as error:
                 _LOG.debug("a session stays where it is: %s", error)
             finally:
@@ -272,7 +273,7 @@ class SessionPool:
     def _open(self) -> Any:  # noqa: ANN401
         """A model on a new session, which is counted already."""
         try:
-            made = _tried(self._opening, self.groups)  # type: ignore[arg-type]
+            made = tried(self._opening, self.groups)  # type: ignore[arg-type]
         except BaseException as error:
             with self._changed:
                 self._opened -= 1

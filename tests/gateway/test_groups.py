@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,12 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from private_llm_cli.commands import gateway
+from private_llm_cli.using import GatewayChoices
 from private_llm_gateway import group_file
 from private_llm_gateway.engine import publish
 from private_llm_gateway.group_file import GroupFile
-from private_llm_gateway.pool import SessionPool, _tried
+from private_llm_gateway.pool import SessionPool, tried
 from private_llm_gateway.served import Served
 from private_llm_gateway.settings import GatewaySettings
 from private_llm_hf import AutoPrivateModelForCausalLM
@@ -138,7 +141,7 @@ def test_a_group_that_cannot_be_used_takes_no_session_away(
         file = GroupFile(listed, config)
         taken = AutoPrivateModelForCausalLM.from_pretrained(str(checkpoint), full.users["alice"])
         model = AutoPrivateModelForCausalLM.from_pretrained(str(checkpoint), config, start=file.groups)
-        pool = SessionPool(model, 3, file.groups)
+        pool, model.reads = SessionPool(model, 3, file.groups), pytest.fail  # no weight is read again
         with taken, serving(Served("small", pool, tokenizer())) as gateway, ThreadPoolExecutor(3) as threads:
             for _ in range(3):
                 assert all(threads.map(lambda _: right(gateway, 4), range(3)))
@@ -161,6 +164,23 @@ def test_a_group_that_cannot_be_used_takes_no_session_away(
 
 
 def test_settings_that_no_group_has_are_told(groups: list[Servers], checkpoint: Path) -> None:
+def test_a_gateway_starts_where_one_group_holds_another_model(
+    groups: list[Servers], checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    type(plain_model())(plain_model().config).save_pretrained(tmp_path / "other")
+    wrong = Servers(tmp_path, tmp_path / "other", SESSIONS, 20.0, groups[0])
+    monkeypatch.setattr(gateway, "tokenizer_of", lambda _: tokenizer())
+    listed, config = tmp_path / "groups", groups[0].users["alice"]
+    listed.write_text("".join(",".join(hosts(each)) + "\n" for each in (wrong, groups[0])))
+    try:
+        with ExitStack() as stack:
+            served = gateway.start_model(GatewayChoices(str(checkpoint), groups=listed), config, stack)
+            assert served.pool.first.parties.config.hosts == hosts(groups[0])
+    finally:
+        for number in wrong.services:
+            wrong.stop(number)
+
+
     config = replace(groups[0].users["alice"], weight_bits=8)
     chosen, tries = PartyGroups([hosts(groups[0])]), []
 
@@ -169,7 +189,7 @@ def test_settings_that_no_group_has_are_told(groups: list[Servers], checkpoint: 
         return chosen(config)
 
     with pytest.raises(ConfigError, match="runs other settings"):
-        _tried(begin, chosen)
+        tried(begin, chosen)
     assert tries == [1], "another try would find the same"
 
 

@@ -91,7 +91,7 @@ def start_model(
     """
     from private_llm_gateway.group_file import GroupFile
     from private_llm_gateway.kept_prompts import KeptPrompts
-    from private_llm_gateway.pool import SessionPool
+    from private_llm_gateway.pool import SessionPool, tried
     from private_llm_gateway.served import Served
     from private_llm_hf import AutoPrivateModel, AutoPrivateModelForCausalLM
     from private_llm_hf.api import share_checkpoint
@@ -130,10 +130,9 @@ def start_model(
         step("calling the parties" if config.hosts else "sharing the weights")
         ranges = None if config.hosts else ranges_from(choices.ranges)
 
-        def load() -> Any:  # noqa: ANN401 - a private model
-            return loaded_from(auto, client, config, ranges=ranges, **start)
-
-        model = when_ready(load, choices.wait if config.hosts else 0.0, step)
+        load = functools.partial(loaded_from, auto, client, config, ranges=ranges, **start)
+        chosen = load if listed is None else functools.partial(tried, load, listed.groups)
+        model = when_ready(chosen, choices.wait if config.hosts else 0.0, step)
     stack.callback(model.close)
     if writes:
         note_sparsity(model, *TURN)

@@ -83,12 +83,12 @@ class PartyGroups:
                     self._starting[hosts] -= 1
         raise error
 
-    def avoid_last(self) -> bool:
-        """Ask the group last for a while at which this thread has just begun a session; whether it had."""
+    def avoid_last(self) -> Hosts | None:
+        """Ask the group last for a while at which this thread has just begun a session; None: it had not."""
         hosts: Hosts | None = getattr(self._mine, "last", None)
         if hosts is not None:
             self._avoid(hosts)
-        return hosts is not None
+        return hosts
 
     def _avoid(self, hosts: Hosts, full: bool = False) -> None:
         with self._lock:
