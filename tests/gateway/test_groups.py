@@ -26,6 +26,7 @@ from private_llm_hf.client.party_groups import PartyGroups
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError, TransportError
+from private_llm.net.addresses import hosts_of, open_listeners
 from tests.gateway.small_gateway import CHAT, TOKEN, Gateway, greedy, plain_model, serving, text_of, tokenizer
 from tests.hf.service.conftest import eventually
 from tests.hf.service.test_product_service import Servers
@@ -163,7 +164,6 @@ def test_a_group_that_cannot_be_used_takes_no_session_away(
                 servers.stop(number)
 
 
-def test_settings_that_no_group_has_are_told(groups: list[Servers], checkpoint: Path) -> None:
 def test_a_gateway_starts_where_one_group_holds_another_model(
     groups: list[Servers], checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -181,6 +181,7 @@ def test_a_gateway_starts_where_one_group_holds_another_model(
             wrong.stop(number)
 
 
+def test_settings_that_no_group_has_are_told(groups: list[Servers], checkpoint: Path) -> None:
     config = replace(groups[0].users["alice"], weight_bits=8)
     chosen, tries = PartyGroups([hosts(groups[0])]), []
 
@@ -245,6 +246,24 @@ def test_a_group_that_failed_is_the_last_that_is_asked() -> None:
     assert [chosen._next(set()) for _ in range(2)] == [("b:1",)] * 2
     assert chosen._next({("b:1",)}) == ("a:1",)
     assert chosen._next({("a:1",), ("b:1",)}) is None
+
+
+def test_a_group_that_is_frozen_stays_the_last_that_is_asked(
+    groups: list[Servers], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A system accepts calls for a process that is stopped, as for one that never takes them."""
+    monkeypatch.setattr(party_groups, "_AGAIN_S", 0.0)
+    monkeypatch.setattr(party_groups, "_REACH_S", 0.5)
+    frozen, live = open_listeners(2), hosts(groups[0])
+    chosen = PartyGroups([hosts_of(frozen), live])
+    made = chosen(groups[0].users["alice"])
+    assert made.config.hosts == live
+    assert chosen._failed.keys() == {hosts_of(frozen)}
+    chosen._avoid(live)
+    chosen.call_again()
+    assert chosen._failed.keys() == {hosts_of(frozen)}, "the other one answers"
+    assert chosen._next(set()) == live
+    made.close()
 
 
 def test_a_pool_that_closes_takes_a_session_along_that_has_just_begun(groups: list[Servers], checkpoint: Path) -> None:

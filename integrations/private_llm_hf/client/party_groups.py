@@ -1,7 +1,7 @@
 """Several groups of parties that hold one model, for more users than one group serves.
 
 A session lives at one group. It begins at the group with the fewest of them; one that cannot be reached, or lets nobody
-in, comes last until its parties listen again.
+in, comes last until its parties answer again.
 """
 
 import contextvars
@@ -127,20 +127,22 @@ class PartyGroups:
         return left or found[hosts] > -(-found.total() // live)
 
     def call_again(self) -> None:
-        """Find out whether the parties of groups that failed some time ago listen again."""
+        """Find out whether the parties of groups that failed some time ago answer again."""
         with self._lock:
             due = [hosts for hosts, at in self._failed.items() if time.monotonic() - at > _AGAIN_S]
         for hosts in due:
-            listens = all(map(_listens, hosts))
+            answer = all(map(_answers, hosts))
             with self._lock:
                 self._failed.pop(hosts, None)
-                if not listens and hosts in self._groups:
+                if not answer and hosts in self._groups:
                     self._failed[hosts] = time.monotonic()
 
 
-def _listens(host: str) -> bool:
+def _answers(host: str) -> bool:
+    """Whether a party hangs up on a caller that says nothing: for one that is frozen, its system accepts calls, too."""
     try:
-        socket.create_connection(parse_address(host), _REACH_S).close()
+        with socket.create_connection(parse_address(host), _REACH_S) as calling:
+            calling.shutdown(socket.SHUT_WR)
+            return not calling.recv(1)
     except OSError:
         return False
-    return True
