@@ -230,13 +230,13 @@ def _write_group(generation: _Generation, group: Sequence[Completion], tell: Sen
     live = [answer for answer in group if answer.finish is None]
     for first in range(0, len(live), generation.rows):
         if not generation.gone():
-            _write_rows(generation, live[first : first + generation.rows], tell)
+            _write_rows(generation, live[first : first + generation.rows], tell, again=first > 0)
     if generation.gone():
         raise Abandoned
 
 
-def _write_rows(generation: _Generation, live: Sequence[Completion], tell: SendChunk) -> None:
-    """Generate answers in one call after the other."""
+def _write_rows(generation: _Generation, live: Sequence[Completion], tell: SendChunk, again: bool) -> None:
+    """Generate answers in one call. again: after others of this prompt, whose tokens are counted already."""
     written = sum(len(answer.tokens) for answer in live)
 
     def after() -> bool:
@@ -249,7 +249,7 @@ def _write_rows(generation: _Generation, live: Sequence[Completion], tell: SendC
     rows = [[*answer.prompt, *answer.tokens] for answer in live]
     model, kept, ids = generation.model, generation.served.kept, torch.tensor(rows)
     cache = kept.take(model, generation.owner, rows[0]) if len(rows) == 1 else None
-    if cache is not None and not live[0].ahead:  # else the prompt was read for its likelihoods
+    if cache is not None and not again and not live[0].ahead:  # else the prompt was read for its likelihoods
         generation.total.add(kept=cache.get_seq_length())
     sampler = None if all(answer.params.plain for answer in live) else completion.TokenSampler(live)
     ends = live[0].ends

@@ -177,6 +177,17 @@ def test_sessions_begin_behind_a_public_prefix(protocol: str) -> None:
         of_instructions(served, instructions * 20)
 
 
+def test_answers_of_one_prompt_count_it_once() -> None:
+    start = prompt_ids()[0].tolist()
+    with serving(small(), rows=1) as gateway, gateway.client() as client:
+        found: list[Any] = []
+        for _ in range(2):
+            made = client.completions.create(model="small", prompt=start, max_tokens=2, temperature=1, n=3)
+            found.append(made.usage)
+    cached = [usage.prompt_tokens_details.cached_tokens for usage in found]
+    assert cached == [0, len(start) - 1]
+
+
 def test_a_policy_that_evicts_keeps_no_public_prefix() -> None:
     served = small(replace(PLAIN, kv_cache=SlidingWindow(8)))
     with pytest.raises(ConfigError, match="start the gateway without it"):
