@@ -256,14 +256,19 @@ def _write_rows(generation: _Generation, live: Sequence[Completion], tell: SendC
     more: dict[str, Any] = {} if cache is None else {CACHE: cache}
     if len(rows) == 1 and sampler is None and generation.served.speculation is not None:
         more["speculation"] = generation.served.speculation
-    made = model.generate(
-        input_ids=ids,
-        **more,
-        attention_mask=torch.ones_like(ids),
-        generation_config=_config(max(answer.left for answer in live), ends, generation.served),
-        logits_processor=LogitsProcessorList([] if sampler is None else [sampler]),
-        stopping_criteria=StoppingCriteriaList([completion.CompletionStopper(live, sampler, after)]),
-    )
+    try:
+        made = model.generate(
+            input_ids=ids,
+            **more,
+            attention_mask=torch.ones_like(ids),
+            generation_config=_config(max(answer.left for answer in live), ends, generation.served),
+            logits_processor=LogitsProcessorList([] if sampler is None else [sampler]),
+            stopping_criteria=StoppingCriteriaList([completion.CompletionStopper(live, sampler, after)]),
+        )
+    except Abandoned:  # between parts of the prompt, which the cache holds as far as they were read
+        if cache is not None:
+            kept.keep(model, generation.owner, rows[0], cache)
+        raise
     if len(rows) == 1 and made.past_key_values is not None:
         kept.keep(model, generation.owner, made.sequences[0].tolist(), made.past_key_values)
 

@@ -8,12 +8,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from private_llm_gateway.engine import publish
+from private_llm_gateway.completion import Completion, SamplingParams
+from private_llm_gateway.engine import publish, write
 from private_llm_gateway.errors import ApiError
 from private_llm_gateway.kept_prompts import KeptPrompts
-from private_llm_gateway.pool import SessionPool
+from private_llm_gateway.pool import Abandoned, SessionPool
 from private_llm_gateway.prompts import of_instructions
 from private_llm_gateway.settings import GatewaySettings
+from private_llm_gateway.usage import UsageTotal
 from private_llm_hf import patch
 from private_llm_hf.client.speculation import SpeculationConfig
 
@@ -175,6 +177,23 @@ def test_sessions_begin_behind_a_public_prefix(protocol: str) -> None:
     assert texts[0] == texts[1]
     with pytest.raises(ApiError, match="Please reduce the length of the public prefix"):
         of_instructions(served, instructions * 20)
+
+
+def test_who_leaves_while_a_prompt_is_read_takes_no_public_prefix_along(monkeypatch: pytest.MonkeyPatch) -> None:
+    served, prompt, calls = small(replace(PLAIN, prompt_chunk=2)), prompt_ids()[0].tolist(), list[object]()
+    publish(served, prompt[:3], GatewaySettings())
+    model, forward = served.pool.first, served.pool.first.parties.forward
+    monkeypatch.setattr(model.parties, "forward", lambda *given: (calls.append(given), forward(*given))[1])
+    groups = [[Completion(0, prompt, SamplingParams(2, temperature=0), served.texts, ())]]
+    how: Any = (GatewaySettings(wait_s=1.0, rows=1), UsageTotal(), False, "key")
+    with pytest.raises(Abandoned):
+        write(served, groups, lambda *_: None, lambda: len(calls) == 1, *how)
+    assert len(calls) == 1
+    assert served.kept.begins(model, "another", [*prompt, 9]) == 3
+    assert 3 < served.kept.begins(model, "key", [*prompt, 9]) < len(prompt)
+    write(served, groups, lambda *_: None, lambda: False, *how)
+    assert groups[0][0].tokens == greedy(2)
+    served.pool.close()
 
 
 def test_answers_of_one_prompt_count_it_once() -> None:
