@@ -19,6 +19,7 @@ from private_llm.token_sharding import ShardingPlan
 from private_llm_cli import options
 from private_llm_cli.commands.calibrate import ranges_from
 from private_llm_cli.commands.models import loading, want_draft, want_model
+from private_llm_cli.commands.output import say_first
 from private_llm_cli.kv_cache import KvCacheOption, kv_cache_of
 
 
@@ -270,6 +271,7 @@ def estimate(
     corrections: Annotated[bool, options.option(options.SERVERS, "One server, and what `prepare` makes.")] = False,
 ) -> None:
     """What a run will cost, without weights and without hardware."""
+    say_first(f"estimating {model}", as_json)
     from private_llm_cli.commands.estimate import estimate as run
     from private_llm_cli.commands.estimate_plans import Hardware, Workload, compare_plans
 
@@ -310,6 +312,7 @@ def doctor(
     if threats:
         CONSOLE.print(markdown(), markup=False, highlight=False, soft_wrap=True)
         return
+    say_first("measuring this machine", as_json)
     from private_llm_cli.commands.doctor import examine
 
     report = examine()

@@ -203,7 +203,8 @@ def test_what_nobody_foresaw_is_one_message_with_a_way_to_its_traceback(
     monkeypatch.setattr(doctor, "examine", fails)
     told = run("doctor", code=1)
     assert told.splitlines() == [
-        "private-llm: unforeseen RuntimeError: the reason; `private-llm --traceback ...` shows where it comes from"
+        "measuring this machine ...",
+        "private-llm: unforeseen RuntimeError: the reason; `private-llm --traceback ...` shows where it comes from",
     ]
     monkeypatch.setattr(sys, "argv", ["private-llm", "--traceback", "doctor"])
     with pytest.raises(RuntimeError, match="the reason"):
@@ -389,5 +390,6 @@ def test_a_missing_extra_is_named(run: Run, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(doctor, "examine", fails)
     assert run("doctor", code=2).strip() == (
         "private-llm: this command needs the Python package 'prometheus_client', which is not installed: pip install "
+        "measuring this machine ...\n"
         "'private-llm[hosting]' (in a checkout: '.[hosting]')"
     )

@@ -45,6 +45,23 @@ def test_mistakes_are_told_before_pytorch_is_imported(tmp_path: Path) -> None:
     assert [told for told in mistakes.values() if told not in err] == []
 
 
+def test_commands_say_what_they_begin_before_they_import_what_takes_long(tmp_path: Path) -> None:
+    code = "import sys; from private_llm_cli.app import main\nsys.modules.update(torch=None, transformers=None)\n"
+    code += "for line in sys.stdin:\n try: sys.argv = line.split(); main()\n except SystemExit: pass\n"
+    told = {
+        "x doctor": "measuring this machine ...", f"x calibrate {DEMO}": f"loading {DEMO} ...",
+        "x diff": "loading the demo model ...", "x estimate gpt2": "estimating gpt2 ...",
+        "x predictors train": "loading the demo model ...", f"x predictors show {tmp_path}": f"reading {tmp_path} ...",
+    }  # fmt: skip
+    words = "\n".join([*told, *(f"{each} --json" for each in told)])
+    made = subprocess.run(
+        [sys.executable, "-c", code], env=ENVIRONMENT, input=words, capture_output=True, text=True, timeout=60
+    )
+    lines = made.stderr.splitlines()
+    assert [line for line in lines if not line.startswith("private-llm: ")] == [*told.values()]
+    assert len(lines) == 3 * len(told), "each command wanted PyTorch then"
+
+
 def test_the_first_line_says_what_is_loaded_and_who_does_not_answer(run: Run) -> None:
     hosts = "127.0.0.1:1,127.0.0.1:2"
     words = ("generate", DEMO, "--prompt", "x", "--protocol", "assisted", "--hosts", hosts, "--allow-plain-loopback")

@@ -17,7 +17,7 @@ from private_llm.ranges import UNKNOWN, Ranges
 from private_llm_cli import options
 from private_llm_cli.commands import models
 from private_llm_cli.commands.classify import read_images
-from private_llm_cli.commands.output import CONSOLE, emit_json, emit_table, progress_bar
+from private_llm_cli.commands.output import CONSOLE, emit_json, emit_table, progress_bar, say_first
 
 
 def calibrate(
@@ -32,6 +32,7 @@ def calibrate(
     as_json: options.Json = False,
 ) -> None:
     """As the model owner: find the range of every module's values (share, generate and patch() do it by themselves)."""
+    say_first(f"loading {model}", as_json)
     from private_llm_hf.api import ranges_of_checkpoint
     from private_llm_hf.patch_plan import ranges_table
 
@@ -90,6 +91,7 @@ def diff(
     approximations: options.ApproximationsOption = OURS,
 ) -> None:
     """Layer by layer against plaintext (with the same functions): errors, and values that leave the ring."""
+    say_first(f"loading {model or 'the demo model'}", as_json)
     from private_llm_hf.api import ranges_of_checkpoint
     from private_llm_hf.tools.compare import compare
 

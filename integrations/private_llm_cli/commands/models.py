@@ -14,7 +14,7 @@ from private_llm.errors import ConfigError, PrivateLLMError, meant
 from private_llm.net.addresses import addresses_of, open_connection, shown
 from private_llm.net.roles import called
 from private_llm.protocol_facts import CLIENT
-from private_llm_cli.commands.output import NOTES
+from private_llm_cli.commands.output import NOTES, say_first
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -107,8 +107,7 @@ def loading(config: PrivateConfig, source: str, quiet: bool, ahead: bool = True)
     neither a folder nor at the hub.
     """
     addresses = addresses_of(config, CLIENT, (), b"") if config.hosts else []
-    if not quiet:
-        NOTES.print(f"loading {source or 'the demo model'} ...", markup=False, highlight=False, soft_wrap=True)
+    say_first(f"loading {source or 'the demo model'}", quiet)
     for party, address in enumerate(addresses):
         try:
             open_connection(address, _LOOK_S).close()

@@ -27,6 +27,12 @@ QUIET_SECONDS = 10.0
 """The least time between two lines of progress where there is no terminal to draw a bar on."""
 
 
+def say_first(text: str, quiet: bool = False) -> None:
+    """The first line of a command that takes long, before it imports what takes seconds."""
+    if not quiet:
+        NOTES.print(f"{text} ...", markup=False, highlight=False, soft_wrap=True)
+
+
 def emit_json(value: object) -> None:
     """One JSON object on one line."""
     sys.stdout.write(json.dumps(value) + "\n")

@@ -18,8 +18,8 @@ from private_llm.net.addresses import addresses_of, listen
 from private_llm.protocol_facts import ASSISTED, hides
 from private_llm_cli import options
 from private_llm_cli.commands.calibrate import ranges_from
-from private_llm_cli.commands.models import gguf_options, image_config, loading, quiet, want_model
-from private_llm_cli.commands.output import CONSOLE, NOTES, emit_json, emit_table, progress_bar, size
+from private_llm_cli.commands.models import gguf_options, image_config, loading, quiet, want_hub, want_model
+from private_llm_cli.commands.output import CONSOLE, emit_json, emit_table, progress_bar, say_first, size
 from private_llm_cli.kv_cache import KvCacheOption, kv_cache_of
 
 if TYPE_CHECKING:
@@ -215,7 +215,7 @@ def _want(settings: PartySettings) -> None:
     listen(addresses[number], anywhere=config.tls is not None).close()
     if settings.log_format == "text":
         held = ", ".join(map(str, settings.models.values())) or settings.checkpoint
-        NOTES.print(f"loading {held} ..." if held else "starting ...", markup=False, highlight=False, soft_wrap=True)
+        say_first(f"loading {held}" if held else "starting")
 
 
 _OPTIONS = {

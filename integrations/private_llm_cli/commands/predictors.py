@@ -13,7 +13,7 @@ import typer
 from private_llm.errors import ConfigError
 from private_llm_cli.commands.classify import read_images
 from private_llm_cli.commands.models import demo_model, image_config, quiet
-from private_llm_cli.commands.output import CONSOLE, emit_json
+from private_llm_cli.commands.output import CONSOLE, emit_json, say_first
 from private_llm_cli.help_pages import Command, Group
 from private_llm_cli.options import Json
 
@@ -71,6 +71,7 @@ def train(
     as_json: Json = False,
 ) -> None:
     """Train predictors on a text: the model runs over it once, then each layer's predictor learns from that."""
+    say_first(f"loading {model or 'the demo model'}", as_json)
     import torch
     from private_llm_hf.sparsity.predictor_run import PredictorRun, run
     from private_llm_hf.sparsity.settings import PredictorConfig, TrainingConfig
@@ -108,6 +109,7 @@ def show(
     as_json: Json = False,
 ) -> None:
     """Print what predictors there are: recall, precision, how much they predict, and their budgets."""
+    say_first(f"reading {folder}", as_json)
     from private_llm_hf.sparsity.predictor_set import PredictorSet
 
     _refuse_picture(plot)
