@@ -157,7 +157,7 @@ def gateway(
     settings = GatewaySettings(host=host, port=port, token=token, allowed_hosts=hosts, max_waiting=max_waiting)
     config = run.config()
     with contextlib.closing(bound_socket(settings)) as listening:
-        loading(config, choices.model, quiet=False)
+        loading(config, choices.model, quiet=False, groups=choices.groups is not None)
 
         from private_llm_cli.commands.gateway import gateway as serve
 

@@ -53,13 +53,16 @@ def test_commands_say_what_they_begin_before_they_import_what_takes_long(tmp_pat
         "x diff": "loading the demo model ...", "x estimate gpt2": "estimating gpt2 ...",
         "x predictors train": "loading the demo model ...", f"x predictors show {tmp_path}": f"reading {tmp_path} ...",
     }  # fmt: skip
-    words = "\n".join([*told, *(f"{each} --json" for each in told)])
+    dead = f"x gateway --port 0 --hosts 127.0.0.1:1,127.0.0.1:2,127.0.0.1:3 --allow-plain-loopback --groups {__file__}"
+    words = "\n".join([*told, *(f"{each} --json" for each in told), dead])
     made = subprocess.run(
         [sys.executable, "-c", code], env=ENVIRONMENT, input=words, capture_output=True, text=True, timeout=60
     )
-    lines = made.stderr.splitlines()
+    *lines, loading, answers, last = made.stderr.splitlines()
     assert [line for line in lines if not line.startswith("private-llm: ")] == [*told.values()]
     assert len(lines) == 3 * len(told), "each command wanted PyTorch then"
+    assert (loading, last.startswith("private-llm: ")) == ("loading the demo model ...", True)
+    assert "127.0.0.1:1 (Connection refused); other --groups are tried: check" in answers
 
 
 def test_the_first_line_says_what_is_loaded_and_who_does_not_answer(run: Run) -> None:

@@ -101,10 +101,10 @@ def want_draft(draft: str) -> None:
     _want_hub("draft", draft)
 
 
-def loading(config: PrivateConfig, source: str, quiet: bool, ahead: bool = True) -> None:
+def loading(config: PrivateConfig, source: str, quiet: bool, ahead: bool = True, groups: bool = False) -> None:
     """The first line of a command that takes long, and for whom it will wait. ahead: whether other processes begin to
-    compile kernels while this one imports. Raises ConfigError for links that need certificates, and for a name that is
-    neither a folder nor at the hub.
+    compile kernels while this one imports. groups: whether others may stand in for the parties of config.hosts. Raises
+    ConfigError for links that need certificates, and for a name that is neither a folder nor at the hub.
     """
     addresses = addresses_of(config, CLIENT, (), b"") if config.hosts else []
     say_first(f"loading {source or 'the demo model'}", quiet)
@@ -112,8 +112,9 @@ def loading(config: PrivateConfig, source: str, quiet: bool, ahead: bool = True)
         try:
             open_connection(address, _LOOK_S).close()
         except OSError as error:
-            text = f"{called(config, party)} does not answer at {shown(address)} ({error.strerror or error}); this "
-            text += "command will wait for it: check that it was started, its address (--hosts) and the firewall"
+            text = f"{called(config, party)} does not answer at {shown(address)} ({error.strerror or error}); "
+            text += "other --groups are tried: " if groups else "this command will wait for it: "
+            text += "check that it was started, its address (--hosts) and the firewall"
             NOTES.print(text, style="yellow", markup=False, highlight=False, soft_wrap=True)
             break
     if source:
