@@ -212,7 +212,7 @@ def test_what_nobody_foresaw_is_one_message_with_a_way_to_its_traceback(
 
 
 def test_a_file_that_cannot_be_written_is_named(run: Run, checkpoint: Path, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
+    (tmp_path / "file").symlink_to(tmp_path / "nowhere")
     told = run("share", str(checkpoint), "--out", str(tmp_path / "file"), code=2)
     assert told.splitlines()[1].startswith(f"private-llm: {tmp_path / 'file'}")
 
@@ -364,7 +364,7 @@ def test_a_hub_that_cannot_be_reached_is_asked_once(run: Run, monkeypatch: pytes
     asked = []
 
     class Session:
-        def head(self, url: str, timeout: float) -> None:
+        def head(self, url: str, headers: object, timeout: float) -> None:
             asked.append(url)
             raise OSError("Name or service not known")
 
@@ -375,7 +375,8 @@ def test_a_hub_that_cannot_be_reached_is_asked_once(run: Run, monkeypatch: pytes
         told = run(*command, code=2)
         assert "there is no such folder here, and" in told
         assert "cannot be reached to look for it (Name or service not known)" in told
-    assert asked == [huggingface_hub.constants.ENDPOINT] * 2
+    hub = huggingface_hub.constants.ENDPOINT
+    assert asked == [f"{hub}/{name}/resolve/main/config.json" for name in ("shares/client", "no-such-model")]
 
 
 def test_a_missing_extra_is_named(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -389,7 +390,7 @@ def test_a_missing_extra_is_named(run: Run, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(app.metadata, "requires", lambda _: wanted)
     monkeypatch.setattr(doctor, "examine", fails)
     assert run("doctor", code=2).strip() == (
-        "private-llm: this command needs the Python package 'prometheus_client', which is not installed: pip install "
         "measuring this machine ...\n"
+        "private-llm: this command needs the Python package 'prometheus_client', which is not installed: pip install "
         "'private-llm[hosting]' (in a checkout: '.[hosting]')"
     )

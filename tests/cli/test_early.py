@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import pytest
+from huggingface_hub import constants
+from private_llm_cli.commands.models import want_hub
+
+from private_llm.errors import ConfigError
 from tests.cli.test_cli import DEMO, ENVIRONMENT, Run
 
 
@@ -16,6 +24,7 @@ def test_mistakes_are_told_before_pytorch_is_imported(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         here = f"127.0.0.1:{taken.getsockname()[1]}"
         party = f"party --index 0 --hosts {here},127.0.0.1:1,127.0.0.1:2"
+        servers = "x party --index 0 --protocol assisted --hosts 127.0.0.1:3,127.0.0.1:4 --allow-plain-loopback"
         code = "import sys; from private_llm_cli.app import main\n"
         code += "for line in sys.stdin:\n try: sys.argv = line.split(); main()\n except SystemExit: pass\n"
         code += "print(sorted({'torch', 'transformers', 'numba'} & set(sys.modules)))"
@@ -31,6 +40,10 @@ def test_mistakes_are_told_before_pytorch_is_imported(tmp_path: Path) -> None:
             f"x gateway --groups {__file__}": "groups: got a file without --hosts",
             f"x chat {DEMO} --draft opt": "draft of 'opt': there is no such folder here, and HF_HUB_OFFLINE",
             f"x chat {DEMO} --sparsity {tmp_path}": f"sparsity: {tmp_path}: no predictors.json",
+            f"{servers} --shares {tmp_path / 'none'}": "none, and protocol 'assisted' has public weights",
+            f"{servers} --model nosuch": "model of 'nosuch': there is no such folder here, and HF_HUB_OFFLINE",
+            f"x share {DEMO} --out {__file__}": f"out: got '{__file__}', and {__file__} is a file; want a folder",
+            f"x share {DEMO} --out {__file__}/x": f"out: got '{__file__}/x', and {__file__} is a file; want a folder",
             f"x generate {DEMO} --prompt x --gguf-file a.gguf": "got 'a.gguf', which is not in",
         }
         for path, why in {tmp_path / "none": "no such file", tmp_path / "shares": "it is no share file"}.items():
@@ -43,6 +56,35 @@ def test_mistakes_are_told_before_pytorch_is_imported(tmp_path: Path) -> None:
         out, err = process.communicate("\n".join(mistakes), timeout=60)
     assert out == "[]\n"
     assert [told for told in mistakes.values() if told not in err] == []
+
+
+@pytest.mark.parametrize(("status", "code", "told"), [
+    (401, "RepoNotFound", "holds no model of this name that you may read"), (404, "EntryNotFound", None),
+    (401, None, "holds no model of this name"), (404, None, None), (500, None, None), (200, None, None),
+])  # fmt: skip
+def test_names_that_the_hub_does_not_know(
+    status: int, code: str | None, told: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others, such as mirrors that do not say so, and files of other forms, are left to transformers."""
+
+    class Hub(BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            assert self.path == "/nosuch/resolve/main/config.json"
+            self.send_response(status)
+            if code is not None:
+                self.send_header("X-Error-Code", code)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as hub:
+        threading.Thread(target=hub.serve_forever, daemon=True).start()
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{hub.server_port}")
+        with pytest.raises(ConfigError, match=f"model of 'nosuch': .*{told}") if told else contextlib.nullcontext():
+            want_hub("model", "nosuch")
+        hub.shutdown()
 
 
 def test_commands_say_what_they_begin_before_they_import_what_takes_long(tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ def tokenizer_of(source: str, gguf_file: str | None = None) -> Any:  # noqa: ANN
     from private_llm_hf.checkpoint.checkpoint import Checkpoint
     from transformers import AutoTokenizer
 
-    _want_hub("tokenizer", source)
+    want_hub("tokenizer", source)
     checkpoint = Checkpoint(source, **gguf_options(gguf_file))
     return _load("tokenizer", AutoTokenizer, checkpoint.tokenizer_source, **checkpoint.tokenizer_options)
 
@@ -98,7 +98,7 @@ def want_draft(draft: str) -> None:
     if not Path(draft).exists() and difflib.get_close_matches(draft, ["lookup"]):
         raise ConfigError(f"draft: got {draft!r}, and there is no such folder; did you mean 'lookup'?")
     want_config("draft", draft)
-    _want_hub("draft", draft)
+    want_hub("draft", draft)
 
 
 def loading(config: PrivateConfig, source: str, quiet: bool, ahead: bool = True, groups: bool = False) -> None:
@@ -118,7 +118,7 @@ def loading(config: PrivateConfig, source: str, quiet: bool, ahead: bool = True,
             NOTES.print(text, style="yellow", markup=False, highlight=False, soft_wrap=True)
             break
     if source:
-        _want_hub("model", source)
+        want_hub("model", source)
     if ahead:
         from private_llm.replay.ahead import compile_ahead  # PyTorch, too: mistakes are told before
 
@@ -188,7 +188,7 @@ def _load(what: str, auto: Any, source: str, **more: Any) -> Any:  # noqa: ANN40
     quiet()
     if "gguf_file" not in more:
         want_config(what, source)
-        _want_hub(what, source)
+        want_hub(what, source)
     if what == "model":
         _want_weights(source)
     try:
@@ -204,9 +204,11 @@ def _unusable(what: str, source: str, error: Exception) -> ConfigError:
     return ConfigError(f"{what} of {source!r}: {said} (want a model folder or a hub id)")
 
 
-def _want_hub(what: str, source: str) -> None:
-    """Raises ConfigError for no folder while the hub does not answer: transformers would try for a minute."""
-    from huggingface_hub import constants, get_session
+def want_hub(what: str, source: str) -> None:
+    """Raises ConfigError for no folder while the hub does not answer, for which transformers would try for a minute, or
+    knows no such name.
+    """
+    from huggingface_hub import constants, get_session, get_token
 
     kept = Path(constants.HF_HUB_CACHE) / f"models--{source.replace('/', '--')}"
     if Path(source).exists() or kept.exists():
@@ -214,8 +216,12 @@ def _want_hub(what: str, source: str) -> None:
     why = f"HF_HUB_OFFLINE forbids to look at {constants.ENDPOINT}"
     try:
         if not constants.HF_HUB_OFFLINE:
-            get_session().head(constants.ENDPOINT, timeout=_HUB_S)
-            return
+            headers = {"authorization": f"Bearer {token}"} if (token := get_token()) else {}
+            asked = f"{constants.ENDPOINT}/{source}/resolve/main/config.json"
+            found = get_session().head(asked, headers=headers, timeout=_HUB_S)
+            if found.status_code != 401 and found.headers.get("X-Error-Code") != "RepoNotFound":
+                return
+            why = f"{constants.ENDPOINT} holds no model of this name that you may read"
     except Exception as error:  # noqa: BLE001 - whatever the network raises
         why = f"{constants.ENDPOINT} cannot be reached to look for it ({error})"
     raise ConfigError(

@@ -66,6 +66,9 @@ def share(
     config = options.config_of(protocol, ring, prg=prg, frac_bits=frac_bits, **more)
     want_model(checkpoint, gguf_file)
     folder, known = Path(out), ranges_from(ranges)
+    taken = next(each for each in (folder, *folder.parents) if each.exists())
+    if not taken.is_dir():
+        raise ConfigError(f"out: got {out!r}, and {taken} is a file; want a folder, where each party gets a file")
     loading(config, checkpoint, as_json, ahead=False)
     auto = auto_class(task)
     from private_llm_hf.api import share_checkpoint
@@ -209,9 +212,15 @@ def _want(settings: PartySettings) -> None:
     config, number = settings.config, settings.party
     addresses = addresses_of(config, number, (), b"")
     for path in settings.models.values():
+        if config.facts is None:
+            raise ConfigError(
+                f"shares: got {path}, and protocol {config.protocol!r} has public weights; leave --shares out (--model "
+                "names the checkpoint that a CompNode or a server of 'assisted' reads)"
+            )
         want_share_file(path)
     if settings.checkpoint is not None:
         want_model(settings.checkpoint)
+        want_hub("model", settings.checkpoint)
     listen(addresses[number], anywhere=config.tls is not None).close()
     if settings.log_format == "text":
         held = ", ".join(map(str, settings.models.values())) or settings.checkpoint
