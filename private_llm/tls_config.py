@@ -29,6 +29,10 @@ class TLSConfig:
     @classmethod
     def in_folder(cls, folder: str | Path, name: str = "client") -> TLSConfig:
         """An endpoint's files as `private-llm certs` names them. Raises ConfigError for those that are not there."""
+        if not str(folder):
+            raise ConfigError(
+                "tls: got an empty name; want the folder of this endpoint's certificate and key, and ca.pem"
+            )
         files = {"certificate": f"{name}.pem", "key": f"{name}.key", "ca": "ca.pem"}
         missing = [file for file in files.values() if not (Path(folder) / file).is_file()]
         if missing:

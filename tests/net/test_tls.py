@@ -222,6 +222,8 @@ def test_a_caller_without_certificate(sets):
 def test_a_user_may_name_the_folder_of_certificates(sets, tmp_path):
     own = sets["good"][CLIENT]
     assert PrivateConfig(tls=str(Path(own.ca).parent)).tls == own
+    with pytest.raises(ConfigError, match="tls: got an empty name; want the folder"):
+        PrivateConfig(tls="")
     with pytest.raises(ConfigError, match=f"tls: {tmp_path} lacks client.pem, client.key, ca.pem; want the files"):
         PrivateConfig(tls=tmp_path)
 
