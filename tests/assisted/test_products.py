@@ -60,13 +60,13 @@ def test_narrow_products_are_exact(rows: int, inner: int, columns: int, bits: in
 
 @BITS
 def test_digits_that_are_all_extreme_stay_exact(bits: int) -> None:
-    """The largest sums of the lowest digits: every element -2^12 modulo 2^13 (8 bits: -2^15), every weight the least.
+    """The largest sums of the lowest digits: every element -2^7 modulo 2^8 (8 bits: -2^15), every weight the least.
 
-    800 inputs are no multiple of what makes overflows of 2^32 add up to one of 2^40, which nobody would see.
+    9000 inputs are no multiple of what makes overflows of 2^32 add up to one of 2^40, which nobody would see.
     """
-    x = torch.full((2, 800), 2**12 if bits == 16 else 2**15)
-    x[1] = 2**12 + 2**25 + 2**39 if bits == 16 else 2**15 + 2**31
-    weight = torch.full((3, 800), -(1 << (bits - 1)), dtype=LINES[bits])
+    x = torch.full((2, 9000), 2**7 if bits == 16 else 2**15)
+    x[1] = -(2**7 + 2**23 + 2**39 if bits == 16 else 2**15 + 2**31)
+    weight = torch.full((3, 9000), -(1 << (bits - 1)), dtype=LINES[bits])
     assert torch.equal(product(x, weight), exact(x, weight))
 
 

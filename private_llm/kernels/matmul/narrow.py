@@ -1,9 +1,9 @@
 """Products with public weights on the CPU (Numba, GIL-free): modulo 2^40 for 16-bit weights, 2^32 for 8-bit ones.
 
 A weight is read as it lies, two bytes an element or one, which is what a product with few rows waits for. For 16 bits
-elements x of the left operand come as three balanced digits, x = d0 + 2^13 d1 + 2^26 d2 modulo 2^40: one instruction
-multiplies pairs of 16-bit numbers and adds them up in 32 bits. Sums of d1 are needed modulo 2^27 and those of d2 modulo
-2^14, so they may leave 32 bits; those of d0 are widened every `_STEPS` vectors, before they do: 7 * 2 * 2^12 * 2^15 <
+elements x of the left operand come as three balanced digits, x = d0 + 2^8 d1 + 2^24 d2 modulo 2^40: one instruction
+multiplies pairs of 16-bit numbers and adds them up in 32 bits. Sums of d1 are needed modulo 2^32 and those of d2 modulo
+2^16, so they may leave 32 bits; those of d0 are widened every `_STEPS` vectors, before they do: 255 * 2 * 2^7 * 2^15 <
 2^31. For 8 bits x = d0 + 2^16 d1 modulo 2^32, and all sums may leave 32 bits.
 """
 
@@ -37,12 +37,12 @@ STEP = 32
 """Lines of weights and digits have multiples of so many elements; what is beyond the inputs is zero in the digits."""
 LINES = 16
 """Lines of the weight that meet all rows before the next: they stay in the first-level cache."""
-_STEPS = 7
+_STEPS = 255
 BYTES = {16: 5, 8: 4}
 """Of an element of inputs and products, by the bits of a weight: the modulus is 2^40, or 2^32."""
 DIGITS = {5: 3, 4: 2}
 """Of an element, by its bytes."""
-_LOW, _MIDDLE = 13, 26
+_LOW, _MIDDLE = 8, 24
 _SHORTS, _SUMS = ir.VectorType(ir.IntType(16), LANES), ir.VectorType(I32, LANES // 2)
 _OCTETS = ir.VectorType(I8, LANES)
 _WIDE = ir.VectorType(I64, LANES // 4)
@@ -202,7 +202,6 @@ def narrow_digits(
 
     packed: whether x is uint8 [size rows inner].
     """
-    low, half = (1 << _LOW) - 1, 1 << (_LOW - 1)
     row, raw, words = flat(x, 0, WHOLE), flat(x, 0, BYTE), flat(x, 0, HALF)
     for m in range(first, last):
         if packed:
@@ -227,12 +226,10 @@ def narrow_digits(
                     rest |= np.int64(raw[5 * k + b]) << (8 * b)
             else:
                 rest = row[k]
-            a = ((rest + half) & low) - half
-            rest = (rest - a) >> _LOW
-            c = ((rest + half) & low) - half
-            rest = (rest - c) >> _LOW
-            d0[k], d1[k] = np.int16(a), np.int16(c)
-            d2[k] = np.int16(((rest + 2 * half) & (2 * low + 1)) - 2 * half)
+            d0[k] = np.int8(rest)
+            rest = (rest - d0[k]) >> _LOW
+            d1[k] = np.int16(rest)
+            d2[k] = np.int16((rest - d1[k]) >> (_MIDDLE - _LOW))
         for k in range(inner, length):
             d0[k] = d1[k] = d2[k] = 0
 
