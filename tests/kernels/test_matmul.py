@@ -16,7 +16,10 @@ from tests.kernels import reference
 from tests.kernels.cases import Case, Draw, listed_cases, matmul_cases, operation, run
 
 CASES, LISTED = list(matmul_cases()), list(listed_cases())
-SIZES = ((1, 1, 1), (1, 300, 40), (16, 16, 16), (17, 15, 33), (130, 257, 65), (5, 530, 16), (40, 31, 7))
+SIZES = (
+    (1, 1, 1), (1, 300, 40), (16, 16, 16), (17, 15, 33), (130, 257, 65), (5, 530, 16), (40, 31, 7), (20, 3, 40),
+    (19, 517, 8), (263, 261, 21),
+)  # fmt: skip
 needs_tiles = pytest.mark.skipif(not cpu_amx.usable(), reason="this processor has no byte tiles (AMX)")
 
 
@@ -97,14 +100,20 @@ def test_byte_tiles(case: Case, threads: int, monkeypatch: pytest.MonkeyPatch) -
     assert all(map(torch.equal, made(case), expected(case)))
 
 
-@needs_tiles
+@pytest.fixture(params=("registers", pytest.param("bytes", marks=needs_tiles)))
+def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel of products: register tiles (of pairs where the processor suits them), or byte tiles."""
+    if request.param == "bytes":
+        monkeypatch.setattr(matmul, "tiled", lambda *_: True)
+    else:
+        monkeypatch.setattr(cpu_amx, "usable", lambda: False)
+
+
+@pytest.mark.usefixtures("tiles")
 @pytest.mark.parametrize("ring", [RING64, RING32], ids=str)
 @pytest.mark.parametrize("turned", [False, True], ids=("rows", "turned"))
 @pytest.mark.parametrize("size", SIZES, ids=str)
-def test_byte_tiles_at_edges(
-    size: tuple[int, int, int], turned: bool, ring: Ring, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(matmul, "tiled", lambda *_: True)
+def test_tiles_at_edges(size: tuple[int, int, int], turned: bool, ring: Ring) -> None:
     rows, inner, columns = size
     draw = Draw(f"edges {size}")
     x, y, onto = draw.ring(ring, rows, inner), draw.ring(ring, inner, columns), draw.ring(ring, rows, columns)
@@ -113,16 +122,16 @@ def test_byte_tiles_at_edges(
     assert torch.equal(matmul.product(x, y, onto), want)
 
 
-@needs_tiles
+@pytest.mark.usefixtures("tiles")
 @pytest.mark.parametrize("ring", [RING64, RING32], ids=str)
 @pytest.mark.parametrize("fill", [-1, "least", 0x0101010101010101], ids=str)
-def test_largest_sums_of_bytes(ring: Ring, fill: int | str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_largest_sums(ring: Ring, fill: int | str) -> None:
     """Bytes of all ones make the largest sums: with too long blocks, those of the low bytes would wrap."""
-    monkeypatch.setattr(matmul, "tiled", lambda *_: True)
     value = torch.iinfo(ring.dtype).min if fill == "least" else int(fill) & (2**31 - 1) if fill != -1 else -1
     x, y = (torch.full((17, 40000), value, dtype=ring.dtype) for _ in range(2))
     y[:, ::3] = -1
-    assert torch.equal(matmul.product(x, y.mT), reference.ring_matmul(x, y.mT))
+    for right in (y.mT, y.mT.contiguous()):
+        assert torch.equal(matmul.product(x, right), reference.ring_matmul(x, right))
 
 
 @pytest.mark.parametrize("ring", [RING64, RING32], ids=str)

@@ -22,6 +22,7 @@ from private_llm.kernels.address import ZERO, Zero
 from private_llm.kernels.matmul import amx as cpu_amx
 from private_llm.kernels.matmul import cpu as cpu_matmul
 from private_llm.kernels.matmul import seeded_cpu as cpu_seeded
+from private_llm.kernels.matmul.tiles import WIDE
 from private_llm.kernels.parallel import addresses, launch
 from private_llm.kernels.seeded_tensor import SeededTensor, StreamSlice
 from private_llm.kernels.trace_hook import this_thread
@@ -47,6 +48,13 @@ def tiled(rows: int, inner: int, columns: int, turned: bool = False) -> bool:
     """
     least = 2 * _TILED_SIDE if turned else _TILED_SIDE
     return rows >= _TILED_SIDE and columns >= least and rows * inner * columns >= _TILED_MACS
+
+
+def kernel_name() -> str:
+    """Which of them products of many rows use here."""
+    if cpu_amx.usable():
+        return "byte tiles (AMX)"
+    return "register tiles (AVX-512)" if WIDE else "register tiles of pairs (no AVX-512)"
 
 
 _local = threading.local()

@@ -5,9 +5,10 @@ Two layouts, chosen by how y lies in memory:
 - `dot_product`, y given as [N, K] rows (a linear layer's weight, the key cache): lanes run along k.
 - `row_product`, y given as [K, N] rows: lanes run along n.
 
-Both read y once, almost in order, and never copy it. Measured on one AVX-512 core (768 x 3072, 64 bits):
-3.6 GMAC/s for one row of x (29 GB/s of weights), 9 to 11 from four rows on, in both layouts. `torch.matmul`
-on integers makes 0.1 to 0.5 for one row, 0.8 to 3.7 for eight, 5.5 to 8.7 for 128.
+Both read y once, almost in order, and never copy it, but for many rows on processors without AVX-512 (`pairs`).
+Measured on one AVX-512 core (768 x 3072, 64 bits): 3.6 GMAC/s for one row of x (29 GB/s of weights), 9 to 11 from four
+rows on, in both layouts. `torch.matmul` on integers makes 0.1 to 0.5 for one row, 0.8 to 3.7 for eight, 5.5 to 8.7 for
+128.
 
 `dot_rows` and `add_lines` are the same with listed rows of y, which begin `pitch` elements after one another; the list
 was checked with `inside`. A tile takes the place of each line of y from the list (`numbers`, None for all lines in
@@ -22,6 +23,7 @@ import numpy as np
 
 from private_llm.kernels.address import SIGNED, Array, Read, Written, Zero, flat
 from private_llm.kernels.compiling import compiled
+from private_llm.kernels.matmul.pairs import pair_product
 from private_llm.kernels.matmul.tiles import VECTOR_BITS, WIDE, tile
 
 VECTORS = 4 if WIDE else 2
@@ -34,6 +36,8 @@ ROWS_IN_CACHE = 64
 """Rows of x, and of the result, per block: they stay in the second-level cache."""
 _WIDE_LINE = 512
 """Columns from which one row of x meets whole lines of y: panels of them lie too far apart to be read ahead."""
+_IN_PAIRS, _MANY_ROWS = not WIDE, 16
+"""Whether products of at least so many rows multiply pairs of steps at once: with AVX-512 it is no faster."""
 FEW_ROWS = 12
 """Up to this many rows of x stay in cache whole, so a dot product needs no blocks."""
 
@@ -88,14 +92,18 @@ def dot_lines(
     numbers: Array | None, first: int, last: int, outs: Array, out_at: int, out_pitch: int,
 ) -> None:  # fmt: skip
     """out[:, first:last] += x y^T for lines first .. last - 1 of y."""
-    lanes = VECTOR_BITS // (8 * xs.itemsize)
+    lanes, begin = VECTOR_BITS // (8 * xs.itemsize), first
+    if _IN_PAIRS and rows >= _MANY_ROWS:
+        begin = pair_product(
+            xs, x_at, x_pitch, rows, inner, ys, y_at, y_pitch, numbers, first, last, outs, out_at, out_pitch, True
+        )  # fmt: skip
     whole = inner - inner % lanes
     block = max(whole, 1) if rows <= FEW_ROWS else DOT_STEPS
     for m in range(0, rows, ROWS_IN_CACHE):
         count, x_m, out_m = min(ROWS_IN_CACHE, rows - m), x_at + m * x_pitch, out_at + m * out_pitch
         for k in range(0, whole, block):
             steps = min(block, whole - k)
-            for n in range(first, last, 2 * VECTORS):
+            for n in range(begin, last, 2 * VECTORS):
                 lines = min(2 * VECTORS, last - n)
                 rows_times_lines(
                     xs, x_m + k, x_pitch, count, ys, y_at + k, y_pitch, numbers, n, lines, steps, outs, out_m + n,
@@ -160,6 +168,12 @@ def row_lines(
     """out[:, first:last] += x y for these columns of `inner` lines of y. edges: as `edges_of`."""
     width = VECTORS * VECTOR_BITS // (8 * xs.itemsize)
     y_edge, out_edge = edges
+    if _IN_PAIRS and rows >= _MANY_ROWS:
+        first = pair_product(
+            xs, x_at, x_pitch, rows, inner, ys, y_at, y_pitch, numbers, first, last, outs, out_at, out_pitch, False
+        )  # fmt: skip
+    if first == last:
+        return
     for m in range(0, rows, ROWS_IN_CACHE):
         count, out_m = min(ROWS_IN_CACHE, rows - m), out_at + m * out_pitch
         for k in range(0, inner, ROW_STEPS):
