@@ -67,6 +67,7 @@ def test_doctor_measures(run: Run) -> None:
     for speed in ("prg_gb_per_s", "ring_matmul_gmac_per_s", "loopback_latency_us"):
         assert isinstance(report[speed], float)
         assert report[speed] > 0
+    assert "tiles" in report["ring_matmul_kernel"]
     assert isinstance(report["warnings"], list)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from private_llm.config import VERSION
-from private_llm.kernels import ops
+from private_llm.kernels import matmul, ops
 from private_llm.kernels.parallel import usable_cores
 from private_llm.ring.prg import Seed
 from private_llm.ring.ring import RING64
@@ -34,6 +34,7 @@ def examine() -> dict[str, Any]:
     flags = (cpu_field("flags") or cpu_field("Features")).split()
     report["cpu_flags"] = [flag for flag in _FLAGS if flag in flags]
     report["cores"] = usable_cores()
+    report["ring_matmul_kernel"] = matmul.kernel_name()
     report["memory_gib"] = round(memory_gib(), 1)
     report["torch_threads"] = torch.get_num_threads()
     report["gpus"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
