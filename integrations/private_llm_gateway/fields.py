@@ -16,10 +16,14 @@ _TEXT = (
     "model", "max_tokens", "temperature", "top_p", "seed", "n", "stop", "logprobs", "logit_bias", "presence_penalty",
     "frequency_penalty", "stream", "stream_options", "response_format",
 )  # fmt: skip
+EFFORTS = {  # settings that some chat templates read
+    "reasoning_effort": ("none", "minimal", "low", "medium", "high", "xhigh", "max"),
+    "verbosity": ("low", "medium", "high"),
+}
 _TOOLS = ("tools", "tool_choice", "parallel_tool_calls")
 _VLLM = ("add_generation_prompt", "continue_final_message")
 _DONE: dict[str, tuple[str, ...]] = {
-    "chat": (*_TEXT, "messages", "max_completion_tokens", "top_logprobs", "reasoning_effort", *_TOOLS, *_VLLM),
+    "chat": (*_TEXT, "messages", "max_completion_tokens", "top_logprobs", *EFFORTS, *_TOOLS, *_VLLM),
     "completions": (*_TEXT, "prompt", "echo"),
     "responses": (
         "model", "input", "instructions", "previous_response_id", "max_output_tokens", "temperature", "top_p", "store",
@@ -29,14 +33,14 @@ _DONE: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 _CHANGES_NOTHING = frozenset({
     "user", "metadata", "safety_identifier", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_options",
-    "prompt_cache_retention", "request_id", "priority", "keep_alive", "cache_prompt",
+    "prompt_cache_retention", "service_tier", "request_id", "priority", "keep_alive", "cache_prompt",
 })  # fmt: skip
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     # what would change an answer and is not done here, and the values with which it does not
     "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],), "function_call": ("none", "auto"),
     "modalities": (["text"],), "suffix": ("",), "reasoning_effort": ("none",), "verbosity": ("medium",),
-    "store": (False,), "service_tier": ("auto", "default"), "stream": (False,), "echo": (False,), "top_logprobs": (0,),
-    "top_k": (0, -1), "min_p": (0,), "typical_p": (1,), "repetition_penalty": (1,), "length_penalty": (1,),
+    "store": (False,), "stream": (False,), "echo": (False,), "top_logprobs": (0,), "top_k": (0, -1), "min_p": (0,),
+    "typical_p": (1,), "repetition_penalty": (1,), "length_penalty": (1,),
     "min_tokens": (0,), "ignore_eos": (False,), "best_of": (1,), "use_beam_search": (False,),
     "chat_template_kwargs": ({},), "continue_final_message": (False,), "add_generation_prompt": (True,),
     "bad_words": ([],), "stop_token_ids": ([],), "prompt_logprobs": (0,), "logits_processors": ([],),
@@ -49,8 +53,6 @@ _INSTEAD = {
     "store": "the gateway keeps no chats, so want false",
     "functions": "want tools, which came in their place",
     "function_call": "want tool_choice, which came in its place",
-    "verbosity": "the model has no such setting; ask for a short or a long answer in a message, and want medium",
-    "service_tier": "there is one tier here, so want auto",
 }
 _MOST_NAME = 64
 _WANTED = "want an object as OpenAI's API describes it"

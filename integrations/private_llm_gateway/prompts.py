@@ -7,7 +7,7 @@ from typing import Any
 import jinja2
 
 from private_llm_gateway.errors import ApiError, bad
-from private_llm_gateway.fields import Fields, refuse_others
+from private_llm_gateway.fields import EFFORTS, Fields, refuse_others
 from private_llm_gateway.served import Served
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -37,11 +37,11 @@ def of_messages(served: Served, fields: Fields, tools: list[dict[str, Any]] | No
     begins = not ends if fields.body.get("add_generation_prompt") is None else fields.flag("add_generation_prompt")
     if ends and begins:
         raise bad("add_generation_prompt", "want false with continue_final_message")
-    effort = fields.option("reasoning_effort", "none", "minimal", "low", "medium", "high", "xhigh", "max")
+    efforts = {name: fields.option(name, *values) for name, values in EFFORTS.items()}
     if not served.chat_template:
         text = "\n".join(message["content"] for message in listed)
         return _checked(served, served.encode(_short(served, text, "messages")), "messages")
-    more = {"reasoning_effort": effort} if effort and "reasoning_effort" in served.chat_template else {}
+    more = {name: value for name, value in efforts.items() if value and name in served.chat_template}
     try:
         text = served.tokenizer.apply_chat_template(
             listed, tools=tools, add_generation_prompt=begins, continue_final_message=ends, tokenize=False, **more

@@ -60,8 +60,7 @@ WRONG: dict[str, dict[str, list[Any]]] = {
             {"tools": [{"type": "function", "function": {"name": "a"}}]},
             {"modalities": ["audio"]}, {"functions": [{}]},
             {"prediction": {"type": "content", "content": SECRET}}, {"moderation": {"model": "any"}},
-            {"verbosity": "low"}, {"store": True}, {"service_tier": "flex"}, {"top_k": 5}, {"repetition_penalty": 1.1},
-            {"echo": True}, {"prompt": SECRET},
+            {"store": True}, {"top_k": 5}, {"repetition_penalty": 1.1}, {"echo": True}, {"prompt": SECRET},
             {"max_new_tokens": 5}, {"include_stop_str_in_output": True}, {"truncation": "auto"},
             {"a_field_of_next_year": [1]}, {"temprature": 1},
             {"response_format": {"type": "json_object", "schema": {"type": "object"}}},
@@ -84,7 +83,8 @@ WRONG: dict[str, dict[str, list[Any]]] = {
             {"logprobs": True, "top_logprobs": 21}, {"logit_bias": {"4096": 1}}, {"presence_penalty": 3},
             {"max_tokens": 0}, {"messages": []}, {"tool_choice": "required"},
             {"max_tokens": None, "max_completion_tokens": 1000},
-            {"reasoning_effort": SECRET}, {"continue_final_message": True, "add_generation_prompt": True},
+            {"reasoning_effort": SECRET}, {"verbosity": SECRET},
+            {"continue_final_message": True, "add_generation_prompt": True},
             ("messages[0].role", {"messages": [{"role": SECRET, "content": "a"}]}),
             ("response_format.type", {"response_format": {"type": SECRET}}),
         ],
@@ -232,7 +232,8 @@ def test_errors_are_short(client: OpenAI) -> None:
 
 def test_fields_that_change_nothing(client: OpenAI) -> None:
     """Of the request, and of messages as agents send them: names, and answers that go back as they came."""
-    more = {"user": "u", "metadata": {"a": "b"}, "safety_identifier": "s", "a_field_of_next_year": None, "store": False}
+    more = {"user": "u", "metadata": {"a": "b"}, "safety_identifier": "s", "a_field_of_next_year": None, "store": False,
+            "verbosity": "low", "reasoning_effort": "low", "service_tier": "flex", "prompt_cache_key": "k"}  # fmt: skip
     made = client.chat.completions.create(**ASKED, extra_body=more)
     said = made.choices[0].message
     assert said.content == text_of(greedy(2))
@@ -251,12 +252,13 @@ def test_what_a_template_may_use() -> None:
         tokenizer=copy(tokenizer()), vocabulary=4096, context=None, encode=lambda text, special: [*text.encode()]
     )
     served.tokenizer.chat_template = served.chat_template = (
-        "{{ reasoning_effort }}{% for m in messages %}<{{ m.name }}: {{ m.content }}>{% endfor %}"
+        "{{ reasoning_effort }}{{ verbosity }}{% for m in messages %}<{{ m.name }}: {{ m.content }}>{% endfor %}"
         "{% if add_generation_prompt %}<assistant: {% endif %}"
     )
     ada, told = {"role": "user", "content": "a", "name": "Ada"}, {"role": "assistant", "content": "b"}
     for messages, more, wanted in (
         ([ada], {"reasoning_effort": "high"}, "high<Ada: a><assistant: "),
+        ([ada], {"verbosity": "low"}, "low<Ada: a><assistant: "),
         ([ada], {"add_generation_prompt": False}, "<Ada: a>"),
         ([ada, told], {"continue_final_message": True}, "<Ada: a><: b"),
     ):
