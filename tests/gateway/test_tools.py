@@ -184,6 +184,20 @@ def test_a_forced_call_of_the_model(gateway: Gateway) -> None:
     assert calls_of(made)[0] == ("a", {})
 
 
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}], ids=str)
+def test_a_forced_call_that_does_not_fit_is_cut_off_and_says_so(gateway: Gateway, choice: Any) -> None:
+    """As at OpenAI: what there is of its arguments, and length."""
+    asked = {**ASKED, "max_tokens": 50, "tools": TOOLS[:1], "tool_choice": choice, "temperature": 0}
+    with gateway.client() as client:
+        whole = client.chat.completions.create(**asked).choices[0]
+        parts = [chunk.choices[0] for chunk in client.chat.completions.create(**asked, stream=True)]
+    assert whole.finish_reason == parts[-1].finish_reason == "length"
+    arguments = "".join(call.function.arguments for part in parts for call in part.delta.tool_calls or ())
+    assert [call.function.arguments for call in whole.message.tool_calls] == [arguments]
+    with pytest.raises(ValueError, match=r"Expecting|Unterminated"):
+        json.loads(arguments)
+
+
 def fits(served: Served, grammar: Grammar, text: str) -> bool:
     written = grammar.written()
     while text:  # by the longest tokens that fit
