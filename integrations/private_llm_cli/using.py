@@ -18,7 +18,7 @@ from private_llm.protocol_facts import ASSISTED, CASCADE
 from private_llm.token_sharding import ShardingPlan
 from private_llm_cli import options
 from private_llm_cli.commands.calibrate import ranges_from
-from private_llm_cli.commands.models import loading, want_draft, want_model
+from private_llm_cli.commands.models import AUTO, loading, want_draft, want_model
 from private_llm_cli.commands.output import say_first
 from private_llm_cli.kv_cache import KvCacheOption, kv_cache_of
 
@@ -104,7 +104,11 @@ class GatewayChoices:
         int | None, typer.Option(min=1, help="Requests that run at a time (8, passes shared; 'assisted': 1).")
     ] = None
     draft: Annotated[
-        str, typer.Option(help="Speculative decoding of greedy answers: 'lookup', or a draft model's folder or hub id.")
+        str,
+        typer.Option(
+            help="Speculative decoding of greedy answers: 'lookup', a draft model's folder or hub id, or 'auto': "
+            "look-ups where rounds take most of the time."
+        ),
     ] = ""
     keep_tokens: Annotated[
         int,
@@ -129,7 +133,7 @@ class GatewayChoices:
         if self.no_token and self.token:
             raise ConfigError("token: got one together with --no-token; want one of the two")
         want_model(self.model)
-        want_draft(self.draft)
+        want_draft(self.draft, AUTO)
         for name, file in (("public prefix", self.public_prefix), ("groups", self.groups)):
             if file is not None and not file.is_file():
                 raise ConfigError(f"{name}: there is no file {file}; want a text file")

@@ -69,7 +69,8 @@ Chosen by: generate(speculation=SpeculationConfig(...)), and transformers' assis
   tokens and ways to go on were drafted in each pass, which way was gone on with, and how many of its tokens were
   accepted, because the cache is cut back to them. Such counts tell a prompt among known ones, and texts that a draft
   repeats (Wei et al., When Speculation Spills Secrets, arXiv 2411.01076, from sizes and times of packets alone).
-  Lengths that are chosen from measured times and acceptance tell nothing more. With prompt_lookup_num_tokens the number
+  Lengths that are chosen from measured times and acceptance tell nothing more, nor does a gateway's --draft auto, which
+  chooses by the times of passes over a public text before the first request. With prompt_lookup_num_tokens the number
   of drafts also says whether the last words occurred before
 - with fixed_counts=FixedCounts(...): the same: the sizes in it, and of the text the limit max_new_tokens only: every
   pass reads as many tokens, keeps as many, and goes on with the same row, and the number of passes follows from the

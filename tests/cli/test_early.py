@@ -34,6 +34,7 @@ def test_mistakes_are_told_before_pytorch_is_imported(tmp_path: Path) -> None:
             f"x generate {DEMO} --prompt x --hosts {here},a:1,b:2": "connections between endpoints need certificates",
             f"x gateway --port {here[10:]}": f"port: cannot listen at {here}",
             "x gateway --draft lokup": "got 'lokup', and there is no such folder; did you mean 'lookup'?",
+            "x gateway --draft autom": "did you mean 'auto'?",
             f"x chat {DEMO} --draft ./x": "draft of './x': no such folder",
             "x gateway --groups x": "groups: there is no file x; want a text file",
             "x gateway --public-prefix x": "public prefix: there is no file x; want a text file",

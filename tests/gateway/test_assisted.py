@@ -12,12 +12,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import openai
 import pytest
 import torch
+from bench.link import LinkSpeed, SlowMesh
+from private_llm_cli.commands.gateway import _drafts as drafts_of
 from private_llm_cli.commands.gateway import gateway as run_gateway
 from private_llm_cli.commands.gateway import when_ready
 from private_llm_cli.commands.models import loaded_from
@@ -25,7 +29,7 @@ from private_llm_cli.using import GatewayChoices
 from private_llm_gateway.pool import SessionPool
 from private_llm_gateway.served import Served
 from private_llm_gateway.settings import GatewaySettings
-from private_llm_hf import AutoPrivateModelForCausalLM, patch, prepare_corrections
+from private_llm_hf import AutoPrivateModelForCausalLM, KeepAll, SpeculationConfig, patch, prepare_corrections
 from private_llm_hf.party.product_server import ProductServer
 from private_llm_hf.service.product_service import ProductService
 from private_llm_hf.service.settings import ServiceSettings
@@ -33,6 +37,7 @@ from torch import Tensor
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError, PartyFailed
+from private_llm.kv_cache.policies.policy import SlidingWindow
 from private_llm.net.addresses import hosts_of, open_listeners
 from tests.cli.test_cli import start
 from tests.gateway.small_gateway import (
@@ -184,6 +189,35 @@ def test_too_few_corrections_are_told_and_the_session_goes_on(tmp_path: Path) ->
 def test_sessions_side_by_side_want_servers_of_their_own() -> None:
     with pytest.raises(ConfigError, match=r"sessions: got 4 without hosts.*--clients N"):
         run_gateway(GatewayChoices(sessions=4), ASSISTED, GatewaySettings(port=0), socket.socket())
+
+
+@pytest.mark.parametrize("draft", ["auto", "lookup"])
+def test_drafts_far_from_the_servers_change_no_text(draft: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """20 ms apart, rounds take the time, so that they are looked up; a text that repeats takes fewer."""
+    asked: dict[str, Any] = {"model": "small", "prompt": PROMPT, "temperature": 0, "max_tokens": 60}
+    with patch(plain_model(), ASSISTED, SlowMesh(2, 30.0, LinkSpeed(1000.0, 20.0), instant="control")) as model:
+        drafts = drafts_of(GatewayChoices(draft=draft), model, tokenizer())
+        assert drafts == SpeculationConfig()
+        assert capsys.readouterr().err.startswith("drafts: looked up: a pass over 8" if draft == "auto" else "")
+    rounds = []
+    for chosen in (None, drafts):
+        with serving(replace(small(ASSISTED), speculation=chosen)) as made, made.client() as client:
+            found = client.completions.create(**asked)
+        assert found.choices[0].text == text_of(greedy(60))
+        rounds.append(found.to_dict()["private_llm"]["rounds"])
+    assert rounds[1] < rounds[0]
+
+
+def test_why_no_drafts_are_looked_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for more, why in (({"corrections": str(tmp_path)}, "stored correction"), ({}, "evicts or chooses entries")):
+        model = Mock(config=plain_model().config, _is_stateful=False)
+        model.parties.config = SimpleNamespace(kv_cache=KeepAll() if more else SlidingWindow(8), **more)
+        assert drafts_of(GatewayChoices(draft="auto"), model, tokenizer()) is None
+        told = capsys.readouterr().err
+        assert told.startswith("drafts: none: ")
+        assert why in told
+    with pytest.raises(ConfigError, match="evicts or chooses entries"):
+        drafts_of(GatewayChoices(draft="lookup"), model, tokenizer())
 
 
 @contextlib.contextmanager

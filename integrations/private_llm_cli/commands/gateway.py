@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from private_llm.config import PrivateConfig
-from private_llm.errors import ConfigError, PartiesBusy, PartyFailed, TransportError
+from private_llm.errors import ConfigError, PartiesBusy, PartyFailed, TransportError, UnsupportedOp
 from private_llm.net.rendezvous import WAIT_UNTIL, Unreached
 from private_llm.protocol_facts import ASSISTED
 from private_llm_cli.commands.calibrate import ranges_from
-from private_llm_cli.commands.models import demo_model, loaded_from, tokenizer_of
+from private_llm_cli.commands.models import AUTO, DEMO_PROMPT, demo_model, loaded_from, tokenizer_of
 from private_llm_cli.commands.output import CONSOLE, NOTES, TURN, note_sparsity, progress_bar, waiting_told
 
 if TYPE_CHECKING:
@@ -139,25 +139,38 @@ def start_model(
     pool = SessionPool(model, _sessions(choices, config), start.get("start"))
     if listed is not None:
         listed.follow(pool)
-    served = Served(name, pool, tokenizer, vectors, KeptPrompts(choices.keep_tokens), _drafts(choices, model))
+    drafts = _drafts(choices, model, tokenizer) if choices.draft and writes else None
+    served = Served(name, pool, tokenizer, vectors, KeptPrompts(choices.keep_tokens), drafts)
     stack.callback(served.pool.close)
     return served
 
 
-def _drafts(choices: GatewayChoices, model: Any) -> SpeculationConfig | None:  # noqa: ANN401 - a private model
-    """How drafts are made. Raises ConfigError for a draft of another vocabulary, none, and policies that evict."""
-    if not choices.draft:
-        return None
-    from private_llm_hf.client.speculation import SpeculationConfig, check_drafts, stateful
+def _drafts(choices: GatewayChoices, model: Any, tokenizer: Any) -> SpeculationConfig | None:  # noqa: ANN401
+    """How drafts are made; "auto" chooses and says why. Raises ConfigError for a draft of another vocabulary, none, and
+    policies that evict.
+    """
+    from private_llm_hf.client.speculation import LOOKUP, SpeculationConfig, check_drafts, stateful
+    from private_llm_hf.client.speculative_loop import look_ups_pay
     from private_llm_hf.models.inputs import max_positions
     from transformers import LogitsProcessorList
 
-    if stateful(model):
-        raise ConfigError(f"draft: {type(model).__name__} has states that drafts cannot put back; leave --draft out")
-    made = SpeculationConfig(choices.draft)
-    check_drafts(model.parties.config.kv_cache, max_positions(model.config) or 1 << 20, made.counts)
-    made.drafter(model.config, LogitsProcessorList(), sample=False)
-    return made
+    auto = choices.draft == AUTO
+    made = SpeculationConfig(LOOKUP if auto else choices.draft)
+    try:
+        if stateful(model):
+            told = f"draft: {type(model).__name__} has states that drafts cannot put back; leave --draft out"
+            raise ConfigError(told)
+        check_drafts(model.parties.config.kv_cache, max_positions(model.config) or 1 << 20, made.counts)
+        made.drafter(model.config, LogitsProcessorList(), sample=False)
+        if not auto:
+            return made
+        pays, why = look_ups_pay(model, tokenizer(DEMO_PROMPT)["input_ids"])
+    except (ConfigError, UnsupportedOp) as error:
+        if not auto:
+            raise
+        pays, why = False, str(error)
+    NOTES.print(f"drafts: {'looked up' if pays else 'none'}: {why}", markup=False, highlight=False, soft_wrap=True)
+    return made if pays else None
 
 
 def _sessions(choices: GatewayChoices, config: PrivateConfig) -> int:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from private_llm.config import PrivateConfig
 
+AUTO = "auto"  # of --draft: looked-up drafts where they pay
 DEMO_PROMPT = "The history of the city begins with"
 CHAT_PROMPT = "What is the capital of France?"
 LONG_PROMPT = (
@@ -91,12 +92,12 @@ def want_model(source: str, gguf_file: str | None = None) -> None:
         raise ConfigError(f"gguf-file: got {gguf_file!r}, which is not in {source}; want a file there: {there}")
 
 
-def want_draft(draft: str) -> None:
-    """Raises ConfigError for what is neither 'lookup' nor a model."""
-    if draft in ("", "lookup"):
+def want_draft(draft: str, *more: str) -> None:
+    """Raises ConfigError for what is neither 'lookup', one of `more`, nor a model."""
+    if draft in (names := ("", "lookup", *more)):
         return
-    if not Path(draft).exists() and difflib.get_close_matches(draft, ["lookup"]):
-        raise ConfigError(f"draft: got {draft!r}, and there is no such folder; did you mean 'lookup'?")
+    if not Path(draft).exists() and (near := difflib.get_close_matches(draft, names, 1)):
+        raise ConfigError(f"draft: got {draft!r}, and there is no such folder; did you mean {near[0]!r}?")
     want_config("draft", draft)
     want_hub("draft", draft)
 

@@ -24,7 +24,14 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from private_llm.errors import ConfigError, DomainError, UnsupportedOp
 from private_llm_hf.client.drafts import ROOT, Draft, Tree, accept
-from private_llm_hf.client.speculation import DraftLength, FixedCounts, SpeculationConfig, check_drafts, stateful
+from private_llm_hf.client.speculation import (
+    DEFAULT_COUNTS,
+    DraftLength,
+    FixedCounts,
+    SpeculationConfig,
+    check_drafts,
+    stateful,
+)
 from private_llm_hf.models.inputs import GENERATED, check_positions, max_positions
 from private_llm_hf.transformers_versions import CACHE
 
@@ -259,3 +266,41 @@ def _pass(passes: Passes, draft: Draft, paths: int, counts: FixedCounts, window:
     if known and len(text.ids) - start <= window and not text.over:
         passes.take(tree, rows, logits[:, len(known) - 1 :])
     return fed[0][: counts.advance] == text.ids[start : start + counts.advance]
+
+
+# -- Whether drafts pay over the network of a session ------------------------------------------------------------------
+_LOOKED_UP = 1.2  # tokens that a pass gives with looked-up drafts where a text does not repeat (docs/studies/drafts.md)
+_TRIES = 6  # passes of each size at most: programs that later ones repeat are recorded and compiled in the first three
+_LEAST_TRIES, _MEASURED_S = 2, 60.0  # and at least, where they take so many seconds
+
+
+@torch.no_grad()
+def look_ups_pay(model: PreTrainedModel, ids: list[int]) -> tuple[bool, str]:
+    """Whether looked-up drafts with DEFAULT_COUNTS save time on a private model's session, and why.
+
+    They do where waiting for exchanges takes most of a pass, so that a pass over a window takes hardly longer than one
+    over a token. Both run after `ids`, the tokens of a public text, some times, and the fastest of each count. Raises
+    errors of the library.
+    """
+    if model.parties.config.corrections:
+        return False, "every drafted token would use up a stored correction"
+    cache = model(input_ids=torch.tensor([ids]), use_cache=True)[CACHE]
+    passes = Passes(model, cache, LogitsProcessorList(), False, Text(ids, StoppingCriteriaList(), None))
+    window, rounds, started = DEFAULT_COUNTS.window, 0, time.perf_counter()
+    fastest = {1: float("inf"), window: float("inf")}
+    for attempt in range(_TRIES):
+        if attempt >= _LEAST_TRIES and time.perf_counter() - started > _MEASURED_S:
+            break
+        for size in fastest:
+            model.cost(reset=True)
+            began = time.perf_counter()
+            passes.read([ids[:1] * size], size)
+            fastest[size] = min(time.perf_counter() - began, fastest[size])
+            rounds = model.cost().rounds if size == 1 else rounds
+            passes.go_on(0, 1, size)
+    ratio = fastest[window] / fastest[1]
+    each = f", {fastest[1] / rounds * 1e3:.3g} ms each" if rounds else ""
+    told = f"a pass over {window} tokens takes {ratio:.2f} times one over 1 token ({rounds} rounds{each}), "
+    if ratio <= _LOOKED_UP:
+        return True, f"{told}so rounds decide, and drafts save some"
+    return False, f"{told}and looked-up drafts give {_LOOKED_UP} tokens a pass where a text does not repeat"

@@ -6,15 +6,18 @@ import logging
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock, Mock
 
 import pytest
 import torch
 import transformers as tr
 from private_llm_hf import FixedCounts, KeepAll, NoCache, PrivateConfig, SpeculationConfig, patch
+from private_llm_hf.client import speculative_loop
 from private_llm_hf.client.session_client import PrivateCache
 from private_llm_hf.client.speculation import DEFAULT_COUNTS, DraftLength
-from private_llm_hf.client.speculative_loop import decoding
+from private_llm_hf.client.speculative_loop import decoding, look_ups_pay
 from private_llm_hf.wire.commands import Call, CallOrEdit, CropCache, SelectRows
 from transformers import PreTrainedModel
 
@@ -284,6 +287,29 @@ def test_lengths_follow_acceptance_and_the_cost_of_a_token() -> None:
     lengths.ran(6, 1, 14, 2.0)  # noise: fewer tokens took longer
     assert lengths.choose() == 16
     assert lengths.acceptance == 3 / 6
+
+
+@pytest.mark.parametrize(
+    ("waiting", "token", "pays"), [(0.3, 0.001, True), (0.03, 0.03, False), (30.0, 0.5, True), (30.0, 3.0, False)]
+)
+def test_look_ups_pay_where_waiting_takes_most_of_a_pass(
+    waiting: float, token: float, pays: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Passes take so long and so much more for each token; the first ones record and compile, too."""
+    clock, passes = [0.0], list[int]()
+
+    def run(input_ids: torch.Tensor, **_: Any) -> Any:
+        passes.append(input_ids.shape[1])
+        clock[0] += waiting + token * passes[-1] + (5.0 if len(passes) < 7 and waiting < 1 else 0.0)
+        return MagicMock(logits=torch.zeros(1, passes[-1], 2), **{"__getitem__.return_value": cache})
+
+    cache, model = Mock(layers=[]), Mock(side_effect=run, **{"cost.return_value.rounds": 10})
+    model.parties.config.corrections = ""
+    monkeypatch.setattr(speculative_loop, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    found, why = look_ups_pay(model, IDS[0].tolist())
+    assert (found, passes[1:]) == (pays, [1, 8] * (2 if waiting > 1 else 6))
+    assert [each.args for each in cache.crop.call_args_list] == [(-size,) for size in passes[1:]]
+    assert f"(10 rounds, {(waiting + token) * 100:.3g} ms each)" in why
 
 
 # -- what is refused -----------------------------------------------------------------------------------------------
