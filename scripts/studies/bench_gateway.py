@@ -2,6 +2,7 @@
 
 python scripts/studies/bench_gateway.py  SmolLM2-135M-Instruct (installed by scripts/studies/real_model.py), minutes
 python scripts/studies/bench_gateway.py --model FOLDER  another model
+python scripts/studies/bench_gateway.py -- --protocol assisted  options of the gateway
 python scripts/studies/bench_gateway.py --tiny          the bundled model, in seconds
 
 The gateway starts the parties as services of this machine. The official OpenAI client asks one question after the
@@ -123,12 +124,14 @@ def _memory_of(pid: int) -> dict[str, int]:
     return {name: round(int(told[key].split()[0]) / 1024) for key, name in kept.items()}
 
 
-def measure(source: str, name: str, prompts: tuple[str, ...], new: int, at_once: list[int]) -> Iterator[dict[str, Any]]:
-    """Rows as they come: one for each prompt, one for each number at a time, one of memory."""
+def measure(
+    source: str, name: str, prompts: tuple[str, ...], new: int, at_once: list[int], options: list[str]
+) -> Iterator[dict[str, Any]]:
+    """Rows as they come: one for each prompt, one for each number at a time, one of memory. options: of the gateway."""
     wanted = plaintext(source, prompts, new)
-    head = {"name": "gateway", "model": name, "new": new, **provenance()}
+    head = {"name": "gateway", "model": name, "new": new, "options": options, **provenance()}
     began = time.perf_counter()
-    with child_gateway(source, "--name", name) as gateway:
+    with child_gateway(source, "--name", name, *options) as gateway:
         started = time.perf_counter() - began
         client = OpenAI(base_url=gateway.openai_url, api_key=gateway.token, timeout=1800, max_retries=0)
         ask(client, name, prompts[0], 2)  # compiles kernels
@@ -165,6 +168,7 @@ def main() -> int:
     parser.add_argument("--model", default="", help="folder of a model (default: SmolLM2)")
     parser.add_argument("--new", type=int, default=16, help="tokens of an answer at most")
     parser.add_argument("--at-once", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("options", nargs="*", help="of the gateway, after --")
     parser.add_argument("--tiny", action="store_true")
     args = parser.parse_args()
     quiet()
@@ -174,7 +178,7 @@ def main() -> int:
         args.new, args.at_once, prompts, name = 3, [2], DEMO_PROMPTS, "demo"
     source = args.model or (demo_model() if args.tiny else smollm2_model())
     different = 0
-    for row in measure(source, name, prompts, args.new, args.at_once):
+    for row in measure(source, name, prompts, args.new, args.at_once, args.options):
         print(json.dumps(row), flush=True)
         different += not row.get("equal", True)
     return min(different, 1)
