@@ -139,7 +139,7 @@ def jobs(protocol: str) -> Iterator[tuple[Any, tuple[Any, ...]]]:
         bits.transpose_bits, bits.block_carries, bits.block_monomials, bits.join_products, bits.join_carries,
         bits.inject_products, bits.inject_terms, waves.placed, waves.weighed,
     ]  # fmt: skip
-    needed = [aes.write_bytes] * aes.usable() + [amx.product] * amx.usable() + checks * party.compares
+    needed = [aes.write_bytes, aes.expand] * aes.usable() + [amx.product] * amx.usable() + checks * party.compares
     needed += [comparison_keys.expand] * (aes.usable() and not party.one_hot)
     last = [seeded_cpu.in_register_tiles] * aes.usable()  # where weights rest as seeds; elsewhere it cannot be compiled
     for kernel in (*needed, *often, *seldom):
