@@ -231,7 +231,8 @@ class PrivateModel:
         if not self.config.is_encoder_decoder:
             check_positions(self.config, max_cache_length, GENERATED)
         if generation_mode == GenerationMode.ASSISTED_GENERATION:
-            check_drafts(self.parties.config.kv_cache, generation_config.max_length, None)
+            config = self.parties.config
+            check_drafts(config.kv_cache, generation_config.max_length, None, config.expert_capacity)
         if generation_config.cache_implementation not in (None, "dynamic"):
             raise ConfigError(
                 f"cache_implementation: got {generation_config.cache_implementation!r}; want None (the parties "

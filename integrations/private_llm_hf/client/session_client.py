@@ -103,6 +103,11 @@ class PrivateCache(Cache):  # type: ignore[misc]
         """What the parties keep."""
         return self._parties.config.kv_cache
 
+    @property
+    def expert_capacity(self) -> float | None:
+        """How many tokens of a call experts of a mixture take."""
+        return self._parties.config.expert_capacity
+
     def extend(self, length: int) -> None:
         """A call ran that cached `length` further positions, and the parties' policy chose what stays."""
         policy = self.policy

@@ -17,6 +17,7 @@ from private_llm.errors import ConfigError, UnsupportedOp
 from private_llm.kv_cache.policies.policy import CachePolicy
 from private_llm.typed_settings import check_types
 from private_llm_hf.client.drafts import Both, Draft, LookUp, ModelDraft
+from private_llm_hf.models.experts import LEAST_PLACES
 
 LOOKUP, MOST_PATHS = "lookup", 64
 
@@ -188,10 +189,18 @@ class DraftLength:
 # -- Which policies of the KV cache drafts may run under: those whose text stays that of single tokens ----------------
 # A pass over drafts reads several tokens at once. Its queries choose no clusters, see what a window of single tokens
 # would have evicted by then, and give their attention to evictions, drafts that are rejected as well.
-def check_drafts(policy: object, limit: int, counts: FixedCounts | None) -> None:
+def check_drafts(policy: object, limit: int, counts: FixedCounts | None, capacity: float | None = None) -> None:
     """Raise ConfigError where drafts could change the text. limit: the most tokens that the cache will hold. counts:
-    how passes read; None: as many drafts as they like, the first of them in the prompt's pass.
+    how passes read; None: as many drafts as they like, the first of them in the prompt's pass. capacity: of experts.
     """
+    apart = counts is not None and not counts.reserve and counts.window <= LEAST_PLACES
+    if capacity is not None and limit > LEAST_PLACES and not apart:
+        raise ConfigError(
+            f"drafts: with expert_capacity={capacity} drafts in the prompt's pass, and tokens of it that are read "
+            "again, would take other places of experts, so the text would change; want "
+            f"speculation=SpeculationConfig() with fixed counts, reserve=0 and a window of at most {LEAST_PLACES}, or "
+            "no drafts (leave speculation, assistant_model and prompt_lookup_num_tokens out)"
+        )
     if not isinstance(policy, CachePolicy):
         return
     chosen = policy.selection is not None and policy.selection.shape(limit) is not None

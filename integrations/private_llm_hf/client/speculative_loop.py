@@ -85,7 +85,8 @@ def _refuse(
         raise ConfigError("speculation: got a static cache, which cannot forget drafts; leave cache_implementation out")
     counts = config.counts
     beyond = 0 if counts is None or counts.exact else counts.window
-    check_drafts(getattr(facts[CACHE], "policy", None), generation.max_length + beyond, counts)
+    policy, capacity = (getattr(facts[CACHE], name, None) for name in ("policy", "expert_capacity"))
+    check_drafts(policy, generation.max_length + beyond, counts, capacity)
     mask = facts.get("attention_mask")
     if mask is not None and not bool(mask.all()):
         raise DomainError("speculation: got a padded prompt; want one without padding (a single prompt needs none)")

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 import transformers as tr
-from private_llm_hf import PrivateConfig, patch
+from private_llm_hf import FixedCounts, PrivateConfig, SpeculationConfig, patch
 from private_llm_hf.checkpoint.miniature import miniature
 from private_llm_hf.models.experts import is_experts, places
 from private_llm_hf.models.routers import PrivateRouter, RouterParts, Routing, router_of
@@ -245,6 +245,25 @@ def test_rows_of_a_batch_take_no_places_from_each_other() -> None:
         alone = private(input_ids=TEXT[:1]).logits
         other = private(input_ids=torch.cat([TEXT[:1], TEXT[1:].flip(1)])).logits
     assert worst(other[:1], alone) < LOGIT_ERROR / 10
+
+
+@pytest.mark.parametrize(
+    "drafts",
+    [{"prompt_lookup_num_tokens": 3}, *({"speculation": SpeculationConfig(**counts)} for counts in (  # type: ignore[arg-type]
+        {"open_counts": True}, {"length": 3}, {"fixed_counts": FixedCounts(window=17, reserve=0)},
+        {"fixed_counts": FixedCounts(exact=True)},
+    ))], ids=str,
+)  # fmt: skip
+def test_drafts_that_would_take_places_are_refused(drafts: dict[str, object]) -> None:
+    """Those of the prompt's pass, and passes of more tokens than are always taken; the default drafts keep the text."""
+    text = torch.tensor([[5, 6, 7, 8, 9, 10, 11, 12] * 5])
+    with patch(build("mixtral"), replace(PLAIN, expert_capacity=CAPACITY)) as private:
+        with pytest.raises(ConfigError, match=r"drafts: with expert_capacity=1\.0 .* window of at most 16"):
+            private.generate(text, **GREEDY, **drafts)
+        if "prompt_lookup_num_tokens" in drafts:
+            drafted = private.generate(text, **GREEDY, speculation=SpeculationConfig())
+            assert torch.equal(drafted, private.generate(text, **GREEDY))
+            private.generate(text[:, :12], **GREEDY, **drafts)  # 16 tokens in all
 
 
 def test_a_capacity_sends_a_part_of_the_bytes() -> None:
