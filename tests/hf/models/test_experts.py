@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 import pytest
@@ -187,6 +187,19 @@ def test_a_configuration_that_asks_for_router_logits_gets_none() -> None:
         found = private(**BATCH)
         assert worst(found.logits, model(**BATCH).logits, MASK) < LOGIT_ERROR
     assert "router_logits" not in found
+
+
+@pytest.mark.parametrize("capacity", [None, 1.0])
+def test_calibration_sees_what_experts_make(capacity: float | None) -> None:
+    """Small inner values and large last matrices: products beyond the inner values' range are right all the same."""
+    model, text = build("mixtral"), torch.arange(1, 41).view(1, 40)
+    for layer in model.model.layers:
+        layer.mlp.experts.gate_up_proj.data.mul_(0.05)
+        layer.mlp.experts.down_proj.data.mul_(20)
+    with patch(model, replace(PLAIN, expert_capacity=capacity)) as private, torch.no_grad():
+        with nullcontext() if capacity is None else limited(model, torch.ones_like(text)):
+            wanted = model(text).logits
+        assert worst(private(text).logits, wanted) < LOGIT_ERROR
 
 
 # -- a capacity -------------------------------------------------------------------------------------------------------
