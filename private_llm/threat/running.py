@@ -44,7 +44,8 @@ Chosen by: expert_capacity=1.5 (None, the default: every expert computes every t
   length of a text how many tokens each expert takes. Nothing about which they are, to which experts tokens would have
   gone, or how many were left out
 - the user, and whoever reads the answer: the answer is that of a model that left tokens out of experts. Texts of other
-  users and other rows of a batch change nothing in it: places belong to one row
+  users change nothing in it; of other rows of the user's own batch only the length of the longest does: places belong
+  to one row, and padding up to that length adds some
 Source: private_llm/oblivious/dispatch.py; integrations/private_llm_hf/models/experts.py; CryptoMoE (arXiv 2511.01197);
   why places belong to a row: Yona et al., arXiv 2410.22884. Tests compare logits with a plaintext model that is limited
   so, and the cost of two inputs of one shape
