@@ -80,8 +80,6 @@ implements(Tensor.__rmatmul__)(lambda x, y: matmul(y, x))
 @implements(torch.nn.functional.linear)
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> SecretTensor:
     """x @ weight.T + bias, [.., N]: x [.., K] secret; weight [N, K] and bias [N] each secret or plain.
-
-    Or several at once, which torch has no name for: x [n, M, K], weight [n, N, K] without a bias, to [n, M, N].
     Secret weight: 2 rounds, 30.75 bytes an output in trio (64-bit ring, 18 bits); plain: 1 round, 14.75. Calibration
     may take bits off the result. Raises UnsupportedOp for a plain x, DomainError for another session's weights.
     """
@@ -90,17 +88,35 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> SecretTenso
     if isinstance(weight, SecretTensor):
         same_session(x, weight)
         held = weight.value(full=True)
-        return linear_by(x, held.frac, lambda value, frac: layer_product(value, held.view(_turned), frac), bias)
+        return linear_by(x, held.frac, lambda value, frac: layer_product(value, held.view(Tensor.t), frac), bias)
 
     def public(value: Fixed, frac: int | None) -> Fixed:
         elements = ring_weight(x.session, weight, value.share.parts[0].device)
-        return product_public(value, elements.mT, frac=frac)
+        return product_public(value, elements.t(), frac=frac)
 
     return linear_by(x, x.session.frac, public, bias)
 
 
-def _turned(weight: Tensor) -> Tensor:
-    return weight.t() if weight.dim() == 2 else weight.mT
+def linears(x: Tensor, weight: Tensor) -> SecretTensor:
+    """As many linear layers at once: x [n, M, K] secret, weight [n, N, K] secret or plain, to [n, M, N].
+
+    Cost and errors as `linear`. Raises UnsupportedOp for a plain x, DomainError for another session's weights.
+    """
+    if not isinstance(x, SecretTensor):
+        raise UnsupportedOp("linear layers of a plain input; share the input (Session input) first")
+    if isinstance(weight, SecretTensor):
+        same_session(x, weight)
+        held = weight.value(full=True)
+        return linear_by(x, held.frac, lambda value, frac: layer_product(value, held.view(_turned), frac), None)
+
+    def public(value: Fixed, frac: int | None) -> Fixed:
+        return product_public(value, ring_weight(x.session, weight, value.share.parts[0].device).mT, frac=frac)
+
+    return linear_by(x, x.session.frac, public, None)
+
+
+def _turned(part: Tensor) -> Tensor:
+    return part.mT
 
 
 def linear_by(

@@ -57,7 +57,7 @@ def test_certs_count_the_endpoints_of_a_split(run: Run, tmp_path: Path) -> None:
         (("--index", "1", "--model", "a"), "AttnNode (0, 0) (party 1) reads no checkpoint"),
         (
             ("--index", "0", "--model", "a folder that is not there"),
-            "'a folder that is not there': no such folder here",
+            "'a folder that is not there': there is no such folder here",
         ),
         (("--index", "2"), "party: got 2; want 0 to 1"),
     ],

@@ -218,7 +218,8 @@ def _want(settings: PartySettings) -> None:
                 "names the checkpoint that a CompNode or a server of 'assisted' reads)"
             )
         want_share_file(path)
-    if settings.checkpoint is not None:
+    reads = config.plan is None or number < config.plan.alpha  # else an error will say that this endpoint reads none
+    if settings.checkpoint is not None and reads:
         want_model(settings.checkpoint)
         want_hub("model", settings.checkpoint)
     listen(addresses[number], anywhere=config.tls is not None).close()

@@ -18,7 +18,7 @@ from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError, PlaintextLeak, UnsupportedOp
 from private_llm.oblivious.dispatch import queues_of
 from private_llm.tensor.fixed import Fixed
-from private_llm.tensor.ops_matmul import linear
+from private_llm.tensor.ops_matmul import linears
 from private_llm.tensor.secret import SecretTensor
 
 LEAST_PLACES = 16
@@ -101,8 +101,8 @@ class PrivateExperts(_Experts):
         return F.linear(inner.reshape(tokens.shape[0], -1), down)
 
     def _each_on_its_own(self, rows: SecretTensor) -> Tensor:
-        gate, up = linear(rows, self.gate_up_proj).chunk(2, dim=-1)
-        return linear(self.act_fn(gate) * up, self.down_proj)
+        gate, up = linears(rows, self.gate_up_proj).chunk(2, dim=-1)
+        return linears(self.act_fn(gate) * up, self.down_proj)
 
 
 class PrivateClampedExperts(_Experts):
@@ -135,8 +135,8 @@ class PrivateClampedExperts(_Experts):
         return F.linear(inner.reshape(tokens.shape[0], -1), down.t()) + F.linear(weights, self.down_proj_bias.t())
 
     def _each_on_its_own(self, rows: SecretTensor) -> Tensor:
-        both = linear(rows, self.gate_up_proj.transpose(1, 2)) + self.gate_up_proj_bias.unsqueeze(1)
-        made: Tensor = linear(self._gated(both), self.down_proj.transpose(1, 2)) + self.down_proj_bias.unsqueeze(1)
+        both = linears(rows, self.gate_up_proj.transpose(1, 2)) + self.gate_up_proj_bias.unsqueeze(1)
+        made: Tensor = linears(self._gated(both), self.down_proj.transpose(1, 2)) + self.down_proj_bias.unsqueeze(1)
         return made
 
 
