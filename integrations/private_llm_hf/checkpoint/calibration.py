@@ -31,7 +31,7 @@ from private_llm_hf.models.handlers import match
 from private_llm_hf.models.norms import norm_of
 
 _LAYERS = {F.linear, torch.addmm}
-_GROUPED = {getattr(torch, "_grouped_mm", None)}  # products of experts, which transformers makes in one call
+_GROUPED = {"_grouped_mm", "grouped_mm_fallback"}  # products of experts in one call: torch's, and transformers' own
 _LAYER_NORMS, _RMS_NORMS = {F.layer_norm, torch.layer_norm}, {F.rms_norm, torch.rms_norm}
 _CONVOLUTIONS = {F.conv2d, F.conv1d}
 _PRODUCTS = {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm, torch.baddbmm, Tensor.baddbmm}
@@ -107,7 +107,7 @@ class Largest(TorchFunctionMode):
             self._note_largest("peak", out)
             if func is F.linear:
                 self._streams[id(out)] = (out, {self._scope})
-        elif func in _GROUPED:
+        elif getattr(func, "__name__", "") in _GROUPED:
             self._note_rows_of("output", out)
             self._note_largest("peak", out)
         elif func in _CONVOLUTIONS:

@@ -19,6 +19,7 @@ from private_llm_hf.service.checks import batch_key
 from private_llm_hf.tools.estimate import estimate
 from private_llm_hf.wire.commands import Call, Tokens
 from torch import Tensor, nn
+from transformers.integrations import moe
 
 from private_llm.errors import ConfigError
 from private_llm.exact.maximum import Groups
@@ -189,9 +190,15 @@ def test_a_configuration_that_asks_for_router_logits_gets_none() -> None:
     assert "router_logits" not in found
 
 
-@pytest.mark.parametrize("capacity", [None, 1.0])
-def test_calibration_sees_what_experts_make(capacity: float | None) -> None:
-    """Small inner values and large last matrices: products beyond the inner values' range are right all the same."""
+@pytest.mark.parametrize(("capacity", "grouped"), [(None, True), (None, False), (1.0, True)])
+def test_calibration_sees_what_experts_make(
+    capacity: float | None, grouped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Small inner values and large last matrices: products beyond the inner values' range are right all the same.
+
+    grouped: by torch's product; else by transformers' own, which it takes where torch has none (2.8 and before).
+    """
+    monkeypatch.setattr(moe, "_can_use_grouped_mm", lambda *_: grouped)
     model, text = build("mixtral"), torch.arange(1, 41).view(1, 40)
     for layer in model.model.layers:
         layer.mlp.experts.gate_up_proj.data.mul_(0.05)
