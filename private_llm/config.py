@@ -211,11 +211,7 @@ class PrivateConfig:
             ("frac_bits", 4 <= bits <= top, f"4 to {top} in a {self.ring}-bit ring"),
             ("bandwidth_mbit", mbit is None or mbit > 0, "a positive number, or None"),
             ("latency_ms", self.latency_ms >= 0, "a non-negative number"),
-            (
-                "relu_bits",
-                relu is None or bits < relu <= self.ring,
-                f"more than frac_bits ({bits}), at most {self.ring}",
-            ),
+            ("relu_bits", relu is None or bits < relu <= self.ring, f"above frac_bits ({bits}), at most {self.ring}"),
             ("relu_low", 0 <= self.relu_low < bits, f"0 or more, below frac_bits ({bits})"),
             ("prompt_chunk", not isinstance(chunk, int) or chunk >= 1, "1 or more tokens, 'auto' or None"),
             ("expert_capacity", capacity is None or 0 < capacity < math.inf, "a positive number, such as 1.5, or None"),

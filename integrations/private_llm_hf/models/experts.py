@@ -20,6 +20,7 @@ from private_llm.oblivious.dispatch import queues_of
 from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.ops_matmul import linears
 from private_llm.tensor.secret import SecretTensor
+from private_llm_hf.models.routers import secret
 
 LEAST_PLACES = 16
 """Of an expert, however short a row is: a few tokens, such as those of a draft, are always computed in full."""
@@ -72,15 +73,9 @@ class _Experts(nn.Module):
         by = by_row[1].scale_int(present.unsqueeze(-1).to(by_row[1].share.parts[0]))
         queues = queues_of(by, taken)
         rows = queues.gathered(by_row[0]).view(lambda part: part.transpose(0, 1).flatten(1, 2))
-        made = _secret(self._each_on_its_own(SecretTensor(rows))).to_operand()
+        made = secret(self._each_on_its_own(SecretTensor(rows))).to_operand()
         back = made.view(lambda part: part.unflatten(1, (len(present), taken)).transpose(0, 1))
         return queues.combined(back, by).view(lambda part: part.flatten(0, 1))
-
-
-def _secret(x: Tensor) -> SecretTensor:
-    if not isinstance(x, SecretTensor):
-        raise PlaintextLeak("what experts made became plain")
-    return x
 
 
 class PrivateExperts(_Experts):

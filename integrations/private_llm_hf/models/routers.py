@@ -110,8 +110,8 @@ class PrivateRouter(nn.Module):
         else:
             logits = F.linear(tokens, self.get_parameter("weight"), self._parameters.get("bias"))
         scores = logits.softmax(-1) if self.routing.score == "softmax" else torch.sigmoid(logits)
-        chosen = self.routing.chosen(_secret(self._choice(logits, scores, correction)).to_operand())
-        held = _secret(scores).to_operand().mul(chosen)
+        chosen = self.routing.chosen(secret(self._choice(logits, scores, correction)).to_operand())
+        held = secret(scores).to_operand().mul(chosen)
         low, high = self.routing.sums(logits.shape[-1])
         if self.routing.normal and low < high * 0.98:
             held = held.mul(reciprocal(held.sum(-1, keepdim=True), low, high))
@@ -138,9 +138,10 @@ class PrivateRouter(nn.Module):
         return repr(self.routing)
 
 
-def _secret(x: Tensor) -> SecretTensor:
+def secret(x: Tensor) -> SecretTensor:
+    """What a router or an expert made. Raises PlaintextLeak if it is plain."""
     if not isinstance(x, SecretTensor):
-        raise PlaintextLeak("a private router's weights became plain")
+        raise PlaintextLeak("what a private router or expert made became plain")
     return x
 
 

@@ -106,7 +106,7 @@ def run_alone(state: SessionState, owner: str, call: Call, secrets: Iterable[Sha
 
 def run_model(model: nn.Module, session: Session, inputs: dict[str, Any]) -> ModelOutput:
     """The model's output; after it the cache's policy decides what stays."""
-    session.numerics.tokens = _present(inputs)
+    session.numerics.tokens = None if session.config.expert_capacity is None else _present(inputs)
     result: ModelOutput = model(**inputs, return_dict=True)
     cache = inputs.get(CACHE)
     if isinstance(cache, SecretCache):
