@@ -66,7 +66,7 @@ def test_a_picture_without_matplotlib_is_refused_before_any_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    result = CliRunner().invoke(app, ["demo", "--plot", str(tmp_path / "picture.svg")])
+    result = CliRunner().invoke(app, ["predictors", "show", "folder", "--plot", str(tmp_path / "picture.svg")])
     assert isinstance(result.exception, ConfigError)
     assert "pip install 'private-llm[plot]'" in str(result.exception)
 

@@ -30,7 +30,6 @@ def demo(
     prompt: options.Prompt = "",
     new_tokens: options.TokensOption = 32,
     as_json: options.Json = False,
-    plot: Annotated[Path | None, typer.Option(help="Write a picture of the costs (.png, .svg).")] = None,
     tiny: Annotated[bool, typer.Option("--tiny", help="Only a few tokens.")] = False,
     model: Annotated[
         options.DemoModel,
@@ -50,13 +49,11 @@ def demo(
 
     new_tokens = min(new_tokens, 4) if tiny else new_tokens
     if model is options.DemoModel.SMOLLM2:
-        if plot is not None:
-            raise ConfigError("plot: want --model bundled, whose few layers a picture can show")
         demo_chat(prompt or CHAT_PROMPT, config, new_tokens, as_json, cache)
         return
     if cache is not None:
         raise ConfigError("cache: want --model smollm2; the bundled model is not converted")
-    show(prompt or (DEMO_PROMPT if config.plan is None else LONG_PROMPT), config, new_tokens, as_json, plot)
+    show(prompt or (DEMO_PROMPT if config.plan is None else LONG_PROMPT), config, new_tokens, as_json)
 
 
 @options.grouped

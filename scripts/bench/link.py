@@ -10,10 +10,12 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from private_llm_cli.commands.estimate_plans import LinkSpeed as LinkSpeed
-from private_llm_cli.commands.plot import TimelineTransport, TimeSpan
 from torch import Tensor
 
 from private_llm.net.ledger import CONTROL
@@ -92,6 +94,18 @@ class SlowTransport(LocalTransport):
                 time.sleep(delay)
 
 
+@dataclass(frozen=True)
+class TimeSpan:
+    """One endpoint's wait for a frame of a peer, or a frame on its way to it (seconds of time.perf_counter)."""
+
+    endpoint: int
+    peer: int
+    tag: str
+    start: float
+    end: float
+    parallel_session: int = 0
+
+
 class RecordingMesh(SlowMesh):
     """A `SlowMesh` (by default without any delay) that keeps every wait in `waits`, every frame in `sent`."""
 
@@ -112,7 +126,28 @@ class RecordingMesh(SlowMesh):
         return end
 
 
-class _TimedTransport(TimelineTransport, SlowTransport):
+class _TimedTransport(SlowTransport):
     """Notes waits; frames are noted as their wires carry them."""
 
-    _send = SlowTransport._send
+    def __init__(self, mesh: RecordingMesh, me: int) -> None:
+        super().__init__(mesh, me)
+        self._waits, self._parallel_session = mesh.waits, mesh.number
+
+    def _recv(self, frm: int, tag: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        with self._waiting(frm, tag):
+            return super()._recv(frm, tag, shape, dtype)
+
+    def _recv_bytes(self, frm: int, tag: str, most: int) -> bytes:
+        with self._waiting(frm, tag):
+            return super()._recv_bytes(frm, tag, most)
+
+    def wait(self, frm: int) -> None:
+        """Between two calls."""
+        with self._waiting(frm, "next call"):
+            super().wait(frm)
+
+    @contextmanager
+    def _waiting(self, frm: int, tag: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self._waits.append(TimeSpan(self.me, frm, tag, started, time.perf_counter(), self._parallel_session))

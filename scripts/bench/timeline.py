@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from private_llm_cli.commands.plot import in_ms, load_pyplot, within
+from private_llm_cli.commands.plot import load_pyplot
 
 from bench.link import RecordingMesh
 from private_llm.config import PrivateConfig
@@ -30,13 +31,13 @@ def plot_timeline(
             waits = [
                 (w.start, w.end) for w in mesh.waits if (w.endpoint, w.parallel_session) == (party, parallel_session)
             ]
-            axes.broken_barh([(0.0, in_ms(span[1] - span[0]))], place, color=_COMPUTES, linewidth=0)
-            axes.broken_barh(list(within(waits, span)), place, color=_WAITS, linewidth=0)
+            axes.broken_barh([(0.0, 1e3 * (span[1] - span[0]))], place, color=_COMPUTES, linewidth=0)
+            axes.broken_barh(list(_within(waits, span)), place, color=_WAITS, linewidth=0)
         sent = [(s.start, s.end) for s in mesh.sent if s.endpoint == party]
-        axes.broken_barh(list(within(sent, span)), (party + 0.76, 0.14), color=_SENDS, linewidth=0)
+        axes.broken_barh(list(_within(sent, span)), (party + 0.76, 0.14), color=_SENDS, linewidth=0)
     names = [named(config, f"party {party}") for party in range(config.parties)]
     axes.set_yticks([party + 0.4 for party in range(config.parties)], names)
-    axes.set_xlim(0, in_ms(span[1] - span[0]))
+    axes.set_xlim(0, 1e3 * (span[1] - span[0]))
     axes.invert_yaxis()
     axes.set_xlabel("ms")
     axes.set_title(title)
@@ -44,3 +45,11 @@ def plot_timeline(
     figure.legend(marks, ["computes", "waits", "its wires are busy"], loc="outside lower right", ncols=3)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
+
+
+def _within(spans: Sequence[tuple[float, float]], bounds: tuple[float, float]) -> Iterator[tuple[float, float]]:
+    """(start, length) in ms after the start of `bounds`, of what lies inside."""
+    for start, end in spans:
+        low, high = max(start, bounds[0]), min(end, bounds[1])
+        if high > low:
+            yield 1e3 * (low - bounds[0]), 1e3 * (high - low)

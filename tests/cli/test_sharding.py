@@ -1,4 +1,4 @@
-"""Commands that speak of token sharding: estimates, plans side by side, and the picture of a run."""
+"""Commands that speak of token sharding: estimates and plans side by side."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ from pathlib import Path
 
 import pytest
 from private_llm_cli.commands.estimate_plans import USUAL, Hardware, LinkSpeed, busiest
-from private_llm_cli.commands.plot import MOST_ROWS, TimeSpan, chosen, worked
 from private_llm_hf import PrivateConfig
 from private_llm_hf.tools.estimate import estimate, named_shape
 from transformers import GPT2Config
 
-from private_llm.net.ledger import CONTROL
 from private_llm.net.transport import CLIENT
 from private_llm.token_sharding import ShardingPlan, Stage, paper_seconds, refuse_weak
 from tests.cli.test_cli import Run, checkpoint, rows, start
@@ -134,40 +132,6 @@ def test_more_bandwidth_and_less_latency_are_faster() -> None:
     assert waiting == pytest.approx(12 * 2 * 0.003)
     # Four CompNodes of 16 rows: q, k, v, out and the two matrices of the MLP, 12 x 768 x 768 each row.
     assert {layer.macs[0] for layer in layers} == {16 * 12 * 768 * 768}
-
-
-# -- the picture -----------------------------------------------------------------------------------------------
-def test_a_picture_of_many_nodes_shows_those_that_send_most_and_says_so() -> None:
-    plan = ShardingPlan(8, 8, 2)
-    sent = {node: node for node in range(plan.nodes)}
-    shown, title = chosen(PrivateConfig(protocol="cascade", plan=plan), sent)
-    assert len(shown) == MOST_ROWS
-    assert shown == [*range(8), *range(plan.nodes - 20, plan.nodes)]
-    assert title.endswith("8 CompNodes and 136 AttnNodes (20 AttnNodes that send most)")
-    shown, title = chosen(PrivateConfig(protocol="cascade", plan=ShardingPlan(3, 4, 1)), {})
-    assert shown == list(range(9))
-    assert title.endswith("3 CompNodes and 6 AttnNodes")
-    shown, title = chosen(PrivateConfig(plan=ShardingPlan(3, 4, 1), split=2), {})
-    assert shown == list(range(3 + 9))
-    assert title.startswith("split=2")
-    assert title.endswith("after 3 parties")
-
-
-def test_who_worked_is_who_sent_between_two_tokens() -> None:
-    def frame(node: int, end: float, tag: str = "rows") -> TimeSpan:
-        return TimeSpan(node, 9, tag, end, end)
-
-    frames = [frame(0, 1.5), frame(4, 2.9), frame(CLIENT, 1.2), frame(1, 3.0), frame(2, 3.1, CONTROL)]
-    assert worked(frames, [1.0, 3.0, 4.0]) == [{0, 4}, {1}]
-
-
-def test_the_picture_of_a_run(run: Run, tmp_path: Path) -> None:
-    picture = tmp_path / "nodes.png"
-    (found,) = rows(
-        run, "demo", "--protocol", "cascade", "--plan", "3,3,1", "--max-new-tokens", "3", "--plot", str(picture)
-    )
-    assert found["tokens_equal"] == found["tokens"] == 3
-    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.full

@@ -15,7 +15,6 @@ from private_llm.ranges import Ranges
 from private_llm_cli.commands import models, output
 from private_llm_cli.commands.doctor import machine
 from private_llm_cli.commands.output import duration, size
-from private_llm_cli.commands.plot import RecordingMesh, check_name, plot_costs, plot_nodes
 from private_llm_cli.commands.text import TextStream, TokenClock, agreement, by_link, is_text, margin
 
 if TYPE_CHECKING:
@@ -69,23 +68,17 @@ def generate(
     output.CONSOLE.print(cost_line(made), style="dim", highlight=False)
 
 
-def demo(prompt: str, config: PrivateConfig, new_tokens: int, as_json: bool, plot: Path | None) -> None:
+def demo(prompt: str, config: PrivateConfig, new_tokens: int, as_json: bool) -> None:
     """The bundled model: private against plaintext, and where the bytes go."""
     from private_llm_hf import patch
     from private_llm_hf.tools.estimate import by_layer
 
-    mesh = _recording(config, plot)
     source = models.demo_model()
     tokenizer, plain = models.tokenizer_of(source), models.plaintext_model(source)
     inputs = _inputs(tokenizer, prompt)
-    made = run(lambda: patch(plain, config, mesh), inputs, new_tokens, as_json, {"do_sample": False})
+    made = run(lambda: patch(plain, config), inputs, new_tokens, as_json, {"do_sample": False})
     reference = plain.generate(**inputs, max_new_tokens=new_tokens, do_sample=False)[0]
     layers = by_layer(made.costs)
-    if plot is not None:
-        if config.plan is None:
-            plot_costs(layers, mesh.waits if mesh is not None else (), config, made.clock.last, plot)
-        else:
-            plot_nodes(made.costs, mesh.sent if mesh is not None else (), config, made.clock.arrived, plot)
     facts = _facts(made, reference, tokenizer, prompt, config)
     if as_json:
         parts = [{"name": layer.name, "bytes": layer.bytes_total, "rounds": layer.rounds} for layer in layers]
@@ -105,8 +98,6 @@ def demo(prompt: str, config: PrivateConfig, new_tokens: int, as_json: bool, plo
     if len(rows) > 1:  # nodes of a sharding plan do not book by layer
         output.emit_table("cost by layer, all tokens", ("layer", "bytes", "rounds"), rows)
     _say_cost(cost_line(made), config)
-    if plot is not None:
-        output.CONSOLE.print(f"plot written to {plot}", highlight=False)
 
 
 def demo_chat(prompt: str, config: PrivateConfig, new_tokens: int, as_json: bool, cache: Path | None) -> None:
@@ -195,14 +186,6 @@ def run(
             ids = model.generate(**inputs, max_new_tokens=new_tokens, streamer=clock, **sampling)[0]
             costs: Costs = model.cost()
     return Made(inputs["input_ids"][0], ids, clock, costs, spent)
-
-
-def _recording(config: PrivateConfig, plot: Path | None) -> RecordingMesh | None:
-    """What the picture's timeline is read from; parties that are processes are not recorded."""
-    if plot is None:
-        return None
-    check_name(plot)
-    return RecordingMesh(config.endpoints, config.timeout_s) if config.party_mode in ("auto", "threads") else None
 
 
 def figures(made: Made, config: PrivateConfig) -> dict[str, Any]:

@@ -43,11 +43,6 @@ class TokenClock:
         return self.arrived[1] - self.started if len(self.arrived) > 1 else 0.0
 
     @property
-    def last(self) -> tuple[float, float]:
-        """When the computation of the last token began and ended."""
-        return self.arrived[-2], self.arrived[-1]
-
-    @property
     def each(self) -> float:
         """Seconds for each further token."""
         later = self.arrived[1:]
